@@ -1,0 +1,50 @@
+PYTHON ?= python3
+UV ?= uv
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+ARGS ?=
+
+.DELETE_ON_ERROR:
+.PHONY: help install quickstart test lint pins clean
+
+help:
+	@echo "make quickstart                              install, build the corpus, train runs/quickstart (or resume it)"
+	@echo "make quickstart ARGS='--set train.steps=200' the same with options of 'curriculum train'"
+	@echo "make test                                    install, run the tests"
+	@echo "make lint                                    install, check style and format"
+	@echo "make pins                                    resolve requirements.txt again (needs uv)"
+	@echo "make clean                                   remove .venv and caches; data and runs stay"
+	@echo "PYTHON=/path/to/python3.11 chooses the interpreter of a new .venv"
+
+quickstart: install
+	$(BIN)/python tools/build_quickstart_corpus.py --output data/quickstart
+	$(BIN)/curriculum train configs/quickstart.yaml --run-dir runs/quickstart --resume latest $(ARGS)
+
+test: install
+	$(BIN)/python -m pytest -n 2 --durations=10 $(ARGS)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+install: $(INSTALLED)
+
+# A half-made .venv, or one of an old Python, is made again; --no-compile leaves to the first import what it needs.
+$(INSTALLED): requirements.txt pyproject.toml
+	@$(BIN)/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11) or sys.prefix == sys.base_prefix)' 2>/dev/null || { \
+	  $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "$(PYTHON): $$($(PYTHON) --version 2>&1); Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11 ..." >&2; \
+	    exit 1; }; \
+	  echo "making .venv with $$($(PYTHON) --version)"; \
+	  $(PYTHON) -m venv --clear .venv; }
+	@echo "installing the pinned packages into .venv (a minute or two)"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile -r requirements.txt
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+pins:
+	$(UV) pip compile -q --universal --python-version 3.11 --upgrade --no-emit-index-url --no-annotate --no-header \
+	  --extra dev pyproject.toml --output-file requirements.txt
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis
