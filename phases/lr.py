@@ -1,0 +1,161 @@
+"""The learning rate at any step, as a list of pieces resolved before step 0."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+
+Shape = Literal["linear", "cosine", "1-sqrt"]
+
+
+@dataclass(frozen=True)
+class LrSchedule:
+    """The run's global learning rate."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    lr: float = 6e-4
+    """Peak learning rate."""
+    schedule: Literal["wsd", "cosine", "linear", "constant"] = "wsd"
+    """After warm-up: wsd holds the peak and decays over the last `decay_steps`; cosine and linear decay all the way."""
+    warmup_steps: int | str = 0
+    """Updates of linear warm-up, or a share of the run such as `2%`; update 0 already has lr / warmup_steps."""
+    decay_steps: int | str = 0
+    """Length of the final decay of `wsd`, in updates or as a share of the run such as `20%`."""
+    decay_shape: Shape = "linear"
+    """Shape of the decay of `wsd`."""
+    min_lr_ratio: float = 0.1
+    """The last update has this part of the peak (not for `constant`)."""
+    allow_jump: bool = False
+    """Allow the rate to change by more than 2x from one update to the next outside warm-up."""
+
+
+@dataclass(frozen=True)
+class LrProgram:
+    """A phase's own learning rate, in place of the global one for that phase."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    rewarm_steps: int | str = 0
+    """Updates from the rate the phase finds to `peak`, or a share of the run such as `2%`."""
+    peak: float | None = None
+    """Rate after the re-warming; by default the rate the phase finds."""
+    decay_steps: int | str = 0
+    """Updates before the phase's end over which the rate falls, or a share of the run."""
+    decay_to_ratio: float = 0.1
+    """The phase's last update has this part of `peak`."""
+    shape: Shape = "linear"
+    """Shape of the decay."""
+
+
+@dataclass(frozen=True)
+class LrPiece:
+    """From update `start` on the rate goes from `first` to `last`, reached at the `steps`-th update, and stays.
+
+    A piece holds until the next one starts. The k-th update of a piece (from 1) has moved k / steps of the way.
+    """
+
+    start: int
+    steps: int
+    shape: Shape
+    first: float
+    last: float
+    warmup: bool = False
+
+
+def learning_rate(pieces: Sequence[LrPiece], steps) -> np.ndarray:
+    """Learning rate (float64) of each update in `steps`, an integer or an array of them."""
+    steps = np.asarray(steps, np.int64)
+    index = np.searchsorted([p.start for p in pieces], steps, side="right") - 1
+    rates = np.empty(steps.shape, np.float64)
+    for i, piece in enumerate(pieces):
+        here = index == i
+        moved = np.minimum((steps[here] - piece.start + 1) / piece.steps, 1.0)
+        if piece.shape == "cosine":
+            moved = 0.5 - 0.5 * np.cos(np.pi * moved)
+        elif piece.shape == "1-sqrt":  # Hägele et al. 2024, arXiv:2405.18392
+            moved = np.sqrt(moved)
+        rates[here] = np.where(moved == 1.0, piece.last, piece.first + (piece.last - piece.first) * moved)
+    return rates
+
+
+def lr_pieces(
+    schedule: LrSchedule,
+    phases: Sequence[tuple[int, int, LrProgram | None]],
+    warmup_steps: int,
+    decay_steps: int,
+    program_steps: Sequence[tuple[int, int]],
+) -> tuple[LrPiece, ...]:
+    """The pieces of a run whose phases own the updates [start, end) and may have a program of their own.
+
+    `warmup_steps`, `decay_steps` and, for each phase, `program_steps` (re-warming, decay) are resolved numbers.
+    """
+    total = phases[-1][1]
+    floor = schedule.lr * schedule.min_lr_ratio
+    decay_shape = {"wsd": schedule.decay_shape, "constant": None}.get(schedule.schedule, schedule.schedule)
+    decay_start = total - decay_steps if schedule.schedule == "wsd" else warmup_steps
+    if decay_shape is None or decay_start >= total:
+        decay_start = math.inf
+
+    pieces: list[LrPiece] = []
+
+    def hold(start, rate):
+        pieces.append(LrPiece(start, 1, "linear", rate, rate))
+
+    def follow_global(start, rate):
+        """Stay at the rate that was found until the global decay begins, then go down with it."""
+        if start < decay_start:
+            hold(start, rate)
+        if decay_start < math.inf:
+            start = max(start, int(decay_start))
+            pieces.append(LrPiece(start, total - start, decay_shape, rate, min(floor, rate)))
+
+    if phases[0][2] is None:
+        if warmup_steps:
+            pieces.append(LrPiece(0, warmup_steps, "linear", 0.0, schedule.lr, warmup=True))
+        if warmup_steps < total:
+            follow_global(warmup_steps, schedule.lr)
+    programmed = False
+    for (start, end, program), (rewarm, decay) in zip(phases, program_steps, strict=True):
+        if program is None and not programmed:
+            continue
+        found = float(learning_rate(pieces, start - 1)) if start else 0.0
+        pieces = [p for p in pieces if p.start < start]
+        if program is None:
+            follow_global(start, found)
+            programmed = False
+            continue
+        peak = program.peak if program.peak is not None else (found if start else schedule.lr)
+        if rewarm:
+            pieces.append(LrPiece(start, rewarm, "linear", found, peak, warmup=True))
+        if start + rewarm < end - decay:
+            hold(start + rewarm, peak)
+        if decay:
+            pieces.append(LrPiece(end - decay, decay, program.shape, peak, peak * program.decay_to_ratio))
+        programmed = True
+    return tuple(pieces)
+
+
+def first_jump(pieces: Sequence[LrPiece], first_step: int = 0) -> tuple[int, float, float] | None:
+    """(update, rate before, rate) of the first change by more than 2x between updates, warm-up apart."""
+    for piece in pieces:
+        if piece.start <= first_step or (piece.warmup and piece.steps > 1):
+            continue
+        before, now = learning_rate(pieces, [piece.start - 1, piece.start])
+        if max(before, now) > 2 * min(before, now) * (1 + 1e-12):
+            return piece.start, float(before), float(now)
+    return None
+
+
+def check_rates(lr: LrSchedule) -> list[tuple[str, str]]:
+    """What is wrong with the numbers of a schedule: (field, message) pairs."""
+    problems = []
+    if not (math.isfinite(lr.lr) and lr.lr > 0):
+        problems.append(("lr", f"got {lr.lr}, expected a positive learning rate"))
+    if not 0 <= lr.min_lr_ratio <= 1:
+        problems.append(("min_lr_ratio", f"got {lr.min_lr_ratio}, expected 0 to 1"))
+    return problems

@@ -1,0 +1,169 @@
+"""Exact quotas: which source each sequence of a segment comes from, and how many came before it.
+
+The sequences of a segment are split in two, and each part in two again, down a binary tree whose leaves are
+the sources. A node that has been given m sequences passes to its left child
+
+    L(m) = round(left child's share at the moment when the node's own share is exactly m)
+
+which is a closed form in m, so any position is found without walking there. A split rounds by at most 1/2, and a
+leaf inherits its ancestors' errors in proportion to its part of them, so that the leaf is never further from its
+exact share than
+
+    1/2 x sum over the nodes from the leaf up to the root's child of share(leaf) / share(node).
+
+The tree is built from the leaves up so that this bound stays small for every source, all along a ramp
+(`Quotas.error_bound` tells it: below 2 sequences).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+# Cumulative shares are integers in units of 2**-20 of a sequence: sums over a subtree are exact, monotone and
+# never drift, and 2**33 sequences still fit a float64 product.
+_UNIT_BITS = 20
+_HALF = 1 << (_UNIT_BITS - 1)
+
+
+class _Split:
+    """An inner node: how many of its first m sequences go to its left child."""
+
+    def __init__(self, left, right, own_K: np.ndarray, left_K: np.ndarray, tail_own: float, tail_left: float):
+        self.left, self.right = left, right
+        self._own_K, self._left_K = own_K, left_K  # cumulative shares at the knots, in units
+        light = min(tail_left, tail_own - tail_left)
+        self._tail_is_left = tail_left <= tail_own - tail_left
+        self._tail_light = light / tail_own if tail_own > 0 else 0.0
+
+    def to_left(self, counts: np.ndarray) -> np.ndarray:
+        """L(m) for each m; monotone, and m - L(m) is monotone too, so that the two children share out exactly."""
+        units = counts << _UNIT_BITS
+        knot = np.searchsorted(self._own_K, units, side="right") - 1
+        offset = units - self._own_K[knot]
+        # The lighter child is computed and the heavier is what remains: a share of at most 1/2 cannot be
+        # rounded up twice between neighbours, whatever float64 does.
+        light = np.floor(offset * self._tail_light).astype(np.int64)
+        left = light if self._tail_is_left else offset - light
+        inside = knot < len(self._own_K) - 1
+        if inside.any():
+            k, part = knot[inside], offset[inside]
+            own = self._own_K[k + 1] - self._own_K[k]
+            to_left = self._left_K[k + 1] - self._left_K[k]
+            to_right = own - to_left
+            light = np.floor(part / own * np.minimum(to_left, to_right)).astype(np.int64)
+            left[inside] = np.where(to_left <= to_right, light, part - light)
+        return (self._left_K[knot] + left + _HALF) >> _UNIT_BITS
+
+
+class Quotas:
+    """The order of sources inside one segment, by position (sequences since the segment's start).
+
+    Sequences are drawn by `mixture` (source to proportion, any positive scale). With a ramp they are drawn by
+    (1 - x) `ramp_from` + x `mixture` during the steps whose progress x stands in `ramp_progress`, of
+    `batch_size` sequences each, and by `mixture` after them, without end. Nothing depends on where the segment
+    ends, nor on the order in which sources are named.
+    """
+
+    def __init__(
+        self,
+        mixture: Mapping[str, float],
+        ramp_from: Mapping[str, float] | None = None,
+        ramp_progress: Sequence[float] | np.ndarray = (),
+        batch_size: int = 1,
+    ):
+        ends = [mixture] if ramp_from is None else [ramp_from, mixture]
+        self.sources = tuple(sorted({name for end in ends for name in end if end[name] > 0}))
+        ends_S = [np.array([end.get(name, 0.0) for name in self.sources]) for end in ends]
+        last_S, first_S = ends_S[-1] / ends_S[-1].sum(), ends_S[0] / ends_S[0].sum()
+        moved_K = np.concatenate([[0.0], np.cumsum(ramp_progress)])
+        steps_K = np.arange(len(moved_K))
+        taken_SK = first_S[:, None] * (steps_K - moved_K) + last_S[:, None] * moved_K
+        units_SK = np.rint(taken_SK * (batch_size << _UNIT_BITS)).astype(np.int64)
+        progress_X = np.linspace(0.0, 1.0, 1 if ramp_from is None else 5)[:, None]
+        tree, self.error_bound = _tree(first_S + progress_X * (last_S - first_S))
+        self._root = _splits(tree, units_SK, last_S)[0]
+
+    def counts(self, positions) -> np.ndarray:
+        """Sequences taken of each source before each position: shape `positions.shape + (num_sources,)`."""
+        positions = np.asarray(positions, np.int64)
+        out = np.zeros((positions.size, len(self.sources)), np.int64)
+
+        def descend(node, counts):
+            if isinstance(node, int):
+                out[:, node] = counts
+                return
+            left = node.to_left(counts)
+            descend(node.left, left)
+            descend(node.right, counts - left)
+
+        descend(self._root, positions.ravel())
+        return out.reshape(*positions.shape, len(self.sources))
+
+    def locate(self, positions) -> tuple[np.ndarray, np.ndarray]:
+        """(source index into `sources`, sequences of that source before it) of each position of a 1-D array."""
+        positions = np.asarray(positions, np.int64)
+        source, before = np.empty(len(positions), np.int64), np.empty(len(positions), np.int64)
+
+        def descend(node, rows, counts):
+            if isinstance(node, int):
+                source[rows], before[rows] = node, counts
+                return
+            left, after = node.to_left(counts), node.to_left(counts + 1)
+            goes_left = after > left
+            descend(node.left, rows[goes_left], left[goes_left])
+            descend(node.right, rows[~goes_left], (counts - left)[~goes_left])
+
+        descend(self._root, np.arange(len(positions)), positions)
+        return source, before
+
+
+def _tree(shares_XS: np.ndarray):
+    """(tree of nested pairs of source indices, its error bound in sequences) for shares at X points of a ramp.
+
+    The two nodes are joined next whose leaves would then have the least bound, heavy pairs later than light
+    ones. Ties go by name order, so the tree never depends on the order of declaration.
+    """
+    num_points, num_sources = shares_XS.shape
+    nodes = list(range(num_sources))  # slot -> subtree; a joined slot is emptied
+    slot_S = np.arange(num_sources)  # leaf -> the slot of its subtree
+    share_XN = shares_XS.copy()  # by slot
+    bound_XS = np.ones((num_points, num_sources))  # sum so far, the leaf's present subtree included
+
+    def join_costs(slot):
+        """Cost of joining `slot` with each other slot: worst bound of the leaves in both, plus the weight."""
+        joined_XN = share_XN + share_XN[:, slot : slot + 1]
+        own = np.flatnonzero(slot_S == slot)
+        worst_N = (bound_XS[:, None, own] + _ratio(shares_XS[:, None, own], joined_XN[..., None])).max((0, 2))
+        others_S = (bound_XS + _ratio(shares_XS, joined_XN[:, slot_S])).max(0)
+        np.maximum.at(worst_N, slot_S, others_S)
+        worst_N += 2 * joined_XN.max(0)
+        worst_N[[n for n, node in enumerate(nodes) if node is None or n == slot]] = np.inf
+        return worst_N
+
+    cost_NN = np.array([join_costs(slot) for slot in range(num_sources)])
+    for _ in range(num_sources - 1):
+        a, b = divmod(int(cost_NN.argmin()), num_sources)
+        nodes[a], nodes[b] = (nodes[a], nodes[b]), None
+        share_XN[:, a] += share_XN[:, b]
+        slot_S[slot_S == b] = a
+        worst = bound_XS.max()  # before the root is counted, which has no error of its own
+        own = slot_S == a
+        bound_XS[:, own] += _ratio(shares_XS[:, own], share_XN[:, a : a + 1])
+        cost_NN[b], cost_NN[:, b] = np.inf, np.inf
+        cost_NN[a] = cost_NN[:, a] = join_costs(a)
+    return nodes[a] if num_sources > 1 else 0, worst / 2 if num_sources > 1 else 0.0
+
+
+def _ratio(part, whole):
+    return np.divide(part, whole, out=np.zeros(np.broadcast(part, whole).shape), where=whole > 0)
+
+
+def _splits(tree, units_SK: np.ndarray, last_S: np.ndarray):
+    """(node, its cumulative units at the knots, its share after the last knot) of a tree of nested pairs."""
+    if isinstance(tree, int):
+        return tree, units_SK[tree], last_S[tree]
+    (left, left_K, left_last), (right, right_K, right_last) = (_splits(t, units_SK, last_S) for t in tree)
+    own_K, own_last = left_K + right_K, left_last + right_last
+    return _Split(left, right, own_K, left_K, own_last, left_last), own_K, own_last

@@ -1,0 +1,196 @@
+"""The data plan, by drawing from sources whose tokens name themselves and counting everything."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from phases.batches import DataPlan, epoch_tokens
+from phases.lr import LrSchedule
+from phases.schedule import Phase, SourceSupply, resolve
+
+LENGTH = 8
+EOT = 0
+
+
+def stream(number, num_blocks):
+    """Tokens number * 10,000 + 0, 1, 2 ...: each tells its source and its place."""
+    return number * 10_000 + np.arange(num_blocks * LENGTH + 1)
+
+
+TOKENS = {"web": stream(1, 300), "code": stream(2, 40), "law": stream(3, 7), "one": stream(4, 1)}
+PHASES = (
+    Phase("a", 13, {"web": 0.7, "code": 0.3}),
+    Phase("b", 37, {"web": 0.3, "law": 0.6, "one": 0.1}, ramp_steps=11),
+    Phase("c", "end", {"code": 0.5, "law": 0.5}, ramp_steps=5, ramp_shape="cosine"),
+)
+
+
+def make_plan(phases=PHASES, tokens=TOKENS, total=90, batch=6, seed=5):
+    supplies = {name: SourceSupply(epoch_tokens(len(t), LENGTH)) for name, t in tokens.items()}
+    schedule = resolve(phases, supplies, LrSchedule(), total_steps=total, batch_size=batch, seq_len=LENGTH)
+    return DataPlan(schedule, seed, {name: len(t) for name, t in tokens.items()}, LENGTH)
+
+
+def rows(plan, first=0, steps=90, tokens=TOKENS):
+    """All rows of some steps as (source name, first token)."""
+    out = []
+    for step in range(first, first + steps):
+        batch = plan.batch(step, tokens, EOT)
+        names = [plan.sources[i] for i in batch.source_ids_AB.ravel()]
+        out += list(zip(names, batch.inputs_ABT[..., 0].ravel().tolist(), strict=True))
+    return out
+
+
+def test_a_row_is_a_block_and_its_targets_are_the_next_tokens():
+    plan = make_plan()
+    for step in (0, 12, 13, 40, 89):
+        batch = plan.batch(step, TOKENS, EOT)
+        assert batch.inputs_ABT.shape == (1, 6, LENGTH) and batch.inputs_ABT.dtype == np.int32
+        assert np.array_equal(batch.targets_ABT, batch.inputs_ABT + 1)
+        assert np.array_equal(np.diff(batch.inputs_ABT, axis=2), np.ones((1, 6, LENGTH - 1)))
+        for name, first in rows(plan, step, 1):
+            assert first - TOKENS[name][0] in range(0, len(TOKENS[name]) - 1, LENGTH)
+
+
+def test_each_epoch_reads_every_sequence_exactly_once():
+    drawn: dict[str, list[int]] = {}
+    for name, first in rows(make_plan()):
+        drawn.setdefault(name, []).append(first)
+    assert set(drawn) == set(TOKENS)
+    for name, firsts in drawn.items():
+        blocks = (len(TOKENS[name]) - 1) // LENGTH
+        for epoch in range(0, len(firsts), blocks):
+            part = firsts[epoch : epoch + blocks]
+            assert len(set(part)) == len(part)
+        full = firsts[: len(firsts) // blocks * blocks]
+        assert all(count == len(full) // blocks for count in Counter(full).values())
+    assert len(drawn["law"]) > 3 * 7  # several epochs, across segments
+    assert len(drawn["one"]) > 3
+
+
+def test_epochs_have_orders_of_their_own():
+    plan = make_plan((Phase("a", "end", {"code": 1.0}),), total=40)
+    firsts = [first for _, first in rows(plan, steps=40)]
+    assert firsts[:40] != firsts[40:80] and sorted(firsts[:40]) == sorted(firsts[40:80])
+
+
+def test_counted_shares_are_within_two_sequences_at_every_prefix_of_a_segment():
+    plan = make_plan()
+    drawn = rows(plan)
+    for segment in plan.schedule.segments:
+        count, exact = Counter(), Counter()
+        for position in range(segment.start * 6, segment.end * 6):
+            for name, share in segment.mixture_at(position // 6).items():
+                exact[name] += share
+            count[drawn[position][0]] += 1
+            assert all(abs(count[name] - exact[name]) < 2 for name in exact)
+
+
+def test_any_step_alone_equals_the_sequence():
+    plan = make_plan()
+    together = plan.draws(0, 90)
+    for step in (89, 0, 37, 12, 13, 50):
+        alone = plan.draws(step)[0]
+        assert all(np.array_equal(a, b) for a, b in zip(alone, together[step], strict=True))
+
+
+@pytest.mark.parametrize("grad_accum", [2, 3, 6])
+def test_grad_accum_changes_no_data(grad_accum):
+    plan = make_plan()
+    whole, split = plan.batch(20, TOKENS, EOT, 1), plan.batch(20, TOKENS, EOT, grad_accum)
+    assert split.inputs_ABT.shape == (grad_accum, 6 // grad_accum, LENGTH)
+    for a, b in zip(whole, split, strict=True):
+        assert np.array_equal(a.reshape(-1), b.reshape(-1))
+
+
+def test_adding_or_reordering_sources_changes_no_row():
+    more = {"aaa": stream(5, 9), **dict(reversed(TOKENS.items())), "zzz": stream(6, 9)}
+    phases = tuple(
+        Phase(p.name, p.until, dict(reversed(p.mixture.items())), p.ramp_steps, p.ramp_shape) for p in PHASES
+    )
+    expected = rows(make_plan())
+    assert rows(make_plan(phases, more), tokens=more) == expected and len(expected) == 540
+
+
+def test_a_later_phase_changes_nothing_before_it():
+    other = (*PHASES[:2], Phase("c", "end", {"web": 1.0}))
+    assert rows(make_plan(other), steps=37) == rows(make_plan(), steps=37)
+    assert rows(make_plan(other), 37, 20) != rows(make_plan(), 37, 20)
+
+
+def test_another_source_s_share_changes_only_when_not_what_is_read_of_a_source():
+    """The stream of a source is keyed by its name: its k-th sequence is the same whatever else is drawn."""
+
+    def sequences(plan, name):
+        return [first for n, first in rows(plan) if n == name]
+
+    a = sequences(make_plan((Phase("a", "end", {"web": 0.5, "code": 0.5}),)), "web")
+    b = sequences(make_plan((Phase("a", "end", {"web": 0.3, "law": 0.7}),)), "web")
+    assert len(b) > 100 and a[: len(b)] == b
+
+
+def test_a_longer_run_keeps_the_rows_it_had():
+    phases = (PHASES[0], PHASES[1], PHASES[2])
+    assert rows(make_plan(phases, total=300), steps=90) == rows(make_plan(phases, total=90))
+
+
+def test_seeds_give_other_orders():
+    assert rows(make_plan(seed=5)) != rows(make_plan(seed=6))
+
+
+def test_skipped_sequences_are_passed_over():
+    from dataclasses import replace
+
+    from phases.schedule import Schedule
+
+    plan = make_plan((Phase("a", "end", {"web": 1.0}),), total=10)
+    segment = replace(plan.schedule.segments[0], skipped=6)
+    later = DataPlan(Schedule((segment,)), 5, {n: len(t) for n, t in TOKENS.items()}, LENGTH)
+    assert rows(later, 0, 9) == rows(plan, 1, 9)
+
+
+def test_documents_are_numbered_within_a_row():
+    tokens = {"web": np.array([7, 7, EOT, 8, 8, 8, EOT, 9, 9])}
+    plan = make_plan((Phase("a", "end", {"web": 1.0}),), tokens, total=1, batch=1)
+    batch = plan.batch(0, tokens, EOT)
+    assert batch.segment_ids_ABT[0, 0].tolist() == [0, 0, 0, 1, 1, 1, 1, 2]
+    assert batch.loss_mask_ABT.all() and batch.loss_mask_ABT.shape == (1, 1, LENGTH)
+
+
+def test_a_source_too_small_for_one_sequence_is_refused():
+    with pytest.raises(ValueError, match="source one: got 8 tokens, expected at least one block"):
+        make_plan(tokens={**TOKENS, "one": np.arange(8)})
+
+
+def test_a_million_draws_of_fifty_sources_over_phases_and_ramps():
+    rng = np.random.default_rng(0)
+    names = [f"s{i:02d}" for i in range(50)]
+    sizes = {name: int(rng.integers(1, 400)) for name in names}
+    sizes["s00"] = 1
+    phases = []
+    for k, until in enumerate([311, 707, 1500, "end"]):
+        mixture = {n: float(w) for n, w in zip(names, rng.exponential(size=50) ** 2, strict=True)}
+        mixture["s01"] = 1e-6 * sum(mixture.values())
+        phases.append(Phase(f"p{k}", until, mixture, ramp_steps=0 if k == 0 else 97))
+    supplies = {n: SourceSupply(b * LENGTH) for n, b in sizes.items()}
+    schedule = resolve(phases, supplies, LrSchedule(), total_steps=2000, batch_size=512, seq_len=LENGTH)
+    plan = DataPlan(schedule, 3, {n: b * LENGTH + 1 for n, b in sizes.items()}, LENGTH)
+    draws = plan.draws(0, 2000)
+    source = np.concatenate([d.source for d in draws])
+    epoch = np.concatenate([d.epoch for d in draws])
+    offset = np.concatenate([d.offset for d in draws])
+    assert len(source) == 1_024_000
+    for i, name in enumerate(plan.sources):
+        mine = source == i
+        assert mine.sum() * LENGTH == schedule.drawn(2000)[name]
+        seen = np.unique(epoch[mine] * 10**6 + offset[mine])
+        assert len(seen) == mine.sum()  # nothing twice within an epoch
+        by_epoch = np.bincount(epoch[mine])
+        assert (by_epoch[:-1] == sizes[name]).all()  # and every epoch before the last one whole
+    for segment in schedule.segments:
+        drawn = source[segment.start * 512 : segment.end * 512]
+        steps = [segment.mixture_at(step) for step in range(segment.start, segment.end)]
+        for i, name in enumerate(plan.sources):
+            exact = np.cumsum(np.repeat([mixture.get(name, 0.0) for mixture in steps], 512))
+            assert np.abs(np.cumsum(drawn == i) - exact).max() < 2

@@ -1,0 +1,268 @@
+"""Clocks, ramps, caps and segments."""
+
+import json
+import time
+
+import pytest
+
+from phases.lr import LrProgram, LrSchedule
+from phases.schedule import (
+    Phase,
+    Ramp,
+    ScheduleError,
+    SourceSupply,
+    check_phases,
+    first_difference,
+    resolve,
+    resolve_steps,
+    segments_from_json,
+    segments_to_json,
+)
+
+CONSTANT = LrSchedule(lr=1e-3, schedule="constant")
+SUPPLIES = {"web": SourceSupply(8000), "law": SourceSupply(800)}
+
+
+def resolved(*phases, supplies=SUPPLIES, total=100, batch=4, length=10, lr=CONSTANT):
+    return resolve(phases, supplies, lr, total_steps=total, batch_size=batch, seq_len=length)
+
+
+def problems(*phases, **kwargs):
+    with pytest.raises(ScheduleError) as error:
+        resolved(*phases, **kwargs)
+    return error.value.problems
+
+
+@pytest.mark.parametrize(
+    "until, step",
+    [
+        (37, 37),
+        ("37%", 37),
+        ("33.3%", 34),  # 33.3 steps, rounded up
+        ("1200 tokens", 30),
+        ("1201 tokens", 31),
+        ("1.2K tokens", 30),
+        ("0.0012M tokens", 30),
+        ("2 epochs of law", 80),  # half of 40 tokens a step, so 20 x 80 = 2 x 800
+        ("1.5 epochs of law", 60),
+        ("1 epoch of law", 40),
+    ],
+)
+def test_every_clock_rounds_up_to_a_step(until, step):
+    schedule = resolved(Phase("a", until, {"web": 1, "law": 1}), Phase("b", "end", {"web": 1.0}))
+    assert schedule.phase_bounds == (("a", 0, step), ("b", step, 100))
+
+
+def test_epochs_count_from_the_run_s_start():
+    schedule = resolved(
+        Phase("a", 20, {"law": 1.0}),
+        Phase("b", "2 epochs of law", {"law": 0.5, "web": 0.5}),
+        Phase("c", "end", {"web": 1}),
+    )
+    assert schedule.phase_bounds[1] == ("b", 20, 60)  # 800 in a, 20 a step after
+    assert schedule.drawn(60)["law"] == 1600
+
+
+def test_percent_is_exact_where_floats_are_not():
+    assert resolve_steps("7%", 100) == 7  # 0.07 * 100 is 7.000000000000001
+    assert resolve_steps("0.1%", 1000) == 1
+    assert resolve_steps("55%", 100) == 55
+
+
+@pytest.mark.parametrize(
+    "phases, path, words",
+    [
+        (
+            [Phase("a", 50, {"web": 1}), Phase("b", 40, {"web": 1})],
+            "phases[1].until",
+            "ends at step 40 but starts at step 50",
+        ),
+        ([Phase("a", 150, {"web": 1})], "phases[0].until", "after the run's end at step 100"),
+        ([Phase("a", 50, {"web": 1})], "phases[0].until", "before the run's end at step 100"),
+        ([Phase("a", "soon", {"web": 1})], "phases[0].until", "expected a step, a percentage"),
+        ([Phase("a", "2 epochs of lwa", {"web": 1})], "phases[0].until", "did you mean 'law'?"),
+        (
+            [Phase("a", "9 epochs of law", {"law": 1}), Phase("b", "end", {"web": 1})],
+            "phases[0].until",
+            "is not reached",
+        ),
+        ([Phase("a", "end", {"web": 1}), Phase("b", "end", {"web": 1})], "phases[0].until", "last phase only"),
+        (
+            [Phase("a", 50, {"web": 1}), Phase("a", "end", {"web": 1})],
+            "phases[1].name",
+            "already the name of phases[0]",
+        ),
+        ([Phase("a b", "end", {"web": 1})], "phases[0].name", "expected letters"),
+        ([Phase("a", "end", {"wbe": 1})], "phases[0].mixture.wbe", "no such source; did you mean 'web'?"),
+        ([Phase("a", "end", {"web": -1})], "phases[0].mixture.web", "proportion of 0 or more"),
+        ([Phase("a", "end", {"web": float("nan")})], "phases[0].mixture.web", "proportion of 0 or more"),
+        ([Phase("a", "end", {"web": 0})], "phases[0].mixture", "no positive proportion"),
+        ([Phase("a", "end", {})], "phases[0].mixture", "no positive proportion"),
+        ([Phase("a", "end", {"web": 1}, ramp_steps=5)], "phases[0].ramp_steps", "no mixture before it"),
+        (
+            [Phase("a", 95, {"web": 1}), Phase("b", "end", {"law": 1}, ramp_steps=6)],
+            "phases[1].ramp_steps",
+            "got 6 steps for a phase of 5",
+        ),
+        (
+            [Phase("a", 50, {"web": 1}), Phase("b", "end", {"law": 1}, ramp_steps="x")],
+            "phases[1].ramp_steps",
+            "a percentage of train.steps",
+        ),
+        (
+            [Phase("a", "end", {"web": 1}, lr=LrProgram(rewarm_steps=60, decay_steps=60))],
+            "phases[0].lr",
+            "more than the phase's 100 steps",
+        ),
+        ([Phase("a", "end", {"web": 1}, lr=LrProgram(peak=-1.0))], "phases[0].lr.peak", "positive learning rate"),
+        ([Phase("a", "end", {"web": 1}, lr=LrProgram(decay_to_ratio=2))], "phases[0].lr.decay_to_ratio", "0 to 1"),
+        (
+            [Phase("a", 50, {"web": 1}), Phase("b", "end", {"web": 1}, lr=LrProgram(peak=5e-3))],
+            "phases[1].lr",
+            "jumps from 0.001 to 0.005 at step 50",
+        ),
+        ([], "phases", "at least one phase"),
+    ],
+)
+def test_problems_name_the_place_and_the_mending(phases, path, words):
+    found = problems(*phases)
+    assert [p for p, _ in found] == [path]
+    assert words in found[0][1]
+
+
+def test_all_problems_at_once():
+    found = problems(Phase("a", 5, {"x": 1}), Phase("a", "end", {"y": 1}))
+    assert [path for path, _ in found] == ["phases[0].mixture.x", "phases[1].name", "phases[1].mixture.y"]
+    assert check_phases([Phase("a", "end", {"web": 1})], ["web"]) == []
+
+
+def test_unknown_sizes_matter_only_to_clocks_that_need_them():
+    unknown = {"web": SourceSupply(None), "law": SourceSupply(None, max_epochs=1)}
+    assert resolved(Phase("a", "end", {"web": 1, "law": 1}), supplies=unknown).total_steps == 100
+    found = problems(Phase("a", "2 epochs of law", {"law": 1}), Phase("b", "end", {"web": 1}), supplies=unknown)
+    assert "not prepared yet" in found[0][1]
+
+
+def test_weights_are_normalised_and_it_is_said():
+    schedule = resolved(Phase("a", "end", {"web": 3, "law": 1}))
+    assert schedule.segments[0].mixture == {"web": 0.75, "law": 0.25}
+    assert schedule.warnings == ("phase a: proportions add up to 4, normalised to web 0.75, law 0.25",)
+
+
+def test_a_weight_that_is_given_nothing_is_a_warning():
+    schedule = resolved(Phase("a", "end", {"web": 0.9999, "law": 0.0001}))
+    assert schedule.warnings == ("phase a: law has a positive proportion but gets no sequence",)
+
+
+def test_ramp_step_k_has_moved_k_plus_one_of_n():
+    schedule = resolved(Phase("a", 50, {"web": 1}), Phase("b", "end", {"law": 1.0}, ramp_steps=4))
+    segment = schedule.segments[1]
+    law = [segment.mixture_at(step).get("law", 0.0) for step in range(50, 56)]
+    assert law == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    cosine = Ramp({"web": 1.0}, 4, "cosine").progress
+    assert cosine == pytest.approx([0.1464466, 0.5, 0.8535534, 1.0])
+
+
+def test_segments_carry_cursors_and_rates():
+    schedule = resolved(Phase("a", 50, {"web": 0.5, "law": 0.5}), Phase("b", "end", {"web": 1.0}))
+    first, second = schedule.segments
+    assert first.cursors == {"web": 0, "law": 0}
+    assert second.cursors == {"web": 1000, "law": 1000}
+    assert [(p.first, p.last) for p in second.lr] == [(1e-3, 1e-3)]
+    assert schedule.drawn(100) == {"web": 3000, "law": 1000}
+
+
+# max_epochs: law has 800 tokens; alone it gives 40 a step, so 20 steps an epoch.
+
+
+def test_exhausted_source_is_an_error_that_names_the_step():
+    found = problems(Phase("a", "end", {"law": 1.0}), supplies={**SUPPLIES, "law": SourceSupply(800, 2)})
+    assert found[0][0] == "sources.law.max_epochs"
+    assert "step 40 (phase a)" in found[0][1] and "renormalise" in found[0][1]
+
+
+def test_exactly_the_cap_is_allowed():
+    supplies = {**SUPPLIES, "law": SourceSupply(800, 5)}
+    assert resolved(Phase("a", "end", {"law": 1.0}), supplies=supplies).drawn(100)["law"] == 4000
+
+
+def test_stop_ends_the_run_before_the_batch_that_would_exceed():
+    supplies = {**SUPPLIES, "law": SourceSupply(790, 1, "stop")}
+    schedule = resolved(Phase("a", 60, {"law": 1.0}), Phase("b", "end", {"web": 1.0}), supplies=supplies)
+    assert schedule.total_steps == 19  # 20 steps would be 800
+    assert any("stops at step 19" in w for w in schedule.warnings)
+    assert any("phase b is never reached" in w for w in schedule.warnings)
+
+
+def test_renormalise_goes_on_without_the_source():
+    supplies = {**SUPPLIES, "law": SourceSupply(800, 1, "renormalise")}
+    schedule = resolved(Phase("a", "end", {"law": 0.5, "web": 0.5}), supplies=supplies)
+    assert [(s.start, s.end, s.mixture) for s in schedule.segments] == [
+        (0, 40, {"law": 0.5, "web": 0.5}),
+        (40, 100, {"web": 1.0}),
+    ]
+    assert schedule.segments[1].cursors == {"web": 800, "law": 800}
+    assert schedule.phase_bounds == (("a", 0, 100),)
+
+
+def test_renormalise_within_a_ramp_keeps_ramping():
+    supplies = {"web": SourceSupply(8000), "law": SourceSupply(100, 1, "renormalise"), "code": SourceSupply(8000)}
+    schedule = resolved(
+        Phase("a", 10, {"web": 1.0}),
+        Phase("b", "end", {"law": 0.5, "code": 0.5}, ramp_steps=20),
+        supplies=supplies,
+    )
+    cut = schedule.segments[2]
+    assert cut.ramp.steps_done == cut.start - 10 and 0 < cut.ramp.steps_done < 20
+    assert cut.mixture == {"code": 1.0} and cut.ramp.from_mixture == {"web": 1.0}
+    assert cut.mixture_at(cut.start) == {"code": (cut.start - 9) / 20, "web": 1 - (cut.start - 9) / 20}
+
+
+def test_repeat_has_no_cap():
+    supplies = {**SUPPLIES, "law": SourceSupply(800, 1, "repeat")}
+    assert resolved(Phase("a", "end", {"law": 1.0}), supplies=supplies).drawn(100)["law"] == 4000
+
+
+def test_segments_survive_json():
+    schedule = resolved(
+        Phase("a", 50, {"web": 0.5, "law": 0.5}),
+        Phase("b", "end", {"web": 1.0}, ramp_steps=7, lr=LrProgram(rewarm_steps=5, decay_steps=9)),
+        lr=LrSchedule(lr=1e-3, warmup_steps=10),
+    )
+    back = segments_from_json(json.loads(json.dumps(segments_to_json(schedule.segments))))
+    assert back == schedule.segments and len(back) == 2
+
+
+def test_first_difference_looks_at_the_past_only():
+    def of(until="50%", total=100, law=0.5, lr=CONSTANT):
+        phases = Phase("a", until, {"web": 1 - law, "law": law}), Phase("b", "end", {"web": 1.0})
+        return resolved(*phases, total=total, lr=lr).segments
+
+    assert first_difference(of(), of(), 100) is None
+    assert first_difference(of(), of(law=0.4), 60) == 0
+    assert first_difference(of(), of(until=40), 60) == 40
+    assert first_difference(of(), of(until=60), 50) is None
+    assert first_difference(of(), of(until=60), 51) == 50
+    assert first_difference(of(), of(total=200), 50) is None
+    assert first_difference(of(), of(total=200), 60) == 50
+    wsd = LrSchedule(lr=1e-3, decay_steps=20)
+    assert first_difference(of(until=50, lr=wsd), of(until=50, total=200, lr=wsd), 80) is None
+    assert first_difference(of(until=50, lr=wsd), of(until=50, total=200, lr=wsd), 90) == 80
+
+
+def test_a_long_plan_with_fifty_sources_resolves_quickly():
+    names = [f"s{i:02d}" for i in range(50)]
+    supplies = {name: SourceSupply(10**10) for name in names}
+    phases = [
+        Phase(
+            f"p{k}",
+            f"{10 * (k + 1)}%",
+            {n: 1 + (i * 7 + k) % 13 for i, n in enumerate(names)},
+            ramp_steps=0 if k == 0 else 500,
+        )
+        for k in range(10)
+    ]
+    started = time.perf_counter()
+    schedule = resolved(*phases, supplies=supplies, total=75_000, batch=512, length=1024)
+    assert time.perf_counter() - started < 1.0  # takes about 0.2 s
+    assert len(schedule.segments) == 10 and sum(schedule.drawn(75_000).values()) == 75_000 * 512 * 1024
