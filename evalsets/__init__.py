@@ -1,0 +1,1 @@
+"""How well the model does on fixed held-out sets, and whether it got worse."""

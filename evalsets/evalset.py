@@ -1,0 +1,170 @@
+"""A fixed, named, ordered list of held-out windows."""
+
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, eq=False)
+class EvalSet:
+    """Held-out documents cut into windows; `cut_windows` makes one. The arrays are read-only.
+
+    tokens_NT1: int32 [N, T+1]. Inputs are [:, :-1], targets [:, 1:]; past `num_tokens_N` targets a row is
+      padding (the end-of-text id), which no result may depend on.
+    num_tokens_N: int32, scored targets of each window, 1..T.
+    num_bytes_N: int64, UTF-8 bytes of those targets; over a document they sum to the document's bytes.
+    document_N: int32, the document of each window, 0..D-1, non-decreasing.
+    content_hash: hexadecimal, of the documents' tokens in order, T and the end-of-text id. Two sets may be
+      compared window by window exactly when their hashes are equal; the name takes no part.
+    """
+
+    name: str
+    tokens_NT1: np.ndarray
+    num_tokens_N: np.ndarray
+    num_bytes_N: np.ndarray
+    document_N: np.ndarray
+    content_hash: str
+
+    @property
+    def seq_len(self) -> int:
+        return self.tokens_NT1.shape[1] - 1
+
+    @property
+    def num_windows(self) -> int:
+        return self.tokens_NT1.shape[0]
+
+    @property
+    def num_documents(self) -> int:
+        return int(self.document_N[-1]) + 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Scored tokens of the whole set."""
+        return int(self.num_tokens_N.sum(dtype=np.int64))
+
+    @property
+    def num_bytes(self) -> int:
+        """UTF-8 bytes of the scored tokens of the whole set."""
+        return int(self.num_bytes_N.sum())
+
+
+def cut_windows(
+    name: str,
+    documents: Iterable[np.ndarray],
+    token_bytes_V: np.ndarray,
+    eot: int,
+    seq_len: int,
+    max_sequences: int | None = None,
+    document_hashes: np.ndarray | Sequence[bytes] | None = None,
+) -> EvalSet:
+    """Cut documents into disjoint windows that score every token exactly once.
+
+    Each document is prefixed by `eot`; its window k holds the tokens [k*T .. (k+1)*T] of that, T = `seq_len`.
+    So the first token is predicted from `eot`, the first token of a later window from the last token of the
+    window before it, and every other token from all the tokens before it in its window. A closing
+    end-of-text is not scored: `documents` come without one. Empty documents hold nothing to score; they are
+    skipped, and neither counted nor hashed.
+
+    A window belongs to one document, so a document of n tokens costs ceil(n / T) rows: with documents of 100
+    tokens and T = 1,024 nine tenths of an eval go to padding. That is the price of results that depend on
+    nothing but the document, and of errors clustered by document; a smaller `seq_len` is the cure.
+
+    documents: 1-D integer arrays, in the order that the set keeps.
+    token_bytes_V: UTF-8 bytes of each id of the vocabulary, 0 for special tokens.
+    max_sequences: most windows wanted. Whole documents are taken in ascending hash order up to the first that
+      does not fit (so a smaller set is a subset of a larger one), and keep their order among themselves. The
+      first document in hash order is always taken, even if it alone has more windows than that.
+    document_hashes: one a document, empty ones included, uint64 pairs [D, 2] or bytes; default: computed from
+      the tokens.
+
+    Raises ValueError: nothing to score; an id outside the vocabulary; a document that is not 1-D integers;
+    hashes that do not match the documents; seq_len or max_sequences below 1; a bad name.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+        raise ValueError(f"eval set name {name!r}: expected letters, digits, '_' and '-' only")
+    where = f"eval set '{name}'"
+    if seq_len < 1:
+        raise ValueError(f"{where}: seq_len is {seq_len}, expected at least 1")
+    if max_sequences is not None and max_sequences < 1:
+        raise ValueError(f"{where}: max_sequences is {max_sequences}, expected at least 1")
+    vocab_size = len(token_bytes_V)
+    if not 0 <= eot < vocab_size:
+        raise ValueError(f"{where}: end-of-text id is {eot}, expected 0 to {vocab_size - 1}")
+
+    documents = [np.asarray(document) for document in documents]
+    for i, document in enumerate(documents):
+        if document.ndim != 1 or (document.size and document.dtype.kind not in "iu"):
+            raise ValueError(f"{where}: document {i} is {document.dtype}{list(document.shape)}, expected 1-D integers")
+    if document_hashes is not None and len(document_hashes) != len(documents):
+        raise ValueError(f"{where}: {len(document_hashes)} document hashes, expected {len(documents)}, one a document")
+    lengths = np.fromiter((len(document) for document in documents), np.int64, len(documents))
+    chosen_D = np.flatnonzero(lengths)
+    if not chosen_D.size:
+        raise ValueError(
+            f"{where}: no tokens to score in {len(documents)} documents, expected at least one; "
+            "give it text, or remove the set"
+        )
+    if max_sequences is not None:
+        if document_hashes is None:
+            document_hashes = [_hash_document(document) for document in documents]
+        order_D = _hash_order(document_hashes)
+        order_D = order_D[lengths[order_D] > 0]
+        windows_so_far = np.cumsum(-(-lengths[order_D] // seq_len))
+        fitting = np.searchsorted(windows_so_far, max_sequences, side="right")
+        chosen_D = np.sort(order_D[: max(1, fitting)])
+
+    length_D = lengths[chosen_D]
+    targets = np.concatenate([documents[i] for i in chosen_D])
+    if targets.min() < 0 or targets.max() >= vocab_size:
+        at = int(np.argmax((targets < 0) | (targets >= vocab_size)))
+        before_D = np.cumsum(length_D) - length_D
+        d = int(np.searchsorted(before_D, at, side="right")) - 1
+        raise ValueError(
+            f"{where}: document {chosen_D[d]}, token {at - before_D[d]}: id {targets[at]}, "
+            f"expected 0 to {vocab_size - 1}; was it made with another tokenizer?"
+        )
+    targets = targets.astype(np.int32, copy=False)
+
+    windows_D = -(-length_D // seq_len)
+    document_N = np.repeat(np.arange(len(length_D), dtype=np.int32), windows_D)
+    first_D = np.cumsum(windows_D) - windows_D
+    k_N = np.arange(len(document_N)) - first_D[document_N]
+    num_tokens_N = np.minimum(seq_len, length_D[document_N] - k_N * seq_len).astype(np.int32)
+
+    tokens_NT1 = np.full((len(document_N), seq_len + 1), eot, np.int32)
+    targets_NT = tokens_NT1[:, 1:]
+    scored_NT = np.arange(seq_len) < num_tokens_N[:, None]
+    # Row by row, the scored targets are the documents' tokens in order.
+    targets_NT[scored_NT] = targets
+    tokens_NT1[1:, 0] = tokens_NT1[:-1, -1]
+    tokens_NT1[first_D, 0] = eot
+
+    token_bytes_V = np.asarray(token_bytes_V)
+    num_bytes_N = np.zeros(len(document_N), np.int64)
+    # A few windows at a time: one look-up for all of them would take several times their memory.
+    for start in range(0, len(document_N), 1024):
+        some = slice(start, start + 1024)
+        num_bytes_N[some] = np.sum(token_bytes_V[targets_NT[some]], axis=1, where=scored_NT[some])
+
+    content = hashlib.blake2b(np.array([seq_len, eot, len(length_D)], "<i8"), digest_size=16)
+    content.update(length_D.astype("<i8"))
+    content.update(targets.astype("<i4", copy=False))
+
+    for array in (tokens_NT1, num_tokens_N, num_bytes_N, document_N):
+        array.flags.writeable = False
+    return EvalSet(name, tokens_NT1, num_tokens_N, num_bytes_N, document_N, content.hexdigest())
+
+
+def _hash_document(document: np.ndarray) -> bytes:
+    """Of the ids alone: the same for every integer type they are stored in."""
+    return hashlib.blake2b(np.ascontiguousarray(document, "<i8"), digest_size=16).digest()
+
+
+def _hash_order(document_hashes: np.ndarray | Sequence[bytes]) -> np.ndarray:
+    """Indices of the documents in ascending hash order; equal hashes keep the documents' order."""
+    if isinstance(document_hashes, np.ndarray) and document_hashes.ndim == 2:
+        return np.lexsort(document_hashes.T[::-1])
+    return np.array(sorted(range(len(document_hashes)), key=document_hashes.__getitem__), np.int64)

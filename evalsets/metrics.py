@@ -1,0 +1,112 @@
+"""From sums of nats per window to the numbers that are reported. Sums first, one division each.
+
+To add a metric: a field of `Summary` and its line in `summarise`. One that needs a sum that is not here yet
+also gets an array in `WindowResults`, filled where `suite.py` sums a window.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+MIN_CLUSTERS = 20
+
+
+class WindowResults(NamedTuple):
+    """What one eval of one set measured, a row a window, in the set's order. Scored targets only: neither
+    padding nor the end-of-text that opens a document counts anywhere.
+
+    nats_N: float64, sum over the window of -ln p(target | the tokens before it in the window).
+    correct_N: int64, targets that were the most probable token.
+    tokens_N: int64, targets.
+    bytes_N: int64, UTF-8 bytes of the targets.
+    document_N: int64, the document that the window belongs to.
+    """
+
+    nats_N: np.ndarray
+    correct_N: np.ndarray
+    tokens_N: np.ndarray
+    bytes_N: np.ndarray
+    document_N: np.ndarray
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The metrics of one eval of one set, each a quotient of sums over all its windows (a mean over tokens,
+    never a mean of means of windows or batches).
+
+    loss: nats per token, sum nats / sum tokens. Depends on the tokenizer.
+    perplexity: exp(loss); inf where that overflows.
+    bpb: bits per UTF-8 byte of the scored text, sum nats / (ln 2 * sum bytes). Comparable between tokenizers.
+      Special tokens have no bytes, yet their nats count. None when the set has no bytes at all.
+    accuracy: share of tokens that were the most probable one, 0..1.
+    sem: standard error of `loss` in nats per token over the choice of held-out text (not of seeds), clustered
+      by `clusters`. None with one cluster.
+    clusters: 'documents', or 'blocks' of neighbouring windows where documents are few.
+    A run that diverged has NaN or infinities here, never an error.
+    """
+
+    loss: float
+    perplexity: float
+    bpb: float | None
+    accuracy: float
+    sem: float | None
+    clusters: str
+
+
+def summarise(results: WindowResults) -> Summary:
+    """The metrics of one set. Raises ValueError when it holds no token."""
+    nats = float(np.sum(results.nats_N, dtype=np.float64))
+    tokens = int(np.sum(results.tokens_N, dtype=np.int64))
+    num_bytes = int(np.sum(results.bytes_N, dtype=np.int64))
+    if tokens == 0:
+        raise ValueError(f"{len(results.tokens_N)} windows with no scored token, expected at least one token")
+    cluster_N, kind = clusters(results.document_N)
+    loss = nats / tokens
+    with np.errstate(over="ignore"):
+        perplexity = float(np.exp(loss))
+    return Summary(
+        loss=loss,
+        perplexity=perplexity,
+        bpb=nats / (math.log(2) * num_bytes) if num_bytes else None,
+        accuracy=int(np.sum(results.correct_N, dtype=np.int64)) / tokens,
+        sem=clustered_sem(results.nats_N, results.tokens_N, cluster_N),
+        clusters=kind,
+    )
+
+
+def clusters(document_N: np.ndarray) -> tuple[np.ndarray, str]:
+    """Groups of windows that a standard error may take as independent: (cluster_N in 0..G-1, kind).
+
+    'documents': windows of one document are alike, so each document is one cluster.
+    'blocks': with fewer than 20 documents but at least 20 windows, 20 runs of neighbouring windows, equal to
+    within one window. They follow the windows' order and ignore where documents end: a run across an end
+    only joins two things that are independent anyway, while cutting there would make scraps. They are no more
+    than 20, hence as long as can be, because neighbouring windows resemble each other and short runs would
+    make the error look smaller than it is. Such an error speaks of more text from these few documents.
+    With fewer than 20 windows too, documents again: single windows of a document are not independent.
+    """
+    _, document_N = np.unique(document_N, return_inverse=True)
+    num_windows = len(document_N)
+    num_documents = int(document_N.max(initial=-1)) + 1
+    if num_documents < MIN_CLUSTERS <= num_windows:
+        return np.arange(num_windows) * MIN_CLUSTERS // num_windows, "blocks"
+    return document_N, "documents"
+
+
+def clustered_sem(nats_N: np.ndarray, tokens_N: np.ndarray, cluster_N: np.ndarray) -> float | None:
+    """Standard error of the ratio r = sum nats / sum tokens, windows dependent within a cluster only.
+
+    The linearised (Taylor) variance of a ratio under cluster sampling (Cochran, Sampling Techniques, 3rd ed.,
+    6.3 and 9A): SE^2 = G/(G-1) * sum_g u_g^2 / (sum tokens)^2, u_g = sum over cluster g of
+    (nats_i - r * tokens_i). In nats per token; None with one cluster.
+    """
+    num_clusters = int(cluster_N.max()) + 1
+    if num_clusters < 2:
+        return None
+    tokens = np.sum(tokens_N, dtype=np.int64)
+    ratio = np.sum(nats_N, dtype=np.float64) / tokens
+    with np.errstate(invalid="ignore"):
+        u_G = np.bincount(cluster_N, nats_N - ratio * tokens_N, num_clusters)
+        return float(np.sqrt(num_clusters / (num_clusters - 1) * np.sum(u_G * u_G)) / tokens)

@@ -1,0 +1,115 @@
+"""Sums to metrics, and the standard error against a hand-worked example and a bootstrap."""
+
+import math
+
+import numpy as np
+import pytest
+
+from evalsets.metrics import WindowResults, clustered_sem, clusters, summarise
+
+
+def results(nats, tokens, document, correct=None, num_bytes=None):
+    zeros = [0] * len(nats)
+    return WindowResults(
+        nats_N=np.array(nats, np.float64),
+        correct_N=np.array(zeros if correct is None else correct, np.int64),
+        tokens_N=np.array(tokens, np.int64),
+        bytes_N=np.array(tokens if num_bytes is None else num_bytes, np.int64),
+        document_N=np.array(document, np.int64),
+    )
+
+
+def test_three_documents_by_hand():
+    # Loss 24 / 12 = 2. u = (3 - 2*2) + (5 - 2*2), 10 - 2*4, 6 - 2*4 = 0, 2, -2 over the three documents.
+    # SE^2 = 3/2 * (0 + 4 + 4) / 12^2 = 12 / 144. Taken a window at a time it would be 4/3 * 10 / 144.
+    summary = summarise(
+        results([3, 5, 10, 6], [2, 2, 4, 4], [0, 0, 1, 2], correct=[1, 0, 2, 0], num_bytes=[4, 4, 8, 8])
+    )
+    assert summary.loss == 2.0
+    assert summary.perplexity == pytest.approx(math.e**2, rel=1e-15)
+    assert summary.bpb == pytest.approx(1 / math.log(2), rel=1e-15)  # 24 nats in 24 bytes
+    assert summary.accuracy == 0.25
+    assert summary.sem == pytest.approx(math.sqrt(1 / 12), rel=1e-15)
+    assert summary.clusters == "documents"
+
+
+def test_means_are_over_tokens_not_over_windows():
+    # A mean of the windows' means would be (1 + 3) / 2.
+    assert summarise(results([9, 3], [9, 1], [0, 1])).loss == 1.2
+
+
+def test_sem_agrees_with_a_bootstrap_over_documents():
+    rng = np.random.default_rng(0)
+    num_documents = 300
+    windows_D = rng.integers(1, 6, num_documents)
+    document_N = np.repeat(np.arange(num_documents), windows_D)
+    tokens_N = rng.integers(1, 65, len(document_N))
+    difficulty_D = rng.normal(3.0, 0.5, num_documents)
+    nats_N = tokens_N * (difficulty_D[document_N] + rng.normal(0, 0.2, len(document_N)))
+    summary = summarise(results(nats_N, tokens_N, document_N))
+
+    nats_D = np.array([sum(nats_N[document_N == d]) for d in range(num_documents)])
+    tokens_D = np.array([sum(tokens_N[document_N == d]) for d in range(num_documents)])
+    drawn = rng.integers(0, num_documents, (4000, num_documents))
+    bootstrap = np.std(nats_D[drawn].sum(axis=1) / tokens_D[drawn].sum(axis=1), ddof=1)
+    assert summary.clusters == "documents"
+    assert summary.sem == pytest.approx(bootstrap, rel=0.1)
+    # Windows of a document are alike here: as if independent, the error would be a good deal too small.
+    assert clustered_sem(nats_N, tokens_N, np.arange(len(nats_N))) < 0.8 * bootstrap
+
+
+def test_clusters_are_documents_from_twenty_on():
+    document_N = np.repeat(np.arange(20), 3)
+    cluster_N, kind = clusters(document_N)
+    assert kind == "documents" and cluster_N.tolist() == document_N.tolist()
+    cluster_N, kind = clusters(np.repeat(np.arange(0, 200, 10), 3))
+    assert kind == "documents" and cluster_N.tolist() == document_N.tolist()
+
+
+def test_clusters_of_few_documents_are_twenty_blocks():
+    cluster_N, kind = clusters(np.repeat(np.arange(19), [32] + [1] * 18))  # 50 windows
+    assert kind == "blocks"
+    assert cluster_N.tolist() == sorted(cluster_N)
+    assert np.bincount(cluster_N).tolist() == [3, 2] * 10
+    cluster_N, kind = clusters(np.zeros(20, int))
+    assert kind == "blocks" and cluster_N.tolist() == list(range(20))
+
+
+def test_clusters_of_few_windows_are_documents():
+    cluster_N, kind = clusters(np.array([4, 4, 4, 7, 7]))
+    assert kind == "documents" and cluster_N.tolist() == [0, 0, 0, 1, 1]
+
+
+def test_blocks_by_hand():
+    # One document, 20 windows of 1 token, half at 1 nat and half at 3: u = -+1, SE^2 = 20/19 * 20 / 20^2.
+    summary = summarise(results([1, 3] * 10, [1] * 20, [0] * 20))
+    assert summary.clusters == "blocks"
+    assert summary.sem == pytest.approx(math.sqrt(1 / 19), rel=1e-15)
+
+
+def test_one_cluster_has_no_standard_error():
+    summary = summarise(results([1.0, 3.0], [1, 1], [0, 0]))
+    assert (summary.sem, summary.clusters, summary.loss) == (None, "documents", 2.0)
+
+
+def test_equal_windows_have_no_error_at_all():
+    assert summarise(results([2.5] * 40, [1] * 40, range(40))).sem == 0.0
+
+
+@pytest.mark.filterwarnings("error")
+def test_non_finite_and_huge_losses():
+    assert summarise(results([1e4, 1e4], [1, 1], [0, 1])).perplexity == math.inf
+    diverged = summarise(results([math.inf, 1.0], [1, 1], [0, 1]))
+    assert diverged.loss == diverged.perplexity == diverged.bpb == math.inf and math.isnan(diverged.sem)
+    unknown = summarise(results([math.nan, 1.0], [1, 1], [0, 1]))
+    assert all(math.isnan(x) for x in (unknown.loss, unknown.perplexity, unknown.bpb, unknown.sem))
+
+
+def test_no_bytes_no_bits_per_byte():
+    assert summarise(results([1.0, 2.0], [1, 1], [0, 1], num_bytes=[0, 0])).bpb is None
+
+
+@pytest.mark.parametrize("num_windows", [0, 2])
+def test_no_token_is_an_error(num_windows):
+    with pytest.raises(ValueError, match=f"{num_windows} windows with no scored token"):
+        summarise(results([0.0] * num_windows, [0] * num_windows, range(num_windows)))

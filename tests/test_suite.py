@@ -1,0 +1,233 @@
+"""The compiled pass: against a float64 loop over documents, and what its results must not depend on."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from evalsets.evalset import cut_windows
+from evalsets.metrics import summarise
+from evalsets.suite import Suite, _sum_pairwise
+
+EOT, VOCAB_SIZE, WIDTH, SEQ_LEN = 0, 17, 8, 12
+TOKEN_BYTES_V = np.array([0, *range(1, VOCAB_SIZE)])
+
+
+def tiny_params():
+    rng = np.random.default_rng(1)
+    shapes = {"embed_VD": (VOCAB_SIZE, WIDTH), "context_DD": (WIDTH, WIDTH), "head_DV": (WIDTH, VOCAB_SIZE)}
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def tiny_nats_per_token(params, inputs_BT, targets_BT):
+    """A causal model: the last token and the mean of all so far in the window."""
+    embedded_BTD = params["embed_VD"][inputs_BT]
+    mean_BTD = jnp.cumsum(embedded_BTD, axis=1) / jnp.arange(1, inputs_BT.shape[1] + 1)[:, None]
+    logits_BTV = jnp.tanh(embedded_BTD + mean_BTD @ params["context_DD"]) @ params["head_DV"]
+    target_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
+    nats_BT = jax.nn.logsumexp(logits_BTV, axis=-1) - target_BT
+    return nats_BT, jnp.argmax(logits_BTV, axis=-1) == targets_BT
+
+
+def tiny_documents(seed, num_documents):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(1, VOCAB_SIZE, length) for length in rng.integers(1, 60, num_documents)]
+
+
+def tiny_evalset(name, seed, num_documents):
+    return cut_windows(name, tiny_documents(seed, num_documents), TOKEN_BYTES_V, EOT, SEQ_LEN)
+
+
+def four_evalsets():
+    return [tiny_evalset(name, seed, n) for seed, (name, n) in enumerate(dict(a=30, b=5, c=1, d=25).items())]
+
+
+def assert_equal(got, expected):
+    assert len(expected.nats_N) > 0 and np.all(expected.nats_N > 0)
+    for field, array in expected._asdict().items():
+        assert np.array_equal(getattr(got, field), array), field
+
+
+def loop_over_tokens(documents):
+    """Per document, in float64, a token at a time: (nats, correct, tokens, bytes)."""
+    params = {name: array.astype(np.float64) for name, array in tiny_params().items()}
+    rows = []
+    for document in documents:
+        nats = correct = 0
+        prefixed = [EOT, *document.tolist()]
+        for t, target in enumerate(prefixed[1:]):
+            context = params["embed_VD"][prefixed[t - t % SEQ_LEN : t + 1]]
+            hidden = np.tanh(context[-1] + context.mean(axis=0) @ params["context_DD"])
+            logits = hidden @ params["head_DV"]
+            nats += math.log(sum(math.exp(x) for x in logits)) - logits[target]
+            correct += int(np.argmax(logits) == target)
+        rows.append((nats, correct, len(document), int(sum(document))))
+    return np.array(rows).T
+
+
+def test_equals_a_float64_loop():
+    documents = tiny_documents(seed=3, num_documents=30)
+    evalset = cut_windows("set", documents, TOKEN_BYTES_V, EOT, SEQ_LEN)
+    results = Suite([evalset], tiny_nats_per_token, micro_batch_size=4).run(tiny_params())["set"]
+    nats_D, correct_D, tokens_D, bytes_D = loop_over_tokens(documents)
+
+    assert np.bincount(results.document_N, results.nats_N) == pytest.approx(nats_D, rel=2e-6)
+    assert np.bincount(results.document_N, results.correct_N).tolist() == correct_D.tolist()
+    assert results.nats_N.dtype == np.float64
+    summary = summarise(results)
+    loss = sum(nats_D) / sum(tokens_D)
+    variance = 30 / 29 * sum((n - loss * t) ** 2 for n, t in zip(nats_D, tokens_D, strict=True)) / sum(tokens_D) ** 2
+    # float32 logits and logsumexp: parts in 1e7 of each token's nats.
+    assert summary.loss == pytest.approx(loss, rel=1e-6)
+    assert summary.bpb == pytest.approx(sum(nats_D) / sum(bytes_D) / math.log(2), rel=1e-6)
+    assert summary.accuracy == sum(correct_D) / sum(tokens_D)
+    assert summary.sem == pytest.approx(math.sqrt(variance), rel=1e-5)
+    assert summary.clusters == "documents"
+
+
+def test_independent_of_set_order_and_of_other_sets():
+    evalsets = four_evalsets()
+    params = tiny_params()
+    suite = Suite(evalsets, tiny_nats_per_token, micro_batch_size=8)
+    together = suite.run(params)
+    assert list(together) == ["a", "b", "c", "d"]
+    backwards = Suite(evalsets[::-1], tiny_nats_per_token, micro_batch_size=8).run(params)
+    assert list(backwards) == ["d", "c", "b", "a"]
+    for name in together:
+        assert_equal(backwards[name], together[name])
+        assert_equal(suite.run(params, [name])[name], together[name])
+    alone = Suite(evalsets[1:2], tiny_nats_per_token, micro_batch_size=8).run(params)
+    assert_equal(alone["b"], together["b"])
+
+
+@pytest.fixture(scope="module")
+def micro_batches_of_16():
+    return Suite(four_evalsets(), tiny_nats_per_token, micro_batch_size=16).run(tiny_params())
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 7, 32])
+def test_independent_of_micro_batch_size(micro_batches_of_16, micro_batch_size):
+    results = Suite(four_evalsets(), tiny_nats_per_token, micro_batch_size=micro_batch_size).run(tiny_params())
+    assert len(results) == 4
+    for name, expected in micro_batches_of_16.items():
+        assert results[name].nats_N == pytest.approx(expected.nats_N, rel=1e-6)
+        assert results[name].correct_N.tolist() == expected.correct_N.tolist()
+        assert summarise(results[name]).loss == pytest.approx(summarise(expected).loss, rel=1e-6)
+
+
+EIGHT_DEVICES = """
+import jax
+jax.config.update("jax_num_cpu_devices", 8)
+import json
+import numpy as np
+import test_suite as here
+from evalsets.suite import Suite
+
+mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+placed = []
+
+def put(array):
+    placed.append(jax.device_put(array, rows))
+    return placed[-1]
+
+suite = Suite(here.four_evalsets(), here.tiny_nats_per_token, micro_batch_size=16, put=put)
+results = suite.run(jax.device_put(here.tiny_params(), everywhere))
+print(json.dumps({
+    "devices": min(len(array.sharding.device_set) for array in placed),
+    "num_traces": suite.num_traces,
+    "nats": {name: r.nats_N.tolist() for name, r in results.items()},
+}))
+"""
+
+
+def test_independent_of_device_count(micro_batches_of_16):
+    here = Path(__file__).parent
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(here.parent), str(here)]), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", EIGHT_DEVICES], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    sharded = json.loads(done.stdout)
+    assert (sharded["devices"], sharded["num_traces"]) == (8, 1)
+    assert list(sharded["nats"]) == list(micro_batches_of_16) == ["a", "b", "c", "d"]
+    for name, results in micro_batches_of_16.items():
+        assert sharded["nats"][name] == pytest.approx(results.nats_N.tolist(), rel=1e-6)
+
+
+def test_traced_once_over_four_sets_and_several_evals():
+    traces = []
+
+    def counted(params, inputs_BT, targets_BT):
+        traces.append((inputs_BT.shape, targets_BT.shape))
+        return tiny_nats_per_token(params, inputs_BT, targets_BT)
+
+    suite = Suite(four_evalsets(), counted, micro_batch_size=8)
+    assert suite.num_traces == len(traces) == 0
+    first = suite.run(tiny_params())
+    second = suite.run({name: array * 2 for name, array in tiny_params().items()})
+    suite.run(tiny_params(), ["c"])
+    assert suite.num_traces == len(traces) == 1
+    assert traces == [((8, SEQ_LEN), (8, SEQ_LEN))]
+    assert summarise(first["a"]).loss != summarise(second["a"]).loss
+
+
+def test_padding_never_matters():
+    evalset = tiny_evalset("set", seed=5, num_documents=20)
+    padding_NT = np.arange(SEQ_LEN) >= evalset.num_tokens_N[:, None]
+    filled_NT1 = evalset.tokens_NT1.copy()
+    filled_NT1[:, 1:][padding_NT] = np.random.default_rng(0).integers(1, VOCAB_SIZE, padding_NT.sum())
+    assert padding_NT.sum() > 50
+    expected = Suite([evalset], tiny_nats_per_token, micro_batch_size=8).run(tiny_params())["set"]
+    filled = Suite([replace(evalset, tokens_NT1=filled_NT1)], tiny_nats_per_token, micro_batch_size=8)
+    assert_equal(filled.run(tiny_params())["set"], expected)
+
+
+def test_nan_in_the_padding_stays_there_and_a_scored_nan_shows():
+    def nan_at_padding(params, inputs_BT, targets_BT):
+        nats_BT, correct_BT = tiny_nats_per_token(params, inputs_BT, targets_BT)
+        return jnp.where(targets_BT == params["broken_id"], jnp.nan, nats_BT), correct_BT
+
+    evalset = tiny_evalset("set", seed=5, num_documents=20)
+    suite = Suite([evalset], nan_at_padding, micro_batch_size=8)
+    results = suite.run(tiny_params() | {"broken_id": np.int32(EOT)})["set"]
+    assert_equal(results, Suite([evalset], tiny_nats_per_token, micro_batch_size=8).run(tiny_params())["set"])
+    broken = suite.run(tiny_params() | {"broken_id": np.int32(3)})["set"]
+    holds_3 = np.any(evalset.tokens_NT1[:, 1:] == 3, axis=1)
+    assert 0 < holds_3.sum() < len(holds_3)
+    assert np.array_equal(np.isnan(broken.nats_N), holds_3)
+
+
+def test_no_names_no_work():
+    suite = Suite(four_evalsets(), tiny_nats_per_token)
+    assert suite.run(tiny_params(), []) == {}
+    assert suite.num_traces == 0
+    assert list(suite.run(tiny_params(), ["d", "b"])) == ["d", "b"]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 1000, 1024])
+def test_sum_within_its_stated_error(length):
+    terms_BT = np.random.default_rng(length).exponential(3.0, (5, length)).astype(np.float32)
+    exact_B = [math.fsum(row) for row in terms_BT.tolist()]
+    bound = math.ceil(math.log2(length)) * 2.0**-24
+    assert np.asarray(jax.jit(_sum_pairwise)(terms_BT)) == pytest.approx(exact_B, rel=bound, abs=0)
+
+
+def test_errors():
+    evalset = tiny_evalset("set", seed=0, num_documents=3)
+    longer = cut_windows("longer", tiny_documents(0, 3), TOKEN_BYTES_V, EOT, SEQ_LEN + 1)
+    with pytest.raises(ValueError, match=r"different seq_len \(set 12, longer 13\)"):
+        Suite([evalset, longer], tiny_nats_per_token)
+    with pytest.raises(ValueError, match="expected each name once"):
+        Suite([evalset, evalset], tiny_nats_per_token)
+    with pytest.raises(ValueError, match="micro_batch_size is 0"):
+        Suite([evalset], tiny_nats_per_token, micro_batch_size=0)
+    with pytest.raises(ValueError, match=r"no eval set 'sett' in the suite \(sets: set\)"):
+        Suite([evalset], tiny_nats_per_token).run(tiny_params(), ["sett"])
