@@ -1,0 +1,1 @@
+"""The run: the only package that touches disk, devices and time."""

@@ -1,0 +1,1 @@
+"""What a run leaves behind: the record (events.py) and its views, TensorBoard (board.py) and console.py."""

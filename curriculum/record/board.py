@@ -1,0 +1,171 @@
+"""TensorBoard: a view of the record in `<run>/tensorboard/`, written without TensorFlow.
+
+The folder itself is the main run: `train/...` from the metrics rows, `mixture/<source>`, `phase/index`,
+`eval/<set>/loss` and `eval/<set>/bpb`, text for phase switches and regressions, hyperparameters. Under it
+stands one run an eval set; all of them share the tags `eval_sets/loss` and `eval_sets/bpb`, so that one chart
+shows every set in its own colour. With `tensorboard --logdir runs` their names read `quickstart/tensorboard`,
+`quickstart/tensorboard/general` and so on. The primary set is called `val`.
+"""
+
+import re
+import time
+from collections.abc import Iterable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import (
+    DATA_CLASS_TENSOR,
+    Summary,
+    SummaryMetadata,
+)
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
+from tensorboard.plugins.hparams import metadata as hparams_metadata
+from tensorboard.plugins.hparams import summary_v2 as hparams_summary
+from tensorboard.plugins.hparams.api_pb2 import STATUS_SUCCESS
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from curriculum.record.console import verdict
+from curriculum.record.events import eval_sets, number
+
+_MAIN = "."
+_HPARAM_SECTIONS = ("seed", "tokenizer", "model", "packing", "train", "optim", "adaptation", "mesh")
+
+
+class Board:
+    """Writes the events and rows of one process; everything is on file when a call returns.
+
+    A process begins with `training_start` or `resume`, which carries the plan. What an earlier process
+    wrote after the step resumed from is taken back (`SessionLog.START`), so curves never run backwards.
+    Wall times are the timestamps of the events; rows have none and take the clock's. A row's `mixture`
+    names every source, those with no share too, so that a curve falls to 0 where a source ends.
+    """
+
+    def __init__(self, run_dir: Path):
+        self._folder = run_dir / "tensorboard"
+        self._run_name = run_dir.resolve().name
+        self._writers: dict[str, RecordWriter] = {}
+        self._first_step = 0
+        self._phase_names: list[str] = []
+
+    def event(self, event: dict[str, Any]) -> None:
+        wall_time = datetime.fromisoformat(event["timestamp"]).timestamp()
+
+        def write(run: str, values: Iterable[Summary.Value]) -> None:
+            self._write(run, event["step"], wall_time, values)
+
+        match event["event"]:
+            case "training_start":
+                # The old record of a run that starts anew was set aside; a view of both would mix two runs.
+                for path in self._folder.rglob("*.tfevents.*"):
+                    path.unlink()
+                self._phase_names = [phase["name"] for phase in event["plan"]["phases"]]
+                write(_MAIN, self._hparams(event["config"], wall_time))
+            case "resume":
+                # The record still holds the restored step's own row and eval.
+                self._first_step = event["step"] + 1
+                self._phase_names = [phase["name"] for phase in event["plan"]["phases"]]
+                for folder in {path.parent for path in self._folder.rglob("*.tfevents.*")}:
+                    self._writer(str(folder.relative_to(self._folder)))
+            case "eval":
+                for name, (loss, bpb) in eval_sets(event).items():
+                    write(_MAIN, _scalars({f"eval/{name}/loss": loss, f"eval/{name}/bpb": bpb}))
+                    write(name, _scalars({"eval_sets/loss": loss, "eval_sets/bpb": bpb}))
+            case "phase_switch":
+                write(_MAIN, [_text("phase_switch", _phase_switch_markdown(event))])
+            case "eval_regression" | "eval_recovered":
+                write(_MAIN, [_text("regressions", verdict(event))])
+            case "training_complete":
+                write(_MAIN, [_session_end(wall_time)])
+
+    def row(self, row: dict[str, Any]) -> None:
+        values = {re.sub("^loss_", "loss/", key): value for key, value in row.items() if key != "step"}
+        values = {f"train/{key}": value for key, value in values.items()}
+        values |= {f"mixture/{source}": share for source, share in row["mixture"].items()}
+        values["phase/index"] = self._phase_names.index(row["phase"])
+        self._write(_MAIN, row["step"], time.time(), _scalars(values))
+
+    def close(self) -> None:
+        for writer in self._writers.values():
+            writer.close()
+
+    def _writer(self, run: str) -> RecordWriter:
+        if run not in self._writers:
+            folder = self._folder / run
+            folder.mkdir(parents=True, exist_ok=True)
+            # TensorBoard reads a run's files in the order of their names. A clock may go back, the count not.
+            count = len(list(folder.glob("*.tfevents.*")))
+            now = time.time()
+            writer = RecordWriter(open(folder / f"events.out.tfevents.{count:06d}.{now:.0f}", "xb"))
+            self._writers[run] = writer
+            start = SessionLog(status=SessionLog.START)
+            writer.write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
+            writer.write(Event(wall_time=now, step=self._first_step, session_log=start).SerializeToString())
+            writer.flush()
+        return self._writers[run]
+
+    def _write(self, run: str, step: int, wall_time: float, values: Iterable[Summary.Value]) -> None:
+        event = Event(step=step, wall_time=wall_time, summary=Summary(value=values))
+        self._writer(run).write(event.SerializeToString())
+        self._writer(run).flush()
+
+    def _hparams(self, config: dict[str, Any], wall_time: float) -> list[Summary.Value]:
+        hparams = dict(_flat({name: config[name] for name in _HPARAM_SECTIONS if name in config}))
+        hparams["phases"] = ", ".join(self._phase_names)
+        # The trial is the run: two runs of one configuration stay two lines of the table.
+        return list(hparams_summary.hparams_pb(hparams, self._run_name, wall_time).value)
+
+
+def _phase_switch_markdown(event: dict[str, Any]) -> str:
+    before, after = event["mixture_before"], event["mixture_after"]
+    lines = [
+        f"**{event['from_phase']} → {event['new_phase']}** at step {event['step']}, lr {event['lr']:.2e}",
+        "",
+        "| source | share before | share after | consumed | epochs |",
+        "|---|---|---|---|---|",
+    ]
+    for source in sorted({*before, *after}):
+        shares = f"{before.get(source, 0.0):.4g} | {after.get(source, 0.0):.4g}"
+        read = f"{event['consumed'].get(source, 0)} | {event['epochs'].get(source, 0.0):.4g}"
+        lines.append(f"| {source} | {shares} | {read} |")
+    return "\n".join(lines)
+
+
+def _flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | float | str]]:
+    for key, value in section.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        elif isinstance(value, bool | int | float | str):
+            yield f"{prefix}{key}", value
+
+
+def _scalars(values: dict[str, Any]) -> Iterator[Summary.Value]:
+    """A scalar for each value that is a number, by its tag; null and text have no curve.
+
+    TensorBoard's default data server drops doubles without a word, so these are float32.
+    """
+    for tag, value in values.items():
+        if (as_float := number(value)) is not None:
+            yield Summary.Value(tag=tag, simple_value=as_float)
+
+
+def _text(tag: str, markdown: str) -> Summary.Value:
+    plugin_data = SummaryMetadata.PluginData(plugin_name="text")
+    return Summary.Value(
+        tag=tag,
+        metadata=SummaryMetadata(plugin_data=plugin_data, data_class=DATA_CLASS_TENSOR),
+        tensor=TensorProto(dtype=DT_STRING, tensor_shape=TensorShapeProto(), string_val=[markdown.encode()]),
+    )
+
+
+def _session_end(wall_time: float) -> Summary.Value:
+    end = SessionEndInfo(status=STATUS_SUCCESS, end_time_secs=wall_time)
+    return Summary.Value(
+        tag=hparams_metadata.SESSION_END_INFO_TAG,
+        metadata=hparams_metadata.create_summary_metadata(HParamsPluginData(session_end_info=end)),
+        tensor=hparams_metadata.NULL_TENSOR,
+    )

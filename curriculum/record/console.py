@@ -1,0 +1,259 @@
+"""The console: a view of the record that prints, and keeps what it prints in `<run>/train.log`.
+
+Two lines an eval, one line a verdict, a header, a sign of life between evals, and at the end where to resume
+from, what to deploy and how to open TensorBoard.
+"""
+
+import re
+import shlex
+import shutil
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+from urllib.parse import quote
+
+from curriculum.record.events import eval_sets, number
+
+_RECENT_EVALS = 5
+
+
+class Console:
+    """Prints the events and rows of one process to `stream` and to `<run>/train.log`.
+
+    resume_command: what the user types to go on with this run; without it only the checkpoint is named.
+    progress_every_seconds: at most one line of progress in this time; a terminal shows every row, in place.
+    clock: seconds, for that rate alone; every time shown comes from the events.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        resume_command: str | None = None,
+        stream: TextIO | None = None,
+        progress_every_seconds: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._run_dir = run_dir
+        self._resume_command = resume_command
+        self._stream = sys.stdout if stream is None else stream
+        self._in_place = self._stream.isatty()
+        self._progress_open = False
+        self._progress_every_seconds = progress_every_seconds
+        self._clock = clock
+        self._progress_due = clock()
+        self._log = open(run_dir / "train.log", "a", encoding="utf-8", buffering=1)
+        self._total_steps = 0
+        self._checkpoint_step: int | None = None
+        self._complete = False
+        # (step, elapsed seconds) at the last evals of this process: the pace, evals included.
+        self._marks: deque[tuple[int, float]] = deque(maxlen=_RECENT_EVALS + 1)
+
+    def event(self, event: dict[str, Any]) -> None:
+        match event["event"]:
+            case "training_start":
+                self._total_steps = event["plan"]["total_steps"]
+                self._print(*header(event, self._run_dir))
+            case "resume":
+                self._total_steps = event["plan"]["total_steps"]
+                self._checkpoint_step = event["step"]
+                self._mark(event)
+                self._print(verdict(event))
+            case "eval":
+                self._mark(event)
+                self._print(*eval_lines(event, self._total_steps, self._seconds_left(event["step"])))
+            case "checkpoint":
+                self._checkpoint_step = event["step"]
+                self._log.write(f"checkpoint at step {event['step']}: {self._checkpoint}\n")
+            case "training_complete":
+                self._complete = True
+                self._print(*self._closing(event))
+            case _ if line := verdict(event):
+                self._print(line)
+
+    def row(self, row: dict[str, Any]) -> None:
+        line = progress_line(row, self._total_steps)
+        due = self._clock() >= self._progress_due
+        if due:
+            self._progress_due = self._clock() + self._progress_every_seconds
+            self._log.write(line + "\n")
+        if self._in_place:
+            columns = shutil.get_terminal_size().columns
+            self._show(f"\r\x1b[K{line[: columns - 1]}")
+            self._progress_open = True
+        elif due:
+            self._show(line + "\n")
+
+    def close(self) -> None:
+        """Ends the view; where the run is not complete, says where it can be taken up."""
+        if self._total_steps and not self._complete:
+            if self._checkpoint_step is None:
+                self._print("stopped before the first checkpoint: the run starts again at step 0")
+            else:
+                self._print("stopped", f"  resume from  {self._checkpoint}{self._resume_hint()}")
+        self._log.close()
+
+    @property
+    def _checkpoint(self) -> Path:
+        return self._run_dir / "checkpoints" / str(self._checkpoint_step)
+
+    def _resume_hint(self) -> str:
+        return f": {self._resume_command}" if self._resume_command else ""
+
+    def _closing(self, event: dict[str, Any]) -> Iterator[str]:
+        yield (
+            f"complete: {event['total_steps']} steps, {_count(event['total_tokens'], 10)} tokens in "
+            f"{_duration(event['total_elapsed_s'])} ({_count(event['tokens_per_sec'], 100)} tok/s) | "
+            f"train {_loss(event['final_train_loss'])} | val {_loss(event['final_val_loss'])}, "
+            f"best {_loss(event['best_val_loss'])}"
+        )
+        yield f"  resume from  {self._checkpoint} with more train.steps{self._resume_hint()}"
+        if event["gold_step"] is None:
+            yield f"  deploy       {self._checkpoint} (the latest; the run has no gold checkpoint)"
+        else:
+            yield f"  deploy       {self._run_dir / 'gold'} (gold, step {event['gold_step']})"
+        if (self._run_dir / "tensorboard").is_dir():
+            logdir = shlex.quote(str(self._run_dir.parent))
+            yield f"  TensorBoard  {_program('tensorboard')} --logdir {logdir} --host 127.0.0.1"
+            yield f"               {tensorboard_link(self._run_dir)}"
+
+    def _mark(self, event: dict[str, Any]) -> None:
+        if self._marks and self._marks[-1][0] == event["step"]:
+            # What happened without a step (start-up, the eval at step 0) is no part of the pace.
+            self._marks.pop()
+        self._marks.append((event["step"], event["elapsed_s"]))
+
+    def _seconds_left(self, step: int) -> float | None:
+        (first_step, first_s), (last_step, last_s) = self._marks[0], self._marks[-1]
+        if first_step == last_step:
+            return None
+        return (self._total_steps - step) * (last_s - first_s) / (last_step - first_step)
+
+    def _print(self, *lines: str) -> None:
+        if self._progress_open:
+            self._show("\r\x1b[K")
+            self._progress_open = False
+        for line in lines:
+            self._log.write(line + "\n")
+            self._show(line + "\n")
+
+    def _show(self, text: str) -> None:
+        encoding = self._stream.encoding or "utf-8"
+        self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        self._stream.flush()
+
+
+def header(event: dict[str, Any], run_dir: Path) -> Iterator[str]:
+    """What is about to be trained, from the `training_start` event."""
+    config, plan = event["config"], event["plan"]
+    sets = ["val", *config["evalsets"]["sets"]]
+    num_parameters = _count(event["model"]["num_parameters"], 10)
+    yield f"{config['name']}: {num_parameters} parameters, {plan['total_steps']} steps"
+    yield f"  run        {run_dir}"
+    yield f"  sources    {', '.join(config['sources'])}"
+    yield f"  eval sets  {', '.join(sets)}"
+    name_width = max(len(phase["name"]) for phase in plan["phases"])
+    step_width = len(str(plan["total_steps"]))
+    for phase in plan["phases"]:
+        bounds = f"[{phase['start']:>{step_width}}, {phase['end']:>{step_width}})"
+        yield f"  phase      {phase['name']:<{name_width}} {bounds} {_mixture(phase['mixture'])}"
+
+
+def eval_lines(event: dict[str, Any], total_steps: int, seconds_left: float | None) -> Iterator[str]:
+    """The two lines of an `eval` event; a set that was not measured is left out."""
+    yield " | ".join(
+        (
+            f"step {event['step']}/{total_steps} ({event['progress_pct']:.1f}%)",
+            event["timestamp"][11:19],
+            _duration(event["elapsed_s"]),
+            f"ETA {'?' if seconds_left is None else _duration(seconds_left)}",
+            f"{_count(event['tokens_processed'], 10)} tokens",
+        )
+    )
+    losses = {name: f"{name} {_loss(loss)}" for name, (loss, _) in eval_sets(event).items()}
+    val = [losses.pop("val")] if "val" in losses else []
+    yield "  " + " | ".join([*val, f"lr {event['lr']:.2e}", f"phase: {event['phase']}", *losses.values()])
+
+
+def progress_line(row: dict[str, Any], total_steps: int) -> str:
+    """The sign of life of a metrics row."""
+    return (
+        f"step {row['step']}/{total_steps} | loss {_loss(row['loss'])} | lr {row['lr']:.1e} | "
+        f"{_count(row['tokens_per_sec'], 100)} tok/s | phase {row['phase']}"
+    )
+
+
+def verdict(event: dict[str, Any]) -> str | None:
+    """The line of an event that says something happened; None for the others."""
+    step = event["step"]
+    match event["event"]:
+        case "phase_switch":
+            before, after = event["mixture_before"], event["mixture_after"]
+            moves = [
+                f"{source} {before.get(source, 0.0):.4g} → {after.get(source, 0.0):.4g}"
+                for source in dict.fromkeys([*before, *after])
+                if before.get(source, 0.0) != after.get(source, 0.0)
+            ]
+            switch = f"phase switch at step {step}: {event['from_phase']} → {event['new_phase']}"
+            return " | ".join([switch, *moves, f"lr {event['lr']:.2e}"])
+        case "eval_regression":
+            return f"eval regression at step {step}: {_offenders(event['offenders'])}"
+        case "eval_recovered":
+            return f"eval recovered at step {step}: {_offenders(event['offenders'])}"
+        case "gold_checkpoint":
+            previous = "" if event["previous"] is None else f", before {_loss(event['previous'])}"
+            return f"gold checkpoint at step {step}: {event['metric']} {_loss(event['value'])}{previous}"
+        case "gold_blocked":
+            return f"gold blocked at step {step}: {event['reason']}"
+        case "resume":
+            return f"resumed at step {step} of {event['plan']['total_steps']}"
+    return None
+
+
+def tensorboard_link(run_dir: Path) -> str:
+    """The chart of every eval set of this run, with TensorBoard serving the folder above it."""
+    run_filter = "^" + re.sub(r"([^\w-])", r"\\\1", run_dir.resolve().name) + "/"
+    query = f"runFilter={quote(run_filter, safe='')}&tagFilter=eval_sets&smoothing=0"
+    return f"http://127.0.0.1:6006/?{query}#timeseries"
+
+
+def _offenders(offenders: Iterable[dict[str, Any]]) -> str:
+    return "; ".join(
+        f"{offender['set']} {offender['delta']:+.4f} (95 % {offender['interval'][0]:+.4f} to "
+        f"{offender['interval'][1]:+.4f}) against {offender['baseline']} at step {offender['baseline_step']}"
+        for offender in offenders
+    )
+
+
+def _mixture(mixture: dict[str, float]) -> str:
+    return ", ".join(f"{source} {share:.4g}" for source, share in mixture.items() if share)
+
+
+def _program(name: str) -> str:
+    """What to type for a program of this environment, which need not be on the PATH."""
+    path = Path(sys.executable).with_name(name)
+    here = Path.cwd()
+    return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
+
+
+def _loss(value: Any) -> str:
+    number_or_none = number(value)
+    return "-" if number_or_none is None else f"{number_or_none:.4f}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{int(seconds)}s"
+    return f"{int(seconds // 60)}m" if seconds < 3600 else f"{seconds / 3600:.1f}h"
+
+
+def _count(value: float, decimal_below: float) -> str:
+    """The number in thousands, millions or billions, with one decimal below `decimal_below` of them."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= 0.9995 * size:
+            scaled = value / size
+            return f"{scaled:.1f}{unit}" if scaled < decimal_below else f"{scaled:.0f}{unit}"
+    return f"{value:.0f}"

@@ -1,0 +1,268 @@
+"""The record of a run: two append-only files of JSON lines, `events.jsonl` and `metrics.jsonl`.
+
+Every line is one complete JSON object. Console, TensorBoard and reports are views of these lines and
+see nothing else, so whatever they show can be read again from the files.
+
+Numbers: a float directly in a line is rounded to six decimals (losses are nats per token), `lr` and
+`grad_norm` aside, which live on other scales; what is nested (config, plan, mixtures) is kept as given.
+JSON has no literal for a float that is not finite, so such a float is written as the string "NaN",
+"Infinity" or "-Infinity"; `number` turns any of them back into a float.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from curriculum.errors import InputError
+
+EVENTS = "events.jsonl"
+METRICS = "metrics.jsonl"
+SUPERSEDED = "superseded.jsonl"
+_PENDING_CUT = "superseded.pending.json"
+_UNROUNDED = ("lr", "grad_norm")
+
+
+class View(Protocol):
+    """Shows the record as it grows. Both methods get exactly what the line in the file says."""
+
+    def event(self, event: dict[str, Any]) -> None: ...
+
+    def row(self, row: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Record:
+    """Appends to the record of `run_dir` and hands every line to the views.
+
+    tokens_at: number of tokens consumed once `step` updates are done; stands in every event.
+    elapsed_before_s: what `elapsed_s` said when the checkpoint was saved that this process resumes from.
+    The views are closed with the record.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        tokens_at: Callable[[int], int],
+        elapsed_before_s: float = 0.0,
+        views: Iterable[View] = (),
+    ):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._tokens_at = tokens_at
+        self._clock_zero_s = time.monotonic() - elapsed_before_s
+        self._views = tuple(views)
+        self._files = {name: open(run_dir / name, "ab") for name in (EVENTS, METRICS)}
+
+    @classmethod
+    def resume(
+        cls,
+        run_dir: Path,
+        offsets: Mapping[str, int],
+        tokens_at: Callable[[int], int],
+        elapsed_before_s: float,
+        views: Iterable[View] = (),
+    ) -> "Record":
+        """The record as it stood at `offsets`; what came after them goes to `superseded.jsonl`.
+
+        A kill at any moment loses no line and doubles none: calling this again completes what was begun.
+        Raises InputError where a file is shorter than its offset.
+        """
+        _cut(run_dir, offsets)
+        return cls(run_dir, tokens_at, elapsed_before_s, views)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds that the run has taken so far, over all its processes."""
+        return time.monotonic() - self._clock_zero_s
+
+    def event(self, name: str, step: int, **fields: Any) -> dict[str, Any]:
+        """Appends one event, stamped with the step after the update, and returns it as written."""
+        event = self._append(
+            EVENTS,
+            {
+                "event": name,
+                "step": step,
+                "timestamp": datetime.now().astimezone().isoformat(timespec="seconds"),
+                "elapsed_s": round(self.elapsed_s, 3),
+                "tokens_processed": self._tokens_at(step),
+                **fields,
+            },
+        )
+        for view in self._views:
+            view.event(event)
+        return event
+
+    def row(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Appends one metrics row, which carries its own `step`, and returns it as written."""
+        row = self._append(METRICS, fields)
+        for view in self._views:
+            view.row(row)
+        return row
+
+    def flush(self) -> None:
+        """Returns once everything appended so far is on the disk."""
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+
+    def offsets(self) -> dict[str, int]:
+        """Size in bytes of each file, flushed: what a checkpoint stores and `resume` takes."""
+        self.flush()
+        return {name: file.tell() for name, file in self._files.items()}
+
+    def close(self) -> None:
+        self.flush()
+        for file in self._files.values():
+            file.close()
+        for view in self._views:
+            view.close()
+
+    def _append(self, name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        line = {key: _rounded(key, _plain(value)) for key, value in fields.items()}
+        self._files[name].write(json.dumps(line, allow_nan=False).encode() + b"\n")
+        self._files[name].flush()
+        return line
+
+
+def set_aside(run_dir: Path) -> None:
+    """Moves the whole record to `superseded.jsonl`: the run has no usable checkpoint and starts at 0."""
+    _cut(run_dir, {EVENTS: 0, METRICS: 0})
+
+
+def read_events(run_dir: Path) -> list[dict[str, Any]]:
+    """The events of a run, oldest first; a last line that is still being written is left out.
+
+    Raises InputError, naming file and line, where there is no record or a line is broken.
+    """
+    return _read(run_dir / EVENTS)
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The metrics rows of a run, as `read_events`."""
+    return _read(run_dir / METRICS)
+
+
+def number(value: Any) -> float | None:
+    """The float that a line holds as a number or as one of its strings for NaN and infinity, else None."""
+    if value in ("NaN", "Infinity", "-Infinity"):
+        return float(value)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def eval_sets(event: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Loss and bits per byte, as recorded, of each set that an `eval` event measured, `val` the primary."""
+    measured = {"val": (event["val_loss"], event["val_bpb"])} if "val_loss" in event else {}
+    for key, loss in event.items():
+        if key.startswith("eval_") and f"{key}_bpb" in event:
+            measured[key.removeprefix("eval_")] = (loss, event[f"{key}_bpb"])
+    return measured
+
+
+def _plain(value: Any) -> Any:
+    """The same value in what JSON has; numpy scalars and arrays become numbers and lists."""
+    if isinstance(value, np.generic | np.ndarray):
+        value = value.tolist()
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _rounded(name: str, value: Any) -> Any:
+    return round(value, 6) if isinstance(value, float) and name not in _UNROUNDED else value
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        raise InputError(f"{path}: no such file; expected the directory of a run, which holds one")
+    *lines, _unfinished = path.read_bytes().split(b"\n")
+    records = []
+    for line_number, line in enumerate(lines, start=1):
+        record = _parsed(line)
+        if not isinstance(record, dict):
+            raise InputError(
+                f"{path}:{line_number}: got {line[:60].decode(errors='backslashreplace')!r}, expected one "
+                "JSON object; restore the file from a copy, or resume from a checkpoint before this line"
+            )
+        records.append(record)
+    return records
+
+
+def _parsed(line: bytes) -> Any:
+    """What the line says, or the line itself as a string where it is not complete JSON."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return line.decode(errors="backslashreplace")
+
+
+def _cut(run_dir: Path, offsets: Mapping[str, int]) -> None:
+    """Moves what lies beyond the offsets to superseded.jsonl, one entry `{file, line}` a line.
+
+    Several files cannot change at one instant. So the whole change is first written down in one file that
+    appears at one instant, and then carried out by steps that may be repeated from the start.
+    """
+    _finish_cut(run_dir)
+    entries = []
+    for name in (EVENTS, METRICS):
+        path, offset = run_dir / name, offsets[name]
+        content = path.read_bytes() if path.exists() else b""
+        if offset > len(content) or content[:offset][-1:] not in (b"", b"\n"):
+            raise InputError(
+                f"{path}: got {len(content)} bytes, expected a line to end at byte {offset}, where the "
+                "checkpoint was saved; restore the file from a copy, or start a new run directory"
+            )
+        cut = content[offset:].removesuffix(b"\n")
+        entries += [{"file": name, "line": _parsed(line)} for line in cut.split(b"\n") if cut]
+    if not entries:
+        return
+    superseded = run_dir / SUPERSEDED
+    pending = {
+        "superseded_bytes": superseded.stat().st_size if superseded.exists() else 0,
+        "offsets": dict(offsets),
+        "entries": entries,
+    }
+    unfinished = run_dir / f"{_PENDING_CUT}.tmp"
+    with open(unfinished, "w") as file:
+        json.dump(pending, file)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(run_dir / _PENDING_CUT)
+    _sync_folder(run_dir)
+    _finish_cut(run_dir)
+
+
+def _finish_cut(run_dir: Path) -> None:
+    """Carries out a cut that was written down, from the start; does nothing where there is none."""
+    path = run_dir / _PENDING_CUT
+    if not path.exists():
+        return
+    pending = json.loads(path.read_text())
+    with open(run_dir / SUPERSEDED, "ab") as file:
+        file.truncate(pending["superseded_bytes"])
+        file.writelines(json.dumps(entry).encode() + b"\n" for entry in pending["entries"])
+        file.flush()
+        os.fsync(file.fileno())
+    for name, offset in pending["offsets"].items():
+        with open(run_dir / name, "ab") as file:
+            file.truncate(offset)
+            os.fsync(file.fileno())
+    path.unlink()
+    _sync_folder(run_dir)
+
+
+def _sync_folder(folder: Path) -> None:
+    """A rename or removal outlives a power cut only once its folder is on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)

@@ -1,0 +1,348 @@
+"""TensorBoard, read back with TensorBoard's own readers: its curves are the record's numbers."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.compat.proto.event_pb2 import SessionLog
+from tensorboard.plugins.hparams import metadata as hparams_metadata
+from tensorboard.util import tensor_util
+
+from curriculum.record.board import Board
+from curriculum.record.events import Record, read_events, read_metrics, set_aside
+
+PLAN = {
+    "total_steps": 12,
+    "phases": [
+        {"name": "foundation", "start": 0, "end": 6, "mixture": {"web": 1.0, "law": 0.0}},
+        {"name": "domain", "start": 6, "end": 12, "mixture": {"web": 0.25, "law": 0.75}},
+    ],
+}
+CONFIG = {
+    "name": "example",
+    "seed": 7,
+    "sources": {"web": {"path": "data/web"}},
+    "model": {"preset": "tiny", "dropout": None},
+    "optim": {"name": "adamw", "lr": 6e-4, "allow_jump": False},
+    "evalsets": {"every": 4, "sets": {"general": {}, "code": {"every": 8}}},
+}
+
+
+def begin(run_dir):
+    record = Record(run_dir, tokens_at, views=[Board(run_dir)])
+    record.event("training_start", 0, config=CONFIG, model={"num_parameters": 1000}, plan=PLAN)
+    return record
+
+
+def resume(run_dir, offsets, step):
+    record = Record.resume(run_dir, offsets, tokens_at, 0.0, views=[Board(run_dir)])
+    record.event("resume", step, plan=PLAN)
+    return record
+
+
+def tokens_at(step):
+    return 64 * step
+
+
+def train(record, start, end, loss=lambda step: 4.0 - step / 10, sets=("general", "code")):
+    """A row every 2 steps, an eval every 4, `code` only every 8; the switch at 6."""
+    for step in range(start + 1, end + 1):
+        phase = PLAN["phases"][0 if step <= 6 else 1]
+        if step % 2 == 0:
+            record.row(
+                {
+                    "step": step,
+                    "loss": loss(step),
+                    "loss_web": loss(step) + 0.5,
+                    "loss_law": None if step <= 6 else loss(step) + 1,
+                    "grad_norm": "NaN" if step == 2 else 0.25,
+                    "lr": 6e-4 / step,
+                    "tokens_per_sec": 1000.0,
+                    "phase": phase["name"],
+                    "packing_mode": "stream",
+                    "mixture": phase["mixture"],
+                }
+            )
+        if step % 4 == 0:
+            measured = {}
+            for number, name in enumerate(sets, start=1):
+                if name != "code" or step % 8 == 0:
+                    measured |= {f"eval_{name}": loss(step) + number, f"eval_{name}_bpb": 1.5 + number}
+                    measured[f"eval_{name}_sem"] = 0.01
+            record.event(
+                "eval",
+                step,
+                val_loss=loss(step),
+                val_bpb=1.5,
+                lr=1e-4,
+                phase=phase["name"],
+                eval_duration_s=0.5,
+                **measured,
+            )
+        if step == 6:
+            record.event(
+                "phase_switch",
+                step,
+                from_phase="foundation",
+                new_phase="domain",
+                mixture_before={"web": 1.0, "law": 0.0},
+                mixture_after={"web": 0.25, "law": 0.75},
+                consumed={"web": 384, "law": 0},
+                epochs={"web": 0.5, "law": 0.0},
+                lr=1e-4,
+            )
+
+
+def shown(logdir):
+    """What TensorBoard shows of the folder: {run: {tag: [(step, value), ...]}}, by its Python reader."""
+    multiplexer = EventMultiplexer(tensor_size_guidance={"scalars": 0, "text": 0, "hparams": 0})
+    multiplexer.AddRunsFromDirectory(str(logdir))
+    multiplexer.Reload()
+    return {
+        run: {
+            tag: [
+                (event.step, tensor_util.make_ndarray(event.tensor_proto).tolist())
+                for event in multiplexer.Tensors(run, tag)
+            ]
+            for tag in tags["tensors"]
+        }
+        for run, tags in multiplexer.Runs().items()
+    }
+
+
+def float32(value):
+    return tensor_util.make_ndarray(tensor_util.make_tensor_proto(value, dtype="float32")).item()
+
+
+def files(folder):
+    return sorted(folder.glob("*.tfevents.*"))
+
+
+def loaded(path):
+    return list(EventFileLoader(str(path)).Load())
+
+
+def test_curves_are_the_numbers_of_the_record(tmp_path):
+    run_dir = tmp_path / "example"
+    record = begin(run_dir)
+    train(record, 0, 12)
+    record.close()
+    runs = shown(tmp_path)
+    assert set(runs) == {f"example/tensorboard{name}" for name in ("", "/val", "/general", "/code")}
+    main = runs["example/tensorboard"]
+
+    rows = read_metrics(run_dir)
+    assert [row["step"] for row in rows] == [2, 4, 6, 8, 10, 12]
+    assert main["train/loss"] == [(row["step"], float32(row["loss"])) for row in rows]
+    assert main["train/loss/web"] == [(row["step"], float32(row["loss_web"])) for row in rows]
+    assert main["train/loss/law"] == [(row["step"], float32(row["loss_law"])) for row in rows[3:]]
+    assert main["train/lr"] == [(row["step"], float32(row["lr"])) for row in rows]
+    assert main["mixture/law"] == [(2, 0.0), (4, 0.0), (6, 0.0), (8, 0.75), (10, 0.75), (12, 0.75)]
+    assert main["phase/index"] == [(2, 0), (4, 0), (6, 0), (8, 1), (10, 1), (12, 1)]
+    assert math.isnan(main["train/grad_norm"][0][1]) and main["train/grad_norm"][1:] == [
+        (step, 0.25) for step in (4, 6, 8, 10, 12)
+    ]
+    assert {tag for tag in main if tag.startswith("train/")} == {
+        "train/loss",
+        "train/loss/web",
+        "train/loss/law",
+        "train/grad_norm",
+        "train/lr",
+        "train/tokens_per_sec",
+    }
+
+    evals = [event for event in read_events(run_dir) if event["event"] == "eval"]
+    assert [event["step"] for event in evals] == [4, 8, 12]
+    for name, loss, bpb in (
+        ("val", "val_loss", "val_bpb"),
+        ("general", "eval_general", "eval_general_bpb"),
+        ("code", "eval_code", "eval_code_bpb"),
+    ):
+        losses = [(event["step"], float32(event[loss])) for event in evals if loss in event]
+        bpbs = [(event["step"], float32(event[bpb])) for event in evals if bpb in event]
+        assert [step for step, _ in losses] == ([8] if name == "code" else [4, 8, 12])
+        assert main[f"eval/{name}/loss"] == losses and main[f"eval/{name}/bpb"] == bpbs
+        assert runs[f"example/tensorboard/{name}"] == {"eval_sets/loss": losses, "eval_sets/bpb": bpbs}
+
+
+def test_points_are_on_file_at_once_at_the_time_of_their_event(tmp_path):
+    record = begin(tmp_path)
+    event = record.event("eval", 4, val_loss=3.5, val_bpb=1.5)
+    path = files(tmp_path / "tensorboard" / "val")[0]
+    points = [point for point in loaded(path) if point.HasField("summary")]
+    assert [point.step for point in points] == [4]
+    assert points[0].wall_time == datetime.fromisoformat(event["timestamp"]).timestamp()
+    record.close()
+
+
+def test_a_resumed_run_has_one_point_a_step(tmp_path):
+    """A process dies after step 11 with a checkpoint at 8; the next takes other values from there."""
+    run_dir = tmp_path / "example"
+    record = begin(run_dir)
+    train(record, 0, 8)
+    offsets = record.offsets()
+    train(record, 8, 11)
+    resumed = resume(run_dir, offsets, 8)
+    train(resumed, 8, 12, loss=lambda step: 2.0)
+    resumed.close()
+    runs = shown(tmp_path)
+    main = runs["example/tensorboard"]
+    losses = ((2, 3.8), (4, 3.6), (6, 3.4), (8, 3.2), (10, 2.0), (12, 2.0))
+    assert main["train/loss"] == [(step, float32(loss)) for step, loss in losses]
+    assert main["train/loss"] == [(row["step"], float32(row["loss"])) for row in read_metrics(run_dir)]
+    expected = [(4, float32(4.6)), (8, float32(4.2)), (12, 3.0)]
+    assert main["eval/general/loss"] == runs["example/tensorboard/general"]["eval_sets/loss"] == expected
+    assert [step for step, _ in main["phase_switch"]] == [6]
+
+
+def test_a_set_left_out_on_resume_ends_where_the_resume_begins(tmp_path):
+    run_dir = tmp_path / "example"
+    record = begin(run_dir)
+    train(record, 0, 6)
+    offsets = record.offsets()
+    train(record, 6, 8)
+    resumed = resume(run_dir, offsets, 6)
+    train(resumed, 6, 12, sets=("code", "new"))
+    resumed.close()
+    runs = shown(tmp_path)
+    assert [step for step, _ in runs["example/tensorboard/general"]["eval_sets/loss"]] == [4]
+    assert [step for step, _ in runs["example/tensorboard/new"]["eval_sets/loss"]] == [8, 12]
+
+
+def test_a_half_written_point_of_a_killed_process_hides_nothing_after_it(tmp_path):
+    run_dir = tmp_path / "example"
+    record = begin(run_dir)
+    train(record, 0, 4)
+    offsets = record.offsets()
+    for path in (run_dir / "tensorboard").rglob("*.tfevents.*"):
+        with open(path, "ab") as file:
+            file.write(b"\x18\x00\x00\x00\x00")
+    resumed = resume(run_dir, offsets, 4)
+    train(resumed, 4, 8)
+    resumed.close()
+    runs = shown(tmp_path)
+    assert [step for step, _ in runs["example/tensorboard"]["train/loss"]] == [2, 4, 6, 8]
+    assert [step for step, _ in runs["example/tensorboard/val"]["eval_sets/loss"]] == [4, 8]
+
+
+def test_every_file_begins_with_the_first_step_of_its_process(tmp_path):
+    record = begin(tmp_path)
+    train(record, 0, 4)
+    offsets = record.offsets()
+    resumed = resume(tmp_path, offsets, 4)
+    resumed.close()
+    for folder in ("", "val", "general"):
+        starts = []
+        for path in files(tmp_path / "tensorboard" / folder):
+            version, start = loaded(path)[:2]
+            assert version.file_version == "brain.Event:2"
+            assert start.session_log.status == SessionLog.START
+            starts.append(start.step)
+        assert starts == [0, 5]
+    record.close()
+
+
+def test_a_run_that_starts_anew_shows_nothing_of_the_old_record(tmp_path):
+    run_dir = tmp_path / "example"
+    record = begin(run_dir)
+    train(record, 0, 8)
+    record.close()
+    set_aside(run_dir)
+    record = begin(run_dir)
+    train(record, 0, 4, sets=())
+    record.close()
+    runs = shown(tmp_path)
+    assert set(runs) == {"example/tensorboard", "example/tensorboard/val"}
+    assert [step for step, _ in runs["example/tensorboard"]["train/loss"]] == [2, 4]
+
+
+def test_phase_switches_and_regressions_are_text(tmp_path):
+    record = begin(tmp_path)
+    train(record, 0, 6)
+    offender = {"set": "code", "baseline": "best", "baseline_step": 4, "delta": 0.5, "interval": [0.46, 0.54]}
+    record.event("eval_regression", 8, offenders=[offender])
+    record.event("eval_recovered", 12, offenders=[{**offender, "delta": -0.01, "interval": [-0.05, 0.03]}])
+    record.close()
+    main = shown(tmp_path)["tensorboard"]
+    assert main["phase_switch"] == [
+        (
+            6,
+            "**foundation → domain** at step 6, lr 1.00e-04\n"
+            "\n"
+            "| source | share before | share after | consumed | epochs |\n"
+            "|---|---|---|---|---|\n"
+            "| law | 0 | 0.75 | 0 | 0 |\n"
+            "| web | 1 | 0.25 | 384 | 0.5 |".encode(),
+        )
+    ]
+    assert [(step, text.decode()) for step, text in main["regressions"]] == [
+        (8, "eval regression at step 8: code +0.5000 (95 % +0.4600 to +0.5400) against best at step 4"),
+        (12, "eval recovered at step 12: code -0.0100 (95 % -0.0500 to +0.0300) against best at step 4"),
+    ]
+
+
+def test_hyperparameters_name_the_run_and_its_end(tmp_path):
+    run_dir = tmp_path / "example"
+    record = begin(run_dir)
+    end = record.event("training_complete", 12)
+    record.close()
+    values = [
+        value
+        for event in loaded(files(run_dir / "tensorboard")[0])
+        for value in event.summary.value
+        if value.metadata.plugin_data.plugin_name == "hparams"
+    ]
+    start_value, end_value = values
+    start = hparams_metadata.parse_session_start_info_plugin_data(start_value.metadata.plugin_data.content)
+    assert start.group_name == "example"
+    hparams = {name: getattr(value, value.WhichOneof("kind")) for name, value in start.hparams.items()}
+    assert hparams == {
+        "seed": 7.0,
+        "model.preset": "tiny",
+        "optim.name": "adamw",
+        "optim.lr": 6e-4,
+        "optim.allow_jump": False,
+        "phases": "foundation, domain",
+    }
+    finish = hparams_metadata.parse_session_end_info_plugin_data(end_value.metadata.plugin_data.content)
+    assert finish.end_time_secs == datetime.fromisoformat(end["timestamp"]).timestamp()
+
+
+@pytest.mark.parametrize("name", ["tensorflow", "tensorboardX", "torch", "jax"])
+def test_no_heavy_library_is_needed(tmp_path, name):
+    """A module of that name stands on the path, and importing it ends the process with exit code 3."""
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text("import os; os._exit(3)")
+    script = """
+import json, sys
+from pathlib import Path
+from curriculum.record.board import Board
+board = Board(Path(sys.argv[1]))
+for line in sys.stdin:
+    board.event(json.loads(line))
+board.row({"step": 1, "loss": 1.0, "phase": "foundation", "mixture": {"web": 1.0}})
+board.close()
+"""
+    stamp = {"timestamp": "2026-11-20T14:45:12+01:00", "elapsed_s": 0.0, "tokens_processed": 0, "step": 0}
+    lines = [
+        {"event": "training_start", **stamp, "config": CONFIG, "plan": PLAN},
+        {"event": "eval", **stamp, "val_loss": 4.0, "val_bpb": 1.5},
+        {"event": "training_complete", **stamp},
+    ]
+    root = str(Path(__file__).parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "run")],
+        input="\n".join(json.dumps(line) for line in lines),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), root))},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    assert shown(tmp_path)["run/tensorboard"]["eval/val/loss"] == [(0, 4.0)]

@@ -1,0 +1,360 @@
+"""The console: exact lines, worked by hand."""
+
+import contextlib
+import io
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from curriculum.record.console import Console, tensorboard_link, verdict
+
+PLAN = {
+    "total_steps": 75000,
+    "phases": [
+        {"name": "foundation", "start": 0, "end": 45000, "mixture": {"web": 0.8, "code": 0.2, "law": 0.0}},
+        {"name": "domain", "start": 45000, "end": 75000, "mixture": {"law": 0.9, "web": 0.1}},
+    ],
+}
+CONFIG = {
+    "name": "example",
+    "sources": {"web": {}, "code": {}, "law": {}},
+    "evalsets": {"sets": {"general": {}, "domain": {}}},
+}
+
+
+def stamped(name, step, elapsed_s=0.0, tokens=0, **fields):
+    return {
+        "event": name,
+        "step": step,
+        "timestamp": "2026-11-20T14:45:12+01:00",
+        "elapsed_s": elapsed_s,
+        "tokens_processed": tokens,
+        **fields,
+    }
+
+
+def start():
+    return stamped("training_start", 0, config=CONFIG, model={"num_parameters": 124_400_000}, plan=PLAN)
+
+
+def evaluated(step, elapsed_s, tokens=0, **losses):
+    measured = {}
+    for name, loss in losses.items():
+        key = "val_loss" if name == "val" else f"eval_{name}"
+        measured |= {key: loss, key.replace("_loss", "") + "_bpb": 1.0}
+    progress = {"progress_pct": 100 * step / 75000, "lr": 1.4e-05, "phase": "foundation"}
+    return stamped("eval", step, elapsed_s, tokens, **progress, **measured, eval_duration_s=1.0)
+
+
+def row(step, loss=5.12341, tokens_per_sec=12345.6):
+    return {"step": step, "loss": loss, "lr": 6e-4, "tokens_per_sec": tokens_per_sec, "phase": "foundation"}
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self):
+        self.seconds = 100.0
+
+    def __call__(self):
+        return self.seconds
+
+
+def printed(run_dir, *events, **arguments):
+    """The lines that a console prints for these events, without closing it."""
+    stream = io.StringIO()
+    console = Console(run_dir, stream=stream, **arguments)
+    for event in events:
+        console.event(event)
+    return stream.getvalue().splitlines()
+
+
+def test_an_eval_is_two_lines(tmp_path):
+    lines = printed(
+        tmp_path,
+        start(),
+        evaluated(0, 40.0, val=9.0),
+        # 350 steps in 882 s leave 74650 x 2.52 s = 188118 s = 52.26 h; 922 s are 15.4 minutes
+        evaluated(350, 922.0, 34_406_400, val=4.12345, general=4.23456, domain=4.34567, code=3.98765),
+    )
+    assert lines[-2:] == [
+        "step 350/75000 (0.5%) | 14:45:12 | 15m | ETA 52.3h | 34M tokens",
+        "  val 4.1235 | lr 1.40e-05 | phase: foundation | general 4.2346 | domain 4.3457 | code 3.9876",
+    ]
+    assert lines[-4].startswith("step 0/75000 (0.0%) | 14:45:12 | 40s | ETA ? | 0 tokens")
+
+
+def test_sets_that_were_not_due_are_left_out_and_what_is_not_finite_is_shown(tmp_path):
+    lines = printed(tmp_path, start(), evaluated(400, 1.0, val="NaN", code=3.0), evaluated(400, 1.0, new=2.0))
+    assert lines[-3] == "  val nan | lr 1.40e-05 | phase: foundation | code 3.0000"
+    assert lines[-1] == "  lr 1.40e-05 | phase: foundation | new 2.0000"
+
+
+@pytest.mark.parametrize(
+    ("earlier", "eta"),
+    [
+        # start-up and the eval at step 0 are no part of the pace: 10 s for 100 steps, 74900 steps left
+        ([(0, 500.0), (100, 510.0)], "2.1h"),
+        # of seven intervals the last five count: 100 s for 500 steps, 74300 left = 14860 s
+        (
+            [(0, 0.0), (100, 900.0), (200, 1800.0), *((200 + 100 * i, 1800.0 + 20 * i) for i in range(1, 6))],
+            "4.1h",
+        ),
+        ([(74000, 0.0), (74990, 990.0)], "10s"),
+        ([(74000, 0.0), (75000, 990.0)], "0s"),
+    ],
+)
+def test_eta_follows_the_recent_pace_evals_included(tmp_path, earlier, eta):
+    lines = printed(tmp_path, start(), *(evaluated(step, elapsed_s, val=4.0) for step, elapsed_s in earlier))
+    assert lines[-2].split(" | ")[3] == f"ETA {eta}"
+
+
+def test_eta_after_a_resume_counts_this_process_only(tmp_path):
+    resumed = stamped("resume", 30000, 36000.0, plan=PLAN)
+    lines = printed(tmp_path, resumed, evaluated(30100, 36200.0, val=4.0))
+    assert lines[0] == "resumed at step 30000 of 75000"
+    assert lines[1] == "step 30100/75000 (40.1%) | 14:45:12 | 10.1h | ETA 24.9h | 0 tokens"  # 44900 x 2 s
+
+
+@pytest.mark.parametrize(
+    ("elapsed_s", "tokens", "shown"),
+    [
+        (59.9, 999, "59s | ETA ? | 999 tokens"),
+        (60.0, 1000, "1m | ETA ? | 1.0k tokens"),
+        (3599.9, 9_940, "59m | ETA ? | 9.9k tokens"),
+        (3600.0, 65_536, "1.0h | ETA ? | 66k tokens"),
+        (188118.0, 999_600, "52.3h | ETA ? | 1.0M tokens"),
+        (360000.0, 1_500_000_000, "100.0h | ETA ? | 1.5B tokens"),
+        (0.0, 12_000_000_000_000, "0s | ETA ? | 12T tokens"),
+    ],
+)
+def test_durations_and_counts(tmp_path, elapsed_s, tokens, shown):
+    lines = printed(tmp_path, start(), evaluated(0, elapsed_s, tokens, val=4.0))
+    assert lines[-2] == f"step 0/75000 (0.0%) | 14:45:12 | {shown}"
+
+
+def test_header_says_what_is_about_to_be_trained(tmp_path):
+    assert printed(tmp_path, start()) == [
+        "example: 124M parameters, 75000 steps",
+        f"  run        {tmp_path}",
+        "  sources    web, code, law",
+        "  eval sets  val, general, domain",
+        "  phase      foundation [    0, 45000) web 0.8, code 0.2",
+        "  phase      domain     [45000, 75000) law 0.9, web 0.1",
+    ]
+
+
+SWITCH = stamped(
+    "phase_switch",
+    45000,
+    from_phase="base",
+    new_phase="law",
+    mixture_before={"web": 0.8, "code": 0.2, "law": 0.0, "docs": 0.1},
+    mixture_after={"law": 0.9, "web": 0.125, "docs": 0.1},
+    consumed={},
+    epochs={},
+    lr=3e-4,
+)
+OFFENDERS = [
+    {
+        "set": "code",
+        "baseline": "best",
+        "baseline_step": 400,
+        "delta": 0.5,
+        "interval": [0.46, 0.54],
+        "t": 9.0,
+    },
+    {
+        "set": "law",
+        "baseline": "start",
+        "baseline_step": 0,
+        "delta": -0.01,
+        "interval": [-0.02, 0.0],
+        "t": 0.1,
+    },
+]
+VERDICTS = [
+    (
+        SWITCH,
+        "phase switch at step 45000: base → law | web 0.8 → 0.125 | code 0.2 → 0 | law 0 → 0.9 | lr 3.00e-04",
+    ),
+    (
+        stamped("eval_regression", 500, offenders=OFFENDERS),
+        "eval regression at step 500: code +0.5000 (95 % +0.4600 to +0.5400) against best at step 400; "
+        "law -0.0100 (95 % -0.0200 to +0.0000) against start at step 0",
+    ),
+    (
+        stamped("eval_recovered", 600, offenders=OFFENDERS[:1]),
+        "eval recovered at step 600: code +0.5000 (95 % +0.4600 to +0.5400) against best at step 400",
+    ),
+    (
+        stamped("gold_checkpoint", 700, metric="primary/loss", value=3.21, previous=3.456),
+        "gold checkpoint at step 700: primary/loss 3.2100, before 3.4560",
+    ),
+    (
+        stamped("gold_checkpoint", 100, metric="domain/bpb", value=1.5, previous=None),
+        "gold checkpoint at step 100: domain/bpb 1.5000",
+    ),
+    (
+        stamped("gold_blocked", 800, reason="overfit: val/train=6.2x, threshold=5.0x"),
+        "gold blocked at step 800: overfit: val/train=6.2x, threshold=5.0x",
+    ),
+]
+
+
+@pytest.mark.parametrize(("event", "line"), VERDICTS)
+def test_a_verdict_is_one_line(tmp_path, event, line):
+    assert verdict(event) == line
+    assert printed(tmp_path, start(), event)[6:] == [line]
+
+
+def test_other_events_print_nothing(tmp_path):
+    assert verdict(stamped("generation", 5)) is None
+    assert len(printed(tmp_path, start(), stamped("generation", 5), stamped("checkpoint", 5))) == 6
+
+
+def test_into_a_pipe_progress_comes_at_a_sensible_rate(tmp_path):
+    stream, clock = io.StringIO(), Clock()
+    console = Console(tmp_path, stream=stream, progress_every_seconds=10.0, clock=clock)
+    console.event(start())
+    for step in range(40, 100, 10):
+        console.row(row(step))
+        clock.seconds += 4.0
+    assert stream.getvalue().splitlines()[6:] == [
+        f"step {step}/75000 | loss 5.1234 | lr 6.0e-04 | 12.3k tok/s | phase foundation" for step in (40, 70)
+    ]
+    clock.seconds += 10
+    console.row(row(100, loss="Infinity", tokens_per_sec=460_000.0))
+    assert stream.getvalue().splitlines()[-1] == (
+        "step 100/75000 | loss inf | lr 6.0e-04 | 460k tok/s | phase foundation"
+    )
+    console.close()
+
+
+def read_to_the_end(descriptor):
+    """What a terminal holds once its other side is closed: the end is an error on Linux, nothing on macOS."""
+    chunks = []
+    with contextlib.suppress(OSError):
+        while chunk := os.read(descriptor, 10000):
+            chunks.append(chunk)
+    os.close(descriptor)
+    return b"".join(chunks).decode()
+
+
+def test_on_a_terminal_progress_overwrites_itself(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "32")
+    reader, writer = os.openpty()
+    with os.fdopen(writer, "w", encoding="utf-8") as terminal:
+        console = Console(tmp_path, stream=terminal)
+        console.event(stamped("resume", 30, plan=PLAN))
+        console.row(row(40))
+        console.row(row(50))
+        console.event(stamped("gold_blocked", 60, reason="trend"))
+    shown = read_to_the_end(reader)
+    assert shown == (
+        "resumed at step 30 of 75000\r\n"
+        "\r\x1b[Kstep 40/75000 | loss 5.1234 | l"  # 31 columns, so that no line wraps
+        "\r\x1b[Kstep 50/75000 | loss 5.1234 | l"
+        "\r\x1b[Kgold blocked at step 60: trend\r\n"
+    )
+    assert (tmp_path / "train.log").read_text().splitlines() == [
+        "resumed at step 30 of 75000",
+        "step 40/75000 | loss 5.1234 | lr 6.0e-04 | 12.3k tok/s | phase foundation",
+        "gold blocked at step 60: trend",
+    ]
+
+
+def test_train_log_keeps_every_line_and_the_checkpoints(tmp_path):
+    events = [start(), evaluated(0, 1.0, val=4.0), SWITCH]
+    lines = printed(tmp_path, *events, stamped("checkpoint", 200))
+    log = (tmp_path / "train.log").read_text(encoding="utf-8").splitlines()
+    assert log == [*lines, f"checkpoint at step 200: {tmp_path / 'checkpoints' / '200'}"] and len(lines) == 9
+    printed(tmp_path, stamped("resume", 200, plan=PLAN))
+    log_after = (tmp_path / "train.log").read_text(encoding="utf-8").splitlines()
+    assert log_after == [*log, "resumed at step 200 of 75000"]
+
+
+def complete(gold_step):
+    return stamped(
+        "training_complete",
+        75000,
+        total_elapsed_s=188118.0,
+        total_steps=75000,
+        total_tokens=7_372_800_000,
+        tokens_per_sec=39192.4,
+        final_train_loss=None,
+        final_val_loss=3.05,
+        best_val_loss=3.0,
+        gold_step=gold_step,
+    )
+
+
+def test_the_end_says_where_to_resume_what_to_deploy_and_how_to_look(tmp_path):
+    run_dir = tmp_path / "my runs" / "example-1"
+    (run_dir / "tensorboard").mkdir(parents=True)
+    lines = printed(
+        run_dir,
+        start(),
+        stamped("checkpoint", 75000),
+        complete(gold_step=70000),
+        resume_command="curriculum train example.yaml --resume latest",
+    )
+    link = "http://127.0.0.1:6006/?runFilter=%5Eexample-1%2F&tagFilter=eval_sets&smoothing=0#timeseries"
+    tensorboard = Path(sys.executable).with_name("tensorboard")
+    if tensorboard.is_relative_to(Path.cwd()):
+        tensorboard = tensorboard.relative_to(Path.cwd())
+    assert lines[6:] == [
+        "complete: 75000 steps, 7.4B tokens in 52.3h (39.2k tok/s) | train - | val 3.0500, best 3.0000",
+        f"  resume from  {run_dir}/checkpoints/75000 with more train.steps: "
+        "curriculum train example.yaml --resume latest",
+        f"  deploy       {run_dir}/gold (gold, step 70000)",
+        f"  TensorBoard  {tensorboard} --logdir '{tmp_path}/my runs' --host 127.0.0.1",
+        f"               {link}",
+    ]
+
+
+def test_without_gold_and_tensorboard_the_end_names_the_latest_checkpoint(tmp_path):
+    lines = printed(tmp_path, start(), stamped("checkpoint", 75000), complete(gold_step=None))
+    assert lines[7:] == [
+        f"  resume from  {tmp_path}/checkpoints/75000 with more train.steps",
+        f"  deploy       {tmp_path}/checkpoints/75000 (the latest; the run has no gold checkpoint)",
+    ]
+
+
+def test_link_takes_the_name_of_a_run_literally():
+    assert tensorboard_link(Path("runs/a.b+c")) == (
+        "http://127.0.0.1:6006/?runFilter=%5Ea%5C.b%5C%2Bc%2F&tagFilter=eval_sets&smoothing=0#timeseries"
+    )
+
+
+@pytest.mark.parametrize(
+    ("events", "closing"),
+    [
+        ([], []),
+        ([start()], ["stopped before the first checkpoint: the run starts again at step 0"]),
+        ([start(), stamped("checkpoint", 200)], ["stopped", "  resume from  {run}/checkpoints/200: again"]),
+        ([stamped("resume", 100, plan=PLAN)], ["stopped", "  resume from  {run}/checkpoints/100: again"]),
+        ([start(), stamped("checkpoint", 75000), complete(None)], []),
+    ],
+)
+def test_a_run_that_stops_early_says_where_to_take_it_up(tmp_path, events, closing):
+    stream = io.StringIO()
+    console = Console(tmp_path, resume_command="again", stream=stream)
+    for event in events:
+        console.event(event)
+    before = stream.getvalue()
+    console.close()
+    expected = [line.format(run=tmp_path) for line in closing]
+    assert stream.getvalue()[len(before) :].splitlines() == expected
+    log = (tmp_path / "train.log").read_text().splitlines()
+    assert log[len(log) - len(expected) :] == expected
+
+
+def test_a_stream_without_arrows_gets_escapes_instead_of_an_error(tmp_path):
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    Console(tmp_path, stream=stream).event(SWITCH)
+    assert b"base \\u2192 law" in raw.getvalue()
+    assert "base → law" in (tmp_path / "train.log").read_text(encoding="utf-8")

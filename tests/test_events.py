@@ -1,0 +1,344 @@
+"""The record: what a line says, and that cutting it back loses nothing whenever the process dies."""
+
+import json
+import math
+import subprocess
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from curriculum.errors import InputError
+from curriculum.record.events import Record, eval_sets, number, read_events, read_metrics, set_aside
+
+
+class Seen:
+    """A view that keeps what it is handed."""
+
+    def __init__(self):
+        self.events, self.rows, self.closed = [], [], False
+
+    def event(self, event):
+        self.events.append(event)
+
+    def row(self, row):
+        self.rows.append(row)
+
+    def close(self):
+        self.closed = True
+
+
+def tokens_at(step):
+    return 100 * step
+
+
+def strict(line):
+    """JSON without the literals NaN and Infinity, which Python's reader would take."""
+
+    def refuse(literal):
+        raise AssertionError(f"literal {literal} in {line}")
+
+    return json.loads(line, parse_constant=refuse)
+
+
+def test_event_line_holds_its_stamp_and_its_fields(tmp_path):
+    before = datetime.now().astimezone().replace(microsecond=0)
+    record = Record(tmp_path, tokens_at)
+    returned = record.event("eval", 7, val_loss=4.123456789, phase="foundation", lr=1.2345678901e-05)
+    line = (tmp_path / "events.jsonl").read_text()  # before close: every line is flushed as it is written
+    event = strict(line)
+    assert line.endswith("\n") and event == returned
+    timestamp, elapsed_s = event.pop("timestamp"), event.pop("elapsed_s")
+    assert event == {
+        "event": "eval",
+        "step": 7,
+        "tokens_processed": 700,
+        "val_loss": 4.123457,
+        "phase": "foundation",
+        "lr": 1.2345678901e-05,
+    }
+    assert before <= datetime.fromisoformat(timestamp) <= datetime.now().astimezone()
+    assert len(timestamp) == len("2026-01-01T00:00:00+00:00")
+    assert 0 <= elapsed_s < 5 and elapsed_s == round(elapsed_s, 3)
+    record.close()
+
+
+def test_row_is_written_plainly_rounded_and_without_literals_that_json_lacks(tmp_path):
+    with np.errstate(over="ignore"):
+        overflow = np.float32(1e30) * np.float32(1e30)
+    record = Record(tmp_path, tokens_at)
+    row = record.row(
+        {
+            "step": np.int64(10),
+            "loss": np.float32(1.25),
+            "loss_web": 2.00000049,
+            "loss_law": None,
+            "loss_code": math.nan,
+            "grad_norm": 1.23456789e-7,
+            "lr": 3.00000001e-7,
+            "losses": [overflow, -math.inf, 0.123456789],
+            "mixture": {"web": 1 / 3, "law": np.float32(0.5), "code": math.nan},
+            "num_B": np.array([1, 2]),
+            "packing_mode": "stream",
+        }
+    )
+    record.close()
+    expected = {
+        "step": 10,
+        "loss": 1.25,
+        "loss_web": 2.0,
+        "loss_law": None,
+        "loss_code": "NaN",
+        "grad_norm": 1.23456789e-7,
+        "lr": 3.00000001e-7,
+        "losses": ["Infinity", "-Infinity", 0.123456789],
+        "mixture": {"web": 1 / 3, "law": 0.5, "code": "NaN"},
+        "num_B": [1, 2],
+        "packing_mode": "stream",
+    }
+    assert row == expected
+    assert strict((tmp_path / "metrics.jsonl").read_text()) == expected
+    assert read_metrics(tmp_path) == [expected]
+
+
+def test_number_reads_back_what_a_line_may_hold():
+    assert [number(value) for value in (3, 2.5, "Infinity", "-Infinity")] == [3.0, 2.5, math.inf, -math.inf]
+    assert math.isnan(number("NaN"))
+    assert [number(value) for value in (None, True, "stream", {"web": 1.0}, [1.0])] == [None] * 5
+
+
+def test_eval_sets_are_those_with_both_measures():
+    event = {
+        "event": "eval",
+        "val_loss": 4.0,
+        "val_bpb": 1.5,
+        "eval_general": 5.0,
+        "eval_general_bpb": None,
+        "eval_general_sem": 0.1,
+        "eval_duration_s": 0.5,
+    }
+    assert eval_sets(event) == {"val": (4.0, 1.5), "general": (5.0, None)}
+    assert eval_sets({"eval_new": 3.0, "eval_new_bpb": 1.0}) == {"new": (3.0, 1.0)}
+
+
+def test_views_get_the_lines_as_written_and_are_closed(tmp_path):
+    first, second = Seen(), Seen()
+    record = Record(tmp_path, tokens_at, views=(first, second))
+    record.event("training_start", 0, plan={"total_steps": 2})
+    record.row({"step": 1, "loss": math.inf})
+    record.close()
+    for view in (first, second):
+        assert view.events == read_events(tmp_path) and [event["step"] for event in view.events] == [0]
+        assert view.rows == read_metrics(tmp_path) == [{"step": 1, "loss": "Infinity"}]
+        assert view.closed
+
+
+def test_clock_goes_on_over_a_resume(tmp_path):
+    record = Record(tmp_path, tokens_at, elapsed_before_s=3600.0)
+    time.sleep(0.02)
+    assert 3600.02 <= record.event("eval", 1)["elapsed_s"] < 3605
+    assert 3600.02 <= record.elapsed_s < 3605
+    record.close()
+
+
+def written_run(run_dir):
+    """Events at steps 0, 5, 9 and rows 1..9; the offsets are those after step 5."""
+    record = Record(run_dir, tokens_at)
+    record.event("training_start", 0)
+    for step in range(1, 6):
+        record.row({"step": step, "loss": 1.0})
+    record.event("eval", 5)
+    offsets = record.offsets()
+    for step in range(6, 10):
+        record.row({"step": step, "loss": 2.0})
+    record.event("eval", 9)
+    record.close()
+    return offsets
+
+
+def test_resume_cuts_back_to_the_offsets_and_keeps_what_it_cut(tmp_path):
+    offsets = written_run(tmp_path)
+    sizes = {name: (tmp_path / name).stat().st_size for name in offsets}
+    assert all(0 < offsets[name] < sizes[name] for name in ("events.jsonl", "metrics.jsonl"))
+    kept = {name: (tmp_path / name).read_bytes()[:offset] for name, offset in offsets.items()}
+    last_eval = read_events(tmp_path)[-1]
+    with open(tmp_path / "metrics.jsonl", "ab") as file:
+        file.write(b'{"step": 10, "lo')
+
+    record = Record.resume(tmp_path, offsets, tokens_at, elapsed_before_s=1.0)
+    assert {name: (tmp_path / name).read_bytes() for name in offsets} == kept
+    assert record.offsets() == offsets
+    entries = [strict(line) for line in (tmp_path / "superseded.jsonl").read_text().splitlines()]
+    assert entries == [
+        {"file": "events.jsonl", "line": last_eval},
+        *({"file": "metrics.jsonl", "line": {"step": step, "loss": 2.0}} for step in range(6, 10)),
+        {"file": "metrics.jsonl", "line": '{"step": 10, "lo'},
+    ]
+
+    record.row({"step": 6, "loss": 2.5})
+    record.close()
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    Record.resume(tmp_path, offsets, tokens_at, elapsed_before_s=1.0).close()
+    again = [strict(line) for line in (tmp_path / "superseded.jsonl").read_text().splitlines()]
+    assert again == [*entries, {"file": "metrics.jsonl", "line": {"step": 6, "loss": 2.5}}]
+
+
+def test_resume_with_nothing_to_cut_writes_nothing(tmp_path):
+    written_run(tmp_path)
+    offsets = {name: (tmp_path / name).stat().st_size for name in ("events.jsonl", "metrics.jsonl")}
+    Record.resume(tmp_path, offsets, tokens_at, elapsed_before_s=0.0).close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "metrics.jsonl"]
+    assert {name: (tmp_path / name).stat().st_size for name in offsets} == offsets
+
+
+@pytest.mark.parametrize("wrong", ["beyond", "inside a line"])
+def test_offsets_that_do_not_fit_are_refused_and_change_nothing(tmp_path, wrong):
+    offsets = written_run(tmp_path)
+    size = (tmp_path / "metrics.jsonl").stat().st_size
+    offset = size + 1 if wrong == "beyond" else offsets["metrics.jsonl"] - 3
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(InputError) as error:
+        Record.resume(tmp_path, {**offsets, "metrics.jsonl": offset}, tokens_at, elapsed_before_s=0.0)
+    message = str(error.value)
+    assert message.startswith(
+        f"{tmp_path / 'metrics.jsonl'}: got {size} bytes, expected a line to end at byte {offset}"
+    )
+    assert "restore the file" in message
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before and len(before) == 2
+
+
+def test_set_aside_empties_the_record(tmp_path):
+    set_aside(tmp_path / "nothing-there")
+    assert not (tmp_path / "nothing-there").exists()
+    written_run(tmp_path)
+    lines = read_events(tmp_path) + read_metrics(tmp_path)
+    set_aside(tmp_path)
+    assert read_events(tmp_path) == read_metrics(tmp_path) == []
+    entries = [strict(line) for line in (tmp_path / "superseded.jsonl").read_text().splitlines()]
+    assert [entry["line"] for entry in entries] == lines and len(lines) == 12
+
+
+KILLS = '''
+import os, resource, shutil, signal, sys
+from pathlib import Path
+from curriculum.record import events
+
+template, scratch = Path(sys.argv[1]), Path(sys.argv[2])
+offsets = {"events.jsonl": int(sys.argv[3]), "metrics.jsonl": int(sys.argv[4])}
+FILE_CHANGES = ("replace", "rename", "unlink", "write_bytes", "write_text")
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+
+def resume():
+    events.Record.resume(scratch, offsets, lambda step: step, 0.0).close()
+
+def contents():
+    return {path.name: path.read_bytes() for path in scratch.iterdir() if path.suffix != ".tmp"}
+
+def fresh():
+    shutil.rmtree(scratch, ignore_errors=True)
+    shutil.copytree(template, scratch)
+
+def in_child(prepare):
+    """Resumes in a child that `prepare` makes die on the way; True where it died."""
+    pid = os.fork()
+    if pid == 0:
+        prepare()
+        resume()
+        os._exit(0)
+    return os.waitpid(pid, 0)[1] != 0
+
+def dying_at_line(count):
+    """Dies before the count-th line of events.py or of a file change, buffers unwritten, as by kill -9."""
+    left = [count]
+    def trace(frame, kind, argument):
+        code = frame.f_code
+        if not code.co_filename.endswith("events.py") and code.co_name not in FILE_CHANGES:
+            return None
+        if kind == "line":
+            left[0] -= 1
+            if left[0] == 0:
+                os._exit(9)
+        return trace
+    return lambda: sys.settrace(trace)
+
+def dying_at_byte(size):
+    """Dies inside the write that takes a file beyond this size."""
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+fresh(); resume()
+undisturbed = contents()
+assert sorted(undisturbed) == ["events.jsonl", "metrics.jsonl", "superseded.jsonl"]
+
+deaths, mended = 0, set()
+
+def mend(where):
+    """Resumes from the state a death left, unless the same state was mended before."""
+    state = tuple(sorted((path.name, path.read_bytes()) for path in scratch.iterdir()))
+    if state not in mended:
+        mended.add(state)
+        resume()
+        assert contents() == undisturbed, f"killed at {where}"
+
+line = 1
+while True:
+    fresh()
+    if not in_child(dying_at_line(line)):
+        break
+    deaths += 1
+    mend(f"line {line}")
+    if line % 4 == 0:
+        fresh()
+        in_child(dying_at_line(line))
+        in_child(dying_at_line(1 + 7 * line % 60))  # and once more on the way to mending it
+        mend(f"line {line}, and again")
+    line += 1
+for size in range(0, 1200, 29):
+    fresh()
+    deaths += in_child(dying_at_byte(size))
+    mend(f"byte {size}")
+print(deaths, len(mended))
+'''
+
+
+def test_a_kill_at_any_moment_of_a_resume_loses_nothing_and_doubles_nothing(tmp_path):
+    """Children die for good before every line of the code and inside its writes; the next resume mends it."""
+    template = tmp_path / "template"
+    template.mkdir()
+    offsets = written_run(template)
+    with open(template / "metrics.jsonl", "ab") as file:
+        file.write(b'{"step": 10, "lo')
+    (template / "superseded.jsonl").write_text('{"file": "metrics.jsonl", "line": "from an earlier cut"}\n')
+    arguments = [template, tmp_path / "scratch", offsets["events.jsonl"], offsets["metrics.jsonl"]]
+    done = subprocess.run(
+        [sys.executable, "-c", KILLS, *map(str, arguments)],
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    deaths, states = map(int, done.stdout.split())
+    assert deaths > 100 and states > 20, done.stdout
+
+
+def test_readers_leave_out_a_line_that_is_being_written(tmp_path):
+    written_run(tmp_path)
+    with open(tmp_path / "events.jsonl", "ab") as file:
+        file.write(b'{"event": "ev')
+    assert [event["step"] for event in read_events(tmp_path)] == [0, 5, 9]
+
+
+@pytest.mark.parametrize("broken", [b'{"step": 3,', b"[3]", b"\xff\xfe", b""])
+def test_readers_name_the_line_that_is_broken(tmp_path, broken):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + broken + b'\n{"step": 2}\n')
+    with pytest.raises(InputError) as error:
+        read_metrics(tmp_path)
+    assert str(error.value).startswith(f"{tmp_path / 'metrics.jsonl'}:2: got ")
+    assert "expected one JSON object" in str(error.value)
+
+
+def test_readers_refuse_a_folder_without_a_record(tmp_path):
+    with pytest.raises(InputError, match=r"events\.jsonl: no such file; expected the directory of a run"):
+        read_events(tmp_path)
