@@ -1,0 +1,149 @@
+"""What has been prepared already: content keys by a look at the file system, and folders built once.
+
+<store_dir>/contents/<signature>   the content key of a source whose files have these sizes and times
+<store_dir>/locks/<name>           held while the folder of that name is built; never deleted
+<store_dir>/.../<name>.partial     a folder being built, or left by a process that was killed
+"""
+
+import errno
+import fcntl
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import xxhash
+
+from curriculum.data.documents import SourceConfig, source_files
+from curriculum.errors import InputError
+
+READ_BYTES = 1 << 24
+PARTIAL = ".partial"
+
+
+def digest(*parts: object) -> str:
+    """A hex key of plain values."""
+    return xxhash.xxh3_128(repr(parts).encode()).hexdigest()
+
+
+def source_signature(source: SourceConfig) -> str:
+    """A key of a source's files as the file system describes them; writing to one of them changes it."""
+    if source.hf is not None:
+        return digest("hf", source.hf)
+    files = [(file.relative, file.size_bytes, file.mtime_ns) for file in source_files(source)]
+    return digest(os.path.realpath(os.path.expanduser(source.path)), files)
+
+
+def find_content(source: SourceConfig, store_dir: Path) -> str | None:
+    """The content key of a source, where it was worked out before and no file has been touched since."""
+    try:
+        return (store_dir / "contents" / source_signature(source)).read_text()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def content_of(source: SourceConfig, store_dir: Path) -> str:
+    """A key of the bytes of a source's files, in order; reads them where `find_content` knows nothing.
+
+    A hub dataset has no files here: its name stands for its content.
+    """
+    if (known := find_content(source, store_dir)) is not None:
+        return known
+    signature = source_signature(source)
+    content = xxhash.xxh3_128()
+    if source.hf is not None:
+        content.update(f"hf:{source.hf}".encode())
+    else:
+        for file in source_files(source):
+            suffix = os.path.splitext(file.relative)[1].lower()  # it decides how the bytes are read
+            content.update(f"{suffix} {file.size_bytes}\n".encode())
+            try:
+                with open(file.path, "rb", buffering=0) as stream:
+                    while block := stream.read(READ_BYTES):
+                        content.update(block)
+            except OSError as error:
+                raise InputError(f"{file.path}: {error.strerror}; expected a readable file") from error
+    if source_signature(source) != signature:
+        raise InputError(f"{source.location}: it changed while it was read; start again when it is complete")
+    with writing(store_dir):
+        path = store_dir / "contents" / signature
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f"{signature}.{os.getpid()}")
+        temporary.write_text(content.hexdigest())
+        temporary.replace(path)
+    return content.hexdigest()
+
+
+@contextmanager
+def writing(directory: Path) -> Iterator[None]:
+    """Turn what the file system refuses into an InputError that names `directory`."""
+    try:
+        yield
+    except OSError as error:
+        what = "no space left: free some" if error.errno == errno.ENOSPC else f"{error.strerror or error}"
+        raise InputError(f"{error.filename or directory}: {what}, or choose another folder to write to") from error
+
+
+@contextmanager
+def building(target: Path, lock_path: Path) -> Iterator[Path | None]:
+    """Give an empty folder that becomes `target` when the block ends well, or None where `target` is there.
+
+    One process at a time: others wait for the lock and then find the folder. What a killed process left is
+    thrown away, and nothing but a finished folder ever carries the name.
+    """
+    with writing(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(lock_path, f"waiting for another process that builds {target}"):
+            if target.exists():
+                yield None
+                return
+            partial = target.with_name(target.name + PARTIAL)
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            try:
+                yield partial
+                for path in partial.iterdir():
+                    _force_to_disk(path)
+                partial.rename(target)
+                _force_to_disk(target.parent)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+
+
+def sweep(parent: Path, locks: Path) -> None:
+    """Throw away the folders that killed processes left half-built under `parent`."""
+    for partial in parent.glob("*" + PARTIAL):
+        lock_path = locks / partial.name.removesuffix(PARTIAL)
+        with writing(partial), _locked(lock_path, wait_message=None) as held:
+            if held:
+                shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def _locked(path: Path, wait_message: str | None) -> Iterator[bool]:
+    """Hold the lock of a file or folder; without a message to wait with, False where another holds it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
+    descriptor = os.open(path, flags, 0o666)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if wait_message is None:
+                yield False
+                return
+            print(wait_message, file=sys.stderr, flush=True)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield True
+    finally:
+        os.close(descriptor)
+
+
+def _force_to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

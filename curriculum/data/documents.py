@@ -1,0 +1,295 @@
+"""Sources of text: where their documents lie and how they are read, piece by piece."""
+
+import codecs
+import difflib
+import json
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from curriculum.data.split import parse_share
+from curriculum.errors import InputError
+
+JSON_LINES = (".jsonl", ".ndjson")
+COLUMNAR = {".parquet": "parquet", ".arrow": "arrow"}
+FLAT = ".bin"
+
+PIECE_BYTES = 1 << 20  # a plain-text file is read and encoded in pieces of about this size
+ROWS_PER_BATCH = 256
+
+# A place where a text may be cut without changing the ids of any published byte-pair pattern: between two
+# words, before the blank, or at the start of a line that begins with a letter. Each of those patterns starts
+# a new token there whatever stands further left, and none looks back.
+_CUT = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])|(?<=\S\n)(?=[^\W\d_])")
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """A named training corpus: documents on disk (`path`) or on the hub (`hf`), one of the two."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    path: str | None = None  # a file, a folder (read recursively), a flat .bin, or a prepared folder
+    hf: str | None = None  # a dataset of the hub, NAME or NAME:CONFIGURATION, its split "train"
+    text_key: str = "text"  # the key or column that holds a document, in JSONL, parquet, arrow and on the hub
+    glob: str = "**/*"  # which files of a folder to read, relative to it
+    dtype: Literal["u16", "u32"] | None = None  # of a flat .bin; default u16 up to 65,536 tokens, else u32
+    held_out: str | float | None = None  # share of the tokens kept out of training: "1%", 0.01, or 0
+    max_epochs: float | None = None  # how often the source may be read before `on_exhaust` applies
+    on_exhaust: Literal["error", "stop", "renormalise", "repeat"] = "error"  # what happens at `max_epochs`
+
+    def __post_init__(self):
+        if (self.path is None) == (self.hf is None):
+            raise ValueError("a source needs exactly one of path and hf")
+        if self.dtype is not None and not self.is_flat:
+            raise ValueError(f"dtype belongs to a flat {FLAT} file only; got path {self.path!r}")
+        parse_share(self.held_out)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the source is a flat file of token ids."""
+        return self.path is not None and self.path.endswith(FLAT)
+
+    @property
+    def location(self) -> str:
+        """The source as an error message names it."""
+        return self.path if self.path is not None else f"hf:{self.hf}"
+
+
+class SourceFile(NamedTuple):
+    """A file of a source as the file system describes it."""
+
+    path: str  # the way to open it
+    relative: str  # below the source's folder, with forward slashes
+    size_bytes: int
+    mtime_ns: int
+
+
+class Piece(NamedTuple):
+    """A stretch of one document. The pieces of a document follow each other and join to its text."""
+
+    text: str  # "" only as the single piece of an empty document
+    ends_document: bool
+    source_bytes: int  # what was read from the source since the piece before, for progress
+    where: str  # file, file:line or file:row, for error messages
+
+
+def source_files(source: SourceConfig) -> list[SourceFile]:
+    """The files of a `path` source, sorted by relative path, by looking at the file system only.
+
+    Hidden files and folders are passed over, links are followed, and a folder that can be reached twice
+    (a loop of links) is read once. Raises InputError where the path is missing, unreadable or without files.
+    """
+    root = os.path.expanduser(source.path)
+    try:
+        root_stat = os.stat(root)
+        if not stat.S_ISDIR(root_stat.st_mode):
+            return [_describe(root, os.path.basename(root))]
+        wanted = _glob_pattern(source.glob)
+        files = [
+            _describe(os.path.join(root, relative), relative)
+            for relative in sorted(_walk(root, (root_stat.st_dev, root_stat.st_ino)))
+            if wanted.fullmatch(relative)
+        ]
+    except OSError as error:
+        raise InputError(f"{error.filename or source.path}: {error.strerror}; expected a readable path") from error
+    if any(file.relative.endswith(".arrow") for file in files):
+        # A dataset saved by `datasets` keeps two files of its own beside its arrow files.
+        files = [f for f in files if os.path.basename(f.relative) not in ("dataset_info.json", "state.json")]
+    if not files:
+        raise InputError(
+            f"{source.path}: no file in this folder matches glob {source.glob!r}; name another glob or path"
+        )
+    return files
+
+
+def _describe(path: str, relative: str) -> SourceFile:
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise InputError(f"{path}: neither a file nor a folder; expected files of text")
+    return SourceFile(path, relative, status.st_size, status.st_mtime_ns)
+
+
+def _walk(root: str, root_identity: tuple[int, int]) -> Iterator[str]:
+    def refuse(error: OSError):
+        raise error
+
+    seen = {root_identity}
+    for folder, subfolders, names in os.walk(root, followlinks=True, onerror=refuse):
+        chosen = []
+        for name in sorted(subfolders):
+            status = os.stat(os.path.join(folder, name))
+            if not name.startswith(".") and (status.st_dev, status.st_ino) not in seen:
+                seen.add((status.st_dev, status.st_ino))
+                chosen.append(name)
+        subfolders[:] = chosen
+        for name in names:
+            if not name.startswith("."):
+                yield os.path.relpath(os.path.join(folder, name), root).replace(os.sep, "/")
+
+
+def _glob_pattern(glob: str) -> re.Pattern:
+    tokens = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    parts = re.split(r"(\*\*/|\*\*|\*|\?)", glob)
+    return re.compile("".join(tokens.get(part) or re.escape(part) for part in parts), re.DOTALL)
+
+
+def read_documents(source: SourceConfig) -> Iterator[str]:
+    """The documents of a source in order, without the empty ones; raises InputError as `read_pieces` does."""
+    parts: list[str] = []
+    for piece in read_pieces(source):
+        parts.append(piece.text)
+        if piece.ends_document:
+            if document := "".join(parts):
+                yield document
+            parts.clear()
+
+
+def read_pieces(source: SourceConfig) -> Iterator[Piece]:
+    """The documents of a source in pieces, empty ones included, a file after the other in sorted order.
+
+    JSONL, parquet and arrow: a row is a document; any other file is plain UTF-8 text and one document. A
+    byte-order mark at the start of a file is dropped, nothing else is changed. Memory: a plain-text file is
+    held one piece at a time (about PIECE_BYTES, more only where that long a stretch has no two words), JSONL
+    one line, parquet and arrow one batch of rows as `datasets` streams them.
+
+    Raises InputError with file and line, row or byte offset for text that cannot be read.
+    """
+    if source.hf is not None:
+        yield from _hub_rows(source)
+        return
+    for file in source_files(source):
+        suffix = os.path.splitext(file.path)[1].lower()
+        try:
+            if suffix in JSON_LINES:
+                yield from _json_lines(file, source.text_key)
+            elif suffix in COLUMNAR:
+                yield from _columnar_rows(file, COLUMNAR[suffix], source.text_key)
+            else:
+                yield from _plain_text(file)
+        except OSError as error:
+            raise InputError(f"{file.path}: {error.strerror or error}; expected a readable file") from error
+
+
+def _plain_text(file: SourceFile) -> Iterator[Piece]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    parts: list[str] = []  # what has been read and not yet given out
+    offset_bytes = unreported_bytes = 0
+    with open(file.path, "rb") as stream:
+        while True:
+            block = stream.read(PIECE_BYTES)
+            if (nul := block.find(b"\0")) >= 0:
+                raise InputError(
+                    f"{file.path}: byte {offset_bytes + nul} is NUL; expected plain UTF-8 text (a binary"
+                    f" or compressed file? leave it out with glob:, or give a flat {FLAT} as the path itself)"
+                )
+            undecoded_bytes = len(decoder.getstate()[0])
+            try:
+                text = decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                raise InputError(
+                    f"{file.path}: byte {offset_bytes - undecoded_bytes + error.start} is not valid UTF-8"
+                    f" ({error.reason}); convert the file to UTF-8 or leave it out with glob:"
+                ) from error
+            if offset_bytes == 0:
+                text = text.removeprefix("\ufeff")
+            offset_bytes += len(block)
+            unreported_bytes += len(block)
+            if not block:
+                yield Piece("".join(parts), True, unreported_bytes, file.path)
+                return
+            if len(block) == PIECE_BYTES and (cut := _last_cut(text)):
+                parts.append(text[:cut])
+                yield Piece("".join(parts), False, unreported_bytes, file.path)
+                parts, unreported_bytes = [text[cut:]], 0
+            else:
+                parts.append(text)
+
+
+def _last_cut(text: str) -> int:
+    """The last place where `text` may be cut, 0 where there is none."""
+    for start in (max(0, len(text) - 4096), 0):
+        cuts = [match.start() for match in _CUT.finditer(text[start:])]
+        if cuts:
+            return start + cuts[-1]
+    return 0
+
+
+def _json_lines(file: SourceFile, text_key: str) -> Iterator[Piece]:
+    with open(file.path, "rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            where = f"{file.path}:{number}"
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            if line.isspace() or not line:
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise InputError(f"{where}: not JSON ({error}); expected an object a line") from error
+            if not isinstance(row, dict):
+                raise InputError(f"{where}: {_type_name(row)}; expected a JSON object with key {text_key!r}")
+            if text_key not in row:
+                raise InputError(f"{where}: {_missing_key(text_key, row)}")
+            yield Piece(_checked(row[text_key], text_key, where), True, len(line), where)
+
+
+def _columnar_rows(file: SourceFile, builder: str, text_key: str) -> Iterator[Piece]:
+    return _dataset_rows((builder,), {"data_files": file.path}, text_key, file.path, f"expected a whole {builder} file")
+
+
+def _hub_rows(source: SourceConfig) -> Iterator[Piece]:
+    name, _, configuration = source.hf.partition(":")
+    remedy = "check the name and the network, or fetch it where there is one and give its folder as path:"
+    return _dataset_rows((name, configuration or None), {}, source.text_key, source.location, remedy)
+
+
+def _dataset_rows(arguments: tuple, options: dict, text_key: str, where: str, remedy: str) -> Iterator[Piece]:
+    import datasets
+
+    number = 0
+    try:
+        rows = datasets.load_dataset(*arguments, split="train", streaming=True, **options)
+        if rows.column_names is not None:
+            if text_key not in rows.column_names:
+                raise InputError(f"{where}: {_missing_key(text_key, rows.column_names)}")
+            rows = rows.select_columns([text_key])
+        for batch in rows.iter(batch_size=ROWS_PER_BATCH):
+            if text_key not in batch:
+                raise InputError(f"{where}: {_missing_key(text_key, batch)}")
+            for value in batch[text_key]:
+                number += 1
+                place = f"{where}: row {number}"
+                text = _checked(value, text_key, place)
+                yield Piece(text, True, len(text), place)
+    except InputError:
+        raise
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise InputError(f"{where}: {error}; {remedy}") from error
+
+
+def _checked(value: object, text_key: str, where: str) -> str:
+    if not isinstance(value, str):
+        raise InputError(f"{where}: {text_key!r} holds {_type_name(value)}; expected text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"{where}: {text_key!r} holds half a surrogate pair at character {error.start}; expected Unicode text"
+        ) from error
+    return value
+
+
+def _type_name(value: object) -> str:
+    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
+
+
+def _missing_key(text_key: str, keys: Iterable[str]) -> str:
+    found = [key if len(key) <= 40 else key[:37] + "..." for key in list(keys)[:12]]
+    guess = difflib.get_close_matches(text_key, found, n=1)
+    hint = f"did you mean text_key: {guess[0]}?" if guess else "name the key of the text with text_key:"
+    return f"no key {text_key!r}; found {', '.join(map(repr, found)) or 'no keys'}; {hint}"

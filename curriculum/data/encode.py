@@ -1,0 +1,58 @@
+"""Documents to tokens on all cores, in order and in bounded memory."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from curriculum.data.documents import PIECE_BYTES, Piece
+from curriculum.data.tokenizer import NUM_THREADS, Tokenizer
+from curriculum.errors import InputError
+
+
+def encode_pieces(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[list[Piece], np.ndarray, list[int]]]:
+    """Groups of pieces in order, with their tokens and how many each piece has.
+
+    The last piece of a document is followed by end-of-text, which counts as its own; an empty document gives
+    nothing. Memory: at most 2 x NUM_THREADS + 1 groups, each about PIECE_BYTES of text and its tokens (more
+    only where one piece is longer). Raises InputError naming the place of text that cannot be represented.
+    """
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        waiting = deque()
+        for group in _groups(pieces):
+            waiting.append((group, pool.submit(_encode_group, group, tokenizer)))
+            if len(waiting) > 2 * NUM_THREADS:
+                done, encoded = waiting.popleft()
+                yield done, *encoded.result()
+        while waiting:
+            done, encoded = waiting.popleft()
+            yield done, *encoded.result()
+
+
+def _groups(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    group, size = [], 0
+    for piece in pieces:
+        group.append(piece)
+        size += len(piece.text)
+        if size >= PIECE_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _encode_group(group: list[Piece], tokenizer: Tokenizer) -> tuple[np.ndarray, list[int]]:
+    end_of_text = np.array([tokenizer.eot], tokenizer.dtype)
+    arrays, counts = [np.empty(0, tokenizer.dtype)], []
+    for piece in group:
+        try:
+            tokens = tokenizer.encode(piece.text)
+        except InputError as error:
+            raise InputError(f"{piece.where}: {error}") from error
+        arrays.append(tokens)
+        ends = bool(piece.text) and piece.ends_document
+        if ends:
+            arrays.append(end_of_text)
+        counts.append(len(tokens) + ends)
+    return np.concatenate(arrays), counts

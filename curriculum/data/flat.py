@@ -1,0 +1,72 @@
+"""Flat files of token ids, used where they lie: only an index of their documents is written."""
+
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+
+from curriculum.data.documents import SourceConfig, source_files
+from curriculum.data.progress import Progress
+from curriculum.data.store import DTYPES, StoreWriter
+from curriculum.data.tokenizer import Tokenizer
+from curriculum.errors import InputError
+
+SCAN_TOKENS = 1 << 20
+
+
+def index_flat(source: SourceConfig, tokenizer: Tokenizer, directory: Path, progress: Progress | None) -> None:
+    """Write the index and the sidecar of a flat file of ids; the file itself stays where it lies.
+
+    A document ends after end-of-text; further ones right after it belong to the same document, those that
+    the file begins with to the first. Raises InputError for a size or ids that do not fit the tokenizer.
+    """
+    (file,) = source_files(source)
+    path = Path(file.path).resolve()
+    dtype_name = source.dtype or tokenizer.dtype_name
+    dtype = DTYPES[dtype_name]
+    if file.size_bytes == 0 or file.size_bytes % dtype.itemsize:
+        raise InputError(
+            f"{source.path}: {file.size_bytes:,} bytes; expected a multiple of {dtype.itemsize}, the size of"
+            f" a {dtype_name} token, above 0; set the source's dtype if it is another"
+        )
+    stream = np.memmap(path, dtype, mode="r").view(np.ndarray)
+    first_text = _first_text(stream, tokenizer.eot, source)
+    document_start = 0
+    with closing(StoreWriter(directory, dtype_name)) as writer:
+        writer.add_shard_in_place(path, len(stream))
+        for start in range(0, len(stream), SCAN_TOKENS):
+            stop = min(start + SCAN_TOKENS, len(stream))
+            _check_ids(source, stream[start:stop], start, tokenizer)
+            following = stream[start + 1 : stop + 1]
+            is_end = stream[start:stop] == tokenizer.eot
+            is_end[: len(following)] &= following != tokenizer.eot
+            if stop == len(stream):
+                is_end[-1] = True
+            ends = start + np.flatnonzero(is_end) + 1
+            text_start = start
+            for end in ends[ends > first_text].tolist():
+                writer.add_text(tokenizer.decode_bytes(stream[text_start:end]))
+                writer.end_document(end - document_start)
+                document_start = text_start = end
+            writer.add_text(tokenizer.decode_bytes(stream[text_start:stop]))
+            if progress is not None:
+                progress(stop * dtype.itemsize, file.size_bytes)
+        writer.finish(source.location, tokenizer)
+
+
+def _first_text(stream: np.ndarray, eot: int, source: SourceConfig) -> int:
+    for start in range(0, len(stream), SCAN_TOKENS):
+        is_text = stream[start : start + SCAN_TOKENS] != eot
+        if is_text.any():
+            return start + int(is_text.argmax())
+    raise InputError(f"{source.path}: no text in it, only end-of-text; expected at least one document")
+
+
+def _check_ids(source: SourceConfig, tokens: np.ndarray, start: int, tokenizer: Tokenizer) -> None:
+    if int(tokens.max()) >= tokenizer.vocab_size:
+        offset = int(np.argmax(tokens >= tokenizer.vocab_size))
+        where = f"token {start + offset:,} (byte {(start + offset) * tokens.itemsize:,})"
+        raise InputError(
+            f"{source.path}: {where} is id {tokens[offset]}; expected ids below {tokenizer.vocab_size}, the"
+            " tokenizer's; check tokenizer and dtype"
+        )

@@ -1,0 +1,282 @@
+"""From sources to tokenizers and token stores on disk, once; afterwards a look at the files finds them.
+
+Everything lies under one folder, <store_dir>/tokenizers/<kind>-<key> and <store_dir>/stores/<name>-<key>,
+keyed by the content of the sources and by the tokenizer. A source that is tokens already (a flat .bin, a
+prepared folder) is used where it lies.
+
+Memory while preparing does not grow with the source: a bounded number of groups of text is on its way
+(`encode_pieces`), the index of documents goes to the disk record by record, and training a tokenizer sees at
+most TRAIN_BYTES of text.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+from curriculum.data.cache import building, content_of, digest, find_content, source_signature, sweep
+from curriculum.data.documents import COLUMNAR, SourceConfig, read_pieces, source_files
+from curriculum.data.encode import encode_pieces
+from curriculum.data.flat import index_flat
+from curriculum.data.progress import Progress
+from curriculum.data.store import FORMAT_VERSION as STORE_VERSION
+from curriculum.data.store import SHARD_TOKENS, Store, StoreWriter, is_store, open_store
+from curriculum.data.tokenizer import FORMAT_VERSION as TOKENIZER_VERSION
+from curriculum.data.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, load_tokenizer
+from curriculum.data.vocabulary import char_tokenizer, tiktoken_tokenizer, train_bpe
+from curriculum.errors import InputError
+
+TRAIN_BYTES = 1 << 28
+
+
+# --- tokenizers ---------------------------------------------------------------------------------------------
+
+
+def find_tokenizer(
+    config: TokenizerConfig, sources: dict[str, SourceConfig], store_dir: str | Path
+) -> Tokenizer | None:
+    """The tokenizer that `prepare_tokenizer` would give; None where it is not made yet.
+
+    Of the sources it looks at files' sizes and times only, and it imports no tokenizer library.
+    """
+    if config.kind == "byte" or config.path is not None:
+        return prepare_tokenizer(config, sources, store_dir)
+    store_dir = Path(store_dir)
+    ordered = _in_order_of_content(config, sources, lambda source: find_content(source, store_dir))
+    if ordered is None:
+        return None
+    directory = _tokenizer_directory(config, ordered, store_dir)
+    return _checked(config, load_tokenizer(directory)) if directory.exists() else None
+
+
+def prepare_tokenizer(config: TokenizerConfig, sources: dict[str, SourceConfig], store_dir: str | Path) -> Tokenizer:
+    """The tokenizer of a run: made from the sources, fetched or loaded, and kept under `store_dir`.
+
+    Raises InputError where it cannot be had, or has another vocab_size than asked.
+    """
+    store_dir = Path(store_dir)
+    if config.kind == "byte":
+        tokenizer = byte_tokenizer()
+    elif config.path is not None:
+        tokenizer = load_tokenizer(Path(config.path).expanduser())
+    else:
+        ordered = _in_order_of_content(config, sources, lambda source: content_of(source, store_dir))
+        directory = _tokenizer_directory(config, ordered, store_dir)
+        if not directory.exists():
+            sweep(directory.parent, store_dir / "locks")
+            with building(directory, store_dir / "locks" / directory.name) as partial:
+                if partial is not None:
+                    _make_tokenizer(config, list(ordered.values())).save(partial)
+        tokenizer = load_tokenizer(directory)
+    return _checked(config, tokenizer)
+
+
+def _in_order_of_content(
+    config: TokenizerConfig, sources: dict[str, SourceConfig], content: Callable[[SourceConfig], str | None]
+) -> dict[tuple[str, str], SourceConfig] | None:
+    """The sources that a tokenizer is made from by (content key, text key); None where a key is not known.
+
+    So the tokenizer depends on what the sources hold, not on their names or their order.
+    """
+    if config.kind == "tiktoken":
+        return {}
+    if not sources:
+        raise InputError(f"tokenizer: kind {config.kind} is made from the sources, and there are none")
+    by_content = {}
+    for name, source in sources.items():
+        if source.is_flat or _is_prepared(source):
+            raise InputError(
+                f"source {name!r}: {source.location} holds ids of a tokenizer that exists already; a"
+                f" {config.kind} tokenizer made from the sources needs text: give tokenizer.path, the folder"
+                " of that tokenizer"
+            )
+        known = content(source)
+        if known is None:
+            return None
+        by_content[known, source.text_key] = source
+    return dict(sorted(by_content.items(), key=lambda item: item[0]))
+
+
+def _tokenizer_directory(
+    config: TokenizerConfig, ordered: dict[tuple[str, str], SourceConfig], store_dir: Path
+) -> Path:
+    key = digest(TOKENIZER_VERSION, config.kind, config.name, config.vocab_size, list(ordered))
+    return store_dir / "tokenizers" / f"{config.kind}-{key[:16]}"
+
+
+def _make_tokenizer(config: TokenizerConfig, sources: list[SourceConfig]) -> Tokenizer:
+    if config.kind == "tiktoken":
+        return tiktoken_tokenizer(config.name)
+    if config.kind == "char":
+        return char_tokenizer(piece.text for source in sources for piece in read_pieces(source))
+    return train_bpe(_sample(sources, TRAIN_BYTES), config.vocab_size)
+
+
+def _sample(sources: list[SourceConfig], limit_bytes: int) -> Iterator[str]:
+    """Texts of all sources in turn, the one that has given fewest bytes first, up to a limit."""
+    readers = {i: read_pieces(source) for i, source in enumerate(sources)}
+    given_bytes = dict.fromkeys(readers, 0)
+    while readers and sum(given_bytes.values()) < limit_bytes:
+        turn = min(readers, key=lambda i: (given_bytes[i], i))
+        piece = next(readers[turn], None)
+        if piece is None:
+            del readers[turn]
+            continue
+        given_bytes[turn] += len(piece.text.encode())
+        yield piece.text
+
+
+def _checked(config: TokenizerConfig, tokenizer: Tokenizer) -> Tokenizer:
+    pairs = ("bpe", "tiktoken")
+    if tokenizer.kind != config.kind and not (tokenizer.kind in pairs and config.kind in pairs):
+        raise InputError(
+            f"tokenizer.path: {config.path} holds a tokenizer of kind {tokenizer.kind}; expected"
+            f" {config.kind}: set tokenizer.kind: {tokenizer.kind}"
+        )
+    if config.vocab_size not in (None, tokenizer.vocab_size):
+        raise InputError(
+            f"tokenizer.vocab_size: {config.vocab_size}; this {tokenizer.kind} tokenizer has"
+            f" {tokenizer.vocab_size} ids: leave vocab_size out or set it to {tokenizer.vocab_size}"
+        )
+    return tokenizer
+
+
+# --- stores -------------------------------------------------------------------------------------------------
+
+
+def find_store(name: str, source: SourceConfig, tokenizer: Tokenizer, store_dir: str | Path) -> Store | None:
+    """The store that `prepare_store` would give; None where it is not made yet. Looks at files' sizes and
+    times only.
+
+    Raises InputError for a prepared folder made with another tokenizer, and for a damaged store.
+    """
+    if _is_prepared(source):
+        return _open_prepared(name, source, tokenizer)
+    content = find_content(source, Path(store_dir))
+    if content is None:
+        return None
+    directory = _store_directory(name, source, tokenizer, Path(store_dir), content)
+    return open_store(directory) if directory.exists() else None
+
+
+def prepare_store(
+    name: str,
+    source: SourceConfig,
+    tokenizer: Tokenizer,
+    store_dir: str | Path,
+    progress: Progress | None = None,
+    shard_tokens: int = SHARD_TOKENS,
+) -> Store:
+    """The token store of a source: opened where it exists, made where it does not or the content changed.
+
+    Any number of processes may call this at once: one does the work. Raises InputError for a source that
+    cannot be read or encoded; nothing half-written stays.
+    """
+    found = find_store(name, source, tokenizer, store_dir)
+    if found is not None:
+        return found
+    store_dir = Path(store_dir)
+    content = content_of(source, store_dir)
+    directory = _store_directory(name, source, tokenizer, store_dir, content)
+    sweep(directory.parent, store_dir / "locks")
+    with building(directory, store_dir / "locks" / directory.name) as partial:
+        if partial is not None:
+            signature = source_signature(source)
+            if source.is_flat:
+                index_flat(source, tokenizer, partial, progress)
+            else:
+                _write_store([source], tokenizer, partial, progress, shard_tokens)
+            if source_signature(source) != signature or find_content(source, store_dir) != content:
+                raise InputError(
+                    f"source {name!r}: {source.location} changed while it was prepared; start again when it is complete"
+                )
+    return open_store(directory)
+
+
+def prepare_folder(
+    texts: list[str],
+    tokenizer: Tokenizer,
+    output_dir: str | Path,
+    text_key: str = "text",
+    progress: Progress | None = None,
+    shard_tokens: int = SHARD_TOKENS,
+) -> Store:
+    """Write the tokenizer and the tokens of files and folders of text to a new folder, which the `path` of a
+    source and that of a tokenizer accept as it is.
+
+    Raises InputError where the folder exists and is not empty, or a text cannot be read or encoded.
+    """
+    output_dir = Path(output_dir)
+    if output_dir.exists():
+        if not output_dir.is_dir() or any(output_dir.iterdir()):
+            raise InputError(f"{output_dir}: exists already; name a new folder for the output")
+        output_dir.rmdir()
+    sources = [SourceConfig(path=str(path), text_key=text_key) for path in texts]
+    with building(output_dir, output_dir.absolute().parent) as partial:
+        if partial is None:
+            raise InputError(f"{output_dir}: another process has just written it; name a new folder")
+        tokenizer.save(partial)
+        _write_store(sources, tokenizer, partial, progress, shard_tokens)
+    return open_store(output_dir)
+
+
+def _is_prepared(source: SourceConfig) -> bool:
+    return source.path is not None and is_store(Path(source.path).expanduser())
+
+
+def _open_prepared(name: str, source: SourceConfig, tokenizer: Tokenizer) -> Store:
+    store = open_store(Path(source.path).expanduser())
+    if store.facts.tokenizer_fingerprint != tokenizer.fingerprint:
+        raise InputError(
+            f"source {name!r}: {source.path} was prepared with tokenizer {store.facts.tokenizer_fingerprint},"
+            f" the run's is {tokenizer.fingerprint}; prepare it anew, or set tokenizer.path to the tokenizer"
+            " that it was prepared with"
+        )
+    return store
+
+
+def _store_directory(name: str, source: SourceConfig, tokenizer: Tokenizer, store_dir: Path, content: str) -> Path:
+    # A flat file is used where it lies, so that its place is part of what the store is.
+    place = str(Path(source.path).expanduser().resolve()) if source.is_flat else None
+    key = digest(STORE_VERSION, content, tokenizer.fingerprint, source.text_key, source.dtype, place)
+    return store_dir / "stores" / f"{name}-{key[:16]}"
+
+
+def _write_store(
+    sources: list[SourceConfig],
+    tokenizer: Tokenizer,
+    directory: Path,
+    progress: Progress | None,
+    shard_tokens: int,
+) -> None:
+    total_bytes = _size_bytes(sources)
+    done_bytes = 0
+    document_tokens = 0
+    with closing(StoreWriter(directory, tokenizer.dtype_name, shard_tokens)) as writer:
+        pieces = (piece for source in sources for piece in read_pieces(source))
+        for group, tokens, counts in encode_pieces(pieces, tokenizer):
+            writer.add_tokens(tokens)
+            for piece, count in zip(group, counts, strict=True):
+                done_bytes += piece.source_bytes
+                if not piece.text:
+                    writer.num_empty += 1
+                    continue
+                document_tokens += count
+                writer.add_text(piece.text.encode())
+                if piece.ends_document:
+                    writer.end_document(document_tokens)
+                    document_tokens = 0
+            if progress is not None:
+                progress(done_bytes, total_bytes)
+        writer.finish(", ".join(source.location for source in sources), tokenizer)
+    if progress is not None:
+        progress(done_bytes, done_bytes)
+
+
+def _size_bytes(sources: list[SourceConfig]) -> int | None:
+    """Bytes that reading the sources will report; None where they are compressed or not here."""
+    if any(source.hf is not None for source in sources):
+        return None
+    files = [file for source in sources for file in source_files(source)]
+    if any(file.path.lower().endswith(tuple(COLUMNAR)) for file in files):
+        return None
+    return sum(file.size_bytes for file in files)

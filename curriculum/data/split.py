@@ -1,0 +1,158 @@
+"""Which documents of a source are held out of training, and which are dropped because an eval set has them.
+
+Pure arithmetic on arrays; N documents, M documents of eval sets. A content hash is a row of two u64.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from curriculum.errors import InputError
+
+HASHED_FROM_DOCUMENTS = 100  # a source with fewer gives its tail
+MANY_DOCUMENTS = 300  # a source with at least so many gives at least FEWEST_DOCUMENTS
+FEWEST_DOCUMENTS = 30
+LARGEST_OVERLAP = 0.01  # share of a source's documents that may stand in an eval set
+
+
+@dataclass(frozen=True)
+class Split:
+    """What training reads of a source: the documents kept, of one of them perhaps only the head.
+
+    What is held out is the rest: the documents not kept and, with `cut` = (document, token), the tokens of
+    that kept document from `token` on.
+    """
+
+    keep_N: np.ndarray
+    cut: tuple[int, int] | None = None
+
+    @property
+    def held_out(self) -> np.ndarray:
+        """The indices of the documents held out whole, ascending."""
+        return np.flatnonzero(~self.keep_N)
+
+
+def parse_share(held_out: str | float | None) -> float:
+    """The share that `held_out` means: "1%" is 0.01, a number itself, None nothing.
+
+    Raises ValueError for what is neither, and outside [0, 1).
+    """
+    if held_out is None:
+        return 0.0
+    expected = f'expected a share such as "1%" or 0.01, at least 0 and below 1; got {held_out!r}'
+    if isinstance(held_out, bool):
+        raise ValueError(expected)
+    try:
+        if isinstance(held_out, str) and held_out.strip().endswith("%"):
+            share = float(held_out.strip()[:-1]) / 100
+        else:
+            share = float(held_out)
+    except ValueError:
+        raise ValueError(expected) from None
+    if not 0 <= share < 1:  # false for NaN too
+        raise ValueError(expected)
+    return share
+
+
+def split_documents(
+    document_tokens_N: np.ndarray,
+    document_hashes_N2: np.ndarray,
+    share: float,
+    min_tokens: int = 1,
+    starts_character: Callable[[int, int], bool] | None = None,
+) -> Split:
+    """Hold out `share` of the tokens of a source.
+
+    From HASHED_FROM_DOCUMENTS documents on: those with the smallest content hashes, until the share is
+    reached (and FEWEST_DOCUMENTS of them where there are MANY_DOCUMENTS); copies of a document stay on one
+    side. With fewer documents: the last tokens of the stream, the document that straddles the cut being
+    divided where a character starts (`starts_character(document, token)`). Share 0 keeps everything.
+
+    `document_tokens_N` counts the end-of-text token of each document. Raises ValueError where the held-out
+    part has fewer than `min_tokens` tokens or training keeps none.
+    """
+    num_documents = len(document_tokens_N)
+    if share == 0:
+        return Split(np.ones(num_documents, bool))
+    total_tokens = int(document_tokens_N.sum())
+    if num_documents < HASHED_FROM_DOCUMENTS:
+        split = _tail(document_tokens_N, math.ceil(share * total_tokens), starts_character)
+    else:
+        split = _smallest_hashes(document_tokens_N, document_hashes_N2, share * total_tokens)
+
+    held_tokens = int(document_tokens_N[~split.keep_N].sum())
+    if split.cut is not None:
+        held_tokens += int(document_tokens_N[split.cut[0]]) - split.cut[1]
+    if held_tokens < min_tokens:
+        raise ValueError(
+            f"held_out of {share:.4g} gives {held_tokens:,} of {total_tokens:,} tokens, and one eval window"
+            f" needs {min_tokens:,}; hold out more, shorten evalsets.seq_len, or set held_out: 0"
+        )
+    if not split.keep_N.any():
+        raise ValueError(f"held_out of {share:.4g} leaves no document for training; hold out less")
+    return split
+
+
+def _smallest_hashes(document_tokens_N, document_hashes_N2, wanted_tokens: float) -> Split:
+    order_N = np.lexsort((document_hashes_N2[:, 1], document_hashes_N2[:, 0]))
+    tokens_N = np.cumsum(document_tokens_N[order_N])
+    count = int(np.searchsorted(tokens_N, wanted_tokens)) + 1
+    if len(order_N) >= MANY_DOCUMENTS:
+        count = max(count, FEWEST_DOCUMENTS)
+    last = document_hashes_N2[order_N[min(count, len(order_N)) - 1]]
+    while count < len(order_N) and (document_hashes_N2[order_N[count]] == last).all():
+        count += 1
+    keep_N = np.ones(len(order_N), bool)
+    keep_N[order_N[:count]] = False
+    return Split(keep_N)
+
+
+def _tail(document_tokens_N, wanted_tokens: int, starts_character) -> Split:
+    ends_N = np.cumsum(document_tokens_N)
+    first_token = int(ends_N[-1]) - wanted_tokens
+    document = int(np.searchsorted(ends_N, first_token, side="right"))
+    length = int(document_tokens_N[document])
+    token = first_token - (int(ends_N[document]) - length)
+    if token > 0 and starts_character is not None:
+        while token < length and not starts_character(document, token):
+            token += 1
+    keep_N = np.arange(len(ends_N)) < document
+    if token == 0:
+        return Split(keep_N)
+    keep_N[document] = True
+    # With only its end-of-text left there would be nothing to score: the document stays whole.
+    return Split(keep_N, (document, token) if token < length - 1 else None)
+
+
+def overlapping(document_hashes_N2: np.ndarray, eval_hashes_M2: np.ndarray) -> np.ndarray:
+    """A mask over N documents: those whose hash is among the M of the eval sets."""
+    overlap_N = np.isin(document_hashes_N2[:, 0], eval_hashes_M2[:, 0])
+    known = set(map(tuple, eval_hashes_M2.tolist()))
+    for document in np.flatnonzero(overlap_N):
+        overlap_N[document] = tuple(document_hashes_N2[document].tolist()) in known
+    return overlap_N
+
+
+def drop_overlap(
+    split: Split, document_hashes_N2: np.ndarray, source: str, eval_hashes: dict[str, np.ndarray]
+) -> tuple[Split, dict[str, int]]:
+    """Keep out of training what stands in an eval set (name -> hashes [M, 2]); count it by set.
+
+    Raises InputError naming the source and the set where that is more than LARGEST_OVERLAP of the source's
+    documents. What `split` holds out already is not counted.
+    """
+    keep_N = split.keep_N.copy()
+    dropped = {}
+    for name, hashes_M2 in eval_hashes.items():
+        overlap_N = overlapping(document_hashes_N2, hashes_M2) & split.keep_N
+        dropped[name] = int(overlap_N.sum())
+        if dropped[name] > LARGEST_OVERLAP * len(keep_N):
+            raise InputError(
+                f"source {source!r}: {dropped[name]:,} of {len(keep_N):,} documents stand in eval set"
+                f" {name!r}, more than {LARGEST_OVERLAP:.0%}; take them out of one of the two, or make the set"
+                f" from the source with held_out_of: {source}"
+            )
+        keep_N &= ~overlap_N
+    return Split(keep_N, split.cut if split.cut and keep_N[split.cut[0]] else None), dropped

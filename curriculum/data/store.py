@@ -1,0 +1,290 @@
+"""Token stores: the documents of a source as flat token ids on disk, memory-mapped, and their index.
+
+A store is a folder:
+    tokens-00000.bin ...  little-endian u16 or u32 ids: each document's tokens, then end-of-text
+    documents.bin         a DOCUMENT record a document
+    store.json            the sidecar, written last: a folder without one is no store
+"""
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import xxhash
+
+from curriculum.data.sidecar import read_sidecar, write_sidecar
+from curriculum.data.split import Split, split_documents
+from curriculum.data.tokenizer import DTYPES, Tokenizer
+from curriculum.data.view import TokenView
+from curriculum.errors import InputError
+
+SIDECAR_NAME = "store.json"
+DOCUMENTS_NAME = "documents.bin"
+FORMAT_VERSION = 1
+SHARD_TOKENS = 1 << 28
+DAMAGED = "delete the folder, and it is prepared again"
+
+# `end` is where the document's tokens end in the stream, its end-of-text included; `bytes` those of its UTF-8
+# text; `hash` the high and the low half of the xxh3_128 of that text.
+DOCUMENT = np.dtype([("end", "<u8"), ("bytes", "<u8"), ("hash", "<u8", 2)])
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file of tokens: a name in the store's folder, or the absolute path of a file used where it lies."""
+
+    path: str
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class StoreFacts:
+    """The sidecar of a store."""
+
+    format_version: int
+    source: str  # where the text came from
+    tokenizer_fingerprint: str
+    vocab_size: int
+    eot: int
+    dtype: Literal["u16", "u32"]
+    num_tokens: int  # end-of-text included
+    num_documents: int
+    num_bytes: int  # of the documents' UTF-8 text
+    num_empty: int  # documents left out because they had no text
+    content_hash: str  # xxh3_128 over the documents' hashes in order
+    shards: list[Shard]
+
+
+class StoreWriter:
+    """Writes a store into an empty folder, front to back, in bounded memory; `finish` makes it one."""
+
+    def __init__(self, directory: Path, dtype: str, shard_tokens: int = SHARD_TOKENS):
+        self.directory = directory
+        self.shards: list[Shard] = []
+        self.num_tokens = self.num_documents = self.num_bytes = self.num_empty = 0
+        self._dtype = dtype
+        self._shard_tokens = shard_tokens
+        self._tokens = None
+        self._documents = open(directory / DOCUMENTS_NAME, "wb")
+        self._content = xxhash.xxh3_128()
+        self._text = xxhash.xxh3_128()
+        self._text_bytes = 0
+
+    def add_tokens(self, tokens: np.ndarray) -> None:
+        """Append ids to the stream; end-of-text is given like any other."""
+        tokens = np.ascontiguousarray(tokens, DTYPES[self._dtype])
+        while len(tokens):
+            if self._tokens is None or self.shards[-1].num_tokens == self._shard_tokens:
+                self._open_shard()
+            room = self._shard_tokens - self.shards[-1].num_tokens
+            written, tokens = tokens[:room], tokens[room:]
+            self._tokens.write(written.data)
+            self.shards[-1] = Shard(self.shards[-1].path, self.shards[-1].num_tokens + len(written))
+
+    def add_shard_in_place(self, path: Path, num_tokens: int) -> None:
+        """Let the stream be that of a file that stays where it lies."""
+        self.shards.append(Shard(str(path), num_tokens))
+
+    def add_text(self, utf8: bytes) -> None:
+        """Append to the text of the document that is being written."""
+        self._text.update(utf8)
+        self._text_bytes += len(utf8)
+
+    def end_document(self, num_tokens: int) -> None:
+        """Close the document of the texts added, `num_tokens` of the stream with its end-of-text."""
+        self.num_tokens += num_tokens
+        self.num_documents += 1
+        self.num_bytes += self._text_bytes
+        self._documents.write(struct.pack("<4Q", self.num_tokens, self._text_bytes, *split_hash(self._text)))
+        self._content.update(self._text.digest())
+        self._text.reset()
+        self._text_bytes = 0
+
+    def finish(self, source: str, tokenizer: Tokenizer) -> None:
+        """Write the sidecar. Raises InputError where no document was added."""
+        self.close()
+        if self.num_documents == 0:
+            skipped = f" ({self.num_empty:,} empty documents)" if self.num_empty else ""
+            raise InputError(f"{source}: no text in it{skipped}; expected at least one document that is not empty")
+        facts = StoreFacts(
+            FORMAT_VERSION, source, tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eot, self._dtype,
+            self.num_tokens, self.num_documents, self.num_bytes, self.num_empty, self._content.hexdigest(),
+            self.shards,
+        )  # fmt: skip
+        write_sidecar(self.directory / SIDECAR_NAME, facts)
+
+    def close(self) -> None:
+        """Close the files; without `finish` the folder holds no store."""
+        self._documents.close()
+        if self._tokens is not None:
+            self._tokens.close()
+
+    def _open_shard(self) -> None:
+        if self._tokens is not None:
+            self._tokens.close()
+        name = f"tokens-{len(self.shards):05d}.bin"
+        self._tokens = open(self.directory / name, "wb")
+        self.shards.append(Shard(name, 0))
+
+
+def split_hash(text_hash: xxhash.xxh3_128) -> tuple[int, int]:
+    """The high and the low half of a 128-bit hash."""
+    return divmod(text_hash.intdigest(), 1 << 64)
+
+
+@dataclass(frozen=True, eq=False)
+class Store:
+    """An open store. Nothing is read before it is asked for."""
+
+    directory: Path
+    facts: StoreFacts
+
+    @cached_property
+    def documents(self) -> np.ndarray:
+        """The index, N records of DOCUMENT."""
+        return _map_file(self.directory / DOCUMENTS_NAME, DOCUMENT)
+
+    @cached_property
+    def shards(self) -> list[np.ndarray]:
+        """The stream in its files."""
+        dtype = DTYPES[self.facts.dtype]
+        return [_map_file(self.directory / shard.path, dtype) for shard in self.facts.shards]
+
+    @cached_property
+    def document_tokens_N(self) -> np.ndarray:
+        """Tokens of each document, its end-of-text included; raises InputError where the index is damaged."""
+        tokens_N = np.diff(self.documents["end"].astype(np.int64), prepend=0)
+        if tokens_N.min() < 1:
+            document = int(np.argmax(tokens_N < 1))
+            raise InputError(f"{self.directory / DOCUMENTS_NAME}: document {document} has no tokens; {DAMAGED}")
+        return tokens_N
+
+    @cached_property
+    def _stream(self) -> TokenView:
+        return self.view()
+
+    def document_tokens(self, document: int) -> np.ndarray:
+        """The tokens of a document without end-of-text."""
+        stop = int(self.documents["end"][document])
+        start = stop - int(self.document_tokens_N[document])
+        tokens = self._stream[start:stop]
+        # A flat file of somebody else's may end without end-of-text, or have several, or begin with one.
+        while len(tokens) and tokens[-1] == self.facts.eot:
+            tokens = tokens[:-1]
+        while len(tokens) and tokens[0] == self.facts.eot:
+            tokens = tokens[1:]
+        return tokens
+
+    def view(self, keep_N: np.ndarray | None = None, cut: tuple[int, int] | None = None) -> TokenView:
+        """The kept documents one after the other as one array; without arguments the whole stream.
+
+        With `cut`, only the first cut[1] tokens of the kept document cut[0].
+        """
+        ends_N = self.documents["end"].astype(np.int64)
+        keep_N = np.ones(len(ends_N), bool) if keep_N is None else np.asarray(keep_N, bool)
+        edges = np.flatnonzero(np.diff(keep_N.astype(np.int8), prepend=0, append=0))
+        first, last = edges[::2], edges[1::2] - 1
+        starts = ends_N[first] - self.document_tokens_N[first]
+        stops = ends_N[last]
+        if cut is not None:
+            document, token = cut
+            end = int(ends_N[document])
+            head_end = end - int(self.document_tokens_N[document]) + token
+            starts, stops = _remove_span(starts, stops, head_end, end)
+        return TokenView(self.shards, starts, stops)
+
+
+def _remove_span(starts, stops, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+    """Take [start, stop), which lies inside one span, out of a sorted table of spans."""
+    starts, stops = np.sort(np.append(starts, stop)), np.sort(np.append(stops, start))
+    return starts[starts < stops], stops[starts < stops]
+
+
+def _map_file(path: Path, dtype: np.dtype) -> np.ndarray:
+    """A file as a plain read-only array: slicing np.memmap itself costs several times as much."""
+    return np.memmap(path, dtype, mode="r").view(np.ndarray)
+
+
+def is_store(directory: str | Path) -> bool:
+    """Whether a folder claims to be a token store."""
+    return (Path(directory) / SIDECAR_NAME).is_file()
+
+
+def open_store(directory: str | Path) -> Store:
+    """Open a store; its files are held against the sidecar by size, without reading them.
+
+    Raises InputError naming the file where one is missing, of another size, or of another format.
+    """
+    directory = Path(directory)
+    path = directory / SIDECAR_NAME
+    facts = read_sidecar(path, StoreFacts, DAMAGED)
+    if facts.format_version != FORMAT_VERSION:
+        raise InputError(
+            f"{path}: format_version {facts.format_version}; this version reads {FORMAT_VERSION}; {DAMAGED}"
+        )
+    if min(facts.num_documents, facts.num_tokens) < 1 or any(shard.num_tokens < 1 for shard in facts.shards):
+        raise InputError(f"{path}: a count is below 1; {DAMAGED}")
+    if sum(shard.num_tokens for shard in facts.shards) != facts.num_tokens:
+        raise InputError(f"{path}: the shards do not add up to num_tokens {facts.num_tokens:,}; {DAMAGED}")
+    token_bytes = DTYPES[facts.dtype].itemsize
+    for shard in facts.shards:
+        _check_size(directory / shard.path, shard.num_tokens * token_bytes)
+    _check_size(directory / DOCUMENTS_NAME, facts.num_documents * DOCUMENT.itemsize)
+    store = Store(directory, facts)
+    last_end = int(store.documents["end"][-1])
+    if last_end != facts.num_tokens:
+        raise InputError(
+            f"{directory / DOCUMENTS_NAME}: the last document ends at token {last_end:,}; expected"
+            f" {facts.num_tokens:,}, the end of the stream; {DAMAGED}"
+        )
+    return store
+
+
+def _check_size(path: Path, expected_bytes: int) -> None:
+    try:
+        size_bytes = path.stat().st_size
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise InputError(f"{path}: {getattr(error, 'strerror', None) or error}; {DAMAGED}") from error
+    if size_bytes != expected_bytes:
+        raise InputError(f"{path}: {size_bytes:,} bytes; the sidecar says {expected_bytes:,}; {DAMAGED}")
+
+
+def split_store(store: Store, tokenizer: Tokenizer, share: float, min_tokens: int = 1) -> Split:
+    """The split of a store as `split_documents` makes it, a divided document cut between characters."""
+
+    def starts_character(document: int, token: int) -> bool:
+        start = int(store.documents["end"][document]) - int(store.document_tokens_N[document])
+        return not tokenizer.continues_character_V[store._stream[start + token : start + token + 1][0]]
+
+    return split_documents(store.document_tokens_N, store.documents["hash"], share, min_tokens, starts_character)
+
+
+class EvalDocument(NamedTuple):
+    """A document that an eval set measures."""
+
+    tokens: np.ndarray  # without end-of-text
+    num_bytes: int  # of its UTF-8 text
+    hash: tuple[int, int]  # high and low half, of its text
+
+
+def eval_documents(store: Store, tokenizer: Tokenizer, split: Split | None = None) -> Iterator[EvalDocument]:
+    """What `split` holds out of a store, in the store's order; without a split all its documents.
+
+    The tail of a divided document counts as a document of its own.
+    """
+    if split is None:
+        split = Split(np.zeros(store.facts.num_documents, bool))
+    if split.cut is not None:
+        document, first_token = split.cut
+        start = int(store.documents["end"][document]) - int(store.document_tokens_N[document])
+        stop = start + int(store.document_tokens_N[document])
+        tokens = store._stream[start + first_token : stop]
+        text = tokenizer.decode_bytes(tokens)
+        yield EvalDocument(tokens[tokens != store.facts.eot], len(text), split_hash(xxhash.xxh3_128(text)))
+    for document in split.held_out.tolist():
+        record = store.documents[document]
+        yield EvalDocument(store.document_tokens(document), int(record["bytes"]), tuple(record["hash"].tolist()))

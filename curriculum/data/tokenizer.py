@@ -1,0 +1,278 @@
+"""Tokenizers: text to ids and back; byte, char, byte-pair trained here, and tiktoken's by name.
+
+Every kind is one thing, a list of the bytes of each id, with (byte-pair) or without a pattern that cuts text
+into the stretches inside which pairs are merged. The last word on ids is tiktoken's merge loop.
+"""
+
+import base64
+import binascii
+import hashlib
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from curriculum.data.sidecar import read_sidecar, write_sidecar
+from curriculum.errors import InputError
+
+END_OF_TEXT = "<|endoftext|>"
+DTYPES = {"u16": np.dtype("<u2"), "u32": np.dtype("<u4")}  # what ids are stored as, on disk and in arrays
+SIDECAR_NAME = "tokenizer.json"
+RANKS_NAME = "ranks.tiktoken"  # tiktoken's own format: a token in base64, a blank, its id
+FORMAT_VERSION = 1
+SMALLEST_BPE = 257  # the 256 bytes and end-of-text
+LARGEST_VOCAB = 1 << 24  # beyond it a saved tokenizer is taken for damaged
+NUM_THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+GROUP_CHARACTERS = 1 << 20  # texts are handed to threads in groups of about this size
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """Which tokenizer the run uses."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    kind: Literal["byte", "char", "bpe", "tiktoken"] = "byte"
+    vocab_size: int | None = None  # bpe: how many ids to train, the 256 bytes and end-of-text included
+    name: str | None = None  # tiktoken: the published encoding, such as gpt2
+    path: str | None = None  # a folder that holds a saved tokenizer, instead of training one
+
+    def __post_init__(self):
+        if self.kind == "tiktoken" and (self.name is None) == (self.path is None):
+            raise ValueError("kind tiktoken needs name (such as gpt2), or path to a saved tokenizer")
+        if self.kind != "tiktoken" and self.name is not None:
+            raise ValueError(f"name belongs to kind tiktoken; got kind {self.kind}")
+        if self.kind == "byte" and self.path is not None:
+            raise ValueError("kind byte has nothing to load; leave path out")
+        if self.kind == "bpe" and self.path is None:
+            if self.vocab_size is None:
+                raise ValueError("kind bpe needs vocab_size to train one, or path to a saved tokenizer")
+            if self.vocab_size < SMALLEST_BPE:
+                raise ValueError(
+                    f"vocab_size {self.vocab_size} is too small: the 256 bytes and end-of-text take {SMALLEST_BPE}"
+                )
+
+
+@dataclass(frozen=True)
+class TokenizerFacts:
+    """The sidecar of a saved tokenizer: everything but the ranks."""
+
+    format_version: int
+    kind: Literal["byte", "char", "bpe", "tiktoken"]
+    name: str | None
+    vocab_size: int
+    eot: int
+    fingerprint: str
+    pattern: str | None
+    special_tokens: dict[str, int]
+    characters: list[str] | None
+
+
+@dataclass(frozen=True, eq=False)
+class Tokenizer:
+    """Text to ids and back, losslessly. `tokens[i]` is the text of id i, b"" for special and unused ids."""
+
+    kind: str
+    tokens: tuple[bytes, ...] = field(repr=False)
+    special_tokens: dict[str, int] = field(repr=False)
+    pattern: str | None = field(default=None, repr=False)
+    name: str | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def eot(self) -> int:
+        """The id that ends each document; no text gives it."""
+        return self.special_tokens[END_OF_TEXT]
+
+    @property
+    def dtype_name(self) -> str:
+        """The key in DTYPES of the smallest type that holds all ids."""
+        return "u16" if self.vocab_size <= 1 << 16 else "u32"
+
+    @property
+    def dtype(self) -> np.dtype:
+        return DTYPES[self.dtype_name]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hex digest of everything that determines ids: equal if and only if all ids are."""
+        digest = hashlib.sha256()
+        for part in (repr(self.pattern).encode(), repr(sorted(self.special_tokens.items())).encode()):
+            digest.update(len(part).to_bytes(8, "little") + part)
+        digest.update(self.token_bytes_V.astype("<u4").tobytes())
+        digest.update(b"".join(self.tokens))
+        return digest.hexdigest()[:32]
+
+    @property
+    def facts(self) -> TokenizerFacts:
+        characters = [token.decode() for token in self.tokens if token] if self.kind == "char" else None
+        return TokenizerFacts(
+            FORMAT_VERSION, self.kind, self.name, self.vocab_size, self.eot, self.fingerprint, self.pattern,
+            self.special_tokens, characters,
+        )  # fmt: skip
+
+    @cached_property
+    def token_bytes_V(self) -> np.ndarray:
+        """UTF-8 bytes of each id, int64; 0 for end-of-text and the other ids that stand for no text."""
+        return np.array([len(token) for token in self.tokens], np.int64)
+
+    @cached_property
+    def continues_character_V(self) -> np.ndarray:
+        """Whether the text of an id begins inside a UTF-8 character."""
+        return np.array([token[:1] >= b"\x80" and token[:1] < b"\xc0" for token in self.tokens], bool)
+
+    @cached_property
+    def _token_text(self) -> tuple[np.ndarray, np.ndarray]:
+        starts_V = np.cumsum(self.token_bytes_V) - self.token_bytes_V
+        return np.frombuffer(b"".join(self.tokens), np.uint8), starts_V
+
+    @cached_property
+    def _encode(self) -> Callable[[str], np.ndarray]:
+        if self.pattern is not None:
+            return _byte_pair_encoder(self)
+        if self.kind == "char":
+            return _character_encoder(self)
+        return lambda text: np.frombuffer(text.encode(), np.uint8)
+
+    def encode(self, text: str) -> np.ndarray:
+        """The ids of `text`, all of it ordinary: the string "<|endoftext|>" in it is not end-of-text.
+
+        Safe to call from several threads. Raises InputError for text that the tokenizer cannot represent.
+        """
+        return self._encode(text).astype(self.dtype)
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """`encode` for each text, on all cores."""
+        groups, size = [[]], 0
+        for text in texts:
+            if size > GROUP_CHARACTERS:
+                groups.append([])
+                size = 0
+            groups[-1].append(text)
+            size += len(text)
+        with ThreadPoolExecutor(NUM_THREADS) as pool:
+            encoded = pool.map(lambda group: [self.encode(text) for text in group], groups)
+            return [ids for group in encoded for ids in group]
+
+    def decode_bytes(self, ids: np.ndarray) -> bytes:
+        """The text of `ids` as UTF-8 bytes (part of a character where the ids are part of a text).
+
+        Raises ValueError for an id outside the vocabulary.
+        """
+        ids = np.asarray(ids, np.int64)
+        if ids.size and not 0 <= ids.min() <= ids.max() < self.vocab_size:
+            raise ValueError(f"ids from {ids.min()} to {ids.max()}; expected 0 to {self.vocab_size - 1}")
+        text, starts_V = self._token_text
+        lengths = self.token_bytes_V[ids]
+        ends = np.cumsum(lengths)
+        # Output byte j of the token that ends at e stands (e - length) bytes further left in its own token.
+        shift = np.repeat(starts_V[ids] - (ends - lengths), lengths)
+        return text[np.arange(len(shift)) + shift].tobytes()
+
+    def save(self, directory: str | Path) -> None:
+        """Write SIDECAR_NAME and, for byte pairs, RANKS_NAME; `load_tokenizer` needs nothing else."""
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        if self.pattern is not None:
+            with open(directory / RANKS_NAME, "wb") as stream:
+                for token_id, token in enumerate(self.tokens):
+                    if token:
+                        stream.write(b"%b %d\n" % (base64.b64encode(token), token_id))
+        write_sidecar(directory / SIDECAR_NAME, self.facts)
+
+
+def _byte_pair_encoder(tokenizer: Tokenizer) -> Callable[[str], np.ndarray]:
+    import tiktoken
+
+    encoding = tiktoken.Encoding(
+        tokenizer.name or tokenizer.kind,
+        pat_str=tokenizer.pattern,
+        mergeable_ranks={token: token_id for token_id, token in enumerate(tokenizer.tokens) if token},
+        special_tokens=tokenizer.special_tokens,
+    )
+
+    def encode(text: str) -> np.ndarray:
+        try:
+            return encoding.encode_to_numpy(text, disallowed_special=())
+        except ValueError as error:
+            # The pattern backtracks over white space; its matcher gives up near a million characters.
+            raise InputError(f"{error}; is there a very long run of blanks or empty lines? shorten it") from error
+
+    return encode
+
+
+def _character_encoder(tokenizer: Tokenizer) -> Callable[[str], np.ndarray]:
+    unknown = -1
+    ids = np.full(0x110000, unknown, np.int32)
+    for token_id, token in enumerate(tokenizer.tokens):
+        if token:
+            ids[ord(token.decode())] = token_id
+
+    def encode(text: str) -> np.ndarray:
+        encoded = ids[np.frombuffer(text.encode("utf-32-le"), "<u4")]
+        if encoded.size and encoded.min() == unknown:
+            character = text[int(encoded.argmin())]
+            raise InputError(
+                f"character {character!r} (U+{ord(character):04X}) is not among the"
+                f" {tokenizer.vocab_size - 1} of the char tokenizer, which knows those of the sources only; use"
+                " tokenizer kind byte or bpe"
+            )
+        return encoded
+
+    return encode
+
+
+def byte_tokenizer() -> Tokenizer:
+    """The 256 bytes, then end-of-text."""
+    return Tokenizer("byte", (*(bytes([byte]) for byte in range(256)), b""), {END_OF_TEXT: 256})
+
+
+def load_tokenizer(directory: str | Path) -> Tokenizer:
+    """The tokenizer that `save` wrote; raises InputError where it is missing, damaged or altered."""
+    directory = Path(directory)
+    path = directory / SIDECAR_NAME
+    facts = read_sidecar(path, TokenizerFacts, "expected the folder of a tokenizer that curriculum saved")
+    if facts.format_version != FORMAT_VERSION:
+        raise InputError(f"{path}: format_version {facts.format_version}; expected {FORMAT_VERSION}; save it anew")
+    damaged = InputError(
+        f"{directory}: the tokenizer's files do not fit its fingerprint {facts.fingerprint}; restore them"
+    )
+    if facts.kind == "byte":
+        tokenizer = byte_tokenizer()
+    else:
+        if not 0 < facts.vocab_size <= LARGEST_VOCAB:
+            raise damaged
+        tokens = [b""] * facts.vocab_size
+        try:
+            for token_id, token in _saved_tokens(directory, facts):
+                tokens[token_id] = token
+        except InputError:
+            raise
+        except (ValueError, IndexError) as error:
+            raise damaged from error
+        tokenizer = Tokenizer(facts.kind, tuple(tokens), facts.special_tokens, facts.pattern, facts.name)
+    if facts.special_tokens.get(END_OF_TEXT) != facts.eot or tokenizer.fingerprint != facts.fingerprint:
+        raise damaged
+    return tokenizer
+
+
+def _saved_tokens(directory: Path, facts: TokenizerFacts) -> Iterable[tuple[int, bytes]]:
+    if facts.characters is not None:
+        yield from ((token_id, text.encode()) for token_id, text in enumerate(facts.characters))
+        return
+    path = directory / RANKS_NAME
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}; expected the ranks saved with the tokenizer") from error
+    for line in lines:
+        token, token_id = line.split()
+        yield int(token_id), binascii.a2b_base64(token)

@@ -1,0 +1,56 @@
+"""Chosen spans of a stream of tokens that lies in several files, read as one array."""
+
+from bisect import bisect_right
+
+import numpy as np
+
+
+class TokenView:
+    """One-dimensional read-only array of tokens: chosen spans of a stream of several files, end to end.
+
+    Supports `len` and contiguous slices. A slice inside one span of one file is a view of the memory map; any
+    other is a copy. Finding a slice is one bisection of the span table.
+    """
+
+    def __init__(self, shards: list[np.ndarray], starts: np.ndarray, stops: np.ndarray):
+        """The spans [starts[i], stops[i]) of the concatenated shards; sorted, disjoint, none empty."""
+        shard_stops = np.cumsum([len(shard) for shard in shards], dtype=np.int64)
+        shard_starts = np.concatenate([[0], shard_stops[:-1]])
+        # A span that runs over the start of a file is divided there.
+        before = np.searchsorted(starts, shard_starts, side="left") - 1
+        inside = shard_starts[(before >= 0) & (shard_starts < np.append(stops, 0)[before])]
+        starts = np.sort(np.concatenate([starts, inside]))
+        stops = np.sort(np.concatenate([stops, inside]))
+        lengths = stops - starts
+
+        shard = np.searchsorted(shard_starts, starts, side="right") - 1
+        self.dtype = shards[0].dtype
+        self._shards = shards
+        # Plain lists: bisecting and indexing them is several times faster than numpy on single numbers.
+        self._starts: list[int] = (np.cumsum(lengths) - lengths).tolist()
+        self._shard: list[int] = shard.tolist()
+        self._offset: list[int] = (starts - shard_starts[shard]).tolist()
+        self._len = int(lengths.sum())
+
+    def __len__(self) -> int:
+        return self._len
+
+    def __getitem__(self, index: slice) -> np.ndarray:
+        start, stop, step = index.indices(self._len)
+        if step != 1:
+            raise ValueError(f"step {step}; a view of tokens gives contiguous slices only")
+        if start >= stop:
+            return np.empty(0, self.dtype)
+        span = bisect_right(self._starts, start) - 1
+        if span + 1 == len(self._starts) or stop <= self._starts[span + 1]:
+            return self._read(span, start, stop)
+        parts = []
+        while start < stop:
+            end = self._starts[span + 1] if span + 1 < len(self._starts) else self._len
+            parts.append(self._read(span, start, min(stop, end)))
+            start, span = end, span + 1
+        return np.concatenate(parts)
+
+    def _read(self, span: int, start: int, stop: int) -> np.ndarray:
+        offset = self._offset[span] - self._starts[span]
+        return self._shards[self._shard[span]][start + offset : stop + offset]

@@ -1,0 +1,84 @@
+"""Where vocabularies come from: the characters of texts, byte pairs trained on them, published encodings."""
+
+import difflib
+from collections.abc import Iterable
+
+import numpy as np
+
+from curriculum.data.tokenizer import END_OF_TEXT, SMALLEST_BPE, Tokenizer
+from curriculum.errors import InputError
+
+
+def char_tokenizer(texts: Iterable[str]) -> Tokenizer:
+    """The distinct characters of `texts` in code-point order, then end-of-text."""
+    seen = np.zeros(0x110000, bool)
+    for text in texts:
+        seen[np.frombuffer(text.encode("utf-32-le"), "<u4")] = True
+    characters = [chr(code).encode() for code in np.flatnonzero(seen)]
+    return Tokenizer("char", (*characters, b""), {END_OF_TEXT: len(characters)})
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Byte-level byte pairs with the pattern of GPT-2, trained by `tokenizers`; end-of-text is the last id.
+
+    The same texts give the same tokenizer. Raises InputError where they hold fewer pairs to merge than asked.
+    """
+    from tiktoken_ext.openai_public import r50k_pat_str
+    from tokenizers import Tokenizer as Trained
+    from tokenizers import models, pre_tokenizers, trainers
+
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    trained = Trained(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=vocab_size - 1, initial_alphabet=letters, special_tokens=[], show_progress=False
+        ),
+    )
+    vocabulary = trained.get_vocab()
+    possible = len(vocabulary) + 1
+    if possible != vocab_size:
+        raise InputError(
+            f"tokenizer.vocab_size: {vocab_size} asked, and the sources yield {possible} (256 bytes,"
+            f" {possible - SMALLEST_BPE} merges, end-of-text); set vocab_size: {possible}, or give more text"
+        )
+    byte_of_letter = _byte_level_letters()
+    tokens = [b""] * vocab_size
+    for letters, token_id in vocabulary.items():
+        tokens[token_id] = bytes(byte_of_letter[letter] for letter in letters)
+    return Tokenizer("bpe", tuple(tokens), {END_OF_TEXT: vocab_size - 1}, r50k_pat_str)
+
+
+def _byte_level_letters() -> dict[str, int]:
+    """The byte of each letter of a byte-level vocabulary: printable Latin-1 stands for itself, letters from
+    U+0100 on for the other bytes in order (Radford et al. 2019, GPT-2)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def tiktoken_tokenizer(name: str) -> Tokenizer:
+    """A published encoding; the network or tiktoken's own cache is needed. Raises InputError without both."""
+    import tiktoken
+
+    names = tiktoken.list_encoding_names()
+    if name not in names:
+        guess = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {guess[0]!r}? " if guess else ""
+        raise InputError(f"tokenizer.name: tiktoken has no {name!r}; {hint}(it has {', '.join(sorted(names))})")
+    try:
+        encoding = tiktoken.get_encoding(name)
+    except OSError as error:
+        raise InputError(
+            f"tokenizer.name: tiktoken could not fetch {name!r} ({type(error).__name__}); it needs the network"
+            " once. Without one, set TIKTOKEN_CACHE_DIR to a folder that was filled elsewhere by"
+            f" `TIKTOKEN_CACHE_DIR=folder python -c \"import tiktoken; tiktoken.get_encoding('{name}')\"`, or"
+            " give tokenizer.path, a folder where a run or `curriculum prepare` saved it"
+        ) from error
+    if END_OF_TEXT not in encoding._special_tokens:
+        raise InputError(f"tokenizer.name: {name!r} has no {END_OF_TEXT}, which ends documents; choose another")
+    tokens = [b""] * encoding.n_vocab
+    for token, token_id in encoding._mergeable_ranks.items():
+        tokens[token_id] = token
+    return Tokenizer("tiktoken", tuple(tokens), dict(encoding._special_tokens), encoding._pat_str, name)

@@ -1,0 +1,501 @@
+"""Preparing sources: the right tokens, once, whatever dies or runs beside it."""
+
+import io
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+from curriculum.data import documents, flat, prepare
+from curriculum.data.cache import building
+from curriculum.data.documents import SourceConfig, read_documents
+from curriculum.data.prepare import (
+    find_store,
+    find_tokenizer,
+    prepare_folder,
+    prepare_store,
+    prepare_tokenizer,
+)
+from curriculum.data.progress import ConsoleProgress, progress_text
+from curriculum.data.store import open_store
+from curriculum.data.tokenizer import TokenizerConfig, byte_tokenizer, load_tokenizer
+from curriculum.errors import InputError
+
+ROOT = Path(__file__).parents[1]
+WORDS = ["the", "tree", "grows", "naïve", "汉字", "👩‍👧", "<|endoftext|>", "it's", "2026", "\r\n", "\n\n", "\t"]
+
+
+def make_text(seed, num_words):
+    generator = random.Random(seed)
+    return " ".join(generator.choice(WORDS) for _ in range(num_words))
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """Two sources: a folder of texts, one of them empty, and a file of JSON rows, one of them empty."""
+    folder = tmp_path / "sources" / "web"
+    folder.mkdir(parents=True)
+    for i in range(5):
+        (folder / f"{i}.txt").write_bytes(make_text(i, 40 * i).encode())
+    rows = [f'{{"text": "row {i} {"word " * i}"}}\n' for i in range(30)] + ['{"text": ""}\n']
+    (tmp_path / "sources" / "code.jsonl").write_text("".join(rows))
+    return {
+        "web": SourceConfig(path=str(folder)),
+        "code": SourceConfig(path=str(tmp_path / "sources" / "code.jsonl")),
+    }
+
+
+@pytest.fixture
+def store_dir(tmp_path):
+    return tmp_path / "prepared"
+
+
+BPE = TokenizerConfig(kind="bpe", vocab_size=300)
+
+
+class Recorder:
+    """Notes how often and how far a job reported."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, done_bytes, total_bytes):
+        self.calls.append((done_bytes, total_bytes))
+
+
+def everything_in(directory):
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
+
+
+@pytest.mark.parametrize("kind", ["byte", "char", "bpe"])
+@pytest.mark.parametrize("piece_bytes", [64, 1 << 20])
+def test_the_tokens_are_those_of_a_plain_loop(sources, store_dir, kind, piece_bytes, monkeypatch):
+    monkeypatch.setattr(documents, "PIECE_BYTES", piece_bytes)
+    config = TokenizerConfig(kind=kind, vocab_size=300 if kind == "bpe" else None)
+    tokenizer = prepare_tokenizer(config, sources, store_dir)
+    for name, source in sources.items():
+        store = prepare_store(name, source, tokenizer, store_dir, shard_tokens=97)
+        texts = list(read_documents(source))
+        expected = [token for text in texts for token in [*tokenizer.encode(text).tolist(), tokenizer.eot]]
+        assert len(expected) > 300 and len(store.shards) > 3
+        assert store.view()[:].tolist() == expected
+        assert store.documents["bytes"].tolist() == [len(text.encode()) for text in texts]
+        hashes = [high << 64 | low for high, low in store.documents["hash"].tolist()]
+        assert hashes == [xxhash.xxh3_128(text.encode()).intdigest() for text in texts]
+        assert tokenizer.decode_bytes(store.document_tokens(2)) == texts[2].encode()
+        assert store.facts.num_empty == 1
+        assert store.facts.source == source.location
+
+
+def test_a_second_time_nothing_is_read(sources, store_dir):
+    tokenizer = prepare_tokenizer(BPE, sources, store_dir)
+    first = prepare_store("web", sources["web"], tokenizer, store_dir)
+    before = everything_in(store_dir)
+    for path in Path(sources["web"].path).iterdir():  # unreadable, sizes and times unchanged
+        status = path.stat()
+        path.write_bytes(b"\0" * status.st_size)
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    progress = Recorder()
+    assert prepare_tokenizer(BPE, sources, store_dir).fingerprint == tokenizer.fingerprint
+    again = prepare_store("web", sources["web"], tokenizer, store_dir, progress)
+    assert again.directory == first.directory and again.facts == first.facts
+    assert progress.calls == [] and everything_in(store_dir) == before
+
+
+def test_touched_files_are_hashed_and_not_encoded_again(sources, store_dir):
+    tokenizer = byte_tokenizer()
+    first = prepare_store("web", sources["web"], tokenizer, store_dir)
+    os.utime(Path(sources["web"].path) / "3.txt", ns=(1, 1))
+    progress = Recorder()
+    assert find_store("web", sources["web"], tokenizer, store_dir) is None
+    assert prepare_store("web", sources["web"], tokenizer, store_dir, progress).directory == first.directory
+    assert progress.calls == []
+
+
+def test_changed_content_another_tokenizer_and_another_key_are_other_stores(sources, store_dir, tmp_path):
+    (tmp_path / "two.jsonl").write_text('{"text": "x", "body": "y"}\n')
+    two = SourceConfig(path=str(tmp_path / "two.jsonl"))
+    body = SourceConfig(path=str(tmp_path / "two.jsonl"), text_key="body")
+    bpe = prepare_tokenizer(BPE, sources, store_dir)
+    made = [
+        prepare_store("two", two, byte_tokenizer(), store_dir),
+        prepare_store("two", two, bpe, store_dir),
+        prepare_store("two", body, byte_tokenizer(), store_dir),
+    ]
+    (tmp_path / "two.jsonl").write_text('{"text": "z", "body": "y"}\n')
+    made.append(prepare_store("two", two, byte_tokenizer(), store_dir))
+    assert len({store.directory for store in made}) == 4
+    assert [bytes(store.document_tokens(0).astype(np.uint8)) for store in made[::2]] == [b"x", b"y"]
+    assert made[3].document_tokens(0).tolist() == [ord("z")]
+    # A file that stops being read, or is renamed so that the order changes, changes the content too.
+    web = sources["web"]
+    first = prepare_store("web", web, byte_tokenizer(), store_dir)
+    (Path(web.path) / "1.txt").rename(Path(web.path) / "9.txt")
+    assert prepare_store("web", web, byte_tokenizer(), store_dir).directory != first.directory
+
+
+def test_find_sees_what_is_prepared_and_prepares_nothing(sources, store_dir):
+    web = sources["web"]
+    assert find_tokenizer(BPE, sources, store_dir) is None
+    assert find_store("web", web, byte_tokenizer(), store_dir) is None
+    assert not store_dir.exists()
+    tokenizer = prepare_tokenizer(BPE, sources, store_dir)
+    assert find_tokenizer(BPE, sources, store_dir).fingerprint == tokenizer.fingerprint
+    assert find_store("web", web, tokenizer, store_dir) is None
+    store = prepare_store("web", web, tokenizer, store_dir)
+    assert find_store("web", web, tokenizer, store_dir).directory == store.directory
+    assert find_store("web", web, byte_tokenizer(), store_dir) is None
+    (Path(web.path) / "0.txt").write_text("more")
+    assert find_store("web", web, tokenizer, store_dir) is None
+    assert find_tokenizer(BPE, sources, store_dir) is None
+    assert find_tokenizer(TokenizerConfig(), {}, store_dir).kind == "byte"
+
+
+def test_finding_imports_no_heavy_library(sources, store_dir):
+    prepare_store("web", sources["web"], prepare_tokenizer(BPE, sources, store_dir), store_dir)
+    program = (
+        "import sys\n"
+        "from curriculum.data.prepare import *\n"
+        f"source = {{'web': SourceConfig(path={sources['web'].path!r}), 'code': SourceConfig({sources['code'].path!r})}}\n"
+        f"tokenizer = find_tokenizer(TokenizerConfig('bpe', 300), source, {str(store_dir)!r})\n"
+        f"assert len(find_store('web', source['web'], tokenizer, {str(store_dir)!r}).view()) > 100\n"
+        "print({'jax', 'tiktoken', 'tokenizers', 'datasets', 'pyarrow', 'requests'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert (done.stdout, done.stderr) == ("set()\n", "")
+
+
+def test_the_tokenizer_depends_on_content_not_on_names_or_order(sources, store_dir, monkeypatch):
+    monkeypatch.setattr(prepare, "TRAIN_BYTES", 900)  # so that the sample is cut
+    tokenizer = prepare_tokenizer(BPE, sources, store_dir)
+    renamed = {"b": sources["code"], "a": sources["web"]}
+    assert find_tokenizer(BPE, renamed, store_dir).fingerprint == tokenizer.fingerprint
+    elsewhere = store_dir.with_name("elsewhere")
+    assert prepare_tokenizer(BPE, renamed, elsewhere).fingerprint == tokenizer.fingerprint
+    assert find_tokenizer(BPE, {"a": sources["web"]}, store_dir) is None
+    assert find_tokenizer(TokenizerConfig("bpe", 301), sources, store_dir) is None
+
+
+def test_the_training_sample_takes_turns_and_stops(tmp_path):
+    for name, row in (("a", "a" * 10), ("b", "b" * 25)):
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "{row}"}}\n' * 100)
+    sources = [SourceConfig(path=str(tmp_path / f"{name}.jsonl")) for name in "ab"]
+    # Bytes given after each turn: a 10, b 25, a 20, a 30, b 50, a 40, a 50: a hundred.
+    assert "".join(text[0] for text in prepare._sample(sources, 100)) == "abaabaa"
+    # When one has no more, the other goes on to the end.
+    (tmp_path / "a.jsonl").write_text('{"text": "aaaaaaaaaa"}\n')
+    assert "".join(text[0] for text in prepare._sample(sources, 10**6)) == "a" + "b" * 100
+
+
+def test_a_char_tokenizer_meets_an_unknown_character(sources, store_dir, tmp_path):
+    tokenizer = prepare_tokenizer(TokenizerConfig("char"), sources, store_dir)
+    (tmp_path / "new.jsonl").write_text('{"text": "row"}\n{"text": "row €"}\n')
+    with pytest.raises(InputError, match=r"new.jsonl:2: character '€' .*use tokenizer kind byte or bpe"):
+        prepare_store("new", SourceConfig(path=str(tmp_path / "new.jsonl")), tokenizer, store_dir)
+
+
+# --- several processes, killed processes --------------------------------------------------------------------
+
+
+def _prepare_beside_others(barrier, results, source, tokenizer_dir, store_dir):
+    tokenizer = load_tokenizer(tokenizer_dir)
+    progress = Recorder()
+    barrier.wait()
+    store = prepare_store("web", source, tokenizer, store_dir, progress)
+    results.put((str(store.directory), (store.directory / "store.json").stat().st_ino, len(progress.calls)))
+
+
+def test_three_processes_at_once_do_the_work_once(tmp_path, store_dir, sources):
+    tokenizer = prepare_tokenizer(BPE, sources, store_dir)
+    tokenizer.save(tmp_path / "tokenizer")
+    (tmp_path / "big.txt").write_text(make_text(0, 200_000), newline="")
+    source = SourceConfig(path=str(tmp_path / "big.txt"))
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(3), context.Queue()
+    arguments = (barrier, results, source, tmp_path / "tokenizer", store_dir)
+    processes = [context.Process(target=_prepare_beside_others, args=arguments) for _ in range(3)]
+    for process in processes:
+        process.start()
+    outcomes = [results.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join()
+    assert len({(directory, inode) for directory, inode, _ in outcomes}) == 1
+    assert sorted(calls > 0 for _, _, calls in outcomes) == [False, False, True]
+    (text,) = read_documents(source)
+    store = open_store(outcomes[0][0])
+    assert store.document_tokens(0).tolist() == tokenizer.encode(text).tolist()
+    assert [name for name in everything_in(store_dir) if "partial" in name] == []
+
+
+def test_killed_half_way_it_starts_again_and_leaves_nothing(tmp_path, store_dir, sources):
+    tokenizer = prepare_tokenizer(BPE, sources, store_dir)
+    tokenizer.save(tmp_path / "tokenizer")
+    (tmp_path / "big.txt").write_text(make_text(0, 1_500_000), newline="")
+    source = SourceConfig(path=str(tmp_path / "big.txt"))
+    program = (
+        "from curriculum.data.prepare import *\n"
+        f"tokenizer = load_tokenizer({str(tmp_path / 'tokenizer')!r})\n"
+        f"prepare_store('big', SourceConfig({source.path!r}), tokenizer, {str(store_dir)!r})"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    deadline = time.monotonic() + 60
+    while not any(path.stat().st_size for path in store_dir.glob("stores/*.partial/tokens-*.bin")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    (partial,) = store_dir.glob("stores/*")
+    assert partial.name.endswith(".partial") and not (partial / "store.json").exists()
+    assert find_store("big", source, tokenizer, store_dir) is None
+
+    store = prepare_store("big", source, tokenizer, store_dir)
+    assert [path for path in store_dir.glob("stores/*")] == [store.directory]
+    (text,) = read_documents(source)
+    assert store.document_tokens(0).tolist() == tokenizer.encode(text).tolist()
+
+
+def test_what_another_source_left_half_way_is_swept(sources, store_dir):
+    left = store_dir / "stores" / "gone-0123456789abcdef.partial"
+    left.mkdir(parents=True)
+    (left / "tokens-00000.bin").write_bytes(b"x")
+    busy = store_dir / "stores" / "busy-0123456789abcdef"
+    with building(busy, store_dir / "locks" / busy.name) as partial:
+        prepare_store("web", sources["web"], byte_tokenizer(), store_dir)
+        assert not left.exists()
+        assert partial.exists()  # somebody holds its lock
+
+
+def test_a_source_that_changes_meanwhile_is_refused(tmp_path, store_dir):
+    path = tmp_path / "a.txt"
+    path.write_text("before")
+
+    def rewrite(done_bytes, total_bytes):
+        path.write_text("after it")
+
+    with pytest.raises(InputError, match="source 'a': .*a.txt changed while it was prepared"):
+        prepare_store("a", SourceConfig(path=str(path)), byte_tokenizer(), store_dir, rewrite)
+    assert list(store_dir.glob("stores/*")) == []
+
+
+@pytest.mark.parametrize("bad", [b"\xff", b"\0"])
+def test_bad_input_leaves_nothing_behind(tmp_path, store_dir, bad):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "1.txt").write_text("good")
+    (tmp_path / "a" / "2.txt").write_bytes(bad)
+    source = SourceConfig(path=str(tmp_path / "a"))
+    with pytest.raises(InputError, match="2.txt: byte 0"):
+        prepare_store("a", source, byte_tokenizer(), store_dir)
+    assert list(store_dir.glob("stores/*")) == []
+    with pytest.raises(InputError, match="2.txt: byte 0"):
+        prepare_tokenizer(BPE, {"a": source}, store_dir)
+    assert list(store_dir.glob("tokenizers/*")) == []
+
+
+def test_an_empty_source_is_refused(tmp_path, store_dir):
+    (tmp_path / "a.txt").write_text("")
+    with pytest.raises(InputError, match=r"a.txt: no text in it \(1 empty documents\)"):
+        prepare_store("a", SourceConfig(path=str(tmp_path / "a.txt")), byte_tokenizer(), store_dir)
+    assert list(store_dir.glob("stores/*")) == []
+
+
+def test_a_store_folder_that_cannot_be_written_is_refused(sources, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="Not a directory, or choose another folder to write to"):
+        prepare_store("web", sources["web"], byte_tokenizer(), tmp_path / "file")
+
+
+def test_a_damaged_store_is_refused_not_used(sources, store_dir):
+    store = prepare_store("web", sources["web"], byte_tokenizer(), store_dir)
+    os.truncate(store.directory / "tokens-00000.bin", 10)
+    with pytest.raises(InputError, match="tokens-00000.bin: 10 bytes; .*delete the folder"):
+        prepare_store("web", sources["web"], byte_tokenizer(), store_dir)
+
+
+# --- tokenizers by path and by size -------------------------------------------------------------------------
+
+
+def test_a_tokenizer_by_path(sources, store_dir, tmp_path):
+    tokenizer = prepare_tokenizer(BPE, sources, store_dir)
+    tokenizer.save(tmp_path / "saved")
+    config = TokenizerConfig("bpe", path=str(tmp_path / "saved"))
+    for found in (prepare_tokenizer(config, {}, store_dir), find_tokenizer(config, {}, store_dir)):
+        assert found.fingerprint == tokenizer.fingerprint
+    with pytest.raises(InputError, match="holds a tokenizer of kind bpe; expected char: set tokenizer.kind: bpe"):
+        prepare_tokenizer(TokenizerConfig("char", path=str(tmp_path / "saved")), {}, store_dir)
+    with pytest.raises(InputError, match="vocab_size: 500; this bpe tokenizer has 300 ids"):
+        prepare_tokenizer(TokenizerConfig("bpe", 500, path=str(tmp_path / "saved")), {}, store_dir)
+    with pytest.raises(InputError, match="vocab_size: 256; this byte tokenizer has 257 ids"):
+        find_tokenizer(TokenizerConfig("byte", 256), {}, store_dir)
+
+
+def test_a_vocabulary_too_large_for_the_text_is_refused(store_dir, tmp_path):
+    (tmp_path / "a.txt").write_text("abab abab")
+    with pytest.raises(InputError, match="4096 asked, and the sources yield 260 "):
+        prepare_tokenizer(TokenizerConfig("bpe", 4096), {"a": SourceConfig(path=str(tmp_path / "a.txt"))}, store_dir)
+    assert list(store_dir.glob("tokenizers/*")) == []
+
+
+def test_a_tokenizer_needs_text(store_dir, tmp_path):
+    np.zeros(4, "<u2").tofile(tmp_path / "a.bin")
+    with pytest.raises(InputError, match="source 'a': .*a.bin holds ids of a tokenizer that exists already"):
+        prepare_tokenizer(BPE, {"a": SourceConfig(path=str(tmp_path / "a.bin"))}, store_dir)
+    with pytest.raises(InputError, match="kind char is made from the sources, and there are none"):
+        find_tokenizer(TokenizerConfig("char"), {}, store_dir)
+
+
+# --- tokens that exist already ------------------------------------------------------------------------------
+
+
+def flat_source(tmp_path, tokens, **options):
+    np.array(tokens, "<u4" if options.get("dtype") == "u32" else "<u2").tofile(tmp_path / "flat.bin")
+    return SourceConfig(path=str(tmp_path / "flat.bin"), **options)
+
+
+@pytest.mark.parametrize("scan_tokens", [1, 2, 3, 5, 1 << 20])
+@pytest.mark.parametrize(
+    ("tokens", "ends", "texts"),
+    [
+        ("ab|汉c|", [3, 8], ["ab", "汉c"]),
+        ("ab|汉c", [3, 7], ["ab", "汉c"]),  # the last document is not ended
+        ("|ab|c|", [4, 6], ["ab", "c"]),  # end-of-text as the mark of a beginning
+        ("||ab|||c||", [7, 10], ["ab", "c"]),
+        ("abc", [3], ["abc"]),
+    ],
+)
+def test_a_flat_file_is_used_where_it_lies(tmp_path, store_dir, monkeypatch, scan_tokens, tokens, ends, texts):
+    monkeypatch.setattr(flat, "SCAN_TOKENS", scan_tokens)
+    ids = [256 if byte == ord("|") else byte for byte in tokens.encode()]
+    source = flat_source(tmp_path, ids)
+    store = prepare_store("flat", source, byte_tokenizer(), store_dir)
+    assert store.view()[:].tolist() == ids
+    assert store.documents["end"].tolist() == ends
+    assert [bytes(store.document_tokens(i).tolist()).decode() for i in range(len(texts))] == texts
+    assert store.documents["bytes"].tolist() == [len(text.encode()) for text in texts]
+    hashes = [high << 64 | low for high, low in store.documents["hash"].tolist()]
+    assert hashes == [xxhash.xxh3_128(text.encode()).intdigest() for text in texts]
+    assert sorted(path.name for path in store.directory.iterdir()) == ["documents.bin", "store.json"]
+    assert find_store("flat", source, byte_tokenizer(), store_dir).directory == store.directory
+
+
+def test_a_flat_file_of_wide_ids(tmp_path, store_dir):
+    source = flat_source(tmp_path, [97, 256, 98], dtype="u32")
+    store = prepare_store("flat", source, byte_tokenizer(), store_dir)
+    assert store.facts.dtype == "u32" and store.view()[:].tolist() == [97, 256, 98]
+    # The same bytes read as u16 are other tokens, and another store.
+    narrow = SourceConfig(path=source.path, dtype="u16")
+    assert len(prepare_store("flat", narrow, byte_tokenizer(), store_dir).view()) == 6
+
+
+def test_a_flat_file_that_changes_is_indexed_again(tmp_path, store_dir):
+    source = flat_source(tmp_path, [97, 256, 98, 256])
+    prepare_store("flat", source, byte_tokenizer(), store_dir)
+    time.sleep(0.02)
+    flat_source(tmp_path, [97, 98, 99, 256])
+    assert find_store("flat", source, byte_tokenizer(), store_dir) is None
+    assert prepare_store("flat", source, byte_tokenizer(), store_dir).facts.num_documents == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"", "0 bytes; expected a multiple of 2"),
+        (b"abc", "3 bytes; expected a multiple of 2, the size of a u16 token"),
+        (np.array([0, 256, 257, 300], "<u2").tobytes(), r"token 2 \(byte 4\) is id 257; expected ids below 257"),
+        (np.array([256, 256], "<u2").tobytes(), "no text in it, only end-of-text"),
+    ],
+)
+def test_a_flat_file_that_does_not_fit_is_refused(tmp_path, store_dir, content, expected):
+    (tmp_path / "flat.bin").write_bytes(content)
+    with pytest.raises(InputError, match="flat.bin: " + expected):
+        prepare_store("flat", SourceConfig(path=str(tmp_path / "flat.bin")), byte_tokenizer(), store_dir)
+    assert list(store_dir.glob("stores/*")) == []
+
+
+def test_the_offset_of_a_bad_id_counts_from_the_start_of_the_file(tmp_path, store_dir, monkeypatch):
+    monkeypatch.setattr(flat, "SCAN_TOKENS", 4)
+    with pytest.raises(InputError, match=r"token 9 \(byte 18\) is id 999"):
+        prepare_store("flat", flat_source(tmp_path, [1] * 9 + [999] * 2), byte_tokenizer(), store_dir)
+
+
+def test_a_prepared_folder_is_a_source_and_a_tokenizer(sources, store_dir, tmp_path):
+    tokenizer = prepare_tokenizer(BPE, sources, store_dir)
+    output = tmp_path / "out" / "folder"
+    store = prepare_folder([source.path for source in sources.values()], tokenizer, output)
+    texts = [text for source in sources.values() for text in read_documents(source)]
+    expected = [token for text in texts for token in [*tokenizer.encode(text).tolist(), tokenizer.eot]]
+    assert np.fromfile(output / "tokens-00000.bin", "<u2").tolist() == expected
+    assert load_tokenizer(output).fingerprint == tokenizer.fingerprint
+    assert everything_in(output.parent) == ["folder"] + [
+        f"folder/{name}" for name in ("documents.bin", "ranks.tiktoken", "store.json", "tokenizer.json", "tokens-00000.bin")
+    ]  # fmt: skip
+
+    source = SourceConfig(path=str(output))
+    for found in (find_store("x", source, tokenizer, store_dir), prepare_store("x", source, tokenizer, store_dir)):
+        assert found.directory == output and found.facts == store.facts
+    with pytest.raises(InputError, match="source 'x': .*folder was prepared with") as error:
+        prepare_store("x", source, byte_tokenizer(), store_dir)
+    assert tokenizer.fingerprint in str(error.value) and byte_tokenizer().fingerprint in str(error.value)
+
+
+def test_a_prepared_folder_is_written_whole_or_not_at_all(sources, tmp_path):
+    output = tmp_path / "out"
+    output.mkdir()
+    (tmp_path / "bad.txt").write_bytes(b"\xff")
+    with pytest.raises(InputError, match="bad.txt: byte 0"):
+        prepare_folder([str(tmp_path / "bad.txt")], byte_tokenizer(), output)
+    assert not output.exists() and not output.with_name("out.partial").exists()
+    prepare_folder([sources["web"].path], byte_tokenizer(), output)
+    with pytest.raises(InputError, match="out: exists already; name a new folder"):
+        prepare_folder([sources["web"].path], byte_tokenizer(), output)
+
+
+# --- progress -----------------------------------------------------------------------------------------------
+
+
+def test_progress_counts_the_bytes_of_the_files(sources, store_dir, monkeypatch):
+    monkeypatch.setattr(documents, "PIECE_BYTES", 64)
+    monkeypatch.setattr("curriculum.data.encode.PIECE_BYTES", 64)
+    total_bytes = sum(path.stat().st_size for path in Path(sources["web"].path).iterdir())
+    progress = Recorder()
+    prepare_store("web", sources["web"], byte_tokenizer(), store_dir, progress)
+    done = [done_bytes for done_bytes, _ in progress.calls]
+    assert len(done) > 5 and done == sorted(done)
+    assert progress.calls[-1] == (total_bytes, total_bytes)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def play(stream, calls):
+    clock = [100.0]
+    progress = ConsoleProgress("web", stream, lambda: clock[0])
+    for at_seconds, done_bytes, total_bytes in calls:
+        clock[0] = 100.0 + at_seconds
+        progress(done_bytes, total_bytes)
+    return stream.getvalue()
+
+
+def test_progress_on_the_console():
+    calls = [(1, 10e6, 100e6), (2.5, 25e6, 100e6), (2.6, 26e6, 100e6), (5, 50e6, 100e6), (10, 100e6, 100e6)]
+    assert play(io.StringIO(), calls) == (
+        "web: 25.0 of 100.0 MB (25%), 10.0 MB/s, ETA 8s\nweb: 100.0 of 100.0 MB (100%), 10.0 MB/s, 10s\n"
+    )
+    renewed = play(Terminal(), calls)
+    assert renewed.count("\r\x1b[K") == 3 and renewed.count("\n") == 1 and renewed.endswith("10s\n")
+    assert play(Terminal(), [(0.1, 1e6, 2e6), (1.5, 2e6, 2e6)]) == ""
+
+
+def test_progress_text():
+    assert progress_text(5_000_000, None, 2.0) == "5.0 MB, 2.5 MB/s"
+    assert progress_text(1_000_000, 7_201_000_000, 1.0) == "1.0 of 7,201.0 MB (0%), 1.0 MB/s, ETA 2h00m"
+    assert progress_text(0, 10, 1.0) == "0.0 of 0.0 MB (0%), 0.0 MB/s"

@@ -1,0 +1,139 @@
+"""The held-out split and the overlap with eval sets, worked by hand."""
+
+import numpy as np
+import pytest
+
+from curriculum.data.split import Split, drop_overlap, overlapping, parse_share, split_documents
+from curriculum.errors import InputError
+
+
+def hashes(values):
+    """Hashes whose order is that of `values`, decided by the low half."""
+    return np.array([[0, value] for value in values], np.uint64)
+
+
+@pytest.mark.parametrize(
+    ("value", "share"),
+    [("1%", 0.01), (" 2.5 % ", 0.025), (0.1, 0.1), ("0.1", 0.1), (0, 0.0), ("0%", 0.0), (None, 0.0)],
+)
+def test_parse_share(value, share):
+    assert parse_share(value) == pytest.approx(share, abs=1e-15)
+
+
+@pytest.mark.parametrize("value", ["", "one", "100%", 1, -0.1, "-1%", float("nan"), True, "1%%"])
+def test_parse_share_refuses(value):
+    with pytest.raises(ValueError, match="expected a share such as"):
+        parse_share(value)
+
+
+def test_share_zero_keeps_everything():
+    split = split_documents(np.array([5, 5]), hashes([1, 2]), 0.0, min_tokens=100)
+    assert split.keep_N.tolist() == [True, True] and split.cut is None
+
+
+def test_the_smallest_hashes_are_held_out_until_the_share_is_reached():
+    # 200 documents of 10 tokens, hashes falling: the last documents have the smallest. 1.2 % of 2,000 is 24
+    # tokens, so three documents.
+    split = split_documents(np.full(200, 10), hashes(range(200, 0, -1)), 0.012)
+    assert split.held_out.tolist() == [197, 198, 199] and split.cut is None
+
+
+def test_the_high_half_of_a_hash_counts_before_the_low_half():
+    hashes_N2 = hashes(range(100))
+    hashes_N2[:, 0] = 5
+    hashes_N2[40] = [4, 2**64 - 1]
+    assert split_documents(np.full(100, 10), hashes_N2, 0.01).held_out.tolist() == [40]
+
+
+def test_a_share_is_of_tokens_not_of_documents():
+    tokens_N = np.full(100, 10)
+    tokens_N[7] = 1000  # the smallest hash is the big one: alone more than half of the 1,990
+    hashes_N = np.arange(1, 101)
+    hashes_N[7] = 0
+    assert split_documents(tokens_N, hashes(hashes_N), 0.5).held_out.tolist() == [7]
+
+
+@pytest.mark.parametrize(("num_documents", "held"), [(299, 3), (300, 30), (5000, 50)])
+def test_many_documents_give_at_least_thirty(num_documents, held):
+    split = split_documents(np.full(num_documents, 10), hashes(range(num_documents)), 0.01)
+    assert split.held_out.tolist() == list(range(held))
+
+
+def test_copies_of_a_document_stay_on_one_side():
+    # The 30th smallest hash has three copies.
+    values = [*range(29), 29, 29, 29, *range(32, 300)]
+    assert split_documents(np.full(300, 10), hashes(values), 0.01).held_out.tolist() == list(range(32))
+
+
+def test_few_documents_give_the_tail():
+    # 100 tokens; a tenth is the last ten: the last document (6) and the last 4 of the one before (24).
+    split = split_documents(np.array([70, 24, 6]), hashes([3, 1, 2]), 0.1)
+    assert split.keep_N.tolist() == [True, True, False] and split.cut == (1, 20)
+    # The cut falls between two documents.
+    split = split_documents(np.array([70, 20, 10]), hashes([3, 1, 2]), 0.1)
+    assert split.keep_N.tolist() == [True, True, False] and split.cut is None
+    # One book.
+    split = split_documents(np.array([1000]), hashes([1]), 0.01)
+    assert split.keep_N.tolist() == [True] and split.cut == (0, 990)
+
+
+def test_a_tail_of_end_of_text_alone_is_not_held_out():
+    # The cut would leave the second document its last token, the end-of-text: it stays whole.
+    split = split_documents(np.array([80, 9, 11]), hashes([1, 2, 3]), 0.12)
+    assert split.keep_N.tolist() == [True, True, False] and split.cut is None
+
+
+def test_a_document_is_cut_where_a_character_starts():
+    starts = {(0, 990): False, (0, 991): False, (0, 992): True}
+    split = split_documents(
+        np.array([1000]), hashes([1]), 0.01, starts_character=lambda document, token: starts[document, token]
+    )
+    assert split.cut == (0, 992)
+
+
+def test_too_small_for_one_window_is_refused():
+    tokens_N = np.array([1000])
+    assert split_documents(tokens_N, hashes([1]), 0.064, min_tokens=64).cut == (0, 936)
+    with pytest.raises(ValueError, match="gives 64 of 1,000 tokens, and one eval window needs 65"):
+        split_documents(tokens_N, hashes([1]), 0.064, min_tokens=65)
+    with pytest.raises(ValueError, match="gives 10 of 1,000 tokens, and one eval window needs 11"):
+        split_documents(np.full(100, 10), hashes(range(100)), 0.01, min_tokens=11)
+
+
+def test_nothing_left_for_training_is_refused():
+    with pytest.raises(ValueError, match="leaves no document for training"):
+        split_documents(np.full(100, 10), hashes([7] * 100), 0.01)
+
+
+def test_overlapping_needs_both_halves_of_the_hash():
+    documents = np.array([[1, 1], [1, 2], [2, 1], [3, 3]], np.uint64)
+    assert overlapping(documents, np.array([[1, 2], [9, 9], [3, 4]], np.uint64)).tolist() == [
+        False, True, False, False,
+    ]  # fmt: skip
+    assert overlapping(documents, np.empty((0, 2), np.uint64)).tolist() == [False] * 4
+
+
+def test_overlap_is_dropped_and_counted_by_set():
+    split = Split(np.arange(300) != 0)
+    sets = {"general": hashes([0, 5, 900]), "code": hashes([5, 6]), "law": hashes([1000])}
+    kept, dropped = drop_overlap(split, hashes(range(300)), "web", sets)
+    # Document 0 is held out already; 5 is dropped for the set named first, and counted for both.
+    assert dropped == {"general": 1, "code": 2, "law": 0}
+    assert np.flatnonzero(~kept.keep_N).tolist() == [0, 5, 6]
+    assert split.keep_N.sum() == 299
+
+
+def test_more_than_one_percent_of_overlap_is_refused():
+    split = Split(np.ones(300, bool))
+    _, dropped = drop_overlap(split, hashes(range(300)), "web", {"code": hashes([1, 2, 3])})
+    assert dropped == {"code": 3}
+    with pytest.raises(InputError, match="source 'web': 4 of 300 documents stand in eval set 'code'"):
+        drop_overlap(split, hashes(range(300)), "web", {"code": hashes([1, 2, 3, 4])})
+
+
+def test_a_divided_document_that_is_dropped_is_cut_no_more():
+    split = Split(np.arange(100) < 100, cut=(99, 3))
+    kept, _ = drop_overlap(split, hashes(range(100)), "web", {"code": hashes([99])})
+    assert kept.cut is None and not kept.keep_N[99]
+    kept, _ = drop_overlap(split, hashes(range(100)), "web", {"code": hashes([98])})
+    assert kept.cut == (99, 3)

@@ -1,0 +1,245 @@
+"""Token stores and views: what was written is what is read, and what does not fit is refused."""
+
+import json
+import os
+import time
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from curriculum.data.split import Split
+from curriculum.data.store import StoreWriter, eval_documents, open_store, split_store
+from curriculum.data.tokenizer import byte_tokenizer
+from curriculum.data.view import TokenView
+from curriculum.errors import InputError
+
+EOT = 256
+TEXTS = ["ab", "cdefg", "é汉", "h", "ijklmnop", "qr"]
+
+
+def write_store(directory, texts=TEXTS, shard_tokens=7):
+    directory.mkdir()
+    writer = StoreWriter(directory, "u16", shard_tokens)
+    for text in texts:
+        tokens = [*text.encode(), EOT]
+        writer.add_tokens(np.array(tokens))
+        writer.add_text(text.encode())
+        writer.end_document(len(tokens))
+    writer.finish("test", byte_tokenizer())
+    return open_store(directory)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return write_store(tmp_path / "store")
+
+
+def stream_of(texts):
+    return [token for text in texts for token in [*text.encode(), EOT]]
+
+
+def test_a_store_holds_the_documents_and_their_ends(store, tmp_path):
+    stream = stream_of(TEXTS)
+    files = sorted((tmp_path / "store").glob("tokens-*.bin"))
+    assert [path.stat().st_size for path in files] == [14, 14, 14, 14, 2]  # 29 tokens, 7 a shard, 2 bytes each
+    on_disk = np.concatenate([np.fromfile(path, "<u2") for path in files])
+    assert on_disk.tolist() == stream
+    assert store.view()[:].tolist() == stream
+    for i, text in enumerate(TEXTS):
+        assert store.document_tokens(i).tolist() == list(text.encode())
+        assert store.documents["bytes"][i] == len(text.encode())
+        high, low = store.documents["hash"][i].tolist()
+        assert high << 64 | low == xxhash.xxh3_128(text.encode()).intdigest()
+    assert store.documents["end"].tolist() == [3, 9, 15, 17, 26, 29]
+    assert store.document_tokens_N.tolist() == [3, 6, 6, 2, 9, 3]
+    assert (store.facts.num_tokens, store.facts.num_documents, store.facts.num_bytes) == (29, 6, 23)
+    assert store.facts.tokenizer_fingerprint == byte_tokenizer().fingerprint
+
+
+def test_the_content_hash_is_over_the_documents_hashes(store):
+    digests = b"".join(xxhash.xxh3_128(text.encode()).digest() for text in TEXTS)
+    assert store.facts.content_hash == xxhash.xxh3_128(digests).hexdigest()
+
+
+@pytest.mark.parametrize("shard_tokens", [1, 2, 3, 7, 26, 100])
+def test_every_slice_of_every_view_is_that_of_the_concatenated_documents(tmp_path, shard_tokens):
+    store = write_store(tmp_path / "store", shard_tokens=shard_tokens)
+    num_slices = 0
+    for bits in range(1 << len(TEXTS)):
+        keep = [bool(bits >> i & 1) for i in range(len(TEXTS))]
+        expected = np.array(stream_of([text for text, kept in zip(TEXTS, keep, strict=True) if kept]), np.int64)
+        view = store.view(keep)
+        assert len(view) == len(expected)
+        for start in range(len(expected) + 1):
+            for stop in {start, start + 1, start + 4, len(expected)}:
+                assert view[start:stop].tolist() == expected[start:stop].tolist()
+                assert view[start:stop].dtype == np.uint16
+                num_slices += 1
+    assert num_slices > 3000
+
+
+@pytest.mark.parametrize("shard_tokens", [2, 100])
+def test_a_cut_document_gives_its_head_only(tmp_path, shard_tokens):
+    store = write_store(tmp_path / "store", shard_tokens=shard_tokens)
+    keep = [True, False, True, True, True, False]
+    heads = [1, 3, 6]
+    for head in heads:  # of the fifth document, its 9 tokens
+        expected = stream_of([TEXTS[0], TEXTS[2], TEXTS[3]]) + stream_of([TEXTS[4]])[:head]
+        assert store.view(keep, (4, head))[:].tolist() == expected
+    middle = store.view(keep, (2, 4))[:].tolist()
+    assert middle == stream_of(TEXTS[:1]) + stream_of([TEXTS[2]])[:4] + stream_of(TEXTS[3:5])
+
+
+def test_a_slice_inside_one_file_is_not_copied(store):
+    view = store.view()
+    assert np.shares_memory(view[1:6], store.shards[0])
+    assert not np.shares_memory(view[5:9], store.shards[0])
+    assert view[5:9].tolist() == stream_of(TEXTS)[5:9]
+    with pytest.raises(ValueError, match="read-only"):
+        view[1:6][0] = 1
+    with pytest.raises(ValueError, match="contiguous"):
+        view[1:6:2]
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(st.integers(1, 5), min_size=1, max_size=8),
+    st.lists(st.tuples(st.integers(1, 6), st.booleans()), min_size=1, max_size=12),
+    st.data(),
+)
+def test_views_over_any_spans_and_files(shard_lengths, runs, data):
+    total = sum(shard_lengths)
+    stream = np.arange(total, dtype=np.uint16)
+    keep = np.concatenate([np.full(length, kept) for length, kept in runs])[:total]
+    keep = np.append(keep, np.zeros(total - len(keep), bool))
+    shards = np.split(stream, np.cumsum(shard_lengths)[:-1])
+    # Spans that touch stay apart: a table need not be the shortest possible.
+    edges = np.flatnonzero(np.diff(keep.astype(int), prepend=0, append=0))
+    view = TokenView(shards, edges[::2], edges[1::2])
+    expected = stream[keep]
+    start = data.draw(st.integers(0, len(expected)))
+    stop = data.draw(st.integers(0, len(expected) + 2))
+    assert len(view) == len(expected)
+    assert view[start:stop].tolist() == expected[start:stop].tolist()
+    assert view[:].tolist() == expected.tolist()
+
+
+def test_a_slice_costs_microseconds(tmp_path):
+    # 2,000 documents, every third excluded: 667 spans over 10 files.
+    store = write_store(tmp_path / "store", ["x" * 99] * 2000, shard_tokens=20_000)
+    view = store.view(np.arange(2000) % 3 != 0)
+    starts = np.random.default_rng(0).integers(0, len(view) - 50, 10_000).tolist()
+    best_seconds = float("inf")
+    for _ in range(5):
+        began = time.perf_counter()
+        for start in starts:
+            view[start : start + 50]
+        best_seconds = min(best_seconds, time.perf_counter() - began)
+    assert best_seconds / len(starts) < 20e-6  # about 1.5 us on a 2-core machine; the rest is for a busy one
+
+
+def altered(**fields):
+    def alter(directory):
+        path = directory / "store.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+    return alter
+
+
+def resized(name, num_bytes):
+    return lambda directory: os.truncate(directory / name, num_bytes)
+
+
+@pytest.mark.parametrize(
+    ("alter", "expected"),
+    [
+        (lambda directory: (directory / "store.json").unlink(), "store.json: No such file"),
+        (lambda directory: (directory / "store.json").write_text("[" * 100_000), "store.json: Invalid JSON"),
+        (lambda directory: (directory / "store.json").write_text("{}"), "format_version: Field required"),
+        (altered(format_version=2), "format_version 2; this version reads 1"),
+        (altered(num_tokens="29"), "num_tokens: Input should be a valid integer"),
+        (altered(dtype="u64"), "dtype: Input should be 'u16' or 'u32'"),
+        (altered(dtype="u32"), "tokens-00000.bin: 14 bytes; the sidecar says 28"),
+        (altered(num_tokens=30), "the shards do not add up to num_tokens 30"),
+        (altered(num_documents=0), "a count is below 1"),
+        (altered(shards=[], num_tokens=0), "a count is below 1"),
+        (altered(shards=[{"path": "a\0b", "num_tokens": 29}]), "null"),
+        (altered(shards=[{"path": "none.bin", "num_tokens": 29}]), "none.bin: No such file"),
+        (altered(num_documents=5), "documents.bin: 192 bytes; the sidecar says 160"),
+        (resized("tokens-00003.bin", 13), "tokens-00003.bin: 13 bytes; the sidecar says 14"),
+        (lambda directory: (directory / "tokens-00004.bin").unlink(), "tokens-00004.bin: No such file"),
+        (resized("documents.bin", 191), "documents.bin: 191 bytes; the sidecar says 192"),
+        (lambda d: (d / "documents.bin").write_bytes(bytes(192)), "the last document ends at token 0; expected 29"),
+    ],
+)  # fmt: skip
+def test_a_damaged_store_is_refused(store, tmp_path, alter, expected):
+    alter(tmp_path / "store")
+    with pytest.raises(InputError, match=expected) as error:
+        open_store(tmp_path / "store")
+    assert "delete the folder, and it is prepared again" in str(error.value)
+
+
+def test_a_damaged_index_is_refused(store, tmp_path):
+    documents = store.documents.copy()
+    documents["end"][2] = documents["end"][1]
+    documents.tofile(tmp_path / "store" / "documents.bin")
+    with pytest.raises(InputError, match="documents.bin: document 2 has no tokens"):
+        open_store(tmp_path / "store").view()
+
+
+def test_a_store_without_documents_is_none(tmp_path):
+    writer = StoreWriter(tmp_path, "u16")
+    writer.num_empty = 3
+    with pytest.raises(InputError, match=r"nothing.txt: no text in it \(3 empty documents\)"):
+        writer.finish("nothing.txt", byte_tokenizer())
+    assert not (tmp_path / "store.json").exists()
+
+
+def test_the_cut_of_a_divided_document_falls_between_characters(tmp_path):
+    tokenizer = byte_tokenizer()
+    store = write_store(tmp_path / "store", ["abc", "汉" * 30])  # 4 and 91 tokens
+    # A fifth of 95 tokens is 19: the cut would be at token 91 - 19 = 72 = 24 x 3, the start of a character.
+    assert split_store(store, tokenizer, 0.2).cut == (1, 72)
+    # 18 tokens: 73 is inside the 25th character, whose end is at 75.
+    split = split_store(store, tokenizer, 18 / 95)
+    assert split.cut == (1, 75) and split.held_out.tolist() == []
+
+    train = store.view(split.keep_N, split.cut)[:]
+    assert tokenizer.decode_bytes(train[4:]).decode() == "汉" * 25
+    (document,) = eval_documents(store, tokenizer, split)
+    assert tokenizer.decode_bytes(document.tokens).decode() == "汉" * 5
+    assert EOT not in document.tokens
+    assert document.num_bytes == 15
+    high, low = document.hash
+    assert high << 64 | low == xxhash.xxh3_128(("汉" * 5).encode()).intdigest()
+
+
+def test_training_and_held_out_documents_are_the_whole_and_disjoint(tmp_path):
+    tokenizer = byte_tokenizer()
+    texts = [f"document {i} " + "x" * (i % 7) for i in range(400)]
+    store = write_store(tmp_path / "store", texts, shard_tokens=500)
+    split = split_store(store, tokenizer, 0.05)
+    held = [tokenizer.decode_bytes(document.tokens).decode() for document in eval_documents(store, tokenizer, split)]
+    train = tokenizer.decode_bytes(np.where((t := store.view(split.keep_N)[:]) == EOT, ord("\n"), t)).decode()
+    train = train.split("\n")[:-1]
+    assert len(held) >= 30 and set(held).isdisjoint(train)
+    assert sorted(held + train) == sorted(texts)
+    assert [document.num_bytes for document in eval_documents(store, tokenizer, split)] == [len(t) for t in held]
+    digests = {text: xxhash.xxh3_128(text.encode()).intdigest() for text in texts}
+    assert sorted(held, key=digests.get) == sorted(texts, key=digests.get)[: len(held)]
+
+
+def test_without_a_split_every_document_is_measured(store):
+    documents = list(eval_documents(store, byte_tokenizer()))
+    assert [bytes(document.tokens.tolist()).decode() for document in documents] == TEXTS
+    assert [document.num_bytes for document in documents] == [len(text.encode()) for text in TEXTS]
+    assert documents[2].hash == tuple(store.documents["hash"][2].tolist())
+
+
+def test_an_empty_view(store):
+    view = store.view(np.zeros(6, bool))
+    assert len(view) == 0 and view[0:5].tolist() == []
+    assert len(store.view(Split(np.ones(6, bool)).keep_N)) == 29
