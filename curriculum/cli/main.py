@@ -1,0 +1,60 @@
+"""The `curriculum` command. Exit codes: 0 done, 2 the input is wrong, 130 and 143 stopped by a signal."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from curriculum.errors import InputError
+
+_COMMANDS = {
+    "train": ("curriculum.cli.train", "Train a run through its phases, or continue one."),
+    "plan": ("curriculum.cli.plan", "Show who gets what and when, before anything is trained."),
+    "prepare": ("curriculum.cli.prepare", "Turn text into token stores."),
+}
+
+
+class _LazyGroup(click.Group):
+    """Imports a command's module when it is run: `--help` stays quick."""
+
+    def list_commands(self, ctx):
+        return list(_COMMANDS)
+
+    def get_command(self, ctx, name):
+        if name not in _COMMANDS:
+            return None
+        module = __import__(_COMMANDS[name][0], fromlist=["command"])
+        return module.command
+
+    def format_commands(self, ctx, formatter):
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, help_text) for name, (_, help_text) in _COMMANDS.items()])
+
+    def resolve_command(self, ctx, args):
+        import difflib
+
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            near = difflib.get_close_matches(args[0], _COMMANDS, 1)
+            hint = f" Did you mean {near[0]!r}?" if near and "Did you mean" not in error.message else ""
+            error.message += hint or ("" if near else f" (commands: {', '.join(_COMMANDS)})")
+            raise
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="curriculum")
+def cli():
+    """Train language models through a curriculum of data phases while several eval sets watch."""
+
+
+def main() -> None:
+    try:
+        cli()
+    except InputError as error:
+        for problem in error.problems:
+            print(f"error: {problem}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

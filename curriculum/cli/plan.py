@@ -1,0 +1,66 @@
+"""`curriculum plan`."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from curriculum.cli.options import config_options
+from curriculum.config import load_config
+from curriculum.plan import Plan, plan
+
+
+@click.command()
+@config_options()
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
+def command(config_path, overrides, dataset_dirs, eval_dataset_dirs, store_dir, as_json):
+    """Show who gets what and when, before anything is trained.
+
+    Looks only at what is prepared already: the epochs of other sources are unknown.
+    """
+    config = load_config(config_path, overrides, dataset_dirs=dataset_dirs, eval_dataset_dirs=eval_dataset_dirs)
+    resolved = plan(config, store_dir=store_dir)
+    if as_json:
+        click.echo(json.dumps(resolved.to_json(), indent=2))
+    else:
+        click.echo("\n".join(table(resolved)))
+
+
+def table(p: Plan) -> list[str]:
+    """The plan as lines of text."""
+    size = "unknown until the tokenizer is prepared" if p.num_parameters is None else f"{p.num_parameters:,}"
+    lines = [
+        f"{p.name}: {p.total_steps:,} steps x {p.tokens_per_step:,} tokens = {p.total_tokens:,} tokens",
+        f"parameters: {size}",
+        "",
+    ]
+    rates = dict(p.rates)
+    header = ("phase", "steps", "lr at start", "source", "asked", "given", "tokens", "epochs so far", "first repeat")
+    rows = []
+    for phase in p.phases:
+        own = [row for row in p.rows if row.phase == phase["name"]]
+        for i, row in enumerate(own):
+            ramp = f" (ramp {phase['ramp_steps']})" if phase["ramp_steps"] else ""
+            steps = f"{row.start:,} to {row.end:,}{ramp}"
+            first = (row.phase, steps, f"{rates[row.start]:.3g}") if i == 0 else ("", "", "")
+            rows.append(
+                (
+                    *first,
+                    row.source,
+                    f"{row.share_asked:.2%}",
+                    f"{row.share_given:.2%}",
+                    f"{row.tokens:,}",
+                    "?" if row.epochs_so_far is None else f"{row.epochs_so_far:.3f}",
+                    "" if row.first_repeat_step is None else f"step {row.first_repeat_step:,}",
+                )
+            )
+    widths = [max(len(r[i]) for r in (header, *rows)) for i in range(len(header))]
+    left = (0, 1, 3)
+    for row in (header, *rows):
+        cells = (c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        lines.append("  ".join(cells).rstrip())
+    last_step, last_rate = p.rates[-1]
+    lines += ["", f"last update (step {last_step:,}): learning rate {last_rate:.3g}"]
+    lines += [f"warning: {warning}" for warning in p.warnings]
+    return lines

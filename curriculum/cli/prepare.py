@@ -1,0 +1,62 @@
+"""`curriculum prepare`."""
+
+from __future__ import annotations
+
+import click
+
+from curriculum.cli.options import config_options
+from curriculum.errors import InputError
+
+
+@click.command()
+@config_options(config_required=False)
+@click.option("--text", "texts", metavar="PATH", multiple=True, help="A file or folder of text; repeatable.")
+@click.option("--tokenizer", metavar="T", help="byte, the name of a tiktoken encoding (gpt2), or a tokenizer's folder.")
+@click.option("--output", metavar="DIR", help="A new folder for the tokenizer and the tokens.")
+def command(config_path, overrides, dataset_dirs, eval_dataset_dirs, store_dir, texts, tokenizer, output):
+    """Turn the sources and eval sets of CONFIG into token stores; `train` does the same on first use.
+
+    Without CONFIG: turn the --text into one folder of tokens that the `path` of a source accepts.
+    """
+    if (config_path is None) == (not texts):
+        raise InputError("prepare: expected either CONFIG, or --text PATH with --tokenizer and --output")
+    if config_path is None:
+        if tokenizer is None or output is None:
+            raise InputError("prepare: --text needs --tokenizer T and --output DIR")
+        _prepare_folder(texts, tokenizer, output)
+        return
+
+    from curriculum.config import load_config
+    from curriculum.data.corpus import load_corpus
+
+    config = load_config(config_path, overrides, dataset_dirs=dataset_dirs, eval_dataset_dirs=eval_dataset_dirs)
+    corpus = load_corpus(config, store_dir)
+    click.echo(f"tokenizer {config.tokenizer.kind}: {corpus.tokenizer.vocab_size:,} ids")
+    for name, details in corpus.details.items():
+        kept_out = f", {details['kept_out_tokens']:,} tokens kept out" if details["kept_out_tokens"] else ""
+        click.echo(f"source {name}: {details['documents']:,} documents, {details['tokens']:,} tokens{kept_out}")
+    for name, evalset in corpus.evalsets.items():
+        click.echo(
+            f"eval set {name}: {evalset.num_documents:,} documents, {evalset.num_windows:,} windows, "
+            f"{evalset.num_tokens:,} tokens"
+        )
+    for warning in corpus.warnings:
+        click.echo(f"warning: {warning}")
+
+
+def _prepare_folder(texts, tokenizer: str, output: str) -> None:
+    from pathlib import Path
+
+    from curriculum.data.prepare import prepare_folder
+    from curriculum.data.progress import ConsoleProgress
+    from curriculum.data.tokenizer import byte_tokenizer, load_tokenizer, tiktoken_tokenizer
+
+    if tokenizer == "byte":
+        chosen = byte_tokenizer()
+    elif Path(tokenizer).is_dir():
+        chosen = load_tokenizer(tokenizer)
+    else:
+        chosen = tiktoken_tokenizer(tokenizer)
+    store = prepare_folder(list(texts), chosen, output, progress=ConsoleProgress(output))
+    facts = store.facts
+    click.echo(f"{output}: {facts.num_documents:,} documents, {facts.num_tokens:,} tokens of {facts.dtype}")

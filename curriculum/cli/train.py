@@ -1,0 +1,49 @@
+"""`curriculum train`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from curriculum.cli.options import config_options, split_options
+from curriculum.config import load_config
+from curriculum.run import RunDirectory
+
+
+@click.command()
+@config_options()
+@click.option("--run-dir", type=click.Path(path_type=Path), help="Where the run is kept; runs/<name> by default.")
+@click.option("--resume", metavar="latest|STEP", help="Continue the run from its newest checkpoint, or from a step's.")
+@click.option("--dry-run", is_flag=True, help="Check, prepare, compile, take one step and one eval; leave no run.")
+def command(config_path, overrides, dataset_dirs, eval_dataset_dirs, store_dir, run_dir, resume, dry_run):
+    """Train a run through its phases, or continue one.
+
+    A run remembers the options that changed its config: they need not be given again with --resume.
+    """
+    given = {"overrides": overrides, "dataset_dirs": dataset_dirs, "eval_dataset_dirs": eval_dataset_dirs}
+    config = load_config(config_path, **given)
+    run_dir = run_dir or Path("runs") / config.name
+    if resume is not None and (remembered := RunDirectory(run_dir).command_line()):
+        before = split_options(remembered)
+        config = load_config(config_path, **{key: [*before[key], *given[key]] for key in given})
+
+    from curriculum.train.trainer import Stopped, train
+    from curriculum.train.trainer import dry_run as run_dry
+
+    if dry_run:
+        done = run_dry(config, store_dir=store_dir)
+        evals = " | ".join(f"{name} {loss:.4f}" for name, loss in done["eval_losses"].items())
+        click.echo(
+            f"dry run of {config.name}: {done['num_parameters']:,} parameters, {done['total_steps']} steps planned\n"
+            f"  first step {done['first_step_s']:.2f} s, loss {done['loss']:.4f} | first eval "
+            f"{done['first_eval_s']:.2f} s, {evals}\n"
+            f"  peak memory {done['peak_memory_gb']:.2f} GB; no run was written"
+        )
+        return
+    try:
+        train(config, run_dir, resume=resume, store_dir=store_dir)
+    except Stopped as stopped:
+        click.echo(f"{stopped}; go on with --resume latest", err=True)
+        sys.exit(128 + stopped.signal_number)

@@ -1,0 +1,1 @@
+"""The language model: its shapes (presets) and its arrays (transformer)."""

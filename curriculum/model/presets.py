@@ -1,0 +1,223 @@
+"""Model shapes: what a decoder can be, the named presets, and the config section that picks one.
+
+Nothing here imports jax, so that a plan can be printed without it.
+"""
+
+from dataclasses import asdict, dataclass, fields
+from difflib import get_close_matches
+from typing import ClassVar, Literal
+
+from curriculum.errors import InputError
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The architecture of a decoder-only transformer; it never changes within a run.
+
+    `n_kv_head` below `n_head` is grouped-query attention (arXiv:2305.13245); a head is d_model / n_head wide.
+    `d_ff` is the inner width of the feed-forward, the same for swiglu (three matrices) and gelu (two).
+    `max_seq_len` bounds the positions: a table of that many for learned, a promise for rope. `bias` covers
+    every linear layer and layernorm; rmsnorm has none. `rope_theta` is read for rope only.
+    """
+
+    vocab_size: int
+    n_layer: int
+    n_head: int
+    n_kv_head: int
+    d_model: int
+    d_ff: int
+    max_seq_len: int
+    pos_encoding: Literal["rope", "learned"] = "rope"
+    mlp_type: Literal["swiglu", "gelu"] = "swiglu"
+    norm_type: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    bias: bool = False
+    tie_embeddings: bool = True
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+
+    @property
+    def head_width(self) -> int:
+        """K, the width of one head."""
+        return self.d_model // self.n_head
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """The `model` section of a config: a preset, single fields, or a preset with fields overridden.
+
+    Without a preset n_layer, n_head, d_model, d_ff and max_seq_len are needed, and the rest has ModelConfig's
+    defaults. `n_kv_head` left out follows n_head wherever the preset's heads are not grouped. `vocab_size` left
+    out is the tokenizer's; a larger one pads the embedding.
+    """
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    preset: str | None = None
+    """A named shape: tiny, gpt2-124m, llama-360m, llama-1b."""
+    vocab_size: int | None = None
+    """Rows of the embedding; by default the tokenizer's ids, and never fewer."""
+    n_layer: int | None = None
+    """Blocks."""
+    n_head: int | None = None
+    """Query heads; a divisor of d_model."""
+    n_kv_head: int | None = None
+    """Key and value heads; a divisor of n_head."""
+    d_model: int | None = None
+    """Width of the residual stream."""
+    d_ff: int | None = None
+    """Inner width of the feed-forward."""
+    max_seq_len: int | None = None
+    """Most positions of a sequence."""
+    pos_encoding: Literal["rope", "learned"] | None = None
+    """Rotated queries and keys, or a learned table added to the embedding."""
+    mlp_type: Literal["swiglu", "gelu"] | None = None
+    """Feed-forward: gated, or gelu in its tanh form."""
+    norm_type: Literal["rmsnorm", "layernorm"] | None = None
+    """Norm before each part of a block and before the head."""
+    bias: bool | None = None
+    """Biases in linear layers and layernorms."""
+    tie_embeddings: bool | None = None
+    """The head is the embedding's transpose."""
+    rope_theta: float | None = None
+    """Base of rope's wavelengths."""
+    norm_eps: float | None = None
+    """Added to the variance in a norm."""
+
+
+PRESETS = {
+    "tiny": ModelConfig(
+        vocab_size=4096, n_layer=4, n_head=4, n_kv_head=2, d_model=128, d_ff=256, max_seq_len=1024
+    ),
+    # GPT-2 small, as released: 124,439,808 parameters.
+    "gpt2-124m": ModelConfig(
+        vocab_size=50257,
+        n_layer=12,
+        n_head=12,
+        n_kv_head=12,
+        d_model=768,
+        d_ff=3072,
+        max_seq_len=1024,
+        pos_encoding="learned",
+        mlp_type="gelu",
+        norm_type="layernorm",
+        bias=True,
+    ),
+    # The shape of SmolLM2-360M.
+    "llama-360m": ModelConfig(
+        vocab_size=49152,
+        n_layer=32,
+        n_head=15,
+        n_kv_head=5,
+        d_model=960,
+        d_ff=2560,
+        max_seq_len=8192,
+        rope_theta=100_000.0,
+    ),
+    # The shape of Llama-3.2-1B; its 131,072 positions come from stretched frequencies, 8,192 is what it was
+    # trained with before them.
+    "llama-1b": ModelConfig(
+        vocab_size=128256,
+        n_layer=16,
+        n_head=32,
+        n_kv_head=8,
+        d_model=2048,
+        d_ff=8192,
+        max_seq_len=8192,
+        rope_theta=500_000.0,
+    ),
+}
+
+_SIZES = ("n_layer", "n_head", "n_kv_head", "d_model", "d_ff", "max_seq_len")
+_NEEDED_WITHOUT_PRESET = ("n_layer", "n_head", "d_model", "d_ff", "max_seq_len")
+
+
+def model_problems(section: ModelSection, vocab_size: int | None = None) -> list[tuple[str, str]]:
+    """Everything wrong with a `model` section, as (field, what was got, what is expected, how to mend it).
+
+    Empty when the section resolves. `vocab_size` is the tokenizer's, None where it is not known yet.
+    """
+    if section.preset is not None and section.preset not in PRESETS:
+        near = get_close_matches(section.preset, PRESETS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return [("preset", f"no such preset: {section.preset!r}{hint} (presets: {', '.join(PRESETS)})")]
+    given = _merged(section)
+    problems = [
+        (name, f"missing; without a preset it has to be given (presets: {', '.join(PRESETS)})")
+        for name in _NEEDED_WITHOUT_PRESET
+        if name not in given
+    ]
+
+    for name in (*_SIZES, "vocab_size"):
+        size = getattr(section, name)
+        if size is not None and size < 1:
+            problems.append((name, f"got {size}, expected a positive integer"))
+    for name in ("rope_theta", "norm_eps"):
+        number = getattr(section, name)
+        if number is not None and not 0 < number < float("inf"):
+            problems.append((name, f"got {number}, expected a positive finite number"))
+    if vocab_size is not None and section.vocab_size is not None and section.vocab_size < vocab_size:
+        problems.append(
+            (
+                "vocab_size",
+                f"got {section.vocab_size}, expected at least the tokenizer's {vocab_size}; leave it out to take "
+                "the tokenizer's",
+            )
+        )
+    if problems:
+        return problems
+
+    n_head, n_kv_head, d_model = given["n_head"], given["n_kv_head"], given["d_model"]
+    if d_model % n_head:
+        problems.append(("n_head", f"got {n_head}, expected a divisor of d_model {d_model}"))
+    elif given.get("pos_encoding", "rope") == "rope" and d_model // n_head % 2:
+        problems.append(
+            (
+                "n_head",
+                f"got {n_head} for d_model {d_model}, a head width of {d_model // n_head}; rope turns pairs and "
+                "expects an even one: change n_head or d_model, or set pos_encoding: learned",
+            )
+        )
+    if n_head % n_kv_head:
+        problems.append(("n_kv_head", f"got {n_kv_head}, expected a divisor of n_head {n_head}"))
+    return problems
+
+
+def resolve_model(section: ModelSection, vocab_size: int) -> ModelConfig:
+    """The architecture that a `model` section names, for a tokenizer of `vocab_size` ids.
+
+    Raises InputError with one problem a line, each headed by `model.<field>`.
+    """
+    problems = model_problems(section, vocab_size)
+    if problems:
+        raise InputError(*(f"model.{name}: {message}" for name, message in problems))
+    return ModelConfig(**({"vocab_size": vocab_size} | _merged(section)))
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Trained numbers of the model, tied embeddings counted once."""
+    kv_width = config.n_kv_head * config.head_width
+    d_model, d_ff = config.d_model, config.d_ff
+
+    attention = 2 * d_model * d_model + 2 * d_model * kv_width
+    attention_bias = 2 * d_model + 2 * kv_width
+    mlp = (3 if config.mlp_type == "swiglu" else 2) * d_model * d_ff
+    mlp_bias = (2 if config.mlp_type == "swiglu" else 1) * d_ff + d_model
+    norm = d_model * (2 if config.norm_type == "layernorm" and config.bias else 1)
+
+    block = attention + mlp + 2 * norm + (attention_bias + mlp_bias if config.bias else 0)
+    embeddings = config.vocab_size * d_model * (1 if config.tie_embeddings else 2)
+    positions = config.max_seq_len * d_model if config.pos_encoding == "learned" else 0
+    return embeddings + positions + config.n_layer * block + norm
+
+
+def _merged(section: ModelSection) -> dict[str, int | float | str | bool]:
+    """The fields that the section settles: its own over its preset's, vocab_size only where it is its own."""
+    own = {field.name: getattr(section, field.name) for field in fields(section) if field.name != "preset"}
+    own = {name: setting for name, setting in own.items() if setting is not None}
+    base = {}
+    if section.preset is not None:
+        base = asdict(PRESETS[section.preset])
+        del base["vocab_size"]
+    if base.get("n_head") == base.get("n_kv_head") and "n_head" in own:
+        base["n_kv_head"] = own["n_head"]
+    return base | own

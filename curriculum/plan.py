@@ -1,0 +1,187 @@
+"""The plan of a run, before anything is trained: who gets what, when, and what to beware of. No jax, no preparing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from curriculum.config import Config
+from curriculum.data.corpus import find_sizes
+from curriculum.model.presets import num_parameters, resolve_model
+from phases.batches import epoch_tokens
+from phases.lr import learning_rate
+from phases.schedule import Schedule, ScheduleError, SourceSupply, resolve
+
+DEFAULT_STORE_DIR = ".curriculum"
+# Muennighoff et al. 2023, arXiv:2305.16264: repeating a source up to 4 times is worth nearly as much as fresh data.
+MAX_EPOCHS_WORTH_FRESH = 4
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One source in one phase. Epochs and the first repeated step are None while the source's size is unknown."""
+
+    phase: str
+    source: str
+    start: int
+    end: int
+    share_asked: float
+    share_given: float
+    tokens: int
+    epochs_so_far: float | None
+    first_repeat_step: int | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `curriculum plan` shows. `rates` are (step, learning rate of that update) at every boundary."""
+
+    name: str
+    total_steps: int
+    tokens_per_step: int
+    total_tokens: int
+    num_parameters: int | None
+    phases: tuple[dict[str, Any], ...]
+    rows: tuple[PlanRow, ...]
+    rates: tuple[tuple[int, float], ...]
+    sources: dict[str, dict[str, Any]]
+    warnings: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def resolve_schedule(config: Config, num_tokens: Mapping[str, int | None]) -> Schedule:
+    """The config's phases as segments, for streams of `num_tokens` (None: not prepared). Raises InputError."""
+    seq_len = config.train.seq_len
+    problems = [
+        (f"sources.{name}", f"holds {n:,} training tokens, expected at least one sequence of {seq_len} + 1")
+        for name, n in num_tokens.items()
+        if n is not None and epoch_tokens(n, seq_len) == 0 and any(p.mixture.get(name) for p in config.phases)
+    ]
+    if problems:
+        raise config.error(problems)
+    supplies = {
+        name: SourceSupply(
+            None if num_tokens[name] is None else epoch_tokens(num_tokens[name], seq_len),
+            source.max_epochs,
+            source.on_exhaust,
+        )
+        for name, source in config.sources.items()
+    }
+    try:
+        return resolve(
+            config.phases,
+            supplies,
+            config.optim,
+            total_steps=config.train.steps,
+            batch_size=config.train.batch_size,
+            seq_len=seq_len,
+        )
+    except ScheduleError as error:
+        raise config.error(error.problems) from None
+
+
+def plan(config: Config, *, store_dir: str | Path = DEFAULT_STORE_DIR) -> Plan:
+    """Resolve the whole run from the config and the sizes of what is already prepared. Raises InputError."""
+    sizes = find_sizes(config, store_dir)
+    schedule = resolve_schedule(config, sizes.num_tokens)
+    seq_len, batch_size = config.train.seq_len, config.train.batch_size
+    epochs_of = {n: None if t is None else epoch_tokens(t, seq_len) for n, t in sizes.num_tokens.items()}
+    vocab_size = sizes.vocab_size
+    model = None if vocab_size is None else resolve_model(config.model, vocab_size)
+
+    rows, warnings = [], list(schedule.warnings) + list(sizes.warnings)
+    for phase, start, end in schedule.phase_bounds:
+        before, after = schedule.drawn(start), schedule.drawn(end)
+        total = sum(after.values()) - sum(before.values())
+        asked = _shares_asked(schedule, phase)
+        for name in sorted(asked, key=lambda n: list(config.sources).index(n)):
+            size = epochs_of[name]
+            rows.append(
+                PlanRow(
+                    phase=phase,
+                    source=name,
+                    start=start,
+                    end=end,
+                    share_asked=asked[name],
+                    share_given=(after[name] - before[name]) / total,
+                    tokens=after[name] - before[name],
+                    epochs_so_far=None if size is None else after[name] / size,
+                    first_repeat_step=None if size is None else _first_repeat(schedule, phase, name, size),
+                )
+            )
+    drawn = schedule.drawn(schedule.total_steps)
+    for name, size in epochs_of.items():
+        if size is not None and drawn[name] > MAX_EPOCHS_WORTH_FRESH * size:
+            warnings.append(
+                f"{name} is read {drawn[name] / size:.1f} times; above {MAX_EPOCHS_WORTH_FRESH} epochs repeated data is "
+                "worth less and less (93 % of fresh data at 4 epochs, 66 % at 16: arXiv:2305.16264)"
+            )
+    unknown = [name for name, size in epochs_of.items() if size is None]
+    if unknown:
+        warnings.append(f"not prepared yet, so epochs are unknown: {', '.join(unknown)} (run `curriculum prepare`)")
+    last = schedule.lr[-1]
+    falls = [p for p in schedule.lr if p.last < p.first]
+    if last.last == last.first and falls and falls[-1].start + falls[-1].steps < schedule.total_steps:
+        ended = falls[-1].start + falls[-1].steps
+        warnings.append(
+            f"the learning rate stops decaying at step {ended}, {schedule.total_steps - ended} steps before the end"
+        )
+    bounds = [start for _, start, _ in schedule.phase_bounds] + [schedule.total_steps - 1]
+    rates = tuple((step, float(learning_rate(schedule.lr, step))) for step in dict.fromkeys(bounds))
+    return Plan(
+        name=config.name,
+        total_steps=schedule.total_steps,
+        tokens_per_step=batch_size * seq_len,
+        total_tokens=batch_size * seq_len * schedule.total_steps,
+        num_parameters=None if model is None else num_parameters(model),
+        phases=describe_phases(schedule),
+        rows=tuple(rows),
+        rates=rates,
+        sources={n: {"tokens_per_epoch": epochs_of[n], **sizes.details.get(n, {})} for n in config.sources},
+        warnings=tuple(warnings),
+    )
+
+
+def describe_phases(schedule: Schedule) -> tuple[dict[str, Any], ...]:
+    """Each phase with its bounds, the mixture it ends in and its ramp, as the record keeps it."""
+    phases = []
+    for name, start, end in schedule.phase_bounds:
+        segment = schedule.segment_at(start)
+        ramp_steps = 0 if segment.ramp is None else segment.ramp.steps
+        phases.append({"name": name, "start": start, "end": end, "mixture": segment.mixture, "ramp_steps": ramp_steps})
+    return tuple(phases)
+
+
+def _shares_asked(schedule: Schedule, phase: str) -> dict[str, float]:
+    """Exact mean proportion of each source over a phase, its ramp included."""
+    steps, total = 0, {}
+    for segment in (s for s in schedule.segments if s.phase == phase):
+        length = segment.end - segment.start
+        moved = float(length)
+        before = segment.mixture
+        if segment.ramp is not None:
+            progress = segment.ramp.progress[:length]
+            moved, before = float(progress.sum()) + length - len(progress), segment.ramp.from_mixture
+        for name in segment.mixture.keys() | before.keys():
+            share = moved * segment.mixture.get(name, 0.0) + (length - moved) * before.get(name, 0.0)
+            total[name] = total.get(name, 0.0) + share
+        steps += length
+    return {name: share / steps for name, share in total.items()}
+
+
+def _first_repeat(schedule: Schedule, phase: str, name: str, epoch: int) -> int | None:
+    """The first update of a phase that reads something of the source again; None if none does."""
+    for segment in (s for s in schedule.segments if s.phase == phase):
+        if segment.drawn(segment.end)[name] <= max(epoch, segment.cursors[name]):
+            continue
+        low, high = segment.start, segment.end  # drawn(high) is beyond one epoch; find the first such step
+        while high - low > 1:
+            middle = (low + high) // 2
+            beyond = segment.drawn(middle)[name] > max(epoch, segment.cursors[name])
+            low, high = (low, middle) if beyond else (middle, high)
+        return high - 1
+    return None

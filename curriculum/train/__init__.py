@@ -1,0 +1,1 @@
+"""Training: the step, the optimizer and what surrounds them."""

@@ -1,0 +1,109 @@
+"""Checkpoints: parameters, the rest of the training state, and the run's ledger as JSON, saved in the background."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from curriculum.errors import InputError
+from curriculum.train.step import TrainState
+
+
+class Checkpoints:
+    """The checkpoints of one run directory, the newest `keep` of them.
+
+    A step's folder holds `params` (restorable alone), `train` (optimizer state and accumulators) and `ledger`
+    (plain JSON: segments, consumption, the record's offsets). A save that was interrupted leaves no step behind.
+    """
+
+    def __init__(self, directory: Path, keep: int = 1):
+        self.directory = Path(directory).absolute()
+        self._manager = ocp.CheckpointManager(
+            self.directory,
+            item_names=("params", "train", "ledger"),
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=keep, enable_async_checkpointing=True, cleanup_tmp_directories=True
+            ),
+        )
+
+    def steps(self) -> list[int]:
+        """Steps that can be restored, ascending."""
+        return sorted(s for s in self._manager.all_steps() if (self.directory / str(s) / "ledger").is_dir())
+
+    def save(self, state: TrainState, ledger: dict[str, Any]) -> None:
+        """Start saving the state as of its step. Raises RuntimeError when it would not be saved.
+
+        A failure of the save before, in the background, is raised here.
+        """
+        step = int(state.step)
+        rest = {"opt_state": state.opt_state, "window": state.window, "skipped": state.skipped_updates}
+        started = self._manager.save(
+            step,
+            args=ocp.args.Composite(
+                params=ocp.args.StandardSave(state.params),
+                train=ocp.args.StandardSave(rest),
+                ledger=ocp.args.JsonSave(ledger),
+            ),
+        )
+        if not started:
+            raise RuntimeError(
+                f"{self.directory}: step {step} was not saved: steps {self.steps()} are there already; "
+                "move the later ones away"
+            )
+
+    def ledger(self, step: int) -> dict[str, Any]:
+        """The ledger of a step. Raises InputError for a step that is not there."""
+        self._check(step)
+        return self._manager.restore(step, args=ocp.args.Composite(ledger=ocp.args.JsonRestore()))["ledger"]
+
+    def restore(self, step: int, like: TrainState) -> TrainState:
+        """The state of a step, with the shapes, types and placement of `like`, whose values do not matter."""
+        self._check(step)
+        rest = {"opt_state": like.opt_state, "window": like.window, "skipped": like.skipped_updates}
+        restored = self._manager.restore(
+            step,
+            args=ocp.args.Composite(
+                params=ocp.args.StandardRestore(_abstract(like.params)),
+                train=ocp.args.StandardRestore(_abstract(rest)),
+            ),
+        )
+        rest = restored["train"]
+        saved_step = jax.device_put(jax.numpy.int32(step), like.step.sharding)
+        return TrainState(restored["params"], rest["opt_state"], saved_step, rest["window"], rest["skipped"])
+
+    def restore_params(self, step: int, like: Any) -> Any:
+        """The parameters of a step alone; nothing else is read."""
+        self._check(step)
+        args = ocp.args.Composite(params=ocp.args.StandardRestore(_abstract(like)))
+        return self._manager.restore(step, args=args)["params"]
+
+    def set_aside_after(self, step: int) -> None:
+        """Move the steps after `step` to `superseded/` beside the checkpoints: the run goes another way from here."""
+        later = [s for s in self._manager.all_steps() if s > step]
+        for s in later:
+            target = self.directory.parent / "superseded" / str(s)
+            target.parent.mkdir(exist_ok=True)
+            shutil.rmtree(target, ignore_errors=True)
+            (self.directory / str(s)).rename(target)
+        if later:
+            self._manager.reload()
+
+    def wait(self) -> None:
+        """Return once every save has reached the disk. Raises what made one fail."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        self._manager.close()
+
+    def _check(self, step: int) -> None:
+        if step not in (steps := self.steps()):
+            there = ", ".join(map(str, steps)) or "none"
+            raise InputError(f"{self.directory}: no checkpoint of step {step}; there are: {there}")
+
+
+def _abstract(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)

@@ -1,0 +1,143 @@
+"""What a checkpoint remembers of the run beside its arrays, and whether a config may go on from there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from curriculum.config import PRIMARY, Config
+from curriculum.data.corpus import Corpus
+from curriculum.errors import InputError
+from evalsets.metrics import Summary, WindowResults
+from phases.batches import DataPlan
+from phases.schedule import first_difference, segments_from_json, segments_to_json
+
+
+@dataclass(frozen=True)
+class History:
+    """What the end of a run tells of its course; it goes into every checkpoint."""
+
+    started_at: str
+    eval_sets: tuple[str, ...] = ()
+    train_loss: float | None = None
+    val_loss: float | None = None
+    best_val_loss: float | None = None
+    best_val_step: int | None = None
+
+    @staticmethod
+    def begin() -> History:
+        return History(datetime.now().astimezone().isoformat(timespec="seconds"))
+
+    @staticmethod
+    def of(saved: Mapping[str, Any]) -> History:
+        return History(**{**saved["history"], "eval_sets": tuple(saved["history"]["eval_sets"])})
+
+    def with_eval(self, step: int, summaries: Mapping[str, Summary]) -> History:
+        """After an eval. Every set that was ever measured is remembered, so that an added one can be told."""
+        history = replace(self, eval_sets=tuple(dict.fromkeys((*self.eval_sets, *summaries))))
+        if PRIMARY not in summaries:
+            return history
+        loss = summaries[PRIMARY].loss
+        if self.best_val_loss is None or loss < self.best_val_loss:
+            history = replace(history, best_val_loss=loss, best_val_step=step)
+        return replace(history, val_loss=loss)
+
+    def with_row(self, row: Mapping[str, Any]) -> History:
+        """After a metrics row."""
+        return replace(self, train_loss=row["loss"])
+
+
+def entry(
+    config: Config,
+    corpus: Corpus,
+    plan: DataPlan,
+    model: Mapping[str, Any],
+    step: int,
+    history: History,
+    *,
+    offsets: Mapping[str, int],
+    elapsed_s: float,
+) -> dict[str, Any]:
+    """The ledger of a checkpoint, as plain JSON."""
+    drawn = plan.schedule.drawn(step)
+    return {
+        "step": step,
+        "seed": config.seed,
+        "model": dict(model),
+        "tokenizer": corpus.tokenizer.fingerprint,
+        "segments": segments_to_json(plan.schedule.segments),
+        "sources": {
+            name: {"tokens_drawn": drawn[name], "stream": corpus.details[name]["stream"]} for name in plan.sources
+        },
+        "history": asdict(history),
+        "offsets": dict(offsets),
+        "elapsed_s": round(elapsed_s, 3),
+    }
+
+
+def check_past(
+    saved: Mapping[str, Any], config: Config, corpus: Corpus, plan: DataPlan, model: Mapping[str, Any]
+) -> None:
+    """Raise InputError where the config would change what has been trained: the past is what the ledger says."""
+    step = saved["step"]
+    problems: list[tuple[str, str]] = []
+    if config.seed != saved["seed"]:
+        problems.append(("seed", f"got {config.seed}, but the run was trained with {saved['seed']}"))
+    if dict(model) != saved["model"]:
+        changed = [k for k in model if model[k] != saved["model"].get(k)]
+        got = ", ".join(f"{k} {model[k]} (was {saved['model'].get(k)})" for k in changed)
+        problems.append(("model", f"the architecture of a run cannot change: {got}"))
+    if corpus.tokenizer.fingerprint != saved["tokenizer"]:
+        problems.append(
+            ("tokenizer", "is not the one that the run was trained with; restore it, or start a new --run-dir")
+        )
+    for name, source in saved["sources"].items():
+        if source["tokens_drawn"] == 0:
+            continue
+        if name not in corpus.details:
+            problems.append(
+                ("sources", f"{name} is gone, but {source['tokens_drawn']:,} of its tokens were trained on")
+            )
+        elif corpus.details[name]["stream"] != source["stream"]:
+            problems.append(
+                (f"sources.{name}", "its training text is not what it was when the run read from it; restore it")
+            )
+    if config.train.steps < step and not problems:
+        problems.append(("train.steps", f"got {config.train.steps}, but {step} steps are trained already"))
+    if not problems:
+        old = segments_from_json(saved["segments"])
+        new = plan.schedule.segments
+        changed_at = first_difference(_of_sources(old, plan.sources), new, step)
+        if changed_at is not None:
+            message = (
+                f"this config would change the data or the learning rate of step {changed_at}, which is trained "
+                f"already (the checkpoint is at step {step}); change only what lies after it"
+            )
+            problems.append(("phases", message))
+    if problems:
+        raise config.error(problems)
+
+
+def _of_sources(segments, sources: Iterable[str]):
+    """Segments as they would be with these sources declared: one that was never drawn from may come or go."""
+    return [replace(s, cursors={name: s.cursors.get(name, 0) for name in sources}) for s in segments]
+
+
+def write_results(path: Path, results: Mapping[str, WindowResults]) -> None:
+    """Every window's sums of one eval, as `<set>.<field>` arrays of an .npz file, replaced at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    arrays = {
+        f"{name}.{field.removesuffix('_N')}": array
+        for name, result in results.items()
+        for field, array in result._asdict().items()
+    }
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "wb") as file:
+        np.savez_compressed(file, **arrays)
+    os.replace(temporary, path)

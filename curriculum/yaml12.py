@@ -1,0 +1,188 @@
+"""YAML 1.2 scalars, strictly: `3e-4` is a number, `on` is text, and every value knows its line and column."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+
+import yaml
+
+from curriculum.errors import InputError
+
+_MAX_NODES = 100_000  # aliases can make a file of a few lines expand without end
+_TAG = "tag:yaml.org,2002:"
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+    """A safe loader that resolves plain scalars by YAML 1.2's core schema."""
+
+    yaml_implicit_resolvers: dict = {}
+
+
+_INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+_WORDS = dict.fromkeys(("", "~", "null", "Null", "NULL"))
+_WORDS |= dict.fromkeys(("true", "True", "TRUE"), True) | dict.fromkeys(("false", "False", "FALSE"), False)
+
+
+@dataclass
+class Origin:
+    """Where each value of a config came from: a place in its file, or an option of the command line."""
+
+    file: str = "config"
+    text: str | None = None
+    positions: dict[str, tuple[int, int]] = field(default_factory=dict)
+    options: dict[str, str] = field(default_factory=dict)
+
+    def given_by(self, path: str, option: str) -> None:
+        """Remember the option that set a path; the last one for a path counts, in its place of the order."""
+        self.options.pop(path, None)
+        self.options[path] = option
+
+    def place(self, path: str) -> str:
+        """`file:line:column` of a path such as `phases[1].mixture.web`, of its nearest known parent if it is missing."""
+        here = path
+        while True:
+            if here in self.options:
+                return self.options[here]
+            if here in self.positions:
+                line, column = self.positions[here]
+                return f"{self.file}:{line}:{column}"
+            if not here:
+                return self.file
+            cut = max(here.rfind("."), here.rfind("["))
+            here = here[: max(cut, 0)]
+
+    def problem(self, path: str, message: str) -> str:
+        return f"{self.place(path)}: {path}: {message}" if path else f"{self.place(path)}: {message}"
+
+    @staticmethod
+    def sort_key(problem: str):
+        """Problems in the order of the file."""
+        match = re.match(r"(.*?):(\d+):(\d+): ", problem)
+        return (0, int(match[2]), int(match[3])) if match else (1, 0, 0)
+
+
+def read_yaml(path) -> tuple[dict, Origin]:
+    """(plain data, its origin) of a YAML file. Raises InputError with file:line:column."""
+    origin = Origin(str(path))
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file; expected the path of a YAML config") from None
+    except IsADirectoryError:
+        raise InputError(f"{path}: is a directory; expected the path of a YAML config") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: byte {error.start}: not UTF-8; expected a YAML text file") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read: {error}") from None
+    origin.text = text
+    data = _parse(text, origin)
+    if data is None:
+        raise InputError(f"{path}: is empty; expected a YAML config with sources, phases, evalsets and train")
+    return data, origin
+
+
+def read_override(data: dict, origin: Origin, override: str) -> None:
+    """Put `a.b[0].c=value` into data; the value is read as YAML."""
+    option = f"--set {override}"
+    path, equals, text = override.partition("=")
+    parts = [p for p in re.split(r"[.\[\]]+", path.strip()) if p]
+    if not equals or not parts:
+        raise InputError(f"{option}: expected KEY=VALUE such as train.steps=100")
+    value = _parse(text, Origin(option))
+    here, dotted = data, ""
+    for depth, part in enumerate(parts):
+        if isinstance(here, list):
+            if not part.isdigit() or int(part) >= len(here):
+                raise InputError(f"{option}: {dotted} has {len(here)} entries (0 to {len(here) - 1}), got {part!r}")
+            key, dotted = int(part), f"{dotted}[{part}]"
+        elif isinstance(here, dict):
+            key, dotted = part, f"{dotted}.{part}" if dotted else part
+        else:
+            raise InputError(f"{option}: {dotted} is {here!r}, expected a section to look up {part!r} in")
+        if depth == len(parts) - 1:
+            here[key] = value
+        else:
+            here = here.setdefault(key, {}) if isinstance(here, dict) else here[key]
+    origin.given_by(dotted, option)
+
+
+def _parse(text: str, origin: Origin):
+    def fail(mark, message):
+        place = f"{origin.file}:{mark.line + 1}:{mark.column + 1}" if mark else origin.file
+        raise InputError(f"{place}: {message}")
+
+    loader = None
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+    except yaml.MarkedYAMLError as error:
+        what = " ".join(filter(None, [error.context, error.problem]))
+        fail(error.problem_mark or error.context_mark, f"not YAML: {what}")
+    except yaml.YAMLError as error:
+        fail(None, f"not YAML: {' '.join(str(error).split())}")
+    except RecursionError:
+        fail(None, "not YAML that can be read: nested too deeply")
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+    count = 0
+    parents: set[int] = set()
+
+    def convert(node, path):
+        nonlocal count
+        count += 1
+        if count > _MAX_NODES:
+            fail(node.start_mark, f"expands to more than {_MAX_NODES:,} values; are aliases nested?")
+        if id(node) in parents:
+            fail(node.start_mark, "an alias contains itself")
+        origin.positions.setdefault(path, (node.start_mark.line + 1, node.start_mark.column + 1))
+        if isinstance(node, yaml.ScalarNode):
+            return scalar(node)
+        if node.tag not in (_TAG + "map", _TAG + "seq"):
+            fail(node.start_mark, f"got the tag {node.tag!r}, expected plain YAML without tags")
+        parents.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            value = [convert(item, f"{path}[{i}]") for i, item in enumerate(node.value)]
+        else:
+            value = {}
+            for key_node, item in node.value:
+                if not isinstance(key_node, yaml.ScalarNode):
+                    fail(key_node.start_mark, "got a collection as a key, expected text")
+                key = key_node.value
+                mark = key_node.start_mark
+                if key in value:
+                    fail(mark, f"the key {key!r} stands twice in this mapping")
+                below = f"{path}.{key}" if path else key
+                origin.positions[below] = (mark.line + 1, mark.column + 1)
+                value[key] = convert(item, below)
+        parents.remove(id(node))
+        return value
+
+    def scalar(node):
+        text = node.value
+        if node.tag != _TAG + "str":
+            fail(node.start_mark, f"got the tag {node.tag!r}, expected plain YAML without tags")
+        if node.style in ("'", '"', "|", ">"):  # quoted, or a block
+            return text
+        if text in _WORDS:
+            return _WORDS[text]
+        if _INT.fullmatch(text):
+            if len(text) > 40:
+                fail(node.start_mark, f"got an integer of {len(text)} digits, expected at most 40")
+            return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+        if _FLOAT.fullmatch(text):
+            value = float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+            if not math.isfinite(value):
+                fail(node.start_mark, f"got {text}, expected a finite number")
+            return value
+        return text
+
+    try:
+        return None if node is None else convert(node, "")
+    except RecursionError:
+        fail(None, "not YAML that can be read: nested too deeply")

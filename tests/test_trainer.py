@@ -1,0 +1,338 @@
+"""Whole runs: record, resume after kill -9, evals without a trace on training, accumulation, switches."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from curriculum.config import build_config
+from curriculum.errors import InputError
+from curriculum.run import load_run
+from curriculum.train.checkpoint import Checkpoints
+from curriculum.train.trainer import train
+
+CLOCK_FIELDS = {
+    "timestamp", "elapsed_s", "eval_duration_s", "tokens_per_sec", "step_time_s", "peak_memory_gb", "started_at",
+    "first_step_compile_time_s", "switch_stall_s", "total_elapsed_s", "steps_per_sec",
+}  # fmt: skip
+
+WORDS = {
+    "web": "the quick brown fox jumps over a lazy dog while rain falls on quiet green hills".split(),
+    "code": "def return for while if else class import lambda yield ( ) [ ] { } : = + -".split(),
+    "law": "whereas the party of first part shall pursuant hereto section clause provided that".split(),
+}
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """Three sources of 120 documents each, made from word lists by a fixed seed."""
+    folder = tmp_path_factory.mktemp("corpus")
+    rng = np.random.default_rng(0)
+    for name, words in WORDS.items():
+        lines = [json.dumps({"text": " ".join(rng.choice(words, int(rng.integers(20, 90))))}) for _ in range(120)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def config_data(corpus, **changes):
+    """A run of 60 steps over three phases; `changes` are `section__key=value`."""
+    data = {
+        "name": "test",
+        "tokenizer": {"kind": "byte"},
+        "model": {"preset": "tiny", "n_layer": 1, "d_model": 32, "n_head": 2, "n_kv_head": 1, "d_ff": 48},
+        "sources": {name: {"path": str(corpus / f"{name}.jsonl"), "held_out": "10%"} for name in WORDS},
+        "phases": [
+            {"name": "foundation", "until": 20, "mixture": {"web": 0.8, "code": 0.2}},
+            {"name": "bridge", "until": 40, "mixture": {"web": 0.4, "code": 0.2, "law": 0.4}, "ramp_steps": 15},
+            {"name": "domain", "until": "end", "mixture": {"law": 0.9, "web": 0.1}, "lr": {"decay_steps": 10}},
+        ],
+        "evalsets": {
+            "every": 10,
+            "primary": {"held_out_of": "web"},
+            "sets": {"code": {"held_out_of": "code", "every": 20}, "law": {"held_out_of": "law", "max_sequences": 9}},
+        },
+        "train": {"steps": 60, "batch_size": 8, "seq_len": 32},
+        "optim": {"lr": 3e-3, "warmup_steps": 5, "decay_steps": 10},
+        "checkpoint": {"every": 5, "keep": 3},
+        "logging": {"every": 3, "tensorboard": False},
+    }
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        if name:
+            data[section][name] = value
+        else:
+            data[section] = value
+    return data
+
+
+def final_state(run_dir: Path):
+    """Every array of the newest checkpoint as bytes."""
+    from orbax.checkpoint import StandardCheckpointer
+
+    step = Checkpoints(run_dir / "checkpoints").steps()[-1]
+    arrays = {}
+    with StandardCheckpointer() as checkpointer:
+        for item in ("params", "train"):
+            restored = checkpointer.restore((run_dir / "checkpoints" / str(step) / item).absolute())
+            _flatten(restored, item, arrays)
+    assert len(arrays) > 20
+    return step, arrays
+
+
+def _flatten(tree, path, out):
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            _flatten(value, f"{path}/{key}", out)
+    elif isinstance(tree, list | tuple):
+        for key, value in enumerate(tree):
+            _flatten(value, f"{path}/{key}", out)
+    elif tree is not None:
+        out[path] = np.asarray(tree).tobytes()
+
+
+def record(run_dir: Path, *, without=("resume",)):
+    """Events and metrics with the fields of clock, speed and memory taken out."""
+    run = load_run(run_dir)
+
+    def plain(rows):
+        return [{k: v for k, v in row.items() if k not in CLOCK_FIELDS} for row in rows]
+
+    events = plain(e for e in run.events if e["event"] not in without)
+    assert events and run.metrics
+    return events, plain(run.metrics)
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory):
+    return tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture(scope="session")
+def whole(corpus, store, tmp_path_factory):
+    """60 steps in one go."""
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    train(build_config(config_data(corpus)), run_dir, store_dir=store)
+    return run_dir
+
+
+KILL = """
+import json, os, signal, sys
+from pathlib import Path
+from curriculum.config import build_config
+from curriculum.train import trainer
+from curriculum.train.feed import Feed
+data, run_dir, store, kill_at, resume = json.loads(sys.argv[1])
+make = Feed.__getitem__
+def killed(self, step):
+    if step == kill_at:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return make(self, step)
+Feed.__getitem__ = killed
+trainer.train(build_config(data), run_dir, resume=resume, store_dir=store)
+"""
+
+
+def train_in_process(data, run_dir, store, kill_at=None, resume=None):
+    arguments = json.dumps([data, str(run_dir), str(store), kill_at, resume])
+    done = subprocess.run([sys.executable, "-c", KILL, arguments], capture_output=True, text=True, timeout=300)
+    assert done.returncode == (-signal.SIGKILL if kill_at is not None else 0), done.stderr[-3000:]
+
+
+def test_killed_and_resumed_equals_one_go(corpus, store, whole, tmp_path):
+    run_dir = tmp_path / "run"
+    data = config_data(corpus)
+    for kill_at, resume in ((7, None), (20, "latest"), (33, "latest"), (None, "latest")):
+        train_in_process(data, run_dir, store, kill_at, resume)
+    assert final_state(run_dir) == final_state(whole)
+    assert record(run_dir) == record(whole)
+    for step in (0, 10, 20, 40, 60):
+        with np.load(run_dir / f"evals/{step}.npz") as mine, np.load(whole / f"evals/{step}.npz") as other:
+            assert mine.files and sorted(mine.files) == sorted(other.files)
+            assert all(np.array_equal(mine[name], other[name]) for name in mine.files)
+    superseded = [json.loads(line) for line in (run_dir / "superseded.jsonl").read_text().splitlines()]
+    assert superseded  # what the kills cut off is kept
+
+
+def test_events_tell_the_run_in_order(whole):
+    events, metrics = record(whole)
+    names = [e["event"] for e in events]
+    assert names[0] == "training_start" and names[-1] == "training_complete" and names.count("training_start") == 1
+    evals = [e["step"] for e in events if e["event"] == "eval"]
+    assert evals == [0, 10, 20, 30, 40, 50, 60]
+    switches = [e for e in events if e["event"] == "phase_switch"]
+    assert [(e["step"], e["from_phase"], e["new_phase"]) for e in switches] == [
+        (20, "foundation", "bridge"),
+        (40, "bridge", "domain"),
+    ]
+    assert switches[0]["consumed"] == {"web": 128 * 32, "code": 32 * 32, "law": 0}
+    at_boundary = [(e["event"], e.get("phase")) for e in events if e["step"] == 20]
+    assert at_boundary == [("eval", "foundation"), ("phase_switch", None), ("checkpoint", None)]
+    due = {e["step"]: set(e) & {"val_loss", "eval_code", "eval_law"} for e in events if e["event"] == "eval"}
+    assert due[10] == {"val_loss", "eval_law"} and due[20] == {"val_loss", "eval_code", "eval_law"}
+    assert [row["step"] for row in metrics] == list(range(3, 61, 3))
+    assert metrics[0]["loss_law"] is None and metrics[-1]["loss_law"] > 0
+    assert metrics[-1]["lr"] == pytest.approx(3e-4)
+    complete = events[-1]
+    assert complete["total_steps"] == 60 and complete["total_tokens"] == 60 * 8 * 32
+    assert complete["final_val_loss"] == [e for e in events if e["event"] == "eval"][-1]["val_loss"]
+    assert complete["best_val_loss"] == min(e["val_loss"] for e in events if e["event"] == "eval")
+
+
+def test_training_learns(whole):
+    losses = dict(load_run(whole).evals())
+    assert losses[0] == pytest.approx(np.log(257), abs=0.1)
+    assert losses[40] < 3.5
+
+
+def test_evals_leave_no_trace_on_training(corpus, store, whole, tmp_path):
+    changed = config_data(corpus, evalsets__every=7, evalsets__sets={})
+    train(build_config(changed), tmp_path / "run", store_dir=store)
+    step, state = final_state(tmp_path / "run")
+    assert (step, state) == final_state(whole)
+    assert record(tmp_path / "run")[1] == record(whole)[1]
+
+
+def test_grad_accum_changes_no_data_and_no_loss(corpus, store, whole, tmp_path):
+    train(build_config(config_data(corpus, train__grad_accum=4)), tmp_path / "run", store_dir=store)
+    rows, expected = record(tmp_path / "run")[1], record(whole)[1]
+    assert len(rows) == 20
+    for row, other in zip(rows, expected, strict=True):
+        # float32 sums in another order; AdamW's division by small second moments magnifies them a little
+        assert row["loss"] == pytest.approx(other["loss"], rel=2e-4)
+        assert row["mixture"] == other["mixture"]
+
+
+def test_a_finished_run_says_so_and_writes_nothing(corpus, store, whole, capsys):
+    def files():
+        return {p: p.stat().st_mtime_ns for p in sorted(whole.rglob("*")) if p.is_file()}
+
+    before = files()
+    complete = train(build_config(config_data(corpus)), whole, resume="latest", store_dir=store)
+    assert complete["event"] == "training_complete" and "is finished" in capsys.readouterr().out
+    assert files() == before and len(before) > 10
+
+
+def test_a_run_directory_in_use_is_refused_without_resume(corpus, store, whole):
+    with pytest.raises(InputError, match="already holds a run; continue it with --resume latest"):
+        train(build_config(config_data(corpus)), whole, store_dir=store)
+
+
+def test_resume_latest_of_nothing_starts_at_step_0(corpus, store, tmp_path):
+    data = config_data(corpus, train__steps=20, phases=config_data(corpus)["phases"][:1])
+    data["phases"][0]["until"] = "end"
+    assert train(build_config(data), tmp_path / "new", resume="latest", store_dir=store)["total_steps"] == 20
+
+
+def test_what_would_change_the_past_is_refused_and_the_future_is_free(corpus, store, tmp_path):
+    run_dir = tmp_path / "run"
+    phases = [
+        {"name": "a", "until": 10, "mixture": {"web": 1.0}},
+        {"name": "b", "until": "end", "mixture": {"code": 1.0}},
+    ]
+    optim = {"lr": 1e-3, "schedule": "constant"}
+    data = config_data(corpus, train__steps=20, phases=phases, optim=optim)
+    train(build_config(data), run_dir, store_dir=store)
+
+    def refused(words, **changes):
+        with pytest.raises(InputError, match=words):
+            train(build_config({**data, **changes}), run_dir, resume="latest", store_dir=store)
+
+    longer = {**data["train"], "steps": 30}
+    refused("of step 10, which is trained", train=longer, phases=[{**phases[0], "until": 12}, phases[1]])
+    refused("of step 0, which", train=longer, phases=[{**phases[0], "mixture": {"web": 1.0, "law": 0.5}}, phases[1]])
+    refused("of step 0, which", train=longer, optim={**optim, "lr": 2e-3})
+    refused("seed: got 7, but the run was trained with 1337", train=longer, seed=7)
+    refused("architecture of a run cannot change", train=longer, model={**data["model"], "n_layer": 2})
+    refused("train.steps: got 15, but 20 steps", train={**data["train"], "steps": 15})
+    refused("tokenizer: is not the one", train=longer, tokenizer={"kind": "char"})
+    refused("sources: code is gone", train=longer, sources={"web": data["sources"]["web"]},
+            phases=[{"name": "a", "until": "end", "mixture": {"web": 1.0}}],
+            evalsets={"primary": {"held_out_of": "web"}})  # fmt: skip
+
+    events = len(load_run(run_dir).events)
+    more = {**data, "train": longer, "phases": [*phases[:1], {**phases[1], "until": 20}, {
+        "name": "c", "until": "end", "mixture": {"law": 1.0}}]}  # fmt: skip
+    more["evalsets"] = {**data["evalsets"], "sets": {**data["evalsets"]["sets"], "late": {"held_out_of": "law"}}}
+    train(build_config(more), run_dir, resume="latest", store_dir=store)
+    after = load_run(run_dir).events
+    assert len(after) > events and after[-1]["total_steps"] == 30
+    assert [e["event"] for e in after].count("training_complete") == 1
+    resumed = next(i for i, e in enumerate(after) if e["event"] == "resume")
+    assert after[resumed]["step"] == 20 and after[resumed + 1]["eval_late"] > 0 and "val_loss" not in after[resumed + 1]
+
+
+def test_resume_at_a_step_sets_later_checkpoints_aside(corpus, store, whole, tmp_path):
+    import shutil
+
+    run_dir = tmp_path / "run"
+    shutil.copytree(whole, run_dir)
+    train(build_config(config_data(corpus)), run_dir, resume=50, store_dir=store)
+    assert final_state(run_dir) == final_state(whole)
+    assert record(run_dir) == record(whole)
+    assert sorted(p.name for p in (run_dir / "superseded").iterdir()) == ["55", "60"]
+    with pytest.raises(InputError, match="no checkpoint of that step; there are: 50, 55, 60"):
+        train(build_config(config_data(corpus)), run_dir, resume=51, store_dir=store)
+
+
+def test_functions_are_traced_once_over_phases_and_sets(corpus, store, tmp_path, monkeypatch):
+    from curriculum.train import trainer
+
+    traces = []
+    forward = trainer.nats_per_token
+
+    def counted(*arguments):
+        traces.append("eval")
+        return forward(*arguments)
+
+    def make_step(*arguments):
+        step = trainer_make_step(*arguments)
+
+        def counted_step(state, batch, lr):
+            traces.append("train")
+            return step(state, batch, lr)
+
+        return counted_step
+
+    trainer_make_step = trainer.make_train_step
+    monkeypatch.setattr(trainer, "nats_per_token", counted)
+    monkeypatch.setattr(trainer, "make_train_step", make_step)
+    data = config_data(corpus, train__steps=40)
+    data["phases"] = [
+        {"name": f"p{i}", "until": 10 * (i + 1), "mixture": {"web": 1.0, "law": i + 0.5}} for i in range(4)
+    ]
+    data["evalsets"]["sets"]["general"] = {"held_out_of": "web", "max_sequences": 3}
+    train(build_config(data), tmp_path / "run", store_dir=store)
+    assert len(load_run(tmp_path / "run").events[0]["evalsets"]) == 4
+    assert sorted(traces) == ["eval", "train"]
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_the_run_goes_on(corpus, store, whole, tmp_path, number, code):
+    import time
+
+    import yaml
+
+    config_path = tmp_path / "config.yaml"
+    config_path.write_text(yaml.safe_dump(config_data(corpus)))
+    command = [str(Path(sys.executable).parent / "curriculum"), "train", str(config_path), "--run-dir",
+               str(tmp_path / "run"), "--store-dir", str(store)]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    if process.returncode == 0:
+        pytest.skip("the run ended before the signal arrived")
+    assert process.returncode == code and "--resume latest" in errors and "Traceback" not in errors
+    done = subprocess.run([*command, "--resume", "latest"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert final_state(tmp_path / "run") == final_state(whole)
+    assert os.path.exists(tmp_path / "run" / "config.yaml")
