@@ -14,8 +14,11 @@ _MAX_NODES = 100_000  # aliases can make a file of a few lines expand without en
 _TAG = "tag:yaml.org,2002:"
 
 
-class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-    """A safe loader that resolves plain scalars by YAML 1.2's core schema."""
+class _Loader(yaml.SafeLoader):
+    """A safe loader that leaves plain scalars to YAML 1.2's core schema.
+
+    The one in Python: a config takes it milliseconds, and libyaml's crashes the process on deep nesting.
+    """
 
     yaml_implicit_resolvers: dict = {}
 
@@ -41,7 +44,7 @@ class Origin:
         self.options[path] = option
 
     def place(self, path: str) -> str:
-        """`file:line:column` of a path such as `phases[1].mixture.web`, of its nearest known parent if it is missing."""
+        """`file:line:column` of a path such as `phases[1].mixture.web`, or of the nearest parent that is there."""
         here = path
         while True:
             if here in self.options:

@@ -6,13 +6,13 @@ the sources. A node that has been given m sequences passes to its left child
     L(m) = round(left child's share at the moment when the node's own share is exactly m)
 
 which is a closed form in m, so any position is found without walking there. A split rounds by at most 1/2, and a
-leaf inherits its ancestors' errors in proportion to its part of them, so that the leaf is never further from its
-exact share than
+leaf inherits its ancestors' errors in proportion to its part of them: in a constant mixture it is never further
+from its exact share than
 
     1/2 x sum over the nodes from the leaf up to the root's child of share(leaf) / share(node).
 
-The tree is built from the leaves up so that this bound stays small for every source, all along a ramp
-(`Quotas.error_bound` tells it: below 2 sequences).
+The tree is built from the leaves up so that this stays small for every source. Along a ramp the shares move, and
+the same sum is kept small at both ends and between them; `Quotas.error_bound` tells its largest value.
 """
 
 from __future__ import annotations

@@ -1,0 +1,197 @@
+"""The config: what is accepted, what is refused, and how it is told."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from curriculum.config import build_config, config_from_json, json_schema, load_config
+from curriculum.errors import InputError
+
+ROOT = Path(__file__).parents[1]
+
+GOOD = """\
+name: example
+sources:
+  web: {path: web.txt, held_out: 10%}
+  law: {path: law.txt, max_epochs: 2}
+phases:
+  - {name: a, until: 50%, mixture: {web: 1}}
+  - {name: b, until: end, mixture: {web: 0.5, law: 0.5}, ramp_steps: 5, lr: {peak: 3e-4, rewarm_steps: 4}}
+evalsets:
+  primary: {held_out_of: web}
+  sets: {law: {path: law.txt, every: 200}}
+train: {steps: 100, batch_size: 8, seq_len: 64}
+optim: {lr: 6e-4}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("web.txt", "law.txt"):
+        Path(name).write_text("some text")
+    return tmp_path
+
+
+def load(text=GOOD, *overrides, **options):
+    Path("c.yaml").write_text(text)
+    return load_config("c.yaml", overrides, **options)
+
+
+def problems(text=GOOD, *overrides, **options):
+    with pytest.raises(InputError) as error:
+        load(text, *overrides, **options)
+    return list(error.value.problems)
+
+
+def test_a_good_config_has_its_values_and_defaults(folder):
+    config = load()
+    assert config.phases[1].lr.peak == 3e-4 and config.optim.lr == 6e-4
+    assert config.train.batch_size == 8 and config.train.grad_accum == 1
+    assert list(config.eval_sources) == ["primary", "law"] and config.eval_seq_len == 64
+    assert config.seed == 1337 and config.model.preset == "tiny"
+
+
+def test_json_round_trip_gives_an_equal_config(folder):
+    config = load()
+    assert config_from_json(json.loads(json.dumps(config.to_json()))) == config
+    assert config.to_json()["optim"]["b2"] == 0.95
+
+
+@pytest.mark.parametrize(
+    "old, new, expected",
+    [
+        ("steps: 100", "stepz: 100", "c.yaml:11:9: train.stepz: no such key; did you mean 'steps'? (keys: batch_size,"),
+        ("steps: 100, ", "", "c.yaml:11:1: train.steps: missing; this key is needed"),
+        ("steps: 100", "steps: ten", 'c.yaml:11:9: train.steps: got "ten", expected an integer'),
+        ("steps: 100", "steps: true", "c.yaml:11:9: train.steps: got true, expected an integer"),
+        ("steps: 100", "steps: 0", "c.yaml:11:9: train.steps: got 0, expected greater than or equal to 1"),
+        ("steps: 100", "steps: 1.5", "c.yaml:11:9: train.steps: got 1.5, expected an integer"),
+        ("lr: 6e-4", "lr: .nan", "c.yaml:12:13: got .nan, expected a finite number"),
+        ("lr: 6e-4", "lr: -1", "c.yaml:12:9: optim.lr: got -1.0, expected a positive learning rate"),
+        ("lr: 6e-4", "b2: 1.0", "c.yaml:12:9: optim.b2: got 1.0, expected 0 or more and below 1"),
+        ("lr: 6e-4", "schedule: wds", "optim.schedule: got \"wds\", expected 'wsd', 'cosine', 'linear' or 'constant' (did"),
+        ("law: 0.5", "lwa: 0.5", "c.yaml:7:47: phases[1].mixture.lwa: no such source; did you mean 'law'?"),
+        ("law: 0.5", "law: x", 'c.yaml:7:47: phases[1].mixture.law: got "x", expected a number'),
+        ("name: b", "name: a", "c.yaml:7:6: phases[1].name: 'a' is already the name of phases[0]"),
+        ("until: 50%", "until: [5]", "c.yaml:6:15: phases[0].until: got [5], expected an integer or text"),
+        ("peak: 3e-4", "peek: 3e-4", "c.yaml:7:78: phases[1].lr.peek: no such key; did you mean 'peak'?"),
+        ("path: web.txt", "path: web.text", "sources.web.path: 'web.text' does not exist; did you mean 'web.txt'?"),
+        ("held_out: 10%", "held_out: 110%", "expected a share such as"),
+        ("max_epochs: 2", "max_epochs: 0", "sources.law.max_epochs: got 0.0, expected more than 0"),
+        ("path: law.txt, max", "path: law.txt, hf: x, max", "sources.law: a source needs exactly one of path and hf"),
+        ("held_out_of: web", "held_out_of: wbe", "evalsets.primary.held_out_of: no such source; did you mean 'web'?"),
+        ("held_out_of: web", "held_out_of: law", "source law holds nothing out; give sources.law a 'held_out' share"),
+        ("{held_out_of: web}", "{}", "evalsets.primary: got none, expected exactly one of"),
+        ("every: 200", "every: 150", "evalsets.sets.law.every: got 150, expected a multiple of evalsets.every (100)"),
+        ("sets: {law:", "sets: {a/b:", "evalsets.sets.a/b: got the name 'a/b', expected letters, digits"),
+        ("sets: {law:", "sets: {law_sem:", "the name 'law_sem' is taken by the record"),
+        ("batch_size: 8", "batch_size: 8, grad_accum: 3", "train.grad_accum: got 3, expected a divisor of train.batch"),
+        ("seq_len: 64", "seq_len: 9999", "train.seq_len: got 9999, expected at most the model's max_seq_len (1024)"),
+        ("name: example", "name: a b", "c.yaml:1:1: name: got 'a b', expected letters"),
+        ("name: example", "nmae: example", "c.yaml:1:1: nmae: no such key; did you mean 'name'?"),
+        ("name: example", "seed: -1", "c.yaml:1:1: seed: got -1, expected greater than or equal to 0"),
+        ("name: example", "model: {preset: tinny}", "model.preset: no such preset: 'tinny'; did you mean 'tiny'?"),
+        ("name: example", "model: {preset: tiny, vocab_size: 100}", "model.vocab_size: got 100, expected at least the"),
+        ("name: example", "tokenizer: {kind: bpe}", "tokenizer: kind bpe needs vocab_size"),
+        ("name: example", "tokenizer: {kind: tiktoken}", "tokenizer: kind tiktoken needs name"),
+        ("name: example", "name: x\nname: y", "c.yaml:2:1: the key 'name' stands twice"),
+        ("name: example", "name: !!python/name:os.system x", "expected plain YAML without tags"),
+        ("name: example", "name: [", "not YAML"),
+        ("name: example", "a: &a [1]\nb: *c", "not YAML"),
+        ("name: example", "? [a]\n: 1", "got a collection as a key"),
+    ],
+)  # fmt: skip
+def test_problems_name_place_and_mending(folder, old, new, expected):
+    assert old in GOOD
+    found = problems(GOOD.replace(old, new, 1))
+    assert any(expected in problem for problem in found), found
+
+
+def test_all_problems_are_told_at_once_in_the_order_of_the_file(folder):
+    text = GOOD.replace("law: 0.5", "lwa: 0.5").replace("steps: 100", "stepz: 100").replace("lr: 6e-4", "lr: -1")
+    found = problems(text)
+    assert [p.split(": ")[1] for p in found] == ["phases[1].mixture.lwa", "train.steps", "train.stepz", "optim.lr"]
+
+
+def test_yaml_1_2_scalars(folder):
+    config = load(GOOD.replace("lr: 6e-4", "lr: 1e-3").replace("name: example", "name: on"))
+    assert config.optim.lr == 1e-3 and config.name == "on"
+
+
+def test_alias_bombs_and_deep_nesting_are_refused(folder):
+    bomb = "a: &a [1,1,1,1,1,1,1,1,1,1]\n" + "".join(
+        f"{chr(98 + i)}: &{chr(98 + i)} [{','.join(['*' + chr(97 + i)] * 10)}]\n" for i in range(8)
+    )
+    assert "are aliases nested" in problems(bomb)[0]
+    assert "alias contains itself" in problems("a: &a [*a]\n")[0]
+    assert "nested too deeply" in problems("[" * 100_000)[0]
+
+
+def test_set_overrides_values_and_is_named_in_problems(folder):
+    config = load(GOOD, "train.steps=40", "phases[0].until=20", "phases.1.mixture={law: 1}", "optim.lr=1e-3")
+    assert config.train.steps == 40 and config.phases[0].until == 20 and config.optim.lr == 1e-3
+    assert config.phases[1].mixture == {"law": 1.0}
+    assert problems(GOOD, "train.stepz=4") == [
+        "--set train.stepz=4: train.stepz: no such key; did you mean 'steps'? "
+        "(keys: batch_size, grad_accum, seq_len, steps)"
+    ]
+    assert "expected KEY=VALUE" in problems(GOOD, "train.steps")[0]
+    assert "phases has 2 entries (0 to 1), got '7'" in problems(GOOD, "phases[7].until=3")[0]
+
+
+def test_directories_of_the_command_line_become_sources_and_sets(folder):
+    Path("extra").mkdir()
+    config = load(GOOD, dataset_dirs=["law=extra"], eval_dataset_dirs=["extra", "mine=law.txt"])
+    assert config.sources["law"].path == "extra"
+    assert config.evalsets.sets["extra"].path == "extra" and config.evalsets.sets["mine"].path == "law.txt"
+    assert list(config.origin.options.values()) == [
+        "--dataset-dir law=extra",
+        "--eval-dataset-dir extra=extra",
+        "--eval-dataset-dir mine=law.txt",
+    ]
+    found = problems(GOOD, eval_dataset_dirs=["mine=nowhere"])
+    assert found == [
+        "--eval-dataset-dir mine=nowhere: evalsets.sets.mine.path: 'nowhere' does not exist "
+        "(paths are relative to the working folder)"
+    ]
+
+
+@pytest.mark.parametrize("path, words", [("none.yaml", "no such file"), (".", "is a directory")])
+def test_files_that_cannot_be_read(folder, path, words):
+    with pytest.raises(InputError, match=words):
+        load_config(path)
+
+
+def test_files_that_are_not_text(folder):
+    Path("bad.yaml").write_bytes(b"name: \xff\xfe")
+    with pytest.raises(InputError, match="byte 6: not UTF-8"):
+        load_config("bad.yaml")
+    assert "is empty" in problems("")[0]
+    assert "got list, expected a mapping" in problems("[1]")[0]
+
+
+def test_plain_data_builds_a_config_for_library_use(folder):
+    config = build_config(
+        {
+            "sources": {"web": {"path": "web.txt", "held_out": 0.1}},
+            "phases": [{"name": "only", "until": "end", "mixture": {"web": 1}}],
+            "evalsets": {"primary": {"held_out_of": "web"}},
+            "train": {"steps": 5},
+        }
+    )
+    assert config.name == "run" and config.phases[0].mixture == {"web": 1.0}
+
+
+def test_the_schema_file_is_true(folder):
+    written = json.loads((ROOT / "configs/schema.json").read_text())
+    assert written == json_schema(), "regenerate it: python tools/write_schema.py"
+    assert written["properties"]["phases"]["items"]["$ref"] in ("#/$defs/Phase",)
+    assert written["$defs"]["TrainSection"]["required"] == ["steps"]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
+def test_every_config_of_the_repository_loads(path, monkeypatch):
+    monkeypatch.setattr("curriculum.config._check_readable", lambda *_: iter(()))  # their data need not be here
+    assert load_config(path).phases

@@ -1,0 +1,100 @@
+"""The house rules that a machine can check."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("curriculum", "phases", "evalsets")
+HEAVY = ("jax", "flax", "orbax", "datasets", "optax", "tensorboard")
+
+
+def imports(path: Path) -> set[str]:
+    """First names of everything a file imports, anywhere in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names.add(node.module.split(".")[0])
+    return names
+
+
+def files(package: str) -> list[Path]:
+    found = sorted((ROOT / package).rglob("*.py"))
+    assert len(found) > 3
+    return found
+
+
+def test_imports_run_one_way():
+    standard = set(sys.stdlib_module_names)
+    for path in files("phases"):
+        assert imports(path) - standard <= {"numpy", "phases"}, path
+    for path in files("evalsets"):
+        allowed = {"numpy", "evalsets"} | ({"jax"} if path.name == "suite.py" else set())
+        assert imports(path) - standard <= allowed, path
+    for path in files("curriculum"):
+        assert not imports(path) & {"tests", "tools"}, path
+
+
+def test_package_files_hold_a_docstring_and_nothing_else():
+    found = [path for package in PACKAGES for path in files(package) if path.name == "__init__.py"]
+    assert len(found) >= 7
+    for path in found:
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+        assert len(body) == 1 and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant), path
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["train", "--help"], ["plan", "configs/quickstart.yaml"], ["plan", "no-such-file.yaml"]],
+    ids=" ".join,
+)
+def test_quick_commands_import_nothing_heavy(arguments, quickstart_folders):
+    script = (
+        "import json, sys\n"
+        "from curriculum.cli.main import main\n"
+        f"sys.argv = ['curriculum', *{arguments!r}]\n"
+        "try:\n"
+        "    main()\n"
+        "except SystemExit as end:\n"
+        "    print(end.code or 0, json.dumps(sorted(m for m in sys.modules if '.' not in m)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=quickstart_folders, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    code, _, modules = done.stdout.splitlines()[-1].partition(" ")
+    assert int(code) == (2 if "no-such-file.yaml" in arguments else 0), done.stderr
+    assert not set(json.loads(modules)) & set(HEAVY)
+
+
+@pytest.fixture
+def quickstart_folders(tmp_path):
+    """A working folder with the configs and stand-ins for the quickstart's sources."""
+    for name in ("docs", "python", "cpp"):
+        folder = tmp_path / "data/quickstart" / name
+        folder.mkdir(parents=True)
+        (folder / "x.txt").write_text("text")
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    return tmp_path
+
+
+def test_pins_are_plain_and_cover_every_dependency():
+    import re
+    import tomllib
+
+    pins = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if line.strip()]
+    names = set()
+    for line in pins:
+        match = re.fullmatch(r"([A-Za-z0-9_.-]+)==[A-Za-z0-9.]+( ; .+)?", line)
+        assert match, f"requirements.txt: {line!r} is not name==version"
+        names.add(match[1].lower().replace("_", "-"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    assert len(wanted) > 10
+    for requirement in wanted:
+        assert re.match(r"[A-Za-z0-9_.-]+", requirement)[0].lower() in names, requirement
