@@ -51,6 +51,10 @@ class RunDirectory:
         write_text(self.resolved_config, json.dumps(resolved, indent=2) + "\n")
         write_text(self.path / "model.json", json.dumps(model, indent=2) + "\n")
 
+    def write_training_state(self, state: dict[str, Any]) -> None:
+        """Rewrite the summary of where the run stands."""
+        write_text(self.path / "training_state.json", json.dumps(state, indent=2) + "\n")
+
 
 @dataclass(frozen=True)
 class Run:

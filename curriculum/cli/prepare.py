@@ -49,7 +49,8 @@ def _prepare_folder(texts, tokenizer: str, output: str) -> None:
 
     from curriculum.data.prepare import prepare_folder
     from curriculum.data.progress import ConsoleProgress
-    from curriculum.data.tokenizer import byte_tokenizer, load_tokenizer, tiktoken_tokenizer
+    from curriculum.data.tokenizer import byte_tokenizer, load_tokenizer
+    from curriculum.data.vocabulary import tiktoken_tokenizer
 
     if tokenizer == "byte":
         chosen = byte_tokenizer()

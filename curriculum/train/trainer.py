@@ -75,6 +75,7 @@ def train(
         raise InputError(
             f"{directory.path}: already holds a run; continue it with --resume latest, or choose another --run-dir"
         )
+    _check_resume(directory, resume)
     setup = _build(config, store_dir)
     checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep)
     try:
@@ -228,6 +229,7 @@ def _loop(setup, directory, checkpoints, record, state, history, saved_step) -> 
         nonlocal history
         with clock.paused(state):
             record.event("checkpoint", step, path=f"checkpoints/{step}")
+            directory.write_training_state(_training_state(setup, step, history))
             checkpoints.save(
                 state,
                 _ledger(setup, step, history, record),
@@ -308,6 +310,18 @@ def _derived(setup: _Setup) -> dict[str, Any]:
         "num_parameters": num_parameters(setup.model),
         "phases": list(describe_phases(setup.schedule)),
         "learning_rate": [asdict(piece) for piece in setup.schedule.lr],
+    }
+
+
+def _training_state(setup: _Setup, step: int, history: ledger.History) -> dict[str, Any]:
+    """Where the run stands, for people and scripts that watch it; resuming never reads it."""
+    return {
+        "step": step,
+        "total_steps": setup.schedule.total_steps,
+        "phase": setup.schedule.segment_at(max(step - 1, 0)).phase,
+        "checkpoint": f"checkpoints/{step}",
+        "tokens_drawn": setup.schedule.drawn(step),
+        **asdict(history),
     }
 
 
@@ -392,18 +406,23 @@ def _sets_due(config: Config, done: int, boundaries: set[int]) -> list[str]:
     return [name for name, s in config.eval_sources.items() if done % every == 0 and done % (s.every or every) == 0]
 
 
-def _step_to_resume(checkpoints: Checkpoints, resume: str | int | None) -> int | None:
-    if resume is None:
-        return None
-    steps = checkpoints.steps()
-    if resume == "latest":
-        return steps[-1] if steps else None
+def _check_resume(directory: RunDirectory, resume: str | int | None) -> None:
+    """Refuse what cannot be resumed, before anything is prepared or created."""
+    if resume is None or resume == "latest":
+        return
     if isinstance(resume, str) and not resume.isdigit():
         raise InputError(f"--resume {resume}: expected 'latest' or the step of a checkpoint")
+    steps = sorted(int(path.name) for path in directory.checkpoints.glob("[0-9]*") if path.name.isdigit())
     if int(resume) not in steps:
         there = ", ".join(map(str, steps)) or "none"
-        raise InputError(f"--resume {resume}: no checkpoint of that step; there are: {there}")
-    return int(resume)
+        raise InputError(f"--resume {resume}: {directory.path} has no checkpoint of that step; there are: {there}")
+
+
+def _step_to_resume(checkpoints: Checkpoints, resume: str | int | None) -> int | None:
+    if resume != "latest":
+        return None if resume is None else int(resume)
+    steps = checkpoints.steps()
+    return steps[-1] if steps else None
 
 
 def peak_memory_gb() -> float:

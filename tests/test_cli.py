@@ -1,0 +1,127 @@
+"""The command as a person meets it: exit codes, messages, no traceback, nothing left behind."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+CURRICULUM = str(Path(sys.executable).parent / "curriculum")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    text = "one two three four five six seven eight nine ten "
+    for name in ("web", "law"):
+        rows = [json.dumps({"text": f"{name} {i} {text * 3}"}) for i in range(120)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    (tmp_path / "extra").mkdir()
+    (tmp_path / "extra" / "a.txt").write_text("words of another kind " * 50)
+    data = {
+        "name": "small",
+        "model": {"preset": "tiny", "n_layer": 1, "d_model": 32, "n_head": 2, "n_kv_head": 1, "d_ff": 32},
+        "sources": {"web": {"path": "web.jsonl", "held_out": "10%"}, "law": {"path": "law.jsonl"}},
+        "phases": [
+            {"name": "a", "until": "50%", "mixture": {"web": 1.0}},
+            {"name": "b", "until": "end", "mixture": {"law": 1.0}},
+        ],
+        "evalsets": {"primary": {"held_out_of": "web"}, "every": 4},
+        "train": {"steps": 8, "batch_size": 4, "seq_len": 32},
+        "optim": {"schedule": "constant"},
+        "checkpoint": {"every": 4},
+    }
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(data))
+    return tmp_path
+
+
+def run(folder, *arguments):
+    done = subprocess.run([CURRICULUM, *arguments], cwd=folder, capture_output=True, text=True, timeout=120)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done
+
+
+def test_a_run_from_start_to_end_and_again(folder):
+    done = run(folder, "train", "c.yaml", "--eval-dataset-dir", "extra")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert any(line.startswith("step 8/8 (100.0%) | ") and line.endswith("| 1.0k tokens") for line in lines)
+    assert any(line.startswith("  val ") and "| phase: b | extra " in line for line in lines)
+    assert any("a → b" in line for line in lines)
+    assert any(line.startswith("  deploy ") for line in lines) and any("--host 127.0.0.1" in line for line in lines)
+    run_dir = folder / "runs/small"
+    for name in ("config.yaml", "config.resolved.json", "model.json", "training_state.json", "tokenizer/tokenizer.json",
+                 "events.jsonl", "metrics.jsonl", "evals/8.npz", "checkpoints/8", "tensorboard", "train.log"):  # fmt: skip
+        assert (run_dir / name).exists(), name
+    resolved = json.loads((run_dir / "config.resolved.json").read_text())
+    assert resolved["evalsets"]["sets"]["extra"]["path"] == "extra"
+    assert [p["end"] for p in resolved["derived"]["phases"]] == [4, 8]
+    assert json.loads((run_dir / "training_state.json").read_text())["step"] == 8
+    again = run(folder, "train", "c.yaml")
+    assert again.returncode == 2 and "already holds a run" in again.stderr and "--resume latest" in again.stderr
+    # What the command line added stays, without being given again.
+    finished = run(folder, "train", "c.yaml", "--resume", "latest")
+    assert finished.returncode == 0 and "runs/small is finished: 8 of 8 steps" in finished.stdout
+    longer = run(folder, "train", "c.yaml", "--resume", "latest", "--set", "train.steps=12", "--set", "phases[0].until=4")
+    assert longer.returncode == 0, longer.stderr
+    assert "| extra " in longer.stdout and "step 12/12" in longer.stdout
+
+
+def test_dry_run_leaves_no_run_behind(folder):
+    done = run(folder, "train", "c.yaml", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "first step" in done.stdout and "first eval" in done.stdout and "no run was written" in done.stdout
+    assert not (folder / "runs").exists()
+
+
+def test_prepare_then_plan_knows_the_epochs(folder):
+    assert "?" in run(folder, "plan", "c.yaml").stdout
+    done = run(folder, "prepare", "c.yaml")
+    assert done.returncode == 0 and "source web: 107 documents" in done.stdout and "eval set primary: 13" in done.stdout
+    assert "?" not in run(folder, "plan", "c.yaml").stdout
+
+
+def test_prepare_a_folder_and_train_from_it(folder):
+    done = run(folder, "prepare", "--text", "web.jsonl", "--tokenizer", "byte", "--output", "tokens")
+    assert done.returncode == 0 and "tokens: 120 documents" in done.stdout
+    planned = run(folder, "train", "c.yaml", "--dataset-dir", "web=tokens", "--set", "sources.web.held_out=10%", "--dry-run")
+    assert planned.returncode == 0, planned.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["train", "none.yaml"], "none.yaml: no such file"),
+        (["train", "c.yaml", "--set", "train.steps=0"], "--set train.steps=0: train.steps: got 0"),
+        (["train", "c.yaml", "--set", "train.stepz=1"], "did you mean 'steps'?"),
+        (["train", "c.yaml", "--dataset-dir", "law=nowhere"], "'nowhere' does not exist"),
+        (["train", "c.yaml", "--resume", "newest"], "expected 'latest' or the step"),
+        (["train", "c.yaml", "--resume", "5"], "no checkpoint of that step"),
+        (["train", "c.yaml", "--set", "sources.law.max_epochs=0.01"], "step 5 (phase b) would read more than 0.01 epochs"),
+        (["train", "c.yaml", "--set", "tokenizer={kind: tiktoken, name: gpt7}"], "gpt7"),
+        (["plan", "c.yaml", "--set", "phases[0].until=90"], "phases[0].until: ends at step 90, after the run's end at step 8"),
+        (["prepare"], "expected either CONFIG, or --text"),
+        (["prepare", "--text", "web.jsonl"], "--text needs --tokenizer T and --output DIR"),
+        (["tarin", "c.yaml"], "Did you mean"),
+        (["train", "c.yaml", "--resum", "latest"], "--resume"),
+    ],
+)  # fmt: skip
+def test_wrong_input_exits_with_2_and_creates_no_run(folder, arguments, words):
+    done = run(folder, *arguments)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert words in done.stderr, done.stderr
+    assert not (folder / "runs").exists()
+
+
+def test_bad_source_text_is_named_and_nothing_half_written_stays(folder):
+    (folder / "law.jsonl").write_text('{"text": "fine"}\n{"txet": "not"}\n')
+    done = run(folder, "train", "c.yaml")
+    assert done.returncode == 2 and "law.jsonl:2" in done.stderr and "did you mean text_key: txet?" in done.stderr
+    assert not (folder / "runs").exists()
+    assert not [p for p in (folder / ".curriculum").rglob("*") if "law" in p.name and p.is_dir()]
+
+
+def test_help_tells_the_commands():
+    done = subprocess.run([CURRICULUM, "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and all(name in done.stdout for name in ("train", "plan", "prepare"))

@@ -1,0 +1,143 @@
+"""The plan: the table, its numbers, its warnings; nothing is prepared by it."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from curriculum.cli.plan import table
+from curriculum.config import build_config
+from curriculum.data.corpus import load_corpus
+from curriculum.errors import InputError
+from curriculum.plan import plan
+
+
+def config_of(folder, **changes):
+    """Byte tokens: web has 40 documents of 99 letters, so 100 tokens each; law has 10 of them."""
+    for name, count in (("web", 40), ("law", 10)):
+        lines = [json.dumps({"text": (f"{name} {i} " + "abcdefghij" * 12)[:99]}) for i in range(count)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    (folder / "val.jsonl").write_text(json.dumps({"text": "something else " * 20}))
+    data = {
+        "sources": {name: {"path": str(folder / f"{name}.jsonl")} for name in ("web", "law")},
+        "phases": [
+            {"name": "a", "until": 50, "mixture": {"web": 1.0}},
+            {"name": "b", "until": "end", "mixture": {"web": 0.5, "law": 0.5}, "ramp_steps": 4},
+        ],
+        "evalsets": {"primary": {"path": str(folder / "val.jsonl")}},
+        "train": {"steps": 100, "batch_size": 4, "seq_len": 20},
+        "optim": {"lr": 1e-3, "schedule": "constant"},
+    }
+    return build_config({**data, **changes})
+
+
+def test_unprepared_sources_have_unknown_epochs_and_nothing_is_written(tmp_path):
+    config = config_of(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    p = plan(config, store_dir=tmp_path / "store")
+    assert [row.epochs_so_far for row in p.rows] == [None, None, None]
+    assert sorted(tmp_path.rglob("*")) == before and before
+    assert "not prepared yet, so epochs are unknown: web, law" in p.warnings[-1]
+
+
+def test_the_numbers_by_hand(tmp_path):
+    config = config_of(tmp_path)
+    load_corpus(config, tmp_path / "store")
+    p = plan(config, store_dir=tmp_path / "store")
+    rows = {(row.phase, row.source): row for row in p.rows}
+    assert p.tokens_per_step == 80 and p.total_tokens == 8000
+    # web: 4,000 tokens, of which (4,000 - 1) // 20 * 20 = 3,980 are an epoch; law: 980.
+    assert p.sources["web"]["tokens_per_epoch"] == 3980 and p.sources["law"]["tokens_per_epoch"] == 980
+    assert rows["a", "web"].tokens == 4000
+    assert rows["a", "web"].epochs_so_far == pytest.approx(4000 / 3980)
+    # 199 sequences are an epoch; the 200th is the last of update 49.
+    assert rows["a", "web"].first_repeat_step == 49
+    # The ramp's four steps give law 1/8, 2/8, 3/8 and 4/8: (0.125 + 0.25 + 0.375 + 0.5 + 46 * 0.5) / 50.
+    assert rows["b", "law"].share_asked == pytest.approx(0.485)
+    assert rows["b", "law"].share_given == pytest.approx(0.485, abs=2 / 200)
+    assert rows["b", "law"].tokens == 97 * 20
+    assert rows["b", "law"].first_repeat_step == 76  # 5 sequences in the ramp, then 2 a step: the 50th is in the 23rd step after it
+    assert p.rates == ((0, 1e-3), (50, 1e-3), (99, 1e-3))
+    assert p.num_parameters and p.num_parameters > 0
+
+
+def test_plan_and_training_agree_on_sizes(tmp_path):
+    config = config_of(tmp_path)
+    corpus = load_corpus(config, tmp_path / "store")
+    p = plan(config, store_dir=tmp_path / "store")
+    assert {n: d["tokens"] for n, d in p.sources.items()} == {n: len(t) for n, t in corpus.tokens.items()}
+
+
+def test_warnings(tmp_path):
+    phases = [
+        {"name": "a", "until": 50, "mixture": {"law": 3, "web": 0.001}, "lr": {"decay_steps": 10}},
+        {"name": "b", "until": "end", "mixture": {"law": 1.0}},
+    ]
+    config = config_of(tmp_path, phases=phases)
+    load_corpus(config, tmp_path / "store")
+    warnings = plan(config, store_dir=tmp_path / "store").warnings
+    assert any("phase a: proportions add up to 3.001, normalised" in w for w in warnings)
+    assert any("phase a: web has a positive proportion but gets no sequence" in w for w in warnings)
+    assert any("law is read 8.2 times; above 4 epochs" in w and "2305.16264" in w for w in warnings)
+    assert any("stops decaying at step 50, 50 steps before the end" in w for w in warnings)
+
+
+def test_overlap_is_counted(tmp_path):
+    config = config_of(tmp_path)
+    lines = (tmp_path / "web.jsonl").read_text().splitlines()
+    more = [json.dumps({"text": f"document number {i} of a larger source"}) for i in range(100)]
+    (tmp_path / "web.jsonl").write_text("\n".join(lines + more))
+    (tmp_path / "val.jsonl").write_text(lines[3])
+    corpus = load_corpus(config, tmp_path / "store")
+    assert corpus.details["web"]["documents"] == 139
+    assert corpus.details["web"]["dropped_documents"] == {"primary": 1}
+    assert corpus.warnings == ("1 document of web dropped from training: eval set primary has them too",)
+    assert plan(config, store_dir=tmp_path / "store").sources["web"]["tokens"] == len(corpus.tokens["web"])
+
+
+def test_too_much_overlap_is_an_error(tmp_path):
+    config = config_of(tmp_path)
+    (tmp_path / "val.jsonl").write_text((tmp_path / "law.jsonl").read_text())
+    with pytest.raises(InputError, match="source 'law': 10 of 10 documents stand in eval set 'primary', more than 1%"):
+        load_corpus(config, tmp_path / "store")
+
+
+def test_a_source_too_small_for_one_sequence_is_named(tmp_path):
+    config = config_of(tmp_path, train={"steps": 100, "batch_size": 4, "seq_len": 1000})
+    load_corpus(config, tmp_path / "store")
+    with pytest.raises(InputError, match="sources.law: holds 1,000 training tokens, expected at least one sequence"):
+        plan(config, store_dir=tmp_path / "store")
+
+
+def test_the_table_reads_well(tmp_path):
+    config = config_of(tmp_path)
+    load_corpus(config, tmp_path / "store")
+    lines = table(plan(config, store_dir=tmp_path / "store"))
+    assert lines[0] == "run: 100 steps x 80 tokens = 8,000 tokens"
+    start = next(i for i, line in enumerate(lines) if line.startswith("phase"))
+    assert lines[start].split() == "phase steps lr at start source asked given tokens epochs so far first repeat".split()
+    assert lines[start + 1].split() == ["a", "0", "to", "50", "0.001", "web", "100.00%", "100.00%", "4,000", "1.005",
+                                        "step", "49"]  # fmt: skip
+    assert "50 to 100 (ramp 4)" in lines[start + 2]
+
+
+def test_plan_as_a_command_is_quick_and_gives_json(tmp_path):
+    import yaml
+
+    config = config_of(tmp_path)
+    data = config.to_json()
+    del data["tokenizer"], data["optim"], data["model"]
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(data))
+    command = [Path(sys.executable).parent / "curriculum", "plan", tmp_path / "c.yaml", "--json"]
+    command += ["--store-dir", tmp_path / "store"]
+    times = []
+    for _ in range(3):
+        started = time.perf_counter()
+        done = subprocess.run(command, capture_output=True, text=True)
+        times.append(time.perf_counter() - started)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["total_steps"] == 100
+    assert min(times) < 1.0  # takes about 0.35 s on 2 cores
