@@ -117,8 +117,8 @@ def plan(config: Config, *, store_dir: str | Path = DEFAULT_STORE_DIR) -> Plan:
     for name, size in epochs_of.items():
         if size is not None and drawn[name] > MAX_EPOCHS_WORTH_FRESH * size:
             warnings.append(
-                f"{name} is read {drawn[name] / size:.1f} times; above {MAX_EPOCHS_WORTH_FRESH} epochs repeated data is "
-                "worth less and less (93 % of fresh data at 4 epochs, 66 % at 16: arXiv:2305.16264)"
+                f"{name} is read {drawn[name] / size:.1f} times; above {MAX_EPOCHS_WORTH_FRESH} epochs repeated "
+                "data is worth less and less (93 % of fresh data at 4 epochs, 66 % at 16: arXiv:2305.16264)"
             )
     unknown = [name for name, size in epochs_of.items() if size is None]
     if unknown:

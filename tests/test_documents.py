@@ -94,6 +94,8 @@ def test_a_long_file_comes_in_pieces_that_join_to_it(tmp_path, monkeypatch):
     assert [piece.ends_document for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     assert sum(piece.source_bytes for piece in pieces) == len(text.encode())
     assert max(len(piece.text) for piece in pieces) < 3 * 64
+    short = write(tmp_path / "c.txt", "a b c d e\nf")
+    assert [piece.text for piece in read_pieces(SourceConfig(path=str(short)))] == ["a b c d e\nf"]
     # No place to cut: the text comes whole.
     unbroken = write(tmp_path / "b.txt", "x" * 1000)
     assert [piece.text for piece in read_pieces(SourceConfig(path=str(unbroken)))] == ["x" * 1000]

@@ -16,9 +16,7 @@ def test_two_steps_by_the_formula():
     state = optimizer.init({"w": jnp.full((1, 1), matrix)})
     first_moment = second_moment = 0.0
     for step, gradient in enumerate([0.25, -2.0], start=1):
-        updates, state = optimizer.update(
-            {"w": jnp.full((1, 1), gradient)}, state, {"w": jnp.full((1, 1), matrix)}
-        )
+        updates, state = optimizer.update({"w": jnp.full((1, 1), gradient)}, state, {"w": jnp.full((1, 1), matrix)})
         first_moment = b1 * first_moment + (1 - b1) * gradient
         second_moment = b2 * second_moment + (1 - b2) * gradient**2
         unbiased = first_moment / (1 - b1**step), second_moment / (1 - b2**step)
@@ -44,7 +42,10 @@ def test_only_matrices_decay():
         (OptimConfig(b1=1.0), ("b1", "got 1.0, expected 0 or more and below 1")),
         (OptimConfig(b2=-0.1), ("b2", "got -0.1, expected 0 or more and below 1")),
         (OptimConfig(eps=0.0), ("eps", "got 0.0, expected a finite number above 0")),
-        (OptimConfig(weight_decay=math.inf), ("weight_decay", "got inf, expected a finite number, 0 or more")),
+        (
+            OptimConfig(weight_decay=math.inf),
+            ("weight_decay", "got inf, expected a finite number, 0 or more"),
+        ),
         (OptimConfig(grad_clip=math.nan), ("grad_clip", "got nan, expected a finite number, 0 or more")),
     ],
 )

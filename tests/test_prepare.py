@@ -135,7 +135,18 @@ def test_changed_content_another_tokenizer_and_another_key_are_other_stores(sour
     assert len({store.directory for store in made}) == 4
     assert [bytes(store.document_tokens(0).astype(np.uint8)) for store in made[::2]] == [b"x", b"y"]
     assert made[3].document_tokens(0).tolist() == [ord("z")]
-    # A file that stops being read, or is renamed so that the order changes, changes the content too.
+
+    # So do the same bytes over other files, in another order, or read in another way.
+    def split_over(*contents, suffix=".txt"):
+        folder = tmp_path / "split" / "-".join(contents)
+        folder.mkdir(parents=True)
+        for i, content in enumerate(contents):
+            (folder / f"{i}{suffix}").write_text(content)
+        return prepare_store("split", SourceConfig(path=str(folder)), byte_tokenizer(), store_dir).directory
+
+    as_rows = split_over('{"text": "x"}', suffix=".jsonl")
+    (tmp_path / "split" / '{"text": "x"}').rename(tmp_path / "split" / "rows")
+    assert len({split_over("ab", "c"), split_over("a", "bc"), as_rows, split_over('{"text": "x"}')}) == 4
     web = sources["web"]
     first = prepare_store("web", web, byte_tokenizer(), store_dir)
     (Path(web.path) / "1.txt").rename(Path(web.path) / "9.txt")
@@ -164,12 +175,15 @@ def test_finding_imports_no_heavy_library(sources, store_dir):
     program = (
         "import sys\n"
         "from curriculum.data.prepare import *\n"
-        f"source = {{'web': SourceConfig(path={sources['web'].path!r}), 'code': SourceConfig({sources['code'].path!r})}}\n"
-        f"tokenizer = find_tokenizer(TokenizerConfig('bpe', 300), source, {str(store_dir)!r})\n"
-        f"assert len(find_store('web', source['web'], tokenizer, {str(store_dir)!r}).view()) > 100\n"
+        "web, code, store_dir = sys.argv[1:]\n"
+        "sources = {'web': SourceConfig(path=web), 'code': SourceConfig(path=code)}\n"
+        "tokenizer = find_tokenizer(TokenizerConfig('bpe', 300), sources, store_dir)\n"
+        "assert len(find_store('web', sources['web'], tokenizer, store_dir).view()) > 100\n"
         "print({'jax', 'tiktoken', 'tokenizers', 'datasets', 'pyarrow', 'requests'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    arguments = [sources["web"].path, sources["code"].path, str(store_dir)]
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert (done.stdout, done.stderr) == ("set()\n", "")
 
 
@@ -433,9 +447,9 @@ def test_a_prepared_folder_is_a_source_and_a_tokenizer(sources, store_dir, tmp_p
     expected = [token for text in texts for token in [*tokenizer.encode(text).tolist(), tokenizer.eot]]
     assert np.fromfile(output / "tokens-00000.bin", "<u2").tolist() == expected
     assert load_tokenizer(output).fingerprint == tokenizer.fingerprint
-    assert everything_in(output.parent) == ["folder"] + [
-        f"folder/{name}" for name in ("documents.bin", "ranks.tiktoken", "store.json", "tokenizer.json", "tokens-00000.bin")
-    ]  # fmt: skip
+    files = ["documents.bin", "ranks.tiktoken", "store.json", "tokenizer.json", "tokens-00000.bin"]
+    assert everything_in(output) == files
+    assert everything_in(output.parent) == ["folder", *(f"folder/{name}" for name in files)]
 
     source = SourceConfig(path=str(output))
     for found in (find_store("x", source, tokenizer, store_dir), prepare_store("x", source, tokenizer, store_dir)):
@@ -468,7 +482,16 @@ def test_progress_counts_the_bytes_of_the_files(sources, store_dir, monkeypatch)
     prepare_store("web", sources["web"], byte_tokenizer(), store_dir, progress)
     done = [done_bytes for done_bytes, _ in progress.calls]
     assert len(done) > 5 and done == sorted(done)
-    assert progress.calls[-1] == (total_bytes, total_bytes)
+    assert progress.calls[-1] == (total_bytes, total_bytes) and done.count(total_bytes) == 1
+
+
+def test_progress_without_a_known_total_ends_too(tmp_path, store_dir):
+    import datasets
+
+    datasets.Dataset.from_dict({"text": ["one", "three"]}).to_parquet(tmp_path / "a.parquet")
+    progress = Recorder()
+    prepare_store("a", SourceConfig(path=str(tmp_path / "a.parquet")), byte_tokenizer(), store_dir, progress)
+    assert progress.calls == [(8, None), (8, 8)]
 
 
 class Terminal(io.StringIO):

@@ -96,15 +96,27 @@ SIZES = {"n_layer": 1, "n_head": 2, "d_model": 8, "d_ff": 16, "max_seq_len": 4}
 @pytest.mark.parametrize(
     ("section", "problem"),
     [
-        (ModelSection(preset="tinny"), "model.preset: no such preset: 'tinny'; did you mean 'tiny'? (presets: tiny,"),
+        (
+            ModelSection(preset="tinny"),
+            "model.preset: no such preset: 'tinny'; did you mean 'tiny'? (presets: tiny,",
+        ),
         (ModelSection(preset="x"), "model.preset: no such preset: 'x' (presets: tiny, gpt2-124m,"),
         (ModelSection(preset="tiny", d_ff=0), "model.d_ff: got 0, expected a positive integer"),
         (ModelSection(preset="tiny", n_kv_head=-2), "model.n_kv_head: got -2, expected a positive integer"),
-        (ModelSection(preset="tiny", rope_theta=0.0), "model.rope_theta: got 0.0, expected a positive finite number"),
+        (
+            ModelSection(preset="tiny", rope_theta=0.0),
+            "model.rope_theta: got 0.0, expected a positive finite number",
+        ),
         (ModelSection(preset="tiny", norm_eps=float("nan")), "model.norm_eps: got nan, expected a positive"),
-        (ModelSection(preset="tiny", n_head=6, n_kv_head=2), "model.n_head: got 6, expected a divisor of d_model 128"),
+        (
+            ModelSection(preset="tiny", n_head=6, n_kv_head=2),
+            "model.n_head: got 6, expected a divisor of d_model 128",
+        ),
         (ModelSection(preset="tiny", n_kv_head=3), "model.n_kv_head: got 3, expected a divisor of n_head 4"),
-        (ModelSection(**(SIZES | {"d_model": 6})), "model.n_head: got 2 for d_model 6, a head width of 3; rope"),
+        (
+            ModelSection(**(SIZES | {"d_model": 6})),
+            "model.n_head: got 2 for d_model 6, a head width of 3; rope",
+        ),
     ],
 )
 def test_a_problem_names_its_field(section, problem):

@@ -20,7 +20,7 @@ def test_parse_share(value, share):
     assert parse_share(value) == pytest.approx(share, abs=1e-15)
 
 
-@pytest.mark.parametrize("value", ["", "one", "100%", 1, -0.1, "-1%", float("nan"), True, "1%%"])
+@pytest.mark.parametrize("value", ["", "one", "100%", 1, -0.1, "-1%", float("nan"), True, False, "1%%"])
 def test_parse_share_refuses(value):
     with pytest.raises(ValueError, match="expected a share such as"):
         parse_share(value)
@@ -72,6 +72,8 @@ def test_few_documents_give_the_tail():
     # The cut falls between two documents.
     split = split_documents(np.array([70, 20, 10]), hashes([3, 1, 2]), 0.1)
     assert split.keep_N.tolist() == [True, True, False] and split.cut is None
+    # A share that is no whole number of tokens is rounded up: 10.4 to 11.
+    assert split_documents(np.array([104]), hashes([1]), 0.1).cut == (0, 93)
     # One book.
     split = split_documents(np.array([1000]), hashes([1]), 0.01)
     assert split.keep_N.tolist() == [True] and split.cut == (0, 990)

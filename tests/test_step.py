@@ -1,7 +1,7 @@
 import math
 import subprocess
 import sys
-from functools import cache, partial
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -13,48 +13,46 @@ from curriculum.model.presets import ModelConfig
 from curriculum.model.transformer import forward, init_params
 from curriculum.train.mesh import make_mesh, place_batch, place_state
 from curriculum.train.optimizer import OptimConfig, make_optimizer
-from curriculum.train.step import clear_window, init_state, make_train_step, read_window
+from curriculum.train.step import clear_window, init_state, make_train_step, read_window, window_for
 from phases.batches import Batch
 
 CONFIG = ModelConfig(vocab_size=13, n_layer=1, n_head=2, n_kv_head=1, d_model=8, d_ff=12, max_seq_len=8)
 SOURCES = ("code", "law", "web")  # law is never drawn below
 ROWS, POSITIONS = 8, 6
 LR = np.float32(0.01)
+ADAMW, IDENTITY = make_optimizer(OptimConfig()), optax.identity()
 
 
 def make_batch(grad_accum=1, seed=0):
-    """8 rows of 6 tokens; about a third of the targets, and all of row 3, are not scored."""
+    """8 rows of 6 tokens of code and web; about a third of the targets, and all of row 3, are not scored."""
     rng = np.random.default_rng(seed)
-    tokens = rng.integers(0, CONFIG.vocab_size, (ROWS, POSITIONS + 1), dtype=np.int32)
+    tokens = rng.integers(0, CONFIG.vocab_size, (grad_accum, ROWS // grad_accum, POSITIONS + 1), dtype=np.int32)
     loss_mask = rng.random((ROWS, POSITIONS)) < 0.7
     loss_mask[3] = False
-    source_ids = np.array([0, 2, 2, 0, 2, 2, 2, 0], np.int32)
-    split = partial(np.reshape, shape=(grad_accum, ROWS // grad_accum, -1))
     return Batch(
-        inputs_ABT=split(tokens[:, :-1]),
-        targets_ABT=split(tokens[:, 1:]),
-        loss_mask_ABT=split(loss_mask),
-        segment_ids_ABT=np.zeros_like(split(tokens[:, :-1])),
-        source_ids_AB=split(source_ids)[..., 0] if False else source_ids.reshape(grad_accum, -1),
+        inputs_ABT=tokens[..., :-1],
+        targets_ABT=tokens[..., 1:],
+        loss_mask_ABT=loss_mask.reshape(tokens[..., 1:].shape),
+        segment_ids_ABT=np.zeros_like(tokens[..., 1:]),
+        source_ids_AB=np.array([0, 2, 2, 0, 2, 2, 2, 0], np.int32).reshape(grad_accum, -1),
     )
 
 
-def initial_state(optimizer=None):
-    optimizer = optimizer or make_optimizer(OptimConfig())
+def initial_state(optimizer=ADAMW):
     return jax.tree.map(jnp.asarray, init_state(init_params(CONFIG, 0), optimizer, len(SOURCES)))
 
 
 @cache
-def train_step(grad_clip=1.0):
-    return jax.jit(make_train_step(CONFIG, make_optimizer(OptimConfig()), grad_clip, len(SOURCES)))
+def train_step(optimizer=ADAMW, grad_clip=1.0):
+    return jax.jit(make_train_step(CONFIG, optimizer, grad_clip, len(SOURCES)))
 
 
-def plain_sgd_step(grad_clip):
-    """The step whose update is the (clipped) gradient itself, at a rate of -1 added to the parameters."""
-    optimizer = optax.identity()
-    step = jax.jit(make_train_step(CONFIG, optimizer, grad_clip, len(SOURCES)))
-    state = initial_state(optimizer)
-    return lambda batch: jax.tree.map(jnp.subtract, step(state, batch, np.float32(1)).params, state.params)
+@cache
+def gradient(grad_clip, grad_accum=1):
+    """(gradient as the optimizer gets it, metrics row) of the first batch: what the identity adds at a rate of 1."""
+    state = initial_state(IDENTITY)
+    after = train_step(IDENTITY, grad_clip)(state, make_batch(grad_accum), np.float32(1))
+    return jax.tree.map(jnp.subtract, after.params, state.params), read_window(after.window, SOURCES)
 
 
 def numpy_nats(params, batch):
@@ -75,9 +73,7 @@ def test_loss_of_each_source_against_numpy():
     state, batch = initial_state(), make_batch()
     row = read_window(train_step()(state, batch, LR).window, SOURCES)
     nats, mask, source = numpy_nats(state.params, batch), batch.loss_mask_ABT[0], batch.source_ids_AB[0]
-    expected = {
-        name: nats[source == i][mask[source == i]].mean() for i, name in enumerate(SOURCES) if name != "law"
-    }
+    expected = {name: nats[source == i][mask[source == i]].mean() for i, name in enumerate(SOURCES) if name != "law"}
     assert row["source_loss"].pop("law") is None
     assert row["source_loss"] == pytest.approx(expected, rel=1e-6)  # float32 sums of at most 30 terms
     assert row["loss"] == pytest.approx(nats[mask].mean(), rel=1e-6)
@@ -103,6 +99,15 @@ def test_an_empty_window_has_no_means():
     assert read_window(clear_window(state.window), SOURCES) == empty != read_window(state.window, SOURCES)
 
 
+def test_a_window_follows_its_sources_by_name():
+    state = train_step()(initial_state(), make_batch(), LR)
+    before = read_window(state.window, SOURCES)
+    wanted = ("web", "wiki", "code")
+    after = read_window(window_for(state.window, SOURCES, wanted), wanted)
+    assert after == before | {"source_loss": {name: before["source_loss"].get(name) for name in wanted}}
+    assert after["source_loss"]["web"] != after["source_loss"]["code"]
+
+
 def test_a_window_counts_beyond_what_float32_can():
     state = initial_state()
     start = np.float32(2**24)  # the next float32 is two away
@@ -116,66 +121,49 @@ def test_a_window_counts_beyond_what_float32_can():
     batch.loss_mask_ABT[0, 0, 0] = True  # one token of code each time
     for _ in range(5):
         state = train_step()(state, batch, np.float32(0))
-    assert state.window.tokens_S2.sum(-1, dtype=np.float32)[0] != 2**24 + 5
     assert np.asarray(state.window.tokens_S2, np.float64)[0].sum() == 2**24 + 5
     expected = 5 * numpy_nats(state.params, batch)[0, 0]
     assert np.asarray(state.window.nats_S2, np.float64)[0].sum() - 2**24 == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("grad_accum", [2, 4, 8])
-def test_micro_steps_change_the_gradient_by_rounding_only(grad_accum):
-    gradient = plain_sgd_step(grad_clip=0)
-    whole, split = gradient(make_batch(1)), gradient(make_batch(grad_accum))
+def test_micro_steps_change_gradient_and_row_by_rounding_only():
+    (whole, whole_row), (split, split_row) = gradient(grad_clip=0), gradient(grad_clip=0, grad_accum=4)
     assert optax.tree.norm(whole) > 0.1
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(split), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)  # sums of at most 48 terms below 1, in another order
-
-
-def test_micro_steps_change_the_row_by_rounding_only():
-    rows = [
-        read_window(train_step()(initial_state(), make_batch(grad_accum), LR).window, SOURCES)
-        for grad_accum in (1, 4)
-    ]
-    assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-6)
-    assert rows[0]["grad_norm"] == pytest.approx(rows[1]["grad_norm"], rel=1e-5)
-    assert rows[0]["source_loss"] == pytest.approx(rows[1]["source_loss"], rel=1e-6)
+    assert whole_row["loss"] == pytest.approx(split_row["loss"], rel=1e-6)
+    assert whole_row["grad_norm"] == pytest.approx(split_row["grad_norm"], rel=1e-5)
+    for name in ("code", "web"):
+        assert whole_row["source_loss"][name] == pytest.approx(split_row["source_loss"][name], rel=1e-6)
 
 
 def test_the_gradient_is_that_of_the_mean_loss():
-    """Against central differences of the float64 mean, along a random direction."""
-    params, batch = init_params(CONFIG, 0), make_batch(2)
+    """Against a central difference of the mean over valid tokens, along a random direction."""
+    params, batch = init_params(CONFIG, 0), make_batch(4)
     rng = np.random.default_rng(0)
     direction = jax.tree.map(lambda p: rng.standard_normal(p.shape).astype(np.float32) * 0.01, params)
-    mask = batch.loss_mask_ABT.reshape(ROWS, POSITIONS)
 
     def mean_loss(amount):
         moved = jax.tree.map(lambda p, d: p + np.float32(amount) * d, params, direction)
-        return numpy_nats(moved, batch)[mask].mean()
+        return numpy_nats(moved, batch)[batch.loss_mask_ABT.reshape(ROWS, POSITIONS)].mean()
 
-    slope = (mean_loss(0.5) - mean_loss(-0.5)) / 1.0
-    gradient = plain_sgd_step(grad_clip=0)(batch)
-    along = sum(float((g * d).sum()) for g, d in zip(*map(jax.tree.leaves, (gradient, direction)), strict=True))
-    assert abs(slope) > 1e-4
-    assert along == pytest.approx(slope, rel=0.02)  # float32 logits and a curved loss
+    slope = (mean_loss(0.1) - mean_loss(-0.1)) / 0.2
+    pairs = zip(jax.tree.leaves(gradient(0, 4)[0]), jax.tree.leaves(direction), strict=True)
+    along = sum(float((g * d).sum()) for g, d in pairs)
+    assert abs(slope) > 1e-3
+    assert along == pytest.approx(slope, rel=5e-3)  # float32 logits, a curved loss
 
 
-def test_the_gradient_is_clipped_to_its_global_norm():
-    batch = make_batch()
-    whole, half = plain_sgd_step(grad_clip=0)(batch), float(optax.tree.norm(plain_sgd_step(0)(batch))) / 2
-    clipped, untouched = plain_sgd_step(grad_clip=half)(batch), plain_sgd_step(grad_clip=half * 3)(batch)
-    assert float(optax.tree.norm(clipped)) == pytest.approx(half, rel=1e-5)
+def test_the_gradient_is_clipped_to_its_global_norm_and_the_row_tells_the_norm_before():
+    whole, row = gradient(grad_clip=0)
+    norm = math.sqrt(sum(float((np.asarray(g, np.float64) ** 2).sum()) for g in jax.tree.leaves(whole)))
+    assert norm > 0.1 and row["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    clipped, clipped_row = gradient(grad_clip=0.05)
+    untouched, _ = gradient(grad_clip=50.0)
     for w, c, u in zip(*map(jax.tree.leaves, (whole, clipped, untouched)), strict=True):
-        np.testing.assert_allclose(c, w / 2, atol=1e-7)
+        np.testing.assert_allclose(c, w * (0.05 / norm), atol=1e-6)
         np.testing.assert_array_equal(u, w)
-
-
-def test_the_row_tells_the_norm_before_clipping():
-    norms = [
-        read_window(train_step(grad_clip)(initial_state(), make_batch(), LR).window, SOURCES)["grad_norm"]
-        for grad_clip in (0, 0.01)
-    ]
-    expected = float(optax.tree.norm(plain_sgd_step(0)(make_batch())))
-    assert norms == pytest.approx([expected, expected], rel=1e-5) and expected > 0.1
+    assert clipped_row["grad_norm"] == row["grad_norm"]
 
 
 def planted_nan_state():
@@ -208,19 +196,15 @@ def test_training_goes_on_after_a_skipped_batch_as_if_it_had_not_been():
 
 
 def test_a_finite_loss_with_an_infinite_gradient_is_skipped():
-    def explode(params, key):  # the norm's square is above the largest float32
-        return jax.tree.map(lambda array: array * np.float32(1e30) if array.ndim > 1 else array, params)
-
+    """Tiny embeddings under a huge last norm: their products are moderate, the slope's square overflows."""
     state = initial_state()
-    state = state._replace(
-        params=state.params | {"norm": {"scale": state.params["norm"]["scale"] * np.float32(1e30)}}
-    )
-    before = _params_opt_window(state)
+    state.params["embed"]["embedding"] *= np.float32(1e-17)
+    state.params["norm"]["scale"] *= np.float32(1e36)
     batch = make_batch()
-    assert np.isfinite(np.asarray(forward(CONFIG, state.params, batch.inputs_ABT[0]))).all()
+    assert np.isfinite(numpy_nats(state.params, batch)).all()
     after = train_step()(state, batch, LR)
     assert int(after.skipped_updates) == 1
-    assert_trees_equal(_params_opt_window(after), before)
+    assert_trees_equal(_params_opt_window(after), _params_opt_window(state))
 
 
 def _params_opt_window(state):
@@ -229,7 +213,7 @@ def _params_opt_window(state):
 
 def test_one_program_whatever_the_rate_the_sources_and_the_window():
     num_traces = 0
-    inner = make_train_step(CONFIG, make_optimizer(OptimConfig()), 1.0, len(SOURCES))
+    inner = make_train_step(CONFIG, ADAMW, 1.0, len(SOURCES))
 
     def counted(state, batch, lr):
         nonlocal num_traces
@@ -237,7 +221,7 @@ def test_one_program_whatever_the_rate_the_sources_and_the_window():
         return inner(state, batch, lr)
 
     step, mesh = jax.jit(counted, donate_argnums=0), make_mesh()
-    state = place_state(mesh, init_state(init_params(CONFIG, 0), make_optimizer(OptimConfig()), len(SOURCES)))
+    state = place_state(mesh, init_state(init_params(CONFIG, 0), ADAMW, len(SOURCES)))
     for i, lr in enumerate(np.linspace(0, 1e-2, 5, dtype=np.float32)):
         batch = make_batch(seed=i)
         batch = batch._replace(source_ids_AB=np.full_like(batch.source_ids_AB, i % 3))
@@ -274,35 +258,34 @@ def test_the_same_step_twice_is_the_same_bit_for_bit():
 @pytest.mark.skipif(sys.platform != "linux", reason="page faults are counted as Linux does, malloc is glibc's")
 def test_freed_blocks_stay_with_the_process_in_every_thread():
     program = """
-import ctypes, platform, resource, sys, threading
+import ctypes, platform, resource, threading
 from curriculum.train.step import tune_malloc
-if platform.libc_ver()[0] != "glibc":
-    sys.exit("no glibc")
-if sys.argv[1] == "tuned":
-    tune_malloc()
+
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 libc.free.argtypes = [ctypes.c_void_p]
+
 def touch():
     block = libc.malloc(200 << 20)
     ctypes.memset(block, 1, 200 << 20)
     libc.free(block)
-def run():
+
+def count():
     touch()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     touch()
     print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-run()
-thread = threading.Thread(target=run)
-thread.start()
-thread.join()
+
+if platform.libc_ver()[0] == "glibc":
+    count()
+    tune_malloc()
+    count()
+    thread = threading.Thread(target=count)
+    thread.start()
+    thread.join()
 """
-    faults = {}
-    for setting in ("tuned", "plain"):
-        done = subprocess.run([sys.executable, "-c", program, setting], capture_output=True, text=True)
-        if "no glibc" in done.stderr:
-            pytest.skip("not glibc")
-        assert done.returncode == 0, done.stderr
-        faults[setting] = [int(line) for line in done.stdout.split()]
-    assert len(faults["tuned"]) == 2
-    assert max(faults["tuned"]) < 100 < min(faults["plain"])
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    if not done.stdout:
+        pytest.skip("this libc is not glibc")
+    plain, tuned, tuned_thread = map(int, done.stdout.split())
+    assert max(tuned, tuned_thread) < 10 < plain  # huge pages or not

@@ -96,6 +96,7 @@ def test_a_cut_document_gives_its_head_only(tmp_path, shard_tokens):
 def test_a_slice_inside_one_file_is_not_copied(store):
     view = store.view()
     assert np.shares_memory(view[1:6], store.shards[0])
+    assert np.shares_memory(view[1:7], store.shards[0])  # up to its end
     assert not np.shares_memory(view[5:9], store.shards[0])
     assert view[5:9].tolist() == stream_of(TEXTS)[5:9]
     with pytest.raises(ValueError, match="read-only"):

@@ -167,6 +167,9 @@ def test_the_fingerprint_follows_the_ids():
         Tokenizer("byte", (*tokens[:256], b""), {"<|endoftext|>": 256}),
     ]
     assert len({base.fingerprint, *(other.fingerprint for other in others)}) == 5
+    unused = (*tokens, b"")
+    ends = {Tokenizer("bpe", unused, {"<|endoftext|>": eot}, ".+").fingerprint for eot in (257, 258)}
+    assert len(ends) == 2
 
 
 def test_decoding_refuses_ids_outside_the_vocabulary(tokenizer):

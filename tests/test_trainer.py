@@ -275,22 +275,22 @@ def test_resume_at_a_step_sets_later_checkpoints_aside(corpus, store, whole, tmp
     assert final_state(run_dir) == final_state(whole)
     assert record(run_dir) == record(whole)
     assert sorted(p.name for p in (run_dir / "superseded").iterdir()) == ["55", "60"]
-    with pytest.raises(InputError, match="no checkpoint of that step; there are: 50, 55, 60"):
+    with pytest.raises(InputError, match="has no checkpoint of that step; there are: 50, 55, 60"):
         train(build_config(config_data(corpus)), run_dir, resume=51, store_dir=store)
 
 
 def test_functions_are_traced_once_over_phases_and_sets(corpus, store, tmp_path, monkeypatch):
-    from curriculum.train import trainer
+    from curriculum.train import setup
 
     traces = []
-    forward = trainer.nats_per_token
+    forward = setup.nats_per_token
 
     def counted(*arguments):
         traces.append("eval")
         return forward(*arguments)
 
     def make_step(*arguments):
-        step = trainer_make_step(*arguments)
+        step = unwrapped(*arguments)
 
         def counted_step(state, batch, lr):
             traces.append("train")
@@ -298,9 +298,9 @@ def test_functions_are_traced_once_over_phases_and_sets(corpus, store, tmp_path,
 
         return counted_step
 
-    trainer_make_step = trainer.make_train_step
-    monkeypatch.setattr(trainer, "nats_per_token", counted)
-    monkeypatch.setattr(trainer, "make_train_step", make_step)
+    unwrapped = setup.make_train_step
+    monkeypatch.setattr(setup, "nats_per_token", counted)
+    monkeypatch.setattr(setup, "make_train_step", make_step)
     data = config_data(corpus, train__steps=40)
     data["phases"] = [
         {"name": f"p{i}", "until": 10 * (i + 1), "mixture": {"web": 1.0, "law": i + 0.5}} for i in range(4)

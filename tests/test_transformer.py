@@ -70,9 +70,7 @@ def reference_attention(config, attention, xs):
         for head in range(config.n_head):
             group = head // (config.n_head // config.n_kv_head)
             query = turned(config, queries[t][head * K :][:K], t)
-            scores = [
-                query @ turned(config, keys[s][group * K :][:K], s) / math.sqrt(K) for s in range(t + 1)
-            ]
+            scores = [query @ turned(config, keys[s][group * K :][:K], s) / math.sqrt(K) for s in range(t + 1)]
             shares = np.exp(scores) / np.exp(scores).sum()
             heads.append(sum(share * values[s][group * K :][:K] for s, share in enumerate(shares)))
         outputs.append(linear(attention["out"], np.concatenate(heads)))

@@ -29,8 +29,9 @@ def command(config_path, overrides, dataset_dirs, eval_dataset_dirs, store_dir, 
         before = split_options(remembered)
         config = load_config(config_path, **{key: [*before[key], *given[key]] for key in given})
 
-    from curriculum.train.trainer import Stopped, train
+    from curriculum.train.signals import Stopped
     from curriculum.train.trainer import dry_run as run_dry
+    from curriculum.train.trainer import train
 
     if dry_run:
         done = run_dry(config, store_dir=store_dir)

@@ -12,13 +12,11 @@ import xxhash
 
 from curriculum.config import Config, EvalSource
 from curriculum.data.documents import SourceConfig
-
 from curriculum.data.prepare import find_store, find_tokenizer, prepare_store, prepare_tokenizer
 from curriculum.data.progress import ConsoleProgress
 from curriculum.data.split import Split, drop_overlap, parse_share
 from curriculum.data.store import Store, TokenView, eval_documents, split_store
 from curriculum.data.tokenizer import Tokenizer
-from curriculum.errors import InputError
 from evalsets.evalset import EvalSet, cut_windows
 
 

@@ -8,7 +8,7 @@ import re
 import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from curriculum.data.split import parse_share
 from curriculum.errors import InputError
@@ -30,16 +30,24 @@ _CUT = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])|(?<=\S\n)(?=[^\W\d_])")
 class SourceConfig:
     """A named training corpus: documents on disk (`path`) or on the hub (`hf`), one of the two."""
 
-    __pydantic_config__ = {"extra": "forbid"}
+    __pydantic_config__: ClassVar = {"extra": "forbid", "use_attribute_docstrings": True}
 
-    path: str | None = None  # a file, a folder (read recursively), a flat .bin, or a prepared folder
-    hf: str | None = None  # a dataset of the hub, NAME or NAME:CONFIGURATION, its split "train"
-    text_key: str = "text"  # the key or column that holds a document, in JSONL, parquet, arrow and on the hub
-    glob: str = "**/*"  # which files of a folder to read, relative to it
-    dtype: Literal["u16", "u32"] | None = None  # of a flat .bin; default u16 up to 65,536 tokens, else u32
-    held_out: str | float | None = None  # share of the tokens kept out of training: "1%", 0.01, or 0
-    max_epochs: float | None = None  # how often the source may be read before `on_exhaust` applies
-    on_exhaust: Literal["error", "stop", "renormalise", "repeat"] = "error"  # what happens at `max_epochs`
+    path: str | None = None
+    """A file, a folder (read recursively), a flat .bin, or a prepared folder."""
+    hf: str | None = None
+    """A dataset of the hub, NAME or NAME:CONFIGURATION, its split "train"."""
+    text_key: str = "text"
+    """The key or column that holds a document, in JSONL, parquet, arrow and on the hub."""
+    glob: str = "**/*"
+    """Which files of a folder to read, relative to it."""
+    dtype: Literal["u16", "u32"] | None = None
+    """Of a flat .bin; default u16 up to 65,536 tokens, else u32."""
+    held_out: str | float | None = None
+    """Share of the tokens kept out of training: "1%", 0.01, or 0."""
+    max_epochs: float | None = None
+    """How often the source may be read before `on_exhaust` applies."""
+    on_exhaust: Literal["error", "stop", "renormalise", "repeat"] = "error"
+    """What happens at `max_epochs`."""
 
     def __post_init__(self):
         if (self.path is None) == (self.hf is None):

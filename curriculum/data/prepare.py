@@ -25,7 +25,7 @@ from curriculum.data.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer
 from curriculum.data.vocabulary import char_tokenizer, tiktoken_tokenizer, train_bpe
 from curriculum.errors import InputError
 
-TRAIN_BYTES = 1 << 28
+TRAIN_BYTES = 1 << 27  # what `tokenizers` keeps of more would pass a gigabyte
 
 
 # --- tokenizers ---------------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ def _write_store(
             if progress is not None:
                 progress(done_bytes, total_bytes)
         writer.finish(", ".join(source.location for source in sources), tokenizer)
-    if progress is not None:
+    if progress is not None and done_bytes != total_bytes:
         progress(done_bytes, done_bytes)
 
 

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -35,12 +35,16 @@ GROUP_CHARACTERS = 1 << 20  # texts are handed to threads in groups of about thi
 class TokenizerConfig:
     """Which tokenizer the run uses."""
 
-    __pydantic_config__ = {"extra": "forbid"}
+    __pydantic_config__: ClassVar = {"extra": "forbid", "use_attribute_docstrings": True}
 
     kind: Literal["byte", "char", "bpe", "tiktoken"] = "byte"
-    vocab_size: int | None = None  # bpe: how many ids to train, the 256 bytes and end-of-text included
-    name: str | None = None  # tiktoken: the published encoding, such as gpt2
-    path: str | None = None  # a folder that holds a saved tokenizer, instead of training one
+    """bpe is trained on the sources, or read from `path`; tiktoken is a published encoding by `name`."""
+    vocab_size: int | None = None
+    """For bpe: how many ids to train, the 256 bytes and end-of-text included."""
+    name: str | None = None
+    """For tiktoken: the published encoding, such as gpt2."""
+    path: str | None = None
+    """A folder that holds a saved tokenizer, instead of training one."""
 
     def __post_init__(self):
         if self.kind == "tiktoken" and (self.name is None) == (self.path is None):

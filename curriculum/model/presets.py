@@ -85,9 +85,7 @@ class ModelSection:
 
 
 PRESETS = {
-    "tiny": ModelConfig(
-        vocab_size=4096, n_layer=4, n_head=4, n_kv_head=2, d_model=128, d_ff=256, max_seq_len=1024
-    ),
+    "tiny": ModelConfig(vocab_size=4096, n_layer=4, n_head=4, n_kv_head=2, d_model=128, d_ff=256, max_seq_len=1024),
     # GPT-2 small, as released: 124,439,808 parameters.
     "gpt2-124m": ModelConfig(
         vocab_size=50257,

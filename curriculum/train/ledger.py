@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from curriculum.config import PRIMARY, Config
-from curriculum.data.corpus import Corpus
-from curriculum.errors import InputError
+from curriculum.config import PRIMARY
+from curriculum.record.events import Record
+from curriculum.train.setup import Setup
 from evalsets.metrics import Summary, WindowResults
-from phases.batches import DataPlan
 from phases.schedule import first_difference, segments_from_json, segments_to_json
 
 
@@ -53,67 +52,53 @@ class History:
         return replace(self, train_loss=row["loss"])
 
 
-def entry(
-    config: Config,
-    corpus: Corpus,
-    plan: DataPlan,
-    model: Mapping[str, Any],
-    step: int,
-    history: History,
-    *,
-    offsets: Mapping[str, int],
-    elapsed_s: float,
-) -> dict[str, Any]:
+def entry(setup: Setup, step: int, history: History, record: Record) -> dict[str, Any]:
     """The ledger of a checkpoint, as plain JSON."""
-    drawn = plan.schedule.drawn(step)
+    drawn = setup.schedule.drawn(step)
     return {
         "step": step,
-        "seed": config.seed,
-        "model": dict(model),
-        "tokenizer": corpus.tokenizer.fingerprint,
-        "segments": segments_to_json(plan.schedule.segments),
+        "seed": setup.config.seed,
+        "model": asdict(setup.model),
+        "tokenizer": setup.corpus.tokenizer.fingerprint,
+        "segments": segments_to_json(setup.schedule.segments),
         "sources": {
-            name: {"tokens_drawn": drawn[name], "stream": corpus.details[name]["stream"]} for name in plan.sources
+            name: {"tokens_drawn": drawn[name], "stream": setup.corpus.details[name]["stream"]}
+            for name in setup.plan.sources
         },
         "history": asdict(history),
-        "offsets": dict(offsets),
-        "elapsed_s": round(elapsed_s, 3),
+        "offsets": record.offsets(),
+        "elapsed_s": round(record.elapsed_s, 3),
     }
 
 
-def check_past(
-    saved: Mapping[str, Any], config: Config, corpus: Corpus, plan: DataPlan, model: Mapping[str, Any]
-) -> None:
+def check_past(saved: Mapping[str, Any], setup: Setup) -> None:
     """Raise InputError where the config would change what has been trained: the past is what the ledger says."""
+    config, details, model = setup.config, setup.corpus.details, asdict(setup.model)
     step = saved["step"]
     problems: list[tuple[str, str]] = []
     if config.seed != saved["seed"]:
         problems.append(("seed", f"got {config.seed}, but the run was trained with {saved['seed']}"))
-    if dict(model) != saved["model"]:
+    if model != saved["model"]:
         changed = [k for k in model if model[k] != saved["model"].get(k)]
         got = ", ".join(f"{k} {model[k]} (was {saved['model'].get(k)})" for k in changed)
         problems.append(("model", f"the architecture of a run cannot change: {got}"))
-    if corpus.tokenizer.fingerprint != saved["tokenizer"]:
-        problems.append(
-            ("tokenizer", "is not the one that the run was trained with; restore it, or start a new --run-dir")
-        )
+    if setup.corpus.tokenizer.fingerprint != saved["tokenizer"]:
+        message = "is not the one that the run was trained with; restore it, or start a new --run-dir"
+        problems.append(("tokenizer", message))
     for name, source in saved["sources"].items():
         if source["tokens_drawn"] == 0:
             continue
-        if name not in corpus.details:
-            problems.append(
-                ("sources", f"{name} is gone, but {source['tokens_drawn']:,} of its tokens were trained on")
-            )
-        elif corpus.details[name]["stream"] != source["stream"]:
-            problems.append(
-                (f"sources.{name}", "its training text is not what it was when the run read from it; restore it")
-            )
-    if config.train.steps < step and not problems:
+        if name not in details:
+            message = f"{name} is gone, but {source['tokens_drawn']:,} of its tokens were trained on"
+            problems.append(("sources", message))
+        elif details[name]["stream"] != source["stream"] and not problems:
+            message = "its training text is not what it was when the run read from it; restore it"
+            problems.append((f"sources.{name}", message))
+    if config.train.steps < step:
         problems.append(("train.steps", f"got {config.train.steps}, but {step} steps are trained already"))
     if not problems:
-        old = segments_from_json(saved["segments"])
-        new = plan.schedule.segments
-        changed_at = first_difference(_of_sources(old, plan.sources), new, step)
+        old = _of_sources(segments_from_json(saved["segments"]), setup.plan.sources)
+        changed_at = first_difference(old, setup.schedule.segments, step)
         if changed_at is not None:
             message = (
                 f"this config would change the data or the learning rate of step {changed_at}, which is trained "

@@ -160,7 +160,7 @@ def tune_malloc() -> None:
     """Make glibc keep what is freed, so that XLA's temporaries cost no page faults; elsewhere do nothing.
 
     To be called before the process starts threads or compiles. The memory of the largest program then stays
-    with the process, and about twice that where freed blocks do not fit the next one.
+    with the process, two to three times over as freed blocks come apart.
     """
     if platform.libc_ver()[0] != "glibc":
         return

@@ -1,0 +1,70 @@
+"""How long training takes, and how much memory."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from contextlib import contextmanager
+
+import jax
+
+from curriculum.train.step import TrainState
+
+
+class TrainClock:
+    """Seconds spent training since the last metrics row; evals and saves are not counted."""
+
+    def __init__(self):
+        self._running_since = time.perf_counter()
+        self._seconds = 0.0
+        self._steps = 0
+        self._compile_s: float | None = None
+        self._switching, self._stall_s = False, None
+
+    @contextmanager
+    def paused(self, state: TrainState):
+        """Around what is not training. Waits for the updates that are under way first: their time is training's."""
+        jax.block_until_ready(state.step)
+        self._seconds += time.perf_counter() - self._running_since
+        try:
+            yield
+        finally:
+            self._running_since = time.perf_counter()
+
+    @contextmanager
+    def update(self):
+        """Around one update, the wait for its batch included."""
+        started = time.perf_counter()
+        yield
+        waited_s = time.perf_counter() - started
+        if self._steps == 0 and self._compile_s is None:
+            self._compile_s = waited_s
+        if self._switching:
+            self._switching, self._stall_s = False, waited_s
+        self._steps += 1
+
+    def switched(self) -> None:
+        """The next update is the first of another phase."""
+        self._switching = True
+
+    def take(self) -> tuple[int, float, dict[str, float]]:
+        """(updates, seconds) since the last call, and what is told once: the compile time, a switch's stall."""
+        now = time.perf_counter()
+        steps, seconds = self._steps, self._seconds + now - self._running_since
+        once = {}
+        if self._compile_s is not None and self._compile_s >= 0:
+            once["first_step_compile_time_s"], self._compile_s = round(self._compile_s, 3), -1.0
+        if self._stall_s is not None:
+            once["switch_stall_s"], self._stall_s = round(self._stall_s, 6), None
+        self._steps, self._seconds, self._running_since = 0, 0.0, now
+        return steps, seconds, once
+
+
+def peak_memory_gb() -> float:
+    """Peak memory in GB: of the first device where it tells, else of this process."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "peak_bytes_in_use" in stats:
+        return round(stats["peak_bytes_in_use"] / 1e9, 3)
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts in KiB on Linux
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9, 3)

@@ -1,0 +1,130 @@
+"""What each event, metrics row and checkpoint says: plain data from the parts of a run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from curriculum.config import PRIMARY
+from curriculum.model.presets import num_parameters
+from curriculum.plan import describe_phases
+from curriculum.train.clock import TrainClock, peak_memory_gb
+from curriculum.train.ledger import History
+from curriculum.train.setup import Setup
+from curriculum.train.step import TrainState, read_window
+from evalsets.metrics import Summary
+
+
+def training_start(setup: Setup) -> dict[str, Any]:
+    evalsets = {
+        name: {
+            "documents": e.num_documents,
+            "windows": e.num_windows,
+            "tokens": e.num_tokens,
+            "bytes": e.num_bytes,
+            "content_hash": e.content_hash,
+        }
+        for name, e in setup.corpus.evalsets.items()
+    }
+    return {
+        "config": setup.config.to_json(),
+        "model": {**asdict(setup.model), "num_parameters": num_parameters(setup.model)},
+        "plan": derived(setup),
+        "sources": setup.corpus.details,
+        "evalsets": evalsets,
+        "warnings": list(setup.schedule.warnings) + list(setup.corpus.warnings),
+    }
+
+
+def derived(setup: Setup) -> dict[str, Any]:
+    return {
+        "total_steps": setup.schedule.total_steps,
+        "tokens_per_step": setup.tokens_at(1),
+        "num_parameters": num_parameters(setup.model),
+        "phases": list(describe_phases(setup.schedule)),
+        "learning_rate": [asdict(piece) for piece in setup.schedule.lr],
+    }
+
+
+def training_state(setup: Setup, step: int, history: History) -> dict[str, Any]:
+    """Where the run stands, for people and scripts that watch it; resuming never reads it."""
+    return {
+        "step": step,
+        "total_steps": setup.schedule.total_steps,
+        "phase": setup.schedule.segment_at(max(step - 1, 0)).phase,
+        "checkpoint": f"checkpoints/{step}",
+        "tokens_drawn": setup.schedule.drawn(step),
+        **asdict(history),
+    }
+
+
+def eval_event(setup: Setup, step: int, summaries: dict[str, Summary], duration_s: float) -> dict[str, Any]:
+    update = max(step - 1, 0)
+    fields: dict[str, Any] = {
+        "progress_pct": round(100 * step / setup.schedule.total_steps, 4),
+        "lr": float(setup.rates[update]),
+        "phase": setup.schedule.segment_at(update).phase,
+    }
+    for name, summary in summaries.items():
+        loss, bpb, sem = ("val_loss", "val_bpb", "val_sem")
+        if name != PRIMARY:
+            loss, bpb, sem = f"eval_{name}", f"eval_{name}_bpb", f"eval_{name}_sem"
+        fields |= {loss: summary.loss, bpb: summary.bpb, sem: summary.sem}
+    return fields | {"eval_duration_s": round(duration_s, 3)}
+
+
+def metrics_row(setup: Setup, done: int, state: TrainState, clock: TrainClock) -> dict[str, Any]:
+    segment = setup.schedule.segment_at(done - 1)
+    means = read_window(state.window, setup.plan.sources)
+    steps, seconds, once = clock.take()
+    fields = {
+        "step": done,
+        "loss": means["loss"],
+        **{f"loss_{name}": loss for name, loss in means["source_loss"].items()},
+        "grad_norm": means["grad_norm"],
+        "lr": float(setup.rates[done - 1]),
+        "tokens_seen": setup.tokens_at(done),
+        "tokens_per_sec": round(setup.tokens_at(steps) / seconds, 1),
+        "step_time_s": round(seconds / steps, 6),
+        "phase": segment.phase,
+        "mixture": {name: segment.mixture_at(done - 1).get(name, 0.0) for name in setup.config.sources},
+        "skipped_updates": int(state.skipped_updates),
+        "packing_mode": "stream",
+        "packing_utilization": 1.0,
+        "peak_memory_gb": peak_memory_gb(),
+    }
+    return fields | once
+
+
+def phase_switch(setup: Setup, done: int) -> dict[str, Any]:
+    before, after = setup.schedule.segment_at(done - 1), setup.schedule.segment_at(done)
+    consumed = setup.schedule.drawn(done)
+    sizes = setup.plan.tokens_per_epoch
+    return {
+        "from_phase": before.phase,
+        "new_phase": after.phase,
+        "mixture_before": before.mixture_at(done - 1),
+        "mixture_after": after.mixture,
+        "ramp_steps": 0 if after.ramp is None else after.ramp.steps,
+        "consumed": consumed,
+        "epochs": {name: round(consumed[name] / sizes[name], 6) for name in consumed if sizes.get(name)},
+        "lr": float(setup.rates[done]),
+    }
+
+
+def training_complete(setup: Setup, history: History, elapsed_s: float) -> dict[str, Any]:
+    total = setup.schedule.total_steps
+    total_tokens = setup.tokens_at(total)
+    return {
+        "started_at": history.started_at,
+        "total_elapsed_s": round(elapsed_s, 3),
+        "total_steps": total,
+        "total_tokens": total_tokens,
+        "steps_per_sec": round(total / elapsed_s, 3),
+        "tokens_per_sec": round(total_tokens / elapsed_s, 1),
+        "final_train_loss": history.train_loss,
+        "final_val_loss": history.val_loss,
+        "best_val_loss": history.best_val_loss,
+        "best_val_step": history.best_val_step,
+        "gold_step": None,
+    }

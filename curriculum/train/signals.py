@@ -1,0 +1,38 @@
+"""Stopping in an orderly way."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import Any
+
+
+class Stopped(Exception):
+    """The run was stopped by a signal, after its checkpoint was saved."""
+
+    def __init__(self, signal_number: int, step: int):
+        self.signal_number, self.step = signal_number, step
+        super().__init__(f"stopped by {signal.Signals(signal_number).name} at step {step}, which was saved")
+
+
+class StopSignals:
+    """SIGINT and SIGTERM ask for a stop after the step; a second one ends the process at once."""
+
+    def __init__(self):
+        self.received: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self):
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number, _frame):
+        self.received = number
+        for n in self._before:
+            signal.signal(n, signal.SIG_DFL)
