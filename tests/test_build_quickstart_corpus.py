@@ -29,9 +29,7 @@ def run(*arguments, **variables):
 
 
 def test_pieces_joined_are_the_text_and_cut_before_unindented_paragraphs():
-    function = (
-        "def f():\n    a = 1\n\n    return " + "a" * 41 + "\n\n\n"
-    )  # 75 characters, 20 to the inner seam
+    function = "def f():\n    a = 1\n\n    return " + "a" * 41 + "\n\n\n"  # 75 characters, 20 to the inner seam
     text = function * 100
     cut = corpus.pieces(text)
     assert "".join(cut) == text
@@ -153,9 +151,7 @@ class DropDocstrings(ast.NodeTransformer):
         return node
 
 
-@pytest.mark.parametrize(
-    "module", ["argparse", "dataclasses", "typing", "asyncio/base_events", "email/message"]
-)
+@pytest.mark.parametrize("module", ["argparse", "dataclasses", "typing", "asyncio/base_events", "email/message"])
 def test_code_of_the_standard_library_keeps_its_syntax_tree(module):
     source = Path(sysconfig.get_path("stdlib"), f"{module}.py").read_text(encoding="utf-8")
     tree = ast.parse(source)
@@ -185,17 +181,13 @@ def test_a_folder_holds_distinct_documents_up_to_its_budget(tmp_path):
 
 def test_a_folder_of_too_few_documents_is_an_error(tmp_path):
     found = ({"text": f"{number}\n", "id": f"n#{number}"} for number in range(299))
-    with pytest.raises(
-        SystemExit, match="docs: 299 documents of .*, expected at least 300; take an interpreter"
-    ):
+    with pytest.raises(SystemExit, match="docs: 299 documents of .*, expected at least 300; take an interpreter"):
         corpus.write_folder(tmp_path / "docs", found, budget_bytes=10**6)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_missing_package_is_an_error():
-    with pytest.raises(
-        SystemExit, match="no_such_package: not installed in .*requirements.txt: `make install`"
-    ):
+    with pytest.raises(SystemExit, match="no_such_package: not installed in .*requirements.txt: `make install`"):
         corpus.package_root("no_such_package")
 
 
@@ -219,9 +211,7 @@ def test_a_corpus_is_finished_for_its_environment_with_whole_files_only(tmp_path
     assert corpus.finished(tmp_path / "absent") is None
 
 
-@pytest.mark.parametrize(
-    "name, text", [("manifest.json", "[]"), ("manifest.json", "{}"), ("thesis.txt", "x")]
-)
+@pytest.mark.parametrize("name, text", [("manifest.json", "[]"), ("manifest.json", "{}"), ("thesis.txt", "x")])
 def test_a_folder_that_holds_something_else_is_refused(tmp_path, name, text):
     (tmp_path / name).write_text(text)
     result = run(SCRIPT, "--output", tmp_path)
@@ -266,15 +256,11 @@ def test_a_killed_build_leaves_nothing_and_the_next_one_is_whole_and_recognised(
         found = [json.loads(line) for line in lines]
         assert len(found) == manifest["folders"][name]["documents"] >= 600
         assert len({document["text"] for document in found}) == len({d["id"] for d in found}) == len(found)
-        assert not any(
-            document["id"].startswith("/") or sys.base_prefix in document["text"] for document in found
-        )
+        assert not any(document["id"].startswith("/") or sys.base_prefix in document["text"] for document in found)
         text_bytes = sum(len(document["text"].encode()) for document in found)
         assert 0.8 * budget_bytes < text_bytes <= budget_bytes
         total_bytes += text_bytes
-        licences += sum(
-            "Licensed to the Apache Software Foundation" in document["text"] for document in found
-        )
+        licences += sum("Licensed to the Apache Software Foundation" in document["text"] for document in found)
     assert 11e6 < total_bytes < 13e6
     assert licences <= 1
 

@@ -63,7 +63,9 @@ def test_a_run_from_start_to_end_and_again(folder):
     # What the command line added stays, without being given again.
     finished = run(folder, "train", "c.yaml", "--resume", "latest")
     assert finished.returncode == 0 and "runs/small is finished: 8 of 8 steps" in finished.stdout
-    longer = run(folder, "train", "c.yaml", "--resume", "latest", "--set", "train.steps=12", "--set", "phases[0].until=4")
+    longer = run(
+        folder, "train", "c.yaml", "--resume", "latest", "--set", "train.steps=12", "--set", "phases[0].until=4"
+    )
     assert longer.returncode == 0, longer.stderr
     assert "| extra " in longer.stdout and "step 12/12" in longer.stdout
 
@@ -85,7 +87,9 @@ def test_prepare_then_plan_knows_the_epochs(folder):
 def test_prepare_a_folder_and_train_from_it(folder):
     done = run(folder, "prepare", "--text", "web.jsonl", "--tokenizer", "byte", "--output", "tokens")
     assert done.returncode == 0 and "tokens: 120 documents" in done.stdout
-    planned = run(folder, "train", "c.yaml", "--dataset-dir", "web=tokens", "--set", "sources.web.held_out=10%", "--dry-run")
+    planned = run(
+        folder, "train", "c.yaml", "--dataset-dir", "web=tokens", "--set", "sources.web.held_out=10%", "--dry-run"
+    )
     assert planned.returncode == 0, planned.stderr
 
 

@@ -59,7 +59,8 @@ def test_the_numbers_by_hand(tmp_path):
     assert rows["b", "law"].share_asked == pytest.approx(0.485)
     assert rows["b", "law"].share_given == pytest.approx(0.485, abs=2 / 200)
     assert rows["b", "law"].tokens == 97 * 20
-    assert rows["b", "law"].first_repeat_step == 76  # 5 sequences in the ramp, then 2 a step: the 50th is in the 23rd step after it
+    # 5 sequences in the ramp, then 2 a step: law's 50th is in the 23rd step after it.
+    assert rows["b", "law"].first_repeat_step == 76
     assert p.rates == ((0, 1e-3), (50, 1e-3), (99, 1e-3))
     assert p.num_parameters and p.num_parameters > 0
 
@@ -118,7 +119,8 @@ def test_the_table_reads_well(tmp_path):
     lines = table(plan(config, store_dir=tmp_path / "store"))
     assert lines[0] == "run: 100 steps x 80 tokens = 8,000 tokens"
     start = next(i for i, line in enumerate(lines) if line.startswith("phase"))
-    assert lines[start].split() == "phase steps lr at start source asked given tokens epochs so far first repeat".split()
+    header = "phase steps lr at start source asked given tokens epochs so far first repeat"
+    assert lines[start].split() == header.split()
     assert lines[start + 1].split() == ["a", "0", "to", "50", "0.001", "web", "100.00%", "100.00%", "4,000", "1.005",
                                         "step", "49"]  # fmt: skip
     assert "50 to 100 (ramp 4)" in lines[start + 2]
