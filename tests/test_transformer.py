@@ -123,6 +123,17 @@ def test_compiled_logits_equal_the_float64_loop():
     np.testing.assert_allclose(logits_BTV, expected_BTV, rtol=1e-4, atol=2e-5)
 
 
+def test_layernorm_of_a_large_mean_does_not_cancel():
+    config = replace(SMALL, n_layer=1, norm_type="layernorm", tie_embeddings=False)
+    params = noisy_params(config)
+    params["embed"]["embedding"] += np.float32(300)
+    with jax.disable_jit():
+        logits_BTV = forward(config, params, TOKENS_BT)
+    expected_BTV = np.stack([reference_logits(config, params, tokens) for tokens in TOKENS_BT])
+    # float32 near 300 is 3e-5 apart; E[x^2] - E[x]^2 would be off by percents
+    np.testing.assert_allclose(logits_BTV, expected_BTV, atol=2e-3 * np.abs(expected_BTV).max())
+
+
 @pytest.mark.parametrize("pos_encoding", ["rope", "learned"])
 def test_a_later_token_changes_no_earlier_logit(pos_encoding):
     config = replace(SMALL, pos_encoding=pos_encoding)
