@@ -49,6 +49,7 @@ def test_a_run_from_start_to_end_and_again(folder):
     assert any(line.startswith("step 8/8 (100.0%) | ") and line.endswith("| 1.0k tokens") for line in lines)
     assert any(line.startswith("  val ") and "| phase: b | extra " in line for line in lines)
     assert any("a → b" in line for line in lines)
+    assert any("train c.yaml --run-dir runs/small --resume latest" in line for line in lines)
     assert any(line.startswith("  deploy ") for line in lines) and any("--host 127.0.0.1" in line for line in lines)
     run_dir = folder / "runs/small"
     for name in ("config.yaml", "config.resolved.json", "model.json", "training_state.json", "tokenizer/tokenizer.json",

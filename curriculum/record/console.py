@@ -117,7 +117,7 @@ class Console:
             yield f"  deploy       {self._run_dir / 'gold'} (gold, step {event['gold_step']})"
         if (self._run_dir / "tensorboard").is_dir():
             logdir = shlex.quote(str(self._run_dir.parent))
-            yield f"  TensorBoard  {_program('tensorboard')} --logdir {logdir} --host 127.0.0.1"
+            yield f"  TensorBoard  {program('tensorboard')} --logdir {logdir} --host 127.0.0.1"
             yield f"               {tensorboard_link(self._run_dir)}"
 
     def _mark(self, event: dict[str, Any]) -> None:
@@ -232,7 +232,7 @@ def _mixture(mixture: dict[str, float]) -> str:
     return ", ".join(f"{source} {share:.4g}" for source, share in mixture.items() if share)
 
 
-def _program(name: str) -> str:
+def program(name: str) -> str:
     """What to type for a program of this environment, which need not be on the PATH."""
     path = Path(sys.executable).with_name(name)
     here = Path.cwd()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +15,7 @@ from curriculum.errors import InputError
 from curriculum.model.presets import num_parameters
 from curriculum.plan import DEFAULT_STORE_DIR
 from curriculum.record.board import Board
-from curriculum.record.console import Console
+from curriculum.record.console import Console, program
 from curriculum.record.events import Record, set_aside
 from curriculum.run import RunDirectory, load_run, write_tokenizer
 from curriculum.train import fields, ledger
@@ -95,7 +96,10 @@ def _run(setup: Setup, directory: RunDirectory, checkpoints: Checkpoints, resume
     directory.create(setup.config, fields.derived(setup), asdict(setup.model))
     write_tokenizer(directory, setup.corpus.tokenizer)
 
-    views = [Console(directory.path), *([Board(directory.path)] if setup.config.logging.tensorboard else [])]
+    views = [
+        Console(directory.path, _resume_command(setup.config, directory)),
+        *([Board(directory.path)] if setup.config.logging.tensorboard else []),
+    ]
     if step is None:
         record = Record(directory.path, setup.tokens_at, views=views)
     else:
@@ -165,6 +169,14 @@ def _loop(
                 raise Stopped(stop.received, done)
     checkpoints.wait()
     return record.event("training_complete", total, **fields.training_complete(setup, history, record.elapsed_s))
+
+
+def _resume_command(config: Config, directory: RunDirectory) -> str | None:
+    """What to type to go on with a run, None where its config came from no file."""
+    if config.origin.text is None:
+        return None
+    config_file, run_dir = shlex.quote(config.origin.file), shlex.quote(str(directory.path))
+    return f"{program('curriculum')} train {config_file} --run-dir {run_dir} --resume latest"
 
 
 def _sets_due(config: Config, done: int, boundaries: set[int]) -> list[str]:
