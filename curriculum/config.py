@@ -22,6 +22,7 @@ from curriculum.data.tokenizer import TokenizerConfig
 from curriculum.errors import InputError
 from curriculum.model.presets import ModelSection, model_problems
 from curriculum.train.optimizer import OptimConfig
+from curriculum.variables import substitute
 from curriculum.yaml12 import Origin, read_override, read_yaml
 from phases.lr import LrSchedule, check_rates
 from phases.schedule import Phase, check_phases
@@ -184,9 +185,9 @@ def config_from_json(data: Mapping) -> Config:
 def build_config(data: dict, origin: Origin | None = None) -> Config:
     """A checked Config from plain data (for library use: the same keys as the YAML)."""
     origin = origin or Origin()
-    problems: list[tuple[str, str]] = []
     if not isinstance(data, dict):
         raise InputError(origin.problem("", f"got {type(data).__name__}, expected a mapping of sections"))
+    data, problems = substitute(data)
     known = {f.name: f for f in _sections()}
     for key in data:
         if key not in known:
@@ -223,7 +224,10 @@ def json_schema() -> dict:
         "type": "object",
         "additionalProperties": False,
         "required": required,
-        "properties": {name: schema for (name, _), schema in schemas.items()},
+        "properties": {
+            "variables": {"type": "object", "description": "Values used elsewhere as $variables.NAME."},
+            **{name: schema for (name, _), schema in schemas.items()},
+        },
         **definitions,
     }
 

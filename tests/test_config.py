@@ -141,6 +141,43 @@ def test_set_overrides_values_and_is_named_in_problems(folder):
     assert "phases has 2 entries (0 to 1), got '7'" in problems(GOOD, "phases[7].until=3")[0]
 
 
+VARIABLES = (
+    GOOD
+    + """\
+variables:
+  main: web
+  folder: law
+  law_path: ${variables.folder}.txt
+  size: {batch: 16, length: 32}
+  loop: $variables.pool
+  pool: x${variables.loop}
+"""
+)
+
+
+def test_variables_are_used_whole_and_inside_text(folder):
+    text = VARIABLES.replace("batch_size: 8", "batch_size: $variables.size.batch").replace(
+        "{path: law.txt, max", "{path: '${variables.law_path}', max"
+    )
+    config = load(text.replace("seq_len: 64", "seq_len: $variables.size.length"), "variables.main=law")
+    assert config.train.batch_size == 16 and config.train.seq_len == 32 and config.sources["law"].path == "law.txt"
+    assert "variables" not in config.to_json()
+
+
+@pytest.mark.parametrize(
+    "value, words",
+    [
+        ("$variables.mian", "no such variable: 'mian'; did you mean 'main'? (variables: main, folder,"),
+        ("$variables.loop", "variables use each other in a circle: loop -> pool -> loop"),
+        ("a${variables.size}", "variable 'size' is no text or number"),
+        ("${variables.size.none}", "no such variable: 'size.none'"),
+    ],
+)
+def test_variables_that_cannot_be_resolved(folder, value, words):
+    found = problems(VARIABLES.replace("name: example", f"name: {value}"))
+    assert found[0].startswith("c.yaml:1:1: name: ") and words in found[0]
+
+
 def test_directories_of_the_command_line_become_sources_and_sets(folder):
     Path("extra").mkdir()
     config = load(GOOD, dataset_dirs=["law=extra"], eval_dataset_dirs=["extra", "mine=law.txt"])

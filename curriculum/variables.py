@@ -1,0 +1,68 @@
+"""`variables:` of a config: values named once and used anywhere, `$variables.x` whole or `${variables.x}` inside text."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Any
+
+_WHOLE = re.compile(r"\$variables\.([A-Za-z0-9_.-]+)|\$\{variables\.([A-Za-z0-9_.-]+)\}")
+_INSIDE = re.compile(r"\$\{variables\.([A-Za-z0-9_.-]+)\}")
+
+
+def substitute(data: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """(data without `variables` and with every use replaced, problems as (path, message) pairs).
+
+    A value that is nothing but a use takes the variable's own kind: a number stays a number, a mapping a mapping.
+    Inside other text a variable must be text or a number. Variables may use each other, but not in a circle.
+    """
+    variables = data.get("variables", {})
+    rest = {key: value for key, value in data.items() if key != "variables"}
+    if not isinstance(variables, dict):
+        return rest, [("variables", "expected a mapping of names to values")]
+    problems: list[tuple[str, str]] = []
+
+    def look_up(name: str, path: str, within: tuple[str, ...]) -> Any:
+        if name in within:
+            circle = " -> ".join([*within[within.index(name) :], name])
+            raise _Problem(path, f"variables use each other in a circle: {circle}")
+        here: Any = variables
+        for part in name.split("."):
+            if not isinstance(here, dict) or part not in here:
+                known = [str(key) for key in variables]
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise _Problem(path, f"no such variable: {name!r}{hint} (variables: {', '.join(known) or 'none'})")
+            here = here[part]
+        return replaced(here, path, (*within, name))
+
+    def replaced(value: Any, path: str, within: tuple[str, ...] = ()) -> Any:
+        if isinstance(value, dict):
+            return {key: replaced(item, f"{path}.{key}" if path else key, within) for key, item in value.items()}
+        if isinstance(value, list):
+            return [replaced(item, f"{path}[{i}]", within) for i, item in enumerate(value)]
+        if not isinstance(value, str):
+            return value
+
+        def text_of(match: re.Match) -> str:
+            found = look_up(match[1], path, within)
+            if isinstance(found, dict | list | bool) or found is None:
+                raise _Problem(path, f"variable {match[1]!r} is no text or number, so it cannot stand inside text")
+            return str(found)
+
+        try:
+            if match := _WHOLE.fullmatch(value):
+                return look_up(match[1] or match[2], path, within)
+            return _INSIDE.sub(text_of, value)
+        except _Problem as problem:
+            if within:
+                raise
+            problems.append((problem.path, problem.message))
+            return value
+
+    return replaced(rest, ""), problems
+
+
+class _Problem(Exception):
+    def __init__(self, path: str, message: str):
+        self.path, self.message = path, message
