@@ -124,8 +124,8 @@ class Config:
     phases: tuple[Phase, ...]
     evalsets: EvalSection
     train: TrainSection
-    name: str = "run"
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 1337
+    name: Annotated[str, Field(description="The run's name, and its folder below runs/.")] = "run"
+    seed: Annotated[int, Field(ge=0, lt=2**31, description="Of the data order and of the first parameters.")] = 1337
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     model: ModelSection = field(default_factory=lambda: ModelSection(preset="tiny"))
     optim: OptimSection = field(default_factory=OptimSection)
@@ -215,6 +215,12 @@ def json_schema() -> dict:
     """The JSON schema of a config file, for editors."""
     adapters = [(f.name, "validation", _adapter(f.name)) for f in _sections()]
     schemas, definitions = TypeAdapter.json_schemas(adapters)
+    for f in _sections():
+        if isinstance(f.default, str | int):
+            schemas[f.name, "validation"]["default"] = f.default
+    inherited = [TypeAdapter(base).json_schema()["properties"] for base in OptimSection.__bases__]
+    for name, schema in definitions["$defs"]["OptimSection"]["properties"].items():
+        schema["description"] = next(base[name]["description"] for base in inherited if name in base)
     required = [
         f.name for f in _sections() if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
     ]

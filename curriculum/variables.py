@@ -1,4 +1,4 @@
-"""`variables:` of a config: values named once and used anywhere, `$variables.x` whole or `${variables.x}` inside text."""
+"""`variables:` of a config: values named once, used whole as `$variables.x` or inside text as `${variables.x}`."""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
 """The config: what is accepted, what is refused, and how it is told."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from curriculum.config import build_config, config_from_json, json_schema, load_config
+from curriculum.config import build_config, config_from_json, load_config
 from curriculum.errors import InputError
 
 ROOT = Path(__file__).parents[1]
@@ -221,11 +223,15 @@ def test_plain_data_builds_a_config_for_library_use(folder):
     assert config.name == "run" and config.phases[0].mixture == {"web": 1.0}
 
 
-def test_the_schema_file_is_true(folder):
-    written = json.loads((ROOT / "configs/schema.json").read_text())
-    assert written == json_schema(), "regenerate it: python tools/write_schema.py"
-    assert written["properties"]["phases"]["items"]["$ref"] in ("#/$defs/Phase",)
-    assert written["$defs"]["TrainSection"]["required"] == ["steps"]
+def test_the_schema_and_the_reference_are_true():
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools/write_config_reference.py", "--check"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    reference = (ROOT / "docs/config.md").read_text()
+    rows = [line.split(" | ") for line in reference.splitlines() if line.startswith("| `")]
+    assert len(rows) > 60 and all(row[3].strip(" |") for row in rows), "a key without its meaning"
+    assert json.loads((ROOT / "configs/schema.json").read_text())["$defs"]["TrainSection"]["required"] == ["steps"]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)

@@ -1,0 +1,88 @@
+"""Write what is generated from the config's dataclasses: configs/schema.json for editors, docs/config.md for people.
+
+python tools/write_config_reference.py           write both
+python tools/write_config_reference.py --check   exit 1 where one of them is not what would be written
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from curriculum.config import json_schema
+
+ROOT = Path(__file__).parents[1]
+HEAD = """\
+# Every key of a config
+
+Generated from the code by `python tools/write_config_reference.py`; `NAME` stands for a name of yours. A value can be
+given once under `variables:` and used as `$variables.x`, or inside text as `${variables.x}`.
+
+| key | type | default | meaning |
+|---|---|---|---|
+"""
+
+
+def rows(schema, definitions, path=""):
+    """(key, type, default, meaning) of every field below a schema."""
+    required = schema.get("required", [])
+    for name, field in schema["properties"].items():
+        if name == "variables":
+            continue
+        key = f"{path}.{name}" if path else name
+        default = "needed" if name in required else cell(field["default"]) if "default" in field else ""
+        options = field.get("anyOf", [field])
+        for option in options:
+            items = option.get("items", {})
+            more = option.get("additionalProperties")
+            below = option.get("$ref") or items.get("$ref") or (more.get("$ref") if isinstance(more, dict) else None)
+            if below:
+                target = definitions[below.rpartition("/")[2]]
+                inner = f"{key}[]" if items else f"{key}.NAME" if more else key
+                yield (
+                    inner,
+                    "section",
+                    default,
+                    field.get("description") or target.get("description", "").split("\n")[0],
+                )
+                yield from rows(target, definitions, inner)
+                break
+        else:
+            yield key, " or ".join(type_of(o) for o in options), default, field.get("description", "")
+
+
+def type_of(option):
+    if "enum" in option:
+        return ", ".join(option["enum"])
+    if "const" in option:
+        return str(option["const"])
+    if option.get("type") == "object":
+        return f"NAME: {type_of(option['additionalProperties'])}"
+    return {"null": "null", "string": "text", "boolean": "true, false"}.get(option["type"], option["type"])
+
+
+def cell(value):
+    return "" if isinstance(value, dict | list) else f"`{json.dumps(value)}`"
+
+
+def main():
+    schema = json_schema()
+    lines = []
+    for key, kind, default, meaning in rows(schema, schema["$defs"]):
+        meaning = " ".join(meaning.split()).replace("|", "\\|")
+        lines.append(f"| `{key}` | {kind} | {default} | {meaning} |")
+    files = {
+        ROOT / "configs/schema.json": json.dumps(schema, indent=2) + "\n",
+        ROOT / "docs/config.md": HEAD + "\n".join(lines) + "\n",
+    }
+    stale = [path for path, text in files.items() if not path.exists() or path.read_text() != text]
+    if "--check" in sys.argv[1:]:
+        for path in stale:
+            print(f"{path.relative_to(ROOT)} is stale: run python tools/write_config_reference.py")
+        sys.exit(bool(stale))
+    for path in stale:
+        path.write_text(files[path])
+        print(f"wrote {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
