@@ -9,10 +9,11 @@ from typing import Any
 
 from curriculum.config import Config
 from curriculum.data.corpus import find_sizes
-from curriculum.model.presets import num_parameters, resolve_model
+from curriculum.model.presets import model_problems, num_parameters, resolve_model
 from phases.batches import epoch_tokens
 from phases.lr import learning_rate
-from phases.schedule import Schedule, ScheduleError, SourceSupply, resolve
+from phases.resolve import ScheduleError, resolve
+from phases.schedule import Schedule, SourceSupply
 
 DEFAULT_STORE_DIR = ".curriculum"
 # Muennighoff et al. 2023, arXiv:2305.16264: repeating a source up to 4 times is worth nearly as much as fresh data.
@@ -63,13 +64,18 @@ def resolve_schedule(config: Config, num_tokens: Mapping[str, int | None]) -> Sc
     ]
     if problems:
         raise config.error(problems)
+    return _resolve(config, {n: None if t is None else epoch_tokens(t, seq_len) for n, t in num_tokens.items()})
+
+
+def check_schedule(config: Config) -> None:
+    """Raise InputError with every problem of the phases and the learning rate that needs no source's size."""
+    _resolve(config, dict.fromkeys(config.sources), sizes_to_come=True)
+
+
+def _resolve(config: Config, epochs: Mapping[str, int | None], *, sizes_to_come: bool = False) -> Schedule | None:
+    """The schedule for epochs of so many tokens; None only where sizes are still to come."""
     supplies = {
-        name: SourceSupply(
-            None if num_tokens[name] is None else epoch_tokens(num_tokens[name], seq_len),
-            source.max_epochs,
-            source.on_exhaust,
-        )
-        for name, source in config.sources.items()
+        n: SourceSupply(epochs[n], source.max_epochs, source.on_exhaust) for n, source in config.sources.items()
     }
     try:
         return resolve(
@@ -78,7 +84,8 @@ def resolve_schedule(config: Config, num_tokens: Mapping[str, int | None]) -> Sc
             config.optim,
             total_steps=config.train.steps,
             batch_size=config.train.batch_size,
-            seq_len=seq_len,
+            seq_len=config.train.seq_len,
+            sizes_to_come=sizes_to_come,
         )
     except ScheduleError as error:
         raise config.error(error.problems) from None
@@ -91,6 +98,8 @@ def plan(config: Config, *, store_dir: str | Path = DEFAULT_STORE_DIR) -> Plan:
     seq_len, batch_size = config.train.seq_len, config.train.batch_size
     epochs_of = {n: None if t is None else epoch_tokens(t, seq_len) for n, t in sizes.num_tokens.items()}
     vocab_size = sizes.vocab_size
+    if vocab_size is not None and (problems := model_problems(config.model, vocab_size)):
+        raise config.error((f"model.{key}", message) for key, message in problems)
     model = None if vocab_size is None else resolve_model(config.model, vocab_size)
 
     rows, warnings = [], list(schedule.warnings) + list(sizes.warnings)
@@ -158,19 +167,13 @@ def describe_phases(schedule: Schedule) -> tuple[dict[str, Any], ...]:
 
 def _shares_asked(schedule: Schedule, phase: str) -> dict[str, float]:
     """Exact mean proportion of each source over a phase, its ramp included."""
-    steps, total = 0, {}
-    for segment in (s for s in schedule.segments if s.phase == phase):
-        length = segment.end - segment.start
-        moved = float(length)
-        before = segment.mixture
-        if segment.ramp is not None:
-            progress = segment.ramp.progress[:length]
-            moved, before = float(progress.sum()) + length - len(progress), segment.ramp.from_mixture
-        for name in segment.mixture.keys() | before.keys():
-            share = moved * segment.mixture.get(name, 0.0) + (length - moved) * before.get(name, 0.0)
-            total[name] = total.get(name, 0.0) + share
-        steps += length
-    return {name: share / steps for name, share in total.items()}
+    segments = [s for s in schedule.segments if s.phase == phase]
+    num_steps = sum(s.end - s.start for s in segments)
+    total: dict[str, float] = {}
+    for segment in segments:
+        for name, share in segment.mean_mixture().items():
+            total[name] = total.get(name, 0.0) + share * (segment.end - segment.start) / num_steps
+    return total
 
 
 def _first_repeat(schedule: Schedule, phase: str, name: str, epoch: int) -> int | None:

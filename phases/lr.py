@@ -16,7 +16,7 @@ Shape = Literal["linear", "cosine", "1-sqrt"]
 class LrSchedule:
     """The run's global learning rate."""
 
-    __pydantic_config__: ClassVar = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     lr: float = 6e-4
     """Peak learning rate."""
@@ -31,14 +31,14 @@ class LrSchedule:
     min_lr_ratio: float = 0.1
     """The last update has this part of the peak (not for `constant`)."""
     allow_jump: bool = False
-    """Allow the rate to change by more than 2x from one update to the next outside warm-up."""
+    """Allow changes by more than 2x between updates outside warm-up, decays and re-warming of 2 updates or more."""
 
 
 @dataclass(frozen=True)
 class LrProgram:
     """A phase's own learning rate, in place of the global one for that phase."""
 
-    __pydantic_config__: ClassVar = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     rewarm_steps: int | str = 0
     """Updates from the rate the phase finds to `peak`, or a share of the run such as `2%`."""
@@ -140,14 +140,19 @@ def lr_pieces(
     return tuple(pieces)
 
 
-def first_jump(pieces: Sequence[LrPiece], first_step: int = 0) -> tuple[int, float, float] | None:
-    """(update, rate before, rate) of the first change by more than 2x between updates, warm-up apart."""
+def first_jump(pieces: Sequence[LrPiece]) -> tuple[int, float, float] | None:
+    """(update, rate before, rate) of the first jump: a change by more than 2x from one update to the next.
+
+    What changes inside a warm-up, a re-warming of at least 2 updates or a decay of any length is no jump. A decay
+    leaves from its own `first` rate: to come to that one by more than 2x is a jump.
+    """
     for piece in pieces:
-        if piece.start <= first_step or (piece.warmup and piece.steps > 1):
+        if piece.start == 0:
             continue
-        before, now = learning_rate(pieces, [piece.start - 1, piece.start])
+        before = float(learning_rate(pieces, piece.start - 1))
+        now = piece.last if piece.warmup and piece.steps == 1 else piece.first
         if max(before, now) > 2 * min(before, now) * (1 + 1e-12):
-            return piece.start, float(before), float(now)
+            return piece.start, before, now
     return None
 
 

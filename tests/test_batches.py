@@ -7,7 +7,8 @@ import pytest
 
 from phases.batches import DataPlan, epoch_tokens
 from phases.lr import LrSchedule
-from phases.schedule import Phase, SourceSupply, resolve
+from phases.resolve import resolve
+from phases.schedule import Phase, SourceSupply
 
 LENGTH = 8
 EOT = 0

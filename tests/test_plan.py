@@ -12,7 +12,7 @@ from curriculum.cli.plan import table
 from curriculum.config import build_config
 from curriculum.data.corpus import load_corpus
 from curriculum.errors import InputError
-from curriculum.plan import plan
+from curriculum.plan import check_schedule, plan
 
 
 def config_of(folder, **changes):
@@ -84,6 +84,49 @@ def test_warnings(tmp_path):
     assert any("phase a: web has a positive proportion but gets no sequence" in w for w in warnings)
     assert any("law is read 8.2 times; above 4 epochs" in w and "2305.16264" in w for w in warnings)
     assert any("stops decaying at step 50, 50 steps before the end" in w for w in warnings)
+
+
+def test_a_source_without_a_share_in_any_step_has_no_row(tmp_path):
+    phases = [
+        {"name": "a", "until": 50, "mixture": {"web": 1.0}},
+        {"name": "b", "until": "end", "mixture": {"law": 1.0}, "ramp_steps": 1},
+    ]
+    p = plan(config_of(tmp_path, phases=phases), store_dir=tmp_path / "store")
+    assert [(row.phase, row.source) for row in p.rows] == [("a", "web"), ("b", "law")]
+    assert not any("gets no sequence" in w for w in p.warnings)
+
+
+def test_what_needs_no_sizes_is_checked_without_them(tmp_path):
+    phases = [
+        {"name": "a", "until": "2 epochs of law", "mixture": {"law": 1.0}},
+        {"name": "b", "until": "end", "mixture": {"web": 1.0}},
+    ]
+    check_schedule(config_of(tmp_path, phases=phases))
+    with pytest.raises(InputError, match=r"phases\[0\].until: .*not prepared yet"):
+        plan(config_of(tmp_path, phases=phases), store_dir=tmp_path / "store")
+    phases[0]["ramp_steps"], phases[1]["ramp_steps"] = 0, "many"
+    with pytest.raises(InputError) as error:
+        check_schedule(config_of(tmp_path, phases=phases, optim={"warmup_steps": "few"}))
+    assert "optim.warmup_steps: got 'few'" in str(error.value) and "phases[1].ramp_steps: got 'many'" in str(
+        error.value
+    )
+
+
+def test_a_model_too_small_for_the_tokenizer_has_its_place(tmp_path):
+    import yaml
+
+    from curriculum.config import load_config
+
+    data = config_of(tmp_path).to_json() | {"tokenizer": {"kind": "char"}, "model": {"preset": "tiny"}}
+    del data["optim"]
+    for name in ("web", "law"):
+        data["sources"][name] = {"path": data["sources"][name]["path"]}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(data))
+    (tmp_path / "val.jsonl").write_text(json.dumps({"text": "abcdefghij " * 30}))
+    load_corpus(load_config(tmp_path / "c.yaml"), tmp_path / "store")
+    config = load_config(tmp_path / "c.yaml", ["model.vocab_size=3"])
+    with pytest.raises(InputError, match=r"--set.*model\.vocab_size: got 3, expected at least the tokenizer's"):
+        plan(config, store_dir=tmp_path / "store")
 
 
 def test_overlap_is_counted(tmp_path):

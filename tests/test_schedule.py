@@ -6,18 +6,8 @@ import time
 import pytest
 
 from phases.lr import LrProgram, LrSchedule
-from phases.schedule import (
-    Phase,
-    Ramp,
-    ScheduleError,
-    SourceSupply,
-    check_phases,
-    first_difference,
-    resolve,
-    resolve_steps,
-    segments_from_json,
-    segments_to_json,
-)
+from phases.resolve import ScheduleError, check_phases, resolve, resolve_steps
+from phases.schedule import Phase, Ramp, SourceSupply, first_difference, segments_from_json, segments_to_json
 
 CONSTANT = LrSchedule(lr=1e-3, schedule="constant")
 SUPPLIES = {"web": SourceSupply(8000), "law": SourceSupply(800)}
@@ -118,8 +108,18 @@ def test_percent_is_exact_where_floats_are_not():
         ([Phase("a", "end", {"web": 1}, lr=LrProgram(decay_to_ratio=2))], "phases[0].lr.decay_to_ratio", "0 to 1"),
         (
             [Phase("a", 50, {"web": 1}), Phase("b", "end", {"web": 1}, lr=LrProgram(peak=5e-3))],
-            "phases[1].lr",
+            "phases[1].lr.peak",
             "jumps from 0.001 to 0.005 at step 50",
+        ),
+        ([Phase("a", "end", {"web": 1e308, "law": 1e308})], "phases[0].mixture", "more than a float holds"),
+        ([Phase("a", "9" * 5001 + "%", {"web": 1})], "phases[0].until", "expected a step, a percentage"),
+        ([Phase("a", "9" * 5001 + " epochs of law", {"web": 1})], "phases[0].until", "expected a step, a percentage"),
+        ([Phase("a", "9" * 18 + " epochs of law", {"law": 1})], "phases[0].until", "is not reached"),
+        ([Phase("a", 16**5000, {"web": 1})], "phases[0].until", "a number of more than 30 digits"),
+        (
+            [Phase("a", 50, {"web": 1}), Phase("b", "end", {"law": 1.0}, ramp_steps="9" * 5001 + "%")],
+            "phases[1].ramp_steps",
+            "a percentage of train.steps",
         ),
         ([], "phases", "at least one phase"),
     ],
@@ -134,6 +134,65 @@ def test_all_problems_at_once():
     found = problems(Phase("a", 5, {"x": 1}), Phase("a", "end", {"y": 1}))
     assert [path for path, _ in found] == ["phases[0].mixture.x", "phases[1].name", "phases[1].mixture.y"]
     assert check_phases([Phase("a", "end", {"web": 1})], ["web"]) == []
+
+
+def test_problems_of_clocks_ramps_and_rates_are_told_together():
+    lr = LrSchedule(warmup_steps="lots", decay_steps=-1)
+    program = LrProgram(rewarm_steps="a bit", decay_steps="5 %%")
+    found = problems(Phase("a", "soon", {"web": 1}), Phase("b", "later", {"x": 1}, ramp_steps="y", lr=program), lr=lr)
+    assert sorted(path for path, _ in found) == [
+        "optim.decay_steps",
+        "optim.warmup_steps",
+        "phases[0].until",
+        "phases[1].lr.decay_steps",
+        "phases[1].lr.rewarm_steps",
+        "phases[1].mixture.x",
+        "phases[1].ramp_steps",
+        "phases[1].until",
+    ]
+    found = problems(
+        Phase("a", 50, {"web": 1}, lr=LrProgram(decay_steps=51)),
+        Phase("b", "end", {"web": 1}, ramp_steps=51),
+        lr=LrSchedule(warmup_steps=101),
+    )
+    assert [path for path, _ in found] == ["phases[0].lr", "phases[1].ramp_steps", "optim.warmup_steps"]
+
+
+def test_sizes_to_come_leave_every_other_check():
+    unknown = {name: SourceSupply(None) for name in SUPPLIES}
+
+    def early(*phases, lr=CONSTANT):
+        return resolve(phases, unknown, lr, total_steps=100, batch_size=4, seq_len=10, sizes_to_come=True)
+
+    epochs = Phase("b", "2 epochs of law", {"law": 1})
+    end = Phase("c", "end", {"web": 1})
+    assert early(Phase("a", 10, {"web": 1}), epochs, end) is None
+    assert early(Phase("a", 10, {"web": 1}), end).total_steps == 100
+    for wrong, path in (
+        ([Phase("a", 150, {"web": 1}), epochs, end], "phases[0].until"),
+        ([epochs, Phase("c", "end", {"web": 1}, ramp_steps="x")], "phases[1].ramp_steps"),
+        ([Phase("a", "2 epochs of lwa", {"web": 1}), end], "phases[0].until"),
+    ):
+        with pytest.raises(ScheduleError) as error:
+            early(*wrong)
+        assert [p for p, _ in error.value.problems] == [path]
+    with pytest.raises(ScheduleError, match="optim.warmup_steps: warm-up .101. and decay .0. steps are more than"):
+        early(epochs, end, lr=LrSchedule(warmup_steps=101))
+
+
+def test_a_run_beyond_what_the_arithmetic_holds_is_refused():
+    for changes in ({"total": 2**41}, {"length": 2**60}, {"batch": 2**60}):
+        (path, message), *more = problems(Phase("a", "end", {"web": 1.0}), **changes)
+        assert path == "train.steps" and "at most 2**42 sequences and 2**62 tokens" in message and not more
+    # 2**40 steps of 4 sequences are the most: law's share is still exact there.
+    schedule = resolved(Phase("a", "end", {"web": 0.75, "law": 0.25}), total=2**40 - 1, batch=4, length=2**19)
+    assert schedule.drawn(2**40 - 1)["law"] == (2**40 - 1) * 2**19
+
+
+@pytest.mark.parametrize("epochs", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_cap_is_a_finite_number_above_zero(epochs):
+    found = problems(Phase("a", "end", {"web": 1.0}), supplies={"web": SourceSupply(8000, epochs)})
+    assert [path for path, _ in found] == ["sources.web.max_epochs"] and "finite number above 0" in found[0][1]
 
 
 def test_unknown_sizes_matter_only_to_clocks_that_need_them():
@@ -152,6 +211,44 @@ def test_weights_are_normalised_and_it_is_said():
 def test_a_weight_that_is_given_nothing_is_a_warning():
     schedule = resolved(Phase("a", "end", {"web": 0.9999, "law": 0.0001}))
     assert schedule.warnings == ("phase a: law has a positive proportion but gets no sequence",)
+
+
+def test_only_a_share_in_some_step_asks_for_a_sequence():
+    phases = Phase("a", 50, {"web": 1}), Phase("b", "end", {"law": 1.0}, ramp_steps=1)
+    assert resolved(*phases).warnings == ()
+    later = resolved(phases[0], Phase("b", "end", {"law": 1.0}, ramp_steps=2), batch=1)  # web has 1/2 in one step
+    assert later.segments[1].mean_mixture() == {"law": 49.5 / 50, "web": pytest.approx(0.5 / 50)}
+
+
+def test_rates_that_do_nothing_are_warnings():
+    web = {"web": 1.0}
+    one = (Phase("a", "end", web),)
+    assert "wsd with decay_steps 0 never decays" in resolved(*one, lr=LrSchedule()).warnings[0]
+    assert resolved(*one, lr=LrSchedule(decay_steps=10)).warnings == ()
+    (warning,) = resolved(
+        Phase("a", "end", web, lr=LrProgram(rewarm_steps=5)), lr=LrSchedule(schedule="cosine", warmup_steps=9)
+    ).warnings
+    assert "optim.warmup_steps does nothing" in warning
+    for peak in (None, 1e-3):
+        (warning,) = resolved(Phase("a", 50, web), Phase("b", "end", web, lr=LrProgram(5, peak))).warnings
+        assert "phases[1].lr.rewarm_steps does nothing" in warning
+    assert resolved(Phase("a", 50, web), Phase("b", "end", web, lr=LrProgram(5, 2e-3))).warnings == ()
+
+
+def test_a_jump_names_the_peak_and_its_way_out():
+    web = {"web": 1.0}
+
+    def phases(**program):
+        return Phase("a", 50, web), Phase("b", "end", web, lr=LrProgram(**program))
+
+    for program in ({"peak": 1.0}, {"peak": 1.0, "rewarm_steps": 1}, {"peak": 1.0, "decay_steps": 50}, {"peak": 1e-5}):
+        (path, message), *more = problems(*phases(**program))
+        assert path == "phases[1].lr.peak" and "re-warming of at least 2 updates or a decay" in message and not more
+    assert resolved(*phases(peak=1.0), lr=LrSchedule(lr=1e-3, allow_jump=True)).lr[-1].last == 1.0
+    assert resolved(*phases(peak=1.0, rewarm_steps=2)).lr[-1].last == 1.0
+    for decay_steps in (1, 2, 50):
+        lr = LrSchedule(lr=1e-3, decay_steps=decay_steps)
+        assert resolved(Phase("a", "end", web), lr=lr).lr[-1].last == 1e-4
 
 
 def test_ramp_step_k_has_moved_k_plus_one_of_n():
@@ -205,17 +302,59 @@ def test_renormalise_goes_on_without_the_source():
     assert schedule.phase_bounds == (("a", 0, 100),)
 
 
-def test_renormalise_within_a_ramp_keeps_ramping():
-    supplies = {"web": SourceSupply(8000), "law": SourceSupply(100, 1, "renormalise"), "code": SourceSupply(8000)}
-    schedule = resolved(
-        Phase("a", 10, {"web": 1.0}),
-        Phase("b", "end", {"law": 0.5, "code": 0.5}, ramp_steps=20),
-        supplies=supplies,
+@pytest.mark.parametrize("shape", ["linear", "cosine"])
+def test_renormalise_within_a_ramp_keeps_the_ratios_of_what_remains(shape):
+    supplies = {name: SourceSupply(80_000) for name in ("web", "code", "law", "math")}
+    phases = (
+        Phase("a", 10, {"web": 0.6, "law": 0.3, "math": 0.1}),
+        Phase("b", "end", {"law": 0.5, "code": 0.35, "math": 0.15}, ramp_steps=60, ramp_shape=shape),
     )
-    cut = schedule.segments[2]
-    assert cut.ramp.steps_done == cut.start - 10 and 0 < cut.ramp.steps_done < 20
-    assert cut.mixture == {"code": 1.0} and cut.ramp.from_mixture == {"web": 1.0}
-    assert cut.mixture_at(cut.start) == {"code": (cut.start - 9) / 20, "web": 1 - (cut.start - 9) / 20}
+    whole = resolved(*phases, supplies=supplies)
+    supplies["law"] = SourceSupply(400, 1, "renormalise")
+    supplies["math"] = SourceSupply(200, 1, "renormalise")
+    cut = resolved(*phases, supplies=supplies)
+    assert len(cut.segments) == 4 and 10 < cut.segments[2].start < cut.segments[3].start < 70
+    for step in range(10, 100):
+        given = cut.segment_at(step).mixture_at(step)
+        before = {name: whole.segment_at(step).mixture_at(step).get(name, 0.0) for name in given}
+        remaining = sum(before.values())
+        assert given == pytest.approx({name: share / remaining for name, share in before.items()})
+    back = segments_from_json(json.loads(json.dumps(segments_to_json(cut.segments))))
+    assert back == cut.segments
+
+
+def test_an_epoch_clock_counts_what_is_drawn_after_another_source_is_exhausted():
+    supplies = {"law": SourceSupply(800), "web": SourceSupply(400, 1, "renormalise")}
+    phases = (
+        Phase("a", "2 epochs of law", {"law": 0.5, "web": 0.5}),
+        Phase("b", "end", {"law": 1.0}),
+    )
+    # 20 tokens a step of each until web's 400 are read at step 20, then 40 of law: 400 + 30 * 40 = 1,600.
+    schedule = resolved(*phases, supplies=supplies)
+    assert schedule.phase_bounds == (("a", 0, 50), ("b", 50, 100)) and schedule.drawn(50)["law"] == 1600
+    # A cap that would only be met after the clock's end is none.
+    supplies["web"] = SourceSupply(400, 5, "error")
+    supplies["code"] = SourceSupply(8000)
+    phases = (phases[0], Phase("b", "end", {"code": 1.0}))
+    assert resolved(*phases, supplies=supplies).phase_bounds[0] == ("a", 0, 80)
+
+
+def test_an_epoch_clock_that_its_source_s_cap_keeps_from_being_reached():
+    supplies = {**SUPPLIES, "law": SourceSupply(800, 1, "renormalise")}
+    phases = Phase("a", "2 epochs of law", {"law": 0.5, "web": 0.5}), Phase("b", "end", {"web": 1.0})
+    ((path, message),) = problems(*phases, supplies=supplies)
+    assert path == "phases[0].until" and "never reached: law is exhausted at step 40" in message
+
+
+def test_an_epoch_clock_reached_before_its_phase_is_an_error():
+    phases = Phase("a", 60, {"law": 1.0}), Phase("b", "3 epochs of law", {"law": 1.0}), Phase("c", "end", {"web": 1})
+    ((path, message),) = problems(*phases)  # 2,400 tokens at step 60: just reached
+    assert path == "phases[1].until" and "is reached before step 60" in message and "ends must increase" in message
+
+
+def test_caps_are_exact_decimals():
+    supplies = {"law": SourceSupply(1000, 0.7, "stop")}  # 700 tokens; the float 0.7 would make it 699
+    assert resolved(Phase("a", "end", {"law": 1.0}), supplies=supplies, batch=1).total_steps == 70
 
 
 def test_repeat_has_no_cap():

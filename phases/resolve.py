@@ -1,0 +1,397 @@
+"""From phases to segments: every clock a step, every ramp and cap in place, every rate a number, before step 0."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import NamedTuple
+
+from phases.lr import LrProgram, LrSchedule, first_jump, lr_pieces
+from phases.schedule import Phase, Ramp, Schedule, Segment, SourceSupply
+
+
+class ScheduleError(ValueError):
+    """The phases cannot be resolved. `problems` are (path in the config, message) pairs, all that were found."""
+
+    def __init__(self, problems: Sequence[tuple[str, str]]):
+        self.problems = tuple(problems)
+        super().__init__("\n".join(f"{path}: {message}" for path, message in problems))
+
+
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+_NUMBER = r"(\d{1,18}(?:\.\d{1,18})?)"
+_PERCENT = re.compile(_NUMBER + r"\s*%")
+_TOKENS = re.compile(_NUMBER + r"\s*([KMBT]?)\s*tokens?", re.IGNORECASE)
+_EPOCHS = re.compile(_NUMBER + r"\s*epochs? of (\S+)")
+_MULTIPLES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+# Positions are int64 in units of 2**-20 sequences (phases/mixture.py), cursors int64 in tokens.
+_MOST_SEQUENCES, _MOST_TOKENS = 2**42, 2**62
+
+
+def resolve_steps(value: int | str, total_steps: int) -> int:
+    """A number of steps, given as such or as a percentage of the run (rounded up). ValueError if it is neither."""
+    if isinstance(value, int):
+        if not 0 <= value <= _MOST_SEQUENCES:
+            raise ValueError(f"got {_short(value)}, expected 0 or more steps, and at most 2**42")
+        return value
+    if match := _PERCENT.fullmatch(value.strip()):
+        return math.ceil(Fraction(match[1]) * total_steps / 100)
+    raise ValueError(f"got {_short(value)}, expected a number of steps or a percentage of train.steps such as '5%'")
+
+
+def check_phases(phases: Sequence[Phase], sources: Sequence[str]) -> list[tuple[str, str]]:
+    """What is wrong with the phases on their own, before any step is resolved: (path, message) pairs."""
+    problems: list[tuple[str, str]] = []
+    if not phases:
+        problems.append(("phases", "got none, expected at least one phase"))
+    seen: dict[str, int] = {}
+    for i, phase in enumerate(phases):
+        path = f"phases[{i}]"
+        if not _NAME.fullmatch(phase.name):
+            problems.append((f"{path}.name", f"got {phase.name!r}, expected letters, digits, '_' and '-'"))
+        elif phase.name in seen:
+            problems.append((f"{path}.name", f"{phase.name!r} is already the name of phases[{seen[phase.name]}]"))
+        seen.setdefault(phase.name, i)
+        for name, weight in phase.mixture.items():
+            where = f"{path}.mixture.{name}"
+            if name not in sources:
+                problems.append((where, _no_such_source(name, sources)))
+            if not (math.isfinite(weight) and weight >= 0):
+                problems.append((where, f"got {weight}, expected a proportion of 0 or more"))
+        if all(w == 0 for w in phase.mixture.values()):
+            problems.append((f"{path}.mixture", "got no positive proportion, expected at least one"))
+        elif all(map(math.isfinite, phase.mixture.values())) and math.isinf(sum(phase.mixture.values())):
+            message = "the proportions add up to more than a float holds; write them on a smaller scale"
+            problems.append((f"{path}.mixture", message))
+        if phase.until == "end" and i < len(phases) - 1:
+            problems.append((f"{path}.until", "'end' is for the last phase only"))
+        if i == 0 and phase.ramp_steps not in (0, "0%"):
+            problems.append((f"{path}.ramp_steps", "the first phase has no mixture before it to ramp from"))
+        if program := phase.lr:
+            if program.peak is not None and not (math.isfinite(program.peak) and program.peak > 0):
+                problems.append((f"{path}.lr.peak", f"got {program.peak}, expected a positive learning rate"))
+            if not 0 <= program.decay_to_ratio <= 1:
+                got = program.decay_to_ratio
+                problems.append((f"{path}.lr.decay_to_ratio", f"got {got}, expected 0 to 1"))
+    return problems
+
+
+def _no_such_source(name: str, sources: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, sources, 1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"no such source{hint} (sources: {', '.join(sorted(sources))})"
+
+
+def resolve(
+    phases: Sequence[Phase],
+    supplies: Mapping[str, SourceSupply],
+    lr: LrSchedule,
+    *,
+    total_steps: int,
+    batch_size: int,
+    seq_len: int,
+    sizes_to_come: bool = False,
+) -> Schedule | None:
+    """Turn phases into segments: every clock a step, every ramp and cap in place, every rate a number.
+
+    A source of unknown size is never exhausted. A clock in epochs of one is a problem, but with `sizes_to_come` the
+    phases from there on are left unresolved: all that needs no size is checked, and None is returned.
+    Raises ScheduleError with all problems that can be told apart.
+    """
+    problems = check_phases(phases, list(supplies)) + _check_bounds(supplies, total_steps, batch_size, seq_len)
+
+    def read(path, reader, *arguments):
+        try:
+            return reader(*arguments)
+        except ValueError as error:
+            problems.append((path, str(error)))
+            return 0
+
+    warmup = read("optim.warmup_steps", resolve_steps, lr.warmup_steps, total_steps)
+    decay = read("optim.decay_steps", resolve_steps, lr.decay_steps, total_steps)
+    decay = decay if lr.schedule == "wsd" else 0
+    clocks, ramps, programs = [], [], []
+    for i, phase in enumerate(phases):
+        path, program = f"phases[{i}]", phase.lr or LrProgram()
+        tokens_per_step = batch_size * seq_len
+        clocks.append(read(f"{path}.until", _clock, phase.until, supplies, total_steps, tokens_per_step, sizes_to_come))
+        ramps.append(read(f"{path}.ramp_steps", resolve_steps, phase.ramp_steps, total_steps))
+        rewarm = read(f"{path}.lr.rewarm_steps", resolve_steps, program.rewarm_steps, total_steps)
+        programs.append((rewarm, read(f"{path}.lr.decay_steps", resolve_steps, program.decay_steps, total_steps)))
+    if problems:
+        raise ScheduleError(problems)
+
+    segments: list[Segment] = []
+    warnings: list[str] = []
+    start, cursors, before, stopped, resolved = 0, dict.fromkeys(supplies, 0), {}, False, True
+    for i, (phase, clock, ramp_steps) in enumerate(zip(phases, clocks, ramps, strict=True)):
+        if stopped:
+            warnings.append(f"phase {phase.name} is never reached: the run stops at step {start}")
+            continue
+        path, last = f"phases[{i}]", i == len(phases) - 1
+        goal, end = (None, clock) if isinstance(clock, int) else (clock, total_steps)
+        if goal and goal.tokens is None:
+            resolved = False
+            break
+        mixture = _normalised(phase.mixture)
+        weight_sum = sum(phase.mixture.values())
+        if abs(weight_sum - 1) > 1e-6:
+            shares = ", ".join(f"{n} {w:.4g}" for n, w in mixture.items())
+            warnings.append(f"phase {phase.name}: proportions add up to {weight_sum:.6g}, normalised to {shares}")
+        ramp = Ramp(before, ramp_steps, phase.ramp_shape) if ramp_steps else None
+        segment = Segment(start, end, phase.name, mixture, ramp, (), cursors, batch_size, seq_len)
+        try:
+            _check_end(path, start, end, total_steps, last)
+            inside, stopped = _phase_segments(path, segment, goal, supplies, warnings)
+            if goal and not stopped:
+                end = inside[-1].end
+                _check_end(path, start, end, total_steps, last)
+        except ScheduleError as error:
+            problems += error.problems
+            resolved = False
+            break
+        if ramp_steps > end - start:
+            got = f"got {ramp_steps} steps for a phase of {end - start} (steps {start} to {end})"
+            problems.append((f"{path}.ramp_steps", f"{got}, expected at most its length"))
+        segments += inside
+        if not segments:
+            problems.append(("phases", "a source is exhausted before the first step: nothing is left to train on"))
+            resolved = False
+            break
+        end = segments[-1].end
+        rewarm, down = programs[i]
+        if inside and rewarm + down > end - start:
+            got = f"rewarm_steps ({rewarm}) and decay_steps ({down}) are more than the phase's {end - start} steps"
+            problems.append((f"{path}.lr", f"{got}; shorten them"))
+        start, cursors, before = end, segments[-1].drawn_at(end), segments[-1].mixture_at(end - 1)
+
+    num_steps = start if resolved else total_steps
+    if warmup + decay > num_steps:
+        got = f"warm-up ({warmup}) and decay ({decay}) steps are more than the run's {num_steps}"
+        problems.append(("optim.warmup_steps", f"{got}; shorten them"))
+    if problems:
+        raise ScheduleError(problems)
+    if not resolved:
+        return None
+    segments, lr_warnings = _with_rates(segments, phases, lr, warmup, decay, programs)
+    schedule = Schedule(segments)
+    return replace(schedule, warnings=(*warnings, *lr_warnings, *_given_nothing(schedule)))
+
+
+def _short(value: int | str) -> str:
+    """What was got, for a message, whatever its length."""
+    if isinstance(value, int):
+        return str(value) if abs(value) < 10**30 else "a number of more than 30 digits"
+    return repr(value if len(value) <= 60 else value[:60] + "...")
+
+
+def _normalised(mixture: Mapping[str, float]) -> dict[str, float]:
+    total = math.fsum(mixture.values())
+    return {name: weight / total for name, weight in mixture.items() if weight > 0}
+
+
+def _check_bounds(supplies, total_steps, batch_size, seq_len) -> list[tuple[str, str]]:
+    """Problems of numbers that the arithmetic cannot hold."""
+    problems = []
+    sequences = total_steps * batch_size
+    if sequences > _MOST_SEQUENCES or sequences * seq_len > _MOST_TOKENS:
+        got = f"got {_short(total_steps)}, with batch_size and seq_len {_short(sequences * seq_len)} tokens"
+        most = "at most 2**42 sequences and 2**62 tokens in a run"
+        problems.append(("train.steps", f"{got}, expected {most}; lower one of the three"))
+    for name, supply in supplies.items():
+        if supply.max_epochs is not None and not 0 < supply.max_epochs < math.inf:
+            got = f"got {supply.max_epochs}, expected a finite number above 0"
+            problems.append((f"sources.{name}.max_epochs", f"{got}; leave it out for no cap"))
+    return problems
+
+
+class _Goal(NamedTuple):
+    """A clock in epochs: reached once `tokens` of `source` are read since the run's start; None: size unknown."""
+
+    source: str
+    tokens: int | None
+    text: str
+
+
+def _clock(until: int | str, supplies, total_steps, tokens_per_step, sizes_to_come) -> int | _Goal:
+    """The exclusive end of a phase: a step, or what has to be read for it. ValueError if it is no clock."""
+    if isinstance(until, int):
+        if abs(until) > _MOST_TOKENS:
+            raise ValueError(f"got {_short(until)}, expected a step of the run")
+        return until
+    until = until.strip()
+    if until == "end":
+        return total_steps
+    if match := _PERCENT.fullmatch(until):
+        return math.ceil(Fraction(match[1]) * total_steps / 100)
+    if match := _TOKENS.fullmatch(until):
+        return math.ceil(Fraction(match[1]) * _MULTIPLES[match[2].upper()] / tokens_per_step)
+    if match := _EPOCHS.fullmatch(until):
+        epochs, name = match.groups()
+        if name not in supplies:
+            raise ValueError(f"got {_short(until)}: {_no_such_source(name, supplies)}")
+        size = supplies[name].num_tokens
+        if size is None and not sizes_to_come:
+            raise ValueError(
+                f"{until!r} needs the size of {name}, which is not prepared yet; run `curriculum prepare` first"
+            )
+        return _Goal(name, None if size is None else math.ceil(Fraction(epochs) * size), until)
+    raise ValueError(
+        f"got {_short(until)}, expected a step, a percentage ('40%'), tokens ('1.5B tokens'), "
+        "epochs ('2 epochs of law') or 'end'"
+    )
+
+
+def _check_end(path, start, end, total_steps, last) -> None:
+    """Raise ScheduleError where a phase that starts at `start` cannot end at `end`."""
+    if end <= start:
+        message = f"ends at step {end} but starts at step {start}; ends must increase from phase to phase"
+    elif end > total_steps:
+        message = f"ends at step {end}, after the run's end at step {total_steps} (train.steps)"
+    elif last and end < total_steps:
+        message = f"the last phase ends at step {end}, before the run's end at step {total_steps}; use 'end'"
+    else:
+        return
+    raise ScheduleError([(f"{path}.until", message)])
+
+
+def _phase_segments(path, segment, goal, supplies, warnings) -> tuple[list[Segment], bool]:
+    """The segments of a phase that begins as `segment` and lasts until its end, or until `goal` is reached before.
+
+    A source at its cap ends a segment, and with on_exhaust `stop` the run: the second value is then True.
+    """
+
+    def fail(key, message):
+        raise ScheduleError([(key, message)])
+
+    if goal and segment.cursors[goal.source] >= goal.tokens:
+        message = f"{goal.text!r} is reached before step {segment.start}, where the phase starts"
+        fail(f"{path}.until", f"{message}; ends must increase from phase to phase")
+    segments: list[Segment] = []
+    while True:
+        step, name = _first_exhausted(segment, supplies) or (segment.end, None)
+        if goal:
+            end = _first_step(segment, step, lambda s, now=segment: now.drawn(s)[goal.source] >= goal.tokens)
+            if end is not None:
+                return [*segments, replace(segment, end=end)], False
+            if name is None:
+                fail(f"{path}.until", f"{goal.text!r} is not reached before the run's end at step {segment.end}")
+        if name is None:
+            return [*segments, segment], False
+        supply = supplies[name]
+        if supply.on_exhaust == "error":
+            message = (
+                f"step {step} (phase {segment.phase}) would read more than {supply.max_epochs:g} epochs of {name} "
+                f"({supply.num_tokens:,} tokens an epoch); shorten the phase, lower its proportion, raise "
+                "max_epochs, or set on_exhaust to stop, renormalise or repeat"
+            )
+            fail(f"sources.{name}.max_epochs", message)
+        if step > segment.start:
+            segments.append(replace(segment, end=step))
+        if supply.on_exhaust == "stop":
+            warnings.append(f"the run stops at step {step}: {name} has no more than {supply.max_epochs:g} epochs")
+            return segments, True
+        if goal and name == goal.source:
+            message = f"{goal.text!r} is never reached: {name} is exhausted at step {step}"
+            fail(f"{path}.until", f"{message}, after max_epochs {supply.max_epochs:g}; ask for fewer or raise it")
+        warnings.append(f"from step {step} on, phase {segment.phase} goes on without {name}: it is exhausted")
+        segment = _without(segment, name, step, path)
+
+
+def _first_step(segment: Segment, end: int, reached) -> int | None:
+    """The first step in (start, end] at which a condition that stays true once it is true holds, by bisection."""
+    low, high = segment.start, end
+    if low == high or not reached(high):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if reached(middle) else (middle, high)
+    return high
+
+
+def _first_exhausted(segment: Segment, supplies) -> tuple[int, str] | None:
+    """(update, source) of the first batch that would exceed a source's max_epochs, or None."""
+    found = []
+    at_end = segment.drawn_at(segment.end)
+    for name in segment.quotas.sources:
+        supply = supplies[name]
+        if supply.max_epochs is None or supply.num_tokens is None or supply.on_exhaust == "repeat":
+            continue
+        # By way of its digits: the float 0.7 lies below 7/10, which would take a token off the cap.
+        limit = int(Fraction(str(supply.max_epochs)) * supply.num_tokens)
+        if at_end[name] > max(limit, segment.cursors[name]):
+            over = _first_step(segment, segment.end, lambda s, n=name, most=limit: segment.drawn(s)[n] > most)
+            found.append((over - 1, name))
+    return min(found, default=None)
+
+
+def _without(segment: Segment, name: str, step: int, path: str) -> Segment:
+    """The rest of a segment from `step` on, with one source taken out of both ends of its mixture."""
+    mixture = {n: w for n, w in segment.mixture.items() if n != name}
+    if not mixture:
+        message = f"{name} is exhausted at step {step} and nothing else is in the mixture"
+        raise ScheduleError([(f"{path}.mixture", f"{message}; add a source or shorten the phase")])
+    ramp = segment.ramp
+    if ramp is not None:
+        done = ramp.steps_done + step - segment.start
+        from_mixture = {n: w for n, w in ramp.from_mixture.items() if n != name}
+        left = math.fsum(from_mixture.values())
+        if done >= ramp.steps or left == 0:
+            ramp = None
+        else:
+            ratio = ramp.mass_ratio * math.fsum(mixture.values()) / left
+            ramp = replace(ramp, from_mixture=_normalised(from_mixture), steps_done=done, mass_ratio=ratio)
+    return replace(segment, start=step, mixture=_normalised(mixture), ramp=ramp, cursors=segment.drawn_at(step))
+
+
+def _with_rates(segments, phases, lr: LrSchedule, warmup, decay, programs) -> tuple[tuple[Segment, ...], list[str]]:
+    """The segments with the learning-rate pieces that reach into them, and warnings of what does nothing."""
+    place = {phase.name: i for i, phase in enumerate(phases)}
+    bounds = Schedule(tuple(segments)).phase_bounds
+    spans = [(start, end, phases[place[name]].lr) for name, start, end in bounds]
+    pieces = lr_pieces(lr, spans, warmup, decay, [programs[place[name]] for name, _, _ in bounds])
+
+    def phase_at(step):
+        return next(place[name] for name, _, end in bounds if step < end)
+
+    if not lr.allow_jump and (jump := first_jump(pieces)):
+        step, rate_before, rate = jump
+        message = (
+            f"the learning rate jumps from {rate_before:.3g} to {rate:.3g} at step {step}, more than 2x and not over "
+            "a re-warming of at least 2 updates or a decay; give the phase rewarm_steps or another peak, or set "
+            "optim.allow_jump: true"
+        )
+        raise ScheduleError([(f"phases[{phase_at(step)}].lr.peak", message)])
+    warnings = []
+    if lr.schedule == "wsd" and decay == 0 and any(program is None for _, _, program in spans):
+        mending = "set optim.decay_steps, such as 20%, or optim.schedule: constant"
+        warnings.append(f"schedule wsd with decay_steps 0 never decays, and min_lr_ratio is not used; {mending}")
+    if warmup and spans[0][2] is not None:
+        warnings.append(
+            "optim.warmup_steps does nothing: the first phase has a learning rate of its own (phases[0].lr)"
+        )
+    for piece in pieces:
+        if piece.warmup and piece.first == piece.last:
+            where = f"phases[{phase_at(piece.start)}].lr"
+            warnings.append(f"{where}.rewarm_steps does nothing: the rate found is the peak; set {where}.peak")
+    out = []
+    for segment in segments:
+        inside = [p for p in pieces if p.start < segment.end]
+        first = max(i for i, p in enumerate(inside) if p.start <= segment.start)
+        out.append(replace(segment, lr=tuple(inside[first:])))
+    return tuple(out), warnings
+
+
+def _given_nothing(schedule: Schedule) -> list[str]:
+    """A warning for each source that has a share in a step of a phase but gets no sequence in it."""
+    warnings = []
+    for phase, start, end in schedule.phase_bounds:
+        before, after = schedule.drawn(start), schedule.drawn(end)
+        for name in sorted({n for s in schedule.segments if s.phase == phase for n in s.mean_mixture()}):
+            if after[name] == before[name]:
+                warnings.append(f"phase {phase}: {name} has a positive proportion but gets no sequence")
+    return warnings
