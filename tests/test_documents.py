@@ -7,7 +7,7 @@ import tracemalloc
 import pytest
 
 from curriculum.data import documents
-from curriculum.data.documents import SourceConfig, read_documents, read_pieces, source_files
+from curriculum.data.documents import SourceConfig, read_pieces, source_files
 from curriculum.errors import InputError
 
 AWKWARD = "naïve — 汉字。\r\nline two\r\n\t\x01 \x7f 👩‍👩‍👧 <|endoftext|> e\u0301\u2028end  \n\n"
@@ -19,8 +19,19 @@ def write(path, content):
     return path
 
 
+def read_documents(source):
+    """The documents that are not empty, each in one string."""
+    found, parts = [], []
+    for piece in read_pieces(source):
+        parts.append(piece.text)
+        if piece.ends_document:
+            found.append("".join(parts))
+            parts = []
+    return [text for text in found if text]
+
+
 def read(path, **options):
-    return list(read_documents(SourceConfig(path=str(path), **options)))
+    return read_documents(SourceConfig(path=str(path), **options))
 
 
 def refused(path, **options):
@@ -69,10 +80,10 @@ def test_links_are_followed_and_a_loop_is_read_once(tmp_path):
     assert read(tmp_path / "root") == ["far", "near"]
 
 
-def test_source_files_tells_size_and_time(tmp_path):
+def test_source_files_tells_size_and_times(tmp_path):
     path = write(tmp_path / "a.txt", "12345")
     os.utime(path, ns=(7, 11))
-    assert source_files(SourceConfig(path=str(tmp_path))) == [(str(path), "a.txt", 5, 11)]
+    assert source_files(SourceConfig(path=str(tmp_path))) == [(str(path), "a.txt", 5, 11, path.stat().st_ctime_ns)]
 
 
 def test_a_json_row_is_a_document_and_empty_ones_are_passed_over(tmp_path):
@@ -126,12 +137,59 @@ def test_columnar_rows_are_documents(tmp_path, kind):
     assert "no key 'texts'; found 'id', 'text'; did you mean text_key: text?" in message
 
 
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_the_names_of_columnar_files_are_no_patterns(tmp_path, kind):
+    import datasets
+
+    names = ["a*", "a[1]", "a?", "ab", "[!b]", "{a,b}"]
+    for name in names:
+        if kind == "parquet":
+            datasets.Dataset.from_dict({"text": [name]}).to_parquet(tmp_path / f"{name}.parquet")
+        else:
+            write_arrow(tmp_path / f"{name}.arrow", [name])
+    assert read(tmp_path) == sorted(names, key=lambda name: f"{name}.{kind}")
+
+
+def write_arrow(path, texts):
+    import pyarrow
+
+    table = pyarrow.table({"text": pyarrow.array(texts, pyarrow.string())})
+    with pyarrow.ipc.new_stream(str(path), table.schema) as writer:
+        writer.write_table(table)
+
+
+def test_columnar_files_without_rows_are_empty(tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    none = pyarrow.table({"text": pyarrow.array([], pyarrow.string())})
+    parquet.write_table(none, tmp_path / "a.parquet")
+    parquet.write_table(pyarrow.table({}), tmp_path / "b.parquet")
+    write_arrow(tmp_path / "c.arrow", [])
+    assert read(tmp_path) == []
+    with parquet.ParquetWriter(tmp_path / "d.parquet", none.schema) as writer:  # its first row group is empty
+        writer.write_table(none)
+        writer.write_table(pyarrow.table({"text": ["one", "two"]}))
+    write_arrow(tmp_path / "e.arrow", ["three"])
+    assert read(tmp_path) == ["one", "two", "three"]
+
+
+def test_a_folder_named_like_a_flat_file_is_a_folder(tmp_path):
+    write(tmp_path / "dir.bin" / "a.txt", "a")
+    write(tmp_path / "dir.bin" / "b.txt", "b")
+    source = SourceConfig(path=str(tmp_path / "dir.bin"))
+    assert not source.is_flat and read_documents(source) == ["a", "b"]
+    assert SourceConfig(path=str(write(tmp_path / "a.bin", "ab"))).is_flat
+    with pytest.raises(ValueError, match="dtype belongs to a flat .bin file only"):
+        SourceConfig(path=source.path, dtype="u16")
+
+
 def test_a_hub_name_reads_its_train_split(tmp_path):
     # A folder of parquet is to `datasets` what a name on the hub is.
     import datasets
 
     datasets.Dataset.from_dict({"text": ["one", "two"]}).to_parquet(tmp_path / "train.parquet")
-    assert list(read_documents(SourceConfig(hf=str(tmp_path)))) == ["one", "two"]
+    assert read_documents(SourceConfig(hf=str(tmp_path))) == ["one", "two"]
 
 
 @pytest.mark.parametrize(
@@ -194,6 +252,9 @@ def test_an_unreadable_file_is_refused(tmp_path):
         ({}, "exactly one of path and hf"),
         ({"path": "a", "hf": "b"}, "exactly one of path and hf"),
         ({"path": "a.txt", "dtype": "u16"}, "dtype belongs to a flat .bin file only"),
+        ({"path": ""}, "path is empty; expected a file or a folder"),
+        ({"hf": ""}, "hf is ''; expected a dataset of the hub, NAME or NAME:CONFIGURATION"),
+        ({"hf": ":en"}, "hf is ':en'; expected a dataset of the hub"),
         ({"path": "a", "held_out": "120%"}, 'expected a share such as "1%"'),
     ],
 )

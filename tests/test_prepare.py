@@ -4,10 +4,13 @@ import io
 import multiprocessing
 import os
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +19,7 @@ import xxhash
 
 from curriculum.data import documents, flat, prepare
 from curriculum.data.cache import building
-from curriculum.data.documents import SourceConfig, read_documents
+from curriculum.data.documents import SourceConfig, read_pieces
 from curriculum.data.prepare import (
     find_store,
     find_tokenizer,
@@ -61,6 +64,17 @@ def store_dir(tmp_path):
 BPE = TokenizerConfig(kind="bpe", vocab_size=300)
 
 
+def read_documents(source):
+    """The documents that are not empty, each in one string."""
+    found, parts = [], []
+    for piece in read_pieces(source):
+        parts.append(piece.text)
+        if piece.ends_document:
+            found.append("".join(parts))
+            parts = []
+    return [text for text in found if text]
+
+
 class Recorder:
     """Notes how often and how far a job reported."""
 
@@ -83,7 +97,7 @@ def test_the_tokens_are_those_of_a_plain_loop(sources, store_dir, kind, piece_by
     tokenizer = prepare_tokenizer(config, sources, store_dir)
     for name, source in sources.items():
         store = prepare_store(name, source, tokenizer, store_dir, shard_tokens=97)
-        texts = list(read_documents(source))
+        texts = read_documents(source)
         expected = [token for text in texts for token in [*tokenizer.encode(text).tolist(), tokenizer.eot]]
         assert len(expected) > 300 and len(store.shards) > 3
         assert store.view()[:].tolist() == expected
@@ -99,15 +113,40 @@ def test_a_second_time_nothing_is_read(sources, store_dir):
     tokenizer = prepare_tokenizer(BPE, sources, store_dir)
     first = prepare_store("web", sources["web"], tokenizer, store_dir)
     before = everything_in(store_dir)
-    for path in Path(sources["web"].path).iterdir():  # unreadable, sizes and times unchanged
-        status = path.stat()
-        path.write_bytes(b"\0" * status.st_size)
-        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     progress = Recorder()
-    assert prepare_tokenizer(BPE, sources, store_dir).fingerprint == tokenizer.fingerprint
-    again = prepare_store("web", sources["web"], tokenizer, store_dir, progress)
+    with opened_files() as opened:
+        assert prepare_tokenizer(BPE, sources, store_dir).fingerprint == tokenizer.fingerprint
+        again = prepare_store("web", sources["web"], tokenizer, store_dir, progress)
+    assert opened and not [path for path in opened if "sources" in Path(path).parts]
     assert again.directory == first.directory and again.facts == first.facts
     assert progress.calls == [] and everything_in(store_dir) == before
+
+
+@contextmanager
+def opened_files():
+    """Collect the paths that are opened meanwhile."""
+    opened, listening = [], True
+
+    def hear(event, arguments):  # a hook cannot be removed
+        if listening and event == "open" and isinstance(arguments[0], str | bytes | os.PathLike):
+            opened.append(os.fsdecode(arguments[0]))
+
+    sys.addaudithook(hear)
+    yield opened
+    listening = False
+
+
+def test_a_rewrite_that_sets_the_time_back_is_noticed(tmp_path, store_dir):
+    path = tmp_path / "a.txt"
+    path.write_text("before")
+    source, status = SourceConfig(path=str(path)), path.stat()
+    prepare_store("a", source, byte_tokenizer(), store_dir)
+    time.sleep(0.02)
+    path.write_text("after!")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert path.stat().st_mtime_ns == status.st_mtime_ns and path.stat().st_size == status.st_size
+    assert find_store("a", source, byte_tokenizer(), store_dir) is None
+    assert bytes(prepare_store("a", source, byte_tokenizer(), store_dir).document_tokens(0).tolist()) == b"after!"
 
 
 def test_touched_files_are_hashed_and_not_encoded_again(sources, store_dir):
@@ -322,8 +361,44 @@ def test_an_empty_source_is_refused(tmp_path, store_dir):
 
 def test_a_store_folder_that_cannot_be_written_is_refused(sources, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="Not a directory, or choose another folder to write to"):
-        prepare_store("web", sources["web"], byte_tokenizer(), tmp_path / "file")
+    for go in (find_store, prepare_store):
+        with pytest.raises(InputError, match="file/contents/.*: Not a directory; .*name another store folder"):
+            go("web", sources["web"], byte_tokenizer(), tmp_path / "file")
+    for go in (find_tokenizer, prepare_tokenizer):
+        with pytest.raises(InputError, match="file/contents/.*: Not a directory; .*name another store folder"):
+            go(BPE, sources, tmp_path / "file")
+    with pytest.raises(
+        InputError, match=r"file: cannot write here \(File exists\); mend that or choose another folder"
+    ):
+        prepare_folder([sources["web"].path], byte_tokenizer(), tmp_path / "file" / "out")
+    for path in ("contents", "stores"):
+        (tmp_path / "half").mkdir(exist_ok=True)
+        (tmp_path / "half" / path).write_text("")
+        with pytest.raises(InputError, match=f"half/{path}.*Not a directory; .*name another store folder"):
+            find_store("web", sources["web"], byte_tokenizer(), tmp_path / "half")
+        (tmp_path / "half" / path).unlink()
+        prepare_store("web", sources["web"], byte_tokenizer(), tmp_path / "half")
+        shutil.rmtree(tmp_path / "half" / "stores")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every folder")
+def test_folders_that_may_not_be_read_are_refused(sources, tmp_path, store_dir):
+    def refused(closed, expected, go):
+        closed.chmod(0)
+        try:
+            with pytest.raises(InputError, match=expected):
+                go()
+        finally:
+            closed.chmod(0o700)
+
+    web, tokenizer = sources["web"], byte_tokenizer()
+    prepare_store("web", web, tokenizer, store_dir)
+    for closed in (store_dir, store_dir / "contents", store_dir / "stores"):
+        refused(closed, "Permission denied; ", lambda: find_store("web", web, tokenizer, store_dir))
+    refused(Path(web.path), "web: Permission denied; ", lambda: find_store("web", web, tokenizer, store_dir))
+    refused(tmp_path / "sources", "web: Permission denied; ", lambda: find_store("web", web, tokenizer, store_dir))
+    documents = next(store_dir.glob("stores/*/documents.bin"))
+    refused(documents, "documents.bin: Permission denied; ", lambda: find_store("web", web, tokenizer, store_dir))
 
 
 def test_a_damaged_store_is_refused_not_used(sources, store_dir):
@@ -346,8 +421,6 @@ def test_a_tokenizer_by_path(sources, store_dir, tmp_path):
         prepare_tokenizer(TokenizerConfig("char", path=str(tmp_path / "saved")), {}, store_dir)
     with pytest.raises(InputError, match="vocab_size: 500; this bpe tokenizer has 300 ids"):
         prepare_tokenizer(TokenizerConfig("bpe", 500, path=str(tmp_path / "saved")), {}, store_dir)
-    with pytest.raises(InputError, match="vocab_size: 256; this byte tokenizer has 257 ids"):
-        find_tokenizer(TokenizerConfig("byte", 256), {}, store_dir)
 
 
 def test_a_vocabulary_too_large_for_the_text_is_refused(store_dir, tmp_path):
@@ -461,12 +534,16 @@ def test_a_prepared_folder_is_a_source_and_a_tokenizer(sources, store_dir, tmp_p
 
 def test_a_prepared_folder_is_written_whole_or_not_at_all(sources, tmp_path):
     output = tmp_path / "out"
-    output.mkdir()
     (tmp_path / "bad.txt").write_bytes(b"\xff")
-    with pytest.raises(InputError, match="bad.txt: byte 0"):
-        prepare_folder([str(tmp_path / "bad.txt")], byte_tokenizer(), output)
-    assert not output.exists() and not output.with_name("out.partial").exists()
+    for was_there in (False, True):
+        if was_there:
+            output.mkdir()
+        with pytest.raises(InputError, match="bad.txt: byte 0"):
+            prepare_folder([str(tmp_path / "bad.txt")], byte_tokenizer(), output)
+        assert output.exists() == was_there and not output.with_name("out.partial").exists()
     prepare_folder([sources["web"].path], byte_tokenizer(), output)
+    with pytest.raises(InputError, match="text: path is empty; expected a file or a folder"):
+        prepare_folder([""], byte_tokenizer(), tmp_path / "none")
     with pytest.raises(InputError, match="out: exists already; name a new folder"):
         prepare_folder([sources["web"].path], byte_tokenizer(), output)
 
@@ -483,6 +560,17 @@ def test_progress_counts_the_bytes_of_the_files(sources, store_dir, monkeypatch)
     done = [done_bytes for done_bytes, _ in progress.calls]
     assert len(done) > 5 and done == sorted(done)
     assert progress.calls[-1] == (total_bytes, total_bytes) and done.count(total_bytes) == 1
+
+
+def test_hashing_and_training_show_progress(sources, store_dir, monkeypatch, capsys):
+    monkeypatch.setattr("curriculum.data.progress.QUIET_SECONDS", 0.0)
+    web_bytes = sum(path.stat().st_size for path in Path(sources["web"].path).iterdir())
+    prepare_tokenizer(BPE, sources, store_dir)
+    shown = capsys.readouterr().err
+    assert re.search(f"^reading web: {web_bytes / 1e6:.1f} of .*100%", shown, re.MULTILINE)
+    assert re.search(r"^training a tokenizer of 300 ids: 0.0 of 0.0 MB \(100%\)", shown, re.MULTILINE)
+    prepare_tokenizer(BPE, sources, store_dir)
+    assert capsys.readouterr().err == ""
 
 
 def test_progress_without_a_known_total_ends_too(tmp_path, store_dir):

@@ -133,6 +133,41 @@ def test_more_than_one_percent_of_overlap_is_refused():
         drop_overlap(split, hashes(range(300)), "web", {"code": hashes([1, 2, 3, 4])})
 
 
+def test_overlap_spread_over_sets_counts_together():
+    split = Split(np.ones(300, bool))
+    sets = {"code": hashes([1, 2]), "law": hashes([2, 3]), "far": hashes([1000])}
+    assert drop_overlap(split, hashes(range(300)), "web", sets)[1] == {"code": 2, "law": 2, "far": 0}
+    sets["law"] = hashes([2, 3, 4])
+    expected = "source 'web': 4 of 300 documents stand in eval sets 'code', 'law', more than 1%"
+    with pytest.raises(InputError, match=expected):
+        drop_overlap(split, hashes(range(300)), "web", sets)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_held_out_documents_are_those_of_a_full_sort(seed):
+    generator = np.random.default_rng(seed)
+    num_documents = int(generator.integers(100, 900))
+    # Few distinct halves, so that many are equal; a few long documents with the largest hashes.
+    hashes_N2 = generator.integers(0, generator.choice([3, 20, 1000]), (num_documents, 2)).astype(np.uint64)
+    hashes_N2 += np.uint64(2**64 - 1000)
+    tokens_N = np.where(hashes_N2[:, 0] > 2**64 - 900, 1000, generator.integers(2, 9, num_documents))
+    share = float(generator.choice([0.001, 0.05, 0.4]))
+    rows = sorted((*map(int, hashes_N2[i]), i) for i in range(num_documents))
+    held, held_tokens = [], 0
+    for place, (high, low, i) in enumerate(rows):
+        enough = held_tokens >= share * tokens_N.sum() and place >= (30 if num_documents >= 300 else 1)
+        if enough and (high, low) != rows[place - 1][:2]:
+            break
+        held.append(i)
+        held_tokens += int(tokens_N[i])
+    assert len(held) > 0
+    if len(held) == num_documents:
+        with pytest.raises(ValueError, match="leaves no document for training"):
+            split_documents(tokens_N, hashes_N2, share)
+    else:
+        assert split_documents(tokens_N, hashes_N2, share).held_out.tolist() == sorted(held)
+
+
 def test_a_divided_document_that_is_dropped_is_cut_no_more():
     split = Split(np.arange(100) < 100, cut=(99, 3))
     kept, _ = drop_overlap(split, hashes(range(100)), "web", {"code": hashes([99])})

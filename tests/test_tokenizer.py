@@ -59,15 +59,6 @@ def test_round_trip(tokenizer, corpus):
     assert tokenizer.decode_bytes([tokenizer.eot]) == b""
 
 
-def test_a_batch_is_its_texts_one_by_one(tokenizer, corpus, monkeypatch):
-    monkeypatch.setattr("curriculum.data.tokenizer.GROUP_CHARACTERS", 1000)
-    batch = tokenizer.encode_batch(corpus)
-    assert len(batch) == len(corpus) > 10
-    for ids, text in zip(batch, corpus, strict=True):
-        assert ids.tolist() == tokenizer.encode(text).tolist()
-    assert tokenizer.encode_batch([]) == []
-
-
 def test_saved_and_loaded_it_is_the_same(tokenizer, corpus, tmp_path):
     tokenizer.save(tmp_path)
     loaded = load_tokenizer(tmp_path)
@@ -265,6 +256,10 @@ def test_pieces_are_cut_where_no_published_pattern_notices(name, bpe, corpus, tm
         ({"kind": "tiktoken", "name": "gpt2", "path": "p"}, "needs name"),
         ({"kind": "byte", "name": "gpt2"}, "name belongs to kind tiktoken"),
         ({"kind": "byte", "path": "p"}, "nothing to load"),
+        ({"kind": "byte", "vocab_size": 5}, "vocab_size belongs to kind bpe.*got kind byte"),
+        ({"kind": "char", "vocab_size": 5}, "vocab_size belongs to kind bpe"),
+        ({"kind": "tiktoken", "name": "gpt2", "vocab_size": 50257}, "vocab_size belongs to kind bpe"),
+        ({"kind": "bpe", "vocab_size": 300, "name": "gpt2"}, "name belongs to kind tiktoken"),
     ],
 )
 def test_contradictory_fields_are_refused(fields, expected):

@@ -5,7 +5,6 @@
 <store_dir>/.../<name>.partial     a folder being built, or left by a process that was killed
 """
 
-import errno
 import fcntl
 import os
 import shutil
@@ -17,6 +16,7 @@ from pathlib import Path
 import xxhash
 
 from curriculum.data.documents import SourceConfig, source_files
+from curriculum.data.progress import ConsoleProgress
 from curriculum.errors import InputError
 
 READ_BYTES = 1 << 24
@@ -32,22 +32,47 @@ def source_signature(source: SourceConfig) -> str:
     """A key of a source's files as the file system describes them; writing to one of them changes it."""
     if source.hf is not None:
         return digest("hf", source.hf)
-    files = [(file.relative, file.size_bytes, file.mtime_ns) for file in source_files(source)]
+    files = [(file.relative, file.size_bytes, file.mtime_ns, file.ctime_ns) for file in source_files(source)]
     return digest(os.path.realpath(os.path.expanduser(source.path)), files)
 
 
 def find_content(source: SourceConfig, store_dir: Path) -> str | None:
-    """The content key of a source, where it was worked out before and no file has been touched since."""
+    """The content key of a source, where it was worked out before and no file has been touched since.
+
+    Raises InputError where `store_dir` cannot be looked at.
+    """
+    path = store_dir / "contents" / source_signature(source)
     try:
-        return (store_dir / "contents" / source_signature(source)).read_text()
-    except (FileNotFoundError, NotADirectoryError):
+        return path.read_text()
+    except FileNotFoundError:
         return None
+    except OSError as error:
+        raise _unreadable(path, error) from error
 
 
-def content_of(source: SourceConfig, store_dir: Path) -> str:
+def is_there(path: Path) -> bool:
+    """Whether something under the store folder exists; raises InputError where that cannot be told."""
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    return True
+
+
+def _unreadable(path: Path, error: OSError) -> InputError:
+    return InputError(
+        f"{path}: {error.strerror}; expected what was prepared before, or nothing; mend that or name another"
+        " store folder"
+    )
+
+
+def content_of(name: str, source: SourceConfig, store_dir: Path) -> str:
     """A key of the bytes of a source's files, in order; reads them where `find_content` knows nothing.
 
-    A hub dataset has no files here: its name stands for its content.
+    A read that takes long shows its progress under `name`. A hub dataset has no files here: its
+    name stands for its content.
     """
     if (known := find_content(source, store_dir)) is not None:
         return known
@@ -56,13 +81,18 @@ def content_of(source: SourceConfig, store_dir: Path) -> str:
     if source.hf is not None:
         content.update(f"hf:{source.hf}".encode())
     else:
-        for file in source_files(source):
+        files = source_files(source)
+        progress, done_bytes = ConsoleProgress(f"reading {name}"), 0
+        total_bytes = sum(file.size_bytes for file in files)
+        for file in files:
             suffix = os.path.splitext(file.relative)[1].lower()  # it decides how the bytes are read
             content.update(f"{suffix} {file.size_bytes}\n".encode())
             try:
                 with open(file.path, "rb", buffering=0) as stream:
                     while block := stream.read(READ_BYTES):
                         content.update(block)
+                        done_bytes += len(block)
+                        progress(done_bytes, total_bytes)
             except OSError as error:
                 raise InputError(f"{file.path}: {error.strerror}; expected a readable file") from error
     if source_signature(source) != signature:
@@ -82,13 +112,15 @@ def writing(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        what = "no space left: free some" if error.errno == errno.ENOSPC else f"{error.strerror or error}"
-        raise InputError(f"{error.filename or directory}: {what}, or choose another folder to write to") from error
+        place, reason = error.filename or directory, error.strerror or error
+        raise InputError(f"{place}: cannot write here ({reason}); mend that or choose another folder") from error
 
 
 @contextmanager
 def building(target: Path, lock_path: Path) -> Iterator[Path | None]:
     """Give an empty folder that becomes `target` when the block ends well, or None where `target` is there.
+
+    An empty folder of that name counts as none: it is replaced at the end, and stays where the block fails.
 
     One process at a time: others wait for the lock and then find the folder. What a killed process left is
     thrown away, and nothing but a finished folder ever carries the name.
@@ -96,7 +128,7 @@ def building(target: Path, lock_path: Path) -> Iterator[Path | None]:
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(lock_path, f"waiting for another process that builds {target}"):
-            if target.exists():
+            if target.exists() and any(target.iterdir()):
                 yield None
                 return
             partial = target.with_name(target.name + PARTIAL)

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from curriculum.config import Config, EvalSource
+from curriculum.config import PRIMARY, Config
 from curriculum.data.documents import SourceConfig
 from curriculum.data.prepare import find_store, find_tokenizer, prepare_store, prepare_tokenizer
 from curriculum.data.progress import ConsoleProgress
 from curriculum.data.split import Split, drop_overlap, parse_share
-from curriculum.data.store import Store, TokenView, eval_documents, split_store
+from curriculum.data.store import Store, TokenView, eval_documents, held_out_piece, split_store
 from curriculum.data.tokenizer import Tokenizer
+from curriculum.model.presets import resolve_model
 from evalsets.evalset import EvalSet, cut_windows
 
 
@@ -45,27 +46,32 @@ class Sizes:
     warnings: tuple[str, ...]
 
 
-def load_corpus(config: Config, store_dir: str | Path) -> Corpus:
-    """Prepare what is not prepared yet, and open it all. Raises InputError."""
-    tokenizer = prepare_tokenizer(config.tokenizer, config.sources, store_dir)
+def load_corpus(config: Config, store_dir: str | Path, tokenizer: Tokenizer | None = None) -> Corpus:
+    """Prepare what is not prepared yet, and open it all. `tokenizer`: used instead of the config's.
+
+    Raises InputError, for a model whose vocabulary does not fit before any source is prepared.
+    """
+    if tokenizer is None:
+        tokenizer = prepare_tokenizer(config.tokenizer, config.sources, store_dir)
+    resolve_model(config.model, tokenizer.vocab_size)
     stores = {
         name: prepare_store(name, source, tokenizer, store_dir, ConsoleProgress(f"preparing {name}"))
         for name, source in config.sources.items()
     }
     eval_stores = {
-        name: prepare_store(f"eval-{name}", _as_source(s), tokenizer, store_dir, ConsoleProgress(f"preparing {name}"))
-        for name, s in config.eval_sources.items()
-        if s.held_out_of is None
+        name: prepare_store(f"eval-{name}", source, tokenizer, store_dir, ConsoleProgress(f"preparing {name}"))
+        for name, source in _own_sources(config).items()
     }
-    splits, dropped = _split(config, tokenizer, stores, eval_stores)
+    splits = _hold_out(config, tokenizer, stores)
+    kept, dropped = _drop_overlap(config, tokenizer, stores, eval_stores, splits)
     return Corpus(
         tokenizer=tokenizer,
-        tokens={name: stores[name].view(splits[name].keep_N, splits[name].cut) for name in stores},
+        tokens={name: stores[name].view(kept[name].keep_N, kept[name].cut) for name in stores},
         evalsets={
             name: _evalset(config, name, source, tokenizer, stores, eval_stores, splits)
             for name, source in config.eval_sources.items()
         },
-        details={name: _details(stores[name], splits[name], dropped[name]) for name in stores},
+        details={name: _details(stores[name], kept[name], dropped[name]) for name in stores},
         warnings=_overlap_warnings(dropped),
     )
 
@@ -77,14 +83,14 @@ def find_sizes(config: Config, store_dir: str | Path) -> Sizes:
         name: tokenizer and find_store(name, source, tokenizer, store_dir) for name, source in config.sources.items()
     }
     eval_found = {
-        name: tokenizer and find_store(f"eval-{name}", _as_source(source), tokenizer, store_dir)
-        for name, source in config.eval_sources.items()
-        if source.held_out_of is None
+        name: tokenizer and find_store(f"eval-{name}", source, tokenizer, store_dir)
+        for name, source in _own_sources(config).items()
     }
     stores = {name: store for name, store in found.items() if store}
     eval_stores = {name: store for name, store in eval_found.items() if store}
-    splits, dropped = _split(config, tokenizer, stores, eval_stores)
-    details = {name: _details(stores[name], splits[name], dropped[name]) for name in stores}
+    splits = _hold_out(config, tokenizer, stores)
+    kept, dropped = _drop_overlap(config, tokenizer, stores, eval_stores, splits)
+    details = {name: _details(stores[name], kept[name], dropped[name]) for name in stores}
     warnings = _overlap_warnings(dropped)
     if stores and (missing := [name for name, store in eval_found.items() if not store]):
         warnings += (f"not prepared yet, so overlap with training is not counted: eval sets {', '.join(missing)}",)
@@ -96,14 +102,25 @@ def find_sizes(config: Config, store_dir: str | Path) -> Sizes:
     )
 
 
-def _as_source(source: EvalSource) -> SourceConfig:
-    return SourceConfig(path=source.path, hf=source.hf, text_key=source.text_key, glob=source.glob)
+def _own_sources(config: Config) -> dict[str, SourceConfig]:
+    """Where the text of each eval set lies that is not held out of a source."""
+    sources = {}
+    for name, source in config.eval_sources.items():
+        if source.held_out_of is None:
+            try:
+                sources[name] = SourceConfig(path=source.path, hf=source.hf, text_key=source.text_key, glob=source.glob)
+            except ValueError as error:
+                raise config.error([(_place(name), str(error))]) from None
+    return sources
 
 
-def _split(
-    config: Config, tokenizer: Tokenizer, stores: Mapping[str, Store], eval_stores: Mapping[str, Store]
-) -> tuple[dict[str, Split], dict[str, dict[str, int]]]:
-    """(split, documents dropped by eval set) of each source: held-out text first, then what an eval set has."""
+def _place(evalset: str) -> str:
+    """Where the config describes an eval set."""
+    return "evalsets.primary" if evalset == PRIMARY else f"evalsets.sets.{evalset}"
+
+
+def _hold_out(config: Config, tokenizer: Tokenizer, stores: Mapping[str, Store]) -> dict[str, Split]:
+    """The split of each source into training and held-out text, which no eval set has a say in."""
     splits = {}
     for name, store in stores.items():
         share = parse_share(config.sources[name].held_out)
@@ -111,16 +128,34 @@ def _split(
             splits[name] = split_store(store, tokenizer, share, config.eval_seq_len if share else 1)
         except ValueError as error:
             raise config.error([(f"sources.{name}.held_out", str(error))]) from None
-    hashes = {name: np.asarray(store.documents["hash"]) for name, store in eval_stores.items()}
+    return splits
+
+
+def _drop_overlap(
+    config: Config,
+    tokenizer: Tokenizer,
+    stores: Mapping[str, Store],
+    eval_stores: Mapping[str, Store],
+    splits: Mapping[str, Split],
+) -> tuple[dict[str, Split], dict[str, dict[str, int]]]:
+    """(what is left for training, documents dropped by eval set) of each source."""
+    hashes = {name: store.documents["hash"] for name, store in eval_stores.items()}
+    divided = {}  # by eval set, the hash of the whole document whose tail it measures
     for name, source in config.eval_sources.items():
         if source.held_out_of in splits:
-            held = splits[source.held_out_of].held_out
-            hashes[name] = np.asarray(stores[source.held_out_of].documents["hash"])[held]
-    dropped = {}
+            store, split = stores[source.held_out_of], splits[source.held_out_of]
+            hashes[name] = store.documents["hash"][split.held_out]
+            if (piece := held_out_piece(store, tokenizer, split)) is not None:
+                hashes[name] = np.append(hashes[name], np.array([piece.hash], np.uint64), axis=0)
+                divided[name] = store.documents["hash"][split.cut[0]][None]
+    kept, dropped = {}, {}
     for name, store in stores.items():
-        splits[name], counts = drop_overlap(splits[name], store.documents["hash"], name, hashes)
+        # The source that a document is divided in keeps its head.
+        others = {e: h for e, h in divided.items() if config.eval_sources[e].held_out_of != name}
+        seen = {e: np.append(h, others[e], axis=0) if e in others else h for e, h in hashes.items()}
+        kept[name], counts = drop_overlap(splits[name], store.documents["hash"], name, seen)
         dropped[name] = {evalset: count for evalset, count in counts.items() if count}
-    return splits, dropped
+    return kept, dropped
 
 
 def _evalset(config, name, source, tokenizer, stores, eval_stores, splits) -> EvalSet:
@@ -139,8 +174,7 @@ def _evalset(config, name, source, tokenizer, stores, eval_stores, splits) -> Ev
             np.array([document.hash for document in documents], np.uint64).reshape(-1, 2),
         )
     except ValueError as error:
-        path = "evalsets.primary" if source is config.evalsets.primary else f"evalsets.sets.{name}"
-        raise config.error([(path, str(error))]) from None
+        raise config.error([(_place(name), str(error))]) from None
 
 
 def _details(store: Store, split: Split, dropped: Mapping[str, int]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import codecs
 import difflib
+import glob
 import json
 import os
 import re
@@ -30,7 +31,7 @@ _CUT = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])|(?<=\S\n)(?=[^\W\d_])")
 class SourceConfig:
     """A named training corpus: documents on disk (`path`) or on the hub (`hf`), one of the two."""
 
-    __pydantic_config__: ClassVar = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     path: str | None = None
     """A file, a folder (read recursively), a flat .bin, or a prepared folder."""
@@ -52,6 +53,10 @@ class SourceConfig:
     def __post_init__(self):
         if (self.path is None) == (self.hf is None):
             raise ValueError("a source needs exactly one of path and hf")
+        if self.path == "":
+            raise ValueError("path is empty; expected a file or a folder")
+        if self.hf is not None and not self.hf.partition(":")[0].strip():
+            raise ValueError(f"hf is {self.hf!r}; expected a dataset of the hub, NAME or NAME:CONFIGURATION")
         if self.dtype is not None and not self.is_flat:
             raise ValueError(f"dtype belongs to a flat {FLAT} file only; got path {self.path!r}")
         parse_share(self.held_out)
@@ -59,7 +64,7 @@ class SourceConfig:
     @property
     def is_flat(self) -> bool:
         """Whether the source is a flat file of token ids."""
-        return self.path is not None and self.path.endswith(FLAT)
+        return self.path is not None and self.path.endswith(FLAT) and not os.path.isdir(os.path.expanduser(self.path))
 
     @property
     def location(self) -> str:
@@ -74,6 +79,7 @@ class SourceFile(NamedTuple):
     relative: str  # below the source's folder, with forward slashes
     size_bytes: int
     mtime_ns: int
+    ctime_ns: int  # moves with every change, and cannot be set back
 
 
 class Piece(NamedTuple):
@@ -118,7 +124,7 @@ def _describe(path: str, relative: str) -> SourceFile:
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
         raise InputError(f"{path}: neither a file nor a folder; expected files of text")
-    return SourceFile(path, relative, status.st_size, status.st_mtime_ns)
+    return SourceFile(path, relative, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 def _walk(root: str, root_identity: tuple[int, int]) -> Iterator[str]:
@@ -143,17 +149,6 @@ def _glob_pattern(glob: str) -> re.Pattern:
     tokens = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     parts = re.split(r"(\*\*/|\*\*|\*|\?)", glob)
     return re.compile("".join(tokens.get(part) or re.escape(part) for part in parts), re.DOTALL)
-
-
-def read_documents(source: SourceConfig) -> Iterator[str]:
-    """The documents of a source in order, without the empty ones; raises InputError as `read_pieces` does."""
-    parts: list[str] = []
-    for piece in read_pieces(source):
-        parts.append(piece.text)
-        if piece.ends_document:
-            if document := "".join(parts):
-                yield document
-            parts.clear()
 
 
 def read_pieces(source: SourceConfig) -> Iterator[Piece]:
@@ -246,7 +241,11 @@ def _json_lines(file: SourceFile, text_key: str) -> Iterator[Piece]:
 
 
 def _columnar_rows(file: SourceFile, builder: str, text_key: str) -> Iterator[Piece]:
-    return _dataset_rows((builder,), {"data_files": file.path}, text_key, file.path, f"expected a whole {builder} file")
+    # `datasets` takes a file's name for a pattern, and the size of the first row group, even 0, for a batch's.
+    options = {"data_files": glob.escape(file.path)}
+    if builder == "parquet":
+        options["batch_size"] = ROWS_PER_BATCH
+    return _dataset_rows((builder,), options, text_key, file.path, f"expected a whole {builder} file")
 
 
 def _hub_rows(source: SourceConfig) -> Iterator[Piece]:
@@ -261,7 +260,7 @@ def _dataset_rows(arguments: tuple, options: dict, text_key: str, where: str, re
     number = 0
     try:
         rows = datasets.load_dataset(*arguments, split="train", streaming=True, **options)
-        if rows.column_names is not None:
+        if rows.column_names:  # none at all: a table without rows
             if text_key not in rows.column_names:
                 raise InputError(f"{where}: {_missing_key(text_key, rows.column_names)}")
             rows = rows.select_columns([text_key])

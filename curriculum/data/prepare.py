@@ -9,15 +9,16 @@ Memory while preparing does not grow with the source: a bounded number of groups
 most TRAIN_BYTES of text.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
-from curriculum.data.cache import building, content_of, digest, find_content, source_signature, sweep
+from curriculum.data.cache import building, content_of, digest, find_content, is_there, source_signature, sweep, writing
 from curriculum.data.documents import COLUMNAR, SourceConfig, read_pieces, source_files
 from curriculum.data.encode import encode_pieces
 from curriculum.data.flat import index_flat
-from curriculum.data.progress import Progress
+from curriculum.data.progress import ConsoleProgress, Progress
 from curriculum.data.store import FORMAT_VERSION as STORE_VERSION
 from curriculum.data.store import SHARD_TOKENS, Store, StoreWriter, is_store, open_store
 from curriculum.data.tokenizer import FORMAT_VERSION as TOKENIZER_VERSION
@@ -41,11 +42,11 @@ def find_tokenizer(
     if config.kind == "byte" or config.path is not None:
         return prepare_tokenizer(config, sources, store_dir)
     store_dir = Path(store_dir)
-    ordered = _in_order_of_content(config, sources, lambda source: find_content(source, store_dir))
+    ordered = _in_order_of_content(config, sources, lambda name, source: find_content(source, store_dir))
     if ordered is None:
         return None
     directory = _tokenizer_directory(config, ordered, store_dir)
-    return _checked(config, load_tokenizer(directory)) if directory.exists() else None
+    return _checked(config, load_tokenizer(directory)) if is_there(directory) else None
 
 
 def prepare_tokenizer(config: TokenizerConfig, sources: dict[str, SourceConfig], store_dir: str | Path) -> Tokenizer:
@@ -59,9 +60,9 @@ def prepare_tokenizer(config: TokenizerConfig, sources: dict[str, SourceConfig],
     elif config.path is not None:
         tokenizer = load_tokenizer(Path(config.path).expanduser())
     else:
-        ordered = _in_order_of_content(config, sources, lambda source: content_of(source, store_dir))
+        ordered = _in_order_of_content(config, sources, lambda name, source: content_of(name, source, store_dir))
         directory = _tokenizer_directory(config, ordered, store_dir)
-        if not directory.exists():
+        if not is_there(directory):
             sweep(directory.parent, store_dir / "locks")
             with building(directory, store_dir / "locks" / directory.name) as partial:
                 if partial is not None:
@@ -71,7 +72,7 @@ def prepare_tokenizer(config: TokenizerConfig, sources: dict[str, SourceConfig],
 
 
 def _in_order_of_content(
-    config: TokenizerConfig, sources: dict[str, SourceConfig], content: Callable[[SourceConfig], str | None]
+    config: TokenizerConfig, sources: dict[str, SourceConfig], content: Callable[[str, SourceConfig], str | None]
 ) -> dict[tuple[str, str], SourceConfig] | None:
     """The sources that a tokenizer is made from by (content key, text key); None where a key is not known.
 
@@ -89,7 +90,7 @@ def _in_order_of_content(
                 f" {config.kind} tokenizer made from the sources needs text: give tokenizer.path, the folder"
                 " of that tokenizer"
             )
-        known = content(source)
+        known = content(name, source)
         if known is None:
             return None
         by_content[known, source.text_key] = source
@@ -108,10 +109,11 @@ def _make_tokenizer(config: TokenizerConfig, sources: list[SourceConfig]) -> Tok
         return tiktoken_tokenizer(config.name)
     if config.kind == "char":
         return char_tokenizer(piece.text for source in sources for piece in read_pieces(source))
-    return train_bpe(_sample(sources, TRAIN_BYTES), config.vocab_size)
+    progress = ConsoleProgress(f"training a tokenizer of {config.vocab_size:,} ids")
+    return train_bpe(_sample(sources, TRAIN_BYTES, progress), config.vocab_size)
 
 
-def _sample(sources: list[SourceConfig], limit_bytes: int) -> Iterator[str]:
+def _sample(sources: list[SourceConfig], limit_bytes: int, progress: Progress | None = None) -> Iterator[str]:
     """Texts of all sources in turn, the one that has given fewest bytes first, up to a limit."""
     readers = {i: read_pieces(source) for i, source in enumerate(sources)}
     given_bytes = dict.fromkeys(readers, 0)
@@ -122,7 +124,11 @@ def _sample(sources: list[SourceConfig], limit_bytes: int) -> Iterator[str]:
             del readers[turn]
             continue
         given_bytes[turn] += len(piece.text.encode())
+        if progress is not None:
+            progress(sum(given_bytes.values()), None)
         yield piece.text
+    if progress is not None:
+        progress(sum(given_bytes.values()), sum(given_bytes.values()))
 
 
 def _checked(config: TokenizerConfig, tokenizer: Tokenizer) -> Tokenizer:
@@ -155,7 +161,7 @@ def find_store(name: str, source: SourceConfig, tokenizer: Tokenizer, store_dir:
     if content is None:
         return None
     directory = _store_directory(name, source, tokenizer, Path(store_dir), content)
-    return open_store(directory) if directory.exists() else None
+    return open_store(directory) if is_there(directory) else None
 
 
 def prepare_store(
@@ -175,7 +181,7 @@ def prepare_store(
     if found is not None:
         return found
     store_dir = Path(store_dir)
-    content = content_of(source, store_dir)
+    content = content_of(name, source, store_dir)
     directory = _store_directory(name, source, tokenizer, store_dir, content)
     sweep(directory.parent, store_dir / "locks")
     with building(directory, store_dir / "locks" / directory.name) as partial:
@@ -206,11 +212,13 @@ def prepare_folder(
     Raises InputError where the folder exists and is not empty, or a text cannot be read or encoded.
     """
     output_dir = Path(output_dir)
-    if output_dir.exists():
-        if not output_dir.is_dir() or any(output_dir.iterdir()):
+    with writing(output_dir):
+        if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
             raise InputError(f"{output_dir}: exists already; name a new folder for the output")
-        output_dir.rmdir()
-    sources = [SourceConfig(path=str(path), text_key=text_key) for path in texts]
+    try:
+        sources = [SourceConfig(path=str(path), text_key=text_key) for path in texts]
+    except ValueError as error:
+        raise InputError(f"text: {error}") from None
     with building(output_dir, output_dir.absolute().parent) as partial:
         if partial is None:
             raise InputError(f"{output_dir}: another process has just written it; name a new folder")
@@ -220,7 +228,7 @@ def prepare_folder(
 
 
 def _is_prepared(source: SourceConfig) -> bool:
-    return source.path is not None and is_store(Path(source.path).expanduser())
+    return source.path is not None and is_store(os.path.expanduser(source.path))
 
 
 def _open_prepared(name: str, source: SourceConfig, tokenizer: Tokenizer) -> Store:

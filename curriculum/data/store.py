@@ -6,6 +6,7 @@ A store is a folder:
     store.json            the sidecar, written last: a folder without one is no store
 """
 
+import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -206,12 +207,15 @@ def _remove_span(starts, stops, start: int, stop: int) -> tuple[np.ndarray, np.n
 
 def _map_file(path: Path, dtype: np.dtype) -> np.ndarray:
     """A file as a plain read-only array: slicing np.memmap itself costs several times as much."""
-    return np.memmap(path, dtype, mode="r").view(np.ndarray)
+    try:
+        return np.memmap(path, dtype, mode="r").view(np.ndarray)
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}; expected a readable file") from error
 
 
 def is_store(directory: str | Path) -> bool:
     """Whether a folder claims to be a token store."""
-    return (Path(directory) / SIDECAR_NAME).is_file()
+    return os.path.isfile(os.path.join(directory, SIDECAR_NAME))  # False, too, where nobody may look
 
 
 def open_store(directory: str | Path) -> Store:
@@ -271,6 +275,17 @@ class EvalDocument(NamedTuple):
     hash: tuple[int, int]  # high and low half, of its text
 
 
+def held_out_piece(store: Store, tokenizer: Tokenizer, split: Split) -> EvalDocument | None:
+    """The tail of the document that `split` divides, a document of its own; None where it divides none."""
+    if split.cut is None:
+        return None
+    document, first_token = split.cut
+    stop = int(store.documents["end"][document])
+    tokens = store._stream[stop - int(store.document_tokens_N[document]) + first_token : stop]
+    text = tokenizer.decode_bytes(tokens)
+    return EvalDocument(tokens[tokens != store.facts.eot], len(text), split_hash(xxhash.xxh3_128(text)))
+
+
 def eval_documents(store: Store, tokenizer: Tokenizer, split: Split | None = None) -> Iterator[EvalDocument]:
     """What `split` holds out of a store, in the store's order; without a split all its documents.
 
@@ -278,13 +293,8 @@ def eval_documents(store: Store, tokenizer: Tokenizer, split: Split | None = Non
     """
     if split is None:
         split = Split(np.zeros(store.facts.num_documents, bool))
-    if split.cut is not None:
-        document, first_token = split.cut
-        start = int(store.documents["end"][document]) - int(store.document_tokens_N[document])
-        stop = start + int(store.document_tokens_N[document])
-        tokens = store._stream[start + first_token : stop]
-        text = tokenizer.decode_bytes(tokens)
-        yield EvalDocument(tokens[tokens != store.facts.eot], len(text), split_hash(xxhash.xxh3_128(text)))
+    if (piece := held_out_piece(store, tokenizer, split)) is not None:
+        yield piece
     for document in split.held_out.tolist():
         record = store.documents[document]
         yield EvalDocument(store.document_tokens(document), int(record["bytes"]), tuple(record["hash"].tolist()))

@@ -9,7 +9,6 @@ import binascii
 import hashlib
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -28,14 +27,13 @@ FORMAT_VERSION = 1
 SMALLEST_BPE = 257  # the 256 bytes and end-of-text
 LARGEST_VOCAB = 1 << 24  # beyond it a saved tokenizer is taken for damaged
 NUM_THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-GROUP_CHARACTERS = 1 << 20  # texts are handed to threads in groups of about this size
 
 
 @dataclass(frozen=True)
 class TokenizerConfig:
     """Which tokenizer the run uses."""
 
-    __pydantic_config__: ClassVar = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     kind: Literal["byte", "char", "bpe", "tiktoken"] = "byte"
     """bpe is trained on the sources, or read from `path`; tiktoken is a published encoding by `name`."""
@@ -53,6 +51,8 @@ class TokenizerConfig:
             raise ValueError(f"name belongs to kind tiktoken; got kind {self.kind}")
         if self.kind == "byte" and self.path is not None:
             raise ValueError("kind byte has nothing to load; leave path out")
+        if self.kind != "bpe" and self.vocab_size is not None:
+            raise ValueError(f"vocab_size belongs to kind bpe, others settle it themselves; got kind {self.kind}")
         if self.kind == "bpe" and self.path is None:
             if self.vocab_size is None:
                 raise ValueError("kind bpe needs vocab_size to train one, or path to a saved tokenizer")
@@ -152,19 +152,6 @@ class Tokenizer:
         Safe to call from several threads. Raises InputError for text that the tokenizer cannot represent.
         """
         return self._encode(text).astype(self.dtype)
-
-    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """`encode` for each text, on all cores."""
-        groups, size = [[]], 0
-        for text in texts:
-            if size > GROUP_CHARACTERS:
-                groups.append([])
-                size = 0
-            groups[-1].append(text)
-            size += len(text)
-        with ThreadPoolExecutor(NUM_THREADS) as pool:
-            encoded = pool.map(lambda group: [self.encode(text) for text in group], groups)
-            return [ids for group in encoded for ids in group]
 
     def decode_bytes(self, ids: np.ndarray) -> bytes:
         """The text of `ids` as UTF-8 bytes (part of a character where the ids are part of a text).
