@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
+import inspect
 import json
 import os
 import re
+import textwrap
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -20,15 +23,16 @@ from curriculum.data.documents import SourceConfig
 from curriculum.data.split import parse_share
 from curriculum.data.tokenizer import TokenizerConfig
 from curriculum.errors import InputError
-from curriculum.model.presets import ModelSection, model_problems
+from curriculum.model.presets import ModelSection, model_problems, resolve_model
 from curriculum.train.optimizer import OptimConfig
 from curriculum.variables import substitute
 from curriculum.yaml12 import Origin, read_override, read_yaml
 from phases.lr import LrSchedule, check_rates
-from phases.schedule import Phase, check_phases
+from phases.resolve import check_phases
+from phases.schedule import Phase
 
-PositiveInt = Annotated[int, Field(ge=1)]
-_STRICT = {"extra": "forbid", "use_attribute_docstrings": True}
+PositiveInt = Annotated[int, Field(ge=1, le=10**9)]
+_STRICT = {"extra": "forbid"}
 
 
 @dataclass(frozen=True)
@@ -77,11 +81,11 @@ class TrainSection:
 
     steps: PositiveInt
     """Updates of the whole run."""
-    batch_size: PositiveInt = 32
+    batch_size: Annotated[int, Field(ge=1, le=2**20)] = 32
     """Sequences per update, over all micro-steps and devices."""
     grad_accum: PositiveInt = 1
     """Micro-steps per update: trades time for memory, changes no data."""
-    seq_len: Annotated[int, Field(ge=2)] = 256
+    seq_len: Annotated[int, Field(ge=2, le=2**24)] = 256
     """Tokens per sequence."""
 
 
@@ -139,6 +143,11 @@ class Config:
         return {PRIMARY: self.evalsets.primary, **self.evalsets.sets}
 
     @property
+    def command_line(self) -> list[str]:
+        """The options that changed the file, as a run remembers them: `--set train.steps=100`."""
+        return list(self.origin.options.values())
+
+    @property
     def eval_seq_len(self) -> int:
         return self.evalsets.seq_len or self.train.seq_len
 
@@ -160,29 +169,44 @@ def load_config(
     *,
     dataset_dirs: Iterable[str] = (),
     eval_dataset_dirs: Iterable[str] = (),
+    remembered: Iterable[str] = (),
+    check_paths: bool = True,
 ) -> Config:
     """Read and check a config file. `overrides` are `a.b=value`; the directories are `[NAME=]DIR`.
 
-    Raises InputError with every problem found: file:line:column: path: what, got, expected.
+    `remembered` are options as `Config.command_line` gives them, applied first. Without `check_paths` the data need
+    not be there. Raises InputError with every problem found: file:line:column: path: what, got, expected.
     """
     data, origin = read_yaml(path)
-    for name, directory in _named_directories("--dataset-dir", dataset_dirs):
-        _table(data, "sources")[name] = {"path": directory}
-        origin.given_by("sources." + name, f"--dataset-dir {name}={directory}")
-    for name, directory in _named_directories("--eval-dataset-dir", eval_dataset_dirs):
-        _table(_table(data, "evalsets"), "sets")[name] = {"path": directory}
-        origin.given_by("evalsets.sets." + name, f"--eval-dataset-dir {name}={directory}")
-    for override in overrides:
-        read_override(data, origin, override)
-    return build_config(data, origin)
+    options = [option.partition(" ")[::2] for option in remembered]
+    options += [("--dataset-dir", value) for value in dataset_dirs]
+    options += [("--eval-dataset-dir", value) for value in eval_dataset_dirs]
+    options += [("--set", value) for value in overrides]
+    for flag, value in options:
+        if flag == "--set":
+            read_override(data, origin, value)
+            continue
+        name, directory = _named_directory(flag, value)
+        inside = _table(data, "sources") if flag == "--dataset-dir" else _table(_table(data, "evalsets"), "sets")
+        inside[name] = {"path": directory}
+        where = "sources" if flag == "--dataset-dir" else "evalsets.sets"
+        origin.given_by(f"{where}.{name}", f"{flag} {name}={directory}")
+    return build_config(data, origin, check_paths=check_paths)
+
+
+def config_name(path: str | os.PathLike) -> str:
+    """The name of the run in a config file, without checking anything else."""
+    name = read_yaml(path)[0]
+    name = name.get("name") if isinstance(name, dict) else None
+    return name if isinstance(name, str) and name else Config.name
 
 
 def config_from_json(data: Mapping) -> Config:
-    """The config of `Config.to_json`, as a run directory keeps it."""
-    return build_config(dict(data), Origin("config.resolved.json"))
+    """The config of `Config.to_json`, as a run directory keeps it; the data need not be there any more."""
+    return build_config(dict(data), Origin("config.resolved.json"), check_paths=False)
 
 
-def build_config(data: dict, origin: Origin | None = None) -> Config:
+def build_config(data: dict, origin: Origin | None = None, *, check_paths: bool = True) -> Config:
     """A checked Config from plain data (for library use: the same keys as the YAML)."""
     origin = origin or Origin()
     if not isinstance(data, dict):
@@ -205,7 +229,8 @@ def build_config(data: dict, origin: Origin | None = None) -> Config:
             values[name] = section.default_factory()
         else:
             problems.append((name, "missing; this section is needed"))
-    problems += [p for needs, check in _CHECKS if needs <= values.keys() for p in check(values)]
+    checks = [*_CHECKS, *(_PATH_CHECKS if check_paths else [])]
+    problems += [p for needs, check in checks if needs <= values.keys() for p in check(values)]
     if problems:
         raise InputError(*sorted({origin.problem(*p): None for p in problems}, key=origin.sort_key))
     return Config(**values, origin=origin)
@@ -218,9 +243,10 @@ def json_schema() -> dict:
     for f in _sections():
         if isinstance(f.default, str | int):
             schemas[f.name, "validation"]["default"] = f.default
-    inherited = [TypeAdapter(base).json_schema()["properties"] for base in OptimSection.__bases__]
-    for name, schema in definitions["$defs"]["OptimSection"]["properties"].items():
-        schema["description"] = next(base[name]["description"] for base in inherited if name in base)
+    sections = {t.__name__: t for t in _dataclasses_below(Config)}
+    for title, schema in definitions["$defs"].items():
+        for name, text in _meanings(sections[title]).items():
+            schema["properties"][name]["description"] = text
     required = [
         f.name for f in _sections() if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
     ]
@@ -236,6 +262,28 @@ def json_schema() -> dict:
         },
         **definitions,
     }
+
+
+def _dataclasses_below(kind: Any) -> Iterable[type]:
+    """Every dataclass that a type of the config is made of."""
+    if dataclasses.is_dataclass(kind):
+        yield kind
+        for inner in typing.get_type_hints(kind, include_extras=True).values():
+            yield from _dataclasses_below(inner)
+    for inner in typing.get_args(kind):
+        yield from _dataclasses_below(inner)
+
+
+def _meanings(section: type) -> dict[str, str]:
+    """The text below each field of a dataclass and of its bases. Read from the source, and only for the schema."""
+    meanings: dict[str, str] = {}
+    for base in section.__bases__:
+        meanings |= _meanings(base) if dataclasses.is_dataclass(base) else {}
+    body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0].body
+    for statement, text in zip(body, body[1:], strict=False):
+        if isinstance(statement, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            meanings[statement.target.id] = text.value.value
+    return meanings
 
 
 # ---------------------------------------------------------------- checks across sections
@@ -257,7 +305,26 @@ def _check_sources(v):
             yield path, f"got the name {name!r}, expected letters, digits, '_' and '-'"
         if source.max_epochs is not None and not source.max_epochs > 0:
             yield f"{path}.max_epochs", f"got {source.max_epochs}, expected more than 0"
-        yield from _check_readable(path, source.path)
+
+
+def _check_source_paths(v):
+    for name, source in v["sources"].items():
+        yield from _check_readable(f"sources.{name}.path", source.path)
+
+
+def _check_eval_paths(v):
+    for path, source in _eval_sources(v):
+        yield from _check_readable(f"{path}.path", source.path)
+
+
+def _check_tokenizer_path(v):
+    yield from _check_readable("tokenizer.path", v["tokenizer"].path)
+
+
+def _eval_sources(v):
+    """(path in the config, eval set) of the primary set and of the named ones."""
+    section = v["evalsets"]
+    return [("evalsets.primary", section.primary)] + [(f"evalsets.sets.{n}", s) for n, s in section.sets.items()]
 
 
 def _check_readable(path, location):
@@ -267,15 +334,16 @@ def _check_readable(path, location):
     try:
         exists = where.exists()
     except (OSError, ValueError) as error:
-        yield f"{path}.path", f"{location!r} cannot be looked at: {error}"
+        yield path, f"{location!r} cannot be looked at: {error}"
         return
     if not exists:
         parent = next((p for p in where.parents if p.exists()), Path("."))
-        near = difflib.get_close_matches(where.name, [p.name for p in parent.iterdir()], 1) if parent.is_dir() else []
-        hint = f"; did you mean {str(parent / near[0])!r}?" if near and parent == where.parent else ""
-        yield f"{path}.path", f"{location!r} does not exist{hint} (paths are relative to the working folder)"
+        listable = parent == where.parent and os.access(parent, os.R_OK | os.X_OK)
+        near = difflib.get_close_matches(where.name, os.listdir(parent), 1) if listable else []
+        hint = f"; did you mean {str(parent / near[0])!r}?" if near else ""
+        yield path, f"{location!r} does not exist{hint} (paths are relative to the working folder)"
     elif not os.access(where, os.R_OK | (os.X_OK if where.is_dir() else 0)):
-        yield f"{path}.path", f"{location!r} cannot be read; check its permissions"
+        yield path, f"{location!r} cannot be read; check its permissions"
 
 
 def _check_schedule(v):
@@ -284,10 +352,8 @@ def _check_schedule(v):
 
 def _check_evalsets(v):
     section = v["evalsets"]
-    named = {"evalsets.primary": section.primary}
     for name, source in section.sets.items():
         path = f"evalsets.sets.{name}"
-        named[path] = source
         if not _SET_NAME.fullmatch(name):
             yield path, f"got the name {name!r}, expected letters, digits, '_' and '-'"
         elif name in (PRIMARY, "val", "duration_s") or name.endswith(("_bpb", "_sem")):
@@ -297,19 +363,17 @@ def _check_evalsets(v):
             yield f"{path}.every", got
     if section.primary.every is not None:
         yield "evalsets.primary.every", "the primary set is measured at every eval; use evalsets.every"
-    for path, source in named.items():
+    for path, source in _eval_sources(v):
         given = [key for key in ("held_out_of", "path", "hf") if getattr(source, key) is not None]
         if len(given) != 1:
             got = " and ".join(given) or "none"
             yield path, f"got {got}, expected exactly one of 'held_out_of', 'path' and 'hf'"
-        yield from _check_readable(path, source.path)
+        if source.held_out_of is not None and (source.text_key, source.glob) != (EvalSource.text_key, EvalSource.glob):
+            yield path, "text_key and glob are read with 'path' or 'hf' only; held-out text comes from its source"
 
 
 def _check_held_out(v):
-    section = v["evalsets"]
-    named = {"evalsets.primary": section.primary}
-    named |= {f"evalsets.sets.{name}": source for name, source in section.sets.items()}
-    for path, source in named.items():
+    for path, source in _eval_sources(v):
         if source.held_out_of is None:
             continue
         if source.held_out_of not in v["sources"]:
@@ -343,11 +407,10 @@ def _vocab(v) -> int | None:
 
 
 def _check_lengths(v):
-    from curriculum.model.presets import resolve_model
-
-    if model_problems(v["model"]):
+    vocab_size = _vocab(v) or v["model"].vocab_size or 2**20
+    if model_problems(v["model"], vocab_size):
         return
-    longest = resolve_model(v["model"], _vocab(v) or v["model"].vocab_size or 2**20).max_seq_len
+    longest = resolve_model(v["model"], vocab_size).max_seq_len
     for path, length in (("train.seq_len", v["train"].seq_len), ("evalsets.seq_len", v["evalsets"].seq_len)):
         if length is not None and length > longest:
             yield path, f"got {length}, expected at most the model's max_seq_len ({longest})"
@@ -363,6 +426,11 @@ _CHECKS = [
     ({"optim"}, _check_optim),
     ({"model", "tokenizer"}, _check_model),
     ({"model", "tokenizer", "train", "evalsets"}, _check_lengths),
+]
+_PATH_CHECKS = [
+    ({"sources"}, _check_source_paths),
+    ({"evalsets"}, _check_eval_paths),
+    ({"tokenizer"}, _check_tokenizer_path),
 ]
 
 
@@ -414,9 +482,12 @@ def _expected(detail: dict) -> str:
     if detail["type"] == "literal_error":
         near = difflib.get_close_matches(str(detail["input"]), re.findall(r"'([^']+)'", context["expected"]), 1)
         return context["expected"] + (f" (did you mean {near[0]!r}?)" if near else "")
-    return {"dictionary": "a mapping", "integer": "an integer", "string": "text", "number": "a number"}.get(
-        message, message
-    )
+    if "ctx" in detail and detail["type"].startswith(("greater", "less")):
+        sign = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+        return " and ".join(f"{sign[key]} {limit}" for key, limit in context.items())
+    words = {"dictionary": "a mapping", "integer": "an integer", "string": "text", "number": "a number"}
+    words |= {"array": "a list", "an object": "a mapping", "a boolean": "true or false", "boolean": "true or false"}
+    return words.get(message, message)
 
 
 def _member_type(parent, part):
@@ -447,14 +518,13 @@ def _plain(value):
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
-def _named_directories(flag: str, given: Iterable[str]) -> Iterable[tuple[str, str]]:
-    for item in given:
-        name, equals, directory = item.partition("=")
-        if not equals:
-            name, directory = Path(item).resolve().name, item
-        if not name or not directory:
-            raise InputError(f"{flag} {item}: expected DIR or NAME=DIR")
-        yield name, directory
+def _named_directory(flag: str, item: str) -> tuple[str, str]:
+    name, equals, directory = item.partition("=")
+    if not equals:
+        name, directory = os.path.basename(os.path.abspath(item)), item
+    if not name or not directory:
+        raise InputError(f"{flag} {item}: expected DIR or NAME=DIR")
+    return name, directory
 
 
 def _table(data: dict, key: str) -> dict:

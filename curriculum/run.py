@@ -11,7 +11,7 @@ from typing import Any
 
 from curriculum.config import Config, config_from_json
 from curriculum.errors import InputError
-from curriculum.record.events import EVENTS, read_events, read_metrics
+from curriculum.record.events import EVENTS, plain, read_events, read_metrics
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,27 @@ class RunDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         if config.origin.text is not None:
             write_text(self.path / "config.yaml", config.origin.text)
-        resolved = {**config.to_json(), "command_line": list(config.origin.options.values()), "derived": derived}
+        resolved = {**config.to_json(), "command_line": config.command_line, "derived": derived}
         write_text(self.resolved_config, json.dumps(resolved, indent=2) + "\n")
         write_text(self.path / "model.json", json.dumps(model, indent=2) + "\n")
 
     def write_training_state(self, state: dict[str, Any]) -> None:
         """Rewrite the summary of where the run stands."""
-        write_text(self.path / "training_state.json", json.dumps(state, indent=2) + "\n")
+        write_text(self.path / "training_state.json", json.dumps(plain(state), indent=2, allow_nan=False) + "\n")
+
+    def check_usable(self) -> None:
+        """Raise InputError where the path cannot be a folder of ours; creates nothing."""
+        nearest = next((p for p in (self.path, *self.path.absolute().parents) if p.exists()), None)
+        if nearest is None or not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+            raise InputError(f"--run-dir {self.path}: {nearest} is no folder that can be written to; choose another")
+
+    def set_aside_evals_after(self, step: int) -> None:
+        """Move the results of evals after `step` to `superseded/`: they will be measured again."""
+        for path in self.path.glob("evals/*.npz"):
+            if path.stem.isdecimal() and int(path.stem) > step:
+                target = self.path / "superseded" / "evals" / path.name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                path.replace(target)
 
 
 @dataclass(frozen=True)

@@ -40,13 +40,17 @@ class Origin:
 
     def given_by(self, path: str, option: str) -> None:
         """Remember the option that set a path; the last one for a path counts, in its place of the order."""
-        self.options.pop(path, None)
+        for replaced in [p for p in self.options if p == path or p.startswith((f"{path}.", f"{path}["))]:
+            del self.options[replaced]
         self.options[path] = option
 
     def place(self, path: str) -> str:
         """`file:line:column` of a path such as `phases[1].mixture.web`, or of the nearest parent that is there."""
         here = path
         while True:
+            below = [option for p, option in self.options.items() if here and p.startswith((f"{here}.", f"{here}["))]
+            if below and here not in self.positions:
+                return below[-1]
             if here in self.options:
                 return self.options[here]
             if here in self.positions:
@@ -99,7 +103,7 @@ def read_override(data: dict, origin: Origin, override: str) -> None:
     here, dotted = data, ""
     for depth, part in enumerate(parts):
         if isinstance(here, list):
-            if not part.isdigit() or int(part) >= len(here):
+            if not (part.isascii() and part.isdecimal() and len(part) < 9) or int(part) >= len(here):
                 raise InputError(f"{option}: {dotted} has {len(here)} entries (0 to {len(here) - 1}), got {part!r}")
             key, dotted = int(part), f"{dotted}[{part}]"
         elif isinstance(here, dict):
@@ -168,6 +172,8 @@ def _parse(text: str, origin: Origin):
 
     def scalar(node):
         text = node.value
+        if any("\ud800" <= c <= "\udfff" for c in text):
+            fail(node.start_mark, "got half of a surrogate pair, expected text that is Unicode")
         if node.tag != _TAG + "str":
             fail(node.start_mark, f"got the tag {node.tag!r}, expected plain YAML without tags")
         if node.style in ("'", '"', "|", ">"):  # quoted, or a block

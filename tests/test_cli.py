@@ -71,6 +71,28 @@ def test_a_run_from_start_to_end_and_again(folder):
     assert "| extra " in longer.stdout and "step 12/12" in longer.stdout
 
 
+def test_a_source_that_only_the_command_line_defined_is_there_on_resume(folder):
+    text = (folder / "c.yaml").read_text().replace("law: 1.0", "late: 1.0")
+    (folder / "c.yaml").write_text(text)
+    first = run(folder, "train", "c.yaml", "--dataset-dir", "late=law.jsonl", "--run-dir", "r")
+    assert first.returncode == 0, first.stderr
+    again = run(folder, "train", "c.yaml", "--run-dir", "r", "--resume", "latest")
+    assert again.returncode == 0 and "r is finished" in again.stdout, again.stderr
+
+
+def test_interrupt_before_training_exits_with_130(folder):
+    import signal
+    import time
+
+    process = subprocess.Popen([CURRICULUM, "train", "c.yaml"], cwd=folder, stderr=subprocess.PIPE, text=True)
+    while not (folder / ".curriculum").exists():  # preparing has begun
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in errors, errors
+
+
 def test_dry_run_leaves_no_run_behind(folder):
     done = run(folder, "train", "c.yaml", "--dry-run")
     assert done.returncode == 0, done.stderr
@@ -103,6 +125,13 @@ def test_prepare_a_folder_and_train_from_it(folder):
         (["train", "c.yaml", "--dataset-dir", "law=nowhere"], "'nowhere' does not exist"),
         (["train", "c.yaml", "--resume", "newest"], "expected 'latest' or the step"),
         (["train", "c.yaml", "--resume", "5"], "no checkpoint of that step"),
+        (["train", "c.yaml", "--resume", "²"], "expected 'latest' or the step"),
+        (["train", "c.yaml", "--run-dir", "web.jsonl"], "web.jsonl is no folder that can be written to"),
+        (["train", "c.yaml", "--run-dir", "web.jsonl/x"], "is no folder that can be written to"),
+        (["train", "c.yaml", "--set", "phases[0].until=90"], "after the run's end at step 8"),
+        (["train", "c.yaml", "--set", "train.steps=1000000000000000000000000"], "train.steps: got 1"),
+        (["prepare", "c.yaml", "--tokenizer", "byte"], "go with --text"),
+        (["prepare", "--text", "web.jsonl", "--set", "a=1"], "go with CONFIG"),
         (["train", "c.yaml", "--set", "sources.law.max_epochs=0.01"], "step 5 (phase b) would read more than 0.01 epochs"),
         (["train", "c.yaml", "--set", "tokenizer={kind: tiktoken, name: gpt7}"], "gpt7"),
         (["plan", "c.yaml", "--set", "phases[0].until=90"], "phases[0].until: ends at step 90, after the run's end at step 8"),
@@ -117,6 +146,8 @@ def test_wrong_input_exits_with_2_and_creates_no_run(folder, arguments, words):
     assert done.returncode == 2, done.stdout + done.stderr
     assert words in done.stderr, done.stderr
     assert not (folder / "runs").exists()
+    if "until" in words or "phases[0].until=90" in arguments:
+        assert not (folder / ".curriculum").exists(), "the schedule is checked before anything is prepared"
 
 
 def test_bad_source_text_is_named_and_nothing_half_written_stays(folder):

@@ -51,10 +51,14 @@ def cli():
 
 def main() -> None:
     try:
-        cli()
+        sys.exit(cli(standalone_mode=False))
     except InputError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        print("interrupted; a run that had begun goes on with --resume latest", file=sys.stderr)
         sys.exit(130)

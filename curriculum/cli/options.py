@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import click
 
 from curriculum.plan import DEFAULT_STORE_DIR
@@ -33,13 +31,3 @@ def config_options(config_required: bool = True):
         return command
 
     return decorate
-
-
-def split_options(options: Iterable[str]) -> dict[str, list[str]]:
-    """Options as a run directory remembers them (`--set train.steps=100`), by what `load_config` calls them."""
-    names = {"--set": "overrides", "--dataset-dir": "dataset_dirs", "--eval-dataset-dir": "eval_dataset_dirs"}
-    given: dict[str, list[str]] = {name: [] for name in names.values()}
-    for option in options:
-        flag, _, value = option.partition(" ")
-        given[names[flag]].append(value)
-    return given

@@ -20,7 +20,11 @@ def command(config_path, overrides, dataset_dirs, eval_dataset_dirs, store_dir, 
     """
     if (config_path is None) == (not texts):
         raise InputError("prepare: expected either CONFIG, or --text PATH with --tokenizer and --output")
+    if config_path is not None and (tokenizer or output):
+        raise InputError("prepare: --tokenizer and --output go with --text; the stores of CONFIG lie in --store-dir")
     if config_path is None:
+        if overrides or dataset_dirs or eval_dataset_dirs:
+            raise InputError("prepare: --set, --dataset-dir and --eval-dataset-dir go with CONFIG, not with --text")
         if tokenizer is None or output is None:
             raise InputError("prepare: --text needs --tokenizer T and --output DIR")
         _prepare_folder(texts, tokenizer, output)
@@ -28,8 +32,10 @@ def command(config_path, overrides, dataset_dirs, eval_dataset_dirs, store_dir, 
 
     from curriculum.config import load_config
     from curriculum.data.corpus import load_corpus
+    from curriculum.plan import check_schedule
 
     config = load_config(config_path, overrides, dataset_dirs=dataset_dirs, eval_dataset_dirs=eval_dataset_dirs)
+    check_schedule(config)
     corpus = load_corpus(config, store_dir)
     click.echo(f"tokenizer {config.tokenizer.kind}: {corpus.tokenizer.vocab_size:,} ids")
     for name, details in corpus.details.items():

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from curriculum.cli.options import config_options, split_options
-from curriculum.config import load_config
+from curriculum.cli.options import config_options
+from curriculum.config import config_name, load_config
 from curriculum.run import RunDirectory
 
 
@@ -23,11 +23,11 @@ def command(config_path, overrides, dataset_dirs, eval_dataset_dirs, store_dir, 
     A run remembers the options that changed its config: they need not be given again with --resume.
     """
     given = {"overrides": overrides, "dataset_dirs": dataset_dirs, "eval_dataset_dirs": eval_dataset_dirs}
-    config = load_config(config_path, **given)
+    remembered = []
+    if resume is not None:
+        remembered = RunDirectory(run_dir or Path("runs") / config_name(config_path)).command_line()
+    config = load_config(config_path, **given, remembered=remembered)
     run_dir = run_dir or Path("runs") / config.name
-    if resume is not None and (remembered := RunDirectory(run_dir).command_line()):
-        before = split_options(remembered)
-        config = load_config(config_path, **{key: [*before[key], *given[key]] for key in given})
 
     from curriculum.train.signals import Stopped
     from curriculum.train.trainer import dry_run as run_dry

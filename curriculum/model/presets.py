@@ -50,7 +50,7 @@ class ModelSection:
     out is the tokenizer's; a larger one pads the embedding.
     """
 
-    __pydantic_config__: ClassVar = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     preset: str | None = None
     """A named shape: tiny, gpt2-124m, llama-360m, llama-1b."""

@@ -125,7 +125,7 @@ class Record:
             view.close()
 
     def _append(self, name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-        line = {key: _rounded(key, _plain(value)) for key, value in fields.items()}
+        line = {key: _rounded(key, plain(value)) for key, value in fields.items()}
         self._files[name].write(json.dumps(line, allow_nan=False).encode() + b"\n")
         self._files[name].flush()
         return line
@@ -165,16 +165,16 @@ def eval_sets(event: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     return measured
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """The same value in what JSON has; numpy scalars and arrays become numbers and lists."""
     if isinstance(value, np.generic | np.ndarray):
         value = value.tolist()
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value
 
 
@@ -206,14 +206,8 @@ def _parsed(line: bytes) -> Any:
         return line.decode(errors="backslashreplace")
 
 
-def _cut(run_dir: Path, offsets: Mapping[str, int]) -> None:
-    """Moves what lies beyond the offsets to superseded.jsonl, one entry `{file, line}` a line.
-
-    Several files cannot change at one instant. So the whole change is first written down in one file that
-    appears at one instant, and then carried out by steps that may be repeated from the start.
-    """
-    _finish_cut(run_dir)
-    entries = []
+def check_offsets(run_dir: Path, offsets: Mapping[str, int]) -> None:
+    """Raise InputError where the record ends before a checkpoint's offsets, or has no line's end there."""
     for name in (EVENTS, METRICS):
         path, offset = run_dir / name, offsets[name]
         content = path.read_bytes() if path.exists() else b""
@@ -222,6 +216,20 @@ def _cut(run_dir: Path, offsets: Mapping[str, int]) -> None:
                 f"{path}: got {len(content)} bytes, expected a line to end at byte {offset}, where the "
                 "checkpoint was saved; restore the file from a copy, or start a new run directory"
             )
+
+
+def _cut(run_dir: Path, offsets: Mapping[str, int]) -> None:
+    """Moves what lies beyond the offsets to superseded.jsonl, one entry `{file, line}` a line.
+
+    Several files cannot change at one instant. So the whole change is first written down in one file that
+    appears at one instant, and then carried out by steps that may be repeated from the start.
+    """
+    _finish_cut(run_dir)
+    check_offsets(run_dir, offsets)
+    entries = []
+    for name in (EVENTS, METRICS):
+        path, offset = run_dir / name, offsets[name]
+        content = path.read_bytes() if path.exists() else b""
         cut = content[offset:].removesuffix(b"\n")
         entries += [{"file": name, "line": _parsed(line)} for line in cut.split(b"\n") if cut]
     if not entries:

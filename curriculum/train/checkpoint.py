@@ -12,6 +12,8 @@ import orbax.checkpoint as ocp
 from curriculum.errors import InputError
 from curriculum.train.step import TrainState
 
+_ITEMS = ("params", "train", "ledger")
+
 
 class Checkpoints:
     """The checkpoints of one run directory, the newest `keep` of them.
@@ -24,7 +26,7 @@ class Checkpoints:
         self.directory = Path(directory).absolute()
         self._manager = ocp.CheckpointManager(
             self.directory,
-            item_names=("params", "train", "ledger"),
+            item_names=_ITEMS,
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=keep, enable_async_checkpointing=True, cleanup_tmp_directories=True
             ),
@@ -32,7 +34,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps that can be restored, ascending."""
-        return sorted(s for s in self._manager.all_steps() if (self.directory / str(s) / "ledger").is_dir())
+        return sorted(s for s in self._manager.all_steps() if self._is_whole(s))
 
     def save(self, state: TrainState, ledger: dict[str, Any]) -> None:
         """Start saving the state as of its step. Raises RuntimeError when it would not be saved.
@@ -82,8 +84,8 @@ class Checkpoints:
         return self._manager.restore(step, args=args)["params"]
 
     def set_aside_after(self, step: int) -> None:
-        """Move the steps after `step` to `superseded/` beside the checkpoints: the run goes another way from here."""
-        later = [s for s in self._manager.all_steps() if s > step]
+        """Move the steps after `step`, and folders that hold no whole checkpoint, to `superseded/` beside them all."""
+        later = [s for s in self._manager.all_steps() if s > step or not self._is_whole(s)]
         for s in later:
             target = self.directory.parent / "superseded" / str(s)
             target.parent.mkdir(exist_ok=True)
@@ -98,6 +100,9 @@ class Checkpoints:
 
     def close(self) -> None:
         self._manager.close()
+
+    def _is_whole(self, step: int) -> bool:
+        return all((self.directory / str(step) / item).is_dir() for item in _ITEMS)
 
     def _check(self, step: int) -> None:
         if step not in (steps := self.steps()):

@@ -13,7 +13,7 @@ from curriculum.train.step import TrainState
 
 
 class TrainClock:
-    """Seconds spent training since the last metrics row; evals and saves are not counted."""
+    """Seconds spent training since the last metrics row; evals, saves and the first compilation are not counted."""
 
     def __init__(self):
         self._running_since = time.perf_counter()
@@ -45,7 +45,9 @@ class TrainClock:
         self._steps += 1
 
     def switched(self) -> None:
-        """The next update is the first of another phase."""
+        """The next update is the first of another phase: its stall is how long the host takes to have it under way,
+        the wait for its batch and a compilation, should there be one, included.
+        """
         self._switching = True
 
     def take(self) -> tuple[int, float, dict[str, float]]:
@@ -54,7 +56,8 @@ class TrainClock:
         steps, seconds = self._steps, self._seconds + now - self._running_since
         once = {}
         if self._compile_s is not None and self._compile_s >= 0:
-            once["first_step_compile_time_s"], self._compile_s = round(self._compile_s, 3), -1.0
+            once["first_step_compile_time_s"] = round(self._compile_s, 3)
+            seconds, self._compile_s = seconds - self._compile_s, -1.0
         if self._stall_s is not None:
             once["switch_stall_s"], self._stall_s = round(self._stall_s, 6), None
         self._steps, self._seconds, self._running_since = 0, 0.0, now

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from curriculum.config import PRIMARY
-from curriculum.record.events import Record
 from curriculum.train.setup import Setup
 from evalsets.metrics import Summary, WindowResults
 from phases.schedule import first_difference, segments_from_json, segments_to_json
@@ -23,7 +23,7 @@ class History:
     """What the end of a run tells of its course; it goes into every checkpoint."""
 
     started_at: str
-    eval_sets: tuple[str, ...] = ()
+    eval_sets: dict[str, str] = field(default_factory=dict)  # content hash of every set that was ever measured
     train_loss: float | None = None
     val_loss: float | None = None
     best_val_loss: float | None = None
@@ -35,15 +35,16 @@ class History:
 
     @staticmethod
     def of(saved: Mapping[str, Any]) -> History:
-        return History(**{**saved["history"], "eval_sets": tuple(saved["history"]["eval_sets"])})
+        return History(**saved["history"])
 
-    def with_eval(self, step: int, summaries: Mapping[str, Summary]) -> History:
-        """After an eval. Every set that was ever measured is remembered, so that an added one can be told."""
-        history = replace(self, eval_sets=tuple(dict.fromkeys((*self.eval_sets, *summaries))))
+    def with_eval(self, step: int, summaries: Mapping[str, Summary], content_hashes: Mapping[str, str]) -> History:
+        """After an eval of the sets in `summaries`."""
+        measured = {name: content_hashes[name] for name in summaries}
+        history = replace(self, eval_sets={**self.eval_sets, **measured})
         if PRIMARY not in summaries:
             return history
         loss = summaries[PRIMARY].loss
-        if self.best_val_loss is None or loss < self.best_val_loss:
+        if math.isfinite(loss) and (self.best_val_loss is None or loss < self.best_val_loss):
             history = replace(history, best_val_loss=loss, best_val_step=step)
         return replace(history, val_loss=loss)
 
@@ -52,7 +53,7 @@ class History:
         return replace(self, train_loss=row["loss"])
 
 
-def entry(setup: Setup, step: int, history: History, record: Record) -> dict[str, Any]:
+def entry(setup: Setup, step: int, history: History, offsets: Mapping[str, int], elapsed_s: float) -> dict[str, Any]:
     """The ledger of a checkpoint, as plain JSON."""
     drawn = setup.schedule.drawn(step)
     return {
@@ -62,12 +63,16 @@ def entry(setup: Setup, step: int, history: History, record: Record) -> dict[str
         "tokenizer": setup.corpus.tokenizer.fingerprint,
         "segments": segments_to_json(setup.schedule.segments),
         "sources": {
-            name: {"tokens_drawn": drawn[name], "stream": setup.corpus.details[name]["stream"]}
+            name: {
+                "tokens_drawn": drawn[name],
+                "stream": setup.corpus.details[name]["stream"],
+                "dropped_documents": setup.corpus.details[name]["dropped_documents"],
+            }
             for name in setup.plan.sources
         },
         "history": asdict(history),
-        "offsets": record.offsets(),
-        "elapsed_s": round(record.elapsed_s, 3),
+        "offsets": dict(offsets),
+        "elapsed_s": round(elapsed_s, 3),
     }
 
 
@@ -92,10 +97,15 @@ def check_past(saved: Mapping[str, Any], setup: Setup) -> None:
             message = f"{name} is gone, but {source['tokens_drawn']:,} of its tokens were trained on"
             problems.append(("sources", message))
         elif details[name]["stream"] != source["stream"] and not problems:
-            message = "its training text is not what it was when the run read from it; restore it"
-            problems.append((f"sources.{name}", message))
-    if config.train.steps < step:
-        problems.append(("train.steps", f"got {config.train.steps}, but {step} steps are trained already"))
+            problems.append((f"sources.{name}", _why_changed(source, details[name])))
+    for name, evalset in setup.corpus.evalsets.items():
+        if evalset.content_hash != saved["history"]["eval_sets"].get(name, evalset.content_hash):
+            path = "evalsets.primary" if name == PRIMARY else f"evalsets.sets.{name}"
+            message = "is not the set that the run measured under this name; restore it, or add it under another name"
+            problems.append((path, message))
+    total = setup.schedule.total_steps
+    if total < step:
+        problems.append(("train.steps", f"the run would end at step {total}, but {step} steps are trained already"))
     if not problems:
         old = _of_sources(segments_from_json(saved["segments"]), setup.plan.sources)
         changed_at = first_difference(old, setup.schedule.segments, step)
@@ -109,18 +119,35 @@ def check_past(saved: Mapping[str, Any], setup: Setup) -> None:
         raise config.error(problems)
 
 
+def _why_changed(saved: Mapping[str, Any], details: Mapping[str, Any]) -> str:
+    added = [name for name in details["dropped_documents"] if name not in saved["dropped_documents"]]
+    if added:
+        return (
+            f"eval set {', '.join(added)} holds documents that the run has trained on: taking them out of training "
+            "would change what it read; take them out of the set"
+        )
+    return "its training text is not what it was when the run read from it; restore it"
+
+
 def _of_sources(segments, sources: Iterable[str]):
     """Segments as they would be with these sources declared: one that was never drawn from may come or go."""
     return [replace(s, cursors={name: s.cursors.get(name, 0) for name in sources}) for s in segments]
 
 
 def write_results(path: Path, results: Mapping[str, WindowResults]) -> None:
-    """Every window's sums of one eval, as `<set>.<field>` arrays of an .npz file, replaced at once."""
+    """Every window's sums of one eval, as `<set>.<field>` arrays of an .npz file, replaced at once.
+
+    Sets that the file has already, measured at this step before, stay in it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    arrays = {
-        f"{name}.{field.removesuffix('_N')}": array
+    arrays = {}
+    if path.exists():
+        with np.load(path) as before:
+            arrays = {key: before[key] for key in before.files}
+    arrays |= {
+        f"{name}.{column.removesuffix('_N')}": array
         for name, result in results.items()
-        for field, array in result._asdict().items()
+        for column, array in result._asdict().items()
     }
     temporary = path.with_name(path.name + ".tmp")
     with open(temporary, "wb") as file:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class OptimConfig:
     """The optimizer part of the `optim` section."""
 
-    __pydantic_config__: ClassVar = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     name: Literal["adamw"] = "adamw"
     """The update rule."""

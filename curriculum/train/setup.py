@@ -13,6 +13,7 @@ import numpy as np
 
 from curriculum.config import Config
 from curriculum.data.corpus import Corpus, load_corpus
+from curriculum.data.tokenizer import Tokenizer
 from curriculum.model.presets import ModelConfig, resolve_model
 from curriculum.model.transformer import init_params, nats_per_token
 from curriculum.plan import resolve_schedule
@@ -45,6 +46,11 @@ class Setup:
     initial_state: Callable[[], TrainState]
     place: Callable[[Any], Any]
 
+    @property
+    def content_hashes(self) -> dict[str, str]:
+        """What each eval set is, by name."""
+        return {name: evalset.content_hash for name, evalset in self.corpus.evalsets.items()}
+
     def tokens_at(self, step: int) -> int:
         """Token slots consumed in the first `step` updates."""
         return step * self.config.train.batch_size * self.config.train.seq_len
@@ -57,14 +63,15 @@ class Setup:
         return state._replace(window=self.place(window_for(state.window, saved_sources, self.plan.sources)))
 
 
-def build(config: Config, store_dir: str | Path) -> Setup:
+def build(config: Config, store_dir: str | Path, tokenizer: Tokenizer | None = None) -> Setup:
+    """Prepare what is not prepared, and build the rest. `tokenizer`: the one of a run that goes on."""
     tune_malloc()
     # A second start reads its programs from here instead of compiling them again.
     jax.config.update("jax_compilation_cache_dir", str(Path(store_dir).absolute() / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
-    corpus = load_corpus(config, store_dir)
+    corpus = load_corpus(config, store_dir, tokenizer)
     num_tokens = {name: len(stream) for name, stream in corpus.tokens.items()}
     schedule = resolve_schedule(config, num_tokens)
     plan = DataPlan(schedule, config.seed, num_tokens, config.train.seq_len)

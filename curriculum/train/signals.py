@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from typing import Any
@@ -33,6 +34,6 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _receive(self, number, _frame):
+        if self.received is not None:
+            os._exit(128 + number)
         self.received = number
-        for n in self._before:
-            signal.signal(n, signal.SIG_DFL)

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 
 from curriculum.config import Config
+from curriculum.data.tokenizer import Tokenizer, load_tokenizer
 from curriculum.errors import InputError
 from curriculum.model.presets import num_parameters
-from curriculum.plan import DEFAULT_STORE_DIR
+from curriculum.plan import DEFAULT_STORE_DIR, check_schedule
 from curriculum.record.board import Board
 from curriculum.record.console import Console, program
-from curriculum.record.events import Record, set_aside
-from curriculum.run import RunDirectory, load_run, write_tokenizer
+from curriculum.record.events import Record, check_offsets, set_aside
+from curriculum.run import RunDirectory, load_run, read_json, write_tokenizer
 from curriculum.train import fields, ledger
 from curriculum.train.checkpoint import Checkpoints
 from curriculum.train.clock import TrainClock, peak_memory_gb
@@ -40,12 +41,14 @@ def train(
     Raises InputError for what the user can mend, before anything is created, and Stopped after a signal.
     """
     directory = RunDirectory(Path(run_dir) if run_dir is not None else Path("runs") / config.name)
+    directory.check_usable()
     if directory.holds_run() and resume is None:
         raise InputError(
             f"{directory.path}: already holds a run; continue it with --resume latest, or choose another --run-dir"
         )
     _check_resume(directory, resume)
-    setup = build(config, store_dir)
+    check_schedule(config)
+    setup = build(config, store_dir, _snapshot(directory, config) if resume is not None else None)
     checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep)
     try:
         return _run(setup, directory, checkpoints, resume)
@@ -56,6 +59,7 @@ def train(
 
 def dry_run(config: Config, *, store_dir: str | Path = DEFAULT_STORE_DIR) -> dict[str, Any]:
     """Validate, prepare, build, compile, take one step and one eval. Leaves nothing behind but prepared data."""
+    check_schedule(config)
     setup = build(config, store_dir)
     try:
         clock = time.perf_counter()
@@ -81,18 +85,22 @@ def _run(setup: Setup, directory: RunDirectory, checkpoints: Checkpoints, resume
     """Begin or continue the run of a directory, up to its `training_complete` event."""
     step = _step_to_resume(checkpoints, resume)
     if step is None:
+        state, history = setup.initial_state(), ledger.History.begin()
         if resume is not None:
             set_aside(directory.path)
-        state, history = setup.initial_state(), ledger.History.begin()
     else:
         saved = checkpoints.ledger(step)
         ledger.check_past(saved, setup)
         if step == setup.schedule.total_steps == checkpoints.steps()[-1]:
             if complete := load_run(directory.path).complete:
-                print(f"{directory.path} is finished: {step} of {step} steps. Nothing to do.")
+                added = [name for name in setup.suite.evalsets if name not in saved["history"]["eval_sets"]]
+                unmeasured = f" Not measured: {', '.join(added)} (give it more train.steps)." if added else ""
+                print(f"{directory.path} is finished: {step} of {step} steps. Nothing to do.{unmeasured}")
                 return complete
+        check_offsets(directory.path, saved["offsets"])
         state, history = setup.restore(checkpoints, step, tuple(saved["sources"])), ledger.History.of(saved)
-        checkpoints.set_aside_after(step)
+    checkpoints.set_aside_after(-1 if step is None else step)
+    directory.set_aside_evals_after(-1 if step is None else step)
     directory.create(setup.config, fields.derived(setup), asdict(setup.model))
     write_tokenizer(directory, setup.corpus.tokenizer)
 
@@ -132,23 +140,28 @@ def _loop(
             ledger.write_results(directory.path / "evals" / f"{done}.npz", results)
             summaries = {name: summarise(result) for name, result in results.items()}
             record.event("eval", done, **fields.eval_event(setup, done, summaries, duration_s))
-            history = history.with_eval(done, summaries)
+            history = history.with_eval(done, summaries, setup.content_hashes)
 
-    def save(done: int) -> None:
+    def save(done: int, planned: bool) -> None:
         with clock.paused(state):
+            before = record.offsets()
             record.event("checkpoint", done, path=f"checkpoints/{done}")
-            checkpoints.save(state, ledger.entry(setup, done, history, record))  # never ahead of the record
+            # A checkpoint is never ahead of the record; one that only a stop made leaves no event once it is resumed.
+            offsets = record.offsets() if planned else before
+            checkpoints.save(state, ledger.entry(setup, done, history, offsets, record.elapsed_s))
             directory.write_training_state(fields.training_state(setup, done, history))
 
-    if resumed_step is None:
-        record.event("training_start", 0, **fields.training_start(setup))
-        evaluate(0, list(setup.suite.evalsets))
-    else:
-        record.event("resume", resumed_step, plan=fields.derived(setup))
-        if added := [name for name in setup.suite.evalsets if name not in history.eval_sets]:
-            evaluate(resumed_step, added)
-
     with StopSignals() as stop:
+        if resumed_step is None:
+            record.event("training_start", 0, **fields.training_start(setup))
+            evaluate(0, list(setup.suite.evalsets))
+        else:
+            record.event("resume", resumed_step, plan=fields.derived(setup))
+            if resumed_step in boundaries:
+                clock.switched()
+            if added := [name for name in setup.suite.evalsets if name not in history.eval_sets]:
+                evaluate(resumed_step, added)
+
         for step in range(resumed_step or 0, total):
             with clock.update():
                 state = setup.train_step(state, setup.feed[step], np.float32(setup.rates[step]))
@@ -162,11 +175,12 @@ def _loop(
             if done in boundaries and done < total:
                 record.event("phase_switch", done, **fields.phase_switch(setup, done))
                 clock.switched()
-            if done % config.checkpoint.every == 0 or done == total or stop.received:
-                save(done)
-            if stop.received and done < total:
+            stopped_by, planned = stop.received, done % config.checkpoint.every == 0 or done == total
+            if planned or stopped_by is not None:
+                save(done, planned)
+            if stopped_by is not None and done < total:
                 checkpoints.wait()
-                raise Stopped(stop.received, done)
+                raise Stopped(stopped_by, done)
     checkpoints.wait()
     return record.event("training_complete", total, **fields.training_complete(setup, history, record.elapsed_s))
 
@@ -191,12 +205,20 @@ def _check_resume(directory: RunDirectory, resume: str | int | None) -> None:
     """Refuse what cannot be resumed, before anything is prepared or created."""
     if resume is None or resume == "latest":
         return
-    if isinstance(resume, str) and not resume.isdigit():
+    if isinstance(resume, str) and not (resume.isascii() and resume.isdecimal()):
         raise InputError(f"--resume {resume}: expected 'latest' or the step of a checkpoint")
-    steps = sorted(int(path.name) for path in directory.checkpoints.glob("[0-9]*") if path.name.isdigit())
+    steps = sorted(int(path.name) for path in directory.checkpoints.glob("[0-9]*") if path.name.isdecimal())
     if int(resume) not in steps:
         there = ", ".join(map(str, steps)) or "none"
         raise InputError(f"--resume {resume}: {directory.path} has no checkpoint of that step; there are: {there}")
+
+
+def _snapshot(directory: RunDirectory, config: Config) -> Tokenizer | None:
+    """The tokenizer kept with the run, unless the config now asks for another: new sources do not train it anew."""
+    if not directory.tokenizer.exists() or not directory.resolved_config.exists():
+        return None
+    same = read_json(directory.resolved_config).get("tokenizer") == config.to_json()["tokenizer"]
+    return load_tokenizer(directory.tokenizer) if same else None
 
 
 def _step_to_resume(checkpoints: Checkpoints, resume: str | int | None) -> int | None:
