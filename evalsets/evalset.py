@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+PRIMARY = "primary"  # the name of the set whose loss is the validation loss of a run
+
 
 @dataclass(frozen=True, eq=False)
 class EvalSet:

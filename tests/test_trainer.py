@@ -424,10 +424,17 @@ def test_resume_at_a_step_sets_later_checkpoints_aside(corpus, store, whole, tmp
 
 
 def test_functions_are_traced_once_over_phases_and_sets(corpus, store, tmp_path, monkeypatch):
-    from curriculum.train import setup
+    from curriculum.train import setup, trainer
 
-    traces = []
+    traces, built = [], []
     forward = setup.nats_per_token
+    build = setup.build
+
+    def kept(*arguments):
+        built.append(build(*arguments))
+        return built[0]
+
+    monkeypatch.setattr(trainer, "build", kept)
 
     def counted(*arguments):
         traces.append("eval")
@@ -453,6 +460,8 @@ def test_functions_are_traced_once_over_phases_and_sets(corpus, store, tmp_path,
     train(build_config(data), tmp_path / "run", store_dir=store)
     assert len(load_run(tmp_path / "run").events[0]["evalsets"]) == 4
     assert sorted(traces) == ["eval", "train"]
+    # A trace may be compiled again for arrays placed otherwise; these are not.
+    assert built[0].train_step._cache_size() == 1
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

@@ -64,15 +64,16 @@ def load_corpus(config: Config, store_dir: str | Path, tokenizer: Tokenizer | No
     }
     splits = _hold_out(config, tokenizer, stores)
     kept, dropped = _drop_overlap(config, tokenizer, stores, eval_stores, splits)
+    evalsets = {
+        name: _evalset(config, name, source, tokenizer, stores, eval_stores, splits)
+        for name, source in config.eval_sources.items()
+    }
     return Corpus(
         tokenizer=tokenizer,
         tokens={name: stores[name].view(kept[name].keep_N, kept[name].cut) for name in stores},
-        evalsets={
-            name: _evalset(config, name, source, tokenizer, stores, eval_stores, splits)
-            for name, source in config.eval_sources.items()
-        },
+        evalsets=evalsets,
         details={name: _details(stores[name], kept[name], dropped[name]) for name in stores},
-        warnings=_overlap_warnings(dropped),
+        warnings=_overlap_warnings(dropped) + _size_warnings(config, evalsets),
     )
 
 
@@ -198,4 +199,13 @@ def _overlap_warnings(dropped: Mapping[str, Mapping[str, int]]) -> tuple[str, ..
         f"{count} document{'s' if count > 1 else ''} of {name} dropped from training: eval set {evalset} has them too"
         for name, counts in dropped.items()
         for evalset, count in counts.items()
+    )
+
+
+def _size_warnings(config: Config, evalsets: Mapping[str, EvalSet]) -> tuple[str, ...]:
+    return tuple(
+        f"eval set {name} has {evalsets[name].num_windows} windows, more than its max_sequences of "
+        f"{source.max_sequences}: its first document alone has them, and documents are taken whole"
+        for name, source in config.eval_sources.items()
+        if source.max_sequences is not None and evalsets[name].num_windows > source.max_sequences
     )

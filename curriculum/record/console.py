@@ -160,6 +160,8 @@ def header(event: dict[str, Any], run_dir: Path) -> Iterator[str]:
     for phase in plan["phases"]:
         bounds = f"[{phase['start']:>{step_width}}, {phase['end']:>{step_width}})"
         yield f"  phase      {phase['name']:<{name_width}} {bounds} {_mixture(phase['mixture'])}"
+    for warning in event.get("warnings", []):
+        yield f"  warning    {warning}"
 
 
 def eval_lines(event: dict[str, Any], total_steps: int, seconds_left: float | None) -> Iterator[str]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from curriculum.config import PRIMARY
 from curriculum.model.presets import num_parameters
 from curriculum.plan import describe_phases
 from curriculum.train.clock import TrainClock, peak_memory_gb
 from curriculum.train.ledger import History
 from curriculum.train.setup import Setup
 from curriculum.train.step import TrainState, read_window
+from evalsets.evalset import PRIMARY
 from evalsets.metrics import Summary
 
 

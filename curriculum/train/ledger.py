@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from curriculum.config import PRIMARY
 from curriculum.train.setup import Setup
+from evalsets.evalset import PRIMARY
 from evalsets.metrics import Summary, WindowResults
 from phases.schedule import first_difference, segments_from_json, segments_to_json
 

@@ -1,0 +1,163 @@
+"""What must agree between the sections of a config. A check takes the sections by name and yields (path, message)."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from pathlib import Path
+
+from curriculum.config_problems import no_such
+from curriculum.data.split import parse_share
+from curriculum.model.presets import model_problems, resolve_model
+from evalsets.evalset import PRIMARY
+from phases.lr import check_rates
+from phases.resolve import check_phases
+
+_SET_NAME = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def _check_name(v):
+    if not _SET_NAME.fullmatch(v["name"]):
+        yield "name", f"got {v['name']!r}, expected letters, digits, '_' and '-'"
+
+
+def _check_sources(v):
+    if not v["sources"]:
+        yield "sources", "got none, expected at least one source"
+    for name, source in v["sources"].items():
+        path = f"sources.{name}"
+        if not _SET_NAME.fullmatch(name):
+            yield path, f"got the name {name!r}, expected letters, digits, '_' and '-'"
+        if source.max_epochs is not None and not source.max_epochs > 0:
+            yield f"{path}.max_epochs", f"got {source.max_epochs}, expected more than 0"
+
+
+def _check_source_paths(v):
+    for name, source in v["sources"].items():
+        yield from _check_readable(f"sources.{name}.path", source.path)
+
+
+def _check_eval_paths(v):
+    for path, source in _eval_sources(v):
+        yield from _check_readable(f"{path}.path", source.path)
+
+
+def _check_tokenizer_path(v):
+    yield from _check_readable("tokenizer.path", v["tokenizer"].path)
+
+
+def _eval_sources(v):
+    """(path in the config, eval set) of the primary set and of the named ones."""
+    section = v["evalsets"]
+    return [("evalsets.primary", section.primary)] + [(f"evalsets.sets.{n}", s) for n, s in section.sets.items()]
+
+
+def _check_readable(path, location):
+    if location is None:
+        return
+    where = Path(location).expanduser()
+    try:
+        exists = where.exists()
+    except (OSError, ValueError) as error:
+        yield path, f"{location!r} cannot be looked at: {error}"
+        return
+    if not exists:
+        parent = next((p for p in where.parents if p.exists()), Path("."))
+        listable = parent == where.parent and os.access(parent, os.R_OK | os.X_OK)
+        near = difflib.get_close_matches(where.name, os.listdir(parent), 1) if listable else []
+        hint = f"; did you mean {str(parent / near[0])!r}?" if near else ""
+        yield path, f"{location!r} does not exist{hint} (paths are relative to the working folder)"
+    elif not os.access(where, os.R_OK | (os.X_OK if where.is_dir() else 0)):
+        yield path, f"{location!r} cannot be read; check its permissions"
+
+
+def _check_schedule(v):
+    yield from check_phases(v["phases"], list(v["sources"]))
+
+
+def _check_evalsets(v):
+    section = v["evalsets"]
+    for name, source in section.sets.items():
+        path = f"evalsets.sets.{name}"
+        if not _SET_NAME.fullmatch(name):
+            yield path, f"got the name {name!r}, expected letters, digits, '_' and '-'"
+        elif name in (PRIMARY, "val", "duration_s") or name.endswith(("_bpb", "_sem")):
+            yield path, f"the name {name!r} is taken by the record; expected another one"
+        if source.every is not None and source.every % section.every:
+            got = f"got {source.every}, expected a multiple of evalsets.every ({section.every})"
+            yield f"{path}.every", got
+    if section.primary.every is not None:
+        yield "evalsets.primary.every", "the primary set is measured at every eval; use evalsets.every"
+    for path, source in _eval_sources(v):
+        given = [key for key in ("held_out_of", "path", "hf") if getattr(source, key) is not None]
+        if len(given) != 1:
+            got = " and ".join(given) or "none"
+            yield path, f"got {got}, expected exactly one of 'held_out_of', 'path' and 'hf'"
+        if source.held_out_of is not None and (source.text_key, source.glob) != (
+            type(source).text_key,
+            type(source).glob,
+        ):
+            yield path, "text_key and glob are read with 'path' or 'hf' only; held-out text comes from its source"
+
+
+def _check_held_out(v):
+    for path, source in _eval_sources(v):
+        if source.held_out_of is None:
+            continue
+        if source.held_out_of not in v["sources"]:
+            yield f"{path}.held_out_of", no_such("source", source.held_out_of, v["sources"])
+            continue
+        if parse_share(v["sources"][source.held_out_of].held_out) == 0:
+            fix = f"give sources.{source.held_out_of} a 'held_out' share such as 1%"
+            yield f"{path}.held_out_of", f"source {source.held_out_of} holds nothing out; {fix}"
+
+
+def _check_train(v):
+    train = v["train"]
+    if train.batch_size % train.grad_accum:
+        got = f"got {train.grad_accum}, expected a divisor of train.batch_size ({train.batch_size})"
+        yield "train.grad_accum", got
+
+
+def _check_optim(v):
+    yield from ((f"optim.{key}", message) for key, message in check_rates(v["optim"]))
+    yield from ((f"optim.{key}", message) for key, message in v["optim"].problems())
+
+
+def _check_model(v):
+    yield from ((f"model.{key}" if key else "model", message) for key, message in model_problems(v["model"], _vocab(v)))
+
+
+def _vocab(v) -> int | None:
+    """The tokenizer's vocabulary where the config alone tells it."""
+    tokenizer = v["tokenizer"]
+    return {"byte": 257, "bpe": tokenizer.vocab_size}.get(tokenizer.kind)
+
+
+def _check_lengths(v):
+    vocab_size = _vocab(v) or v["model"].vocab_size or 2**20
+    if model_problems(v["model"], vocab_size):
+        return
+    longest = resolve_model(v["model"], vocab_size).max_seq_len
+    for path, length in (("train.seq_len", v["train"].seq_len), ("evalsets.seq_len", v["evalsets"].seq_len)):
+        if length is not None and length > longest:
+            yield path, f"got {length}, expected at most the model's max_seq_len ({longest})"
+
+
+CHECKS = [
+    ({"name"}, _check_name),
+    ({"sources"}, _check_sources),
+    ({"phases", "sources"}, _check_schedule),
+    ({"evalsets"}, _check_evalsets),
+    ({"evalsets", "sources"}, _check_held_out),
+    ({"train"}, _check_train),
+    ({"optim"}, _check_optim),
+    ({"model", "tokenizer"}, _check_model),
+    ({"model", "tokenizer", "train", "evalsets"}, _check_lengths),
+]
+PATH_CHECKS = [
+    ({"sources"}, _check_source_paths),
+    ({"evalsets"}, _check_eval_paths),
+    ({"tokenizer"}, _check_tokenizer_path),
+]

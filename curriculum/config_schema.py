@@ -1,0 +1,65 @@
+"""The JSON schema of a config file, made from the dataclasses that validate it."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+import typing
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from curriculum.config import Config, section_adapter, sections
+
+
+def json_schema() -> dict:
+    """The JSON schema of a config file, for editors."""
+    adapters = [(f.name, "validation", section_adapter(f.name)) for f in sections()]
+    schemas, definitions = TypeAdapter.json_schemas(adapters)
+    for f in sections():
+        if isinstance(f.default, str | int):
+            schemas[f.name, "validation"]["default"] = f.default
+    by_title = {t.__name__: t for t in _dataclasses_below(Config)}
+    for title, schema in definitions["$defs"].items():
+        for name, text in _meanings(by_title[title]).items():
+            schema["properties"][name]["description"] = text
+    required = [
+        f.name for f in sections() if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "curriculum config",
+        "type": "object",
+        "additionalProperties": False,
+        "required": required,
+        "properties": {
+            "variables": {"type": "object", "description": "Values used elsewhere as $variables.NAME."},
+            **{name: schema for (name, _), schema in schemas.items()},
+        },
+        **definitions,
+    }
+
+
+def _dataclasses_below(kind: Any) -> Iterable[type]:
+    """Every dataclass that a type of the config is made of."""
+    if dataclasses.is_dataclass(kind):
+        yield kind
+        for inner in typing.get_type_hints(kind, include_extras=True).values():
+            yield from _dataclasses_below(inner)
+    for inner in typing.get_args(kind):
+        yield from _dataclasses_below(inner)
+
+
+def _meanings(section: type) -> dict[str, str]:
+    """The text below each field of a dataclass and of its bases. Read from the source, and only for the schema."""
+    meanings: dict[str, str] = {}
+    for base in section.__bases__:
+        meanings |= _meanings(base) if dataclasses.is_dataclass(base) else {}
+    body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0].body
+    for statement, text in zip(body, body[1:], strict=False):
+        if isinstance(statement, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            meanings[statement.target.id] = text.value.value
+    return meanings
