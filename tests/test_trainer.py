@@ -278,6 +278,8 @@ def test_an_added_set_keeps_what_was_measured_at_its_first_step(corpus, store, w
     with np.load(run_dir / "evals/60.npz") as now, np.load(whole / "evals/60.npz") as before:
         assert set(now.files) > set(before.files) and any(name.startswith("late.") for name in now.files)
         assert before.files and all(np.array_equal(now[name], before[name]) for name in before.files)
+    switches = [(e["step"], e["new_phase"]) for e in load_run(run_dir).events if e["event"] == "phase_switch"]
+    assert switches == [(20, "bridge"), (40, "domain"), (60, "more")]
 
 
 def test_another_set_under_an_old_name_is_refused(corpus, store, whole):

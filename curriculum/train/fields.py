@@ -54,7 +54,7 @@ def training_state(setup: Setup, step: int, history: History) -> dict[str, Any]:
         "phase": setup.schedule.segment_at(max(step - 1, 0)).phase,
         "checkpoint": f"checkpoints/{step}",
         "tokens_drawn": setup.schedule.drawn(step),
-        **asdict(history),
+        **{key: value for key, value in asdict(history).items() if key != "phase"},
     }
 
 

@@ -23,6 +23,7 @@ class History:
     """What the end of a run tells of its course; it goes into every checkpoint."""
 
     started_at: str
+    phase: str  # the one that the record is in: the last that it tells a switch to
     eval_sets: dict[str, str] = field(default_factory=dict)  # content hash of every set that was ever measured
     train_loss: float | None = None
     val_loss: float | None = None
@@ -30,8 +31,8 @@ class History:
     best_val_step: int | None = None
 
     @staticmethod
-    def begin() -> History:
-        return History(datetime.now().astimezone().isoformat(timespec="seconds"))
+    def begin(phase: str) -> History:
+        return History(datetime.now().astimezone().isoformat(timespec="seconds"), phase)
 
     @staticmethod
     def of(saved: Mapping[str, Any]) -> History:
@@ -47,6 +48,10 @@ class History:
         if math.isfinite(loss) and (self.best_val_loss is None or loss < self.best_val_loss):
             history = replace(history, best_val_loss=loss, best_val_step=step)
         return replace(history, val_loss=loss)
+
+    def with_phase(self, phase: str) -> History:
+        """After a phase switch."""
+        return replace(self, phase=phase)
 
     def with_row(self, row: Mapping[str, Any]) -> History:
         """After a metrics row."""

@@ -85,7 +85,7 @@ def _run(setup: Setup, directory: RunDirectory, checkpoints: Checkpoints, resume
     """Begin or continue the run of a directory, up to its `training_complete` event."""
     step = _step_to_resume(checkpoints, resume)
     if step is None:
-        state, history = setup.initial_state(), ledger.History.begin()
+        state, history = setup.initial_state(), ledger.History.begin(setup.schedule.segments[0].phase)
         if resume is not None:
             set_aside(directory.path)
     else:
@@ -151,16 +151,23 @@ def _loop(
             checkpoints.save(state, ledger.entry(setup, done, history, offsets, record.elapsed_s))
             directory.write_training_state(fields.training_state(setup, done, history))
 
+    def switch_phase(done: int) -> None:
+        nonlocal history
+        event = record.event("phase_switch", done, **fields.phase_switch(setup, done))
+        history = history.with_phase(event["new_phase"])
+
     with StopSignals() as stop:
         if resumed_step is None:
             record.event("training_start", 0, **fields.training_start(setup))
             evaluate(0, list(setup.suite.evalsets))
         else:
             record.event("resume", resumed_step, plan=fields.derived(setup))
-            if resumed_step in boundaries:
-                clock.switched()
             if added := [name for name in setup.suite.evalsets if name not in history.eval_sets]:
                 evaluate(resumed_step, added)
+            if resumed_step in boundaries and resumed_step < total:
+                clock.switched()
+                if history.phase != setup.schedule.segment_at(resumed_step).phase:  # the run ended here before
+                    switch_phase(resumed_step)
 
         for step in range(resumed_step or 0, total):
             with clock.update():
@@ -173,7 +180,7 @@ def _loop(
             if names := _sets_due(config, done, boundaries):
                 evaluate(done, names)
             if done in boundaries and done < total:
-                record.event("phase_switch", done, **fields.phase_switch(setup, done))
+                switch_phase(done)
                 clock.switched()
             stopped_by, planned = stop.received, done % config.checkpoint.every == 0 or done == total
             if planned or stopped_by is not None:
