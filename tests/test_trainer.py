@@ -384,6 +384,16 @@ def test_a_save_that_would_not_be_made_is_an_error(corpus, store, whole, tmp_pat
     setup.feed.close()
 
 
+def test_updates_that_are_not_finite_are_counted_and_said(corpus, store, tmp_path, capsys):
+    phases = [{"name": "a", "until": "end", "mixture": {"web": 1.0}}]
+    data = config_data(corpus, train__steps=6, phases=phases, optim={"lr": 1e30, "schedule": "constant"})
+    complete = train(build_config(data), tmp_path / "run", store_dir=store)
+    assert 0 < complete["skipped_updates"] < 6
+    assert f"{complete['skipped_updates']} of 6 updates were skipped" in capsys.readouterr().out
+    lines = (tmp_path / "run/events.jsonl").read_text().splitlines()
+    assert len([json.loads(line, parse_constant=pytest.fail) for line in lines]) > 3  # no bare NaN or Infinity
+
+
 def test_clock_counts_training_only():
     import time
 

@@ -112,7 +112,7 @@ def phase_switch(setup: Setup, done: int) -> dict[str, Any]:
     }
 
 
-def training_complete(setup: Setup, history: History, elapsed_s: float) -> dict[str, Any]:
+def training_complete(setup: Setup, history: History, elapsed_s: float, skipped_updates: int) -> dict[str, Any]:
     total = setup.schedule.total_steps
     total_tokens = setup.tokens_at(total)
     return {
@@ -126,5 +126,6 @@ def training_complete(setup: Setup, history: History, elapsed_s: float) -> dict[
         "final_val_loss": history.val_loss,
         "best_val_loss": history.best_val_loss,
         "best_val_step": history.best_val_step,
+        "skipped_updates": skipped_updates,
         "gold_step": None,
     }

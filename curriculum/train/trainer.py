@@ -189,7 +189,8 @@ def _loop(
                 checkpoints.wait()
                 raise Stopped(stopped_by, done)
     checkpoints.wait()
-    return record.event("training_complete", total, **fields.training_complete(setup, history, record.elapsed_s))
+    complete = fields.training_complete(setup, history, record.elapsed_s, int(state.skipped_updates))
+    return record.event("training_complete", total, **complete)
 
 
 def _resume_command(config: Config, directory: RunDirectory) -> str | None:
