@@ -75,18 +75,15 @@ class DataPlan:
         return by_step
 
     def _draws(self, segment, positions) -> Draws:
-        source, before = segment.quotas.locate(positions)
-        out = Draws(*(np.empty(len(positions), np.int64) for _ in range(3)))
-        for i, name in enumerate(segment.quotas.sources):
-            rows = np.flatnonzero(source == i)
-            cursor = segment.cursors[name] + before[rows] * segment.seq_len
-            block, within = np.divmod(cursor, self.block_tokens)
-            epoch, index = np.divmod(block, self._num_blocks[name])
-            order = permute(index, self._num_blocks[name], self._keys[name], epoch)
-            out.source[rows] = self.sources.index(name)
-            out.epoch[rows] = epoch
-            out.offset[rows] = order * self.block_tokens + within
-        return out
+        drawn, before = segment.quotas.locate(positions)
+        names = segment.quotas.sources
+        cursor = np.array([segment.cursors[n] for n in names])[drawn] + before * segment.seq_len
+        num_blocks = np.array([self._num_blocks[n] for n in names])[drawn]
+        block, within = np.divmod(cursor, self.block_tokens)
+        epoch, index = np.divmod(block, num_blocks)
+        keys = np.array([self._keys[n] for n in names], np.uint64)[drawn]
+        offset = permute(index, num_blocks, keys, epoch) * self.block_tokens + within
+        return Draws(np.array([self.sources.index(n) for n in names])[drawn], epoch, offset)
 
     def batch(
         self,

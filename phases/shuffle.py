@@ -21,28 +21,33 @@ def stream_key(seed: int, source: str) -> int:
     return int.from_bytes(digest, "little")
 
 
-def permute(indices: np.ndarray, size: int, key: int, epochs: np.ndarray) -> np.ndarray:
-    """Where each index of 0..size-1 stands in the order of its epoch; a bijection for each (key, epoch).
+def permute(indices, sizes, keys, epochs) -> np.ndarray:
+    """Where each index of 0..size-1 stands in the order of its epoch; a bijection for each (size, key, epoch).
 
-    `indices` and `epochs` are integer arrays of one shape; the result is int64 of that shape.
+    All four are integers or integer arrays that broadcast together, so that rows of many sources go in one call;
+    sizes below 2**53. Returns int64. Raises ValueError for a size below 1.
     """
-    if size < 1:
-        raise ValueError(f"a permutation needs at least 1 element, got size {size}")
-    half_bits = np.uint64(max(1, (max(size - 1, 1).bit_length() + 1) // 2))
-    mask = np.uint64((1 << int(half_bits)) - 1)
-    values = np.asarray(indices).astype(np.uint64)
-    epoch_keys = _mix(np.uint64(key) ^ _mix(np.asarray(epochs).astype(np.uint64) + np.uint64(_GOLDEN)))
+    if np.min(sizes) < 1:
+        raise ValueError(f"a permutation needs at least 1 element, got size {np.min(sizes)}")
+    values, sizes, keys, epochs = np.broadcast_arrays(
+        *(np.asarray(a, np.uint64) for a in (indices, sizes, keys, epochs))
+    )
+    num_bits = np.frexp(np.maximum(sizes.astype(np.float64) - 1, 1))[1]  # of the largest index
+    half_bits = np.maximum(1, (num_bits + 1) // 2).astype(np.uint64)
+    mask = (np.uint64(1) << half_bits) - np.uint64(1)
+    epoch_keys = _mix(keys ^ _mix(epochs + np.uint64(_GOLDEN)))
     round_keys = [_mix(epoch_keys + np.uint64(_GOLDEN * (r + 1) % 2**64)) for r in range(_ROUNDS)]
 
-    def walk(values, round_keys):
+    def walk(values, half_bits, mask, round_keys):
         left, right = values >> half_bits, values & mask
         for round_key in round_keys:
             left, right = right, left ^ (_mix(right ^ round_key) & mask)
         return (left << half_bits) | right
 
-    values = walk(values, round_keys)
-    while (outside := values >= np.uint64(size)).any():
-        values[outside] = walk(values[outside], [k[outside] for k in round_keys])
+    values = walk(values, half_bits, mask, round_keys)
+    while (outside := values >= sizes).any():
+        again = (values[outside], half_bits[outside], mask[outside], [k[outside] for k in round_keys])
+        values[outside] = walk(*again)
     return values.astype(np.int64)
 
 

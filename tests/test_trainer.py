@@ -161,8 +161,13 @@ def test_events_tell_the_run_in_order(whole):
     events, metrics = record(whole)
     names = [e["event"] for e in events]
     assert names[0] == "training_start" and names[-1] == "training_complete" and names.count("training_start") == 1
-    evals = [e["step"] for e in events if e["event"] == "eval"]
-    assert evals == [0, 10, 20, 30, 40, 50, 60]
+    evals = [(e["step"], e["phase"]) for e in events if e["event"] == "eval"]
+    assert evals == [
+        *[(step, "foundation") for step in (0, 10, 20)],
+        *[(step, "bridge") for step in (30, 40)],
+        *[(step, "domain") for step in (50, 60)],
+    ]  # at a boundary the closing phase
+    assert [e for e in events if e["event"] == "eval"][-1]["lr"] == pytest.approx(3e-4)
     switches = [e for e in events if e["event"] == "phase_switch"]
     assert [(e["step"], e["from_phase"], e["new_phase"]) for e in switches] == [
         (20, "foundation", "bridge"),
@@ -180,6 +185,21 @@ def test_events_tell_the_run_in_order(whole):
     assert complete["total_steps"] == 60 and complete["total_tokens"] == 60 * 8 * 32
     assert complete["final_val_loss"] == [e for e in events if e["event"] == "eval"][-1]["val_loss"]
     assert complete["best_val_loss"] == min(e["val_loss"] for e in events if e["event"] == "eval")
+
+
+def test_a_row_holds_means_since_the_row_before(corpus, store, whole, tmp_path):
+    phases = config_data(corpus)["phases"][:1]
+    phases[0]["until"] = "end"
+    rows = []
+    for every in (1, 4):
+        data = config_data(corpus, train__steps=8, phases=phases, logging__every=every, optim={"schedule": "constant"})
+        train(build_config(data), tmp_path / f"every{every}", store_dir=store)
+        rows.append(record(tmp_path / f"every{every}")[1])
+    singles, fours = rows
+    assert [row["step"] for row in fours] == [4, 8] and len(singles) == 8
+    for row, part in zip(fours, (singles[:4], singles[4:]), strict=True):
+        assert row["loss"] == pytest.approx(np.mean([r["loss"] for r in part]), abs=2e-6)  # rounded to six decimals
+        assert row["grad_norm"] == pytest.approx(np.mean([r["grad_norm"] for r in part]), rel=1e-6)
 
 
 def test_training_learns(whole):
