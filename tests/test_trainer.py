@@ -425,18 +425,18 @@ def test_clock_counts_training_only():
     state = TrainState(None, None, jnp.int32(0), None, None)
     clock = TrainClock()
     with clock.update():
-        time.sleep(0.2)  # the first update compiles
+        time.sleep(0.4)  # the first update compiles
     with clock.update():
         time.sleep(0.1)
     with clock.paused(state):
-        time.sleep(0.5)
+        time.sleep(0.4)
     steps, seconds, once = clock.take()
-    assert steps == 2 and 0.1 <= seconds < 0.19 and once["first_step_compile_time_s"] == pytest.approx(0.2, abs=0.05)
+    assert steps == 2 and 0.1 <= seconds < 0.35 and 0.4 <= once["first_step_compile_time_s"] < 0.65
     clock.switched()
     with clock.update():
         time.sleep(0.1)
     steps, seconds, once = clock.take()
-    assert steps == 1 and once.keys() == {"switch_stall_s"} and once["switch_stall_s"] == pytest.approx(0.1, abs=0.05)
+    assert steps == 1 and once.keys() == {"switch_stall_s"} and 0.1 <= once["switch_stall_s"] < 0.35
     with clock.update():
         pass
     assert clock.take()[2] == {}
