@@ -414,34 +414,6 @@ def test_updates_that_are_not_finite_are_counted_and_said(corpus, store, tmp_pat
     assert len([json.loads(line, parse_constant=pytest.fail) for line in lines]) > 3  # no bare NaN or Infinity
 
 
-def test_clock_counts_training_only():
-    import time
-
-    import jax.numpy as jnp
-
-    from curriculum.train.clock import TrainClock
-    from curriculum.train.step import TrainState
-
-    state = TrainState(None, None, jnp.int32(0), None, None)
-    clock = TrainClock()
-    with clock.update():
-        time.sleep(0.4)  # the first update compiles
-    with clock.update():
-        time.sleep(0.1)
-    with clock.paused(state):
-        time.sleep(0.4)
-    steps, seconds, once = clock.take()
-    assert steps == 2 and 0.1 <= seconds < 0.35 and 0.4 <= once["first_step_compile_time_s"] < 0.65
-    clock.switched()
-    with clock.update():
-        time.sleep(0.1)
-    steps, seconds, once = clock.take()
-    assert steps == 1 and once.keys() == {"switch_stall_s"} and 0.1 <= once["switch_stall_s"] < 0.35
-    with clock.update():
-        pass
-    assert clock.take()[2] == {}
-
-
 def test_resume_at_a_step_sets_later_checkpoints_aside(corpus, store, whole, tmp_path):
     import shutil
 
