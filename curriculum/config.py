@@ -81,6 +81,20 @@ class TrainSection:
     """Micro-steps per update: trades time for memory, changes no data."""
     seq_len: Annotated[int, Field(ge=2, le=2**24)] = 256
     """Tokens per sequence."""
+    deterministic: bool | None = None
+    """true: no dropout, and on a GPU deterministic kernels only; false: `model.dropout` is needed; null: as it is."""
+
+
+@dataclass(frozen=True)
+class AveragesSection:
+    """Averages of the parameters, measured beside the raw ones under their own names, and exportable."""
+
+    __pydantic_config__: ClassVar = _STRICT
+
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Of a moving average of the parameters, `ema`; a step's decay is min(this, (1 + step) / (10 + step))."""
+    phase_mean: Annotated[int, Field(ge=2, le=1000)] | None = None
+    """At the end of a phase, the mean of its last so many checkpoints, `phase_mean`."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +141,7 @@ class Config:
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     model: ModelSection = field(default_factory=lambda: ModelSection(preset="tiny"))
     optim: OptimSection = field(default_factory=OptimSection)
+    averages: AveragesSection = field(default_factory=AveragesSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     logging: LoggingSection = field(default_factory=LoggingSection)
     origin: Origin = field(default_factory=Origin, compare=False, repr=False)

@@ -120,6 +120,11 @@ def _check_train(v):
         yield "train.grad_accum", got
 
 
+def _check_dropout(v):
+    if v["train"].deterministic is False and not (v["model"].dropout or 0) > 0:
+        yield "train.deterministic", "got false with model.dropout 0, expected a dropout above 0, true or null"
+
+
 def _check_optim(v):
     yield from ((f"optim.{key}", message) for key, message in check_rates(v["optim"]))
     yield from ((f"optim.{key}", message) for key, message in v["optim"].problems())
@@ -152,6 +157,7 @@ CHECKS = [
     ({"evalsets"}, _check_evalsets),
     ({"evalsets", "sources"}, _check_held_out),
     ({"train"}, _check_train),
+    ({"train", "model"}, _check_dropout),
     ({"optim"}, _check_optim),
     ({"model", "tokenizer"}, _check_model),
     ({"model", "tokenizer", "train", "evalsets"}, _check_lengths),

@@ -1,6 +1,7 @@
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -10,7 +11,7 @@ import optax
 import pytest
 
 from curriculum.model.presets import ModelConfig
-from curriculum.model.transformer import forward, init_params
+from curriculum.model.transformer import forward, head, init_params, transformer
 from curriculum.train.mesh import make_mesh, place_batch, place_state
 from curriculum.train.optimizer import OptimConfig, make_optimizer
 from curriculum.train.step import clear_window, init_state, make_train_step, read_window, window_for
@@ -20,7 +21,8 @@ CONFIG = ModelConfig(vocab_size=13, n_layer=1, n_head=2, n_kv_head=1, d_model=8,
 SOURCES = ("code", "law", "web")  # law is never drawn below
 ROWS, POSITIONS = 8, 6
 LR = np.float32(0.01)
-ADAMW, IDENTITY = make_optimizer(OptimConfig()), optax.identity()
+MODEL = transformer(CONFIG)
+ADAMW, IDENTITY = make_optimizer(OptimConfig()), optax.with_extra_args_support(optax.identity())
 
 
 def make_batch(grad_accum=1, seed=0):
@@ -44,7 +46,7 @@ def initial_state(optimizer=ADAMW):
 
 @cache
 def train_step(optimizer=ADAMW, grad_clip=1.0):
-    return jax.jit(make_train_step(CONFIG, optimizer, grad_clip, len(SOURCES)))
+    return jax.jit(make_train_step(MODEL, optimizer, len(SOURCES), grad_clip=grad_clip))
 
 
 @cache
@@ -58,7 +60,7 @@ def gradient(grad_clip, grad_accum=1):
 def numpy_nats(params, batch):
     """Nats of every target, in float64 from the model's logits, [rows, positions]."""
     inputs, targets = (array.reshape(ROWS, POSITIONS) for array in (batch.inputs_ABT, batch.targets_ABT))
-    logits = np.asarray(forward(CONFIG, params, inputs), np.float64)
+    logits = np.asarray(forward(CONFIG, params, inputs) @ head(params).T, np.float64)
     return np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, targets[..., None], -1)[..., 0]
 
 
@@ -95,7 +97,7 @@ def test_the_window_is_a_mean_over_tokens_of_all_its_updates():
 
 def test_an_empty_window_has_no_means():
     state = train_step()(initial_state(), make_batch(), LR)
-    empty = {"loss": None, "source_loss": dict.fromkeys(SOURCES), "grad_norm": None}
+    empty = {"loss": None, "source_loss": dict.fromkeys(SOURCES), "grad_norm": None, "filled_tokens": None}
     assert read_window(clear_window(state.window), SOURCES) == empty != read_window(state.window, SOURCES)
 
 
@@ -166,6 +168,80 @@ def test_the_gradient_is_clipped_to_its_global_norm_and_the_row_tells_the_norm_b
     assert clipped_row["grad_norm"] == row["grad_norm"]
 
 
+def test_dropout_does_not_depend_on_the_micro_steps():
+    model = transformer(replace(CONFIG, dropout=0.4))
+    step = jax.jit(make_train_step(model, IDENTITY, len(SOURCES), seed=5))
+    whole, split = (step(initial_state(IDENTITY), make_batch(a), np.float32(1)) for a in (1, 4))
+    plain = train_step(IDENTITY, 0.0)(initial_state(IDENTITY), make_batch(), np.float32(1))
+    for a, b in zip(jax.tree.leaves(whole.params), jax.tree.leaves(split.params), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)  # sums of at most 48 terms, in another order
+    loss, without = (read_window(s.window, SOURCES)["loss"] for s in (whole, plain))
+    assert abs(loss - without) > 1e-3
+    # Another step, or another seed, draws anew.
+    later = step(initial_state(IDENTITY)._replace(step=jnp.int32(7)), make_batch(), np.float32(1))
+    other = jax.jit(make_train_step(model, IDENTITY, len(SOURCES), seed=6))
+    other = other(initial_state(IDENTITY), make_batch(), np.float32(1))
+    assert len({read_window(s.window, SOURCES)["loss"] for s in (whole, later, other)}) == 3
+
+
+def test_the_document_mask_reaches_the_model():
+    batch = make_batch()
+    segment_ids = np.zeros_like(batch.segment_ids_ABT)
+    segment_ids[..., 3:] = 1
+    segment_ids[0, 2, 4:] = -1  # two slots of padding
+    batch = batch._replace(segment_ids_ABT=segment_ids)
+    masked = jax.jit(make_train_step(MODEL, IDENTITY, len(SOURCES), document_mask=True))
+    masked = read_window(masked(initial_state(IDENTITY), batch, np.float32(0)).window, SOURCES)
+    joined = read_window(train_step(IDENTITY, 0.0)(initial_state(IDENTITY), batch, np.float32(0)).window, SOURCES)
+    params, inputs = initial_state().params, batch.inputs_ABT[0]
+    logits = np.asarray(forward(CONFIG, params, inputs, segment_ids[0]) @ head(params).T, np.float64)
+    nats = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, batch.targets_ABT[0][..., None], -1)[..., 0]
+    assert masked["loss"] == pytest.approx(nats[batch.loss_mask_ABT[0]].mean(), rel=1e-6)
+    assert joined["loss"] != pytest.approx(masked["loss"], rel=1e-5)
+    assert masked["filled_tokens"] == joined["filled_tokens"] == ROWS * POSITIONS - 2
+
+
+def test_the_moving_average_against_a_loop():
+    step = jax.jit(make_train_step(MODEL, ADAMW, len(SOURCES), ema_decay=0.3))
+    state = jax.tree.map(jnp.asarray, init_state(init_params(CONFIG, 0), ADAMW, len(SOURCES), ema=True))
+    expected = jax.tree.map(lambda p: np.asarray(p, np.float64), state.params)
+    for i in range(4):
+        state = step(state, make_batch(seed=i), LR)
+        decay = [0.1, 2 / 11, 0.25, 0.3][i]  # (1 + i) / (10 + i) up to 0.3
+        expected = jax.tree.map(lambda e, p: decay * e + (1 - decay) * np.asarray(p), expected, state.params)  # noqa: B023
+    for e, average, p in zip(*map(jax.tree.leaves, (expected, state.ema, state.params)), strict=True):
+        np.testing.assert_allclose(average, e, atol=1e-6)
+        assert np.abs(average - p).max() > 1e-5
+    empty = make_batch()._replace(loss_mask_ABT=np.zeros_like(make_batch().loss_mask_ABT))
+    assert_trees_equal(step(state, empty, LR).ema, state.ema)  # a skipped update moves nothing
+
+
+def test_the_hessian_estimate_has_the_gauss_newton_diagonal_as_its_mean():
+    """Sampled over 300 steps, of the output bias-free embedding's rows: E[g g] of independent tokens."""
+    seen = []
+    spy = optax.GradientTransformationExtraArgs(
+        lambda params: optax.EmptyState(),
+        lambda updates, state, params, *, hessian_diagonal: (hessian_diagonal(), state),
+    )
+    step = jax.jit(make_train_step(MODEL, spy, len(SOURCES)))
+    batch, start = make_batch(2), initial_state(IDENTITY)._replace(opt_state=spy.init(None))
+    for i in range(300):
+        after = step(start._replace(step=jnp.int32(i)), batch, np.float32(1))
+        seen.append(np.asarray(after.params["norm"]["scale"] - start.params["norm"]["scale"], np.float64))
+    # By hand: with p the model's probabilities, the gradient of a token's nats by the last norm's scale is
+    # normed * ((p - onehot) @ embedding), its mean 0 and its variance over targets that of (embedding * normed).
+    features = np.asarray(forward(CONFIG, start.params, batch.inputs_ABT.reshape(ROWS, POSITIONS)), np.float64)
+    embedding = np.asarray(head(start.params), np.float64)
+    p = np.exp(features @ embedding.T)
+    p /= p.sum(-1, keepdims=True)
+    mean = p @ embedding
+    variance = p @ embedding**2 - mean**2
+    mask = batch.loss_mask_ABT.reshape(ROWS, POSITIONS)
+    expected = (features**2 * variance)[mask].sum(axis=0) / mask.sum()
+    assert (expected > 0).all()
+    np.testing.assert_allclose(np.mean(seen, axis=0), expected, rtol=0.35)  # chi-squared of 300 draws: 8 %
+
+
 def planted_nan_state():
     state = initial_state()
     embedding = np.array(state.params["embed"]["embedding"])
@@ -213,7 +289,7 @@ def _params_opt_window(state):
 
 def test_one_program_whatever_the_rate_the_sources_and_the_window():
     num_traces = 0
-    inner = make_train_step(CONFIG, ADAMW, 1.0, len(SOURCES))
+    inner = make_train_step(MODEL, ADAMW, len(SOURCES), grad_clip=1.0)
 
     def counted(state, batch, lr):
         nonlocal num_traces

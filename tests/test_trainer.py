@@ -444,8 +444,8 @@ def test_functions_are_traced_once_over_phases_and_sets(corpus, store, tmp_path,
         traces.append("eval")
         return forward(*arguments)
 
-    def make_step(*arguments):
-        step = unwrapped(*arguments)
+    def make_step(*arguments, **settings):
+        step = unwrapped(*arguments, **settings)
 
         def counted_step(state, batch, lr):
             traces.append("train")

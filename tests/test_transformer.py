@@ -1,5 +1,7 @@
 import math
+import re
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +9,7 @@ import numpy as np
 import pytest
 
 from curriculum.model.presets import ModelConfig
-from curriculum.model.transformer import forward, init_params, nats_per_token
+from curriculum.model.transformer import _dropout, _rows, forward, head, init_params, transformer
 
 SMALL = ModelConfig(vocab_size=13, n_layer=2, n_head=4, n_kv_head=2, d_model=16, d_ff=12, max_seq_len=8)
 TOKENS_BT = np.array([[1, 5, 0, 12, 7, 7], [3, 2, 11, 12, 0, 4]], np.int32)
@@ -19,6 +21,10 @@ def noisy_params(config, seed=0):
     return jax.tree.map(
         lambda array: (array + rng.normal(0, 0.3, array.shape)).astype(np.float32), init_params(config, seed)
     )
+
+
+def logits(config, params, tokens_BT, *rest):
+    return forward(config, params, tokens_BT, *rest) @ head(params).T
 
 
 # ------------------------------------------------- the model again, one token and one head at a time, in float64
@@ -67,9 +73,9 @@ def reference_attention(config, attention, xs):
     outputs = []
     for t in range(len(xs)):
         heads = []
-        for head in range(config.n_head):
-            group = head // (config.n_head // config.n_kv_head)
-            query = turned(config, queries[t][head * K :][:K], t)
+        for h in range(config.n_head):
+            group = h // (config.n_head // config.n_kv_head)
+            query = turned(config, queries[t][h * K :][:K], t)
             scores = [query @ turned(config, keys[s][group * K :][:K], s) / math.sqrt(K) for s in range(t + 1)]
             shares = np.exp(scores) / np.exp(scores).sum()
             heads.append(sum(share * values[s][group * K :][:K] for s, share in enumerate(shares)))
@@ -108,7 +114,7 @@ def test_forward_equals_a_float64_loop(pos_encoding, mlp_type, norm_type, n_kv_h
     )
     params = noisy_params(config)
     with jax.disable_jit():  # 32 shapes; compiling each takes longer than running it op by op
-        logits_BTV = forward(config, params, TOKENS_BT)
+        logits_BTV = logits(config, params, TOKENS_BT)
     expected_BTV = np.stack([reference_logits(config, params, tokens) for tokens in TOKENS_BT])
     assert np.abs(expected_BTV).max() > 0.5
     # float32 with sums of 16 terms through two layers
@@ -117,7 +123,7 @@ def test_forward_equals_a_float64_loop(pos_encoding, mlp_type, norm_type, n_kv_h
 
 def test_compiled_logits_equal_the_float64_loop():
     params = noisy_params(SMALL)
-    logits_BTV = jax.jit(forward, static_argnums=0)(SMALL, params, TOKENS_BT)
+    logits_BTV = jax.jit(logits, static_argnums=0)(SMALL, params, TOKENS_BT)
     assert logits_BTV.dtype == jnp.float32 and logits_BTV.shape == (2, 6, 13)
     expected_BTV = np.stack([reference_logits(SMALL, params, tokens) for tokens in TOKENS_BT])
     np.testing.assert_allclose(logits_BTV, expected_BTV, rtol=1e-4, atol=2e-5)
@@ -128,7 +134,7 @@ def test_layernorm_of_a_large_mean_does_not_cancel():
     params = noisy_params(config)
     params["embed"]["embedding"] += np.float32(300)
     with jax.disable_jit():
-        logits_BTV = forward(config, params, TOKENS_BT)
+        logits_BTV = logits(config, params, TOKENS_BT)
     expected_BTV = np.stack([reference_logits(config, params, tokens) for tokens in TOKENS_BT])
     # float32 near 300 is 3e-5 apart; E[x^2] - E[x]^2 would be off by percents
     np.testing.assert_allclose(logits_BTV, expected_BTV, atol=2e-3 * np.abs(expected_BTV).max())
@@ -138,7 +144,7 @@ def test_layernorm_of_a_large_mean_does_not_cancel():
 def test_a_later_token_changes_no_earlier_logit(pos_encoding):
     config = replace(SMALL, pos_encoding=pos_encoding)
     params = noisy_params(config)
-    run = jax.jit(lambda tokens_BT: forward(config, params, tokens_BT))
+    run = jax.jit(lambda tokens_BT: logits(config, params, tokens_BT))
     before_BTV = np.asarray(run(TOKENS_BT))
     for t in range(1, TOKENS_BT.shape[1]):
         changed_BT = TOKENS_BT.copy()
@@ -148,28 +154,127 @@ def test_a_later_token_changes_no_earlier_logit(pos_encoding):
         assert (after_BTV[:, t:] != before_BTV[:, t:]).any(axis=-1).all()
 
 
-def test_nats_and_correctness_against_numpy():
-    params = noisy_params(SMALL)
-    targets_BT = np.roll(TOKENS_BT, -1, axis=1)
-    nats_BT, correct_BT = nats_per_token(SMALL, params, TOKENS_BT, targets_BT)
-    logits_BTV = np.asarray(forward(SMALL, params, TOKENS_BT), np.float64)
-    best_BT = logits_BTV.argmax(-1)
-    probabilities_BTV = np.exp(logits_BTV) / np.exp(logits_BTV).sum(-1, keepdims=True)
-    expected_BT = [
-        [-math.log(row[t][target]) for t, target in enumerate(targets)]
-        for row, targets in zip(probabilities_BTV, targets_BT, strict=True)
-    ]
-    assert nats_BT.dtype == jnp.float32 and correct_BT.dtype == bool
-    np.testing.assert_allclose(nats_BT, expected_BT, rtol=1e-5)
-    _, correct_of_best_BT = nats_per_token(SMALL, params, TOKENS_BT, best_BT.astype(np.int32))
-    assert correct_of_best_BT.all()
-    np.testing.assert_array_equal(correct_BT, best_BT == targets_BT)
+def ids(*lengths):
+    """segment_ids_BT of one row made of pieces of these lengths."""
+    return np.repeat(np.arange(len(lengths)), lengths)[None].astype(np.int32)
 
 
-def test_nats_stay_finite_for_large_logits():
-    params = jax.tree.map(lambda array: array * 100, noisy_params(SMALL))
-    nats_BT, _ = nats_per_token(SMALL, params, TOKENS_BT, TOKENS_BT)
-    assert np.isfinite(nats_BT).all() and np.max(nats_BT) > 100
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("pos_encoding", ["rope", "learned"])
+def test_a_document_isolated_by_the_mask_gives_the_logits_it_gives_alone(pos_encoding, compute_dtype, remat):
+    config = replace(SMALL, pos_encoding=pos_encoding, compute_dtype=compute_dtype, remat=remat)
+    params = noisy_params(config)
+    documents = [np.array([4, 9, 1], np.int32), np.array([9, 9, 0, 5], np.int32), np.array([7], np.int32)]
+    row_BT = np.concatenate(documents)[None]
+    run = jax.jit(partial(logits, config))
+    packed_TV = np.asarray(run(params, row_BT, ids(3, 4, 1)), np.float32)[0]
+    joined_TV = np.asarray(run(params, row_BT), np.float32)[0]
+    start = 0
+    for document in documents:
+        alone_TV = np.asarray(run(params, document[None]), np.float32)[0]
+        within_TV = packed_TV[start : start + len(document)]
+        # The same numbers are added, in sums of another length.
+        np.testing.assert_allclose(within_TV, alone_TV, atol=1e-5 if compute_dtype == "float32" else 0.1)
+        assert start == 0 or np.abs(joined_TV[start : start + len(document)] - alone_TV).max() > 0.3
+        start += len(document)
+
+
+def test_what_stands_in_one_document_changes_no_bit_of_another():
+    params, row_BT = noisy_params(SMALL), np.array([[4, 9, 1, 9, 9, 0, 5, 7]], np.int32)
+    run = jax.jit(partial(logits, SMALL))
+    before_BTV = np.asarray(run(params, row_BT, ids(3, 4, 1)))
+    for t in range(8):
+        changed_BT = row_BT.copy()
+        changed_BT[0, t] = (changed_BT[0, t] + 1) % SMALL.vocab_size
+        after_BTV = np.asarray(run(params, changed_BT, ids(3, 4, 1)))
+        same_T = (after_BTV == before_BTV).all(axis=-1)[0]
+        own = ids(3, 4, 1)[0] == ids(3, 4, 1)[0, t]
+        np.testing.assert_array_equal(same_T, ~(own & (np.arange(8) >= t)))
+
+
+def test_padding_of_a_segment_of_its_own_stays_finite():
+    """Packing marks it with -1."""
+    segment_ids_BT = np.array([[0, 0, 0, -1, -1, -1]], np.int32)
+    packed_BTV = logits(SMALL, noisy_params(SMALL), TOKENS_BT[:1], segment_ids_BT)
+    assert np.isfinite(packed_BTV).all()
+
+
+def some_loss(config, params, keys_B=None):
+    return (logits(config, params, TOKENS_BT, None, keys_B).astype(jnp.float32) ** 2).sum()
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_computing_again_changes_no_gradient(remat):
+    config = replace(SMALL, dropout=0.3)
+    params, keys_B = noisy_params(config), jax.random.split(jax.random.key(0), 2)
+    again = replace(config, remat=remat)
+    kept, computed = (jax.jit(jax.grad(partial(some_loss, c)))(params, keys_B) for c in (config, again))
+    for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(computed), strict=True):
+        assert np.abs(a).max() > 0
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(a).max())
+
+
+def test_less_is_kept_the_more_is_computed_again():
+    """Of what the way back is handed; the compiler for CPUs merges what is computed again with what was there."""
+    config = replace(SMALL, n_layer=6, d_model=64, d_ff=256, max_seq_len=128)
+    shapes = transformer(config).shapes(), jax.ShapeDtypeStruct((4, 128), jnp.int32)
+
+    def kept_bytes(remat):
+        def way_back(params, tokens_BT):
+            return jax.vjp(lambda p: forward(replace(config, remat=remat), p, tokens_BT), params)[1]
+
+        return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(jax.eval_shape(way_back, *shapes)))
+
+    none, dots, full = map(kept_bytes, ("none", "dots", "full"))
+    stream_bytes, params_bytes = 4 * 128 * 64 * 4, 4 * sum(a.size for a in jax.tree.leaves(shapes[0]))
+    assert full < params_bytes + 10 * stream_bytes  # what enters each block, and what the last norm keeps
+    assert full < 0.5 * dots < 0.25 * none
+
+
+def test_bfloat16_is_of_products_and_parameters_stay_float32():
+    config = replace(SMALL, compute_dtype="bfloat16")
+    params = noisy_params(config)
+    assert {a.dtype for a in jax.tree.leaves(params)} == {np.dtype("float32")}
+    features_BTD = forward(config, params, TOKENS_BT)
+    assert features_BTD.dtype == jnp.bfloat16
+    exact_BTD = forward(SMALL, params, TOKENS_BT)
+    error = np.abs(np.asarray(features_BTD, np.float32) - exact_BTD)
+    assert 1e-4 < error.max() < 0.1 * np.abs(exact_BTD).max()  # bfloat16 has 8 bits
+    program = str(jax.make_jaxpr(jax.grad(partial(some_loss, config)))(params))
+    products = re.findall(r":(\w+)\[[\d,]*\] = dot_general\[", program)
+    exponentials = re.findall(r":(\w+)\[[\d,]*\] = exp ", program)
+    assert len(products) > 30 and products.count("bf16") > 0.8 * len(products)  # attention's scores are float32
+    assert exponentials and set(exponentials) == {"f32"}
+    grads = jax.grad(partial(some_loss, config))(params)
+    assert {a.dtype for a in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
+
+
+def test_dropout_zeroes_its_share_and_keeps_the_mean():
+    config = replace(SMALL, dropout=0.25, n_layer=1)
+    x_MD = jnp.ones((2 * 500, 16))
+    rows = _rows(config, 500, None, jax.random.split(jax.random.key(3), 2))
+    kept_MD = np.asarray(_dropout(config, x_MD, rows, site=1))
+    assert set(np.unique(kept_MD)) == {0, np.float32(1 / 0.75)}
+    assert (kept_MD == 0).mean() == pytest.approx(0.25, abs=0.015)  # 16,000 draws: deviation 0.0034
+    other_MD = np.asarray(_dropout(config, x_MD, rows, site=2))
+    # Sites and rows draw independently: two zeros together as often as 0.25 squared.
+    assert ((kept_MD == 0) & (other_MD == 0)).mean() == pytest.approx(0.0625, abs=0.01)
+    assert ((kept_MD[:500] == 0) & (kept_MD[500:] == 0)).mean() == pytest.approx(0.0625, abs=0.015)
+
+
+def test_dropout_is_drawn_from_the_keys_alone_and_not_without_them():
+    config, params = replace(SMALL, dropout=0.5), noisy_params(SMALL)
+    keys_B = jax.random.split(jax.random.key(0), 2)
+    run = jax.jit(partial(logits, config))
+    first, again = run(params, TOKENS_BT, None, keys_B), run(params, TOKENS_BT, None, keys_B)
+    np.testing.assert_array_equal(first, again)
+    np.testing.assert_array_equal(
+        run(params, TOKENS_BT), logits_jitted := jax.jit(partial(logits, SMALL))(params, TOKENS_BT)
+    )
+    assert np.abs(first - logits_jitted).max() > 0.1
+    alone = run(params, TOKENS_BT[1:], None, keys_B[1:])
+    np.testing.assert_allclose(alone[0], first[1], atol=1e-5)  # a row's draws do not depend on its neighbours
 
 
 def test_initial_params_are_a_function_of_the_seed():
@@ -210,4 +315,4 @@ def test_initial_deviations():
 
 def test_more_positions_than_the_model_has_are_refused():
     with pytest.raises(ValueError, match="got 9 positions, expected at most max_seq_len 8"):
-        forward(SMALL, init_params(SMALL, 0), np.zeros((1, 9), np.int32))
+        logits(SMALL, init_params(SMALL, 0), np.zeros((1, 9), np.int32))

@@ -65,7 +65,7 @@ def measure(variant: str, size: str, num_steps: int) -> dict:
     import numpy as np
 
     from curriculum.model.presets import ModelConfig
-    from curriculum.model.transformer import init_params
+    from curriculum.model.transformer import init_params, transformer
     from curriculum.train.optimizer import OptimConfig, make_optimizer
     from curriculum.train.step import init_state, make_train_step, tune_malloc
     from phases.batches import Batch
@@ -91,7 +91,7 @@ def measure(variant: str, size: str, num_steps: int) -> dict:
         batch = jax.device_put((tokens[0, :, :-1], tokens[0, :, 1:]))
     else:
         optimizer = make_optimizer(OptimConfig())
-        step = jax.jit(make_train_step(config, optimizer, GRAD_CLIP, num_sources=2), donate_argnums=0)
+        step = jax.jit(make_train_step(transformer(config), optimizer, 2, grad_clip=GRAD_CLIP), donate_argnums=0)
         state = jax.device_put(init_state(params, optimizer, num_sources=2))
         mask, zeros_AB = np.ones(tokens[..., 1:].shape, bool), np.zeros(tokens.shape[:2], np.int32)
         batch = Batch(tokens[..., :-1], tokens[..., 1:], mask, np.zeros_like(tokens[..., 1:]), zeros_AB)

@@ -5,19 +5,24 @@ Nothing here imports jax, so that a plan can be printed without it.
 
 from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from curriculum.errors import InputError
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The architecture of a decoder-only transformer; it never changes within a run.
+    """A decoder-only transformer: its architecture, which never changes within a run, and how it is computed.
 
     `n_kv_head` below `n_head` is grouped-query attention (arXiv:2305.13245); a head is d_model / n_head wide.
     `d_ff` is the inner width of the feed-forward, the same for swiglu (three matrices) and gelu (two).
     `max_seq_len` bounds the positions: a table of that many for learned, a promise for rope. `bias` covers
     every linear layer and layernorm; rmsnorm has none. `rope_theta` is read for rope only.
+
+    Parameters are float32 always. In bfloat16, `compute_dtype` is that of the matrix products and of the residual
+    stream; norms, softmax and loss stay in float32. `dropout` is of the embedding and of what attention and
+    feed-forward add to the residual stream. `remat` is what of a block is computed again on the way back: nothing,
+    all but the products with weights (dots), or everything (full).
     """
 
     vocab_size: int
@@ -34,6 +39,14 @@ class ModelConfig:
     tie_embeddings: bool = True
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
+    dropout: float = 0.0
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    remat: Literal["none", "dots", "full"] = "none"
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        """What stays the same for the whole run; how it is computed (`HOW`) may change."""
+        return {name: setting for name, setting in asdict(self).items() if name not in HOW}
 
     @property
     def head_width(self) -> int:
@@ -82,6 +95,12 @@ class ModelSection:
     """Base of rope's wavelengths."""
     norm_eps: float | None = None
     """Added to the variance in a norm."""
+    dropout: float | None = None
+    """Share of what enters the residual stream that is zeroed in training; 0 or more and below 1."""
+    compute_dtype: Literal["float32", "bfloat16"] | None = None
+    """Type of matrix products and activations; parameters, norms, softmax and loss stay in float32."""
+    remat: Literal["none", "dots", "full"] | None = None
+    """Activation checkpointing: keep all, only products with weights, or only what enters a block."""
 
 
 PRESETS = {
@@ -125,6 +144,8 @@ PRESETS = {
     ),
 }
 
+HOW = ("dropout", "compute_dtype", "remat")  # fields of ModelConfig that are not architecture
+
 _SIZES = ("n_layer", "n_head", "n_kv_head", "d_model", "d_ff", "max_seq_len")
 _NEEDED_WITHOUT_PRESET = ("n_layer", "n_head", "d_model", "d_ff", "max_seq_len")
 
@@ -153,6 +174,8 @@ def model_problems(section: ModelSection, vocab_size: int | None = None) -> list
         number = getattr(section, name)
         if number is not None and not 0 < number < float("inf"):
             problems.append((name, f"got {number}, expected a positive finite number"))
+    if section.dropout is not None and not 0 <= section.dropout < 1:
+        problems.append(("dropout", f"got {section.dropout}, expected 0 or more and below 1"))
     if vocab_size is not None and section.vocab_size is not None and section.vocab_size < vocab_size:
         problems.append(
             (

@@ -14,15 +14,33 @@ in J groups that share keys and values, P = B*J such groups in a batch.
 from __future__ import annotations
 
 import hashlib
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from curriculum.model.model import Model
 from curriculum.model.presets import ModelConfig
+
+# What is kept of a block from the way forward to the way back; the rest is computed again.
+REMAT_POLICIES = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+def transformer(config: ModelConfig) -> Model:
+    """The transformer of a config, as the trainer takes it."""
+    return Model(
+        init=partial(init_params, config),
+        forward=partial(forward, config),
+        head=head,
+        architecture=config.architecture,
+        shapes=lambda: _blueprint(config)[1],
+    )
 
 
 def init_params(config: ModelConfig, seed: int) -> dict[str, Any]:
@@ -46,26 +64,29 @@ def init_params(config: ModelConfig, seed: int) -> dict[str, Any]:
     return jax.tree.map_with_path(draw, shapes)
 
 
-def forward(config: ModelConfig, params: dict[str, Any], tokens_BT: jax.Array) -> jax.Array:
-    """logits_BTV, float32; pure and jittable, `config` static. Position t sees tokens 0..t of its row.
+def forward(
+    config: ModelConfig,
+    params: dict[str, Any],
+    tokens_BT: jax.Array,
+    segment_ids_BT: jax.Array | None = None,
+    keys_B: jax.Array | None = None,
+) -> jax.Array:
+    """features_BTD in compute_dtype, to be multiplied by `head`; pure and jittable, `config` static.
 
-    Raises ValueError where T is above max_seq_len.
+    Position t sees tokens 0..t of its row. With `segment_ids_BT`, neighbours of equal id being one document, it
+    sees its own document only, whose positions count from 0. `keys_B`, a random key a row, draw the dropout; without
+    them there is none. Raises ValueError where T is above max_seq_len.
     """
     num_positions = tokens_BT.shape[1]
     if num_positions > config.max_seq_len:
         raise ValueError(f"got {num_positions} positions, expected at most max_seq_len {config.max_seq_len}")
     graph, _ = _blueprint(config)
-    return nnx.merge(graph, params)(tokens_BT)
+    return nnx.merge(graph, params)(tokens_BT, segment_ids_BT, keys_B)
 
 
-def nats_per_token(
-    config: ModelConfig, params: dict[str, Any], inputs_BT: jax.Array, targets_BT: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """(nats_BT, correct_BT): -ln p(target) in float32, and whether the target is the likeliest token."""
-    logits_BTV = forward(config, params, inputs_BT).astype(jnp.float32)
-    target_logits_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
-    nats_BT = jax.nn.logsumexp(logits_BTV, axis=-1) - target_logits_BT
-    return nats_BT, logits_BTV.argmax(axis=-1) == targets_BT
+def head(params: dict[str, Any]) -> jax.Array:
+    """kernel_VD of the output layer: logits are features @ kernel.T. The embedding where the two are tied."""
+    return params["head"]["kernel"].T if "head" in params else params["embed"]["embedding"]
 
 
 @lru_cache
@@ -76,40 +97,77 @@ def _blueprint(config: ModelConfig) -> tuple[nnx.GraphDef, dict[str, Any]]:
 
 
 class Transformer(nnx.Module):
-    """Embedding, blocks, norm, and a head that is the embedding's transpose where the two are tied."""
+    """Embedding, blocks, norm; `head` is a matrix that `forward`'s caller multiplies by, where it is not tied."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         learned, tied = config.pos_encoding == "learned", config.tie_embeddings
+        self.config = config
         self.embed = nnx.Embed(config.vocab_size, config.d_model, rngs=rngs)
         self.positions = nnx.Embed(config.max_seq_len, config.d_model, rngs=rngs) if learned else None
         self.blocks = nnx.Dict({f"{layer:03}": Block(config, rngs) for layer in range(config.n_layer)})
         self.norm = _norm(config, rngs)
         self.head = None if tied else nnx.Linear(config.d_model, config.vocab_size, use_bias=False, rngs=rngs)
 
-    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+    def __call__(self, tokens_BT: jax.Array, segment_ids_BT: jax.Array | None, keys_B: jax.Array | None) -> jax.Array:
         B, T = tokens_BT.shape
+        rows = _rows(self.config, T, segment_ids_BT, keys_B if self.config.dropout else None)
+        # The tables are read in float32, so that their gradients are added up in it.
         x_MD = self.embed(tokens_BT.reshape(B * T))
         if self.positions is not None:
-            x_MD += jnp.tile(self.positions.embedding[:T], (B, 1))
-        for layer in sorted(self.blocks):
-            x_MD = self.blocks[layer](x_MD, B)
-        x_MD = self.norm(x_MD)
-        logits_MV = self.embed.attend(x_MD) if self.head is None else self.head(x_MD)
-        return logits_MV.reshape(B, T, -1)
+            table_TD = self.positions.embedding[:T]
+            apart = rows.positions_BT is not None
+            x_MD += table_TD[rows.positions_BT].reshape(B * T, -1) if apart else jnp.tile(table_TD, (B, 1))
+        x_MD = _dropout(self.config, x_MD.astype(self.config.compute_dtype), rows, site=0)
+        for layer, name in enumerate(sorted(self.blocks)):
+            run = partial(self.blocks[name], rows=rows, num_rows=B, layer=layer)
+            if self.config.remat != "none":
+                run = jax.checkpoint(run, policy=REMAT_POLICIES[self.config.remat])
+            x_MD = run(x_MD)
+        return self.norm(x_MD).reshape(B, T, -1)
+
+
+class Rows(NamedTuple):
+    """What all blocks are told of the rows of a batch. A leading axis of 1 stands for all rows alike."""
+
+    positions_BT: jax.Array | None  # None: 0..T-1 in every row
+    visible_BTT: jax.Array  # bool: whether position q (the second axis) sees position t
+    rope_BTK: tuple[jax.Array, jax.Array] | None  # cosine and sine, K being half a head; None: learned positions
+    keys_B: jax.Array | None  # None: no dropout
+
+
+def _rows(config: ModelConfig, T: int, segment_ids_BT: jax.Array | None, keys_B: jax.Array | None) -> Rows:
+    count_T, positions_BT = jnp.arange(T), None
+    visible_BTT = (count_T[:, None] >= count_T)[None]
+    if segment_ids_BT is not None:
+        opens_BT = jnp.diff(segment_ids_BT, axis=1, prepend=segment_ids_BT[:, :1]) != 0
+        first_BT = jax.lax.cummax(jnp.where(opens_BT, count_T, 0), axis=1)
+        visible_BTT &= first_BT[..., None] <= count_T
+        positions_BT = count_T - first_BT
+    rope_BTK = None
+    if config.pos_encoding == "rope":
+        angles_TK = rope_angles(T, config.head_width, config.rope_theta)
+        cos_TK, sin_TK = np.cos(angles_TK).astype(np.float32), np.sin(angles_TK).astype(np.float32)
+        if positions_BT is None:
+            rope_BTK = cos_TK[None], sin_TK[None]
+        else:
+            rope_BTK = jnp.asarray(cos_TK)[positions_BT], jnp.asarray(sin_TK)[positions_BT]
+    return Rows(positions_BT, visible_BTT, rope_BTK, keys_B)
 
 
 class Block(nnx.Module):
     """Attention, then the feed-forward, each normed before and added to what came in."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        self.config = config
         self.attention_norm = _norm(config, rngs)
         self.attention = Attention(config, rngs)
         self.mlp_norm = _norm(config, rngs)
         self.mlp = MLP(config, rngs)
 
-    def __call__(self, x_MD: jax.Array, num_rows: int) -> jax.Array:
-        x_MD += self.attention(self.attention_norm(x_MD), num_rows)
-        return x_MD + self.mlp(self.mlp_norm(x_MD))
+    def __call__(self, x_MD: jax.Array, *, rows: Rows, num_rows: int, layer: int) -> jax.Array:
+        mixed_MD = self.attention(self.attention_norm(x_MD), rows, num_rows)
+        x_MD += _dropout(self.config, mixed_MD, rows, site=2 * layer + 1)
+        return x_MD + _dropout(self.config, self.mlp(self.mlp_norm(x_MD)), rows, site=2 * layer + 2)
 
 
 class Attention(nnx.Module):
@@ -122,24 +180,24 @@ class Attention(nnx.Module):
         self.value = _linear(config, config.d_model, config.n_kv_head * config.head_width, rngs)
         self.out = _linear(config, config.d_model, config.d_model, rngs)
 
-    def __call__(self, x_MD: jax.Array, num_rows: int) -> jax.Array:
+    def __call__(self, x_MD: jax.Array, rows: Rows, num_rows: int) -> jax.Array:
         B, T, K = num_rows, x_MD.shape[0] // num_rows, self.config.head_width
         J, G = self.config.n_kv_head, self.config.n_head // self.config.n_kv_head
         query_BTHK = self.query(x_MD).reshape(B, T, J * G, K)
         key_BTJK = self.key(x_MD).reshape(B, T, J, K)
         value_BTJK = self.value(x_MD).reshape(B, T, J, K)
-        if self.config.pos_encoding == "rope":
-            angles_TK = rope_angles(T, K, self.config.rope_theta)
-            query_BTHK, key_BTJK = rotate(query_BTHK, angles_TK), rotate(key_BTJK, angles_TK)
+        if rows.rope_BTK is not None:
+            query_BTHK, key_BTJK = rotate(query_BTHK, *rows.rope_BTK), rotate(key_BTJK, *rows.rope_BTK)
 
         # The queries of a group stand below one another, so that no key or value is repeated, and both products
         # have the one batch axis in front that XLA's fast routine wants.
         query_PGTK = (query_BTHK * K**-0.5).transpose(0, 2, 1, 3).reshape(B * J, G * T, K)
         key_PTK = key_BTJK.transpose(0, 2, 1, 3).reshape(B * J, T, K)
         value_PTK = value_BTJK.transpose(0, 2, 1, 3).reshape(B * J, T, K)
-        scores_PGTT = jnp.einsum("pqk,ptk->pqt", query_PGTK, key_PTK)
-        visible_GTT = jnp.tile(jnp.arange(T), G)[:, None] >= jnp.arange(T)
-        shares_PGTT = jax.nn.softmax(jnp.where(visible_GTT, scores_PGTT, -jnp.inf), axis=-1)
+        scores_PGTT = jnp.einsum("pqk,ptk->pqt", query_PGTK, key_PTK, preferred_element_type=jnp.float32)
+        scores_BJGTT = scores_PGTT.reshape(B, J, G, T, T)
+        scores_BJGTT = jnp.where(rows.visible_BTT[:, None, None], scores_BJGTT, -jnp.inf)
+        shares_PGTT = jax.nn.softmax(scores_BJGTT.reshape(scores_PGTT.shape), axis=-1).astype(value_PTK.dtype)
         mixed_PGTK = jnp.einsum("pqt,ptk->pqk", shares_PGTT, value_PTK)
         return self.out(mixed_PGTK.reshape(B, J * G, T, K).transpose(0, 2, 1, 3).reshape(B * T, -1))
 
@@ -164,21 +222,35 @@ def rope_angles(num_positions: int, head_width: int, theta: float) -> np.ndarray
     return np.outer(np.arange(num_positions), theta ** (-np.arange(0, head_width, 2) / head_width))
 
 
-def rotate(x_BTHK: jax.Array, angles_TK: np.ndarray) -> jax.Array:
+def rotate(x_BTHK: jax.Array, cos_BTK: jax.Array, sin_BTK: jax.Array) -> jax.Array:
     """Each head turned by its position's angles, its first half paired with its second, as in Llama."""
-    cos, sin = np.cos(angles_TK)[:, None].astype(np.float32), np.sin(angles_TK)[:, None].astype(np.float32)
+    cos, sin = cos_BTK[:, :, None], sin_BTK[:, :, None]
     first, second = jnp.split(x_BTHK, 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x_BTHK.dtype)
+
+
+def _dropout(config: ModelConfig, x_MD: jax.Array, rows: Rows, site: int) -> jax.Array:
+    """Dropout of what is added to the residual stream. `site` tells the draws of one row apart.
+
+    A row's draws come from its own key, so that they do not depend on what else is in the batch.
+    """
+    if rows.keys_B is None:
+        return x_MD
+    shape_TD = (x_MD.shape[0] // len(rows.keys_B), x_MD.shape[1])
+    keep = 1 - config.dropout
+    kept_BTD = jax.vmap(lambda key: jax.random.bernoulli(jax.random.fold_in(key, site), keep, shape_TD))(rows.keys_B)
+    return jnp.where(kept_BTD.reshape(x_MD.shape), x_MD / keep, 0)
 
 
 def _linear(config: ModelConfig, width_in: int, width_out: int, rngs: nnx.Rngs) -> nnx.Linear:
-    return nnx.Linear(width_in, width_out, use_bias=config.bias, rngs=rngs)
+    return nnx.Linear(width_in, width_out, use_bias=config.bias, dtype=config.compute_dtype, rngs=rngs)
 
 
 def _norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm | nnx.LayerNorm:
+    """Statistics in float32, whatever the type of what is normed."""
+    common = {"epsilon": config.norm_eps, "dtype": config.compute_dtype, "rngs": rngs}
     if config.norm_type == "rmsnorm":
-        return nnx.RMSNorm(config.d_model, epsilon=config.norm_eps, rngs=rngs)
+        return nnx.RMSNorm(config.d_model, **common)
     # Fast variance is E[x^2] - E[x]^2, which cancels.
-    return nnx.LayerNorm(
-        config.d_model, epsilon=config.norm_eps, use_bias=config.bias, use_fast_variance=False, rngs=rngs
-    )
+    return nnx.LayerNorm(config.d_model, use_bias=config.bias, use_fast_variance=False, **common)

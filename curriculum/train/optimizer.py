@@ -43,14 +43,16 @@ class OptimConfig:
         return problems
 
 
-def make_optimizer(config: OptimConfig) -> optax.GradientTransformation:
+def make_optimizer(config: OptimConfig) -> optax.GradientTransformationExtraArgs:
     """The update rule without its learning rate.
 
     Its updates are those of a learning rate of 1, to be multiplied by the rate of the step and added to the
     parameters: so the rate is an array of the step's, and a change of rate compiles nothing. Clipping is the
     step's too, which has the gradient's norm at hand.
     """
-    return adamw(config.b1, config.b2, config.eps, config.weight_decay)
+    import optax
+
+    return optax.with_extra_args_support(adamw(config.b1, config.b2, config.eps, config.weight_decay))
 
 
 def adamw(b1: float, b2: float, eps: float, weight_decay: float) -> optax.GradientTransformation:

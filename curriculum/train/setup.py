@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,10 @@ import numpy as np
 from curriculum.config import Config
 from curriculum.data.corpus import Corpus, load_corpus
 from curriculum.data.tokenizer import Tokenizer
-from curriculum.model.presets import ModelConfig, resolve_model
-from curriculum.model.transformer import init_params, nats_per_token
+from curriculum.model.loss import nats_per_token
+from curriculum.model.model import Model
+from curriculum.model.presets import resolve_model
+from curriculum.model.transformer import transformer
 from curriculum.plan import resolve_schedule
 from curriculum.train.checkpoint import Checkpoints
 from curriculum.train.feed import Feed
@@ -38,7 +40,7 @@ class Setup:
     corpus: Corpus
     schedule: Schedule
     plan: DataPlan
-    model: ModelConfig
+    model: Model
     rates: np.ndarray  # float64, by update
     feed: Feed
     suite: Suite
@@ -63,8 +65,16 @@ class Setup:
         return state._replace(window=self.place(window_for(state.window, saved_sources, self.plan.sources)))
 
 
-def build(config: Config, store_dir: str | Path, tokenizer: Tokenizer | None = None) -> Setup:
-    """Prepare what is not prepared, and build the rest. `tokenizer`: the one of a run that goes on."""
+def build(
+    config: Config,
+    store_dir: str | Path,
+    tokenizer: Tokenizer | None = None,
+    make_model: Callable[[int], Model] | None = None,
+) -> Setup:
+    """Prepare what is not prepared, and build the rest. `tokenizer`: the one of a run that goes on.
+
+    `make_model(vocab_size)` gives a model of one's own in the place of the config's.
+    """
     tune_malloc()
     # A second start reads its programs from here instead of compiling them again.
     jax.config.update("jax_compilation_cache_dir", str(Path(store_dir).absolute() / "compiled"))
@@ -75,17 +85,27 @@ def build(config: Config, store_dir: str | Path, tokenizer: Tokenizer | None = N
     num_tokens = {name: len(stream) for name, stream in corpus.tokens.items()}
     schedule = resolve_schedule(config, num_tokens)
     plan = DataPlan(schedule, config.seed, num_tokens, config.train.seq_len)
-    model = resolve_model(config.model, corpus.tokenizer.vocab_size)
+    model = (make_model or partial(_configured_model, config))(corpus.tokenizer.vocab_size)
     mesh = make_mesh()
     feed = Feed(plan, corpus.tokens, corpus.tokenizer.eot, config.train.grad_accum, partial(place_batch, mesh))
     suite = Suite(
         list(corpus.evalsets.values()), partial(nats_per_token, model), EVAL_MICRO_BATCH, partial(place_rows, mesh)
     )
     optimizer = make_optimizer(config.optim)
-    step = make_train_step(model, optimizer, config.optim.grad_clip, len(plan.sources))
+    step = make_train_step(
+        model,
+        optimizer,
+        len(plan.sources),
+        grad_clip=config.optim.grad_clip,
+        seed=config.seed,
+        ema_decay=config.averages.ema_decay,
+    )
 
     def initial_state() -> TrainState:
-        return place_state(mesh, init_state(init_params(model, config.seed), optimizer, len(plan.sources)))
+        state = init_state(
+            model.init(config.seed), optimizer, len(plan.sources), ema=config.averages.ema_decay is not None
+        )
+        return place_state(mesh, state)
 
     return Setup(
         config=config,
@@ -100,3 +120,9 @@ def build(config: Config, store_dir: str | Path, tokenizer: Tokenizer | None = N
         initial_state=initial_state,
         place=partial(place_state, mesh),
     )
+
+
+def _configured_model(config: Config, vocab_size: int) -> Model:
+    """The transformer of the config's `model` section, without dropout where training is to be deterministic."""
+    architecture = resolve_model(config.model, vocab_size)
+    return transformer(replace(architecture, dropout=0.0) if config.train.deterministic else architecture)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import platform
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from curriculum.model.presets import ModelConfig
-from curriculum.model.transformer import nats_per_token
+from curriculum.model.loss import sample_targets, sum_nats
+from curriculum.model.model import Model, Params
 from phases.batches import Batch
 
 
@@ -29,6 +30,7 @@ class Window(NamedTuple):
 
     nats_S2: jax.Array
     tokens_S2: jax.Array
+    filled_2: jax.Array  # slots that hold a token of a document
     grad_norm_2: jax.Array
     num_updates: jax.Array  # int32
 
@@ -36,72 +38,108 @@ class Window(NamedTuple):
 class TrainState(NamedTuple):
     """All that an update reads and writes. `step` counts batches consumed, skipped updates included."""
 
-    params: Any
+    params: Params
     opt_state: Any
     step: jax.Array  # int32
     window: Window
     skipped_updates: jax.Array  # int32
+    ema: Params | None = None  # exponential moving average of the parameters, where one is kept
 
 
 TrainStep = Callable[[TrainState, Batch, jax.Array], TrainState]
 
 
-def init_state(params: Any, optimizer: optax.GradientTransformation, num_sources: int) -> TrainState:
+def init_state(
+    params: Params, optimizer: optax.GradientTransformation, num_sources: int, *, ema: bool = False
+) -> TrainState:
     """The state at step 0. It takes `params` over: a step that donates its state consumes them."""
     window = Window(
         nats_S2=np.zeros((num_sources, 2), np.float32),
         tokens_S2=np.zeros((num_sources, 2), np.float32),
+        filled_2=np.zeros(2, np.float32),
         grad_norm_2=np.zeros(2, np.float32),
         num_updates=np.int32(0),
     )
-    return TrainState(params, optimizer.init(params), np.int32(0), window, np.int32(0))
+    average = jax.tree.map(np.array, params) if ema else None
+    return TrainState(params, optimizer.init(params), np.int32(0), window, np.int32(0), average)
 
 
 def make_train_step(
-    config: ModelConfig, optimizer: optax.GradientTransformation, grad_clip: float, num_sources: int
+    model: Model,
+    optimizer: optax.GradientTransformationExtraArgs,
+    num_sources: int,
+    *,
+    grad_clip: float = 0.0,
+    seed: int = 0,
+    document_mask: bool = False,
+    ema_decay: float | None = None,
+    place_grads: Callable[[Params], Params] = lambda grads: grads,
 ) -> TrainStep:
     """The pure function train_step(state, batch, lr) -> state, to be jitted with its state donated.
 
     The loss is the mean nats over the valid tokens of the whole batch, however many micro-steps it is cut into.
     Its gradient is clipped to a global norm of `grad_clip` (0: not at all). `lr` is a float32 scalar and
-    `optimizer` an update rule at a rate of 1. A loss or norm that is not finite, or a batch without a valid
-    token, leaves parameters, optimizer state and window as they were and counts as a skipped update.
+    `optimizer` an update rule at a rate of 1, which is given `hessian_diagonal` as well: a function without
+    arguments that estimates it. A loss or norm that is not finite, or a batch without a valid token, leaves
+    parameters, optimizer state and window as they were and counts as a skipped update.
+
+    Random keys come from (seed, step, row of the batch). With `document_mask` a token sees its own document only.
+    The moving average `state.ema` has a decay of min(ema_decay, (1 + step) / (10 + step)), so that the first
+    parameters are forgotten. `place_grads` pins the gradients to the devices that hold the parameters.
     """
 
-    def sum_nats(params, micro: Batch):
-        nats_BT, _ = nats_per_token(config, params, micro.inputs_ABT, micro.targets_ABT)
-        nats_B = jnp.where(micro.loss_mask_ABT, nats_BT, 0).sum(axis=1)
-        return nats_B.sum(), nats_B
+    def batch_gradient(params: Params, batch: Batch, keys_AB: jax.Array, *, sampled: bool = False):
+        """Sums over the valid tokens of a batch: (gradient, nats_S, tokens_S); of the targets, or of sampled ones."""
 
-    def train_step(state: TrainState, batch: Batch, lr: jax.Array) -> TrainState:
-        def micro_step(sums, micro: Batch):  # the scan has taken the leading axis off each array
-            (_, nats_B), grads = jax.value_and_grad(sum_nats, has_aux=True)(state.params, micro)
+        def micro_step(sums, micro_and_keys):  # the scan has taken the leading axis off each array
+            micro, keys_B = micro_and_keys
+            segment_ids_BT = micro.segment_ids_ABT if document_mask else None
+            targets_BT = micro.targets_ABT
+            if sampled:
+                targets_BT = sample_targets(model, params, micro.inputs_ABT, segment_ids_BT, keys_B)
+                keys_B = None
+            (_, nats_B), grads = jax.value_and_grad(partial(sum_nats, model), has_aux=True)(
+                params, micro.inputs_ABT, targets_BT, micro.loss_mask_ABT, segment_ids_BT, keys_B
+            )
             tokens_B = micro.loss_mask_ABT.sum(axis=1, dtype=jnp.int32)
             nats_S = jax.ops.segment_sum(nats_B, micro.source_ids_AB, num_sources)
             tokens_S = jax.ops.segment_sum(tokens_B, micro.source_ids_AB, num_sources)
-            return jax.tree.map(jnp.add, sums, (grads, nats_S, tokens_S)), None
+            return jax.tree.map(jnp.add, sums, (place_grads(grads), nats_S, tokens_S)), None
 
         zeros = (
-            jax.tree.map(jnp.zeros_like, state.params),
+            place_grads(jax.tree.map(jnp.zeros_like, params)),
             jnp.zeros(num_sources, jnp.float32),
             jnp.zeros(num_sources, jnp.int32),
         )
-        (grads, nats_S, tokens_S), _ = jax.lax.scan(micro_step, zeros, batch)
+        return jax.lax.scan(micro_step, zeros, (batch, keys_AB))[0]
 
+    def train_step(state: TrainState, batch: Batch, lr: jax.Array) -> TrainState:
+        keys_AB = _row_keys(seed, state.step, batch.source_ids_AB.shape)
+        grads, nats_S, tokens_S = batch_gradient(state.params, batch, keys_AB)
         num_tokens = tokens_S.sum()
         loss = nats_S.sum() / num_tokens
         grads = jax.tree.map(lambda g: g / num_tokens, grads)
         grad_norm = optax.tree.norm(grads)
         is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
+        def hessian_diagonal() -> Params:
+            """Gauss-Newton-Bartlett: tokens x the squared gradient of the mean loss of sampled targets."""
+            sampled, _, _ = batch_gradient(state.params, batch, keys_AB, sampled=True)
+            return jax.tree.map(lambda g: g * g / num_tokens, sampled)
+
         if grad_clip:
             shrink = grad_clip / jnp.maximum(grad_norm, grad_clip)
             grads = jax.tree.map(lambda g: g * shrink, grads)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params, hessian_diagonal=hessian_diagonal)
         params = jax.tree.map(lambda p, u: p + lr * u, state.params, updates)
+        ema = state.ema
+        if ema_decay is not None:
+            decay = jnp.minimum(ema_decay, (1 + state.step) / (10 + state.step))
+            ema = jax.tree.map(lambda average, p: decay * average + (1 - decay) * p, ema, params)
         window = Window(
             nats_S2=_add(state.window.nats_S2, nats_S),
             tokens_S2=_add(state.window.tokens_S2, tokens_S.astype(jnp.float32)),
+            filled_2=_add(state.window.filled_2, (batch.segment_ids_ABT >= 0).sum().astype(jnp.float32)),
             grad_norm_2=_add(state.window.grad_norm_2, grad_norm),
             num_updates=state.window.num_updates + 1,
         )
@@ -115,6 +153,7 @@ def make_train_step(
             step=state.step + 1,
             window=unless_skipped(window, state.window),
             skipped_updates=state.skipped_updates + jnp.where(is_finite, 0, 1),
+            ema=unless_skipped(ema, state.ema),
         )
 
     return train_step
@@ -124,7 +163,8 @@ def read_window(window: Window, sources: Sequence[str]) -> dict[str, Any]:
     """Means over a window, on the host; waits for the updates under way.
 
     `loss`: nats per valid token. `source_loss`: the same by source name, None where nothing was drawn.
-    `grad_norm`: mean over updates, before clipping. None where there was no update.
+    `grad_norm`: mean over updates, before clipping. `filled_tokens`: slots of an update that hold a document's
+    token. None where there was no update.
     """
     window = jax.device_get(window)
     nats_S, tokens_S = np.sum(window.nats_S2, -1, np.float64), np.sum(window.tokens_S2, -1, np.float64)
@@ -136,6 +176,7 @@ def read_window(window: Window, sources: Sequence[str]) -> dict[str, Any]:
             for name, nats, tokens in zip(sources, nats_S, tokens_S, strict=True)
         },
         "grad_norm": grad_norm / num_updates if num_updates else None,
+        "filled_tokens": float(np.sum(window.filled_2, dtype=np.float64)) / num_updates if num_updates else None,
     }
 
 
@@ -171,6 +212,13 @@ def tune_malloc() -> None:
     libc.mallopt(m_top_pad, 64 << 20)
     # A thread with an arena of its own would take large blocks from mmap all the same.
     libc.mallopt(m_arena_max, 1)
+
+
+def _row_keys(seed: int, step: jax.Array, shape_AB: tuple[int, int]) -> jax.Array:
+    """keys_AB, a random key a row: the same however the rows are cut into micro-steps."""
+    key = jax.random.fold_in(jax.random.key(seed), step)
+    rows_AB = jnp.arange(shape_AB[0] * shape_AB[1]).reshape(shape_AB)
+    return jax.vmap(jax.vmap(partial(jax.random.fold_in, key)))(rows_AB)
 
 
 def _add(total_2: jax.Array, number: jax.Array) -> jax.Array:

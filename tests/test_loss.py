@@ -1,0 +1,145 @@
+"""The chunked cross-entropy: its numbers, its gradient, and that no array of [B, T, V] is made."""
+
+import re
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from curriculum.model import loss
+from curriculum.model.loss import nats_per_token, sample_targets, sum_nats
+from curriculum.model.model import Model
+from curriculum.model.presets import ModelConfig
+from curriculum.model.transformer import forward, head, init_params, transformer
+
+CONFIG = ModelConfig(vocab_size=37, n_layer=1, n_head=2, n_kv_head=1, d_model=8, d_ff=12, max_seq_len=16)
+B, T, V = 3, 7, CONFIG.vocab_size
+RNG = np.random.default_rng(0)
+TOKENS_BT1 = RNG.integers(0, V, (B, T + 1)).astype(np.int32)
+INPUTS_BT, TARGETS_BT = TOKENS_BT1[:, :-1], TOKENS_BT1[:, 1:]
+MASK_BT = RNG.random((B, T)) < 0.7
+
+
+def noisy_params(config):
+    rng = np.random.default_rng(1)
+    return jax.tree.map(lambda a: (a + rng.normal(0, 0.4, a.shape)).astype(np.float32), init_params(config, 0))
+
+
+def float64_log_probabilities(config, params):
+    logits_BTV = np.asarray(forward(config, params, INPUTS_BT), np.float64) @ np.asarray(head(params), np.float64).T
+    return logits_BTV - np.log(np.exp(logits_BTV).sum(-1, keepdims=True))
+
+
+def float64_nats(config, params, targets_BT=TARGETS_BT):
+    return -np.take_along_axis(float64_log_probabilities(config, params), targets_BT[..., None], -1)[..., 0]
+
+
+@pytest.fixture(params=[1, 5], ids="{} tokens a chunk".format)
+def chunk_tokens(request, monkeypatch):
+    """One position at a time; or two, and a last one alone, filled up."""
+    monkeypatch.setattr(loss, "CHUNK_TOKENS", request.param)
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", request.param * V)
+
+
+def test_nats_and_correctness_against_float64(chunk_tokens):
+    params = noisy_params(CONFIG)
+    nats_BT, correct_BT = nats_per_token(transformer(CONFIG), params, INPUTS_BT, TARGETS_BT)
+    assert nats_BT.dtype == jnp.float32 and correct_BT.dtype == bool
+    np.testing.assert_allclose(nats_BT, float64_nats(CONFIG, params), rtol=2e-5)
+    best_BT = float64_log_probabilities(CONFIG, params).argmax(-1)
+    np.testing.assert_array_equal(correct_BT, best_BT == TARGETS_BT)
+    _, correct_of_best_BT = nats_per_token(transformer(CONFIG), params, INPUTS_BT, best_BT.astype(np.int32))
+    assert correct_of_best_BT.all()
+
+
+def test_sum_and_rows_count_masked_targets_only(chunk_tokens):
+    params = noisy_params(CONFIG)
+    expected_B = np.where(MASK_BT, float64_nats(CONFIG, params), 0).sum(axis=1)
+    assert (expected_B > 1).all() and not MASK_BT.all()
+    for differentiated in (False, True):
+        function = lambda p: sum_nats(transformer(CONFIG), p, INPUTS_BT, TARGETS_BT, MASK_BT)  # noqa: E731
+        (total, nats_B) = jax.value_and_grad(function, has_aux=True)(params)[0] if differentiated else function(params)
+        np.testing.assert_allclose(nats_B, expected_B, rtol=1e-5)
+        np.testing.assert_allclose(total, expected_B.sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("tie_embeddings", [True, False])
+def test_the_gradient_is_that_of_all_logits_at_once(chunk_tokens, tie_embeddings):
+    config = replace(CONFIG, tie_embeddings=tie_embeddings)
+    params = noisy_params(config)
+
+    def plainly(params):
+        logits_BTV = forward(config, params, INPUTS_BT) @ head(params).T
+        nats_BT = -jnp.take_along_axis(jax.nn.log_softmax(logits_BTV), TARGETS_BT[..., None], -1)[..., 0]
+        return 0.3 * jnp.where(MASK_BT, nats_BT, 0).sum()
+
+    def chunked(params):
+        return 0.3 * sum_nats(transformer(config), params, INPUTS_BT, TARGETS_BT, MASK_BT)[0]
+
+    expected, got = jax.grad(plainly)(params), jax.grad(chunked)(params)
+    assert len(jax.tree.leaves(got)) > 10
+    for (path, e), g in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(got), strict=True):
+        assert np.abs(e).max() > 1e-3, path
+        np.testing.assert_allclose(g, e, atol=2e-5, err_msg=str(path))  # float32 sums of 21 terms of about 1
+
+
+def test_logits_that_overflow_a_float32_exponential_stay_finite():
+    params = jax.tree.map(lambda array: array * 100, noisy_params(CONFIG))
+    (total, nats_B), grads = jax.value_and_grad(
+        lambda p: sum_nats(transformer(CONFIG), p, INPUTS_BT, TARGETS_BT, MASK_BT), has_aux=True
+    )(params)
+    assert np.isfinite(nats_B).all() and total > 1000
+    assert all(np.isfinite(g).all() for g in jax.tree.leaves(grads))
+
+
+def test_a_model_without_a_head_gives_the_same_numbers():
+    """Its features are the logits themselves."""
+    params = noisy_params(CONFIG)
+    whole = transformer(CONFIG)
+    bare = Model(whole.init, lambda p, *rest: forward(CONFIG, p, *rest) @ head(p).T)
+    arguments = (params, INPUTS_BT, TARGETS_BT)
+    for one, other in zip(nats_per_token(whole, *arguments), nats_per_token(bare, *arguments), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+    one, other = (jax.grad(partial(sum_nats, m), has_aux=True)(*arguments, MASK_BT)[0] for m in (whole, bare))
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def array_sizes(compiled) -> list[int]:
+    """Numbers in each array of a compiled program."""
+    shapes = re.findall(r"\b(?:f32|bf16|f16|s32|u32|pred)\[([\d,]+)\]", compiled.as_text())
+    assert len(shapes) > 50
+    return [int(np.prod([int(n) for n in shape.split(",")])) for shape in shapes]
+
+
+@pytest.mark.parametrize("what", ["training", "eval"])
+def test_no_array_holds_a_number_for_every_token_and_every_id(what):
+    config = replace(CONFIG, vocab_size=6000, max_seq_len=256)
+    rows, positions = 8, 256
+    tokens_BT = jax.ShapeDtypeStruct((rows, positions), jnp.int32)
+    mask_BT = jax.ShapeDtypeStruct((rows, positions), jnp.bool_)
+    params = transformer(config).shapes()
+    if what == "training":
+        function = jax.value_and_grad(lambda p, *rest: sum_nats(transformer(config), p, *rest), has_aux=True)
+        compiled = jax.jit(function).lower(params, tokens_BT, tokens_BT, mask_BT).compile()
+    else:
+        function = lambda p, *rest: nats_per_token(transformer(config), p, *rest)  # noqa: E731
+        compiled = jax.jit(function).lower(params, tokens_BT, tokens_BT).compile()
+    assert max(array_sizes(compiled)) <= 700 * 6000 < rows * positions * 6000  # 2 x 2^22 / 6000 tokens at a time
+
+
+def test_sampled_targets_follow_the_models_probabilities():
+    params, keys = noisy_params(CONFIG), jax.random.split(jax.random.key(0), (4000, B))
+    draw = jax.jit(jax.vmap(lambda keys_B: sample_targets(transformer(CONFIG), params, INPUTS_BT, None, keys_B)))
+    drawn_NBT = np.asarray(draw(keys))
+    share_BTV = (drawn_NBT[..., None] == np.arange(V)).mean(axis=0)
+    expected_BTV = np.exp(float64_log_probabilities(CONFIG, params))
+    # 4,000 draws: a deviation of at most 0.008; 777 shares are compared
+    np.testing.assert_allclose(share_BTV, expected_BTV, atol=0.04)
+    assert expected_BTV.max() > 0.3
+    first, again = (draw(keys[:1]) for _ in range(2))
+    np.testing.assert_array_equal(first, again)
+    assert len(np.unique(drawn_NBT[:, 0, 0])) > 5
