@@ -62,7 +62,13 @@ class RunDirectory:
             raise InputError(f"--run-dir {self.path}: {nearest} is no folder that can be written to; choose another")
 
     def set_aside_evals_after(self, step: int) -> None:
-        """Move the results of evals after `step` to `superseded/`: they will be measured again."""
+        """Move the results of evals and the means of phases after `step` to `superseded/`: they come again."""
+        for path in self.path.glob("averages/*/steps.json"):
+            if json.loads(path.read_text())[-1] > step:
+                target = self.path / "superseded" / "averages" / path.parent.name
+                shutil.rmtree(target, ignore_errors=True)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                path.parent.rename(target)
         for path in self.path.glob("evals/*.npz"):
             if path.stem.isdecimal() and int(path.stem) > step:
                 target = self.path / "superseded" / "evals" / path.name

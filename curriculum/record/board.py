@@ -3,7 +3,8 @@
 The folder itself is the main run: `train/...` from the metrics rows, `mixture/<source>`, `phase/index`,
 `eval/<set>/loss` and `eval/<set>/bpb`, text for phase switches and regressions, hyperparameters. Under it
 stands one run an eval set; all of them share the tags `eval_sets/loss` and `eval_sets/bpb`, so that one chart
-shows every set in its own colour. With `tensorboard --logdir runs` their names read `quickstart/tensorboard`,
+shows every set in its own colour; a set measured with an average of the parameters is one more,
+`<set>@<average>`. With `tensorboard --logdir runs` their names read `quickstart/tensorboard`,
 `quickstart/tensorboard/general` and so on. The primary set is called `val`.
 """
 
@@ -30,7 +31,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, Sessi
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from curriculum.record.console import verdict
-from curriculum.record.events import eval_sets, number
+from curriculum.record.events import eval_averages, eval_sets, number
 
 _MAIN = "."
 _HPARAM_SECTIONS = ("seed", "tokenizer", "model", "packing", "train", "optim", "adaptation", "mesh")
@@ -75,6 +76,10 @@ class Board:
                 for name, (loss, bpb) in eval_sets(event).items():
                     write(_MAIN, _scalars({f"eval/{name}/loss": loss, f"eval/{name}/bpb": bpb}))
                     write(name, _scalars({"eval_sets/loss": loss, "eval_sets/bpb": bpb}))
+                for average, sets in eval_averages(event).items():
+                    for name, (loss, bpb) in sets.items():
+                        write(_MAIN, _scalars({f"eval/{name}/{average}/loss": loss, f"eval/{name}/{average}/bpb": bpb}))
+                        write(f"{name}@{average}", _scalars({"eval_sets/loss": loss, "eval_sets/bpb": bpb}))
             case "phase_switch":
                 write(_MAIN, [_text("phase_switch", _phase_switch_markdown(event))])
             case "eval_regression" | "eval_recovered":

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 from urllib.parse import quote
 
-from curriculum.record.events import eval_sets, number
+from curriculum.record.events import eval_averages, eval_sets, number
 
 _RECENT_EVALS = 5
 
@@ -167,7 +167,7 @@ def header(event: dict[str, Any], run_dir: Path) -> Iterator[str]:
 
 
 def eval_lines(event: dict[str, Any], total_steps: int, seconds_left: float | None) -> Iterator[str]:
-    """The two lines of an `eval` event; a set that was not measured is left out."""
+    """The two lines of an `eval` event, and one for each average; a set that was not measured is left out."""
     yield " | ".join(
         (
             f"step {event['step']}/{total_steps} ({event['progress_pct']:.1f}%)",
@@ -180,6 +180,8 @@ def eval_lines(event: dict[str, Any], total_steps: int, seconds_left: float | No
     losses = {name: f"{name} {_loss(loss)}" for name, (loss, _) in eval_sets(event).items()}
     val = [losses.pop("val")] if "val" in losses else []
     yield "  " + " | ".join([*val, f"lr {event['lr']:.2e}", f"phase: {event['phase']}", *losses.values()])
+    for average, sets in eval_averages(event).items():
+        yield f"  {average}: " + " | ".join(f"{name} {_loss(loss)}" for name, (loss, _) in sets.items())
 
 
 def progress_line(row: dict[str, Any], total_steps: int) -> str:

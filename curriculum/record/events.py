@@ -26,6 +26,7 @@ EVENTS = "events.jsonl"
 METRICS = "metrics.jsonl"
 SUPERSEDED = "superseded.jsonl"
 _PENDING_CUT = "superseded.pending.json"
+AVERAGES = ("ema", "phase_mean")  # averages of the parameters; each is a field of an `eval` event that measured it
 _UNROUNDED = ("lr", "grad_norm")
 
 
@@ -163,6 +164,11 @@ def eval_sets(event: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         if key.startswith("eval_") and f"{key}_bpb" in event:
             measured[key.removeprefix("eval_")] = (loss, event[f"{key}_bpb"])
     return measured
+
+
+def eval_averages(event: Mapping[str, Any]) -> dict[str, dict[str, tuple[Any, Any]]]:
+    """The same as `eval_sets` of each average of the parameters that an `eval` event measured."""
+    return {name: eval_sets(event[name]) for name in AVERAGES if name in event}
 
 
 def plain(value: Any) -> Any:

@@ -8,27 +8,36 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
 
 from curriculum.errors import InputError
 from curriculum.train.step import TrainState
 
 _ITEMS = ("params", "train", "ledger")
+_EMA = "ema"  # an item of its own where a moving average is kept, so that it can be read alone
 
 
 class Checkpoints:
     """The checkpoints of one run directory, the newest `keep` of them.
 
+    With `keep_planned` = (every, n) also the newest n whose step is a multiple of `every`.
+
     A step's folder holds `params` (restorable alone), `train` (optimizer state and accumulators) and `ledger`
     (plain JSON: segments, consumption, the record's offsets). A save that was interrupted leaves no step behind.
     """
 
-    def __init__(self, directory: Path, keep: int = 1):
+    def __init__(self, directory: Path, keep: int = 1, keep_planned: tuple[int, int] | None = None):
         self.directory = Path(directory).absolute()
+        kept: list[Any] = [LatestN(keep)]
+        if keep_planned is not None:
+            kept.append(EveryNSteps(interval_steps=keep_planned[0], max_to_keep=keep_planned[1]))
         self._manager = ocp.CheckpointManager(
             self.directory,
-            item_names=_ITEMS,
+            item_names=(*_ITEMS, _EMA),
             options=ocp.CheckpointManagerOptions(
-                max_to_keep=keep, enable_async_checkpointing=True, cleanup_tmp_directories=True
+                preservation_policy=AnyPreservationPolicy(kept),
+                enable_async_checkpointing=True,
+                cleanup_tmp_directories=True,
             ),
         )
 
@@ -49,6 +58,7 @@ class Checkpoints:
                 params=ocp.args.StandardSave(state.params),
                 train=ocp.args.StandardSave(rest),
                 ledger=ocp.args.JsonSave(ledger),
+                **({} if state.ema is None else {_EMA: ocp.args.StandardSave(state.ema)}),
             ),
         )
         if not started:
@@ -63,25 +73,37 @@ class Checkpoints:
         return self._manager.restore(step, args=ocp.args.Composite(ledger=ocp.args.JsonRestore()))["ledger"]
 
     def restore(self, step: int, like: TrainState) -> TrainState:
-        """The state of a step, with the shapes, types and placement of `like`, whose values do not matter."""
+        """The state of a step, with the shapes, types and placement of `like`, whose values do not matter.
+
+        A moving average that `like` has and the checkpoint has not begins with the parameters.
+        """
         self._check(step)
         rest = {"opt_state": like.opt_state, "window": like.window, "skipped": like.skipped_updates}
         restored = self._manager.restore(
             step,
             args=ocp.args.Composite(
-                params=ocp.args.StandardRestore(_abstract(like.params)),
-                train=ocp.args.StandardRestore(_abstract(rest)),
+                params=ocp.args.StandardRestore(abstract(like.params)),
+                train=ocp.args.StandardRestore(abstract(rest)),
             ),
         )
+        ema = None
+        if like.ema is not None:
+            ema = self.restore_params(step, like.params, ema=self._has_ema(step))
         rest = restored["train"]
         saved_step = jax.device_put(jax.numpy.int32(step), like.step.sharding)
-        return TrainState(restored["params"], rest["opt_state"], saved_step, rest["window"], rest["skipped"])
+        return TrainState(restored["params"], rest["opt_state"], saved_step, rest["window"], rest["skipped"], ema)
 
-    def restore_params(self, step: int, like: Any) -> Any:
-        """The parameters of a step alone; nothing else is read."""
+    def restore_params(self, step: int, like: Any, *, ema: bool = False) -> Any:
+        """The parameters of a step alone, or their moving average; nothing else is read.
+
+        Raises InputError where the step has no moving average.
+        """
         self._check(step)
-        args = ocp.args.Composite(params=ocp.args.StandardRestore(_abstract(like)))
-        return self._manager.restore(step, args=args)["params"]
+        if ema and not self._has_ema(step):
+            raise InputError(f"{self.directory}: step {step} was saved without a moving average (averages.ema_decay)")
+        item = _EMA if ema else "params"
+        args = ocp.args.Composite(**{item: ocp.args.StandardRestore(abstract(like))})
+        return self._manager.restore(step, args=args)[item]
 
     def set_aside_after(self, step: int) -> None:
         """Move the steps after `step`, and folders that hold no whole checkpoint, to `superseded/` beside them all."""
@@ -104,11 +126,15 @@ class Checkpoints:
     def _is_whole(self, step: int) -> bool:
         return all((self.directory / str(step) / item).is_dir() for item in _ITEMS)
 
+    def _has_ema(self, step: int) -> bool:
+        return (self.directory / str(step) / _EMA).is_dir()
+
     def _check(self, step: int) -> None:
         if step not in (steps := self.steps()):
             there = ", ".join(map(str, steps)) or "none"
             raise InputError(f"{self.directory}: no checkpoint of step {step}; there are: {there}")
 
 
-def _abstract(tree: Any) -> Any:
+def abstract(tree: Any) -> Any:
+    """Shapes, types and placement of a tree of arrays."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)

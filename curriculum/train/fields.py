@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from curriculum.model.presets import num_parameters
+from curriculum.model.model import num_parameters
 from curriculum.plan import describe_phases
 from curriculum.train.clock import TrainClock, peak_memory_gb
 from curriculum.train.ledger import History
@@ -28,7 +29,7 @@ def training_start(setup: Setup) -> dict[str, Any]:
     }
     return {
         "config": setup.config.to_json(),
-        "model": {**asdict(setup.model), "num_parameters": num_parameters(setup.model)},
+        "model": {**setup.model.architecture, "num_parameters": num_parameters(setup.model)},
         "plan": derived(setup),
         "sources": setup.corpus.details,
         "evalsets": evalsets,
@@ -58,24 +59,40 @@ def training_state(setup: Setup, step: int, history: History) -> dict[str, Any]:
     }
 
 
-def eval_event(setup: Setup, step: int, summaries: dict[str, Summary], duration_s: float) -> dict[str, Any]:
+def eval_event(
+    setup: Setup,
+    step: int,
+    summaries: Mapping[str, Summary],
+    averaged: Mapping[str, Mapping[str, Summary]],
+    duration_s: float,
+) -> dict[str, Any]:
+    """The sets' losses, and by average of the parameters the same again."""
     update = max(step - 1, 0)
     fields: dict[str, Any] = {
         "progress_pct": round(100 * step / setup.schedule.total_steps, 4),
         "lr": float(setup.rates[update]),
         "phase": setup.schedule.segment_at(update).phase,
     }
+    averages = {average: _losses(of_sets) for average, of_sets in averaged.items()}
+    return fields | _losses(summaries) | averages | {"eval_duration_s": round(duration_s, 3)}
+
+
+def _losses(summaries: Mapping[str, Summary]) -> dict[str, float | None]:
+    """Loss, bits per byte and standard error of each set, in six decimals."""
+    fields: dict[str, float | None] = {}
     for name, summary in summaries.items():
         loss, bpb, sem = ("val_loss", "val_bpb", "val_sem")
         if name != PRIMARY:
             loss, bpb, sem = f"eval_{name}", f"eval_{name}_bpb", f"eval_{name}_sem"
-        fields |= {loss: summary.loss, bpb: summary.bpb, sem: summary.sem}
-    return fields | {"eval_duration_s": round(duration_s, 3)}
+        numbers = {loss: summary.loss, bpb: summary.bpb, sem: summary.sem}
+        fields |= {key: number if number is None else round(number, 6) for key, number in numbers.items()}
+    return fields
 
 
 def metrics_row(setup: Setup, done: int, state: TrainState, clock: TrainClock) -> dict[str, Any]:
     segment = setup.schedule.segment_at(done - 1)
     means = read_window(state.window, setup.plan.sources)
+    filled = means["filled_tokens"]
     steps, seconds, once = clock.take()
     fields = {
         "step": done,
@@ -90,7 +107,7 @@ def metrics_row(setup: Setup, done: int, state: TrainState, clock: TrainClock) -
         "mixture": {name: segment.mixture_at(done - 1).get(name, 0.0) for name in setup.config.sources},
         "skipped_updates": int(state.skipped_updates),
         "packing_mode": "stream",
-        "packing_utilization": 1.0,
+        "packing_utilization": None if filled is None else round(filled / setup.tokens_at(1), 6),
         "peak_memory_gb": peak_memory_gb(),
     }
     return fields | once

@@ -64,7 +64,7 @@ def entry(setup: Setup, step: int, history: History, offsets: Mapping[str, int],
     return {
         "step": step,
         "seed": setup.config.seed,
-        "model": asdict(setup.model),
+        "model": dict(setup.model.architecture),
         "tokenizer": setup.corpus.tokenizer.fingerprint,
         "segments": segments_to_json(setup.schedule.segments),
         "sources": {
@@ -83,7 +83,7 @@ def entry(setup: Setup, step: int, history: History, offsets: Mapping[str, int],
 
 def check_past(saved: Mapping[str, Any], setup: Setup) -> None:
     """Raise InputError where the config would change what has been trained: the past is what the ledger says."""
-    config, details, model = setup.config, setup.corpus.details, asdict(setup.model)
+    config, details, model = setup.config, setup.corpus.details, dict(setup.model.architecture)
     step = saved["step"]
     problems: list[tuple[str, str]] = []
     if config.seed != saved["seed"]:
@@ -139,19 +139,23 @@ def _of_sources(segments, sources: Iterable[str]):
     return [replace(s, cursors={name: s.cursors.get(name, 0) for name in sources}) for s in segments]
 
 
-def write_results(path: Path, results: Mapping[str, WindowResults]) -> None:
+def write_results(
+    path: Path, results: Mapping[str, WindowResults], averaged: Mapping[str, Mapping[str, WindowResults]]
+) -> None:
     """Every window's sums of one eval, as `<set>.<field>` arrays of an .npz file, replaced at once.
 
-    Sets that the file has already, measured at this step before, stay in it.
+    Those of an average of the parameters are `<set>@<average>.<field>`. Sets that the file has already, measured at
+    this step before, stay in it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     arrays = {}
     if path.exists():
         with np.load(path) as before:
             arrays = {key: before[key] for key in before.files}
+    named = dict(results) | {f"{name}@{a}": result for a, sets in averaged.items() for name, result in sets.items()}
     arrays |= {
         f"{name}.{column.removesuffix('_N')}": array
-        for name, result in results.items()
+        for name, result in named.items()
         for column, array in result._asdict().items()
     }
     temporary = path.with_name(path.name + ".tmp")

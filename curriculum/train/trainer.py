@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +13,20 @@ import numpy as np
 from curriculum.config import Config
 from curriculum.data.tokenizer import Tokenizer, load_tokenizer
 from curriculum.errors import InputError
-from curriculum.model.presets import num_parameters
+from curriculum.model.model import Model, num_parameters
 from curriculum.plan import DEFAULT_STORE_DIR, check_schedule
 from curriculum.record.board import Board
 from curriculum.record.console import Console, program
 from curriculum.record.events import Record, check_offsets, set_aside
 from curriculum.run import RunDirectory, load_run, read_json, write_tokenizer
 from curriculum.train import fields, ledger
+from curriculum.train.averages import averages_at
 from curriculum.train.checkpoint import Checkpoints
 from curriculum.train.clock import TrainClock, peak_memory_gb
 from curriculum.train.setup import Setup, build
 from curriculum.train.signals import Stopped, StopSignals
 from curriculum.train.step import TrainState, clear_window, read_window
-from evalsets.metrics import summarise
+from evalsets.metrics import Summary, WindowResults, summarise
 
 
 def train(
@@ -34,10 +35,12 @@ def train(
     *,
     resume: str | int | None = None,
     store_dir: str | Path = DEFAULT_STORE_DIR,
+    make_model: Callable[[int], Model] | None = None,
 ) -> dict[str, Any]:
     """Train a run, or continue it, and return its `training_complete` event.
 
     `run_dir` is `runs/<name>` by default; `resume` is None for a new run, "latest", or the step of a checkpoint.
+    `make_model(vocab_size)` gives a model of one's own; the `model` section is then not read.
     Raises InputError for what the user can mend, before anything is created, and Stopped after a signal.
     """
     directory = RunDirectory(Path(run_dir) if run_dir is not None else Path("runs") / config.name)
@@ -48,8 +51,10 @@ def train(
         )
     _check_resume(directory, resume)
     check_schedule(config)
-    setup = build(config, store_dir, _snapshot(directory, config) if resume is not None else None)
-    checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep)
+    setup = build(config, store_dir, _snapshot(directory, config) if resume is not None else None, make_model)
+    mean_of = config.averages.phase_mean
+    keep_planned = None if mean_of is None else (config.checkpoint.every, mean_of)
+    checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep, keep_planned)
     try:
         return _run(setup, directory, checkpoints, resume)
     finally:
@@ -101,7 +106,7 @@ def _run(setup: Setup, directory: RunDirectory, checkpoints: Checkpoints, resume
         state, history = setup.restore(checkpoints, step, tuple(saved["sources"])), ledger.History.of(saved)
     checkpoints.set_aside_after(-1 if step is None else step)
     directory.set_aside_evals_after(-1 if step is None else step)
-    directory.create(setup.config, fields.derived(setup), asdict(setup.model))
+    directory.create(setup.config, fields.derived(setup), dict(setup.model.architecture))
     write_tokenizer(directory, setup.corpus.tokenizer)
 
     views = [
@@ -136,10 +141,13 @@ def _loop(
         with clock.paused(state):
             started = time.perf_counter()
             results = setup.suite.run(state.params, names)
+            averages = averages_at(setup, done, state, checkpoints, directory.path / "averages")
+            averaged = {average: setup.suite.run(params, names) for average, params in averages.items()}
             duration_s = time.perf_counter() - started
-            ledger.write_results(directory.path / "evals" / f"{done}.npz", results)
-            summaries = {name: summarise(result) for name, result in results.items()}
-            record.event("eval", done, **fields.eval_event(setup, done, summaries, duration_s))
+            ledger.write_results(directory.path / "evals" / f"{done}.npz", results, averaged)
+            summaries = _summaries(results)
+            of_averages = {average: _summaries(of_sets) for average, of_sets in averaged.items()}
+            record.event("eval", done, **fields.eval_event(setup, done, summaries, of_averages, duration_s))
             history = history.with_eval(done, summaries, setup.content_hashes)
 
     def save(done: int, planned: bool) -> None:
@@ -191,6 +199,10 @@ def _loop(
     checkpoints.wait()
     complete = fields.training_complete(setup, history, record.elapsed_s, int(state.skipped_updates))
     return record.event("training_complete", total, **complete)
+
+
+def _summaries(results: Mapping[str, WindowResults]) -> dict[str, Summary]:
+    return {name: summarise(result) for name, result in results.items()}
 
 
 def _resume_command(config: Config, directory: RunDirectory) -> str | None:
