@@ -14,17 +14,20 @@ PRIMARY = "primary"  # the name of the set whose loss is the validation loss of 
 class EvalSet:
     """Held-out documents cut into windows; `cut_windows` makes one. The arrays are read-only.
 
-    tokens_NT1: int32 [N, T+1]. Inputs are [:, :-1], targets [:, 1:]; past `num_tokens_N` targets a row is
+    tokens_NT1: int32 [N, T+1]. Inputs are [:, :-1], targets [:, 1:]; past the document's last token a row is
       padding (the end-of-text id), which no result may depend on.
+    scored_NT: bool, the targets that count: all of a document, or the answers of a conversation; never padding.
     num_tokens_N: int32, scored targets of each window, 1..T.
-    num_bytes_N: int64, UTF-8 bytes of those targets; over a document they sum to the document's bytes.
+    num_bytes_N: int64, UTF-8 bytes of those targets; over a document scored throughout they sum to its bytes.
     document_N: int32, the document of each window, 0..D-1, non-decreasing.
-    content_hash: hexadecimal, of the documents' tokens in order, T and the end-of-text id. Two sets may be
-      compared window by window exactly when their hashes are equal; the name takes no part.
+    content_hash: hexadecimal, of the documents' tokens in order, T, the end-of-text id and, where not all are,
+      of which tokens are scored. Two sets may be compared window by window exactly when their hashes are equal;
+      the name takes no part.
     """
 
     name: str
     tokens_NT1: np.ndarray
+    scored_NT: np.ndarray
     num_tokens_N: np.ndarray
     num_bytes_N: np.ndarray
     document_N: np.ndarray
@@ -61,14 +64,16 @@ def cut_windows(
     seq_len: int,
     max_sequences: int | None = None,
     document_hashes: np.ndarray | Sequence[bytes] | None = None,
+    scored: Sequence[np.ndarray | None] | None = None,
 ) -> EvalSet:
-    """Cut documents into disjoint windows that score every token exactly once.
+    """Cut documents into disjoint windows that score every token, or every token of the answers, exactly once.
 
     Each document is prefixed by `eot`; its window k holds the tokens [k*T .. (k+1)*T] of that, T = `seq_len`.
     So the first token is predicted from `eot`, the first token of a later window from the last token of the
     window before it, and every other token from all the tokens before it in its window. A closing
     end-of-text is not scored: `documents` come without one. Empty documents hold nothing to score; they are
-    skipped, and neither counted nor hashed.
+    skipped, and neither counted nor hashed. So are documents without a scored token; of other documents the
+    windows without one are left out, since nothing in them would be measured.
 
     A window belongs to one document, so a document of n tokens costs ceil(n / T) rows: with documents of 100
     tokens and T = 1,024 nine tenths of an eval go to padding. That is the price of results that depend on
@@ -81,9 +86,11 @@ def cut_windows(
       first document in hash order is always taken, even if it alone has more windows than that.
     document_hashes: one a document, empty ones included, uint64 pairs [D, 2] or bytes; default: computed from
       the tokens.
+    scored: one a document, empty ones included: whether each of its tokens is scored, or None for all of them.
+      Default: all tokens of all documents.
 
     Raises ValueError: nothing to score; an id outside the vocabulary; a document that is not 1-D integers;
-    hashes that do not match the documents; seq_len or max_sequences below 1; a bad name.
+    hashes or `scored` that do not match the documents; seq_len or max_sequences below 1; a bad name.
     """
     if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
         raise ValueError(f"eval set name {name!r}: expected letters, digits, '_' and '-' only")
@@ -102,8 +109,17 @@ def cut_windows(
             raise ValueError(f"{where}: document {i} is {document.dtype}{list(document.shape)}, expected 1-D integers")
     if document_hashes is not None and len(document_hashes) != len(documents):
         raise ValueError(f"{where}: {len(document_hashes)} document hashes, expected {len(documents)}, one a document")
+    scored = [None] * len(documents) if scored is None else list(scored)
+    if len(scored) != len(documents):
+        raise ValueError(f"{where}: scored is given for {len(scored)} documents, expected {len(documents)}")
+    for i, document in enumerate(documents):
+        scored[i] = np.ones(len(document), bool) if scored[i] is None else np.asarray(scored[i], bool)
+        if scored[i].shape != document.shape:
+            raise ValueError(f"{where}: document {i}: scored is {list(scored[i].shape)}, expected {[len(document)]}")
     lengths = np.fromiter((len(document) for document in documents), np.int64, len(documents))
-    chosen_D = np.flatnonzero(lengths)
+    # Windows with a scored token; a document without one holds nothing to score.
+    windows = np.array([_num_scored_windows(scored_t, seq_len) for scored_t in scored], np.int64)
+    chosen_D = np.flatnonzero(windows)
     if not chosen_D.size:
         raise ValueError(
             f"{where}: no tokens to score in {len(documents)} documents, expected at least one; "
@@ -113,8 +129,8 @@ def cut_windows(
         if document_hashes is None:
             document_hashes = [_hash_document(document) for document in documents]
         order_D = _hash_order(document_hashes)
-        order_D = order_D[lengths[order_D] > 0]
-        windows_so_far = np.cumsum(-(-lengths[order_D] // seq_len))
+        order_D = order_D[windows[order_D] > 0]
+        windows_so_far = np.cumsum(windows[order_D])
         fitting = np.searchsorted(windows_so_far, max_sequences, side="right")
         chosen_D = np.sort(order_D[: max(1, fitting)])
 
@@ -134,15 +150,20 @@ def cut_windows(
     document_N = np.repeat(np.arange(len(length_D), dtype=np.int32), windows_D)
     first_D = np.cumsum(windows_D) - windows_D
     k_N = np.arange(len(document_N)) - first_D[document_N]
-    num_tokens_N = np.minimum(seq_len, length_D[document_N] - k_N * seq_len).astype(np.int32)
 
     tokens_NT1 = np.full((len(document_N), seq_len + 1), eot, np.int32)
-    targets_NT = tokens_NT1[:, 1:]
-    scored_NT = np.arange(seq_len) < num_tokens_N[:, None]
-    # Row by row, the scored targets are the documents' tokens in order.
-    targets_NT[scored_NT] = targets
+    scored_NT = np.arange(seq_len) < (length_D[document_N] - k_N * seq_len)[:, None]  # at first, all but padding
+    # Row by row, these are the documents' tokens in order.
+    scored_targets = np.concatenate([scored[i] for i in chosen_D])
+    tokens_NT1[:, 1:][scored_NT] = targets
     tokens_NT1[1:, 0] = tokens_NT1[:-1, -1]
     tokens_NT1[first_D, 0] = eot
+    if not scored_targets.all():
+        scored_NT[scored_NT] = scored_targets
+        kept_N = scored_NT.any(axis=1)
+        tokens_NT1, scored_NT, document_N = tokens_NT1[kept_N], scored_NT[kept_N], document_N[kept_N]
+    targets_NT = tokens_NT1[:, 1:]
+    num_tokens_N = scored_NT.sum(axis=1, dtype=np.int32)
 
     token_bytes_V = np.asarray(token_bytes_V)
     num_bytes_N = np.zeros(len(document_N), np.int64)
@@ -154,10 +175,19 @@ def cut_windows(
     content = hashlib.blake2b(np.array([seq_len, eot, len(length_D)], "<i8"), digest_size=16)
     content.update(length_D.astype("<i8"))
     content.update(targets.astype("<i4", copy=False))
+    if not scored_targets.all():
+        content.update(np.packbits(scored_targets))
 
-    for array in (tokens_NT1, num_tokens_N, num_bytes_N, document_N):
+    for array in (tokens_NT1, scored_NT, num_tokens_N, num_bytes_N, document_N):
         array.flags.writeable = False
-    return EvalSet(name, tokens_NT1, num_tokens_N, num_bytes_N, document_N, content.hexdigest())
+    return EvalSet(name, tokens_NT1, scored_NT, num_tokens_N, num_bytes_N, document_N, content.hexdigest())
+
+
+def _num_scored_windows(scored_t: np.ndarray, seq_len: int) -> int:
+    """Windows of a document that hold a scored token."""
+    if not len(scored_t):
+        return 0
+    return int(np.count_nonzero(np.logical_or.reduceat(scored_t, np.arange(0, len(scored_t), seq_len))))
 
 
 def _hash_document(document: np.ndarray) -> bytes:

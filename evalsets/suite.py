@@ -47,21 +47,20 @@ class Suite:
         self.num_traces = 0
         self._micro_batches = {
             name: [
-                (put(tokens_BT1), put(num_tokens_B))
-                for tokens_BT1, num_tokens_B in zip(
+                (put(tokens_BT1), put(scored_BT))
+                for tokens_BT1, scored_BT in zip(
                     _micro_batches(evalset.tokens_NT1, micro_batch_size),
-                    _micro_batches(evalset.num_tokens_N, micro_batch_size),
+                    _micro_batches(evalset.scored_NT, micro_batch_size),
                     strict=True,
                 )
             ]
             for name, evalset in self.evalsets.items()
         }
 
-        def sum_windows(params, tokens_BT1, num_tokens_B):
+        def sum_windows(params, tokens_BT1, scored_BT):
             self.num_traces += 1
             nats_BT, correct_BT = nats_per_token(params, tokens_BT1[:, :-1], tokens_BT1[:, 1:])
-            scored_BT = jnp.arange(nats_BT.shape[1]) < num_tokens_B[:, None]
-            # `where`, not a product: a NaN in the padding must not reach the sum.
+            # `where`, not a product: a NaN where nothing is scored must not reach the sum.
             nats_B = _sum_pairwise(jnp.where(scored_BT, nats_BT, 0))
             return nats_B, jnp.sum(scored_BT & correct_BT, axis=1, dtype=jnp.int32)
 

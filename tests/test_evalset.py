@@ -72,6 +72,51 @@ def test_bytes_are_the_documents_utf8_bytes():
     assert evalset.num_windows > 1024
 
 
+def test_windows_of_answers_by_hand():
+    scored = [[0, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0, 1], None, [], [0, 0]]
+    documents = [[5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7], [4], [], [8, 8]]
+    evalset = cut(documents, scored=[s if s is None else np.array(s, np.uint8) for s in scored])
+    # The first two windows of the second document and all of the last one have nothing to measure.
+    assert evalset.tokens_NT1.tolist() == [[0, 5, 6, 7], [7, 8, 9, 0], [6, 7, 0, 0], [0, 4, 0, 0]]
+    assert evalset.scored_NT.tolist() == [
+        [False, False, True],
+        [True, False, False],
+        [True, False, False],
+        [True, False, False],
+    ]
+    assert evalset.num_tokens_N.tolist() == [1, 1, 1, 1]
+    assert evalset.num_bytes_N.tolist() == [7, 8, 7, 4]
+    assert evalset.document_N.tolist() == [0, 0, 1, 2]
+    assert (evalset.num_windows, evalset.num_documents, evalset.num_tokens, evalset.num_bytes) == (4, 3, 4, 26)
+    assert (evalset.scored_NT.dtype, evalset.num_tokens_N.dtype, evalset.scored_NT.flags.writeable) == (
+        bool,
+        np.int32,
+        False,
+    )
+
+
+def test_the_mask_of_text_is_all_but_padding():
+    evalset = cut([[5, 6, 7, 8], [1]])
+    assert evalset.scored_NT.tolist() == [[True] * 3, [True, False, False], [True, False, False]]
+
+
+def test_max_sequences_counts_the_windows_that_stay():
+    # Of 4, 3 and 1 windows one each stays; the second in hash order has none and is passed over.
+    documents, hashes = [[1] * 12, [2] * 9, [3] * 9, [4]], [b"a", b"b", b"c", b"d"]
+    scored = [np.eye(12)[5], np.zeros(9), np.eye(9)[0], np.ones(1)]
+    evalset = cut(documents, scored=scored, max_sequences=2, document_hashes=hashes)
+    assert evalset.tokens_NT1.tolist() == [[1, 1, 1, 1], [0, 3, 3, 3]]
+    assert cut(documents, scored=scored, max_sequences=3, document_hashes=hashes).num_windows == 3
+
+
+def test_content_hash_tells_which_tokens_are_scored():
+    base = cut([[1, 2], [3, 4]])
+    assert cut([[1, 2], [3, 4]], scored=[np.ones(2, bool), None]).content_hash == base.content_hash
+    masks = [[[1, 0], [1, 1]], [[1, 1], [0, 1]], [[0, 1], [1, 1]]]
+    hashes = {cut([[1, 2], [3, 4]], scored=[np.array(m) for m in mask]).content_hash for mask in masks}
+    assert len(hashes) == 3 and base.content_hash not in hashes
+
+
 def test_content_hash_is_of_tokens_seq_len_and_eot():
     documents = [[1, 2, 3, 4], [5, 6]]
     base = cut(documents).content_hash
@@ -139,6 +184,9 @@ def test_default_hash_order_is_of_content_alone():
         ([[1]], {"max_sequences": 0}, "max_sequences is 0, expected at least 1"),
         ([[1], [2]], {"document_hashes": [b"a"]}, "1 document hashes, expected 2"),
         ([[[1]]], {}, r"document 0 is int64\[1, 1\], expected 1-D integers"),
+        ([[1], [2]], {"scored": [None]}, "scored is given for 1 documents, expected 2"),
+        ([[1], [2, 3]], {"scored": [None, np.ones(3)]}, r"document 1: scored is \[3\], expected \[2\]"),
+        ([[1], []], {"scored": [np.zeros(1), None]}, "no tokens to score in 2 documents"),
         ([[1]], {"name": "a b"}, "eval set name 'a b': expected letters, digits"),
         ([[1]], {"name": ""}, "eval set name ''"),
         ([[1]], {"name": "a\n"}, "eval set name"),

@@ -93,6 +93,47 @@ def test_equals_a_float64_loop():
     assert summary.clusters == "documents"
 
 
+def answers_of(documents, seed):
+    """Documents with stretches of them scored: (documents, masks)."""
+    rng = np.random.default_rng(seed)
+    return documents, [np.repeat(rng.random(len(d) // 7 + 1) < 0.4, 7)[: len(d)] for d in documents]
+
+
+def test_answers_equal_a_float64_loop():
+    documents, scored = answers_of(tiny_documents(seed=3, num_documents=30), seed=1)
+    evalset = cut_windows("set", documents, TOKEN_BYTES_V, EOT, SEQ_LEN, scored=scored)
+    assert 0 < evalset.num_windows < cut_windows("set", documents, TOKEN_BYTES_V, EOT, SEQ_LEN).num_windows
+    params = {name: array.astype(np.float64) for name, array in tiny_params().items()}
+    nats = correct = tokens = num_bytes = 0
+    for document, mask in zip(documents, scored, strict=True):
+        prefixed = [EOT, *document.tolist()]
+        for t in np.flatnonzero(mask).tolist():
+            context = params["embed_VD"][prefixed[t - t % SEQ_LEN : t + 1]]
+            hidden = np.tanh(context[-1] + context.mean(axis=0) @ params["context_DD"])
+            logits = hidden @ params["head_DV"]
+            nats += math.log(sum(math.exp(x) for x in logits)) - logits[document[t]]
+            correct += int(np.argmax(logits) == document[t])
+            tokens, num_bytes = tokens + 1, num_bytes + int(TOKEN_BYTES_V[document[t]])
+    assert 100 < tokens < sum(map(len, documents))
+    results = Suite([evalset], tiny_nats_per_token, micro_batch_size=4).run(tiny_params())["set"]
+    summary = summarise(results)
+    assert (results.tokens_N.sum(), results.bytes_N.sum()) == (tokens, num_bytes)
+    assert summary.loss == pytest.approx(nats / tokens, rel=1e-6)
+    assert summary.bpb == pytest.approx(nats / num_bytes / math.log(2), rel=1e-6)
+    assert summary.accuracy == correct / tokens
+
+
+def test_a_set_of_answers_changes_nothing_for_the_others_and_traces_nothing_anew():
+    documents, scored = answers_of(tiny_documents(seed=3, num_documents=30), seed=1)
+    answers = cut_windows("answers", documents, TOKEN_BYTES_V, EOT, SEQ_LEN, scored=scored)
+    alone = Suite(four_evalsets(), tiny_nats_per_token, micro_batch_size=8).run(tiny_params())
+    suite = Suite([answers, *four_evalsets()], tiny_nats_per_token, micro_batch_size=8)
+    together = suite.run(tiny_params())
+    assert suite.num_traces == 1
+    for name, expected in alone.items():
+        assert_equal(together[name], expected)
+
+
 def test_independent_of_set_order_and_of_other_sets():
     evalsets = four_evalsets()
     params = tiny_params()
