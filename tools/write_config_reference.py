@@ -68,8 +68,8 @@ def main():
     schema = json_schema()
     lines = []
     for key, kind, default, meaning in rows(schema, schema["$defs"]):
-        meaning = " ".join(meaning.split()).replace("|", "\\|")
-        lines.append(f"| `{key}` | {kind} | {default} | {meaning} |")
+        cells = (text.replace("|", "\\|") for text in (f"`{key}`", kind, default, " ".join(meaning.split())))
+        lines.append(f"| {' | '.join(cells)} |")
     files = {
         ROOT / "configs/schema.json": json.dumps(schema, indent=2) + "\n",
         ROOT / "docs/config.md": HEAD + "\n".join(lines) + "\n",
