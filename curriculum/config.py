@@ -8,12 +8,13 @@ import os
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from curriculum.config_checks import CHECKS, PATH_CHECKS
 from curriculum.config_problems import no_such, translate
+from curriculum.data.chat import ChatConfig
 from curriculum.data.documents import SourceConfig
 from curriculum.data.tokenizer import TokenizerConfig
 from curriculum.errors import InputError
@@ -41,8 +42,10 @@ class EvalSource:
     """File or directory of text, JSONL, parquet or arrow, or a prepared folder."""
     hf: str | None = None
     """Name of a data set on the hub (its train split)."""
-    text_key: str = "text"
-    """Field or column of the text in JSONL, parquet and arrow."""
+    format: Literal["text", "messages", "completion"] = "text"
+    """As of a source; of conversations only the answers are measured."""
+    text_key: str | None = None
+    """Field or column of the text or of the messages in JSONL, parquet and arrow, as of a source."""
     glob: str = "**/*"
     """Which files of a directory are read."""
     max_sequences: PositiveInt | None = None
@@ -139,6 +142,7 @@ class Config:
     name: Annotated[str, Field(description="The run's name, and its folder below runs/.")] = "run"
     seed: Annotated[int, Field(ge=0, lt=2**31, description="Of the data order and of the first parameters.")] = 1337
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    chat: ChatConfig = field(default_factory=ChatConfig)
     model: ModelSection = field(default_factory=lambda: ModelSection(preset="tiny"))
     optim: OptimSection = field(default_factory=OptimSection)
     averages: AveragesSection = field(default_factory=AveragesSection)

@@ -94,11 +94,13 @@ def _check_evalsets(v):
         if len(given) != 1:
             got = " and ".join(given) or "none"
             yield path, f"got {got}, expected exactly one of 'held_out_of', 'path' and 'hf'"
-        if source.held_out_of is not None and (source.text_key, source.glob) != (
+        if source.held_out_of is not None and (source.text_key, source.glob, source.format) != (
             type(source).text_key,
             type(source).glob,
+            type(source).format,
         ):
-            yield path, "text_key and glob are read with 'path' or 'hf' only; held-out text comes from its source"
+            reason = "are read with 'path' or 'hf' only; held-out text comes from its source"
+            yield path, f"text_key, glob and format {reason}"
 
 
 def _check_held_out(v):

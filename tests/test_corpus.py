@@ -159,3 +159,98 @@ def test_a_set_whose_first_document_alone_is_too_long_is_taken_whole_and_said(fo
     windows = corpus.evalsets["long"].num_windows
     assert windows > 2 and corpus.evalsets["long"].num_tokens == 1000
     assert f"eval set long has {windows} windows, more than its max_sequences of 2" in "".join(corpus.warnings)
+
+
+def talk(i, num_words=3):
+    """A conversation of two answers."""
+    words = " ".join(["word"] * num_words)
+    turns = [("user", f"ask {i}"), ("assistant", f"say {i} {words}"), ("user", "more"), ("assistant", f"é{i}")]
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+def write_talks(path, talks):
+    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in talks))
+
+
+CHAT = {"user": "U:{content}.", "assistant": "A:{content};"}
+
+
+def chat_config(sets=None, chat=CHAT, **changes):
+    return config_of(
+        sources={
+            "web": {"path": "web.jsonl"},
+            "talks": {"path": "talks.jsonl", "format": "messages", "held_out": "10%"},
+        },
+        phases=[{"name": "a", "until": "end", "mixture": {"web": 0.5, "talks": 0.5}}],
+        evalsets={"primary": {"held_out_of": "talks"}, "sets": sets or {}},
+        chat=chat,
+        **changes,
+    )
+
+
+def scored_text(evalset):
+    """The scored bytes of each document, as text."""
+    found = [b""] * evalset.num_documents
+    for row in range(evalset.num_windows):
+        targets = evalset.tokens_NT1[row, 1:][evalset.scored_NT[row]]
+        found[evalset.document_N[row]] += bytes(targets.tolist())
+    return [text.decode() for text in found]
+
+
+def test_an_eval_set_of_conversations_measures_answers(folder):
+    write_talks(folder / "talks.jsonl", [talk(i) for i in range(400)])
+    write_talks(folder / "other.jsonl", [talk(i) for i in range(1000, 1003)])
+    pairs = [{"prompt": "2 + 2 =" * 9, "completion": " 4"}, {"prompt": "3 + 3 =", "completion": " 6"}]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    sets = {
+        "other": {"path": "other.jsonl", "format": "messages"},
+        "pairs": {"path": "pairs.jsonl", "format": "completion"},
+    }
+    corpus = load_corpus(chat_config(sets), folder / "store")
+    assert scored_text(corpus.evalsets["other"]) == [f"say {i} word word word;é{i};" for i in range(1000, 1003)]
+    assert scored_text(corpus.evalsets["pairs"]) == [" 4", " 6"]
+    pairs = corpus.evalsets["pairs"]
+    # The prompt of 63 bytes fills three windows of 20, which have nothing to measure.
+    assert (pairs.num_windows, pairs.num_tokens, pairs.num_bytes) == (2, 4, 4)
+    held_out = scored_text(corpus.evalsets["primary"])
+    assert len(held_out) >= 30
+    numbers = [int(text.split()[1]) for text in held_out]
+    assert held_out == [f"say {i} word word word;é{i};" for i in numbers]
+    assert corpus.evalsets["primary"].num_bytes == sum(len(text.encode()) for text in held_out)
+    train = bytes(t if t < 256 else 10 for t in corpus.tokens["talks"][:].tolist()).decode().split("\n")
+    assert {line.split(".")[0] for line in train if line} == {f"U:ask {i}" for i in set(range(400)) - set(numbers)}
+    sizes = find_sizes(chat_config(sets), folder / "store")
+    assert sizes.details == corpus.details and sizes.num_tokens["talks"] == len(corpus.tokens["talks"])
+    assert sizes.warnings == corpus.warnings == ()
+    # Another template: other stores, which are not there yet; web is.
+    sizes = find_sizes(chat_config(sets, chat=CHAT | {"user": "Q:{content}."}), folder / "store")
+    assert sizes.num_tokens["talks"] is None and sizes.num_tokens["web"] == len(corpus.tokens["web"])
+    assert sizes.warnings[-1].endswith("not counted: eval sets other, pairs")
+
+
+def test_a_tokenizer_of_conversations_knows_the_template(folder):
+    write_talks(folder / "talks.jsonl", [talk(i) for i in range(400)])
+    config = chat_config(chat=CHAT | {"user": "¿{content}?"}, tokenizer={"kind": "char"})
+    corpus = load_corpus(config, folder / "store")
+    assert {"¿".encode(), b"?", b";"} < set(corpus.tokenizer.tokens)
+    assert find_sizes(config, folder / "store").num_tokens["talks"] == len(corpus.tokens["talks"])
+    assert find_sizes(chat_config(tokenizer={"kind": "char"}), folder / "store").vocab_size is None
+
+
+def test_a_conversation_that_an_eval_set_has_is_dropped_from_training(folder):
+    talks = [talk(i) for i in range(400)]
+    write_talks(folder / "talks.jsonl", talks)
+    kept = load_corpus(chat_config(), folder / "store").evalsets["primary"].tokens_NT1
+    numbers = [i for i in range(400) if f"ask {i}." in bytes(t for t in kept.flatten().tolist() if t < 256).decode()]
+    other = next(i for i in range(400) if i not in numbers)
+    write_talks(folder / "some.jsonl", [talks[other]])
+    sets = {"some": {"path": "some.jsonl", "format": "messages"}}
+    corpus = load_corpus(chat_config(sets), folder / "store")
+    assert corpus.details["talks"]["dropped_documents"] == {"some": 1}
+
+
+def test_a_piece_of_a_conversation_without_an_answer_is_refused(folder):
+    messages = [{"role": "user", "content": "x" * 500}, {"role": "assistant", "content": "y" * 40}]
+    write_talks(folder / "talks.jsonl", [messages])
+    with pytest.raises(InputError, match="sources.talks.held_out: .*no token of an answer in the training part"):
+        load_corpus(chat_config(), folder / "store")

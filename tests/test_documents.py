@@ -7,6 +7,7 @@ import tracemalloc
 import pytest
 
 from curriculum.data import documents
+from curriculum.data.chat import ChatConfig
 from curriculum.data.documents import SourceConfig, read_pieces, source_files
 from curriculum.errors import InputError
 
@@ -184,6 +185,124 @@ def test_a_folder_named_like_a_flat_file_is_a_folder(tmp_path):
         SourceConfig(path=source.path, dtype="u16")
 
 
+CONVERSATIONS = [
+    [{"role": "user", "content": "汉\n"}, {"role": "assistant", "content": "a"}],
+    [
+        {"role": "system", "content": ""},
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "v"},
+    ],
+]
+SHORT = ChatConfig(system="S{content}/", user="U:{content}.", assistant="A:{content};")
+PIECES = [  # text, ends document, scored
+    ("U:汉\n.A:", False, False), ("a;", True, True),
+    ("S/U:u.A:", False, False), ("b;", False, True), ("U:v.", True, False),
+]  # fmt: skip
+
+
+def conversation_pieces(path, **options):
+    options = {"format": "messages"} | options
+    pieces = list(read_pieces(SourceConfig(path=str(path), **options), SHORT))
+    return pieces, [(piece.text, piece.ends_document, piece.scored) for piece in pieces]
+
+
+def test_a_json_row_is_a_conversation(tmp_path):
+    lines = [json.dumps({"messages": messages, "id": 7}) for messages in CONVERSATIONS]
+    path = write(tmp_path / "a.jsonl", "\n".join(lines))
+    pieces, found = conversation_pieces(path)
+    assert found == PIECES
+    assert [piece.where for piece in pieces] == [f"{path}:1"] * 2 + [f"{path}:2"] * 3
+    assert [piece.source_bytes for piece in pieces] == [len(lines[0]) + 1, 0, len(lines[1]), 0, 0]
+    renamed = write(tmp_path / "b.jsonl", "\n".join(json.dumps({"chat": messages}) for messages in CONVERSATIONS))
+    assert conversation_pieces(renamed, text_key="chat")[1] == PIECES
+
+
+def test_a_json_row_is_a_prompt_and_its_completion(tmp_path):
+    rows = [
+        {"prompt": "2 + 2 =", "completion": " 4", "messages": None},
+        {"prompt": CONVERSATIONS[0], "completion": CONVERSATIONS[0]},
+    ]
+    path = write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, rows)))
+    assert conversation_pieces(path, format="completion")[1] == [
+        ("2 + 2 =", False, False), (" 4", True, True),
+        ("U:汉\n.A:a;U:汉\n.A:", False, False), ("a;", True, True),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "hub"])
+def test_columnar_rows_are_conversations(tmp_path, kind):
+    import datasets
+
+    rows = [{"messages": messages, "prompt": "p", "completion": "c"} for messages in CONVERSATIONS]
+    rows[0]["messages"] = [message | {"name": "n"} for message in rows[0]["messages"]]  # null in the other row
+    table = datasets.Dataset.from_list(rows)
+    if kind == "arrow":
+        table.save_to_disk(tmp_path)
+    else:
+        table.to_parquet(tmp_path / "train.parquet")
+    place = {"hf": str(tmp_path)} if kind == "hub" else {"path": str(tmp_path)}
+    pieces = list(read_pieces(SourceConfig(**place, format="messages"), SHORT))
+    assert [(piece.text, piece.ends_document, piece.scored) for piece in pieces] == PIECES
+    assert [piece.where.rpartition(": ")[2] for piece in pieces] == ["row 1"] * 2 + ["row 2"] * 3
+    assert [piece.source_bytes for piece in pieces] == [9, 0, 14, 0, 0]
+    pieces = list(read_pieces(SourceConfig(**place, format="completion"), SHORT))
+    assert [(piece.text, piece.scored) for piece in pieces] == [("p", False), ("c", True)] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "row", "expected"),
+    [
+        ({}, {"messages": []}, "no key 'text'; found 'messages'; is a row a conversation? set format: messages"),
+        ({"text_key": "body"}, {"text": "x", "messages": []}, "no key 'body'; found 'text', 'messages'; is a row a conv"),
+        ({}, {"prompt": "", "completion": ""}, "no key 'text'; found 'prompt', 'completion'; is a row a prompt and its completion? set format: completion"),
+        ({}, {"prompt": ""}, "no key 'text'; found 'prompt'; name the key of the text with text_key:"),
+        ({"format": "messages"}, {"message": []}, "no key 'messages'; found 'message'; did you mean text_key: message?"),
+        ({"format": "messages", "text_key": "prompt"}, {"messages": []}, "no key 'prompt'; found 'messages'; name the key of the messages"),
+        ({"format": "messages"}, {"talk": []}, "no key 'messages'; found 'talk'; name the key of the messages with text_key:"),
+        ({"format": "messages"}, {"prompt": "", "completion": ""}, "no key 'messages'; found 'prompt', 'completion'; is a row a prompt"),
+        ({"format": "completion"}, {"prompt": "", "response": ""}, "no key 'completion'; found 'prompt', 'response'; rename the keys of the data to 'prompt' and 'completion'"),
+        ({"format": "completion"}, {"messages": []}, "no key 'prompt'; found 'messages'; is a row a conversation? set format: messages"),
+        ({"format": "completion"}, [], "a list; expected a JSON object with key 'prompt' and 'completion'"),
+        ({"format": "messages"}, {"messages": "x"}, "'messages' holds text; expected a list of messages"),
+        ({"format": "messages"}, {"messages": [{"role": "human", "content": "x"}]}, "messages[0].role is 'human'; expected system, user, assistant"),
+        ({"format": "messages", "text_key": "prompt"}, {"prompt": [{"role": "user"}]}, "prompt[0] has no key 'content'; found 'role'"),
+        ({"format": "messages"}, {"messages": []}, "no answer in it, so nothing to score; expected an assistant's turn or a completion that is not empty; take it out"),
+        ({"format": "messages"}, {"messages": [{"role": "user", "content": "x"}]}, "no answer in it"),
+        ({"format": "completion"}, {"prompt": "x", "completion": ""}, "no answer in it"),
+        ({"format": "completion"}, {"prompt": "x", "completion": []}, "'prompt' holds text and 'completion' a list; expected"),
+    ],
+)  # fmt: skip
+def test_a_row_that_is_no_conversation_is_refused_with_its_place(tmp_path, options, row, expected):
+    good = {"text": "", "body": "", "prompt": "", "completion": "x", "messages": CONVERSATIONS[0]}
+    if options.get("text_key") == "prompt":
+        good["prompt"] = CONVERSATIONS[0]
+    path = write(tmp_path / "a.jsonl", f"{json.dumps(good)}\n{json.dumps(row)}")
+    assert refused(path, **options).startswith(f"{path}:2: {expected}")
+
+
+def test_the_hint_for_another_format_comes_from_columns_too(tmp_path):
+    import datasets
+
+    datasets.Dataset.from_dict({"prompt": ["a"], "completion": ["b"]}).to_parquet(tmp_path / "a.parquet")
+    message = refused(tmp_path)
+    assert message.endswith(
+        "a.parquet: no key 'text'; found 'prompt', 'completion'; is a row a prompt and its completion? set format: completion"
+    )
+    assert "row 1: 'prompt' holds text; expected a list" in refused(tmp_path, format="messages", text_key="prompt")
+
+
+def test_plain_text_has_no_rows(tmp_path):
+    write(tmp_path / "a.jsonl", json.dumps({"messages": CONVERSATIONS[0]}))
+    path = write(tmp_path / "b.txt", "text")
+    assert f"{path}: plain text has no rows; format messages reads .jsonl, .ndjson, .parquet, .arrow" in refused(
+        tmp_path, format="messages"
+    )
+    assert read(tmp_path, format="messages", glob="*.jsonl") == [
+        "<|im_start|>user\n汉\n<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n"
+    ]
+
+
 def test_a_hub_name_reads_its_train_split(tmp_path):
     # A folder of parquet is to `datasets` what a name on the hub is.
     import datasets
@@ -255,6 +374,11 @@ def test_an_unreadable_file_is_refused(tmp_path):
         ({"path": ""}, "path is empty; expected a file or a folder"),
         ({"hf": ""}, "hf is ''; expected a dataset of the hub, NAME or NAME:CONFIGURATION"),
         ({"hf": ":en"}, "hf is ':en'; expected a dataset of the hub"),
+        (
+            {"path": "a.bin", "format": "messages"},
+            "format messages needs rows of JSONL, parquet or arrow; got path 'a.bin'",
+        ),
+        ({"path": "a", "format": "completion", "text_key": "x"}, "text_key belongs to the formats text and messages"),
         ({"path": "a", "held_out": "120%"}, 'expected a share such as "1%"'),
     ],
 )

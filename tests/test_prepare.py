@@ -1,6 +1,7 @@
 """Preparing sources: the right tokens, once, whatever dies or runs beside it."""
 
 import io
+import json
 import multiprocessing
 import os
 import random
@@ -18,7 +19,8 @@ import pytest
 import xxhash
 
 from curriculum.data import documents, flat, prepare
-from curriculum.data.cache import building
+from curriculum.data.cache import building, digest
+from curriculum.data.chat import ChatConfig
 from curriculum.data.documents import SourceConfig, read_pieces
 from curriculum.data.prepare import (
     find_store,
@@ -546,6 +548,98 @@ def test_a_prepared_folder_is_written_whole_or_not_at_all(sources, tmp_path):
         prepare_folder([""], byte_tokenizer(), tmp_path / "none")
     with pytest.raises(InputError, match="out: exists already; name a new folder"):
         prepare_folder([sources["web"].path], byte_tokenizer(), output)
+
+
+# --- conversations ------------------------------------------------------------------------------------------
+
+
+SHORT = ChatConfig(system="S{content}/", user="U:{content}.", assistant="A:{content};")
+TALKS = [
+    [{"role": "user", "content": "é"}, {"role": "assistant", "content": "ab"}],
+    [
+        {"role": "user", "content": "<|endoftext|>"},
+        {"role": "assistant", "content": "c"},
+        {"role": "user", "content": "d"},
+    ],
+]
+# The same by hand: (text, scored) and what end-of-text is.
+BY_HAND = [
+    ([("U:é.A:", 0), ("ab;", 1)], 1),
+    ([("U:<|endoftext|>.A:", 0), ("c;", 1), ("U:d.", 0)], 0),
+]
+
+
+def talks(tmp_path, name="talks.jsonl", **options):
+    path = tmp_path / name
+    if not path.exists():
+        path.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in TALKS))
+    return SourceConfig(path=str(path), **({"format": "messages"} | options))
+
+
+def assert_by_hand(store, tokenizer):
+    tokens, scored = [], []
+    for stretches, end in BY_HAND:
+        for text, mark in stretches:
+            ids = tokenizer.encode(text).tolist()
+            tokens += ids
+            scored += [mark] * len(ids)
+        tokens, scored = [*tokens, tokenizer.eot], [*scored, end]
+    assert store.view()[:].tolist() == tokens
+    assert store.scored_view()[:].tolist() == scored
+    assert store.facts.num_scored == sum(scored) > 0
+    texts = ["".join(text for text, _ in stretches).encode() for stretches, _ in BY_HAND]
+    assert store.documents["bytes"].tolist() == [len(text) for text in texts]
+    hashes = [high << 64 | low for high, low in store.documents["hash"].tolist()]
+    assert hashes == [xxhash.xxh3_128(text).intdigest() for text in texts]
+    return tokens
+
+
+def test_the_ids_of_conversations_by_hand(tmp_path, store_dir):
+    store = prepare_store("talks", talks(tmp_path), byte_tokenizer(), store_dir, shard_tokens=5, chat=SHORT)
+    tokens = assert_by_hand(store, byte_tokenizer())
+    assert tokens == [*"U:é.A:ab;".encode(), 256, *b"U:<|endoftext|>.A:c;U:d.", 256]
+    assert len(store.shards) == 8 and store.facts.num_documents == 2
+    found = find_store("talks", talks(tmp_path), byte_tokenizer(), store_dir, SHORT)
+    assert found.directory == store.directory and found.facts == store.facts
+
+
+def test_a_tokenizer_is_made_from_what_the_template_gives(tmp_path, store_dir):
+    sources = {"talks": talks(tmp_path)}
+    char = prepare_tokenizer(TokenizerConfig("char"), sources, store_dir, SHORT)
+    assert b"".join(char.tokens).decode() == "".join(sorted(set("U:é.A:ab;U:<|endoftext|>.A:c;U:d.")))
+    assert find_tokenizer(TokenizerConfig("char"), sources, store_dir, SHORT).fingerprint == char.fingerprint
+    assert find_tokenizer(TokenizerConfig("char"), sources, store_dir) is None
+    assert_by_hand(prepare_store("talks", sources["talks"], char, store_dir, chat=SHORT), char)
+    bpe = prepare_tokenizer(TokenizerConfig("bpe", 262), sources, store_dir, SHORT)
+    assert_by_hand(prepare_store("talks", sources["talks"], bpe, store_dir, chat=SHORT), bpe)
+
+
+def test_two_templates_two_stores_and_text_is_left_alone(tmp_path, store_dir):
+    (tmp_path / "both.jsonl").write_text(
+        json.dumps({"text": "x", "messages": TALKS[0], "prompt": "p", "completion": "c"})
+    )
+    options = [{"format": "messages"}, {"format": "completion"}, {"format": "text"}]
+    made = {}
+    for chat in (SHORT, ChatConfig(), ChatConfig(tool="{content}")):
+        for option in options:
+            source = SourceConfig(path=str(tmp_path / "both.jsonl"), **option)
+            store = prepare_store("both", source, byte_tokenizer(), store_dir, chat=chat)
+            made.setdefault(option["format"], []).append(store.directory)
+    assert [len(set(directories)) for directories in made.values()] == [3, 3, 1]
+    assert len({directory for directories in made.values() for directory in directories}) == 7
+    assert not list(made["text"][0].glob("scored-*")) and list(made["messages"][0].glob("scored-*"))
+    # The key of a store of text is the one that it had before there were conversations.
+    content = (store_dir / "contents").iterdir().__next__().read_text()
+    key = digest(1, content, byte_tokenizer().fingerprint, "text", None, None)
+    assert made["text"][0].name == f"both-{key[:16]}"
+
+
+def test_a_conversation_that_cannot_be_read_leaves_no_store(tmp_path, store_dir):
+    path = tmp_path / "talks.jsonl"
+    path.write_text(json.dumps({"messages": TALKS[0]}) + "\n" + json.dumps({"messages": TALKS[0][:1]}) + "\n")
+    with pytest.raises(InputError, match="talks.jsonl:2: no answer in it, so nothing to score"):
+        prepare_store("talks", talks(tmp_path), byte_tokenizer(), store_dir)
+    assert list(store_dir.glob("stores/*")) == []
 
 
 # --- progress -----------------------------------------------------------------------------------------------

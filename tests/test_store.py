@@ -10,8 +10,9 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from curriculum.data.held_out import eval_documents, split_store
 from curriculum.data.split import Split
-from curriculum.data.store import StoreWriter, eval_documents, open_store, split_store
+from curriculum.data.store import StoreWriter, open_store
 from curriculum.data.tokenizer import byte_tokenizer
 from curriculum.data.view import TokenView
 from curriculum.errors import InputError
@@ -35,6 +36,89 @@ def write_store(directory, texts=TEXTS, shard_tokens=7):
 @pytest.fixture
 def store(tmp_path):
     return write_store(tmp_path / "store")
+
+
+@pytest.mark.parametrize("shard_tokens", [1, 3, 7, 100])
+def test_a_store_of_conversations_says_of_each_token_if_it_is_scored(tmp_path, shard_tokens):
+    tmp_path.joinpath("store").mkdir()
+    writer = StoreWriter(tmp_path / "store", "u16", shard_tokens, marks_scored=True)
+    marks = [[0, 0, 1], [0, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1], [0, 1], [0, 1, 0, 1, 0, 1, 0, 1, 0], [0, 0, 1]]
+    for text, scored in zip(TEXTS, marks, strict=True):
+        tokens = [*text.encode(), EOT]
+        writer.add_tokens(np.array(tokens[:2]), np.array(scored[:2], bool))
+        writer.add_tokens(np.array(tokens[2:]), np.array(scored[2:], bool))
+        writer.add_text(text.encode())
+        writer.end_document(len(tokens))
+    writer.finish("test", byte_tokenizer())
+    store = open_store(tmp_path / "store")
+    assert store.facts.num_scored == 1 + 2 + 6 + 1 + 4 + 1
+    sizes = [path.stat().st_size for path in sorted((tmp_path / "store").glob("scored-*.bin"))]
+    assert sizes == [shard.num_tokens for shard in store.facts.shards] and sum(sizes) == 29
+    assert store.view()[:].tolist() == stream_of(TEXTS)
+    assert store.scored_view()[:].tolist() == sum(marks, [])
+    assert store.scored_view()[:].dtype == np.uint8
+    keep = [True, False, True, True, True, False]
+    kept = sum([marks[i] for i in (0, 2, 3)], []) + marks[4][:6]
+    assert store.scored_view(keep, (4, 6))[:].tolist() == kept
+    assert len(store.view(keep, (4, 6))) == len(store.scored_view(keep, (4, 6))) == 17
+    documents = list(eval_documents(store, byte_tokenizer(), Split(np.array(keep), (4, 6))))
+    # The tail of "ijklmnop", then "cdefg" and "qr", each without its end-of-text.
+    assert [bytes(d.tokens.tolist()) for d in documents] == [b"op", b"cdefg", b"qr"]
+    assert [d.scored.tolist() for d in documents] == [[0, 1], [0, 1, 1, 0, 0], [0, 0]]
+    # The same text with another answer is other content; without marks there is no view of them.
+    plain = write_store(tmp_path / "plain")
+    assert plain.scored_view() is None and plain.facts.num_scored is None and plain.document_scored(0) is None
+    assert list(eval_documents(plain, byte_tokenizer()))[0].scored is None
+    assert store.facts.content_hash != plain.facts.content_hash
+    digests = b"".join(xxhash.xxh3_128(text.encode()).digest() for text in TEXTS)
+    digests += xxhash.xxh3_128(bytes(sum(marks, []))).digest()
+    assert store.facts.content_hash == xxhash.xxh3_128(digests).hexdigest()
+
+
+def conversation_store(directory, conversations):
+    """A store of documents given as (prompt, answer, more prompt)."""
+    directory.mkdir()
+    writer = StoreWriter(directory, "u16", marks_scored=True)
+    for before, answer, after in conversations:
+        tokens = [*before.encode(), *answer.encode(), *after.encode(), EOT]
+        scored = [0] * len(before) + [1] * len(answer) + [0] * len(after) + [not after]
+        writer.add_tokens(np.array(tokens), np.array(scored))
+        writer.add_text((before + answer + after).encode())
+        writer.end_document(len(tokens))
+    writer.finish("test", byte_tokenizer())
+    return open_store(directory)
+
+
+def test_no_part_of_a_divided_conversation_is_left_without_an_answer(tmp_path):
+    # 20 tokens: a prompt of 8, an answer of 4, and 7 that nobody has answered.
+    store = conversation_store(tmp_path / "one", [("p" * 8, "aaaa", "q" * 7)])
+    for share, part in ((0.4, "held-out part"), (0.6, "training part"), (0.9, "training part")):
+        with pytest.raises(ValueError, match=f"held_out of {share} leaves no token of an answer in the {part}"):
+            split_store(store, byte_tokenizer(), share)
+    assert [split_store(store, byte_tokenizer(), share).cut for share in (0.45, 0.55)] == [(0, 11), (0, 9)]
+    # With another whole conversation on its side a piece may be without.
+    two = conversation_store(tmp_path / "two", [("p", "a", ""), ("p" * 8, "aaaa", "q" * 4)])
+    assert split_store(two, byte_tokenizer(), 0.8).cut == (1, 1)
+    two = conversation_store(tmp_path / "last", [("p" * 8, "aaaa", "q" * 4), ("p", "a", "")])
+    assert split_store(two, byte_tokenizer(), 0.25).cut == (0, 15)
+
+
+@pytest.mark.parametrize(
+    ("alter", "expected"),
+    [
+        (lambda d: os.truncate(d / "scored-00000.bin", 4), "scored-00000.bin: 4 bytes; the sidecar says 5"),
+        (lambda d: (d / "scored-00000.bin").unlink(), "scored-00000.bin: No such file"),
+        (lambda d: altered(num_scored=0)(d), "num_scored 0 of 5 tokens"),
+        (lambda d: altered(num_scored=6)(d), "num_scored 6 of 5 tokens"),
+        (lambda d: altered(num_scored=True)(d), "num_scored: Input should be a valid integer"),
+    ],
+)
+def test_a_damaged_store_of_conversations_is_refused(tmp_path, alter, expected):
+    conversation_store(tmp_path / "store", [("p", "aaa", "")])
+    alter(tmp_path / "store")
+    with pytest.raises(InputError, match=expected) as error:
+        open_store(tmp_path / "store")
+    assert "delete the folder, and it is prepared again" in str(error.value)
 
 
 def stream_of(texts):

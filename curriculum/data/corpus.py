@@ -12,10 +12,11 @@ import xxhash
 
 from curriculum.config import PRIMARY, Config
 from curriculum.data.documents import SourceConfig
+from curriculum.data.held_out import eval_documents, held_out_piece, split_store
 from curriculum.data.prepare import find_store, find_tokenizer, prepare_store, prepare_tokenizer
 from curriculum.data.progress import ConsoleProgress
 from curriculum.data.split import Split, drop_overlap, parse_share
-from curriculum.data.store import Store, TokenView, eval_documents, held_out_piece, split_store
+from curriculum.data.store import Store, TokenView
 from curriculum.data.tokenizer import Tokenizer
 from curriculum.model.presets import resolve_model
 from evalsets.evalset import EvalSet, cut_windows
@@ -52,14 +53,16 @@ def load_corpus(config: Config, store_dir: str | Path, tokenizer: Tokenizer | No
     Raises InputError, for a model whose vocabulary does not fit before any source is prepared.
     """
     if tokenizer is None:
-        tokenizer = prepare_tokenizer(config.tokenizer, config.sources, store_dir)
+        tokenizer = prepare_tokenizer(config.tokenizer, config.sources, store_dir, config.chat)
     resolve_model(config.model, tokenizer.vocab_size)
     stores = {
-        name: prepare_store(name, source, tokenizer, store_dir, ConsoleProgress(f"preparing {name}"))
+        name: prepare_store(name, source, tokenizer, store_dir, ConsoleProgress(f"preparing {name}"), chat=config.chat)
         for name, source in config.sources.items()
     }
     eval_stores = {
-        name: prepare_store(f"eval-{name}", source, tokenizer, store_dir, ConsoleProgress(f"preparing {name}"))
+        name: prepare_store(
+            f"eval-{name}", source, tokenizer, store_dir, ConsoleProgress(f"preparing {name}"), chat=config.chat
+        )
         for name, source in _own_sources(config).items()
     }
     splits = _hold_out(config, tokenizer, stores)
@@ -79,12 +82,13 @@ def load_corpus(config: Config, store_dir: str | Path, tokenizer: Tokenizer | No
 
 def find_sizes(config: Config, store_dir: str | Path) -> Sizes:
     """The sizes of what is prepared, by looking at file times and sidecars only."""
-    tokenizer = find_tokenizer(config.tokenizer, config.sources, store_dir)
+    tokenizer = find_tokenizer(config.tokenizer, config.sources, store_dir, config.chat)
     found: dict[str, Store | None] = {
-        name: tokenizer and find_store(name, source, tokenizer, store_dir) for name, source in config.sources.items()
+        name: tokenizer and find_store(name, source, tokenizer, store_dir, config.chat)
+        for name, source in config.sources.items()
     }
     eval_found = {
-        name: tokenizer and find_store(f"eval-{name}", source, tokenizer, store_dir)
+        name: tokenizer and find_store(f"eval-{name}", source, tokenizer, store_dir, config.chat)
         for name, source in _own_sources(config).items()
     }
     stores = {name: store for name, store in found.items() if store}
@@ -109,7 +113,9 @@ def _own_sources(config: Config) -> dict[str, SourceConfig]:
     for name, source in config.eval_sources.items():
         if source.held_out_of is None:
             try:
-                sources[name] = SourceConfig(path=source.path, hf=source.hf, text_key=source.text_key, glob=source.glob)
+                sources[name] = SourceConfig(
+                    path=source.path, hf=source.hf, format=source.format, text_key=source.text_key, glob=source.glob
+                )
             except ValueError as error:
                 raise config.error([(_place(name), str(error))]) from None
     return sources
@@ -173,6 +179,7 @@ def _evalset(config, name, source, tokenizer, stores, eval_stores, splits) -> Ev
             config.eval_seq_len,
             source.max_sequences,
             np.array([document.hash for document in documents], np.uint64).reshape(-1, 2),
+            [document.scored for document in documents],
         )
     except ValueError as error:
         raise config.error([(_place(name), str(error))]) from None

@@ -1,16 +1,17 @@
 """Sources of text: where their documents lie and how they are read, piece by piece."""
 
 import codecs
-import difflib
 import glob
 import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
+from curriculum.data.chat import CHATML, ChatConfig, Stretch, render, render_completion
+from curriculum.data.rows import checked_text, found_keys, similar_key, type_name
 from curriculum.data.split import parse_share
 from curriculum.errors import InputError
 
@@ -37,8 +38,11 @@ class SourceConfig:
     """A file, a folder (read recursively), a flat .bin, or a prepared folder."""
     hf: str | None = None
     """A dataset of the hub, NAME or NAME:CONFIGURATION, its split "train"."""
-    text_key: str = "text"
-    """The key or column that holds a document, in JSONL, parquet, arrow and on the hub."""
+    format: Literal["text", "messages", "completion"] = "text"
+    """What a row of JSONL, parquet, arrow or the hub is: a text; or, with loss on answers only, a list of messages
+    {role, content}, or a `prompt` and its `completion`, two texts or two lists of messages. A prepared folder knows."""
+    text_key: str | None = None
+    """The key or column that holds the text or the messages; by default `text` or `messages`, after the format."""
     glob: str = "**/*"
     """Which files of a folder to read, relative to it."""
     dtype: Literal["u16", "u32"] | None = None
@@ -57,6 +61,12 @@ class SourceConfig:
             raise ValueError("path is empty; expected a file or a folder")
         if self.hf is not None and not self.hf.partition(":")[0].strip():
             raise ValueError(f"hf is {self.hf!r}; expected a dataset of the hub, NAME or NAME:CONFIGURATION")
+        if self.format == "completion" and self.text_key is not None:
+            raise ValueError(
+                "text_key belongs to the formats text and messages; completion reads prompt and completion"
+            )
+        if self.format != "text" and self.is_flat:
+            raise ValueError(f"format {self.format} needs rows of JSONL, parquet or arrow; got path {self.path!r}")
         if self.dtype is not None and not self.is_flat:
             raise ValueError(f"dtype belongs to a flat {FLAT} file only; got path {self.path!r}")
         parse_share(self.held_out)
@@ -65,6 +75,13 @@ class SourceConfig:
     def is_flat(self) -> bool:
         """Whether the source is a flat file of token ids."""
         return self.path is not None and self.path.endswith(FLAT) and not os.path.isdir(os.path.expanduser(self.path))
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys or columns of a row that hold the document."""
+        if self.format == "completion":
+            return ("prompt", "completion")
+        return (self.format if self.text_key is None else self.text_key,)
 
     @property
     def location(self) -> str:
@@ -83,12 +100,16 @@ class SourceFile(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A stretch of one document. The pieces of a document follow each other and join to its text."""
+    """A stretch of one document. The pieces of a document follow each other and join to its text.
+
+    In a conversation a piece is either part of an answer or not; in a text all are scored alike.
+    """
 
     text: str  # "" only as the single piece of an empty document
     ends_document: bool
     source_bytes: int  # what was read from the source since the piece before, for progress
     where: str  # file, file:line or file:row, for error messages
+    scored: bool = True
 
 
 def source_files(source: SourceConfig) -> list[SourceFile]:
@@ -151,30 +172,49 @@ def _glob_pattern(glob: str) -> re.Pattern:
     return re.compile("".join(tokens.get(part) or re.escape(part) for part in parts), re.DOTALL)
 
 
-def read_pieces(source: SourceConfig) -> Iterator[Piece]:
+def read_pieces(source: SourceConfig, chat: ChatConfig = CHATML) -> Iterator[Piece]:
     """The documents of a source in pieces, empty ones included, a file after the other in sorted order.
 
-    JSONL, parquet and arrow: a row is a document; any other file is plain UTF-8 text and one document. A
-    byte-order mark at the start of a file is dropped, nothing else is changed. Memory: a plain-text file is
-    held one piece at a time (about PIECE_BYTES, more only where that long a stretch has no two words), JSONL
-    one line, parquet and arrow one batch of rows as `datasets` streams them.
+    JSONL, parquet and arrow: a row is a document, in a format other than text a conversation as `chat` renders
+    it, a piece a stretch; any other file is plain UTF-8 text and one document. A byte-order mark at the start of
+    a file is dropped, nothing else is changed. Memory: a plain-text file is held one piece at a time (about
+    PIECE_BYTES, more only where that long a stretch has no two words), JSONL one line, parquet and arrow one
+    batch of rows as `datasets` streams them.
 
-    Raises InputError with file and line, row or byte offset for text that cannot be read.
+    Raises InputError with file and line, row or byte offset for text that cannot be read, and for a conversation
+    without an answer.
     """
     if source.hf is not None:
-        yield from _hub_rows(source)
+        yield from _hub_rows(source, chat)
         return
     for file in source_files(source):
         suffix = os.path.splitext(file.path)[1].lower()
         try:
             if suffix in JSON_LINES:
-                yield from _json_lines(file, source.text_key)
+                yield from _json_lines(file, source, chat)
             elif suffix in COLUMNAR:
-                yield from _columnar_rows(file, COLUMNAR[suffix], source.text_key)
-            else:
+                yield from _columnar_rows(file, COLUMNAR[suffix], source, chat)
+            elif source.format == "text":
                 yield from _plain_text(file)
+            else:
+                raise InputError(
+                    f"{file.path}: plain text has no rows; format {source.format} reads"
+                    f" {', '.join((*JSON_LINES, *COLUMNAR))}; leave the file out with glob:, or set format: text"
+                )
         except OSError as error:
             raise InputError(f"{file.path}: {error.strerror or error}; expected a readable file") from error
+
+
+def conversation_pieces(stretches: list[Stretch], source_bytes: int, where: str) -> Iterator[Piece]:
+    """A rendered conversation in pieces, a stretch each; raises InputError where none of them is scored."""
+    if not any(scored for _, scored in stretches):
+        raise InputError(
+            f"{where}: no answer in it, so nothing to score; expected an assistant's turn or a completion that is not"
+            " empty; take it out of the data"
+        )
+    last = len(stretches) - 1
+    for number, (text, scored) in enumerate(stretches):
+        yield Piece(text, number == last, 0 if number else source_bytes, where, scored)
 
 
 def _plain_text(file: SourceFile) -> Iterator[Piece]:
@@ -221,7 +261,7 @@ def _last_cut(text: str) -> int:
     return 0
 
 
-def _json_lines(file: SourceFile, text_key: str) -> Iterator[Piece]:
+def _json_lines(file: SourceFile, source: SourceConfig, chat: ChatConfig) -> Iterator[Piece]:
     with open(file.path, "rb") as stream:
         for number, line in enumerate(stream, start=1):
             where = f"{file.path}:{number}"
@@ -234,69 +274,83 @@ def _json_lines(file: SourceFile, text_key: str) -> Iterator[Piece]:
             except (ValueError, RecursionError) as error:
                 raise InputError(f"{where}: not JSON ({error}); expected an object a line") from error
             if not isinstance(row, dict):
-                raise InputError(f"{where}: {_type_name(row)}; expected a JSON object with key {text_key!r}")
-            if text_key not in row:
-                raise InputError(f"{where}: {_missing_key(text_key, row)}")
-            yield Piece(_checked(row[text_key], text_key, where), True, len(line), where)
+                keys = " and ".join(map(repr, source.keys))
+                raise InputError(f"{where}: {type_name(row)}; expected a JSON object with key {keys}")
+            _check_keys(source, row, where)
+            yield from _row_pieces(row, source, chat, len(line), where)
 
 
-def _columnar_rows(file: SourceFile, builder: str, text_key: str) -> Iterator[Piece]:
+def _columnar_rows(file: SourceFile, builder: str, source: SourceConfig, chat: ChatConfig) -> Iterator[Piece]:
     # `datasets` takes a file's name for a pattern, and the size of the first row group, even 0, for a batch's.
     options = {"data_files": glob.escape(file.path)}
     if builder == "parquet":
         options["batch_size"] = ROWS_PER_BATCH
-    return _dataset_rows((builder,), options, text_key, file.path, f"expected a whole {builder} file")
+    return _dataset_rows((builder,), options, source, chat, file.path, f"expected a whole {builder} file")
 
 
-def _hub_rows(source: SourceConfig) -> Iterator[Piece]:
+def _hub_rows(source: SourceConfig, chat: ChatConfig) -> Iterator[Piece]:
     name, _, configuration = source.hf.partition(":")
     remedy = "check the name and the network, or fetch it where there is one and give its folder as path:"
-    return _dataset_rows((name, configuration or None), {}, source.text_key, source.location, remedy)
+    return _dataset_rows((name, configuration or None), {}, source, chat, source.location, remedy)
 
 
-def _dataset_rows(arguments: tuple, options: dict, text_key: str, where: str, remedy: str) -> Iterator[Piece]:
+def _dataset_rows(
+    arguments: tuple, options: dict, source: SourceConfig, chat: ChatConfig, where: str, remedy: str
+) -> Iterator[Piece]:
     import datasets
 
     number = 0
     try:
         rows = datasets.load_dataset(*arguments, split="train", streaming=True, **options)
         if rows.column_names:  # none at all: a table without rows
-            if text_key not in rows.column_names:
-                raise InputError(f"{where}: {_missing_key(text_key, rows.column_names)}")
-            rows = rows.select_columns([text_key])
+            _check_keys(source, rows.column_names, where)
+            rows = rows.select_columns(list(source.keys))
         for batch in rows.iter(batch_size=ROWS_PER_BATCH):
-            if text_key not in batch:
-                raise InputError(f"{where}: {_missing_key(text_key, batch)}")
-            for value in batch[text_key]:
+            _check_keys(source, batch, where)
+            for values in zip(*(batch[key] for key in source.keys), strict=True):
                 number += 1
-                place = f"{where}: row {number}"
-                text = _checked(value, text_key, place)
-                yield Piece(text, True, len(text), place)
+                row = dict(zip(source.keys, values, strict=True))
+                yield from _row_pieces(row, source, chat, None, f"{where}: row {number}")
     except InputError:
         raise
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise InputError(f"{where}: {error}; {remedy}") from error
 
 
-def _checked(value: object, text_key: str, where: str) -> str:
-    if not isinstance(value, str):
-        raise InputError(f"{where}: {text_key!r} holds {_type_name(value)}; expected text")
+def _row_pieces(
+    row: Mapping, source: SourceConfig, chat: ChatConfig, source_bytes: int | None, where: str
+) -> Iterator[Piece]:
+    """The pieces of a row that has the keys; by default its characters count as what was read."""
+    values = [row[key] for key in source.keys]
     try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(
-            f"{where}: {text_key!r} holds half a surrogate pair at character {error.start}; expected Unicode text"
-        ) from error
-    return value
+        if source.format == "text":
+            stretches = [(checked_text(values[0], repr(source.keys[0])), True)]
+        elif source.format == "messages":
+            stretches = render(values[0], chat, source.keys[0])
+        else:
+            stretches = render_completion(*values, chat)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from error
+    if source_bytes is None:
+        source_bytes = sum(len(text) for text, _ in stretches)
+    if source.format == "text":
+        yield Piece(stretches[0][0], True, source_bytes, where)
+    else:
+        yield from conversation_pieces(stretches, source_bytes, where)
 
 
-def _type_name(value: object) -> str:
-    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
-
-
-def _missing_key(text_key: str, keys: Iterable[str]) -> str:
-    found = [key if len(key) <= 40 else key[:37] + "..." for key in list(keys)[:12]]
-    guess = difflib.get_close_matches(text_key, found, n=1)
-    hint = f"did you mean text_key: {guess[0]}?" if guess else "name the key of the text with text_key:"
-    return f"no key {text_key!r}; found {', '.join(map(repr, found)) or 'no keys'}; {hint}"
+def _check_keys(source: SourceConfig, keys: Iterable[str], where: str) -> None:
+    missing = next((key for key in source.keys if key not in keys), None)
+    if missing is None:
+        return
+    if source.format != "messages" and "messages" in keys:
+        hint = "is a row a conversation? set format: messages"
+    elif {"prompt", "completion"} <= set(keys):
+        hint = "is a row a prompt and its completion? set format: completion"
+    elif source.format == "completion":
+        hint = "rename the keys of the data to 'prompt' and 'completion'"
+    elif guess := similar_key(missing, keys):
+        hint = f"did you mean text_key: {guess}?"
+    else:
+        hint = f"name the key of the {source.format} with text_key:"
+    raise InputError(f"{where}: no key {missing!r}; found {found_keys(keys)}; {hint}")

@@ -10,12 +10,16 @@ most TRAIN_BYTES of text.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
+from dataclasses import astuple
 from pathlib import Path
 
+import numpy as np
+
 from curriculum.data.cache import building, content_of, digest, find_content, is_there, source_signature, sweep, writing
-from curriculum.data.documents import COLUMNAR, SourceConfig, read_pieces, source_files
+from curriculum.data.chat import CHATML, ChatConfig
+from curriculum.data.documents import COLUMNAR, Piece, SourceConfig, read_pieces, source_files
 from curriculum.data.encode import encode_pieces
 from curriculum.data.flat import index_flat
 from curriculum.data.progress import ConsoleProgress, Progress
@@ -33,24 +37,28 @@ TRAIN_BYTES = 1 << 27  # what `tokenizers` keeps of more would pass a gigabyte
 
 
 def find_tokenizer(
-    config: TokenizerConfig, sources: dict[str, SourceConfig], store_dir: str | Path
+    config: TokenizerConfig, sources: dict[str, SourceConfig], store_dir: str | Path, chat: ChatConfig = CHATML
 ) -> Tokenizer | None:
     """The tokenizer that `prepare_tokenizer` would give; None where it is not made yet.
 
     Of the sources it looks at files' sizes and times only, and it imports no tokenizer library.
     """
     if config.kind == "byte" or config.path is not None:
-        return prepare_tokenizer(config, sources, store_dir)
+        return prepare_tokenizer(config, sources, store_dir, chat)
     store_dir = Path(store_dir)
-    ordered = _in_order_of_content(config, sources, lambda name, source: find_content(source, store_dir))
+    ordered = _in_order_of_content(config, sources, chat, lambda name, source: find_content(source, store_dir))
     if ordered is None:
         return None
     directory = _tokenizer_directory(config, ordered, store_dir)
     return _checked(config, load_tokenizer(directory)) if is_there(directory) else None
 
 
-def prepare_tokenizer(config: TokenizerConfig, sources: dict[str, SourceConfig], store_dir: str | Path) -> Tokenizer:
+def prepare_tokenizer(
+    config: TokenizerConfig, sources: dict[str, SourceConfig], store_dir: str | Path, chat: ChatConfig = CHATML
+) -> Tokenizer:
     """The tokenizer of a run: made from the sources, fetched or loaded, and kept under `store_dir`.
+
+    Of conversations it is made from the text that `chat` renders, so that a char tokenizer knows the template.
 
     Raises InputError where it cannot be had, or has another vocab_size than asked.
     """
@@ -60,21 +68,24 @@ def prepare_tokenizer(config: TokenizerConfig, sources: dict[str, SourceConfig],
     elif config.path is not None:
         tokenizer = load_tokenizer(Path(config.path).expanduser())
     else:
-        ordered = _in_order_of_content(config, sources, lambda name, source: content_of(name, source, store_dir))
+        ordered = _in_order_of_content(config, sources, chat, lambda name, source: content_of(name, source, store_dir))
         directory = _tokenizer_directory(config, ordered, store_dir)
         if not is_there(directory):
             sweep(directory.parent, store_dir / "locks")
             with building(directory, store_dir / "locks" / directory.name) as partial:
                 if partial is not None:
-                    _make_tokenizer(config, list(ordered.values())).save(partial)
+                    _make_tokenizer(config, list(ordered.values()), chat).save(partial)
         tokenizer = load_tokenizer(directory)
     return _checked(config, tokenizer)
 
 
 def _in_order_of_content(
-    config: TokenizerConfig, sources: dict[str, SourceConfig], content: Callable[[str, SourceConfig], str | None]
-) -> dict[tuple[str, str], SourceConfig] | None:
-    """The sources that a tokenizer is made from by (content key, text key); None where a key is not known.
+    config: TokenizerConfig,
+    sources: dict[str, SourceConfig],
+    chat: ChatConfig,
+    content: Callable[[str, SourceConfig], str | None],
+) -> dict[tuple, SourceConfig] | None:
+    """The sources that a tokenizer is made from by content key and `_reading`; None where a key is not known.
 
     So the tokenizer depends on what the sources hold, not on their names or their order.
     """
@@ -93,29 +104,34 @@ def _in_order_of_content(
         known = content(name, source)
         if known is None:
             return None
-        by_content[known, source.text_key] = source
+        by_content[known, *_reading(source, chat)] = source
     return dict(sorted(by_content.items(), key=lambda item: item[0]))
 
 
-def _tokenizer_directory(
-    config: TokenizerConfig, ordered: dict[tuple[str, str], SourceConfig], store_dir: Path
-) -> Path:
+def _reading(source: SourceConfig, chat: ChatConfig) -> tuple:
+    """What decides, beside the content of a source, its text and what of it is scored."""
+    return source.keys if source.format == "text" else (*source.keys, source.format, astuple(chat))
+
+
+def _tokenizer_directory(config: TokenizerConfig, ordered: dict[tuple, SourceConfig], store_dir: Path) -> Path:
     key = digest(TOKENIZER_VERSION, config.kind, config.name, config.vocab_size, list(ordered))
     return store_dir / "tokenizers" / f"{config.kind}-{key[:16]}"
 
 
-def _make_tokenizer(config: TokenizerConfig, sources: list[SourceConfig]) -> Tokenizer:
+def _make_tokenizer(config: TokenizerConfig, sources: list[SourceConfig], chat: ChatConfig) -> Tokenizer:
     if config.kind == "tiktoken":
         return tiktoken_tokenizer(config.name)
     if config.kind == "char":
-        return char_tokenizer(piece.text for source in sources for piece in read_pieces(source))
+        return char_tokenizer(piece.text for source in sources for piece in read_pieces(source, chat))
     progress = ConsoleProgress(f"training a tokenizer of {config.vocab_size:,} ids")
-    return train_bpe(_sample(sources, TRAIN_BYTES, progress), config.vocab_size)
+    return train_bpe(_sample(sources, TRAIN_BYTES, progress, chat), config.vocab_size)
 
 
-def _sample(sources: list[SourceConfig], limit_bytes: int, progress: Progress | None = None) -> Iterator[str]:
+def _sample(
+    sources: list[SourceConfig], limit_bytes: int, progress: Progress | None = None, chat: ChatConfig = CHATML
+) -> Iterator[str]:
     """Texts of all sources in turn, the one that has given fewest bytes first, up to a limit."""
-    readers = {i: read_pieces(source) for i, source in enumerate(sources)}
+    readers = {i: read_pieces(source, chat) for i, source in enumerate(sources)}
     given_bytes = dict.fromkeys(readers, 0)
     while readers and sum(given_bytes.values()) < limit_bytes:
         turn = min(readers, key=lambda i: (given_bytes[i], i))
@@ -149,7 +165,9 @@ def _checked(config: TokenizerConfig, tokenizer: Tokenizer) -> Tokenizer:
 # --- stores -------------------------------------------------------------------------------------------------
 
 
-def find_store(name: str, source: SourceConfig, tokenizer: Tokenizer, store_dir: str | Path) -> Store | None:
+def find_store(
+    name: str, source: SourceConfig, tokenizer: Tokenizer, store_dir: str | Path, chat: ChatConfig = CHATML
+) -> Store | None:
     """The store that `prepare_store` would give; None where it is not made yet. Looks at files' sizes and
     times only.
 
@@ -160,7 +178,7 @@ def find_store(name: str, source: SourceConfig, tokenizer: Tokenizer, store_dir:
     content = find_content(source, Path(store_dir))
     if content is None:
         return None
-    directory = _store_directory(name, source, tokenizer, Path(store_dir), content)
+    directory = _store_directory(name, source, tokenizer, Path(store_dir), content, chat)
     return open_store(directory) if is_there(directory) else None
 
 
@@ -171,18 +189,20 @@ def prepare_store(
     store_dir: str | Path,
     progress: Progress | None = None,
     shard_tokens: int = SHARD_TOKENS,
+    chat: ChatConfig = CHATML,
 ) -> Store:
     """The token store of a source: opened where it exists, made where it does not or the content changed.
 
-    Any number of processes may call this at once: one does the work. Raises InputError for a source that
-    cannot be read or encoded; nothing half-written stays.
+    `chat` renders the conversations of a source that holds some; another template gives another store. Any number
+    of processes may call this at once: one does the work. Raises InputError for a source that cannot be read or
+    encoded; nothing half-written stays.
     """
-    found = find_store(name, source, tokenizer, store_dir)
+    found = find_store(name, source, tokenizer, store_dir, chat)
     if found is not None:
         return found
     store_dir = Path(store_dir)
     content = content_of(name, source, store_dir)
-    directory = _store_directory(name, source, tokenizer, store_dir, content)
+    directory = _store_directory(name, source, tokenizer, store_dir, content, chat)
     sweep(directory.parent, store_dir / "locks")
     with building(directory, store_dir / "locks" / directory.name) as partial:
         if partial is not None:
@@ -190,7 +210,10 @@ def prepare_store(
             if source.is_flat:
                 index_flat(source, tokenizer, partial, progress)
             else:
-                _write_store([source], tokenizer, partial, progress, shard_tokens)
+                pieces, marks_scored = read_pieces(source, chat), source.format != "text"
+                with closing(StoreWriter(partial, tokenizer.dtype_name, shard_tokens, marks_scored)) as writer:
+                    _write_pieces(pieces, tokenizer, writer, progress, _size_bytes([source]))
+                    writer.finish(source.location, tokenizer)
             if source_signature(source) != signature or find_content(source, store_dir) != content:
                 raise InputError(
                     f"source {name!r}: {source.location} changed while it was prepared; start again when it is complete"
@@ -211,19 +234,39 @@ def prepare_folder(
 
     Raises InputError where the folder exists and is not empty, or a text cannot be read or encoded.
     """
-    output_dir = Path(output_dir)
-    with writing(output_dir):
-        if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
-            raise InputError(f"{output_dir}: exists already; name a new folder for the output")
+    _check_new(Path(output_dir))
     try:
         sources = [SourceConfig(path=str(path), text_key=text_key) for path in texts]
     except ValueError as error:
         raise InputError(f"text: {error}") from None
+    pieces = (piece for source in sources for piece in read_pieces(source))
+    label, total_bytes = ", ".join(source.location for source in sources), _size_bytes(sources)
+    return _write_folder(pieces, tokenizer, output_dir, progress, shard_tokens, label, total_bytes)
+
+
+def _check_new(output_dir: Path) -> None:
+    with writing(output_dir):
+        if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
+            raise InputError(f"{output_dir}: exists already; name a new folder for the output")
+
+
+def _write_folder(
+    pieces: Iterable[Piece],
+    tokenizer: Tokenizer,
+    output_dir: str | Path,
+    progress: Progress | None,
+    shard_tokens: int,
+    label: str,
+    total_bytes: int | None,
+) -> Store:
+    output_dir = Path(output_dir)
     with building(output_dir, output_dir.absolute().parent) as partial:
         if partial is None:
             raise InputError(f"{output_dir}: another process has just written it; name a new folder")
         tokenizer.save(partial)
-        _write_store(sources, tokenizer, partial, progress, shard_tokens)
+        with closing(StoreWriter(partial, tokenizer.dtype_name, shard_tokens)) as writer:
+            _write_pieces(pieces, tokenizer, writer, progress, total_bytes)
+            writer.finish(label, tokenizer)
     return open_store(output_dir)
 
 
@@ -239,43 +282,46 @@ def _open_prepared(name: str, source: SourceConfig, tokenizer: Tokenizer) -> Sto
             f" the run's is {tokenizer.fingerprint}; prepare it anew, or set tokenizer.path to the tokenizer"
             " that it was prepared with"
         )
+    if source.format != "text" and store.facts.num_scored is None:
+        raise InputError(
+            f"source {name!r}: format {source.format}, and {source.path} was prepared from plain text, which is scored"
+            " throughout; prepare it from conversations, or leave format out"
+        )
     return store
 
 
-def _store_directory(name: str, source: SourceConfig, tokenizer: Tokenizer, store_dir: Path, content: str) -> Path:
+def _store_directory(
+    name: str, source: SourceConfig, tokenizer: Tokenizer, store_dir: Path, content: str, chat: ChatConfig
+) -> Path:
     # A flat file is used where it lies, so that its place is part of what the store is.
     place = str(Path(source.path).expanduser().resolve()) if source.is_flat else None
-    key = digest(STORE_VERSION, content, tokenizer.fingerprint, source.text_key, source.dtype, place)
+    key = digest(STORE_VERSION, content, tokenizer.fingerprint, *_reading(source, chat), source.dtype, place)
     return store_dir / "stores" / f"{name}-{key[:16]}"
 
 
-def _write_store(
-    sources: list[SourceConfig],
+def _write_pieces(
+    pieces: Iterable[Piece],
     tokenizer: Tokenizer,
-    directory: Path,
+    writer: StoreWriter,
     progress: Progress | None,
-    shard_tokens: int,
+    total_bytes: int | None,
 ) -> None:
-    total_bytes = _size_bytes(sources)
     done_bytes = 0
     document_tokens = 0
-    with closing(StoreWriter(directory, tokenizer.dtype_name, shard_tokens)) as writer:
-        pieces = (piece for source in sources for piece in read_pieces(source))
-        for group, tokens, counts in encode_pieces(pieces, tokenizer):
-            writer.add_tokens(tokens)
-            for piece, count in zip(group, counts, strict=True):
-                done_bytes += piece.source_bytes
-                if not piece.text:
-                    writer.num_empty += 1
-                    continue
-                document_tokens += count
-                writer.add_text(piece.text.encode())
-                if piece.ends_document:
-                    writer.end_document(document_tokens)
-                    document_tokens = 0
-            if progress is not None:
-                progress(done_bytes, total_bytes)
-        writer.finish(", ".join(source.location for source in sources), tokenizer)
+    for group, tokens, counts in encode_pieces(pieces, tokenizer):
+        writer.add_tokens(tokens, np.repeat([piece.scored for piece in group], counts))
+        for piece, count in zip(group, counts, strict=True):
+            done_bytes += piece.source_bytes
+            if not piece.text:
+                writer.num_empty += 1
+                continue
+            document_tokens += count
+            writer.add_text(piece.text.encode())
+            if piece.ends_document:
+                writer.end_document(document_tokens)
+                document_tokens = 0
+        if progress is not None:
+            progress(done_bytes, total_bytes)
     if progress is not None and done_bytes != total_bytes:
         progress(done_bytes, done_bytes)
 

@@ -2,23 +2,22 @@
 
 A store is a folder:
     tokens-00000.bin ...  little-endian u16 or u32 ids: each document's tokens, then end-of-text
+    scored-00000.bin ...  in a store of conversations, beside each of them a byte a token: 1 in an answer, else 0
     documents.bin         a DOCUMENT record a document
     store.json            the sidecar, written last: a folder without one is no store
 """
 
 import os
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import xxhash
 
 from curriculum.data.sidecar import read_sidecar, write_sidecar
-from curriculum.data.split import Split, split_documents
 from curriculum.data.tokenizer import DTYPES, Tokenizer
 from curriculum.data.view import TokenView
 from curriculum.errors import InputError
@@ -27,6 +26,7 @@ SIDECAR_NAME = "store.json"
 DOCUMENTS_NAME = "documents.bin"
 FORMAT_VERSION = 1
 SHARD_TOKENS = 1 << 28
+SCORED_DTYPE = np.dtype("u1")
 DAMAGED = "delete the folder, and it is prepared again"
 
 # `end` is where the document's tokens end in the stream, its end-of-text included; `bytes` those of its UTF-8
@@ -56,34 +56,48 @@ class StoreFacts:
     num_documents: int
     num_bytes: int  # of the documents' UTF-8 text
     num_empty: int  # documents left out because they had no text
-    content_hash: str  # xxh3_128 over the documents' hashes in order
+    content_hash: str  # xxh3_128 over the documents' hashes in order, then over which tokens are scored
     shards: list[Shard]
+    num_scored: int | None = None  # tokens of answers, where the store says which they are
 
 
 class StoreWriter:
-    """Writes a store into an empty folder, front to back, in bounded memory; `finish` makes it one."""
+    """Writes a store into an empty folder, front to back, in bounded memory; `finish` makes it one.
 
-    def __init__(self, directory: Path, dtype: str, shard_tokens: int = SHARD_TOKENS):
+    `marks_scored`: whether it says of each token if it is scored.
+    """
+
+    def __init__(self, directory: Path, dtype: str, shard_tokens: int = SHARD_TOKENS, marks_scored: bool = False):
         self.directory = directory
         self.shards: list[Shard] = []
         self.num_tokens = self.num_documents = self.num_bytes = self.num_empty = 0
         self._dtype = dtype
         self._shard_tokens = shard_tokens
-        self._tokens = None
+        self._tokens = self._scored = None
+        self._marks_scored = marks_scored
+        self._num_scored = 0
+        self._scored_hash = xxhash.xxh3_128()
         self._documents = open(directory / DOCUMENTS_NAME, "wb")
         self._content = xxhash.xxh3_128()
         self._text = xxhash.xxh3_128()
         self._text_bytes = 0
 
-    def add_tokens(self, tokens: np.ndarray) -> None:
-        """Append ids to the stream; end-of-text is given like any other."""
+    def add_tokens(self, tokens: np.ndarray, scored: np.ndarray | None = None) -> None:
+        """Append ids to the stream, end-of-text like any other; `scored`, one a token, in a store that marks them."""
         tokens = np.ascontiguousarray(tokens, DTYPES[self._dtype])
+        if self._marks_scored:
+            scored = np.ascontiguousarray(scored, SCORED_DTYPE)
+            self._num_scored += int(scored.sum(dtype=np.int64))
+            self._scored_hash.update(scored.data)
         while len(tokens):
             if self._tokens is None or self.shards[-1].num_tokens == self._shard_tokens:
                 self._open_shard()
             room = self._shard_tokens - self.shards[-1].num_tokens
             written, tokens = tokens[:room], tokens[room:]
             self._tokens.write(written.data)
+            if self._marks_scored:
+                self._scored.write(scored[:room].data)
+                scored = scored[room:]
             self.shards[-1] = Shard(self.shards[-1].path, self.shards[-1].num_tokens + len(written))
 
     def add_shard_in_place(self, path: Path, num_tokens: int) -> None:
@@ -111,25 +125,36 @@ class StoreWriter:
         if self.num_documents == 0:
             skipped = f" ({self.num_empty:,} empty documents)" if self.num_empty else ""
             raise InputError(f"{source}: no text in it{skipped}; expected at least one document that is not empty")
+        if self._marks_scored:
+            self._content.update(self._scored_hash.digest())
         facts = StoreFacts(
             FORMAT_VERSION, source, tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eot, self._dtype,
             self.num_tokens, self.num_documents, self.num_bytes, self.num_empty, self._content.hexdigest(),
-            self.shards,
+            self.shards, self._num_scored if self._marks_scored else None,
         )  # fmt: skip
         write_sidecar(self.directory / SIDECAR_NAME, facts)
 
     def close(self) -> None:
         """Close the files; without `finish` the folder holds no store."""
         self._documents.close()
-        if self._tokens is not None:
-            self._tokens.close()
+        self._close_shard()
 
     def _open_shard(self) -> None:
-        if self._tokens is not None:
-            self._tokens.close()
+        self._close_shard()
         name = f"tokens-{len(self.shards):05d}.bin"
         self._tokens = open(self.directory / name, "wb")
+        if self._marks_scored:
+            self._scored = open(self.directory / _scored_name(len(self.shards)), "wb")
         self.shards.append(Shard(name, 0))
+
+    def _close_shard(self) -> None:
+        for stream in (self._tokens, self._scored):
+            if stream is not None:
+                stream.close()
+
+
+def _scored_name(shard: int) -> str:
+    return f"scored-{shard:05d}.bin"
 
 
 def split_hash(text_hash: xxhash.xxh3_128) -> tuple[int, int]:
@@ -156,6 +181,10 @@ class Store:
         return [_map_file(self.directory / shard.path, dtype) for shard in self.facts.shards]
 
     @cached_property
+    def _scored_shards(self) -> list[np.ndarray]:
+        return [_map_file(self.directory / _scored_name(i), SCORED_DTYPE) for i in range(len(self.facts.shards))]
+
+    @cached_property
     def document_tokens_N(self) -> np.ndarray:
         """Tokens of each document, its end-of-text included; raises InputError where the index is damaged."""
         tokens_N = np.diff(self.documents["end"].astype(np.int64), prepend=0)
@@ -165,26 +194,51 @@ class Store:
         return tokens_N
 
     @cached_property
-    def _stream(self) -> TokenView:
+    def stream(self) -> TokenView:
+        """All tokens as one array."""
         return self.view()
+
+    @cached_property
+    def scored_stream(self) -> TokenView | None:
+        """Which of the `stream` are scored, as in `scored_view`."""
+        return self.scored_view()
 
     def document_tokens(self, document: int) -> np.ndarray:
         """The tokens of a document without end-of-text."""
+        start, stop = self._text_span(document)
+        return self.stream[start:stop]
+
+    def document_scored(self, document: int) -> np.ndarray | None:
+        """Which of the `document_tokens` are scored, u8; None where the store does not say."""
+        start, stop = self._text_span(document)
+        return None if self.scored_stream is None else self.scored_stream[start:stop]
+
+    def _text_span(self, document: int) -> tuple[int, int]:
         stop = int(self.documents["end"][document])
         start = stop - int(self.document_tokens_N[document])
-        tokens = self._stream[start:stop]
+        tokens = self.stream[start:stop]
         # A flat file of somebody else's may end without end-of-text, or have several, or begin with one.
-        while len(tokens) and tokens[-1] == self.facts.eot:
-            tokens = tokens[:-1]
-        while len(tokens) and tokens[0] == self.facts.eot:
-            tokens = tokens[1:]
-        return tokens
+        first, last = 0, len(tokens)
+        while last > first and tokens[last - 1] == self.facts.eot:
+            last -= 1
+        while last > first and tokens[first] == self.facts.eot:
+            first += 1
+        return start + first, start + last
 
     def view(self, keep_N: np.ndarray | None = None, cut: tuple[int, int] | None = None) -> TokenView:
         """The kept documents one after the other as one array; without arguments the whole stream.
 
         With `cut`, only the first cut[1] tokens of the kept document cut[0].
         """
+        return TokenView(self.shards, *self._spans(keep_N, cut))
+
+    def scored_view(self, keep_N: np.ndarray | None = None, cut: tuple[int, int] | None = None) -> TokenView | None:
+        """Whether each token of `view` of the same arguments is scored: 1 or 0, u8. None where all of them are."""
+        if self.facts.num_scored is None:
+            return None
+        return TokenView(self._scored_shards, *self._spans(keep_N, cut))
+
+    def _spans(self, keep_N: np.ndarray | None, cut: tuple[int, int] | None) -> tuple[np.ndarray, np.ndarray]:
         ends_N = self.documents["end"].astype(np.int64)
         keep_N = np.ones(len(ends_N), bool) if keep_N is None else np.asarray(keep_N, bool)
         edges = np.flatnonzero(np.diff(keep_N.astype(np.int8), prepend=0, append=0))
@@ -196,7 +250,7 @@ class Store:
             end = int(ends_N[document])
             head_end = end - int(self.document_tokens_N[document]) + token
             starts, stops = _remove_span(starts, stops, head_end, end)
-        return TokenView(self.shards, starts, stops)
+        return starts, stops
 
 
 def _remove_span(starts, stops, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
@@ -234,9 +288,13 @@ def open_store(directory: str | Path) -> Store:
         raise InputError(f"{path}: a count is below 1; {DAMAGED}")
     if sum(shard.num_tokens for shard in facts.shards) != facts.num_tokens:
         raise InputError(f"{path}: the shards do not add up to num_tokens {facts.num_tokens:,}; {DAMAGED}")
+    if facts.num_scored is not None and not 1 <= facts.num_scored <= facts.num_tokens:
+        raise InputError(f"{path}: num_scored {facts.num_scored:,} of {facts.num_tokens:,} tokens; {DAMAGED}")
     token_bytes = DTYPES[facts.dtype].itemsize
-    for shard in facts.shards:
+    for number, shard in enumerate(facts.shards):
         _check_size(directory / shard.path, shard.num_tokens * token_bytes)
+        if facts.num_scored is not None:
+            _check_size(directory / _scored_name(number), shard.num_tokens * SCORED_DTYPE.itemsize)
     _check_size(directory / DOCUMENTS_NAME, facts.num_documents * DOCUMENT.itemsize)
     store = Store(directory, facts)
     last_end = int(store.documents["end"][-1])
@@ -255,46 +313,3 @@ def _check_size(path: Path, expected_bytes: int) -> None:
         raise InputError(f"{path}: {getattr(error, 'strerror', None) or error}; {DAMAGED}") from error
     if size_bytes != expected_bytes:
         raise InputError(f"{path}: {size_bytes:,} bytes; the sidecar says {expected_bytes:,}; {DAMAGED}")
-
-
-def split_store(store: Store, tokenizer: Tokenizer, share: float, min_tokens: int = 1) -> Split:
-    """The split of a store as `split_documents` makes it, a divided document cut between characters."""
-
-    def starts_character(document: int, token: int) -> bool:
-        start = int(store.documents["end"][document]) - int(store.document_tokens_N[document])
-        return not tokenizer.continues_character_V[store._stream[start + token : start + token + 1][0]]
-
-    return split_documents(store.document_tokens_N, store.documents["hash"], share, min_tokens, starts_character)
-
-
-class EvalDocument(NamedTuple):
-    """A document that an eval set measures."""
-
-    tokens: np.ndarray  # without end-of-text
-    num_bytes: int  # of its UTF-8 text
-    hash: tuple[int, int]  # high and low half, of its text
-
-
-def held_out_piece(store: Store, tokenizer: Tokenizer, split: Split) -> EvalDocument | None:
-    """The tail of the document that `split` divides, a document of its own; None where it divides none."""
-    if split.cut is None:
-        return None
-    document, first_token = split.cut
-    stop = int(store.documents["end"][document])
-    tokens = store._stream[stop - int(store.document_tokens_N[document]) + first_token : stop]
-    text = tokenizer.decode_bytes(tokens)
-    return EvalDocument(tokens[tokens != store.facts.eot], len(text), split_hash(xxhash.xxh3_128(text)))
-
-
-def eval_documents(store: Store, tokenizer: Tokenizer, split: Split | None = None) -> Iterator[EvalDocument]:
-    """What `split` holds out of a store, in the store's order; without a split all its documents.
-
-    The tail of a divided document counts as a document of its own.
-    """
-    if split is None:
-        split = Split(np.zeros(store.facts.num_documents, bool))
-    if (piece := held_out_piece(store, tokenizer, split)) is not None:
-        yield piece
-    for document in split.held_out.tolist():
-        record = store.documents[document]
-        yield EvalDocument(store.document_tokens(document), int(record["bytes"]), tuple(record["hash"].tolist()))

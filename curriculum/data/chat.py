@@ -1,0 +1,129 @@
+"""Conversations as text: a template a role, and which stretches of the text are answers.
+
+An answer is what an assistant turn holds and what closes it in the template: that much a model has to say by
+itself. What introduces a turn, and every other turn, is given to it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import ClassVar
+
+import numpy as np
+
+from curriculum.data.rows import checked_text, found_keys, type_name
+from curriculum.data.tokenizer import Tokenizer
+from curriculum.errors import InputError
+
+CONTENT = "{content}"
+ROLES = ("system", "user", "assistant", "tool")
+
+Stretch = tuple[str, bool]  # a text, and whether it is scored
+
+
+@dataclass(frozen=True)
+class ChatConfig:
+    """How a conversation becomes text: for each role the text of one turn, with {content} where its content stands.
+
+    What stands before {content} introduces the turn, what stands after it closes it. All of it is ordinary text.
+    """
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+
+    system: str = "<|im_start|>system\n{content}<|im_end|>\n"
+    """A turn of role system: text with {content} in it once."""
+    user: str = "<|im_start|>user\n{content}<|im_end|>\n"
+    """A turn of role user."""
+    assistant: str = "<|im_start|>assistant\n{content}<|im_end|>\n"
+    """A turn of role assistant. Its content and what follows it are scored; what precedes it asks for an answer."""
+    tool: str | None = None
+    """A turn of role tool; null: the role is refused."""
+
+    def __post_init__(self):
+        for role in self.roles:
+            if (count := getattr(self, role).count(CONTENT)) != 1:
+                raise ValueError(
+                    f"{role} is {getattr(self, role)!r}, with {CONTENT} {count} times; expected it exactly once, where"
+                    " the content of the turn stands"
+                )
+
+    @property
+    def roles(self) -> list[str]:
+        """The roles that the template names."""
+        return [role for role in ROLES if getattr(self, role) is not None]
+
+    def around(self, role: str) -> tuple[str, str]:
+        """What introduces and what closes a turn of `role`."""
+        introduction, _, close = getattr(self, role).partition(CONTENT)
+        return introduction, close
+
+
+CHATML = ChatConfig()
+
+
+def render(messages: list[dict], chat: ChatConfig, key: str = "messages") -> list[Stretch]:
+    """A conversation as stretches of text, scored and unscored in turn, none empty; they join to its text.
+
+    Each stretch is to be encoded on its own: so no token reaches over the edge of an answer, and generation,
+    which has only what precedes it, sees the ids that training saw. Content is ordinary text even where it
+    looks like the template. Of a message the keys role and content are read, others are not.
+
+    Raises InputError naming the message, as one of `key`, for a role that the template lacks, a missing key, and
+    content that is not text.
+    """
+    return _joined(_turns(messages, key, chat))
+
+
+def render_completion(prompt: str | list[dict], completion: str | list[dict], chat: ChatConfig) -> list[Stretch]:
+    """A prompt, unscored, and its completion as stretches, like those of `render`.
+
+    Two texts are joined as they are, and the completion is scored. Of two lists of messages the answers in the
+    completion are; those in the prompt are not. Raises InputError like `render`, and for any other two values.
+    """
+    if isinstance(prompt, list) and isinstance(completion, list):
+        given = [(text, False) for text, _ in _turns(prompt, "prompt", chat)]
+        return _joined([*given, *_turns(completion, "completion", chat)])
+    if isinstance(prompt, list) or isinstance(completion, list):
+        raise InputError(
+            f"'prompt' holds {type_name(prompt)} and 'completion' {type_name(completion)}; expected two texts, or two"
+            " lists of messages"
+        )
+    return _joined([(checked_text(prompt, "'prompt'"), False), (checked_text(completion, "'completion'"), True)])
+
+
+def prompt_text(messages: list[dict], chat: ChatConfig) -> str:
+    """What a model is given to answer `messages`: their text and the introduction of an assistant turn."""
+    return "".join(text for text, _ in _prompt(messages, chat))
+
+
+def prompt_tokens(messages: list[dict], chat: ChatConfig, tokenizer: Tokenizer) -> np.ndarray:
+    """The ids of `prompt_text` as training has them: each stretch on its own, earlier answers among them."""
+    return np.concatenate([tokenizer.encode(text) for text, _ in _prompt(messages, chat)])
+
+
+def _prompt(messages: list[dict], chat: ChatConfig) -> list[Stretch]:
+    return _joined([*_turns(messages, "messages", chat), (chat.around("assistant")[0], False)])
+
+
+def _turns(messages: object, key: str, chat: ChatConfig) -> Iterator[Stretch]:
+    if not isinstance(messages, list):
+        raise InputError(f"{key!r} holds {type_name(messages)}; expected a list of messages with role and content")
+    for number, message in enumerate(messages):
+        place = f"{key}[{number}]"
+        if not isinstance(message, dict):
+            raise InputError(f"{place} is {type_name(message)}; expected an object with role and content")
+        for needed in ("role", "content"):
+            if needed not in message:
+                raise InputError(f"{place} has no key {needed!r}; found {found_keys(message)}; rename it in the data")
+        role = message["role"]
+        if role not in chat.roles:
+            remedy = "give its template as chat.tool" if role == "tool" else "change it in the data"
+            raise InputError(f"{place}.role is {role!r}; expected {', '.join(chat.roles)}; {remedy}")
+        introduction, close = chat.around(role)
+        yield introduction, False
+        yield checked_text(message["content"], f"{place}.content") + close, role == "assistant"
+
+
+def _joined(stretches: list[Stretch] | Iterator[Stretch]) -> list[Stretch]:
+    neighbours = groupby((stretch for stretch in stretches if stretch[0]), key=lambda stretch: stretch[1])
+    return [("".join(text for text, _ in group), scored) for scored, group in neighbours]

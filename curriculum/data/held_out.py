@@ -1,0 +1,82 @@
+"""The two sides of a store: what training keeps of it, and the documents that an eval set measures."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from curriculum.data.split import Split, split_documents
+from curriculum.data.store import Store, split_hash
+from curriculum.data.tokenizer import Tokenizer
+
+
+def split_store(store: Store, tokenizer: Tokenizer, share: float, min_tokens: int = 1) -> Split:
+    """The split of a store as `split_documents` makes it, a divided document cut between characters.
+
+    Raises ValueError like it, and where a part of a store that marks the scored tokens has none of them.
+    """
+
+    def starts_character(document: int, token: int) -> bool:
+        start = int(store.documents["end"][document]) - int(store.document_tokens_N[document])
+        return not tokenizer.continues_character_V[store.stream[start + token : start + token + 1][0]]
+
+    split = split_documents(store.document_tokens_N, store.documents["hash"], share, min_tokens, starts_character)
+    if store.facts.num_scored is not None and split.cut is not None:
+        # Every whole document has an answer, so that only a part that is a piece of one can lack it.
+        document, token = split.cut
+        stop = int(store.documents["end"][document])
+        middle = stop - int(store.document_tokens_N[document]) + token
+        head, tail = store.scored_stream[middle - token : middle], store.scored_stream[middle:stop]
+        for part, whole_documents, piece in (
+            ("training part", split.keep_N.sum() - 1, head),
+            ("held-out part", len(split.held_out), tail),
+        ):
+            if whole_documents == 0 and not piece.any():
+                raise ValueError(
+                    f"held_out of {share:.4g} leaves no token of an answer in the {part}, which is a piece of one"
+                    " conversation; hold out another share, or give more conversations"
+                )
+    return split
+
+
+class EvalDocument(NamedTuple):
+    """A document that an eval set measures."""
+
+    tokens: np.ndarray  # without end-of-text
+    num_bytes: int  # of its UTF-8 text
+    hash: tuple[int, int]  # high and low half, of its text
+    scored: np.ndarray | None = None  # which of the tokens are, u8; None: all
+
+
+def held_out_piece(store: Store, tokenizer: Tokenizer, split: Split) -> EvalDocument | None:
+    """The tail of the document that `split` divides, a document of its own; None where it divides none."""
+    if split.cut is None:
+        return None
+    document, first_token = split.cut
+    stop = int(store.documents["end"][document])
+    start = stop - int(store.document_tokens_N[document]) + first_token
+    tokens = store.stream[start:stop]
+    is_text = tokens != store.facts.eot
+    scored = None if store.scored_stream is None else store.scored_stream[start:stop][is_text]
+    text = tokenizer.decode_bytes(tokens)
+    return EvalDocument(tokens[is_text], len(text), split_hash(xxhash.xxh3_128(text)), scored)
+
+
+def eval_documents(store: Store, tokenizer: Tokenizer, split: Split | None = None) -> Iterator[EvalDocument]:
+    """What `split` holds out of a store, in the store's order; without a split all its documents.
+
+    The tail of a divided document counts as a document of its own.
+    """
+    if split is None:
+        split = Split(np.zeros(store.facts.num_documents, bool))
+    if (piece := held_out_piece(store, tokenizer, split)) is not None:
+        yield piece
+    for document in split.held_out.tolist():
+        record = store.documents[document]
+        yield EvalDocument(
+            store.document_tokens(document),
+            int(record["bytes"]),
+            tuple(record["hash"].tolist()),
+            store.document_scored(document),
+        )

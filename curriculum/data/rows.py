@@ -1,0 +1,39 @@
+"""What a row of JSONL or of a table may hold, and how an error names what it holds instead."""
+
+import difflib
+from collections.abc import Iterable
+
+from curriculum.errors import InputError
+
+
+def checked_text(value: object, name: str) -> str:
+    """`value` where it is Unicode text; raises InputError, which names it `name`."""
+    if not isinstance(value, str):
+        raise InputError(f"{name} holds {type_name(value)}; expected text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"{name} holds half a surrogate pair at character {error.start}; expected Unicode text"
+        ) from error
+    return value
+
+
+def type_name(value: object) -> str:
+    """The kind of a JSON value in words."""
+    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)
+
+
+def found_keys(keys: Iterable[str]) -> str:
+    """The first keys of a row, for an error message."""
+    return ", ".join(map(repr, _shortened(keys))) or "no keys"
+
+
+def similar_key(key: str, keys: Iterable[str]) -> str | None:
+    """The one of `keys` that may have been meant by `key`."""
+    return next(iter(difflib.get_close_matches(key, _shortened(keys), n=1)), None)
+
+
+def _shortened(keys: Iterable[str]) -> list[str]:
+    return [key if len(key) <= 40 else key[:37] + "..." for key in list(keys)[:12]]

@@ -1,0 +1,180 @@
+"""Conversations as text: what a template makes of them, what is scored, and what is refused."""
+
+import json
+
+import numpy as np
+import pytest
+
+from curriculum.config import build_config
+from curriculum.data.chat import CHATML, ChatConfig, prompt_text, prompt_tokens, render, render_completion
+from curriculum.data.tokenizer import byte_tokenizer
+from curriculum.data.vocabulary import train_bpe
+from curriculum.errors import InputError
+
+SHORT = ChatConfig(system="S{content}/", user="U:{content}.", assistant="A:{content};", tool="T({content})")
+
+
+def turns(*pairs):
+    return [{"role": role, "content": content} for role, content in pairs]
+
+
+def test_the_default_is_chatml_as_text():
+    assert render(turns(("system", "Be brief."), ("user", "Hi"), ("assistant", "Yo")), CHATML) == [
+        ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", False),
+        ("Yo<|im_end|>\n", True),
+    ]
+
+
+def test_answers_and_what_closes_them_are_scored():
+    messages = turns(
+        ("system", "s"), ("user", "u"), ("assistant", "a"), ("tool", "t"), ("assistant", "b"), ("user", "v")
+    )
+    assert render(messages, SHORT) == [
+        ("Ss/U:u.A:", False),
+        ("a;", True),
+        ("T(t)A:", False),
+        ("b;", True),
+        ("U:v.", False),
+    ]
+    assert render(turns(("assistant", "a"), ("assistant", "b")), SHORT) == [
+        ("A:", False), ("a;", True), ("A:", False), ("b;", True),
+    ]  # fmt: skip
+
+
+def test_without_text_around_it_the_content_is_all():
+    bare = ChatConfig(system="{content}", user="{content}", assistant="{content}")
+    messages = turns(("user", "a"), ("assistant", "b"), ("assistant", "c"), ("user", ""), ("assistant", "d"))
+    assert render(messages, bare) == [("a", False), ("bcd", True)]
+    assert render(turns(("user", "")), bare) == render([], bare) == []
+
+
+def test_content_that_looks_like_the_template_is_content():
+    content = "<|im_end|>\n<|im_start|>assistant\n{content}"
+    (prompt, _), (answer, scored) = render(turns(("user", content), ("assistant", content)), CHATML)
+    assert prompt == f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
+    assert (answer, scored) == (f"{content}<|im_end|>\n", True)
+
+
+def test_other_keys_of_a_message_are_not_read():
+    message = {"role": "assistant", "content": "a", "name": None, "tool_calls": []}
+    assert render([message], SHORT) == [("A:", False), ("a;", True)]
+
+
+def test_two_texts_are_joined_as_they_are_and_the_completion_is_scored():
+    assert render_completion("2 + 2 =", " 4", SHORT) == [("2 + 2 =", False), (" 4", True)]
+    assert render_completion("", "x", SHORT) == [("x", True)]
+    assert render_completion("x", "", SHORT) == [("x", False)]
+
+
+def test_of_two_lists_the_answers_of_the_completion_are_scored():
+    prompt = turns(("user", "u"), ("assistant", "a"), ("user", "v"))
+    completion = turns(("assistant", "b"), ("user", "w"), ("assistant", "c"))
+    assert render_completion(prompt, completion, SHORT) == [
+        ("U:u.A:a;U:v.A:", False),
+        ("b;", True),
+        ("U:w.A:", False),
+        ("c;", True),
+    ]
+
+
+def test_the_prompt_ends_where_the_answer_begins():
+    messages = turns(("user", "u"), ("assistant", "a"), ("user", "v"))
+    assert prompt_text(messages, SHORT) == "U:u.A:a;U:v.A:"
+    assert prompt_text([], SHORT) == "A:"
+    assert prompt_tokens(messages, SHORT, byte_tokenizer()).tolist() == list(b"U:u.A:a;U:v.A:")
+
+
+def test_generation_sees_the_ids_that_training_saw():
+    # Blanks on both sides of the edges of an answer, which byte pairs would join.
+    blank = ChatConfig(system="{content}\n", user="u {content}\n", assistant="a {content}\n")
+    tokenizer = train_bpe(["\n\nu hello\n\n\n\na hello \n\n\n"] * 50, 265)
+    first = turns(("user", "hello\n"), ("assistant", "hello\n"), ("user", "hello\n"))
+    stretches = render([*first, *turns(("assistant", "hello"))], blank)
+    assert [scored for _, scored in stretches] == [False, True, False, True]
+    trained = [tokenizer.encode(text).tolist() for text, _ in stretches]
+    assert prompt_tokens(first, blank, tokenizer).tolist() == sum(trained[:3], [])
+    # Encoded in one go they would be others, so that the test can tell.
+    assert tokenizer.encode(prompt_text(first, blank)).tolist() != sum(trained[:3], [])
+    assert tokenizer.decode_bytes(np.array(sum(trained[:3], []))).decode() == prompt_text(first, blank)
+
+
+USER = {"role": "user", "content": "u"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ("hello", "'messages' holds text; expected a list of messages with role and content"),
+        (None, "'messages' holds null; expected a list"),
+        ({"role": "user"}, "'messages' holds an object; expected a list"),
+        ([USER, "x"], "messages[1] is text; expected an object with role and content"),
+        ([{"from": "human", "value": "x"}], "messages[0] has no key 'role'; found 'from', 'value'; rename it in the data"),
+        ([USER, {"role": "assistant"}], "messages[1] has no key 'content'; found 'role'; rename it in the data"),
+        ([{"role": "human", "content": "x"}], "messages[0].role is 'human'; expected system, user, assistant; change it"),
+        ([{"role": ["user"], "content": "x"}], "messages[0].role is ['user']; expected system, user, assistant"),
+        ([{"role": "tool", "content": "x"}], "messages[0].role is 'tool'; expected system, user, assistant; give its template as chat.tool"),
+        ([USER, {"role": "assistant", "content": None}], "messages[1].content holds null; expected text"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content holds a list; expected text"),
+        ([{"role": "user", "content": "a\ud800"}], "messages[0].content holds half a surrogate pair at character 1"),
+    ],
+)  # fmt: skip
+def test_what_is_no_conversation_is_refused(messages, expected):
+    with pytest.raises(InputError) as error:
+        render(messages, CHATML)
+    assert str(error.value).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "expected"),
+    [
+        ("x", [USER], "'prompt' holds text and 'completion' a list; expected two texts, or two lists of messages"),
+        ([USER], None, "'prompt' holds a list and 'completion' null; expected two texts"),
+        (3, "x", "'prompt' holds a number; expected text"),
+        ("x", None, "'completion' holds null; expected text"),
+        ([USER], [{"role": "x", "content": "y"}], "completion[0].role is 'x'; expected system, user, assistant"),
+        ([{"role": "x", "content": "y"}], [USER], "prompt[0].role is 'x'; expected system, user, assistant"),
+    ],
+)
+def test_what_is_no_prompt_and_completion_is_refused(prompt, completion, expected):
+    with pytest.raises(InputError) as error:
+        render_completion(prompt, completion, CHATML)
+    assert str(error.value).startswith(expected)
+
+
+def config_with(chat):
+    return build_config(
+        {
+            "sources": {"web": {"path": "nowhere"}},
+            "phases": [{"name": "a", "until": "end", "mixture": {"web": 1.0}}],
+            "evalsets": {"primary": {"path": "nowhere"}},
+            "train": {"steps": 10, "seq_len": 20},
+            "optim": {"lr": 1e-3, "schedule": "constant"},
+            "chat": chat,
+        },
+        check_paths=False,
+    )
+
+
+def test_the_section_of_a_config():
+    config = config_with({"user": "Q: {content}\n", "tool": "R: {content}\n"})
+    assert config.chat == ChatConfig(user="Q: {content}\n", tool="R: {content}\n")
+    assert config.chat.assistant == "<|im_start|>assistant\n{content}<|im_end|>\n"
+    assert config.chat.roles == ["system", "user", "assistant", "tool"]
+    assert config_with({}).chat == CHATML and CHATML.roles == ["system", "user", "assistant"]
+    assert build_config(json.loads(json.dumps(config.to_json())), check_paths=False) == config
+
+
+@pytest.mark.parametrize(
+    ("chat", "expected"),
+    [
+        ({"user": "Q: "}, "chat: user is 'Q: ', with {content} 0 times; expected it exactly once"),
+        ({"tool": "{content}{content}"}, "chat: tool is '{content}{content}', with {content} 2 times; expected it exactly"),
+        ({"assistant": ""}, "chat: assistant is '', with {content} 0 times"),
+        ({"system": None}, "chat.system: got null, expected text"),
+        ({"human": "{content}"}, "chat.human: no such key"),
+    ],
+)  # fmt: skip
+def test_a_template_needs_its_content_once(chat, expected):
+    with pytest.raises(InputError) as error:
+        config_with(chat)
+    assert expected in str(error.value)
