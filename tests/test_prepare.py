@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,13 +26,14 @@ from curriculum.data.documents import SourceConfig, read_pieces
 from curriculum.data.prepare import (
     find_store,
     find_tokenizer,
+    prepare_documents,
     prepare_folder,
     prepare_store,
     prepare_tokenizer,
 )
 from curriculum.data.progress import ConsoleProgress, progress_text
 from curriculum.data.store import open_store
-from curriculum.data.tokenizer import TokenizerConfig, byte_tokenizer, load_tokenizer
+from curriculum.data.tokenizer import NUM_THREADS, TokenizerConfig, byte_tokenizer, load_tokenizer
 from curriculum.errors import InputError
 
 ROOT = Path(__file__).parents[1]
@@ -640,6 +642,86 @@ def test_a_conversation_that_cannot_be_read_leaves_no_store(tmp_path, store_dir)
     with pytest.raises(InputError, match="talks.jsonl:2: no answer in it, so nothing to score"):
         prepare_store("talks", talks(tmp_path), byte_tokenizer(), store_dir)
     assert list(store_dir.glob("stores/*")) == []
+
+
+def test_documents_from_an_iterator(tmp_path, sources, store_dir):
+    texts = [text for source in sources.values() for text in read_documents(source)]
+    bpe = prepare_tokenizer(BPE, sources, store_dir)
+    progress = Recorder()
+    store = prepare_documents(iter([*texts, ""]), bpe, tmp_path / "out", progress=progress, shard_tokens=97)
+    assert store.view()[:].tolist() == [t for text in texts for t in [*bpe.encode(text).tolist(), bpe.eot]]
+    assert store.facts.num_documents == len(texts) > 30 and store.facts.num_empty == 1
+    assert store.facts.source == "documents" and store.scored_view() is None
+    # It is the folder that the same texts in files give.
+    folder = prepare_folder([source.path for source in sources.values()], bpe, tmp_path / "same", shard_tokens=97)
+    assert store.facts.content_hash == folder.facts.content_hash
+    assert [p.name for p in sorted(store.directory.iterdir())] == [p.name for p in sorted(folder.directory.iterdir())]
+    assert load_tokenizer(store.directory).fingerprint == bpe.fingerprint
+    source = SourceConfig(path=str(tmp_path / "out"))
+    assert find_store("x", source, bpe, store_dir).directory == store.directory
+    assert progress.calls[-1] == (sum(map(len, texts)),) * 2
+    with pytest.raises(InputError, match="source 'x': format messages, and .*out was prepared from plain text"):
+        find_store("x", SourceConfig(path=str(tmp_path / "out"), format="messages"), bpe, store_dir)
+
+
+def test_conversations_from_an_iterator(tmp_path, store_dir):
+    store = prepare_documents((talk for talk in TALKS), byte_tokenizer(), tmp_path / "out", chat=SHORT, shard_tokens=5)
+    assert_by_hand(store, byte_tokenizer())
+    from_file = prepare_store("talks", talks(tmp_path), byte_tokenizer(), store_dir, chat=SHORT)
+    assert store.facts.content_hash == from_file.facts.content_hash
+    # The folder knows what is scored, with or without the format, and needs no template any more.
+    for source in (SourceConfig(path=str(tmp_path / "out")), talks(tmp_path, "out")):
+        assert_by_hand(prepare_store("x", source, byte_tokenizer(), store_dir), byte_tokenizer())
+
+
+def broken():
+    yield "one"
+    yield "two"
+    raise OSError("the line went dead")
+
+
+@pytest.mark.parametrize(
+    ("given", "chat", "expected"),
+    [
+        (["a", 3], None, "document 2 holds a number; expected text"),
+        (["a", b"b"], None, "document 2 holds bytes; expected text"),
+        (["a\ud800"], None, "document 1 holds half a surrogate pair at character 1"),
+        ([TALKS[0]], None, "document 1 holds a list; expected text; for a conversation give chat, its template"),
+        (["a"], SHORT, "document 1: 'messages' holds text; expected a list of messages"),
+        ([TALKS[0], TALKS[0][:1]], SHORT, "document 2: no answer in it, so nothing to score"),
+        ([[{"role": "human", "content": "x"}]], SHORT, r"document 1: messages\[0\].role is 'human'; expected system"),
+        ("a single text", None, "documents: a single text; expected an iterable of documents"),
+        ([], None, "documents: no text in it; expected at least one document"),
+        ([""], None, r"documents: no text in it \(1 empty documents\)"),
+        (broken(), None, "documents: after 2 of them: the line went dead"),
+    ],
+)
+def test_what_is_no_document_is_refused_and_leaves_nothing(tmp_path, given, chat, expected):
+    with pytest.raises(InputError, match=expected):
+        prepare_documents(given, byte_tokenizer(), tmp_path / "out", chat=chat)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_iterator_of_documents_is_not_asked_where_the_folder_is_taken(tmp_path):
+    asked = []
+    (tmp_path / "x").write_text("")
+    with pytest.raises(InputError, match="exists already; name a new folder"):
+        prepare_documents((asked.append(i) for i in range(3)), byte_tokenizer(), tmp_path)
+    assert asked == []
+
+
+def test_an_iterator_of_documents_is_not_held_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("curriculum.data.encode.PIECE_BYTES", 1 << 14)
+    talk = [{"role": "user", "content": "u" * 500}, {"role": "assistant", "content": "a" * 500}]
+    tokenizer = byte_tokenizer()
+    tokenizer.encode("")
+    tracemalloc.start()
+    store = prepare_documents((talk for _ in range(5_000)), tokenizer, tmp_path / "out", chat=SHORT)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert store.facts.num_tokens == 5_000 * (500 + 500 + len("U:.A:;") + 1)
+    # At most 2 groups a thread and one more, each its text and tokens, and one more being written.
+    assert peak_bytes < 8 * (2 * NUM_THREADS + 2) * (1 << 14) + (1 << 19)
 
 
 # --- progress -----------------------------------------------------------------------------------------------

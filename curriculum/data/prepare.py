@@ -18,11 +18,12 @@ from pathlib import Path
 import numpy as np
 
 from curriculum.data.cache import building, content_of, digest, find_content, is_there, source_signature, sweep, writing
-from curriculum.data.chat import CHATML, ChatConfig
-from curriculum.data.documents import COLUMNAR, Piece, SourceConfig, read_pieces, source_files
+from curriculum.data.chat import CHATML, ChatConfig, render
+from curriculum.data.documents import COLUMNAR, Piece, SourceConfig, conversation_pieces, read_pieces, source_files
 from curriculum.data.encode import encode_pieces
 from curriculum.data.flat import index_flat
 from curriculum.data.progress import ConsoleProgress, Progress
+from curriculum.data.rows import checked_text
 from curriculum.data.store import FORMAT_VERSION as STORE_VERSION
 from curriculum.data.store import SHARD_TOKENS, Store, StoreWriter, is_store, open_store
 from curriculum.data.tokenizer import FORMAT_VERSION as TOKENIZER_VERSION
@@ -244,6 +245,54 @@ def prepare_folder(
     return _write_folder(pieces, tokenizer, output_dir, progress, shard_tokens, label, total_bytes)
 
 
+def prepare_documents(
+    documents: Iterable[str] | Iterable[list[dict]],
+    tokenizer: Tokenizer,
+    output_dir: str | Path,
+    *,
+    chat: ChatConfig | None = None,
+    progress: Progress | None = None,
+    shard_tokens: int = SHARD_TOKENS,
+) -> Store:
+    """Write the tokenizer and the tokens of documents from any iterator to a new folder, as `prepare_folder`.
+
+    Without `chat` a document is a text; with it a conversation, a list of {"role", "content"} messages that it
+    renders, of which the answers are scored. The iterator is read once and its documents are not kept. Raises
+    InputError naming the document (the first is 1) for what is neither, where the iterator meets an OSError, and
+    like `prepare_folder`. Nothing half-written stays.
+    """
+    if isinstance(documents, str):
+        raise InputError("documents: a single text; expected an iterable of documents, such as a list with this one")
+    _check_new(Path(output_dir))
+    pieces, marks_scored = _document_pieces(documents, chat), chat is not None
+    return _write_folder(pieces, tokenizer, output_dir, progress, shard_tokens, "documents", None, marks_scored)
+
+
+def _document_pieces(documents: Iterable[str] | Iterable[list[dict]], chat: ChatConfig | None) -> Iterator[Piece]:
+    for number, document in _numbered(documents):
+        where = f"document {number}"
+        if chat is None:
+            if isinstance(document, list):
+                raise InputError(f"{where} holds a list; expected text; for a conversation give chat, its template")
+            text = checked_text(document, where)
+            yield Piece(text, True, len(text), where)
+            continue
+        try:
+            stretches = render(document, chat)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from error
+        yield from conversation_pieces(stretches, sum(len(text) for text, _ in stretches), where)
+
+
+def _numbered(documents: Iterable) -> Iterator[tuple[int, object]]:
+    number = 0
+    try:
+        for number, document in enumerate(documents, start=1):
+            yield number, document
+    except OSError as error:  # which would be taken for one of writing
+        raise InputError(f"documents: after {number:,} of them: {error}; expected all of them readable") from error
+
+
 def _check_new(output_dir: Path) -> None:
     with writing(output_dir):
         if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
@@ -258,13 +307,14 @@ def _write_folder(
     shard_tokens: int,
     label: str,
     total_bytes: int | None,
+    marks_scored: bool = False,
 ) -> Store:
     output_dir = Path(output_dir)
     with building(output_dir, output_dir.absolute().parent) as partial:
         if partial is None:
             raise InputError(f"{output_dir}: another process has just written it; name a new folder")
         tokenizer.save(partial)
-        with closing(StoreWriter(partial, tokenizer.dtype_name, shard_tokens)) as writer:
+        with closing(StoreWriter(partial, tokenizer.dtype_name, shard_tokens, marks_scored)) as writer:
             _write_pieces(pieces, tokenizer, writer, progress, total_bytes)
             writer.finish(label, tokenizer)
     return open_store(output_dir)
