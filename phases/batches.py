@@ -92,10 +92,12 @@ class DataPlan:
         eot: int,
         grad_accum: int = 1,
         draws: Draws | None = None,
+        scored: Mapping[str, Sequence[int]] | None = None,
     ) -> Batch:
         """The batch of update `step`, from `tokens`: for each source an array (or memory map) of its stream.
 
-        `draws` may hand in this step's rows where they were worked out many steps at a time.
+        `scored`: for the sources of which only some tokens are targets of the loss, an array parallel to the
+        stream that says which. `draws` may hand in this step's rows where they were worked out many steps at a time.
         """
         segment = self.schedule.segment_at(step)
         draws = self.draws(step)[0] if draws is None else draws
@@ -104,6 +106,10 @@ class DataPlan:
         streams = [tokens.get(name) for name in self.sources]
         for row, (source, offset) in enumerate(zip(draws.source.tolist(), draws.offset.tolist(), strict=True)):
             rows_BT1[row] = streams[source][offset : offset + length + 1]
+        scored_BT = np.ones((segment.batch_size, length), bool)
+        for row, (source, offset) in enumerate(zip(draws.source.tolist(), draws.offset.tolist(), strict=True)):
+            if (marks := (scored or {}).get(self.sources[source])) is not None:
+                scored_BT[row] = marks[offset + 1 : offset + length + 1]
         shape = (grad_accum, segment.batch_size // grad_accum, length)
         inputs = rows_BT1[:, :-1]
         ended = np.cumsum(inputs == eot, axis=1, dtype=np.int32)
@@ -111,7 +117,7 @@ class DataPlan:
         return Batch(
             inputs.reshape(shape),
             rows_BT1[:, 1:].reshape(shape),
-            np.ones(shape, bool),
+            scored_BT.reshape(shape),
             documents.reshape(shape),
             draws.source.astype(np.int32).reshape(shape[:2]),
         )

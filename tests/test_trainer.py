@@ -1,6 +1,7 @@
 """Whole runs: record, resume after kill -9, evals without a trace on training, accumulation, switches."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -11,8 +12,11 @@ import pytest
 
 from curriculum.config import build_config
 from curriculum.errors import InputError
+from curriculum.model.transformer import nats_per_token
 from curriculum.run import load_run
 from curriculum.train.checkpoint import Checkpoints
+from curriculum.train.setup import build
+from curriculum.train.step import read_window
 from curriculum.train.trainer import train
 
 CLOCK_FIELDS = {
@@ -492,3 +496,68 @@ def test_a_signal_saves_and_the_run_goes_on(corpus, store, whole, tmp_path, numb
     assert final_state(tmp_path / "run") == final_state(whole)
     mine, expected = record(tmp_path / "run"), record(whole)
     assert mine[1] == expected[1] and [e["event"] for e in mine[0]] == [e["event"] for e in expected[0]]
+
+
+# --- a phase of instruction tuning --------------------------------------------------------------------------
+
+
+def test_a_phase_of_conversations_learns_from_answers_alone(corpus, tmp_path):
+    rng = np.random.default_rng(3)
+    rows = []
+    for i in range(130):
+        ask, say = (" ".join(rng.choice(WORDS["law"], int(rng.integers(3, 9)))) for _ in range(2))
+        rows.append({"messages": [{"role": "user", "content": f"{ask} {i}"}, {"role": "assistant", "content": say}]})
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = config_data(
+        corpus,
+        sources={
+            "web": {"path": str(corpus / "web.jsonl"), "held_out": "10%"},
+            "talks": {"path": str(tmp_path / "talks.jsonl"), "format": "messages", "held_out": "10%"},
+        },
+        chat={"user": "<{content}>", "assistant": "[{content}]"},
+        phases=[
+            {"name": "text", "until": 4, "mixture": {"web": 1.0}},
+            {"name": "chat", "until": "end", "mixture": {"web": 0.25, "talks": 0.75}},
+        ],
+        evalsets={"every": 4, "primary": {"held_out_of": "web"}, "sets": {"talks": {"held_out_of": "talks"}}},
+        train={"steps": 8, "batch_size": 8, "seq_len": 32, "grad_accum": 2},
+        optim={"lr": 3e-3, "warmup_steps": 2, "decay_steps": 2},
+        logging={"every": 1, "tensorboard": False},
+    )
+    config = build_config(data)
+    train(config, tmp_path / "run", store_dir=tmp_path / "store")
+    run = load_run(tmp_path / "run")
+    assert [row["loss_talks"] is None for row in run.metrics] == [True] * 4 + [False] * 4
+    evals = [event for event in run.events if event["event"] == "eval"]
+    assert [event["step"] for event in evals] == [0, 4, 8] and evals[-1]["eval_talks"] < evals[0]["eval_talks"]
+
+    setup = build(config, tmp_path / "store")
+    try:
+        stream = setup.corpus.tokens["talks"][:]
+        # What is scored, told by the template's brackets alone: an answer with its "]", and the end-of-text after it.
+        expected_N = np.zeros(len(stream), bool)
+        for answer in re.finditer(r"\[([^]]*\]\n)", "".join(map(chr, np.where(stream == 256, 10, stream)))):
+            expected_N[answer.start(1) : answer.end(1)] = True
+        assert 0.2 < expected_N.mean() < 0.8 and expected_N[stream == 256].all()
+        offsets_of = {step: setup.plan.draws(step)[0] for step in range(8)}
+        for step, draws in offsets_of.items():
+            batch = setup.feed[step]
+            mask_MT = np.asarray(batch.loss_mask_ABT).reshape(8, 32)
+            sources = [setup.plan.sources[s] for s in draws.source]
+            assert sources.count("talks") == (6 if step >= 4 else 0)
+            for row, (source, offset) in enumerate(zip(sources, draws.offset.tolist(), strict=True)):
+                expected_T = expected_N[offset + 1 : offset + 33] if source == "talks" else np.ones(32, bool)
+                assert mask_MT[row].tolist() == expected_T.tolist()
+
+        # The loss of the last batch at the first parameters: the mean over those targets and no others.
+        params = setup.initial_state().params
+        inputs_MT, targets_MT = (np.asarray(a).reshape(8, 32) for a in (batch.inputs_ABT, batch.targets_ABT))
+        nats_MT = np.asarray(nats_per_token(setup.model, params, inputs_MT, targets_MT)[0], np.float64)
+        state = setup.train_step(setup.initial_state(), batch, np.float32(0))
+        assert np.sum(state.window.tokens_S2) == mask_MT.sum() < 8 * 32
+        found = read_window(state.window, setup.plan.sources)
+        assert found["loss"] == pytest.approx(nats_MT[mask_MT].mean(), rel=1e-6)
+        talks_M = np.array([source == "talks" for source in sources])
+        assert found["source_loss"]["talks"] == pytest.approx(nats_MT[talks_M][mask_MT[talks_M]].mean(), rel=1e-6)
+    finally:
+        setup.feed.close()

@@ -26,12 +26,14 @@ from evalsets.evalset import EvalSet, cut_windows
 class Corpus:
     """What a run trains on and is measured by.
 
-    `tokens` are the training streams by source; `details` say of each what it holds, what was held out and what
-    was dropped because an eval set has it, with `stream`, a hash that names the stream's content.
+    `tokens` are the training streams by source; `scored`, parallel to those of conversations, which of their tokens
+    are targets of the loss; `details` say of each what it holds, what was held out and what was dropped because an
+    eval set has it, with `stream`, a hash that names the stream's content.
     """
 
     tokenizer: Tokenizer
     tokens: dict[str, TokenView]
+    scored: dict[str, TokenView]
     evalsets: dict[str, EvalSet]
     details: dict[str, dict[str, Any]]
     warnings: tuple[str, ...]
@@ -74,6 +76,11 @@ def load_corpus(config: Config, store_dir: str | Path, tokenizer: Tokenizer | No
     return Corpus(
         tokenizer=tokenizer,
         tokens={name: stores[name].view(kept[name].keep_N, kept[name].cut) for name in stores},
+        scored={
+            name: view
+            for name in stores
+            if (view := stores[name].scored_view(kept[name].keep_N, kept[name].cut)) is not None
+        },
         evalsets=evalsets,
         details={name: _details(stores[name], kept[name], dropped[name]) for name in stores},
         warnings=_overlap_warnings(dropped) + _size_warnings(config, evalsets),

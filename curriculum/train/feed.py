@@ -26,7 +26,9 @@ class Feed:
         grad_accum: int,
         place: Callable[[Any], Any],
         prefetch: int = 3,
+        scored: Mapping[str, Any] | None = None,
     ):
+        self._scored = scored
         self._plan, self._tokens, self._eot, self._grad_accum = plan, tokens, eot, grad_accum
         self._place, self._prefetch = place, prefetch
         self._ahead: OrderedDict[int, Future] = OrderedDict()
@@ -53,4 +55,4 @@ class Feed:
             num_steps = max(min(_PLANNED_STEPS, self._plan.schedule.total_steps - first), step - first + 1)
             self._planned = first, self._plan.draws(first, num_steps)
         draws = self._planned[1][step - first]
-        return self._place(self._plan.batch(step, self._tokens, self._eot, self._grad_accum, draws))
+        return self._place(self._plan.batch(step, self._tokens, self._eot, self._grad_accum, draws, self._scored))

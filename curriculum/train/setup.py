@@ -87,7 +87,14 @@ def build(
     plan = DataPlan(schedule, config.seed, num_tokens, config.train.seq_len)
     model = (make_model or partial(_configured_model, config))(corpus.tokenizer.vocab_size)
     mesh = make_mesh()
-    feed = Feed(plan, corpus.tokens, corpus.tokenizer.eot, config.train.grad_accum, partial(place_batch, mesh))
+    feed = Feed(
+        plan,
+        corpus.tokens,
+        corpus.tokenizer.eot,
+        config.train.grad_accum,
+        partial(place_batch, mesh),
+        scored=corpus.scored,
+    )
     suite = Suite(
         list(corpus.evalsets.values()), partial(nats_per_token, model), EVAL_MICRO_BATCH, partial(place_rows, mesh)
     )
