@@ -19,6 +19,7 @@ from curriculum.data.documents import SourceConfig
 from curriculum.data.tokenizer import TokenizerConfig
 from curriculum.errors import InputError
 from curriculum.model.presets import ModelSection
+from curriculum.train.mesh import MeshConfig
 from curriculum.train.optimizer import OptimConfig
 from curriculum.variables import substitute
 from curriculum.yaml12 import Origin, read_override, read_yaml
@@ -146,6 +147,7 @@ class Config:
     model: ModelSection = field(default_factory=lambda: ModelSection(preset="tiny"))
     optim: OptimSection = field(default_factory=OptimSection)
     averages: AveragesSection = field(default_factory=AveragesSection)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     logging: LoggingSection = field(default_factory=LoggingSection)
     origin: Origin = field(default_factory=Origin, compare=False, repr=False)

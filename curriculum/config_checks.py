@@ -10,6 +10,7 @@ from pathlib import Path
 from curriculum.config_problems import no_such
 from curriculum.data.split import parse_share
 from curriculum.model.presets import model_problems, resolve_model
+from curriculum.train.mesh import rows_problem
 from evalsets.evalset import PRIMARY
 from phases.lr import check_rates
 from phases.resolve import check_phases
@@ -132,6 +133,19 @@ def _check_optim(v):
     yield from ((f"optim.{key}", message) for key, message in v["optim"].problems())
 
 
+def _check_mesh(v):
+    problems = v["mesh"].problems()
+    yield from ((f"mesh.{key}" if key else "mesh", message) for key, message in problems)
+
+
+def _check_rows(v):
+    train, mesh = v["train"], v["mesh"]
+    if train.batch_size % train.grad_accum:
+        return
+    if problem := rows_problem(train.batch_size, train.grad_accum, mesh.row_shards):
+        yield "train.batch_size", problem
+
+
 def _check_model(v):
     yield from ((f"model.{key}" if key else "model", message) for key, message in model_problems(v["model"], _vocab(v)))
 
@@ -161,6 +175,8 @@ CHECKS = [
     ({"train"}, _check_train),
     ({"train", "model"}, _check_dropout),
     ({"optim"}, _check_optim),
+    ({"mesh"}, _check_mesh),
+    ({"mesh", "train"}, _check_rows),
     ({"model", "tokenizer"}, _check_model),
     ({"model", "tokenizer", "train", "evalsets"}, _check_lengths),
 ]

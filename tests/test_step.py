@@ -12,7 +12,7 @@ import pytest
 
 from curriculum.model.presets import ModelConfig
 from curriculum.model.transformer import forward, head, init_params, transformer
-from curriculum.train.mesh import make_mesh, place_batch, place_state
+from curriculum.train.mesh import MeshConfig, make_mesh, place_batch, place_state
 from curriculum.train.optimizer import OptimConfig, make_optimizer
 from curriculum.train.step import clear_window, init_state, make_train_step, read_window, window_for
 from phases.batches import Batch
@@ -296,7 +296,7 @@ def test_one_program_whatever_the_rate_the_sources_and_the_window():
         num_traces += 1
         return inner(state, batch, lr)
 
-    step, mesh = jax.jit(counted, donate_argnums=0), make_mesh()
+    step, mesh = jax.jit(counted, donate_argnums=0), make_mesh(MeshConfig())
     state = place_state(mesh, init_state(init_params(CONFIG, 0), ADAMW, len(SOURCES)))
     for i, lr in enumerate(np.linspace(0, 1e-2, 5, dtype=np.float32)):
         batch = make_batch(seed=i)

@@ -36,8 +36,11 @@ def command(config_path, overrides, dataset_dirs, eval_dataset_dirs, store_dir, 
     if dry_run:
         done = run_dry(config, store_dir=store_dir)
         evals = " | ".join(f"{name} {loss:.4f}" for name, loss in done["eval_losses"].items())
+        devices = done["devices"]
+        sizes = " x ".join(f"{axis} {size}" for axis, size in devices["mesh"].items())
         click.echo(
             f"dry run of {config.name}: {done['num_parameters']:,} parameters, {done['total_steps']} steps planned\n"
+            f"  mesh {sizes}, {devices['num']} x {devices['kind']}\n"
             f"  first step {done['first_step_s']:.2f} s, loss {done['loss']:.4f} | first eval "
             f"{done['first_eval_s']:.2f} s, {evals}\n"
             f"  peak memory {done['peak_memory_gb']:.2f} GB; no run was written"

@@ -73,9 +73,10 @@ class Checkpoints:
         return self._manager.restore(step, args=ocp.args.Composite(ledger=ocp.args.JsonRestore()))["ledger"]
 
     def restore(self, step: int, like: TrainState) -> TrainState:
-        """The state of a step, with the shapes, types and placement of `like`, whose values do not matter.
+        """The state of a step, with the shapes, types and placement of `like`: arrays, or jax.ShapeDtypeStruct.
 
-        A moving average that `like` has and the checkpoint has not begins with the parameters.
+        It may have been saved from another mesh: each device reads its own part. A moving average that `like` has
+        and the checkpoint has not begins with the parameters.
         """
         self._check(step)
         rest = {"opt_state": like.opt_state, "window": like.window, "skipped": like.skipped_updates}

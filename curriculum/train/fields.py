@@ -10,6 +10,7 @@ from curriculum.model.model import num_parameters
 from curriculum.plan import describe_phases
 from curriculum.train.clock import TrainClock, peak_memory_gb
 from curriculum.train.ledger import History
+from curriculum.train.mesh import describe_devices
 from curriculum.train.setup import Setup
 from curriculum.train.step import TrainState, read_window
 from evalsets.evalset import PRIMARY
@@ -30,11 +31,16 @@ def training_start(setup: Setup) -> dict[str, Any]:
     return {
         "config": setup.config.to_json(),
         "model": {**setup.model.architecture, "num_parameters": num_parameters(setup.model)},
+        "devices": describe_devices(setup.mesh),
         "plan": derived(setup),
         "sources": setup.corpus.details,
         "evalsets": evalsets,
         "warnings": list(setup.schedule.warnings) + list(setup.corpus.warnings),
     }
+
+
+def resume(setup: Setup) -> dict[str, Any]:
+    return {"devices": describe_devices(setup.mesh), "plan": derived(setup)}
 
 
 def derived(setup: Setup) -> dict[str, Any]:

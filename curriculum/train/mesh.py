@@ -1,32 +1,192 @@
-"""Where arrays live: one mesh, one rule for the state and one for batches. One device is a mesh of one."""
+"""Where arrays live: one mesh, one rule for the state and one for rows. One device is a mesh of one.
+
+Nothing heavy is imported with this module: the config reads its settings here.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import jax
-import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from curriculum.errors import InputError
+
+if TYPE_CHECKING:
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh, PartitionSpec
 
 AXES = ("data", "fsdp", "tensor")
+ROW_AXES = ("data", "fsdp")
+_INTO_THE_RESIDUAL_STREAM = ("out", "down")
 
 
-def make_mesh(num_devices: int = 1) -> Mesh:
-    """A mesh of the first `num_devices` devices, all of them along the data axis."""
-    devices = np.array(jax.devices()[:num_devices]).reshape(num_devices, 1, 1)
-    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 3)
+@dataclass(frozen=True)
+class MeshConfig:
+    """How the devices are divided: data x fsdp x tensor. One size at most may be -1, all the devices that are left."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+
+    data: int = -1
+    """Groups of devices that hold the same state and take different rows."""
+    fsdp: int = 1
+    """Devices over which parameters, gradients and moments are split, each taking rows of its own."""
+    tensor: int = 1
+    """Devices over which heads, feed-forward and vocabulary are split, all taking the same rows."""
+
+    def problems(self) -> list[tuple[str, str]]:
+        """What is wrong with the numbers: (field, message) pairs, the field empty for more than one of them."""
+        sizes = asdict(self)
+        problems = [
+            (name, f"got {size}, expected 1 or more, or -1 for all the devices that are left")
+            for name, size in sizes.items()
+            if size < 1 and size != -1
+        ]
+        free = [name for name, size in sizes.items() if size == -1]
+        if len(free) > 1:
+            problems.append(("", f"got -1 for {' and '.join(free)}, expected at most one -1; give the others a size"))
+        return problems
+
+    @property
+    def row_shards(self) -> int:
+        """Into how many parts the rows of a micro-step are cut, so far as the config alone tells: a divisor of it."""
+        return max(self.data, 1) * max(self.fsdp, 1)
+
+
+def rows_problem(batch_size: int, grad_accum: int, row_shards: int) -> str | None:
+    """Why the rows of a micro-step cannot be cut into `row_shards` equal parts; None where they can."""
+    rows = batch_size // grad_accum
+    if rows % row_shards == 0:
+        return None
+    return (
+        f"got {batch_size} in {grad_accum} micro-steps of {rows} rows, expected rows that the mesh's data x fsdp "
+        f"({row_shards}) divides; change train.batch_size, train.grad_accum or mesh"
+    )
+
+
+def make_mesh(config: MeshConfig) -> Mesh:
+    """The devices present as data x fsdp x tensor; the first of them where every size is given and fewer are asked for.
+
+    Raises InputError where the sizes do not fit the devices.
+    """
+    import jax
+    from jax.sharding import AxisType
+
+    devices = jax.devices()
+    sizes = _axis_sizes(config, len(devices), devices[0].device_kind)
+    num_devices = math.prod(sizes)
+    return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:num_devices])
+
+
+def _axis_sizes(config: MeshConfig, num_present: int, kind: str) -> tuple[int, ...]:
+    sizes = asdict(config)
+    asked = " x ".join(f"{name} {size}" for name, size in sizes.items())
+    present = f"the {num_present} device{'s' * (num_present > 1)} present ({kind})"
+    given = math.prod(size for size in sizes.values() if size != -1)
+    if given > num_present:
+        raise InputError(
+            f"got {asked}, which takes {given} devices, expected no more than {present}; make an axis smaller "
+            f"(on a CPU the environment variable JAX_NUM_CPU_DEVICES={given} simulates as many)"
+        )
+    if -1 in sizes.values() and num_present % given:
+        raise InputError(
+            f"got {asked}, expected sizes whose product {given} divides {present}; change one, or give a number for -1 "
+            "to use fewer devices"
+        )
+    return tuple(num_present // given if size == -1 else size for size in sizes.values())
+
+
+def row_shards(mesh: Mesh) -> int:
+    """Into how many parts rows are cut."""
+    return math.prod(mesh.shape[axis] for axis in ROW_AXES)
+
+
+def describe_devices(mesh: Mesh) -> dict[str, Any]:
+    """The devices of a mesh, for the record: platform, kind, number, and the size of each axis."""
+    device = mesh.devices.flat[0]
+    return {
+        "platform": device.platform,
+        "kind": device.device_kind,
+        "num": mesh.size,
+        "mesh": {axis: mesh.shape[axis] for axis in AXES},
+    }
+
+
+def partition_spec(path: tuple, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+    """The rule for every array of the state: parameters, their gradients, and moments, whose paths end alike.
+
+    `path` is a key path of jax.tree. The last two axes of a matrix are split. A projection [in, out] has its output
+    over `tensor` and its input over `fsdp`; one back into the residual stream (`out`, `down`) and an embedding [V, D]
+    the other way round, so that between two products only the residual stream is summed over `tensor`. An axis that
+    its mesh axis does not divide stays whole, and so does all else: scalars, vectors, and what is an attribute of a
+    named tuple rather than an entry of a dict or a list (counters and sums).
+    """
+    from jax.sharding import PartitionSpec
+    from jax.tree_util import DictKey, GetAttrKey
+
+    if len(shape) < 2 or (path and isinstance(path[-1], GetAttrKey)):
+        return PartitionSpec()
+    *_, module, name = [None, None, *(key.key for key in path if isinstance(key, DictKey))]
+    leads_back = name == "embedding" or module in _INTO_THE_RESIDUAL_STREAM
+    axes = ("tensor", "fsdp") if leads_back else ("fsdp", "tensor")
+    split = [
+        axis if mesh.shape[axis] > 1 and size % mesh.shape[axis] == 0 else None
+        for size, axis in zip(shape[-2:], axes, strict=True)
+    ]
+    return PartitionSpec(*[None] * (len(shape) - 2), *split) if any(split) else PartitionSpec()
+
+
+def state_shardings(mesh: Mesh, state: Any) -> Any:
+    """The sharding of each array of a state, gradient or parameter tree, by `partition_spec`; shapes are enough."""
+    import jax
+    from jax.sharding import NamedSharding
+
+    return jax.tree.map_with_path(
+        lambda path, array: NamedSharding(mesh, partition_spec(path, array.shape, mesh)), state
+    )
 
 
 def place_state(mesh: Mesh, state: Any) -> Any:
-    """The training state on the mesh: every array whole on every device."""
-    return jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
+    """A tree on the mesh by `partition_spec`. From host arrays each device gets its own part alone."""
+    import jax
+
+    return jax.device_put(state, state_shardings(mesh, state))
+
+
+def constrain(mesh: Mesh, tree: Any) -> Any:
+    """The same inside a compiled function; the compiler may otherwise keep a gradient whole on every device."""
+    import jax
+
+    return jax.lax.with_sharding_constraint(tree, state_shardings(mesh, tree))
+
+
+def gather(mesh: Mesh, params: Any) -> Any:
+    """Inside a compiled function: parameters as a model uses them, whole over fsdp and still split over tensor.
+
+    Without it the compiler splits the products along the width instead of the rows and sums activations of every
+    row over all devices. The gradient through it is whole too; `constrain` then leaves each device its part.
+    """
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    def whole_over_fsdp(path, array):
+        spec = partition_spec(path, array.shape, mesh)
+        return NamedSharding(mesh, PartitionSpec(*(None if axis == "fsdp" else axis for axis in spec)))
+
+    return jax.lax.with_sharding_constraint(params, jax.tree.map_with_path(whole_over_fsdp, params))
 
 
 def place_batch(mesh: Mesh, batch: Any) -> Any:
-    """A batch on the mesh: rows (the second axis) split over the data axes."""
-    return jax.device_put(batch, NamedSharding(mesh, PartitionSpec(None, ("data", "fsdp"))))
+    """A batch on the mesh: rows (the second axis) split over data and fsdp."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    return jax.device_put(batch, NamedSharding(mesh, PartitionSpec(None, ROW_AXES)))
 
 
 def place_rows(mesh: Mesh, array: np.ndarray) -> jax.Array:
-    """Rows of an eval micro-batch (the first axis) split over the data axes."""
-    return jax.device_put(array, NamedSharding(mesh, PartitionSpec(("data", "fsdp"))))
+    """Rows of an eval micro-batch (the first axis) split over data and fsdp."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    return jax.device_put(array, NamedSharding(mesh, PartitionSpec(ROW_AXES)))

@@ -6,22 +6,33 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from curriculum.config import Config
 from curriculum.data.corpus import Corpus, load_corpus
 from curriculum.data.tokenizer import Tokenizer
+from curriculum.errors import InputError
 from curriculum.model.loss import nats_per_token
-from curriculum.model.model import Model
+from curriculum.model.model import Model, abstract_params
 from curriculum.model.presets import resolve_model
 from curriculum.model.transformer import transformer
 from curriculum.plan import resolve_schedule
 from curriculum.train.checkpoint import Checkpoints
 from curriculum.train.feed import Feed
-from curriculum.train.mesh import make_mesh, place_batch, place_rows, place_state
+from curriculum.train.mesh import (
+    constrain,
+    gather,
+    make_mesh,
+    place_batch,
+    place_rows,
+    place_state,
+    row_shards,
+    rows_problem,
+    state_shardings,
+)
 from curriculum.train.optimizer import make_optimizer
 from curriculum.train.step import TrainState, init_state, make_train_step, tune_malloc, window_for
 from evalsets.suite import Suite
@@ -37,6 +48,7 @@ class Setup:
     """Data, schedule, model and the compiled functions of one run."""
 
     config: Config
+    mesh: Mesh
     corpus: Corpus
     schedule: Schedule
     plan: DataPlan
@@ -46,7 +58,7 @@ class Setup:
     suite: Suite
     train_step: Callable
     initial_state: Callable[[], TrainState]
-    place: Callable[[Any], Any]
+    abstract_state: Callable[[int], TrainState]  # by number of sources: shapes, types and placement, no values
 
     @property
     def content_hashes(self) -> dict[str, str]:
@@ -59,10 +71,9 @@ class Setup:
 
     def restore(self, checkpoints: Checkpoints, step: int, saved_sources: tuple[str, ...]) -> TrainState:
         """The state of a checkpoint whose metrics window was over `saved_sources`."""
-        like = self.initial_state()
-        window = self.place(window_for(like.window, self.plan.sources, saved_sources))
-        state = checkpoints.restore(step, like._replace(window=window))
-        return state._replace(window=self.place(window_for(state.window, saved_sources, self.plan.sources)))
+        state = checkpoints.restore(step, self.abstract_state(len(saved_sources)))
+        window = window_for(state.window, saved_sources, self.plan.sources)
+        return state._replace(window=place_state(self.mesh, window))
 
 
 def build(
@@ -81,12 +92,13 @@ def build(
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
+    mesh = _mesh_of(config)
     corpus = load_corpus(config, store_dir, tokenizer)
     num_tokens = {name: len(stream) for name, stream in corpus.tokens.items()}
     schedule = resolve_schedule(config, num_tokens)
     plan = DataPlan(schedule, config.seed, num_tokens, config.train.seq_len)
     model = (make_model or partial(_configured_model, config))(corpus.tokenizer.vocab_size)
-    mesh = make_mesh()
+    placed = _on_mesh(model, mesh)
     feed = Feed(
         plan,
         corpus.tokens,
@@ -95,27 +107,41 @@ def build(
         partial(place_batch, mesh),
         scored=corpus.scored,
     )
-    suite = Suite(
-        list(corpus.evalsets.values()), partial(nats_per_token, model), EVAL_MICRO_BATCH, partial(place_rows, mesh)
-    )
+    eval_rows = -(-EVAL_MICRO_BATCH // row_shards(mesh)) * row_shards(mesh)
+    evalsets = list(corpus.evalsets.values())
+    suite = Suite(evalsets, partial(nats_per_token, placed), eval_rows, partial(place_rows, mesh))
     optimizer = make_optimizer(config.optim)
     step = make_train_step(
-        model,
+        placed,
         optimizer,
         len(plan.sources),
         grad_clip=config.optim.grad_clip,
         seed=config.seed,
         ema_decay=config.averages.ema_decay,
+        place_grads=partial(constrain, mesh),
     )
+    ema = config.averages.ema_decay is not None
+
+    def abstract_state(num_sources: int) -> TrainState:
+        first_state = partial(init_state, optimizer=optimizer, num_sources=num_sources, ema=ema)
+        shapes = jax.eval_shape(first_state, abstract_params(model))
+        return jax.tree.map(
+            lambda array, sharding: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding),
+            shapes,
+            state_shardings(mesh, shapes),
+        )
+
+    shardings = state_shardings(mesh, abstract_state(len(plan.sources)))
 
     def initial_state() -> TrainState:
-        state = init_state(
-            model.init(config.seed), optimizer, len(plan.sources), ema=config.averages.ema_decay is not None
-        )
-        return place_state(mesh, state)
+        # Compiled, so that the moments are made where they belong: no device ever holds all of them.
+        first_state = partial(init_state, optimizer=optimizer, num_sources=len(plan.sources), ema=ema)
+        compiled = jax.jit(first_state, donate_argnums=0, out_shardings=shardings)
+        return compiled(place_state(mesh, model.init(config.seed)))
 
     return Setup(
         config=config,
+        mesh=mesh,
         corpus=corpus,
         schedule=schedule,
         plan=plan,
@@ -123,9 +149,9 @@ def build(
         rates=learning_rate(schedule.lr, np.arange(schedule.total_steps)),
         feed=feed,
         suite=suite,
-        train_step=jax.jit(step, donate_argnums=0),
+        train_step=jax.jit(step, donate_argnums=0, out_shardings=shardings),
         initial_state=initial_state,
-        place=partial(place_state, mesh),
+        abstract_state=abstract_state,
     )
 
 
@@ -133,3 +159,24 @@ def _configured_model(config: Config, vocab_size: int) -> Model:
     """The transformer of the config's `model` section, without dropout where training is to be deterministic."""
     architecture = resolve_model(config.model, vocab_size)
     return transformer(replace(architecture, dropout=0.0) if config.train.deterministic else architecture)
+
+
+def _on_mesh(model: Model, mesh: Mesh) -> Model:
+    """The same model, its parameters whole over fsdp while it uses them."""
+    whole, head = partial(gather, mesh), model.head
+    return replace(
+        model,
+        forward=lambda params, *inputs: model.forward(whole(params), *inputs),
+        head=None if head is None else lambda params: head(whole(params)),
+    )
+
+
+def _mesh_of(config: Config) -> Mesh:
+    """The mesh of a config, or InputError with its place in the file."""
+    try:
+        mesh = make_mesh(config.mesh)
+    except InputError as error:
+        raise config.error(("mesh", problem) for problem in error.problems) from None
+    if problem := rows_problem(config.train.batch_size, config.train.grad_accum, row_shards(mesh)):
+        raise config.error([("train.batch_size", problem)])
+    return mesh

@@ -60,7 +60,7 @@ def init_state(
         grad_norm_2=np.zeros(2, np.float32),
         num_updates=np.int32(0),
     )
-    average = jax.tree.map(np.array, params) if ema else None
+    average = jax.tree.map(jnp.copy, params) if ema else None
     return TrainState(params, optimizer.init(params), np.int32(0), window, np.int32(0), average)
 
 

@@ -23,6 +23,7 @@ from curriculum.train import fields, ledger
 from curriculum.train.averages import averages_at
 from curriculum.train.checkpoint import Checkpoints
 from curriculum.train.clock import TrainClock, peak_memory_gb
+from curriculum.train.mesh import describe_devices
 from curriculum.train.setup import Setup, build
 from curriculum.train.signals import Stopped, StopSignals
 from curriculum.train.step import TrainState, clear_window, read_window
@@ -76,6 +77,7 @@ def dry_run(config: Config, *, store_dir: str | Path = DEFAULT_STORE_DIR) -> dic
     finally:
         setup.feed.close()
     return {
+        "devices": describe_devices(setup.mesh),
         "num_parameters": num_parameters(setup.model),
         "total_steps": setup.schedule.total_steps,
         "loss": loss,
@@ -169,7 +171,7 @@ def _loop(
             record.event("training_start", 0, **fields.training_start(setup))
             evaluate(0, list(setup.suite.evalsets))
         else:
-            record.event("resume", resumed_step, plan=fields.derived(setup))
+            record.event("resume", resumed_step, **fields.resume(setup))
             if added := [name for name in setup.suite.evalsets if name not in history.eval_sets]:
                 evaluate(resumed_step, added)
             if resumed_step in boundaries and resumed_step < total:

@@ -1,0 +1,392 @@
+"""Meshes of 1 to 8 simulated devices, all in one process that this file is run as: the devices are made at its start."""
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+from jax.tree_util import DictKey, GetAttrKey, SequenceKey
+
+from curriculum.config import build_config
+from curriculum.errors import InputError
+from curriculum.model.presets import ModelConfig
+from curriculum.model.transformer import param_shapes
+from curriculum.run import load_run
+from curriculum.train.checkpoint import Checkpoints
+from curriculum.train.mesh import (
+    AXES,
+    MeshConfig,
+    describe_devices,
+    make_mesh,
+    partition_spec,
+    rows_problem,
+    state_shardings,
+)
+from curriculum.train.setup import build
+from curriculum.train.step import clear_window, init_state, read_window
+from curriculum.train.trainer import train
+from evalsets.metrics import summarise
+
+ROOT = Path(__file__).parents[1]
+# What is asked of the compiler here does not need its optimizations, which take longer than all the rest.
+ENVIRONMENT = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+ONE, FSDP = (1, 1, 1), (1, 8, 1)
+MESHES = [ONE, (2, 1, 1), (4, 1, 1), (8, 1, 1), (1, 2, 1), (1, 4, 1), FSDP, (1, 1, 2), (2, 2, 2)]
+STEPS, SAVED_AT = 6, 3
+# Float32 sums in another order: losses of 5 nats are one unit in the last place apart, 9e-8, after six updates.
+TRAIN_RTOL, EVAL_RTOL = 1e-6, 1e-6
+
+
+def config_data(folder, mesh):
+    """6 steps of 2 x 8 rows; a model whose every axis 8 divides, but for one key and value head of 16."""
+    return {
+        "model": {
+            "preset": "tiny", "vocab_size": 264, "n_layer": 1, "d_model": 32, "n_head": 2, "n_kv_head": 1, "d_ff": 48,
+            "max_seq_len": 32, "pos_encoding": "learned", "tie_embeddings": False,
+        },
+        "sources": {name: {"path": f"{folder}/{name}.jsonl", "held_out": "10%"} for name in ("code", "web")},
+        "phases": [{"name": "only", "until": "end", "mixture": {"web": 0.5, "code": 0.5}}],
+        "evalsets": {"every": 3, "primary": {"held_out_of": "web"}, "sets": {"code": {"held_out_of": "code"}}},
+        "train": {"steps": STEPS, "batch_size": 16, "grad_accum": 2, "seq_len": 32},
+        "optim": {"lr": 3e-3},
+        "mesh": dict(zip(AXES, mesh, strict=True)),
+        "checkpoint": {"every": SAVED_AT},
+        "logging": {"every": 1, "tensorboard": False},
+    }  # fmt: skip
+
+
+def write_sources(folder):
+    rng = np.random.default_rng(0)
+    for name, words in (("web", "rain falls on the quiet green hills"), ("code", "def f ( x ) : return x + 1")):
+        documents = [" ".join(rng.choice(words.split(), int(rng.integers(20, 60)))) for _ in range(60)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+
+
+def paths(tree):
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in jax.tree.leaves_with_path(tree)
+    }
+
+
+def as_bytes(state):
+    return {path: np.asarray(leaf).tobytes() for path, leaf in paths(state).items()}
+
+
+def parts(state):
+    """Of how many parts the first device holds one, by array."""
+    return {path: leaf.size // leaf.addressable_shards[0].data.size for path, leaf in paths(state).items()}
+
+
+def train_on_mesh(setup, checkpoints):
+    """6 updates and two evals by hand, with a checkpoint after 3; what was seen, as JSON."""
+    state = setup.initial_state()
+    told = {"devices": describe_devices(setup.mesh), "losses": [], "grad_norms": [], "batches": [], "evals": []}
+    for step in range(STEPS):
+        batch = setup.feed[step]
+        told["rows_a_device"] = batch.inputs_ABT.addressable_shards[0].data.shape[1]
+        told["batches"].append(hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in batch)).hexdigest())
+        state = setup.train_step(state, batch, np.float32(setup.rates[step]))
+        row = read_window(state.window, setup.plan.sources)
+        told["losses"].append(row["loss"])
+        told["grad_norms"].append(row["grad_norm"])
+        state = state._replace(window=clear_window(state.window))
+        if step + 1 in (SAVED_AT, STEPS):
+            told["evals"].append({name: summarise(r).loss for name, r in setup.suite.run(state.params).items()})
+        if step + 1 == SAVED_AT:
+            checkpoints.save(state, {})
+            checkpoints.wait()
+            saved = as_bytes(state)
+    told["programs"] = [setup.train_step._cache_size(), setup.suite.num_traces]
+    told["parts"] = parts(state)
+    return told, saved
+
+
+def compiled_step(setup):
+    """What the update of a setup is before and after compilation."""
+    lowered = setup.train_step.lower(
+        setup.abstract_state(len(setup.plan.sources)), setup.feed[0], np.float32(setup.rates[0])
+    )
+    compiled = lowered.compile()
+    constraints = re.findall(r"sdy.sharding_constraint.*", lowered.as_text())
+    return {
+        "constraints_over_fsdp": sum('"fsdp"' in line for line in constraints),
+        "all_to_all": compiled.as_text().count("all-to-all("),
+        "flops": compiled.cost_analysis()["flops"],
+    }
+
+
+def main(folder: Path):
+    """On 8 devices: every mesh by hand, checkpoints from 8 to 1 and back, and a run that changes its mesh."""
+    jax.config.update("jax_num_cpu_devices", 8)
+    write_sources(folder)
+    store, told, setups, saves, saved = folder / "store", {}, {}, {}, {}
+    for mesh in MESHES:
+        setups[mesh] = build(build_config(config_data(folder, mesh)), store)
+        saves[mesh] = Checkpoints(folder / "checkpoints" / "x".join(map(str, mesh)))
+        told[str(mesh)], saved[mesh] = train_on_mesh(setups[mesh], saves[mesh])
+    for mesh in (ONE, FSDP):
+        told[str(mesh)] |= compiled_step(setups[mesh])
+    for old, new in ((FSDP, ONE), (ONE, FSDP)):
+        state = setups[new].restore(saves[old], SAVED_AT, setups[new].plan.sources)
+        restored = {"equal": as_bytes(state) == saved[old], "num_arrays": len(saved[old]), "losses": []}
+        restored["parts"] = parts(state)
+        for step in range(SAVED_AT, STEPS):
+            state = setups[new].train_step(state, setups[new].feed[step], np.float32(setups[new].rates[step]))
+            restored["losses"].append(read_window(state.window, setups[new].plan.sources)["loss"])
+            state = state._replace(window=clear_window(state.window))
+        restored["programs"] = setups[new].train_step._cache_size()
+        told[f"{old} to {new}"] = restored
+    for made in setups.values():
+        made.feed.close()
+    for checkpoints in saves.values():
+        checkpoints.close()
+    train(build_config(config_data(folder, FSDP)), folder / "run", store_dir=store)
+    train(build_config(config_data(folder, ONE)), folder / "run", resume=SAVED_AT, store_dir=store)
+    told["refused"] = {}
+    for mesh in ((-1, 3, 1), (2, 2, 4), (-1, 1, 16), (16, -1, 1)):
+        try:
+            make_mesh(MeshConfig(*mesh))
+        except InputError as error:
+            told["refused"][str(mesh)] = str(error)
+    try:
+        build(
+            build_config({**config_data(folder, (-1, 1, 1)), "train": {"steps": 6, "batch_size": 12, "seq_len": 32}}),
+            store,
+        )
+    except InputError as error:
+        told["refused"]["rows"] = str(error)
+    told["fitted"] = [
+        list(make_mesh(MeshConfig(*mesh)).shape.values()) for mesh in ((-1, 2, 2), (2, -1, 1), (1, 1, -1), (3, 1, 2))
+    ]
+    (folder / "told.json").write_text(json.dumps(told))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mesh")
+    done = subprocess.run([sys.executable, __file__, folder], env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def told(folder):
+    return json.loads((folder / "told.json").read_text())
+
+
+@pytest.mark.parametrize("mesh", MESHES[1:], ids=str)
+def test_a_mesh_trains_and_evaluates_as_one_device_does(told, mesh):
+    one, many = told[str(ONE)], told[str(mesh)]
+    assert many["devices"] == {
+        "platform": "cpu", "kind": "cpu", "num": np.prod(mesh), "mesh": dict(zip(AXES, mesh, strict=True))
+    }  # fmt: skip
+    assert many["rows_a_device"] == 8 // (mesh[0] * mesh[1])
+    assert many["batches"] == one["batches"] and len(set(one["batches"])) == STEPS
+    assert many["losses"] == pytest.approx(one["losses"], rel=TRAIN_RTOL)
+    assert many["grad_norms"] == pytest.approx(one["grad_norms"], rel=TRAIN_RTOL)
+    assert one["losses"][-1] < one["losses"][0] - 0.5
+    assert len(one["evals"]) == 2
+    for of_many, of_one in zip(many["evals"], one["evals"], strict=True):
+        assert of_many == pytest.approx(of_one, rel=EVAL_RTOL) and list(of_one) == ["primary", "code"]
+    assert many["programs"] == one["programs"] == [1, 1]  # neither was compiled again on the way
+
+
+@pytest.mark.parametrize(("mesh", "split"), [((8, 1, 1), 1), ((1, 4, 1), 4), (FSDP, 8), ((1, 1, 2), 2), ((2, 2, 2), 4)])
+def test_a_device_holds_its_part_of_parameters_and_moments(told, mesh, split):
+    held = told[str(mesh)]["parts"]
+    matrices = {path: parts for path, parts in held.items() if path.endswith(("kernel", "embedding"))}
+    assert set(matrices.values()) == {split}
+    assert (
+        len(matrices) == 30
+        and sum("/mu/" in path for path in matrices) == sum("/nu/" in path for path in matrices) == 10
+    )
+    assert {held[path] for path in held.keys() - matrices.keys()} == {1}
+    assert {"window/nats_S2", "step", "params/norm/scale"} < held.keys()
+
+
+def test_gradients_are_split_and_each_device_takes_its_rows(told):
+    one, many = told[str(ONE)], told[str(FSDP)]
+    assert many["constraints_over_fsdp"] == 10  # one for the gradient of each matrix
+    assert many["all_to_all"] == 0  # no activation is sent from device to device
+    assert many["flops"] < 1.1 * one["flops"] / 8
+
+
+@pytest.mark.parametrize(("way", "split"), [(f"{FSDP} to {ONE}", 1), (f"{ONE} to {FSDP}", 8)])
+def test_a_checkpoint_goes_on_with_another_number_of_devices(told, way, split):
+    restored = told[way]
+    assert restored["equal"] and restored["num_arrays"] > 40
+    assert restored["parts"]["params/embed/embedding"] == restored["parts"]["opt_state/0/mu/head/kernel"] == split
+    assert restored["losses"] == pytest.approx(told[str(ONE)]["losses"][SAVED_AT:], rel=TRAIN_RTOL)
+    assert restored["programs"] == 1
+
+
+def test_a_run_is_resumed_on_another_mesh_and_its_record_says_so(folder, told):
+    run, one = load_run(folder / "run"), told[str(ONE)]
+    begun, resumed = (next(e for e in run.events if e["event"] == name) for name in ("training_start", "resume"))
+    assert begun["devices"]["mesh"] == {"data": 1, "fsdp": 8, "tensor": 1} and begun["devices"]["num"] == 8
+    assert resumed["devices"]["mesh"] == {"data": 1, "fsdp": 1, "tensor": 1} and resumed["step"] == SAVED_AT
+    assert [row["step"] for row in run.metrics] == [1, 2, 3, 4, 5, 6]
+    assert [row["loss"] for row in run.metrics] == pytest.approx(one["losses"], abs=6e-6)  # six decimals
+    assert [loss for _, loss in run.evals()[1:]] == pytest.approx([e["primary"] for e in one["evals"]], abs=6e-6)
+
+
+def test_the_command_line_takes_simulated_devices_and_a_mesh(folder, tmp_path):
+    (tmp_path / "run.yaml").write_text(json.dumps(config_data(folder, (1, 1, 1))))
+    program = "from curriculum.cli.main import main; main()"
+    overrides = [f"--set=mesh.{axis}={size}" for axis, size in zip(AXES, (-1, 2, 2), strict=True)]
+    command = [sys.executable, "-c", program, "train", "run.yaml", "--store-dir", folder / "store", "--dry-run"]
+    environment = ENVIRONMENT | {"JAX_NUM_CPU_DEVICES": "8", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*command, *overrides], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "mesh data 2 x fsdp 2 x tensor 2, 8 x cpu" in done.stdout
+
+
+def test_too_many_devices_are_refused_before_anything_is_prepared(tmp_path):
+    config = build_config(config_data("nowhere", (1, 2, 64)), check_paths=False)
+    with pytest.raises(InputError) as error:
+        build(config, tmp_path)
+    assert str(error.value).startswith("config: mesh: got data 1 x fsdp 2 x tensor 64, which takes 128 devices")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_mesh_that_does_not_fit_the_devices_is_refused(told):
+    refused = told["refused"]
+    assert refused["(-1, 3, 1)"] == (
+        "got data -1 x fsdp 3 x tensor 1, expected sizes whose product 3 divides the 8 devices present (cpu); change "
+        "one, or give a number for -1 to use fewer devices"
+    )
+    assert refused["(2, 2, 4)"] == (
+        "got data 2 x fsdp 2 x tensor 4, which takes 16 devices, expected no more than the 8 devices present (cpu); make "
+        "an axis smaller (on a CPU the environment variable JAX_NUM_CPU_DEVICES=16 simulates as many)"
+    )
+    assert "fsdp 1 x tensor 16, which takes 16 devices" in refused["(-1, 1, 16)"]
+    assert refused["rows"] == (
+        "config: train.batch_size: got 12 in 1 micro-steps of 12 rows, expected rows that the mesh's data x fsdp (8) "
+        "divides; change train.batch_size, train.grad_accum or mesh"
+    )
+    assert told["fitted"] == [[2, 2, 2], [2, 4, 1], [1, 1, 8], [3, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "expected"),
+    [
+        ({"data": 0}, "mesh.data: got 0, expected 1 or more, or -1 for all the devices that are left"),
+        ({"data": 2, "tensor": -2}, "mesh.tensor: got -2, expected 1 or more, or -1 for all"),
+        ({"fsdp": -1}, "mesh: got -1 for data and fsdp, expected at most one -1; give the others a size"),
+        (
+            {"fsdp": 3},
+            "train.batch_size: got 16 in 2 micro-steps of 8 rows, expected rows that the mesh's data x fsdp (3)",
+        ),
+        ({"data": 4, "fsdp": 4}, "expected rows that the mesh's data x fsdp (16) divides"),
+        ({"sequence": 2}, "mesh.sequence: no such key"),
+        ({"data": True}, "mesh.data: got true, expected an integer"),
+    ],
+)
+def test_a_wrong_mesh_is_told_before_any_device_is_looked_at(mesh, expected):
+    with pytest.raises(InputError) as error:
+        build_config(config_data("nowhere", ONE) | {"mesh": mesh}, check_paths=False)
+    assert len(error.value.problems) == 1 and expected in str(error.value)
+
+
+def test_rows_that_fit_are_no_problem():
+    assert rows_problem(16, 2, 8) is None and rows_problem(16, 2, 16) is not None
+    config = build_config(config_data("nowhere", ONE) | {"mesh": {}}, check_paths=False)
+    assert config.mesh == MeshConfig(data=-1, fsdp=1, tensor=1)
+    build_config(config_data("nowhere", (-1, 8, 3)), check_paths=False)
+
+
+# The rule, for a model of width 8 that fsdp 2 and tensor 4 divide, its 10 tokens excepted.
+RULE = {
+    "embed/embedding": P(None, "fsdp"),
+    "positions/embedding": P("tensor", "fsdp"),
+    "head/kernel": P("fsdp", None),
+    **{f"blocks/000/attention/{name}/kernel": P("fsdp", "tensor") for name in ("query", "key", "value")},
+    **{f"blocks/000/mlp/{name}/kernel": P("fsdp", "tensor") for name in ("gate", "up")},
+    "blocks/000/attention/out/kernel": P("tensor", "fsdp"),
+    "blocks/000/mlp/down/kernel": P("tensor", "fsdp"),
+}
+MODEL = ModelConfig(
+    vocab_size=10, n_layer=1, n_head=2, n_kv_head=1, d_model=8, d_ff=12, max_seq_len=4, pos_encoding="learned",
+    tie_embeddings=False, bias=True, norm_type="layernorm", mlp_type="swiglu",
+)  # fmt: skip
+
+
+def specs(tree, sizes=(1, 2, 4)):
+    return {path: sharding.spec for path, sharding in paths(state_shardings(AbstractMesh(sizes, AXES), tree)).items()}
+
+
+def test_the_rule_places_every_parameter():
+    placed = specs(param_shapes(MODEL))
+    assert {path: spec for path, spec in placed.items() if path in RULE} == RULE
+    vectors = placed.keys() - RULE.keys()
+    assert {path.rpartition("/")[2] for path in vectors} == {"scale", "bias"} and len(vectors) == 13
+    assert {placed[path] for path in vectors} == {P()}
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [optax.adamw(1e-3), optax.lion(1e-3), optax.contrib.muon(1e-3), optax.ema(0.9), optax.contrib.sophia_h(1e-3)]
+    if hasattr(optax.contrib, "sophia_h")
+    else [optax.adamw(1e-3), optax.lion(1e-3), optax.contrib.muon(1e-3), optax.ema(0.9)],
+)
+def test_moments_of_any_optimizer_lie_where_their_parameter_does(optimizer):
+    state = jax.eval_shape(lambda params: init_state(params, optimizer, 3), param_shapes(MODEL))
+    shapes, placed, found = paths(state), specs(state), 0
+    for path, spec in placed.items():
+        if path.startswith("opt_state/") and shapes[path].ndim == 2:
+            (parameter,) = [name for name in RULE if path.endswith("/" + name)]
+            assert spec == RULE[parameter], path
+            found += 1
+        elif not path.startswith("params/"):
+            assert spec == P(), path
+    assert found % len(RULE) == 0 and found > 0
+    assert placed["window/nats_S2"] == P() and shapes["window/nats_S2"].shape == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("names", "shape", "expected"),
+    [
+        (("cell", "kernel"), (4, 8), P("fsdp", "tensor")),
+        (("w",), (4, 8), P("fsdp", "tensor")),
+        (("w",), (3, 8), P(None, "tensor")),
+        (("w",), (4, 6), P("fsdp", None)),
+        (("w",), (3, 6), P()),
+        (("experts", "up", "kernel"), (5, 4, 8), P(None, "fsdp", "tensor")),
+        (("experts", "down", "kernel"), (5, 8, 4), P(None, "tensor", "fsdp")),
+        (("out", "lora_a", "kernel"), (4, 8), P("fsdp", "tensor")),
+        (("out", "bias"), (8,), P()),
+        (("count",), (), P()),
+    ],
+)
+def test_arrays_of_other_models(names, shape, expected):
+    mesh = AbstractMesh((1, 2, 4), AXES)
+    path = tuple(map(DictKey, names))
+    assert partition_spec(path, shape, mesh) == expected
+    assert partition_spec((GetAttrKey("params"), SequenceKey(0), *path), shape, mesh) == expected
+    assert partition_spec((*path, GetAttrKey("sums")), shape, mesh) == P()
+    assert partition_spec(path, shape, AbstractMesh((8, 1, 1), AXES)) == P()
+
+
+def test_arrays_without_a_name_follow_the_rule_too():
+    mesh = AbstractMesh((1, 2, 4), AXES)
+    assert partition_spec((SequenceKey(1),), (4, 8), mesh) == P("fsdp", "tensor")
+    assert partition_spec((), (4, 8), mesh) == P("fsdp", "tensor")
+
+
+def test_the_settings_need_no_jax():
+    program = "import sys, curriculum.train.mesh; print([m for m in ('jax', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
