@@ -19,7 +19,7 @@ from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 from curriculum.config import build_config
 from curriculum.errors import InputError
 from curriculum.model.presets import ModelConfig
-from curriculum.model.transformer import param_shapes
+from curriculum.model.transformer import transformer
 from curriculum.run import load_run
 from curriculum.train.checkpoint import Checkpoints
 from curriculum.train.mesh import (
@@ -325,7 +325,7 @@ def specs(tree, sizes=(1, 2, 4)):
 
 
 def test_the_rule_places_every_parameter():
-    placed = specs(param_shapes(MODEL))
+    placed = specs(transformer(MODEL).shapes())
     assert {path: spec for path, spec in placed.items() if path in RULE} == RULE
     vectors = placed.keys() - RULE.keys()
     assert {path.rpartition("/")[2] for path in vectors} == {"scale", "bias"} and len(vectors) == 13
@@ -339,7 +339,7 @@ def test_the_rule_places_every_parameter():
     else [optax.adamw(1e-3), optax.lion(1e-3), optax.contrib.muon(1e-3), optax.ema(0.9)],
 )
 def test_moments_of_any_optimizer_lie_where_their_parameter_does(optimizer):
-    state = jax.eval_shape(lambda params: init_state(params, optimizer, 3), param_shapes(MODEL))
+    state = jax.eval_shape(lambda params: init_state(params, optimizer, 3), transformer(MODEL).shapes())
     shapes, placed, found = paths(state), specs(state), 0
     for path, spec in placed.items():
         if path.startswith("opt_state/") and shapes[path].ndim == 2:

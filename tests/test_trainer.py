@@ -12,7 +12,7 @@ import pytest
 
 from curriculum.config import build_config
 from curriculum.errors import InputError
-from curriculum.model.transformer import nats_per_token
+from curriculum.model.loss import nats_per_token
 from curriculum.run import load_run
 from curriculum.train.checkpoint import Checkpoints
 from curriculum.train.setup import build
