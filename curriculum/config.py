@@ -16,6 +16,7 @@ from curriculum.config_checks import CHECKS, PATH_CHECKS
 from curriculum.config_problems import no_such, translate
 from curriculum.data.chat import ChatConfig
 from curriculum.data.documents import SourceConfig
+from curriculum.data.packing import PackingConfig
 from curriculum.data.tokenizer import TokenizerConfig
 from curriculum.errors import InputError
 from curriculum.model.presets import ModelSection
@@ -145,6 +146,7 @@ class Config:
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     chat: ChatConfig = field(default_factory=ChatConfig)
     model: ModelSection = field(default_factory=lambda: ModelSection(preset="tiny"))
+    packing: PackingConfig = field(default_factory=PackingConfig)
     optim: OptimSection = field(default_factory=OptimSection)
     averages: AveragesSection = field(default_factory=AveragesSection)
     mesh: MeshConfig = field(default_factory=MeshConfig)

@@ -10,7 +10,6 @@ from typing import Any
 from curriculum.config import Config
 from curriculum.data.corpus import find_sizes
 from curriculum.model.presets import model_problems, num_parameters, resolve_model
-from phases.batches import epoch_tokens
 from phases.lr import learning_rate
 from phases.resolve import ScheduleError, resolve
 from phases.schedule import Schedule, SourceSupply
@@ -47,6 +46,7 @@ class Plan:
     phases: tuple[dict[str, Any], ...]
     rows: tuple[PlanRow, ...]
     rates: tuple[tuple[int, float], ...]
+    packing_mode: str
     sources: dict[str, dict[str, Any]]
     warnings: tuple[str, ...]
 
@@ -54,17 +54,20 @@ class Plan:
         return asdict(self)
 
 
-def resolve_schedule(config: Config, num_tokens: Mapping[str, int | None]) -> Schedule:
-    """The config's phases as segments, for streams of `num_tokens` (None: not prepared). Raises InputError."""
-    seq_len = config.train.seq_len
+def resolve_schedule(config: Config, tokens_per_epoch: Mapping[str, int | None]) -> Schedule:
+    """The config's phases as segments, for epochs of so many tokens (None: not prepared). Raises InputError."""
+    message = (
+        f"too few training tokens, expected at least one sequence of train.seq_len ({config.train.seq_len}) and the "
+        "token after it; add text or shorten the sequences"
+    )
     problems = [
-        (f"sources.{name}", f"holds {n:,} training tokens, expected at least one sequence of {seq_len} + 1")
-        for name, n in num_tokens.items()
-        if n is not None and epoch_tokens(n, seq_len) == 0 and any(p.mixture.get(name) for p in config.phases)
+        (f"sources.{name}", message)
+        for name, num_tokens in tokens_per_epoch.items()
+        if num_tokens == 0 and any(p.mixture.get(name) for p in config.phases)
     ]
     if problems:
         raise config.error(problems)
-    return _resolve(config, {n: None if t is None else epoch_tokens(t, seq_len) for n, t in num_tokens.items()})
+    return _resolve(config, tokens_per_epoch)
 
 
 def check_schedule(config: Config) -> None:
@@ -94,9 +97,9 @@ def _resolve(config: Config, epochs: Mapping[str, int | None], *, sizes_to_come:
 def plan(config: Config, *, store_dir: str | Path = DEFAULT_STORE_DIR) -> Plan:
     """Resolve the whole run from the config and the sizes of what is already prepared. Raises InputError."""
     sizes = find_sizes(config, store_dir)
-    schedule = resolve_schedule(config, sizes.num_tokens)
+    epochs_of = sizes.tokens_per_epoch
+    schedule = resolve_schedule(config, epochs_of)
     seq_len, batch_size = config.train.seq_len, config.train.batch_size
-    epochs_of = {n: None if t is None else epoch_tokens(t, seq_len) for n, t in sizes.num_tokens.items()}
     vocab_size = sizes.vocab_size
     if vocab_size is not None and (problems := model_problems(config.model, vocab_size)):
         raise config.error((f"model.{key}", message) for key, message in problems)
@@ -150,6 +153,7 @@ def plan(config: Config, *, store_dir: str | Path = DEFAULT_STORE_DIR) -> Plan:
         phases=describe_phases(schedule),
         rows=tuple(rows),
         rates=rates,
+        packing_mode=config.packing.mode,
         sources={n: {"tokens_per_epoch": epochs_of[n], **sizes.details.get(n, {})} for n in config.sources},
         warnings=tuple(warnings),
     )

@@ -3,12 +3,16 @@
 A source is read in blocks of the longest sequence of the run, in a fresh permutation each epoch. Block b holds
 the tokens [b * block_tokens, (b + 1) * block_tokens] with the last one shared with the next block: it is the
 target of the block's last position. Everything here is a pure function of (segments, seed, store sizes).
+
+A stream is an array of tokens, whose rows are consecutive tokens, or anything with the `read` of `RowStream`, whose
+rows are what it says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -20,10 +24,44 @@ class Batch(NamedTuple):
     """One update's sequences: A micro-steps of B rows of T tokens."""
 
     inputs_ABT: np.ndarray  # int32
-    targets_ABT: np.ndarray  # int32, the token after each input
+    targets_ABT: np.ndarray  # int32, what each input is followed by
     loss_mask_ABT: np.ndarray  # bool, True where the target is scored
-    segment_ids_ABT: np.ndarray  # int32, document of each input within its row, counted from 0
+    segment_ids_ABT: np.ndarray  # int32, document of each slot within its row, counted from 0; -1: holds none
     source_ids_AB: np.ndarray  # int32, index into the data plan's `sources`
+
+
+class Row(NamedTuple):
+    """T slots of a stream: what a row of a batch holds, `scored_T` before the masks of the batch."""
+
+    inputs_T: np.ndarray
+    targets_T: np.ndarray
+    scored_T: np.ndarray
+    segment_ids_T: np.ndarray
+
+
+class RowStream(Protocol):
+    """A stream whose rows are more than consecutive tokens that are all scored."""
+
+    def read(self, offset: int, length: int) -> Row:
+        """The `length` slots from slot `offset` on; they never run over the end of a block."""
+
+
+@dataclass(frozen=True, eq=False)
+class TokenStream:
+    """A stream of consecutive tokens, of which only those are scored whose entry of `scored` is True (None: all)."""
+
+    tokens: Sequence[int]
+    eot: int
+    scored: Sequence[bool] | None = None
+
+    def read(self, offset: int, length: int) -> Row:
+        tokens_T1 = np.asarray(self.tokens[offset : offset + length + 1])
+        if self.scored is None:
+            scored_T = np.ones(length, bool)
+        else:
+            scored_T = np.asarray(self.scored[offset + 1 : offset + length + 1], bool)
+        inputs_T = tokens_T1[:-1]
+        return Row(inputs_T, tokens_T1[1:], scored_T, document_ids(inputs_T, self.eot))
 
 
 class Draws(NamedTuple):
@@ -39,23 +77,37 @@ def epoch_tokens(num_tokens: int, block_tokens: int) -> int:
     return max(num_tokens - 1, 0) // block_tokens * block_tokens
 
 
+def document_ids(inputs_BT: np.ndarray, eot: int) -> np.ndarray:
+    """The document of each slot of rows of consecutive tokens, counted from 0 within the row: int32.
+
+    As an input, end-of-text opens the next document, as in evals; as a target it closes the one before.
+    """
+    ids_BT = np.cumsum(inputs_BT == eot, axis=-1, dtype=np.int32)
+    ids_BT -= ids_BT[..., :1].copy()
+    return ids_BT
+
+
 class DataPlan:
     """The order of all sequences of a run.
 
-    `num_tokens` gives each source's stream length. Sources that are never drawn may be absent.
+    `tokens_per_epoch` gives each source's size in whole blocks (`epoch_tokens` of a plain stream). Sources that are
+    never drawn may be absent.
     """
 
-    def __init__(self, schedule: Schedule, seed: int, num_tokens: Mapping[str, int], block_tokens: int):
+    def __init__(self, schedule: Schedule, seed: int, tokens_per_epoch: Mapping[str, int], block_tokens: int):
         self.schedule, self.block_tokens = schedule, block_tokens
         self.sources = tuple(sorted(schedule.segments[0].cursors))
-        self._num_blocks = {name: epoch_tokens(n, block_tokens) // block_tokens for name, n in num_tokens.items()}
-        self.tokens_per_epoch = {name: n * block_tokens for name, n in self._num_blocks.items()}
+        self.tokens_per_epoch = dict(tokens_per_epoch)
+        for name, num_tokens in tokens_per_epoch.items():
+            if num_tokens % block_tokens:
+                got = f"got an epoch of {num_tokens} tokens"
+                raise ValueError(f"source {name}: {got}, expected whole blocks of {block_tokens}")
+        self._num_blocks = {name: n // block_tokens for name, n in tokens_per_epoch.items()}
         self._keys = {name: stream_key(seed, name) for name in self.sources}
         for segment in schedule.segments:
             for name in segment.quotas.sources:
                 if self._num_blocks.get(name, 0) < 1:
-                    got = f"got {num_tokens.get(name, 0)} tokens"
-                    raise ValueError(f"source {name}: {got}, expected at least one block of {block_tokens} + 1")
+                    raise ValueError(f"source {name}: got no block of {block_tokens} tokens, expected at least one")
 
     def draws(self, first_step: int, num_steps: int = 1) -> list[Draws]:
         """The rows of each of `num_steps` batches from `first_step` on; any step, no state.
@@ -88,36 +140,54 @@ class DataPlan:
     def batch(
         self,
         step: int,
-        tokens: Mapping[str, Sequence[int]],
+        streams: Mapping[str, Sequence[int] | RowStream],
         eot: int,
         grad_accum: int = 1,
         draws: Draws | None = None,
-        scored: Mapping[str, Sequence[int]] | None = None,
+        *,
+        mask_boundary_loss: bool = False,
+        train_on_eos: bool = True,
     ) -> Batch:
-        """The batch of update `step`, from `tokens`: for each source an array (or memory map) of its stream.
+        """The batch of update `step`, from each source's stream: an array or memory map of tokens, or a RowStream.
 
-        `scored`: for the sources of which only some tokens are targets of the loss, an array parallel to the
-        stream that says which. `draws` may hand in this step's rows where they were worked out many steps at a time.
+        `mask_boundary_loss` leaves the first token of each document unscored: the target of an end-of-text. Without
+        `train_on_eos` the targets that are end-of-text are not scored. `draws` may hand in this step's rows where
+        they were worked out many steps at a time.
         """
         segment = self.schedule.segment_at(step)
         draws = self.draws(step)[0] if draws is None else draws
-        length = segment.seq_len
-        rows_BT1 = np.empty((segment.batch_size, length + 1), np.int32)
-        streams = [tokens.get(name) for name in self.sources]
-        for row, (source, offset) in enumerate(zip(draws.source.tolist(), draws.offset.tolist(), strict=True)):
-            rows_BT1[row] = streams[source][offset : offset + length + 1]
-        scored_BT = np.ones((segment.batch_size, length), bool)
-        for row, (source, offset) in enumerate(zip(draws.source.tolist(), draws.offset.tolist(), strict=True)):
-            if (marks := (scored or {}).get(self.sources[source])) is not None:
-                scored_BT[row] = marks[offset + 1 : offset + length + 1]
-        shape = (grad_accum, segment.batch_size // grad_accum, length)
-        inputs = rows_BT1[:, :-1]
-        ended = np.cumsum(inputs == eot, axis=1, dtype=np.int32)
-        documents = np.concatenate([np.zeros((len(ended), 1), np.int32), ended[:, :-1]], axis=1)
+        by_source = [streams.get(name) for name in self.sources]
+        read = _rows if any(hasattr(stream, "read") for stream in by_source) else _consecutive_rows
+        inputs_BT, targets_BT, scored_BT, segment_ids_BT = read(by_source, draws, segment.seq_len, eot)
+        if mask_boundary_loss:
+            scored_BT &= inputs_BT != eot
+        if not train_on_eos:
+            scored_BT &= targets_BT != eot
+        shape = (grad_accum, segment.batch_size // grad_accum, segment.seq_len)
         return Batch(
-            inputs.reshape(shape),
-            rows_BT1[:, 1:].reshape(shape),
+            inputs_BT.reshape(shape),
+            targets_BT.reshape(shape),
             scored_BT.reshape(shape),
-            documents.reshape(shape),
+            segment_ids_BT.reshape(shape),
             draws.source.astype(np.int32).reshape(shape[:2]),
         )
+
+
+def _consecutive_rows(streams: Sequence, draws: Draws, length: int, eot: int) -> tuple[np.ndarray, ...]:
+    """The columns of `Row` [B, T] where every stream is an array: one copy of each row is all it takes."""
+    rows_BT1 = np.empty((len(draws.source), length + 1), np.int32)
+    for row, (source, offset) in enumerate(zip(draws.source.tolist(), draws.offset.tolist(), strict=True)):
+        rows_BT1[row] = streams[source][offset : offset + length + 1]
+    inputs_BT = rows_BT1[:, :-1]
+    return inputs_BT, rows_BT1[:, 1:], np.ones(inputs_BT.shape, bool), document_ids(inputs_BT, eot)
+
+
+def _rows(streams: Sequence, draws: Draws, length: int, eot: int) -> tuple[np.ndarray, ...]:
+    """The columns of `Row` [B, T] whatever the streams are."""
+    shape = len(draws.source), length
+    columns = tuple(np.empty(shape, dtype) for dtype in (np.int32, np.int32, bool, np.int32))
+    readers = [stream if hasattr(stream, "read") else TokenStream(stream, eot) for stream in streams]
+    for row, (source, offset) in enumerate(zip(draws.source.tolist(), draws.offset.tolist(), strict=True)):
+        for column, slots_T in zip(columns, readers[source].read(offset, length), strict=True):
+            column[row] = slots_T
+    return columns

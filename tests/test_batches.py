@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from phases.batches import DataPlan, epoch_tokens
+from phases.batches import Batch, DataPlan, TokenStream, epoch_tokens
 from phases.lr import LrSchedule
 from phases.resolve import resolve
 from phases.schedule import Phase, SourceSupply
@@ -27,10 +27,14 @@ PHASES = (
 )
 
 
+def epochs_of(tokens):
+    return {name: epoch_tokens(len(t), LENGTH) for name, t in tokens.items()}
+
+
 def make_plan(phases=PHASES, tokens=TOKENS, total=90, batch=6, seed=5):
-    supplies = {name: SourceSupply(epoch_tokens(len(t), LENGTH)) for name, t in tokens.items()}
+    supplies = {name: SourceSupply(size) for name, size in epochs_of(tokens).items()}
     schedule = resolve(phases, supplies, LrSchedule(), total_steps=total, batch_size=batch, seq_len=LENGTH)
-    return DataPlan(schedule, seed, {name: len(t) for name, t in tokens.items()}, LENGTH)
+    return DataPlan(schedule, seed, epochs_of(tokens), LENGTH)
 
 
 def rows(plan, first=0, steps=90, tokens=TOKENS):
@@ -147,20 +151,77 @@ def test_skipped_sequences_are_passed_over():
 
     plan = make_plan((Phase("a", "end", {"web": 1.0}),), total=10)
     segment = replace(plan.schedule.segments[0], skipped=6)
-    later = DataPlan(Schedule((segment,)), 5, {n: len(t) for n, t in TOKENS.items()}, LENGTH)
+    later = DataPlan(Schedule((segment,)), 5, epochs_of(TOKENS), LENGTH)
     assert rows(later, 0, 9) == rows(plan, 1, 9)
 
 
-def test_documents_are_numbered_within_a_row():
-    tokens = {"web": np.array([7, 7, EOT, 8, 8, 8, EOT, 9, 9])}
-    plan = make_plan((Phase("a", "end", {"web": 1.0}),), tokens, total=1, batch=1)
-    batch = plan.batch(0, tokens, EOT)
-    assert batch.segment_ids_ABT[0, 0].tolist() == [0, 0, 0, 1, 1, 1, 1, 2]
-    assert batch.loss_mask_ABT.all() and batch.loss_mask_ABT.shape == (1, 1, LENGTH)
+def one_batch(*rows, length=LENGTH, eot=EOT, scored=None, **options):
+    """The batch of one step over sources of one row each, in the order of the rows."""
+    streams = {f"s{i}": np.array(row) for i, row in enumerate(rows)}
+    phases = (Phase("a", "end", dict.fromkeys(streams, 1.0)),)
+    plan = make_plan(phases, streams, total=1, batch=len(rows))
+    if scored is not None:
+        streams = {name: TokenStream(row, eot, scored.get(name)) for name, row in streams.items()}
+    batch = plan.batch(0, streams, eot, **options)
+    order = np.argsort(batch.source_ids_AB[0])
+    return Batch(*(array[0][order] for array in batch))
+
+
+ROWS = ([7, 7, EOT, 8, 8, 8, EOT, 9, 9], [EOT, 7, EOT, EOT, 8, 8, 8, 8, EOT])
+
+
+@pytest.mark.parametrize("scored", [None, {}], ids=["array", "stream"])
+def test_end_of_text_as_an_input_opens_the_next_document(scored):
+    batch = one_batch(*ROWS, scored=scored)
+    assert batch.inputs_ABT.tolist() == [row[:-1] for row in ROWS]
+    assert batch.targets_ABT.tolist() == [row[1:] for row in ROWS]
+    assert batch.segment_ids_ABT.tolist() == [[0, 0, 1, 1, 1, 1, 2, 2], [0, 0, 1, 2, 2, 2, 2, 2]]
+    assert batch.loss_mask_ABT.all() and batch.loss_mask_ABT.shape == (2, LENGTH)
+    dtypes = [array.dtype for array in batch]
+    assert dtypes == [np.int32, np.int32, bool, np.int32, np.int32]
+
+
+@pytest.mark.parametrize("scored", [None, {}], ids=["array", "stream"])
+def test_which_targets_are_scored(scored):
+    def unscored(**options):
+        return [np.flatnonzero(~row).tolist() for row in one_batch(*ROWS, scored=scored, **options).loss_mask_ABT]
+
+    assert unscored() == [[], []]
+    assert unscored(mask_boundary_loss=True) == [[2, 6], [0, 2, 3]]
+    assert unscored(train_on_eos=False) == [[1, 5], [1, 2, 7]]
+    assert unscored(mask_boundary_loss=True, train_on_eos=False) == [[1, 2, 5, 6], [0, 1, 2, 3, 7]]
+
+
+def test_tokens_that_are_not_scored_are_unscored_as_targets():
+    tokens = [5, 6, 7, 8, EOT, 4, 3, 2, 1]
+    scored = np.array([1, 0, 1, 1, 1, 0, 0, 1, 0], np.uint8)
+    batch = one_batch(tokens, ROWS[0], scored={"s0": scored}, train_on_eos=False)
+    # Targets 6 7 8 EOT 4 3 2 1: 6, 4, 3 and 1 by `scored`, and end-of-text.
+    assert batch.loss_mask_ABT[0].tolist() == [False, True, True, False, False, False, True, False]
+    assert np.flatnonzero(~batch.loss_mask_ABT[1]).tolist() == [1, 5]
+
+
+def test_an_array_beside_a_stream_that_reads_rows():
+    streams = {
+        "web": TOKENS["web"],
+        "code": TokenStream(TOKENS["code"], EOT),
+        "law": TOKENS["law"],
+        "one": TOKENS["one"],
+    }
+    plan = make_plan()
+    for step in (0, 25, 89):
+        for mixed, plain in zip(plan.batch(step, streams, EOT, 2), plan.batch(step, TOKENS, EOT, 2), strict=True):
+            assert np.array_equal(mixed, plain) and mixed.dtype == plain.dtype
+
+
+def test_an_epoch_that_is_no_whole_number_of_blocks_is_refused():
+    schedule = make_plan().schedule
+    with pytest.raises(ValueError, match="source web: got an epoch of 2401 tokens, expected whole blocks of 8"):
+        DataPlan(schedule, 5, {name: len(t) for name, t in TOKENS.items()}, LENGTH)
 
 
 def test_a_source_too_small_for_one_sequence_is_refused():
-    with pytest.raises(ValueError, match="source one: got 8 tokens, expected at least one block"):
+    with pytest.raises(ValueError, match="source one: got no block of 8 tokens, expected at least one"):
         make_plan(tokens={**TOKENS, "one": np.arange(8)})
 
 
@@ -176,7 +237,7 @@ def test_a_million_draws_of_fifty_sources_over_phases_and_ramps():
         phases.append(Phase(f"p{k}", until, mixture, ramp_steps=0 if k == 0 else 97))
     supplies = {n: SourceSupply(b * LENGTH) for n, b in sizes.items()}
     schedule = resolve(phases, supplies, LrSchedule(), total_steps=2000, batch_size=512, seq_len=LENGTH)
-    plan = DataPlan(schedule, 3, {n: b * LENGTH + 1 for n, b in sizes.items()}, LENGTH)
+    plan = DataPlan(schedule, 3, {n: b * LENGTH for n, b in sizes.items()}, LENGTH)
     draws = plan.draws(0, 2000)
     source = np.concatenate([d.source for d in draws])
     epoch = np.concatenate([d.epoch for d in draws])

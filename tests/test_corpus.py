@@ -96,8 +96,8 @@ def test_a_divided_document_is_dropped_from_other_sources(folder):
     assert corpus.details["book"]["dropped_documents"] == {}
     assert corpus.details["law"]["dropped_documents"] == {"tail": 1}
     assert corpus.warnings == ("1 document of law dropped from training: eval set tail has them too",)
-    assert bytes(corpus.tokens["book"][:].tolist()).decode() == book[: len(corpus.tokens["book"])]
-    law = corpus.tokens["law"][:]
+    assert bytes(corpus.streams["book"][:].tolist()).decode() == book[: len(corpus.streams["book"])]
+    law = corpus.streams["law"][:]
     assert bytes(law[law != corpus.tokenizer.eot].tolist()).decode().count("book 99") == 0
     assert find_sizes(config_of({"book": "10%"}, sets=sets, files=files), folder / "store").details == corpus.details
     # Without a set that measures the tail the document is nobody's.
@@ -109,7 +109,7 @@ def test_the_tail_itself_counts_as_a_document(folder):
     files = {"book": "book.txt", "law": "law.jsonl"}
     config = config_of({"book": "10%"}, sets={"tail": {"held_out_of": "book"}}, files=files)
     corpus = load_corpus(config, folder / "store")
-    tail = (folder / "book.txt").read_text()[len(corpus.tokens["book"]) :]
+    tail = (folder / "book.txt").read_text()[len(corpus.streams["book"]) :]
     assert corpus.evalsets["tail"].num_bytes == len(tail) > 100
     write_rows(folder / "law.jsonl", [*rows("law", 299), tail])
     assert load_corpus(config, folder / "store").details["law"]["dropped_documents"] == {"tail": 1}
@@ -129,7 +129,7 @@ def test_a_given_tokenizer_is_used(folder):
     given = load_tokenizer(folder / "snapshot")
     (folder / "web.jsonl").write_text(json.dumps({"text": "other text now"}))
     assert load_corpus(config, folder / "store", given).tokenizer is given
-    assert load_corpus(config, folder / "store", byte_tokenizer()).tokens["book"].dtype == np.uint16
+    assert load_corpus(config, folder / "store", byte_tokenizer()).streams["book"].dtype == np.uint16
     assert not (folder / "elsewhere").exists()
     load_corpus(config, folder / "elsewhere", given)
     assert not (folder / "elsewhere" / "tokenizers").exists()

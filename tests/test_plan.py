@@ -69,7 +69,7 @@ def test_plan_and_training_agree_on_sizes(tmp_path):
     config = config_of(tmp_path)
     corpus = load_corpus(config, tmp_path / "store")
     p = plan(config, store_dir=tmp_path / "store")
-    assert {n: d["tokens"] for n, d in p.sources.items()} == {n: len(t) for n, t in corpus.tokens.items()}
+    assert {n: d["tokens"] for n, d in p.sources.items()} == {n: len(t) for n, t in corpus.streams.items()}
 
 
 def test_warnings(tmp_path):
@@ -139,7 +139,7 @@ def test_overlap_is_counted(tmp_path):
     assert corpus.details["web"]["documents"] == 139
     assert corpus.details["web"]["dropped_documents"] == {"primary": 1}
     assert corpus.warnings == ("1 document of web dropped from training: eval set primary has them too",)
-    assert plan(config, store_dir=tmp_path / "store").sources["web"]["tokens"] == len(corpus.tokens["web"])
+    assert plan(config, store_dir=tmp_path / "store").sources["web"]["tokens"] == len(corpus.streams["web"])
 
 
 def test_too_much_overlap_is_an_error(tmp_path):
@@ -152,7 +152,7 @@ def test_too_much_overlap_is_an_error(tmp_path):
 def test_a_source_too_small_for_one_sequence_is_named(tmp_path):
     config = config_of(tmp_path, train={"steps": 100, "batch_size": 4, "seq_len": 1000})
     load_corpus(config, tmp_path / "store")
-    with pytest.raises(InputError, match="sources.law: holds 1,000 training tokens, expected at least one sequence"):
+    with pytest.raises(InputError, match="sources.law: too few training tokens, expected at least one sequence"):
         plan(config, store_dir=tmp_path / "store")
 
 

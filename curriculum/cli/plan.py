@@ -27,6 +27,10 @@ def command(config_path, overrides, dataset_dirs, eval_dataset_dirs, store_dir, 
         click.echo("\n".join(table(resolved)))
 
 
+def _percent(share: float | None) -> str:
+    return "?" if share is None else f"{share:.2%}"
+
+
 def table(p: Plan) -> list[str]:
     """The plan as lines of text."""
     size = "unknown until the tokenizer is prepared" if p.num_parameters is None else f"{p.num_parameters:,}"
@@ -62,5 +66,8 @@ def table(p: Plan) -> list[str]:
         lines.append("  ".join(cells).rstrip())
     last_step, last_rate = p.rates[-1]
     lines += ["", f"last update (step {last_step:,}): learning rate {last_rate:.3g}"]
+    if p.packing_mode == "best_fit":
+        full = (f"{name} {_percent(details.get('utilization'))}" for name, details in p.sources.items())
+        lines.append(f"packing best_fit: slots that hold text: {', '.join(full)}")
     lines += [f"warning: {warning}" for warning in p.warnings]
     return lines

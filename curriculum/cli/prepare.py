@@ -40,7 +40,11 @@ def command(config_path, overrides, dataset_dirs, eval_dataset_dirs, store_dir, 
     click.echo(f"tokenizer {config.tokenizer.kind}: {corpus.tokenizer.vocab_size:,} ids")
     for name, details in corpus.details.items():
         kept_out = f", {details['kept_out_tokens']:,} tokens kept out" if details["kept_out_tokens"] else ""
-        click.echo(f"source {name}: {details['documents']:,} documents, {details['tokens']:,} tokens{kept_out}")
+        packed = ""
+        if config.packing.mode == "best_fit":
+            num_bins = details["tokens_per_epoch"] // config.train.seq_len
+            packed = f", packed into {num_bins:,} bins, {details['utilization']:.2%} full"
+        click.echo(f"source {name}: {details['documents']:,} documents, {details['tokens']:,} tokens{kept_out}{packed}")
     for name, evalset in corpus.evalsets.items():
         click.echo(
             f"eval set {name}: {evalset.num_documents:,} documents, {evalset.num_windows:,} windows, "

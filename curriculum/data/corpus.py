@@ -13,6 +13,7 @@ import xxhash
 from curriculum.config import PRIMARY, Config
 from curriculum.data.documents import SourceConfig
 from curriculum.data.held_out import eval_documents, held_out_piece, split_store
+from curriculum.data.packing import Bins, PackingFacts, find_packing, prepare_packing
 from curriculum.data.prepare import find_store, find_tokenizer, prepare_store, prepare_tokenizer
 from curriculum.data.progress import ConsoleProgress
 from curriculum.data.split import Split, drop_overlap, parse_share
@@ -20,23 +21,28 @@ from curriculum.data.store import Store, TokenView
 from curriculum.data.tokenizer import Tokenizer
 from curriculum.model.presets import resolve_model
 from evalsets.evalset import EvalSet, cut_windows
+from phases.batches import TokenStream, epoch_tokens
 
 
 @dataclass(frozen=True)
 class Corpus:
     """What a run trains on and is measured by.
 
-    `tokens` are the training streams by source; `scored`, parallel to those of conversations, which of their tokens
-    are targets of the loss; `details` say of each what it holds, what was held out and what was dropped because an
-    eval set has it, with `stream`, a hash that names the stream's content.
+    `streams` are what the data plan reads of each source, packed where the config says so; `details` say of each
+    what it holds, what was held out and what was dropped because an eval set has it, with `stream`, a hash that names
+    the stream's content, `tokens_per_epoch`, and `utilization`, the share of an epoch's slots that hold a token.
     """
 
     tokenizer: Tokenizer
-    tokens: dict[str, TokenView]
-    scored: dict[str, TokenView]
+    streams: dict[str, TokenView | TokenStream | Bins]
     evalsets: dict[str, EvalSet]
     details: dict[str, dict[str, Any]]
     warnings: tuple[str, ...]
+
+    @property
+    def tokens_per_epoch(self) -> dict[str, int]:
+        """Slots of one epoch of each source, in whole sequences."""
+        return {name: details["tokens_per_epoch"] for name, details in self.details.items()}
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class Sizes:
     """What is known of a corpus without preparing it; None where something is not prepared."""
 
     vocab_size: int | None
-    num_tokens: dict[str, int | None]
+    tokens_per_epoch: dict[str, int | None]
     details: dict[str, dict[str, Any]]
     warnings: tuple[str, ...]
 
@@ -73,16 +79,23 @@ def load_corpus(config: Config, store_dir: str | Path, tokenizer: Tokenizer | No
         name: _evalset(config, name, source, tokenizer, stores, eval_stores, splits)
         for name, source in config.eval_sources.items()
     }
+    streams, details = {}, {}
+    for name, store in stores.items():
+        stream = store.view(kept[name].keep_N, kept[name].cut)
+        scored = store.scored_view(kept[name].keep_N, kept[name].cut)
+        streams[name] = stream if scored is None else TokenStream(stream, tokenizer.eot, scored)
+        held, packing = _details(store, kept[name], dropped[name]), None
+        if config.packing.mode == "best_fit":
+            packing, pieces, bins = prepare_packing(
+                held["stream"], _kept_tokens(store, kept[name]), config.train.seq_len, store_dir
+            )
+            streams[name] = Bins(stream, tokenizer.eot, packing.block_tokens, pieces, bins, scored)
+        details[name] = held | _epoch(config, held, packing)
     return Corpus(
         tokenizer=tokenizer,
-        tokens={name: stores[name].view(kept[name].keep_N, kept[name].cut) for name in stores},
-        scored={
-            name: view
-            for name in stores
-            if (view := stores[name].scored_view(kept[name].keep_N, kept[name].cut)) is not None
-        },
+        streams=streams,
         evalsets=evalsets,
-        details={name: _details(stores[name], kept[name], dropped[name]) for name in stores},
+        details=details,
         warnings=_overlap_warnings(dropped) + _size_warnings(config, evalsets),
     )
 
@@ -102,13 +115,18 @@ def find_sizes(config: Config, store_dir: str | Path) -> Sizes:
     eval_stores = {name: store for name, store in eval_found.items() if store}
     splits = _hold_out(config, tokenizer, stores)
     kept, dropped = _drop_overlap(config, tokenizer, stores, eval_stores, splits)
-    details = {name: _details(stores[name], kept[name], dropped[name]) for name in stores}
+    details = {}
+    for name, store in stores.items():
+        held, packing = _details(store, kept[name], dropped[name]), None
+        if config.packing.mode == "best_fit":
+            packing = find_packing(held["stream"], config.train.seq_len, store_dir)
+        details[name] = held | _epoch(config, held, packing)
     warnings = _overlap_warnings(dropped)
     if stores and (missing := [name for name, store in eval_found.items() if not store]):
         warnings += (f"not prepared yet, so overlap with training is not counted: eval sets {', '.join(missing)}",)
     return Sizes(
         vocab_size=tokenizer.vocab_size if tokenizer else None,
-        num_tokens={name: details[name]["tokens"] if name in details else None for name in found},
+        tokens_per_epoch={name: details[name]["tokens_per_epoch"] if name in details else None for name in found},
         details=details,
         warnings=warnings,
     )
@@ -206,6 +224,23 @@ def _details(store: Store, split: Split, dropped: Mapping[str, int]) -> dict[str
         "dropped_documents": dict(dropped),
         "stream": stream.hexdigest(),
     }
+
+
+def _kept_tokens(store: Store, split: Split) -> np.ndarray:
+    """Tokens of each document that training reads, in the order of its stream."""
+    tokens_N = store.document_tokens_N.copy()
+    if split.cut is not None:
+        tokens_N[split.cut[0]] = split.cut[1]
+    return tokens_N[split.keep_N]
+
+
+def _epoch(config: Config, details: Mapping[str, Any], packing: PackingFacts | None) -> dict[str, Any]:
+    """What an epoch of a source is; None where that takes a packing and there is none yet."""
+    if config.packing.mode == "stream":
+        return {"tokens_per_epoch": epoch_tokens(details["tokens"], config.train.seq_len), "utilization": 1.0}
+    if packing is None:
+        return {"tokens_per_epoch": None, "utilization": None}
+    return {"tokens_per_epoch": packing.tokens_per_epoch, "utilization": packing.utilization}
 
 
 def _overlap_warnings(dropped: Mapping[str, Mapping[str, int]]) -> tuple[str, ...]:

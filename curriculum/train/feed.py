@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from phases.batches import DataPlan, Draws
+from phases.batches import Batch, DataPlan, Draws
 
 _PLANNED_STEPS = 256  # order worked out at a time; one by one takes over 30 times as long (tools/bench_data.py)
 
@@ -15,22 +15,19 @@ _PLANNED_STEPS = 256  # order worked out at a time; one by one takes over 30 tim
 class Feed:
     """`feed[step]` is the batch of that update, on the device. Any step may be asked for, in order is fast.
 
+    `make_batch(step, draws=...)` is the plan's `batch` with all else that it takes.
+
     The batches depend on the step alone: neither on how far ahead they were made nor on what was asked before.
     """
 
     def __init__(
         self,
         plan: DataPlan,
-        tokens: Mapping[str, Any],
-        eot: int,
-        grad_accum: int,
-        place: Callable[[Any], Any],
+        make_batch: Callable[..., Batch],
+        place: Callable[[Batch], Any],
         prefetch: int = 3,
-        scored: Mapping[str, Any] | None = None,
     ):
-        self._scored = scored
-        self._plan, self._tokens, self._eot, self._grad_accum = plan, tokens, eot, grad_accum
-        self._place, self._prefetch = place, prefetch
+        self._plan, self._make_batch, self._place, self._prefetch = plan, make_batch, place, prefetch
         self._ahead: OrderedDict[int, Future] = OrderedDict()
         self._planned: tuple[int, list[Draws]] | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="feed")
@@ -54,5 +51,4 @@ class Feed:
         if self._planned is None or self._planned[0] != first:
             num_steps = max(min(_PLANNED_STEPS, self._plan.schedule.total_steps - first), step - first + 1)
             self._planned = first, self._plan.draws(first, num_steps)
-        draws = self._planned[1][step - first]
-        return self._place(self._plan.batch(step, self._tokens, self._eot, self._grad_accum, draws, self._scored))
+        return self._place(self._make_batch(step, draws=self._planned[1][step - first]))

@@ -112,7 +112,7 @@ def metrics_row(setup: Setup, done: int, state: TrainState, clock: TrainClock) -
         "phase": segment.phase,
         "mixture": {name: segment.mixture_at(done - 1).get(name, 0.0) for name in setup.config.sources},
         "skipped_updates": int(state.skipped_updates),
-        "packing_mode": "stream",
+        "packing_mode": setup.config.packing.mode,
         "packing_utilization": None if filled is None else round(filled / setup.tokens_at(1), 6),
         "peak_memory_gb": peak_memory_gb(),
     }

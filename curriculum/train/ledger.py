@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from curriculum.data.packing import PackingConfig
 from curriculum.train.setup import Setup
 from evalsets.evalset import PRIMARY
 from evalsets.metrics import Summary, WindowResults
@@ -66,6 +68,7 @@ def entry(setup: Setup, step: int, history: History, offsets: Mapping[str, int],
         "seed": setup.config.seed,
         "model": dict(setup.model.architecture),
         "tokenizer": setup.corpus.tokenizer.fingerprint,
+        "packing": asdict(setup.config.packing),
         "segments": segments_to_json(setup.schedule.segments),
         "sources": {
             name: {
@@ -95,6 +98,11 @@ def check_past(saved: Mapping[str, Any], setup: Setup) -> None:
     if setup.corpus.tokenizer.fingerprint != saved["tokenizer"]:
         message = "is not the one that the run was trained with; restore it, or start a new --run-dir"
         problems.append(("tokenizer", message))
+    packing = saved.get("packing", asdict(PackingConfig()))  # a ledger that says nothing is of a run like that
+    for key, value in asdict(config.packing).items():
+        if value != packing[key]:
+            got = f"got {json.dumps(value)}, but the run was trained with {json.dumps(packing[key])}"
+            problems.append((f"packing.{key}", got))
     for name, source in saved["sources"].items():
         if source["tokens_drawn"] == 0:
             continue

@@ -94,19 +94,19 @@ def build(
 
     mesh = _mesh_of(config)
     corpus = load_corpus(config, store_dir, tokenizer)
-    num_tokens = {name: len(stream) for name, stream in corpus.tokens.items()}
-    schedule = resolve_schedule(config, num_tokens)
-    plan = DataPlan(schedule, config.seed, num_tokens, config.train.seq_len)
+    schedule = resolve_schedule(config, corpus.tokens_per_epoch)
+    plan = DataPlan(schedule, config.seed, corpus.tokens_per_epoch, config.train.seq_len)
     model = (make_model or partial(_configured_model, config))(corpus.tokenizer.vocab_size)
     placed = _on_mesh(model, mesh)
-    feed = Feed(
-        plan,
-        corpus.tokens,
-        corpus.tokenizer.eot,
-        config.train.grad_accum,
-        partial(place_batch, mesh),
-        scored=corpus.scored,
+    make_batch = partial(
+        plan.batch,
+        streams=corpus.streams,
+        eot=corpus.tokenizer.eot,
+        grad_accum=config.train.grad_accum,
+        mask_boundary_loss=config.packing.mask_boundary_loss,
+        train_on_eos=config.packing.train_on_eos,
     )
+    feed = Feed(plan, make_batch, partial(place_batch, mesh))
     eval_rows = -(-EVAL_MICRO_BATCH // row_shards(mesh)) * row_shards(mesh)
     evalsets = list(corpus.evalsets.values())
     suite = Suite(evalsets, partial(nats_per_token, placed), eval_rows, partial(place_rows, mesh))
@@ -117,6 +117,7 @@ def build(
         len(plan.sources),
         grad_clip=config.optim.grad_clip,
         seed=config.seed,
+        document_mask=config.packing.document_mask,
         ema_decay=config.averages.ema_decay,
         place_grads=partial(constrain, mesh),
     )
