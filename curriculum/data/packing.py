@@ -153,14 +153,14 @@ class Bins:
 
     tokens: TokenView
     eot: int
-    facts: PackingFacts
+    block_tokens: int
     pieces: np.ndarray
     bins: np.ndarray
     scored: TokenView | None = None
 
     def read(self, offset: int, length: int) -> Row:
         """The slots [offset, offset + length), all of one bin."""
-        index, within = divmod(offset, self.facts.block_tokens)
+        index, within = divmod(offset, self.block_tokens)
         first = int(self.bins[index - 1]) if index else 0
         targets, firsts, scored, counts = [], [], [], []
         slot = -within
