@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -138,11 +139,17 @@ def test_shorter_rows_cut_a_bin():
 def test_the_head_of_a_document_ends_without_end_of_text():
     bins = bins_of([3, 4], cut=1)  # 1001 1002 0 and 2001 2002 2003 2004
     row = bins.read(0, 8)
-    assert row.targets_T.tolist() in (
-        [1001, 1002, 0, 2001, 2002, 2003, 2004, 0],
-        [2001, 2002, 2003, 2004, 1001, 1002, 0, 0],
-    )
-    assert row.inputs_T[row.segment_ids_T == 1][0] == EOT and row.inputs_T[0] == EOT
+    assert row.targets_T.tolist() == [1001, 1002, 0, 2001, 2002, 2003, 2004, 0]
+    assert row.inputs_T.tolist() == [0, 1001, 1002, 0, 2001, 2002, 2003, 0]
+    assert row.segment_ids_T.tolist() == [0, 0, 0, 1, 1, 1, 1, -1]
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.int64])
+def test_ids_of_any_type(dtype):
+    pieces, bins = pack(np.array([11, 4]), BLOCK)
+    row = Bins(np.arange(40_000, 40_015).astype(dtype), EOT, BLOCK, pieces, bins).read(8, 8)
+    assert row.targets_T.tolist() == [*range(40_008, 40_015), 0] and row.targets_T.dtype == np.int32
+    assert row.inputs_T.tolist() == [40_007, 40_008, 40_009, 0, 40_011, 40_012, 40_013, 0]
 
 
 @settings(max_examples=100, deadline=None)
@@ -264,15 +271,19 @@ def test_a_packing_belongs_to_its_stream_and_its_length(tmp_path):
 
 def test_it_is_built_once(tmp_path):
     prepare_packing("text", LENGTHS, 16, tmp_path)
+    shutil.rmtree(tmp_path / "locks")  # nobody waits for what is there
     before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
     prepare_packing("text", LENGTHS, 16, tmp_path)
-    assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before and len(before) > 3
+    assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before and len(before) == 5
 
 
 def test_killed_while_it_is_built_nothing_half_stays(tmp_path):
     assert build_in_process(tmp_path, "kill") == -signal.SIGKILL
     assert [p.suffix for p in (tmp_path / "packing").iterdir()] == [".partial"]
     assert find_packing("text", 16, tmp_path) is None
+    prepare_packing("other", LENGTHS[:9], 16, tmp_path)  # whatever is built next throws it away
+    (other,) = (tmp_path / "packing").iterdir()
+    shutil.rmtree(other)
     prepare_packing("text", LENGTHS, 16, tmp_path)
     prepare_packing("text", LENGTHS, 16, tmp_path / "whole")
     assert contents(tmp_path) == contents(tmp_path / "whole") and len(contents(tmp_path)) == 3
@@ -412,6 +423,7 @@ def test_a_run_packs_resumes_bit_equal_and_keeps_its_packing(folder, tmp_path):
 
     from curriculum.run import load_run
     from curriculum.train.checkpoint import Checkpoints
+    from curriculum.train.ledger import check_past
     from curriculum.train.setup import build
     from curriculum.train.trainer import train
 
@@ -435,7 +447,11 @@ def test_a_run_packs_resumes_bit_equal_and_keeps_its_packing(folder, tmp_path):
     for name in ("whole", "parts"):
         checkpoints = Checkpoints(tmp_path / name / "checkpoints")
         arrays.append([np.asarray(a).tobytes() for a in jax.tree.leaves(checkpoints.restore(8, like))])
+        saved = checkpoints.ledger(8)
         checkpoints.close()
+    del saved["packing"]
+    with pytest.raises(InputError, match=r'packing\.mode: got "best_fit", but the run was trained with "stream"'):
+        check_past(saved, setup)
     batch = setup.feed[0]
     setup.feed.close()
     assert arrays[0] == arrays[1] and len(arrays[0]) > 10

@@ -60,7 +60,7 @@ def best_fit_decreasing(lengths_N: np.ndarray, capacity: int) -> np.ndarray:
     num_bins = 0
 
     def put(room: int, bins: list[int]) -> None:
-        if room and bins:
+        if bins:
             if room not in with_room:
                 with_room[room] = []
                 insort(rooms, room)
