@@ -166,20 +166,19 @@ class Bins:
         slot = -within
         for start, num_tokens, opens in self.pieces[first : int(self.bins[index])].tolist():
             low, high = max(slot, 0), min(slot + num_tokens, length)
-            start, slot, begins = start + low - slot, slot + num_tokens, opens and low == slot
-            if low >= high:
-                continue
-            stop = start + high - low
-            if begins:
-                firsts.append(self.eot)
-                targets.append(self.tokens[start:stop])
-            else:
-                before = self.tokens[start - 1 : stop]
-                firsts.append(before[0])
-                targets.append(before[1:])
-            if self.scored is not None:
-                scored.append(self.scored[start:stop])
-            counts.append(high - low)
+            if low < high:
+                begin, stop = start + low - slot, start + high - slot
+                if opens and low == slot:
+                    firsts.append(self.eot)
+                    targets.append(self.tokens[begin:stop])
+                else:
+                    with_context = self.tokens[begin - 1 : stop]
+                    firsts.append(with_context[0])
+                    targets.append(with_context[1:])
+                if self.scored is not None:
+                    scored.append(self.scored[begin:stop])
+                counts.append(high - low)
+            slot += num_tokens
         used = sum(counts)
         targets_T = np.full(length, self.eot, np.int32)
         inputs_T = np.full(length, self.eot, np.int32)
