@@ -533,7 +533,7 @@ def test_a_phase_of_conversations_learns_from_answers_alone(corpus, tmp_path):
 
     setup = build(config, tmp_path / "store")
     try:
-        stream = setup.corpus.tokens["talks"][:]
+        stream = setup.corpus.streams["talks"].tokens[:]
         # What is scored, told by the template's brackets alone: an answer with its "]", and the end-of-text after it.
         expected_N = np.zeros(len(stream), bool)
         for answer in re.finditer(r"\[([^]]*\]\n)", "".join(map(chr, np.where(stream == 256, 10, stream)))):
