@@ -28,6 +28,8 @@ PUBLISHED = {
     "gpt2-124m": 124_439_808,
     "llama-360m": 361_821_120,
     "llama-1b": 1_235_814_400,
+    "llama-3b": 3_212_749_824,
+    "llama-7b": 6_738_415_616,
 }
 
 
@@ -38,6 +40,13 @@ def test_parameters_of_presets(name):
     assert len(shapes) > config.n_layer
     assert sum(int(np.prod(shape)) for shape in shapes) == PUBLISHED[name]
     assert num_parameters(config) == PUBLISHED[name]
+
+
+def test_what_a_count_does_not_tell_of_a_preset():
+    three, seven = PRESETS["llama-3b"], PRESETS["llama-7b"]
+    assert (three.n_head, three.n_kv_head, three.head_width, three.rope_theta) == (24, 8, 128, 500_000.0)
+    assert (seven.n_head, seven.head_width, seven.rope_theta, seven.norm_eps) == (32, 128, 10_000.0, 1e-5)
+    assert (seven.max_seq_len, seven.tie_embeddings, three.tie_embeddings) == (4096, False, True)
 
 
 @pytest.mark.parametrize("pos_encoding", ["rope", "learned"])

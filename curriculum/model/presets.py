@@ -66,7 +66,7 @@ class ModelSection:
     __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     preset: str | None = None
-    """A named shape: tiny, gpt2-124m, llama-360m, llama-1b."""
+    """A named shape: tiny, gpt2-124m, llama-360m, llama-1b, llama-3b, llama-7b."""
     vocab_size: int | None = None
     """Rows of the embedding; by default the tokenizer's ids, and never fewer."""
     n_layer: int | None = None
@@ -141,6 +141,28 @@ PRESETS = {
         d_ff=8192,
         max_seq_len=8192,
         rope_theta=500_000.0,
+    ),
+    # The shape of Llama-3.2-3B, with the positions of its sister above.
+    "llama-3b": ModelConfig(
+        vocab_size=128256,
+        n_layer=28,
+        n_head=24,
+        n_kv_head=8,
+        d_model=3072,
+        d_ff=8192,
+        max_seq_len=8192,
+        rope_theta=500_000.0,
+    ),
+    # Llama-2-7B, as released: 6,738,415,616 parameters.
+    "llama-7b": ModelConfig(
+        vocab_size=32000,
+        n_layer=32,
+        n_head=32,
+        n_kv_head=32,
+        d_model=4096,
+        d_ff=11008,
+        max_seq_len=4096,
+        tie_embeddings=False,
     ),
 }
 
