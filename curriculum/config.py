@@ -20,6 +20,7 @@ from curriculum.data.packing import PackingConfig
 from curriculum.data.tokenizer import TokenizerConfig
 from curriculum.errors import InputError
 from curriculum.model.presets import ModelSection
+from curriculum.record.wandb_log import WandbConfig
 from curriculum.train.mesh import MeshConfig
 from curriculum.train.optimizer import OptimConfig
 from curriculum.variables import substitute
@@ -131,6 +132,8 @@ class LoggingSection:
     """Steps between rows of metrics.jsonl."""
     tensorboard: bool = True
     """Write TensorBoard files into the run directory."""
+    wandb: WandbConfig | None = None
+    """Also log to Weights & Biases; null for not."""
 
 
 @dataclass(frozen=True)

@@ -166,6 +166,19 @@ def _check_lengths(v):
             yield path, f"got {length}, expected at most the model's max_seq_len ({longest})"
 
 
+def _check_logging(v):
+    wandb = v["logging"].wandb
+    if wandb is None:
+        return
+    # wandb refuses these names itself, but only once the run has begun.
+    if not wandb.project or len(wandb.project) > 128 or set(wandb.project) & set("/\\#?%:"):
+        expected = "1 to 128 characters without / \\ # ? % and :"
+        yield "logging.wandb.project", f"got {wandb.project!r}, expected {expected}"
+    for i, tag in enumerate(wandb.tags):
+        if not 1 <= len(tag) <= 64:
+            yield f"logging.wandb.tags[{i}]", f"got {tag!r}, expected 1 to 64 characters"
+
+
 CHECKS = [
     ({"name"}, _check_name),
     ({"sources"}, _check_sources),
@@ -177,6 +190,7 @@ CHECKS = [
     ({"optim"}, _check_optim),
     ({"mesh"}, _check_mesh),
     ({"mesh", "train"}, _check_rows),
+    ({"logging"}, _check_logging),
     ({"model", "tokenizer"}, _check_model),
     ({"model", "tokenizer", "train", "evalsets"}, _check_lengths),
 ]

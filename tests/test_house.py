@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("curriculum", "phases", "evalsets")
-HEAVY = ("jax", "flax", "orbax", "datasets", "optax", "tensorboard")
+HEAVY = ("jax", "flax", "orbax", "datasets", "optax", "tensorboard", "wandb", "safetensors")
 
 
 def imports(path: Path) -> set[str]:
@@ -94,7 +94,11 @@ def test_pins_are_plain_and_cover_every_dependency():
         assert match, f"requirements.txt: {line!r} is not name==version"
         names.add(match[1].lower().replace("_", "-"))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    wanted = [
+        *project["dependencies"],
+        *project["optional-dependencies"]["dev"],
+        *project["optional-dependencies"]["wandb"],
+    ]
     assert len(wanted) > 10
     for requirement in wanted:
         assert re.match(r"[A-Za-z0-9_.-]+", requirement)[0].lower() in names, requirement

@@ -8,7 +8,6 @@ shows every set in its own colour; a set measured with an average of the paramet
 `quickstart/tensorboard/general` and so on. The primary set is called `val`.
 """
 
-import re
 import time
 from collections.abc import Iterable, Iterator
 from datetime import datetime
@@ -31,7 +30,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, Sessi
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from curriculum.record.console import verdict
-from curriculum.record.events import eval_averages, eval_sets, number
+from curriculum.record.curves import all_sets, eval_curves, row_curves
 
 _MAIN = "."
 _HPARAM_SECTIONS = ("seed", "tokenizer", "model", "packing", "train", "optim", "adaptation", "mesh")
@@ -73,13 +72,12 @@ class Board:
                 for folder in {path.parent for path in self._folder.rglob("*.tfevents.*")}:
                     self._writer(str(folder.relative_to(self._folder)))
             case "eval":
-                for name, (loss, bpb) in eval_sets(event).items():
-                    write(_MAIN, _scalars({f"eval/{name}/loss": loss, f"eval/{name}/bpb": bpb}))
-                    write(name, _scalars({"eval_sets/loss": loss, "eval_sets/bpb": bpb}))
-                for average, sets in eval_averages(event).items():
-                    for name, (loss, bpb) in sets.items():
-                        write(_MAIN, _scalars({f"eval/{name}/{average}/loss": loss, f"eval/{name}/{average}/bpb": bpb}))
-                        write(f"{name}@{average}", _scalars({"eval_sets/loss": loss, "eval_sets/bpb": bpb}))
+                curves = eval_curves(event)
+                write(_MAIN, _scalars(curves))
+                for name in all_sets(event):
+                    own = f"eval/{name}/"
+                    shared = {tag.replace(own, "eval_sets/"): v for tag, v in curves.items() if tag.startswith(own)}
+                    write(name, _scalars(shared))
             case "phase_switch":
                 write(_MAIN, [_text("phase_switch", _phase_switch_markdown(event))])
             case "eval_regression" | "eval_recovered":
@@ -88,11 +86,7 @@ class Board:
                 write(_MAIN, [_session_end(wall_time)])
 
     def row(self, row: dict[str, Any]) -> None:
-        values = {re.sub("^loss_", "loss/", key): value for key, value in row.items() if key != "step"}
-        values = {f"train/{key}": value for key, value in values.items()}
-        values |= {f"mixture/{source}": share for source, share in row["mixture"].items()}
-        values["phase/index"] = self._phase_names.index(row["phase"])
-        self._write(_MAIN, row["step"], time.time(), _scalars(values))
+        self._write(_MAIN, row["step"], time.time(), _scalars(row_curves(row, self._phase_names)))
 
     def close(self) -> None:
         for writer in self._writers.values():
@@ -148,14 +142,12 @@ def _flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, bool
             yield f"{prefix}{key}", value
 
 
-def _scalars(values: dict[str, Any]) -> Iterator[Summary.Value]:
-    """A scalar for each value that is a number, by its tag; null and text have no curve.
+def _scalars(values: dict[str, float]) -> list[Summary.Value]:
+    """A scalar for each value, by its tag.
 
     TensorBoard's default data server drops doubles without a word, so these are float32.
     """
-    for tag, value in values.items():
-        if (as_float := number(value)) is not None:
-            yield Summary.Value(tag=tag, simple_value=as_float)
+    return [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
 
 
 def _text(tag: str, markdown: str) -> Summary.Value:

@@ -18,6 +18,7 @@ from curriculum.plan import DEFAULT_STORE_DIR, check_schedule
 from curriculum.record.board import Board
 from curriculum.record.console import Console, program
 from curriculum.record.events import Record, check_offsets, set_aside
+from curriculum.record.wandb_log import WandbLog, check_wandb
 from curriculum.run import RunDirectory, load_run, read_json, write_tokenizer
 from curriculum.train import fields, ledger
 from curriculum.train.averages import averages_at
@@ -51,6 +52,8 @@ def train(
             f"{directory.path}: already holds a run; continue it with --resume latest, or choose another --run-dir"
         )
     _check_resume(directory, resume)
+    if config.logging.wandb:
+        check_wandb(config.logging.wandb)
     check_schedule(config)
     setup = build(config, store_dir, _snapshot(directory, config) if resume is not None else None, make_model)
     mean_of = config.averages.phase_mean
@@ -115,6 +118,8 @@ def _run(setup: Setup, directory: RunDirectory, checkpoints: Checkpoints, resume
         Console(directory.path, _resume_command(setup.config, directory)),
         *([Board(directory.path)] if setup.config.logging.tensorboard else []),
     ]
+    if wandb := setup.config.logging.wandb:
+        views.append(WandbLog(directory.path, wandb, setup.config.to_json()))
     if step is None:
         record = Record(directory.path, setup.tokens_at, views=views)
     else:

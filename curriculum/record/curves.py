@@ -1,0 +1,40 @@
+"""The numbers of the record as curves: one name for each, the same in every view that draws them.
+
+`train/<field>` and `train/loss/<source>` from the metrics rows, `mixture/<source>`, `phase/index`,
+`eval/<set>/loss` and `eval/<set>/bpb`; the primary set is called `val`, and a set measured with an average of the
+parameters `<set>@<average>`.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from curriculum.record.events import eval_averages, eval_sets, number
+
+
+def row_curves(row: dict[str, Any], phase_names: Sequence[str]) -> dict[str, float]:
+    """The point of each curve that a metrics row holds; null and text have none."""
+    values = {re.sub("^loss_", "loss/", key): value for key, value in row.items() if key != "step"}
+    values = {f"train/{key}": value for key, value in values.items()}
+    values |= {f"mixture/{source}": share for source, share in row["mixture"].items()}
+    values["phase/index"] = phase_names.index(row["phase"])
+    return _numbers(values)
+
+
+def eval_curves(event: dict[str, Any]) -> dict[str, float]:
+    """The same of an `eval` event."""
+    values = {}
+    for name, (loss, bpb) in all_sets(event).items():
+        values |= {f"eval/{name}/loss": loss, f"eval/{name}/bpb": bpb}
+    return _numbers(values)
+
+
+def all_sets(event: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Loss and bits per byte of each set that an `eval` event measured, those with averages among them."""
+    averaged = {f"{name}@{a}": pair for a, sets in eval_averages(event).items() for name, pair in sets.items()}
+    return eval_sets(event) | averaged
+
+
+def _numbers(values: dict[str, Any]) -> dict[str, float]:
+    floats = {name: number(value) for name, value in values.items()}
+    return {name: as_float for name, as_float in floats.items() if as_float is not None}

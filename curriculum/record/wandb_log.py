@@ -1,0 +1,182 @@
+"""Weights & Biases: a view of the record, kept in `<run>/wandb/` and sent to a server where the mode is online.
+
+The curves have the names that TensorBoard shows, over an axis of their own, `step`: the axis that wandb counts
+itself refuses what goes back, and a resume goes back to a checkpoint. Phase switches and verdicts are text.
+"""
+
+import os
+import secrets
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from curriculum.errors import InputError
+from curriculum.record.console import verdict
+from curriculum.record.curves import eval_curves, row_curves
+from curriculum.record.events import EVENTS
+
+_TEXT = {
+    "phase_switch": "phase_switch",
+    "eval_regression": "regressions",
+    "eval_recovered": "regressions",
+    "gold_checkpoint": "gold",
+    "gold_blocked": "gold",
+}
+_SUMMARY = ("final_train_loss", "final_val_loss", "best_val_loss", "best_val_step", "total_tokens", "gold_step")
+_FINISH_SECONDS = 120  # what is not sent by then stays in the run directory, for `wandb sync`
+
+
+@dataclass(frozen=True)
+class WandbConfig:
+    """Also show the run in Weights & Biases; needs the extra `curriculum[wandb]`."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+
+    project: str
+    """The project that the run belongs to."""
+    entity: str | None = None
+    """The user or team of the project; by default the one of the login."""
+    mode: Literal["online", "offline"] = "online"
+    """Offline sends nothing: `wandb sync` does, later, from the run directory."""
+    tags: tuple[str, ...] = ()
+    """Labels of the run."""
+
+
+def check_wandb(config: WandbConfig) -> None:
+    """Raise InputError where the package is missing, or where there is no login to send anything with.
+
+    Online and at a terminal, wandb asks for its key here.
+    """
+    _send_no_errors(config)
+    try:
+        from wandb import Error, login
+    except ImportError:
+        raise InputError(
+            "logging.wandb: the package wandb is not installed; pip install 'curriculum[wandb]', or set "
+            "logging.wandb: null"
+        ) from None
+    if config.mode == "offline":
+        return
+    try:
+        login(verify=False)
+    except Error as error:
+        raise InputError(f"logging.wandb: {error} Log in, set WANDB_API_KEY, or choose mode: offline") from None
+
+
+class WandbLog:
+    """Logs the events and rows of one process to one run of wandb, which a resume continues.
+
+    config: the resolved config as plain JSON, wandb's config of the run; the files of it are an artifact.
+    A failure of wandb is told once on stderr, and then nothing more is logged there: training and the record
+    do not depend on it. Nothing can be taken back: steps that are trained again after a kill are logged again,
+    with the same values unless the config was changed in between.
+    """
+
+    def __init__(self, run_dir: Path, settings: WandbConfig, config: dict[str, Any]):
+        _send_no_errors(settings)
+        self._run_dir = run_dir
+        self._settings = settings
+        self._config = config
+        self._phase_names: list[str] = []
+        self._run = None
+        self._failed = False
+        self._complete = False
+
+    def event(self, event: dict[str, Any]) -> None:
+        self._attempt(self._event, event)
+
+    def row(self, row: dict[str, Any]) -> None:
+        self._attempt(self._row, row)
+
+    def close(self) -> None:
+        self._attempt(self._finish)
+
+    def _attempt(self, send: Callable[..., None], *arguments: Any) -> None:
+        import wandb
+
+        if self._failed:
+            return
+        try:
+            send(*arguments)
+        # A ConnectionError is what wandb's client raises once its background process is gone.
+        except (wandb.Error, ConnectionError) as error:
+            self._failed = True
+            print(
+                f"wandb failed and is left alone from here on: {error} (training goes on; the record is "
+                f"{self._run_dir / EVENTS})",
+                file=sys.stderr,
+            )
+
+    def _event(self, event: dict[str, Any]) -> None:
+        match event["event"]:
+            case "training_start" | "resume" as kind:
+                self._phase_names = [phase["name"] for phase in event["plan"]["phases"]]
+                self._start(continued=kind == "resume")
+            case "eval":
+                self._log(event["step"], eval_curves(event))
+            case "training_complete":
+                self._complete = True
+                self._run.summary.update({key: event[key] for key in _SUMMARY if event.get(key) is not None})
+            case kind if kind in _TEXT:
+                self._log(event["step"], {_TEXT[kind]: verdict(event)})
+
+    def _row(self, row: dict[str, Any]) -> None:
+        self._log(row["step"], row_curves(row, self._phase_names))
+
+    def _log(self, step: int, values: dict[str, Any]) -> None:
+        self._run.log({"step": step, **values})
+
+    def _start(self, continued: bool) -> None:
+        import wandb
+
+        folder = self._run_dir.resolve() / "wandb"
+        folder.mkdir(exist_ok=True)
+        # Beside the run's own files wandb writes logs and copies of artifacts, by default into the home folder.
+        os.environ.setdefault("WANDB_CACHE_DIR", str(folder / "cache"))
+        os.environ.setdefault("WANDB_DATA_DIR", str(folder / "data"))
+        offline = self._settings.mode == "offline"
+        self._run = wandb.init(
+            project=self._settings.project,
+            entity=self._settings.entity,
+            tags=self._settings.tags,
+            name=folder.parent.name,
+            id=_run_id(folder / "run_id", continued),
+            resume="allow",
+            dir=folder.parent,
+            mode=self._settings.mode,
+            config=self._config,
+            allow_val_change=True,
+            reinit="create_new",  # a run that the caller has open is not ours to write to
+            settings=wandb.Settings(
+                console="off", silent=offline, quiet=True, show_info=False, finish_timeout=_FINISH_SECONDS
+            ),
+        )
+        if not offline:
+            print(f"  wandb      {self._run.url}")
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        artifact = wandb.Artifact(f"config-{self._run.id}", type="config")
+        for name in ("config.resolved.json", "config.yaml"):
+            if (self._run_dir / name).exists():
+                artifact.add_file(self._run_dir / name)
+        self._run.log_artifact(artifact)
+
+    def _finish(self) -> None:
+        if self._run is not None:
+            self._run.finish(exit_code=0 if self._complete else 1)
+
+
+def _send_no_errors(config: WandbConfig) -> None:
+    """Keep an offline process from reporting wandb's own errors to its makers; read when wandb is imported."""
+    if config.mode == "offline":
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+
+
+def _run_id(path: Path, continued: bool) -> str:
+    """The id kept in a run directory; another one for a run that starts anew, or where none is kept yet."""
+    if continued and path.exists() and (kept := path.read_text(encoding="utf-8").strip()):
+        return kept
+    path.write_text(secrets.token_hex(4) + "\n", encoding="utf-8")
+    return path.read_text(encoding="utf-8").strip()

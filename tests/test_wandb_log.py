@@ -1,0 +1,340 @@
+"""wandb's offline files, read back without wandb's help: they say what the record says, and nothing is sent."""
+
+import json
+import math
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from curriculum.config import build_config
+from curriculum.errors import InputError
+from curriculum.record.events import Record, read_events, read_metrics
+from curriculum.record.wandb_log import WandbConfig, WandbLog
+
+pytest.importorskip("wandb", reason="wandb is not installed: pip install 'curriculum[wandb]'")
+
+PLAN = {
+    "total_steps": 12,
+    "phases": [
+        {"name": "foundation", "start": 0, "end": 6, "mixture": {"web": 1.0, "law": 0.0}},
+        {"name": "domain", "start": 6, "end": 12, "mixture": {"web": 0.25, "law": 0.75}},
+    ],
+}
+CONFIG = {"name": "example", "seed": 7, "optim": {"lr": 6e-4, "allow_jump": False}, "phases": PLAN["phases"]}
+OFFLINE = WandbConfig(project="tests", mode="offline", tags=("a", "b"))
+
+
+def records(path):
+    """Messages of a .wandb file: a 7-byte header, then LevelDB's log format (32 KiB blocks of checksummed parts)."""
+    from wandb.proto import wandb_internal_pb2
+
+    content, at, message, found = path.read_bytes(), 7, b"", []
+    while at + 7 <= len(content):
+        if 32768 - at % 32768 < 7:  # too little is left of the block for another part
+            at += 32768 - at % 32768
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, at)
+        message += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or its last part
+            found.append(wandb_internal_pb2.Record.FromString(message))
+            message = b""
+    return found
+
+
+def logged(run_dir):
+    """[(records, history)] of each process, oldest first; a history is [{name: value}]."""
+    folders = sorted((run_dir / "wandb").glob("offline-run-*"), key=lambda p: p.stat().st_ctime_ns)
+    processes = []
+    for folder in folders:
+        found = records(next(folder.glob("*.wandb")))
+        history = [
+            {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+            for record in found
+            if record.HasField("history")
+        ]
+        processes.append((found, history))
+    return processes
+
+
+def environment(**changes):
+    """Ours without what wandb left there: a process of its own shall not talk to our wandb's background process."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("WANDB")} | changes
+
+
+def curve(history, name):
+    return [(line["step"], line[name]) for line in history if name in line]
+
+
+def config_of(found):
+    run = next(record.run for record in found if record.HasField("run"))
+    return {item.key: json.loads(item.value_json) for item in run.config.update if not item.key.startswith("_")}
+
+
+def begin(run_dir, settings=OFFLINE):
+    run_dir.mkdir(exist_ok=True)
+    (run_dir / "config.resolved.json").write_text(json.dumps(CONFIG))
+    (run_dir / "config.yaml").write_text("name: example\n")
+    record = Record(run_dir, lambda step: 64 * step, views=[WandbLog(run_dir, settings, CONFIG)])
+    record.event("training_start", 0, config=CONFIG, model={"num_parameters": 1000}, plan=PLAN)
+    return record
+
+
+def resume(run_dir, offsets, step):
+    views = [WandbLog(run_dir, OFFLINE, {**CONFIG, "seed": 8})]
+    record = Record.resume(run_dir, offsets, lambda step: 64 * step, 0.0, views=views)
+    record.event("resume", step, plan=PLAN)
+    return record
+
+
+def train(record, start, end):
+    """A row every 2 steps, an eval every 4; the switch at 6."""
+    for step in range(start + 1, end + 1):
+        phase = PLAN["phases"][0 if step <= 6 else 1]
+        if step % 2 == 0:
+            record.row(
+                {
+                    "step": step,
+                    "loss": 4 - step / 10,
+                    "loss_law": None if step <= 6 else 5.0,
+                    "grad_norm": "NaN" if step == 2 else 0.25,
+                    "phase": phase["name"],
+                    "packing_mode": "stream",
+                    "mixture": phase["mixture"],
+                }
+            )
+        if step % 4 == 0:
+            evals = {"val_loss": 4 - step / 10, "val_bpb": 1.5, "eval_code": 3.0, "eval_code_bpb": 1.25}
+            record.event("eval", step, lr=1e-4, phase=phase["name"], eval_duration_s=0.5, **evals)
+        if step == 6:
+            record.event("phase_switch", 6, from_phase="foundation", new_phase="domain", lr=1e-4,
+                         mixture_before={"web": 1.0, "law": 0.0}, mixture_after={"web": 0.25, "law": 0.75})  # fmt: skip
+
+
+COMPLETE = {
+    "final_train_loss": 2.8,
+    "final_val_loss": 2.8,
+    "best_val_loss": 2.75,
+    "total_tokens": 768,
+    "gold_step": None,
+}
+
+
+def test_curves_config_and_files_are_those_of_the_record(tmp_path, capfd):
+    run_dir = tmp_path / "example"
+    record = begin(run_dir)
+    train(record, 0, 12)
+    record.event("training_complete", 12, **COMPLETE)
+    record.close()
+    assert capfd.readouterr() == ("", "")
+
+    ((found, history),) = logged(run_dir)
+    rows = read_metrics(run_dir)
+    assert [row["step"] for row in rows] == [2, 4, 6, 8, 10, 12]
+    assert curve(history, "train/loss") == [(row["step"], row["loss"]) for row in rows]
+    assert curve(history, "train/loss/law") == [(8, 5.0), (10, 5.0), (12, 5.0)]
+    assert curve(history, "mixture/law") == [(row["step"], row["mixture"]["law"]) for row in rows]
+    assert curve(history, "phase/index") == [(2, 0), (4, 0), (6, 0), (8, 1), (10, 1), (12, 1)]
+    norms = curve(history, "train/grad_norm")
+    assert math.isnan(float(norms[0][1])) and norms[1:] == [(step, 0.25) for step in (4, 6, 8, 10, 12)]
+    evals = [event for event in read_events(run_dir) if event["event"] == "eval"]
+    assert [event["step"] for event in evals] == [4, 8, 12]
+    for name, key in (("val/loss", "val_loss"), ("val/bpb", "val_bpb"), ("code/loss", "eval_code")):
+        assert curve(history, f"eval/{name}") == [(event["step"], event[key]) for event in evals]
+    switch = "phase switch at step 6: foundation → domain | web 1 → 0.25 | law 0 → 0.75 | lr 1.00e-04"
+    assert curve(history, "phase_switch") == [(6, switch)]
+    names = {name for line in history for name in line if not name.startswith("_")}
+    assert names == {"step", "train/loss", "train/loss/law", "train/grad_norm", "mixture/web", "mixture/law", "phase/index",
+                     "eval/val/loss", "eval/val/bpb", "eval/code/loss", "eval/code/bpb", "phase_switch"}  # fmt: skip
+
+    assert config_of(found) == CONFIG == read_events(run_dir)[0]["config"]
+    run = next(record.run for record in found if record.HasField("run"))
+    assert (run.project, run.display_name, list(run.tags)) == ("tests", "example", ["a", "b"])
+    axes = [(m.metric.name or m.metric.glob_name, m.metric.step_metric) for m in found if m.HasField("metric")]
+    assert ("*", "step") in axes
+    (artifact,) = [r.request.log_artifact.artifact for r in found if r.request.HasField("log_artifact")] or [
+        r.artifact for r in found if r.HasField("artifact")
+    ]
+    assert sorted(entry.path for entry in artifact.manifest.contents) == ["config.resolved.json", "config.yaml"]
+    summary = {item.key: json.loads(item.value_json) for r in found for item in r.summary.update}
+    assert {key: summary.get(key) for key in COMPLETE} == COMPLETE
+
+
+def test_a_resume_goes_on_under_the_same_id(tmp_path):
+    run_dir = tmp_path / "example"
+    record = begin(run_dir)
+    train(record, 0, 8)
+    offsets = record.offsets()
+    record.close()
+    record = resume(run_dir, offsets, 8)
+    train(record, 8, 12)
+    record.close()
+    (first, first_history), (second, second_history) = logged(run_dir)
+    runs = [next(r.run for r in found if r.HasField("run")) for found in (first, second)]
+    assert runs[0].run_id == runs[1].run_id == (run_dir / "wandb/run_id").read_text().strip()
+    assert len(runs[0].run_id) == 8
+    assert curve(first_history + second_history, "train/loss") == [
+        (r["step"], r["loss"]) for r in read_metrics(run_dir)
+    ]
+    assert curve(second_history, "train/loss")[0][0] == 10
+    assert (config_of(first)["seed"], config_of(second)["seed"]) == (7, 8)
+
+
+def test_a_run_that_starts_anew_is_another_run(tmp_path):
+    ids = []
+    for _ in range(2):
+        begin(tmp_path).close()
+        ids.append((tmp_path / "wandb/run_id").read_text())
+    assert len(set(ids)) == 2
+
+
+def test_all_files_lie_in_the_run_directory_and_nothing_is_sent(tmp_path):
+    """Home, cache and temporary folder are empty ones; a proxy and a server of our own count who calls."""
+    calls = []
+    server = socket.create_server(("127.0.0.1", 0))
+    address = f"http://127.0.0.1:{server.getsockname()[1]}"
+
+    def count():
+        while True:
+            try:
+                calls.append(server.accept())
+            except OSError:
+                return
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    home = tmp_path / "home"
+    home.mkdir()
+    script = (
+        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[2]); import test_wandb_log as t\n"
+        "record = t.begin(Path(sys.argv[1])); t.train(record, 0, 12)\n"
+        "record.event('training_complete', 12, **t.COMPLETE); record.close()\n"
+    )
+    proxies = {name: address for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "WANDB_BASE_URL")}
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "run"), str(Path(__file__).parent)],
+        env=environment(**proxies, HOME=str(home), NO_PROXY="", no_proxy="", PYTHONDONTWRITEBYTECODE="1"),
+        capture_output=True,
+        text=True,
+    )
+    server.shutdown(socket.SHUT_RDWR)
+    server.close()
+    thread.join()
+    assert done.returncode == 0 and (done.stdout, done.stderr) == ("", ""), done.stderr
+    assert curve(logged(tmp_path / "run")[0][1], "train/loss")[-1] == (12, 2.8)
+    assert calls == [] and list(home.rglob("*")) == []
+
+
+def test_a_failure_of_wandb_is_told_once_and_the_record_goes_on(tmp_path):
+    """The background process that wandb talks to is killed in the middle."""
+    script = (
+        "import os, signal, sys, time; from pathlib import Path; sys.path.insert(0, sys.argv[2])\n"
+        "import test_wandb_log as t\n"
+        "record = t.begin(Path(sys.argv[1])); t.train(record, 0, 4)\n"
+        "parents = {int(p.parent.name): p.read_text().rpartition(')')[2].split()[1] for p in Path('/proc').glob('[0-9]*/stat')}\n"
+        "(child,) = [pid for pid, parent in parents.items() if parent == str(os.getpid())]\n"
+        "os.kill(child, signal.SIGKILL); os.waitpid(child, 0); time.sleep(0.5)\n"
+        "t.train(record, 4, 12); record.close(); print('done')\n"
+    )
+    if not Path("/proc/self/stat").exists():
+        pytest.skip("child processes are found through /proc")
+    command = [sys.executable, "-c", script, str(tmp_path / "run"), str(Path(__file__).parent)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout == "done\n", done.stderr
+    assert done.stderr.count("wandb failed and is left alone from here on:") == 1
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [2, 4, 6, 8, 10, 12]
+
+
+def test_an_error_of_ours_is_not_taken_for_one_of_wandb(tmp_path):
+    record = begin(tmp_path)
+    with pytest.raises(ValueError, match="nowhere"):
+        record.row({"step": 2, "loss": 1.0, "phase": "nowhere", "mixture": {}})
+    record.close()
+
+
+def test_a_missing_package_is_told_before_anything_is_created(tmp_path, monkeypatch):
+    from curriculum.train.trainer import train as train_run
+
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    config = build_config(run_config(tmp_path))
+    with pytest.raises(
+        InputError, match=r"logging\.wandb: the package wandb is not installed; pip install 'curriculum\[wandb\]'"
+    ):
+        train_run(config, tmp_path / "run", store_dir=tmp_path / "store")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt"]
+
+
+def test_a_missing_login_is_told_before_anything_is_created(tmp_path):
+    script = (
+        "from curriculum.record.wandb_log import WandbConfig, check_wandb; from curriculum.errors import InputError\n"
+        "check_wandb(WandbConfig('p', mode='offline'))\n"
+        "try: check_wandb(WandbConfig('p'))\n"
+        "except InputError as error: print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment(HOME=str(tmp_path)),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.startswith("logging.wandb: No API key configured"), done.stderr
+    assert "set WANDB_API_KEY, or choose mode: offline" in done.stdout
+
+
+def run_config(folder, **wandb):
+    text = "one two three four five six seven eight nine ten " * 200
+    (folder / "text.txt").write_text(text)
+    return {
+        "name": "small",
+        "model": {"preset": "tiny", "n_layer": 1, "d_model": 32, "n_head": 2, "n_kv_head": 1, "d_ff": 32},
+        "tokenizer": {"kind": "byte"},
+        "sources": {"web": {"path": str(folder / "text.txt"), "held_out": "10%"}},
+        "phases": [{"name": "a", "until": "end", "mixture": {"web": 1.0}}],
+        "evalsets": {"primary": {"held_out_of": "web"}, "every": 4},
+        "train": {"steps": 8, "batch_size": 4, "seq_len": 32},
+        "optim": {"schedule": "constant"},
+        "logging": {"every": 2, "tensorboard": False, "wandb": {"project": "tests", "mode": "offline", **wandb}},
+    }
+
+
+def test_a_training_run_logs_and_its_resume_too(tmp_path, capsys):
+    from curriculum.train.trainer import train as train_run
+
+    data = run_config(tmp_path)
+    train_run(build_config(data), tmp_path / "run", store_dir=tmp_path / "store")
+    data["train"]["steps"] = 12
+    train_run(build_config(data), tmp_path / "run", store_dir=tmp_path / "store", resume="latest")
+    captured = capsys.readouterr()
+    assert "wandb" not in captured.out + captured.err
+    processes = logged(tmp_path / "run")
+    assert len(processes) == 2
+    rows = read_metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == [2, 4, 6, 8, 10, 12]
+    history = processes[0][1] + processes[1][1]
+    assert curve(history, "train/loss") == [(row["step"], row["loss"]) for row in rows]
+    assert config_of(processes[0][0]) == read_events(tmp_path / "run")[0]["config"]
+    evals = [(e["step"], e["val_loss"]) for e in read_events(tmp_path / "run") if e["event"] == "eval"]
+    assert curve(history, "eval/val/loss") == evals and len(evals) == 4
+
+
+@pytest.mark.parametrize(
+    ("wandb", "problem"),
+    [
+        ({"project": ""}, "logging.wandb.project: got '', expected 1 to 128 characters"),
+        ({"project": "a/b"}, "logging.wandb.project: got 'a/b', expected"),
+        ({"tags": ["x", ""]}, "logging.wandb.tags[1]: got '', expected 1 to 64 characters"),
+        ({"mode": "disabled"}, 'logging.wandb.mode: got "disabled"'),
+        ({"projekt": "x"}, "did you mean 'project'?"),
+    ],
+)
+def test_a_problem_names_its_field(tmp_path, wandb, problem):
+    with pytest.raises(InputError) as caught:
+        build_config(run_config(tmp_path, **wandb))
+    assert problem in str(caught.value)
