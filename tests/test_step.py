@@ -1,6 +1,4 @@
 import math
-import subprocess
-import sys
 from dataclasses import replace
 from functools import cache
 
@@ -329,39 +327,3 @@ def test_the_same_step_twice_is_the_same_bit_for_bit():
     first, again = (train_step()(initial_state(), make_batch(2), LR) for _ in range(2))
     assert_trees_equal(first, again)
     assert (np.asarray(first.params["norm"]["scale"]) != 1).any()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="page faults are counted as Linux does, malloc is glibc's")
-def test_freed_blocks_stay_with_the_process_in_every_thread():
-    program = """
-import ctypes, platform, resource, threading
-from curriculum.train.step import tune_malloc
-
-libc = ctypes.CDLL(None)
-libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-libc.free.argtypes = [ctypes.c_void_p]
-
-def touch():
-    block = libc.malloc(200 << 20)
-    ctypes.memset(block, 1, 200 << 20)
-    libc.free(block)
-
-def count():
-    touch()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    touch()
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-
-if platform.libc_ver()[0] == "glibc":
-    count()
-    tune_malloc()
-    count()
-    thread = threading.Thread(target=count)
-    thread.start()
-    thread.join()
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    if not done.stdout:
-        pytest.skip("this libc is not glibc")
-    plain, tuned, tuned_thread = map(int, done.stdout.split())
-    assert max(tuned, tuned_thread) < 10 < plain  # huge pages or not

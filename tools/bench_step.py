@@ -66,8 +66,9 @@ def measure(variant: str, size: str, num_steps: int) -> dict:
 
     from curriculum.model.presets import ModelConfig
     from curriculum.model.transformer import init_params, transformer
+    from curriculum.train.device import tune_malloc
     from curriculum.train.optimizer import OptimConfig, make_optimizer
-    from curriculum.train.step import init_state, make_train_step, tune_malloc
+    from curriculum.train.step import init_state, make_train_step
     from phases.batches import Batch
 
     if variant == "curriculum":

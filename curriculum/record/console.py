@@ -24,6 +24,7 @@ class Console:
     """Prints the events and rows of one process to `stream` and to `<run>/train.log`.
 
     resume_command: what the user types to go on with this run; without it only the checkpoint is named.
+    device_lines: what this process trains on, said once as it begins.
     progress_every_seconds: at most one line of progress in this time; a terminal shows every row, in place.
     clock: seconds, for that rate alone; every time shown comes from the events.
     """
@@ -35,6 +36,7 @@ class Console:
         stream: TextIO | None = None,
         progress_every_seconds: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
+        device_lines: Iterable[str] = (),
     ):
         run_dir.mkdir(parents=True, exist_ok=True)
         self._run_dir = run_dir
@@ -46,6 +48,7 @@ class Console:
         self._clock = clock
         self._progress_due = clock()
         self._log = open(run_dir / "train.log", "a", encoding="utf-8", buffering=1)
+        self._device_lines = tuple(device_lines)
         self._total_steps = 0
         self._checkpoint_step: int | None = None
         self._complete = False
@@ -56,12 +59,12 @@ class Console:
         match event["event"]:
             case "training_start":
                 self._total_steps = event["plan"]["total_steps"]
-                self._print(*header(event, self._run_dir))
+                self._print(*header(event, self._run_dir), *self._device_lines)
             case "resume":
                 self._total_steps = event["plan"]["total_steps"]
                 self._checkpoint_step = event["step"]
                 self._mark(event)
-                self._print(verdict(event))
+                self._print(verdict(event), *self._device_lines)
             case "eval":
                 self._mark(event)
                 self._print(*eval_lines(event, self._total_steps, self._seconds_left(event["step"])))

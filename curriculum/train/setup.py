@@ -21,6 +21,7 @@ from curriculum.model.presets import resolve_model
 from curriculum.model.transformer import transformer
 from curriculum.plan import resolve_schedule
 from curriculum.train.checkpoint import Checkpoints
+from curriculum.train.device import device_lines, tune_device
 from curriculum.train.feed import Feed
 from curriculum.train.mesh import (
     constrain,
@@ -34,7 +35,7 @@ from curriculum.train.mesh import (
     state_shardings,
 )
 from curriculum.train.optimizer import make_optimizer
-from curriculum.train.step import TrainState, init_state, make_train_step, tune_malloc, window_for
+from curriculum.train.step import TrainState, init_state, make_train_step, window_for
 from evalsets.suite import Suite
 from phases.batches import DataPlan
 from phases.lr import learning_rate
@@ -59,6 +60,7 @@ class Setup:
     train_step: Callable
     initial_state: Callable[[], TrainState]
     abstract_state: Callable[[int], TrainState]  # by number of sources: shapes, types and placement, no values
+    device_lines: list[str]  # for the console
 
     @property
     def content_hashes(self) -> dict[str, str]:
@@ -86,7 +88,7 @@ def build(
 
     `make_model(vocab_size)` gives a model of one's own in the place of the config's.
     """
-    tune_malloc()
+    added_flags = tune_device(config.train.deterministic)
     # A second start reads its programs from here instead of compiling them again.
     jax.config.update("jax_compilation_cache_dir", str(Path(store_dir).absolute() / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -153,6 +155,7 @@ def build(
         train_step=jax.jit(step, donate_argnums=0, out_shardings=shardings),
         initial_state=initial_state,
         abstract_state=abstract_state,
+        device_lines=device_lines(added_flags),
     )
 
 

@@ -5,8 +5,6 @@ Shape suffixes: A micro-steps, B rows, T positions, S sources; 2 a number in two
 
 from __future__ import annotations
 
-import ctypes
-import platform
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -195,23 +193,6 @@ def window_for(window: Window, sources: Sequence[str], wanted: Sequence[str]) ->
         return np.stack([sums_S2[row_of[name]] if name in row_of else zero_2 for name in wanted])
 
     return window._replace(nats_S2=rows(window.nats_S2), tokens_S2=rows(window.tokens_S2))
-
-
-def tune_malloc() -> None:
-    """Make glibc keep what is freed, so that XLA's temporaries cost no page faults; elsewhere do nothing.
-
-    To be called before the process starts threads or compiles. The memory of the largest program then stays
-    with the process, two to three times over as freed blocks come apart.
-    """
-    if platform.libc_ver()[0] != "glibc":
-        return
-    libc = ctypes.CDLL(None)
-    m_mmap_max, m_trim_threshold, m_top_pad, m_arena_max = -4, -1, -2, -8  # malloc.h
-    libc.mallopt(m_mmap_max, 0)
-    libc.mallopt(m_trim_threshold, -1)  # any size_t stands for a size; this one for never
-    libc.mallopt(m_top_pad, 64 << 20)
-    # A thread with an arena of its own would take large blocks from mmap all the same.
-    libc.mallopt(m_arena_max, 1)
 
 
 def _row_keys(seed: int, step: jax.Array, shape_AB: tuple[int, int]) -> jax.Array:

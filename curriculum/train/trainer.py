@@ -115,7 +115,7 @@ def _run(setup: Setup, directory: RunDirectory, checkpoints: Checkpoints, resume
     write_tokenizer(directory, setup.corpus.tokenizer)
 
     views = [
-        Console(directory.path, _resume_command(setup.config, directory)),
+        Console(directory.path, _resume_command(setup.config, directory), device_lines=setup.device_lines),
         *([Board(directory.path)] if setup.config.logging.tensorboard else []),
     ]
     if wandb := setup.config.logging.wandb:

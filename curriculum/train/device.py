@@ -1,0 +1,96 @@
+"""The machine that trains: what is set before jax starts, and what is said about it once."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+
+# (in the name of the card, flag of the compiler); docs/gpu.md says what each is for and who recommends it. None was
+# measured here. A jaxlib that does not know a flag ends the process: a test asks the installed one.
+GPU_FLAGS = (
+    ("", "--xla_gpu_enable_latency_hiding_scheduler=true"),
+    ("B200", "--xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL"),
+)
+DETERMINISTIC_FLAG = "--xla_gpu_deterministic_ops=true"
+
+
+def tune_device(deterministic: bool | None, root: Path = Path("/")) -> list[str]:
+    """Set what helps on this machine; to be called before the process starts threads or a jax backend.
+
+    Where there is an NVIDIA driver, the flags for its cards are added to XLA_FLAGS, and with `deterministic` true
+    the one for deterministic kernels; a flag that stands there already keeps its value. Returns those added.
+    `root`: the folder that holds dev and proc.
+    """
+    tune_malloc()
+    if not has_nvidia_driver(root):
+        return []
+    cards = card_names(root)
+    flags = [flag for part, flag in GPU_FLAGS if not part or any(part in card for card in cards)]
+    given = os.environ.get("XLA_FLAGS", "")
+    added = missing_flags(given, [*flags, *([DETERMINISTIC_FLAG] if deterministic else [])])
+    if added:
+        os.environ["XLA_FLAGS"] = " ".join([*given.split(), *added])
+    return added
+
+
+def missing_flags(given: str, flags: Sequence[str]) -> list[str]:
+    """Those of `flags` whose name does not stand in `given`, the content of XLA_FLAGS."""
+    names = {flag.partition("=")[0] for flag in given.split()}
+    return [flag for flag in flags if flag.partition("=")[0] not in names]
+
+
+def has_nvidia_driver(root: Path = Path("/")) -> bool:
+    """Whether the machine has the driver of an NVIDIA card; nothing is started to find out."""
+    return any((root / path).exists() for path in ("proc/driver/nvidia/version", "dev/nvidiactl"))
+
+
+def card_names(root: Path = Path("/")) -> list[str]:
+    """The models of the NVIDIA cards as their driver names them; none where it does not tell."""
+    files = sorted(root.glob("proc/driver/nvidia/gpus/*/information"))
+    lines = [line for path in files for line in path.read_text(encoding="utf-8").splitlines()]
+    return [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
+
+
+def device_lines(added: Sequence[str], root: Path = Path("/")) -> list[str]:
+    """What the devices are and what was set for them, in one or two lines. Starts the jax backend.
+
+    `added`: what `tune_device` returned.
+    """
+    import jax
+
+    devices = jax.devices()
+    if devices[0].platform != "cpu":
+        stats = devices[0].memory_stats() or {}
+        return gpu_lines(len(devices), devices[0].device_kind, stats.get("bytes_limit"), added)
+    lines = [f"  devices    {len(devices)} simulated on the CPU" if len(devices) > 1 else "  devices    the CPU"]
+    if has_nvidia_driver(root) and "cpu" not in (jax.config.jax_platforms or ""):
+        install = f"pip install 'jax[cuda13]=={jax.__version__}' (an older driver: cuda12)"
+        lines.append(f"             jax sees no GPU, though the machine has an NVIDIA driver: {install}")
+    return lines
+
+
+def gpu_lines(num_devices: int, kind: str, bytes_limit: int | None, added: Sequence[str]) -> list[str]:
+    """`device_lines` of a GPU; `bytes_limit` is what jax may take of each card's memory, None where it is unknown."""
+    memory = "" if bytes_limit is None else f", {bytes_limit / 1e9:.1f} GB of each for jax (XLA_CLIENT_MEM_FRACTION)"
+    line = f"  devices    {num_devices} x {kind}{memory}"
+    return [line, f"             added to XLA_FLAGS: {' '.join(added)} (docs/gpu.md)"] if added else [line]
+
+
+def tune_malloc() -> None:
+    """Make glibc keep what is freed, so that XLA's temporaries cost no page faults; elsewhere do nothing.
+
+    To be called before the process starts threads or compiles. The memory of the largest program then stays
+    with the process, two to three times over as freed blocks come apart.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return
+    libc = ctypes.CDLL(None)
+    m_mmap_max, m_trim_threshold, m_top_pad, m_arena_max = -4, -1, -2, -8  # malloc.h
+    libc.mallopt(m_mmap_max, 0)
+    libc.mallopt(m_trim_threshold, -1)  # any size_t stands for a size; this one for never
+    libc.mallopt(m_top_pad, 64 << 20)
+    # A thread with an arena of its own would take large blocks from mmap all the same.
+    libc.mallopt(m_arena_max, 1)

@@ -1,0 +1,150 @@
+"""The machine: flags that are added and those that are kept, what is said, and malloc."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from curriculum.train.device import (
+    DETERMINISTIC_FLAG,
+    GPU_FLAGS,
+    card_names,
+    gpu_lines,
+    has_nvidia_driver,
+    missing_flags,
+    tune_device,
+)
+
+SCHEDULER = "--xla_gpu_enable_latency_hiding_scheduler=true"
+COMMAND_BUFFER = "--xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL"
+
+
+@pytest.fixture
+def gpu_machine(tmp_path):
+    """A root folder as the driver of two H200 fills it; Model can be written anew."""
+
+    def machine(model="NVIDIA H200"):
+        for gpu in ("0000:18:00.0", "0000:2a:00.0"):
+            folder = tmp_path / "proc/driver/nvidia/gpus" / gpu
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "information").write_text(f"Model: \t\t {model}\nIRQ:   \t\t 157\nGPU UUID: \t GPU-1\n")
+        (tmp_path / "proc/driver/nvidia/version").write_text("NVRM version: NVIDIA UNIX")
+        return tmp_path
+
+    return machine
+
+
+@pytest.mark.parametrize(
+    ("given", "deterministic", "expected"),
+    [
+        ("", None, [SCHEDULER]),
+        ("", False, [SCHEDULER]),
+        ("", True, [SCHEDULER, DETERMINISTIC_FLAG]),
+        ("--xla_gpu_enable_latency_hiding_scheduler=false", None, []),
+        ("--xla_gpu_deterministic_ops=false", True, [SCHEDULER]),
+        ("--xla_gpu_deterministic_ops", True, [SCHEDULER]),
+        ("--xla_gpu_enable_latency_hiding_scheduler_more=1", None, [SCHEDULER]),
+        (" --xla_dump_to=/tmp/x  --xla_gpu_ftz=true", True, [SCHEDULER, DETERMINISTIC_FLAG]),
+    ],
+)
+def test_flags_are_added_to_those_that_are_given(gpu_machine, monkeypatch, given, deterministic, expected):
+    monkeypatch.setenv("XLA_FLAGS", given)
+    assert tune_device(deterministic, gpu_machine()) == expected
+    assert os.environ["XLA_FLAGS"].split() == given.split() + expected
+
+
+def test_a_card_has_flags_of_its_own(gpu_machine, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")
+    assert card_names(gpu_machine("NVIDIA B200")) == ["NVIDIA B200", "NVIDIA B200"]
+    assert tune_device(None, gpu_machine("NVIDIA B200")) == [SCHEDULER, COMMAND_BUFFER]
+    assert tune_device(None, gpu_machine("NVIDIA GB200")) == []  # they are there by now
+
+
+def test_without_a_gpu_nothing_is_set(tmp_path, monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    assert tune_device(True, tmp_path) == [] and "XLA_FLAGS" not in os.environ
+    assert not has_nvidia_driver(tmp_path) and card_names(tmp_path) == []
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidiactl").touch()
+    assert has_nvidia_driver(tmp_path)
+
+
+def test_a_flag_is_known_by_its_whole_name():
+    assert missing_flags("--a=1 --bc=2", ["--a=3", "--b=4"]) == ["--b=4"]
+
+
+@pytest.mark.parametrize("flag", [*(flag for _, flag in GPU_FLAGS), DETERMINISTIC_FLAG, "--xla_gpu_no_such_flag=true"])
+def test_the_installed_jaxlib_knows_each_flag(flag):
+    """Set as a run sets it: jax is imported already, its backend has not started."""
+    program = "import os, sys, jax; os.environ['XLA_FLAGS'] = sys.argv[1]; print(len(jax.devices()))"
+    environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", program, flag], env=environment, capture_output=True, text=True)
+    known = "no_such" not in flag
+    assert (done.returncode == 0) == known and (done.stdout == "1\n") == known, done.stderr
+
+
+def lines_of(root, **environment):
+    program = "import sys, pathlib; from curriculum.train.device import device_lines\nprint(*device_lines([], pathlib.Path(sys.argv[1])), sep='\\n')"
+    kept = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES")}
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(root)], env={**kept, **environment}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_cpu_is_one_line_and_a_gpu_that_jax_does_not_see_is_told(tmp_path, gpu_machine):
+    import jax
+
+    if jax.devices()[0].platform != "cpu":
+        pytest.skip("what is said where jax sees no GPU")
+    assert lines_of(tmp_path) == ["  devices    the CPU"]
+    assert lines_of(tmp_path, JAX_NUM_CPU_DEVICES="8") == ["  devices    8 simulated on the CPU"]
+    told, how = lines_of(gpu_machine())
+    assert told == "  devices    the CPU" and f"pip install 'jax[cuda13]=={jax.__version__}'" in how
+    assert lines_of(gpu_machine(), JAX_PLATFORMS="cpu") == ["  devices    the CPU"]
+
+
+def test_a_gpu_is_named_with_its_memory_and_what_was_set():
+    assert gpu_lines(2, "NVIDIA H200", 112_500_000_000, [SCHEDULER, DETERMINISTIC_FLAG]) == [
+        "  devices    2 x NVIDIA H200, 112.5 GB of each for jax (XLA_CLIENT_MEM_FRACTION)",
+        f"             added to XLA_FLAGS: {SCHEDULER} {DETERMINISTIC_FLAG} (docs/gpu.md)",
+    ]
+    assert gpu_lines(1, "NVIDIA H200", None, []) == ["  devices    1 x NVIDIA H200"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="page faults are counted as Linux does, malloc is glibc's")
+def test_freed_blocks_stay_with_the_process_in_every_thread():
+    program = """
+import ctypes, platform, resource, threading
+from curriculum.train.device import tune_malloc
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+
+def touch():
+    block = libc.malloc(200 << 20)
+    ctypes.memset(block, 1, 200 << 20)
+    libc.free(block)
+
+def count():
+    touch()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    touch()
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+if platform.libc_ver()[0] == "glibc":
+    count()
+    tune_malloc()
+    count()
+    thread = threading.Thread(target=count)
+    thread.start()
+    thread.join()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    if not done.stdout:
+        pytest.skip("this libc is not glibc")
+    plain, tuned, tuned_thread = map(int, done.stdout.split())
+    assert max(tuned, tuned_thread) < 10 < plain  # huge pages or not
