@@ -52,7 +52,13 @@ def test_package_files_hold_a_docstring_and_nothing_else():
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["train", "--help"], ["plan", "configs/quickstart.yaml"], ["plan", "no-such-file.yaml"]],
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["export", "--help"],
+        ["plan", "configs/quickstart.yaml"],
+        ["plan", "no-such-file.yaml"],
+    ],
     ids=" ".join,
 )
 def test_quick_commands_import_nothing_heavy(arguments, quickstart_folders):

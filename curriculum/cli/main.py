@@ -12,6 +12,7 @@ _COMMANDS = {
     "train": ("curriculum.cli.train", "Train a run through its phases, or continue one."),
     "plan": ("curriculum.cli.plan", "Show who gets what and when, before anything is trained."),
     "prepare": ("curriculum.cli.prepare", "Turn text into token stores."),
+    "export": ("curriculum.cli.export", "Write the parameters of a run in another format."),
 }
 
 

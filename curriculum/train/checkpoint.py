@@ -24,9 +24,17 @@ class Checkpoints:
 
     A step's folder holds `params` (restorable alone), `train` (optimizer state and accumulators) and `ledger`
     (plain JSON: segments, consumption, the record's offsets). A save that was interrupted leaves no step behind.
+    `read_only`: create and clean up nothing, so that a run may be read while it trains.
     """
 
-    def __init__(self, directory: Path, keep: int = 1, keep_planned: tuple[int, int] | None = None):
+    def __init__(
+        self,
+        directory: Path,
+        keep: int = 1,
+        keep_planned: tuple[int, int] | None = None,
+        *,
+        read_only: bool = False,
+    ):
         self.directory = Path(directory).absolute()
         kept: list[Any] = [LatestN(keep)]
         if keep_planned is not None:
@@ -37,7 +45,9 @@ class Checkpoints:
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=AnyPreservationPolicy(kept),
                 enable_async_checkpointing=True,
-                cleanup_tmp_directories=True,
+                cleanup_tmp_directories=not read_only,
+                create=not read_only,
+                read_only=read_only,
             ),
         )
 

@@ -1,0 +1,21 @@
+"""`curriculum export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--format", "format_name", required=True, metavar="F", help="safetensors.")
+@click.option("--step", default="latest", show_default=True, metavar="latest|STEP", help="Which checkpoint.")
+@click.option("--weights", default="raw", show_default=True, metavar="W", help="Which weights of it: raw, as trained.")
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="A new or an empty folder.")
+def command(run, format_name, step, weights, output):
+    """Write the parameters of RUN, with model.json and the tokenizer, into a folder of their own."""
+    from curriculum.export import export
+
+    exported = export(run, output, format=format_name, step=step, weights=weights)
+    click.echo(f"{output}: step {exported} of {run}, {format_name}, {weights} weights")

@@ -1,0 +1,129 @@
+"""A run's parameters in a folder that needs neither the run nor this program."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+from safetensors.numpy import save_file
+
+from curriculum.errors import InputError
+from curriculum.model.presets import ModelConfig
+from curriculum.model.transformer import abstract_params
+from curriculum.run import RunDirectory, read_json
+from curriculum.train.checkpoint import Checkpoints
+
+SHARD_BYTES = 5 * 10**9  # as the hub's tools cut large models
+
+
+def export(
+    run: str | os.PathLike,
+    output_dir: str | os.PathLike,
+    *,
+    format: str = "safetensors",
+    step: str | int = "latest",
+    weights: str = "raw",
+) -> int:
+    """Write the parameters of a run's checkpoint, its model.json and its tokenizer/; return the checkpoint's step.
+
+    `safetensors`: float32 arrays in model.safetensors, named by their dotted path (`blocks.000.attention.query.kernel`,
+    a kernel as [in, out]); above 5 GB in several files with model.safetensors.index.json. Of the checkpoint only the
+    parameters are read, and of the run nothing else is needed. Raises InputError for a run, step, format, weights or
+    folder that will not do; then nothing is written.
+    """
+    directory, output = RunDirectory(Path(run)), Path(output_dir)
+    if not directory.resolved_config.exists():
+        raise InputError(f"{run}: holds no run; expected a directory made by `curriculum train`")
+    write = _chosen("--format", format, _FORMATS)
+    read_weights = _chosen("--weights", weights, _WEIGHTS)
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise InputError(f"-o {output}: is there already; expected a new or an empty folder")
+
+    model = ModelConfig(**read_json(directory.path / "model.json"))
+    checkpoints = Checkpoints(directory.checkpoints, read_only=True)
+    try:
+        step = _chosen_step(checkpoints.steps(), step, directory.path)
+        params = read_weights(checkpoints, step, model)
+    finally:
+        checkpoints.close()
+    arrays = {
+        ".".join(part.key for part in path): np.asarray(array, np.float32)
+        for path, array in jax.tree.leaves_with_path(params)
+    }
+
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as scratch:
+            folder = Path(scratch) / output.name
+            folder.mkdir()
+            write(folder, arrays, {"step": str(step), "weights": weights})
+            shutil.copyfile(directory.path / "model.json", folder / "model.json")
+            shutil.copytree(directory.tokenizer, folder / "tokenizer")
+            folder.replace(output)
+    except OSError as error:
+        raise InputError(f"-o {output}: cannot be written: {error}") from None
+    return step
+
+
+def write_safetensors(
+    folder: Path, arrays: dict[str, np.ndarray], metadata: dict[str, str], shard_bytes: int = SHARD_BYTES
+) -> None:
+    """One file, or several of at most `shard_bytes` each (a larger array alone in its own) and their index."""
+    shards: list[dict[str, np.ndarray]] = [{}]
+    for name, array in arrays.items():
+        if shards[-1] and sum(a.nbytes for a in shards[-1].values()) + array.nbytes > shard_bytes:
+            shards.append({})
+        shards[-1][name] = array
+    if len(shards) == 1:
+        save_file(arrays, folder / "model.safetensors", metadata)
+        return
+    weight_map = {}
+    for i, shard in enumerate(shards, start=1):
+        file = f"model-{i:05}-of-{len(shards):05}.safetensors"
+        save_file(shard, folder / file, metadata)
+        weight_map |= dict.fromkeys(shard, file)
+    total_size = sum(array.nbytes for array in arrays.values())
+    index = {"metadata": {"total_size": total_size, **metadata}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _raw_weights(checkpoints: Checkpoints, step: int, model: ModelConfig) -> dict[str, Any]:
+    """The parameters as they were trained, on the host."""
+    host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=host), abstract_params(model))
+    return checkpoints.restore_params(step, shapes)
+
+
+# What a name of --format or --weights stands for.
+_FORMATS = {"safetensors": write_safetensors}
+_WEIGHTS = {"raw": _raw_weights}
+
+
+def _chosen(option: str, name: str, table: dict[str, Any]) -> Any:
+    if name not in table:
+        near = get_close_matches(name, table, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise InputError(f"{option} {name}: there is no such one; {hint}expected one of: {', '.join(table)}")
+    return table[name]
+
+
+def _chosen_step(steps: list[int], wanted: str | int, run: Path) -> int:
+    """The one of `steps`, ascending, that is meant by "latest" or by its number."""
+    if not steps:
+        raise InputError(f"{run}: has no checkpoint yet")
+    if wanted == "latest":
+        return steps[-1]
+    if isinstance(wanted, str) and not (wanted.isascii() and wanted.isdecimal()):
+        raise InputError(f"--step {wanted}: expected 'latest' or the step of a checkpoint")
+    if int(wanted) not in steps:
+        there = ", ".join(map(str, steps))
+        raise InputError(f"--step {wanted}: {run} has no checkpoint of that step; there are: {there}")
+    return int(wanted)
