@@ -118,6 +118,14 @@ def test_eta_after_a_resume_counts_this_process_only(tmp_path):
     assert lines[1] == "step 30100/75000 (40.1%) | 14:45:12 | 10.1h | ETA 24.9h | 0 tokens"  # 44900 x 2 s
 
 
+def test_what_it_trains_on_is_said_once_a_process(tmp_path):
+    lines = ["  devices    2 x NVIDIA H200", "             added to XLA_FLAGS: --a=1"]
+    started = printed(tmp_path, start(), evaluated(0, 40.0, val=9.0), device_lines=lines)
+    assert [line for line in started if line in lines] == lines and started[-4:-2] == lines
+    resumed = printed(tmp_path, stamped("resume", 500, plan=PLAN), device_lines=iter(lines))
+    assert resumed == ["resumed at step 500 of 75000", *lines]
+
+
 @pytest.mark.parametrize(
     ("elapsed_s", "tokens", "shown"),
     [

@@ -143,7 +143,7 @@ def test_large_models_are_cut_and_the_index_tells_where_each_array_is(tmp_path):
         (["empty"], "empty: has no checkpoint yet"),
         (["run", "--step", "3"], "--step 3: run has no checkpoint of that step; there are: 2, 4"),
         (["run", "--step", "newest"], "--step newest: expected 'latest' or the step of a checkpoint"),
-        (["run", "--step", "²"], "--step ²: expected 'latest' or the step of a checkpoint"),
+        (["run", "--step", "٢"], "--step ٢: expected 'latest' or the step of a checkpoint"),
         (["run", "--format", "safetensor"], "--format safetensor: there is no such one; did you mean 'safetensors'?"),
         (["run", "--weights", "best"], "--weights best: there is no such one; expected one of: raw"),
         (["run", "-o", "full"], "-o full: is there already; expected a new or an empty folder"),

@@ -50,6 +50,9 @@ def records(path):
 
 def logged(run_dir):
     """[(records, history)] of each process, oldest first; a history is [{name: value}]."""
+    import wandb
+
+    wandb.teardown()  # what is finished is on file once the background process has ended
     folders = sorted((run_dir / "wandb").glob("offline-run-*"), key=lambda p: p.stat().st_ctime_ns)
     processes = []
     for folder in folders:
@@ -192,6 +195,31 @@ def test_a_run_that_starts_anew_is_another_run(tmp_path):
         begin(tmp_path).close()
         ids.append((tmp_path / "wandb/run_id").read_text())
     assert len(set(ids)) == 2
+
+
+def test_a_run_that_the_caller_has_open_is_left_alone(tmp_path):
+    import wandb
+
+    own = wandb.init(project="own", mode="offline", dir=tmp_path, settings=wandb.Settings(silent=True, console="off"))
+    record = begin(tmp_path / "example")
+    train(record, 0, 2)
+    record.close()
+    assert wandb.run is own
+    own.finish()
+    (_, history), *others = logged(tmp_path / "example")
+    assert curve(history, "train/loss") == [(2, 3.8)] and others == []
+    assert logged(tmp_path)[0][1] == []
+
+
+def test_the_end_says_whether_the_run_is_complete(tmp_path):
+    for name, events in (("stopped", []), ("complete", [("training_complete", 12, COMPLETE)])):
+        record = begin(tmp_path / name)
+        for event, step, fields in events:
+            record.event(event, step, **fields)
+        record.close()
+        ((found, _),) = logged(tmp_path / name)
+        (code,) = [r.exit.exit_code for r in found if r.HasField("exit")]
+        assert code == (0 if events else 1)
 
 
 def test_all_files_lie_in_the_run_directory_and_nothing_is_sent(tmp_path):
