@@ -83,16 +83,22 @@ def write_safetensors(
             shards.append({})
         shards[-1][name] = array
     if len(shards) == 1:
-        save_file(arrays, folder / "model.safetensors", metadata)
+        _save(arrays, folder / "model.safetensors", metadata)
         return
     weight_map = {}
     for i, shard in enumerate(shards, start=1):
         file = f"model-{i:05}-of-{len(shards):05}.safetensors"
-        save_file(shard, folder / file, metadata)
+        _save(shard, folder / file, metadata)
         weight_map |= dict.fromkeys(shard, file)
     total_size = sum(array.nbytes for array in arrays.values())
     index = {"metadata": {"total_size": total_size, **metadata}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _save(arrays: dict[str, np.ndarray], path: Path, metadata: dict[str, str]) -> None:
+    """As `save_file`, readable by whom the folder is: safetensors makes files for their owner alone."""
+    save_file(arrays, path, metadata)
+    path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def _raw_weights(checkpoints: Checkpoints, step: int, model: ModelConfig) -> dict[str, Any]:

@@ -87,7 +87,9 @@ def test_what_is_exported_is_the_checkpoint_bit_for_bit(run, tmp_path):
     for path in files:
         assert (tmp_path / "out/tokenizer" / path).read_bytes() == (run / "tokenizer" / path).read_bytes()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]  # nothing is left beside it
-    assert (tmp_path / "out").stat().st_mode & 0o777 == run.stat().st_mode & 0o777
+    for name in ("", "model.json"):  # others may read it who may read the run
+        assert (tmp_path / "out" / name).stat().st_mode & 0o777 == (run / name).stat().st_mode & 0o777
+    assert (tmp_path / "out/model.safetensors").stat().st_mode & 0o777 == (run / "model.json").stat().st_mode & 0o777
 
 
 def test_an_earlier_step_into_an_empty_folder(run, tmp_path):
@@ -189,6 +191,7 @@ def test_the_command(run, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{tmp_path / 'deep/out'}: step 2 of {run}, safetensors, raw weights\n"
+    assert done.stderr == ""
     assert_same(load_file(tmp_path / "deep/out/model.safetensors"), saved_params(run, 2))
     missing = subprocess.run(command[:-2], capture_output=True, text=True)
     assert missing.returncode == 2 and "Missing option '-o'" in missing.stderr

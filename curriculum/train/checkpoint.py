@@ -47,7 +47,6 @@ class Checkpoints:
                 enable_async_checkpointing=True,
                 cleanup_tmp_directories=not read_only,
                 create=not read_only,
-                read_only=read_only,
             ),
         )
 
