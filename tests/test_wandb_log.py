@@ -27,7 +27,7 @@ PLAN = {
     ],
 }
 CONFIG = {"name": "example", "seed": 7, "optim": {"lr": 6e-4, "allow_jump": False}, "phases": PLAN["phases"]}
-OFFLINE = WandbConfig(project="tests", mode="offline", tags=("a", "b"))
+OFFLINE = WandbConfig(project="tests", entity="team", mode="offline", tags=("a", "b"))
 
 
 def records(path):
@@ -158,7 +158,8 @@ def test_curves_config_and_files_are_those_of_the_record(tmp_path, capfd):
 
     assert config_of(found) == CONFIG == read_events(run_dir)[0]["config"]
     run = next(record.run for record in found if record.HasField("run"))
-    assert (run.project, run.display_name, list(run.tags)) == ("tests", "example", ["a", "b"])
+    assert (run.entity, run.project, run.display_name) == ("team", "tests", "example")
+    assert list(run.tags) == ["a", "b"]
     axes = [(m.metric.name or m.metric.glob_name, m.metric.step_metric) for m in found if m.HasField("metric")]
     assert ("*", "step") in axes
     (artifact,) = [r.request.log_artifact.artifact for r in found if r.request.HasField("log_artifact")] or [
