@@ -146,6 +146,15 @@ def _check_rows(v):
         yield "train.batch_size", problem
 
 
+def _check_tied(v):
+    model, vocab_size = v["model"], _vocab(v) or v["model"].vocab_size or 2**20
+    if not v["optim"].muon.allow_tied_embed or model_problems(model, vocab_size):
+        return
+    if not resolve_model(model, vocab_size).tie_embeddings:
+        message = "the model has a head of its own, so that no embedding is tied to it (model.tie_embeddings: false)"
+        yield "optim.muon.allow_tied_embed", f"{message}; leave it out, or set allow_all_2d"
+
+
 def _check_model(v):
     yield from ((f"model.{key}" if key else "model", message) for key, message in model_problems(v["model"], _vocab(v)))
 
@@ -192,6 +201,7 @@ CHECKS = [
     ({"mesh", "train"}, _check_rows),
     ({"logging"}, _check_logging),
     ({"model", "tokenizer"}, _check_model),
+    ({"model", "tokenizer", "optim"}, _check_tied),
     ({"model", "tokenizer", "train", "evalsets"}, _check_lengths),
 ]
 PATH_CHECKS = [

@@ -1,64 +1,508 @@
+"""The optimizers: each rule against numpy, what muon takes, what is decayed, resumed, refused."""
+
 import math
 import subprocess
 import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from curriculum.train.optimizer import OptimConfig, adamw, make_optimizer, matrices
+from curriculum.config import build_config
+from curriculum.errors import InputError
+from curriculum.model.presets import PRESETS, ModelConfig
+from curriculum.model.transformer import forward, init_params
+from curriculum.run import load_run
+from curriculum.train.optimizer import (
+    OPTIMIZERS,
+    AdamConfig,
+    LionConfig,
+    MuonConfig,
+    OptimConfig,
+    SophiaConfig,
+    make_optimizer,
+    matrices,
+    muon_partition,
+)
+from curriculum.train.sophia import scale_by_sophia
+from curriculum.train.step import init_state, make_train_step, read_window
+from curriculum.train.trainer import train
+from phases.batches import Batch
+
+TINY = ModelConfig(vocab_size=13, n_layer=1, n_head=2, n_kv_head=1, d_model=8, d_ff=12, max_seq_len=8)
+MUON_LION = OptimConfig(name="muon", muon=MuonConfig(rest="lion"))
+EACH = {
+    "adamw": OptimConfig(),
+    "nesterov": OptimConfig(adam=AdamConfig(nesterov=True)),
+    "lion": OptimConfig(name="lion"),
+    "muon": OptimConfig(name="muon"),
+    "muon with lion": MUON_LION,
+    "sophia": OptimConfig(name="sophia", sophia=SophiaConfig(every=2)),
+}
+each = pytest.mark.parametrize("config", EACH.values(), ids=EACH)
 
 
-def test_two_steps_by_the_formula():
+def run_rule(config, params, gradients, hessians=()):
+    """The updates of a few steps at a rate of 1, the parameters left where they are; all by name."""
+
+    def float32(tree):
+        return {name: jnp.asarray(array, jnp.float32) for name, array in tree.items()}
+
+    optimizer, params, out = make_optimizer(config), float32(params), []
+    state = optimizer.init(params)
+    for step, gradient in enumerate(gradients):
+        updates, state = optimizer.update(
+            float32(gradient), state, params, hessian_diagonal=lambda step=step: float32(hessians[step])
+        )
+        out.append(updates)
+    return out
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_adamw_by_the_formula(nesterov):
     b1, b2, eps, decay = 0.8, 0.9, 1e-3, 0.5
-    optimizer = make_optimizer(OptimConfig(b1=b1, b2=b2, eps=eps, weight_decay=decay))
-    matrix = 3.0
-    state = optimizer.init({"w": jnp.full((1, 1), matrix)})
+    config = OptimConfig(b1=b1, b2=b2, eps=eps, weight_decay=decay, adam=AdamConfig(nesterov))
+    gradients = [0.25, -2.0, 1.0]
+    updates = run_rule(config, {"w": [[3.0]]}, [{"w": [[g]]} for g in gradients])
     first_moment = second_moment = 0.0
-    for step, gradient in enumerate([0.25, -2.0], start=1):
-        updates, state = optimizer.update({"w": jnp.full((1, 1), gradient)}, state, {"w": jnp.full((1, 1), matrix)})
+    for step, (gradient, update) in enumerate(zip(gradients, updates, strict=True), start=1):
         first_moment = b1 * first_moment + (1 - b1) * gradient
         second_moment = b2 * second_moment + (1 - b2) * gradient**2
-        unbiased = first_moment / (1 - b1**step), second_moment / (1 - b2**step)
-        expected = -(unbiased[0] / (math.sqrt(unbiased[1]) + eps) + decay * matrix)
-        assert float(updates["w"][0, 0]) == pytest.approx(expected, rel=1e-5)  # float32
-        matrix += 0.1 * expected
+        unbiased = first_moment / (1 - b1**step)
+        if nesterov:  # Dozat 2016, with a constant decay
+            unbiased = b1 * first_moment / (1 - b1 ** (step + 1)) + (1 - b1) * gradient / (1 - b1**step)
+        expected = -(unbiased / (math.sqrt(second_moment / (1 - b2**step)) + eps) + decay * 3.0)
+        assert float(update["w"][0, 0]) == pytest.approx(expected, rel=1e-5)  # float32
 
 
-def test_only_matrices_decay():
-    params = {"scale": jnp.full(3, 2.0), "kernel": jnp.full((3, 2), 2.0), "embedding": jnp.full((5, 3), 2.0)}
-    assert matrices(params) == {"scale": False, "kernel": True, "embedding": True}
-    optimizer = adamw(0.9, 0.95, 1e-8, weight_decay=0.25)
-    no_gradient = {name: jnp.zeros_like(array) for name, array in params.items()}
-    updates, _ = optimizer.update(no_gradient, optimizer.init(params), params)
+def test_lion_by_the_formula():
+    b1, b2, decay = 0.6, 0.7, 0.5
+    config = OptimConfig(name="lion", weight_decay=decay, lion=LionConfig(b1, b2))
+    gradients = [1.0, -0.2, -0.2, -5.0, 0.1]
+    updates = run_rule(config, {"w": [[3.0]], "v": [3.0]}, [{"w": [[g]], "v": [g]} for g in gradients])
+    momentum, signs = 0.0, []
+    for gradient, update in zip(gradients, updates, strict=True):
+        signs.append(np.sign(b1 * momentum + (1 - b1) * gradient))
+        momentum = b2 * momentum + (1 - b2) * gradient
+        assert float(update["v"][0]) == -signs[-1]
+        assert float(update["w"][0, 0]) == pytest.approx(-signs[-1] - decay * 3.0)
+    assert signs == [1, 1, -1, -1, -1]  # neither the gradient's sign nor the momentum's
+
+
+def newton_schulz(matrix, num_steps):
+    """The singular values of a matrix divided by its norm, through the quintic polynomial; float64."""
+    left, values, right = np.linalg.svd(matrix, full_matrices=False)
+    values /= np.sqrt((values**2).sum())
+    for _ in range(num_steps):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    return left @ np.diag(values) @ right
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (4, 6), (5, 5)])
+@pytest.mark.parametrize("own", [MuonConfig(), MuonConfig(2.0, 3.0, None, momentum=0.6, ns_steps=3, nesterov=False)])
+def test_muon_by_the_formula(shape, own):
+    rng = np.random.default_rng(0)
+    config = OptimConfig(name="muon", weight_decay=0.5, muon=own)
+    kernel, gradients = rng.normal(size=shape), rng.normal(size=(3, *shape))
+    updates = run_rule(config, {"kernel": kernel}, [{"kernel": g} for g in gradients])
+    momentum, b = np.zeros(shape), own.momentum
+    for step, (gradient, update) in enumerate(zip(gradients, updates, strict=True), start=1):
+        momentum = b * momentum + (1 - b) * gradient
+        ahead = momentum / (1 - b**step)
+        if own.nesterov:
+            ahead = b * momentum / (1 - b ** (step + 1)) + (1 - b) * gradient / (1 - b**step)
+        direction = newton_schulz(ahead, own.ns_steps)
+        if own.consistent_rms is None:
+            direction *= math.sqrt(max(1, shape[1] / shape[0]))
+        else:
+            direction *= own.consistent_rms * math.sqrt(max(shape))
+        expected = -own.lr_scale * (direction + 0.5 * own.weight_decay_mult * kernel)
+        np.testing.assert_allclose(update["kernel"], expected, rtol=0, atol=2e-5)  # float32 products
+
+
+def test_muon_updates_are_orthogonal_and_as_large_as_said():
+    rng = np.random.default_rng(0)
+    for shape in ((48, 16), (16, 48), (32, 32)):
+        gradient = rng.normal(size=shape) * np.geomspace(1, 30, shape[1])
+        for rms in (0.2, None):
+            config = OptimConfig(name="muon", weight_decay=0, muon=MuonConfig(consistent_rms=rms))
+            update = run_rule(config, {"kernel": np.zeros(shape)}, [{"kernel": gradient}])[0]["kernel"]
+            size = 0.2 * max(shape) ** 0.5 if rms else max(1, shape[1] / shape[0]) ** 0.5
+            values = np.linalg.svd(update, compute_uv=False) / size
+            assert values.min() > 0.6 and values.max() < 1.25  # five iterations leave 0.68 to 1.13 or so, not 1
+            if rms:
+                assert np.sqrt((update**2).mean()) == pytest.approx(0.2, rel=0.2)
+        assert np.linalg.cond(gradient) > 10
+
+
+def test_sophia_by_the_formula():
+    own = SophiaConfig(b1=0.6, b2=0.5, gamma=0.25, eps=1e-2, every=2)
+    config = OptimConfig(name="sophia", weight_decay=0.5, sophia=own)
+    gradients = np.array([[4.0, 0.1, -0.02], [-1.0, 0.2, 0.01], [0.5, 0.3, 0.0], [0.5, -3.0, 0.02]])[:, None]
+    hessians = np.array([[2.0, 1.0, 0.0], [9.0, 9.0, 9.0], [4.0, 8.0, 0.0], [7.0, 7.0, 7.0]])[:, None]
+    updates = run_rule(config, {"w": np.full((1, 3), 3.0)}, [{"w": g} for g in gradients], [{"w": h} for h in hessians])
+    momentum, hessian, clipped = np.zeros((1, 3)), np.zeros((1, 3)), 0
+    for step, update in enumerate(updates):
+        momentum = 0.6 * momentum + 0.4 * gradients[step]
+        if step in (0, 2):
+            hessian = 0.5 * hessian + 0.5 * hessians[step]
+        ratio = momentum / np.maximum(0.25 * hessian, 1e-2)
+        clipped += (np.abs(ratio) > 1).sum()
+        np.testing.assert_allclose(update["w"], -np.clip(ratio, -1, 1) - 0.5 * 3.0, rtol=1e-5)
+    assert 3 <= clipped <= 9  # of 12: both sides of the clip are seen
+
+
+def test_sophia_estimates_every_k_updates_inside_one_compiled_step():
+    rule = scale_by_sophia(0.9, 0.99, 0.05, 1e-12, every=3)
+    params = {"w": jnp.ones((2, 2))}
+    estimated_at, traces = [], []
+
+    @jax.jit
+    def update(state, step):
+        traces.append(1)
+
+        def estimate():
+            jax.debug.callback(lambda s: estimated_at.append(int(s)), step)
+            return params
+
+        return rule.update(params, state, params, hessian_diagonal=estimate)[1]
+
+    state = rule.init(params)
+    for step in range(8):
+        state = update(state, jnp.int32(step))
+    jax.effects_barrier()
+    assert estimated_at == [0, 3, 6] and len(traces) == 1
+    assert int(state.count) == 8 and state.count.dtype == jnp.int32
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_an_estimate_that_is_not_finite_is_left_out(wrong):
+    rule = scale_by_sophia(0.9, 0.5, 0.05, 1e-12, every=1)
+    params = {"v": jnp.ones(3), "w": jnp.ones((2, 2))}
+    _, state = rule.update(params, rule.init(params), params, hessian_diagonal=lambda: params)
+    broken = params | {"v": jnp.array([1.0, wrong, 1.0])}
+    _, after = rule.update(params, state, params, hessian_diagonal=lambda: broken)
+    for name in params:
+        np.testing.assert_array_equal(after.hessian[name], np.full(params[name].shape, 0.5))
+    assert int(after.count) == 2 and float(after.momentum["v"][1]) == pytest.approx(0.19)
+
+
+def make_batch(grad_accum=1, num_rows=8, num_positions=6):
+    """Counting upwards from a token that differs by row: easy to learn. A third of the targets are not scored."""
+    rng = np.random.default_rng(0)
+    tokens = (rng.integers(0, 13, (num_rows, 1)) + np.arange(num_positions + 1)).astype(np.int32) % 13
+    tokens = tokens.reshape(grad_accum, num_rows // grad_accum, -1)
+    mask = (rng.random((num_rows, num_positions)) < 0.7).reshape(grad_accum, -1, num_positions)
+    zeros_AB = np.zeros(tokens.shape[:2], np.int32)
+    return Batch(tokens[..., :-1], tokens[..., 1:], mask, np.zeros_like(tokens[..., 1:]), zeros_AB)
+
+
+@cache
+def start(config):
+    """(state, jitted step) of the small model."""
+    optimizer = make_optimizer(config)
+    state = jax.tree.map(jnp.asarray, init_state(init_params(TINY, 0), optimizer, 1))
+    return state, jax.jit(make_train_step(TINY, optimizer, 1.0, 1))
+
+
+@each
+def test_each_learns_and_keeps_one_program(config):
+    state, step = start(config)
+    losses = []
+    for _ in range(25):
+        state = step(state, make_batch(), np.float32(0.01))
+        losses.append(read_window(state.window, ["all"])["loss"])  # means since the first update
+    assert losses[0] == pytest.approx(math.log(13), abs=0.05)
+    assert losses[-1] < losses[0] - 0.2 and int(state.skipped_updates) == 0
+    assert step._cache_size() == 1
+
+
+def test_the_steps_estimate_is_what_the_hessian_is_on_average():
+    """At logits that barely depend on the input the Gauss-Newton matrix is the Hessian of the expected loss."""
+    seen = []
+
+    def update(grads, state, params=None, *, hessian_diagonal, **_):
+        return grads, hessian_diagonal()
+
+    optimizer = optax.GradientTransformationExtraArgs(lambda params: jax.tree.map(jnp.zeros_like, params), update)
+    params = jax.tree.map(jnp.asarray, init_params(TINY, 0))
+    step, batch = jax.jit(make_train_step(TINY, optimizer, 0.0, 1)), make_batch()
+    state = jax.tree.map(jnp.asarray, init_state(params, optimizer, 1))
+    for number in range(400):
+        after = step(state._replace(step=jnp.int32(number)), batch, np.float32(0))
+        seen.append(np.asarray(after.opt_state["norm"]["scale"]))
+
+    # The Gauss-Newton diagonal by hand: for each scored token J' (diag(p) - p p') J, averaged over the tokens.
+    def logits(scale):
+        return forward(TINY, params | {"norm": {"scale": scale}}, batch.inputs_ABT[0])
+
+    scale_D = params["norm"]["scale"]
+    J_BTVD, p_BTV = jax.jacobian(logits)(scale_D), jax.nn.softmax(logits(scale_D))
+    centred_BTVD = J_BTVD - jnp.einsum("btv,btvd->btd", p_BTV, J_BTVD)[:, :, None]
+    expected_BTD = jnp.einsum("btv,btvd->btd", p_BTV, centred_BTVD**2)
+    expected_D = np.asarray(expected_BTD[batch.loss_mask_ABT[0]].mean(axis=0))
+    assert (expected_D > 0).all()
+    # 400 draws of a squared sum of about 34 terms: a relative error of sqrt(2 / 400) = 7 %
+    np.testing.assert_allclose(np.mean(seen, axis=0), expected_D, rtol=0.28)
+
+    one = step(state, batch, np.float32(0)).opt_state
+    split = step(state, make_batch(grad_accum=4), np.float32(0)).opt_state
+    for whole, parts in zip(jax.tree.leaves(one), jax.tree.leaves(split), strict=True):
+        # The same draws however the batch is cut; sums in another order, then squared.
+        np.testing.assert_allclose(parts, whole, rtol=1e-3, atol=1e-7)
+    assert not np.array_equal(seen[0], seen[1])
+
+
+def names_of(labels, kind):
+    leaves = jax.tree.leaves_with_path(labels)
+    return {jax.tree_util.keystr(path, simple=True, separator="/") for path, label in leaves if label == kind}
+
+
+def shapes(config):
+    """The parameters of a model as shapes, nothing drawn."""
+    from curriculum.model.transformer import _blueprint
+
+    return _blueprint(config)[1]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_muon_takes_the_projections_of_every_preset(preset):
+    config = PRESETS[preset]
+    for tied in (True, False):
+        params = shapes(replace(config, tie_embeddings=tied))
+        all_2d = {name for name in names_of(jax.tree.map(lambda a: a.ndim, params), 2)}
+        outside = {"embed/embedding"} | ({"positions/embedding"} if config.pos_encoding == "learned" else set())
+        outside |= set() if tied else {"head/kernel"}
+        projections = {name for name in all_2d if name.startswith("blocks/")}
+        assert len(projections) == config.n_layer * (7 if config.mlp_type == "swiglu" else 6)
+        assert projections | outside == all_2d
+        assert names_of(muon_partition(params, MuonConfig()), "muon") == projections
+        assert names_of(muon_partition(params, MuonConfig(allow_all_2d=True)), "muon") == all_2d
+        with_tied = names_of(muon_partition(params, MuonConfig(allow_tied_embed=True)), "muon")
+        assert with_tied == projections | ({"embed/embedding"} if tied else set())
+
+
+def test_muon_goes_by_shape_and_by_three_names_in_a_model_of_ones_own():
+    matrix = jnp.ones((3, 2))
+    params = {
+        "embedder": {"w": matrix}, "embed": [matrix, jnp.ones(2)], "scan": {"kernels": jnp.ones((4, 3, 2))},
+        "rows": (matrix, jnp.ones(3)), "lm": {"head": {"w": matrix}}, "decay": jnp.float32(1),
+    }  # fmt: skip
+    labels = muon_partition(params, MuonConfig())
+    assert jax.tree.structure(labels) == jax.tree.structure(params)
+    assert names_of(labels, "muon") == {"embedder/w", "rows/0"}
+    assert len(names_of(labels, "rest")) == 6
+    with pytest.raises(InputError, match="muon has nothing to do: no array .* allow_all_2d: true"):
+        make_optimizer(OptimConfig(name="muon")).init({"embed": matrix, "norm": jnp.ones(3)})
+
+
+@each
+def test_only_matrices_decay(config):
+    params = {"scale": jnp.full(3, 2.0), "kernel": jnp.full((3, 2), 2.0), "embed": jnp.full((5, 3), 2.0)}
+    assert matrices(params) == {"scale": False, "kernel": True, "embed": True}
+    config = replace(config, weight_decay=0.25, muon=replace(config.muon, weight_decay_mult=3.0, lr_scale=5.0))
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates = run_rule(config, params, [zeros], [zeros])[0]
     np.testing.assert_array_equal(updates["scale"], np.zeros(3))
-    np.testing.assert_array_equal(updates["kernel"], np.full((3, 2), -0.5))
-    np.testing.assert_array_equal(updates["embedding"], np.full((5, 3), -0.5))
+    np.testing.assert_array_equal(updates["kernel"], np.full((3, 2), -7.5 if config.name == "muon" else -0.5))
+    np.testing.assert_array_equal(updates["embed"], np.full((5, 3), -0.5))
+
+
+@each
+def test_moments_stand_under_the_keys_of_the_parameters(config):
+    params = init_params(TINY, 0)
+    state = make_optimizer(config).init(params)
+    paths = {jax.tree_util.keystr(path, simple=True, separator="/"): p for path, p in jax.tree.leaves_with_path(params)}
+    num_moments = dict.fromkeys(paths, 0)
+    for path, array in jax.tree.leaves_with_path(state):
+        here = jax.tree_util.keystr(path, simple=True, separator="/")
+        owner = [name for name in paths if here.endswith("/" + name)]
+        if owner:
+            assert array.shape == paths[owner[0]].shape
+            num_moments[owner[0]] += 1
+        else:
+            assert array.size <= 3  # counts, and the coefficients of muon's polynomial
+    kernel, norm = "blocks/000/mlp/up/kernel", "norm/scale"
+    expected = {"adamw": (2, 2), "lion": (1, 1), "muon": (1, 2), "sophia": (2, 2)}[config.name]
+    expected = (1, 1) if config == MUON_LION else expected
+    assert (num_moments[kernel], num_moments[norm]) == expected and min(num_moments.values()) >= 1
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    file = tmp_path_factory.mktemp("text") / "web.jsonl"
+    words = "the quick brown fox jumps over a lazy dog".split()
+    rng = np.random.default_rng(0)
+    file.write_text("".join('{"text": "%s"}\n' % " ".join(rng.choice(words, 30)) for _ in range(120)))
+    return file
+
+
+def run_config(text, **optim):
+    return build_config(
+        {
+            "tokenizer": {"kind": "byte"},
+            "model": {"preset": "tiny", "n_layer": 1, "d_model": 16, "n_head": 2, "n_kv_head": 1, "d_ff": 24},
+            "sources": {"web": {"path": str(text), "held_out": "10%"}},
+            "phases": [{"name": "all", "until": "end", "mixture": {"web": 1.0}}],
+            "evalsets": {"primary": {"held_out_of": "web", "max_sequences": 4}},
+            "train": {"steps": 7, "batch_size": 4, "seq_len": 16},
+            "optim": {"lr": 3e-3, "schedule": "constant", **optim},
+            "checkpoint": {"every": 3},
+            "logging": {"every": 1, "tensorboard": False},
+        }
+    )
+
+
+def final_arrays(run_dir):
+    """Every array of the newest checkpoint as bytes, by name."""
+    from orbax.checkpoint import StandardCheckpointer
+
+    arrays = {}
+    for item in ("params", "train"):
+        with StandardCheckpointer() as checkpointer:
+            tree = checkpointer.restore((run_dir / "checkpoints/7" / item).absolute())
+        arrays |= {
+            f"{item}{jax.tree_util.keystr(p)}": np.asarray(a).tobytes() for p, a in jax.tree.leaves_with_path(tree)
+        }
+    assert len(arrays) > 20
+    return arrays
+
+
+SETTINGS = {
+    "adamw": {"adam": {"nesterov": True}},
+    "lion": {"name": "lion"},
+    "muon": {"name": "muon"},
+    "muon with lion": {"name": "muon", "muon": {"rest": "lion"}},
+    "sophia": {"name": "sophia", "sophia": {"every": 2}},
+}
+
+
+@pytest.mark.parametrize("optim", SETTINGS.values(), ids=SETTINGS)
+def test_a_resumed_run_is_the_same_bit_for_bit(text, tmp_path, optim):
+    config = run_config(text, **optim)
+    train(config, tmp_path / "whole", store_dir=text.parent)
+    train(config, tmp_path / "parts", store_dir=text.parent)
+    whole = final_arrays(tmp_path / "parts")
+    train(config, tmp_path / "parts", resume=3, store_dir=text.parent)  # 3 is odd: between two of sophia's estimates
+    assert final_arrays(tmp_path / "parts") == whole == final_arrays(tmp_path / "whole")
+    losses = [row["loss"] for row in load_run(tmp_path / "whole").metrics]
+    assert len(losses) == 7 and losses[-1] < losses[0]
+
+
+def test_a_run_keeps_its_optimizer(text, tmp_path):
+    train(run_config(text, name="muon"), tmp_path / "run", store_dir=text.parent)
+    for optim, told in (
+        ({"name": "lion"}, "optim.name: got lion, but the run's optimizer state is of muon"),
+        ({"name": "muon", "muon": {"rest": "lion"}}, "optim.muon.rest: got lion, but the run's .* is of adamw"),
+        ({"name": "muon", "muon": {"allow_all_2d": True}}, "optim.muon.allow_all_2d: got True, .* is of False"),
+    ):
+        with pytest.raises(InputError, match=told):
+            train(run_config(text, **optim), tmp_path / "run", resume=3, store_dir=text.parent)
+
+
+def test_an_optimizer_of_ones_own_is_one_function_in_the_table(text, tmp_path, monkeypatch):
+    def momentum(config):
+        return optax.chain(optax.trace(config.b1), optax.scale(-1.0))
+
+    with pytest.raises(
+        InputError, match=r"optim.name: no such optimizer; did you mean 'muon'\? \(optimizers: adamw, l"
+    ):
+        run_config(text, name="momuon")
+    monkeypatch.setitem(OPTIMIZERS, "momentum", momentum)
+    config = run_config(text, name="momentum", b1=0.5, lr=0.1)
+    assert train(config, tmp_path / "run", store_dir=text.parent)["total_steps"] == 7
+    losses = [row["loss"] for row in load_run(tmp_path / "run").metrics]
+    assert losses[-1] < losses[0]
+    updates = run_rule(config.optim, {"w": [[3.0]]}, [{"w": [[1.0]]}, {"w": [[1.0]]}])
+    assert [float(u["w"][0, 0]) for u in updates] == [-1.0, -1.5]
+    assert build_config(config.to_json()) == config
 
 
 @pytest.mark.parametrize(
-    ("config", "problem"),
+    ("optim", "told"),
     [
-        (OptimConfig(b1=1.0), ("b1", "got 1.0, expected 0 or more and below 1")),
-        (OptimConfig(b2=-0.1), ("b2", "got -0.1, expected 0 or more and below 1")),
-        (OptimConfig(eps=0.0), ("eps", "got 0.0, expected a finite number above 0")),
-        (
-            OptimConfig(weight_decay=math.inf),
-            ("weight_decay", "got inf, expected a finite number, 0 or more"),
-        ),
-        (OptimConfig(grad_clip=math.nan), ("grad_clip", "got nan, expected a finite number, 0 or more")),
+        ({"b1": 1.0}, "optim.b1: got 1.0, expected 0 or more and below 1"),
+        ({"b2": -0.1}, "optim.b2: got -0.1, expected 0 or more and below 1"),
+        ({"eps": 0.0}, "optim.eps: got 0.0, expected a finite number above 0"),
+        ({"weight_decay": -1.0}, "optim.weight_decay: got -1.0, expected a finite number, 0 or more"),
+        ({"grad_clip": -1.0}, "optim.grad_clip: got -1.0, expected a finite number, 0 or more"),
+        ({"name": "lion", "lion": {"b1": 1.0}}, "optim.lion.b1: got 1.0, expected 0 or more and below 1"),
+        ({"name": "lion", "lion": {"b2": -1.0}}, "optim.lion.b2: got -1.0, expected 0 or more and below 1"),
+        ({"name": "lion", "lion": {"b3": 0.9}}, "optim.lion.b3: no such key; did you mean"),
+        ({"name": "muon", "muon": {"lr_scale": 0.0}}, "optim.muon.lr_scale: got 0.0, expected a finite number above 0"),
+        ({"name": "muon", "muon": {"weight_decay_mult": -1.0}}, "weight_decay_mult: got -1.0, expected a finite number,"),
+        ({"name": "muon", "muon": {"consistent_rms": 0.0}}, "consistent_rms: got 0.0, expected a finite number above 0"),
+        ({"name": "muon", "muon": {"momentum": 1.0}}, "optim.muon.momentum: got 1.0, expected 0 or more and below 1"),
+        ({"name": "muon", "muon": {"ns_steps": 0}}, "optim.muon.ns_steps: got 0, expected 1 to 20"),
+        ({"name": "muon", "muon": {"ns_steps": 2.5}}, "optim.muon.ns_steps: got 2.5, expected an integer"),
+        ({"name": "muon", "muon": {"rest": "sophia"}}, "optim.muon.rest: got \"sophia\", expected 'adamw' or 'lion'"),
+        ({"name": "sophia", "sophia": {"b1": 1.0}}, "optim.sophia.b1: got 1.0, expected 0 or more and below 1"),
+        ({"name": "sophia", "sophia": {"b2": 1.0}}, "optim.sophia.b2: got 1.0, expected 0 or more and below 1"),
+        ({"name": "sophia", "sophia": {"gamma": 0.0}}, "optim.sophia.gamma: got 0.0, expected a finite number above 0"),
+        ({"name": "sophia", "sophia": {"eps": 0.0}}, "optim.sophia.eps: got 0.0, expected a finite number above 0"),
+        ({"name": "sophia", "sophia": {"every": 0}}, "optim.sophia.every: got 0, expected 1 to 1000000000"),
+        ({"lion": {"b1": 0.8}}, "optim.lion: is read by lion only, and the optimizer is adamw; leave it out"),
+        ({"name": "lion", "b2": 0.99}, "optim.b2: is read by adamw only, and the optimizer is lion; leave it out"),
+        ({"name": "sophia", "muon": {"momentum": 0.9}}, "optim.muon: is read by muon only, and the optimizer is sophia"),
+        ({"name": "muon", "sophia": {"every": 5}}, "optim.sophia: is read by sophia only, and the optimizer is muon with"),
+        ({"name": "muon", "muon": {"rest": "lion"}, "adam": {"nesterov": True}}, "optim.adam: is read by adamw only, and"),
+        ({"name": "muon", "lion": {"b1": 0.8}}, "optim.lion: is read by lion only, and the optimizer is muon with adamw"),
+        ({"muon": {"rest": "lion"}, "lion": {"b1": 0.8}}, "optim.lion: is read by lion only, and the optimizer is adamw"),
+    ],
+)  # fmt: skip
+def test_a_problem_names_its_key(text, optim, told):
+    with pytest.raises(InputError) as error:
+        run_config(text, **optim)
+    assert any(told in problem for problem in error.value.problems), error.value.problems
+
+
+@pytest.mark.parametrize(
+    "optim",
+    [
+        {"b1": 0.0, "b2": 0.0, "weight_decay": 0.0, "grad_clip": 0.0},
+        {"name": "lion", "lion": {"b1": 0.0, "b2": 0.0}, "b1": 0.9, "muon": {"rest": "adamw"}},
+        {"name": "muon", "muon": {"consistent_rms": None, "weight_decay_mult": 0.0, "momentum": 0.0, "ns_steps": 1}},
+        {"name": "muon", "muon": {"allow_tied_embed": True}, "b1": 0.5, "adam": {"nesterov": True}},
+        {"name": "muon", "muon": {"rest": "lion"}, "lion": {"b1": 0.5}},
+        {"name": "sophia", "sophia": {"b1": 0.0, "b2": 0.0, "every": 1}},
     ],
 )
-def test_a_problem_names_its_field(config, problem):
-    assert config.problems() == [problem]
+def test_the_edges_are_fine(text, optim):
+    config = run_config(text, **optim)
+    assert config.optim.problems() == [] and build_config(config.to_json()) == config
 
 
-def test_the_defaults_and_the_edges_are_fine():
-    assert OptimConfig().problems() == []
-    assert OptimConfig(b1=0.0, b2=0.0, weight_decay=0.0, grad_clip=0.0).problems() == []
+def test_infinities_are_refused_in_library_use():
+    config = OptimConfig(eps=math.inf, weight_decay=math.inf, grad_clip=math.nan, b1=math.nan)
+    assert {path for path, _ in config.problems()} == {"eps", "weight_decay", "grad_clip", "b1"}
+
+
+def test_a_tied_embedding_is_asked_for_only_where_there_is_one(text):
+    data = run_config(text, name="muon", muon={"allow_tied_embed": True}).to_json()
+    data["model"]["tie_embeddings"] = False
+    with pytest.raises(InputError, match="optim.muon.allow_tied_embed: the model has a head of its own"):
+        build_config(data)
 
 
 def test_the_settings_need_no_jax():
     program = "import sys, curriculum.train.optimizer; print([m for m in ('jax', 'optax') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_the_tool_compares_at_equal_tokens(text, tmp_path):
+    """The whole script in miniature, on a config of this file."""
+    import json
+
+    config = run_config(text).to_json()
+    (tmp_path / "small.json").write_text(json.dumps(config))
+    tool = Path(__file__).parents[1] / "tools/compare_optimizers.py"
+    arguments = ["--config", "small.json", "--steps", "4", "--seeds", "2", "--optimizers", "adamw", "lion"]
+    arguments += ["--output-dir", "out", "--json", "out.json"]
+    done = subprocess.run([sys.executable, str(tool), *arguments], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from curriculum.data.packing import PackingConfig
+from curriculum.train.optimizer import state_layout
 from curriculum.train.setup import Setup
 from evalsets.evalset import PRIMARY
 from evalsets.metrics import Summary, WindowResults
@@ -67,6 +68,7 @@ def entry(setup: Setup, step: int, history: History, offsets: Mapping[str, int],
         "step": step,
         "seed": setup.config.seed,
         "model": dict(setup.model.architecture),
+        "optimizer": state_layout(setup.config.optim),
         "tokenizer": setup.corpus.tokenizer.fingerprint,
         "packing": asdict(setup.config.packing),
         "segments": segments_to_json(setup.schedule.segments),
@@ -95,6 +97,11 @@ def check_past(saved: Mapping[str, Any], setup: Setup) -> None:
         changed = [k for k in model if model[k] != saved["model"].get(k)]
         got = ", ".join(f"{k} {model[k]} (was {saved['model'].get(k)})" for k in changed)
         problems.append(("model", f"the architecture of a run cannot change: {got}"))
+    optimizer = state_layout(config.optim)
+    saved_optimizer = saved.get("optimizer", {"name": "adamw"})  # there was no other before ledgers told it
+    for key, was in saved_optimizer.items():
+        if optimizer.get(key, was) != was:
+            problems.append((f"optim.{key}", f"got {optimizer[key]}, but the run's optimizer state is of {was}"))
     if setup.corpus.tokenizer.fingerprint != saved["tokenizer"]:
         message = "is not the one that the run was trained with; restore it, or start a new --run-dir"
         problems.append(("tokenizer", message))

@@ -1,46 +1,151 @@
-"""The optimizer. Nothing heavy is imported with this module: the config reads its settings here."""
+"""The optimizers and their settings. Nothing heavy is imported with this module: the config reads them here."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from curriculum.config_problems import no_such
+from curriculum.errors import InputError
 
 if TYPE_CHECKING:
     import optax
+
+_STRICT = {"extra": "forbid"}
+
+
+@dataclass(frozen=True)
+class AdamConfig:
+    """What AdamW has beside the keys of `optim` itself."""
+
+    __pydantic_config__: ClassVar = _STRICT
+
+    nesterov: bool = False
+    """The first moment looks one update ahead, as in NAdam."""
+
+
+@dataclass(frozen=True)
+class LionConfig:
+    """Lion (arXiv:2302.06675); it wants a learning rate 3 to 10 times below AdamW's."""
+
+    __pydantic_config__: ClassVar = _STRICT
+
+    b1: float = 0.9
+    """Share of the momentum in the update, whose sign alone is taken; the gradient has the rest."""
+    b2: float = 0.99
+    """Decay of the momentum."""
+
+
+@dataclass(frozen=True)
+class MuonConfig:
+    """Muon for 2-D projections, another optimizer for the rest."""
+
+    __pydantic_config__: ClassVar = _STRICT
+
+    lr_scale: float = 1.0
+    """Multiplies the learning rate of muon's arrays, in their update and in their decay."""
+    weight_decay_mult: float = 1.0
+    """Multiplies `optim.weight_decay` for muon's arrays."""
+    consistent_rms: float | None = 0.2
+    """Root mean square of an update at a rate of 1, whatever its shape; 0.2 is about AdamW's, whose learning rate then
+    serves here too. null: an orthogonal matrix times sqrt(max(1, outputs / inputs)).
+    """
+    allow_all_2d: bool = False
+    """Take every 2-D array: token and position embeddings and the head too."""
+    allow_tied_embed: bool = False
+    """Take the embedding that serves as the head too."""
+    momentum: float = 0.95
+    """Decay of the mean of the gradients that is made orthogonal."""
+    ns_steps: int = 5
+    """Newton-Schulz iterations towards an orthogonal matrix."""
+    nesterov: bool = True
+    """The mean of the gradients looks one update ahead."""
+    rest: Literal["adamw", "lion"] = "adamw"
+    """The optimizer of all other arrays, with its own keys of `optim`."""
+
+
+@dataclass(frozen=True)
+class SophiaConfig:
+    """Sophia (arXiv:2305.14342) with its Gauss-Newton-Bartlett estimate of the Hessian's diagonal."""
+
+    __pydantic_config__: ClassVar = _STRICT
+
+    b1: float = 0.965
+    """Decay of the momentum."""
+    b2: float = 0.99
+    """Decay of the Hessian, from one estimate to the next."""
+    gamma: float = 0.05
+    """Momentum is divided by gamma times the Hessian: larger means fewer elements clipped at 1, and smaller steps."""
+    eps: float = 1e-12
+    """Smallest divisor."""
+    every: int = 10
+    """Updates from one estimate to the next; one costs about as much as a gradient."""
 
 
 @dataclass(frozen=True)
 class OptimConfig:
     """The optimizer part of the `optim` section."""
 
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
+    __pydantic_config__: ClassVar = _STRICT
 
-    name: Literal["adamw"] = "adamw"
+    name: Annotated[str, Field(json_schema_extra=lambda schema: schema.update(enum=list(OPTIMIZERS)))] = "adamw"
     """The update rule."""
     b1: float = 0.9
-    """Decay of the first moment."""
+    """AdamW: decay of the first moment."""
     b2: float = 0.95
-    """Decay of the second moment."""
+    """AdamW: decay of the second moment."""
     eps: float = 1e-8
-    """Added to the root of the second moment."""
+    """AdamW: added to the root of the second moment."""
     weight_decay: float = 0.1
     """Decoupled decay of matrices, embeddings among them; vectors (biases, norm scales) are not decayed."""
     grad_clip: float = 1.0
     """Largest global norm of the gradient; 0 turns clipping off."""
+    adam: AdamConfig = field(default_factory=AdamConfig)
+    """More of AdamW."""
+    lion: LionConfig = field(default_factory=LionConfig)
+    """Settings of lion."""
+    muon: MuonConfig = field(default_factory=MuonConfig)
+    """Settings of muon."""
+    sophia: SophiaConfig = field(default_factory=SophiaConfig)
+    """Settings of sophia."""
 
     def problems(self) -> list[tuple[str, str]]:
-        """What is wrong with the numbers: (field, message) pairs."""
+        """What is wrong with the name, the numbers and what nobody would read: (field, message) pairs."""
         problems = []
-        for name in ("b1", "b2"):
-            if not 0 <= getattr(self, name) < 1:
-                problems.append((name, f"got {getattr(self, name)}, expected 0 or more and below 1"))
-        for name in ("weight_decay", "grad_clip"):
-            if not 0 <= getattr(self, name) < math.inf:
-                problems.append((name, f"got {getattr(self, name)}, expected a finite number, 0 or more"))
-        if not 0 < self.eps < math.inf:
-            problems.append(("eps", f"got {self.eps}, expected a finite number above 0"))
+        for path, (expected, fits) in _RANGES.items():
+            number = attrgetter(path)(self)
+            if number is not None and not fits(number):
+                problems.append((path, f"got {number}, expected {expected}"))
+        if self.name not in OPTIMIZERS:
+            return [("name", no_such("optimizer", self.name, OPTIMIZERS)), *problems]
+        chosen = [self.name, self.muon.rest] if self.name == "muon" else [self.name]
+        if self.name in _READS:
+            read = {key for name in chosen for key in _READS[name]}
+            for reader, keys in _READS.items():
+                for key in keys:
+                    if key not in read and getattr(self, key) != getattr(OptimConfig(), key):
+                        message = f"is read by {reader} only, and the optimizer is {' with '.join(chosen)}"
+                        problems.append((key, f"{message}; leave it out"))
         return problems
+
+
+_SHARE = "0 or more and below 1", lambda number: 0 <= number < 1
+_FINITE = "a finite number, 0 or more", lambda number: 0 <= number < math.inf
+_POSITIVE = "a finite number above 0", lambda number: 0 < number < math.inf
+_RANGES = {
+    **dict.fromkeys(("b1", "b2", "lion.b1", "lion.b2", "muon.momentum", "sophia.b1", "sophia.b2"), _SHARE),
+    **dict.fromkeys(("weight_decay", "grad_clip", "muon.weight_decay_mult"), _FINITE),
+    **dict.fromkeys(("eps", "muon.lr_scale", "muon.consistent_rms", "sophia.gamma", "sophia.eps"), _POSITIVE),
+    "muon.ns_steps": ("1 to 20", lambda number: 1 <= number <= 20),
+    "sophia.every": ("1 to 1000000000", lambda number: 1 <= number <= 10**9),
+}
+# The keys of `optim` that are one optimizer's; the others are for all.
+_READS = {"adamw": ("b1", "b2", "eps", "adam"), "lion": ("lion",), "muon": ("muon",), "sophia": ("sophia",)}
 
 
 def make_optimizer(config: OptimConfig) -> optax.GradientTransformationExtraArgs:
@@ -48,22 +153,92 @@ def make_optimizer(config: OptimConfig) -> optax.GradientTransformationExtraArgs
 
     Its updates are those of a learning rate of 1, to be multiplied by the rate of the step and added to the
     parameters: so the rate is an array of the step's, and a change of rate compiles nothing. Clipping is the
-    step's too, which has the gradient's norm at hand.
+    step's too, which has the gradient's norm at hand. `update(grads, opt_state, params, hessian_diagonal=fn)`
+    serves them all; `fn()` returns a tree like the parameters, an estimate of the diagonal of the loss's Hessian,
+    and is called by those that use one (sophia). Moments stand in trees with the keys of the parameters.
     """
     import optax
 
-    return optax.with_extra_args_support(adamw(config.b1, config.b2, config.eps, config.weight_decay))
+    return optax.with_extra_args_support(OPTIMIZERS[config.name](config))
 
 
-def adamw(b1: float, b2: float, eps: float, weight_decay: float) -> optax.GradientTransformation:
-    """AdamW (arXiv:1711.05101) at a learning rate of 1, decaying `matrices` only."""
+def adamw(config: OptimConfig) -> optax.GradientTransformation:
+    """AdamW (arXiv:1711.05101), decaying `matrices` only."""
     import optax
 
     return optax.chain(
-        optax.scale_by_adam(b1, b2, eps),
-        optax.add_decayed_weights(weight_decay, mask=matrices),
+        optax.scale_by_adam(config.b1, config.b2, config.eps, nesterov=config.adam.nesterov),
+        optax.add_decayed_weights(config.weight_decay, mask=matrices),
         optax.scale(-1.0),
     )
+
+
+def lion(config: OptimConfig) -> optax.GradientTransformation:
+    """Lion (arXiv:2302.06675), decaying `matrices` only."""
+    import optax
+
+    return optax.chain(
+        optax.scale_by_lion(config.lion.b1, config.lion.b2),
+        optax.add_decayed_weights(config.weight_decay, mask=matrices),
+        optax.scale(-1.0),
+    )
+
+
+def muon(config: OptimConfig) -> optax.GradientTransformation:
+    """Muon (kellerjordan.github.io/posts/muon, scaled as in arXiv:2502.16982) and `rest`, as `muon_partition` says.
+
+    Its matrices are [inputs, outputs]. `init` raises InputError where the model has none.
+    """
+    import jax
+    import optax
+
+    own = config.muon
+
+    def axes(updates):  # optax takes None for "all are matrices", and then trips over a tree
+        return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(0, 1), updates)
+
+    def by_shape(update):
+        inputs, outputs = update.shape
+        if own.consistent_rms is None:
+            return update * max(1, outputs / inputs) ** 0.5
+        # An orthogonal [inputs, outputs] matrix has a root mean square of max(inputs, outputs)^-0.5.
+        return update * own.consistent_rms * max(inputs, outputs) ** 0.5
+
+    projections = optax.chain(
+        optax.contrib.scale_by_muon(
+            ns_steps=own.ns_steps, beta=own.momentum, nesterov=own.nesterov, weight_dimension_numbers=axes
+        ),
+        optax.stateless_with_tree_map(lambda update, _: by_shape(update)),
+        optax.add_decayed_weights(config.weight_decay * own.weight_decay_mult),
+        optax.scale(-own.lr_scale),
+    )
+    rest = {"adamw": adamw, "lion": lion}[own.rest]
+    return optax.partition({"muon": projections, "rest": rest(config)}, lambda params: muon_partition(params, own))
+
+
+def sophia(config: OptimConfig) -> optax.GradientTransformation:
+    """Sophia (arXiv:2305.14342), decaying `matrices` only. Its update needs `hessian_diagonal`."""
+    import optax
+
+    from curriculum.train.sophia import scale_by_sophia
+
+    own = config.sophia
+    return optax.chain(
+        scale_by_sophia(own.b1, own.b2, own.gamma, own.eps, own.every),
+        optax.add_decayed_weights(config.weight_decay, mask=matrices),
+        optax.scale(-1.0),
+    )
+
+
+# An optimizer of your own: a function of OptimConfig that returns an optax chain for a learning rate of 1, so with
+# optax.scale(-1.0) at its end, and a line here. `optim.name` takes its name from then on. It may read any key of
+# `optim`; the matrices to decay are `mask=matrices`. For one that is only tried: OPTIMIZERS["mine"] = mine.
+OPTIMIZERS: dict[str, Callable[[OptimConfig], optax.GradientTransformation]] = {
+    "adamw": adamw,
+    "lion": lion,
+    "muon": muon,
+    "sophia": sophia,
+}
 
 
 def matrices(params: Any) -> Any:
@@ -71,3 +246,38 @@ def matrices(params: Any) -> Any:
     import jax
 
     return jax.tree.map(lambda array: array.ndim >= 2, params)
+
+
+def muon_partition(params: Any, config: MuonConfig) -> Any:
+    """A tree like `params` with "muon" for each array that muon takes and "rest" for the others.
+
+    Muon takes the arrays of exactly two axes whose path has no part named `embed`, `positions` or `head`; with
+    `allow_all_2d` those too; with `allow_tied_embed` the `embed` of a model that has no `head`. Raises InputError
+    where that leaves muon nothing.
+    """
+    import jax
+
+    def parts(path):
+        return set(jax.tree_util.keystr(path, simple=True, separator="/").split("/"))
+
+    has_head = any("head" in parts(path) for path, _ in jax.tree.leaves_with_path(params))
+
+    def label(path, array):
+        special = parts(path) & {"embed", "positions", "head"}
+        is_tied = special == {"embed"} and not has_head
+        allowed = not special or config.allow_all_2d or (config.allow_tied_embed and is_tied)
+        return "muon" if array.ndim == 2 and allowed else "rest"
+
+    labels = jax.tree.map_with_path(label, params)
+    if "muon" not in jax.tree.leaves(labels):
+        raise InputError(
+            "optim.name: muon has nothing to do: no array of the model has two axes and a path without embed, "
+            "positions and head; choose another optimizer, or set optim.muon.allow_all_2d: true"
+        )
+    return labels
+
+
+def state_layout(config: OptimConfig) -> dict[str, Any]:
+    """The settings that the arrays of the optimizer's state follow from: a run keeps them."""
+    names = ("name", "muon.rest", "muon.allow_all_2d", "muon.allow_tied_embed")
+    return {name: attrgetter(name)(config) for name in (names if config.name == "muon" else names[:1])}
