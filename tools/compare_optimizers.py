@@ -6,7 +6,7 @@
 
 Every run goes through `train()` with the config of the quickstart, in a folder of its own; seeds are 0, 1, ... The
 optimizers take turns within a seed, so that a machine that slows down slows them all. Started again with the same
-options, it goes on where it was stopped. Prints a Markdown table: losses are nats per token at the last step, mean
+options, it keeps the runs that are finished. Prints a Markdown table: losses are nats per token at the last step, mean
 and standard deviation over the seeds; time is that of a step without evals, saves and the first compilation.
 """
 
@@ -39,6 +39,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output-dir", type=Path, default=Path("runs/compare_optimizers"), help="where the runs go")
     parser.add_argument("--json", metavar="FILE", help="write the results there as well")
     args = parser.parse_args(argv)
+    if args.steps < 2 or args.seeds < 1:
+        parser.error("expected --steps of at least 2 and --seeds of at least 1")
 
     from curriculum.errors import InputError
 
@@ -52,7 +54,7 @@ def main(argv: list[str] | None = None) -> None:
                     optim = OPTIMIZERS[name] | {"lr": OPTIMIZERS[name]["lr"] * factor}
                     rows.setdefault(label, []).append(measure(args.config, optim, args.steps, seed, run_dir))
     except InputError as error:
-        sys.exit(str(error))
+        parser.exit(2, f"{error}\n")
     results = summarise(rows)
     print_table(results)
     if args.json:
