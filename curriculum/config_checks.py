@@ -148,7 +148,8 @@ def _check_rows(v):
 
 def _check_tied(v):
     model, vocab_size = v["model"], _vocab(v) or v["model"].vocab_size or 2**20
-    if not v["optim"].muon.allow_tied_embed or model_problems(model, vocab_size):
+    chosen = v["optim"].name == "muon" and v["optim"].muon.allow_tied_embed
+    if not chosen or model_problems(model, vocab_size):
         return
     if not resolve_model(model, vocab_size).tie_embeddings:
         message = "the model has a head of its own, so that no embedding is tied to it (model.tie_embeddings: false)"
