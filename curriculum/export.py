@@ -12,14 +12,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import save_file
 
 from curriculum.errors import InputError
-from curriculum.model.presets import ModelConfig
-from curriculum.model.transformer import abstract_params
-from curriculum.run import RunDirectory, read_json
-from curriculum.train.checkpoint import Checkpoints
+from curriculum.run import RunDirectory
+from curriculum.train.averages import mean_of_phase
+from curriculum.train.checkpoint import Checkpoints, load_params
 
 SHARD_BYTES = 5 * 10**9  # as the hub's tools cut large models
 
@@ -32,7 +30,10 @@ def export(
     step: str | int = "latest",
     weights: str = "raw",
 ) -> int:
-    """Write the parameters of a run's checkpoint, its model.json and its tokenizer/; return the checkpoint's step.
+    """Write the parameters of a run, its model.json and its tokenizer/; return the step that they are of.
+
+    `weights`: "raw", or "ema", the moving average, of the checkpoint of `step`; or "mean:PHASE", the mean of the last
+    checkpoints of a phase (`averages.phase_mean`), whose step is the phase's last checkpoint.
 
     `safetensors`: float32 arrays in model.safetensors, named by their dotted path (`blocks.000.attention.query.kernel`,
     a kernel as [in, out]); above 5 GB in several files with model.safetensors.index.json. Of the checkpoint only the
@@ -43,17 +44,11 @@ def export(
     if not directory.resolved_config.exists():
         raise InputError(f"{run}: holds no run; expected a directory made by `curriculum train`")
     write = _chosen("--format", format, _FORMATS)
-    read_weights = _chosen("--weights", weights, _WEIGHTS)
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise InputError(f"-o {output}: is there already; expected a new or an empty folder")
 
-    model = ModelConfig(**read_json(directory.path / "model.json"))
-    checkpoints = Checkpoints(directory.checkpoints, read_only=True)
-    try:
-        step = _chosen_step(checkpoints.steps(), step, directory.path)
-        params = read_weights(checkpoints, step, model)
-    finally:
-        checkpoints.close()
+    step, saved = _saved(directory, step, weights)
+    params = load_params(saved)
     arrays = {
         ".".join(part.key for part in path): np.asarray(array, np.float32)
         for path, array in jax.tree.leaves_with_path(params)
@@ -101,16 +96,7 @@ def _save(arrays: dict[str, np.ndarray], path: Path, metadata: dict[str, str]) -
     path.chmod(path.parent.stat().st_mode & 0o666)
 
 
-def _raw_weights(checkpoints: Checkpoints, step: int, model: ModelConfig) -> dict[str, Any]:
-    """The parameters as they were trained, on the host."""
-    host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=host), abstract_params(model))
-    return checkpoints.restore_params(step, shapes)
-
-
-# What a name of --format or --weights stands for.
 _FORMATS = {"safetensors": write_safetensors}
-_WEIGHTS = {"raw": _raw_weights}
 
 
 def _chosen(option: str, name: str, table: dict[str, Any]) -> Any:
@@ -119,6 +105,25 @@ def _chosen(option: str, name: str, table: dict[str, Any]) -> Any:
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise InputError(f"{option} {name}: there is no such one; {hint}expected one of: {', '.join(table)}")
     return table[name]
+
+
+def _saved(directory: RunDirectory, step: str | int, weights: str) -> tuple[int, Path]:
+    """(step, folder of the arrays) that `step` and `weights` name."""
+    kind, _, phase = weights.partition(":")
+    if kind == "mean":
+        if step != "latest":
+            raise InputError(f"--step {step}: the mean of a phase is of its last checkpoints; leave --step out")
+        return mean_of_phase(directory.path / "averages", phase)
+    item = _chosen("--weights", weights, {"raw": "params", "ema": "ema", "mean:PHASE": None})
+    checkpoints = Checkpoints(directory.checkpoints, read_only=True)
+    try:
+        step = _chosen_step(checkpoints.steps(), step, directory.path)
+    finally:
+        checkpoints.close()
+    saved = directory.checkpoints / str(step) / item
+    if not saved.is_dir():
+        raise InputError(f"--weights {weights}: step {step} of {directory.path} was saved without a moving average")
+    return step, saved
 
 
 def _chosen_step(steps: list[int], wanted: str | int, run: Path) -> int:

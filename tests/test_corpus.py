@@ -224,7 +224,7 @@ def test_an_eval_set_of_conversations_measures_answers(folder):
     assert sizes.warnings == corpus.warnings == ()
     # Another template: other stores, which are not there yet; web is.
     sizes = find_sizes(chat_config(sets, chat=CHAT | {"user": "Q:{content}."}), folder / "store")
-    assert sizes.num_tokens["talks"] is None and sizes.num_tokens["web"] == len(corpus.tokens["web"])
+    assert sizes.tokens_per_epoch == {"talks": None, "web": corpus.tokens_per_epoch["web"]}
     assert sizes.warnings[-1].endswith("not counted: eval sets other, pairs")
 
 

@@ -17,7 +17,7 @@ import pytest
 from curriculum.config import build_config, load_config
 from curriculum.errors import InputError
 from curriculum.model.presets import PRESETS, ModelConfig
-from curriculum.model.transformer import forward, init_params
+from curriculum.model.transformer import forward, head, init_params, transformer
 from curriculum.run import load_run
 from curriculum.train.optimizer import (
     OPTIMIZERS,
@@ -218,7 +218,7 @@ def test_the_steps_estimate_is_what_the_hessian_is_on_average():
 
     params = jax.tree.map(jnp.asarray, init_params(TINY, 0))
     optimizer = optax.GradientTransformationExtraArgs(lambda params: jax.tree.map(jnp.zeros_like, params), update)
-    step, batch = make_train_step(TINY, optimizer, 0.0, 1), make_batch(grad_accum=2)
+    step, batch = make_train_step(transformer(TINY), optimizer, 1), make_batch(grad_accum=2)
     state = jax.tree.map(jnp.asarray, init_state(params, optimizer, 1))
 
     @jax.jit
@@ -229,7 +229,7 @@ def test_the_steps_estimate_is_what_the_hessian_is_on_average():
 
     # By hand: sum over v of p(v) (d logit(v) - mean over p of d logit)^2, averaged over the scored tokens.
     def logits(scale_D):
-        return forward(TINY, params | {"norm": {"scale": scale_D}}, batch.inputs_ABT.reshape(8, 6))
+        return forward(TINY, params | {"norm": {"scale": scale_D}}, batch.inputs_ABT.reshape(8, 6)) @ head(params).T
 
     @jax.jit
     def gauss_newton(scale_D):

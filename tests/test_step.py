@@ -214,32 +214,6 @@ def test_the_moving_average_against_a_loop():
     assert_trees_equal(step(state, empty, LR).ema, state.ema)  # a skipped update moves nothing
 
 
-def test_the_hessian_estimate_has_the_gauss_newton_diagonal_as_its_mean():
-    """Sampled over 300 steps, of the output bias-free embedding's rows: E[g g] of independent tokens."""
-    seen = []
-    spy = optax.GradientTransformationExtraArgs(
-        lambda params: optax.EmptyState(),
-        lambda updates, state, params, *, hessian_diagonal: (hessian_diagonal(), state),
-    )
-    step = jax.jit(make_train_step(MODEL, spy, len(SOURCES)))
-    batch, start = make_batch(2), initial_state(IDENTITY)._replace(opt_state=spy.init(None))
-    for i in range(300):
-        after = step(start._replace(step=jnp.int32(i)), batch, np.float32(1))
-        seen.append(np.asarray(after.params["norm"]["scale"] - start.params["norm"]["scale"], np.float64))
-    # By hand: with p the model's probabilities, the gradient of a token's nats by the last norm's scale is
-    # normed * ((p - onehot) @ embedding), its mean 0 and its variance over targets that of (embedding * normed).
-    features = np.asarray(forward(CONFIG, start.params, batch.inputs_ABT.reshape(ROWS, POSITIONS)), np.float64)
-    embedding = np.asarray(head(start.params), np.float64)
-    p = np.exp(features @ embedding.T)
-    p /= p.sum(-1, keepdims=True)
-    mean = p @ embedding
-    variance = p @ embedding**2 - mean**2
-    mask = batch.loss_mask_ABT.reshape(ROWS, POSITIONS)
-    expected = (features**2 * variance)[mask].sum(axis=0) / mask.sum()
-    assert (expected > 0).all()
-    np.testing.assert_allclose(np.mean(seen, axis=0), expected, rtol=0.35)  # chi-squared of 300 draws: 8 %
-
-
 def planted_nan_state():
     state = initial_state()
     embedding = np.array(state.params["embed"]["embedding"])

@@ -11,7 +11,7 @@ import click
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--format", "format_name", required=True, metavar="F", help="safetensors.")
 @click.option("--step", default="latest", show_default=True, metavar="latest|STEP", help="Which checkpoint.")
-@click.option("--weights", default="raw", show_default=True, metavar="W", help="Which weights of it: raw, as trained.")
+@click.option("--weights", default="raw", show_default=True, metavar="W", help="raw, ema, or mean:PHASE.")
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="A new or an empty folder.")
 def command(run, format_name, step, weights, output):
     """Write the parameters of RUN, with model.json and the tokenizer, into a folder of their own."""

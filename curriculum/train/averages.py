@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 from curriculum.errors import InputError
 from curriculum.model.model import Params
 from curriculum.record.events import AVERAGES
-from curriculum.train.checkpoint import Checkpoints, abstract
+from curriculum.train.checkpoint import Checkpoints
 from curriculum.train.setup import Setup
 from curriculum.train.step import TrainState
 
@@ -57,13 +57,12 @@ def mean_steps(setup: Setup, done: int) -> list[int]:
     return planned[-config.averages.phase_mean :]
 
 
-def load_mean(folder: Path, phase: str, like: Params) -> Params:
-    """The mean of a phase as it was written, with the shapes and placement of `like`. Raises InputError."""
-    if not (folder / phase / "steps.json").exists():
-        there = ", ".join(sorted(path.parent.name for path in folder.glob("*/steps.json"))) or "none"
-        raise InputError(f"{folder}: no mean of phase {phase!r}; there are: {there}")
-    with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore((folder / phase / "params").absolute(), abstract(like))
+def mean_of_phase(folder: Path, phase: str) -> tuple[int, Path]:
+    """(last of the averaged steps, folder of the arrays) of a phase's mean. Raises InputError where there is none."""
+    if phase not in (there := {path.parent.name: path for path in folder.glob("*/steps.json")}):
+        names = ", ".join(sorted(there)) or "none"
+        raise InputError(f"{folder}: no mean of phase {phase!r}; there are: {names} (averages.phase_mean makes them)")
+    return json.loads(there[phase].read_text())[-1], folder / phase / "params"
 
 
 def _write(folder: Path, mean: Any, steps: list[int]) -> None:

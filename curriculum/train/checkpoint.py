@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
 
 from curriculum.errors import InputError
@@ -92,8 +93,8 @@ class Checkpoints:
         restored = self._manager.restore(
             step,
             args=ocp.args.Composite(
-                params=ocp.args.StandardRestore(abstract(like.params)),
-                train=ocp.args.StandardRestore(abstract(rest)),
+                params=ocp.args.StandardRestore(_abstract(like.params)),
+                train=ocp.args.StandardRestore(_abstract(rest)),
             ),
         )
         ema = None
@@ -112,7 +113,7 @@ class Checkpoints:
         if ema and not self._has_ema(step):
             raise InputError(f"{self.directory}: step {step} was saved without a moving average (averages.ema_decay)")
         item = _EMA if ema else "params"
-        args = ocp.args.Composite(**{item: ocp.args.StandardRestore(abstract(like))})
+        args = ocp.args.Composite(**{item: ocp.args.StandardRestore(_abstract(like))})
         return self._manager.restore(step, args=args)[item]
 
     def set_aside_after(self, step: int) -> None:
@@ -145,6 +146,14 @@ class Checkpoints:
             raise InputError(f"{self.directory}: no checkpoint of step {step}; there are: {there}")
 
 
-def abstract(tree: Any) -> Any:
-    """Shapes, types and placement of a tree of arrays."""
+def load_params(folder: Path) -> Any:
+    """A saved tree of arrays, on the host, whatever devices it was saved from."""
+    host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    saved = ocp.StandardCheckpointHandler().metadata(folder.absolute()).tree
+    like = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=host), saved)
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(folder.absolute(), like)
+
+
+def _abstract(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)

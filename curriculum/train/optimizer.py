@@ -251,9 +251,9 @@ def matrices(params: Any) -> Any:
 def muon_partition(params: Any, config: MuonConfig) -> Any:
     """A tree like `params` with "muon" for each array that muon takes and "rest" for the others.
 
-    Muon takes the arrays of exactly two axes whose path has no part named `embed`, `positions` or `head`; with
-    `allow_all_2d` those too; with `allow_tied_embed` the `embed` of a model that has no `head`. Raises InputError
-    where that leaves muon nothing.
+    Muon takes the arrays of exactly two axes whose path has no part named `embed`, `embedding`, `positions` or
+    `head`; with `allow_all_2d` those too; with `allow_tied_embed` the embedding of a model that has no `head`. Raises
+    InputError where that leaves muon nothing.
     """
     import jax
 
@@ -263,8 +263,8 @@ def muon_partition(params: Any, config: MuonConfig) -> Any:
     has_head = any("head" in parts(path) for path, _ in jax.tree.leaves_with_path(params))
 
     def label(path, array):
-        special = parts(path) & {"embed", "positions", "head"}
-        is_tied = special == {"embed"} and not has_head
+        special = parts(path) & {"embed", "embedding", "positions", "head"}
+        is_tied = special <= {"embed", "embedding"} and not has_head
         allowed = not special or config.allow_all_2d or (config.allow_tied_embed and is_tied)
         return "muon" if array.ndim == 2 and allowed else "rest"
 
@@ -272,7 +272,7 @@ def muon_partition(params: Any, config: MuonConfig) -> Any:
     if "muon" not in jax.tree.leaves(labels):
         raise InputError(
             "optim.name: muon has nothing to do: no array of the model has two axes and a path without embed, "
-            "positions and head; choose another optimizer, or set optim.muon.allow_all_2d: true"
+            "embedding, positions and head; choose another optimizer, or set optim.muon.allow_all_2d: true"
         )
     return labels
 
