@@ -1,0 +1,185 @@
+"""Averages of the parameters: what is averaged, that it is measured, kept, resumed and exported."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from curriculum.config import build_config
+from curriculum.errors import InputError
+from curriculum.export import export
+from curriculum.record.console import eval_lines
+from curriculum.record.curves import eval_curves
+from curriculum.run import load_run
+from curriculum.train.checkpoint import load_params
+from curriculum.train.setup import build
+from curriculum.train.trainer import train
+from evalsets.metrics import summarise
+
+
+def config_data(folder, **averages):
+    """14 steps in phases of 8 and 6, checkpoints at 3, 6, 9, 12 and the end."""
+    return {
+        "model": {"preset": "tiny", "n_layer": 1, "d_model": 16, "n_head": 2, "n_kv_head": 1, "d_ff": 24},
+        "tokenizer": {"kind": "byte"},
+        "sources": {"web": {"path": str(folder / "text.txt"), "held_out": "10%"}},
+        "phases": [
+            {"name": "first", "until": 8, "mixture": {"web": 1.0}},
+            {"name": "last", "until": "end", "mixture": {"web": 1.0}},
+        ],
+        "evalsets": {"every": 4, "primary": {"held_out_of": "web"}, "sets": {"web": {"held_out_of": "web"}}},
+        "train": {"steps": 14, "batch_size": 4, "seq_len": 32},
+        "optim": {"schedule": "constant", "lr": 3e-2, "warmup_steps": 0},
+        "averages": averages,
+        "checkpoint": {"every": 3, "keep": 1},
+        "logging": {"every": 1, "tensorboard": True},
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("averages")
+    numbers = np.random.default_rng(0).integers(0, 1000, 800)
+    (folder / "text.txt").write_text(" ".join(f"{n} and {n + 1}" for n in numbers))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    train(build_config(config_data(folder, ema_decay=0.5, phase_mean=3)), folder / "run", store_dir=folder / "store")
+    return folder / "run"
+
+
+def evals(run):
+    return {event["step"]: event for event in load_run(run).events if event["event"] == "eval"}
+
+
+def assert_trees_equal(one, other):
+    one, other = jax.tree.leaves_with_path(one), jax.tree.leaves_with_path(other)
+    assert len(one) == len(other) > 5
+    for (path, a), (_, b) in zip(one, other, strict=True):
+        np.testing.assert_array_equal(a, b, err_msg=str(path))
+
+
+def test_the_mean_is_of_the_last_scheduled_checkpoints_of_its_phase(run):
+    assert json.loads((run / "averages/first/steps.json").read_text()) == [3, 6]
+    assert json.loads((run / "averages/last/steps.json").read_text()) == [9, 12, 14]
+    # One checkpoint is to be kept, but a mean in the making needs three: 9 and 12 beside the last.
+    assert sorted(int(path.name) for path in (run / "checkpoints").iterdir()) == [6, 9, 12, 14]
+    raw = [load_params(run / f"checkpoints/{step}/params") for step in (9, 12, 14)]
+    expected = jax.tree.map(lambda *arrays: np.mean(np.asarray(arrays, np.float64), axis=0), *raw)
+    mean = load_params(run / "averages/last/params")
+    for e, m, last in zip(*map(jax.tree.leaves, (expected, mean, raw[-1])), strict=True):
+        np.testing.assert_allclose(m, e, atol=1e-6)
+        assert np.abs(m - last).max() > 1e-4
+
+
+def test_averages_are_measured_beside_the_raw_parameters_under_their_own_names(run, folder):
+    found = evals(run)
+    assert {step: [a for a in ("ema", "phase_mean") if a in event] for step, event in found.items()} == {
+        0: [], 4: ["ema"], 8: ["ema", "phase_mean"], 12: ["ema"], 14: ["ema", "phase_mean"],
+    }  # fmt: skip
+    event = found[14]
+    keys = {"val_loss", "val_bpb", "val_sem", "eval_web", "eval_web_bpb", "eval_web_sem"}
+    assert event["ema"].keys() == event["phase_mean"].keys() == keys
+    assert len({event["val_loss"], event["ema"]["val_loss"], event["phase_mean"]["val_loss"]}) == 3
+    setup = build(build_config(config_data(folder)), folder / "store")
+    try:
+        for name, saved in (("ema", "checkpoints/14/ema"), ("phase_mean", "averages/last/params")):
+            results = setup.suite.run(load_params(run / saved))
+            assert event[name]["eval_web"] == round(summarise(results["web"]).loss, 6)
+            with np.load(run / "evals/14.npz") as windows:
+                np.testing.assert_allclose(windows[f"web@{name}.nats"], results["web"].nats_N, rtol=1e-6)
+                assert not np.array_equal(windows[f"web@{name}.nats"], windows["web.nats"])
+    finally:
+        setup.feed.close()
+
+
+def test_views_show_every_average(run):
+    event = evals(run)[14]
+    lines = list(eval_lines(event, 14, 0.0))
+    assert lines[2] == f"  ema: val {event['ema']['val_loss']:.4f} | web {event['ema']['eval_web']:.4f}"
+    assert lines[3].startswith("  phase_mean: val ") and len(lines) == 4
+    curves = eval_curves(event)
+    assert curves["eval/web@phase_mean/loss"] == event["phase_mean"]["eval_web"]
+    assert curves["eval/val@ema/bpb"] == event["ema"]["val_bpb"]
+    assert {"web", "web@ema", "val@phase_mean"} < {path.name for path in (run / "tensorboard").iterdir()}
+
+
+def test_averages_change_no_bit_of_training(run, folder, tmp_path):
+    train(build_config(config_data(folder)), tmp_path / "plain", store_dir=folder / "store")
+    assert_trees_equal(
+        load_params(tmp_path / "plain/checkpoints/14/params"), load_params(run / "checkpoints/14/params")
+    )
+    losses = [[row["loss"] for row in load_run(r).metrics] for r in (run, tmp_path / "plain")]
+    assert losses[0] == losses[1] and len(losses[0]) == 14
+    assert not (tmp_path / "plain/averages").exists() and not (tmp_path / "plain/checkpoints/14/ema").exists()
+
+
+def test_a_resumed_run_has_the_same_averages(run, folder, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    config = build_config(config_data(folder, ema_decay=0.5, phase_mean=3))
+    train(config, tmp_path / "run", resume=9, store_dir=folder / "store")
+    assert (tmp_path / "run/superseded/averages/last/steps.json").exists()
+    for saved in ("checkpoints/14/params", "checkpoints/14/ema", "averages/last/params", "averages/first/params"):
+        assert_trees_equal(load_params(tmp_path / "run" / saved), load_params(run / saved))
+    one, other = evals(run)[14], evals(tmp_path / "run")[14]
+    assert [one[name] for name in ("ema", "phase_mean")] == [other[name] for name in ("ema", "phase_mean")]
+
+
+def test_a_moving_average_begins_with_the_parameters_where_the_checkpoint_has_none(folder, tmp_path):
+    data = config_data(folder)
+    data["train"]["steps"] = 6
+    data["phases"] = data["phases"][1:]
+    train(build_config(data), tmp_path / "run", store_dir=folder / "store")
+    before = load_params(tmp_path / "run/checkpoints/6/params")
+    data["train"]["steps"] = 7
+    data["averages"] = {"ema_decay": 0.25}
+    train(build_config(data), tmp_path / "run", resume="latest", store_dir=folder / "store")
+    after, ema = (load_params(tmp_path / f"run/checkpoints/7/{item}") for item in ("params", "ema"))
+    for b, a, e in zip(*map(jax.tree.leaves, (before, after, ema)), strict=True):
+        np.testing.assert_allclose(e, 0.25 * b + 0.75 * a, atol=1e-6)
+
+
+def test_averages_are_exported_by_name(run, tmp_path):
+    assert export(run, tmp_path / "ema", weights="ema") == 14
+    assert export(run, tmp_path / "mean", weights="mean:first") == 6
+    for name, saved in (("ema", "checkpoints/14/ema"), ("mean", "averages/first/params")):
+        arrays = load_file(tmp_path / name / "model.safetensors")
+        np.testing.assert_array_equal(arrays["embed.embedding"], load_params(run / saved)["embed"]["embedding"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"weights": "mean:middle"}, "no mean of phase 'middle'; there are: first, last"),
+        ({"weights": "mean:first", "step": "9"}, "--step 9: the mean of a phase is of its last checkpoints"),
+        (
+            {"weights": "emma"},
+            "--weights emma: there is no such one; did you mean 'ema'? expected one of: raw, ema, mean",
+        ),
+    ],
+)
+def test_an_average_that_is_not_there_is_told(run, tmp_path, arguments, expected):
+    with pytest.raises(InputError) as error:
+        export(run, tmp_path / "out", **arguments)
+    assert expected in str(error.value) and not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_without_a_moving_average_says_so(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/checkpoints/14/ema")
+    with pytest.raises(InputError, match="--weights ema: step 14 of .* was saved without a moving average"):
+        export(tmp_path / "run", tmp_path / "out", weights="ema")
+
+
+def test_checks(folder):
+    for averages, expected in (
+        ({"ema_decay": 1.0}, "averages.ema_decay: got 1.0, expected less than 1"),
+        ({"phase_mean": 1}, "averages.phase_mean: got 1, expected"),
+    ):
+        with pytest.raises(InputError, match=expected):
+            build_config(config_data(folder, **averages))
