@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from curriculum.config import Config
 from curriculum.data.corpus import find_sizes
-from curriculum.model.presets import model_problems, num_parameters, resolve_model
+from curriculum.model.memory import memory_estimate
+from curriculum.model.presets import ModelConfig, model_problems, num_parameters, num_projections, resolve_model
+from curriculum.train.optimizer import MOMENTS, OptimConfig
 from phases.lr import learning_rate
 from phases.resolve import ScheduleError, resolve
 from phases.schedule import Schedule, SourceSupply
@@ -36,13 +38,18 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `curriculum plan` shows. `rates` are (step, learning rate of that update) at every boundary."""
+    """What `curriculum plan` shows. `rates` are (step, learning rate of that update) at every boundary.
+
+    `memory` is estimated, in bytes on one device, by part and in total, for micro-steps of `rows` x `seq_len`
+    tokens there. It and `num_parameters` are None while the vocabulary is not known.
+    """
 
     name: str
     total_steps: int
     tokens_per_step: int
     total_tokens: int
     num_parameters: int | None
+    memory: dict[str, int] | None
     phases: tuple[dict[str, Any], ...]
     rows: tuple[PlanRow, ...]
     rates: tuple[tuple[int, float], ...]
@@ -150,6 +157,7 @@ def plan(config: Config, *, store_dir: str | Path = DEFAULT_STORE_DIR) -> Plan:
         tokens_per_step=batch_size * seq_len,
         total_tokens=batch_size * seq_len * schedule.total_steps,
         num_parameters=None if model is None else num_parameters(model),
+        memory=None if model is None else _memory(config, model),
         phases=describe_phases(schedule),
         rows=tuple(rows),
         rates=rates,
@@ -167,6 +175,35 @@ def describe_phases(schedule: Schedule) -> tuple[dict[str, Any], ...]:
         ramp_steps = 0 if segment.ramp is None else segment.ramp.steps
         phases.append({"name": name, "start": start, "end": end, "mixture": segment.mixture, "ramp_steps": ramp_steps})
     return tuple(phases)
+
+
+def _memory(config: Config, model: ModelConfig) -> dict[str, int] | None:
+    """What an update needs of a device's memory, -1 in the mesh taken for 1; None with an optimizer of one's own."""
+    moments = _moments_per_parameter(config.optim, model)
+    if moments is None:
+        return None
+    train, mesh = config.train, config.mesh
+    rows = train.batch_size // train.grad_accum // mesh.row_shards
+    estimate = memory_estimate(
+        replace(model, dropout=0.0) if train.deterministic else model,
+        rows=rows,
+        seq_len=train.seq_len,
+        grad_accum=train.grad_accum,
+        moments_per_parameter=moments,
+        ema=config.averages.ema_decay is not None,
+        document_mask=config.packing.document_mask,
+        state_shards=max(mesh.fsdp, 1) * max(mesh.tensor, 1),
+    )
+    return {"rows": rows, "seq_len": train.seq_len, **estimate.to_json()}
+
+
+def _moments_per_parameter(optim: OptimConfig, model: ModelConfig) -> float | None:
+    if optim.name != "muon":
+        return MOMENTS.get(optim.name)
+    muon_share = num_projections(model) / num_parameters(model)
+    if optim.muon.allow_all_2d or (optim.muon.allow_tied_embed and model.tie_embeddings):
+        muon_share = 1.0  # but for vectors, and a table of positions
+    return muon_share * MOMENTS["muon"] + (1 - muon_share) * MOMENTS[optim.muon.rest]
 
 
 def _shares_asked(schedule: Schedule, phase: str) -> dict[str, float]:

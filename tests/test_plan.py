@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -169,6 +170,47 @@ def test_the_table_reads_well(tmp_path):
     assert "50 to 100 (ramp 4)" in lines[start + 2]
 
 
+def test_memory_is_of_one_micro_step_and_its_parts_add_up(tmp_path):
+    train = {"steps": 100, "batch_size": 4, "grad_accum": 2, "seq_len": 20}
+    config = config_of(tmp_path, train=train, averages={"ema_decay": 0.99}, model={"preset": "tiny", "dropout": 0.1})
+    load_corpus(config, tmp_path / "store")
+    p = plan(config, store_dir=tmp_path / "store")
+    memory = dict(p.memory)
+    assert (memory.pop("rows"), memory.pop("seq_len")) == (2, 20)
+    params = 4 * p.num_parameters
+    assert memory["params"] == memory["ema"] == params > 2_000_000 and memory["moments"] == 2 * params
+    assert memory["gradients"] == memory["copies"] == 2 * params
+    assert memory.pop("total") == sum(memory.values())
+    train["deterministic"] = True  # no dropout: nine masks and nine arrays of zeros are not kept, 40 x 128 each
+    config = config_of(tmp_path, train=train, model={"preset": "tiny", "dropout": 0.1})
+    firm = plan(config, store_dir=tmp_path / "store").memory
+    assert memory["activations"] - firm["activations"] == 9 * 40 * 128 * (1 + 4)
+
+
+def test_memory_in_the_table(tmp_path):
+    learned = plan(config_of(tmp_path, tokenizer={"kind": "char"}), store_dir=tmp_path / "store")
+    assert learned.memory is None and table(learned)[2] == (
+        "memory per device (estimate): unknown until the tokenizer is prepared"
+    )
+    config = config_of(tmp_path)
+    load_corpus(config, tmp_path / "store")
+    p = plan(config, store_dir=tmp_path / "store")
+    line = table(p)[2]
+    assert line.startswith("memory per device (estimate): ") and line.endswith(", micro-step of 4 rows x 20")
+    total, parts = line.removeprefix("memory per device (estimate): ").partition(",")[0].split(" MB = ")
+    assert float(total) == pytest.approx(p.memory["total"] / 1e6, abs=0.05)
+    assert [part.rpartition(" ")[0] for part in parts.split(" + ")] == [
+        "parameters", "gradients", "moments", "copies in the update", "activations", "logits"
+    ]  # fmt: skip
+    assert sum(float(part.rpartition(" ")[2]) for part in parts.split(" + ")) == pytest.approx(float(total), abs=0.4)
+    large = {name: 0 for name in p.memory} | {"rows": 1024, "seq_len": 2048, "params": 12 * 10**9, "ema": 999_000_000}
+    large |= {"moments": 1_500 * 10**9, "total": 1_512_999_000_000}
+    assert table(replace(p, memory=large))[2] == (
+        "memory per device (estimate): 1,513 GB = parameters 12 + moments 1,500 + ema 1, micro-step of 1,024 rows x "
+        "2,048"
+    )
+
+
 def test_plan_as_a_command_is_quick_and_gives_json(tmp_path):
     import yaml
 
@@ -184,5 +226,6 @@ def test_plan_as_a_command_is_quick_and_gives_json(tmp_path):
         done = subprocess.run(command, capture_output=True, text=True)
         times.append(time.perf_counter() - started)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["total_steps"] == 100
+    shown = json.loads(done.stdout)
+    assert shown["total_steps"] == 100 and shown["memory"]["total"] > 10 * shown["num_parameters"]
     assert min(times) < 1.0  # takes about 0.35 s on 2 cores

@@ -33,10 +33,12 @@ def _percent(share: float | None) -> str:
 
 def table(p: Plan) -> list[str]:
     """The plan as lines of text."""
-    size = "unknown until the tokenizer is prepared" if p.num_parameters is None else f"{p.num_parameters:,}"
+    unknown = "unknown until the tokenizer is prepared"
+    no_memory = unknown if p.num_parameters is None else "unknown for an optimizer of your own"
     lines = [
         f"{p.name}: {p.total_steps:,} steps x {p.tokens_per_step:,} tokens = {p.total_tokens:,} tokens",
-        f"parameters: {size}",
+        f"parameters: {unknown if p.num_parameters is None else format(p.num_parameters, ',')}",
+        f"memory per device (estimate): {no_memory if p.memory is None else _memory(p.memory)}",
         "",
     ]
     rates = dict(p.rates)
@@ -71,3 +73,16 @@ def table(p: Plan) -> list[str]:
         lines.append(f"packing best_fit: slots that hold text: {', '.join(full)}")
     lines += [f"warning: {warning}" for warning in p.warnings]
     return lines
+
+
+def _memory(memory: dict[str, int]) -> str:
+    """Parts that round to nothing are left out."""
+    total = memory["total"]
+    unit, unit_bytes = ("GB", 10**9) if total >= 10**10 else ("MB", 10**6)
+    digits = 1 if total < 100 * unit_bytes else 0
+    named = {**memory, "parameters": memory["params"], "copies in the update": memory["copies"]}
+    shown = ("parameters", "gradients", "moments", "ema", "copies in the update", "activations", "logits", "batch")
+    rounded = [(name, f"{named[name] / unit_bytes:,.{digits}f}") for name in shown]
+    parts = " + ".join(f"{name} {number}" for name, number in rounded if float(number.replace(",", "")))
+    size = f"micro-step of {memory['rows']:,} rows x {memory['seq_len']:,}"
+    return f"{total / unit_bytes:,.{digits}f} {unit} = {parts}, {size}"

@@ -241,16 +241,21 @@ def num_parameters(config: ModelConfig) -> int:
     kv_width = config.n_kv_head * config.head_width
     d_model, d_ff = config.d_model, config.d_ff
 
-    attention = 2 * d_model * d_model + 2 * d_model * kv_width
     attention_bias = 2 * d_model + 2 * kv_width
-    mlp = (3 if config.mlp_type == "swiglu" else 2) * d_model * d_ff
     mlp_bias = (2 if config.mlp_type == "swiglu" else 1) * d_ff + d_model
     norm = d_model * (2 if config.norm_type == "layernorm" and config.bias else 1)
 
-    block = attention + mlp + 2 * norm + (attention_bias + mlp_bias if config.bias else 0)
+    vectors = 2 * norm + (attention_bias + mlp_bias if config.bias else 0)
     embeddings = config.vocab_size * d_model * (1 if config.tie_embeddings else 2)
     positions = config.max_seq_len * d_model if config.pos_encoding == "learned" else 0
-    return embeddings + positions + config.n_layer * block + norm
+    return embeddings + positions + num_projections(config) + config.n_layer * vectors + norm
+
+
+def num_projections(config: ModelConfig) -> int:
+    """Trained numbers of the blocks' matrices, without embeddings, head, norms and biases."""
+    attention = 2 * config.d_model * (config.d_model + config.n_kv_head * config.head_width)
+    mlp = (3 if config.mlp_type == "swiglu" else 2) * config.d_model * config.d_ff
+    return config.n_layer * (attention + mlp)
 
 
 def _merged(section: ModelSection) -> dict[str, int | float | str | bool]:

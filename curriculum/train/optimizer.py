@@ -241,6 +241,10 @@ OPTIMIZERS: dict[str, Callable[[OptimConfig], optax.GradientTransformation]] = {
 }
 
 
+# Float32 numbers that the state has for each parameter, for the estimate of memory.
+MOMENTS = {"adamw": 2, "lion": 1, "muon": 1, "sophia": 2}
+
+
 def matrices(params: Any) -> Any:
     """True for each array of two or more axes, token and position embeddings included, as GPT-2 trainers do."""
     import jax

@@ -1,0 +1,163 @@
+"""What one update of the transformer needs of a device's memory, worked out from its shape. Nothing here imports jax.
+
+The count is of one moment, the fullest: the way forward of a micro-step is done, and the loss has its first chunk of
+logits at hand. On the way back gradients take the place of activations. What is counted of a block is what automatic
+differentiation hands to the way back; a compiler that fuses keeps less of it (on a CPU: 3 of gelu's 6 inner arrays).
+
+Shape suffixes: B rows of a micro-step, T positions, M = B*T, D width, F ffn, H query heads, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from curriculum.model.presets import ModelConfig, num_parameters
+
+FLOAT32_BYTES = 4
+BYTES_OF = {"float32": 4, "bfloat16": 2}
+# Mirrors of curriculum/model/loss.py, which imports jax; a test holds them equal.
+CHUNK_TOKENS, CHUNK_LOGITS = 512, 1 << 22
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on one device, by what they are for."""
+
+    params: int
+    """Float32 parameters."""
+    gradients: int
+    """A micro-step's own, the head's among them, and with more than one micro-step the sum over them."""
+    moments: int
+    """The optimizer's numbers."""
+    ema: int
+    """The moving average of the parameters."""
+    copies: int
+    """Moments and average of which the update holds the old and the new at once, as the compiler for CPUs works out
+    the new parameters from the old moments; less what fits into the gradients' room."""
+    activations: int
+    """Kept from the way forward to the way back; and what of one block computed again does not fit into the room of
+    the logits, which is free by then."""
+    logits: int
+    """The loss: a chunk of logits and its exponentials, the features cut into chunks, their gradient, and in bfloat16
+    the head in that type."""
+    batch: int
+    """Tokens, targets, loss mask, segments and sources of the whole update."""
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+    def to_json(self) -> dict[str, int]:
+        """The parts and their total, in bytes."""
+        return {**asdict(self), "total": self.total}
+
+
+def memory_estimate(
+    model: ModelConfig,
+    *,
+    rows: int,
+    seq_len: int,
+    grad_accum: int = 1,
+    moments_per_parameter: float = 2,
+    ema: bool = False,
+    document_mask: bool = False,
+    state_shards: int = 1,
+) -> MemoryEstimate:
+    """Bytes of one update on one device.
+
+    `rows`: those of one micro-step on this device, batch_size / grad_accum / (devices the rows are split over).
+    `moments_per_parameter`: float32 numbers that the optimizer keeps, 2 for AdamW; the mean where parameters differ.
+    `state_shards`: devices that parameters, gradients, moments and average are split over; activations are counted
+    whole. Raises ValueError where a size is below 1 or the moments below 0.
+    """
+    sizes = {"rows": rows, "seq_len": seq_len, "grad_accum": grad_accum, "state_shards": state_shards}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name}: got {size}, expected 1 or more")
+    if moments_per_parameter < 0:
+        raise ValueError(f"moments_per_parameter: got {moments_per_parameter}, expected 0 or more")
+
+    params = -(-FLOAT32_BYTES * num_parameters(model) // state_shards)
+    num_tokens, width_bytes = rows * seq_len, BYTES_OF[model.compute_dtype]
+
+    chunk = 2 * FLOAT32_BYTES * rows * _chunk_positions(rows, seq_len, model.vocab_size) * model.vocab_size
+    loss = 2 * num_tokens * model.d_model * width_bytes
+    if model.compute_dtype != "float32":
+        loss += width_bytes * -(-model.vocab_size * model.d_model // state_shards)
+    computed_again = 0 if model.remat == "none" else block_bytes(model, rows, seq_len, "none")
+    # A state of n numbers a parameter besides the parameters is copied n times; one copy fits into the gradients' room.
+    copies = max(moments_per_parameter + ema - 1, 0)
+    return MemoryEstimate(
+        params=params,
+        gradients=params * (1 if grad_accum == 1 else 2),
+        moments=round(params * moments_per_parameter),
+        ema=params if ema else 0,
+        copies=round(params * copies),
+        activations=kept_bytes(model, rows, seq_len, document_mask) + max(computed_again - chunk, 0),
+        logits=loss + chunk,
+        batch=grad_accum * (num_tokens * (3 * 4 + 1) + rows * 4),
+    )
+
+
+def kept_bytes(model: ModelConfig, rows: int, seq_len: int, document_mask: bool = False) -> int:
+    """All that the way forward hands to the way back, parameters apart.
+
+    Beside the blocks: the tokens; of the last norm three [M, D] in float32 (2x, x - mean, and that by its deviation;
+    what comes out is the loss's); of the embedding's dropout what a block has of its own two. For computing blocks
+    again, what all of them share: which positions are visible, [B, T, T] with a document mask and [T, T] without.
+    """
+    num_tokens = rows * seq_len
+    last_norm = (3 * model.d_model + 2) * FLOAT32_BYTES
+    outside = num_tokens * (4 + last_norm + _dropout_bytes(model))
+    if document_mask and model.pos_encoding == "rope":
+        # Cosines and sines of each row's own positions; kept by each rotation (two a block, two of each).
+        rotations = 4 * model.n_layer if model.remat == "none" else 2
+        outside += num_tokens * rotations * (model.head_width // 2) * FLOAT32_BYTES
+    if model.remat != "none":
+        outside += (rows if document_mask else 1) * seq_len**2
+    return outside + model.n_layer * block_bytes(model, rows, seq_len, model.remat)
+
+
+def block_bytes(model: ModelConfig, rows: int, seq_len: int, remat: str) -> int:
+    """What one block hands to the way back. In compute_dtype where nothing else is said:
+
+    | remat | [M, D] | [M, K n_kv_head] | [M, F] | [B, H, T, T] |
+    |---|---|---|---|---|
+    | full | what comes in | | | |
+    | dots | what comes in, query, attention's out | key, value | up; swiglu: gate as well | |
+    | none | query, mixed; each norm: 2x, x - mean, that by its deviation (float32), and what comes out | key, value | \
+gelu: up and five steps of its tanh form; swiglu: gate, three of silu, up, their product | scores' other branch \
+(zeros) and exponentials in float32, shares, and a byte that says what is visible |
+
+    With none there are also small float32 numbers a row of these arrays, dropout's mask and zeros, and in bfloat16 a
+    copy of each weight.
+    """
+    num_tokens, width_bytes = rows * seq_len, BYTES_OF[model.compute_dtype]
+    kv_width, gated = model.n_kv_head * model.head_width, model.mlp_type == "swiglu"
+    if remat == "full":
+        return num_tokens * width_bytes * model.d_model
+    if remat == "dots":
+        return num_tokens * width_bytes * (3 * model.d_model + 2 * kv_width + (2 if gated else 1) * model.d_ff)
+
+    low = model.compute_dtype != "float32"
+    # Layernorm and rmsnorm alike: flax subtracts a mean of 0 from the latter.
+    norm = (3 * model.d_model + 2) * FLOAT32_BYTES + model.d_model * width_bytes
+    attention = (2 * model.d_model + 2 * kv_width) * width_bytes
+    of_score = 2 * FLOAT32_BYTES + width_bytes + 1
+    scores = model.n_head * (seq_len * of_score + 2 * FLOAT32_BYTES)
+    mlp = 6 * model.d_ff * width_bytes
+    weights = 2 * model.d_model * (model.d_model + kv_width) + (3 if gated else 2) * model.d_model * model.d_ff
+    per_token = 2 * norm + attention + scores + mlp + 2 * _dropout_bytes(model)
+    return num_tokens * per_token + (weights * width_bytes if low else 0)
+
+
+def _dropout_bytes(model: ModelConfig) -> int:
+    """Of one position at one dropout: a byte that says what is kept, and the zeros in the other's place."""
+    return model.d_model * (1 + BYTES_OF[model.compute_dtype]) if model.dropout else 0
+
+
+def _chunk_positions(rows: int, seq_len: int, vocab_size: int) -> int:
+    """Positions of a chunk of the loss, as curriculum/model/loss.py cuts them."""
+    tokens = max(CHUNK_TOKENS, CHUNK_LOGITS // vocab_size)
+    num_chunks = min(seq_len, max(2, -(-rows * seq_len // tokens)))
+    return -(-seq_len // num_chunks)

@@ -1,0 +1,180 @@
+"""The memory estimate: its parts by hand, what autodiff keeps, and what the compiler says of the whole update."""
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from curriculum.config import build_config
+from curriculum.model import loss, memory
+from curriculum.model.memory import kept_bytes, memory_estimate
+from curriculum.model.presets import PRESETS, ModelConfig, num_parameters, resolve_model
+from curriculum.model.transformer import transformer
+from curriculum.plan import _memory as plan_memory
+from curriculum.train.optimizer import make_optimizer
+
+SCRIPT = Path(__file__).resolve().parent.parent / "tools" / "check_memory.py"
+SPEC = importlib.util.spec_from_file_location("check_memory", SCRIPT)
+check_memory = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(check_memory)
+
+TINY, GPT2 = PRESETS["tiny"], PRESETS["gpt2-124m"]
+LLAMA_7B = ModelConfig(
+    vocab_size=32_000, n_layer=32, n_head=32, n_kv_head=32, d_model=4096, d_ff=11_008, max_seq_len=4096,
+    tie_embeddings=False,
+)  # fmt: skip
+
+
+def test_the_parts_by_hand():
+    """1 block of 2 heads 4 wide, gelu of 12, 10 ids, 6 positions: 10*8 + 6*8 + 4*64 + 2*8*12 + 3*8 = 600 numbers."""
+    config = ModelConfig(
+        vocab_size=10, n_layer=1, n_head=2, n_kv_head=2, d_model=8, d_ff=12, max_seq_len=6, pos_encoding="learned",
+        mlp_type="gelu", norm_type="layernorm",
+    )  # fmt: skip
+    assert num_parameters(config) == 600
+    parts = memory_estimate(config, rows=3, seq_len=6, grad_accum=2).to_json()
+    # 18 tokens. A norm keeps 4 x 8 numbers and 2 a token; attention 4 x 8; scores of 2 heads a row of 6 x (4+4+4+1)
+    # bytes and 2 numbers; gelu 6 x 12: 2 * 34 * 4 + 128 + 2 * (78 + 8) + 288 = 860 bytes. Outside of the block: an id
+    # and a norm's 3 x 8 + 2 numbers: 108 bytes.
+    assert parts == {
+        "params": 2400,
+        "gradients": 4800,
+        "moments": 4800,
+        "ema": 0,
+        "copies": 2400,
+        "activations": 18 * (860 + 108),
+        "logits": 2 * 18 * 8 * 4 + 2 * 4 * 3 * 3 * 10,  # chunks of 3 of the 6 positions of 3 rows
+        "batch": 2 * (18 * 13 + 3 * 4),
+        "total": 2400 + 4800 + 4800 + 2400 + 17_424 + 1872 + 492,
+    }
+
+
+def test_the_state_follows_optimizer_average_and_shards():
+    one = memory_estimate(TINY, rows=2, seq_len=64)
+    params = 4 * num_parameters(TINY)
+    assert (one.params, one.gradients, one.moments, one.ema, one.copies) == (params, params, 2 * params, 0, params)
+    lion = memory_estimate(TINY, rows=2, seq_len=64, moments_per_parameter=1, ema=True)
+    assert (lion.moments, lion.ema, lion.copies) == (params, params, params)
+    bare = memory_estimate(TINY, rows=2, seq_len=64, moments_per_parameter=0)
+    assert (bare.moments, bare.copies) == (0, 0)
+    mixed = memory_estimate(TINY, rows=2, seq_len=64, moments_per_parameter=1.25)
+    assert mixed.moments == 1.25 * params and mixed.copies == 0.25 * params
+    split = memory_estimate(TINY, rows=2, seq_len=64, state_shards=4)
+    assert (split.params, split.moments) == (params // 4, params // 2)
+    assert split.activations == one.activations > 0
+
+
+@pytest.mark.parametrize(
+    "optim",
+    [
+        {"name": "adamw"},
+        {"name": "lion"},
+        {"name": "sophia"},
+        {"name": "muon"},
+        {"name": "muon", "muon": {"rest": "lion"}},
+        {"name": "muon", "muon": {"allow_tied_embed": True}},
+        {"name": "muon", "muon": {"allow_all_2d": True}},
+    ],
+    ids=str,
+)
+def test_the_plan_counts_the_moments_that_the_optimizer_keeps(optim, tmp_path):
+    data = {
+        "tokenizer": {"kind": "byte"},
+        "model": {"preset": "tiny"},
+        "sources": {"web": {"path": "nowhere", "held_out": "10%"}},
+        "phases": [{"name": "a", "until": "end", "mixture": {"web": 1.0}}],
+        "evalsets": {"primary": {"held_out_of": "web"}},
+        "train": {"steps": 300, "batch_size": 16, "grad_accum": 2, "seq_len": 64},
+        "optim": optim,
+        "mesh": {"data": 2},
+    }
+    config = build_config(data, check_paths=False)
+    model = resolve_model(config.model, 257)
+    found = plan_memory(config, model)
+    assert (found["rows"], found["seq_len"]) == (4, 64)
+    state = jax.eval_shape(make_optimizer(config.optim).init, transformer(model).shapes())
+    moments_bytes = sum(4 * array.size for array in jax.tree.leaves(state))
+    assert found["moments"] == pytest.approx(moments_bytes, rel=0.01)  # vectors, counts
+
+
+def test_seven_billion_parameters_need_more_than_a_card_of_80_gb():
+    bare = memory_estimate(LLAMA_7B, rows=1, seq_len=2048)
+    assert bare.params == 4 * 6_738_415_616
+    assert bare.params + bare.gradients + bare.moments == pytest.approx(107.8e9, rel=1e-3)
+    lighter = memory_estimate(replace(LLAMA_7B, compute_dtype="bfloat16", remat="full"), rows=1, seq_len=2048)
+    # 32 block inputs of 16.8 MB each, one block of 2.5 GB computed again, and the last norm
+    assert bare.activations > 60e9 and 2e9 < lighter.activations < 4e9
+
+
+def test_a_block_computed_again_takes_the_place_of_the_logits():
+    few, many = (replace(TINY, remat="full", vocab_size=size) for size in (64, 65_536))
+    block = memory.block_bytes(TINY, 8, 256, "none")
+    assert memory_estimate(many, rows=8, seq_len=256).activations == kept_bytes(many, 8, 256)
+    estimate = memory_estimate(few, rows=8, seq_len=256)
+    chunk = 2 * 4 * 8 * 128 * 64  # two chunks at the least
+    assert estimate.activations == kept_bytes(few, 8, 256) + block - chunk
+    assert estimate.logits == 2 * 8 * 256 * 128 * 4 + chunk
+
+
+@pytest.mark.parametrize("vocab_size", [64, 4096, 50_257])
+@pytest.mark.parametrize(("rows", "seq_len"), [(1, 2), (3, 7), (16, 128), (2, 4096)])
+def test_chunks_are_those_of_the_loss(vocab_size, rows, seq_len):
+    assert (memory.CHUNK_TOKENS, memory.CHUNK_LOGITS) == (loss.CHUNK_TOKENS, loss.CHUNK_LOGITS)
+    (chunks_CBt,) = loss._split((jnp.zeros((rows, seq_len), jnp.int8),), jnp.zeros((vocab_size, 1), jnp.int8))
+    assert chunks_CBt.shape[2] == memory._chunk_positions(rows, seq_len, vocab_size)
+
+
+SHAPES = {
+    "tiny": replace(TINY, n_layer=2),
+    "gpt2": replace(GPT2, n_layer=2, vocab_size=1000),
+    "swiglu, learned, biases": replace(TINY, n_layer=2, pos_encoding="learned", bias=True, tie_embeddings=False),
+    "gelu, rope": replace(GPT2, n_layer=1, vocab_size=1000, pos_encoding="rope", norm_type="rmsnorm", bias=False),
+}
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_is_kept_is_what_autodiff_keeps(shape, compute_dtype, remat):
+    config = replace(SHAPES[shape], compute_dtype=compute_dtype, remat=remat)
+    for dropout, document_mask in ((0.0, False), (0.1, True)):
+        config = replace(config, dropout=dropout)
+        expected = check_memory.residual_bytes(config, 2, 96, document_mask=document_mask)
+        # Beside the arrays of M rows there are scalars, norm scales as [1, D] and, recomputing, positions and keys.
+        assert kept_bytes(config, 2, 96, document_mask) == pytest.approx(expected, rel=0.005)
+        assert expected > 400_000
+
+
+@pytest.mark.parametrize(
+    ("config", "rows", "seq_len", "options"),
+    [
+        (TINY, 8, 256, {"grad_accum": 2, "document_mask": True}),
+        (replace(TINY, n_layer=2), 4, 1024, {}),
+        (replace(GPT2, n_layer=2), 1, 64, {"ema": True}),
+        (replace(GPT2, n_layer=2), 4, 256, {"grad_accum": 2}),
+        (replace(PRESETS["llama-360m"], n_layer=2, tie_embeddings=False), 2, 512, {}),
+    ],
+)
+def test_the_compiler_says_nearly_the_same_of_the_whole_update(config, rows, seq_len, options):
+    """The estimate is above it: half of gelu's inner arrays, a sum of gradients in a dead moment's place."""
+    compiled = check_memory.compiled_bytes(config, rows, seq_len, **options)
+    estimate = memory_estimate(config, rows=rows, seq_len=seq_len, **options).total
+    assert 0.95 < estimate / compiled < 1.2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"rows": 0}, "rows: got 0, expected 1 or more"),
+        ({"seq_len": 0}, "seq_len: got 0"),
+        ({"grad_accum": 0}, "grad_accum: got 0"),
+        ({"state_shards": 0}, "state_shards: got 0"),
+        ({"moments_per_parameter": -1}, "moments_per_parameter: got -1, expected 0 or more"),
+    ],
+)
+def test_impossible_sizes_are_refused(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        memory_estimate(TINY, **{"rows": 2, "seq_len": 64, **sizes})

@@ -1,0 +1,120 @@
+"""Compare the memory estimate of `curriculum plan` with what jax and the compiler say; nothing is trained.
+
+    python tools/check_memory.py --rows 4 --seq-len 512
+
+For each preset: the whole jitted update (AdamW, state donated), compiled for shapes only, by the compiler's own
+analysis; and for each remat policy what automatic differentiation keeps for the way back, from jax.vjp. The compiler
+for CPUs merges what is computed again with what was there and works bfloat16 products out in float32, so it is asked
+about float32 without remat alone.
+"""
+
+import argparse
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from curriculum.model.memory import kept_bytes, memory_estimate
+from curriculum.model.presets import PRESETS, ModelConfig
+from curriculum.model.transformer import forward, transformer
+from curriculum.train.optimizer import OptimConfig, make_optimizer
+from curriculum.train.step import TrainState, Window, make_train_step
+from phases.batches import Batch
+
+NUM_SOURCES = 2
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("--presets", nargs="+", choices=PRESETS, default=list(PRESETS))
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--seq-len", type=int, default=512)
+    parser.add_argument("--layers", type=int, help="blocks, in the place of the preset's")
+    options = parser.parse_args(argv)
+    rows, seq_len = options.rows, options.seq_len
+    print(f"MB, {rows} rows x {seq_len}, jax {jax.__version__} on {jax.default_backend()}\n")
+    print(
+        "| preset | layers | update, estimate | compiler | ratio | kept, remat none | dots | full | each by jax.vjp |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    for name in options.presets:
+        config = PRESETS[name]
+        config = config if options.layers is None else replace(config, n_layer=options.layers)
+        estimate = memory_estimate(config, rows=rows, seq_len=seq_len).total
+        compiled = compiled_bytes(config, rows, seq_len)
+        policies = [replace(config, remat=remat) for remat in ("none", "dots", "full")]
+        kept = [megabytes(kept_bytes(policy, rows, seq_len)) for policy in policies]
+        by_jax = ", ".join(megabytes(residual_bytes(policy, rows, seq_len)) for policy in policies)
+        sizes = [megabytes(estimate), megabytes(compiled), f"{estimate / compiled:.2f}", *kept, by_jax]
+        print(f"| {name} | {config.n_layer} | {' | '.join(sizes)} |", flush=True)
+
+
+def compiled_bytes(
+    config: ModelConfig,
+    rows: int,
+    seq_len: int,
+    grad_accum: int = 1,
+    *,
+    ema: bool = False,
+    document_mask: bool = False,
+) -> int:
+    """Arguments, temporaries and what of the results has no argument's place, of one compiled AdamW update."""
+    model, optimizer = transformer(config), make_optimizer(OptimConfig())
+    step = make_train_step(
+        model,
+        optimizer,
+        NUM_SOURCES,
+        grad_clip=1.0,
+        document_mask=document_mask,
+        ema_decay=0.999 if ema else None,
+    )
+
+    def array(*shape: int, dtype=jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    params = model.shapes()
+    sums = array(NUM_SOURCES, 2, dtype=jnp.float32)
+    pair = array(2, dtype=jnp.float32)
+    state = TrainState(
+        params=params,
+        opt_state=jax.eval_shape(optimizer.init, params),
+        step=array(),
+        window=Window(nats_S2=sums, tokens_S2=sums, filled_2=pair, grad_norm_2=pair, num_updates=array()),
+        skipped_updates=array(),
+        ema=params if ema else None,
+    )
+    slots = array(grad_accum, rows, seq_len)
+    batch = Batch(
+        inputs_ABT=slots,
+        targets_ABT=slots,
+        loss_mask_ABT=array(grad_accum, rows, seq_len, dtype=jnp.bool_),
+        segment_ids_ABT=slots,
+        source_ids_AB=array(grad_accum, rows),
+    )
+    lowered = jax.jit(step, donate_argnums=0).lower(state, batch, array(dtype=jnp.float32))
+    sizes = lowered.compile().memory_analysis()
+    not_in_place = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    return sizes.argument_size_in_bytes + sizes.temp_size_in_bytes + not_in_place
+
+
+def residual_bytes(config: ModelConfig, rows: int, seq_len: int, *, document_mask: bool = False) -> int:
+    """What jax.vjp of the way forward holds on to, less what it was given and constants of the program."""
+    params = transformer(config).shapes()
+    tokens_BT = jax.ShapeDtypeStruct((rows, seq_len), jnp.int32)
+
+    def way_back(params, tokens_BT, segment_ids_BT):
+        keys_B = jax.random.split(jax.random.key(0), rows) if config.dropout else None
+        return jax.vjp(lambda p: forward(config, p, tokens_BT, segment_ids_BT, keys_B), params)[1]
+
+    program = jax.make_jaxpr(way_back)(params, tokens_BT, tokens_BT if document_mask else None).jaxpr
+    given = {id(variable) for variable in (*program.invars, *program.constvars)}
+    kept = {id(variable): variable.aval for variable in program.outvars if id(variable) not in given}
+    return sum(array.size * array.dtype.itemsize for array in kept.values())
+
+
+def megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.0f}"
+
+
+if __name__ == "__main__":
+    main()
