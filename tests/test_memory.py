@@ -117,6 +117,8 @@ def test_a_block_computed_again_takes_the_place_of_the_logits():
     chunk = 2 * 4 * 8 * 128 * 64  # two chunks at the least
     assert estimate.activations == kept_bytes(few, 8, 256) + block - chunk
     assert estimate.logits == 2 * 8 * 256 * 128 * 4 + chunk
+    low = memory_estimate(replace(few, compute_dtype="bfloat16"), rows=8, seq_len=256)
+    assert low.logits == 2 * 8 * 256 * 128 * 2 + chunk + 64 * 128 * 2  # the head in bfloat16
 
 
 @pytest.mark.parametrize("vocab_size", [64, 4096, 50_257])
@@ -144,7 +146,9 @@ def test_what_is_kept_is_what_autodiff_keeps(shape, compute_dtype, remat):
         config = replace(config, dropout=dropout)
         expected = check_memory.residual_bytes(config, 2, 96, document_mask=document_mask)
         # Beside the arrays of M rows there are scalars, norm scales as [1, D] and, recomputing, positions and keys.
-        assert kept_bytes(config, 2, 96, document_mask) == pytest.approx(expected, rel=0.005)
+        assert kept_bytes(config, 2, 96, document_mask) == pytest.approx(
+            expected, rel=0.002 if remat == "none" else 0.005
+        )
         assert expected > 400_000
 
 
