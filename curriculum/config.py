@@ -145,7 +145,9 @@ class Config:
     evalsets: EvalSection
     train: TrainSection
     name: Annotated[str, Field(description="The run's name, and its folder below runs/.")] = "run"
-    seed: Annotated[int, Field(ge=0, lt=2**31, description="Of the data order and of the first parameters.")] = 1337
+    seed: Annotated[int, Field(ge=0, lt=2**31, description="Of the data order, the first parameters and dropout.")] = (
+        1337
+    )
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     chat: ChatConfig = field(default_factory=ChatConfig)
     model: ModelSection = field(default_factory=lambda: ModelSection(preset="tiny"))

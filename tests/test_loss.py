@@ -46,12 +46,13 @@ def chunk_tokens(request, monkeypatch):
 
 def test_nats_and_correctness_against_float64(chunk_tokens):
     params = noisy_params(CONFIG)
-    nats_BT, correct_BT = nats_per_token(transformer(CONFIG), params, INPUTS_BT, TARGETS_BT)
+    measure = jax.jit(partial(nats_per_token, transformer(CONFIG)))
+    nats_BT, correct_BT = measure(params, INPUTS_BT, TARGETS_BT)
     assert nats_BT.dtype == jnp.float32 and correct_BT.dtype == bool
     np.testing.assert_allclose(nats_BT, float64_nats(CONFIG, params), rtol=2e-5)
     best_BT = float64_log_probabilities(CONFIG, params).argmax(-1)
     np.testing.assert_array_equal(correct_BT, best_BT == TARGETS_BT)
-    _, correct_of_best_BT = nats_per_token(transformer(CONFIG), params, INPUTS_BT, best_BT.astype(np.int32))
+    _, correct_of_best_BT = measure(params, INPUTS_BT, best_BT.astype(np.int32))
     assert correct_of_best_BT.all()
 
 
@@ -60,8 +61,11 @@ def test_sum_and_rows_count_masked_targets_only(chunk_tokens):
     expected_B = np.where(MASK_BT, float64_nats(CONFIG, params), 0).sum(axis=1)
     assert (expected_B > 1).all() and not MASK_BT.all()
     for differentiated in (False, True):
-        function = lambda p: sum_nats(transformer(CONFIG), p, INPUTS_BT, TARGETS_BT, MASK_BT)  # noqa: E731
-        (total, nats_B) = jax.value_and_grad(function, has_aux=True)(params)[0] if differentiated else function(params)
+        function = partial(sum_nats, transformer(CONFIG))
+        if differentiated:
+            function = jax.value_and_grad(function, has_aux=True)
+        found = jax.jit(function)(params, INPUTS_BT, TARGETS_BT, MASK_BT)
+        total, nats_B = found[0] if differentiated else found
         np.testing.assert_allclose(nats_B, expected_B, rtol=1e-5)
         np.testing.assert_allclose(total, expected_B.sum(), rtol=1e-5)
 
@@ -79,7 +83,7 @@ def test_the_gradient_is_that_of_all_logits_at_once(chunk_tokens, tie_embeddings
     def chunked(params):
         return 0.3 * sum_nats(transformer(config), params, INPUTS_BT, TARGETS_BT, MASK_BT)[0]
 
-    expected, got = jax.grad(plainly)(params), jax.grad(chunked)(params)
+    expected, got = (jax.jit(jax.grad(loss))(params) for loss in (plainly, chunked))
     assert len(jax.tree.leaves(got)) > 10
     for (path, e), g in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(got), strict=True):
         assert np.abs(e).max() > 1e-3, path
@@ -88,9 +92,8 @@ def test_the_gradient_is_that_of_all_logits_at_once(chunk_tokens, tie_embeddings
 
 def test_logits_that_overflow_a_float32_exponential_stay_finite():
     params = jax.tree.map(lambda array: array * 100, noisy_params(CONFIG))
-    (total, nats_B), grads = jax.value_and_grad(
-        lambda p: sum_nats(transformer(CONFIG), p, INPUTS_BT, TARGETS_BT, MASK_BT), has_aux=True
-    )(params)
+    both = jax.jit(jax.value_and_grad(partial(sum_nats, transformer(CONFIG)), has_aux=True))
+    (total, nats_B), grads = both(params, INPUTS_BT, TARGETS_BT, MASK_BT)
     assert np.isfinite(nats_B).all() and total > 1000
     assert all(np.isfinite(g).all() for g in jax.tree.leaves(grads))
 
@@ -101,9 +104,12 @@ def test_a_model_without_a_head_gives_the_same_numbers():
     whole = transformer(CONFIG)
     bare = Model(whole.init, lambda p, *rest: forward(CONFIG, p, *rest) @ head(p).T)
     arguments = (params, INPUTS_BT, TARGETS_BT)
-    for one, other in zip(nats_per_token(whole, *arguments), nats_per_token(bare, *arguments), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5)
-    one, other = (jax.grad(partial(sum_nats, m), has_aux=True)(*arguments, MASK_BT)[0] for m in (whole, bare))
+    found = [jax.jit(partial(nats_per_token, model))(*arguments) for model in (whole, bare)]
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+    one, other = (
+        jax.jit(jax.grad(partial(sum_nats, model), has_aux=True))(*arguments, MASK_BT)[0] for model in (whole, bare)
+    )
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
 

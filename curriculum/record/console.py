@@ -108,7 +108,8 @@ class Console:
 
     def _closing(self, event: dict[str, Any]) -> Iterator[str]:
         if skipped := event.get("skipped_updates", 0):
-            yield f"{skipped} of {event['total_steps']} updates were skipped: their loss or gradient was not finite"
+            why = "no target scored, or a loss or gradient that was not finite"
+            yield f"{skipped} of {event['total_steps']} updates were skipped: {why}"
         yield (
             f"complete: {event['total_steps']} steps, {_count(event['total_tokens'], 10)} tokens in "
             f"{_duration(event['total_elapsed_s'])} ({_count(event['tokens_per_sec'], 100)} tok/s) | "
