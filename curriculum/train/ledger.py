@@ -94,8 +94,8 @@ def check_past(saved: Mapping[str, Any], setup: Setup) -> None:
     if config.seed != saved["seed"]:
         problems.append(("seed", f"got {config.seed}, but the run was trained with {saved['seed']}"))
     if model != saved["model"]:
-        changed = [k for k in model if model[k] != saved["model"].get(k)]
-        got = ", ".join(f"{k} {model[k]} (was {saved['model'].get(k)})" for k in changed)
+        changed = [k for k in {**saved["model"], **model} if model.get(k) != saved["model"].get(k)]
+        got = ", ".join(f"{k} {model.get(k)} (was {saved['model'].get(k)})" for k in changed)
         problems.append(("model", f"the architecture of a run cannot change: {got}"))
     optimizer = state_layout(config.optim)
     saved_optimizer = saved.get("optimizer", {"name": "adamw"})  # there was no other before ledgers told it
