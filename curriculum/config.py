@@ -31,6 +31,7 @@ from phases.schedule import Phase
 
 PositiveInt = Annotated[int, Field(ge=1, le=10**9)]
 _STRICT = {"extra": "forbid"}
+_MODEL = "The transformer: a preset, single fields, or both; null where `train(make_model=...)` brings another model."
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,9 @@ class Config:
     )
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     chat: ChatConfig = field(default_factory=ChatConfig)
-    model: ModelSection = field(default_factory=lambda: ModelSection(preset="tiny"))
+    model: Annotated[ModelSection | None, Field(description=_MODEL)] = field(
+        default_factory=lambda: ModelSection(preset="tiny")
+    )
     packing: PackingConfig = field(default_factory=PackingConfig)
     optim: OptimSection = field(default_factory=OptimSection)
     averages: AveragesSection = field(default_factory=AveragesSection)
@@ -249,7 +252,8 @@ def build_config(data: dict, origin: Origin | None = None, *, check_paths: bool 
         else:
             problems.append((name, "missing; this section is needed"))
     checks = [*CHECKS, *(PATH_CHECKS if check_paths else [])]
-    problems += [p for needs, check in checks if needs <= values.keys() for p in check(values)]
+    given = {name for name, section in values.items() if section is not None}
+    problems += [p for needs, check in checks if needs <= given for p in check(values)]
     if problems:
         raise InputError(*sorted({origin.problem(*p): None for p in problems}, key=origin.sort_key))
     return Config(**values, origin=origin)

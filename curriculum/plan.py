@@ -107,7 +107,7 @@ def plan(config: Config, *, store_dir: str | Path = DEFAULT_STORE_DIR) -> Plan:
     epochs_of = sizes.tokens_per_epoch
     schedule = resolve_schedule(config, epochs_of)
     seq_len, batch_size = config.train.seq_len, config.train.batch_size
-    vocab_size = sizes.vocab_size
+    vocab_size = None if config.model is None else sizes.vocab_size
     if vocab_size is not None and (problems := model_problems(config.model, vocab_size)):
         raise config.error((f"model.{key}", message) for key, message in problems)
     model = None if vocab_size is None else resolve_model(config.model, vocab_size)

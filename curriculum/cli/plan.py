@@ -33,7 +33,7 @@ def _percent(share: float | None) -> str:
 
 def table(p: Plan) -> list[str]:
     """The plan as lines of text."""
-    unknown = "unknown until the tokenizer is prepared"
+    unknown = "unknown (the tokenizer is not prepared, or model is null)"
     no_memory = unknown if p.num_parameters is None else "unknown for an optimizer of your own"
     lines = [
         f"{p.name}: {p.total_steps:,} steps x {p.tokens_per_step:,} tokens = {p.total_tokens:,} tokens",

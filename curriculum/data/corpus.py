@@ -62,7 +62,8 @@ def load_corpus(config: Config, store_dir: str | Path, tokenizer: Tokenizer | No
     """
     if tokenizer is None:
         tokenizer = prepare_tokenizer(config.tokenizer, config.sources, store_dir, config.chat)
-    resolve_model(config.model, tokenizer.vocab_size)
+    if config.model is not None:
+        resolve_model(config.model, tokenizer.vocab_size)
     stores = {
         name: prepare_store(name, source, tokenizer, store_dir, ConsoleProgress(f"preparing {name}"), chat=config.chat)
         for name, source in config.sources.items()

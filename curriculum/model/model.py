@@ -1,4 +1,4 @@
-"""A language model as the trainer sees it: pure functions over a nested dict of arrays."""
+"""A language model as the trainer sees it: pure functions over nested dicts of arrays."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.tree_util import SequenceKey, keystr
 
-Params = Any  # nested dict of float32 arrays, keyed by strings
+from curriculum.errors import InputError
+
+Params = Any  # nested dicts, keyed by strings, and lists of float32 arrays
 
 
 @dataclass(frozen=True)
 class Model:
     """What training, evals and checkpoints need of a model, and all that they know of one.
 
-    `init(seed)`: the first parameters, float32 arrays on the host.
+    `init(seed)`: the first parameters, float32 arrays on the host; of arrays on a device a copy is taken.
 
     `forward(params, tokens_BT, segment_ids_BT, keys_B)`: features_BTD. Position t may depend on the tokens 0..t of
     its row only. `segment_ids_BT` is None, or the mask of `packing.document_mask`: then position t may depend on its
@@ -41,6 +44,61 @@ class Model:
 def abstract_params(model: Model) -> Params:
     """The parameters' shapes and types, as jax.ShapeDtypeStruct."""
     return model.shapes() if model.shapes is not None else jax.eval_shape(lambda: model.init(0))
+
+
+def parameter_name(path: tuple) -> str:
+    """The dotted name of a parameter, from its key path: `blocks.000.mlp.up.kernel`."""
+    return keystr(path, simple=True, separator=".")
+
+
+def check_model(model: Model, vocab_size: int, num_rows: int, seq_len: int) -> None:
+    """Raise InputError where shapes and types show that a model is not what `Model` promises.
+
+    Nothing is computed but `init`, where it is plain numpy. That position t sees no later token is not checked.
+    """
+    if not isinstance(model, Model):
+        raise InputError(f"make_model: gave {type(model).__name__}, expected a curriculum.model.model.Model")
+    params = abstract_params(model)
+    by_name: dict[str, Any] = {}
+    problems = []
+    for path, array in jax.tree.leaves_with_path(params):
+        name = parameter_name(path)
+        if not all(isinstance(key, SequenceKey) or isinstance(getattr(key, "key", None), str) for key in path):
+            problems.append(f"parameter {name}: expected nested dicts, keyed by strings, and lists")
+        if name in by_name:
+            problems.append(f"parameter {name}: two have this name; expected keys without a dot")
+        if array.dtype != np.float32:
+            fix = "keep float32 and convert inside forward"
+            problems.append(f"parameter {name}: got {array.dtype}, expected float32; {fix}")
+        by_name[name] = array
+    if not by_name:
+        problems.append("init gave no parameters, expected at least one array")
+    if problems:
+        raise InputError(*(f"make_model: {problem}" for problem in problems))
+
+    tokens_BT = jax.ShapeDtypeStruct((num_rows, seq_len), np.int32)
+    keys_B = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), num_rows))
+    for keys in (None, keys_B):  # of evals, of training
+        features = jax.eval_shape(model.forward, params, tokens_BT, None, keys)
+        if getattr(features, "shape", ())[:2] != tokens_BT.shape or features.ndim != 3:
+            got = f"forward gave {_brief(features)} for tokens {_brief(tokens_BT)}"
+            raise InputError(f"make_model: {got}, expected [{num_rows}, {seq_len}, D]")
+    if model.head is None:
+        num_logits, where = features.shape[2], "forward, without a head, gave logits"
+    else:
+        kernel = jax.eval_shape(model.head, params)
+        if getattr(kernel, "ndim", 0) != 2 or kernel.shape[1] != features.shape[2]:
+            raise InputError(
+                f"make_model: head gave {_brief(kernel)}, expected [V, {features.shape[2]}], D as in forward"
+            )
+        num_logits, where = kernel.shape[0], "head gave a kernel"
+    if num_logits < vocab_size:
+        raise InputError(f"make_model: {where} for {num_logits} ids, expected at least the tokenizer's {vocab_size}")
+
+
+def _brief(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    return type(value).__name__ if shape is None else f"{value.dtype}{list(shape)}"
 
 
 def num_parameters(model: Model) -> int:

@@ -16,7 +16,7 @@ from curriculum.data.corpus import Corpus, load_corpus
 from curriculum.data.tokenizer import Tokenizer
 from curriculum.errors import InputError
 from curriculum.model.loss import nats_per_token
-from curriculum.model.model import Model, abstract_params
+from curriculum.model.model import Model, abstract_params, check_model
 from curriculum.model.presets import resolve_model
 from curriculum.model.transformer import transformer
 from curriculum.plan import resolve_schedule
@@ -86,8 +86,12 @@ def build(
 ) -> Setup:
     """Prepare what is not prepared, and build the rest. `tokenizer`: the one of a run that goes on.
 
-    `make_model(vocab_size)` gives a model of one's own in the place of the config's.
+    `make_model(vocab_size)` gives a model of one's own in the place of the config's, which is then null.
     """
+    if make_model is not None:
+        config = replace(config, model=None)
+    elif config.model is None:
+        raise config.error([("model", "got null and no other model; name a preset, or call train(make_model=...)")])
     added_flags = tune_device(config.train.deterministic)
     # A second start reads its programs from here instead of compiling them again.
     jax.config.update("jax_compilation_cache_dir", str(Path(store_dir).absolute() / "compiled"))
@@ -98,7 +102,12 @@ def build(
     corpus = load_corpus(config, store_dir, tokenizer)
     schedule = resolve_schedule(config, corpus.tokens_per_epoch)
     plan = DataPlan(schedule, config.seed, corpus.tokens_per_epoch, config.train.seq_len)
-    model = (make_model or partial(_configured_model, config))(corpus.tokenizer.vocab_size)
+    if make_model is None:
+        model = _configured_model(config, corpus.tokenizer.vocab_size)
+    else:
+        model = make_model(corpus.tokenizer.vocab_size)
+        rows = config.train.batch_size // config.train.grad_accum
+        check_model(model, corpus.tokenizer.vocab_size, rows, config.train.seq_len)
     placed = _on_mesh(model, mesh)
     make_batch = partial(
         plan.batch,
@@ -140,7 +149,9 @@ def build(
         # Compiled, so that the moments are made where they belong: no device ever holds all of them.
         first_state = partial(init_state, optimizer=optimizer, num_sources=len(plan.sources), ema=ema)
         compiled = jax.jit(first_state, donate_argnums=0, out_shardings=shardings)
-        return compiled(place_state(mesh, model.init(config.seed)))
+        # The run takes its parameters over; what a model of one's own keeps of them stays its own.
+        params = jax.tree.map(lambda p: np.array(p) if isinstance(p, jax.Array) else p, model.init(config.seed))
+        return compiled(place_state(mesh, params))
 
     return Setup(
         config=config,

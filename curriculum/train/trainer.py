@@ -42,7 +42,8 @@ def train(
     """Train a run, or continue it, and return its `training_complete` event.
 
     `run_dir` is `runs/<name>` by default; `resume` is None for a new run, "latest", or the step of a checkpoint.
-    `make_model(vocab_size)` gives a model of one's own; the `model` section is then not read.
+    `make_model(vocab_size)` gives a model of one's own, for the tokenizer's ids; the `model` section is then not
+    read, and null in what the run keeps.
     Raises InputError for what the user can mend, before anything is created, and Stopped after a signal.
     """
     directory = RunDirectory(Path(run_dir) if run_dir is not None else Path("runs") / config.name)
@@ -66,10 +67,15 @@ def train(
         checkpoints.close()
 
 
-def dry_run(config: Config, *, store_dir: str | Path = DEFAULT_STORE_DIR) -> dict[str, Any]:
+def dry_run(
+    config: Config,
+    *,
+    store_dir: str | Path = DEFAULT_STORE_DIR,
+    make_model: Callable[[int], Model] | None = None,
+) -> dict[str, Any]:
     """Validate, prepare, build, compile, take one step and one eval. Leaves nothing behind but prepared data."""
     check_schedule(config)
-    setup = build(config, store_dir)
+    setup = build(config, store_dir, make_model=make_model)
     try:
         clock = time.perf_counter()
         state = setup.train_step(setup.initial_state(), setup.feed[0], np.float32(setup.rates[0]))
