@@ -12,9 +12,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
 
 from curriculum.errors import InputError
+from curriculum.model.model import Model, Params, abstract_params, parameter_name
 from curriculum.run import RunDirectory
 from curriculum.train.averages import mean_of_phase
 from curriculum.train.checkpoint import Checkpoints, load_params
@@ -49,10 +51,7 @@ def export(
 
     step, saved = _saved(directory, step, weights)
     params = load_params(saved)
-    arrays = {
-        ".".join(part.key for part in path): np.asarray(array, np.float32)
-        for path, array in jax.tree.leaves_with_path(params)
-    }
+    arrays = {parameter_name(path): np.asarray(array, np.float32) for path, array in jax.tree.leaves_with_path(params)}
 
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -66,6 +65,29 @@ def export(
     except OSError as error:
         raise InputError(f"-o {output}: cannot be written: {error}") from None
     return step
+
+
+def load_exported(folder: str | os.PathLike, model: Model) -> Params:
+    """The parameters of `model` on the host, from a folder that `export` wrote as safetensors.
+
+    Raises InputError where the folder holds no such files, or other arrays than the model's.
+    """
+    arrays: dict[str, np.ndarray] = {}
+    for file in sorted(Path(folder).glob("model*.safetensors")):
+        try:
+            arrays |= load_file(file)
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"{file}: cannot be read: {error}; export it anew") from None
+    if not arrays:
+        raise InputError(f"{folder}: holds no model.safetensors; expected a folder made by `curriculum export`")
+    shapes = abstract_params(model)
+    asked = {parameter_name(path): array.shape for path, array in jax.tree.leaves_with_path(shapes)}
+    found = {name: array.shape for name, array in arrays.items()}
+    if found != asked:
+        name = min(name for name in {*found, *asked} if found.get(name) != asked.get(name))
+        got, expected = (str(list(shape[name])) if name in shape else "none" for shape in (found, asked))
+        raise InputError(f"{folder}: {name}: got {got}, expected {expected}, as in the model; is it another model's?")
+    return jax.tree.map_with_path(lambda path, _: arrays[parameter_name(path)], shapes)
 
 
 def write_safetensors(

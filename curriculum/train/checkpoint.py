@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -146,13 +147,19 @@ class Checkpoints:
             raise InputError(f"{self.directory}: no checkpoint of step {step}; there are: {there}")
 
 
-def load_params(folder: Path) -> Any:
-    """A saved tree of arrays, on the host, whatever devices it was saved from."""
+def load_params(folder: str | os.PathLike) -> Any:
+    """A saved tree of arrays, on the host, whatever devices it was saved from: `RUN/checkpoints/STEP/params`.
+
+    Raises InputError where there is none.
+    """
+    folder = Path(folder).absolute()
+    if not (folder / "_METADATA").exists():
+        raise InputError(f"{folder}: holds no saved arrays; expected the folder RUN/checkpoints/STEP/params")
     host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    saved = ocp.StandardCheckpointHandler().metadata(folder.absolute()).tree
+    saved = ocp.StandardCheckpointHandler().metadata(folder).tree
     like = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=host), saved)
     with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(folder.absolute(), like)
+        return checkpointer.restore(folder, like)
 
 
 def _abstract(tree: Any) -> Any:
