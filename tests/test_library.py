@@ -1,0 +1,296 @@
+"""The Python of the documentation runs, in an empty folder; and what a model of one's own may and may not be."""
+
+import doctest
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from curriculum.cli.plan import table
+from curriculum.config import build_config
+from curriculum.errors import InputError
+from curriculum.export import export, load_exported, write_safetensors
+from curriculum.model.model import Model, check_model
+from curriculum.plan import plan
+from curriculum.run import load_run
+from curriculum.train.checkpoint import load_params
+from curriculum.train.trainer import dry_run, train
+
+ROOT = Path(__file__).parents[1]
+
+# Runs the python blocks of a page one after another as one program, each line under its number in the page, and
+# writes down what each line prints.
+RUN_PAGE = """
+import json, re, sys
+page = open(sys.argv[1], encoding="utf-8").read()
+printed = []
+def record(*values):
+    printed.append((sys._getframe(1).f_lineno, " ".join(map(str, values))))
+names = {"print": record, "__name__": "__main__"}
+for block in re.finditer(r"^```python\\n(.*?)^```$", page, re.S | re.M):
+    lines_before = page[:block.start(1)].count("\\n")
+    exec(compile("\\n" * lines_before + block[1], sys.argv[1], "exec"), names)
+open("printed.json", "w").write(json.dumps(printed))
+"""
+
+
+def run_page(page: Path, folder: Path) -> dict[int, list[str]]:
+    """What each line of a page printed, by its number; AssertionError with the traceback where a block fails."""
+    folder.mkdir(exist_ok=True)
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_PAGE, str(page)],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    by_line: dict[int, list[str]] = {}
+    for line, text in json.loads((folder / "printed.json").read_text()):
+        by_line.setdefault(line, []).append(text)
+    return by_line
+
+
+def said(page: Path) -> dict[int, str]:
+    """What a page says that its lines print: the comment at the end of the line, or those right below it."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    expected = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.lstrip().startswith("print("):
+            continue
+        below = []
+        while number + len(below) < len(lines) and (match := re.fullmatch(r"# (.+)", lines[number + len(below)])):
+            below.append(match[1])
+        beside = re.search(r"\)  # (.+)$", line)
+        assert bool(beside) != bool(below), f"{page.name}:{number}: a print without its output"
+        expected[number] = beside[1] if beside else "\n".join(below)
+    return expected
+
+
+def check_page(page: Path, folder: Path) -> int:
+    """Run a page and compare; the number of lines that print."""
+    printed, expected = run_page(page, folder), said(page)
+    assert printed.keys() == expected.keys()
+    for number, want in expected.items():
+        got = "\n".join(printed[number])
+        same = doctest.OutputChecker().check_output(want + "\n", got + "\n", doctest.ELLIPSIS)
+        assert same, f"{page.name}:{number}: printed {got!r} and says {want!r}"
+    return len(expected)
+
+
+def test_every_block_of_the_library_page_runs_and_prints_what_it_says(tmp_path):
+    assert check_page(ROOT / "docs/library.md", tmp_path) >= 14
+
+
+def test_the_guides_example_runs(tmp_path, text_folder):
+    config = config_data(
+        text_folder, evalsets={"every": 100, "primary": OWN, "sets": {"general": OWN}}, checkpoint={"every": 100}
+    )
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/quickstart.yaml").write_text(json.dumps(config))
+    assert "general: {" in (ROOT / "configs/quickstart.yaml").read_text()
+    assert check_page(ROOT / "docs/guide.md", tmp_path) == 1
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ("x = 1\nassert x == 2", r'page\.md", line 5, in <module>'),
+        ("print(1)\nprint(2)  # 3", "page.md:4: a print without its output"),
+        ("print(2)  # 3", "page.md:4: printed '2' and says '3'"),
+        ("for i in (1, 2):\n    print(i)\n# 1\n# 3", r"page.md:5: printed '1\\n2' and says '1\\n3'"),
+        ("if False:\n    print(1)  # 1", "=="),
+    ],
+)
+def test_a_wrong_page_is_found_with_its_line(tmp_path, block, message):
+    page = tmp_path / "page.md"
+    page.write_text(f"# Page\n\n```python\n{block}\n```\n")
+    with pytest.raises(AssertionError, match=message):
+        check_page(page, tmp_path)
+
+
+OWN = {"held_out_of": "web"}
+
+
+@pytest.fixture(scope="session")
+def text_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    words = np.random.default_rng(0).choice("the quick brown fox jumps over a lazy dog".split(), 3000)
+    (folder / "web.txt").write_text(" ".join(words))
+    return folder
+
+
+def config_data(text_folder, **sections):
+    return {
+        "model": {"n_layer": 1, "n_head": 1, "d_model": 8, "d_ff": 8, "max_seq_len": 32},
+        "sources": {"web": {"path": str(text_folder / "web.txt"), "held_out": "10%"}},
+        "phases": [{"name": "all", "until": "end", "mixture": {"web": 1}}],
+        "evalsets": {"primary": OWN, "every": 100},
+        "train": {"steps": 4, "batch_size": 4, "seq_len": 16},
+        "checkpoint": {"every": 2},
+        "logging": {"tensorboard": False},
+    } | sections
+
+
+def bigram(params, build=lambda embed, kernel: {"embed": embed, "kernel": kernel}, take=None, **changes):
+    """A model of two matrices, its parameters arranged by `build` and found again by `take`."""
+    take = take or (lambda p: (p["embed"], p["kernel"]))
+
+    def forward(params, tokens_BT, segment_ids_BT, keys_B):
+        embed_VD, kernel_DV = take(params)
+        return embed_VD[tokens_BT] @ kernel_DV
+
+    return Model(**{"init": lambda seed: build(*params), "forward": forward} | changes)
+
+
+@pytest.fixture
+def matrices():
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal(shape).astype(np.float32) / 4 for shape in ((257, 8), (8, 257))]
+
+
+def trained(text_folder, run_dir, model, **sections):
+    """(final loss, flat parameters) of a short run of a model of one's own."""
+    config = build_config(config_data(text_folder, **sections))
+    complete = train(config, run_dir, store_dir=text_folder / "store", make_model=lambda vocab_size: model)
+    assert complete["skipped_updates"] == 0
+    return complete["final_val_loss"], jax.tree.leaves(load_params(run_dir / "checkpoints/4/params"))
+
+
+def test_parameters_may_be_lists_and_arrays_of_a_device(tmp_path, text_folder, matrices):
+    loss, arrays = trained(text_folder, tmp_path / "dict", bigram(matrices))
+
+    on_device = [jnp.asarray(array) for array in matrices]
+    device_loss, device_arrays = trained(text_folder, tmp_path / "device", bigram(on_device))
+    listed = bigram(
+        matrices, lambda e, k: {"layers": [e, {"kernel": k}]}, lambda p: (p["layers"][0], p["layers"][1]["kernel"])
+    )
+    list_loss, list_arrays = trained(text_folder, tmp_path / "list", listed)
+
+    assert loss == device_loss == list_loss
+    assert len(arrays) == 2 and not np.array_equal(arrays[0], matrices[0])
+    for others in (device_arrays, list_arrays):
+        assert all(np.array_equal(a, b) for a, b in zip(arrays, others, strict=True))
+    # What the caller keeps is his: the same as before the run, and still there.
+    assert all(np.array_equal(a, b) for a, b in zip(on_device, matrices, strict=True))
+
+    export(tmp_path / "list", tmp_path / "exported")
+    loaded = load_exported(tmp_path / "exported", listed)
+    assert np.array_equal(loaded["layers"][0], arrays[0]) and np.array_equal(loaded["layers"][1]["kernel"], arrays[1])
+
+
+def test_exported_shards_are_loaded_and_other_arrays_refused(tmp_path, matrices):
+    arrays = {"embed": matrices[0], "kernel": matrices[1]}
+    write_safetensors(tmp_path, arrays, {}, shard_bytes=9000)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2
+    loaded = load_exported(tmp_path, bigram(matrices))
+    assert loaded.keys() == arrays.keys() and all(np.array_equal(loaded[name], arrays[name]) for name in arrays)
+
+    def refused(message, model, folder=tmp_path):
+        with pytest.raises(InputError, match=message):
+            load_exported(folder, model)
+
+    refused(r"kernel: got \[8, 257\], expected \[8, 300\]", bigram([matrices[0], np.zeros((8, 300), np.float32)]))
+    refused(r"bias: got none, expected \[8, 257\]", bigram(matrices, lambda e, k: {"embed": e, "kernel": k, "bias": k}))
+    refused("kernel: got .*, expected none", bigram(matrices, lambda e, k: {"embed": e}))
+    refused("holds no model.safetensors", bigram(matrices), tmp_path / "nothing")
+    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"damaged")
+    refused("cannot be read", bigram(matrices))
+
+
+def test_a_folder_without_parameters_is_refused(tmp_path):
+    with pytest.raises(InputError, match="holds no saved arrays; expected the folder RUN/checkpoints/STEP/params"):
+        load_params(str(tmp_path))
+
+
+def spec(*shape, dtype=np.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+FIRST_ROWS = {"forward": lambda p, t, s, k: p["embed"][t][:, 1:]}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"build": lambda e, k: {"embed": e.astype(jnp.bfloat16), "kernel": k}}, "parameter embed: got bfloat16, expected float32"),
+        ({"build": lambda e, k: {"embed": e, "kernel": [k.astype(np.int32)]}}, "parameter kernel.0: got int32, expected float32"),
+        ({"build": lambda e, k: {}}, "init gave no parameters"),
+        ({"build": lambda e, k: {0: e, 1: k}}, "parameter 0: expected nested dicts, keyed by strings, and lists"),
+        ({"build": lambda e, k: {"a.b": e, "a": {"b": k}}}, "parameter a.b: two have this name"),
+        ({"forward": lambda p, t, s, k: p["embed"][t][:, 1:]}, r"forward gave float32\[4, 15, 8\] for tokens int32\[4, 16\], expected \[4, 16, D\]"),
+        ({"forward": lambda p, t, s, k: p["embed"][t][..., 0]}, r"forward gave float32\[4, 16\] for tokens"),
+        ({"forward": lambda p, t, s, k: (p["embed"][t], None)}, "forward gave tuple for tokens"),
+        ({"forward": lambda p, t, s, k: p["embed"][t] if k is None else p["embed"][t][:1]}, r"forward gave float32\[1, 16, 8\]"),
+        ({"forward": lambda p, t, s, k: p["embed"][t]}, "forward, without a head, gave logits for 8 ids, expected at least the tokenizer's 257"),
+        ({"forward": lambda p, t, s, k: p["embed"][t], "head": lambda p: p["embed"][:256]}, "head gave a kernel for 256 ids, expected at least the tokenizer's 257"),
+        ({"forward": lambda p, t, s, k: p["embed"][t], "head": lambda p: p["kernel"]}, r"head gave float32\[8, 257\], expected \[V, 8\]"),
+    ],
+)  # fmt: skip
+def test_a_model_that_breaks_its_promises_is_refused(matrices, change, message):
+    with pytest.raises(InputError, match=message):
+        check_model(bigram(matrices, **change), vocab_size=257, num_rows=4, seq_len=16)
+
+
+def test_every_wrong_parameter_is_told_at_once(matrices):
+    half = bigram(matrices, lambda e, k: {"embed": e.astype(np.float16), "kernel": k.astype(np.float16)})
+    with pytest.raises(InputError) as caught:
+        check_model(half, vocab_size=257, num_rows=4, seq_len=16)
+    assert [problem.split(":")[1] for problem in caught.value.problems] == [" parameter embed", " parameter kernel"]
+
+
+def test_a_good_model_passes_with_and_without_a_head(matrices):
+    check_model(bigram(matrices), vocab_size=257, num_rows=4, seq_len=16)
+    headed = {"forward": lambda p, t, s, k: p["embed"][t], "head": lambda p: p["embed"]}
+    check_model(bigram(matrices, **headed), vocab_size=100, num_rows=4, seq_len=16)
+
+
+def test_what_make_model_gives_is_checked_before_a_run_is_created(tmp_path, text_folder, matrices):
+    config = build_config(config_data(text_folder))
+    for gives, message in ((bigram(matrices, **FIRST_ROWS), "forward gave"), (matrices, "gave list, expected")):
+        with pytest.raises(InputError, match=message):
+            train(config, tmp_path / "run", store_dir=text_folder / "store", make_model=lambda vocab_size: gives)  # noqa: B023
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_of_ones_own_may_have_longer_sequences_than_the_presets(tmp_path, text_folder, matrices):
+    long = {"steps": 4, "batch_size": 1, "seq_len": 1200}
+    with pytest.raises(InputError, match="expected at most the model's max_seq_len"):
+        build_config(config_data(text_folder, train=long))
+    config = build_config(config_data(text_folder, train=long, model=None))
+    assert plan(config, store_dir=tmp_path).num_parameters is None
+    assert "parameters: unknown (the tokenizer is not prepared, or model is null)" in table(plan(config))
+    told = dry_run(config, store_dir=text_folder / "store", make_model=lambda vocab_size: bigram(matrices))
+    assert told["num_parameters"] == 2 * 257 * 8
+
+
+def test_a_run_without_a_model_is_refused(tmp_path, text_folder):
+    config = build_config(config_data(text_folder, model=None))
+    for start in (
+        lambda: train(config, tmp_path / "run", store_dir=tmp_path),
+        lambda: dry_run(config, store_dir=tmp_path),
+    ):
+        with pytest.raises(InputError, match=r"model: got null .* call train\(make_model=\.\.\.\)"):
+            start()
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_run_keeps_that_its_model_was_not_the_configs(tmp_path, text_folder, matrices):
+    trained(text_folder, tmp_path / "run", bigram(matrices, architecture={"kind": "bigram", "width": 8}))
+    run = load_run(tmp_path / "run")
+    assert run.config.model is None and run.events[0]["config"]["model"] is None
+    assert json.loads((tmp_path / "run/model.json").read_text()) == {"kind": "bigram", "width": 8}
+
+    config = build_config(config_data(text_folder))
+    other = bigram(matrices, architecture={"kind": "bigram", "depth": 1})
+    with pytest.raises(InputError, match=r"cannot change: width None \(was 8\), depth 1 \(was None\)"):
+        train(config, tmp_path / "run", resume="latest", store_dir=text_folder / "store", make_model=lambda _: other)
+    with pytest.raises(InputError, match=r"cannot change: kind None \(was bigram\)"):
+        train(config, tmp_path / "run", resume="latest", store_dir=text_folder / "store")
