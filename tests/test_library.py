@@ -223,6 +223,7 @@ FIRST_ROWS = {"forward": lambda p, t, s, k: p["embed"][t][:, 1:]}
         ({"build": lambda e, k: {"embed": e.astype(jnp.bfloat16), "kernel": k}}, "parameter embed: got bfloat16, expected float32"),
         ({"build": lambda e, k: {"embed": e, "kernel": [k.astype(np.int32)]}}, "parameter kernel.0: got int32, expected float32"),
         ({"build": lambda e, k: {}}, "init gave no parameters"),
+        ({"build": lambda e, k: e}, "parameter : expected nested dicts, keyed by strings, and lists"),
         ({"build": lambda e, k: {0: e, 1: k}}, "parameter 0: expected nested dicts, keyed by strings, and lists"),
         ({"build": lambda e, k: {"a.b": e, "a": {"b": k}}}, "parameter a.b: two have this name"),
         ({"forward": lambda p, t, s, k: p["embed"][t][:, 1:]}, r"forward gave float32\[4, 15, 8\] for tokens int32\[4, 16\], expected \[4, 16, D\]"),

@@ -63,7 +63,8 @@ def check_model(model: Model, vocab_size: int, num_rows: int, seq_len: int) -> N
     problems = []
     for path, array in jax.tree.leaves_with_path(params):
         name = parameter_name(path)
-        if not all(isinstance(key, SequenceKey) or isinstance(getattr(key, "key", None), str) for key in path):
+        named = [isinstance(key, SequenceKey) or isinstance(getattr(key, "key", None), str) for key in path]
+        if not named or not all(named):
             problems.append(f"parameter {name}: expected nested dicts, keyed by strings, and lists")
         if name in by_name:
             problems.append(f"parameter {name}: two have this name; expected keys without a dot")
