@@ -93,6 +93,21 @@ def test_interrupt_before_training_exits_with_130(folder):
     assert process.returncode == 130 and "Traceback" not in errors, errors
 
 
+def test_a_dry_run_of_answers_that_no_row_holds(folder):
+    """A prompt longer than all the text of a batch: its first update has nothing to learn from."""
+    rows = [{"prompt": f"{i} " + "why " * 2000, "completion": "so"} for i in range(30)]
+    (folder / "talks.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    given = ["sources.web={path: talks.jsonl, format: completion}", "evalsets.primary={path: extra}"]
+    done = run(folder, "train", "c.yaml", "--dry-run", *(f"--set={option}" for option in given))
+    assert done.returncode == 0, done.stderr
+    assert "no target scored | first eval" in done.stdout
+
+
+def test_a_dry_run_continues_nothing(folder):
+    done = run(folder, "train", "c.yaml", "--dry-run", "--resume", "latest")
+    assert done.returncode == 2 and "--dry-run: it begins nothing and continues nothing" in done.stderr
+
+
 def test_dry_run_leaves_no_run_behind(folder):
     done = run(folder, "train", "c.yaml", "--dry-run")
     assert done.returncode == 0, done.stderr

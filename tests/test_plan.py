@@ -190,7 +190,7 @@ def test_memory_is_of_one_micro_step_and_its_parts_add_up(tmp_path):
 def test_memory_in_the_table(tmp_path):
     learned = plan(config_of(tmp_path, tokenizer={"kind": "char"}), store_dir=tmp_path / "store")
     assert learned.memory is None and table(learned)[2] == (
-        "memory per device (estimate): unknown until the tokenizer is prepared"
+        "memory per device (estimate): unknown (the tokenizer is not prepared, or model is null)"
     )
     config = config_of(tmp_path)
     load_corpus(config, tmp_path / "store")

@@ -9,6 +9,7 @@ import click
 
 from curriculum.cli.options import config_options
 from curriculum.config import config_name, load_config
+from curriculum.errors import InputError
 from curriculum.run import RunDirectory
 
 
@@ -34,14 +35,17 @@ def command(config_path, overrides, dataset_dirs, eval_dataset_dirs, store_dir, 
     from curriculum.train.trainer import train
 
     if dry_run:
+        if resume is not None:
+            raise InputError("--dry-run: it begins nothing and continues nothing; leave --resume out")
         done = run_dry(config, store_dir=store_dir)
         evals = " | ".join(f"{name} {loss:.4f}" for name, loss in done["eval_losses"].items())
         devices = done["devices"]
+        loss = "no target scored" if done["loss"] is None else f"loss {done['loss']:.4f}"
         sizes = " x ".join(f"{axis} {size}" for axis, size in devices["mesh"].items())
         click.echo(
             f"dry run of {config.name}: {done['num_parameters']:,} parameters, {done['total_steps']} steps planned\n"
             f"  mesh {sizes}, {devices['num']} x {devices['kind']}\n"
-            f"  first step {done['first_step_s']:.2f} s, loss {done['loss']:.4f} | first eval "
+            f"  first step {done['first_step_s']:.2f} s, {loss} | first eval "
             f"{done['first_eval_s']:.2f} s, {evals}\n"
             f"  peak memory {done['peak_memory_gb']:.2f} GB; no run was written"
         )

@@ -41,7 +41,7 @@ from phases.batches import DataPlan
 from phases.lr import learning_rate
 from phases.schedule import Schedule
 
-EVAL_MICRO_BATCH = 32  # rows; on 2 CPU cores 32 is 1.1x 16, and all windows at once x0.65
+EVAL_ROWS = 32  # of a micro-batch on a device, at most; on 2 CPU cores 32 is 1.1x 16, and all windows at once x0.65
 
 
 @dataclass
@@ -118,9 +118,8 @@ def build(
         train_on_eos=config.packing.train_on_eos,
     )
     feed = Feed(plan, make_batch, partial(place_batch, mesh))
-    eval_rows = -(-EVAL_MICRO_BATCH // row_shards(mesh)) * row_shards(mesh)
     evalsets = list(corpus.evalsets.values())
-    suite = Suite(evalsets, partial(nats_per_token, placed), eval_rows, partial(place_rows, mesh))
+    suite = Suite(evalsets, partial(nats_per_token, placed), _eval_rows(config, mesh), partial(place_rows, mesh))
     optimizer = make_optimizer(config.optim)
     step = make_train_step(
         placed,
@@ -184,6 +183,17 @@ def _on_mesh(model: Model, mesh: Mesh) -> Model:
         forward=lambda params, *inputs: model.forward(whole(params), *inputs),
         head=None if head is None else lambda params: head(whole(params)),
     )
+
+
+def _eval_rows(config: Config, mesh: Mesh) -> int:
+    """Rows of an eval micro-batch: at most twice the tokens of a training micro-step, which keeps far more of each.
+
+    So what makes an update smaller (`train.grad_accum`) makes an eval smaller as well.
+    """
+    train, shards = config.train, row_shards(mesh)
+    micro_step_tokens = train.batch_size // train.grad_accum * train.seq_len
+    rows = min(EVAL_ROWS * shards, max(1, 2 * micro_step_tokens // config.eval_seq_len))
+    return -(-rows // shards) * shards
 
 
 def _mesh_of(config: Config) -> Mesh:

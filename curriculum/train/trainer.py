@@ -53,9 +53,7 @@ def train(
             f"{directory.path}: already holds a run; continue it with --resume latest, or choose another --run-dir"
         )
     _check_resume(directory, resume)
-    if config.logging.wandb:
-        check_wandb(config.logging.wandb)
-    check_schedule(config)
+    _check(config)
     setup = build(config, store_dir, _snapshot(directory, config) if resume is not None else None, make_model)
     mean_of = config.averages.phase_mean
     keep_planned = None if mean_of is None else (config.checkpoint.every, mean_of)
@@ -74,7 +72,7 @@ def dry_run(
     make_model: Callable[[int], Model] | None = None,
 ) -> dict[str, Any]:
     """Validate, prepare, build, compile, take one step and one eval. Leaves nothing behind but prepared data."""
-    check_schedule(config)
+    _check(config)
     setup = build(config, store_dir, make_model=make_model)
     try:
         clock = time.perf_counter()
@@ -232,6 +230,13 @@ def _sets_due(config: Config, done: int, boundaries: set[int]) -> list[str]:
         return list(config.eval_sources)
     every = config.evalsets.every
     return [name for name, s in config.eval_sources.items() if done % every == 0 and done % (s.every or every) == 0]
+
+
+def _check(config: Config) -> None:
+    """Raise InputError for what can be told of a config before anything is prepared."""
+    if config.logging.wandb:
+        check_wandb(config.logging.wandb)
+    check_schedule(config)
 
 
 def _check_resume(directory: RunDirectory, resume: str | int | None) -> None:
