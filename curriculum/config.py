@@ -101,7 +101,7 @@ class AveragesSection:
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Of a moving average of the parameters, `ema`; a step's decay is min(this, (1 + step) / (10 + step))."""
     phase_mean: Annotated[int, Field(ge=2, le=1000)] | None = None
-    """At the end of a phase, the mean of its last so many checkpoints, `phase_mean`."""
+    """At a phase's end, the mean of its last so many checkpoints; as many are kept, whatever checkpoint.keep says."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class CheckpointSection:
     every: PositiveInt = 200
     """Steps between checkpoints; the last step is always saved."""
     keep: PositiveInt = 3
-    """How many of the newest checkpoints are kept."""
+    """How many of the newest checkpoints are kept; averages.phase_mean keeps more."""
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ def _saved(directory: RunDirectory, step: str | int, weights: str) -> tuple[int,
     if kind == "mean":
         if step != "latest":
             raise InputError(f"--step {step}: the mean of a phase is of its last checkpoints; leave --step out")
-        return mean_of_phase(directory.path / "averages", phase)
+        return mean_of_phase(directory.averages, phase)
     item = _chosen("--weights", weights, {"raw": "params", "ema": "ema", "mean:PHASE": None})
     checkpoints = Checkpoints(directory.checkpoints, read_only=True)
     try:

@@ -29,6 +29,14 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def averages(self) -> Path:
+        return self.path / "averages"
+
+    @property
+    def superseded(self) -> Path:
+        return self.path / "superseded"
+
+    @property
     def tokenizer(self) -> Path:
         return self.path / "tokenizer"
 
@@ -62,16 +70,10 @@ class RunDirectory:
             raise InputError(f"--run-dir {self.path}: {nearest} is no folder that can be written to; choose another")
 
     def set_aside_evals_after(self, step: int) -> None:
-        """Move the results of evals and the means of phases after `step` to `superseded/`: they come again."""
-        for path in self.path.glob("averages/*/steps.json"):
-            if json.loads(path.read_text())[-1] > step:
-                target = self.path / "superseded" / "averages" / path.parent.name
-                shutil.rmtree(target, ignore_errors=True)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                path.parent.rename(target)
+        """Move the results of evals after `step` to `superseded/`: they will be measured again."""
         for path in self.path.glob("evals/*.npz"):
             if path.stem.isdecimal() and int(path.stem) > step:
-                target = self.path / "superseded" / "evals" / path.name
+                target = self.superseded / "evals" / path.name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 path.replace(target)
 

@@ -65,8 +65,8 @@ def assert_trees_equal(one, other):
 
 
 def test_the_mean_is_of_the_last_scheduled_checkpoints_of_its_phase(run):
-    assert json.loads((run / "averages/first/steps.json").read_text()) == [3, 6]
-    assert json.loads((run / "averages/last/steps.json").read_text()) == [9, 12, 14]
+    assert json.loads((run / "averages/first/mean.json").read_text()) == {"steps": [3, 6], "end": 8}
+    assert json.loads((run / "averages/last/mean.json").read_text()) == {"steps": [9, 12, 14], "end": 14}
     # One checkpoint is to be kept, but a mean in the making needs three: 9 and 12 beside the last.
     assert sorted(int(path.name) for path in (run / "checkpoints").iterdir()) == [6, 9, 12, 14]
     raw = [load_params(run / f"checkpoints/{step}/params") for step in (9, 12, 14)]
@@ -123,7 +123,7 @@ def test_a_resumed_run_has_the_same_averages(run, folder, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     config = build_config(config_data(folder, ema_decay=0.5, phase_mean=3))
     train(config, tmp_path / "run", resume=9, store_dir=folder / "store")
-    assert (tmp_path / "run/superseded/averages/last/steps.json").exists()
+    assert (tmp_path / "run/superseded/averages/last/mean.json").exists()
     for saved in ("checkpoints/14/params", "checkpoints/14/ema", "averages/last/params", "averages/first/params"):
         assert_trees_equal(load_params(tmp_path / "run" / saved), load_params(run / saved))
     one, other = evals(run)[14], evals(tmp_path / "run")[14]
@@ -142,6 +142,52 @@ def test_a_moving_average_begins_with_the_parameters_where_the_checkpoint_has_no
     after, ema = (load_params(tmp_path / f"run/checkpoints/7/{item}") for item in ("params", "ema"))
     for b, a, e in zip(*map(jax.tree.leaves, (before, after, ema)), strict=True):
         np.testing.assert_allclose(e, 0.25 * b + 0.75 * a, atol=1e-6)
+
+
+def changed(folder, **changes):
+    data = config_data(folder, ema_decay=0.5, phase_mean=3)
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        data[section][name] = value
+    return build_config(data)
+
+
+def mean_steps(run, phase):
+    return json.loads((run / f"averages/{phase}/mean.json").read_text())["steps"]
+
+
+def test_checkpoints_that_are_gone_are_left_out_of_a_mean(run, folder, tmp_path):
+    """Resumed from 6, step 3 is not there any more; with another interval, the older ones are not scheduled."""
+    shutil.copytree(run, tmp_path / "run")
+    train(changed(folder), tmp_path / "run", resume=6, store_dir=folder / "store")
+    assert not (tmp_path / "run/averages/first").exists()  # one checkpoint is no mean
+    assert mean_steps(tmp_path / "run", "last") == [9, 12, 14]
+    train(changed(folder, checkpoint__every=4), tmp_path / "run", resume=9, store_dir=folder / "store")
+    assert mean_steps(tmp_path / "run", "last") == [12, 14]
+
+
+def test_a_mean_may_be_asked_for_on_a_resume(folder, tmp_path):
+    data = config_data(folder)
+    train(build_config(data), tmp_path / "run", store_dir=folder / "store")
+    train(changed(folder, train__steps=18), tmp_path / "run", resume="latest", store_dir=folder / "store")
+    assert mean_steps(tmp_path / "run", "last") == [15, 18]
+
+
+def test_a_set_added_at_the_end_of_a_phase_is_measured_with_the_mean_that_was_taken(folder, tmp_path):
+    short = config_data(folder, phase_mean=3)
+    short["phases"] = short["phases"][1:]
+    short["train"]["steps"] = 6
+    train(build_config(short), tmp_path / "run", store_dir=folder / "store")
+    assert mean_steps(tmp_path / "run", "last") == [3, 6]
+    before = load_params(tmp_path / "run/averages/last/params")
+    shutil.rmtree(tmp_path / "run/checkpoints/3")
+    short["train"]["steps"] = 7
+    short["phases"] = [{"name": "last", "until": 6, "mixture": {"web": 1.0}}, short["phases"][0] | {"name": "more"}]
+    short["evalsets"]["sets"]["again"] = {"held_out_of": "web"}
+    train(build_config(short), tmp_path / "run", resume="latest", store_dir=folder / "store")
+    (added,) = [e for e in load_run(tmp_path / "run").events if e["event"] == "eval" and "val_loss" not in e]
+    assert added["step"] == 6 and added["phase_mean"].keys() == {"eval_again", "eval_again_bpb", "eval_again_sem"}
+    assert_trees_equal(load_params(tmp_path / "run/averages/last/params"), before)
 
 
 def test_averages_are_exported_by_name(run, tmp_path):

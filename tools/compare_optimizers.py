@@ -42,6 +42,11 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.steps < 2 or args.seeds < 1:
         parser.error("expected --steps of at least 2 and --seeds of at least 1")
+    for option in ("optimizers", "lr_times"):
+        if len(set(getattr(args, option))) < len(getattr(args, option)):
+            parser.error(f"--{option.replace('_', '-')}: expected each one once")
+    if args.json and not Path(args.json).absolute().parent.is_dir():
+        parser.error(f"--json {args.json}: its folder does not exist")
 
     from curriculum.errors import InputError
 

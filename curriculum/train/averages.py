@@ -17,11 +17,13 @@ import orbax.checkpoint as ocp
 from curriculum.errors import InputError
 from curriculum.model.model import Params
 from curriculum.record.events import AVERAGES
-from curriculum.train.checkpoint import Checkpoints
+from curriculum.train.checkpoint import Checkpoints, load_params
+from curriculum.train.mesh import place_state
 from curriculum.train.setup import Setup
 from curriculum.train.step import TrainState
 
 EMA, PHASE_MEAN = AVERAGES
+SIDECAR = "mean.json"
 
 
 def averages_at(
@@ -29,45 +31,78 @@ def averages_at(
 ) -> dict[str, Params]:
     """What to measure beside the raw parameters after `done` updates, by name; nothing at step 0.
 
-    At the end of a phase with two or more checkpoints, its mean is among them and is written to `folder`/<phase>.
+    At the end of a phase with two or more checkpoints its mean is among them, and is written to `folder`/<phase>.
     """
     averages = {EMA: state.ema} if state.ema is not None and done else {}
     phase = next((name for name, _, end in setup.schedule.phase_bounds if end == done), None)
-    if phase is not None and len(steps := mean_steps(setup, done)) > 1:
-        checkpoints.wait()
-        mean = jax.tree.map(jax.numpy.zeros_like, state.params)
-        for step in steps:
-            params = state.params if step == done else checkpoints.restore_params(step, state.params)
-            mean = jax.tree.map(lambda total, p: total + p / len(steps), mean, params)  # noqa: B023
-        _write(folder / phase, mean, steps)
-        averages[PHASE_MEAN] = mean
+    if phase is None or setup.config.averages.phase_mean is None:
+        return averages
+    if _end(folder / phase) == done:  # a run that goes on from here, with sets to measure that are new
+        averages[PHASE_MEAN] = place_state(setup.mesh, load_params(folder / phase / "params"))
+        return averages
+    checkpoints.wait()
+    # Of an older step that was resumed from, or of another `checkpoint.every`, some may be gone.
+    there = {*checkpoints.steps(), done}
+    steps = [step for step in _planned_steps(setup, done) if step in there][-setup.config.averages.phase_mean :]
+    if len(steps) > 1:
+        averages[PHASE_MEAN] = _mean(state, done, steps, checkpoints)
+        _write(folder / phase, averages[PHASE_MEAN], {"steps": steps, "end": done})
     return averages
 
 
-def mean_steps(setup: Setup, done: int) -> list[int]:
-    """The checkpoints, oldest first, whose mean is taken where a phase ends after `done` updates.
+def _planned_steps(setup: Setup, done: int) -> list[int]:
+    """The checkpoints that the schedule asks for in the phase that ends after `done` updates, oldest first.
 
-    Only those that the schedule asks for count, so that a run that was stopped in between has the same mean.
+    Others do not count, so that a run that was stopped in between has the same mean.
     """
-    config, total = setup.config, setup.schedule.total_steps
-    if config.averages.phase_mean is None:
-        return []
+    every, total = setup.config.checkpoint.every, setup.schedule.total_steps
     start = next(start for _, start, end in setup.schedule.phase_bounds if end == done)
-    planned = [s for s in range(start + 1, done + 1) if s % config.checkpoint.every == 0 or s == total]
-    return planned[-config.averages.phase_mean :]
+    return [s for s in range(start + 1, done + 1) if s % every == 0 or s == total]
+
+
+def _mean(state: TrainState, done: int, steps: list[int], checkpoints: Checkpoints) -> Params:
+    @jax.jit
+    def add(mean, params):
+        return jax.tree.map(lambda m, p: m + p / len(steps), mean, params)
+
+    mean = jax.tree.map(lambda p: 0 * p, state.params)
+    for step in steps:
+        mean = add(mean, state.params if step == done else checkpoints.restore_params(step, state.params))
+    return mean
 
 
 def mean_of_phase(folder: Path, phase: str) -> tuple[int, Path]:
     """(last of the averaged steps, folder of the arrays) of a phase's mean. Raises InputError where there is none."""
-    if phase not in (there := {path.parent.name: path for path in folder.glob("*/steps.json")}):
+    if phase not in (there := {path.parent.name: path for path in folder.glob(f"*/{SIDECAR}")}):
         names = ", ".join(sorted(there)) or "none"
-        raise InputError(f"{folder}: no mean of phase {phase!r}; there are: {names} (averages.phase_mean makes them)")
-    return json.loads(there[phase].read_text())[-1], folder / phase / "params"
+        raise InputError(
+            f"{folder}: no mean of phase {phase!r}; there are: {names} (averages.phase_mean makes one at the end of a "
+            "phase with two checkpoints or more)"
+        )
+    return json.loads(there[phase].read_text())["steps"][-1], folder / phase / "params"
 
 
-def _write(folder: Path, mean: Any, steps: list[int]) -> None:
-    """Written whole or not at all: the list of steps comes last."""
-    shutil.rmtree(folder, ignore_errors=True)
+def set_aside_means_after(folder: Path, step: int, target: Path) -> None:
+    """Move the means of phases that end after `step` to `target`: they come again."""
+    for path in folder.glob(f"*/{SIDECAR}"):
+        if _end(path.parent) > step:
+            shutil.rmtree(target / path.parent.name, ignore_errors=True)
+            target.mkdir(parents=True, exist_ok=True)
+            path.parent.rename(target / path.parent.name)
+
+
+def _end(folder: Path) -> int | None:
+    """The step that the phase of a mean ended at; None where there is no mean."""
+    path = folder / SIDECAR
+    return json.loads(path.read_text())["end"] if path.exists() else None
+
+
+def _write(folder: Path, mean: Any, sidecar: dict[str, Any]) -> None:
+    """Written whole or not at all: made beside its place, and moved there."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save((folder / "params").absolute(), mean)
-    (folder / "steps.json").write_text(json.dumps(steps) + "\n")
+        checkpointer.save((partial / "params").absolute(), mean)
+    (partial / SIDECAR).write_text(json.dumps(sidecar) + "\n")
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)

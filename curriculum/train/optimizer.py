@@ -135,12 +135,14 @@ class OptimConfig:
 
 
 _SHARE = "0 or more and below 1", lambda number: 0 <= number < 1
-_FINITE = "a finite number, 0 or more", lambda number: 0 <= number < math.inf
 _POSITIVE = "a finite number above 0", lambda number: 0 < number < math.inf
 _RANGES = {
     **dict.fromkeys(("b1", "b2", "lion.b1", "lion.b2", "muon.momentum", "sophia.b1", "sophia.b2"), _SHARE),
-    **dict.fromkeys(("weight_decay", "grad_clip", "muon.weight_decay_mult"), _FINITE),
-    **dict.fromkeys(("eps", "muon.lr_scale", "muon.consistent_rms", "sophia.gamma", "sophia.eps"), _POSITIVE),
+    "grad_clip": ("a finite number, 0 or more", lambda number: 0 <= number < math.inf),
+    # An update beyond these bounds ruins the parameters, and only the next one would show it.
+    **dict.fromkeys(("weight_decay", "muon.weight_decay_mult"), ("0 to 100", lambda number: 0 <= number <= 100)),
+    "muon.lr_scale": ("above 0, at most 1000", lambda number: 0 < number <= 1000),
+    **dict.fromkeys(("eps", "muon.consistent_rms", "sophia.gamma", "sophia.eps"), _POSITIVE),
     "muon.ns_steps": ("1 to 20", lambda number: 1 <= number <= 20),
     "sophia.every": ("1 to 1000000000", lambda number: 1 <= number <= 10**9),
 }

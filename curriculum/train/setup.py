@@ -103,7 +103,7 @@ def build(
     schedule = resolve_schedule(config, corpus.tokens_per_epoch)
     plan = DataPlan(schedule, config.seed, corpus.tokens_per_epoch, config.train.seq_len)
     if make_model is None:
-        model = _configured_model(config, corpus.tokenizer.vocab_size)
+        model = transformer(resolve_model(config.model, corpus.tokenizer.vocab_size))
     else:
         model = make_model(corpus.tokenizer.vocab_size)
         rows = config.train.batch_size // config.train.grad_accum
@@ -128,6 +128,7 @@ def build(
         grad_clip=config.optim.grad_clip,
         seed=config.seed,
         document_mask=config.packing.document_mask,
+        deterministic=config.train.deterministic is True,
         ema_decay=config.averages.ema_decay,
         place_grads=partial(constrain, mesh),
     )
@@ -167,12 +168,6 @@ def build(
         abstract_state=abstract_state,
         device_lines=device_lines(added_flags),
     )
-
-
-def _configured_model(config: Config, vocab_size: int) -> Model:
-    """The transformer of the config's `model` section, without dropout where training is to be deterministic."""
-    architecture = resolve_model(config.model, vocab_size)
-    return transformer(replace(architecture, dropout=0.0) if config.train.deterministic else architecture)
 
 
 def _on_mesh(model: Model, mesh: Mesh) -> Model:

@@ -44,6 +44,8 @@ class TrainState(NamedTuple):
     ema: Params | None = None  # exponential moving average of the parameters, where one is kept
 
 
+_SAMPLED = 0x5A3D1ED  # a branch of a row's key: the targets that are drawn from the model
+
 TrainStep = Callable[[TrainState, Batch, jax.Array], TrainState]
 
 
@@ -70,6 +72,7 @@ def make_train_step(
     grad_clip: float = 0.0,
     seed: int = 0,
     document_mask: bool = False,
+    deterministic: bool = False,
     ema_decay: float | None = None,
     place_grads: Callable[[Params], Params] = lambda grads: grads,
 ) -> TrainStep:
@@ -81,7 +84,8 @@ def make_train_step(
     arguments that estimates it. A loss or norm that is not finite, or a batch without a valid token, leaves
     parameters, optimizer state and window as they were and counts as a skipped update.
 
-    Random keys come from (seed, step, row of the batch). With `document_mask` a token sees its own document only.
+    Random keys come from (seed, step, row of the batch); the model gets none where the step is `deterministic`. With
+    `document_mask` a token sees its own document only.
     The moving average `state.ema` has a decay of min(ema_decay, (1 + step) / (10 + step)), so that the first
     parameters are forgotten. `place_grads` pins the gradients to the devices that hold the parameters.
     """
@@ -94,7 +98,10 @@ def make_train_step(
             segment_ids_BT = micro.segment_ids_ABT if document_mask else None
             targets_BT = micro.targets_ABT
             if sampled:
-                targets_BT = sample_targets(model, params, micro.inputs_ABT, segment_ids_BT, keys_B)
+                # Other draws than those of dropout, which come from the same keys.
+                draws_B = jax.vmap(partial(jax.random.fold_in, data=_SAMPLED))(keys_B)
+                targets_BT = sample_targets(model, params, micro.inputs_ABT, segment_ids_BT, draws_B)
+            if sampled or deterministic:
                 keys_B = None
             (_, nats_B), grads = jax.value_and_grad(partial(sum_nats, model), has_aux=True)(
                 params, micro.inputs_ABT, targets_BT, micro.loss_mask_ABT, segment_ids_BT, keys_B

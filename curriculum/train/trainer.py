@@ -21,7 +21,7 @@ from curriculum.record.events import Record, check_offsets, set_aside
 from curriculum.record.wandb_log import WandbLog, check_wandb
 from curriculum.run import RunDirectory, load_run, read_json, write_tokenizer
 from curriculum.train import fields, ledger
-from curriculum.train.averages import averages_at
+from curriculum.train.averages import averages_at, set_aside_means_after
 from curriculum.train.checkpoint import Checkpoints
 from curriculum.train.clock import TrainClock, peak_memory_gb
 from curriculum.train.mesh import describe_devices
@@ -115,6 +115,7 @@ def _run(setup: Setup, directory: RunDirectory, checkpoints: Checkpoints, resume
         state, history = setup.restore(checkpoints, step, tuple(saved["sources"])), ledger.History.of(saved)
     checkpoints.set_aside_after(-1 if step is None else step)
     directory.set_aside_evals_after(-1 if step is None else step)
+    set_aside_means_after(directory.averages, -1 if step is None else step, directory.superseded / "averages")
     directory.create(setup.config, fields.derived(setup), dict(setup.model.architecture))
     write_tokenizer(directory, setup.corpus.tokenizer)
 
@@ -152,7 +153,7 @@ def _loop(
         with clock.paused(state):
             started = time.perf_counter()
             results = setup.suite.run(state.params, names)
-            averages = averages_at(setup, done, state, checkpoints, directory.path / "averages")
+            averages = averages_at(setup, done, state, checkpoints, directory.averages)
             averaged = {average: setup.suite.run(params, names) for average, params in averages.items()}
             duration_s = time.perf_counter() - started
             ledger.write_results(directory.path / "evals" / f"{done}.npz", results, averaged)
