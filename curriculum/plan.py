@@ -16,6 +16,8 @@ from phases.lr import learning_rate
 from phases.resolve import ScheduleError, resolve
 from phases.schedule import Schedule, SourceSupply
 
+# Arrays like a matrix that the compiler for CPUs holds of each at once while muon makes its update orthogonal.
+MUON_ARRAYS = 6
 DEFAULT_STORE_DIR = ".curriculum"
 # Muennighoff et al. 2023, arXiv:2305.16264: repeating a source up to 4 times is worth nearly as much as fresh data.
 MAX_EPOCHS_WORTH_FRESH = 4
@@ -193,6 +195,8 @@ def _memory(config: Config, model: ModelConfig) -> dict[str, int] | None:
         ema=config.averages.ema_decay is not None,
         document_mask=config.packing.document_mask,
         state_shards=max(mesh.fsdp, 1) * max(mesh.tensor, 1),
+        fsdp=max(mesh.fsdp, 1),
+        update_bytes=MUON_ARRAYS * 4 * num_projections(model) if config.optim.name == "muon" else 0,
     )
     return {"rows": rows, "seq_len": train.seq_len, **estimate.to_json()}
 

@@ -11,10 +11,11 @@ import pytest
 from curriculum.config import build_config
 from curriculum.model import loss, memory
 from curriculum.model.memory import kept_bytes, memory_estimate
-from curriculum.model.presets import PRESETS, ModelConfig, num_parameters, resolve_model
+from curriculum.model.presets import PRESETS, ModelConfig, num_parameters, num_projections, resolve_model
 from curriculum.model.transformer import transformer
+from curriculum.plan import MUON_ARRAYS
 from curriculum.plan import _memory as plan_memory
-from curriculum.train.optimizer import make_optimizer
+from curriculum.train.optimizer import OptimConfig, make_optimizer
 
 SCRIPT = Path(__file__).resolve().parent.parent / "tools" / "check_memory.py"
 SPEC = importlib.util.spec_from_file_location("check_memory", SCRIPT)
@@ -47,6 +48,8 @@ def test_the_parts_by_hand():
         "copies": 2400,
         "activations": 18 * (860 + 108),
         "logits": 2 * 18 * 8 * 4 + 2 * 4 * 3 * 3 * 10,  # chunks of 3 of the 6 positions of 3 rows
+        "gathered": 0,
+        "update": 0,
         "batch": 2 * (18 * 13 + 3 * 4),
         "total": 2400 + 4800 + 4800 + 2400 + 17_424 + 1872 + 492,
     }
@@ -98,6 +101,24 @@ def test_the_plan_counts_the_moments_that_the_optimizer_keeps(optim, tmp_path):
     state = jax.eval_shape(make_optimizer(config.optim).init, transformer(model).shapes())
     moments_bytes = sum(4 * array.size for array in jax.tree.leaves(state))
     assert found["moments"] == pytest.approx(moments_bytes, rel=0.01)  # vectors, counts
+
+
+def test_muon_needs_room_of_its_own_where_activations_leave_little():
+    config = ModelConfig(vocab_size=257, n_layer=2, n_head=4, n_kv_head=4, d_model=128, d_ff=512, max_seq_len=32)
+    compiled = check_memory.compiled_bytes(config, 2, 16, optim=OptimConfig(name="muon"))
+    sizes = {"rows": 2, "seq_len": 16, "moments_per_parameter": 1.1}
+    without = memory_estimate(config, **sizes)
+    assert without.total / compiled < 0.6
+    counted = memory_estimate(config, **sizes, update_bytes=MUON_ARRAYS * 4 * num_projections(config))
+    assert 0.85 < counted.total / compiled < 1.25
+    assert counted.update > 0 and counted.total - counted.update == without.total
+
+
+def test_under_fsdp_a_device_holds_parameters_and_gradient_whole_as_well():
+    config = PRESETS["gpt2-124m"]
+    one, split = (memory_estimate(config, rows=1, seq_len=64, state_shards=n, fsdp=n) for n in (1, 8))
+    assert one.gathered == 0 and split.gathered == pytest.approx(2 * one.params, abs=16)
+    assert split.params == pytest.approx(one.params / 8, abs=2)
 
 
 def test_seven_billion_parameters_need_more_than_a_card_of_80_gb():

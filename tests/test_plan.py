@@ -1,9 +1,9 @@
 """The plan: the table, its numbers, its warnings; nothing is prepared by it."""
 
 import json
+import resource
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -222,10 +222,10 @@ def test_plan_as_a_command_is_quick_and_gives_json(tmp_path):
     command += ["--store-dir", tmp_path / "store"]
     times = []
     for _ in range(3):
-        started = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
         done = subprocess.run(command, capture_output=True, text=True)
-        times.append(time.perf_counter() - started)
+        times.append(resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before)
     assert done.returncode == 0, done.stderr
     shown = json.loads(done.stdout)
     assert shown["total_steps"] == 100 and shown["memory"]["total"] > 10 * shown["num_parameters"]
-    assert min(times) < 1.0  # takes about 0.35 s on 2 cores
+    assert min(times) < 1.0  # takes about 0.35 s; of the processor, as others may use the machine as well

@@ -57,9 +57,10 @@ def compiled_bytes(
     *,
     ema: bool = False,
     document_mask: bool = False,
+    optim: OptimConfig = OptimConfig(),  # noqa: B008
 ) -> int:
-    """Arguments, temporaries and what of the results has no argument's place, of one compiled AdamW update."""
-    model, optimizer = transformer(config), make_optimizer(OptimConfig())
+    """Arguments, temporaries and what of the results has no argument's place, of one compiled update."""
+    model, optimizer = transformer(config), make_optimizer(optim)
     step = make_train_step(
         model,
         optimizer,

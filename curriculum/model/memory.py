@@ -40,6 +40,10 @@ class MemoryEstimate:
     logits: int
     """The loss: a chunk of logits and its exponentials, the features cut into chunks, their gradient, and in bfloat16
     the head in that type."""
+    gathered: int
+    """Under fsdp: the parameters whole while the model uses them, and their gradient before it is split."""
+    update: int
+    """The optimizer's own temporaries, so far as they do not fit into the room of activations and logits."""
     batch: int
     """Tokens, targets, loss mask, segments and sources of the whole update."""
 
@@ -62,13 +66,16 @@ def memory_estimate(
     ema: bool = False,
     document_mask: bool = False,
     state_shards: int = 1,
+    fsdp: int = 1,
+    update_bytes: int = 0,
 ) -> MemoryEstimate:
     """Bytes of one update on one device.
 
     `rows`: those of one micro-step on this device, batch_size / grad_accum / (devices the rows are split over).
     `moments_per_parameter`: float32 numbers that the optimizer keeps, 2 for AdamW; the mean where parameters differ.
     `state_shards`: devices that parameters, gradients, moments and average are split over; activations are counted
-    whole. Raises ValueError where a size is below 1 or the moments below 0.
+    whole. `fsdp`: how many of these hold the parameters whole while the model uses them. `update_bytes`: temporaries
+    of the optimizer's update. Raises ValueError where a size is below 1 or the moments below 0.
     """
     sizes = {"rows": rows, "seq_len": seq_len, "grad_accum": grad_accum, "state_shards": state_shards}
     for name, size in sizes.items():
@@ -87,14 +94,17 @@ def memory_estimate(
     computed_again = 0 if model.remat == "none" else block_bytes(model, rows, seq_len, "none")
     # A state of n numbers a parameter besides the parameters is copied n times; one copy fits into the gradients' room.
     copies = max(moments_per_parameter + ema - 1, 0)
+    activations = kept_bytes(model, rows, seq_len, document_mask) + max(computed_again - chunk, 0)
     return MemoryEstimate(
         params=params,
         gradients=params * (1 if grad_accum == 1 else 2),
         moments=round(params * moments_per_parameter),
         ema=params if ema else 0,
         copies=round(params * copies),
-        activations=kept_bytes(model, rows, seq_len, document_mask) + max(computed_again - chunk, 0),
+        activations=activations,
         logits=loss + chunk,
+        gathered=2 * params * fsdp if fsdp > 1 else 0,
+        update=max(update_bytes - activations - loss - chunk, 0),
         batch=grad_accum * (num_tokens * (3 * 4 + 1) + rows * 4),
     )
 

@@ -11,9 +11,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from curriculum.data.packing import PackingConfig
+from curriculum.model.model import abstract_params, parameter_name
+from curriculum.record.events import plain
 from curriculum.train.optimizer import state_layout
 from curriculum.train.setup import Setup
 from evalsets.evalset import PRIMARY
@@ -67,7 +70,8 @@ def entry(setup: Setup, step: int, history: History, offsets: Mapping[str, int],
     return {
         "step": step,
         "seed": setup.config.seed,
-        "model": dict(setup.model.architecture),
+        "model": plain(dict(setup.model.architecture)),
+        "parameters": _parameters(setup),
         "optimizer": state_layout(setup.config.optim),
         "tokenizer": setup.corpus.tokenizer.fingerprint,
         "packing": asdict(setup.config.packing),
@@ -86,9 +90,15 @@ def entry(setup: Setup, step: int, history: History, offsets: Mapping[str, int],
     }
 
 
+def _parameters(setup: Setup) -> dict[str, list[int]]:
+    """The shape of each parameter, by its dotted name."""
+    shapes = jax.tree.leaves_with_path(abstract_params(setup.model))
+    return {parameter_name(path): list(array.shape) for path, array in shapes}
+
+
 def check_past(saved: Mapping[str, Any], setup: Setup) -> None:
     """Raise InputError where the config would change what has been trained: the past is what the ledger says."""
-    config, details, model = setup.config, setup.corpus.details, dict(setup.model.architecture)
+    config, details, model = setup.config, setup.corpus.details, plain(dict(setup.model.architecture))
     step = saved["step"]
     problems: list[tuple[str, str]] = []
     if config.seed != saved["seed"]:
@@ -97,6 +107,11 @@ def check_past(saved: Mapping[str, Any], setup: Setup) -> None:
         changed = [k for k in {**saved["model"], **model} if model.get(k) != saved["model"].get(k)]
         got = ", ".join(f"{k} {model.get(k)} (was {saved['model'].get(k)})" for k in changed)
         problems.append(("model", f"the architecture of a run cannot change: {got}"))
+    elif (parameters := _parameters(setup)) != saved.get("parameters", parameters):
+        was = saved["parameters"]
+        name = next(n for n in sorted({**was, **parameters}) if parameters.get(n) != was.get(n))
+        got = f"{name} {parameters.get(name)} (was {was.get(name)})"
+        problems.append(("model", f"the parameters of a run cannot change: {got}"))
     optimizer = state_layout(config.optim)
     saved_optimizer = saved.get("optimizer", {"name": "adamw"})  # there was no other before ledgers told it
     for key, was in saved_optimizer.items():

@@ -17,7 +17,7 @@ from curriculum.model.model import Model, num_parameters
 from curriculum.plan import DEFAULT_STORE_DIR, check_schedule
 from curriculum.record.board import Board
 from curriculum.record.console import Console, program
-from curriculum.record.events import Record, check_offsets, set_aside
+from curriculum.record.events import Record, check_offsets, plain, set_aside
 from curriculum.record.wandb_log import WandbLog, check_wandb
 from curriculum.run import RunDirectory, load_run, read_json, write_tokenizer
 from curriculum.train import fields, ledger
@@ -116,7 +116,7 @@ def _run(setup: Setup, directory: RunDirectory, checkpoints: Checkpoints, resume
     checkpoints.set_aside_after(-1 if step is None else step)
     directory.set_aside_evals_after(-1 if step is None else step)
     set_aside_means_after(directory.averages, -1 if step is None else step, directory.superseded / "averages")
-    directory.create(setup.config, fields.derived(setup), dict(setup.model.architecture))
+    directory.create(setup.config, fields.derived(setup), plain(dict(setup.model.architecture)))
     write_tokenizer(directory, setup.corpus.tokenizer)
 
     views = [
