@@ -8,13 +8,15 @@ from typing import Any
 
 _WHOLE = re.compile(r"\$variables\.([A-Za-z0-9_.-]+)|\$\{variables\.([A-Za-z0-9_.-]+)\}")
 _INSIDE = re.compile(r"\$\{variables\.([A-Za-z0-9_.-]+)\}")
+_LEFT_OVER = re.compile(r"\$variables\.|\$\{variable")
 
 
 def substitute(data: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """(data without `variables` and with every use replaced, problems as (path, message) pairs).
 
     A value that is nothing but a use takes the variable's own kind: a number stays a number, a mapping a mapping.
-    Inside other text a variable must be text or a number. Variables may use each other, but not in a circle.
+    Inside other text a variable must be text or a number. Variables may use each other, but not in a circle. Every
+    variable is looked at, also where nothing uses it, and text that only resembles a use is a problem.
     """
     variables = data.get("variables", {})
     rest = {key: value for key, value in data.items() if key != "variables"}
@@ -53,13 +55,17 @@ def substitute(data: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[str, st
         try:
             if match := _WHOLE.fullmatch(value):
                 return look_up(match[1] or match[2], path, within)
-            return _INSIDE.sub(text_of, value)
+            text = _INSIDE.sub(text_of, value)
+            if _LEFT_OVER.search(text):
+                raise _Problem(path, f"got {value!r}, which uses no variable; inside text write ${{variables.x}}")
+            return text
         except _Problem as problem:
             if within:
                 raise
             problems.append((problem.path, problem.message))
             return value
 
+    replaced(variables, "variables")
     return replaced(rest, ""), problems
 
 

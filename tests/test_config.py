@@ -174,8 +174,6 @@ variables:
   folder: law
   law_path: ${variables.folder}.txt
   size: {batch: 16, length: 32}
-  loop: $variables.pool
-  pool: x${variables.loop}
 """
 )
 
@@ -193,14 +191,36 @@ def test_variables_are_used_whole_and_inside_text(folder):
     "value, words",
     [
         ("$variables.mian", "no such variable: 'mian'; did you mean 'main'? (variables: main, folder,"),
-        ("$variables.loop", "variables use each other in a circle: loop -> pool -> loop"),
         ("a${variables.size}", "variable 'size' is no text or number"),
         ("${variables.size.none}", "no such variable: 'size.none'"),
+        ("x$variables.main", "got 'x$variables.main', which uses no variable; inside text write ${variables.x}"),
+        ("$variables.main and more", "inside text write ${variables.x}"),
+        ("${variable.main}", "inside text write ${variables.x}"),
+        ("${variables.main", "inside text write ${variables.x}"),
+        ("a${variables.main}$variables.main", "inside text write ${variables.x}"),
     ],
 )
 def test_variables_that_cannot_be_resolved(folder, value, words):
     found = problems(VARIABLES.replace("name: example", f"name: {value}"))
     assert found[0].startswith("c.yaml:1:1: name: ") and words in found[0]
+
+
+def test_variables_that_nothing_uses_are_resolved_too(folder):
+    assert problems(GOOD, "variables.a=$variables.b", "variables.b=x${variables.a}") == [
+        "--set variables.a=$variables.b: variables.a: variables use each other in a circle: b -> a -> b",
+        "--set variables.b=x${variables.a}: variables.b: variables use each other in a circle: a -> b -> a",
+    ]
+    assert problems(GOOD, "variables.a={x: [1, $variables.none]}") == [
+        "--set variables.a={x: [1, $variables.none]}: variables.a.x[1]: no such variable: 'none' (variables: a)"
+    ]
+    assert "variables.a: got 'x $variables.a'" in problems(GOOD, "variables.a=x $variables.a")[0]
+
+
+def test_a_circle_of_variables_need_not_hold_the_first_one(folder):
+    found = problems(GOOD.replace("name: example", "name: $variables.a\nvariables: {a: $variables.b, b: $variables.b}"))
+    circles = [problem.split(": ", 1)[1] for problem in found if "circle" in problem]
+    words = "variables use each other in a circle: b -> b"
+    assert circles == [f"name: {words}", f"variables.a: {words}", f"variables.b: {words}"]
 
 
 def test_directories_of_the_command_line_become_sources_and_sets(folder):
