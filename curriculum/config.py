@@ -55,7 +55,7 @@ class EvalSource:
     max_sequences: PositiveInt | None = None
     """Whole documents in hash order, up to this many windows; all of them by default."""
     every: PositiveInt | None = None
-    """Evaluate less often than `evalsets.every`: a multiple of it. Boundaries, step 0 and the end always count."""
+    """A multiple of `evalsets.every`, not for the primary set; boundaries, step 0 and the end always count."""
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,40 @@ from pydantic import TypeAdapter
 
 from curriculum.config import Config, section_adapter, sections
 
+_USE = {
+    "type": "string",
+    "pattern": r"^\$(variables\..+|\{variables\..+\})$",
+    "description": "The value of a variable.",
+}
+_NOTES = ("title", "description", "default")
 
-def json_schema() -> dict:
-    """The JSON schema of a config file, for editors."""
+
+def json_schema(*, variables: bool = True) -> dict:
+    """The JSON schema of a config file, for editors; without `variables`, of the file once they are replaced."""
+    schema = _schema()
+    if not variables:
+        return schema
+    for section in (schema, *schema["$defs"].values()):
+        section["properties"] = {
+            name: value if name == "variables" else _or_variable(value) for name, value in section["properties"].items()
+        }
+    schema["$defs"]["variable"] = _USE
+    return schema
+
+
+def _or_variable(schema: dict) -> dict:
+    """The schema of a value, or of anything inside it, that may also be given as `$variables.x`."""
+    options = []
+    for option in schema.get("anyOf", [{key: value for key, value in schema.items() if key not in _NOTES}]):
+        inside = {key: _or_variable(option[key]) for key in ("items", "additionalProperties") if key in option}
+        options.append(option | inside)
+    if {"type": "string"} not in options:
+        options.append({"$ref": "#/$defs/variable"})
+    notes = {key: schema[key] for key in _NOTES if key in schema}
+    return ({"anyOf": options} if len(options) > 1 else options[0]) | notes
+
+
+def _schema() -> dict:
     adapters = [(f.name, "validation", section_adapter(f.name)) for f in sections()]
     schemas, definitions = TypeAdapter.json_schemas(adapters)
     for f in sections():
@@ -36,7 +67,10 @@ def json_schema() -> dict:
         "additionalProperties": False,
         "required": required,
         "properties": {
-            "variables": {"type": "object", "description": "Values used elsewhere as $variables.NAME."},
+            "variables": {
+                "type": "object",
+                "description": "Values named once, used whole as $variables.x or inside text as ${variables.x}.",
+            },
             **{name: schema for (name, _), schema in schemas.items()},
         },
         **definitions,

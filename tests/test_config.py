@@ -1,6 +1,7 @@
 """The config: what is accepted, what is refused, and how it is told."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from curriculum.config import build_config, config_from_json, load_config
 from curriculum.errors import InputError
+from curriculum.yaml12 import read_yaml
 
 ROOT = Path(__file__).parents[1]
 
@@ -280,3 +282,74 @@ def test_the_schema_and_the_reference_are_true():
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
 def test_every_config_of_the_repository_loads(path):
     assert load_config(path, check_paths=False).phases
+
+
+def fits(value, schema, definitions):
+    """Whether a JSON schema takes the value, for the keywords that ours has."""
+    known = {"title", "description", "default", "$schema", "$defs", "anyOf", "$ref", "type", "enum", "const", "pattern"}
+    known |= {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "items", "properties", "required"}
+    assert set(schema) <= known | {"additionalProperties"}
+    if "$ref" in schema:
+        return fits(value, definitions[schema["$ref"].removeprefix("#/$defs/")], definitions)
+    if "anyOf" in schema:
+        return any(fits(value, option, definitions) for option in schema["anyOf"])
+    kinds = {"string": str, "object": dict, "array": list, "boolean": bool, "null": type(None), "integer": int}
+    if not isinstance(value, kinds.get(schema["type"], int | float)):
+        return False
+    if isinstance(value, bool):
+        return schema["type"] == "boolean"
+    if isinstance(value, dict):
+        properties, others = schema.get("properties", {}), schema.get("additionalProperties", True)
+        inside = [(item, properties.get(key, others)) for key, item in value.items()]
+        return set(schema.get("required", [])) <= value.keys() and all(
+            item_schema if isinstance(item_schema, bool) else fits(item, item_schema, definitions)
+            for item, item_schema in inside
+        )
+    if isinstance(value, list):
+        return all(fits(item, schema["items"], definitions) for item in value)
+    if isinstance(value, str):
+        return value in schema.get("enum", [schema.get("const", value)]) and bool(
+            re.search(schema.get("pattern", ""), value)
+        )
+    return value is None or (
+        schema.get("minimum", value) <= value <= schema.get("maximum", value)
+        and value > schema.get("exclusiveMinimum", value - 1)
+        and value < schema.get("exclusiveMaximum", value + 1)
+    )
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
+def test_every_config_of_the_repository_fits_the_schema(path):
+    schema = json.loads((ROOT / "configs/schema.json").read_text())
+    assert fits(read_yaml(path)[0], schema, schema["$defs"])
+
+
+@pytest.mark.parametrize(
+    "old, new, fit",
+    [
+        ("", "", True),
+        ("batch_size: 8", "batch_size: $variables.rows", True),
+        ("batch_size: 8", "batch_size: '${variables.rows}'", True),
+        ("batch_size: 8", "batch_size: 'x${variables.rows}'", False),
+        ("batch_size: 8", "batch_size: eight", False),
+        ("mixture: {web: 1}", "mixture: $variables.mixture", True),
+        ("lr: {peak: 3e-4", "lr: {peak: $variables.peak", True),
+        ("train: {", "train: $variables.train #", True),
+        ("{law: {path: law.txt, every: 200}}", "{law: $variables.law}", True),
+        ("{law: {path: law.txt, every: 200}}", "{law: law.txt}", False),
+        ("lr: 6e-4", "lr: 6e-4, schedule: $variables.schedule", True),
+        ("lr: 6e-4", "lr: 6e-4, schedule: sometimes", False),
+        ("lr: 6e-4", "lrs: 6e-4", False),
+    ],
+)  # fmt: skip
+def test_the_schema_takes_a_variable_for_every_value(folder, old, new, fit):
+    assert old in GOOD
+    Path("c.yaml").write_text(GOOD.replace(old, new, 1))
+    schema = json.loads((ROOT / "configs/schema.json").read_text())
+    assert fits(read_yaml("c.yaml")[0], schema, schema["$defs"]) is fit
+
+
+def test_the_reference_names_variables_and_the_kinds_of_lists():
+    rows = (ROOT / "docs/config.md").read_text().splitlines()
+    assert any(row.startswith("| `variables` | NAME: value |  | Values named once") for row in rows)
+    assert any(row.startswith("| `logging.wandb.tags` | list of text | `[]` |") for row in rows)

@@ -14,8 +14,7 @@ ROOT = Path(__file__).parents[1]
 HEAD = """\
 # Every key of a config
 
-Generated from the code by `python tools/write_config_reference.py`; `NAME` stands for a name of yours. A value can be
-given once under `variables:` and used as `$variables.x`, or inside text as `${variables.x}`.
+Generated from the code by `python tools/write_config_reference.py`; `NAME` stands for a name of yours.
 
 | key | type | default | meaning |
 |---|---|---|---|
@@ -26,8 +25,6 @@ def rows(schema, definitions, path=""):
     """(key, type, default, meaning) of every field below a schema."""
     required = schema.get("required", [])
     for name, field in schema["properties"].items():
-        if name == "variables":
-            continue
         key = f"{path}.{name}" if path else name
         default = "needed" if name in required else cell(field["default"]) if "default" in field else ""
         options = field.get("anyOf", [field])
@@ -55,19 +52,22 @@ def type_of(option):
         return ", ".join(option["enum"])
     if "const" in option:
         return str(option["const"])
-    if option.get("type") == "object":
-        return f"NAME: {type_of(option['additionalProperties'])}"
+    if option["type"] == "array":
+        return f"list of {type_of(option['items'])}"
+    if option["type"] == "object":
+        return f"NAME: {type_of(option['additionalProperties'])}" if "additionalProperties" in option else "NAME: value"
     return {"null": "null", "string": "text", "boolean": "true, false"}.get(option["type"], option["type"])
 
 
 def cell(value):
-    return "" if isinstance(value, dict | list) else f"`{json.dumps(value)}`"
+    return "" if isinstance(value, dict) else f"`{json.dumps(value)}`"
 
 
 def main():
     schema = json_schema()
     lines = []
-    for key, kind, default, meaning in rows(schema, schema["$defs"]):
+    plain = json_schema(variables=False)
+    for key, kind, default, meaning in rows(plain, plain["$defs"]):
         cells = (text.replace("|", "\\|") for text in (f"`{key}`", kind, default, " ".join(meaning.split())))
         lines.append(f"| {' | '.join(cells)} |")
     files = {
