@@ -43,7 +43,8 @@ class Plan:
     """What `curriculum plan` shows. `rates` are (step, learning rate of that update) at every boundary.
 
     `memory` is estimated, in bytes on one device, by part and in total, for micro-steps of `rows` x `seq_len`
-    tokens there. It and `num_parameters` are None while the vocabulary is not known.
+    tokens there; its `free_axis` names the axis of the mesh whose -1 was taken for 1. It and `num_parameters` are None
+    while the vocabulary is not known.
     """
 
     name: str
@@ -51,7 +52,7 @@ class Plan:
     tokens_per_step: int
     total_tokens: int
     num_parameters: int | None
-    memory: dict[str, int] | None
+    memory: dict[str, Any] | None
     phases: tuple[dict[str, Any], ...]
     rows: tuple[PlanRow, ...]
     rates: tuple[tuple[int, float], ...]
@@ -151,6 +152,13 @@ def plan(config: Config, *, store_dir: str | Path = DEFAULT_STORE_DIR) -> Plan:
         warnings.append(
             f"the learning rate stops decaying at step {ended}, {schedule.total_steps - ended} steps before the end"
         )
+    wanted = config.averages.phase_mean
+    for phase, start, end in schedule.phase_bounds if wanted else ():
+        found = len(mean_steps(config, start, end, schedule.total_steps))
+        if found < 2:
+            warnings.append(f"phase {phase} has {found} checkpoint{'' if found == 1 else 's'}: no mean is taken")
+        elif found < wanted:
+            warnings.append(f"the mean of phase {phase} will be of {found} checkpoints, not {wanted}")
     bounds = [start for _, start, _ in schedule.phase_bounds] + [schedule.total_steps - 1]
     rates = tuple((step, float(learning_rate(schedule.lr, step))) for step in dict.fromkeys(bounds))
     return Plan(
@@ -179,7 +187,21 @@ def describe_phases(schedule: Schedule) -> tuple[dict[str, Any], ...]:
     return tuple(phases)
 
 
-def _memory(config: Config, model: ModelConfig) -> dict[str, int] | None:
+def mean_steps(config: Config, start: int, end: int, total_steps: int) -> list[int]:
+    """The checkpoints, oldest first, whose mean is taken at the end of a phase of steps `start` to `end`.
+
+    Only those that the schedule asks for count, so that a run that was stopped in between has the same mean.
+    """
+    if config.averages.phase_mean is None:
+        return []
+    every = config.checkpoint.every
+    planned = [*range((start // every + 1) * every, end + 1, every)]
+    if end == total_steps and end % every:
+        planned.append(end)
+    return planned[-config.averages.phase_mean :]
+
+
+def _memory(config: Config, model: ModelConfig) -> dict[str, Any] | None:
     """What an update needs of a device's memory, -1 in the mesh taken for 1; None with an optimizer of one's own."""
     moments = _moments_per_parameter(config.optim, model)
     if moments is None:
@@ -198,7 +220,8 @@ def _memory(config: Config, model: ModelConfig) -> dict[str, int] | None:
         fsdp=max(mesh.fsdp, 1),
         update_bytes=MUON_ARRAYS * 4 * num_projections(model) if config.optim.name == "muon" else 0,
     )
-    return {"rows": rows, "seq_len": train.seq_len, **estimate.to_json()}
+    free_axis = next((axis for axis, size in asdict(mesh).items() if size == -1), None)
+    return {"rows": rows, "seq_len": train.seq_len, "free_axis": free_axis, **estimate.to_json()}
 
 
 def _moments_per_parameter(optim: OptimConfig, model: ModelConfig) -> float | None:

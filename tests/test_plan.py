@@ -13,7 +13,7 @@ from curriculum.cli.plan import table
 from curriculum.config import build_config
 from curriculum.data.corpus import load_corpus
 from curriculum.errors import InputError
-from curriculum.plan import check_schedule, plan
+from curriculum.plan import check_schedule, mean_steps, plan
 
 
 def config_of(folder, **changes):
@@ -176,7 +176,7 @@ def test_memory_is_of_one_micro_step_and_its_parts_add_up(tmp_path):
     load_corpus(config, tmp_path / "store")
     p = plan(config, store_dir=tmp_path / "store")
     memory = dict(p.memory)
-    assert (memory.pop("rows"), memory.pop("seq_len")) == (2, 20)
+    assert (memory.pop("rows"), memory.pop("seq_len"), memory.pop("free_axis")) == (2, 20, "data")
     params = 4 * p.num_parameters
     assert memory["params"] == memory["ema"] == params > 2_000_000 and memory["moments"] == 2 * params
     assert memory["gradients"] == memory["copies"] == 2 * params
@@ -196,19 +196,63 @@ def test_memory_in_the_table(tmp_path):
     load_corpus(config, tmp_path / "store")
     p = plan(config, store_dir=tmp_path / "store")
     line = table(p)[2]
-    assert line.startswith("memory per device (estimate): ") and line.endswith(", micro-step of 4 rows x 20")
+    assert line.startswith("memory per device (estimate): ") and line.endswith(
+        ", micro-step of 4 rows x 20 (mesh.data: -1 counted as 1)"
+    )
     total, parts = line.removeprefix("memory per device (estimate): ").partition(",")[0].split(" MB = ")
     assert float(total) == pytest.approx(p.memory["total"] / 1e6, abs=0.05)
     assert [part.rpartition(" ")[0] for part in parts.split(" + ")] == [
         "parameters", "gradients", "moments", "copies in the update", "activations", "logits"
     ]  # fmt: skip
     assert sum(float(part.rpartition(" ")[2]) for part in parts.split(" + ")) == pytest.approx(float(total), abs=0.4)
-    large = {name: 0 for name in p.memory} | {"rows": 1024, "seq_len": 2048, "params": 12 * 10**9, "ema": 999_000_000}
+    large = {name: 0 for name in p.memory} | {
+        "free_axis": None,
+        "rows": 1024,
+        "seq_len": 2048,
+        "params": 12 * 10**9,
+        "ema": 999_000_000,
+    }
     large |= {"moments": 1_500 * 10**9, "total": 1_512_999_000_000}
     assert table(replace(p, memory=large))[2] == (
         "memory per device (estimate): 1,513 GB = parameters 12 + moments 1,500 + ema 1, micro-step of 1,024 rows x "
         "2,048"
     )
+
+
+def test_small_parts_of_the_memory_are_told_together_and_a_free_axis_with_its_name(tmp_path):
+    mesh = {"data": 2, "fsdp": -1}
+    config = config_of(tmp_path, mesh=mesh)
+    load_corpus(config, tmp_path / "store")
+    p = plan(config, store_dir=tmp_path / "store")
+    assert p.memory["free_axis"] == "fsdp" and table(p)[2].endswith(" (mesh.fsdp: -1 counted as 1)")
+    parts = {"params": 40_000, "gradients": 40_000, "moments": 45_000, "activations": 800_000, "logits": 300_000}
+    small = {name: 0 for name in p.memory} | parts | {"free_axis": None, "rows": 2, "seq_len": 8, "total": 1_225_000}
+    assert table(replace(p, memory=small))[2] == (
+        "memory per device (estimate): 1.2 MB = activations 0.8 + logits 0.3 + other 0.1, micro-step of 2 rows x 8"
+    )
+
+
+def test_a_phase_with_fewer_checkpoints_than_its_mean_asks_for_is_told(tmp_path):
+    phases = [
+        {"name": "none", "until": 9, "mixture": {"web": 1.0}},
+        {"name": "one", "until": 10, "mixture": {"web": 1.0}},
+        {"name": "two", "until": 30, "mixture": {"web": 1.0}},
+        {"name": "three", "until": 64, "mixture": {"web": 1.0}},
+        {"name": "end", "until": "end", "mixture": {"web": 1.0}},
+    ]
+    changes = {"phases": phases, "checkpoint": {"every": 10}, "train": {"steps": 75, "batch_size": 4, "seq_len": 20}}
+    config = config_of(tmp_path, averages={"phase_mean": 3}, **changes)
+    assert mean_steps(config, 60, 75, 75) == [70, 75] and mean_steps(config, 60, 80, 80) == [70, 80]
+    assert mean_steps(config, 0, 75, 80) == [50, 60, 70]
+    told = plan(config, store_dir=tmp_path / "store").warnings
+    assert [warning for warning in told if "mean" in warning] == [
+        "phase none has 0 checkpoints: no mean is taken",
+        "phase one has 1 checkpoint: no mean is taken",
+        "the mean of phase two will be of 2 checkpoints, not 3",
+        "the mean of phase end will be of 2 checkpoints, not 3",
+    ]
+    told = plan(config_of(tmp_path, averages={"ema_decay": 0.9}, **changes), store_dir=tmp_path / "store").warnings
+    assert told and not [warning for warning in told if "mean" in warning]
 
 
 def test_plan_as_a_command_is_quick_and_gives_json(tmp_path):

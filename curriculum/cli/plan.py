@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import click
 
@@ -75,14 +76,19 @@ def table(p: Plan) -> list[str]:
     return lines
 
 
-def _memory(memory: dict[str, int]) -> str:
-    """Parts that round to nothing are left out."""
+def _memory(memory: dict[str, Any]) -> str:
+    """Parts that round to nothing are told together, as "other"."""
     total = memory["total"]
     unit, unit_bytes = ("GB", 10**9) if total >= 10**10 else ("MB", 10**6)
     digits = 1 if total < 100 * unit_bytes else 0
     named = {**memory, "parameters": memory["params"], "copies in the update": memory["copies"]}
-    shown = ("parameters", "gradients", "moments", "ema", "copies in the update", "activations", "logits", "batch")
-    rounded = [(name, f"{named[name] / unit_bytes:,.{digits}f}") for name in shown]
-    parts = " + ".join(f"{name} {number}" for name, number in rounded if float(number.replace(",", "")))
+    names = ("parameters", "gradients", "moments", "ema", "copies in the update", "activations", "logits", "batch")
+    smallest_bytes = unit_bytes / 10**digits / 2
+    shown = {name: named[name] for name in names if named[name] > smallest_bytes}
+    other = sum(named[name] for name in names) - sum(shown.values())
+    if other > smallest_bytes:
+        shown["other"] = other
+    parts = " + ".join(f"{name} {size / unit_bytes:,.{digits}f}" for name, size in shown.items())
     size = f"micro-step of {memory['rows']:,} rows x {memory['seq_len']:,}"
-    return f"{total / unit_bytes:,.{digits}f} {unit} = {parts}, {size}"
+    free_axis = f" (mesh.{memory['free_axis']}: -1 counted as 1)" if memory["free_axis"] else ""
+    return f"{total / unit_bytes:,.{digits}f} {unit} = {parts}, {size}{free_axis}"

@@ -16,6 +16,7 @@ import orbax.checkpoint as ocp
 
 from curriculum.errors import InputError
 from curriculum.model.model import Params
+from curriculum.plan import mean_steps
 from curriculum.record.events import AVERAGES
 from curriculum.train.checkpoint import Checkpoints, load_params
 from curriculum.train.mesh import place_state
@@ -34,7 +35,8 @@ def averages_at(
     At the end of a phase with two or more checkpoints its mean is among them, and is written to `folder`/<phase>.
     """
     averages = {EMA: state.ema} if state.ema is not None and done else {}
-    phase = next((name for name, _, end in setup.schedule.phase_bounds if end == done), None)
+    schedule = setup.schedule
+    phase, start = next(((name, start) for name, start, end in schedule.phase_bounds if end == done), (None, 0))
     if phase is None or setup.config.averages.phase_mean is None:
         return averages
     if _end(folder / phase) == done:  # a run that goes on from here, with sets to measure that are new
@@ -43,21 +45,11 @@ def averages_at(
     checkpoints.wait()
     # Of an older step that was resumed from, or of another `checkpoint.every`, some may be gone.
     there = {*checkpoints.steps(), done}
-    steps = [step for step in _planned_steps(setup, done) if step in there][-setup.config.averages.phase_mean :]
+    steps = [step for step in mean_steps(setup.config, start, done, schedule.total_steps) if step in there]
     if len(steps) > 1:
         averages[PHASE_MEAN] = _mean(state, done, steps, checkpoints)
         _write(folder / phase, averages[PHASE_MEAN], {"steps": steps, "end": done})
     return averages
-
-
-def _planned_steps(setup: Setup, done: int) -> list[int]:
-    """The checkpoints that the schedule asks for in the phase that ends after `done` updates, oldest first.
-
-    Others do not count, so that a run that was stopped in between has the same mean.
-    """
-    every, total = setup.config.checkpoint.every, setup.schedule.total_steps
-    start = next(start for _, start, end in setup.schedule.phase_bounds if end == done)
-    return [s for s in range(start + 1, done + 1) if s % every == 0 or s == total]
 
 
 def _mean(state: TrainState, done: int, steps: list[int], checkpoints: Checkpoints) -> Params:
