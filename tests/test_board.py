@@ -15,6 +15,8 @@ from tensorboard.compat.proto.event_pb2 import SessionLog
 from tensorboard.plugins.hparams import metadata as hparams_metadata
 from tensorboard.util import tensor_util
 
+from curriculum.config import build_config
+from curriculum.record import board
 from curriculum.record.board import Board
 from curriculum.record.events import Record, read_events, read_metrics, set_aside
 
@@ -313,6 +315,33 @@ def test_hyperparameters_name_the_run_and_its_end(tmp_path):
     }
     finish = hparams_metadata.parse_session_end_info_plugin_data(end_value.metadata.plugin_data.content)
     assert finish.end_time_secs == datetime.fromisoformat(end["timestamp"]).timestamp()
+
+
+def test_every_section_that_the_board_names_is_one_of_a_config_and_arrives(tmp_path):
+    config = build_config(
+        {
+            "sources": {"web": {"path": "x", "held_out": "1%"}},
+            "phases": [{"name": "a", "until": "end", "mixture": {"web": 1}}],
+            "evalsets": {"primary": {"held_out_of": "web"}},
+            "train": {"steps": 5},
+            "averages": {"ema_decay": 0.9},
+        },
+        check_paths=False,
+    ).to_json()
+    assert set(board._HPARAM_SECTIONS) <= config.keys()
+    view = Board(tmp_path / "run")
+    stamp = {"timestamp": "2026-11-20T14:45:12+01:00", "step": 0}
+    view.event({"event": "training_start", **stamp, "config": config, "plan": PLAN})
+    view.close()
+    (value,) = (
+        value
+        for event in loaded(files(tmp_path / "run/tensorboard")[0])
+        for value in event.summary.value
+        if value.metadata.plugin_data.plugin_name == "hparams"
+    )
+    start = hparams_metadata.parse_session_start_info_plugin_data(value.metadata.plugin_data.content)
+    assert {name.partition(".")[0] for name in start.hparams} == {*board._HPARAM_SECTIONS, "phases"}
+    assert start.hparams["averages.ema_decay"].number_value == 0.9
 
 
 @pytest.mark.parametrize("name", ["tensorflow", "tensorboardX", "torch", "jax"])

@@ -33,7 +33,7 @@ from curriculum.record.console import verdict
 from curriculum.record.curves import all_sets, eval_curves, row_curves
 
 _MAIN = "."
-_HPARAM_SECTIONS = ("seed", "tokenizer", "model", "packing", "train", "optim", "adaptation", "mesh")
+_HPARAM_SECTIONS = ("seed", "tokenizer", "model", "packing", "train", "optim", "averages", "mesh")
 
 
 class Board:
