@@ -8,18 +8,15 @@ import shutil
 import tempfile
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
 
 from curriculum.errors import InputError
-from curriculum.model.model import Model, Params, abstract_params, parameter_name
 from curriculum.run import RunDirectory
-from curriculum.train.averages import mean_of_phase
-from curriculum.train.checkpoint import Checkpoints, load_params
+
+if TYPE_CHECKING:
+    from curriculum.model.model import Model, Params
 
 SHARD_BYTES = 5 * 10**9  # as the hub's tools cut large models
 
@@ -49,7 +46,23 @@ def export(
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise InputError(f"-o {output}: is there already; expected a new or an empty folder")
 
-    step, saved = _saved(directory, step, weights)
+    kind, _, phase = weights.partition(":")
+    if kind != "mean":
+        _chosen("--weights", weights, _WEIGHTS)
+    elif step != "latest":
+        raise InputError(f"--step {step}: the mean of a phase is of its last checkpoints; leave --step out")
+
+    # What can be said without these is said at once.
+    import jax
+
+    from curriculum.model.model import parameter_name
+    from curriculum.train.averages import mean_of_phase
+    from curriculum.train.checkpoint import load_params
+
+    if kind == "mean":
+        step, saved = mean_of_phase(directory.averages, phase)
+    else:
+        step, saved = _saved(directory, step, weights)
     params = load_params(saved)
     arrays = {parameter_name(path): np.asarray(array, np.float32) for path, array in jax.tree.leaves_with_path(params)}
 
@@ -72,6 +85,12 @@ def load_exported(folder: str | os.PathLike, model: Model) -> Params:
 
     Raises InputError where the folder holds no such files, or other arrays than the model's.
     """
+    import jax
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    from curriculum.model.model import abstract_params, parameter_name
+
     arrays: dict[str, np.ndarray] = {}
     for file in sorted(Path(folder).glob("model*.safetensors")):
         try:
@@ -114,11 +133,14 @@ def write_safetensors(
 
 def _save(arrays: dict[str, np.ndarray], path: Path, metadata: dict[str, str]) -> None:
     """As `save_file`, readable by whom the folder is: safetensors makes files for their owner alone."""
+    from safetensors.numpy import save_file
+
     save_file(arrays, path, metadata)
     path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 _FORMATS = {"safetensors": write_safetensors}
+_WEIGHTS = {"raw": "params", "ema": "ema", "mean:PHASE": None}  # and the item of a checkpoint that holds them
 
 
 def _chosen(option: str, name: str, table: dict[str, Any]) -> Any:
@@ -130,19 +152,15 @@ def _chosen(option: str, name: str, table: dict[str, Any]) -> Any:
 
 
 def _saved(directory: RunDirectory, step: str | int, weights: str) -> tuple[int, Path]:
-    """(step, folder of the arrays) that `step` and `weights` name."""
-    kind, _, phase = weights.partition(":")
-    if kind == "mean":
-        if step != "latest":
-            raise InputError(f"--step {step}: the mean of a phase is of its last checkpoints; leave --step out")
-        return mean_of_phase(directory.averages, phase)
-    item = _chosen("--weights", weights, {"raw": "params", "ema": "ema", "mean:PHASE": None})
+    """(step, folder of the arrays) of a checkpoint's "raw" or "ema" weights."""
+    from curriculum.train.checkpoint import Checkpoints
+
     checkpoints = Checkpoints(directory.checkpoints, read_only=True)
     try:
         step = _chosen_step(checkpoints.steps(), step, directory.path)
     finally:
         checkpoints.close()
-    saved = directory.checkpoints / str(step) / item
+    saved = directory.checkpoints / str(step) / _WEIGHTS[weights]
     if not saved.is_dir():
         raise InputError(f"--weights {weights}: step {step} of {directory.path} was saved without a moving average")
     return step, saved

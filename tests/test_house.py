@@ -58,10 +58,22 @@ def test_package_files_hold_a_docstring_and_nothing_else():
         ["export", "--help"],
         ["plan", "configs/quickstart.yaml"],
         ["plan", "no-such-file.yaml"],
+        ["export", "nowhere", "--format", "safetensors", "-o", "x"],
+        ["export", "a-run", "--format", "safetensor", "-o", "x"],
+        ["export", "a-run", "--format", "safetensors", "--weights", "emma", "-o", "x"],
+        ["export", "a-run", "--format", "safetensors", "-o", "configs"],
     ],
     ids=" ".join,
 )
 def test_quick_commands_import_nothing_heavy(arguments, quickstart_folders):
+    code, modules, _ = command(arguments, quickstart_folders)
+    wrong = arguments[0] == "export" and "--help" not in arguments or "no-such-file.yaml" in arguments
+    assert code == (2 if wrong else 0)
+    assert not modules & set(HEAVY)
+
+
+def command(arguments: list[str], folder: Path) -> tuple[int, set[str], str]:
+    """A command's exit code, the first names of all modules that it imported, and what it printed."""
     script = (
         "import json, sys\n"
         "from curriculum.cli.main import main\n"
@@ -71,21 +83,41 @@ def test_quick_commands_import_nothing_heavy(arguments, quickstart_folders):
         "except SystemExit as end:\n"
         "    print(end.code or 0, json.dumps(sorted(m for m in sys.modules if '.' not in m)))\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=quickstart_folders, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", script], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    code, _, modules = done.stdout.splitlines()[-1].partition(" ")
-    assert int(code) == (2 if "no-such-file.yaml" in arguments else 0), done.stderr
-    assert not set(json.loads(modules)) & set(HEAVY)
+    *shown, last = done.stdout.splitlines()
+    code, _, modules = last.partition(" ")
+    return int(code), set(json.loads(modules)), "\n".join(shown)
+
+
+def test_a_plan_of_what_is_prepared_imports_nothing_heavy(quickstart_folders):
+    text = {"path": "data/quickstart/docs"}
+    data = {
+        "sources": {"docs": text},
+        "phases": [{"name": "a", "until": "end", "mixture": {"docs": 1}}],
+        "evalsets": {"primary": {"path": "data/quickstart/python"}},
+        "train": {"steps": 4, "seq_len": 8},
+        "packing": {"mode": "best_fit"},
+    }
+    (quickstart_folders / "data/quickstart/python/x.txt").write_text("some other words, enough for a window")
+    (quickstart_folders / "data/quickstart/docs/x.txt").write_text("a text that is long enough for a few sequences")
+    (quickstart_folders / "c.json").write_text(json.dumps(data))
+    assert command(["prepare", "c.json"], quickstart_folders)[0] == 0
+    code, modules, shown = command(["plan", "c.json"], quickstart_folders)
+    assert code == 0 and not modules & set(HEAVY)
+    assert "slots that hold text: docs 9" in shown and "not prepared" not in shown
 
 
 @pytest.fixture
 def quickstart_folders(tmp_path):
-    """A working folder with the configs and stand-ins for the quickstart's sources."""
+    """A working folder with the configs, stand-ins for the quickstart's sources, and what looks like a run."""
     for name in ("docs", "python", "cpp"):
         folder = tmp_path / "data/quickstart" / name
         folder.mkdir(parents=True)
         (folder / "x.txt").write_text("text")
     (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "a-run").mkdir()
+    (tmp_path / "a-run/config.resolved.json").write_text("{}")
     return tmp_path
 
 
