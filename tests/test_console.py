@@ -118,6 +118,16 @@ def test_eta_after_a_resume_counts_this_process_only(tmp_path):
     assert lines[1] == "step 30100/75000 (40.1%) | 14:45:12 | 10.1h | ETA 24.9h | 0 tokens"  # 44900 x 2 s
 
 
+@pytest.mark.parametrize(("wandb", "shown"), [(None, False), ({"mode": "online"}, False), ({"mode": "offline"}, True)])
+def test_the_header_says_where_an_offline_run_of_wandb_lies(tmp_path, wandb, shown):
+    event = start()
+    event["config"] = event["config"] | {"logging": {"wandb": wandb}}
+    folder = f"'{tmp_path}/a run/wandb'"
+    lines = [line for line in printed(tmp_path / "a run", event) if line.startswith("  wandb ")]
+    assert [line.split("; later: ")[0] for line in lines] == ([f"  wandb      offline, {folder}"] if shown else [])
+    assert all(line.endswith(f"wandb sync {folder}/offline-run-*") for line in lines)
+
+
 def test_what_it_trains_on_is_said_once_a_process(tmp_path):
     lines = ["  devices    2 x NVIDIA H200", "             added to XLA_FLAGS: --a=1"]
     started = printed(tmp_path, start(), evaluated(0, 40.0, val=9.0), device_lines=lines)

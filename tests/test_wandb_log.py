@@ -341,7 +341,11 @@ def test_a_training_run_logs_and_its_resume_too(tmp_path, capsys):
     data["train"]["steps"] = 12
     train_run(build_config(data), tmp_path / "run", store_dir=tmp_path / "store", resume="latest")
     captured = capsys.readouterr()
-    assert "wandb" not in captured.out + captured.err
+    folder = tmp_path / "run/wandb"
+    (line,) = (line for line in captured.out.splitlines() if "wandb" in line)
+    command = f"{Path(sys.executable).with_name('wandb')} sync {folder}/offline-run-*"
+    assert line == f"  wandb      offline, {folder}; later: {command}" and "wandb" not in captured.err
+    assert len(list(folder.glob("offline-run-*"))) == 2
     processes = logged(tmp_path / "run")
     assert len(processes) == 2
     rows = read_metrics(tmp_path / "run")

@@ -166,6 +166,9 @@ def header(event: dict[str, Any], run_dir: Path) -> Iterator[str]:
     for phase in plan["phases"]:
         bounds = f"[{phase['start']:>{step_width}}, {phase['end']:>{step_width}})"
         yield f"  phase      {phase['name']:<{name_width}} {bounds} {_mixture(phase['mixture'])}"
+    if (wandb := config.get("logging", {}).get("wandb")) and wandb["mode"] == "offline":
+        folder = shlex.quote(str(run_dir / "wandb"))
+        yield f"  wandb      offline, {folder}; later: {program('wandb')} sync {folder}/offline-run-*"
     for warning in event.get("warnings", []):
         yield f"  warning    {warning}"
 
