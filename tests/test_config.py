@@ -10,6 +10,7 @@ import pytest
 
 from curriculum.config import build_config, config_from_json, load_config
 from curriculum.errors import InputError
+from curriculum.plan import check_schedule
 from curriculum.yaml12 import read_yaml
 
 ROOT = Path(__file__).parents[1]
@@ -235,6 +236,10 @@ def test_directories_of_the_command_line_become_sources_and_sets(folder):
         "--eval-dataset-dir extra=extra",
         "--eval-dataset-dir mine=law.txt",
     ]
+    config = load(GOOD, "evalsets.sets.extra.glob=x.md", "sources.law.format=messages",
+                  dataset_dirs=["law=extra"], eval_dataset_dirs=["extra"])  # fmt: skip
+    assert config.evalsets.sets["extra"].glob == "x.md" and config.sources["law"].format == "messages"
+    assert config.evalsets.sets["extra"].path == config.sources["law"].path == "extra"
     found = problems(GOOD, eval_dataset_dirs=["mine=nowhere"])
     assert found == [
         "--eval-dataset-dir mine=nowhere: evalsets.sets.mine.path: 'nowhere' does not exist "
@@ -281,7 +286,9 @@ def test_the_schema_and_the_reference_are_true():
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
 def test_every_config_of_the_repository_loads(path):
-    assert load_config(path, check_paths=False).phases
+    config = load_config(path, check_paths=False)
+    check_schedule(config)
+    assert config.phases
 
 
 def fits(value, schema, definitions):

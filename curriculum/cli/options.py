@@ -11,10 +11,18 @@ _OPTIONS = [
         "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a value, as YAML; repeatable."
     ),
     click.option(
-        "--dataset-dir", "dataset_dirs", metavar="[NAME=]DIR", multiple=True, help="Define or replace a source."
+        "--dataset-dir",
+        "dataset_dirs",
+        metavar="[NAME=]DIR",
+        multiple=True,
+        help="Define or replace a source. Its other fields: --set sources.NAME.format=...",
     ),
     click.option(
-        "--eval-dataset-dir", "eval_dataset_dirs", metavar="[NAME=]DIR", multiple=True, help="Add a named eval set."
+        "--eval-dataset-dir",
+        "eval_dataset_dirs",
+        metavar="[NAME=]DIR",
+        multiple=True,
+        help="Add a named eval set. Its other fields: --set evalsets.sets.NAME.format=...",
     ),
     click.option(
         "--store-dir", default=DEFAULT_STORE_DIR, show_default=True, metavar="DIR", help="Where token stores are kept."
