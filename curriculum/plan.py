@@ -21,6 +21,7 @@ MUON_ARRAYS = 6
 DEFAULT_STORE_DIR = ".curriculum"
 # Muennighoff et al. 2023, arXiv:2305.16264: repeating a source up to 4 times is worth nearly as much as fresh data.
 MAX_EPOCHS_WORTH_FRESH = 4
+FEW_SCORED_TARGETS = 64  # of an update; answers stand together, so that with so few some updates have none
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,7 @@ def plan(config: Config, *, store_dir: str | Path = DEFAULT_STORE_DIR) -> Plan:
                 f"{name} is read {drawn[name] / size:.1f} times; above {MAX_EPOCHS_WORTH_FRESH} epochs repeated "
                 "data is worth less and less (93 % of fresh data at 4 epochs, 66 % at 16: arXiv:2305.16264)"
             )
+    warnings += few_scored_targets(schedule, batch_size * seq_len, sizes.details)
     unknown = [name for name, size in epochs_of.items() if size is None]
     if unknown:
         warnings.append(f"not prepared yet, so epochs are unknown: {', '.join(unknown)} (run `curriculum prepare`)")
@@ -175,6 +177,27 @@ def plan(config: Config, *, store_dir: str | Path = DEFAULT_STORE_DIR) -> Plan:
         sources={n: {"tokens_per_epoch": epochs_of[n], **sizes.details.get(n, {})} for n in config.sources},
         warnings=tuple(warnings),
     )
+
+
+def few_scored_targets(schedule: Schedule, tokens_per_step: int, details: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A warning for each phase with conversations whose updates have few scored targets.
+
+    `details` are those of a corpus. Of a source that is not prepared, and of text, every slot counts as scored.
+    """
+    warnings = []
+    for phase, _, _ in schedule.phase_bounds:
+        shares = _shares_asked(schedule, phase)
+        of_slots = {
+            name: details.get(name, {}).get("scored_share", 1.0) * (details.get(name, {}).get("utilization") or 1.0)
+            for name in shares
+        }
+        expected = tokens_per_step * sum(share * of_slots[name] for name, share in shares.items())
+        if expected < FEW_SCORED_TARGETS and any("scored_share" in details.get(name, {}) for name in shares):
+            warnings.append(
+                f"updates of phase {phase} have about {expected:.1f} scored targets each, in {tokens_per_step:,} slots;"
+                " one that has none is skipped; raise train.batch_size or train.seq_len"
+            )
+    return warnings
 
 
 def describe_phases(schedule: Schedule) -> tuple[dict[str, Any], ...]:

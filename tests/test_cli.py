@@ -122,6 +122,20 @@ def test_prepare_then_plan_knows_the_epochs(folder):
     assert "?" not in run(folder, "plan", "c.yaml").stdout
 
 
+def test_prepare_tells_the_share_of_scored_tokens(folder):
+    # As bytes "U", "A" + an answer of 2, ";", end-of-text: 4 of 6 are scored.
+    rows = [
+        {"messages": [{"role": "user", "content": "U"}, {"role": "assistant", "content": f"{i:02}"}]} for i in range(60)
+    ]
+    (folder / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chat = "chat={user: '{content}', assistant: 'A{content};'}"
+    talks = "sources.talks={path: talks.jsonl, format: messages, held_out: 10%}"
+    done = run(folder, "prepare", "c.yaml", "--set", talks, "--set", chat)
+    assert done.returncode == 0, done.stderr
+    assert "source talks: 54 documents, 324 tokens, 66.67% scored, 36 tokens kept out" in done.stdout
+    assert "source web: 107 documents" in done.stdout and done.stdout.count("scored") == 1
+
+
 def test_prepare_a_folder_and_train_from_it(folder):
     done = run(folder, "prepare", "--text", "web.jsonl", "--tokenizer", "byte", "--output", "tokens")
     assert done.returncode == 0 and "tokens: 120 documents" in done.stdout

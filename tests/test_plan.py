@@ -87,6 +87,44 @@ def test_warnings(tmp_path):
     assert any("stops decaying at step 50, 50 steps before the end" in w for w in warnings)
 
 
+def test_few_scored_targets_are_said_before_and_at_the_start(tmp_path):
+    # As bytes a prompt of 88, an answer of 9 that is closed by 2 and by end-of-text: 12 of 100 are scored.
+    talk = [{"role": "user", "content": "u" * 86}, {"role": "assistant", "content": "a" * 9}]
+    talks = [[{**talk[0], "content": f"{i:02}" + "u" * 84}, talk[1]] for i in range(40)]
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    source = {"path": str(tmp_path / "talks.jsonl"), "format": "messages"}
+    phases = [
+        {"name": "text", "until": 50, "mixture": {"law": 1}},
+        {"name": "chat", "until": "end", "mixture": {"talks": 3, "law": 1}},
+    ]
+    chat = {"user": "{content}", "assistant": "A:{content}; "}
+    changes = {"phases": phases, "chat": chat, "train": {"steps": 100, "batch_size": 4, "seq_len": 40}}
+    config = config_of(tmp_path)
+    sources = {"law": {"path": config.sources["law"].path}, "talks": source}
+    config = config_of(tmp_path, sources=sources, **changes)
+    assert not any("scored target" in w for w in plan(config, store_dir=tmp_path / "store").warnings)
+    corpus = load_corpus(config, tmp_path / "store")
+    assert corpus.details["talks"]["scored_share"] == 0.12 and "scored_share" not in corpus.details["law"]
+    p = plan(config, store_dir=tmp_path / "store")
+    # 160 slots, of a quarter all and of three quarters 12 % : 40 + 14.4.
+    few = [w for w in p.warnings if "scored target" in w]
+    assert few == [
+        "updates of phase chat have about 54.4 scored targets each, in 160 slots; one that has none is skipped; raise"
+        " train.batch_size or train.seq_len"
+    ]
+    assert "conversations: tokens that are scored: talks 12.00%" in table(p)
+    wider = config_of(tmp_path, sources=sources, **{**changes, "train": {"steps": 100, "batch_size": 4, "seq_len": 48}})
+    p = plan(wider, store_dir=tmp_path / "store")
+    assert not any("scored target" in w for w in p.warnings)
+
+    from curriculum.train import fields
+    from curriculum.train.setup import build
+
+    setup = build(config, tmp_path / "store")
+    setup.feed.close()
+    assert [w for w in fields.training_start(setup)["warnings"] if "scored target" in w] == few
+
+
 def test_a_source_without_a_share_in_any_step_has_no_row(tmp_path):
     phases = [
         {"name": "a", "until": 50, "mixture": {"web": 1.0}},

@@ -90,12 +90,15 @@ def test_the_window_is_a_mean_over_tokens_of_all_its_updates():
         total_tokens += mask.sum()
         state = train_step()(state, batch, LR)
     assert int(state.window.num_updates) == 3 and int(state.step) == 3
-    assert read_window(state.window, SOURCES)["loss"] == pytest.approx(total_nats / total_tokens, rel=1e-6)
+    means = read_window(state.window, SOURCES)
+    assert means["loss"] == pytest.approx(total_nats / total_tokens, rel=1e-6)
+    assert means["scored_tokens"] == total_tokens / 3 and 0 < total_tokens < 3 * ROWS * POSITIONS
 
 
 def test_an_empty_window_has_no_means():
     state = train_step()(initial_state(), make_batch(), LR)
-    empty = {"loss": None, "source_loss": dict.fromkeys(SOURCES), "grad_norm": None, "filled_tokens": None}
+    empty = {"source_loss": dict.fromkeys(SOURCES)}
+    empty |= dict.fromkeys(("loss", "grad_norm", "filled_tokens", "scored_tokens"))
     assert read_window(clear_window(state.window), SOURCES) == empty != read_window(state.window, SOURCES)
 
 

@@ -543,6 +543,7 @@ def test_a_phase_of_conversations_learns_from_answers_alone(corpus, tmp_path):
         for step, draws in offsets_of.items():
             batch = setup.feed[step]
             mask_MT = np.asarray(batch.loss_mask_ABT).reshape(8, 32)
+            assert run.metrics[step]["scored_share"] == pytest.approx(mask_MT.mean(), abs=1e-6)
             sources = [setup.plan.sources[s] for s in draws.source]
             assert sources.count("talks") == (6 if step >= 4 else 0)
             for row, (source, offset) in enumerate(zip(sources, draws.offset.tolist(), strict=True)):

@@ -72,6 +72,9 @@ def table(p: Plan) -> list[str]:
     if p.packing_mode == "best_fit":
         full = (f"{name} {_percent(details.get('utilization'))}" for name, details in p.sources.items())
         lines.append(f"packing best_fit: slots that hold text: {', '.join(full)}")
+    scored = [f"{name} {_percent(d['scored_share'])}" for name, d in p.sources.items() if "scored_share" in d]
+    if scored:
+        lines.append(f"conversations: tokens that are scored: {', '.join(scored)}")
     lines += [f"warning: {warning}" for warning in p.warnings]
     return lines
 

@@ -44,7 +44,9 @@ def command(config_path, overrides, dataset_dirs, eval_dataset_dirs, store_dir, 
         if config.packing.mode == "best_fit":
             num_bins = details["tokens_per_epoch"] // config.train.seq_len
             packed = f", packed into {num_bins:,} bins, {details['utilization']:.2%} full"
-        click.echo(f"source {name}: {details['documents']:,} documents, {details['tokens']:,} tokens{kept_out}{packed}")
+        scored = f", {details['scored_share']:.2%} scored" if "scored_share" in details else ""
+        counts = f"{details['documents']:,} documents, {details['tokens']:,} tokens"
+        click.echo(f"source {name}: {counts}{scored}{kept_out}{packed}")
     for name, evalset in corpus.evalsets.items():
         click.echo(
             f"eval set {name}: {evalset.num_documents:,} documents, {evalset.num_windows:,} windows, "

@@ -30,7 +30,8 @@ class Corpus:
 
     `streams` are what the data plan reads of each source, packed where the config says so; `details` say of each
     what it holds, what was held out and what was dropped because an eval set has it, with `stream`, a hash that names
-    the stream's content, `tokens_per_epoch`, and `utilization`, the share of an epoch's slots that hold a token.
+    the stream's content, `tokens_per_epoch`, and `utilization`, the share of an epoch's slots that hold a token. Of
+    conversations also `scored_share`: of all tokens of the source, held-out ones among them, the share in answers.
     """
 
     tokenizer: Tokenizer
@@ -217,6 +218,9 @@ def _details(store: Store, split: Split, dropped: Mapping[str, int]) -> dict[str
         stream.update(repr(part).encode())
     stream.update(np.packbits(split.keep_N))
     num_tokens = len(store.view(split.keep_N, split.cut))
+    scored = {}
+    if store.facts.num_scored is not None:
+        scored["scored_share"] = store.facts.num_scored / store.facts.num_tokens
     return {
         "tokens": num_tokens,
         "documents": int(split.keep_N.sum()),
@@ -224,6 +228,7 @@ def _details(store: Store, split: Split, dropped: Mapping[str, int]) -> dict[str
         "kept_out_tokens": store.facts.num_tokens - num_tokens,
         "dropped_documents": dict(dropped),
         "stream": stream.hexdigest(),
+        **scored,
     }
 
 

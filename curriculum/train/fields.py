@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from curriculum.model.model import num_parameters
-from curriculum.plan import describe_phases
+from curriculum.plan import describe_phases, few_scored_targets
 from curriculum.train.clock import TrainClock, peak_memory_gb
 from curriculum.train.ledger import History
 from curriculum.train.mesh import describe_devices
@@ -35,7 +35,11 @@ def training_start(setup: Setup) -> dict[str, Any]:
         "plan": derived(setup),
         "sources": setup.corpus.details,
         "evalsets": evalsets,
-        "warnings": list(setup.schedule.warnings) + list(setup.corpus.warnings),
+        "warnings": [
+            *setup.schedule.warnings,
+            *setup.corpus.warnings,
+            *few_scored_targets(setup.schedule, setup.tokens_at(1), setup.corpus.details),
+        ],
     }
 
 
@@ -98,7 +102,7 @@ def _losses(summaries: Mapping[str, Summary]) -> dict[str, float | None]:
 def metrics_row(setup: Setup, done: int, state: TrainState, clock: TrainClock) -> dict[str, Any]:
     segment = setup.schedule.segment_at(done - 1)
     means = read_window(state.window, setup.plan.sources)
-    filled = means["filled_tokens"]
+    filled, scored = means["filled_tokens"], means["scored_tokens"]
     steps, seconds, once = clock.take()
     fields = {
         "step": done,
@@ -114,6 +118,7 @@ def metrics_row(setup: Setup, done: int, state: TrainState, clock: TrainClock) -
         "skipped_updates": int(state.skipped_updates),
         "packing_mode": setup.config.packing.mode,
         "packing_utilization": None if filled is None else round(filled / setup.tokens_at(1), 6),
+        "scored_share": None if scored is None else round(scored / setup.tokens_at(1), 6),
         "peak_memory_gb": peak_memory_gb(),
     }
     return fields | once

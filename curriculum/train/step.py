@@ -169,7 +169,7 @@ def read_window(window: Window, sources: Sequence[str]) -> dict[str, Any]:
 
     `loss`: nats per valid token. `source_loss`: the same by source name, None where nothing was drawn.
     `grad_norm`: mean over updates, before clipping. `filled_tokens`: slots of an update that hold a document's
-    token. None where there was no update.
+    token. `scored_tokens`: valid tokens of an update. None where there was no update.
     """
     window = jax.device_get(window)
     nats_S, tokens_S = np.sum(window.nats_S2, -1, np.float64), np.sum(window.tokens_S2, -1, np.float64)
@@ -182,6 +182,7 @@ def read_window(window: Window, sources: Sequence[str]) -> dict[str, Any]:
         },
         "grad_norm": grad_norm / num_updates if num_updates else None,
         "filled_tokens": float(np.sum(window.filled_2, dtype=np.float64)) / num_updates if num_updates else None,
+        "scored_tokens": float(tokens_S.sum()) / num_updates if num_updates else None,
     }
 
 
