@@ -249,8 +249,8 @@ def test_a_conversation_that_an_eval_set_has_is_dropped_from_training(folder):
     assert corpus.details["talks"]["dropped_documents"] == {"some": 1}
 
 
-def test_a_piece_of_a_conversation_without_an_answer_is_refused(folder):
+def test_a_single_conversation_cannot_be_held_out_of(folder):
     messages = [{"role": "user", "content": "x" * 500}, {"role": "assistant", "content": "y" * 40}]
     write_talks(folder / "talks.jsonl", [messages])
-    with pytest.raises(InputError, match="sources.talks.held_out: .*no token of an answer in the training part"):
+    with pytest.raises(InputError, match="sources.talks.held_out: .*single conversation, which is not divided"):
         load_corpus(chat_config(), folder / "store")

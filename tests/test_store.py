@@ -89,18 +89,22 @@ def conversation_store(directory, conversations):
     return open_store(directory)
 
 
-def test_no_part_of_a_divided_conversation_is_left_without_an_answer(tmp_path):
-    # 20 tokens: a prompt of 8, an answer of 4, and 7 that nobody has answered.
-    store = conversation_store(tmp_path / "one", [("p" * 8, "aaaa", "q" * 7)])
-    for share, part in ((0.4, "held-out part"), (0.6, "training part"), (0.9, "training part")):
-        with pytest.raises(ValueError, match=f"held_out of {share} leaves no token of an answer in the {part}"):
-            split_store(store, byte_tokenizer(), share)
-    assert [split_store(store, byte_tokenizer(), share).cut for share in (0.45, 0.55)] == [(0, 11), (0, 9)]
-    # With another whole conversation on its side a piece may be without.
-    two = conversation_store(tmp_path / "two", [("p", "a", ""), ("p" * 8, "aaaa", "q" * 4)])
-    assert split_store(two, byte_tokenizer(), 0.8).cut == (1, 1)
-    two = conversation_store(tmp_path / "last", [("p" * 8, "aaaa", "q" * 4), ("p", "a", "")])
-    assert split_store(two, byte_tokenizer(), 0.25).cut == (0, 15)
+def test_no_conversation_is_divided(tmp_path):
+    # 4, 6, 4 and 6 tokens of 20.
+    store = conversation_store(
+        tmp_path / "four", [("p", "aa", ""), ("pp", "aaa", ""), ("q", "aa", ""), ("q", "aa", "rr")]
+    )
+    expected = {0.01: [3], 0.3: [3], 0.31: [2, 3], 0.5: [2, 3], 0.51: [1, 2, 3], 0.8: [1, 2, 3], 0.99: [1, 2, 3]}
+    for share, held_out in expected.items():
+        split = split_store(store, byte_tokenizer(), share)
+        assert split.cut is None and split.held_out.tolist() == held_out
+        assert [document.tokens[0] for document in eval_documents(store, byte_tokenizer(), split)][-1] == ord("q")
+    with pytest.raises(ValueError, match="held_out of 0.01 gives 6 of 20 tokens, and one eval window needs 7"):
+        split_store(store, byte_tokenizer(), 0.01, 7)
+    one = conversation_store(tmp_path / "one", [("p" * 8, "aaaa", "q" * 7)])
+    with pytest.raises(ValueError, match="held_out of 0.4 of a single conversation, which is not divided; give more"):
+        split_store(one, byte_tokenizer(), 0.4)
+    assert split_store(one, byte_tokenizer(), 0).keep_N.tolist() == [True]
 
 
 @pytest.mark.parametrize(

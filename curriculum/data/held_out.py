@@ -14,30 +14,18 @@ from curriculum.data.tokenizer import Tokenizer
 def split_store(store: Store, tokenizer: Tokenizer, share: float, min_tokens: int = 1) -> Split:
     """The split of a store as `split_documents` makes it, a divided document cut between characters.
 
-    Raises ValueError like it, and where a part of a store that marks the scored tokens has none of them.
+    Conversations, which a store marks the scored tokens of, are never divided: an answer keeps what it answers.
+    Raises ValueError like it.
     """
 
     def starts_character(document: int, token: int) -> bool:
         start = int(store.documents["end"][document]) - int(store.document_tokens_N[document])
         return not tokenizer.continues_character_V[store.stream[start + token : start + token + 1][0]]
 
-    split = split_documents(store.document_tokens_N, store.documents["hash"], share, min_tokens, starts_character)
-    if store.facts.num_scored is not None and split.cut is not None:
-        # Every whole document has an answer, so that only a part that is a piece of one can lack it.
-        document, token = split.cut
-        stop = int(store.documents["end"][document])
-        middle = stop - int(store.document_tokens_N[document]) + token
-        head, tail = store.scored_stream[middle - token : middle], store.scored_stream[middle:stop]
-        for part, whole_documents, piece in (
-            ("training part", split.keep_N.sum() - 1, head),
-            ("held-out part", len(split.held_out), tail),
-        ):
-            if whole_documents == 0 and not piece.any():
-                raise ValueError(
-                    f"held_out of {share:.4g} leaves no token of an answer in the {part}, which is a piece of one"
-                    " conversation; hold out another share, or give more conversations"
-                )
-    return split
+    marks_scored = store.facts.num_scored is not None
+    return split_documents(
+        store.document_tokens_N, store.documents["hash"], share, min_tokens, starts_character, whole=marks_scored
+    )
 
 
 class EvalDocument(NamedTuple):

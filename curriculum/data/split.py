@@ -62,23 +62,31 @@ def split_documents(
     share: float,
     min_tokens: int = 1,
     starts_character: Callable[[int, int], bool] | None = None,
+    *,
+    whole: bool = False,
 ) -> Split:
     """Hold out `share` of the tokens of a source.
 
     From HASHED_FROM_DOCUMENTS documents on: those with the smallest content hashes, until the share is
     reached (and FEWEST_DOCUMENTS of them where there are MANY_DOCUMENTS); copies of a document stay on one
     side. With fewer documents: the last tokens of the stream, the document that straddles the cut being
-    divided where a character starts (`starts_character(document, token)`). Share 0 keeps everything.
+    divided where a character starts (`starts_character(document, token)`); with `whole` it is held out undivided, but
+    the first document stays in training. Share 0 keeps everything.
 
     `document_tokens_N` counts the end-of-text token of each document. Raises ValueError where the held-out
-    part has fewer than `min_tokens` tokens or training keeps none.
+    part has fewer than `min_tokens` tokens, training keeps none, or there is one document to be kept whole.
     """
     num_documents = len(document_tokens_N)
     if share == 0:
         return Split(np.ones(num_documents, bool))
     total_tokens = int(document_tokens_N.sum())
+    if whole and num_documents == 1:
+        raise ValueError(
+            f"held_out of {share:.4g} of a single conversation, which is not divided; give more conversations, or set"
+            " held_out: 0"
+        )
     if num_documents < HASHED_FROM_DOCUMENTS:
-        split = _tail(document_tokens_N, math.ceil(share * total_tokens), starts_character)
+        split = _tail(document_tokens_N, math.ceil(share * total_tokens), starts_character, whole)
     else:
         split = _smallest_hashes(document_tokens_N, document_hashes_N2, share * total_tokens)
 
@@ -118,10 +126,12 @@ def _smallest_hashes(document_tokens_N, document_hashes_N2, wanted_tokens: float
     return Split(keep_N)
 
 
-def _tail(document_tokens_N, wanted_tokens: int, starts_character) -> Split:
+def _tail(document_tokens_N, wanted_tokens: int, starts_character, whole: bool) -> Split:
     ends_N = np.cumsum(document_tokens_N)
     first_token = int(ends_N[-1]) - wanted_tokens
     document = int(np.searchsorted(ends_N, first_token, side="right"))
+    if whole:
+        return Split(np.arange(len(ends_N)) < max(document, 1))
     length = int(document_tokens_N[document])
     token = first_token - (int(ends_N[document]) - length)
     if token > 0 and starts_character is not None:
