@@ -57,6 +57,12 @@ class EvalSource:
     every: PositiveInt | None = None
     """A multiple of `evalsets.every`, not for the primary set; boundaries, step 0 and the end always count."""
 
+    def own_source(self) -> SourceConfig | None:
+        """Where its text lies, None where it is held out of a source; ValueError as of a source."""
+        if self.held_out_of is not None:
+            return None
+        return SourceConfig(path=self.path, hf=self.hf, format=self.format, text_key=self.text_key, glob=self.glob)
+
 
 @dataclass(frozen=True)
 class EvalSection:

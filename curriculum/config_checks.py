@@ -102,6 +102,11 @@ def _check_evalsets(v):
         ):
             reason = "are read with 'path' or 'hf' only; held-out text comes from its source"
             yield path, f"text_key, glob and format {reason}"
+        elif len(given) == 1:
+            try:
+                source.own_source()
+            except ValueError as error:
+                yield path, str(error)
 
 
 def _check_held_out(v):

@@ -136,16 +136,8 @@ def find_sizes(config: Config, store_dir: str | Path) -> Sizes:
 
 def _own_sources(config: Config) -> dict[str, SourceConfig]:
     """Where the text of each eval set lies that is not held out of a source."""
-    sources = {}
-    for name, source in config.eval_sources.items():
-        if source.held_out_of is None:
-            try:
-                sources[name] = SourceConfig(
-                    path=source.path, hf=source.hf, format=source.format, text_key=source.text_key, glob=source.glob
-                )
-            except ValueError as error:
-                raise config.error([(_place(name), str(error))]) from None
-    return sources
+    sources = {name: evalset.own_source() for name, evalset in config.eval_sources.items()}
+    return {name: source for name, source in sources.items() if source is not None}
 
 
 def _place(evalset: str) -> str:
