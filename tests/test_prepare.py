@@ -13,6 +13,7 @@ import sys
 import time
 import tracemalloc
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -669,9 +670,35 @@ def test_conversations_from_an_iterator(tmp_path, store_dir):
     assert_by_hand(store, byte_tokenizer())
     from_file = prepare_store("talks", talks(tmp_path), byte_tokenizer(), store_dir, chat=SHORT)
     assert store.facts.content_hash == from_file.facts.content_hash
-    # The folder knows what is scored, with or without the format, and needs no template any more.
-    for source in (SourceConfig(path=str(tmp_path / "out")), talks(tmp_path, "out")):
-        assert_by_hand(prepare_store("x", source, byte_tokenizer(), store_dir), byte_tokenizer())
+    for option in ({"format": "messages"}, {"format": "completion"}):
+        source = SourceConfig(path=str(tmp_path / "out"), **option)
+        assert_by_hand(prepare_store("x", source, byte_tokenizer(), store_dir, chat=SHORT), byte_tokenizer())
+
+
+def test_what_a_prepared_folder_cannot_follow_is_refused(tmp_path, store_dir):
+    prepare_documents(TALKS, byte_tokenizer(), tmp_path / "out", chat=SHORT)
+    prepare_documents(["a"], byte_tokenizer(), tmp_path / "text")
+    chat = {"format": "messages"}
+    refused = [
+        ("out", {}, SHORT, "format text, and .*out was prepared from conversations, .*; set format: messages or"),
+        ("out", chat | {"glob": "*.x"}, SHORT, r"glob '\*\.x' says how files are read, and .*out holds tokens already"),
+        ("out", chat | {"text_key": "turns"}, SHORT, "text_key 'turns' says .*; leave text_key out"),
+        ("text", {"text_key": "text"}, SHORT, "text_key 'text' says"),
+        ("text", chat, SHORT, "format messages, and .*text was prepared from plain text"),
+        ("out", chat, replace(SHORT, user="Q{content}"), r"chat\.user is 'Q{content}', and .*out was prepared with 'U:{content}\.'"),
+        ("out", chat, replace(SHORT, tool="T{content}"), r"chat\.tool is 'T{content}', and .*out was prepared with None"),
+    ]  # fmt: skip
+    for folder, options, template, expected in refused:
+        source = SourceConfig(path=str(tmp_path / folder), **options)
+        for find in (find_store, prepare_store):
+            with pytest.raises(InputError, match=f"source 'x': {expected}"):
+                find("x", source, byte_tokenizer(), store_dir, chat=template)
+    assert find_store("x", SourceConfig(path=str(tmp_path / "text")), byte_tokenizer(), store_dir, SHORT) is not None
+    # A folder written before sidecars had the template is not held against any.
+    sidecar = json.loads((tmp_path / "out" / "store.json").read_text())
+    assert sidecar.pop("chat")["user"] == SHORT.user
+    (tmp_path / "out" / "store.json").write_text(json.dumps(sidecar))
+    assert_by_hand(find_store("x", talks(tmp_path, "out"), byte_tokenizer(), store_dir), byte_tokenizer())
 
 
 def broken():

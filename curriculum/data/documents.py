@@ -40,7 +40,8 @@ class SourceConfig:
     """A dataset of the hub, NAME or NAME:CONFIGURATION, its split "train"."""
     format: Literal["text", "messages", "completion"] = "text"
     """What a row of JSONL, parquet, arrow or the hub is: a text; or, with loss on answers only, a list of messages
-    {role, content}, or a `prompt` and its `completion`, two texts or two lists of messages. A prepared folder knows."""
+    {role, content}, or a `prompt` and its `completion`, two texts or two lists of messages. Of a prepared folder:
+    what it was made from."""
     text_key: str | None = None
     """The key or column that holds the text or the messages; by default `text` or `messages`, after the format."""
     glob: str = "**/*"

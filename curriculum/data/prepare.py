@@ -12,7 +12,7 @@ most TRAIN_BYTES of text.
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from pathlib import Path
 
 import numpy as np
@@ -175,7 +175,7 @@ def find_store(
     Raises InputError for a prepared folder made with another tokenizer, and for a damaged store.
     """
     if _is_prepared(source):
-        return _open_prepared(name, source, tokenizer)
+        return _open_prepared(name, source, tokenizer, chat)
     content = find_content(source, Path(store_dir))
     if content is None:
         return None
@@ -214,7 +214,7 @@ def prepare_store(
                 pieces, marks_scored = read_pieces(source, chat), source.format != "text"
                 with closing(StoreWriter(partial, tokenizer.dtype_name, shard_tokens, marks_scored)) as writer:
                     _write_pieces(pieces, tokenizer, writer, progress, _size_bytes([source]))
-                    writer.finish(source.location, tokenizer)
+                    writer.finish(source.location, tokenizer, asdict(chat) if marks_scored else None)
             if source_signature(source) != signature or find_content(source, store_dir) != content:
                 raise InputError(
                     f"source {name!r}: {source.location} changed while it was prepared; start again when it is complete"
@@ -242,7 +242,7 @@ def prepare_folder(
         raise InputError(f"text: {error}") from None
     pieces = (piece for source in sources for piece in read_pieces(source))
     label, total_bytes = ", ".join(source.location for source in sources), _size_bytes(sources)
-    return _write_folder(pieces, tokenizer, output_dir, progress, shard_tokens, label, total_bytes)
+    return _write_folder(pieces, tokenizer, output_dir, progress, shard_tokens, label, total_bytes, None)
 
 
 def prepare_documents(
@@ -264,8 +264,8 @@ def prepare_documents(
     if isinstance(documents, str):
         raise InputError("documents: a single text; expected an iterable of documents, such as a list with this one")
     _check_new(Path(output_dir))
-    pieces, marks_scored = _document_pieces(documents, chat), chat is not None
-    return _write_folder(pieces, tokenizer, output_dir, progress, shard_tokens, "documents", None, marks_scored)
+    pieces = _document_pieces(documents, chat)
+    return _write_folder(pieces, tokenizer, output_dir, progress, shard_tokens, "documents", None, chat)
 
 
 def _document_pieces(documents: Iterable[str] | Iterable[list[dict]], chat: ChatConfig | None) -> Iterator[Piece]:
@@ -307,16 +307,16 @@ def _write_folder(
     shard_tokens: int,
     label: str,
     total_bytes: int | None,
-    marks_scored: bool = False,
+    chat: ChatConfig | None,
 ) -> Store:
     output_dir = Path(output_dir)
     with building(output_dir, output_dir.absolute().parent) as partial:
         if partial is None:
             raise InputError(f"{output_dir}: another process has just written it; name a new folder")
         tokenizer.save(partial)
-        with closing(StoreWriter(partial, tokenizer.dtype_name, shard_tokens, marks_scored)) as writer:
+        with closing(StoreWriter(partial, tokenizer.dtype_name, shard_tokens, chat is not None)) as writer:
             _write_pieces(pieces, tokenizer, writer, progress, total_bytes)
-            writer.finish(label, tokenizer)
+            writer.finish(label, tokenizer, None if chat is None else asdict(chat))
     return open_store(output_dir)
 
 
@@ -324,7 +324,7 @@ def _is_prepared(source: SourceConfig) -> bool:
     return source.path is not None and is_store(os.path.expanduser(source.path))
 
 
-def _open_prepared(name: str, source: SourceConfig, tokenizer: Tokenizer) -> Store:
+def _open_prepared(name: str, source: SourceConfig, tokenizer: Tokenizer, chat: ChatConfig) -> Store:
     store = open_store(Path(source.path).expanduser())
     if store.facts.tokenizer_fingerprint != tokenizer.fingerprint:
         raise InputError(
@@ -332,11 +332,29 @@ def _open_prepared(name: str, source: SourceConfig, tokenizer: Tokenizer) -> Sto
             f" the run's is {tokenizer.fingerprint}; prepare it anew, or set tokenizer.path to the tokenizer"
             " that it was prepared with"
         )
+    for key in ("text_key", "glob"):
+        if getattr(source, key) != getattr(SourceConfig, key):
+            raise InputError(
+                f"source {name!r}: {key} {getattr(source, key)!r} says how files are read, and {source.path} holds"
+                f" tokens already; leave {key} out"
+            )
     if source.format != "text" and store.facts.num_scored is None:
         raise InputError(
             f"source {name!r}: format {source.format}, and {source.path} was prepared from plain text, which is scored"
             " throughout; prepare it from conversations, or leave format out"
         )
+    if source.format == "text" and store.facts.num_scored is not None:
+        raise InputError(
+            f"source {name!r}: format text, and {source.path} was prepared from conversations, of which the answers"
+            " alone are scored; set format: messages or completion"
+        )
+    saved = store.facts.chat or {}  # none in a folder of text, or that says nothing of it
+    for role, template in asdict(chat).items():
+        if saved.get(role, template) != template:
+            raise InputError(
+                f"source {name!r}: chat.{role} is {template!r}, and {source.path} was prepared with {saved[role]!r};"
+                f" set chat.{role} to that, or prepare it anew"
+            )
     return store
 
 

@@ -59,6 +59,7 @@ class StoreFacts:
     content_hash: str  # xxh3_128 over the documents' hashes in order, then over which tokens are scored
     shards: list[Shard]
     num_scored: int | None = None  # tokens of answers, where the store says which they are
+    chat: dict[str, str | None] | None = None  # by role the template that rendered conversations
 
 
 class StoreWriter:
@@ -119,8 +120,9 @@ class StoreWriter:
         self._text.reset()
         self._text_bytes = 0
 
-    def finish(self, source: str, tokenizer: Tokenizer) -> None:
-        """Write the sidecar. Raises InputError where no document was added."""
+    def finish(self, source: str, tokenizer: Tokenizer, chat: dict[str, str | None] | None = None) -> None:
+        """Write the sidecar, with the template by role where one was used. Raises InputError where no document was
+        added."""
         self.close()
         if self.num_documents == 0:
             skipped = f" ({self.num_empty:,} empty documents)" if self.num_empty else ""
@@ -130,7 +132,7 @@ class StoreWriter:
         facts = StoreFacts(
             FORMAT_VERSION, source, tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eot, self._dtype,
             self.num_tokens, self.num_documents, self.num_bytes, self.num_empty, self._content.hexdigest(),
-            self.shards, self._num_scored if self._marks_scored else None,
+            self.shards, self._num_scored if self._marks_scored else None, chat,
         )  # fmt: skip
         write_sidecar(self.directory / SIDECAR_NAME, facts)
 
