@@ -145,6 +145,34 @@ def test_prepare_a_folder_and_train_from_it(folder):
     assert planned.returncode == 0, planned.stderr
 
 
+def test_prepare_a_folder_of_conversations(folder):
+    rows = [
+        {"turns": [{"role": "user", "content": "U"}, {"role": "assistant", "content": f"{i:02}"}]} for i in range(9)
+    ]
+    (folder / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = (
+        "prepare",
+        "--text",
+        "talks.jsonl",
+        "--tokenizer",
+        "byte",
+        "--output",
+        "tokens",
+        "--format",
+        "messages",
+    )
+    done = run(folder, *arguments)
+    assert done.returncode == 2 and "did you mean" not in done.stderr and "text_key:" in done.stderr
+    done = run(folder, *arguments, "--text-key", "turns")
+    # ChatML as bytes: 17 + 1 + 11 for the user, 22 before the answer; of it 2 + 11 and end-of-text are scored.
+    assert done.returncode == 0, done.stderr
+    assert f"tokens: 9 documents, {9 * 65} tokens of u16, {14 / 65:.2%} scored" in done.stdout
+    source = "sources.law={path: tokens, format: messages}"
+    assert run(folder, "prepare", "c.yaml", "--set", source).returncode == 0
+    other = run(folder, "prepare", "c.yaml", "--set", source, "--set", "chat.user='Q{content}'")
+    assert other.returncode == 2 and "chat.user is 'Q{content}'" in other.stderr
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [
@@ -160,6 +188,8 @@ def test_prepare_a_folder_and_train_from_it(folder):
         (["train", "c.yaml", "--set", "phases[0].until=90"], "after the run's end at step 8"),
         (["train", "c.yaml", "--set", "train.steps=1000000000000000000000000"], "train.steps: got 1"),
         (["prepare", "c.yaml", "--tokenizer", "byte"], "go with --text"),
+        (["prepare", "c.yaml", "--format", "messages"], "--format and --text-key go with --text"),
+        (["prepare", "c.yaml", "--text-key", "x"], "--format and --text-key go with --text"),
         (["prepare", "--text", "web.jsonl", "--set", "a=1"], "go with CONFIG"),
         (["train", "c.yaml", "--set", "sources.law.max_epochs=0.01"], "step 5 (phase b) would read more than 0.01 epochs"),
         (["train", "c.yaml", "--set", "tokenizer={kind: tiktoken, name: gpt7}"], "gpt7"),

@@ -11,9 +11,18 @@ from curriculum.errors import InputError
 @click.command()
 @config_options(config_required=False)
 @click.option("--text", "texts", metavar="PATH", multiple=True, help="A file or folder of text; repeatable.")
+@click.option(
+    "--format",
+    "text_format",
+    type=click.Choice(["text", "messages", "completion"]),
+    help="What a row of the --text is: a text, or a conversation, which ChatML renders.",
+)
+@click.option("--text-key", metavar="KEY", help="The key or column of the text or of the messages.")
 @click.option("--tokenizer", metavar="T", help="byte, the name of a tiktoken encoding (gpt2), or a tokenizer's folder.")
 @click.option("--output", metavar="DIR", help="A new folder for the tokenizer and the tokens.")
-def command(config_path, overrides, dataset_dirs, eval_dataset_dirs, store_dir, texts, tokenizer, output):
+def command(
+    config_path, overrides, dataset_dirs, eval_dataset_dirs, store_dir, texts, text_format, text_key, tokenizer, output
+):
     """Turn the sources and eval sets of CONFIG into token stores; `train` does the same on first use.
 
     Without CONFIG: turn the --text into one folder of tokens that the `path` of a source accepts.
@@ -22,12 +31,14 @@ def command(config_path, overrides, dataset_dirs, eval_dataset_dirs, store_dir, 
         raise InputError("prepare: expected either CONFIG, or --text PATH with --tokenizer and --output")
     if config_path is not None and (tokenizer or output):
         raise InputError("prepare: --tokenizer and --output go with --text; the stores of CONFIG lie in --store-dir")
+    if config_path is not None and (text_format or text_key):
+        raise InputError("prepare: --format and --text-key go with --text; in CONFIG they are keys of each source")
     if config_path is None:
         if overrides or dataset_dirs or eval_dataset_dirs:
             raise InputError("prepare: --set, --dataset-dir and --eval-dataset-dir go with CONFIG, not with --text")
         if tokenizer is None or output is None:
             raise InputError("prepare: --text needs --tokenizer T and --output DIR")
-        _prepare_folder(texts, tokenizer, output)
+        _prepare_folder(texts, text_format or "text", text_key, tokenizer, output)
         return
 
     from curriculum.config import load_config
@@ -56,7 +67,7 @@ def command(config_path, overrides, dataset_dirs, eval_dataset_dirs, store_dir, 
         click.echo(f"warning: {warning}")
 
 
-def _prepare_folder(texts, tokenizer: str, output: str) -> None:
+def _prepare_folder(texts, text_format: str, text_key: str | None, tokenizer: str, output: str) -> None:
     from pathlib import Path
 
     from curriculum.data.prepare import prepare_folder
@@ -70,6 +81,7 @@ def _prepare_folder(texts, tokenizer: str, output: str) -> None:
         chosen = load_tokenizer(tokenizer)
     else:
         chosen = tiktoken_tokenizer(tokenizer)
-    store = prepare_folder(list(texts), chosen, output, progress=ConsoleProgress(output))
+    store = prepare_folder(list(texts), chosen, output, text_key, progress=ConsoleProgress(output), format=text_format)
     facts = store.facts
-    click.echo(f"{output}: {facts.num_documents:,} documents, {facts.num_tokens:,} tokens of {facts.dtype}")
+    scored = "" if facts.num_scored is None else f", {facts.num_scored / facts.num_tokens:.2%} scored"
+    click.echo(f"{output}: {facts.num_documents:,} documents, {facts.num_tokens:,} tokens of {facts.dtype}{scored}")

@@ -226,23 +226,29 @@ def prepare_folder(
     texts: list[str],
     tokenizer: Tokenizer,
     output_dir: str | Path,
-    text_key: str = "text",
+    text_key: str | None = None,
     progress: Progress | None = None,
     shard_tokens: int = SHARD_TOKENS,
+    *,
+    format: str = "text",
+    chat: ChatConfig = CHATML,
 ) -> Store:
     """Write the tokenizer and the tokens of files and folders of text to a new folder, which the `path` of a
     source and that of a tokenizer accept as it is.
 
-    Raises InputError where the folder exists and is not empty, or a text cannot be read or encoded.
+    `format` and `text_key` are those of a source; `chat` renders conversations, as the `chat` of a run that reads
+    the folder has to be. Raises InputError where the folder exists and is not empty, or a text cannot be read or
+    encoded.
     """
     _check_new(Path(output_dir))
     try:
-        sources = [SourceConfig(path=str(path), text_key=text_key) for path in texts]
+        sources = [SourceConfig(path=str(path), format=format, text_key=text_key) for path in texts]
     except ValueError as error:
         raise InputError(f"text: {error}") from None
-    pieces = (piece for source in sources for piece in read_pieces(source))
+    pieces = (piece for source in sources for piece in read_pieces(source, chat))
     label, total_bytes = ", ".join(source.location for source in sources), _size_bytes(sources)
-    return _write_folder(pieces, tokenizer, output_dir, progress, shard_tokens, label, total_bytes, None)
+    template = None if format == "text" else chat
+    return _write_folder(pieces, tokenizer, output_dir, progress, shard_tokens, label, total_bytes, template)
 
 
 def prepare_documents(
