@@ -351,6 +351,9 @@ def config_of(folder, packing, steps=8, **changes):
     return build_config(data | changes)
 
 
+WEB_ONLY = {"name": "a", "until": "end", "mixture": {"web": 1.0}}
+
+
 def test_bins_hold_the_training_text_and_nothing_else(folder, tmp_path):
     plain = load_corpus(config_of(folder, {}), tmp_path)
     packed = load_corpus(config_of(folder, {"mode": "best_fit"}), tmp_path)
@@ -402,6 +405,34 @@ def test_prepare_says_how_full_the_bins_are(folder, tmp_path):
     details = load_corpus(config, tmp_path / "store").details["book"]
     num_bins = details["tokens_per_epoch"] // 32
     assert f", packed into {num_bins} bins, {details['utilization']:.2%} full\n" in done.output and num_bins > 10
+
+
+def test_a_source_without_training_text_is_refused_in_one_line(folder, tmp_path):
+    from curriculum.plan import resolve_schedule
+
+    texts = [f"text {i}" for i in range(400)]
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    few = {"path": str(tmp_path / "few.jsonl"), "held_out": "99.5%"}
+    web = {"path": str(folder / "web.jsonl"), "held_out": "10%"}
+    kept = load_corpus(config_of(folder, {}, sources={"web": web, "few": few}, phases=[WEB_ONLY]), tmp_path)
+    left = bytes(t for t in kept.streams["few"][:].tolist() if t < 256).decode()
+    assert kept.details["few"]["documents"] <= 4
+    rows = [text for text in texts if text in left]
+    (tmp_path / "left.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
+    evalsets = {"primary": {"held_out_of": "web"}, "sets": {"left": {"path": str(tmp_path / "left.jsonl")}}}
+    both = [{"name": "a", "until": "end", "mixture": {"web": 0.5, "few": 0.5}}]
+    for mode in ("stream", "best_fit"):
+        changes = {"sources": {"web": web, "few": few}, "evalsets": evalsets}
+        config = config_of(folder, {"mode": mode}, phases=both, **changes)
+        corpus = load_corpus(config, tmp_path)
+        assert corpus.details["few"]["documents"] == corpus.tokens_per_epoch["few"] == 0
+        few_is_too_few = r"sources\.few: too few training tokens, expected at least one sequence"
+        with pytest.raises(InputError, match=few_is_too_few):
+            resolve_schedule(config, corpus.tokens_per_epoch)
+        with pytest.raises(InputError, match=few_is_too_few):
+            plan(config, store_dir=tmp_path)
+        # Where no phase draws from it, it is nobody's matter.
+        plan(config_of(folder, {"mode": mode}, phases=[WEB_ONLY], **changes), store_dir=tmp_path)
 
 
 def test_a_damaged_packing_is_an_input_error_of_the_plan(folder, tmp_path):

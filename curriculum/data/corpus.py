@@ -87,7 +87,7 @@ def load_corpus(config: Config, store_dir: str | Path, tokenizer: Tokenizer | No
         scored = store.scored_view(kept[name].keep_N, kept[name].cut)
         streams[name] = stream if scored is None else TokenStream(stream, tokenizer.eot, scored)
         held, packing = _details(store, kept[name], dropped[name]), None
-        if config.packing.mode == "best_fit":
+        if config.packing.mode == "best_fit" and held["tokens"]:
             packing, pieces, bins = prepare_packing(
                 held["stream"], _kept_tokens(store, kept[name]), config.train.seq_len, store_dir
             )
@@ -120,7 +120,7 @@ def find_sizes(config: Config, store_dir: str | Path) -> Sizes:
     details = {}
     for name, store in stores.items():
         held, packing = _details(store, kept[name], dropped[name]), None
-        if config.packing.mode == "best_fit":
+        if config.packing.mode == "best_fit" and held["tokens"]:
             packing = find_packing(held["stream"], config.train.seq_len, store_dir)
         details[name] = held | _epoch(config, held, packing)
     warnings = _overlap_warnings(dropped)
@@ -236,6 +236,8 @@ def _epoch(config: Config, details: Mapping[str, Any], packing: PackingFacts | N
     """What an epoch of a source is; None where that takes a packing and there is none yet."""
     if config.packing.mode == "stream":
         return {"tokens_per_epoch": epoch_tokens(details["tokens"], config.train.seq_len), "utilization": 1.0}
+    if details["tokens"] == 0:  # nothing to pack, which the schedule refuses where it draws from it
+        return {"tokens_per_epoch": 0, "utilization": 0.0}
     if packing is None:
         return {"tokens_per_epoch": None, "utilization": None}
     return {"tokens_per_epoch": packing.tokens_per_epoch, "utilization": packing.utilization}
