@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -307,9 +308,70 @@ def test_an_added_set_keeps_what_was_measured_at_its_first_step(corpus, store, w
 
 
 def test_another_set_under_an_old_name_is_refused(corpus, store, whole):
-    for change in ({"evalsets__primary": {"held_out_of": "law"}}, {"evalsets__seq_len": 16}):
-        with pytest.raises(InputError, match="evalsets.primary: is not the set that the run measured under this name"):
-            train(build_config(config_data(corpus, **change)), whole, resume="latest", store_dir=store)
+    changed = build_config(config_data(corpus, evalsets__primary={"held_out_of": "law"}))
+    with pytest.raises(InputError, match="evalsets.primary: is not the set that the run measured under this name"):
+        train(changed, whole, resume="latest", store_dir=store)
+
+
+def test_a_setting_that_changed_the_data_is_named(corpus, store, tmp_path):
+    from curriculum.train.ledger import History, check_past, entry
+
+    rows = [
+        {"messages": [{"role": "user", "content": f"ask {i}"}, {"role": "assistant", "content": f"say {i}"}],
+         "prompt": f"p{i}", "completion": f"c{i}"}
+        for i in range(150)
+    ]  # fmt: skip
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    talks = {"path": str(tmp_path / "talks.jsonl"), "format": "messages", "held_out": "10%"}
+    web = {"path": str(corpus / "web.jsonl"), "held_out": "10%"}
+    base = {
+        "sources": {"web": web, "talks": talks},
+        "phases": [{"name": "a", "until": "end", "mixture": {"web": 0.5, "talks": 0.5}}],
+        "evalsets": {"primary": {"held_out_of": "web"}, "sets": {"talks": {"held_out_of": "talks"}}},
+        "optim": {},
+    }
+
+    def set_up(**changes):
+        setup = build(build_config(config_data(corpus, **{**base, **changes})), store)
+        setup.feed.close()
+        return setup
+
+    first = set_up()
+    history = History("now", "a", dict(first.content_hashes))
+    saved = json.loads(json.dumps(entry(first, 10, history, {}, 1.0)))
+    check_past(saved, first)
+
+    def problems(saved, **changes):
+        with pytest.raises(InputError) as error:
+            check_past(saved, set_up(**changes))
+        return [problem.removeprefix("config: ") for problem in error.value.problems]
+
+    lengths = {"steps": 60, "batch_size": 8, "seq_len": 16}
+    begun = "but the run was begun with"
+    assistant = (
+        'chat.assistant: got "A{content};", ' + begun + r' "<|im_start|>assistant\n{content}<|im_end|>\n"; restore it'
+    )
+    renamed = {**base["evalsets"], "seq_len": 16}
+    fewer, pairs = {**web, "held_out": 0.2}, {**talks, "format": "completion"}
+    for changes, expected in (
+        ({"chat": {"assistant": "A{content};"}}, assistant),
+        ({"sources": {"web": fewer, "talks": talks}}, f"sources.web.held_out: got 0.2, {begun} 0.1; restore it"),
+        ({"sources": {"web": web, "talks": pairs}}, f'sources.talks.format: got "completion", {begun} "messages"; restore it'),
+        ({"train": lengths}, f"train.seq_len: got 16, {begun} 32; restore it"),
+        ({"evalsets": renamed}, f"evalsets.seq_len: got 16, {begun} null; restore it"),
+    ):  # fmt: skip
+        assert problems(saved, **changes) == [expected]
+    # A template that no source of conversations uses is free; so is the same share in other words.
+    text = {"sources": {"web": web}, "phases": [{"name": "a", "until": "end", "mixture": {"web": 1.0}}],
+            "evalsets": {"primary": {"held_out_of": "web"}}}  # fmt: skip
+    plain = set_up(**text)
+    kept = json.loads(json.dumps(entry(plain, 10, replace(history, eval_sets=dict(plain.content_hashes)), {}, 1.0)))
+    check_past(kept, set_up(**{**text, "chat": {"user": "Q{content}"}, "sources": {"web": {**web, "held_out": 0.1}}}))
+    # A ledger that says nothing of it is told as before.
+    del saved["data"]
+    told = problems(saved, chat={"assistant": "A{content};"})
+    assert told[0] == "sources.talks: its training text is not what it was when the run read from it; restore it"
+    assert told[1].startswith("evalsets.sets.talks: is not the set") and len(told) == 2
 
 
 def test_source_text_that_changed_is_refused(corpus, store, tmp_path):

@@ -14,7 +14,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from curriculum.config import Config
+from curriculum.data.chat import ROLES
 from curriculum.data.packing import PackingConfig
+from curriculum.data.split import parse_share
 from curriculum.model.model import abstract_params, parameter_name
 from curriculum.record.events import plain
 from curriculum.train.optimizer import state_layout
@@ -75,6 +78,7 @@ def entry(setup: Setup, step: int, history: History, offsets: Mapping[str, int],
         "optimizer": state_layout(setup.config.optim),
         "tokenizer": setup.corpus.tokenizer.fingerprint,
         "packing": asdict(setup.config.packing),
+        "data": _data_settings(setup.config),
         "segments": segments_to_json(setup.schedule.segments),
         "sources": {
             name: {
@@ -125,6 +129,17 @@ def check_past(saved: Mapping[str, Any], setup: Setup) -> None:
         if value != packing[key]:
             got = f"got {json.dumps(value)}, but the run was trained with {json.dumps(packing[key])}"
             problems.append((f"packing.{key}", got))
+    settings = _data_settings(config)
+    were = {path: was for path, was in saved.get("data", {}).items() if settings.get(path, was) != was}
+
+    def changed(paths: Iterable[str]) -> list[tuple[str, str]]:
+        return [
+            (path, f"got {json.dumps(settings[path])}, but the run was begun with {json.dumps(were[path])}; restore it")
+            for path in paths
+            if path in were
+        ]
+
+    problems += changed(["train.seq_len"])
     for name, source in saved["sources"].items():
         if source["tokens_drawn"] == 0:
             continue
@@ -132,12 +147,19 @@ def check_past(saved: Mapping[str, Any], setup: Setup) -> None:
             message = f"{name} is gone, but {source['tokens_drawn']:,} of its tokens were trained on"
             problems.append(("sources", message))
         elif details[name]["stream"] != source["stream"] and not problems:
-            problems.append((f"sources.{name}", _why_changed(source, details[name])))
+            why = (f"sources.{name}", _why_changed(source, details[name]))
+            problems += changed(_of_source(config, name)) or [why]
     for name, evalset in setup.corpus.evalsets.items():
         if evalset.content_hash != saved["history"]["eval_sets"].get(name, evalset.content_hash):
             path = "evalsets.primary" if name == PRIMARY else f"evalsets.sets.{name}"
             message = "is not the set that the run measured under this name; restore it, or add it under another name"
-            problems.append((path, message))
+            paths = ["train.seq_len", "evalsets.seq_len"]
+            chosen = config.eval_sources[name]
+            if chosen.held_out_of is not None:
+                paths += _of_source(config, chosen.held_out_of)
+            elif chosen.format != "text":
+                paths += _CHAT
+            problems += changed(paths) or [(path, message)]
     total = setup.schedule.total_steps
     if total < step:
         problems.append(("train.steps", f"the run would end at step {total}, but {step} steps are trained already"))
@@ -151,7 +173,26 @@ def check_past(saved: Mapping[str, Any], setup: Setup) -> None:
             )
             problems.append(("phases", message))
     if problems:
-        raise config.error(problems)
+        raise config.error(dict.fromkeys(problems))
+
+
+_CHAT = [f"chat.{role}" for role in ROLES]
+
+
+def _data_settings(config: Config) -> dict[str, Any]:
+    """What decides beside the files what the data are, by its place in the config."""
+    settings: dict[str, Any] = {"train.seq_len": config.train.seq_len, "evalsets.seq_len": config.evalsets.seq_len}
+    settings |= {f"chat.{role}": template for role, template in asdict(config.chat).items()}
+    for name, source in config.sources.items():
+        settings[f"sources.{name}.format"] = source.format
+        settings[f"sources.{name}.held_out"] = parse_share(source.held_out)
+    return settings
+
+
+def _of_source(config: Config, name: str) -> list[str]:
+    """The settings that decide what a source gives to training and to eval sets."""
+    own = [f"sources.{name}.format", f"sources.{name}.held_out"]
+    return own if config.sources[name].format == "text" else own + _CHAT
 
 
 def _why_changed(saved: Mapping[str, Any], details: Mapping[str, Any]) -> str:
