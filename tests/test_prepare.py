@@ -718,6 +718,14 @@ def broken():
         ([TALKS[0], TALKS[0][:1]], SHORT, "document 2: no answer in it, so nothing to score"),
         ([[{"role": "human", "content": "x"}]], SHORT, r"document 1: messages\[0\].role is 'human'; expected system"),
         ("a single text", None, "documents: a single text; expected an iterable of documents"),
+        (None, None, "documents: null; expected an iterable of documents, such as a list"),
+        (7, SHORT, "documents: a number; expected an iterable of documents"),
+        ({"messages": TALKS[0]}, SHORT, "documents: an object; expected an iterable"),
+        (
+            [TALKS[0], {"messages": TALKS[0]}],
+            SHORT,
+            "document 2 holds an object; expected a list .*: give its 'messages'",
+        ),
         ([], None, "documents: no text in it; expected at least one document"),
         ([""], None, r"documents: no text in it \(1 empty documents\)"),
         (broken(), None, "documents: after 2 of them: the line went dead"),
@@ -726,6 +734,13 @@ def broken():
 def test_what_is_no_document_is_refused_and_leaves_nothing(tmp_path, given, chat, expected):
     with pytest.raises(InputError, match=expected):
         prepare_documents(given, byte_tokenizer(), tmp_path / "out", chat=chat)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_name_of_a_tokenizer_is_none(tmp_path):
+    for tokenizer, given in (("gpt2", "text"), (None, "null")):
+        with pytest.raises(InputError, match=f"tokenizer: {given}; expected a Tokenizer, as byte_tokenizer"):
+            prepare_documents(["a"], tokenizer, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 

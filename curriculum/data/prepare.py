@@ -10,7 +10,7 @@ most TRAIN_BYTES of text.
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, astuple
 from pathlib import Path
@@ -23,7 +23,7 @@ from curriculum.data.documents import COLUMNAR, Piece, SourceConfig, conversatio
 from curriculum.data.encode import encode_pieces
 from curriculum.data.flat import index_flat
 from curriculum.data.progress import ConsoleProgress, Progress
-from curriculum.data.rows import checked_text
+from curriculum.data.rows import checked_text, type_name
 from curriculum.data.store import FORMAT_VERSION as STORE_VERSION
 from curriculum.data.store import SHARD_TOKENS, Store, StoreWriter, is_store, open_store
 from curriculum.data.tokenizer import FORMAT_VERSION as TOKENIZER_VERSION
@@ -269,9 +269,24 @@ def prepare_documents(
     """
     if isinstance(documents, str):
         raise InputError("documents: a single text; expected an iterable of documents, such as a list with this one")
+    if isinstance(documents, Mapping) or not _is_iterable(documents):
+        raise InputError(f"documents: {type_name(documents)}; expected an iterable of documents, such as a list")
+    if not isinstance(tokenizer, Tokenizer):
+        raise InputError(
+            f"tokenizer: {type_name(tokenizer)}; expected a Tokenizer, as byte_tokenizer() and load_tokenizer(folder)"
+            " give it"
+        )
     _check_new(Path(output_dir))
     pieces = _document_pieces(documents, chat)
     return _write_folder(pieces, tokenizer, output_dir, progress, shard_tokens, "documents", None, chat)
+
+
+def _is_iterable(value: object) -> bool:
+    try:
+        iter(value)  # also what has only __getitem__, which is no collections.abc.Iterable
+    except TypeError:
+        return False
+    return True
 
 
 def _document_pieces(documents: Iterable[str] | Iterable[list[dict]], chat: ChatConfig | None) -> Iterator[Piece]:
@@ -283,6 +298,8 @@ def _document_pieces(documents: Iterable[str] | Iterable[list[dict]], chat: Chat
             text = checked_text(document, where)
             yield Piece(text, True, len(text), where)
             continue
+        if isinstance(document, Mapping) and "messages" in document:
+            raise InputError(f"{where} holds an object; expected a list of messages: give its 'messages'")
         try:
             stretches = render(document, chat)
         except InputError as error:
