@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ import xxhash
 from curriculum.data import documents, flat, prepare
 from curriculum.data.cache import building, digest
 from curriculum.data.chat import ChatConfig
-from curriculum.data.documents import SourceConfig, read_pieces
+from curriculum.data.documents import Piece, SourceConfig, read_pieces
 from curriculum.data.prepare import (
     find_store,
     find_tokenizer,
@@ -33,7 +33,7 @@ from curriculum.data.prepare import (
     prepare_tokenizer,
 )
 from curriculum.data.progress import ConsoleProgress, progress_text
-from curriculum.data.store import open_store
+from curriculum.data.store import StoreWriter, open_store
 from curriculum.data.tokenizer import NUM_THREADS, TokenizerConfig, byte_tokenizer, load_tokenizer
 from curriculum.errors import InputError
 
@@ -735,6 +735,20 @@ def test_what_is_no_document_is_refused_and_leaves_nothing(tmp_path, given, chat
     with pytest.raises(InputError, match=expected):
         prepare_documents(given, byte_tokenizer(), tmp_path / "out", chat=chat)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("marks_scored", [False, True])
+def test_only_a_store_that_marks_scored_tokens_is_given_marks(tmp_path, marks_scored):
+    class Recording(StoreWriter):
+        def add_tokens(self, tokens, scored=None):
+            given.append(None if scored is None else scored.tolist())
+            super().add_tokens(tokens, scored)
+
+    given = []
+    pieces = [Piece("ab", False, 2, "x", scored=False), Piece("c", True, 1, "x")]
+    with closing(Recording(tmp_path, "u16", marks_scored=marks_scored)) as writer:
+        prepare._write_pieces(pieces, byte_tokenizer(), writer, None, None)
+    assert given == [[False, False, True, True] if marks_scored else None]
 
 
 def test_the_name_of_a_tokenizer_is_none(tmp_path):

@@ -400,7 +400,8 @@ def _write_pieces(
     done_bytes = 0
     document_tokens = 0
     for group, tokens, counts in encode_pieces(pieces, tokenizer):
-        writer.add_tokens(tokens, np.repeat([piece.scored for piece in group], counts))
+        scored = np.repeat([piece.scored for piece in group], counts) if writer.marks_scored else None
+        writer.add_tokens(tokens, scored)
         for piece, count in zip(group, counts, strict=True):
             done_bytes += piece.source_bytes
             if not piece.text:

@@ -75,7 +75,7 @@ class StoreWriter:
         self._dtype = dtype
         self._shard_tokens = shard_tokens
         self._tokens = self._scored = None
-        self._marks_scored = marks_scored
+        self.marks_scored = marks_scored
         self._num_scored = 0
         self._scored_hash = xxhash.xxh3_128()
         self._documents = open(directory / DOCUMENTS_NAME, "wb")
@@ -86,7 +86,7 @@ class StoreWriter:
     def add_tokens(self, tokens: np.ndarray, scored: np.ndarray | None = None) -> None:
         """Append ids to the stream, end-of-text like any other; `scored`, one a token, in a store that marks them."""
         tokens = np.ascontiguousarray(tokens, DTYPES[self._dtype])
-        if self._marks_scored:
+        if self.marks_scored:
             scored = np.ascontiguousarray(scored, SCORED_DTYPE)
             self._num_scored += int(scored.sum(dtype=np.int64))
             self._scored_hash.update(scored.data)
@@ -96,7 +96,7 @@ class StoreWriter:
             room = self._shard_tokens - self.shards[-1].num_tokens
             written, tokens = tokens[:room], tokens[room:]
             self._tokens.write(written.data)
-            if self._marks_scored:
+            if self.marks_scored:
                 self._scored.write(scored[:room].data)
                 scored = scored[room:]
             self.shards[-1] = Shard(self.shards[-1].path, self.shards[-1].num_tokens + len(written))
@@ -127,12 +127,12 @@ class StoreWriter:
         if self.num_documents == 0:
             skipped = f" ({self.num_empty:,} empty documents)" if self.num_empty else ""
             raise InputError(f"{source}: no text in it{skipped}; expected at least one document that is not empty")
-        if self._marks_scored:
+        if self.marks_scored:
             self._content.update(self._scored_hash.digest())
         facts = StoreFacts(
             FORMAT_VERSION, source, tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eot, self._dtype,
             self.num_tokens, self.num_documents, self.num_bytes, self.num_empty, self._content.hexdigest(),
-            self.shards, self._num_scored if self._marks_scored else None, chat,
+            self.shards, self._num_scored if self.marks_scored else None, chat,
         )  # fmt: skip
         write_sidecar(self.directory / SIDECAR_NAME, facts)
 
@@ -145,7 +145,7 @@ class StoreWriter:
         self._close_shard()
         name = f"tokens-{len(self.shards):05d}.bin"
         self._tokens = open(self.directory / name, "wb")
-        if self._marks_scored:
+        if self.marks_scored:
             self._scored = open(self.directory / _scored_name(len(self.shards)), "wb")
         self.shards.append(Shard(name, 0))
 
