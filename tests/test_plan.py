@@ -13,7 +13,7 @@ from curriculum.cli.plan import table
 from curriculum.config import build_config
 from curriculum.data.corpus import load_corpus
 from curriculum.errors import InputError
-from curriculum.plan import check_schedule, mean_steps, plan
+from curriculum.plan import check_schedule, few_scored_targets, mean_steps, plan, resolve_schedule
 
 
 def config_of(folder, **changes):
@@ -116,6 +116,10 @@ def test_few_scored_targets_are_said_before_and_at_the_start(tmp_path):
     wider = config_of(tmp_path, sources=sources, **{**changes, "train": {"steps": 100, "batch_size": 4, "seq_len": 48}})
     p = plan(wider, store_dir=tmp_path / "store")
     assert not any("scored target" in w for w in p.warnings)
+    # Slots without a token are not scored: 192 x (0.25 + 0.75 x 0.12 x 0.5).
+    half_full = {"law": {}, "talks": {"scored_share": 0.12, "utilization": 0.5}}
+    schedule = resolve_schedule(wider, corpus.tokens_per_epoch)
+    assert "about 56.6 scored targets each, in 192 slots" in "".join(few_scored_targets(schedule, 192, half_full))
 
     from curriculum.train import fields
     from curriculum.train.setup import build
