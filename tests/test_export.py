@@ -39,7 +39,7 @@ def run(tmp_path_factory):
     }  # fmt: skip
     train(build_config(data), folder / "run", store_dir=folder / "store")
     (folder / "text.txt").unlink()
-    shutil.rmtree(folder / "store")
+    shutil.rmtree(folder / "store/stores")
     return folder / "run"
 
 

@@ -343,8 +343,8 @@ def test_a_training_run_logs_and_its_resume_too(tmp_path, capsys):
     captured = capsys.readouterr()
     folder = tmp_path / "run/wandb"
     (line,) = (line for line in captured.out.splitlines() if "wandb" in line)
-    command = f"{Path(sys.executable).with_name('wandb')} sync {folder}/offline-run-*"
-    assert line == f"  wandb      offline, {folder}; later: {command}" and "wandb" not in captured.err
+    assert line.startswith(f"  wandb      offline, {folder}; later: ") and "wandb" not in captured.err
+    assert line.endswith(f"wandb sync {folder}/offline-run-*")
     assert len(list(folder.glob("offline-run-*"))) == 2
     processes = logged(tmp_path / "run")
     assert len(processes) == 2
