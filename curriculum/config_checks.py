@@ -151,6 +151,19 @@ def _check_rows(v):
         yield "train.batch_size", problem
 
 
+def _check_axes(v):
+    """An axis that splits no matrix would make devices do the same work twice."""
+    vocab_size = _vocab(v) or v["model"].vocab_size or 2**20
+    if model_problems(v["model"], vocab_size):
+        return
+    model = resolve_model(v["model"], vocab_size)
+    for axis in ("fsdp", "tensor"):
+        size = getattr(v["mesh"], axis)
+        if size > 1 and model.d_model % size and model.d_ff % size:
+            got = f"got {size}, which divides neither d_model ({model.d_model}) nor d_ff ({model.d_ff})"
+            yield f"mesh.{axis}", f"{got}: nothing would be split; expected a divisor, or 1"
+
+
 def _check_tied(v):
     model, vocab_size = v["model"], _vocab(v) or v["model"].vocab_size or 2**20
     chosen = v["optim"].name == "muon" and v["optim"].muon.allow_tied_embed
@@ -205,6 +218,7 @@ CHECKS = [
     ({"optim"}, _check_optim),
     ({"mesh"}, _check_mesh),
     ({"mesh", "train"}, _check_rows),
+    ({"mesh", "model", "tokenizer"}, _check_axes),
     ({"logging"}, _check_logging),
     ({"model", "tokenizer"}, _check_model),
     ({"model", "tokenizer", "optim"}, _check_tied),

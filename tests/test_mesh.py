@@ -288,6 +288,7 @@ def test_a_mesh_that_does_not_fit_the_devices_is_refused(told):
         ),
         ({"data": 4, "fsdp": 4}, "expected rows that the mesh's data x fsdp (16) divides"),
         ({"sequence": 2}, "mesh.sequence: no such key"),
+        ({"tensor": 7}, "mesh.tensor: got 7, which divides neither d_model (32) nor d_ff (48): nothing would be split"),
         ({"data": True}, "mesh.data: got true, expected an integer"),
     ],
 )
