@@ -251,10 +251,10 @@ def test_the_command_line_takes_simulated_devices_and_a_mesh(folder, tmp_path):
 
 
 def test_too_many_devices_are_refused_before_anything_is_prepared(tmp_path):
-    config = build_config(config_data("nowhere", (1, 2, 64)), check_paths=False)
+    config = build_config(config_data("nowhere", (1, 2, 16)), check_paths=False)
     with pytest.raises(InputError) as error:
         build(config, tmp_path)
-    assert str(error.value).startswith("config: mesh: got data 1 x fsdp 2 x tensor 64, which takes 128 devices")
+    assert str(error.value).startswith("config: mesh: got data 1 x fsdp 2 x tensor 16, which takes 32 devices")
     assert not list(tmp_path.iterdir())
 
 
