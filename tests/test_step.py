@@ -185,6 +185,13 @@ def test_dropout_does_not_depend_on_the_micro_steps():
     assert len({read_window(s.window, SOURCES)["loss"] for s in (whole, later, other)}) == 3
 
 
+def test_a_deterministic_step_has_no_dropout():
+    step = make_train_step(transformer(replace(CONFIG, dropout=0.4)), IDENTITY, len(SOURCES), deterministic=True)
+    after = jax.jit(step)(initial_state(IDENTITY), make_batch(), np.float32(1))
+    plain = train_step(IDENTITY, 0.0)(initial_state(IDENTITY), make_batch(), np.float32(1))
+    assert_trees_equal(after, plain)
+
+
 def test_the_document_mask_reaches_the_model():
     batch = make_batch()
     segment_ids = np.zeros_like(batch.segment_ids_ABT)
