@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from curriculum.errors import InputError
-from curriculum.run import RunDirectory
+from curriculum.run import RunDirectory, find_checkpoint
 
 if TYPE_CHECKING:
     from curriculum.model.model import Model, Params
@@ -26,11 +26,12 @@ def export(
     output_dir: str | os.PathLike,
     *,
     format: str = "safetensors",
-    step: str | int = "latest",
+    step: str | int | None = None,
     weights: str = "raw",
 ) -> int:
     """Write the parameters of a run, its model.json and its tokenizer/; return the step that they are of.
 
+    `step`: "gold", "latest" or a number; by default gold, or latest where there is no gold.
     `weights`: "raw", or "ema", the moving average, of the checkpoint of `step`; or "mean:PHASE", the mean of the last
     checkpoints of a phase (`averages.phase_mean`), whose step is the phase's last checkpoint.
 
@@ -46,23 +47,14 @@ def export(
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise InputError(f"-o {output}: is there already; expected a new or an empty folder")
 
-    kind, _, phase = weights.partition(":")
-    if kind != "mean":
-        _chosen("--weights", weights, _WEIGHTS)
-    elif step != "latest":
-        raise InputError(f"--step {step}: the mean of a phase is of its last checkpoints; leave --step out")
+    step, saved = find_weights(directory, step, weights)
 
     # What can be said without these is said at once.
     import jax
 
     from curriculum.model.model import parameter_name
-    from curriculum.train.averages import mean_of_phase
     from curriculum.train.checkpoint import load_params
 
-    if kind == "mean":
-        step, saved = mean_of_phase(directory.averages, phase)
-    else:
-        step, saved = _saved(directory, step, weights)
     params = load_params(saved)
     arrays = {parameter_name(path): np.asarray(array, np.float32) for path, array in jax.tree.leaves_with_path(params)}
 
@@ -151,30 +143,20 @@ def _chosen(option: str, name: str, table: dict[str, Any]) -> Any:
     return table[name]
 
 
-def _saved(directory: RunDirectory, step: str | int, weights: str) -> tuple[int, Path]:
-    """(step, folder of the arrays) of a checkpoint's "raw" or "ema" weights."""
-    from curriculum.train.checkpoint import Checkpoints
+def find_weights(directory: RunDirectory, step: str | int | None, weights: str) -> tuple[int, Path]:
+    """(step, folder of the arrays) of the "raw" or "ema" weights of a checkpoint, or of "mean:PHASE".
 
-    checkpoints = Checkpoints(directory.checkpoints, read_only=True)
-    try:
-        step = _chosen_step(checkpoints.steps(), step, directory.path)
-    finally:
-        checkpoints.close()
-    saved = directory.checkpoints / str(step) / _WEIGHTS[weights]
-    if not saved.is_dir():
+    `step` is as for `find_checkpoint`, and None for a mean. Raises InputError where there are none.
+    """
+    kind, _, phase = weights.partition(":")
+    if kind == "mean":
+        if step is not None:
+            raise InputError(f"--step {step}: the mean of a phase is of its last checkpoints; leave --step out")
+        from curriculum.train.averages import mean_of_phase
+
+        return mean_of_phase(directory.averages, phase)
+    item = _chosen("--weights", weights, _WEIGHTS)
+    step, checkpoint = find_checkpoint(directory, step)
+    if not (checkpoint / item).is_dir():
         raise InputError(f"--weights {weights}: step {step} of {directory.path} was saved without a moving average")
-    return step, saved
-
-
-def _chosen_step(steps: list[int], wanted: str | int, run: Path) -> int:
-    """The one of `steps`, ascending, that is meant by "latest" or by its number."""
-    if not steps:
-        raise InputError(f"{run}: has no checkpoint yet")
-    if wanted == "latest":
-        return steps[-1]
-    if isinstance(wanted, str) and not (wanted.isascii() and wanted.isdecimal()):
-        raise InputError(f"--step {wanted}: expected 'latest' or the step of a checkpoint")
-    if int(wanted) not in steps:
-        there = ", ".join(map(str, steps))
-        raise InputError(f"--step {wanted}: {run} has no checkpoint of that step; there are: {there}")
-    return int(wanted)
+    return step, checkpoint / item

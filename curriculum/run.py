@@ -13,6 +13,8 @@ from curriculum.config import Config, config_from_json
 from curriculum.errors import InputError
 from curriculum.record.events import EVENTS, plain, read_events, read_metrics
 
+CHECKPOINT_ITEMS = ("params", "train", "ledger")  # folders that a whole checkpoint has
+
 
 @dataclass(frozen=True)
 class RunDirectory:
@@ -39,6 +41,14 @@ class RunDirectory:
     @property
     def tokenizer(self) -> Path:
         return self.path / "tokenizer"
+
+    @property
+    def gold(self) -> Path:
+        return self.path / "gold"
+
+    @property
+    def kept(self) -> Path:
+        return self.path / "kept"
 
     def holds_run(self) -> bool:
         """Whether a run was begun here: it has a record or checkpoints."""
@@ -92,6 +102,11 @@ class Run:
         """The `training_complete` event, None while the run is not finished."""
         return self.events[-1] if self.events and self.events[-1]["event"] == "training_complete" else None
 
+    @property
+    def gold_step(self) -> int | None:
+        """The step of the gold checkpoint, None while there is none."""
+        return _gold_step(self.events)
+
     def evals(self, name: str = "val") -> list[tuple[int, float]]:
         """(step, loss) of every eval of a set; `val` is the primary one."""
         key = "val_loss" if name == "val" else f"eval_{name}"
@@ -106,6 +121,61 @@ def load_run(run_dir: str | os.PathLike) -> Run:
     resolved = read_json(directory.resolved_config)
     config = config_from_json({k: v for k, v in resolved.items() if k not in ("command_line", "derived")})
     return Run(directory, config, read_events(directory.path), read_metrics(directory.path))
+
+
+def find_checkpoint(
+    directory: RunDirectory, wanted: str | int | None = None, *, option: str = "--step"
+) -> tuple[int, Path]:
+    """(step, folder) of a whole checkpoint: the "latest", the "gold" one, or that of a step.
+
+    None is the gold one, or the latest where there is no gold. "latest" is the newest of `checkpoints/`; a step is
+    looked for there, then in `gold/` and `kept/`. `option` is how the user gave `wanted`. Raises InputError that lists
+    the steps there are.
+    """
+    if isinstance(wanted, str) and wanted not in ("latest", "gold") and not (wanted.isascii() and wanted.isdecimal()):
+        raise InputError(f"{option} {wanted}: expected 'latest', 'gold' or the step of a checkpoint")
+    found = {
+        folder.name: checkpoint_steps(folder) for folder in (directory.checkpoints, directory.gold, directory.kept)
+    }
+    there = _listed(found)
+    if not there:
+        raise InputError(f"{directory.path}: has no checkpoint yet")
+    if wanted is None or wanted == "gold":
+        gold = _gold_step(read_events(directory.path)) if (directory.path / EVENTS).exists() else None
+        if gold in found["gold"]:
+            return gold, directory.gold / str(gold)
+        if wanted == "gold":
+            raise InputError(f"{option} gold: {directory.path} has no gold checkpoint; there are: {there}")
+    if wanted is None or wanted == "latest":
+        if not found["checkpoints"]:
+            raise InputError(f"{option} latest: {directory.checkpoints} is empty; there are: {there}")
+        return found["checkpoints"][-1], directory.checkpoints / str(found["checkpoints"][-1])
+    for folder, steps in found.items():
+        if int(wanted) in steps:
+            return int(wanted), directory.path / folder / str(int(wanted))
+    raise InputError(f"{option} {wanted}: {directory.path} has no checkpoint of that step; there are: {there}")
+
+
+def checkpoint_steps(folder: Path) -> list[int]:
+    """Steps of the whole checkpoints in a folder, ascending; a save that was interrupted left none."""
+    steps = [path for path in folder.glob("*") if path.name.isascii() and path.name.isdecimal()]
+    return sorted(int(path.name) for path in steps if all((path / item).is_dir() for item in CHECKPOINT_ITEMS))
+
+
+def read_ledger(checkpoint: Path) -> dict[str, Any]:
+    """The ledger of a checkpoint, by its folder."""
+    return read_json(checkpoint / "ledger" / "metadata")
+
+
+def _gold_step(events: list[dict[str, Any]]) -> int | None:
+    return next((e["step"] for e in reversed(events) if e["event"] == "gold_checkpoint"), None)
+
+
+def _listed(found: dict[str, list[int]]) -> str:
+    """`2, 4; in gold/: 3`."""
+    own = ", ".join(map(str, found["checkpoints"]))
+    rest = [f"in {folder}/: {', '.join(map(str, found[folder]))}" for folder in ("gold", "kept") if found[folder]]
+    return "; ".join(filter(None, [own, *rest]))
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import click
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--format", "format_name", required=True, metavar="F", help="safetensors.")
-@click.option("--step", default="latest", show_default=True, metavar="latest|STEP", help="Which checkpoint.")
+@click.option("--step", metavar="latest|gold|STEP", help="Which checkpoint; gold by default, or latest without one.")
 @click.option("--weights", default="raw", show_default=True, metavar="W", help="raw, ema, or mean:PHASE.")
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="A new or an empty folder.")
 def command(run, format_name, step, weights, output):

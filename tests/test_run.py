@@ -1,0 +1,99 @@
+"""A run directory read back: which checkpoint is meant."""
+
+import json
+
+import pytest
+
+from curriculum.errors import InputError
+from curriculum.run import RunDirectory, checkpoint_steps, find_checkpoint, read_ledger
+
+ITEMS = ("params", "train", "ledger")
+
+
+def make_checkpoint(folder, items=ITEMS):
+    for item in items:
+        (folder / item).mkdir(parents=True)
+    return folder
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """Checkpoints 90, 100 and 120, gold at 70 with 110 pending beside it, 50 kept; and what is no checkpoint."""
+    for step in ("checkpoints/90", "checkpoints/100", "checkpoints/120", "gold/70", "gold/110", "kept/50"):
+        make_checkpoint(tmp_path / step)
+    make_checkpoint(tmp_path / "checkpoints/130", ("params", "ledger"))
+    make_checkpoint(tmp_path / "checkpoints/140.orbax-checkpoint-tmp-1")
+    (tmp_path / "checkpoints/150").write_text("a file")
+    write_events(tmp_path, 30, 70)
+    return RunDirectory(tmp_path)
+
+
+def write_events(folder, *gold_steps):
+    events = [{"event": "training_start", "step": 0}]
+    events += [{"event": "gold_checkpoint", "step": step} for step in gold_steps]
+    (folder / "events.jsonl").write_text(
+        "".join(json.dumps(e) + "\n" for e in [*events, {"event": "eval", "step": 80}])
+    )
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        ("latest", "checkpoints/120"),
+        ("gold", "gold/70"),
+        (None, "gold/70"),
+        (100, "checkpoints/100"),
+        ("100", "checkpoints/100"),
+        ("090", "checkpoints/90"),
+        (110, "gold/110"),
+        ("50", "kept/50"),
+    ],
+)
+def test_the_checkpoint_that_is_meant(directory, wanted, found):
+    assert find_checkpoint(directory, wanted) == (int(found.partition("/")[2]), directory.path / found)
+    assert checkpoint_steps(directory.checkpoints) == [90, 100, 120]
+
+
+def test_without_gold_it_is_the_latest(directory):
+    write_events(directory.path)
+    assert find_checkpoint(directory) == (120, directory.checkpoints / "120")
+    (directory.path / "events.jsonl").unlink()
+    assert find_checkpoint(directory) == (120, directory.checkpoints / "120")
+    write_events(directory.path, 60)  # told of, and gone
+    assert find_checkpoint(directory) == (120, directory.checkpoints / "120")
+    with pytest.raises(InputError, match="--step gold: .* has no gold checkpoint; there are: 90, 100, 120; in gold/"):
+        find_checkpoint(directory, "gold")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        ("newest", "--resume newest: expected 'latest', 'gold' or the step of a checkpoint"),
+        ("-5", "--resume -5: expected"),
+        ("٢", "--resume ٢: expected"),
+        (130, "--resume 130: {run} has no checkpoint of that step; there are: 90, 100, 120; in gold/: 70, 110; "
+              "in kept/: 50"),
+        ("140", "--resume 140: {run} has no checkpoint of that step"),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_that_is_not_there_is_told(directory, wanted, words):
+    with pytest.raises(InputError) as told:
+        find_checkpoint(directory, wanted, option="--resume")
+    assert str(told.value).startswith(words.format(run=directory.path))
+
+
+def test_a_run_without_checkpoints_says_so(tmp_path):
+    with pytest.raises(InputError, match="has no checkpoint yet"):
+        find_checkpoint(RunDirectory(tmp_path), "latest")
+    make_checkpoint(tmp_path / "kept/7")
+    with pytest.raises(InputError, match="--step latest: .*checkpoints is empty; there are: in kept/: 7"):
+        find_checkpoint(RunDirectory(tmp_path), "latest")
+
+
+def test_a_ledger_is_read_without_jax(tmp_path):
+    (tmp_path / "ledger").mkdir()
+    (tmp_path / "ledger/metadata").write_text('{"step": 7}')
+    assert read_ledger(tmp_path) == {"step": 7}
+    (tmp_path / "ledger/metadata").write_text('{"step"')
+    with pytest.raises(InputError, match="ledger/metadata: cannot be read"):
+        read_ledger(tmp_path)
