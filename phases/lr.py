@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -89,10 +89,14 @@ def lr_pieces(
     warmup_steps: int,
     decay_steps: int,
     program_steps: Sequence[tuple[int, int]],
+    past_end: int = 0,
+    past_rate: Callable[[int], float] | None = None,
 ) -> tuple[LrPiece, ...]:
     """The pieces of a run whose phases own the updates [start, end) and may have a program of their own.
 
     `warmup_steps`, `decay_steps` and, for each phase, `program_steps` (re-warming, decay) are resolved numbers.
+    Where the updates before `past_end` had rates of their own, `past_rate(update)` tells them: a program begins at
+    the rate that it really finds, and the pieces count from `past_end` on only.
     """
     total = phases[-1][1]
     floor = schedule.lr * schedule.min_lr_ratio
@@ -123,7 +127,10 @@ def lr_pieces(
     for (start, end, program), (rewarm, decay) in zip(phases, program_steps, strict=True):
         if program is None and not programmed:
             continue
-        found = float(learning_rate(pieces, start - 1)) if start else 0.0
+        if 0 < start <= past_end:
+            found = past_rate(start - 1)
+        else:
+            found = float(learning_rate(pieces, start - 1)) if start else 0.0
         pieces = [p for p in pieces if p.start < start]
         if program is None:
             follow_global(start, found)
@@ -140,19 +147,29 @@ def lr_pieces(
     return tuple(pieces)
 
 
-def first_jump(pieces: Sequence[LrPiece]) -> tuple[int, float, float] | None:
+def first_jump(
+    pieces: Sequence[LrPiece], past_end: int = 0, past_rate: Callable[[int], float] | None = None
+) -> tuple[int, float, float] | None:
     """(update, rate before, rate) of the first jump: a change by more than 2x from one update to the next.
 
     What changes inside a warm-up, a re-warming of at least 2 updates or a decay of any length is no jump. A decay
-    leaves from its own `first` rate: to come to that one by more than 2x is a jump.
+    leaves from its own `first` rate: to come to that one by more than 2x is a jump. The pieces count from `past_end`
+    on; before it the rates are those of `past_rate`, as in `lr_pieces`. A piece that was under way there with just
+    the rate of the past goes on.
     """
-    for piece in pieces:
-        if piece.start == 0:
+    for i, piece in enumerate(pieces):
+        step = max(piece.start, past_end)
+        if step == 0 or (i + 1 < len(pieces) and pieces[i + 1].start <= step):
             continue
-        before = float(learning_rate(pieces, piece.start - 1))
-        now = piece.last if piece.warmup and piece.steps == 1 else piece.first
+        before = past_rate(step - 1) if step == past_end else float(learning_rate(pieces, step - 1))
+        if piece.start == step:
+            now = piece.last if piece.warmup and piece.steps == 1 else piece.first
+        elif before == float(learning_rate(pieces, step - 1)):
+            continue
+        else:
+            now = float(learning_rate(pieces, step))
         if max(before, now) > 2 * min(before, now) * (1 + 1e-12):
-            return piece.start, before, now
+            return step, before, now
     return None
 
 

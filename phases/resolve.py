@@ -95,14 +95,22 @@ def resolve(
     batch_size: int,
     seq_len: int,
     sizes_to_come: bool = False,
+    past: Sequence[Segment] = (),
+    going_on: Segment | None = None,
 ) -> Schedule | None:
     """Turn phases into segments: every clock a step, every ramp and cap in place, every rate a number.
 
     A source of unknown size is never exhausted. A clock in epochs of one is a problem, but with `sizes_to_come` the
     phases from there on are left unresolved: all that needs no size is checked, and None is returned.
+
+    `past` is frozen: what lies before its end comes from it as it stands, data and rates, and what follows from the
+    phases. The last phase of the past goes on in a new segment, by the phases' own mixture and with its ramp where it
+    stood, if it is declared to end later; else the next one begins. Caps and clocks count what the past has read.
+    `going_on` is that new segment, where it is to differ from what the phase declares; its end is the phase's.
     Raises ScheduleError with all problems that can be told apart.
     """
     problems = check_phases(phases, list(supplies)) + _check_bounds(supplies, total_steps, batch_size, seq_len)
+    problems += _check_past(past, supplies, total_steps, batch_size, seq_len)
 
     def read(path, reader, *arguments):
         try:
@@ -125,10 +133,19 @@ def resolve(
     if problems:
         raise ScheduleError(problems)
 
-    segments: list[Segment] = []
+    segments = [replace(s, cursors={name: s.cursors.get(name, 0) for name in supplies}) for s in past]
     warnings: list[str] = []
     start, cursors, before, stopped, resolved = 0, dict.fromkeys(supplies, 0), {}, False, True
+    first, under_way = 0, None
+    if past:
+        start, cursors = past[-1].end, segments[-1].drawn_at(past[-1].end)
+        before = past[-1].mixture_at(start - 1)
+        for name in _exhausted_at_end(segments[-1], supplies):
+            stopped = stopped or _stops(supplies, name, start, warnings)
+        first, under_way = _phase_after(segments, phases, clocks, total_steps, stopped, warnings)
     for i, (phase, clock, ramp_steps) in enumerate(zip(phases, clocks, ramps, strict=True)):
+        if i < first:
+            continue
         if stopped:
             warnings.append(f"phase {phase.name} is never reached: the run stops at step {start}")
             continue
@@ -146,6 +163,10 @@ def resolve(
         segment = Segment(start, end, phase.name, mixture, ramp, (), cursors, batch_size, seq_len)
         try:
             _check_end(path, start, end, total_steps, last)
+            if i == first and under_way:
+                segment, start = _rest(segment, under_way, segments, supplies, path), under_way[0].start
+            if i == first and going_on is not None and going_on.phase == phase.name:
+                segment, going_on = replace(going_on, end=end, lr=()), None
             inside, stopped = _phase_segments(path, segment, goal, supplies, warnings)
             if goal and not stopped:
                 end = inside[-1].end
@@ -169,6 +190,9 @@ def resolve(
             problems.append((f"{path}.lr", f"{got}; shorten them"))
         start, cursors, before = end, segments[-1].drawn_at(end), segments[-1].mixture_at(end - 1)
 
+    if going_on is not None and not problems:
+        message = f"phase {going_on.phase} is not declared to go on at step {going_on.start}"
+        problems.append(("phases", message))
     num_steps = start if resolved else total_steps
     if warmup + decay > num_steps:
         got = f"warm-up ({warmup}) and decay ({decay}) steps are more than the run's {num_steps}"
@@ -177,7 +201,7 @@ def resolve(
         raise ScheduleError(problems)
     if not resolved:
         return None
-    segments, lr_warnings = _with_rates(segments, phases, lr, warmup, decay, programs)
+    segments, lr_warnings = _with_rates(segments, phases, lr, warmup, decay, programs, len(past))
     schedule = Schedule(segments)
     return replace(schedule, warnings=(*warnings, *lr_warnings, *_given_nothing(schedule)))
 
@@ -292,14 +316,108 @@ def _phase_segments(path, segment, goal, supplies, warnings) -> tuple[list[Segme
             fail(f"sources.{name}.max_epochs", message)
         if step > segment.start:
             segments.append(replace(segment, end=step))
-        if supply.on_exhaust == "stop":
-            warnings.append(f"the run stops at step {step}: {name} has no more than {supply.max_epochs:g} epochs")
+        if _stops(supplies, name, step, warnings):
             return segments, True
         if goal and name == goal.source:
             message = f"{goal.text!r} is never reached: {name} is exhausted at step {step}"
             fail(f"{path}.until", f"{message}, after max_epochs {supply.max_epochs:g}; ask for fewer or raise it")
         warnings.append(f"from step {step} on, phase {segment.phase} goes on without {name}: it is exhausted")
         segment = _without(segment, name, step, path)
+
+
+def _check_past(past, supplies, total_steps, batch_size, seq_len) -> list[tuple[str, str]]:
+    """Problems of a past that cannot stand before what is declared now."""
+    if not past:
+        return []
+    problems, end = [], past[-1].end
+    if end > total_steps:
+        message = f"the run would end at step {total_steps}, but its schedule stands already up to step {end}"
+        problems.append(("train.steps", message))
+    for path, now, was in (
+        ("train.batch_size", batch_size, past[-1].batch_size),
+        ("train.seq_len", seq_len, past[-1].seq_len),
+    ):
+        if now != was:
+            problems.append((path, f"got {now}, but up to step {end} the schedule stands with {was}; restore it"))
+    for name in sorted({name for s in past for name in s.quotas.sources} - supplies.keys()):
+        message = f"{name} is gone, but it is read before step {end}, up to which the schedule stands; restore it"
+        problems.append(("sources", message))
+    return problems
+
+
+def _phase_after(past, phases, clocks, total_steps, stopped, warnings) -> tuple[int, list[Segment] | None]:
+    """(index of the phase at the past's end, its segments so far if it goes on there).
+
+    The last phase of the past goes on if it is declared to end later. Else the next one begins: the first that is
+    declared after the past's phases and ends later.
+    """
+    end, drawn = past[-1].end, past[-1].drawn_at(past[-1].end)
+    trained = [name for name, _, _ in Schedule(tuple(past)).phase_bounds]
+    names = [phase.name for phase in phases]
+
+    def lasts(i):
+        clock = clocks[i]
+        if isinstance(clock, int):
+            return clock > end
+        return clock.tokens is None or drawn[clock.source] < clock.tokens
+
+    first, under_way = max((names.index(name) + 1 for name in trained if name in names), default=0), None
+    if trained[-1] in names and lasts(i := names.index(trained[-1])):
+        first, under_way = i, [s for s in past if s.phase == trained[-1]]
+    else:
+        while first < len(names) and not lasts(first):
+            first += 1
+    if stopped and under_way:
+        first, under_way = first + 1, None
+    for name in names[:first]:
+        if name not in trained:
+            warnings.append(f"phase {name} is never trained: it would lie before step {end}, which stands already")
+    again = [i for i in range(first + (under_way is not None), len(names)) if names[i] in trained]
+    if again:
+        message = f"{names[again[0]]!r} is trained already, before step {end}; give a phase after it another name"
+        raise ScheduleError([(f"phases[{again[0]}].name", message)])
+    if first == len(names) and end < total_steps and not stopped:
+        message = (
+            f"no phase after those that are trained lasts beyond step {end}, up to which the schedule stands; add one, "
+            "or let the last one end with 'end'"
+        )
+        raise ScheduleError([(f"phases[{first - 1}].until", message)])
+    return first, under_way
+
+
+def _rest(segment, under_way, past, supplies, path) -> Segment:
+    """`segment`, where a phase goes on, with its ramp where it stood and without the sources that are exhausted."""
+    begun, ramp = under_way[0].start, segment.ramp
+    if ramp is not None:
+        done = segment.start - begun
+        if begun == 0 or done >= ramp.steps:
+            ramp = None
+        else:
+            before = Schedule(tuple(past)).segment_at(begun - 1).mixture_at(begun - 1)
+            ramp = replace(ramp, from_mixture=before, steps_done=done)
+    segment = replace(segment, ramp=ramp)
+    for now, after in zip(under_way, [*under_way[1:], None], strict=True):
+        exhausted = _exhausted_at_end(now, supplies)
+        if exhausted and after is not None:
+            exhausted = [name for name in now.quotas.sources if name not in after.quotas.sources]
+        for name in exhausted:
+            if supplies[name].on_exhaust == "renormalise" and name in segment.quotas.sources:
+                segment = _without(segment, name, segment.start, path)
+    return segment
+
+
+def _stops(supplies, name, step, warnings) -> bool:
+    """Whether the run stops at `step`, where a source is exhausted; if so, it is said."""
+    if supplies[name].on_exhaust != "stop":
+        return False
+    warnings.append(f"the run stops at step {step}: {name} has no more than {supplies[name].max_epochs:g} epochs")
+    return True
+
+
+def _exhausted_at_end(segment: Segment, supplies) -> list[str]:
+    """The source whose cap would not allow one batch more of a segment, if there is one."""
+    found = _first_exhausted(replace(segment, end=segment.end + 1), supplies)
+    return [found[1]] if found and found[0] == segment.end else []
 
 
 def _first_step(segment: Segment, end: int, reached) -> int | None:
@@ -348,24 +466,45 @@ def _without(segment: Segment, name: str, step: int, path: str) -> Segment:
     return replace(segment, start=step, mixture=_normalised(mixture), ramp=ramp, cursors=segment.drawn_at(step))
 
 
-def _with_rates(segments, phases, lr: LrSchedule, warmup, decay, programs) -> tuple[tuple[Segment, ...], list[str]]:
-    """The segments with the learning-rate pieces that reach into them, and warnings of what does nothing."""
+def _with_rates(
+    segments, phases, lr: LrSchedule, warmup, decay, programs, num_past
+) -> tuple[tuple[Segment, ...], list[str]]:
+    """The segments with the learning-rate pieces that reach into them, and warnings of what does nothing.
+
+    The first `num_past` have theirs already. A phase that only they know of has no program.
+    """
     place = {phase.name: i for i, phase in enumerate(phases)}
     bounds = Schedule(tuple(segments)).phase_bounds
-    spans = [(start, end, phases[place[name]].lr) for name, start, end in bounds]
-    pieces = lr_pieces(lr, spans, warmup, decay, [programs[place[name]] for name, _, _ in bounds])
+    spans = [(start, end, phases[place[name]].lr if name in place else None) for name, start, end in bounds]
+    program_steps = [programs[place[name]] if name in place else (0, 0) for name, _, _ in bounds]
+    past, past_end = Schedule(tuple(segments[:num_past])), segments[num_past - 1].end if num_past else 0
+
+    def past_rate(step):
+        return float(past.rates(step))
+
+    pieces = lr_pieces(lr, spans, warmup, decay, program_steps, past_end, past_rate)
 
     def phase_at(step):
-        return next(place[name] for name, _, end in bounds if step < end)
+        return next((i, start) for i, (_, start, end) in enumerate(bounds) if step < end)
 
-    if not lr.allow_jump and (jump := first_jump(pieces)):
+    jump = None
+    if not lr.allow_jump and past_end < segments[-1].end:
+        jump = first_jump(pieces, past_end, past_rate)
+    if jump:
         step, rate_before, rate = jump
+        i, phase_start = phase_at(step)
+        jumps = f"the learning rate jumps from {rate_before:.3g} to {rate:.3g} at step {step}"
+        if step == past_end > phase_start:
+            message = (
+                f"{jumps}, up to which the schedule stands: more than 2x; restore what the rate depends on (train.steps"
+                ", optim, the phase's lr), or set optim.allow_jump: true"
+            )
+            raise ScheduleError([("optim.allow_jump", message)])
         message = (
-            f"the learning rate jumps from {rate_before:.3g} to {rate:.3g} at step {step}, more than 2x and not over "
-            "a re-warming of at least 2 updates or a decay; give the phase rewarm_steps or another peak, or set "
-            "optim.allow_jump: true"
+            f"{jumps}, more than 2x and not over a re-warming of at least 2 updates or a decay; give the phase "
+            "rewarm_steps or another peak, or set optim.allow_jump: true"
         )
-        raise ScheduleError([(f"phases[{phase_at(step)}].lr.peak", message)])
+        raise ScheduleError([(f"phases[{place[bounds[i][0]]}].lr.peak", message)])
     warnings = []
     if lr.schedule == "wsd" and decay == 0 and any(program is None for _, _, program in spans):
         mending = "set optim.decay_steps, such as 20%, or optim.schedule: constant"
@@ -375,11 +514,11 @@ def _with_rates(segments, phases, lr: LrSchedule, warmup, decay, programs) -> tu
             "optim.warmup_steps does nothing: the first phase has a learning rate of its own (phases[0].lr)"
         )
     for piece in pieces:
-        if piece.warmup and piece.first == piece.last:
-            where = f"phases[{phase_at(piece.start)}].lr"
+        if piece.warmup and piece.first == piece.last and (name := bounds[phase_at(piece.start)[0]][0]) in place:
+            where = f"phases[{place[name]}].lr"
             warnings.append(f"{where}.rewarm_steps does nothing: the rate found is the peak; set {where}.peak")
-    out = []
-    for segment in segments:
+    out = list(segments[:num_past])
+    for segment in segments[num_past:]:
         inside = [p for p in pieces if p.start < segment.end]
         first = max(i for i, p in enumerate(inside) if p.start <= segment.start)
         out.append(replace(segment, lr=tuple(inside[first:])))

@@ -147,8 +147,20 @@ class Schedule:
         """Tokens drawn of each source in the first `step` updates."""
         return self.segment_at(max(step - 1, 0)).drawn_at(step)
 
+    def rates(self, steps) -> np.ndarray:
+        """Learning rate (float64) of each update in `steps`, an integer or an array: by the segment that owns it."""
+        steps = np.asarray(steps, np.int64)
+        index = np.searchsorted([s.start for s in self.segments], steps, side="right") - 1
+        rates = np.empty(steps.shape, np.float64)
+        for i in np.unique(index):
+            rates[index == i] = learning_rate(self.segments[i].lr, steps[index == i])
+        return rates
+
     @cached_property
     def lr(self) -> tuple[LrPiece, ...]:
+        """Every piece of the learning rate, in the order of the segments. Those of a frozen past and of what follows
+        may overlap: `rates` says what holds.
+        """
         return tuple(dict.fromkeys(piece for segment in self.segments for piece in segment.lr))
 
     @cached_property
@@ -178,6 +190,15 @@ def segments_from_json(rows: Sequence[Mapping]) -> tuple[Segment, ...]:
     )
 
 
+def cut(segments: Sequence[Segment], step: int) -> tuple[Segment, ...]:
+    """What lies before `step`: the segment that owns it ends there, with the pieces of the rate that it got to."""
+    return tuple(
+        s if s.end <= step else replace(s, end=step, lr=tuple(p for p in s.lr if p.start < step))
+        for s in segments
+        if s.start < step
+    )
+
+
 def first_difference(old: Sequence[Segment], new: Sequence[Segment], until: int) -> int | None:
     """The first update before `until` whose data or learning rate two schedules disagree on, or None."""
     for step in sorted({s.start for s in (*old, *new) if s.start < until}):
@@ -187,6 +208,6 @@ def first_difference(old: Sequence[Segment], new: Sequence[Segment], until: int)
             break
     else:
         step = None
-    rates = [learning_rate(Schedule(tuple(s)).lr, np.arange(until)) for s in (old, new)]
+    rates = [Schedule(tuple(s)).rates(np.arange(until)) for s in (old, new)]
     unequal = np.flatnonzero(rates[0] != rates[1])
     return int(unequal[0]) if len(unequal) else step

@@ -2,12 +2,14 @@
 
 import json
 import time
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from phases.lr import LrProgram, LrSchedule
 from phases.resolve import ScheduleError, check_phases, resolve, resolve_steps
-from phases.schedule import Phase, Ramp, SourceSupply, first_difference, segments_from_json, segments_to_json
+from phases.schedule import Phase, Ramp, SourceSupply, cut, first_difference, segments_from_json, segments_to_json
 
 CONSTANT = LrSchedule(lr=1e-3, schedule="constant")
 SUPPLIES = {"web": SourceSupply(8000), "law": SourceSupply(800)}
@@ -405,3 +407,185 @@ def test_a_long_plan_with_fifty_sources_resolves_quickly():
     schedule = resolved(*phases, supplies=supplies, total=75_000, batch=512, length=1024)
     assert time.perf_counter() - started < 1.0  # takes about 0.2 s
     assert len(schedule.segments) == 10 and sum(schedule.drawn(75_000).values()) == 75_000 * 512 * 1024
+
+
+# A frozen past: what is trained stands, what lies ahead comes from the phases.
+
+THREE = (
+    Phase("a", 30, {"web": 0.7, "law": 0.3}),
+    Phase("b", 60, {"web": 0.3, "law": 0.7}, ramp_steps=20, lr=LrProgram(rewarm_steps=6, peak=1.5e-3, decay_steps=9)),
+    Phase("c", "end", {"web": 0.9, "law": 0.1}, ramp_steps=11, ramp_shape="cosine"),
+)
+WSD = LrSchedule(lr=1e-3, warmup_steps=7, decay_steps=20)
+
+
+def after(past, *phases, **kwargs):
+    """The phases resolved after a past, with `resolved`'s numbers."""
+    numbers = {"total": 100, "batch": 4, "length": 10, "lr": WSD, "supplies": SUPPLIES} | kwargs
+    return resolve(
+        phases, numbers["supplies"], numbers["lr"], total_steps=numbers["total"], batch_size=numbers["batch"],
+        seq_len=numbers["length"], past=past,
+    )  # fmt: skip
+
+
+def after_problems(past, *phases, **kwargs):
+    with pytest.raises(ScheduleError) as error:
+        after(past, *phases, **kwargs)
+    return error.value.problems
+
+
+def test_a_past_that_ends_with_a_segment_changes_nothing():
+    supplies = {**SUPPLIES, "law": SourceSupply(800, 0.95, "renormalise"), "x": SourceSupply(40, 1, "renormalise")}
+    phases = (THREE[0], Phase("b", 60, {"web": 0.3, "law": 0.5, "x": 0.2}, ramp_steps=20), THREE[2])
+    whole = resolved(*phases, supplies=supplies, lr=WSD)
+    ends = [s.end for s in whole.segments]
+    # x is exhausted within b's ramp and law after it, and again what was left of law within c's.
+    assert ends == [30, 44, 52, 60, 65, 100]
+    for end in ends:
+        assert after(cut(whole.segments, end), *phases, supplies=supplies) == whole
+    for end in range(45, 60):  # what was taken out does not come back within its phase
+        inside = after(cut(whole.segments, end), *phases, supplies=supplies).segment_at(end)
+        assert inside.start == end and inside.mixture == whole.segment_at(end).mixture
+
+
+@pytest.mark.parametrize("end", range(1, 100))
+def test_a_past_that_ends_anywhere_keeps_bounds_rates_and_mixtures(end):
+    whole = resolved(*THREE, lr=WSD)
+    cut_there = after(cut(whole.segments, end), *THREE)
+    assert cut_there.phase_bounds == whole.phase_bounds == (("a", 0, 30), ("b", 30, 60), ("c", 60, 100))
+    assert cut_there.rates(np.arange(100)).tolist() == whole.rates(np.arange(100)).tolist()
+    assert first_difference(whole.segments, cut_there.segments, end) is None
+    for step in range(100):
+        given, expected = (s.segment_at(step).mixture_at(step) for s in (cut_there, whole))
+        assert given == pytest.approx(expected)
+    assert end in {s.start for s in cut_there.segments}
+    for name, drawn in whole.drawn(100).items():
+        assert abs(cut_there.drawn(100)[name] - drawn) <= 4 * 10  # each restart of the quotas is within 2 sequences
+
+
+def test_the_phases_decide_what_follows_a_past():
+    past = cut(resolved(*THREE, lr=WSD).segments, 45)
+    assert [(s.start, s.end) for s in past] == [(0, 30), (30, 45)]
+
+    def bounds(*phases, **kwargs):
+        return after(past, *phases, **kwargs).phase_bounds
+
+    a, b, c = THREE
+    # The current phase goes on with another mixture and another end.
+    edited = after(past, a, replace(b, until=70, mixture={"web": 1.0}), c)
+    assert edited.phase_bounds == (("a", 0, 30), ("b", 30, 70), ("c", 70, 100))
+    assert edited.segments[2].mixture == {"web": 1.0} and edited.segments[2].ramp.steps_done == 15
+    assert edited.segments[2].ramp.from_mixture == {"web": 0.7, "law": 0.3}
+    assert edited.segments[:2] == past
+    # It was declared to end by now: the next one begins.
+    assert bounds(a, replace(b, until=40), c) == (("a", 0, 30), ("b", 30, 45), ("c", 45, 100))
+    # It is gone, or renamed.
+    assert bounds(a, c) == (("a", 0, 30), ("b", 30, 45), ("c", 45, 100))
+    assert bounds(a, replace(b, name="x", ramp_steps=10), c) == (
+        ("a", 0, 30),
+        ("b", 30, 45),
+        ("x", 45, 60),
+        ("c", 60, 100),
+    )
+    # A finished phase is history, whatever is said of it now, also where percentages of a longer run move its end.
+    assert bounds(replace(a, until=44), b, c) == (("a", 0, 30), ("b", 30, 60), ("c", 60, 100))
+    longer = bounds(replace(a, until="30%"), replace(b, until="60%"), c, total=200)
+    assert longer == (("a", 0, 30), ("b", 30, 120), ("c", 120, 200))
+    new = after(past, a, Phase("x", 40, {"web": 1.0}), b, c)
+    assert new.phase_bounds == (("a", 0, 30), ("b", 30, 60), ("c", 60, 100))
+    assert "phase x is never trained: it would lie before step 45" in new.warnings[0]
+    # The next phase's ramp leaves from what is trained.
+    ramp = after(past, a, c).segments[-1].ramp
+    assert ramp.from_mixture == pytest.approx({"web": 0.7 - 0.4 * 15 / 20, "law": 0.3 + 0.4 * 15 / 20})
+
+
+def test_caps_and_clocks_count_what_a_past_has_read():
+    web, law = {"web": 1.0}, {"law": 1.0}  # 40 tokens a step
+    past = resolved(Phase("a", 15, law), Phase("b", "end", web)).segments[:1]
+    capped = {**SUPPLIES, "law": SourceSupply(800, 1, "stop")}
+    stopping = after(past, Phase("a", 10, law), Phase("b", 40, web), Phase("c", "end", law), supplies=capped)
+    assert stopping.total_steps == 45 and stopping.drawn(45)["law"] == 800
+    clock = (Phase("a", 15, law), Phase("b", "2 epochs of law", law), Phase("c", "end", web))
+    assert after(past, *clock).phase_bounds[1] == ("b", 15, 40)
+    assert after(after(past, *clock).segments[:2], *clock).phase_bounds == (("a", 0, 15), ("b", 15, 40), ("c", 40, 100))
+    ((path, message),) = after_problems(past, clock[0], Phase("b", "end", law), supplies={
+        **SUPPLIES, "law": SourceSupply(800, 1)})  # fmt: skip
+    assert path == "sources.law.max_epochs" and "step 20 (phase b)" in message
+    # A past that ends where a source is exhausted: the run stops there, as it would have.
+    phases = (Phase("a", "end", {"law": 0.5, "web": 0.5}),)
+    supplies = {**SUPPLIES, "law": SourceSupply(790, 1, "stop")}
+    whole = resolved(*phases, supplies=supplies)
+    again = after(whole.segments, *phases, supplies=supplies, lr=CONSTANT)
+    assert again == whole and again.total_steps == 39 and "the run stops at step 39" in again.warnings[0]
+
+
+def test_a_past_keeps_its_rates_and_a_jump_where_it_ends_is_refused():
+    phases = (Phase("a", "end", {"web": 1.0}),)
+    lr = LrSchedule(lr=1e-3, decay_steps=40, min_lr_ratio=0.0)
+    whole = resolved(*phases, lr=lr)
+    half = after(cut(whole.segments, 79), *phases, lr=lr, total=140)  # 19 of 40 updates down, then up again
+    assert half.rates(78) == pytest.approx(1e-3 * 21 / 40) and half.rates(79) == 1e-3
+    assert half.rates(np.arange(79)).tolist() == whole.rates(np.arange(79)).tolist()
+    assert half.rates(139) == 0.0 and half.rates(119) == pytest.approx(1e-3 / 2)
+    ((path, message),) = after_problems(cut(whole.segments, 82), *phases, lr=lr, total=140)
+    assert path == "optim.allow_jump"
+    assert "jumps from 0.00045 to 0.001 at step 82, up to which the schedule stands" in message
+    assert after(cut(whole.segments, 82), *phases, lr=replace(lr, allow_jump=True), total=140).rates(82) == 1e-3
+    # Where a phase begins there, it is the phase's rate.
+    new = (Phase("a", 82, {"web": 1.0}), Phase("b", "end", {"web": 1.0}, lr=LrProgram(peak=2e-3)))
+    ((path, _),) = after_problems(cut(whole.segments, 82), *new, lr=lr)
+    assert path == "phases[1].lr.peak"
+    rewarmed = after(
+        cut(whole.segments, 82), new[0], replace(new[1], lr=LrProgram(peak=2e-3, rewarm_steps=10)), lr=lr
+    )  # from the rate that the past really ends with
+    assert rewarmed.rates(82) == pytest.approx(0.45e-3 + (2e-3 - 0.45e-3) / 10)
+
+
+def test_a_past_that_cannot_stand_before_what_is_declared():
+    past = cut(resolved(*THREE, lr=WSD).segments, 45)
+    a, b, c = THREE
+    for phases, kwargs, path, words in (
+        (THREE, {"total": 44}, "train.steps", "would end at step 44, but its schedule stands already up to step 45"),
+        (THREE, {"batch": 8}, "train.batch_size", "got 8, but up to step 45 the schedule stands with 4"),
+        (THREE, {"length": 5}, "train.seq_len", "got 5, but up to step 45 the schedule stands with 10"),
+        ((a, replace(b, until=70)), {}, "phases[1].until", "the last phase ends at step 70, before the run's end"),
+        (
+            (a, replace(b, until=40)),
+            {},
+            "phases[1].until",
+            "no phase after those that are trained lasts beyond step 45",
+        ),
+        (
+            (replace(b, ramp_steps=0), replace(a, until="end")),
+            {},
+            "phases[1].name",
+            "'a' is trained already, before step 45",
+        ),
+    ):
+        ((where, message),) = after_problems(past, *phases, **kwargs)
+        assert where == path and words in message
+    only_web = (Phase("b", "end", {"web": 1.0}),)
+    ((where, message),) = after_problems(past, *only_web, supplies={"web": SourceSupply(8000)})
+    assert where == "sources" and "law is gone, but it is read before step 45" in message
+
+
+def test_sources_may_come_and_those_never_read_may_go():
+    past = resolved(Phase("a", 20, {"web": 1.0}), Phase("b", "end", {"web": 1.0})).segments[:1]
+    new = after(
+        past, Phase("b", "end", {"web": 1, "new": 1}), supplies={"web": SourceSupply(8000), "new": SourceSupply(8)}
+    )
+    assert new.segments[0].cursors == {"web": 0, "new": 0} and new.segments[1].cursors == {"web": 800, "new": 0}
+
+
+def test_sizes_to_come_after_a_past():
+    past = resolved(Phase("a", 20, {"web": 1.0}), Phase("b", "end", {"web": 1.0})).segments[:1]
+    unknown = {name: SourceSupply(None) for name in SUPPLIES}
+
+    def early(*phases):
+        return resolve(
+            phases, unknown, CONSTANT, total_steps=100, batch_size=4, seq_len=10, sizes_to_come=True, past=past
+        )
+
+    assert early(Phase("a", "1 epoch of web", {"web": 1.0}), Phase("b", "end", {"web": 1.0})) is None
+    with pytest.raises(ScheduleError, match=r"phases\[0\].until: the last phase ends at step 30"):
+        early(Phase("a", 30, {"web": 1.0}))
