@@ -1,0 +1,223 @@
+"""A raised share, by drawing from sources whose tokens name themselves and counting everything."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from phases.batches import DataPlan, epoch_tokens
+from phases.lr import LrProgram, LrSchedule
+from phases.replay import ReplayRefused, raise_share
+from phases.resolve import resolve
+from phases.schedule import (
+    Phase,
+    SourceSupply,
+    cut,
+    first_difference,
+    segments_from_json,
+    segments_to_json,
+)
+
+LENGTH, BATCH, TOTAL = 8, 6, 120
+TOKENS = {
+    name: number * 10_000 + np.arange(blocks * LENGTH + 1)
+    for number, (name, blocks) in enumerate({"web": 300, "code": 40, "law": 7, "new": 12}.items(), 1)
+}
+SUPPLIES = {name: SourceSupply(epoch_tokens(len(tokens), LENGTH)) for name, tokens in TOKENS.items()}
+PHASES = (
+    Phase("a", 30, {"web": 0.7, "code": 0.3}),
+    Phase("b", 80, {"law": 0.9, "web": 0.1}, ramp_steps=20, lr=LrProgram(rewarm_steps=5, peak=8e-4, decay_steps=10)),
+    Phase("c", "end", {"code": 0.5, "law": 0.5}, ramp_steps=9, ramp_shape="cosine"),
+)
+LR = LrSchedule(lr=6e-4, warmup_steps=5, decay_steps=20)
+
+
+def resolved(phases=PHASES, supplies=SUPPLIES, past=(), lr=LR):
+    return resolve(phases, supplies, lr, total_steps=TOTAL, batch_size=BATCH, seq_len=LENGTH, past=past)
+
+
+def raised(schedule, step, source, factor=2.0, max_share=0.5, *, phases=PHASES, supplies=SUPPLIES, lr=LR):
+    return raise_share(
+        schedule,
+        phases,
+        supplies,
+        lr,
+        total_steps=TOTAL,
+        batch_size=BATCH,
+        seq_len=LENGTH,
+        step=step,
+        source=source,
+        factor=factor,
+        max_share=max_share,
+    )
+
+
+def rows(schedule):
+    """Every row of the run as (source name, first token)."""
+    plan = DataPlan(schedule, 5, {name: s.num_tokens for name, s in SUPPLIES.items()}, LENGTH)
+    out = []
+    for step in range(schedule.total_steps):
+        batch = plan.batch(step, TOKENS, eot=0)
+        names = [plan.sources[i] for i in batch.source_ids_AB.ravel()]
+        out += list(zip(names, batch.inputs_ABT[..., 0].ravel().tolist(), strict=True))
+    return out
+
+
+def check_counts(schedule):
+    """What the data plan promises: every share within two sequences, no sequence repeated or skipped in an epoch."""
+    drawn = rows(schedule)
+    assert len(drawn) == TOTAL * BATCH
+    for segment in schedule.segments:
+        count, exact = Counter(), Counter()
+        for position in range(segment.start * BATCH, segment.end * BATCH):
+            for name, share in segment.mixture_at(position // BATCH).items():
+                exact[name] += share
+            count[drawn[position][0]] += 1
+            assert all(abs(count[name] - exact[name]) < 2 for name in exact) and set(count) <= set(exact)
+    for name, tokens in TOKENS.items():
+        firsts, blocks = [first for source, first in drawn if source == name], (len(tokens) - 1) // LENGTH
+        assert len(firsts) * LENGTH == schedule.drawn(TOTAL)[name]
+        for epoch in range(0, len(firsts), blocks):
+            part = firsts[epoch : epoch + blocks]
+            assert len(set(part)) == len(part)
+    return drawn
+
+
+def test_the_share_is_raised_to_the_end_of_its_phase_and_no_further():
+    schedule = resolved()
+    edit = raised(schedule, 60, "web")
+    assert (edit.phase, edit.start, edit.until) == ("b", 60, 80)
+    assert edit.mixture_before == {"law": 0.9, "web": 0.1}
+    assert edit.mixture_after == pytest.approx({"law": 0.8, "web": 0.2})
+    assert [(s.start, s.end) for s in edit.schedule.segments] == [(0, 30), (30, 60), (60, 80), (80, 120)]
+    assert edit.past == edit.schedule.segments[:3]
+    assert edit.schedule.segments[3].mixture == {"code": 0.5, "law": 0.5}
+    assert edit.schedule.segments[3].ramp.from_mixture == pytest.approx({"law": 0.8, "web": 0.2})
+    assert edit.schedule.phase_bounds == schedule.phase_bounds
+    assert edit.schedule.rates(np.arange(TOTAL)).tolist() == schedule.rates(np.arange(TOTAL)).tolist()
+    before, after = check_counts(schedule), check_counts(edit.schedule)
+    assert before[: 60 * BATCH] == after[: 60 * BATCH] and before[60 * BATCH :] != after[60 * BATCH :]
+    web = [sum(name == "web" for name, _ in drawn[60 * BATCH : 80 * BATCH]) for drawn in (before, after)]
+    assert abs(web[0] - 12) < 2 and abs(web[1] - 24) < 2  # of 120
+
+
+@pytest.mark.parametrize("step", [0, 13, 29, 30, 31, 40, 49, 50, 65, 79, 80, 81, 89, 119])
+def test_any_step_may_be_edited(step):
+    schedule = resolved()
+    share = schedule.segment_at(step).mixture_at(step).get("new", 0.0)
+    edit = raised(schedule, step, "new", factor=30.0)
+    assert share == 0 and edit.mixture_after["new"] == pytest.approx(0.3)
+    until = next(end for _, start, end in schedule.phase_bounds if start <= step < end)
+    assert edit.until == until and edit.schedule.phase_bounds == schedule.phase_bounds
+    for s in range(step, until):
+        now, before = edit.schedule.segment_at(s).mixture_at(s), schedule.segment_at(s).mixture_at(s)
+        assert now == pytest.approx({**{name: 0.7 * share for name, share in before.items()}, "new": 0.3})
+    ramp_end = {30: 50, 80: 89, 120: 120}[until]
+    for s in [*range(ramp_end, 80), *range(max(ramp_end, 89), TOTAL)]:  # the next phase, after its ramp, is what it was
+        assert edit.schedule.segment_at(s).mixture_at(s) == schedule.segment_at(s).mixture_at(s)
+    assert first_difference(schedule.segments, edit.schedule.segments, TOTAL) == step
+    check_counts(edit.schedule)
+
+
+def test_both_ends_of_a_ramp_under_way_are_raised_alike():
+    edit = raised(resolved(), 40, "web", factor=3.0, max_share=0.8)
+    segment = edit.schedule.segment_at(40)
+    assert segment.start == 40 and segment.ramp.steps_done == 10 and segment.ramp.steps == 20
+    # web 0.7 to 0.1 becomes 0.8 to 0.3; step 40 has moved 11 of 20.
+    assert segment.ramp.from_mixture == pytest.approx({"web": 0.8, "code": 0.2})
+    assert segment.mixture == pytest.approx({"web": 0.3, "law": 0.7})
+    assert edit.mixture_after["web"] == pytest.approx(0.8 * 9 / 20 + 0.3 * 11 / 20)
+    assert edit.mixture_before["web"] == pytest.approx(0.7 * 9 / 20 + 0.1 * 11 / 20)
+
+
+def test_raised_twice_in_a_phase_and_in_two_phases():
+    once = raised(resolved(), 40, "web").schedule
+    twice = raised(once, 60, "web")
+    assert twice.mixture_before["web"] == pytest.approx(0.2) and twice.mixture_after["web"] == pytest.approx(0.4)
+    assert cut(twice.schedule.segments, 60) == cut(once.segments, 60)
+    third = raised(twice.schedule, 85, "web").schedule
+    assert [s.start for s in third.segments] == [0, 30, 40, 60, 80, 85]
+    check_counts(third)
+
+
+def test_the_frozen_past_alone_gives_the_edited_schedule_back():
+    for step in (0, 35, 60, 80, 100):
+        edit = raised(resolved(), step, "new")
+        past = segments_from_json(json.loads(json.dumps(segments_to_json(edit.past))))
+        assert past[-1].end == edit.until and resolved(past=past) == edit.schedule
+
+
+def test_a_share_is_scaled_from_one_percent_capped_and_never_lowered():
+    def share(source, **numbers):
+        return raised(resolved(), 60, source, **numbers).mixture_after[source]
+
+    assert share("new", factor=2.0) == pytest.approx(0.02)
+    assert share("web", factor=9.0, max_share=0.25) == 0.25
+    assert raised(resolved(), 60, "new", factor=200.0, max_share=1.0).mixture_after == {"new": 1.0}
+    with pytest.raises(ReplayRefused, match=r"share of law is not raised: it is 0.9 already, and 2 times that or 0.5"):
+        raised(resolved(), 60, "law")
+    with pytest.raises(ReplayRefused, match="share of web is not raised: it is 0.1 already"):
+        raised(resolved(), 60, "web", factor=0.5)
+
+
+def test_an_epoch_clock_counts_the_raised_share():
+    phases = (PHASES[0], Phase("b", "2 epochs of law", {"law": 0.5, "web": 0.5}), Phase("c", "end", {"web": 1.0}))
+    schedule = resolved(phases)
+    assert schedule.phase_bounds[1] == ("b", 30, 35)  # 14 sequences at 3 a step
+    edit = raised(schedule, 32, "law", max_share=1.0, phases=phases)
+    assert edit.schedule.phase_bounds[1] == ("b", 30, 34) and edit.until == 34  # 6 of them in 2 steps, 8 in 6 a step
+    edit = raised(schedule, 32, "web", max_share=0.9, phases=phases)
+    assert (
+        edit.until > 40
+        and edit.schedule.drawn(edit.until)["law"] >= 2 * 56 > edit.schedule.drawn(edit.until - 1)["law"]
+    )
+    assert resolved(phases, past=edit.past) == edit.schedule
+
+
+def test_a_source_at_its_cap_leaves_the_raised_mixture():
+    supplies = {**SUPPLIES, "new": SourceSupply(96, 1, "renormalise")}  # 12 sequences, at 3 a step
+    edit = raised(resolved(supplies=supplies), 60, "new", factor=50.0, supplies=supplies)
+    assert [(s.start, s.end) for s in edit.schedule.segments[2:]] == [(60, 64), (64, 80), (80, 120)]
+    assert edit.schedule.segments[3].mixture == pytest.approx({"law": 0.9, "web": 0.1})
+    assert resolved(supplies=supplies, past=edit.past) == edit.schedule
+    with pytest.raises(ReplayRefused, match="no more of it would be read up to step 80, where the phase ends"):
+        raised(edit.schedule, 70, "new", supplies=supplies)
+
+
+@pytest.mark.parametrize(
+    "step, source, words, changes",
+    [
+        (120, "web", "the run has no update after step 120", {}),
+        (-1, "web", "the run has no update after step -1", {}),
+        (60, "elsewhere", "the share of elsewhere is not raised: there is no such source", {}),
+        (60, "new", "it has no training text", {"new": SourceSupply(0)}),
+        (60, "new", "step 64 [(]phase b[)] would read more than 1 epochs of new", {"new": SourceSupply(96, 1)}),
+        (60, "new", "the run would end at step 64 instead of 120", {"new": SourceSupply(96, 1, "stop")}),
+        (60, "new", "no more of it would be read up to step 60", {"new": SourceSupply(8, 1, "stop")}),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_sentence(step, source, words, changes):
+    given = {
+        "supplies": SUPPLIES | changes,
+        "phases": [replace(phase, lr=None) for phase in PHASES],
+        "lr": LrSchedule(schedule="constant"),
+    }
+    with pytest.raises(ReplayRefused, match=words):
+        raised(resolved(**given), step, source, factor=50.0, **given)
+
+
+def test_a_clock_that_the_edit_keeps_from_being_reached_is_refused():
+    phases = (*PHASES[:2], Phase("c", "44 epochs of law", {"law": 1.0}), Phase("d", "end", {"web": 1.0}))
+    schedule = resolved(phases)
+    with pytest.raises(ReplayRefused, match="phases.2..until: '44 epochs of law' is not reached"):
+        raised(schedule, 31, "web", factor=50.0, max_share=0.95, phases=phases)
+
+
+def test_a_phase_that_is_not_declared_any_more_is_refused():
+    past = cut(resolved().segments, 50)
+    phases = (PHASES[0], PHASES[2])
+    schedule = resolved(phases, past=past)
+    with pytest.raises(ReplayRefused, match="phase b is not declared to go on at step 40"):
+        raised(schedule, 40, "web", phases=phases)
