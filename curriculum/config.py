@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from curriculum.adaptation import INHERITED, AdaptationSection, Heritage, heritage, with_replay
 from curriculum.config_checks import CHECKS, PATH_CHECKS
 from curriculum.config_problems import no_such, translate
 from curriculum.data.chat import ChatConfig
@@ -161,6 +162,7 @@ class Config:
         default_factory=lambda: ModelSection(preset="tiny")
     )
     packing: PackingConfig = field(default_factory=PackingConfig)
+    adaptation: AdaptationSection = field(default_factory=AdaptationSection)
     optim: OptimSection = field(default_factory=OptimSection)
     averages: AveragesSection = field(default_factory=AveragesSection)
     mesh: MeshConfig = field(default_factory=MeshConfig)
@@ -197,29 +199,47 @@ def load_config(
     *,
     dataset_dirs: Iterable[str] = (),
     eval_dataset_dirs: Iterable[str] = (),
+    init_from: str | None = None,
+    keep_optimizer: bool = False,
     remembered: Iterable[str] = (),
+    continues: str | os.PathLike | None = None,
     check_paths: bool = True,
 ) -> Config:
     """Read and check a config file. `overrides` are `a.b=value`; the directories are `[NAME=]DIR`.
 
-    `remembered` are options as `Config.command_line` gives them, applied first. Without `check_paths` the data need
-    not be there. Raises InputError with every problem found: file:line:column: path: what, got, expected.
+    A file without phases gets one of the sources in `dataset_dirs`, in equal parts. `init_from` and `keep_optimizer`
+    are those of the `adaptation` section. `remembered` are options as `Config.command_line` gives them, applied first;
+    `continues` is the directory of the run that goes on, which needs no other run any more. Without `check_paths` the
+    data need not be there. Raises InputError with every problem found: file:line:column: path: what, got, expected.
     """
     data, origin = read_yaml(path)
     options = [option.partition(" ")[::2] for option in remembered]
+    options += [("--init-from", init_from)] if init_from is not None else []
+    options += [("--keep-optimizer", "")] if keep_optimizer else []
     options += [("--dataset-dir", value) for value in dataset_dirs]
     options += [("--eval-dataset-dir", value) for value in eval_dataset_dirs]
     options += [("--set", value) for value in overrides]
+    added = []
     for flag, value in options:
         if flag == "--set":
             read_override(data, origin, value)
-            continue
-        name, directory = _named_directory(flag, value)
-        inside = _table(data, "sources") if flag == "--dataset-dir" else _table(_table(data, "evalsets"), "sets")
-        inside[name] = {"path": directory}
-        where = "sources" if flag == "--dataset-dir" else "evalsets.sets"
-        origin.given_by(f"{where}.{name}", f"{flag} {name}={directory}")
-    return build_config(data, origin, check_paths=check_paths)
+        elif flag in ("--init-from", "--keep-optimizer"):
+            key = flag[2:].replace("-", "_")
+            _table(data, "adaptation")[key] = value or True
+            origin.given_by(f"adaptation.{key}", f"{flag} {value}".rstrip())
+        else:
+            name, directory = _named_directory(flag, value)
+            inside = _table(data, "sources") if flag == "--dataset-dir" else _table(_table(data, "evalsets"), "sets")
+            inside[name] = {"path": directory}
+            where = "sources" if flag == "--dataset-dir" else "evalsets.sets"
+            origin.given_by(f"{where}.{name}", f"{flag} {name}={directory}")
+            if flag == "--dataset-dir":
+                added.append(name)
+    if added and isinstance(data, dict) and "phases" not in data:
+        replayed = _table(_table(data, "adaptation"), "replay")
+        if mixture := {name: 1.0 for name in added if name not in replayed}:
+            data["phases"] = [{"name": "adaptation", "until": "end", "mixture": mixture}]
+    return build_config(data, origin, check_paths=check_paths, continues=continues)
 
 
 def config_name(path: str | os.PathLike) -> str:
@@ -234,8 +254,14 @@ def config_from_json(data: Mapping) -> Config:
     return build_config(dict(data), Origin("config.resolved.json"), check_paths=False)
 
 
-def build_config(data: dict, origin: Origin | None = None, *, check_paths: bool = True) -> Config:
-    """A checked Config from plain data (for library use: the same keys as the YAML)."""
+def build_config(
+    data: dict,
+    origin: Origin | None = None,
+    *,
+    check_paths: bool = True,
+    continues: str | os.PathLike | None = None,
+) -> Config:
+    """A checked Config from plain data (for library use: the same keys as the YAML). The rest as in `load_config`."""
     origin = origin or Origin()
     if not isinstance(data, dict):
         raise InputError(origin.problem("", f"got {type(data).__name__}, expected a mapping of sections"))
@@ -245,6 +271,12 @@ def build_config(data: dict, origin: Origin | None = None, *, check_paths: bool 
         if key not in known:
             problems.append((str(key), no_such("key", str(key), known)))
     values: dict[str, Any] = {}
+    inherited = None
+    if check_paths or not set(INHERITED) <= data.keys():
+        inherited, wrong = _heritage(data, continues)
+        problems += wrong
+    if inherited is not None:
+        data = inherited.sections | data
     for name, section in known.items():
         if name in data:
             try:
@@ -257,12 +289,28 @@ def build_config(data: dict, origin: Origin | None = None, *, check_paths: bool 
             values[name] = section.default_factory()
         else:
             problems.append((name, "missing; this section is needed"))
+    if inherited is not None and set(INHERITED) <= values.keys():
+        problems += inherited.problems(values["model"], values["tokenizer"])
+        values["tokenizer"] = TokenizerConfig(**inherited.sections["tokenizer"])
     checks = [*CHECKS, *(PATH_CHECKS if check_paths else [])]
-    given = {name for name, section in values.items() if section is not None}
-    problems += [p for needs, check in checks if needs <= given for p in check(values)]
+    looked_at = {name for name, section in values.items() if section is not None}
+    problems += [p for needs, check in checks if needs <= looked_at for p in check(values)]
     if problems:
         raise InputError(*sorted({origin.problem(*p): None for p in problems}, key=origin.sort_key))
+    values["phases"] = with_replay(values["phases"], values["adaptation"].replay)
     return Config(**values, origin=origin)
+
+
+def _heritage(data: dict, continues: str | os.PathLike | None) -> tuple[Heritage | None, list[tuple[str, str]]]:
+    """What the config takes from the run it begins from, if it does, and what is wrong with that run."""
+    section = data.get("adaptation")
+    init_from = section.get("init_from") if isinstance(section, dict) else None
+    if not isinstance(init_from, str):
+        return None, []
+    try:
+        return heritage(init_from, continues), []
+    except InputError as error:
+        return None, [("adaptation.init_from", problem) for problem in error.problems]
 
 
 def sections() -> list[dataclasses.Field]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 from pathlib import Path
@@ -45,6 +46,8 @@ def _check_eval_paths(v):
 
 
 def _check_tokenizer_path(v):
+    if v["adaptation"].init_from is not None:  # the base run's, or the copy that a run has which goes on
+        return
     yield from _check_readable("tokenizer.path", v["tokenizer"].path)
 
 
@@ -119,6 +122,17 @@ def _check_held_out(v):
         if parse_share(v["sources"][source.held_out_of].held_out) == 0:
             fix = f"give sources.{source.held_out_of} a 'held_out' share such as 1%"
             yield f"{path}.held_out_of", f"source {source.held_out_of} holds nothing out; {fix}"
+
+
+def _check_adaptation(v):
+    section = v["adaptation"]
+    if section.keep_optimizer and section.init_from is None:
+        yield "adaptation.keep_optimizer", "got true without adaptation.init_from, the run to take the state from"
+    for name in section.replay:
+        if name not in v["sources"]:
+            yield f"adaptation.replay.{name}", no_such("source", name, v["sources"])
+    if (total := math.fsum(section.replay.values())) >= 1:
+        yield "adaptation.replay", f"the shares add up to {total:g}, expected less than 1, the whole of a phase"
 
 
 def _check_train(v):
@@ -213,6 +227,7 @@ CHECKS = [
     ({"phases", "sources"}, _check_schedule),
     ({"evalsets"}, _check_evalsets),
     ({"evalsets", "sources"}, _check_held_out),
+    ({"adaptation", "sources"}, _check_adaptation),
     ({"train"}, _check_train),
     ({"train", "model"}, _check_dropout),
     ({"optim"}, _check_optim),
@@ -227,5 +242,5 @@ CHECKS = [
 PATH_CHECKS = [
     ({"sources"}, _check_source_paths),
     ({"evalsets"}, _check_eval_paths),
-    ({"tokenizer"}, _check_tokenizer_path),
+    ({"tokenizer", "adaptation"}, _check_tokenizer_path),
 ]

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from curriculum.adaptation import base_lineage
 from curriculum.config import Config
 from curriculum.data.corpus import find_sizes
 from curriculum.model.memory import memory_estimate
@@ -45,7 +46,7 @@ class Plan:
 
     `memory` is estimated, in bytes on one device, by part and in total, for micro-steps of `rows` x `seq_len`
     tokens there; its `free_axis` names the axis of the mesh whose -1 was taken for 1. It and `num_parameters` are None
-    while the vocabulary is not known.
+    while the vocabulary is not known. `begins_from` is the lineage of a run that begins from another.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Plan:
     packing_mode: str
     sources: dict[str, dict[str, Any]]
     warnings: tuple[str, ...]
+    begins_from: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -176,6 +178,7 @@ def plan(config: Config, *, store_dir: str | Path = DEFAULT_STORE_DIR) -> Plan:
         packing_mode=config.packing.mode,
         sources={n: {"tokens_per_epoch": epochs_of[n], **sizes.details.get(n, {})} for n in config.sources},
         warnings=tuple(warnings),
+        begins_from=base_lineage(config),
     )
 
 

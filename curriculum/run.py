@@ -7,11 +7,13 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from curriculum.config import Config, config_from_json
 from curriculum.errors import InputError
 from curriculum.record.events import EVENTS, plain, read_events, read_metrics
+
+if TYPE_CHECKING:
+    from curriculum.config import Config
 
 CHECKPOINT_ITEMS = ("params", "train", "ledger")  # folders that a whole checkpoint has
 
@@ -115,6 +117,8 @@ class Run:
 
 def load_run(run_dir: str | os.PathLike) -> Run:
     """Read a run directory. Raises InputError when there is none."""
+    from curriculum.config import config_from_json  # which itself looks into runs, to begin from one
+
     directory = RunDirectory(Path(run_dir))
     if not directory.resolved_config.exists():
         raise InputError(f"{run_dir}: holds no run; expected a directory made by `curriculum train`")

@@ -2,40 +2,58 @@
 
 from __future__ import annotations
 
+import functools
+
 import click
 
 from curriculum.plan import DEFAULT_STORE_DIR
 
-_OPTIONS = [
-    click.option(
+STORE_DIR = click.option(
+    "--store-dir", default=DEFAULT_STORE_DIR, show_default=True, metavar="DIR", help="Where token stores are kept."
+)
+EVAL_DATASET_DIR = click.option(
+    "--eval-dataset-dir",
+    "eval_dataset_dirs",
+    metavar="[NAME=]DIR",
+    multiple=True,
+    help="Add a named eval set. Its other fields: --set evalsets.sets.NAME.format=...",
+)
+_CHANGES = {
+    "overrides": click.option(
         "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a value, as YAML; repeatable."
     ),
-    click.option(
+    "dataset_dirs": click.option(
         "--dataset-dir",
         "dataset_dirs",
         metavar="[NAME=]DIR",
         multiple=True,
-        help="Define or replace a source. Its other fields: --set sources.NAME.format=...",
+        help="Define or replace a source; a CONFIG without phases gets one of it. Its other fields: "
+        "--set sources.NAME.format=...",
     ),
-    click.option(
-        "--eval-dataset-dir",
-        "eval_dataset_dirs",
-        metavar="[NAME=]DIR",
-        multiple=True,
-        help="Add a named eval set. Its other fields: --set evalsets.sets.NAME.format=...",
+    "eval_dataset_dirs": EVAL_DATASET_DIR,
+    "init_from": click.option(
+        "--init-from",
+        metavar="RUN|CHECKPOINT",
+        help="Begin with the parameters of another run: its gold checkpoint, else its latest, or RUN/checkpoints/STEP.",
     ),
-    click.option(
-        "--store-dir", default=DEFAULT_STORE_DIR, show_default=True, metavar="DIR", help="Where token stores are kept."
+    "keep_optimizer": click.option(
+        "--keep-optimizer", is_flag=True, help="With --init-from: take the optimizer's state over too."
     ),
-]
+}
 
 
 def config_options(config_required: bool = True):
-    """CONFIG and everything that changes it."""
+    """CONFIG and everything that changes it: the command gets `config_path`, `store_dir`, and `changes` to unpack
+    into `load_config`."""
 
     def decorate(command):
-        for option in reversed([click.argument("config_path", metavar="CONFIG", required=config_required), *_OPTIONS]):
-            command = option(command)
-        return command
+        @functools.wraps(command)
+        def with_changes(**options):
+            return command(changes={name: options.pop(name) for name in _CHANGES}, **options)
+
+        config = click.argument("config_path", metavar="CONFIG", required=config_required)
+        for option in reversed([config, *_CHANGES.values(), STORE_DIR]):
+            with_changes = option(with_changes)
+        return with_changes
 
     return decorate

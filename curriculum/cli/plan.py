@@ -15,13 +15,12 @@ from curriculum.plan import Plan, plan
 @click.command()
 @config_options()
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
-def command(config_path, overrides, dataset_dirs, eval_dataset_dirs, store_dir, as_json):
+def command(config_path, changes, store_dir, as_json):
     """Show who gets what and when, before anything is trained.
 
     Looks only at what is prepared already: the epochs of other sources are unknown.
     """
-    config = load_config(config_path, overrides, dataset_dirs=dataset_dirs, eval_dataset_dirs=eval_dataset_dirs)
-    resolved = plan(config, store_dir=store_dir)
+    resolved = plan(load_config(config_path, **changes), store_dir=store_dir)
     if as_json:
         click.echo(json.dumps(resolved.to_json(), indent=2))
     else:
@@ -38,6 +37,7 @@ def table(p: Plan) -> list[str]:
     no_memory = unknown if p.num_parameters is None else "unknown for an optimizer of your own"
     lines = [
         f"{p.name}: {p.total_steps:,} steps x {p.tokens_per_step:,} tokens = {p.total_tokens:,} tokens",
+        *([] if p.begins_from is None else [_beginning(p.begins_from)]),
         f"parameters: {unknown if p.num_parameters is None else format(p.num_parameters, ',')}",
         f"memory per device (estimate): {no_memory if p.memory is None else _memory(p.memory)}",
         "",
@@ -77,6 +77,11 @@ def table(p: Plan) -> list[str]:
         lines.append(f"conversations: tokens that are scored: {', '.join(scored)}")
     lines += [f"warning: {warning}" for warning in p.warnings]
     return lines
+
+
+def _beginning(lineage: dict[str, Any]) -> str:
+    kept = "parameters and optimizer state" if lineage["keep_optimizer"] else "the parameters"
+    return f"begins with {kept} of {lineage['run']}, step {lineage['step']:,} ({lineage['init_from']})"
 
 
 def _memory(memory: dict[str, Any]) -> str:

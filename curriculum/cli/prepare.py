@@ -20,9 +20,7 @@ from curriculum.errors import InputError
 @click.option("--text-key", metavar="KEY", help="The key or column of the text or of the messages.")
 @click.option("--tokenizer", metavar="T", help="byte, the name of a tiktoken encoding (gpt2), or a tokenizer's folder.")
 @click.option("--output", metavar="DIR", help="A new folder for the tokenizer and the tokens.")
-def command(
-    config_path, overrides, dataset_dirs, eval_dataset_dirs, store_dir, texts, text_format, text_key, tokenizer, output
-):
+def command(config_path, changes, store_dir, texts, text_format, text_key, tokenizer, output):
     """Turn the sources and eval sets of CONFIG into token stores; `train` does the same on first use.
 
     Without CONFIG: turn the --text into one folder of tokens that the `path` of a source accepts.
@@ -34,8 +32,9 @@ def command(
     if config_path is not None and (text_format or text_key):
         raise InputError("prepare: --format and --text-key go with --text; in CONFIG they are keys of each source")
     if config_path is None:
-        if overrides or dataset_dirs or eval_dataset_dirs:
-            raise InputError("prepare: --set, --dataset-dir and --eval-dataset-dir go with CONFIG, not with --text")
+        if any(changes.values()):
+            options = "--set, --dataset-dir, --eval-dataset-dir, --init-from and --keep-optimizer"
+            raise InputError(f"prepare: {options} go with CONFIG, not with --text")
         if tokenizer is None or output is None:
             raise InputError("prepare: --text needs --tokenizer T and --output DIR")
         _prepare_folder(texts, text_format or "text", text_key, tokenizer, output)
@@ -45,7 +44,7 @@ def command(
     from curriculum.data.corpus import load_corpus
     from curriculum.plan import check_schedule
 
-    config = load_config(config_path, overrides, dataset_dirs=dataset_dirs, eval_dataset_dirs=eval_dataset_dirs)
+    config = load_config(config_path, **changes)
     check_schedule(config)
     corpus = load_corpus(config, store_dir)
     click.echo(f"tokenizer {config.tokenizer.kind}: {corpus.tokenizer.vocab_size:,} ids")

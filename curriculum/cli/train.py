@@ -18,16 +18,15 @@ from curriculum.run import RunDirectory
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Where the run is kept; runs/<name> by default.")
 @click.option("--resume", metavar="latest|STEP", help="Continue the run from its newest checkpoint, or from a step's.")
 @click.option("--dry-run", is_flag=True, help="Check, prepare, compile, take one step and one eval; leave no run.")
-def command(config_path, overrides, dataset_dirs, eval_dataset_dirs, store_dir, run_dir, resume, dry_run):
+def command(config_path, changes, store_dir, run_dir, resume, dry_run):
     """Train a run through its phases, or continue one.
 
     A run remembers the options that changed its config: they need not be given again with --resume.
     """
-    given = {"overrides": overrides, "dataset_dirs": dataset_dirs, "eval_dataset_dirs": eval_dataset_dirs}
-    remembered = []
     if resume is not None:
-        remembered = RunDirectory(run_dir or Path("runs") / config_name(config_path)).command_line()
-    config = load_config(config_path, **given, remembered=remembered)
+        continues = run_dir or Path("runs") / config_name(config_path)
+        changes |= {"remembered": RunDirectory(continues).command_line(), "continues": continues}
+    config = load_config(config_path, **changes)
     run_dir = run_dir or Path("runs") / config.name
 
     from curriculum.train.signals import Stopped

@@ -62,7 +62,7 @@ class Checkpoints:
         A failure of the save before, in the background, is raised here.
         """
         step = int(state.step)
-        rest = {"opt_state": state.opt_state, "window": state.window, "skipped": state.skipped_updates}
+        rest = beside_params(state)
         started = self._manager.save(
             step,
             args=ocp.args.Composite(
@@ -90,7 +90,7 @@ class Checkpoints:
         and the checkpoint has not begins with the parameters.
         """
         self._check(step)
-        rest = {"opt_state": like.opt_state, "window": like.window, "skipped": like.skipped_updates}
+        rest = beside_params(like)
         restored = self._manager.restore(
             step,
             args=ocp.args.Composite(
@@ -147,17 +147,23 @@ class Checkpoints:
             raise InputError(f"{self.directory}: no checkpoint of step {step}; there are: {there}")
 
 
-def load_params(folder: str | os.PathLike) -> Any:
-    """A saved tree of arrays, on the host, whatever devices it was saved from: `RUN/checkpoints/STEP/params`.
+def beside_params(state: TrainState) -> dict[str, Any]:
+    """What a checkpoint keeps as `train`."""
+    return {"opt_state": state.opt_state, "window": state.window, "skipped": state.skipped_updates}
 
-    Raises InputError where there is none.
+
+def load_params(folder: str | os.PathLike, like: Any = None) -> Any:
+    """A saved tree of arrays: `RUN/checkpoints/STEP/params`, whatever devices it was saved from.
+
+    On the host, or with the shapes, types and placement of `like`. Raises InputError where there is none.
     """
     folder = Path(folder).absolute()
     if not (folder / "_METADATA").exists():
         raise InputError(f"{folder}: holds no saved arrays; expected the folder RUN/checkpoints/STEP/params")
-    host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    saved = ocp.StandardCheckpointHandler().metadata(folder).tree
-    like = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=host), saved)
+    if like is None:
+        host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+        saved = ocp.StandardCheckpointHandler().metadata(folder).tree
+        like = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=host), saved)
     with ocp.StandardCheckpointer() as checkpointer:
         return checkpointer.restore(folder, like)
 

@@ -33,6 +33,7 @@ def training_start(setup: Setup) -> dict[str, Any]:
         "model": {**setup.model.architecture, "num_parameters": num_parameters(setup.model)},
         "devices": describe_devices(setup.mesh),
         "plan": derived(setup),
+        "lineage": setup.lineage,
         "sources": setup.corpus.details,
         "evalsets": evalsets,
         "warnings": [
@@ -54,6 +55,7 @@ def derived(setup: Setup) -> dict[str, Any]:
         "num_parameters": num_parameters(setup.model),
         "phases": list(describe_phases(setup.schedule)),
         "learning_rate": [asdict(piece) for piece in setup.schedule.lr],
+        "lineage": setup.lineage,
     }
 
 

@@ -88,6 +88,7 @@ def entry(setup: Setup, step: int, history: History, offsets: Mapping[str, int],
             }
             for name in setup.plan.sources
         },
+        "lineage": setup.lineage,
         "history": asdict(history),
         "offsets": dict(offsets),
         "elapsed_s": round(elapsed_s, 3),

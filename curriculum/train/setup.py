@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,7 +21,7 @@ from curriculum.model.model import Model, abstract_params, check_model
 from curriculum.model.presets import resolve_model
 from curriculum.model.transformer import transformer
 from curriculum.plan import resolve_schedule
-from curriculum.train.checkpoint import Checkpoints
+from curriculum.train.checkpoint import Checkpoints, beside_params
 from curriculum.train.device import device_lines, tune_device
 from curriculum.train.feed import Feed
 from curriculum.train.mesh import (
@@ -35,7 +36,9 @@ from curriculum.train.mesh import (
     state_shardings,
 )
 from curriculum.train.optimizer import make_optimizer
+from curriculum.train.start import Start, check_base, load_base_optimizer, load_base_params
 from curriculum.train.step import TrainState, init_state, make_train_step, window_for
+from evalsets.evalset import EvalSet
 from evalsets.suite import Suite
 from phases.batches import DataPlan
 from phases.lr import learning_rate
@@ -61,6 +64,7 @@ class Setup:
     initial_state: Callable[[], TrainState]
     abstract_state: Callable[[int], TrainState]  # by number of sources: shapes, types and placement, no values
     device_lines: list[str]  # for the console
+    lineage: dict[str, Any] | None  # the run that this one began from, back to the first
 
     @property
     def content_hashes(self) -> dict[str, str]:
@@ -83,15 +87,18 @@ def build(
     store_dir: str | Path,
     tokenizer: Tokenizer | None = None,
     make_model: Callable[[int], Model] | None = None,
+    start: Start | None = None,
 ) -> Setup:
     """Prepare what is not prepared, and build the rest. `tokenizer`: the one of a run that goes on.
 
-    `make_model(vocab_size)` gives a model of one's own in the place of the config's, which is then null.
+    `make_model(vocab_size)` gives a model of one's own in the place of the config's, which is then null. `start`: what
+    the run begins from, its seed by default.
     """
     if make_model is not None:
         config = replace(config, model=None)
     elif config.model is None:
         raise config.error([("model", "got null and no other model; name a preset, or call train(make_model=...)")])
+    start = start or Start()
     added_flags = tune_device(config.train.deterministic)
     # A second start reads its programs from here instead of compiling them again.
     jax.config.update("jax_compilation_cache_dir", str(Path(store_dir).absolute() / "compiled"))
@@ -108,7 +115,8 @@ def build(
         model = make_model(corpus.tokenizer.vocab_size)
         rows = config.train.batch_size // config.train.grad_accum
         check_model(model, corpus.tokenizer.vocab_size, rows, config.train.seq_len)
-    placed = _on_mesh(model, mesh)
+    if start.base is not None:
+        check_base(start.base, config, model)
     make_batch = partial(
         plan.batch,
         streams=corpus.streams,
@@ -118,11 +126,10 @@ def build(
         train_on_eos=config.packing.train_on_eos,
     )
     feed = Feed(plan, make_batch, partial(place_batch, mesh))
-    evalsets = list(corpus.evalsets.values())
-    suite = Suite(evalsets, partial(nats_per_token, placed), _eval_rows(config, mesh), partial(place_rows, mesh))
+    suite = make_suite(config, mesh, model, corpus.evalsets.values())
     optimizer = make_optimizer(config.optim)
     step = make_train_step(
-        placed,
+        _on_mesh(model, mesh),
         optimizer,
         len(plan.sources),
         grad_clip=config.optim.grad_clip,
@@ -149,6 +156,13 @@ def build(
         # Compiled, so that the moments are made where they belong: no device ever holds all of them.
         first_state = partial(init_state, optimizer=optimizer, num_sources=len(plan.sources), ema=ema)
         compiled = jax.jit(first_state, donate_argnums=0, out_shardings=shardings)
+        base = start.base
+        if base is not None:
+            like = abstract_state(len(base.ledger["sources"]))
+            state = compiled(load_base_params(base, like.params))
+            if not config.adaptation.keep_optimizer:
+                return state
+            return state._replace(opt_state=load_base_optimizer(base, beside_params(like)))
         # The run takes its parameters over; what a model of one's own keeps of them stays its own.
         params = jax.tree.map(lambda p: np.array(p) if isinstance(p, jax.Array) else p, model.init(config.seed))
         return compiled(place_state(mesh, params))
@@ -167,7 +181,14 @@ def build(
         initial_state=initial_state,
         abstract_state=abstract_state,
         device_lines=device_lines(added_flags),
+        lineage=start.lineage,
     )
+
+
+def make_suite(config: Config, mesh: Mesh, model: Model, evalsets: Iterable[EvalSet]) -> Suite:
+    """What measures eval sets, in training and later: the same compiled function over the same micro-batches."""
+    measured = partial(nats_per_token, _on_mesh(model, mesh))
+    return Suite(list(evalsets), measured, _eval_rows(config, mesh), partial(place_rows, mesh))
 
 
 def _on_mesh(model: Model, mesh: Mesh) -> Model:

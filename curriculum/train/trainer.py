@@ -27,6 +27,7 @@ from curriculum.train.clock import TrainClock, peak_memory_gb
 from curriculum.train.mesh import describe_devices
 from curriculum.train.setup import Setup, build
 from curriculum.train.signals import Stopped, StopSignals
+from curriculum.train.start import start_of
 from curriculum.train.step import TrainState, clear_window, read_window
 from evalsets.metrics import Summary, WindowResults, summarise
 
@@ -54,7 +55,8 @@ def train(
         )
     _check_resume(directory, resume)
     _check(config)
-    setup = build(config, store_dir, _snapshot(directory, config) if resume is not None else None, make_model)
+    start = start_of(config, directory, resume)
+    setup = build(config, store_dir, _snapshot(directory, config) if resume is not None else None, make_model, start)
     mean_of = config.averages.phase_mean
     keep_planned = None if mean_of is None else (config.checkpoint.every, mean_of)
     checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep, keep_planned)
@@ -73,7 +75,7 @@ def dry_run(
 ) -> dict[str, Any]:
     """Validate, prepare, build, compile, take one step and one eval. Leaves nothing behind but prepared data."""
     _check(config)
-    setup = build(config, store_dir, make_model=make_model)
+    setup = build(config, store_dir, make_model=make_model, start=start_of(config))
     try:
         clock = time.perf_counter()
         state = setup.train_step(setup.initial_state(), setup.feed[0], np.float32(setup.rates[0]))

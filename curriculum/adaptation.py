@@ -1,0 +1,194 @@
+"""Begin from what another run learned: its checkpoint, the sections taken from it, and replay of what it knew.
+
+Nothing here imports jax: a plan needs it too.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from curriculum.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
+from curriculum.errors import InputError
+from curriculum.model.presets import ModelSection, model_problems, resolve_model
+from curriculum.run import RunDirectory, checkpoint_steps, find_checkpoint, read_json, read_ledger
+from phases.schedule import Phase
+
+if TYPE_CHECKING:
+    from curriculum.config import Config
+
+INHERITED = ("model", "tokenizer")  # sections that a config may leave to the run it begins from
+
+
+@dataclass(frozen=True)
+class AdaptationSection:
+    """Begin from another run, and keep what it knew by replay."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+
+    init_from: str | None = None
+    """A run: its gold checkpoint, else its latest; or RUN/checkpoints/STEP, RUN/gold, RUN/gold/STEP, RUN/kept/STEP."""
+    keep_optimizer: bool = False
+    """Take the optimizer's state over too, not the parameters alone; the step is 0 either way."""
+    replay: dict[str, Annotated[float, Field(gt=0, lt=1)]] = field(default_factory=dict)
+    """Source to share, above 0 and below 1, mixed into every phase whose mixture does not name the source."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """The checkpoint that a run begins from."""
+
+    init_from: str  # as it was given
+    directory: RunDirectory
+    step: int
+    checkpoint: Path
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The base run's resolved config."""
+        return read_json(self.directory.resolved_config)
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        return read_json(self.directory.path / "model.json")
+
+    @property
+    def ledger(self) -> dict[str, Any]:
+        return read_ledger(self.checkpoint)
+
+    def lineage(self, keep_optimizer: bool) -> dict[str, Any]:
+        """Where a run that begins here comes from, back to the first, as its record keeps it."""
+        return {
+            "init_from": self.init_from,
+            "run": self.config["name"],
+            "step": self.step,
+            "keep_optimizer": keep_optimizer,
+            "lineage": self.ledger.get("lineage"),
+        }
+
+
+def find_base(init_from: str | os.PathLike) -> Base:
+    """The checkpoint that `adaptation.init_from` means. Raises InputError where there is none."""
+    given = str(init_from)
+    path = Path(os.path.abspath(os.path.expanduser(given)))
+    if not path.exists():
+        parent = next(p for p in path.parents if p.exists())
+        near = difflib.get_close_matches(path.name, os.listdir(parent), 1) if parent == path.parent else []
+        hint = f"; did you mean {str(Path(given).with_name(near[0]))!r}?" if near else ""
+        raise InputError(f"{given!r} does not exist{hint} (paths are relative to the working folder)")
+    if (run := _run_at(path, given)) is not None:
+        return Base(given, run, *find_checkpoint(run))
+    if path.name == "gold" and (run := _run_at(path.parent, given)) is not None:
+        return Base(given, run, *find_checkpoint(run, "gold", option=f"{given}:"))
+    if path.parent.name in _PLACES and (run := _run_at(path.parents[1], given)) is not None:
+        steps = checkpoint_steps(path.parent)
+        if path.name in map(str, steps):
+            return Base(given, run, int(path.name), run.path / path.parent.name / path.name)
+        raise InputError(f"{given!r} is no whole checkpoint; there are: {', '.join(map(str, steps)) or 'none'}")
+    expected = "a run, RUN/checkpoints/STEP, RUN/gold, RUN/gold/STEP or RUN/kept/STEP"
+    raise InputError(f"{given!r} holds no run and is no checkpoint of one; expected {expected}")
+
+
+_PLACES = ("checkpoints", "gold", "kept")
+
+
+def _run_at(path: Path, given: str) -> RunDirectory | None:
+    """The run in a folder, its path as relative as the one that was given; None where there is none."""
+    relative = not os.path.isabs(os.path.expanduser(given))
+    directory = RunDirectory(Path(os.path.relpath(path)) if relative else path)
+    return directory if directory.resolved_config.exists() else None
+
+
+@dataclass(frozen=True)
+class Heritage:
+    """The `model` and `tokenizer` sections that a config takes from a run, and what it may not contradict."""
+
+    run: str  # as messages name it
+    sections: dict[str, Any]
+    tokenizer: Tokenizer
+    architecture: dict[str, Any]
+
+    def problems(self, model: ModelSection | None, tokenizer: TokenizerConfig) -> Iterator[tuple[str, str]]:
+        """(path, message) for everything in which sections that a config gives differ from the run's."""
+        fix = "leave the section out to take what it has"
+        if tokenizer.kind not in (self.tokenizer.kind, self.sections["tokenizer"]["kind"]):
+            yield "tokenizer.kind", f"got {tokenizer.kind}, but {self.run} has {self.tokenizer.kind}; {fix}"
+        for key, its in (("vocab_size", self.tokenizer.vocab_size), ("name", self.tokenizer.name)):
+            if getattr(tokenizer, key) not in (None, its):
+                yield f"tokenizer.{key}", f"got {getattr(tokenizer, key)}, but {self.run} has {its}; {fix}"
+        if tokenizer.path not in (None, self.sections["tokenizer"]["path"]):
+            try:
+                found = load_tokenizer(Path(tokenizer.path).expanduser())
+                if found.fingerprint != self.tokenizer.fingerprint:
+                    yield "tokenizer.path", f"{tokenizer.path} holds another tokenizer than {self.run}; {fix}"
+            except InputError as error:
+                yield "tokenizer.path", str(error)
+        if model is None or model_problems(model, self.tokenizer.vocab_size):
+            return
+        ours = resolve_model(model, self.tokenizer.vocab_size).architecture
+        if different := differences(ours, self.architecture):
+            yield "model", f"the architecture is not that of {self.run}: {different}; {fix}"
+
+
+def heritage(init_from: str, continues: str | os.PathLike | None = None) -> Heritage:
+    """What a config that begins from `init_from` takes from there.
+
+    A run that goes on has its own copy of all of it: with `continues`, the directory of one that began from there,
+    nothing else is looked at. Raises InputError where there is no checkpoint to begin from.
+    """
+    if continues is not None and RunDirectory(Path(continues)).resolved_config.exists():
+        own = RunDirectory(Path(continues))
+        resolved = read_json(own.resolved_config)
+        if same_place(resolved.get("adaptation", {}).get("init_from"), init_from) and own.tokenizer.exists():
+            return _heritage_of(own, {name: resolved[name] for name in INHERITED})
+    base = find_base(init_from)
+    resolved = base.config
+    kind = resolved["tokenizer"]["kind"]
+    path = None if kind == "byte" else str(base.directory.tokenizer)
+    sections = {"model": resolved["model"], "tokenizer": asdict(TokenizerConfig(kind, path=path))}
+    return _heritage_of(base.directory, sections)
+
+
+def _heritage_of(directory: RunDirectory, sections: dict[str, Any]) -> Heritage:
+    tokenizer, architecture = load_tokenizer(directory.tokenizer), read_json(directory.path / "model.json")
+    return Heritage(str(directory.path), sections, tokenizer, architecture)
+
+
+def base_lineage(config: Config) -> dict[str, Any] | None:
+    """The lineage of a run that begins with this config, None where it begins from no other run."""
+    section = config.adaptation
+    return None if section.init_from is None else find_base(section.init_from).lineage(section.keep_optimizer)
+
+
+def same_place(one: str | None, other: str | None) -> bool:
+    """Whether two values of `init_from` name one place."""
+    if one is None or other is None:
+        return one is other
+    return os.path.abspath(os.path.expanduser(one)) == os.path.abspath(os.path.expanduser(other))
+
+
+def differences(ours: Mapping[str, Any], its: Mapping[str, Any]) -> str:
+    """`n_layer 2 (there 4), d_ff 64 (there 128)`, empty where two architectures are equal."""
+    keys = [key for key in {**its, **ours} if ours.get(key) != its.get(key)]
+    return ", ".join(f"{key} {ours.get(key)} (there {its.get(key)})" for key in keys)
+
+
+def with_replay(phases: Sequence[Phase], replay: Mapping[str, float]) -> tuple[Phase, ...]:
+    """The phases, each with the replayed sources that its mixture does not name at their shares of the whole.
+
+    What the mixture names keeps its proportions in the rest. To do it twice changes nothing more.
+    """
+    mixed = []
+    for phase in phases:
+        shares = {name: share for name, share in replay.items() if name not in phase.mixture}
+        rest, total = 1 - math.fsum(shares.values()), math.fsum(phase.mixture.values())
+        own = {name: weight / total * rest for name, weight in phase.mixture.items()}
+        mixed.append(replace(phase, mixture={**own, **shares}) if shares else phase)
+    return tuple(mixed)

@@ -1,0 +1,89 @@
+"""Where a run's first parameters come from: its own seed, or a checkpoint of another run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from curriculum.adaptation import Base, differences, find_base, same_place
+from curriculum.config import Config
+from curriculum.model.model import Model, Params, abstract_params, parameter_name
+from curriculum.record.events import plain
+from curriculum.run import RunDirectory, checkpoint_steps, find_checkpoint, read_ledger
+from curriculum.train.checkpoint import load_params
+from curriculum.train.optimizer import state_layout
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run begins from. Both None: from its seed."""
+
+    lineage: dict[str, Any] | None = None
+    base: Base | None = None  # None too for a run that goes on from a checkpoint of its own
+
+
+def start_of(config: Config, directory: RunDirectory | None = None, resume: str | int | None = None) -> Start:
+    """Where the run of a config comes from: what the checkpoint remembers that it goes on from, or else the config.
+
+    Raises InputError where the config says otherwise than the checkpoint, or where there is nothing to begin from.
+    """
+    section = config.adaptation
+    saved = None if directory is None else _ledger(directory, resume)
+    if saved is None:
+        if section.init_from is None:
+            return Start()
+        base = find_base(section.init_from)
+        return Start(base.lineage(section.keep_optimizer), base)
+    lineage = saved.get("lineage") or {"init_from": None, "keep_optimizer": False}
+    if not same_place(section.init_from, lineage["init_from"]):
+        got, was = json.dumps(section.init_from), json.dumps(lineage["init_from"])
+        message = f"got {got}, but the run was begun with {was}; restore it, or start a new --run-dir"
+        raise config.error([("adaptation.init_from", message)])
+    if section.keep_optimizer != lineage["keep_optimizer"]:
+        got, was = json.dumps(section.keep_optimizer), json.dumps(lineage["keep_optimizer"])
+        raise config.error([("adaptation.keep_optimizer", f"got {got}, but the run was begun with {was}; restore it")])
+    return Start(saved.get("lineage"))
+
+
+def _ledger(directory: RunDirectory, resume: str | int | None) -> dict[str, Any] | None:
+    """The ledger of the checkpoint that a run goes on from; None where it begins."""
+    if resume is None or (resume == "latest" and not checkpoint_steps(directory.checkpoints)):
+        return None
+    return read_ledger(find_checkpoint(directory, resume, option="--resume")[1])
+
+
+def check_base(base: Base, config: Config, model: Model) -> None:
+    """Raise InputError where the checkpoint's arrays are not those of the run that begins from it."""
+    problems = []
+    saved = base.ledger
+    name = f"{base.directory.path}, step {base.step},"
+    parameters = {parameter_name(path): list(a.shape) for path, a in jax.tree.leaves_with_path(abstract_params(model))}
+    were = saved["parameters"]
+    if different := [n for n in sorted({**were, **parameters}) if parameters.get(n) != were.get(n)]:
+        first = different[0]
+        message = f"parameter {first}: {name} has {were.get(first)}, this model {parameters.get(first)}"
+        more = f" ({len(different) - 1} more differ)" if len(different) > 1 else ""
+        problems.append(("adaptation.init_from", f"{message}{more}; expected the same model"))
+    elif different := differences(plain(dict(model.architecture)), base.architecture):
+        problems.append(("adaptation.init_from", f"the architecture is not that of {name} but has {different}"))
+    if config.adaptation.keep_optimizer:
+        layout, was = state_layout(config.optim), saved["optimizer"]
+        for key in {**was, **layout}:
+            if layout.get(key) != was.get(key):
+                got = f"got {layout.get(key)}, but {name} kept the state of {was.get(key)}"
+                problems.append((f"optim.{key}", f"{got}; give that, or leave keep_optimizer out"))
+    if problems:
+        raise config.error(problems)
+
+
+def load_base_params(base: Base, like: Params) -> Params:
+    """The checkpoint's parameters, placed as `like`: each device reads its own part."""
+    return load_params(base.checkpoint / "params", like)
+
+
+def load_base_optimizer(base: Base, like: Any) -> Any:
+    """The checkpoint's optimizer state, placed as in `like`, what `TrainState` keeps beside the parameters."""
+    return load_params(base.checkpoint / "train", like)["opt_state"]
