@@ -1,0 +1,98 @@
+"""The external gate: a command that looks at a checkpoint and may keep it from being the gold."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import signal
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_END_CHARACTERS = 300
+
+
+class GateVerdict(NamedTuple):
+    """`reason` says in one line why not, None where the gate accepts; `score` is lower for better, None without one."""
+
+    accept: bool
+    score: float | None
+    reason: str | None
+
+
+def run_gate(command: str, checkpoint: str | os.PathLike, timeout_seconds: float) -> GateVerdict:
+    """Ask the gate about a checkpoint, which must be saved whole.
+
+    `command` is split as a shell would, and run without one, in the working folder, with the checkpoint's absolute
+    path as last argument and nothing on stdin. It exits with 0 and prints on stdout nothing but a JSON object:
+    {"accept": true or false, "reason": text, "score": number}, the last two optional; other keys are its own. Whatever
+    else happens is a veto, whose reason says what: it never ends the run. At `timeout_seconds` it is killed, with every
+    process of its group.
+    """
+    arguments = [*shlex.split(command), str(Path(checkpoint).absolute())]
+    # Files, not pipes: a process that the gate leaves behind holds no read of ours open.
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        try:
+            gate = subprocess.Popen(
+                arguments, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, start_new_session=True
+            )
+        except (OSError, ValueError) as error:
+            return _veto(f"{arguments[0]} cannot be run: {error}")
+        try:
+            code = gate.wait(timeout_seconds)
+        except subprocess.TimeoutExpired:
+            return _veto(f"not done after {timeout_seconds:g} s", _end(stderr))
+        finally:
+            _kill_group(gate)
+        if code != 0:
+            how = f"exit code {code}" if code > 0 else f"ended by signal {-code}"
+            return _veto(how, _end(stderr))
+        stdout.seek(0)
+        try:
+            verdict = json.loads(stdout.read(), parse_int=float)
+        except (ValueError, RecursionError):
+            return _veto(f"expected a JSON object on stdout, got {_end(stdout) or 'nothing'}", _end(stderr))
+    return _read(verdict)
+
+
+def _read(verdict: Any) -> GateVerdict:
+    if not isinstance(verdict, dict):
+        return _veto(f"expected a JSON object on stdout, got {json.dumps(verdict)[:_END_CHARACTERS]}")
+    accept, reason, score = verdict.get("accept"), verdict.get("reason"), verdict.get("score")
+    if not isinstance(accept, bool):
+        got = json.dumps(accept) if "accept" in verdict else "none"
+        return _veto(f'expected "accept": true or false, got {got[:_END_CHARACTERS]}')
+    if reason is not None and not isinstance(reason, str):
+        return _veto(f'expected text as "reason", got {json.dumps(reason)[:_END_CHARACTERS]}')
+    if score is not None and not (isinstance(score, float) and math.isfinite(score)):
+        return _veto(f'expected a finite number as "score", got {json.dumps(score)[:_END_CHARACTERS]}')
+    if accept:
+        return GateVerdict(True, score, None)
+    return GateVerdict(False, score, _one_line(reason or "") or "vetoed without a reason")
+
+
+def _veto(what: str, stderr: str = "") -> GateVerdict:
+    return GateVerdict(False, None, f"{what}: {stderr}" if stderr else what)
+
+
+def _end(file: Any) -> str:
+    """The last characters of a file, on one line."""
+    file.seek(max(0, file.seek(0, os.SEEK_END) - 4 * _END_CHARACTERS))
+    return _one_line(file.read().decode("utf-8", "replace"))
+
+
+def _one_line(text: str) -> str:
+    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return line if len(line) <= _END_CHARACTERS else "..." + line[-_END_CHARACTERS:]
+
+
+def _kill_group(gate: subprocess.Popen) -> None:
+    """End what is left of the gate's processes; it leads a group of its own."""
+    try:
+        os.killpg(gate.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    gate.wait()

@@ -1,0 +1,387 @@
+"""Which eval's parameters are the best of the run that no guard objects to: the gold.
+
+Every eval is one call of `judge`. It knows the past only by a `GoldState`, which stands in every checkpoint, so a
+resumed run decides as an unbroken one. A candidate is an eval whose value lies below the gold's; only candidates are
+guarded, and one that was blocked changes nothing: the next is held against the gold again.
+
+A dip right after several rises in a row is likely noise, so it is pending until the next eval: confirmed if that one
+lies below the gold too. Nothing is lost by waiting: `kept_steps` says whose checkpoints must stay.
+"""
+
+import math
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from evalsets.evalset import PRIMARY
+from evalsets.metrics import Summary
+
+METRICS = ("loss", "bpb", "perplexity")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How much worse another eval set may be at the gold."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+
+    max_increase: float
+    """Nats per token above its lowest loss so far; after --init-from above its loss at the start."""
+
+
+@dataclass(frozen=True)
+class GoldConfig:
+    """Which checkpoint is the best of the run, and what keeps one from being it."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+
+    minimise: str = "primary/loss"
+    """SET/loss, SET/bpb or SET/perplexity of one eval set; the lowest is the best."""
+    subject_to: dict[str, Limit] = field(default_factory=dict)
+    """Limits on other eval sets; these are guarded against regressions too. Where none is named, all others are."""
+    overfit_ratio: float | None = 5.0
+    """Most that the validation loss may be of the recent training loss; null: no limit."""
+    consecutive_rises: int | None = 2
+    """After so many rises in a row a new best must be confirmed by the next eval; 0 or null: never."""
+    gate: str | None = None
+    """A command that may veto: it gets a checkpoint's path as last argument and prints {"accept": true} or so."""
+    gate_timeout_seconds: float = 600.0
+    """A gate that takes longer is a veto."""
+
+    @property
+    def target(self) -> tuple[str, str]:
+        """(eval set, metric) of `minimise`."""
+        evalset, _, metric = self.minimise.rpartition("/")
+        return evalset, metric
+
+    def problems(self) -> list[tuple[str, str]]:
+        """What is wrong with the values: (field, message) pairs. Whether the sets exist is not known here."""
+        found = []
+        evalset, metric = self.target
+        if not evalset or metric not in METRICS:
+            expected = ", ".join(f"SET/{name}" for name in METRICS)
+            found.append(("minimise", f"got {self.minimise!r}, expected one of {expected}"))
+        for name, limit in self.subject_to.items():
+            if name == evalset:
+                found.append((f"subject_to.{name}", f"{name!r} is the set that is minimised; limit other sets"))
+            elif not (math.isfinite(limit.max_increase) and limit.max_increase >= 0):
+                message = f"got {limit.max_increase}, expected 0 or more nats per token"
+                found.append((f"subject_to.{name}.max_increase", message))
+        if self.overfit_ratio is not None and not (math.isfinite(self.overfit_ratio) and self.overfit_ratio > 0):
+            found.append(("overfit_ratio", f"got {self.overfit_ratio}, expected more than 0, or null for no limit"))
+        if self.consecutive_rises is not None and self.consecutive_rises < 0:
+            found.append(("consecutive_rises", f"got {self.consecutive_rises}, expected 0 or more"))
+        if self.gate is not None:
+            try:
+                if not shlex.split(self.gate):
+                    found.append(("gate", "got an empty command, expected a program and its arguments, or null"))
+            except ValueError as error:
+                found.append(("gate", f"got {self.gate!r}: {error}; expected a command with its quotes closed"))
+        if not (math.isfinite(self.gate_timeout_seconds) and self.gate_timeout_seconds > 0):
+            found.append(("gate_timeout_seconds", f"got {self.gate_timeout_seconds}, expected more than 0"))
+        return found
+
+
+class Regressed(NamedTuple):
+    """An eval set that stands regressed: losses in nats per token, `half_interval` of the 95 % interval of delta."""
+
+    before: float
+    now: float
+    delta: float
+    half_interval: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One eval. Sets go by their names in the config.
+
+    summaries: of the sets that were measured.
+    train_loss: the recent one; None where no update was made yet.
+    regressed: every set that stands regressed now, whenever it was measured.
+    is_last: no eval follows in this run.
+    is_candidate: False for an eval that is only remembered: step 0 of a run that begins from nothing.
+    limits_from_start: `subject_to` counts from the set's first loss, else from its lowest so far.
+    """
+
+    step: int
+    summaries: Mapping[str, Summary]
+    train_loss: float | None
+    regressed: Mapping[str, Regressed] = field(default_factory=dict)
+    is_last: bool = False
+    is_candidate: bool = True
+    limits_from_start: bool = False
+
+
+@dataclass(frozen=True)
+class Best:
+    """The gold: `score` is the gate's, None where it gave none."""
+
+    step: int
+    value: float
+    score: float | None = None
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A dip after `rises` rises in a row that the next eval has to confirm."""
+
+    step: int
+    value: float
+    rises: int
+
+
+@dataclass(frozen=True)
+class SetMemory:
+    """An eval set's first, lowest and last finite loss; `last` is None where the last one, of `step`, is not finite."""
+
+    start: float | None
+    lowest: float | None
+    last: float | None
+    step: int
+
+
+@dataclass(frozen=True)
+class GoldState:
+    """What `judge` knows of the evals before. Finite numbers, None and text only: `to_json` and back is exact.
+
+    metric: what is minimised; under another one the search begins anew, while the sets' losses stay.
+    rises: evals in a row, up to the last, that were above the one before or not finite.
+    last: value of the last eval, None where there is none or it is not finite.
+    """
+
+    metric: str | None = None
+    gold: Best | None = None
+    pending: Pending | None = None
+    rises: int = 0
+    last: float | None = None
+    sets: dict[str, SetMemory] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(saved: Mapping[str, Any]) -> "GoldState":
+        return GoldState(
+            **{
+                **saved,
+                "gold": saved["gold"] and Best(**saved["gold"]),
+                "pending": saved["pending"] and Pending(**saved["pending"]),
+                "sets": {name: SetMemory(**memory) for name, memory in saved["sets"].items()},
+            }
+        )
+
+
+class _Decision:
+    """One event of the record: its name, its step, which is the candidate's, and its fields."""
+
+    event: ClassVar[str]
+
+    def fields(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "step"}
+
+
+@dataclass(frozen=True)
+class Gold(_Decision):
+    """The candidate of `step` is the gold now."""
+
+    event: ClassVar[str] = "gold_checkpoint"
+
+    step: int
+    metric: str
+    value: float
+    previous: float | None
+    previous_step: int | None
+    score: float | None
+    path: str
+
+
+@dataclass(frozen=True)
+class Blocked(_Decision):
+    """A guard objected to the candidate of `step`; where several did, `guard` is the first, `reason` holds all."""
+
+    event: ClassVar[str] = "gold_blocked"
+
+    step: int
+    metric: str
+    value: float
+    best: float | None
+    best_step: int | None
+    guard: Literal["overfit", "regression", "limit", "trend", "gate"]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """No guard objects; the gate has to be asked, then `accepted` or `vetoed` called, before the next decision.
+
+    `instead` is the pending one that this one confirmed and surpassed: the next to ask should the gate veto.
+    """
+
+    step: int
+    metric: str
+    value: float
+    instead: "Candidate | None" = None
+
+
+Decision = Gold | Blocked | Candidate
+
+
+def judge(config: GoldConfig, state: GoldState, measured: Measured) -> tuple[GoldState, list[Decision]]:
+    """The state after an eval, and what was decided, in the order of the record.
+
+    Where the eval did not measure the set to minimise, its other losses are remembered and nothing is decided. With
+    `config.gate` a candidate that passed comes as `Candidate`, without as `Gold`. A pending candidate makes no
+    decision until the next eval; at the last eval it is blocked, since nothing can confirm it any more.
+    """
+    state = replace(state, sets=_remembered(state.sets, measured))
+    if state.metric != config.minimise:
+        state = GoldState(metric=config.minimise, sets=state.sets)
+    evalset, metric = config.target
+    if evalset not in measured.summaries:
+        return state, []
+
+    value = _finite(getattr(measured.summaries[evalset], metric))
+    rises, pending, gold = state.rises, state.pending, state.gold
+    rose = value is None or (state.last is not None and value > state.last)
+    state = replace(state, rises=rises + 1 if rose else 0, last=value, pending=None)
+
+    decisions: list[Decision] = []
+    passed = None
+    if pending is not None:
+        dip = Candidate(pending.step, config.minimise, pending.value)
+        if _below(value, gold):
+            passed = dip
+        else:
+            decisions.append(_blocked(state, dip, "trend", _unconfirmed(pending, measured.step, value, gold)))
+
+    if measured.is_candidate and _below(value, passed or gold):
+        candidate = Candidate(measured.step, config.minimise, value, instead=passed)
+        if objections := _objections(config, state, measured):
+            reason = "; ".join(reason for _, reason in objections)
+            decisions.append(_blocked(state, candidate, objections[0][0], reason))
+        elif not config.consecutive_rises or rises < config.consecutive_rises:
+            passed = candidate
+        elif measured.is_last:
+            reason = f"trend: a dip to {value:.4f} after {rises} rises in a row cannot be confirmed at the last eval"
+            decisions.append(_blocked(state, candidate, "trend", reason))
+        else:
+            state = replace(state, pending=Pending(measured.step, value, rises))
+
+    if passed is None:
+        return state, decisions
+    if config.gate is not None:
+        return state, [*decisions, passed]
+    state, crowned = accepted(state, passed)
+    return state, [*decisions, *crowned]
+
+
+def accepted(
+    state: GoldState, candidate: Candidate, score: float | None = None
+) -> tuple[GoldState, list[Gold | Blocked | Candidate]]:
+    """After the gate let a candidate pass. A finite `score`, lower is better, must be below the gold's too."""
+    gold = state.gold
+    if score is not None and gold is not None and gold.score is not None and not score < gold.score:
+        return vetoed(state, candidate, f"score {score:g} is not below {gold.score:g}, the gold's of step {gold.step}")
+    best = Best(candidate.step, candidate.value, score)
+    previous, previous_step = (None, None) if gold is None else (gold.value, gold.step)
+    path = f"gold/{candidate.step}"
+    event = Gold(candidate.step, candidate.metric, candidate.value, previous, previous_step, score, path)
+    return replace(state, gold=best), [event]
+
+
+def vetoed(state: GoldState, candidate: Candidate, reason: str) -> tuple[GoldState, list[Blocked | Candidate]]:
+    """After the gate vetoed a candidate: blocked, and the next candidate to ask about, if there is one."""
+    blocked = _blocked(state, candidate, "gate", f"gate: {reason}")
+    return state, [blocked] if candidate.instead is None else [blocked, candidate.instead]
+
+
+def kept_steps(state: GoldState, decisions: Iterable[Decision] = ()) -> set[int]:
+    """The steps whose checkpoints `gold/` has to hold: the gold, the pending one, those the gate is to be asked about.
+
+    A step that is no longer among them may be dropped, once no checkpoint that could be resumed holds a state that
+    names it.
+    """
+    kept = {point.step for point in (state.gold, state.pending) if point is not None}
+    for decision in decisions:
+        while isinstance(decision, Candidate):
+            kept.add(decision.step)
+            decision = decision.instead
+    return kept
+
+
+def _remembered(sets: Mapping[str, SetMemory], measured: Measured) -> dict[str, SetMemory]:
+    remembered = dict(sets)
+    for name, summary in measured.summaries.items():
+        loss = _finite(summary.loss)
+        before = sets.get(name, SetMemory(None, None, None, measured.step))
+        start = loss if before.start is None else before.start
+        lowest = min((x for x in (before.lowest, loss) if x is not None), default=None)
+        remembered[name] = SetMemory(start, lowest, loss, measured.step)
+    return remembered
+
+
+def _objections(config: GoldConfig, state: GoldState, measured: Measured) -> list[tuple[str, str]]:
+    """(guard, reason) of every guard that objects to this eval as it stands, whatever came before it."""
+    found = []
+    primary, train_loss = measured.summaries.get(PRIMARY), measured.train_loss
+    if config.overfit_ratio is not None and primary is not None and _finite(train_loss) is not None:
+        ratio = primary.loss / train_loss if train_loss > 0 else math.inf
+        if not ratio <= config.overfit_ratio:
+            now, most = _apart(ratio, config.overfit_ratio, 1)
+            found.append(("overfit", f"overfit: val/train={now}x, threshold={most}x"))
+
+    minimised = config.target[0]
+    offenders = [
+        f"{_shown(name)} {r.before:.4f}→{r.now:.4f} ({r.delta:+.4f} ± {r.half_interval:.4f})"
+        for name, r in measured.regressed.items()
+        if (name in config.subject_to if config.subject_to else name != minimised)
+    ]
+    if offenders:
+        found.append(("regression", f"eval regression: {', '.join(offenders)}"))
+
+    for name, limit in config.subject_to.items():
+        if name not in state.sets:
+            continue
+        memory = state.sets[name]
+        reference = memory.start if measured.limits_from_start else memory.lowest
+        at = "" if memory.step == measured.step else f" at step {memory.step}"
+        if memory.last is None or reference is None:
+            found.append(("limit", f"limit: the loss of {_shown(name)}{at} is not finite"))
+        elif memory.last > reference + limit.max_increase:
+            increase, most = _apart(memory.last - reference, limit.max_increase, 4)
+            moved = f"{_shown(name)} {reference:.4f}→{memory.last:.4f}{at} (+{increase})"
+            found.append(("limit", f"limit: {moved}, max_increase={most}"))
+    return found
+
+
+def _unconfirmed(pending: Pending, step: int, value: float | None, gold: Best | None) -> str:
+    dip = f"trend: a dip to {pending.value:.4f} after {pending.rises} rises in a row was not confirmed"
+    if value is None:
+        return f"{dip}: at step {step} the value is not finite"
+    return f"{dip}: {value:.4f} at step {step} is not below {gold.value:.4f}, the gold's of step {gold.step}"
+
+
+def _blocked(state: GoldState, candidate: Candidate, guard: str, reason: str) -> Blocked:
+    best, best_step = (None, None) if state.gold is None else (state.gold.value, state.gold.step)
+    return Blocked(candidate.step, candidate.metric, candidate.value, best, best_step, guard, reason)
+
+
+def _below(value: float | None, bar: Best | Candidate | None) -> bool:
+    return value is not None and (bar is None or value < bar.value)
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _apart(value: float, threshold: float, digits: int) -> tuple[str, str]:
+    """Both numbers with as many decimals, `digits` or more, as show that they differ."""
+    while digits < 12 and f"{value:.{digits}f}" == f"{threshold:.{digits}f}":
+        digits += 1
+    return f"{value:.{digits}f}", f"{threshold:.{digits}f}"
+
+
+def _shown(name: str) -> str:
+    """An eval set's name as the record has it."""
+    return "val" if name == PRIMARY else name

@@ -1,0 +1,118 @@
+"""The external gate: what it is given, what it may answer, and that everything else is a veto in words."""
+
+import json
+import os
+import shlex
+import sys
+import time
+
+import pytest
+
+from curriculum.train.gate import GateVerdict, run_gate
+
+
+def gate(tmp_path, code, timeout_seconds=30.0, arguments=""):
+    """The verdict of a gate that is this Python code."""
+    (tmp_path / "gate.py").write_text(code)
+    command = f"{shlex.quote(sys.executable)} -S {shlex.quote(str(tmp_path / 'gate.py'))} {arguments}"
+    return run_gate(command, tmp_path / "gold" / "40", timeout_seconds)
+
+
+def test_it_gets_the_path_as_its_last_argument_and_no_shell(tmp_path, monkeypatch):
+    code = (
+        "import json, os, sys\nprint(json.dumps({'accept': False, 'reason': repr((sys.argv[1:], sys.stdin.read()))}))"
+    )
+    verdict = gate(tmp_path, code, arguments="--most '1 2' $HOME *")
+    path = str(tmp_path / "gold/40")
+    assert verdict == GateVerdict(False, None, repr((["--most", "1 2", "$HOME", "*", path], "")))
+    monkeypatch.chdir(tmp_path)
+    relative = run_gate(f"{shlex.quote(sys.executable)} gate.py", "gold/40", 30)
+    assert relative.reason == repr(([path], ""))  # absolute, and the command ran in the working folder
+
+
+@pytest.mark.parametrize(
+    ("answer", "verdict"),
+    [
+        ('{"accept": true}', GateVerdict(True, None, None)),
+        ('\n {"accept": true, "score": 2, "more": [1]} \n', GateVerdict(True, 2.0, None)),
+        ('{"accept": true, "score": -0.5, "reason": "fine"}', GateVerdict(True, -0.5, None)),
+        ('{"accept": true, "score": null, "reason": null}', GateVerdict(True, None, None)),
+        ('{"accept": false, "reason": "too\\nrude", "score": 0.5}', GateVerdict(False, 0.5, "too rude")),
+        ('{"accept": false}', GateVerdict(False, None, "vetoed without a reason")),
+        ("", GateVerdict(False, None, "expected a JSON object on stdout, got nothing: and this on stderr")),
+        ("fine", GateVerdict(False, None, "expected a JSON object on stdout, got fine: and this on stderr")),
+        ('log\n{"accept": true}', GateVerdict(False, None, 'expected a JSON object on stdout, got log {"accept": true}: and this on stderr')),
+        ("[true]", GateVerdict(False, None, "expected a JSON object on stdout, got [true]")),
+        ("{}", GateVerdict(False, None, 'expected "accept": true or false, got none')),
+        ('{"accept": 1}', GateVerdict(False, None, 'expected "accept": true or false, got 1.0')),
+        ('{"accept": "yes"}', GateVerdict(False, None, 'expected "accept": true or false, got "yes"')),
+        ('{"accept": true, "reason": 3}', GateVerdict(False, None, 'expected text as "reason", got 3.0')),
+        ('{"accept": true, "score": "3"}', GateVerdict(False, None, 'expected a finite number as "score", got "3"')),
+        ('{"accept": true, "score": true}', GateVerdict(False, None, 'expected a finite number as "score", got true')),
+        ('{"accept": true, "score": NaN}', GateVerdict(False, None, 'expected a finite number as "score", got NaN')),
+        ('{"accept": true, "score": 1' + 5000 * "0" + "}", GateVerdict(False, None, 'expected a finite number as "score", got Infinity')),
+        ("[" * 200000, GateVerdict(False, None, "expected a JSON object on stdout, got ..." + "[" * 300 + ": and this on stderr")),
+        ('{"accept": true, "score": 1e999}', GateVerdict(False, None, 'expected a finite number as "score", got Infinity')),
+    ],
+)  # fmt: skip
+def test_its_answer(tmp_path, answer, verdict):
+    assert gate(tmp_path, f"import sys\nprint({answer!r})\nprint('and this on stderr', file=sys.stderr)") == verdict
+
+
+def test_a_failure_is_a_veto_with_the_end_of_stderr(tmp_path):
+    accept = json.dumps({"accept": True})
+    code = f"import sys\nprint({accept!r})\nprint('x' * 2000 + '\\nno\\tdisk', file=sys.stderr)\nsys.exit(3)"
+    verdict = gate(tmp_path, code)
+    assert not verdict.accept and verdict.reason.startswith("exit code 3: ...xxx")
+    assert verdict.reason.endswith("x no disk") and len(verdict.reason) < 400
+    assert gate(tmp_path, "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)").reason == "ended by signal 15"
+    assert gate(tmp_path, "import sys\nsys.exit(1)").reason == "exit code 1"
+    assert gate(tmp_path, "import sys\nsys.stdout.buffer.write(b'\\xff')").reason.startswith("expected a JSON object")
+
+
+def test_what_cannot_be_run_is_a_veto(tmp_path):
+    verdict = run_gate(f"{shlex.quote(str(tmp_path / 'none here'))} x", tmp_path, 30)
+    assert not verdict.accept and verdict.reason.startswith(f"{tmp_path / 'none here'} cannot be run: ")
+    assert "No such file" in verdict.reason
+    (tmp_path / "text").write_text("not a program")
+    assert "Permission denied" in run_gate(str(tmp_path / "text"), tmp_path, 30).reason
+
+
+def test_one_that_takes_too_long_is_killed_with_all_it_started(tmp_path):
+    """Nor does what it started live on."""
+    code = f"""
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(120)'])
+open({str(tmp_path / "pid")!r}, 'w').write(str(child.pid))
+print('half way', file=sys.stderr, flush=True)
+time.sleep(120)
+"""
+    start = time.monotonic()
+    verdict = gate(tmp_path, code, timeout_seconds=1.5)
+    assert verdict == GateVerdict(False, None, "not done after 1.5 s: half way") and time.monotonic() - start < 60
+    assert gone(int((tmp_path / "pid").read_text()))
+
+
+def test_a_process_that_it_leaves_behind_is_not_waited_for(tmp_path):
+    code = f"""
+import subprocess, sys
+child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(120)'])
+open({str(tmp_path / "pid")!r}, 'w').write(str(child.pid))
+print('{{"accept": true}}')
+"""
+    start = time.monotonic()
+    assert gate(tmp_path, code).accept and time.monotonic() - start < 60
+    assert gone(int((tmp_path / "pid").read_text()))
+
+
+def gone(pid):
+    """Whether a process ends: one that was killed is gone, or waits for whoever inherited it to notice."""
+    for _ in range(200):
+        try:
+            os.kill(pid, 0)
+            if open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except (ProcessLookupError, FileNotFoundError):
+            return True
+        time.sleep(0.05)
+    return False
