@@ -28,6 +28,7 @@ def export(
     format: str = "safetensors",
     step: str | int | None = None,
     weights: str = "raw",
+    dtype: str = "f32",
 ) -> int:
     """Write the parameters of a run, its model.json and its tokenizer/; return the step that they are of.
 
@@ -35,15 +36,17 @@ def export(
     `weights`: "raw", or "ema", the moving average, of the checkpoint of `step`; or "mean:PHASE", the mean of the last
     checkpoints of a phase (`averages.phase_mean`), whose step is the phase's last checkpoint.
 
-    `safetensors`: float32 arrays in model.safetensors, named by their dotted path (`blocks.000.attention.query.kernel`,
-    a kernel as [in, out]); above 5 GB in several files with model.safetensors.index.json. Of the checkpoint only the
-    parameters are read, and of the run nothing else is needed. Raises InputError for a run, step, format, weights or
-    folder that will not do; then nothing is written.
+    `safetensors`: arrays in model.safetensors, named by their dotted path (`blocks.000.attention.query.kernel`, a
+    kernel as [in, out]); above 5 GB in several files with model.safetensors.index.json. `dtype`: "f32", or "bf16" or
+    "f16" for half the size, every value rounded to the nearest. Of the checkpoint only the parameters are read, and of
+    the run nothing else is needed. Raises InputError for a run, step, format, weights, dtype or folder that will not
+    do, and for a value too large for the dtype; then nothing is written.
     """
     directory, output = RunDirectory(Path(run)), Path(output_dir)
     if not directory.resolved_config.exists():
         raise InputError(f"{run}: holds no run; expected a directory made by `curriculum train`")
     write = _chosen("--format", format, _FORMATS)
+    numpy_name = _chosen("--dtype", dtype, _DTYPES)
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise InputError(f"-o {output}: is there already; expected a new or an empty folder")
 
@@ -56,7 +59,10 @@ def export(
     from curriculum.train.checkpoint import load_params
 
     params = load_params(saved)
-    arrays = {parameter_name(path): np.asarray(array, np.float32) for path, array in jax.tree.leaves_with_path(params)}
+    arrays = {}
+    for path, array in jax.tree.leaves_with_path(params):
+        name = parameter_name(path)
+        arrays[name] = _rounded(name, np.asarray(array, np.float32), dtype, jax.numpy.dtype(numpy_name))
 
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +79,7 @@ def export(
 
 
 def load_exported(folder: str | os.PathLike, model: Model) -> Params:
-    """The parameters of `model` on the host, from a folder that `export` wrote as safetensors.
+    """The parameters of `model` on the host, float32, from a folder that `export` wrote as safetensors.
 
     Raises InputError where the folder holds no such files, or other arrays than the model's.
     """
@@ -98,7 +104,7 @@ def load_exported(folder: str | os.PathLike, model: Model) -> Params:
         name = min(name for name in {*found, *asked} if found.get(name) != asked.get(name))
         got, expected = (str(list(shape[name])) if name in shape else "none" for shape in (found, asked))
         raise InputError(f"{folder}: {name}: got {got}, expected {expected}, as in the model; is it another model's?")
-    return jax.tree.map_with_path(lambda path, _: arrays[parameter_name(path)], shapes)
+    return jax.tree.map_with_path(lambda path, _: np.asarray(arrays[parameter_name(path)], np.float32), shapes)
 
 
 def write_safetensors(
@@ -132,7 +138,19 @@ def _save(arrays: dict[str, np.ndarray], path: Path, metadata: dict[str, str]) -
 
 
 _FORMATS = {"safetensors": write_safetensors}
+_DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 _WEIGHTS = {"raw": "params", "ema": "ema", "mean:PHASE": None}  # and the item of a checkpoint that holds them
+
+
+def _rounded(name: str, array: np.ndarray, dtype: str, to: np.dtype) -> np.ndarray:
+    """A float32 array in another type. Raises InputError where a finite value becomes infinite."""
+    with np.errstate(over="ignore"):
+        rounded = array.astype(to, copy=False)
+    lost = np.isfinite(array) & ~np.isfinite(rounded)
+    if lost.any():
+        got = f"{np.count_nonzero(lost)} of {array.size} values of {name} are too large for it"
+        raise InputError(f"--dtype {dtype}: {got}, such as {array[lost][0]:g}; use another: {', '.join(_DTYPES)}")
+    return rounded
 
 
 def _chosen(option: str, name: str, table: dict[str, Any]) -> Any:

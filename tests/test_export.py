@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from curriculum.config import build_config
 from curriculum.errors import InputError
-from curriculum.export import export, write_safetensors
+from curriculum.export import _rounded, export, write_safetensors
 from curriculum.train.trainer import train
 
 CURRICULUM = str(Path(sys.executable).parent / "curriculum")
@@ -92,6 +92,55 @@ def test_what_is_exported_is_the_checkpoint_bit_for_bit(run, tmp_path):
     assert (tmp_path / "out/model.safetensors").stat().st_mode & 0o777 == (run / "model.json").stat().st_mode & 0o777
 
 
+def to_bf16_bits(array):
+    """float32 to bfloat16 bits by hand: the upper 16 bits, rounded to the nearest, ties to even."""
+    bits = array.view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+@pytest.mark.parametrize(("dtype", "stored"), [("bf16", "BF16"), ("f16", "F16"), ("f32", "F32")])
+def test_half_the_size_by_flag(run, tmp_path, dtype, stored):
+    assert export(run, tmp_path / "out", dtype=dtype) == 4
+    expected, file = saved_params(run, 4), (tmp_path / "out/model.safetensors").read_bytes()
+    header_bytes = int.from_bytes(file[:8], "little")
+    header, body = json.loads(file[8 : 8 + header_bytes]), file[8 + header_bytes :]
+    assert header.pop("__metadata__") == {"step": "4", "weights": "raw"}
+    assert header.keys() == expected.keys() and len(header) > 10
+    assert len(body) == sum(array.size for array in expected.values()) * (4 if dtype == "f32" else 2)
+    for name, entry in header.items():
+        array = expected[name]
+        assert entry["dtype"] == stored and entry["shape"] == list(array.shape)
+        with np.errstate(over="raise"):
+            rounded = {"bf16": to_bf16_bits, "f16": lambda a: a.astype("<f2"), "f32": lambda a: a}[dtype](array)
+        start, end = entry["data_offsets"]
+        assert body[start:end] == rounded.tobytes(), name
+
+
+def test_a_value_too_large_is_told_by_name(run, tmp_path):
+    from orbax.checkpoint import StandardCheckpointer
+
+    array = np.array([1.0, 65519.0, -65520.0, np.inf, np.nan, 7e4], np.float32)  # 65520 is the first to become infinite
+    with pytest.raises(InputError) as error:
+        _rounded("blocks.000.x", array, "f16", np.dtype("float16"))
+    assert str(error.value) == (
+        "--dtype f16: 2 of 6 values of blocks.000.x are too large for it, such as -65520; use another: f32, bf16, f16"
+    )
+    assert _rounded("x", array[:2], "f16", np.dtype("float16")).tolist() == [1.0, 65504.0]
+    huge = tmp_path / "huge"
+    shutil.copytree(run, huge)
+    with StandardCheckpointer() as checkpointer:
+        params = checkpointer.restore(huge / "checkpoints/4/params")
+        params["head"]["kernel"] = np.full((32, 257), 7e4, np.float32)
+        checkpointer.save(huge / "checkpoints/4/params", params, force=True)
+    with pytest.raises(
+        InputError, match="--dtype f16: 8224 of 8224 values of head.kernel are too large for it, such as 7"
+    ):
+        export(huge, tmp_path / "out", dtype="f16")
+    assert not (tmp_path / "out").exists()
+    assert export(huge, tmp_path / "out", dtype="bf16") == 4
+    assert load_file(tmp_path / "out/model.safetensors")["head.kernel"].shape == (32, 257)
+
+
 def test_an_earlier_step_into_an_empty_folder(run, tmp_path):
     assert export(run, tmp_path, step=2) == 2
     arrays = load_file(tmp_path / "model.safetensors")
@@ -148,6 +197,10 @@ def test_large_models_are_cut_and_the_index_tells_where_each_array_is(tmp_path):
         (["run", "--step", "٢"], "--step ٢: expected 'latest', 'gold' or the step of a checkpoint"),
         (["run", "--format", "safetensor"], "--format safetensor: there is no such one; did you mean 'safetensors'?"),
         (["run", "--weights", "best"], "--weights best: there is no such one; expected one of: raw"),
+        (
+            ["run", "--dtype", "fp16"],
+            "--dtype fp16: there is no such one; did you mean 'f16'? expected one of: f32, bf16",
+        ),
         (["run", "-o", "full"], "-o full: is there already; expected a new or an empty folder"),
         (["run", "-o", "full/note"], "-o full/note: is there already"),
         (["run", "-o", "full/note/x"], "-o full/note/x: cannot be written"),
@@ -190,7 +243,7 @@ def test_the_command(run, tmp_path):
     ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{tmp_path / 'deep/out'}: step 2 of {run}, safetensors, raw weights\n"
+    assert done.stdout == f"{tmp_path / 'deep/out'}: step 2 of {run}, safetensors, raw weights, f32\n"
     assert done.stderr == ""
     assert_same(load_file(tmp_path / "deep/out/model.safetensors"), saved_params(run, 2))
     missing = subprocess.run(command[:-2], capture_output=True, text=True)

@@ -22,7 +22,17 @@ def test_it_gets_the_path_as_its_last_argument_and_no_shell(tmp_path, monkeypatc
     code = (
         "import json, os, sys\nprint(json.dumps({'accept': False, 'reason': repr((sys.argv[1:], sys.stdin.read()))}))"
     )
-    verdict = gate(tmp_path, code, arguments="--most '1 2' $HOME *")
+    read_end, write_end = os.pipe()
+    os.write(write_end, b"what somebody types")
+    os.close(write_end)
+    stdin = os.dup(0)
+    os.dup2(read_end, 0)
+    try:
+        verdict = gate(tmp_path, code, arguments="--most '1 2' $HOME *")
+    finally:
+        os.dup2(stdin, 0)
+        os.close(stdin)
+        os.close(read_end)
     path = str(tmp_path / "gold/40")
     assert verdict == GateVerdict(False, None, repr((["--most", "1 2", "$HOME", "*", path], "")))
     monkeypatch.chdir(tmp_path)

@@ -182,6 +182,9 @@ def test_parameters_may_be_lists_and_arrays_of_a_device(tmp_path, text_folder, m
     assert all(np.array_equal(a, b) for a, b in zip(on_device, matrices, strict=True))
 
     export(tmp_path / "list", tmp_path / "exported")
+    export(tmp_path / "list", tmp_path / "half", dtype="bf16")
+    half = load_exported(tmp_path / "half", listed)["layers"][0]
+    assert half.dtype == np.float32 and np.array_equal(half, np.asarray(jnp.asarray(arrays[0]).astype(jnp.bfloat16)))
     loaded = load_exported(tmp_path / "exported", listed)
     assert np.array_equal(loaded["layers"][0], arrays[0]) and np.array_equal(loaded["layers"][1]["kernel"], arrays[1])
 
