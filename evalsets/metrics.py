@@ -96,17 +96,28 @@ def clusters(document_N: np.ndarray) -> tuple[np.ndarray, str]:
 
 
 def clustered_sem(nats_N: np.ndarray, tokens_N: np.ndarray, cluster_N: np.ndarray) -> float | None:
-    """Standard error of the ratio r = sum nats / sum tokens, windows dependent within a cluster only.
+    """The standard error of `clustered_ratio`, None with one cluster."""
+    _, sem = clustered_ratio(nats_N, tokens_N, cluster_N)
+    return float(sem) if cluster_N.max() > 0 else None
 
-    The linearised (Taylor) variance of a ratio under cluster sampling (Cochran, Sampling Techniques, 3rd ed.,
-    6.3 and 9A): SE^2 = G/(G-1) * sum_g u_g^2 / (sum tokens)^2, u_g = sum over cluster g of
-    (nats_i - r * tokens_i). In nats per token; None with one cluster.
+
+def clustered_ratio(nats_N: np.ndarray, tokens_N: np.ndarray, cluster_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The ratio r = sum nats / sum tokens and its standard error, windows dependent within a cluster only.
+
+    nats [..., N] may have leading axes, which the results keep; each is worked out as if it were alone, to the bit.
+    The error is the linearised (Taylor) one of a ratio under cluster sampling (Cochran, Sampling Techniques,
+    3rd ed., 6.3 and 9A): SE^2 = G/(G-1) * sum_g u_g^2 / (sum tokens)^2, u_g = sum over cluster g of
+    (nats_i - r * tokens_i). In nats per token; NaN with one cluster, and where a window is not finite.
     """
+    nats_XN = np.ascontiguousarray(nats_N, np.float64)
     num_clusters = int(cluster_N.max()) + 1
-    if num_clusters < 2:
-        return None
     tokens = np.sum(tokens_N, dtype=np.int64)
-    ratio = np.sum(nats_N, dtype=np.float64) / tokens
     with np.errstate(invalid="ignore"):
-        u_G = np.bincount(cluster_N, nats_N - ratio * tokens_N, num_clusters)
-        return float(np.sqrt(num_clusters / (num_clusters - 1) * np.sum(u_G * u_G)) / tokens)
+        ratio_X = np.sum(nats_XN, axis=-1) / tokens
+        if num_clusters < 2:
+            return ratio_X, np.full_like(ratio_X, np.nan)
+        rest_XN = nats_XN - ratio_X[..., None] * tokens_N
+        bins_XN = np.arange(ratio_X.size)[:, None] * num_clusters + cluster_N
+        u_XG = np.bincount(bins_XN.ravel(), rest_XN.ravel(), ratio_X.size * num_clusters)
+        u_XG = u_XG.reshape(*ratio_X.shape, num_clusters)
+        return ratio_X, np.sqrt(num_clusters / (num_clusters - 1) * np.sum(u_XG * u_XG, axis=-1)) / tokens

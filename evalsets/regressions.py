@@ -1,0 +1,438 @@
+"""Whether an eval set got worse by more than noise and tolerance, against three evals that are remembered.
+
+A verdict compares the same windows under two checkpoints. Two things make the means of two equally good checkpoints
+differ: which documents the set happens to hold (the item error) and where on its noisy path training was halted
+(the jitter, seen in the scatter of the set's own evals about a line).
+
+Pure numpy. Shapes: N windows, B baselines in the order of `BASELINES`, H evals of the history. Every function but
+`transfer` takes leading axes (`...`: runs or sets with the same windows) and gives each what it would get alone, to
+the bit. Losses, differences and errors are in nats per token.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar, Literal, NamedTuple
+
+import numpy as np
+
+from evalsets.metrics import clustered_ratio, clusters
+
+BASELINES = ("start", "phase_start", "best")
+START, PHASE_START, BEST = range(3)
+OK, WARNED, REGRESSED = range(3)
+
+NUM_HISTORY = 24
+_WARN_T, _RECOVER_T = 1.645, 1.0
+_MIN_NU, _FALLBACK_NU = 3, 10
+_POWER, _CONFIDENCE = 0.8, 0.95  # of `detectable` and of the intervals
+
+
+@dataclass(frozen=True)
+class RegressionConfig:
+    """When an eval set counts as worse, and what is done then."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+
+    tolerance: float = 0.01
+    """Rise of a set's loss that is nobody's concern, in nats per token."""
+    confidence: float = 0.95
+    """Chance that a run in which no set gets worse ends without any alarm, over all sets, evals and baselines."""
+    action: Literal["log", "checkpoint", "stop", "replay"] = "log"
+    """What an alarm does beside its event: `log` nothing; `checkpoint` keeps that step's checkpoint for good; `stop`
+    saves and ends the run; `replay` raises the share of the set's source (sets with `held_out_of`) to the phase's end.
+    """
+    replay_factor: float = 2.0
+    """`replay` multiplies the source's share by this."""
+    replay_max_share: float = 0.5
+    """`replay` raises no source above this share of the mixture."""
+
+    def problems(self) -> list[tuple[str, str]]:
+        """What is wrong with the numbers: (field, message) pairs."""
+        return [
+            (key, f"got {getattr(self, key)}, expected {expected}")
+            for key, (expected, fits) in _RANGES.items()
+            if not fits(getattr(self, key))
+        ]
+
+
+_RANGES = {
+    "tolerance": ("a finite number, 0 or more", lambda number: 0 <= number < math.inf),
+    "confidence": ("above 0.5 and below 1", lambda number: 0.5 < number < 1),
+    "replay_factor": ("above 1, at most 10", lambda number: 1 < number <= 10),
+    "replay_max_share": ("above 0 and below 1", lambda number: 0 < number < 1),
+}
+
+
+class Watched(NamedTuple):
+    """What is remembered of one eval set, all that a later verdict depends on.
+
+    baseline_steps_B: int64 [..., B], when each baseline was measured.
+    baseline_nats_BN: float64 [..., B, N], nats of each window then.
+    states_B: int8 [..., B], OK, WARNED or REGRESSED.
+    first_steps_B: int64 [..., B], the first eval of the alarm that stands; -1 where none does.
+    history_steps_H, history_phases_H: int64 [NUM_HISTORY], the last evals, oldest first; phase -1 where there was none.
+    history_losses_H: float64 [..., NUM_HISTORY].
+    """
+
+    baseline_steps_B: np.ndarray
+    baseline_nats_BN: np.ndarray
+    states_B: np.ndarray
+    first_steps_B: np.ndarray
+    history_steps_H: np.ndarray
+    history_phases_H: np.ndarray
+    history_losses_H: np.ndarray
+
+
+class Comparison(NamedTuple):
+    """One eval of one set against its baselines, as they were before it.
+
+    Of each baseline, [..., B]: its step and loss; `delta_B`, the rise since; `sem_item_B`, `jitter_B` and `sem_B`, the
+    parts of its standard error and the whole; `t_B`, NaN where there is nothing to judge by; `low_B` and `high_B`, the
+    95 % interval of delta; the state before and after; the first step of the alarm that stands, or -1.
+    Of the set, [...]: `loss`; `nu` of the jitter (below 3 it is not measured but taken as twice the item error);
+    `df` and `critical`, what t must pass; `detectable`, see `observe`; `spent`, what this eval used of the error.
+    Of all: `clusters` ('documents' or 'blocks') and their number; `too_small`, [...], the item error alone makes the
+    detectable rise more than twice the tolerance; `no_verdict`, why none can be given at all, else None.
+    """
+
+    baseline_steps_B: np.ndarray
+    baseline_losses_B: np.ndarray
+    delta_B: np.ndarray
+    sem_item_B: np.ndarray
+    jitter_B: np.ndarray
+    sem_B: np.ndarray
+    t_B: np.ndarray
+    low_B: np.ndarray
+    high_B: np.ndarray
+    states_before_B: np.ndarray
+    states_B: np.ndarray
+    first_steps_B: np.ndarray
+    loss: np.ndarray
+    nu: np.ndarray
+    df: np.ndarray
+    critical: np.ndarray
+    detectable: np.ndarray
+    too_small: np.ndarray
+    spent: np.ndarray
+    clusters: str
+    num_clusters: int
+    no_verdict: str | None
+
+
+def begin(step: int, phase_index: int, nats_N: np.ndarray, tokens_N: np.ndarray) -> Watched:
+    """A set's first eval is all its baselines. `phase_index` is 0 or more and another one in each phase."""
+    nats_XN = np.array(nats_N, np.float64)
+    lead = nats_XN.shape[:-1]
+    num_baselines = len(BASELINES)
+    nothing = Watched(
+        baseline_steps_B=np.full((*lead, num_baselines), step, np.int64),
+        baseline_nats_BN=np.repeat(nats_XN[..., None, :], num_baselines, axis=-2),
+        states_B=np.full((*lead, num_baselines), OK, np.int8),
+        first_steps_B=np.full((*lead, num_baselines), -1, np.int64),
+        history_steps_H=np.zeros(NUM_HISTORY, np.int64),
+        history_phases_H=np.full(NUM_HISTORY, -1, np.int64),
+        history_losses_H=np.full((*lead, NUM_HISTORY), np.nan),
+    )
+    return _remember(nothing, step, phase_index, _loss(nats_XN, tokens_N))
+
+
+def observe(
+    watched: Watched,
+    step: int,
+    phase_index: int,
+    nats_N: np.ndarray,
+    tokens_N: np.ndarray,
+    document_N: np.ndarray,
+    *,
+    tolerance: float,
+    level: float,
+) -> tuple[Watched, Comparison]:
+    """Compare an eval with the baselines, then remember it. `phase_index` is that of the phase it closes or stands in.
+
+    SE^2 = SE_item^2 + 2 jitter^2 and t = (delta - tolerance) / SE, held against Student's quantile with
+    min(nu, clusters - 1) degrees of freedom at `level`, the chance of a false alarm of one comparison. A set regresses
+    above it, or where its loss is not finite, and stays regressed until t falls below 1. A finite loss against a
+    baseline that is not regresses nothing and ends an alarm. At a level of 0 or less only a loss that is not finite
+    regresses.
+
+    `detectable` is the smallest rise above the best eval that the next eval would show with 80 % power, were its errors
+    those of this one: tolerance + (critical + t_0.8) SE. The best, because a rise above any baseline is at least as
+    large above the lowest one, and because the best is most often recent: its item error is that of the training
+    between two evals, while the start's is that of the whole run.
+    """
+    now_XN = np.asarray(nats_N, np.float64)
+    cluster_N, kind = clusters(document_N)
+    num_clusters = int(cluster_N.max()) + 1
+    level = max(level, 0.0)
+    loss, baseline_losses_B = _loss(now_XN, tokens_N), _loss(watched.baseline_nats_BN, tokens_N)
+
+    with np.errstate(invalid="ignore", divide="ignore"):
+        delta_B, sem_item_B = clustered_ratio(now_XN[..., None, :] - watched.baseline_nats_BN, tokens_N, cluster_N)
+        measured, nu = checkpoint_jitter(watched)
+        jitter_B, sem_B, df = _errors(sem_item_B, measured[..., None], nu[..., None], num_clusters)
+        df = df[..., 0]
+        t_B = (delta_B - tolerance) / sem_B
+        t_B = np.where((sem_B == 0) & (delta_B == tolerance), 0.0, t_B)
+        critical = student_quantile(level, df)
+        half_B = student_quantile((1 - _CONFIDENCE) / 2, df)[..., None] * sem_B
+        power_t = student_quantile(1 - _POWER, df)
+        detectable = tolerance + (critical + power_t) * sem_B[..., BEST]
+        of_items = student_quantile(level, num_clusters - 1) + student_quantile(1 - _POWER, num_clusters - 1)
+        too_small = (of_items * sem_item_B[..., BEST] > tolerance) & (tolerance > 0) & (level > 0)
+
+    before_B = watched.states_B
+    worse_B = (t_B > critical[..., None]) | ~np.isfinite(loss)[..., None]
+    stays_B = (before_B == REGRESSED) & (t_B >= _RECOVER_T)
+    milder_B = np.where(t_B > _WARN_T, WARNED, OK)
+    states_B = np.where(worse_B | stays_B, REGRESSED, milder_B).astype(np.int8)
+    since_B = np.where(before_B == REGRESSED, watched.first_steps_B, step)
+    first_steps_B = np.where(states_B == REGRESSED, since_B, -1)
+    comparison = Comparison(
+        baseline_steps_B=watched.baseline_steps_B,
+        baseline_losses_B=baseline_losses_B,
+        delta_B=delta_B,
+        sem_item_B=sem_item_B,
+        jitter_B=jitter_B,
+        sem_B=sem_B,
+        t_B=t_B,
+        low_B=delta_B - half_B,
+        high_B=delta_B + half_B,
+        states_before_B=before_B,
+        states_B=states_B,
+        first_steps_B=first_steps_B,
+        loss=loss,
+        nu=nu,
+        df=df,
+        critical=critical,
+        detectable=detectable,
+        too_small=too_small,
+        spent=level * _num_distinct(watched.baseline_steps_B, ~np.isnan(t_B)),
+        clusters=kind,
+        num_clusters=num_clusters,
+        no_verdict=_no_verdict(num_clusters, level),
+    )
+
+    best_loss = baseline_losses_B[..., BEST]
+    better = (loss < best_loss) | (np.isnan(best_loss) & np.isfinite(loss))
+    if better.any():
+        watched = _replace_baseline(watched, BEST, step, now_XN, better)
+    watched = watched._replace(states_B=states_B, first_steps_B=first_steps_B)
+    return _remember(watched, step, phase_index, loss), comparison
+
+
+def begin_phase(watched: Watched, step: int, nats_N: np.ndarray) -> Watched:
+    """At a boundary, after `observe`: its eval is the next phase's start, and an alarm against the last one's ends."""
+    states_B, first_steps_B = watched.states_B.copy(), watched.first_steps_B.copy()
+    states_B[..., PHASE_START], first_steps_B[..., PHASE_START] = OK, -1
+    watched = _replace_baseline(watched, PHASE_START, step, np.asarray(nats_N, np.float64), np.True_)
+    return watched._replace(states_B=states_B, first_steps_B=first_steps_B)
+
+
+def checkpoint_jitter(watched: Watched) -> tuple[np.ndarray, np.ndarray]:
+    """(jitter, nu), [...] each: how much the means of neighbouring checkpoints scatter, and its degrees of freedom.
+
+    A straight line against step is fitted to the evals of the history in each phase: jitter^2 = RSS / nu, both summed
+    over the phases, nu = evals - 2 each. A phase with fewer than 3 finite losses counts nothing; jitter is NaN where
+    none counts. What is not a line (the first, steep evals of a run) counts as scatter too.
+    """
+    steps_H, phases_H, losses_XH = watched.history_steps_H, watched.history_phases_H, watched.history_losses_H
+    rss, nu = np.zeros(losses_XH.shape[:-1]), np.zeros(losses_XH.shape[:-1], np.int64)
+    ends = [*(1 + np.flatnonzero(np.diff(phases_H))), len(phases_H)]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        for start, end in zip([0, *ends], ends, strict=False):
+            used_XH = np.isfinite(losses_XH[..., start:end])  # those that were never measured are NaN
+            num = np.count_nonzero(used_XH, axis=-1)
+            x_XH = _centred(steps_H[start:end].astype(np.float64), used_XH, num)
+            y_XH = _centred(losses_XH[..., start:end], used_XH, num)
+            slope = np.sum(x_XH * y_XH, axis=-1) / np.sum(x_XH * x_XH, axis=-1)
+            rest_XH = y_XH - slope[..., None] * x_XH
+            rss += np.where(num >= 3, np.sum(rest_XH * rest_XH, axis=-1), 0.0)
+            nu += np.maximum(num - 2, 0)
+        return np.sqrt(rss / nu), nu
+
+
+def error_level(confidence: float, spent: float, planned: int, left: int) -> float:
+    """The level of each comparison of the next eval; 0: no error is left, and no verdict can be given any more.
+
+    planned: comparisons of the whole run as it is planned now, a set, a later eval and a baseline each.
+    left: those of them from the next eval on, of which there is one at least.
+    The error is shared out evenly over the plan. A run that was extended has `spent` part of it by an older plan: what
+    is left is shared out over what is left to do. Either way the levels of a run never sum to more than 1 - confidence.
+    """
+    error = 1 - confidence
+    rest = error - spent
+    # What rounding leaves of an error that is spent is not an error to test at.
+    return min(error / planned, rest / left) if rest > 1e-9 * error else 0.0
+
+
+class Paired(NamedTuple):
+    """Rise of a set's loss between two checkpoints [...], and the standard error that the choice of documents gives it
+    (NaN with one cluster), with `num_clusters` - 1 degrees of freedom. No jitter: it speaks of these two alone."""
+
+    delta: np.ndarray
+    sem: np.ndarray
+    num_clusters: int
+    clusters: str
+
+
+def paired_difference(now_N: np.ndarray, before_N: np.ndarray, tokens_N: np.ndarray, document_N: np.ndarray) -> Paired:
+    """Nats of the same windows under two checkpoints, compared; exactly 0.0 +- 0.0 where they are equal."""
+    cluster_N, kind = clusters(document_N)
+    with np.errstate(invalid="ignore"):
+        difference_XN = np.asarray(now_N, np.float64) - np.asarray(before_N, np.float64)
+    return Paired(*clustered_ratio(difference_XN, tokens_N, cluster_N), int(cluster_N.max()) + 1, kind)
+
+
+class Change(NamedTuple):
+    """A difference of losses and its 95 % interval; NaN where it is not known."""
+
+    value: float
+    low: float
+    high: float
+
+
+class Transfer(NamedTuple):
+    """One set over the phases: its loss at the start and at each phase end (None where not measured).
+
+    forgetting: last - best over the phase ends, 0 or more. gain: start - last, positive where the set got better.
+    best_phase: index of the phase at whose end the loss was lowest; None where no loss is finite.
+    """
+
+    start: float
+    losses: list[float | None]
+    forgetting: Change
+    best_phase: int | None
+    gain: Change
+
+
+def transfer(
+    watched: Watched, ends: Sequence[np.ndarray | None], tokens_N: np.ndarray, document_N: np.ndarray
+) -> Transfer:
+    """What is left of a set, and what was lost on the way, from its nats at the end of each phase.
+
+    `watched` is the set's memory after the last eval, without leading axes: it holds the start and the scatter of the
+    checkpoints. The last phase end is measured. The difference of a checkpoint to itself is 0 without error.
+    """
+    start_N, last_N = watched.baseline_nats_BN[START], ends[-1]
+    losses = [None if end_N is None else float(_loss(end_N, tokens_N)) for end_N in ends]
+    finite = [phase for phase, loss in enumerate(losses) if loss is not None and math.isfinite(loss)]
+    best = min(finite, key=losses.__getitem__, default=None)
+
+    def change(now_N: np.ndarray, before_N: np.ndarray) -> Change:
+        delta, sem_item, num_clusters, _ = paired_difference(now_N, before_N, tokens_N, document_N)
+        _, sem, df = _errors(sem_item, *checkpoint_jitter(watched), num_clusters)
+        half = student_quantile((1 - _CONFIDENCE) / 2, df) * sem
+        return Change(float(delta), float(delta - half), float(delta + half))
+
+    if best == len(ends) - 1:
+        forgetting = Change(0.0, 0.0, 0.0)
+    elif best is None:
+        forgetting = Change(math.nan, math.nan, math.nan)
+    else:
+        forgetting = change(last_N, ends[best])
+    return Transfer(float(_loss(start_N, tokens_N)), losses, forgetting, best, change(start_N, last_N))
+
+
+def student_quantile(tail: float, df: np.ndarray | int) -> np.ndarray:
+    """The t that Student's variable with `df` degrees of freedom (integers) exceeds with probability `tail`.
+
+    [..., as df]; inf for a tail of 0, NaN for df below 1. Raises ValueError unless 0 <= tail <= 0.5.
+    """
+    if not 0 <= tail <= 0.5:
+        raise ValueError(f"student_quantile: the tail is {tail}, expected 0 to 0.5")
+    df = np.asarray(df)
+    distinct, inverse = np.unique(df, return_inverse=True)
+    quantiles = np.array([_student_quantile(float(tail), int(one)) for one in distinct])
+    return quantiles[inverse].reshape(df.shape)
+
+
+@lru_cache(maxsize=4096)
+def _student_quantile(tail: float, df: int) -> float:
+    """By bisection down to neighbouring floats; the tail falls strictly in t."""
+    if df < 1:
+        return math.nan
+    if tail == 0:
+        return math.inf
+    low, high = 0.0, 1.0
+    while student_tail(high, df) > tail:
+        low, high = high, 2 * high
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (middle, high) if student_tail(middle, df) > tail else (low, middle)
+    return high
+
+
+def student_tail(t: float, df: int) -> float:
+    """P(T > t) for Student's T with a whole number of degrees of freedom, t >= 0.
+
+    With angle = atan(t / sqrt(df)) and x = cos^2, P(|T| > t) = sin * sum over j = df, df + 2, ... of c_j cos^j,
+    c_j = Gamma((j+1)/2) / (sqrt(pi) Gamma(j/2 + 1)): what Abramowitz & Stegun 26.7.3 and 26.7.4 leave out of the series
+    of 1 (even df) or of 2/pi (pi/2 - angle) (odd df), of which they are the first terms. A difference of near equals
+    has no digits in a far tail: there the rest is summed, whose terms are all positive and fall at least as x^k.
+    """
+    root, side = math.sqrt(df), math.hypot(t, math.sqrt(df))
+    sin, cos, x = t / side, root / side, df / (df + t * t)
+    odd, num_first = df % 2, df // 2
+    first, whole = (2 / math.pi * cos, 2 / math.pi * math.atan2(root, t)) if odd else (1.0, 1.0)
+
+    def terms(number: int) -> np.ndarray:
+        j = odd + 2 * np.arange(number)
+        return first * np.cumprod(np.concatenate([[1.0], (j + 1) / (j + 2) * x]))
+
+    both_sides = whole - sin * float(np.sum(terms(num_first)[:num_first]))
+    if both_sides < 1e-3:
+        num_rest = math.ceil(40 / -math.log(x)) if 0 < x else 0
+        both_sides = sin * float(np.sum(terms(num_first + num_rest)[num_first:]))
+    return both_sides / 2
+
+
+def _errors(
+    sem_item: np.ndarray, jitter: np.ndarray, nu: np.ndarray, num_clusters: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(jitter, standard error, degrees of freedom) of a difference between two checkpoints. Both of them jitter."""
+    few = nu < _MIN_NU
+    jitter = np.where(few, 2 * sem_item, jitter)
+    sem = np.sqrt(sem_item * sem_item + 2 * jitter * jitter)
+    return jitter, sem, np.minimum(np.where(few, _FALLBACK_NU, nu), num_clusters - 1)
+
+
+def _no_verdict(num_clusters: int, level: float) -> str | None:
+    if num_clusters < 2:
+        return "all its windows are of one document, so nothing tells how much chance there is in a difference"
+    return None if level > 0 else "the error that the run may make was spent before it was extended"
+
+
+def _loss(nats_N: np.ndarray, tokens_N: np.ndarray) -> np.ndarray:
+    with np.errstate(invalid="ignore"):
+        return np.sum(np.ascontiguousarray(nats_N, np.float64), axis=-1) / np.sum(tokens_N, dtype=np.int64)
+
+
+def _centred(values_XH: np.ndarray, used_XH: np.ndarray, num: np.ndarray) -> np.ndarray:
+    """The used values less their mean, 0 elsewhere."""
+    mean = np.sum(np.where(used_XH, values_XH, 0.0), axis=-1) / num
+    return np.where(used_XH, values_XH - mean[..., None], 0.0)
+
+
+def _num_distinct(steps_B: np.ndarray, compared_B: np.ndarray) -> np.ndarray:
+    """Comparisons made, those with baselines of the same eval counted once: they are the same comparison."""
+    distinct = np.zeros(steps_B.shape[:-1], np.int64)
+    for b in range(steps_B.shape[-1]):
+        repeated = np.any(steps_B[..., :b] == steps_B[..., b : b + 1], axis=-1)
+        distinct += compared_B[..., b] & ~repeated
+    return distinct
+
+
+def _replace_baseline(watched: Watched, baseline: int, step: int, nats_N: np.ndarray, where: np.ndarray) -> Watched:
+    steps_B, nats_BN = watched.baseline_steps_B.copy(), watched.baseline_nats_BN.copy()
+    steps_B[..., baseline] = np.where(where, step, steps_B[..., baseline])
+    nats_BN[..., baseline, :] = np.where(where[..., None], nats_N, nats_BN[..., baseline, :])
+    return watched._replace(baseline_steps_B=steps_B, baseline_nats_BN=nats_BN)
+
+
+def _remember(watched: Watched, step: int, phase_index: int, loss: np.ndarray) -> Watched:
+    return watched._replace(
+        history_steps_H=np.append(watched.history_steps_H[1:], step),
+        history_phases_H=np.append(watched.history_phases_H[1:], phase_index),
+        history_losses_H=np.concatenate([watched.history_losses_H[..., 1:], loss[..., None]], axis=-1),
+    )

@@ -1,0 +1,689 @@
+"""The detector: the rule against a slow retelling of it, its corners by hand, its error rates and power by simulation."""
+
+import math
+
+import numpy as np
+import pytest
+
+from evalsets.metrics import clustered_ratio, clustered_sem
+from evalsets.regressions import (
+    BEST,
+    OK,
+    PHASE_START,
+    REGRESSED,
+    START,
+    WARNED,
+    RegressionConfig,
+    begin,
+    begin_phase,
+    checkpoint_jitter,
+    error_level,
+    observe,
+    paired_difference,
+    student_quantile,
+    student_tail,
+    transfer,
+)
+
+LEVEL = 1e-3
+CRITICAL_10 = 4.143700494046646  # Student's quantile at LEVEL, 10 degrees of freedom (a table: 4.144)
+
+
+def regular(num_documents=37, tokens=16):
+    """tokens_N, document_N of a set with one window a document."""
+    return np.full(num_documents, tokens), np.arange(num_documents)
+
+
+# The rule, told once more and slowly
+
+
+def slow_difference(now_N, before_N, tokens_N, document_N):
+    """(delta, item error, clusters) with loops over whole documents."""
+    tokens = sum(map(int, tokens_N))
+    delta = math.fsum(float(a) - float(b) for a, b in zip(now_N, before_N, strict=True)) / tokens
+    u = {}
+    for a, b, t, document in zip(now_N, before_N, tokens_N, document_N, strict=True):
+        u.setdefault(int(document), []).append(float(a) - float(b) - delta * int(t))
+    num = len(u)
+    return delta, math.sqrt(num / (num - 1) * math.fsum(math.fsum(g) ** 2 for g in u.values())) / tokens, num
+
+
+def slow_jitter(evals):
+    """(RSS / nu, nu) from (step, phase, loss) triples, by numpy's polynomial fit."""
+    rss = nu = 0
+    for phase in {p for _, p, _ in evals}:
+        steps, losses = zip(*[(s, y) for s, p, y in evals if p == phase and math.isfinite(y)], strict=True)
+        if len(steps) >= 3:
+            rss += math.fsum((np.polyval(np.polyfit(steps, losses, 1), steps) - losses) ** 2)
+            nu += len(steps) - 2
+    return (rss / nu if nu else math.nan), nu
+
+
+def test_every_number_of_a_run_agrees_with_loops_and_polyfit():
+    rng = np.random.default_rng(1)
+    document_N = np.repeat(np.arange(25), rng.integers(1, 5, 25))
+    tokens_N = rng.integers(1, 65, len(document_N))
+    tolerance, boundaries = 0.01, {11: 1, 13: 2, 30: 3}  # index of the eval -> phase after it; one phase is of 2 evals
+    evals, nats, phase, phase_start, nus = [], [], 0, 0, set()
+    for k in range(60):
+        step = 20 * k + (k % 3)  # not evenly spaced
+        noise_N = rng.normal(0, 0.05, 25)[document_N] + rng.normal(0, 0.02, len(document_N))
+        nats.append(tokens_N * (4 - 0.3 * math.sqrt(k) + 0.02 * k + rng.normal(0, 0.01) + noise_N))
+        loss = math.fsum(nats[k]) / int(tokens_N.sum())
+        if k == 0:
+            watched = begin(step, phase, nats[k], tokens_N)
+        else:
+            best = min(range(k), key=lambda i: evals[i][2])
+            mean_square, nu = slow_jitter(evals[-24:])
+            nus.add(nu)
+            watched, seen = observe(
+                watched, step, phase, nats[k], tokens_N, document_N, tolerance=tolerance, level=LEVEL
+            )
+            df = min(nu if nu >= 3 else 10, 24)
+            assert (seen.nu, seen.df, seen.num_clusters, seen.clusters) == (nu, df, 25, "documents")
+            assert seen.loss == pytest.approx(loss, rel=1e-12)
+            for b, k_before in enumerate((0, phase_start, best)):
+                delta, item, _ = slow_difference(nats[k], nats[k_before], tokens_N, document_N)
+                jitter = math.sqrt(mean_square) if nu >= 3 else 2 * item
+                sem = math.sqrt(item**2 + 2 * jitter**2)
+                half = float(student_quantile(0.025, df)) * sem
+                assert seen.baseline_steps_B[b] == evals[k_before][0]
+                expected = [evals[k_before][2], delta, item, jitter, sem, (delta - tolerance) / sem]
+                got = [seen.baseline_losses_B, seen.delta_B, seen.sem_item_B, seen.jitter_B, seen.sem_B, seen.t_B]
+                # Sums in another order; the differences of losses lose two digits, residuals of a fit three.
+                assert [x[b] for x in got] == pytest.approx(expected, rel=1e-9)
+                assert (seen.low_B[b], seen.high_B[b]) == pytest.approx((delta - half, delta + half), rel=1e-9)
+            assert seen.detectable == pytest.approx(
+                0.01 + float(student_quantile(LEVEL, df) + student_quantile(0.2, df)) * sem, rel=1e-9
+            )  # `sem` is that of the best, the last of the three
+        evals.append((step, phase, loss))
+        if k in boundaries:
+            watched, phase, phase_start = begin_phase(watched, step, nats[k]), boundaries[k], k
+    assert {0, 1, 2, 3, 20} <= nus and max(nus) == 22
+
+
+def test_three_documents_by_hand():
+    # Windows of 2, 2, 4, 4 tokens in 3 documents, 12 tokens; differences 1, 1, 4, 0: delta = 6/12.
+    # u = (1 - 1) + (1 - 1), 4 - 2, 0 - 2: SE_item^2 = 3/2 * 8 / 12^2 = 1/12. Nothing is known of the jitter, so it is
+    # twice that: SE^2 = 9/12. The degrees of freedom are those of 3 documents, and for 2 there is a closed form.
+    tokens_N, document_N = np.array([2, 2, 4, 4]), np.array([5, 5, 6, 9])
+    watched = begin(0, 0, np.array([3.0, 5.0, 10.0, 6.0]), tokens_N)
+    _, seen = observe(watched, 7, 0, np.array([4.0, 6.0, 14.0, 6.0]), tokens_N, document_N, tolerance=0.25, level=0.005)
+    sem = math.sqrt(9 / 12)
+    assert seen.delta_B.tolist() == [0.5] * 3
+    assert seen.sem_item_B == pytest.approx(math.sqrt(1 / 12), rel=1e-14)
+    assert seen.jitter_B == pytest.approx(math.sqrt(4 / 12), rel=1e-14)
+    assert seen.sem_B == pytest.approx(sem, rel=1e-14)
+    assert seen.t_B == pytest.approx(0.25 / sem, rel=1e-14)
+    assert (seen.nu, seen.df) == (0, 2)
+    assert seen.critical == pytest.approx(9.924843200918296, rel=1e-12)  # (1 - 2p) / sqrt(2p(1 - p))
+    assert seen.high_B == pytest.approx(0.5 + 4.302652729749464 * sem, rel=1e-12)
+    assert seen.low_B == pytest.approx(0.5 - 4.302652729749464 * sem, rel=1e-12)
+    assert seen.detectable == pytest.approx(0.25 + (9.924843200918296 + 1.0606601717798214) * sem, rel=1e-12)
+
+
+# States
+
+
+def alternating(loss, wave, tokens_N):
+    """Nats of a set whose windows lie `wave` above and below `loss` in turn; with 2n + 1 windows the middle one is on it.
+
+    Against a set without a wave the item error is wave * sqrt(2n / (2n + 1) / 2n) = wave / sqrt(2n + 1).
+    """
+    num = len(tokens_N)
+    sign_N = np.where(np.arange(num) % 2, 1.0, -1.0)
+    sign_N[-1] = 0
+    return tokens_N * (loss + wave * sign_N)
+
+
+class Story:
+    """Evals of one set whose standard error is 0.03 against any earlier eval, on 10 degrees of freedom.
+
+    The first eval is flat; later ones have an item error of 0.01 against it; and each is said to be of a phase of its
+    own, so that there is never a line to fit and the jitter is twice the item error.
+    """
+
+    def __init__(self, tolerance=0.0):
+        self.tokens_N, self.document_N = regular()
+        self.step, self.tolerance = 0, tolerance
+        self.watched = begin(0, 0, self.tokens_N * 2.0, self.tokens_N)
+
+    def eval(self, t, level=LEVEL):
+        """The eval whose t against the first is this; the comparison."""
+        wave = 0.01 * math.sqrt(37)
+        nats_N = alternating(2.0 + self.tolerance + 0.03 * t, wave, self.tokens_N)
+        return self.measure(nats_N if math.isfinite(t) else self.tokens_N * t, level)
+
+    def measure(self, nats_N, level=LEVEL):
+        self.step += 10
+        self.nats_N = nats_N
+        self.watched, seen = observe(
+            self.watched,
+            self.step,
+            self.step,
+            nats_N,
+            self.tokens_N,
+            self.document_N,
+            tolerance=self.tolerance,
+            level=level,
+        )
+        return seen
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 0.01])
+def test_ok_warned_regressed_recovered(tolerance):
+    story = Story(tolerance)
+    told = []
+    for t in (0.5, 1.64, 1.65, 1.2, 4.1, 4.2, 4.1, 1.01, 0.99, 1.7, 6.0, 7.0):
+        seen = story.eval(t)
+        assert seen.t_B == pytest.approx(t, rel=1e-9) and seen.critical == pytest.approx(CRITICAL_10, rel=1e-12)
+        assert seen.sem_B == pytest.approx(0.03, rel=1e-9) and seen.df == 10
+        assert (
+            len({(*pair,) for pair in zip(seen.states_before_B, seen.states_B, seen.first_steps_B, strict=True)}) == 1
+        )
+        told.append((int(seen.states_before_B[START]), int(seen.states_B[START]), int(seen.first_steps_B[START])))
+    assert told == [
+        (OK, OK, -1),
+        (OK, OK, -1),
+        (OK, WARNED, -1),
+        (WARNED, OK, -1),
+        (OK, WARNED, -1),
+        (WARNED, REGRESSED, 60),
+        (REGRESSED, REGRESSED, 60),  # below the critical value, and still not recovered
+        (REGRESSED, REGRESSED, 60),
+        (REGRESSED, OK, -1),
+        (OK, WARNED, -1),
+        (WARNED, REGRESSED, 110),
+        (REGRESSED, REGRESSED, 110),
+    ]
+    assert story.watched.first_steps_B.tolist() == [110] * 3
+
+
+def test_an_alarm_against_the_phase_start_ends_with_the_phase():
+    story = Story()
+    assert story.eval(5.0).states_B.tolist() == [REGRESSED] * 3
+    story.watched = begin_phase(story.watched, story.step, story.nats_N)
+    assert story.watched.states_B.tolist() == [REGRESSED, OK, REGRESSED]
+    assert story.watched.first_steps_B.tolist() == [10, -1, 10]
+    assert story.watched.baseline_steps_B.tolist() == [0, 10, 0]
+    seen = story.eval(4.9)
+    assert seen.states_before_B.tolist() == [REGRESSED, OK, REGRESSED]
+    assert seen.states_B.tolist() == [REGRESSED, OK, REGRESSED] and seen.first_steps_B.tolist() == [10, -1, 10]
+    assert seen.delta_B[PHASE_START] == pytest.approx(-0.003, rel=1e-9)  # against the eval at the boundary
+
+
+def test_a_jump_amid_a_phase_is_not_forgotten_when_the_line_is_bent_by_it():
+    # The evals after the jump are history to the later ones and swell the jitter; t must not fall below 1 for that.
+    rng = np.random.default_rng(2)
+    tokens_N, document_N = regular()
+    watched = begin(0, 0, tokens_N * rng.normal(3, 0.01, 37), tokens_N)
+    states = []
+    for k in range(1, 70):
+        nats_N = tokens_N * (rng.normal(3, 0.01, 37) + rng.normal(0, 0.005) + 0.5 * (k >= 30))
+        watched, seen = observe(watched, k, 0, nats_N, tokens_N, document_N, tolerance=0.01, level=1e-4)
+        states.append(seen.states_B.tolist())
+    assert max(states[:29]) < [REGRESSED] * 3 and all(state == [REGRESSED] * 3 for state in states[29:])
+
+
+def test_the_best_is_compared_with_before_it_is_replaced():
+    story = Story()
+    story.eval(0.1)
+    seen = story.eval(-4.0)
+    assert seen.delta_B[BEST] == pytest.approx(-0.12, rel=1e-9) and seen.baseline_steps_B[BEST] == 0
+    assert story.watched.baseline_steps_B.tolist() == [0, 0, 20]
+    assert np.array_equal(story.watched.baseline_nats_BN[BEST], story.nats_N)
+    equal = story.measure(story.nats_N)  # no lower: the earlier one stays
+    assert equal.baseline_steps_B.tolist() == story.watched.baseline_steps_B.tolist() == [0, 0, 20]
+    assert equal.delta_B[BEST] == 0.0 and equal.delta_B[START] == pytest.approx(-0.12, rel=1e-9)
+
+
+def test_a_memory_is_not_changed_by_what_follows():
+    story = Story()
+    story.eval(5.0)
+    before = story.watched
+    assert before.states_B.tolist() == [REGRESSED] * 3
+    kept = [np.copy(array) for array in before]
+    story.eval(-9.0)
+    begin_phase(before, 99, story.nats_N)
+    assert len(kept) == 7 and all(np.array_equal(a, b, equal_nan=True) for a, b in zip(before, kept, strict=True))
+
+
+# Equal, nearly equal and unmeasurable evals
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 0.01])
+def test_equal_parameters_differ_by_exactly_nothing(tolerance):
+    rng = np.random.default_rng(3)
+    tokens_N = rng.integers(1, 65, 90)
+    document_N, nats_N = np.repeat(np.arange(30), 3), rng.normal(3.3, 1, 90) * tokens_N
+    watched = begin(0, 0, nats_N, tokens_N)
+    for step in range(1, 9):
+        watched, seen = observe(watched, step, 0, nats_N, tokens_N, document_N, tolerance=tolerance, level=LEVEL)
+        assert seen.delta_B.tolist() == seen.sem_item_B.tolist() == [0.0] * 3
+        assert np.all(seen.t_B <= 0) and seen.states_B.tolist() == [OK] * 3
+        assert watched.baseline_steps_B.tolist() == [0] * 3
+    assert paired_difference(nats_N, nats_N, tokens_N, document_N) == (0.0, 0.0, 30, "documents")
+
+
+@pytest.mark.parametrize(
+    "tolerance, t, state",
+    [(0.25, math.inf, REGRESSED), (0.5, 0.0, OK), (0.75, -math.inf, OK)],
+    ids=["above", "equal", "below"],
+)
+def test_a_rise_without_any_error(tolerance, t, state):
+    tokens_N, document_N = regular(24)
+    watched = begin(0, 0, tokens_N * 2.0, tokens_N)
+    watched, seen = observe(watched, 1, 0, tokens_N * 2.5, tokens_N, document_N, tolerance=tolerance, level=LEVEL)
+    assert seen.delta_B.tolist() == [0.5] * 3 and seen.sem_B.tolist() == [0.0] * 3
+    assert seen.t_B.tolist() == [t] * 3 and seen.states_B.tolist() == [state] * 3
+    watched, back = observe(watched, 2, 0, tokens_N * 2.0, tokens_N, document_N, tolerance=tolerance, level=LEVEL)
+    assert back.states_B.tolist() == [OK] * 3
+
+
+@pytest.mark.filterwarnings("error")
+def test_one_document_has_no_verdict_and_says_so():
+    tokens_N, document_N = np.full(19, 8), np.zeros(19, int)
+    watched = begin(0, 0, tokens_N * 1.0, tokens_N)
+    watched, seen = observe(watched, 1, 0, tokens_N * 9.0, tokens_N, document_N, tolerance=0.0, level=LEVEL)
+    assert seen.delta_B.tolist() == [8.0] * 3 and (seen.num_clusters, seen.clusters) == (1, "documents")
+    assert np.isnan([*seen.t_B, *seen.sem_B, *seen.low_B, *seen.high_B, seen.detectable, seen.critical]).all()
+    assert seen.states_B.tolist() == [OK] * 3 and seen.spent == 0 and not seen.too_small
+    assert "all its windows are of one document" in seen.no_verdict
+    watched, seen = observe(watched, 2, 0, tokens_N * math.nan, tokens_N, document_N, tolerance=0.0, level=LEVEL)
+    assert seen.states_B.tolist() == [REGRESSED] * 3  # that needs no error to be judged by
+    watched, seen = observe(watched, 3, 0, tokens_N * 9.0, tokens_N, document_N, tolerance=0.0, level=LEVEL)
+    assert seen.states_B.tolist() == [OK] * 3
+
+
+def test_few_documents_are_judged_by_blocks():
+    rng = np.random.default_rng(4)
+    tokens_N, document_N = np.full(40, 8), np.repeat([0, 1, 2], [20, 15, 5])
+    now_N, before_N = rng.normal(20, 1, 40), rng.normal(20, 1, 40)
+    _, seen = observe(begin(0, 0, before_N, tokens_N), 1, 0, now_N, tokens_N, document_N, tolerance=0.0, level=LEVEL)
+    delta, item, num = slow_difference(now_N, before_N, tokens_N, np.arange(40) // 2)
+    assert (seen.clusters, seen.num_clusters, num) == ("blocks", 20, 20) and seen.no_verdict is None
+    assert (seen.delta_B[0], seen.sem_item_B[0]) == pytest.approx((delta, item), rel=1e-12)
+    assert paired_difference(now_N, before_N, tokens_N, document_N) == pytest.approx((delta, item, 20, "blocks"))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_an_eval_that_is_not_finite(loss):
+    story = Story()
+    for t in (0.1, 0.2):
+        story.eval(t)
+    seen = story.eval(loss)
+    assert seen.states_B.tolist() == [REGRESSED] * 3 and seen.first_steps_B.tolist() == [30] * 3
+    assert np.isnan(seen.t_B).all() and seen.spent == 0
+    assert story.watched.baseline_steps_B.tolist() == [0, 0, 0]
+    again = story.eval(loss)
+    assert again.states_B.tolist() == [REGRESSED] * 3 and again.first_steps_B.tolist() == [30] * 3
+    assert story.eval(2.0).states_B.tolist() == [REGRESSED] * 3  # finite, but not below 1
+    assert story.eval(0.5).states_B.tolist() == [OK] * 3
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_one_window_that_is_not_finite_is_enough(loss):
+    story = Story()
+    nats_N = story.tokens_N * 2.0
+    nats_N[5] = loss
+    assert story.measure(nats_N).states_B.tolist() == [REGRESSED] * 3
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_takes_no_part_in_the_jitter(loss):
+    losses = [3.0, 2.9, loss, 2.75, 2.6, 2.52, loss]
+    tokens_N, document_N = regular()
+    watched = begin(0, 0, tokens_N * losses[0], tokens_N)
+    for k, one in enumerate(losses[1:], 1):
+        watched, _ = observe(watched, k, 0, tokens_N * one, tokens_N, document_N, tolerance=0.0, level=LEVEL)
+    jitter, nu = checkpoint_jitter(watched)
+    mean_square, expected_nu = slow_jitter([(k, 0, one) for k, one in enumerate(losses)])
+    assert nu == expected_nu == 3 and jitter == pytest.approx(math.sqrt(mean_square), rel=1e-9)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_baselines_that_are_not_finite(loss):
+    story = Story()
+    story.watched = begin(0, 0, story.tokens_N * loss, story.tokens_N)
+    assert story.eval(loss).states_B.tolist() == [REGRESSED] * 3  # a run that cannot be measured is not well
+    seen = story.eval(0.0)
+    assert np.isnan(seen.t_B).all() and seen.states_B.tolist() == [OK] * 3 and seen.no_verdict is None
+    assert story.watched.baseline_steps_B.tolist() == [0, 0, 20]
+    seen = story.measure(alternating(3.0, 0.1, story.tokens_N))
+    assert seen.states_B.tolist() == [OK, OK, REGRESSED] and seen.spent == LEVEL
+
+    story = Story()
+    story.eval(loss)
+    story.watched = begin_phase(story.watched, story.step, story.nats_N)
+    assert story.watched.states_B.tolist() == [REGRESSED, OK, REGRESSED]
+    assert story.eval(5.0).states_B.tolist() == [REGRESSED, OK, REGRESSED]
+
+
+# The error that a run may make
+
+
+def test_a_comparison_made_twice_is_spent_once():
+    story = Story()
+    assert story.eval(1.0).spent == LEVEL  # start, phase_start and best are all step 0
+    assert story.eval(-1.0).spent == LEVEL
+    assert story.watched.baseline_steps_B.tolist() == [0, 0, 20]
+    assert story.eval(0.0).spent == 2 * LEVEL
+    story.watched = begin_phase(story.watched, story.step, story.nats_N)
+    assert story.watched.baseline_steps_B.tolist() == [0, 30, 20]
+    assert story.eval(-2.0).spent == 3 * LEVEL
+    story.watched = begin_phase(story.watched, story.step, story.nats_N)
+    assert story.watched.baseline_steps_B.tolist() == [0, 40, 40]
+    assert story.eval(0.0).spent == 2 * LEVEL
+
+
+def test_the_levels_of_a_run_sum_to_its_error():
+    planned = 4 * 50 * 3
+    assert error_level(0.95, 0.0, planned, planned) == pytest.approx(0.05 / 600, rel=1e-12)
+    # What was not needed is not spent in a hurry: it is there for a run that is extended.
+    assert error_level(0.95, 0.02, planned, 12) == pytest.approx(0.05 / 600, rel=1e-12)
+    # Twice as long, with 3/5 of the error gone: what is left, over the 600 comparisons that are left.
+    assert error_level(0.95, 0.03, 1200, 600) == pytest.approx(0.02 / 600, rel=1e-9)
+    # With little gone, no more than a run of that length would have had.
+    assert error_level(0.95, 0.001, 1200, 600) == pytest.approx(0.05 / 1200, rel=1e-12)
+
+    spent = 0.0
+    for done in range(planned):
+        spent += error_level(0.95, spent, planned, planned - done)
+    assert spent == pytest.approx(0.05, rel=1e-12) and spent <= 0.05 * (1 + 1e-12)
+    assert error_level(0.95, spent, 1200, 600) == 0.0 == error_level(0.95, 0.06, 1200, 600)
+
+
+def test_extended_again_and_again_a_run_spends_no_more():
+    spent, done, planned = 0.0, 0, 30
+    for extension in (30, 300, 3, 3000):
+        while done < planned:
+            distinct = 1 + done % 3
+            spent += distinct * error_level(0.9, spent, planned, planned - done)
+            done += 3
+        planned += extension
+    assert 0.05 < spent <= 0.1 * (1 + 1e-12)
+
+
+def test_without_error_left_there_are_no_verdicts():
+    story = Story(tolerance=0.01)
+    seen = story.eval(1e6, level=0.0)
+    assert seen.critical == math.inf and seen.states_B.tolist() == [WARNED] * 3 and seen.spent == 0
+    assert seen.detectable == math.inf and not seen.too_small
+    assert "was spent before it was extended" in seen.no_verdict
+    assert story.eval(1e6, level=-1e-9).states_B.tolist() == [WARNED] * 3
+    assert story.eval(math.nan, level=0.0).states_B.tolist() == [REGRESSED] * 3
+
+
+@pytest.mark.parametrize(
+    "wave, too_small",
+    [(0.01, False), (0.015, True)],
+)
+def test_a_set_may_be_too_small_for_its_tolerance(wave, too_small):
+    # The item error alone, wave / sqrt(37), on 36 degrees of freedom: (3.3326 + 0.8517) * wave / sqrt(37) against 0.01.
+    tokens_N, document_N = regular()
+    watched = begin(0, 0, tokens_N * 2.0, tokens_N)
+    nats_N = alternating(2.0, wave, tokens_N)
+    for tolerance, expected in ((0.01, too_small), (0.0, False)):
+        _, seen = observe(watched, 1, 0, nats_N, tokens_N, document_N, tolerance=tolerance, level=LEVEL)
+        assert seen.too_small.tolist() is expected
+    assert (3.3326 + 0.8517) * 0.015 / math.sqrt(37) > 0.01 > (3.3326 + 0.8517) * 0.01 / math.sqrt(37)
+
+
+# Student's distribution
+
+# scipy 1.17.1, stats.t.isf
+TAILS = (0.2, 0.025, 8.333333333333333e-5, 1e-8, 1e-12)
+QUANTILES = {
+    1: (1.3763819204711736, 12.706204736174705, 3819.718546939026, 31830988.61837906, 318309886183.7907),
+    2: (1.060660171779821, 4.302652729749464, 77.44998412956674, 7071.067705799458, 707106.7811854869),
+    3: (0.9784723123633038, 3.1824463052837086, 23.601563788808278, 479.5250695797382, 10331.108244292487),
+    4: (0.9409645772351811, 2.7764451051977943, 13.653122408957785, 131.59473694062356, 1316.0727465592565),
+    5: (0.9195437802408267, 2.5705818356363155, 10.053012839620113, 62.4045061109673, 393.95695957760375),
+    7: (0.8960296443137649, 2.3646242515927844, 7.272458852079211, 27.802283188119887, 104.02182926264722),
+    10: (0.8790578285505889, 2.2281388519862753, 5.827267022762699, 15.895687652513546, 40.5320961786626),
+    15: (0.8662449731949516, 2.131449545559776, 4.973668188441579, 10.714732022790736, 20.638607310216088),
+    20: (0.8599644397323866, 2.0859634472658652, 4.616901378567894, 8.942883259935037, 15.15114959210309),
+    22: (0.8582660516582044, 2.0738730679040254, 4.526646880919673, 8.530616477049122, 13.982948301327356),
+    39: (0.8509350199201243, 2.022690920036761, 4.165030777282085, 7.021869598116248, 10.087196511192301),
+    1000: (0.8419808221624284, 1.9623390808264085, 3.7791539394519704, 5.657912337679105, 7.124228925314409),
+}
+
+
+@pytest.mark.parametrize("column", range(len(TAILS)))
+def test_student_quantiles_are_those_of_the_tables(column):
+    df = np.array([[*QUANTILES], [*reversed(QUANTILES)]])
+    expected = [[row[column] for row in QUANTILES.values()], [row[column] for row in reversed(QUANTILES.values())]]
+    np.testing.assert_allclose(student_quantile(TAILS[column], df), expected, rtol=1e-11)
+
+
+@pytest.mark.parametrize("tail", [0.4, 0.17, 1e-3, 5.1e-4, 4.9e-4, 1e-8, 1e-15])
+def test_student_quantiles_of_one_and_two_degrees_are_closed_forms(tail):
+    assert student_quantile(tail, 1) == pytest.approx(1 / math.tan(math.pi * tail), rel=1e-12)
+    assert student_quantile(tail, 2) == pytest.approx((1 - 2 * tail) / math.sqrt(2 * tail * (1 - tail)), rel=1e-12)
+
+
+@pytest.mark.parametrize("df", [1, 2, 3, 4, 9, 22, 101, 5000])
+def test_student_tail_is_the_integral_of_the_density(df):
+    log_scale = math.lgamma((df + 1) / 2) - math.lgamma(df / 2) - 0.5 * math.log(df * math.pi)
+    u, width = np.linspace(0, 1, 400_001, retstep=True)
+    for t in (0.0, 0.3, 1.7, 3.4, 6.0):
+        # x = t + u / (1 - u) over [0, 1): the midpoint rule leaves the pole at 1 alone.
+        middle = u[:-1] + width / 2
+        x = t + middle / (1 - middle)
+        density = np.exp(log_scale - (df + 1) / 2 * np.log1p(x * x / df)) / (1 - middle) ** 2
+        assert student_tail(t, df) == pytest.approx(float(np.sum(density) * width), rel=1e-7)
+
+
+def test_student_quantiles_at_the_ends():
+    assert student_quantile(0.0, 5) == math.inf and student_quantile(0.5, 5) == pytest.approx(0, abs=1e-15)
+    assert np.isnan(student_quantile(0.1, np.array([0, -1]))).all()
+    assert student_quantile(1e-30, 22) > student_quantile(1e-20, 22) > 20
+    for tail in (-1e-9, 0.51, math.nan):
+        with pytest.raises(ValueError, match="expected 0 to 0.5"):
+            student_quantile(tail, 5)
+
+
+# Leading axes
+
+
+def test_leading_axes_equal_single_runs_bit_for_bit():
+    rng = np.random.default_rng(5)
+    lead, num_evals = (3, 2), 30
+    document_N = np.sort(rng.integers(0, 26, 70))
+    tokens_N = rng.integers(1, 200, 70)
+    nats_EXN = tokens_N * (rng.normal(3, 0.01, (num_evals, *lead, 1)) + rng.normal(0, 0.1, (num_evals, *lead, 70)))
+    nats_EXN[20:, 0] += tokens_N
+    nats_EXN[4, 1, 1, 3], nats_EXN[7, 2, 0, 0] = math.nan, math.inf
+
+    def run(nats_E):
+        watched, seen = begin(0, 0, nats_E[0], tokens_N), []
+        for k in range(1, num_evals):
+            watched, comparison = observe(
+                watched, 10 * k, k // 11, nats_E[k], tokens_N, document_N, tolerance=0.01, level=LEVEL
+            )
+            seen.append(comparison)
+            if k in (10, 21):
+                watched = begin_phase(watched, 10 * k, nats_E[k])
+        return watched, seen
+
+    watched, together = run([np.asfortranarray(nats) for nats in nats_EXN])
+    states = set()
+    for one in np.ndindex(lead):
+        watched_alone, alone = run(nats_EXN[(slice(None), *one)])
+        for got, expected in zip([*together, watched], [*alone, watched_alone], strict=True):
+            for name in got._fields:
+                a, b = getattr(got, name), getattr(expected, name)
+                if name not in ("clusters", "num_clusters", "no_verdict", "history_steps_H", "history_phases_H"):
+                    a = a[one]
+                assert np.array_equal(np.asarray(a), np.asarray(b), equal_nan=np.asarray(b).dtype.kind == "f"), name
+        states.update(int(state) for comparison in alone for state in comparison.states_B)
+    assert states == {OK, WARNED, REGRESSED}
+    cluster_N = np.unique(document_N, return_inverse=True)[1]
+    ratio_X, sem_X = clustered_ratio(np.asfortranarray(nats_EXN[9]), tokens_N, cluster_N)
+    for one in np.ndindex(lead):
+        assert sem_X[one] == clustered_sem(nats_EXN[9][one], tokens_N, cluster_N)
+        assert ratio_X[one] == np.sum(nats_EXN[9][one]) / tokens_N.sum()
+
+
+# Transfer
+
+
+def test_transfer_by_hand():
+    # Losses 4, 3, 2, (not measured), 2.5 of 37 documents of 16 tokens; each end has its own wave about the mean.
+    tokens_N, document_N = regular()
+    waves = [0.0, 0.02, 0.05, 0.01]
+    start_N, first_N, second_N, last_N = (
+        alternating(loss, wave, tokens_N) for loss, wave in zip((4.0, 3.0, 2.0, 2.5), waves, strict=True)
+    )
+    watched = begin(0, 0, start_N, tokens_N)
+    for k, (nats_N, phase) in enumerate([(first_N, 0), (second_N, 1), (last_N, 3)], 1):
+        watched, _ = observe(watched, k, phase, nats_N, tokens_N, document_N, tolerance=0.0, level=LEVEL)
+    got = transfer(watched, [first_N, second_N, None, last_N], tokens_N, document_N)
+    assert got.start == 4.0 and got.best_phase == 1
+    assert got.losses == [pytest.approx(3.0), pytest.approx(2.0), None, pytest.approx(2.5)]
+    # No phase has 3 evals: the jitter is twice the item error and the half width 2.2281 * 3 * (wave of the difference)
+    # / sqrt(37), with 10 degrees of freedom.
+    half = 2.2281388519862744 * 3 * 0.04 / math.sqrt(37)
+    assert got.forgetting == pytest.approx((0.5, 0.5 - half, 0.5 + half), rel=1e-9)
+    half = 2.2281388519862744 * 3 * 0.01 / math.sqrt(37)
+    assert got.gain == pytest.approx((1.5, 1.5 - half, 1.5 + half), rel=1e-9)
+
+
+def test_transfer_counts_the_scatter_of_the_checkpoints():
+    tokens_N, document_N = regular()
+    losses = [3.0, 2.9, 2.75, 2.6, 2.52, 2.4, 2.6]
+    evals = [alternating(loss, 0.01 * k, tokens_N) for k, loss in enumerate(losses)]
+    watched = begin(0, 0, evals[0], tokens_N)
+    for k in range(1, 7):
+        watched, _ = observe(watched, k, 0, evals[k], tokens_N, document_N, tolerance=0.0, level=LEVEL)
+    got = transfer(watched, [evals[5], evals[6]], tokens_N, document_N)
+    mean_square, nu = slow_jitter([(k, 0, loss) for k, loss in enumerate(losses)])  # the last eval too
+    assert nu == 5
+    half = 2.570581835636314 * math.sqrt(0.01**2 / 37 + 2 * mean_square)
+    assert got.forgetting == pytest.approx((0.2, 0.2 - half, 0.2 + half), rel=1e-9)
+    # The last is the best: nothing lies between a checkpoint and itself.
+    assert transfer(watched, [evals[6], evals[5]], tokens_N, document_N).forgetting == (0.0, 0.0, 0.0)
+
+
+def test_transfer_without_a_loss_or_without_a_doubt():
+    tokens_N, document_N = regular()
+    watched = begin(0, 0, tokens_N * 4.0, tokens_N)
+    lowest_last = transfer(watched, [tokens_N * 3.0, tokens_N * 2.0], tokens_N, document_N)
+    assert lowest_last.best_phase == 1 and lowest_last.gain == (2.0, 2.0, 2.0)
+    dead = transfer(watched, [tokens_N * math.nan], tokens_N, document_N)
+    assert dead.best_phase is None and np.isnan([*dead.forgetting, *dead.gain, *dead.losses]).all()
+    died = transfer(watched, [tokens_N * 3.0, tokens_N * math.inf], tokens_N, document_N)
+    assert died.best_phase == 0 and died.losses == [3.0, math.inf] and died.forgetting.value == math.inf
+    one = transfer(watched, [tokens_N * 2.0, tokens_N * 3.0], tokens_N, np.zeros(37, int) + 5)
+    assert one.forgetting.value == 1.0  # blocks: 37 windows of one document
+    tokens_N = tokens_N[:5]
+    single = transfer(
+        begin(0, 0, tokens_N * 4.0, tokens_N), [tokens_N * 2.0, tokens_N * 3.0], tokens_N, np.zeros(5, int)
+    )
+    assert single.forgetting.value == 1.0 and np.isnan(single.forgetting[1:]).all()
+
+
+# The section of the config
+
+
+def test_settings_out_of_range_are_told():
+    assert RegressionConfig().problems() == []
+    assert RegressionConfig(tolerance=0, confidence=0.51, replay_factor=10, replay_max_share=0.99).problems() == []
+    assert RegressionConfig(-0.01, 0.5, "log", 1.0, 1.0).problems() == [
+        ("tolerance", "got -0.01, expected a finite number, 0 or more"),
+        ("confidence", "got 0.5, expected above 0.5 and below 1"),
+        ("replay_factor", "got 1.0, expected above 1, at most 10"),
+        ("replay_max_share", "got 1.0, expected above 0 and below 1"),
+    ]
+    wrong = RegressionConfig(math.inf, 1.0, "log", 10.5, 0.0)
+    assert [field for field, _ in wrong.problems()] == ["tolerance", "confidence", "replay_factor", "replay_max_share"]
+    assert len(RegressionConfig(math.nan, math.nan, "log", math.nan, math.nan).problems()) == 4
+
+
+# Simulation: the functions that the trainer calls, many runs at a time
+
+NUM_DOCUMENTS, ITEM_ERROR, JITTER = 40, 0.0105, 0.009
+NUM_SETS, NUM_EVALS, PHASE_ENDS = 4, 50, (17, 34)
+BLOCK = 100  # runs at a time: what fits a cache
+
+
+class Simulation:
+    """Runs of sets whose true loss stays what it is, with leading axes `lead`, measured at step 0 and NUM_EVALS times.
+
+    A checkpoint's mean moves by an AR(1) of standard deviation JITTER; each document adds noise of its own, which gives
+    the difference of two evals a standard error of ITEM_ERROR.
+    """
+
+    def __init__(self, rng, lead, rho, tolerance):
+        self.rng, self.lead, self.rho, self.tolerance = rng, lead, rho, tolerance
+        self.tokens_N, self.document_N = regular(NUM_DOCUMENTS, 512)
+        self.jitter, self.rise, self.k, self.phase = rng.normal(0, JITTER, lead), np.zeros(lead), 0, 0
+        self.watched = begin(0, 0, self.nats(), self.tokens_N)
+        self.level = error_level(0.95, 0.0, NUM_SETS * NUM_EVALS * 3, NUM_SETS * NUM_EVALS * 3)
+
+    def nats(self):
+        per_document = ITEM_ERROR * math.sqrt(NUM_DOCUMENTS / 2)
+        own = self.rng.normal(0, per_document, (*self.lead, NUM_DOCUMENTS))
+        return self.tokens_N * ((3 + self.jitter + self.rise)[..., None] + own)
+
+    def eval(self):
+        self.k += 1
+        fresh = self.rng.normal(0, JITTER, self.lead)
+        self.jitter = self.rho * self.jitter + math.sqrt(1 - self.rho**2) * fresh
+        nats = self.nats()
+        self.watched, seen = observe(
+            self.watched,
+            100 * self.k,
+            self.phase,
+            nats,
+            self.tokens_N,
+            self.document_N,
+            tolerance=self.tolerance,
+            level=self.level,
+        )
+        if self.k in PHASE_ENDS:
+            self.watched = begin_phase(self.watched, 100 * self.k, nats)
+            self.phase += 1
+        return seen
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.5])
+@pytest.mark.parametrize("tolerance", [0.0, 0.01])
+def test_runs_in_which_nothing_gets_worse(rho, tolerance):
+    rng = np.random.default_rng([6, int(10 * rho), int(100 * tolerance)])
+    num_runs, alarmed, item_errors, spent = 2000, 0, [], 0.0
+    for _ in range(num_runs // BLOCK):
+        simulation, any_alarm = Simulation(rng, (BLOCK, NUM_SETS), rho, tolerance), np.zeros(BLOCK, bool)
+        for _ in range(NUM_EVALS):
+            seen = simulation.eval()
+            any_alarm |= np.any(seen.states_B == REGRESSED, axis=(1, 2))
+            item_errors.append(np.mean(seen.sem_item_B[..., START]))
+            spent += float(np.sum(seen.spent)) / num_runs
+        alarmed += int(np.count_nonzero(any_alarm))
+    print(f"rho {rho}, tolerance {tolerance}: any alarm in {alarmed} of {num_runs} runs")
+    assert np.mean(item_errors) == pytest.approx(ITEM_ERROR, rel=0.02)  # the noise is what the test says it is
+    assert 0.03 < spent <= 0.05
+    assert alarmed <= 0.05 * num_runs
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.5])
+@pytest.mark.parametrize("tolerance", [0.0, 0.01])
+@pytest.mark.parametrize("boundary", PHASE_ENDS)
+def test_a_rise_of_what_is_said_to_be_detectable_is_found(rho, tolerance, boundary):
+    num_runs = 500
+    simulation = Simulation(np.random.default_rng(7), (num_runs,), rho, tolerance)
+    for _ in range(boundary):
+        stated = simulation.eval().detectable
+    assert 0.05 < np.median(stated) < 0.2  # nats; nothing to find in a rise of no size or of any
+    stands = simulation.watched.states_B == REGRESSED
+    simulation.rise = stated
+    found_RB = [(simulation.eval().states_B == REGRESSED) & ~stands for _ in range(2)]
+    by_second = np.mean(np.any(found_RB[0] | found_RB[1], axis=-1))
+    at_once_B = np.mean(found_RB[0], axis=0)
+    print(f"rho {rho}, tolerance {tolerance}, eval {boundary}: {by_second:.3f} by the second, at once {at_once_B}")
+    assert by_second >= 0.8
+    # Against the phase's own start, which is free of the winner's curse, the first eval alone has about the stated power.
+    assert 0.75 <= at_once_B[PHASE_START] <= 0.93
