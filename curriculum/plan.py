@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,9 @@ from curriculum.data.corpus import find_sizes
 from curriculum.model.memory import memory_estimate
 from curriculum.model.presets import ModelConfig, model_problems, num_parameters, num_projections, resolve_model
 from curriculum.train.optimizer import MOMENTS, OptimConfig
-from phases.lr import learning_rate
+from phases.replay import Replay, raise_share
 from phases.resolve import ScheduleError, resolve
-from phases.schedule import Schedule, SourceSupply
+from phases.schedule import Schedule, Segment, SourceSupply
 
 # Arrays like a matrix that the compiler for CPUs holds of each at once while muon makes its update orthogonal.
 MUON_ARRAYS = 6
@@ -67,8 +67,13 @@ class Plan:
         return asdict(self)
 
 
-def resolve_schedule(config: Config, tokens_per_epoch: Mapping[str, int | None]) -> Schedule:
-    """The config's phases as segments, for epochs of so many tokens (None: not prepared). Raises InputError."""
+def resolve_schedule(
+    config: Config, tokens_per_epoch: Mapping[str, int | None], past: Sequence[Segment] = ()
+) -> Schedule:
+    """The config's phases as segments, for epochs of so many tokens (None: not prepared). Raises InputError.
+
+    `past` is frozen: the phases decide from its end on.
+    """
     message = (
         f"too few training tokens, expected at least one sequence of train.seq_len ({config.train.seq_len}) and the "
         "token after it; add text or shorten the sequences"
@@ -80,29 +85,47 @@ def resolve_schedule(config: Config, tokens_per_epoch: Mapping[str, int | None])
     ]
     if problems:
         raise config.error(problems)
-    return _resolve(config, tokens_per_epoch)
+    return _resolve(config, tokens_per_epoch, past)
 
 
-def check_schedule(config: Config) -> None:
+def check_schedule(config: Config, past: Sequence[Segment] = ()) -> None:
     """Raise InputError with every problem of the phases and the learning rate that needs no source's size."""
-    _resolve(config, dict.fromkeys(config.sources), sizes_to_come=True)
+    _resolve(config, dict.fromkeys(config.sources), past, sizes_to_come=True)
 
 
-def _resolve(config: Config, epochs: Mapping[str, int | None], *, sizes_to_come: bool = False) -> Schedule | None:
-    """The schedule for epochs of so many tokens; None only where sizes are still to come."""
-    supplies = {
-        n: SourceSupply(epochs[n], source.max_epochs, source.on_exhaust) for n, source in config.sources.items()
+def replay_schedule(
+    config: Config,
+    tokens_per_epoch: Mapping[str, int],
+    schedule: Schedule,
+    *,
+    step: int,
+    source: str,
+    factor: float,
+    max_share: float,
+) -> Replay:
+    """`raise_share` of a schedule of this config. Raises ReplayRefused."""
+    edit = {"step": step, "source": source, "factor": factor, "max_share": max_share}
+    return raise_share(schedule, **_declared(config, tokens_per_epoch), **edit)
+
+
+def _declared(config: Config, epochs: Mapping[str, int | None]) -> dict[str, Any]:
+    """What a schedule is resolved from, by the names that `resolve` has for it."""
+    return {
+        "phases": config.phases,
+        "supplies": {n: SourceSupply(epochs[n], s.max_epochs, s.on_exhaust) for n, s in config.sources.items()},
+        "lr": config.optim,
+        "total_steps": config.train.steps,
+        "batch_size": config.train.batch_size,
+        "seq_len": config.train.seq_len,
     }
+
+
+def _resolve(
+    config: Config, epochs: Mapping[str, int | None], past: Sequence[Segment] = (), *, sizes_to_come: bool = False
+) -> Schedule | None:
+    """The schedule for epochs of so many tokens; None only where sizes are still to come."""
     try:
-        return resolve(
-            config.phases,
-            supplies,
-            config.optim,
-            total_steps=config.train.steps,
-            batch_size=config.train.batch_size,
-            seq_len=config.train.seq_len,
-            sizes_to_come=sizes_to_come,
-        )
+        return resolve(**_declared(config, epochs), past=past, sizes_to_come=sizes_to_come)
     except ScheduleError as error:
         raise config.error(error.problems) from None
 
@@ -164,7 +187,7 @@ def plan(config: Config, *, store_dir: str | Path = DEFAULT_STORE_DIR) -> Plan:
         elif found < wanted:
             warnings.append(f"the mean of phase {phase} will be of {found} checkpoints, not {wanted}")
     bounds = [start for _, start, _ in schedule.phase_bounds] + [schedule.total_steps - 1]
-    rates = tuple((step, float(learning_rate(schedule.lr, step))) for step in dict.fromkeys(bounds))
+    rates = tuple((step, float(schedule.rates(step))) for step in dict.fromkeys(bounds))
     return Plan(
         name=config.name,
         total_steps=schedule.total_steps,

@@ -24,7 +24,7 @@ from curriculum.train.optimizer import state_layout
 from curriculum.train.setup import Setup
 from evalsets.evalset import PRIMARY
 from evalsets.metrics import Summary, WindowResults
-from phases.schedule import first_difference, segments_from_json, segments_to_json
+from phases.schedule import Segment, first_difference, segments_from_json, segments_to_json
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,8 @@ def entry(setup: Setup, step: int, history: History, offsets: Mapping[str, int],
         "packing": asdict(setup.config.packing),
         "data": _data_settings(setup.config),
         "segments": segments_to_json(setup.schedule.segments),
+        "past": segments_to_json(setup.past),
+        "branched_from": setup.branched_from,
         "sources": {
             name: {
                 "tokens_drawn": drawn[name],
@@ -93,6 +95,11 @@ def entry(setup: Setup, step: int, history: History, offsets: Mapping[str, int],
         "offsets": dict(offsets),
         "elapsed_s": round(elapsed_s, 3),
     }
+
+
+def past_of(saved: Mapping[str, Any]) -> tuple[Segment, ...]:
+    """What of a run's schedule does not come from its config: the config decides from its end on."""
+    return segments_from_json(saved.get("past", []))
 
 
 def _parameters(setup: Setup) -> dict[str, list[int]]:

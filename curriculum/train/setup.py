@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -41,8 +41,7 @@ from curriculum.train.step import TrainState, init_state, make_train_step, windo
 from evalsets.evalset import EvalSet
 from evalsets.suite import Suite
 from phases.batches import DataPlan
-from phases.lr import learning_rate
-from phases.schedule import Schedule
+from phases.schedule import Schedule, Segment
 
 EVAL_ROWS = 32  # of a micro-batch on a device, at most; on 2 CPU cores 32 is 1.1x 16, and all windows at once x0.65
 
@@ -57,8 +56,11 @@ class Setup:
     schedule: Schedule
     plan: DataPlan
     model: Model
+    past: tuple[Segment, ...]  # frozen, of `schedule`; () where all of it comes from the config
+    branched_from: Mapping[str, Any] | None  # run, step, mixture_before and reason of a branch
     rates: np.ndarray  # float64, by update
     feed: Feed
+    make_feed: Callable[[DataPlan], Feed]
     suite: Suite
     train_step: Callable
     initial_state: Callable[[], TrainState]
@@ -75,6 +77,18 @@ class Setup:
         """Token slots consumed in the first `step` updates."""
         return step * self.config.train.batch_size * self.config.train.seq_len
 
+    def replan(self, schedule: Schedule, past: Sequence[Segment]) -> None:
+        """Go on by another schedule of the same sources, batch and sequence: nothing is compiled anew.
+
+        Batches that were made ahead are dropped. `past` is what of the schedule does not come from the config; the
+        checkpoints keep it.
+        """
+        self.feed.close()
+        self.schedule, self.past = schedule, tuple(past)
+        self.plan = _data_plan(self.config, self.corpus, schedule)
+        self.rates = schedule.rates(np.arange(schedule.total_steps))
+        self.feed = self.make_feed(self.plan)
+
     def restore(self, checkpoints: Checkpoints, step: int, saved_sources: tuple[str, ...]) -> TrainState:
         """The state of a checkpoint whose metrics window was over `saved_sources`."""
         state = checkpoints.restore(step, self.abstract_state(len(saved_sources)))
@@ -88,11 +102,14 @@ def build(
     tokenizer: Tokenizer | None = None,
     make_model: Callable[[int], Model] | None = None,
     start: Start | None = None,
+    past: Sequence[Segment] = (),
+    branched_from: Mapping[str, Any] | None = None,
 ) -> Setup:
     """Prepare what is not prepared, and build the rest. `tokenizer`: the one of a run that goes on.
 
     `make_model(vocab_size)` gives a model of one's own in the place of the config's, which is then null. `start`: what
-    the run begins from, its seed by default.
+    the run begins from, its seed by default. The schedule's `past` is frozen, and `branched_from` is where a branch's
+    comes from.
     """
     if make_model is not None:
         config = replace(config, model=None)
@@ -107,8 +124,8 @@ def build(
 
     mesh = _mesh_of(config)
     corpus = load_corpus(config, store_dir, tokenizer)
-    schedule = resolve_schedule(config, corpus.tokens_per_epoch)
-    plan = DataPlan(schedule, config.seed, corpus.tokens_per_epoch, config.train.seq_len)
+    schedule = resolve_schedule(config, corpus.tokens_per_epoch, past)
+    plan = _data_plan(config, corpus, schedule)
     if make_model is None:
         model = transformer(resolve_model(config.model, corpus.tokenizer.vocab_size))
     else:
@@ -117,15 +134,18 @@ def build(
         check_model(model, corpus.tokenizer.vocab_size, rows, config.train.seq_len)
     if start.base is not None:
         check_base(start.base, config, model)
-    make_batch = partial(
-        plan.batch,
-        streams=corpus.streams,
-        eot=corpus.tokenizer.eot,
-        grad_accum=config.train.grad_accum,
-        mask_boundary_loss=config.packing.mask_boundary_loss,
-        train_on_eos=config.packing.train_on_eos,
-    )
-    feed = Feed(plan, make_batch, partial(place_batch, mesh))
+
+    def make_feed(plan: DataPlan) -> Feed:
+        make_batch = partial(
+            plan.batch,
+            streams=corpus.streams,
+            eot=corpus.tokenizer.eot,
+            grad_accum=config.train.grad_accum,
+            mask_boundary_loss=config.packing.mask_boundary_loss,
+            train_on_eos=config.packing.train_on_eos,
+        )
+        return Feed(plan, make_batch, partial(place_batch, mesh))
+
     suite = make_suite(config, mesh, model, corpus.evalsets.values())
     optimizer = make_optimizer(config.optim)
     step = make_train_step(
@@ -174,8 +194,11 @@ def build(
         schedule=schedule,
         plan=plan,
         model=model,
-        rates=learning_rate(schedule.lr, np.arange(schedule.total_steps)),
-        feed=feed,
+        past=tuple(past),
+        branched_from=branched_from,
+        rates=schedule.rates(np.arange(schedule.total_steps)),
+        feed=make_feed(plan),
+        make_feed=make_feed,
         suite=suite,
         train_step=jax.jit(step, donate_argnums=0, out_shardings=shardings),
         initial_state=initial_state,
@@ -189,6 +212,10 @@ def make_suite(config: Config, mesh: Mesh, model: Model, evalsets: Iterable[Eval
     """What measures eval sets, in training and later: the same compiled function over the same micro-batches."""
     measured = partial(nats_per_token, _on_mesh(model, mesh))
     return Suite(list(evalsets), measured, _eval_rows(config, mesh), partial(place_rows, mesh))
+
+
+def _data_plan(config: Config, corpus: Corpus, schedule: Schedule) -> DataPlan:
+    return DataPlan(schedule, config.seed, corpus.tokens_per_epoch, config.train.seq_len)
 
 
 def _on_mesh(model: Model, mesh: Mesh) -> Model:

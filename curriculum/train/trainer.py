@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,15 @@ from curriculum.record.board import Board
 from curriculum.record.console import Console, program
 from curriculum.record.events import Record, check_offsets, plain, set_aside
 from curriculum.record.wandb_log import WandbLog, check_wandb
-from curriculum.run import RunDirectory, load_run, read_json, write_tokenizer
+from curriculum.run import (
+    RunDirectory,
+    checkpoint_steps,
+    find_checkpoint,
+    load_run,
+    read_json,
+    read_ledger,
+    write_tokenizer,
+)
 from curriculum.train import fields, ledger
 from curriculum.train.averages import averages_at, set_aside_means_after
 from curriculum.train.checkpoint import Checkpoints
@@ -30,6 +38,7 @@ from curriculum.train.signals import Stopped, StopSignals
 from curriculum.train.start import start_of
 from curriculum.train.step import TrainState, clear_window, read_window
 from evalsets.metrics import Summary, WindowResults, summarise
+from phases.schedule import Segment
 
 
 def train(
@@ -54,9 +63,18 @@ def train(
             f"{directory.path}: already holds a run; continue it with --resume latest, or choose another --run-dir"
         )
     _check_resume(directory, resume)
-    _check(config)
+    saved = _saved(directory, resume)
+    past = ledger.past_of(saved)
+    _check(config, past)
+    tokenizer = kept_tokenizer(directory, config) if resume is not None else None
     start = start_of(config, directory, resume)
-    setup = build(config, store_dir, _snapshot(directory, config) if resume is not None else None, make_model, start)
+    setup = build(config, store_dir, tokenizer, make_model, start, past, saved.get("branched_from"))
+    return train_built(setup, directory, resume)
+
+
+def train_built(setup: Setup, directory: RunDirectory, resume: str | int | None) -> dict[str, Any]:
+    """Begin or continue the run of a directory with what is built already, and close it."""
+    config = setup.config
     mean_of = config.averages.phase_mean
     keep_planned = None if mean_of is None else (config.checkpoint.every, mean_of)
     checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep, keep_planned)
@@ -235,11 +253,11 @@ def _sets_due(config: Config, done: int, boundaries: set[int]) -> list[str]:
     return [name for name, s in config.eval_sources.items() if done % every == 0 and done % (s.every or every) == 0]
 
 
-def _check(config: Config) -> None:
+def _check(config: Config, past: Sequence[Segment] = ()) -> None:
     """Raise InputError for what can be told of a config before anything is prepared."""
     if config.logging.wandb:
         check_wandb(config.logging.wandb)
-    check_schedule(config)
+    check_schedule(config, past)
 
 
 def _check_resume(directory: RunDirectory, resume: str | int | None) -> None:
@@ -254,7 +272,14 @@ def _check_resume(directory: RunDirectory, resume: str | int | None) -> None:
         raise InputError(f"--resume {resume}: {directory.path} has no checkpoint of that step; there are: {there}")
 
 
-def _snapshot(directory: RunDirectory, config: Config) -> Tokenizer | None:
+def _saved(directory: RunDirectory, resume: str | int | None) -> dict[str, Any]:
+    """The ledger of the checkpoint to continue from; nothing where the run begins."""
+    if resume is None or (resume == "latest" and not checkpoint_steps(directory.checkpoints)):
+        return {}
+    return read_ledger(find_checkpoint(directory, resume, option="--resume")[1])
+
+
+def kept_tokenizer(directory: RunDirectory, config: Config) -> Tokenizer | None:
     """The tokenizer kept with the run, unless the config now asks for another: new sources do not train it anew."""
     if not directory.tokenizer.exists() or not directory.resolved_config.exists():
         return None
