@@ -12,8 +12,14 @@ from phases.schedule import Phase, Schedule, Segment, SourceSupply, cut
 _SMALLEST_SHARE = 0.01  # what the factor works on at least: a source with no share has to get one
 
 
-class ReplayRefused(ValueError):
-    """The share is not raised; the message is the sentence that says why."""
+class ReplayRefused(ScheduleError):
+    """The share is not raised; the message says why, in a sentence."""
+
+    def __init__(self, why: str):
+        super().__init__([("phases", why)])
+
+    def __str__(self) -> str:
+        return self.problems[0][1]
 
 
 @dataclass(frozen=True)
@@ -54,15 +60,12 @@ def raise_share(
     edited schedule would not resolve (a cap exceeded, an epoch clock missed) or would end the run at another step.
     """
 
-    def refused(why: str) -> ReplayRefused:
-        return ReplayRefused(f"the share of {source} is not raised: {why}")
-
     if source not in supplies:
-        raise refused("there is no such source")
+        raise ReplayRefused(f"there is no source {source}")
     if supplies[source].num_tokens == 0:
-        raise refused("it has no training text")
+        raise ReplayRefused(f"{source} has no training text")
     if not 0 <= step < schedule.total_steps:
-        raise refused(f"the run has no update after step {step}")
+        raise ReplayRefused(f"the run has no update after step {step}")
     old = schedule.segment_at(step)
     rest = _rest(old, step)
 
@@ -78,9 +81,8 @@ def raise_share(
     edited = replace(rest, mixture=raised(rest.mixture), ramp=ramp)
     before = old.mixture_at(step)
     if edited == rest:
-        raise refused(
-            f"it is {before.get(source, 0.0):.4g} already, and {factor:g} times that or {max_share:g} no more"
-        )
+        share = before.get(source, 0.0)
+        raise ReplayRefused(f"its share is {share:.4g} already, and {factor:g} times that or {max_share:g} no more")
     numbers = {"total_steps": total_steps, "batch_size": batch_size, "seq_len": seq_len}
     try:
         whole = resolve(phases, supplies, lr, **numbers, past=cut(schedule.segments, step), going_on=edited)
@@ -88,11 +90,11 @@ def raise_share(
         past = cut(whole.segments, until)
         resolved = resolve(phases, supplies, lr, **numbers, past=past)
     except ScheduleError as error:
-        raise refused("; ".join(f"{path}: {message}" for path, message in error.problems)) from None
+        raise ReplayRefused("; ".join(f"{path}: {message}" for path, message in error.problems)) from None
     if resolved.total_steps != schedule.total_steps:
-        raise refused(f"the run would end at step {resolved.total_steps} instead of {schedule.total_steps}")
+        raise ReplayRefused(f"the run would end at step {resolved.total_steps} instead of {schedule.total_steps}")
     if resolved.drawn(until)[source] <= schedule.drawn(until)[source]:
-        raise refused(f"no more of it would be read up to step {until}, where the phase ends")
+        raise ReplayRefused(f"no more of it would be read up to step {until}, where the phase ends")
     after = resolved.segment_at(step).mixture_at(step)
     return Replay(resolved, past, old.phase, step, until, before, after)
 

@@ -156,9 +156,9 @@ def test_a_share_is_scaled_from_one_percent_capped_and_never_lowered():
     assert share("new", factor=2.0) == pytest.approx(0.02)
     assert share("web", factor=9.0, max_share=0.25) == 0.25
     assert raised(resolved(), 60, "new", factor=200.0, max_share=1.0).mixture_after == {"new": 1.0}
-    with pytest.raises(ReplayRefused, match=r"share of law is not raised: it is 0.9 already, and 2 times that or 0.5"):
+    with pytest.raises(ReplayRefused, match="^its share is 0.9 already, and 2 times that or 0.5 no more$"):
         raised(resolved(), 60, "law")
-    with pytest.raises(ReplayRefused, match="share of web is not raised: it is 0.1 already"):
+    with pytest.raises(ReplayRefused, match="^its share is 0.1 already, and 0.5 times"):
         raised(resolved(), 60, "web", factor=0.5)
 
 
@@ -191,8 +191,8 @@ def test_a_source_at_its_cap_leaves_the_raised_mixture():
     [
         (120, "web", "the run has no update after step 120", {}),
         (-1, "web", "the run has no update after step -1", {}),
-        (60, "elsewhere", "the share of elsewhere is not raised: there is no such source", {}),
-        (60, "new", "it has no training text", {"new": SourceSupply(0)}),
+        (60, "elsewhere", "there is no source elsewhere", {}),
+        (60, "new", "new has no training text", {"new": SourceSupply(0)}),
         (60, "new", "step 64 [(]phase b[)] would read more than 1 epochs of new", {"new": SourceSupply(96, 1)}),
         (60, "new", "the run would end at step 64 instead of 120", {"new": SourceSupply(96, 1, "stop")}),
         (60, "new", "no more of it would be read up to step 60", {"new": SourceSupply(8, 1, "stop")}),

@@ -20,7 +20,7 @@ from curriculum.model.loss import nats_per_token
 from curriculum.model.model import Model, abstract_params, check_model
 from curriculum.model.presets import resolve_model
 from curriculum.model.transformer import transformer
-from curriculum.plan import resolve_schedule
+from curriculum.plan import replay_schedule, resolve_schedule
 from curriculum.train.checkpoint import Checkpoints, beside_params
 from curriculum.train.device import device_lines, tune_device
 from curriculum.train.feed import Feed
@@ -41,6 +41,7 @@ from curriculum.train.step import TrainState, init_state, make_train_step, windo
 from evalsets.evalset import EvalSet
 from evalsets.suite import Suite
 from phases.batches import DataPlan
+from phases.replay import ReplayRefused
 from phases.schedule import Schedule, Segment
 
 EVAL_ROWS = 32  # of a micro-batch on a device, at most; on 2 CPU cores 32 is 1.1x 16, and all windows at once x0.65
@@ -76,6 +77,31 @@ class Setup:
     def tokens_at(self, step: int) -> int:
         """Token slots consumed in the first `step` updates."""
         return step * self.config.train.batch_size * self.config.train.seq_len
+
+    def raise_share(self, step: int, source: str, factor: float, max_share: float) -> dict[str, Any]:
+        """Replay more of a source from update `step` on to the end of its phase, as `phases.replay` says.
+
+        What `schedule_edit` records of it. Raises ReplayRefused where it cannot be; the schedule is then as it was.
+        """
+        if self.branched_from and step < self.branched_from["step"]:
+            raise ReplayRefused(f"up to step {self.branched_from['step']} the schedule is the trunk's")
+        replay = replay_schedule(
+            self.config,
+            self.corpus.tokens_per_epoch,
+            self.schedule,
+            step=step,
+            source=source,
+            factor=factor,
+            max_share=max_share,
+        )
+        self.replan(replay.schedule, replay.past)
+        return {
+            "kind": "replay",
+            "phase": replay.phase,
+            "mixture_before": replay.mixture_before,
+            "mixture_after": replay.mixture_after,
+            "until": replay.until,
+        }
 
     def replan(self, schedule: Schedule, past: Sequence[Segment]) -> None:
         """Go on by another schedule of the same sources, batch and sequence: nothing is compiled anew.
