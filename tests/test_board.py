@@ -265,12 +265,25 @@ def test_a_run_that_starts_anew_shows_nothing_of_the_old_record(tmp_path):
     assert [step for step, _ in runs["example/tensorboard"]["train/loss"]] == [2, 4]
 
 
-def test_phase_switches_and_regressions_are_text(tmp_path):
+def test_what_happened_is_text(tmp_path):
     record = begin(tmp_path)
     train(record, 0, 6)
-    offender = {"set": "code", "baseline": "best", "baseline_step": 4, "delta": 0.5, "interval": [0.46, 0.54]}
-    record.event("eval_regression", 8, offenders=[offender])
-    record.event("eval_recovered", 12, offenders=[{**offender, "delta": -0.01, "interval": [-0.05, 0.03]}])
+    offender = {
+        "set": "code", "baseline": "best", "baseline_step": 4, "loss": 2.6, "baseline_loss": 2.1, "delta": 0.5,
+        "sem": 0.02, "interval": [0.46, 0.54], "t": 24.5, "df": 10, "tolerance": 0.01, "first_step": 8,
+        "mixture_change": {"web": [1.0, 0.25]},
+    }  # fmt: skip
+    record.event("eval_regression", 8, phase="domain", offenders=[offender], action=None)
+    recovered = {**offender, "delta": -0.01, "interval": [-0.05, 0.03]}
+    record.event("eval_recovered", 12, phase="domain", offenders=[recovered])
+    gold = {"metric": "primary/loss", "value": 3.2, "previous": None, "previous_step": None, "path": "gold/8"}
+    record.event("gold_checkpoint", 8, **gold)
+    reason = "overfit: val/train=6.2x, threshold=5.0x"
+    blocked = {"metric": "primary/loss", "value": 3.1, "best": 3.2, "best_step": 8, "guard": "overfit"}
+    record.event("gold_blocked", 12, **blocked, reason=reason)
+    edit = {"kind": "replay", "phase": "domain", "until": 12, "reason": "replay of web, as code got worse"}
+    mixtures = {"mixture_before": {"web": 0.25, "law": 0.75}, "mixture_after": {"web": 0.5, "law": 0.5}}
+    record.event("schedule_edit", 8, **edit, **mixtures)
     record.close()
     main = shown(tmp_path)["tensorboard"]
     assert main["phase_switch"] == [
@@ -284,10 +297,62 @@ def test_phase_switches_and_regressions_are_text(tmp_path):
             "| web | 1 | 0.25 | 384 | 0.5 |".encode(),
         )
     ]
-    assert [(step, text.decode()) for step, text in main["regressions"]] == [
-        (8, "eval regression at step 8: code +0.5000 (95 % +0.4600 to +0.5400) against best at step 4"),
-        (12, "eval recovered at step 12: code -0.0100 (95 % -0.0500 to +0.0300) against best at step 4"),
+    texts = {
+        tag: [(step, text.decode()) for step, text in main[tag]] for tag in ("regressions", "gold", "schedule_edit")
+    }
+    (at, regression), (recovered_at, recovery) = texts["regressions"]
+    assert (at, recovered_at) == (8, 12)
+    for line, words in (
+        (regression, ("eval regression at step 8", "code", "+0.5000 (95 % +0.4600 to +0.5400) against best at step 4")),
+        (recovery, ("eval recovered at step 12", "code", "-0.0100 (95 % -0.0500 to +0.0300) against best at step 4")),
+    ):
+        assert all(part in line for part in words), line
+    assert texts["gold"] == [
+        (8, "gold checkpoint at step 8: primary/loss 3.2000"),
+        (12, "gold blocked at step 12: overfit: val/train=6.2x, threshold=5.0x"),
     ]
+    ((step, edited),) = texts["schedule_edit"]
+    assert step == 8 and all(
+        part in edited for part in ("step 8", "replay of web, as code got worse", "web 0.25 → 0.5", "law 0.75 → 0.5")
+    )
+
+
+def test_how_the_sets_went_from_phase_to_phase_is_a_table(tmp_path):
+    record = begin(tmp_path / "told")
+    val = {
+        "start": 5.5, "loss": [4.0, 3.5],
+        "forgetting": {"value": 0.0, "interval": [0.0, 0.0], "best_phase": "domain"},
+        "gain": {"value": 2.0, "interval": [1.75, 2.25]},
+    }  # fmt: skip
+    code = {
+        "start": 5.25, "loss": [None, "NaN"],
+        "forgetting": {"value": 0.5, "interval": ["NaN", "NaN"], "best_phase": "foundation"}, "gain": None,
+    }  # fmt: skip
+    record.event(
+        "training_complete",
+        12,
+        transfer={"phases": ["foundation", "domain"], "steps": [6, 12], "sets": {"val": val, "code": code}},
+    )
+    record.close()
+    [(step, text)] = shown(tmp_path)["told/tensorboard"]["transfer"]
+    assert step == 12 and text.decode().splitlines()[2:] == [
+        "| after | step | val | code |",
+        "|---|---|---|---|",
+        "| start | 0 | 5.5000 | 5.2500 |",
+        "| foundation | 6 | 4.0000 | - |",
+        "| domain | 12 | 3.5000 | nan |",
+        "| **forgetting** |  | +0.0000 (95 % +0.0000 to +0.0000) | +0.5000 since foundation |",
+        "| **gain** |  | +2.0000 (95 % +1.7500 to +2.2500) | - |",
+    ]
+    for name, fields in (
+        ("old", {}),
+        ("none", {"transfer": None}),
+        ("empty", {"transfer": {"phases": [], "steps": [], "sets": {}}}),
+    ):
+        record = begin(tmp_path / name)
+        record.event("training_complete", 12, **fields)
+        record.close()
+        assert "transfer" not in shown(tmp_path)[f"{name}/tensorboard"]
 
 
 def test_hyperparameters_name_the_run_and_its_end(tmp_path):

@@ -1,13 +1,15 @@
 """TensorBoard: a view of the record in `<run>/tensorboard/`, written without TensorFlow.
 
 The folder itself is the main run: `train/...` from the metrics rows, `mixture/<source>`, `phase/index`,
-`eval/<set>/loss` and `eval/<set>/bpb`, text for phase switches and regressions, hyperparameters. Under it
-stands one run an eval set; all of them share the tags `eval_sets/loss` and `eval_sets/bpb`, so that one chart
-shows every set in its own colour; a set measured with an average of the parameters is one more,
-`<set>@<average>`. With `tensorboard --logdir runs` their names read `quickstart/tensorboard`,
-`quickstart/tensorboard/general` and so on. The primary set is called `val`.
+`eval/<set>/loss` and `eval/<set>/bpb`, hyperparameters, and as text the phase switches, schedule edits, regressions,
+what became gold or did not, and at the end how the sets went from phase to phase. Under it stands one run an
+eval set; all of them share the tags `eval_sets/loss` and `eval_sets/bpb`, so that one chart shows every set in its
+own colour; a set measured with an average of the parameters is one more, `<set>@<average>`. With
+`tensorboard --logdir runs` their names read `quickstart/tensorboard`, `quickstart/tensorboard/general` and so on.
+The primary set is called `val`.
 """
 
+import math
 import time
 from collections.abc import Iterable, Iterator
 from datetime import datetime
@@ -31,6 +33,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from curriculum.record.console import verdict
 from curriculum.record.curves import all_sets, eval_curves, row_curves
+from curriculum.record.events import number
 
 _MAIN = "."
 _HPARAM_SECTIONS = ("seed", "tokenizer", "model", "packing", "train", "optim", "averages", "mesh")
@@ -82,8 +85,14 @@ class Board:
                 write(_MAIN, [_text("phase_switch", _phase_switch_markdown(event))])
             case "eval_regression" | "eval_recovered":
                 write(_MAIN, [_text("regressions", verdict(event))])
+            case "gold_checkpoint" | "gold_blocked":
+                write(_MAIN, [_text("gold", verdict(event))])
+            case "schedule_edit":
+                write(_MAIN, [_text("schedule_edit", verdict(event))])
             case "training_complete":
-                write(_MAIN, [_session_end(wall_time)])
+                transfer = event.get("transfer") or {"sets": {}}
+                table = [_text("transfer", _transfer_markdown(transfer))] if transfer["sets"] else []
+                write(_MAIN, [_session_end(wall_time), *table])
 
     def row(self, row: dict[str, Any]) -> None:
         self._write(_MAIN, row["step"], time.time(), _scalars(row_curves(row, self._phase_names)))
@@ -132,6 +141,42 @@ def _phase_switch_markdown(event: dict[str, Any]) -> str:
         read = f"{event['consumed'].get(source, 0)} | {event['epochs'].get(source, 0.0):.4g}"
         lines.append(f"| {source} | {shares} | {read} |")
     return "\n".join(lines)
+
+
+def _transfer_markdown(transfer: dict[str, Any]) -> str:
+    """Every set's loss at every phase end, and what was forgotten and gained, as `training_complete` tells it."""
+    sets = transfer["sets"]
+    rows = [("start", 0, *(_loss(of_set["start"]) for of_set in sets.values()))]
+    for i, (phase, step) in enumerate(zip(transfer["phases"], transfer["steps"], strict=True)):
+        rows.append((phase, step, *(_loss(of_set["loss"][i]) for of_set in sets.values())))
+    for what in ("forgetting", "gain"):
+        rows.append((f"**{what}**", "", *(_change(of_set.get(what)) for of_set in sets.values())))
+    lines = [
+        "Loss of each eval set at the end of each phase, nats per token. Forgetting: the last loss over the lowest of "
+        "the phase ends. Gain: the loss at the start over the last; positive is better.",
+        "",
+        f"| after | step | {' | '.join(sets)} |",
+        f"|---|---|{'---|' * len(sets)}",
+        *(f"| {' | '.join(map(str, row))} |" for row in rows),
+    ]
+    return "\n".join(lines)
+
+
+def _change(told: dict[str, Any] | None) -> str:
+    """A difference with its interval and, where it counts from a phase, that one."""
+    value = number(told["value"]) if told else None
+    if value is None:
+        return "-"
+    low, high = (number(end) for end in told.get("interval") or (None, None))
+    known = low is not None and high is not None and math.isfinite(low) and math.isfinite(high)
+    interval = f" (95 % {low:+.4f} to {high:+.4f})" if known else ""
+    since = f" since {told['best_phase']}" if value and told.get("best_phase") else ""
+    return f"{value:+.4f}{interval}{since}"
+
+
+def _loss(value: Any) -> str:
+    as_float = number(value)
+    return "-" if as_float is None else f"{as_float:.4f}"
 
 
 def _flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | float | str]]:
