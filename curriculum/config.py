@@ -27,6 +27,8 @@ from curriculum.train.optimizer import OptimConfig
 from curriculum.variables import substitute
 from curriculum.yaml12 import Origin, read_override, read_yaml
 from evalsets.evalset import PRIMARY
+from evalsets.gold import GoldConfig
+from evalsets.regressions import RegressionConfig
 from phases.lr import LrSchedule
 from phases.schedule import Phase
 
@@ -57,6 +59,8 @@ class EvalSource:
     """Whole documents in hash order, up to this many windows; all of them by default."""
     every: PositiveInt | None = None
     """A multiple of `evalsets.every`, not for the primary set; boundaries, step 0 and the end always count."""
+    tolerance: Annotated[float, Field(ge=0, le=100)] | None = None
+    """Nats per token that this set may rise by before it counts as worse; by default evalsets.regression.tolerance."""
 
     def own_source(self) -> SourceConfig | None:
         """Where its text lies, None where it is held out of a source; ValueError as of a source."""
@@ -79,6 +83,10 @@ class EvalSection:
     """Tokens of an eval window; by default train.seq_len."""
     sets: dict[str, EvalSource] = field(default_factory=dict)
     """Named eval sets."""
+    regression: RegressionConfig = field(default_factory=RegressionConfig)
+    """When a set counts as worse, and what is done then."""
+    gold: GoldConfig = field(default_factory=GoldConfig)
+    """Which checkpoint is the best of the run."""
 
 
 @dataclass(frozen=True)

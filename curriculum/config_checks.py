@@ -135,6 +135,27 @@ def _check_adaptation(v):
         yield "adaptation.replay", f"the shares add up to {total:g}, expected less than 1, the whole of a phase"
 
 
+def _check_regression(v):
+    section = v["evalsets"]
+    for key, message in section.regression.problems():
+        yield f"evalsets.regression.{key}", message
+    if section.regression.action == "replay" and not any(s.held_out_of for _, s in _eval_sources(v)):
+        message = "got replay, but no eval set is held out of a source whose share could be raised"
+        yield "evalsets.regression.action", f"{message}; give one a held_out_of, or choose log, checkpoint or stop"
+
+
+def _check_gold(v):
+    section = v["evalsets"]
+    problems = section.gold.problems()
+    yield from ((f"evalsets.gold.{key}", message) for key, message in problems)
+    names = [PRIMARY, *section.sets]
+    if not problems and (name := section.gold.target[0]) not in names:
+        yield "evalsets.gold.minimise", no_such("eval set", name, names)
+    for name in section.gold.subject_to:
+        if name not in names:
+            yield f"evalsets.gold.subject_to.{name}", no_such("eval set", name, names)
+
+
 def _check_train(v):
     train = v["train"]
     if train.batch_size % train.grad_accum:
@@ -228,6 +249,8 @@ CHECKS = [
     ({"evalsets"}, _check_evalsets),
     ({"evalsets", "sources"}, _check_held_out),
     ({"adaptation", "sources"}, _check_adaptation),
+    ({"evalsets"}, _check_regression),
+    ({"evalsets"}, _check_gold),
     ({"train"}, _check_train),
     ({"train", "model"}, _check_dropout),
     ({"optim"}, _check_optim),

@@ -15,7 +15,7 @@ from curriculum.record.events import EVENTS, plain, read_events, read_metrics
 if TYPE_CHECKING:
     from curriculum.config import Config
 
-CHECKPOINT_ITEMS = ("params", "train", "ledger")  # folders that a whole checkpoint has
+CHECKPOINT_ITEMS = ("params", "train", "ledger", "baselines")  # folders that a whole checkpoint has
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,10 @@ class RunDirectory:
     @property
     def averages(self) -> Path:
         return self.path / "averages"
+
+    def results(self, step: int) -> Path:
+        """Every window's sums of the eval after `step`."""
+        return self.path / "evals" / f"{step}.npz"
 
     @property
     def superseded(self) -> Path:

@@ -25,7 +25,7 @@ OK, WARNED, REGRESSED = range(3)
 
 NUM_HISTORY = 24
 _WARN_T, _RECOVER_T = 1.645, 1.0
-_MIN_NU, _FALLBACK_NU = 3, 10
+MIN_NU, _FALLBACK_NU = 3, 10
 _POWER, _CONFIDENCE = 0.8, 0.95  # of `detectable` and of the intervals
 
 
@@ -391,7 +391,7 @@ def _errors(
     sem_item: np.ndarray, jitter: np.ndarray, nu: np.ndarray, num_clusters: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(jitter, standard error, degrees of freedom) of a difference between two checkpoints. Both of them jitter."""
-    few = nu < _MIN_NU
+    few = nu < MIN_NU
     jitter = np.where(few, 2 * sem_item, jitter)
     sem = np.sqrt(sem_item * sem_item + 2 * jitter * jitter)
     return jitter, sem, np.minimum(np.where(few, _FALLBACK_NU, nu), num_clusters - 1)

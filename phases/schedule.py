@@ -171,6 +171,11 @@ class Schedule:
             bounds[s.phase] = (bounds.get(s.phase, (s.start, 0))[0], s.end)
         return tuple((name, start, end) for name, (start, end) in bounds.items())
 
+    @cached_property
+    def phase_ends(self) -> frozenset[int]:
+        """The steps at which a phase ends, the run's end among them."""
+        return frozenset(end for _, _, end in self.phase_bounds)
+
 
 def segments_to_json(segments: Sequence[Segment]) -> list[dict]:
     """Plain JSON; `segments_from_json` gives equal segments back."""

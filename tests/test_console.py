@@ -178,23 +178,22 @@ SWITCH = stamped(
     epochs={},
     lr=3e-4,
 )
+
+
+def pair(name, baseline, baseline_step, loss, delta, interval, first_step, **mixture_change):
+    return {
+        "set": name, "baseline": baseline, "baseline_step": baseline_step, "loss": loss, "delta": delta,
+        "interval": interval, "first_step": first_step, "mixture_change": mixture_change,
+    }  # fmt: skip
+
+
+MOVED = {"web": [0.8, 0.1], "law": [0.0, 0.9]}
 OFFENDERS = [
-    {
-        "set": "code",
-        "baseline": "best",
-        "baseline_step": 400,
-        "delta": 0.5,
-        "interval": [0.46, 0.54],
-        "t": 9.0,
-    },
-    {
-        "set": "law",
-        "baseline": "start",
-        "baseline_step": 0,
-        "delta": -0.01,
-        "interval": [-0.02, 0.0],
-        "t": 0.1,
-    },
+    pair("code", "start", 0, 2.6, 0.1, [0.01, 0.19], 500, law=[0.1, 0.9]),
+    pair("code", "phase_start", 400, 2.6, 0.5, [0.46, 0.54], 500, **MOVED),
+    pair("code", "best", 400, 2.6, 0.5, [0.46, 0.54], 500, **MOVED),
+    pair("law", "best", 450, "NaN", "NaN", ["NaN", "NaN"], 500),
+    pair("web", "best", 300, 3.0, 0.25, [0.2, 0.3], 450),
 ]
 VERDICTS = [
     (
@@ -202,20 +201,40 @@ VERDICTS = [
         "phase switch at step 45000: base → law | web 0.8 → 0.125 | code 0.2 → 0 | law 0 → 0.9 | lr 3.00e-04",
     ),
     (
-        stamped("eval_regression", 500, offenders=OFFENDERS),
-        "eval regression at step 500: code +0.5000 (95 % +0.4600 to +0.5400) against best at step 400; "
-        "law -0.0100 (95 % -0.0200 to +0.0000) against start at step 0",
+        stamped("eval_regression", 500, offenders=OFFENDERS, action=None),
+        "eval regression at step 500: code 2.6000: +0.1000 (95 % +0.0100 to +0.1900) against start at step 0, "
+        "+0.5000 (95 % +0.4600 to +0.5400) against phase_start and best at step 400 "
+        "(since step 400: web 0.8 → 0.1, law 0 → 0.9); law nan: +nan (95 % +nan to +nan) against best at step 450; "
+        "still worse: web (since step 450)",
     ),
     (
-        stamped("eval_recovered", 600, offenders=OFFENDERS[:1]),
-        "eval recovered at step 600: code +0.5000 (95 % +0.4600 to +0.5400) against best at step 400",
+        stamped("eval_regression", 500, offenders=OFFENDERS[2:3], action="kept as kept/500"),
+        "eval regression at step 500: code 2.6000: +0.5000 (95 % +0.4600 to +0.5400) against best at step 400 "
+        "(since step 400: web 0.8 → 0.1, law 0 → 0.9) | kept as kept/500",
     ),
     (
-        stamped("gold_checkpoint", 700, metric="primary/loss", value=3.21, previous=3.456),
-        "gold checkpoint at step 700: primary/loss 3.2100, before 3.4560",
+        stamped("eval_recovered", 600, offenders=OFFENDERS[4:]),
+        "eval recovered at step 600: web 3.0000: +0.2500 (95 % +0.2000 to +0.3000) against best at step 300",
     ),
     (
-        stamped("gold_checkpoint", 100, metric="domain/bpb", value=1.5, previous=None),
+        stamped(
+            "schedule_edit",
+            500,
+            phase="law",
+            mixture_before={"web": 0.1, "law": 0.9},
+            mixture_after={"web": 0.2, "law": 0.8},
+            until=700,
+            reason="replay of web, as general got worse",
+        ),
+        "schedule edit at step 500: replay of web, as general got worse | web 0.1 → 0.2 | law 0.9 → 0.8 | "
+        "law until step 700",
+    ),
+    (
+        stamped("gold_checkpoint", 700, metric="primary/loss", value=3.21, previous=3.456, previous_step=600),
+        "gold checkpoint at step 700: primary/loss 3.2100, before 3.4560 at step 600",
+    ),
+    (
+        stamped("gold_checkpoint", 100, metric="domain/bpb", value=1.5, previous=None, previous_step=None),
         "gold checkpoint at step 100: domain/bpb 1.5000",
     ),
     (
@@ -309,6 +328,17 @@ def complete(gold_step):
         final_val_loss=3.05,
         best_val_loss=3.0,
         gold_step=gold_step,
+        gold_metric="domain/bpb",
+        gold_value=1.25,
+        transfer={
+            "phases": ["base", "law"],
+            "steps": [45000, 75000],
+            "sets": {
+                "val": {"forgetting": {"value": 0.0, "interval": [0.0, 0.0], "best_phase": "law"}},
+                "code": {"forgetting": {"value": 0.25, "interval": [0.2, 0.3], "best_phase": "base"}},
+                "general": {"forgetting": {"value": 0.01, "interval": [-0.1, 0.12], "best_phase": "base"}},
+            },
+        },
     )
 
 
@@ -328,9 +358,10 @@ def test_the_end_says_where_to_resume_what_to_deploy_and_how_to_look(tmp_path):
         tensorboard = tensorboard.relative_to(Path.cwd())
     assert lines[6:] == [
         "complete: 75000 steps, 7.4B tokens in 52.3h (39.2k tok/s) | train - | val 3.0500, best 3.0000",
+        "  forgotten    code +0.2500 since base",
         f"  resume from  {run_dir}/checkpoints/75000 with more train.steps: "
         "curriculum train example.yaml --resume latest",
-        f"  deploy       {run_dir}/gold (gold, step 70000)",
+        f"  deploy       {run_dir}/gold/70000 (gold, step 70000, domain/bpb 1.2500)",
         f"  TensorBoard  {tensorboard} --logdir '{tmp_path}/my runs' --host 127.0.0.1",
         f"               {link}",
     ]
@@ -338,7 +369,7 @@ def test_the_end_says_where_to_resume_what_to_deploy_and_how_to_look(tmp_path):
 
 def test_without_gold_and_tensorboard_the_end_names_the_latest_checkpoint(tmp_path):
     lines = printed(tmp_path, start(), stamped("checkpoint", 75000), complete(gold_step=None))
-    assert lines[7:] == [
+    assert lines[8:] == [
         f"  resume from  {tmp_path}/checkpoints/75000 with more train.steps",
         f"  deploy       {tmp_path}/checkpoints/75000 (the latest; the run has no gold checkpoint)",
     ]

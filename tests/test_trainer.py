@@ -180,7 +180,12 @@ def test_events_tell_the_run_in_order(whole):
     ]
     assert switches[0]["consumed"] == {"web": 128 * 32, "code": 32 * 32, "law": 0}
     at_boundary = [(e["event"], e.get("phase")) for e in events if e["step"] == 20]
-    assert at_boundary == [("eval", "foundation"), ("phase_switch", None), ("checkpoint", None)]
+    assert at_boundary == [
+        ("eval", "foundation"),
+        ("phase_switch", None),
+        ("gold_checkpoint", None),
+        ("checkpoint", None),
+    ]
     due = {e["step"]: set(e) & {"val_loss", "eval_code", "eval_law"} for e in events if e["event"] == "eval"}
     assert due[10] == {"val_loss", "eval_law"} and due[20] == {"val_loss", "eval_code", "eval_law"}
     assert [row["step"] for row in metrics] == list(range(3, 61, 3))

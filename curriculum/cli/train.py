@@ -32,6 +32,7 @@ def command(config_path, changes, store_dir, run_dir, resume, dry_run):
     from curriculum.train.signals import Stopped
     from curriculum.train.trainer import dry_run as run_dry
     from curriculum.train.trainer import train
+    from curriculum.train.watch import RegressionStop
 
     if dry_run:
         if resume is not None:
@@ -51,6 +52,8 @@ def command(config_path, changes, store_dir, run_dir, resume, dry_run):
         return
     try:
         train(config, run_dir, resume=resume, store_dir=store_dir)
+    except RegressionStop as stopped:
+        click.echo(f"{stopped}; go on with --resume latest")
     except Stopped as stopped:
         click.echo(f"{stopped}; go on with --resume latest", err=True)
         sys.exit(128 + stopped.signal_number)

@@ -116,11 +116,17 @@ class Console:
             f"train {_loss(event['final_train_loss'])} | val {_loss(event['final_val_loss'])}, "
             f"best {_loss(event['best_val_loss'])}"
         )
+        if forgotten := [
+            f"{name} {number(lost['value']):+.4f} since {lost['best_phase']}"
+            for name, lost in ((name, of_set["forgetting"]) for name, of_set in event["transfer"]["sets"].items())
+            if lost and number(lost["interval"][0]) > 0
+        ]:
+            yield f"  forgotten    {', '.join(forgotten)}"
         yield f"  resume from  {self._checkpoint} with more train.steps{self._resume_hint()}"
         if event["gold_step"] is None:
             yield f"  deploy       {self._checkpoint} (the latest; the run has no gold checkpoint)"
         else:
-            yield f"  deploy       {self._run_dir / 'gold'} (gold, step {event['gold_step']})"
+            yield f"  deploy       {self._run_dir / 'gold' / str(event['gold_step'])} (gold, {_gold(event)})"
         if (self._run_dir / "tensorboard").is_dir():
             logdir = shlex.quote(str(self._run_dir.parent))
             yield f"  TensorBoard  {program('tensorboard')} --logdir {logdir} --host 127.0.0.1"
@@ -189,6 +195,8 @@ def eval_lines(event: dict[str, Any], total_steps: int, seconds_left: float | No
     yield "  " + " | ".join([*val, f"lr {event['lr']:.2e}", f"phase: {event['phase']}", *losses.values()])
     for average, sets in eval_averages(event).items():
         yield f"  {average}: " + " | ".join(f"{name} {_loss(loss)}" for name, (loss, _) in sets.items())
+    for note in event.get("notes", []):
+        yield f"  {note}"
 
 
 def progress_line(row: dict[str, Any], total_steps: int) -> str:
@@ -204,26 +212,39 @@ def verdict(event: dict[str, Any]) -> str | None:
     step = event["step"]
     match event["event"]:
         case "phase_switch":
-            before, after = event["mixture_before"], event["mixture_after"]
-            moves = [
-                f"{source} {before.get(source, 0.0):.4g} → {after.get(source, 0.0):.4g}"
-                for source in dict.fromkeys([*before, *after])
-                if before.get(source, 0.0) != after.get(source, 0.0)
-            ]
             switch = f"phase switch at step {step}: {event['from_phase']} → {event['new_phase']}"
-            return " | ".join([switch, *moves, f"lr {event['lr']:.2e}"])
+            return " | ".join([switch, *_moves(event), f"lr {event['lr']:.2e}"])
+        case "schedule_edit":
+            edit = f"schedule edit at step {step}: {event['reason']}"
+            return " | ".join([edit, *_moves(event), f"{event['phase']} until step {event['until']}"])
         case "eval_regression":
-            return f"eval regression at step {step}: {_offenders(event['offenders'])}"
+            action = f" | {event['action']}" if event["action"] else ""
+            new = [pair for pair in event["offenders"] if pair["first_step"] == step]
+            since = {pair["set"]: pair["first_step"] for pair in event["offenders"] if pair["first_step"] < step}
+            old = [f"{name} (since step {first})" for name, first in since.items() if name not in _sets(new)]
+            still = f"; still worse: {', '.join(old)}" if old else ""
+            return f"eval regression at step {step}: {_offenders(new)}{still}{action}"
         case "eval_recovered":
             return f"eval recovered at step {step}: {_offenders(event['offenders'])}"
         case "gold_checkpoint":
-            previous = "" if event["previous"] is None else f", before {_loss(event['previous'])}"
+            known = event["previous"] is not None
+            previous = f", before {_loss(event['previous'])} at step {event['previous_step']}" if known else ""
             return f"gold checkpoint at step {step}: {event['metric']} {_loss(event['value'])}{previous}"
         case "gold_blocked":
             return f"gold blocked at step {step}: {event['reason']}"
         case "resume":
             return f"resumed at step {step} of {event['plan']['total_steps']}"
     return None
+
+
+def _moves(event: dict[str, Any]) -> list[str]:
+    """The sources whose share changes."""
+    before, after = event["mixture_before"], event["mixture_after"]
+    return [
+        f"{source} {before.get(source, 0.0):.4g} → {after.get(source, 0.0):.4g}"
+        for source in dict.fromkeys([*before, *after])
+        if before.get(source, 0.0) != after.get(source, 0.0)
+    ]
 
 
 def tensorboard_link(run_dir: Path) -> str:
@@ -233,12 +254,33 @@ def tensorboard_link(run_dir: Path) -> str:
     return f"http://127.0.0.1:6006/?{query}#timeseries"
 
 
+def _sets(pairs: Iterable[dict[str, Any]]) -> set[str]:
+    return {pair["set"] for pair in pairs}
+
+
 def _offenders(offenders: Iterable[dict[str, Any]]) -> str:
-    return "; ".join(
-        f"{offender['set']} {offender['delta']:+.4f} (95 % {offender['interval'][0]:+.4f} to "
-        f"{offender['interval'][1]:+.4f}) against {offender['baseline']} at step {offender['baseline_step']}"
-        for offender in offenders
-    )
+    """Each set that an event names with what it is compared to, and how the mixture changed since the newest."""
+    sets: dict[str, list[dict[str, Any]]] = {}
+    for pair in offenders:
+        sets.setdefault(pair["set"], []).append(pair)
+    lines = []
+    for name, pairs in sets.items():
+        names: dict[int, list[str]] = {}  # of the baselines at a step; they are one eval and one difference
+        for pair in pairs:
+            names.setdefault(pair["baseline_step"], []).append(pair["baseline"])
+        by_step = {pair["baseline_step"]: pair for pair in pairs}
+        changes = [f"{_change(by_step[s])} against {' and '.join(names[s])} at step {s}" for s in sorted(names)]
+        lines.append(f"{name} {_loss(pairs[0]['loss'])}: {', '.join(changes)}")
+        newest = by_step[max(names)]
+        if moved := [f"{s} {then:.4g} → {now:.4g}" for s, (then, now) in newest["mixture_change"].items()]:
+            lines[-1] += f" (since step {newest['baseline_step']}: {', '.join(moved)})"
+    return "; ".join(lines)
+
+
+def _change(pair: dict[str, Any]) -> str:
+    """A difference in nats per token and its interval."""
+    delta, low, high = (number(value) for value in (pair["delta"], *pair["interval"]))
+    return f"{delta:+.4f} (95 % {low:+.4f} to {high:+.4f})"
 
 
 def _mixture(mixture: dict[str, float]) -> str:
@@ -250,6 +292,10 @@ def program(name: str) -> str:
     path = Path(sys.executable).with_name(name)
     here = Path.cwd()
     return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
+
+
+def _gold(event: dict[str, Any]) -> str:
+    return f"step {event['gold_step']}, {event['gold_metric']} {_loss(event['gold_value'])}"
 
 
 def _loss(value: Any) -> str:

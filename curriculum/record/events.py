@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from curriculum.errors import InputError
+from evalsets.evalset import PRIMARY
 
 EVENTS = "events.jsonl"
 METRICS = "metrics.jsonl"
@@ -155,6 +156,11 @@ def number(value: Any) -> float | None:
     if value in ("NaN", "Infinity", "-Infinity"):
         return float(value)
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def record_name(evalset: str) -> str:
+    """What the record calls an eval set: the primary one `val`, as in `val_loss`."""
+    return "val" if evalset == PRIMARY else evalset
 
 
 def eval_sets(event: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -23,6 +23,7 @@ _TEXT = {
     "eval_recovered": "regressions",
     "gold_checkpoint": "gold",
     "gold_blocked": "gold",
+    "schedule_edit": "schedule_edit",
 }
 _SUMMARY = ("final_train_loss", "final_val_loss", "best_val_loss", "best_val_step", "total_tokens", "gold_step")
 _FINISH_SECONDS = 120  # what is not sent by then stays in the run directory, for `wandb sync`

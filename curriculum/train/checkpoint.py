@@ -4,35 +4,38 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
 
 from curriculum.errors import InputError
+from curriculum.run import CHECKPOINT_ITEMS
 from curriculum.train.step import TrainState
 
-_ITEMS = ("params", "train", "ledger")
 _EMA = "ema"  # an item of its own where a moving average is kept, so that it can be read alone
 
 
 class Checkpoints:
-    """The checkpoints of one run directory, the newest `keep` of them.
+    """The checkpoints of one folder, the newest `keep` of them; None: all, until they are deleted.
 
     With `keep_planned` = (every, n) also the newest n whose step is a multiple of `every`.
 
-    A step's folder holds `params` (restorable alone), `train` (optimizer state and accumulators) and `ledger`
-    (plain JSON: segments, consumption, the record's offsets). A save that was interrupted leaves no step behind.
+    A step's folder holds `params` (restorable alone), `train` (optimizer state and accumulators), `ledger`
+    (plain JSON: segments, consumption, the record's offsets) and `baselines` (nats of every eval window at the evals
+    that later ones are compared with). A save that was interrupted leaves no step behind.
     `read_only`: create and clean up nothing, so that a run may be read while it trains.
     """
 
     def __init__(
         self,
         directory: Path,
-        keep: int = 1,
+        keep: int | None = 1,
         keep_planned: tuple[int, int] | None = None,
         *,
         read_only: bool = False,
@@ -43,7 +46,7 @@ class Checkpoints:
             kept.append(EveryNSteps(interval_steps=keep_planned[0], max_to_keep=keep_planned[1]))
         self._manager = ocp.CheckpointManager(
             self.directory,
-            item_names=(*_ITEMS, _EMA),
+            item_names=(*CHECKPOINT_ITEMS, _EMA),
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=AnyPreservationPolicy(kept),
                 enable_async_checkpointing=True,
@@ -56,10 +59,10 @@ class Checkpoints:
         """Steps that can be restored, ascending."""
         return sorted(s for s in self._manager.all_steps() if self._is_whole(s))
 
-    def save(self, state: TrainState, ledger: dict[str, Any]) -> None:
-        """Start saving the state as of its step. Raises RuntimeError when it would not be saved.
+    def save(self, state: TrainState, ledger: dict[str, Any], baselines: Mapping[str, np.ndarray]) -> None:
+        """Start saving the state as of its step; `baselines` are float32 [B, N] by eval set.
 
-        A failure of the save before, in the background, is raised here.
+        Raises RuntimeError when it would not be saved. A failure of the save before, in the background, is raised here.
         """
         step = int(state.step)
         rest = beside_params(state)
@@ -69,6 +72,7 @@ class Checkpoints:
                 params=ocp.args.StandardSave(state.params),
                 train=ocp.args.StandardSave(rest),
                 ledger=ocp.args.JsonSave(ledger),
+                baselines=ocp.args.StandardSave(dict(baselines)),
                 **({} if state.ema is None else {_EMA: ocp.args.StandardSave(state.ema)}),
             ),
         )
@@ -78,10 +82,11 @@ class Checkpoints:
                 "move the later ones away"
             )
 
-    def ledger(self, step: int) -> dict[str, Any]:
-        """The ledger of a step. Raises InputError for a step that is not there."""
+    def baselines(self, step: int) -> dict[str, np.ndarray]:
+        """What `save` got as such, on the host."""
         self._check(step)
-        return self._manager.restore(step, args=ocp.args.Composite(ledger=ocp.args.JsonRestore()))["ledger"]
+        saved = load_params(self.directory / str(step) / "baselines")
+        return {name: np.asarray(nats_BN) for name, nats_BN in saved.items()}
 
     def restore(self, step: int, like: TrainState) -> TrainState:
         """The state of a step, with the shapes, types and placement of `like`: arrays, or jax.ShapeDtypeStruct.
@@ -118,15 +123,36 @@ class Checkpoints:
         return self._manager.restore(step, args=args)[item]
 
     def set_aside_after(self, step: int) -> None:
-        """Move the steps after `step`, and folders that hold no whole checkpoint, to `superseded/` beside them all."""
+        """Move the steps after `step`, and folders without a whole checkpoint, into `superseded/` beside this folder.
+
+        Those of `checkpoints` go there directly, those of another folder below its name.
+        """
         later = [s for s in self._manager.all_steps() if s > step or not self._is_whole(s)]
         for s in later:
-            target = self.directory.parent / "superseded" / str(s)
-            target.parent.mkdir(exist_ok=True)
+            below = "" if self.directory.name == "checkpoints" else self.directory.name
+            target = self.directory.parent / "superseded" / below / str(s)
+            target.parent.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(target, ignore_errors=True)
             (self.directory / str(s)).rename(target)
         if later:
             self._manager.reload()
+
+    def adopt(self, folder: Path) -> None:
+        """Take in a whole checkpoint from another folder of the same disk, as hard links; one of its step stays."""
+        if int(folder.name) in self.steps():
+            return
+        # A name that is no step, until the copy is complete.
+        partial = self.directory / f".{folder.name}.adopted"
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(self.directory / folder.name, ignore_errors=True)
+        shutil.copytree(folder, partial, copy_function=os.link)
+        partial.rename(self.directory / folder.name)
+        self._manager.reload()
+
+    def delete(self, step: int) -> None:
+        """Remove a step, once it is saved."""
+        self.wait()
+        self._manager.delete(step)
 
     def wait(self) -> None:
         """Return once every save has reached the disk. Raises what made one fail."""
@@ -136,7 +162,7 @@ class Checkpoints:
         self._manager.close()
 
     def _is_whole(self, step: int) -> bool:
-        return all((self.directory / str(step) / item).is_dir() for item in _ITEMS)
+        return all((self.directory / str(step) / item).is_dir() for item in CHECKPOINT_ITEMS)
 
     def _has_ema(self, step: int) -> bool:
         return (self.directory / str(step) / _EMA).is_dir()

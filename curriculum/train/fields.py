@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
+
 from curriculum.model.model import num_parameters
 from curriculum.plan import describe_phases, few_scored_targets
+from curriculum.record.events import record_name
 from curriculum.train.clock import TrainClock, peak_memory_gb
 from curriculum.train.ledger import History
 from curriculum.train.mesh import describe_devices
 from curriculum.train.setup import Setup
 from curriculum.train.step import TrainState, read_window
+from curriculum.train.watch import start_warnings
 from evalsets.evalset import PRIMARY
 from evalsets.metrics import Summary
+from evalsets.regressions import Comparison
 
 
 def training_start(setup: Setup) -> dict[str, Any]:
@@ -40,6 +45,7 @@ def training_start(setup: Setup) -> dict[str, Any]:
             *setup.schedule.warnings,
             *setup.corpus.warnings,
             *few_scored_targets(setup.schedule, setup.tokens_at(1), setup.corpus.details),
+            *start_warnings(setup.corpus.evalsets.values()),
         ],
     }
 
@@ -67,7 +73,8 @@ def training_state(setup: Setup, step: int, history: History) -> dict[str, Any]:
         "phase": setup.schedule.segment_at(max(step - 1, 0)).phase,
         "checkpoint": f"checkpoints/{step}",
         "tokens_drawn": setup.schedule.drawn(step),
-        **{key: value for key, value in asdict(history).items() if key != "phase"},
+        **{key: value for key, value in history.to_json().items() if key not in ("phase", "watch", "gold")},
+        "gold_step": history.gold.gold and history.gold.gold.step,
     }
 
 
@@ -76,17 +83,28 @@ def eval_event(
     step: int,
     summaries: Mapping[str, Summary],
     averaged: Mapping[str, Mapping[str, Summary]],
+    comparisons: Mapping[str, Comparison],
+    notes: Sequence[str],
     duration_s: float,
 ) -> dict[str, Any]:
-    """The sets' losses, and by average of the parameters the same again."""
+    """The sets' losses, by average of the parameters the same again, and the smallest rise that each set can tell."""
     update = max(step - 1, 0)
     fields: dict[str, Any] = {
         "progress_pct": round(100 * step / setup.schedule.total_steps, 4),
         "lr": float(setup.rates[update]),
         "phase": setup.schedule.segment_at(update).phase,
     }
-    averages = {average: _losses(of_sets) for average, of_sets in averaged.items()}
-    return fields | _losses(summaries) | averages | {"eval_duration_s": round(duration_s, 3)}
+    fields |= _losses(summaries) | {average: _losses(of_sets) for average, of_sets in averaged.items()}
+    if comparisons:
+        fields["detectable"] = {record_name(name): _rounded(c.detectable) for name, c in comparisons.items()}
+    if notes:
+        fields["notes"] = list(notes)
+    return fields | {"eval_duration_s": round(duration_s, 3)}
+
+
+def _rounded(nats: Any) -> float | None:
+    """Nats per token as the record has them; None where there are none."""
+    return None if np.isnan(nats) else round(float(nats), 6)
 
 
 def _losses(summaries: Mapping[str, Summary]) -> dict[str, float | None]:
@@ -142,9 +160,11 @@ def phase_switch(setup: Setup, done: int) -> dict[str, Any]:
     }
 
 
-def training_complete(setup: Setup, history: History, elapsed_s: float, skipped_updates: int) -> dict[str, Any]:
+def training_complete(
+    setup: Setup, history: History, transfer: dict[str, Any], elapsed_s: float, skipped_updates: int
+) -> dict[str, Any]:
     total = setup.schedule.total_steps
-    total_tokens = setup.tokens_at(total)
+    total_tokens, gold = setup.tokens_at(total), history.gold.gold
     return {
         "started_at": history.started_at,
         "total_elapsed_s": round(elapsed_s, 3),
@@ -157,5 +177,8 @@ def training_complete(setup: Setup, history: History, elapsed_s: float, skipped_
         "best_val_loss": history.best_val_loss,
         "best_val_step": history.best_val_step,
         "skipped_updates": skipped_updates,
-        "gold_step": None,
+        "gold_step": gold and gold.step,
+        "gold_metric": gold and history.gold.metric,
+        "gold_value": gold and gold.value,
+        "transfer": transfer,
     }

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -22,17 +22,22 @@ from curriculum.model.model import abstract_params, parameter_name
 from curriculum.record.events import plain
 from curriculum.train.optimizer import state_layout
 from curriculum.train.setup import Setup
+from curriculum.train.watch import Watch
 from evalsets.evalset import PRIMARY
+from evalsets.gold import GoldState
 from evalsets.metrics import Summary, WindowResults
+from evalsets.regressions import Comparison
 from phases.schedule import Segment, first_difference, segments_from_json, segments_to_json
 
 
 @dataclass(frozen=True)
 class History:
-    """What the end of a run tells of its course; it goes into every checkpoint."""
+    """What a run remembers of its course; it goes into every checkpoint."""
 
     started_at: str
     phase: str  # the one that the record is in: the last that it tells a switch to
+    watch: Watch = field(default_factory=Watch)
+    gold: GoldState = field(default_factory=GoldState)
     eval_sets: dict[str, str] = field(default_factory=dict)  # content hash of every set that was ever measured
     train_loss: float | None = None
     val_loss: float | None = None
@@ -40,27 +45,38 @@ class History:
     best_val_step: int | None = None
 
     @staticmethod
-    def begin(phase: str) -> History:
-        return History(datetime.now().astimezone().isoformat(timespec="seconds"), phase)
+    def begin(setup: Setup) -> History:
+        started_at = datetime.now().astimezone().isoformat(timespec="seconds")
+        return History(started_at, setup.schedule.segments[0].phase)
 
     @staticmethod
-    def of(saved: Mapping[str, Any]) -> History:
-        return History(**saved["history"])
+    def of(saved: Mapping[str, Any], baselines: Mapping[str, np.ndarray], setup: Setup) -> History:
+        """From a ledger, and the baselines of the eval sets in the same checkpoint."""
+        history = saved["history"]
+        watch = Watch.of(history["watch"], baselines, setup.suite.evalsets)
+        return History(**{**history, "watch": watch, "gold": GoldState.from_json(history["gold"])})
 
-    def with_eval(self, step: int, summaries: Mapping[str, Summary], content_hashes: Mapping[str, str]) -> History:
-        """After an eval of the sets in `summaries`."""
-        measured = {name: content_hashes[name] for name in summaries}
-        history = replace(self, eval_sets={**self.eval_sets, **measured})
+    def to_json(self) -> dict[str, Any]:
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        return own | {"watch": self.watch.to_json(), "gold": self.gold.to_json()}
+
+    def with_eval(
+        self, setup: Setup, step: int, results: Mapping[str, WindowResults], summaries: Mapping[str, Summary]
+    ) -> tuple[History, dict[str, Comparison]]:
+        """After an eval of some sets, and how each of them stands that was measured before."""
+        measured = {name: setup.content_hashes[name] for name in results}
+        watch, comparisons = self.watch.with_eval(setup, step, results)
+        history = replace(self, eval_sets={**self.eval_sets, **measured}, watch=watch)
         if PRIMARY not in summaries:
-            return history
+            return history, comparisons
         loss = summaries[PRIMARY].loss
         if math.isfinite(loss) and (self.best_val_loss is None or loss < self.best_val_loss):
             history = replace(history, best_val_loss=loss, best_val_step=step)
-        return replace(history, val_loss=loss)
+        return replace(history, val_loss=loss), comparisons
 
-    def with_phase(self, phase: str) -> History:
-        """After a phase switch."""
-        return replace(self, phase=phase)
+    def with_phase(self, phase: str, step: int, results: Mapping[str, WindowResults]) -> History:
+        """After a phase switch, the eval at its step being what the new phase starts from."""
+        return replace(self, phase=phase, watch=self.watch.with_phase(step, results))
 
     def with_row(self, row: Mapping[str, Any]) -> History:
         """After a metrics row."""
@@ -91,7 +107,7 @@ def entry(setup: Setup, step: int, history: History, offsets: Mapping[str, int],
             for name in setup.plan.sources
         },
         "lineage": setup.lineage,
-        "history": asdict(history),
+        "history": history.to_json(),
         "offsets": dict(offsets),
         "elapsed_s": round(elapsed_s, 3),
     }
@@ -241,3 +257,15 @@ def write_results(
     with open(temporary, "wb") as file:
         np.savez_compressed(file, **arrays)
     os.replace(temporary, path)
+
+
+def read_results(path: Path) -> dict[str, WindowResults]:
+    """What `write_results` wrote of the raw parameters, by set; nothing where there is no such file."""
+    if not path.exists():
+        return {}
+    with np.load(path) as arrays:
+        names = dict.fromkeys(key.rpartition(".")[0] for key in arrays.files if "@" not in key)
+        return {
+            name: WindowResults(**{c: arrays[f"{name}.{c.removesuffix('_N')}"] for c in WindowResults._fields})
+            for name in names
+        }

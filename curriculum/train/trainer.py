@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,19 @@ from curriculum.run import (
 )
 from curriculum.train import fields, ledger
 from curriculum.train.averages import averages_at, set_aside_means_after
+from curriculum.train.best import BestCheckpoints
 from curriculum.train.checkpoint import Checkpoints
-from curriculum.train.clock import TrainClock, peak_memory_gb
+from curriculum.train.clock import peak_memory_gb
+from curriculum.train.judge import judge
 from curriculum.train.mesh import describe_devices
+from curriculum.train.running import Running
 from curriculum.train.setup import Setup, build
 from curriculum.train.signals import Stopped, StopSignals
 from curriculum.train.start import start_of
-from curriculum.train.step import TrainState, clear_window, read_window
+from curriculum.train.step import clear_window, read_window
+from curriculum.train.watch import RegressionStop, newly_warned, transfer_matrix
 from evalsets.metrics import Summary, WindowResults, summarise
+from evalsets.regressions import Comparison
 from phases.schedule import Segment
 
 
@@ -51,7 +57,7 @@ def train(
 ) -> dict[str, Any]:
     """Train a run, or continue it, and return its `training_complete` event.
 
-    `run_dir` is `runs/<name>` by default; `resume` is None for a new run, "latest", or the step of a checkpoint.
+    `run_dir` is `runs/<name>` by default; `resume` is None for a new run, "latest", "gold", or a checkpoint's step.
     `make_model(vocab_size)` gives a model of one's own, for the tokenizer's ids; the `model` section is then not
     read, and null in what the run keeps.
     Raises InputError for what the user can mend, before anything is created, and Stopped after a signal.
@@ -62,8 +68,8 @@ def train(
         raise InputError(
             f"{directory.path}: already holds a run; continue it with --resume latest, or choose another --run-dir"
         )
-    _check_resume(directory, resume)
-    saved = _saved(directory, resume)
+    _, folder = _to_resume(directory, resume)
+    saved = {} if folder is None else read_ledger(folder)
     past = ledger.past_of(saved)
     _check(config, past)
     tokenizer = kept_tokenizer(directory, config) if resume is not None else None
@@ -117,120 +123,129 @@ def dry_run(
 
 def _run(setup: Setup, directory: RunDirectory, checkpoints: Checkpoints, resume: str | int | None) -> dict[str, Any]:
     """Begin or continue the run of a directory, up to its `training_complete` event."""
-    step = _step_to_resume(checkpoints, resume)
+    step, folder = _to_resume(directory, resume)
     if step is None:
-        state, history = setup.initial_state(), ledger.History.begin(setup.schedule.segments[0].phase)
+        state, history = setup.initial_state(), ledger.History.begin(setup)
         if resume is not None:
             set_aside(directory.path)
     else:
-        saved = checkpoints.ledger(step)
+        saved = read_ledger(folder)
         ledger.check_past(saved, setup)
-        if step == setup.schedule.total_steps == checkpoints.steps()[-1]:
+        if step == setup.schedule.total_steps == max(checkpoints.steps(), default=None):
             if complete := load_run(directory.path).complete:
                 added = [name for name in setup.suite.evalsets if name not in saved["history"]["eval_sets"]]
                 unmeasured = f" Not measured: {', '.join(added)} (give it more train.steps)." if added else ""
                 print(f"{directory.path} is finished: {step} of {step} steps. Nothing to do.{unmeasured}")
                 return complete
         check_offsets(directory.path, saved["offsets"])
-        state, history = setup.restore(checkpoints, step, tuple(saved["sources"])), ledger.History.of(saved)
-    checkpoints.set_aside_after(-1 if step is None else step)
-    directory.set_aside_evals_after(-1 if step is None else step)
-    set_aside_means_after(directory.averages, -1 if step is None else step, directory.superseded / "averages")
-    directory.create(setup.config, fields.derived(setup), plain(dict(setup.model.architecture)))
-    write_tokenizer(directory, setup.corpus.tokenizer)
+        checkpoints.adopt(folder)
+        state = setup.restore(checkpoints, step, tuple(saved["sources"]))
+        history = ledger.History.of(saved, checkpoints.baselines(step), setup)
+    with BestCheckpoints(directory, checkpoints, step) as best:
+        last = -1 if step is None else step
+        checkpoints.set_aside_after(last)
+        directory.set_aside_evals_after(last)
+        set_aside_means_after(directory.averages, last, directory.superseded / "averages")
+        directory.create(setup.config, fields.derived(setup), plain(dict(setup.model.architecture)))
+        write_tokenizer(directory, setup.corpus.tokenizer)
 
-    views = [
-        Console(directory.path, _resume_command(setup.config, directory), device_lines=setup.device_lines),
-        *([Board(directory.path)] if setup.config.logging.tensorboard else []),
-    ]
-    if wandb := setup.config.logging.wandb:
-        views.append(WandbLog(directory.path, wandb, setup.config.to_json()))
-    if step is None:
-        record = Record(directory.path, setup.tokens_at, views=views)
-    else:
-        record = Record.resume(directory.path, saved["offsets"], setup.tokens_at, saved["elapsed_s"], views)
-    try:
-        return _loop(setup, directory, checkpoints, record, state, history, step)
-    finally:
-        record.close()
+        views = [
+            Console(directory.path, _resume_command(setup.config, directory), device_lines=setup.device_lines),
+            *([Board(directory.path)] if setup.config.logging.tensorboard else []),
+        ]
+        if wandb := setup.config.logging.wandb:
+            views.append(WandbLog(directory.path, wandb, setup.config.to_json()))
+        if step is None:
+            record = Record(directory.path, setup.tokens_at, views=views)
+        else:
+            record = Record.resume(directory.path, saved["offsets"], setup.tokens_at, saved["elapsed_s"], views)
+        try:
+            return _loop(Running(setup, directory, record, checkpoints, best, state, history), step)
+        finally:
+            record.close()
 
 
-def _loop(
-    setup: Setup,
-    directory: RunDirectory,
-    checkpoints: Checkpoints,
-    record: Record,
-    state: TrainState,
-    history: ledger.History,
-    resumed_step: int | None,
-) -> dict[str, Any]:
-    config, total = setup.config, setup.schedule.total_steps
-    boundaries = {end for _, _, end in setup.schedule.phase_bounds}
-    clock = TrainClock()
-
-    def evaluate(done: int, names: list[str]) -> None:
-        nonlocal history
-        with clock.paused(state):
-            started = time.perf_counter()
-            results = setup.suite.run(state.params, names)
-            averages = averages_at(setup, done, state, checkpoints, directory.averages)
-            averaged = {average: setup.suite.run(params, names) for average, params in averages.items()}
-            duration_s = time.perf_counter() - started
-            ledger.write_results(directory.path / "evals" / f"{done}.npz", results, averaged)
-            summaries = _summaries(results)
-            of_averages = {average: _summaries(of_sets) for average, of_sets in averaged.items()}
-            record.event("eval", done, **fields.eval_event(setup, done, summaries, of_averages, duration_s))
-            history = history.with_eval(done, summaries, setup.content_hashes)
-
-    def save(done: int, planned: bool) -> None:
-        with clock.paused(state):
-            before = record.offsets()
-            record.event("checkpoint", done, path=f"checkpoints/{done}")
-            # A checkpoint is never ahead of the record; one that only a stop made leaves no event once it is resumed.
-            offsets = record.offsets() if planned else before
-            checkpoints.save(state, ledger.entry(setup, done, history, offsets, record.elapsed_s))
-            directory.write_training_state(fields.training_state(setup, done, history))
-
-    def switch_phase(done: int) -> None:
-        nonlocal history
-        event = record.event("phase_switch", done, **fields.phase_switch(setup, done))
-        history = history.with_phase(event["new_phase"])
-
+def _loop(run: Running, resumed_step: int | None) -> dict[str, Any]:
+    setup, config, record, clock = run.setup, run.setup.config, run.record, run.clock
     with StopSignals() as stop:
         if resumed_step is None:
             record.event("training_start", 0, **fields.training_start(setup))
-            evaluate(0, list(setup.suite.evalsets))
+            judge(run, 0, *evaluate(run, 0, list(setup.suite.evalsets)))
         else:
             record.event("resume", resumed_step, **fields.resume(setup))
-            if added := [name for name in setup.suite.evalsets if name not in history.eval_sets]:
-                evaluate(resumed_step, added)
-            if resumed_step in boundaries and resumed_step < total:
+            if added := [name for name in setup.suite.evalsets if name not in run.history.eval_sets]:
+                judge(run, resumed_step, *evaluate(run, resumed_step, added))
+            if resumed_step in setup.schedule.phase_ends and resumed_step < setup.schedule.total_steps:
                 clock.switched()
-                if history.phase != setup.schedule.segment_at(resumed_step).phase:  # the run ended here before
-                    switch_phase(resumed_step)
+                if run.history.phase != setup.schedule.segment_at(resumed_step).phase:  # the run ended here before
+                    switch_phase(run, resumed_step)
 
-        for step in range(resumed_step or 0, total):
+        for step in range(resumed_step or 0, setup.schedule.total_steps):
             with clock.update():
-                state = setup.train_step(state, setup.feed[step], np.float32(setup.rates[step]))
+                run.state = setup.train_step(run.state, setup.feed[step], np.float32(setup.rates[step]))
             done = step + 1
-            if done % config.logging.every == 0 or done == total:
-                row = record.row(fields.metrics_row(setup, done, state, clock))  # an ordinary step's only host sync
-                history = history.with_row(row)
-                state = state._replace(window=clear_window(state.window))
-            if names := _sets_due(config, done, boundaries):
-                evaluate(done, names)
-            if done in boundaries and done < total:
-                switch_phase(done)
+            at_end = done == setup.schedule.total_steps
+            if done % config.logging.every == 0 or at_end:
+                row = record.row(fields.metrics_row(setup, done, run.state, clock))  # an ordinary step's only host sync
+                run.history = run.history.with_row(row)
+                run.state = run.state._replace(window=clear_window(run.state.window))
+            names = _sets_due(config, done, setup.schedule.phase_ends)
+            evaluated = evaluate(run, done, names) if names else None
+            if done in setup.schedule.phase_ends and not at_end:
+                switch_phase(run, done)
                 clock.switched()
-            stopped_by, planned = stop.received, done % config.checkpoint.every == 0 or done == total
-            if planned or stopped_by is not None:
-                save(done, planned)
-            if stopped_by is not None and done < total:
-                checkpoints.wait()
-                raise Stopped(stopped_by, done)
-    checkpoints.wait()
-    complete = fields.training_complete(setup, history, record.elapsed_s, int(state.skipped_updates))
-    return record.event("training_complete", total, **complete)
+            worse = judge(run, done, *evaluated) if evaluated else []
+            stopped_by, planned = stop.received, done % config.checkpoint.every == 0 or at_end
+            ends_here = stopped_by is not None or (bool(worse) and config.evalsets.regression.action == "stop")
+            if planned or ends_here:
+                save(run, done, planned)
+            if ends_here and not at_end:
+                run.checkpoints.wait()
+                raise RegressionStop(done, worse) if stopped_by is None else Stopped(stopped_by, done)
+    run.checkpoints.wait()
+    results = {end: ledger.read_results(run.directory.results(end)) for end in setup.schedule.phase_ends}
+    transfer = transfer_matrix(setup, run.history.watch, results)
+    skipped_updates = int(run.state.skipped_updates)
+    complete = fields.training_complete(setup, run.history, transfer, record.elapsed_s, skipped_updates)
+    return record.event("training_complete", setup.schedule.total_steps, **complete)
+
+
+def evaluate(run: Running, done: int, names: list[str]) -> tuple[dict[str, Summary], dict[str, Comparison]]:
+    """Measure the named sets after `done` updates; also how each stands that was measured before."""
+    setup = run.setup
+    with run.clock.paused(run.state):
+        started = time.perf_counter()
+        results = setup.suite.run(run.state.params, names)
+        averages = averages_at(setup, done, run.state, run.checkpoints, run.directory.averages)
+        averaged = {average: setup.suite.run(params, names) for average, params in averages.items()}
+        duration_s = time.perf_counter() - started
+        ledger.write_results(run.directory.results(done), results, averaged)
+        summaries = _summaries(results)
+        of_averages = {average: _summaries(of_sets) for average, of_sets in averaged.items()}
+        run.history, comparisons = run.history.with_eval(setup, done, results, summaries)
+        watch, notes = run.history.watch.with_notes(setup, done, comparisons)
+        run.history = replace(run.history, watch=watch)
+        notes += newly_warned(comparisons)
+        event = fields.eval_event(setup, done, summaries, of_averages, comparisons, notes, duration_s)
+        run.record.event("eval", done, **event)
+    return summaries, comparisons
+
+
+def switch_phase(run: Running, done: int) -> None:
+    """Tell the switch after `done` updates, to whose eval the new phase will be compared."""
+    event = run.record.event("phase_switch", done, **fields.phase_switch(run.setup, done))
+    results = ledger.read_results(run.directory.results(done))
+    run.history = run.history.with_phase(event["new_phase"], done, results)
+
+
+def save(run: Running, done: int, planned: bool) -> None:
+    with run.clock.paused(run.state):
+        before = run.record.offsets()
+        run.record.event("checkpoint", done, path=f"checkpoints/{done}")
+        # A checkpoint is never ahead of the record; one that only a stop made leaves no event once it is resumed.
+        run.save_in(run.checkpoints, done, run.record.offsets() if planned else before)
+        run.best.spoken_of(done, run.history.gold)
+        run.directory.write_training_state(fields.training_state(run.setup, done, run.history))
 
 
 def _summaries(results: Mapping[str, WindowResults]) -> dict[str, Summary]:
@@ -245,7 +260,7 @@ def _resume_command(config: Config, directory: RunDirectory) -> str | None:
     return f"{program('curriculum')} train {config_file} --run-dir {run_dir} --resume latest"
 
 
-def _sets_due(config: Config, done: int, boundaries: set[int]) -> list[str]:
+def _sets_due(config: Config, done: int, boundaries: Set[int]) -> list[str]:
     """Names of the eval sets to measure after `done` updates; boundaries, the end among them, measure all."""
     if done in boundaries:
         return list(config.eval_sources)
@@ -260,25 +275,6 @@ def _check(config: Config, past: Sequence[Segment] = ()) -> None:
     check_schedule(config, past)
 
 
-def _check_resume(directory: RunDirectory, resume: str | int | None) -> None:
-    """Refuse what cannot be resumed, before anything is prepared or created."""
-    if resume is None or resume == "latest":
-        return
-    if isinstance(resume, str) and not (resume.isascii() and resume.isdecimal()):
-        raise InputError(f"--resume {resume}: expected 'latest' or the step of a checkpoint")
-    steps = sorted(int(path.name) for path in directory.checkpoints.glob("[0-9]*") if path.name.isdecimal())
-    if int(resume) not in steps:
-        there = ", ".join(map(str, steps)) or "none"
-        raise InputError(f"--resume {resume}: {directory.path} has no checkpoint of that step; there are: {there}")
-
-
-def _saved(directory: RunDirectory, resume: str | int | None) -> dict[str, Any]:
-    """The ledger of the checkpoint to continue from; nothing where the run begins."""
-    if resume is None or (resume == "latest" and not checkpoint_steps(directory.checkpoints)):
-        return {}
-    return read_ledger(find_checkpoint(directory, resume, option="--resume")[1])
-
-
 def kept_tokenizer(directory: RunDirectory, config: Config) -> Tokenizer | None:
     """The tokenizer kept with the run, unless the config now asks for another: new sources do not train it anew."""
     if not directory.tokenizer.exists() or not directory.resolved_config.exists():
@@ -287,8 +283,11 @@ def kept_tokenizer(directory: RunDirectory, config: Config) -> Tokenizer | None:
     return load_tokenizer(directory.tokenizer) if same else None
 
 
-def _step_to_resume(checkpoints: Checkpoints, resume: str | int | None) -> int | None:
-    if resume != "latest":
-        return None if resume is None else int(resume)
-    steps = checkpoints.steps()
-    return steps[-1] if steps else None
+def _to_resume(directory: RunDirectory, resume: str | int | None) -> tuple[int | None, Path | None]:
+    """(step, folder) of the checkpoint to go on from; (None, None) where the run begins.
+
+    Raises InputError for one that is not there.
+    """
+    if resume is None or resume == "latest" and not checkpoint_steps(directory.checkpoints):
+        return None, None
+    return find_checkpoint(directory, resume, option="--resume")

@@ -1,0 +1,73 @@
+"""Whole checkpoints outside the newest ones: `gold/`, the best of the run and its candidates, and `kept/`."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+
+from curriculum.errors import InputError
+from curriculum.run import RunDirectory, checkpoint_steps, read_ledger
+from curriculum.train.checkpoint import Checkpoints
+from evalsets.gold import GoldState, kept_steps
+
+
+class BestCheckpoints:
+    """What `gold/` and `kept/` hold of a run that begins, or goes on from step `resumed`.
+
+    A gold that was replaced stays as long as a checkpoint that may be resumed still speaks of it, so that going back
+    to that one loses nothing. What came after the resumed step is moved to `superseded/`, as it will come again.
+
+    Raises InputError where the gold that the resumed checkpoint speaks of is gone.
+    """
+
+    def __init__(self, directory: RunDirectory, checkpoints: Checkpoints, resumed: int | None):
+        last = -1 if resumed is None else resumed
+        self._directory = directory
+        self._checkpoints = checkpoints
+        self._spoken_of = {
+            step: kept_steps(GoldState.from_json(read_ledger(directory.checkpoints / str(step))["history"]["gold"]))
+            for step in checkpoints.steps()
+            if step <= last
+        }
+        missing = self._spoken_of.get(last, set()) - set(checkpoint_steps(directory.gold))
+        if gone := missing - set(checkpoints.steps()):
+            raise InputError(
+                f"{directory.gold / str(min(gone))}: is gone, but the checkpoint of step {resumed} speaks of it; put "
+                "it back from a copy, or resume from another step"
+            )
+        self.gold = Checkpoints(directory.gold, keep=None)
+        self.gold.set_aside_after(last)
+        for step in sorted(missing):
+            self.gold.adopt(directory.checkpoints / str(step))
+        if directory.kept.exists():
+            self.kept.set_aside_after(last)
+
+    def __enter__(self) -> BestCheckpoints:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.gold.close()
+        if "kept" in self.__dict__:
+            self.kept.close()
+
+    @cached_property
+    def kept(self) -> Checkpoints:
+        """What `regression.action: checkpoint` keeps; the folder is made by the first of them."""
+        return Checkpoints(self._directory.kept, keep=None)
+
+    def gold_folder(self, step: int) -> Path:
+        return self._directory.gold / str(step)
+
+    def spoken_of(self, step: int, state: GoldState) -> None:
+        """A checkpoint of `step` was saved whose ledger holds `state`."""
+        self._spoken_of[step] = kept_steps(state)
+        self.drop_all_but(kept_steps(state))
+
+    def drop_all_but(self, steps: set[int]) -> None:
+        """Drop the golds that are neither among `steps` nor spoken of by a checkpoint that is still there."""
+        newest = max(self._spoken_of, default=None)  # it may be on its way to the disk
+        there = {*self._checkpoints.steps(), newest}
+        self._spoken_of = {step: golds for step, golds in self._spoken_of.items() if step in there}
+        for step in self.gold.steps():
+            if step not in steps.union(*self._spoken_of.values()):
+                self.gold.delete(step)

@@ -1,0 +1,231 @@
+"""What the run remembers of its eval sets, and what the newest eval says beside that: who got worse, who recovered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from curriculum.config import Config
+from curriculum.record.events import record_name
+from curriculum.train.setup import Setup
+from evalsets.evalset import EvalSet
+from evalsets.metrics import WindowResults, clusters
+from evalsets.regressions import (
+    BASELINES,
+    MIN_NU,
+    OK,
+    REGRESSED,
+    WARNED,
+    Comparison,
+    Watched,
+    begin,
+    begin_phase,
+    error_level,
+    observe,
+    transfer,
+)
+
+Pair = dict[str, Any]  # an eval set and a baseline that it is compared with, as an event names them
+_NATS = "baseline_nats_BN"  # of a Watched; saved as an array, the rest as JSON
+
+
+class RegressionStop(Exception):
+    """The run ended as `regression.action: stop` asks for, after its checkpoint was saved."""
+
+    def __init__(self, step: int, sets: Iterable[str]):
+        self.step = step
+        super().__init__(f"stopped at step {step}, which was saved: {', '.join(map(record_name, sets))} got worse")
+
+
+@dataclass(frozen=True)
+class Watch:
+    """The memory of every eval set.
+
+    spent: how much of the error that all comparisons of the run may make together was used.
+    standing: the pairs of a set and a baseline that are regressed, as last measured, by set.
+    told: sets whose smallest detectable rise was said.
+    """
+
+    sets: dict[str, Watched] = field(default_factory=dict)
+    spent: float = 0.0
+    standing: dict[str, list[Pair]] = field(default_factory=dict)
+    told: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(saved: Mapping[str, Any], baselines: Mapping[str, np.ndarray], names: Iterable[str]) -> Watch:
+        """From `to_json` and `baselines`; sets that are not among `names` are forgotten."""
+        sets = {}
+        for name in (name for name in names if name in saved["sets"]):
+            arrays = {key: np.array(values) for key, values in saved["sets"][name].items()}
+            sets[name] = Watched(**arrays, **{_NATS: baselines[name].astype(np.float64)})
+        standing = {name: pairs for name, pairs in saved["standing"].items() if name in sets}
+        return Watch(sets, saved["spent"], standing, tuple(saved["told"]))
+
+    def to_json(self) -> dict[str, Any]:
+        sets = {
+            name: {key: array.tolist() for key, array in watched._asdict().items() if key != _NATS}
+            for name, watched in self.sets.items()
+        }
+        return {"sets": sets, "spent": self.spent, "standing": self.standing, "told": self.told}
+
+    def baselines(self) -> dict[str, np.ndarray]:
+        """Nats of every window at each baseline, [B, N] by set; float32, as the device summed them, loses nothing."""
+        return {name: watched.baseline_nats_BN.astype(np.float32) for name, watched in self.sets.items()}
+
+    def with_eval(
+        self, setup: Setup, step: int, results: Mapping[str, WindowResults]
+    ) -> tuple[Watch, dict[str, Comparison]]:
+        """After an eval of some sets, and how each stands that was measured before."""
+        sets, comparisons = dict(self.sets), {}
+        planned, left = num_comparisons(setup, 0), num_comparisons(setup, step - 1)
+        level = error_level(setup.config.evalsets.regression.confidence, self.spent, planned, left) if left else 0.0
+        bounds = setup.schedule.phase_bounds
+        phase = next((i for i, (_, _, end) in enumerate(bounds) if step <= end), len(bounds) - 1)
+        for name, result in results.items():
+            if name not in sets:
+                sets[name] = begin(step, phase, result.nats_N, result.tokens_N)
+                continue
+            sets[name], comparisons[name] = observe(
+                sets[name],
+                step,
+                phase,
+                result.nats_N,
+                result.tokens_N,
+                result.document_N,
+                tolerance=tolerance(setup.config, name),
+                level=level,
+            )
+        spent = self.spent + sum(float(comparison.spent) for comparison in comparisons.values())
+        return replace(self, sets=sets, spent=spent), comparisons
+
+    def with_verdicts(
+        self, setup: Setup, step: int, comparisons: Mapping[str, Comparison]
+    ) -> tuple[Watch, list[Pair], list[str]]:
+        """(the memory of what stands now, what recovered, the sets that newly got worse) at an eval."""
+        standing, recovered, worse = dict(self.standing), [], []
+        for name, comparison in comparisons.items():
+            before_B, now_B = comparison.states_before_B == REGRESSED, comparison.states_B == REGRESSED
+            first_steps = {pair["baseline"]: pair["first_step"] for pair in self.standing.get(name, [])}
+            recovered += [
+                {**_pair(setup, step, name, comparison, b), "first_step": first_steps[BASELINES[b]]}
+                for b in np.flatnonzero(before_B & ~now_B)
+            ]
+            standing[name] = [_pair(setup, step, name, comparison, b) for b in np.flatnonzero(now_B)]
+            if any(now_B & ~before_B):
+                worse.append(name)
+        return replace(self, standing={name: pairs for name, pairs in standing.items() if pairs}), recovered, worse
+
+    def with_notes(self, setup: Setup, step: int, comparisons: Mapping[str, Comparison]) -> tuple[Watch, list[str]]:
+        """What is said of each set once, at the end of a phase that shows the scatter of its evals."""
+        if step not in setup.schedule.phase_ends:
+            return self, []
+        new = {n: c for n, c in comparisons.items() if n not in self.told and c.nu >= MIN_NU and c.no_verdict is None}
+        shown = ", ".join(f"{record_name(name)} {c.detectable:.4f}" for name, c in new.items())
+        notes = [f"smallest rise that an eval finds with 80 % power, in nats: {shown}"] if new else []
+        for name, c in new.items():
+            if c.too_small:
+                notes.append(
+                    f"eval set {record_name(name)} is too small for its tolerance of {tolerance(setup.config, name):g} "
+                    f"nats: the choice of its {c.num_clusters} {c.clusters} alone hides rises of twice that; give it "
+                    "more text, or a higher tolerance"
+                )
+        return replace(self, told=(*self.told, *new)), notes
+
+    def with_phase(self, step: int, results: Mapping[str, WindowResults]) -> Watch:
+        """After a phase switch: the eval at `step` is what the new phase starts from."""
+        begun = {name: begin_phase(self.sets[name], step, result.nats_N) for name, result in results.items()}
+        return replace(self, sets={**self.sets, **begun})
+
+    def without_phase_start(self) -> Watch:
+        """Once a phase is over, no alarm against its start stands."""
+        standing = {
+            name: [pair for pair in pairs if pair["baseline"] != "phase_start"] for name, pairs in self.standing.items()
+        }
+        return replace(self, standing={name: pairs for name, pairs in standing.items() if pairs})
+
+
+def newly_warned(comparisons: Mapping[str, Comparison]) -> list[str]:
+    """A line on the sets that rose by more than chance alone often does, but by too little for an alarm."""
+    risen = []
+    for name, c in comparisons.items():
+        new_B = (c.states_B == WARNED) & (c.states_before_B == OK)
+        if new_B.any():
+            b = int(np.argmax(np.where(new_B, c.t_B, -np.inf)))
+            rise = f"{record_name(name)} {c.delta_B[b]:+.4f} against {BASELINES[b]}"
+            risen.append(f"{rise} (t {c.t_B[b]:.1f}, an alarm above {c.critical:.1f})")
+    return [f"worse, but it may be chance: {', '.join(risen)}"] if risen else []
+
+
+def num_comparisons(setup: Setup, after: int) -> int:
+    """Comparisons planned at the evals after step `after`, step 0 aside: one a set, eval and baseline."""
+    total, every = setup.schedule.total_steps, setup.config.evalsets.every
+    steps_of_sets = (
+        setup.schedule.phase_ends | set(range(0, total + 1, source.every or every))
+        for source in setup.config.eval_sources.values()
+    )
+    return len(BASELINES) * sum(step > max(after, 0) for steps in steps_of_sets for step in steps)
+
+
+def tolerance(config: Config, name: str) -> float:
+    """Nats per token that a set may rise by before it counts as worse."""
+    own = config.eval_sources[name].tolerance
+    return config.evalsets.regression.tolerance if own is None else own
+
+
+def transfer_matrix(setup: Setup, watch: Watch, results: Mapping[int, Mapping[str, WindowResults]]) -> dict[str, Any]:
+    """How every set went from phase end to phase end, by the eval results at each of them that there are."""
+    bounds = setup.schedule.phase_bounds
+    sets = {}
+    for name, watched in watch.sets.items():
+        measured = [results.get(end, {}).get(name) for _, _, end in bounds]
+        last = measured[-1]
+        found = transfer(watched, [m and m.nats_N for m in measured], last.tokens_N, last.document_N)
+        sets[record_name(name)] = {
+            "start": found.start,
+            "loss": found.losses,
+            "forgetting": {
+                "value": found.forgetting.value,
+                "interval": [found.forgetting.low, found.forgetting.high],
+                "best_phase": None if found.best_phase is None else bounds[found.best_phase][0],
+            },
+            "gain": {"value": found.gain.value, "interval": [found.gain.low, found.gain.high]},
+        }
+    return {"phases": [name for name, _, _ in bounds], "steps": [end for _, _, end in bounds], "sets": sets}
+
+
+def start_warnings(evalsets: Iterable[EvalSet]) -> Iterator[str]:
+    """The sets of which nothing can be told, whatever they measure."""
+    for evalset in evalsets:
+        if len(np.unique(clusters(evalset.document_N)[0])) < 2:
+            yield (
+                f"eval set {record_name(evalset.name)} is one document of {evalset.num_windows} windows: no standard "
+                "error, and no verdict on whether it got worse; give it more documents"
+            )
+
+
+def _pair(setup: Setup, step: int, name: str, comparison: Comparison, b: int) -> Pair:
+    baseline_step = int(comparison.baseline_steps_B[b])
+    updates = (max(s - 1, 0) for s in (baseline_step, step))
+    then, now = (setup.schedule.segment_at(update).mixture_at(update) for update in updates)
+    return {
+        "set": record_name(name),
+        "baseline": BASELINES[b],
+        "baseline_step": baseline_step,
+        "loss": float(comparison.loss),
+        "baseline_loss": float(comparison.baseline_losses_B[b]),
+        "delta": float(comparison.delta_B[b]),
+        "sem": float(comparison.sem_B[b]),
+        "interval": [float(comparison.low_B[b]), float(comparison.high_B[b])],
+        "t": float(comparison.t_B[b]),
+        "df": int(comparison.df),
+        "tolerance": tolerance(setup.config, name),
+        "first_step": int(comparison.first_steps_B[b]),
+        "mixture_change": {
+            source: [then.get(source, 0.0), now.get(source, 0.0)]
+            for source in setup.config.sources
+            if then.get(source, 0.0) != now.get(source, 0.0)
+        },
+    }

@@ -1,0 +1,308 @@
+"""Whole runs that forget and recover: alarms, what is done about them, the gold checkpoint, what a resume remembers."""
+
+import json
+import shutil
+import sys
+
+import numpy as np
+import pytest
+from test_trainer import WORDS, config_data, final_state, record
+
+from curriculum.config import build_config
+from curriculum.errors import InputError
+from curriculum.run import checkpoint_steps, load_run, read_ledger
+from curriculum.train.checkpoint import Checkpoints
+from curriculum.train.setup import build
+from curriculum.train.trainer import train
+from curriculum.train.watch import RegressionStop
+
+SWITCH, BACK, END = 200, 225, 260
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory):
+    return tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory):
+    """The three sources of test_trainer, twice as many documents: 48 of each are held out."""
+    folder = tmp_path_factory.mktemp("texts")
+    rng = np.random.default_rng(0)
+    for name, words in WORDS.items():
+        lines = [json.dumps({"text": " ".join(rng.choice(words, int(rng.integers(20, 90))))}) for _ in range(240)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def forgetful(texts, **changes):
+    """Two sources until step 200, then none of them for 40 steps, then both again; the model learns all along."""
+    both = {"web": 0.5, "code": 0.5}
+    sections = {
+        "sources": {name: {"path": str(texts / f"{name}.jsonl"), "held_out": "20%"} for name in WORDS},
+        "phases": [
+            {"name": "base", "until": 60, "mixture": both},
+            {"name": "more", "until": SWITCH, "mixture": both},
+            {"name": "domain", "until": BACK, "mixture": {"law": 1.0}},
+            {"name": "back", "until": "end", "mixture": both},
+        ],
+        "evalsets": {
+            "every": 5,
+            "primary": {"held_out_of": "web"},
+            "sets": {"code": {"held_out_of": "code"}, "law": {"held_out_of": "law"}},
+            "gold": {"subject_to": {"law": {"max_increase": 0.5}}},
+            **changes.pop("evalsets", {}),
+        },
+        "train": {"steps": END, "batch_size": 8, "seq_len": 32},
+        "optim": {"lr": 3e-3, "schedule": "constant", "warmup_steps": 5},
+        "checkpoint": {"every": 25, "keep": 12},
+        "logging": {"every": 10, "tensorboard": False},
+    }
+    return build_config(config_data(texts, **sections | changes))
+
+
+@pytest.fixture(scope="session")
+def told(texts, store, tmp_path_factory):
+    """The run in one go, with `action: log`."""
+    run_dir = tmp_path_factory.mktemp("told") / "run"
+    train(forgetful(texts), run_dir, store_dir=store)
+    return run_dir
+
+
+def events(run_dir, name):
+    return [event for event in load_run(run_dir).events if event["event"] == name]
+
+
+def of_set(verdicts, *names):
+    """(step, pair) of what events say of some sets."""
+    return [(e["step"], pair) for e in verdicts for pair in e["offenders"] if pair["set"] in names]
+
+
+def windows(run_dir, name, step):
+    with np.load(run_dir / "evals" / f"{step}.npz") as arrays:
+        return [arrays[f"{name}.{column}"] for column in ("nats", "tokens", "document")]
+
+
+def test_nothing_is_said_while_all_is_well_and_forgetting_is_told_at_once(told):
+    alarms = of_set(events(told, "eval_regression"), "val", "code")
+    assert len(events(told, "eval")) == END // 5 + 1
+    assert min(step for step, _ in alarms) in (SWITCH + 5, SWITCH + 10)
+    assert {pair["set"] for step, pair in alarms if step <= SWITCH + 10} == {"val", "code"}
+    first = next(pair for step, pair in alarms if pair["set"] == "val")
+    assert first["baseline"] == "phase_start" and first["baseline_step"] == SWITCH
+    assert first["mixture_change"] == {"web": [0.5, 0.0], "code": [0.5, 0.0], "law": [0.0, 1.0]}
+    assert first["first_step"] in (SWITCH + 5, SWITCH + 10) and first["tolerance"] == 0.01
+
+
+def test_what_an_alarm_says_is_what_the_windows_say(told):
+    step, pair = of_set(events(told, "eval_regression"), "val")[0]
+    now_N, tokens_N, document_N = windows(told, "primary", step)
+    then_N, _, _ = windows(told, "primary", pair["baseline_step"])
+    delta = sum(now_N - then_N) / sum(tokens_N)
+    by_document = [
+        sum((now_N - then_N - delta * tokens_N)[document_N == document]) for document in np.unique(document_N)
+    ]
+    assert len(by_document) > 40
+    item = np.sqrt(len(by_document) / (len(by_document) - 1) * np.sum(np.square(by_document))) / sum(tokens_N)
+    assert pair["delta"] == pytest.approx(delta, rel=1e-12) and delta > 0.1
+    assert pair["loss"] - pair["baseline_loss"] == pytest.approx(delta, rel=1e-9)
+    jitter = np.sqrt((pair["sem"] ** 2 - item**2) / 2)
+
+    evals = [e for e in events(told, "eval") if e["step"] < step][-24:]
+    rss, nu = 0.0, 0
+    for phase in ("base", "more", "domain"):
+        points = [(e["step"], e["val_loss"]) for e in evals if e["phase"] == phase]
+        if len(points) > 2:
+            rss += np.polyfit(*zip(*points, strict=True), 1, full=True)[1][0]
+            nu += len(points) - 2
+    assert jitter == pytest.approx(np.sqrt(rss / nu), rel=1e-4)  # the record has six decimals of each loss
+    assert pair["df"] == min(nu, len(by_document) - 1)
+    assert pair["t"] == pytest.approx((delta - 0.01) / pair["sem"], rel=1e-9)
+
+
+def test_a_set_recovers_and_its_phase_start_alarm_ends_with_the_phase(told):
+    recovered = of_set(events(told, "eval_recovered"), "val")
+    assert [pair["baseline"] for _, pair in recovered] == ["best"]
+    step, pair = recovered[0]
+    assert BACK < step <= END and pair["first_step"] in (SWITCH + 5, SWITCH + 10)
+    late = [pair["baseline"] for s, pair in of_set(events(told, "eval_regression"), "val") if s > BACK]
+    assert "phase_start" not in late
+
+
+def test_the_matrix_at_the_end_is_that_of_the_phase_ends(told):
+    (complete,) = events(told, "training_complete")
+    transfer = complete["transfer"]
+    assert transfer["phases"] == ["base", "more", "domain", "back"] and transfer["steps"] == [60, SWITCH, BACK, END]
+    losses = {e["step"]: e for e in events(told, "eval")}
+    for name, key in (("val", "val_loss"), ("code", "eval_code"), ("law", "eval_law")):
+        found = transfer["sets"][name]
+        ends = [losses[step][key] for step in transfer["steps"]]
+        assert found["loss"] == pytest.approx(ends, abs=1e-6)
+        assert found["gain"]["value"] == pytest.approx(losses[0][key] - ends[-1], abs=2e-6)
+        assert found["forgetting"]["value"] == pytest.approx(ends[-1] - min(ends), abs=2e-6)
+        assert found["forgetting"]["best_phase"] == transfer["phases"][int(np.argmin(ends))]
+        low, high = found["gain"]["interval"]
+        assert low < found["gain"]["value"] < high
+    assert transfer["sets"]["law"]["forgetting"]["best_phase"] == "domain"
+    assert transfer["sets"]["law"]["forgetting"]["value"] > 0.5
+
+
+def test_the_smallest_rise_that_can_be_told_stands_in_every_eval_but_the_first(told):
+    first, *later = events(told, "eval")
+    assert "detectable" not in first
+    assert all(set(e["detectable"]) == {"val", "code", "law"} for e in later)
+    steady = [e["detectable"]["val"] for e in later if 150 < e["step"] <= SWITCH]
+    assert all(0.01 < nats < 0.5 for nats in steady)
+    notes = [(e["step"], note) for e in later for note in e.get("notes", [])]
+    assert [step for step, note in notes if note.startswith("smallest rise")] == [60]
+
+
+def test_the_gold_is_the_best_that_no_guard_objects_to_and_its_checkpoint_is_whole(told, texts, store):
+    run = load_run(told)
+    golds, blocked = events(told, "gold_checkpoint"), events(told, "gold_blocked")
+    assert [e["value"] for e in golds] == sorted((e["value"] for e in golds), reverse=True) and len(golds) > 10
+    for before, after in zip(golds, golds[1:], strict=False):
+        assert (after["previous"], after["previous_step"]) == (before["value"], before["step"])
+    gold = golds[-1]
+    assert run.complete["gold_step"] == gold["step"] == run.gold_step
+    assert run.complete["gold_value"] == gold["value"]
+    losses = {e["step"]: e["val_loss"] for e in events(told, "eval")}
+    objected = {e["step"] for e in blocked}
+    assert gold["value"] == min(loss for step, loss in losses.items() if step and step not in objected)
+
+    setup = build(forgetful(texts), store)
+    try:
+        kept = Checkpoints(told / "gold", keep=None, read_only=True)
+        assert gold["step"] in kept.steps()
+        state = setup.restore(kept, gold["step"], setup.plan.sources)
+        kept.close()
+        results = setup.suite.run(state.params)
+    finally:
+        setup.feed.close()
+    for name, result in results.items():
+        assert np.array_equal(result.nats_N, windows(told, name, gold["step"])[0])
+
+
+def test_going_on_from_the_gold_gives_the_same_run_again(told, texts, store, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(told, run_dir)
+    gold = load_run(told).gold_step
+    train(forgetful(texts), run_dir, resume="gold", store_dir=store)
+    again = [e for e in load_run(run_dir).events if e["event"] == "resume"]
+    assert [e["step"] for e in again] == [gold]
+    assert record(run_dir) == record(told)
+    assert final_state(run_dir) == final_state(told)
+
+
+def test_baselines_and_states_come_from_the_checkpoint(told, texts, store, tmp_path):
+    """From the middle of an alarm on: neither the alarm nor what it compares with begins anew."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(told, run_dir)
+    train(forgetful(texts), run_dir, resume=BACK, store_dir=store)
+    assert record(run_dir) == record(told)
+
+
+def test_a_gold_that_is_gone_is_said_and_nothing_changes(told, texts, store, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(told, run_dir)
+    gold = load_run(told).gold_step
+    shutil.rmtree(run_dir / "gold")
+    assert not (run_dir / "checkpoints" / str(gold)).exists()
+    before = sorted(path for path in run_dir.rglob("*"))
+    with pytest.raises(InputError, match=f"gold/{gold}: is gone, but the checkpoint of step {BACK} speaks of it"):
+        train(forgetful(texts), run_dir, resume=BACK, store_dir=store)
+    assert sorted(path for path in run_dir.rglob("*")) == before
+
+
+@pytest.fixture
+def at_the_switch(told, tmp_path):
+    """A copy of the run, to be taken up at step 200, where the forgetting begins, with another action."""
+    shutil.copytree(told, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def with_action(texts, action, **changes):
+    return forgetful(texts, evalsets={"regression": {"action": action}}, **changes)
+
+
+def without_actions(run_dir):
+    events, metrics = record(run_dir)
+    return [{k: v for k, v in e.items() if k not in ("action", "config")} for e in events], metrics
+
+
+def test_stop_saves_ends_and_may_be_resumed(at_the_switch, told, texts, store):
+    with pytest.raises(
+        RegressionStop, match=r"stopped at step \d+, which was saved: (val|code|val, code) got worse"
+    ) as stop:
+        train(with_action(texts, "stop"), at_the_switch, resume=SWITCH, store_dir=store)
+    assert stop.value.step in (SWITCH + 5, SWITCH + 10)
+    (alarm,) = [e for e in events(at_the_switch, "eval_regression") if e["step"] == stop.value.step]
+    assert alarm["action"] == "the run stops here" and load_run(at_the_switch).complete is None
+    train(with_action(texts, "log"), at_the_switch, resume="latest", store_dir=store)
+    assert [e["step"] for e in events(at_the_switch, "resume")][-1] == stop.value.step
+    assert without_actions(at_the_switch) == without_actions(told)
+    assert final_state(at_the_switch) == final_state(told)
+
+
+def test_checkpoint_keeps_the_step_of_every_alarm(at_the_switch, told, texts, store):
+    changes = {"checkpoint": {"every": 25, "keep": 1}}
+    train(with_action(texts, "checkpoint", **changes), at_the_switch, resume=SWITCH, store_dir=store)
+    alarms = [e for e in events(at_the_switch, "eval_regression") if e["step"] > SWITCH]
+    assert [e["action"] for e in alarms] == [f"kept as kept/{e['step']}" for e in alarms] and alarms
+    assert checkpoint_steps(at_the_switch / "kept") == [e["step"] for e in alarms]
+    train(with_action(texts, "log"), at_the_switch, resume=alarms[0]["step"], store_dir=store)
+    assert checkpoint_steps(at_the_switch / "kept") == [alarms[0]["step"]]
+    assert final_state(at_the_switch) == final_state(told)
+
+
+def test_replay_raises_the_share_to_the_end_of_the_phase_and_a_resume_remembers(at_the_switch, texts, store):
+    config = with_action(texts, "replay", checkpoint={"every": 5, "keep": 12})
+    train(config, at_the_switch, resume=SWITCH, store_dir=store)
+    edits = [e for e in events(at_the_switch, "schedule_edit") if e["step"] < BACK]
+    first = edits[0]
+    assert first["step"] in (SWITCH + 5, SWITCH + 10) and first["kind"] == "replay" and first["until"] == BACK
+    assert first["mixture_before"]["law"] == 1.0
+    raised = {e["reason"].split()[2].strip(","): e["mixture_after"] for e in edits}
+    assert raised["web"]["web"] == pytest.approx(0.02, rel=0.05)
+    mixtures = {row["step"]: row["mixture"] for row in load_run(at_the_switch).metrics}
+    assert mixtures[BACK - 5]["web"] > 0 and mixtures[BACK - 5]["law"] < 1
+    assert mixtures[END]["web"] == 0.5 and mixtures[END]["law"] == 0
+
+    whole, state = record(at_the_switch), final_state(at_the_switch)
+    for step in (edits[-1]["step"], edits[-1]["step"] + 5, BACK, BACK + 5):
+        train(config, at_the_switch, resume=step, store_dir=store)
+        assert record(at_the_switch) == whole and final_state(at_the_switch) == state
+
+
+def test_a_gate_may_veto_and_score(texts, store, tmp_path):
+    gate = tmp_path / "gate.py"
+    gate.write_text(
+        "import json, pathlib, sys\n"
+        "folder = pathlib.Path(sys.argv[1])\n"
+        "assert all((folder / item).is_dir() for item in ('params', 'train', 'ledger', 'baselines'))\n"
+        "step = int(folder.name)\n"
+        "print(json.dumps({'accept': step != 10, 'reason': 'ten is no good', 'score': {20: 1.0, 25: 3.0}.get(step, 2.0)}))\n"
+    )
+    run_dir = tmp_path / "run"
+    config = forgetful(
+        texts,
+        evalsets={"gold": {"gate": f"{sys.executable} {gate}"}},
+        phases=[{"name": "base", "until": "end", "mixture": {"web": 1.0}}],
+        train={"steps": 30, "batch_size": 8, "seq_len": 32},
+    )
+    train(config, run_dir, store_dir=store)
+    assert [(e["step"], e["score"]) for e in events(run_dir, "gold_checkpoint")] == [(5, 2.0), (20, 1.0)]
+    reasons = [(e["step"], e["guard"], e["reason"]) for e in events(run_dir, "gold_blocked")]
+    assert reasons == [
+        (10, "gate", "gate: ten is no good"),
+        (15, "gate", "gate: score 2 is not below 2, the gold's of step 5"),
+        (25, "gate", "gate: score 3 is not below 1, the gold's of step 20"),
+        (30, "gate", "gate: score 2 is not below 1, the gold's of step 20"),
+    ]
+    assert 20 in checkpoint_steps(run_dir / "gold") and 10 not in checkpoint_steps(run_dir / "gold")
+    saved = read_ledger(run_dir / "gold/20")["history"]["gold"]["gold"]
+    assert saved == {
+        "step": 20,
+        "value": pytest.approx(events(run_dir, "gold_checkpoint")[-1]["value"], abs=1e-6),
+        "score": 1.0,
+    }
