@@ -1,0 +1,374 @@
+"""A run that begins from another: what it takes, what it remembers, what it refuses; and replay."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from orbax.checkpoint import StandardCheckpointer
+
+from curriculum.adaptation import find_base, with_replay
+from curriculum.cli.main import main
+from curriculum.cli.plan import table
+from curriculum.config import build_config, config_from_json, load_config
+from curriculum.data.tokenizer import load_tokenizer
+from curriculum.errors import InputError
+from curriculum.plan import plan
+from curriculum.run import RunDirectory, load_run, read_ledger
+from curriculum.train.setup import build
+from curriculum.train.start import start_of
+from curriculum.train.trainer import train
+from phases.schedule import Phase
+
+CURRICULUM = str(Path(sys.executable).parent / "curriculum")
+BASE = {
+    "name": "first",
+    "tokenizer": {"kind": "bpe", "vocab_size": 270},
+    "model": {"preset": "tiny", "n_layer": 1, "d_model": 16, "n_head": 2, "n_kv_head": 1, "d_ff": 24},
+    "sources": {"web": {"path": "web.txt", "held_out": "10%"}},
+    "phases": [{"name": "a", "until": "end", "mixture": {"web": 1}}],
+    "evalsets": {"primary": {"held_out_of": "web"}},
+    "train": {"steps": 4, "batch_size": 4, "seq_len": 16},
+    "optim": {"lr": 1e-2, "schedule": "constant"},
+    "checkpoint": {"every": 2},
+    "logging": {"tensorboard": False},
+}
+ADAPTED = """
+name: second
+evalsets: {every: 1, primary: {path: web_eval.txt}}
+train: {steps: 2, batch_size: 4, seq_len: 16}
+optim: {lr: 1e-2, schedule: constant}
+checkpoint: {every: 1}
+logging: {tensorboard: false}
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with texts, the run `base` of 4 steps with checkpoints at 2 and 4, and adapted.yaml."""
+    folder = tmp_path_factory.mktemp("adaptation")
+    for name, text in (
+        ("web", "rain falls on quiet hills "),
+        ("law", "the party of the first part "),
+        ("code", "x = 1;\n"),
+    ):
+        (folder / f"{name}.txt").write_text(text * 150)
+        (folder / f"{name}_eval.txt").write_text(text[::-1] * 6)
+    (folder / "adapted.yaml").write_text(ADAPTED)
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        train(build_config(BASE), "base", store_dir="store")
+    finally:
+        os.chdir(before)
+    return folder
+
+
+@pytest.fixture
+def folder(trained, tmp_path, monkeypatch):
+    """The same in a folder that the test may change; the store is shared."""
+    for path in trained.iterdir():
+        if path.name == "store":
+            (tmp_path / "store").symlink_to(path)
+        elif path.is_dir():
+            shutil.copytree(path, tmp_path / path.name)
+        else:
+            shutil.copy2(path, tmp_path / path.name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def adapted(*overrides, **options):
+    options = {"dataset_dirs": ["law=law.txt"], "init_from": "base"} | options
+    return load_config("adapted.yaml", overrides, **options)
+
+
+def saved(folder, item="params"):
+    with StandardCheckpointer() as checkpointer:
+        return jax.tree.leaves(checkpointer.restore(Path(folder, item).absolute()))
+
+
+def same(trees, others):
+    trees, others = [np.asarray(a) for a in jax.tree.leaves(trees)], [np.asarray(a) for a in jax.tree.leaves(others)]
+    assert len(trees) > 3
+    return len(trees) == len(others) and all(a.tobytes() == b.tobytes() for a, b in zip(trees, others, strict=True))
+
+
+def first_state(config):
+    setup = build(config, "store", start=start_of(config))
+    setup.feed.close()
+    return setup.initial_state()
+
+
+def test_a_run_begins_with_the_parameters_alone(folder):
+    state = first_state(adapted("averages.ema_decay=0.9"))
+    params = saved("base/checkpoints/4")
+    assert same(state.params, params) and same(state.ema, params)
+    assert not same(state.params, saved("base/checkpoints/2"))
+    assert int(state.step) == 0 and all(not np.any(array) for array in jax.tree.leaves(state.opt_state))
+    assert any(np.any(array) for array in saved("base/checkpoints/4", "train"))
+
+
+def test_or_with_the_optimizer_too_from_any_checkpoint(folder):
+    """Whatever sources there were: the base's window of sums is over one source, this run's over two."""
+    config = adapted(init_from="base/checkpoints/2", keep_optimizer=True, dataset_dirs=["law=law.txt", "web=web.txt"])
+    assert config.command_line[:2] == ["--init-from base/checkpoints/2", "--keep-optimizer"]
+    state = first_state(config)
+    assert same(state.params, saved("base/checkpoints/2"))
+    moments = [a for a in saved("base/checkpoints/2", "train") if a.ndim > 1 and a.shape[-1] != 2]
+    assert len(moments) > 5 and same([a for a in jax.tree.leaves(state.opt_state) if a.ndim > 1], moments)
+    assert int(state.step) == 0 and state.window.nats_S2.shape == (2, 2) and not np.any(state.window.nats_S2)
+    assert int(state.skipped_updates) == 0
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """A command within this process: its exit code, what it printed, and what it said of errors."""
+
+    def called(*arguments):
+        monkeypatch.setattr(sys, "argv", ["curriculum", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code or 0, *capsys.readouterr()
+
+    return called
+
+
+def test_the_command_and_a_resume_without_the_base(folder, command):
+    """No sources, phases, model or tokenizer in the file; afterwards no base, and no options."""
+    arguments = ["--init-from", "base", "--dataset-dir", "law=law.txt", "--eval-dataset-dir", "code=code_eval.txt"]
+    more = ["--run-dir", "run", "--store-dir", "store"]
+    code, _, errors = command("train", "adapted.yaml", *arguments, *more, "--set", "sources.law.held_out=10%",
+                              "--set", "evalsets.sets.law.held_out_of=law")  # fmt: skip
+    assert code == 0, errors
+    lineage = {"init_from": "base", "run": "first", "step": 4, "keep_optimizer": False, "lineage": None}
+    run = load_run("run")
+    start, first = run.events[:2]
+    assert start["lineage"] == lineage == read_ledger(Path("run/checkpoints/2"))["lineage"]
+    assert (first["event"], first["step"]) == ("eval", 0) and {"val_loss", "eval_code", "eval_law"} <= first.keys()
+    resolved = json.loads(Path("run/config.resolved.json").read_text())
+    assert resolved["derived"]["lineage"] == lineage and resolved["model"] == load_run("base").config.to_json()["model"]
+    assert resolved["tokenizer"]["path"] == "base/tokenizer"
+    (phase,) = run.config.phases
+    assert (phase.name, phase.until, phase.mixture) == ("adaptation", "end", {"law": 1.0})
+    fingerprint = load_tokenizer("base/tokenizer").fingerprint
+    assert load_tokenizer("run/tokenizer").fingerprint == fingerprint
+
+    shutil.rmtree("base")
+    code, _, errors = command("train", "adapted.yaml", *more, "--resume", "latest", "--set", "train.steps=4")
+    assert code == 0, errors
+    run = load_run("run")
+    assert run.complete["step"] == 4 and run.config.to_json()["tokenizer"] == resolved["tokenizer"]
+    assert json.loads(Path("run/config.resolved.json").read_text())["derived"]["lineage"] == lineage
+    assert read_ledger(Path("run/checkpoints/4"))["lineage"] == lineage
+    assert load_tokenizer("run/tokenizer").fingerprint == fingerprint
+
+    code, _, errors = command("train", "adapted.yaml", *more, "--resume", "latest", "--init-from", "run")
+    assert code == 2 and 'adaptation.init_from: got "run", but the run was begun with "base"; restore it' in errors
+    code, _, errors = command("train", "adapted.yaml", *more, "--resume", "latest", "--keep-optimizer")
+    assert code == 2 and "--keep-optimizer: adaptation.keep_optimizer: got true, but the run was begun with" in errors
+    code, out, errors = command("train", "adapted.yaml", *more, "--resume", "latest", "--init-from", "./base/")
+    assert code == 0 and "is finished" in out, errors
+
+    # A third generation.
+    third = adapted(init_from="run/checkpoints/4")
+    assert start_of(third).lineage == {
+        "init_from": "run/checkpoints/4", "run": "second", "step": 4, "keep_optimizer": False, "lineage": lineage,
+    }  # fmt: skip
+    assert third.tokenizer.path == "run/tokenizer"
+
+
+def test_a_run_of_its_own_is_not_resumed_from_another(folder):
+    config = load_config("adapted.yaml", init_from="base", dataset_dirs=["law=law.txt"])
+    with pytest.raises(InputError, match='--init-from base: adaptation.init_from: got "base", but .* begun with null'):
+        start_of(config, RunDirectory(Path("base")), "latest")
+    assert start_of(config, RunDirectory(Path("nothing-yet")), "latest").base.step == 4
+
+
+def test_the_first_eval_on_split_devices_is_that_of_the_base(folder):
+    """Parameters go to the devices that hold them; the base was measured on one."""
+    write = "train: {steps: 1, batch_size: 4, seq_len: 16}\nsources: {web: {path: web.txt, held_out: 10%}}\n"
+    Path("same.yaml").write_text(
+        write + "phases: [{name: a, until: end, mixture: {web: 1}}]\nevalsets: {primary: {held_out_of: web}}\n"
+        "mesh: {fsdp: 2}\nlogging: {tensorboard: false}\n"
+    )
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    arguments = ["train", "same.yaml", "--init-from", "base", "--run-dir", "run", "--store-dir", "store"]
+    done = subprocess.run([CURRICULUM, *arguments], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    run = load_run("run")
+    assert run.events[0]["devices"]["mesh"]["fsdp"] == 2
+    assert run.evals()[0] == (0, pytest.approx(load_run("base").evals()[-1][1], rel=1e-6))
+
+
+def test_the_gold_checkpoint_comes_before_the_latest(folder):
+    shutil.copytree("base/checkpoints/2", "base/gold/2")
+    shutil.copytree("base/checkpoints/4", "base/kept/3")
+    with open("base/events.jsonl", "a") as file:
+        file.write('{"event": "gold_checkpoint", "step": 2}\n')
+    folders = {"base": "base/gold/2", "base/gold": "base/gold/2", "base/gold/2": "base/gold/2",
+               "base/checkpoints/4/": "base/checkpoints/4", "base/kept/3": "base/kept/3"}  # fmt: skip
+    for given, expected in folders.items():
+        base = find_base(given)
+        assert str(base.checkpoint) == expected and base.step == int(expected[-1]) and base.init_from == given
+        assert find_base(os.path.abspath(given)).checkpoint == Path(expected).absolute()
+
+
+@pytest.mark.parametrize(
+    ("init_from", "words"),
+    [
+        ("bas", "'bas' does not exist; did you mean 'base'? (paths are relative to the working folder)"),
+        ("far/away", "'far/away' does not exist (paths"),
+        ("store", "'store' holds no run and is no checkpoint of one; expected a run, RUN/checkpoints/STEP, RUN/gold"),
+        ("base/checkpoints", "'base/checkpoints' holds no run and is no checkpoint"),
+        ("base/tokenizer", "'base/tokenizer' holds no run"),
+        ("base/checkpoints/4/params", "holds no run"),
+        ("base/checkpoints/2", "'base/checkpoints/2' is no whole checkpoint; there are: 4"),
+        ("base/gold", "base/gold: gold: base has no gold checkpoint; there are: 4"),
+        ("young", "young: has no checkpoint yet"),
+    ],
+)
+def test_what_nothing_can_begin_from_is_told(folder, init_from, words):
+    shutil.rmtree("base/checkpoints/2/train")
+    Path("base/gold").mkdir()
+    shutil.copytree("base", "young", ignore=shutil.ignore_patterns("checkpoints"))
+    with pytest.raises(InputError) as told:
+        adapted(init_from=init_from)
+    assert told.value.problems[0].startswith(f"--init-from {init_from}: adaptation.init_from: ")
+    assert words in told.value.problems[0] and len(told.value.problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("tokenizer={kind: byte}", "tokenizer.kind: got byte, but base has bpe; leave the section out"),
+        ("tokenizer={kind: bpe, vocab_size: 300}", "tokenizer.vocab_size: got 300, but base has 270"),
+        ("tokenizer={kind: tiktoken, name: gpt2}", "tokenizer.kind: got tiktoken, but base has bpe"),
+        ("tokenizer={kind: bpe, path: other}", "tokenizer.path: other holds another tokenizer than base"),
+        ("tokenizer={kind: bpe, path: nowhere}", "tokenizer.path: nowhere/tokenizer.json"),
+        ("model={preset: tiny, d_ff: 32}", "model: the architecture is not that of base: n_layer 4 (there 1), n_head 4 "
+         "(there 2), n_kv_head 2 (there 1), d_model 128 (there 16), d_ff 32 (there 24); leave the section out"),
+    ],
+)  # fmt: skip
+def test_a_section_that_is_given_must_agree(folder, override, words):
+    from curriculum.data.vocabulary import train_bpe
+
+    train_bpe(["some other text " * 20], 260).save("other")
+    with pytest.raises(InputError) as told:
+        adapted(override)
+    assert any(words in problem for problem in told.value.problems), told.value.problems
+
+
+def test_sections_that_agree_are_taken(folder):
+    shutil.copytree("base/tokenizer", "moved")
+    given = adapted("tokenizer={kind: bpe, vocab_size: 270}", f"model={json.dumps(BASE['model'] | {'dropout': 0.1})}")
+    assert given.tokenizer == adapted("tokenizer={kind: bpe, path: moved}").tokenizer == adapted().tokenizer
+    assert given.model.dropout == 0.1 and adapted().model == load_run("base").config.model
+    assert config_from_json(given.to_json()) == given
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["adaptation={keep_optimizer: true}"], "keep_optimizer: got true without adaptation.init_from"),
+        (["adaptation={replay: {wed: 0.1}}"], "adaptation.replay.wed: no such source; did you mean 'web'?"),
+        (["adaptation={replay: {web: 0.6, law: 0.4}}"], "adaptation.replay: the shares add up to 1, expected less"),
+        (["adaptation={replay: {web: 0}}"], "adaptation.replay.web: got 0, expected more than 0"),
+        (["adaptation={replay: {web: 1.0}}"], "adaptation.replay.web: got 1.0, expected less than 1"),
+        (["adaptation={replays: {}}"], "adaptation.replays: no such key; did you mean 'replay'?"),
+    ],
+)
+def test_a_section_that_cannot_be_is_told(folder, overrides, words):
+    with pytest.raises(InputError) as told:
+        load_config("adapted.yaml", overrides, dataset_dirs=["law=law.txt", "web=web.txt"])
+    assert any(words in problem for problem in told.value.problems), told.value.problems
+
+
+def test_phases_are_made_of_dataset_dirs_only(folder):
+    with pytest.raises(InputError) as told:
+        load_config("adapted.yaml")
+    assert {p.partition(": ")[2] for p in told.value.problems} == {
+        f"{section}: missing; this section is needed" for section in ("sources", "phases")
+    }
+    config = load_config("adapted.yaml", dataset_dirs=["law=law.txt", "code=code.txt"])
+    assert [phase.mixture for phase in config.phases] == [{"law": 1.0, "code": 1.0}]
+    # What is replayed is not what is adapted to.
+    config = load_config("adapted.yaml", ["adaptation.replay.web=0.25"], dataset_dirs=["law=law.txt", "web=web.txt"])
+    assert [phase.mixture for phase in config.phases] == [{"law": 0.75, "web": 0.25}]
+
+
+def test_replay_by_hand():
+    phases = (
+        Phase("a", 10, {"law": 3.0, "code": 1.0}),
+        Phase("b", "50%", {"law": 1.0, "web": 0.0}),
+        Phase("c", "end", {"web": 0.5, "docs": 0.5}),
+    )
+    mixed = with_replay(phases, {"web": 0.2, "docs": 0.05})
+    assert [phase.mixture for phase in mixed] == [
+        {"law": pytest.approx(0.5625), "code": pytest.approx(0.1875), "web": 0.2, "docs": 0.05},
+        {"law": pytest.approx(0.95), "web": 0.0, "docs": 0.05},
+        {"web": 0.5, "docs": 0.5},
+    ]
+    assert [(p.name, p.until) for p in mixed] == [("a", 10), ("b", "50%"), ("c", "end")]
+    assert with_replay(mixed, {"web": 0.2, "docs": 0.05}) == mixed
+    assert with_replay(phases, {}) == phases
+
+
+def test_the_plan_and_the_resolved_config_show_it(folder, command):
+    replay = ["adaptation.replay={web: 0.05}", "train.steps=50", "sources.web.path=web.txt"]
+    config = adapted(*replay)
+    assert config.phases[0].mixture == {"law": 0.95, "web": 0.05}
+    assert config_from_json(json.loads(json.dumps(config.to_json()))) == config
+    shown = plan(config, store_dir="store")
+    assert (
+        shown.begins_from["run"] == "first"
+        and shown.num_parameters == load_run("base").events[0]["model"]["num_parameters"]
+    )
+    assert {row.source: (row.share_asked, row.share_given) for row in shown.rows} == {
+        "law": (0.95, 0.95),
+        "web": (0.05, 0.05),
+    }
+    assert "begins with the parameters of first, step 4 (base)" in table(shown)
+    assert plan(build_config(BASE), store_dir="store").begins_from is None
+    code, out, errors = command("plan", "adapted.yaml", "--init-from", "base", "--keep-optimizer", "--dataset-dir",
+                                "law=law.txt", "--store-dir", "store")  # fmt: skip
+    assert code == 0 and "begins with parameters and optimizer state of first, step 4 (base)" in out, errors
+
+
+def test_arrays_that_do_not_fit_are_named_before_anything_is_made(folder):
+    ledger = Path("base/checkpoints/4/ledger/metadata")
+    kept = json.loads(ledger.read_text())
+    changed = json.loads(ledger.read_text())
+    changed["parameters"]["blocks.000.mlp.up.kernel"] = [16, 48]
+    ledger.write_text(json.dumps(changed))
+    with pytest.raises(InputError) as told:
+        train(adapted(), "run", store_dir="store")
+    assert str(told.value).startswith("--init-from base: adaptation.init_from: parameter blocks.000.mlp.up.kernel: ")
+    assert "base, step 4, has [16, 48], this model [16, 24]; expected the same model" in str(told.value)
+
+    ledger.write_text(json.dumps(kept))
+    architecture = json.loads(Path("base/model.json").read_text())
+    from curriculum.model.presets import ModelConfig
+    from curriculum.model.transformer import transformer
+
+    def other(vocab_size):
+        return transformer(ModelConfig(**architecture | {"rope_theta": 500.0}))
+
+    with pytest.raises(InputError, match=r"not that of base, step 4, but has rope_theta 500.0 \(there 10000.0\)"):
+        train(adapted("model=null"), "run", store_dir="store", make_model=other)
+
+    config = adapted("optim={name: lion, lr: 1e-3}", keep_optimizer=True)
+    with pytest.raises(InputError) as told:
+        train(config, "run", store_dir="store")
+    assert "optim.name: got lion, but base, step 4, kept the state of adamw; give that, or leave" in str(told.value)
+    assert not Path("run").exists()
+
+
+def test_prepare_refuses_them_without_a_config(folder, command):
+    code, _, errors = command("prepare", "--text", "law.txt", "--init-from", "base")
+    assert code == 2 and "--init-from and --keep-optimizer go with CONFIG, not with --text" in errors
