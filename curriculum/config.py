@@ -236,7 +236,7 @@ def load_config(
             _table(data, "adaptation")[key] = value or True
             origin.given_by(f"adaptation.{key}", f"{flag} {value}".rstrip())
         else:
-            name, directory = _named_directory(flag, value)
+            name, directory = named_directory(flag, value)
             inside = _table(data, "sources") if flag == "--dataset-dir" else _table(_table(data, "evalsets"), "sets")
             inside[name] = {"path": directory}
             where = "sources" if flag == "--dataset-dir" else "evalsets.sets"
@@ -339,7 +339,8 @@ def _plain(value):
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
-def _named_directory(flag: str, item: str) -> tuple[str, str]:
+def named_directory(flag: str, item: str) -> tuple[str, str]:
+    """(name, directory) of `[NAME=]DIR`, as the option `flag` takes it; a bare directory's name is its own."""
     name, equals, directory = item.partition("=")
     if not equals:
         name, directory = os.path.basename(os.path.abspath(item)), item

@@ -12,6 +12,7 @@ _COMMANDS = {
     "train": ("curriculum.cli.train", "Train a run through its phases, or continue one."),
     "plan": ("curriculum.cli.plan", "Show who gets what and when, before anything is trained."),
     "prepare": ("curriculum.cli.prepare", "Turn text into token stores."),
+    "eval": ("curriculum.cli.eval", "Measure a checkpoint on the run's eval sets and on new ones."),
     "export": ("curriculum.cli.export", "Write the parameters of a run in another format."),
 }
 

@@ -11,13 +11,6 @@ from curriculum.plan import DEFAULT_STORE_DIR
 STORE_DIR = click.option(
     "--store-dir", default=DEFAULT_STORE_DIR, show_default=True, metavar="DIR", help="Where token stores are kept."
 )
-EVAL_DATASET_DIR = click.option(
-    "--eval-dataset-dir",
-    "eval_dataset_dirs",
-    metavar="[NAME=]DIR",
-    multiple=True,
-    help="Add a named eval set. Its other fields: --set evalsets.sets.NAME.format=...",
-)
 _CHANGES = {
     "overrides": click.option(
         "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a value, as YAML; repeatable."
@@ -30,7 +23,13 @@ _CHANGES = {
         help="Define or replace a source; a CONFIG without phases gets one of it. Its other fields: "
         "--set sources.NAME.format=...",
     ),
-    "eval_dataset_dirs": EVAL_DATASET_DIR,
+    "eval_dataset_dirs": click.option(
+        "--eval-dataset-dir",
+        "eval_dataset_dirs",
+        metavar="[NAME=]DIR",
+        multiple=True,
+        help="Add a named eval set. Its other fields: --set evalsets.sets.NAME.format=...",
+    ),
     "init_from": click.option(
         "--init-from",
         metavar="RUN|CHECKPOINT",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,59 @@ def load_corpus(config: Config, store_dir: str | Path, tokenizer: Tokenizer | No
         details=details,
         warnings=_overlap_warnings(dropped) + _size_warnings(config, evalsets),
     )
+
+
+def load_evalsets(
+    config: Config, store_dir: str | Path, tokenizer: Tokenizer, names: Iterable[str]
+) -> dict[str, EvalSet]:
+    """The named eval sets alone, as `load_corpus` gives them; of the sources only those they are held out of are read.
+
+    Raises InputError for text that is not there, naming the set.
+    """
+    problems, stores, eval_stores = [], {}, {}
+    wanted = {name: config.eval_sources[name] for name in names}
+    for name, evalset in wanted.items():
+        held_out_of = evalset.held_out_of
+        source = evalset.own_source() or config.sources[held_out_of]
+        if source.path is not None and not os.path.exists(os.path.expanduser(source.path)):
+            whose = f"source {held_out_of}, which it is held out of, " if held_out_of else ""
+            problems.append((_place(name), f"{whose}{source.path!r} is not there; restore it, or measure other sets"))
+            continue
+        into, key, label = (
+            (eval_stores, name, f"eval-{name}") if held_out_of is None else (stores, held_out_of, held_out_of)
+        )
+        if key not in into:
+            progress = ConsoleProgress(f"preparing {key}")
+            into[key] = prepare_store(label, source, tokenizer, store_dir, progress, chat=config.chat)
+    if problems:
+        raise config.error(problems)
+    splits = _hold_out(config, tokenizer, stores)
+    return {
+        name: _evalset(config, name, source, tokenizer, stores, eval_stores, splits) for name, source in wanted.items()
+    }
+
+
+def find_read_documents(
+    config: Config, store_dir: str | Path, tokenizer: Tokenizer, evalset: str, sources: Iterable[str]
+) -> dict[str, int]:
+    """How many documents of an eval set of its own text stand in the training text of each source, where any do.
+
+    By content hash, from what is prepared already; a source whose text is gone or was never prepared here is left out.
+    """
+    store = find_store(f"eval-{evalset}", config.eval_sources[evalset].own_source(), tokenizer, store_dir, config.chat)
+    found = {}
+    for name in sources:
+        source = config.sources[name]
+        if source.path is not None and not os.path.exists(os.path.expanduser(source.path)):
+            continue
+        read = find_store(name, source, tokenizer, store_dir, config.chat)
+        if store is None or read is None:
+            continue
+        kept_N = _hold_out(config, tokenizer, {name: read})[name].keep_N
+        in_training = set(map(tuple, read.documents["hash"][kept_N].tolist()))
+        if count := sum(tuple(document) in in_training for document in store.documents["hash"].tolist()):
+            found[name] = count
+    return found
 
 
 def find_sizes(config: Config, store_dir: str | Path) -> Sizes:

@@ -143,11 +143,7 @@ def build(
         raise config.error([("model", "got null and no other model; name a preset, or call train(make_model=...)")])
     start = start or Start()
     added_flags = tune_device(config.train.deterministic)
-    # A second start reads its programs from here instead of compiling them again.
-    jax.config.update("jax_compilation_cache_dir", str(Path(store_dir).absolute() / "compiled"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
+    cache_compiled(store_dir)
     mesh = _mesh_of(config)
     corpus = load_corpus(config, store_dir, tokenizer)
     schedule = resolve_schedule(config, corpus.tokens_per_epoch, past)
@@ -189,12 +185,7 @@ def build(
 
     def abstract_state(num_sources: int) -> TrainState:
         first_state = partial(init_state, optimizer=optimizer, num_sources=num_sources, ema=ema)
-        shapes = jax.eval_shape(first_state, abstract_params(model))
-        return jax.tree.map(
-            lambda array, sharding: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding),
-            shapes,
-            state_shardings(mesh, shapes),
-        )
+        return abstract_on_mesh(mesh, jax.eval_shape(first_state, abstract_params(model)))
 
     shardings = state_shardings(mesh, abstract_state(len(plan.sources)))
 
@@ -231,6 +222,22 @@ def build(
         abstract_state=abstract_state,
         device_lines=device_lines(added_flags),
         lineage=start.lineage,
+    )
+
+
+def cache_compiled(store_dir: str | Path) -> None:
+    """Keep compiled programs: a second start reads them instead of compiling again."""
+    jax.config.update("jax_compilation_cache_dir", str(Path(store_dir).absolute() / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def abstract_on_mesh(mesh: Mesh, shapes: Any) -> Any:
+    """Shapes and types of a state or of parameters, with their placement."""
+    return jax.tree.map(
+        lambda array, sharding: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding),
+        shapes,
+        state_shardings(mesh, shapes),
     )
 
 

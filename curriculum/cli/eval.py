@@ -1,0 +1,66 @@
+"""`curriculum eval`."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from curriculum.cli.options import STORE_DIR
+
+
+@click.command()
+@click.argument("run")
+@click.option("--step", metavar="latest|gold|STEP", help="Which checkpoint; gold by default, or latest without one.")
+@click.option("--weights", default="raw", show_default=True, metavar="W", help="raw, ema, or mean:PHASE.")
+@click.option(
+    "--eval-dataset-dir", "eval_dataset_dirs", metavar="[NAME=]DIR", multiple=True, help="A new eval set; repeatable."
+)
+@click.option("--sets", metavar="NAME,...", help="Which sets; all of the run's and all new ones by default.")
+@click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON.")
+@STORE_DIR
+def command(run, step, weights, eval_dataset_dirs, sets, as_json, store_dir):
+    """Measure a checkpoint of RUN as training would have, on its eval sets and on new ones. RUN is only read."""
+    from curriculum.config import named_directory
+    from curriculum.evaluate import evaluate
+    from curriculum.record.events import plain
+
+    measured = evaluate(
+        run,
+        step=step,
+        weights=weights,
+        eval_dataset_dirs=dict(named_directory("--eval-dataset-dir", item) for item in eval_dataset_dirs),
+        sets=None if sets is None else [name.strip() for name in sets.split(",") if name.strip()],
+        store_dir=store_dir,
+    )
+    for warning in measured.warnings:
+        click.echo(f"warning: {warning}", err=True)
+    if as_json:
+        click.echo(json.dumps(plain(measured.to_json()), indent=2, allow_nan=False))
+    else:
+        click.echo("\n".join(table(measured)))
+
+
+def table(measured) -> list[str]:
+    """An `Evaluation` as lines of text."""
+    rows = [("set", "loss", "± sem", "perplexity", "bpb", "accuracy", "windows", "documents")]
+    for name, summary in measured.summaries.items():
+        evalset = measured.evalsets[name]
+        rows.append(
+            (
+                name,
+                f"{summary.loss:.6f}",
+                "-" if summary.sem is None else f"{summary.sem:.6f}",
+                f"{summary.perplexity:,.3f}",
+                "-" if summary.bpb is None else f"{summary.bpb:.6f}",
+                f"{summary.accuracy:.2%}",
+                f"{evalset.num_windows:,}",
+                f"{evalset.num_documents:,}",
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [f"{measured.run}: step {measured.step:,}, {measured.weights} weights"]
+    for name, *numbers in rows:
+        cells = [name.ljust(widths[0]), *(n.rjust(w) for n, w in zip(numbers, widths[1:], strict=True))]
+        lines.append("  ".join(cells))
+    return lines

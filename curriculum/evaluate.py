@@ -1,0 +1,171 @@
+"""Measure a checkpoint later, on the run's eval sets and on new ones."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from curriculum.config import Config, build_config
+from curriculum.config_problems import no_such
+from curriculum.data.corpus import find_read_documents, load_evalsets
+from curriculum.data.tokenizer import load_tokenizer
+from curriculum.errors import InputError
+from curriculum.export import find_weights
+from curriculum.plan import DEFAULT_STORE_DIR
+from curriculum.run import RunDirectory, find_checkpoint, load_run, read_ledger
+from curriculum.yaml12 import Origin
+from evalsets.evalset import PRIMARY, EvalSet
+from evalsets.metrics import Summary, WindowResults, summarise
+
+if TYPE_CHECKING:
+    from curriculum.model.model import Model
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One checkpoint, measured. Sets by name, the primary one as `val`."""
+
+    run: str
+    step: int
+    weights: str
+    summaries: dict[str, Summary]
+    results: dict[str, WindowResults]
+    evalsets: dict[str, EvalSet]
+    warnings: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """All but the windows, as plain data."""
+        sets = {
+            name: {
+                **asdict(summary),
+                "windows": self.evalsets[name].num_windows,
+                "documents": self.evalsets[name].num_documents,
+                "tokens": self.evalsets[name].num_tokens,
+                "bytes": self.evalsets[name].num_bytes,
+                "content_hash": self.evalsets[name].content_hash,
+            }
+            for name, summary in self.summaries.items()
+        }
+        found = {"run": self.run, "step": self.step, "weights": self.weights, "sets": sets}
+        return {**found, "warnings": list(self.warnings)}
+
+
+def evaluate(
+    run: str | os.PathLike,
+    *,
+    step: str | int | None = None,
+    weights: str = "raw",
+    eval_dataset_dirs: Mapping[str, str | os.PathLike] | None = None,
+    sets: Iterable[str] | None = None,
+    store_dir: str | Path = DEFAULT_STORE_DIR,
+    make_model: Callable[[int], Model] | None = None,
+) -> Evaluation:
+    """Measure a checkpoint on eval sets, with the function, the windows and the micro-batches of training.
+
+    So on the same devices the sums of every window equal those in `evals/<step>.npz` bit for bit. `step` and `weights`
+    are as for `export`. `eval_dataset_dirs` are new sets by name; `sets` are the names to measure, by default all of
+    the run's and all new ones. `make_model` is the one that the run was trained with, where it was.
+
+    Nothing is written into the run. A new set needs neither the run's sources nor its phases; a set that is held out
+    of a source needs the source's text. Raises InputError where a set is not the one that the run measured under its
+    name, and for what is not there.
+    """
+    directory = RunDirectory(Path(run))
+    new = {name: str(folder) for name, folder in (eval_dataset_dirs or {}).items()}
+    own = load_run(run).config
+    config = _with_sets(own, new)
+    names = _names(config, sets)
+    if config.model is None and make_model is None:
+        raise InputError(f"{run}: was trained with a model of one's own; call evaluate(make_model=...) from Python")
+    step, arrays = find_weights(directory, step, weights)
+    of_checkpoint = (arrays.parent / "ledger").is_dir()  # and not a mean of several
+    ledger = read_ledger(arrays.parent if of_checkpoint else find_checkpoint(directory, "latest")[1])
+    tokenizer = load_tokenizer(directory.tokenizer)
+    evalsets = {}
+    for origin, some in ((own, [n for n in names if n not in new]), (config, [n for n in names if n in new])):
+        evalsets |= load_evalsets(origin, store_dir, tokenizer, some)
+        _check_content(origin, evalsets, ledger["history"]["eval_sets"])
+    evalsets = {name: evalsets[name] for name in names}
+    read = [name for name, source in ledger["sources"].items() if source["tokens_drawn"]]
+    found = {name: find_read_documents(config, store_dir, tokenizer, name, read) for name in new if name in names}
+
+    # What can be said without these is said at once.
+    from curriculum.model.model import abstract_params
+    from curriculum.model.presets import resolve_model
+    from curriculum.model.transformer import transformer
+    from curriculum.train.checkpoint import load_params
+    from curriculum.train.device import tune_device
+    from curriculum.train.mesh import make_mesh
+    from curriculum.train.setup import abstract_on_mesh, cache_compiled, make_suite
+
+    tune_device(config.train.deterministic)
+    cache_compiled(store_dir)
+    try:
+        mesh = make_mesh(config.mesh)
+    except InputError as error:
+        raise config.error(("mesh", problem) for problem in error.problems) from None
+    if make_model is None:
+        model = transformer(resolve_model(config.model, tokenizer.vocab_size))
+    else:
+        model = make_model(tokenizer.vocab_size)
+    suite = make_suite(config, mesh, model, evalsets.values())
+    results = suite.run(load_params(arrays, abstract_on_mesh(mesh, abstract_params(model))))
+    return Evaluation(
+        run=str(run),
+        step=step,
+        weights=weights,
+        summaries={_shown(name): summarise(result) for name, result in results.items()},
+        results={_shown(name): result for name, result in results.items()},
+        evalsets={_shown(name): evalset for name, evalset in evalsets.items()},
+        warnings=tuple(
+            f"{count:,} of {evalsets[name].num_documents:,} documents of {name} stand in source {source}, which the "
+            "run was trained on"
+            for name, counts in found.items()
+            for source, count in counts.items()
+        ),
+    )
+
+
+def _with_sets(config: Config, new: Mapping[str, str]) -> Config:
+    """The config with more eval sets. Raises InputError as reading a config with them would."""
+    data = config.to_json()
+    data["evalsets"]["sets"] = {**data["evalsets"]["sets"], **{name: {"path": path} for name, path in new.items()}}
+    origin = Origin("config.resolved.json")
+    for name, path in new.items():
+        origin.given_by(f"evalsets.sets.{name}", f"--eval-dataset-dir {name}={path}")
+    return build_config(data, origin, check_paths=False)
+
+
+def _names(config: Config, sets: Iterable[str] | None) -> list[str]:
+    """The eval sets to measure, as the config calls them: the primary one is `val` in the record."""
+    if sets is None:
+        return list(config.eval_sources)
+    known = [_shown(name) for name in config.eval_sources]
+    names = list(dict.fromkeys(_shown(name) for name in sets))
+    for name in names:
+        if name not in known:
+            raise InputError(f"--sets {name}: {no_such('eval set', name, known)}")
+    if not names:
+        raise InputError(f"--sets: got none, expected names of eval sets ({', '.join(known)})")
+    return [PRIMARY if name == _SHOWN else name for name in names]
+
+
+_SHOWN = "val"
+
+
+def _shown(name: str) -> str:
+    return _SHOWN if name == PRIMARY else name
+
+
+def _check_content(config: Config, evalsets: Mapping[str, EvalSet], measured: Mapping[str, str]) -> None:
+    """Raise InputError for a set with the name of one that the run measured and another content."""
+    changed = [
+        name for name, evalset in evalsets.items() if measured.get(name, evalset.content_hash) != evalset.content_hash
+    ]
+    message = "is not the set that the run measured under this name; restore it, or measure it under another name"
+    if changed:
+        places = ["evalsets.primary" if name == PRIMARY else f"evalsets.sets.{name}" for name in changed]
+        raise config.error((place, message) for place in places)

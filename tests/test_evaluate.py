@@ -1,0 +1,247 @@
+"""A checkpoint measured later: the numbers of training, new sets, and what cannot be measured."""
+
+import json
+import os
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from curriculum.cli.main import main
+from curriculum.config import build_config
+from curriculum.errors import InputError
+from curriculum.evaluate import evaluate
+from curriculum.model.presets import ModelConfig
+from curriculum.model.transformer import transformer
+from curriculum.run import load_run
+from curriculum.train.trainer import train
+
+WORDS = {"web": "rain falls on the quiet green hills", "law": "the party of the first part shall provide"}
+
+
+def write_documents(path, words, count, seed):
+    rng = np.random.default_rng(seed)
+    lines = [json.dumps({"text": " ".join(rng.choice(words.split(), int(rng.integers(9, 40))))}) for _ in range(count)]
+    path.write_text("\n".join(lines) + "\n")
+    return lines
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """4 steps over web, evals at 0, 2 and 4 of the primary set, `web` and `law`, with a moving average and a mean."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    web = write_documents(folder / "web.jsonl", WORDS["web"], 120, 0)
+    write_documents(folder / "law_eval.jsonl", WORDS["law"], 25, 1)
+    new = write_documents(folder / "new.jsonl", WORDS["law"], 30, 2)
+    (folder / "seen.jsonl").write_text("\n".join([*new[:5], *web[-40:]]) + "\n")
+    before = os.getcwd()
+    os.chdir(folder)
+    config = build_config(
+        {
+            "name": "small",
+            "model": {"preset": "tiny", "n_layer": 1, "d_model": 16, "n_head": 2, "n_kv_head": 1, "d_ff": 24},
+            "sources": {"web": {"path": "web.jsonl", "held_out": "20%"}, "idle": {"path": "law_eval.jsonl"}},
+            "phases": [{"name": "a", "until": "end", "mixture": {"web": 1}}],
+            "evalsets": {
+                "every": 2,
+                "primary": {"held_out_of": "web"},
+                "sets": {"web": {"held_out_of": "web", "max_sequences": 7}, "law": {"path": "law_eval.jsonl"}},
+            },
+            "train": {"steps": 4, "batch_size": 4, "seq_len": 32},
+            "optim": {"lr": 1e-2, "schedule": "constant"},
+            "averages": {"ema_decay": 0.5, "phase_mean": 2},
+            "checkpoint": {"every": 2},
+            "logging": {"tensorboard": False},
+        }
+    )
+    config = build_config(config.to_json() | {"sources": {"web": config.to_json()["sources"]["web"]}})
+    try:
+        train(config, "run", store_dir="store")
+    finally:
+        os.chdir(before)
+    return folder
+
+
+@pytest.fixture
+def folder(trained, tmp_path, monkeypatch):
+    """A copy that the test may change."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def contents(path):
+    return {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in Path(path).rglob("*") if p.is_file()}
+
+
+def windows(results):
+    return {name: array.tobytes() for name, array in results._asdict().items()}
+
+
+def recorded(step, name, average=""):
+    with np.load(f"run/evals/{step}.npz") as file:
+        found = {
+            f"{column}_N": file[f"{name}.{column}"] for column in ("nats", "correct", "tokens", "bytes", "document")
+        }
+        for column in ("nats", "correct"):
+            if average:
+                found[f"{column}_N"] = file[f"{name}@{average}.{column}"]
+    assert len(found["nats_N"]) > 5
+    return {column: array.tobytes() for column, array in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("step", "weights", "average"),
+    [(None, "raw", ""), ("latest", "raw", ""), (2, "raw", ""), ("4", "ema", "ema"), (None, "mean:a", "phase_mean")],
+)
+def test_every_window_is_that_of_training_bit_for_bit(folder, step, weights, average):
+    before = contents("run")
+    measured = evaluate("run", step=step, weights=weights, store_dir="store")
+    assert measured.step == (2 if step == 2 else 4) and measured.weights == weights and not measured.warnings
+    assert list(measured.results) == list(measured.summaries) == ["val", "web", "law"]
+    for name, key in (("val", "primary"), ("web", "web"), ("law", "law")):
+        assert windows(measured.results[name]) == recorded(measured.step, key, average)
+    assert contents("run") == before and len(before) > 20
+
+
+def test_the_numbers_are_those_of_the_record(folder):
+    measured = evaluate("run", step=2, store_dir="store")
+    (event,) = (e for e in load_run("run").events if e["event"] == "eval" and e["step"] == 2)
+    assert event["val_loss"] == round(measured.summaries["val"].loss, 6)
+    assert event["eval_law_bpb"] == round(measured.summaries["law"].bpb, 6)
+    assert event["eval_law_sem"] == round(measured.summaries["law"].sem, 6) > 0
+
+
+def test_a_new_set_needs_neither_sources_nor_phases(folder):
+    """Its numbers are those that training gives it, and those of every other set stay the same."""
+    config = load_run("run").config.to_json()
+    config["evalsets"]["sets"]["new"] = {"path": "new.jsonl"}
+    train(build_config(config), "with-new", store_dir="store")
+    with np.load("with-new/evals/4.npz") as file:
+        nats = file["new.nats"].tobytes()
+    alone = evaluate("run", eval_dataset_dirs={"new": "new.jsonl"}, store_dir="store")
+    assert list(alone.results) == ["val", "web", "law", "new"]
+    assert alone.results["new"].nats_N.tobytes() == nats
+    assert windows(alone.results["law"]) == recorded(4, "law")
+
+    Path("web.jsonl").unlink()
+    shutil.rmtree("store")
+    measured = evaluate("run", eval_dataset_dirs={"new": "new.jsonl"}, sets=["new", "law"], store_dir="store")
+    assert list(measured.results) == ["new", "law"] and measured.results["new"].nats_N.tobytes() == nats
+    with pytest.raises(InputError) as told:
+        evaluate("run", eval_dataset_dirs={"new": "new.jsonl"}, store_dir="store")
+    assert told.value.problems == tuple(
+        f"config.resolved.json: {place}: source web, which it is held out of, 'web.jsonl' is not there; "
+        "restore it, or measure other sets"
+        for place in ("evalsets.primary", "evalsets.sets.web")
+    )
+
+
+def test_documents_that_were_trained_on_are_told(folder):
+    """Of 45 documents 40 are of web, some of them held out of training; by hand from their hashes."""
+    held_out = evaluate("run", sets=["val"], store_dir="store").evalsets["val"]
+    measured = evaluate("run", eval_dataset_dirs={"seen": "seen.jsonl"}, sets=["seen"], store_dir="store")
+    assert measured.evalsets["seen"].num_documents == 45
+    web = [json.loads(line)["text"] for line in Path("web.jsonl").read_text().splitlines()]
+    kept = {text for text in web if len(text) and text not in documents_of(held_out)}
+    count = sum(text in kept for text in web[-40:])
+    assert 20 < count < 40
+    (warning,) = measured.warnings
+    assert warning == f"{count} of 45 documents of seen stand in source web, which the run was trained on"
+    shutil.rmtree("store/stores")  # nothing is prepared for a warning
+    Path("web.jsonl").rename("gone")
+    assert evaluate("run", eval_dataset_dirs={"seen": "seen.jsonl"}, sets=["seen"], store_dir="store").warnings == ()
+
+
+def documents_of(evalset):
+    """The texts of a set of byte tokens."""
+    texts = {}
+    for tokens_T1, scored_T, document in zip(
+        evalset.tokens_NT1, evalset.scored_NT, evalset.document_N.tolist(), strict=True
+    ):
+        texts[document] = texts.get(document, b"") + bytes(tokens_T1[1:][scored_T].tolist())
+    return {text.decode() for text in texts.values()}
+
+
+def test_a_name_stays_with_its_content(folder):
+    write_documents(Path("law_eval.jsonl"), WORDS["law"], 25, 3)
+    with pytest.raises(InputError, match="evalsets.sets.law: is not the set that the run measured under this name"):
+        evaluate("run", store_dir="store")
+    assert list(evaluate("run", sets=["val", "web"], store_dir="store").results) == ["val", "web"]
+    with pytest.raises(InputError, match="--eval-dataset-dir law=new.jsonl: evalsets.sets.law: is not the set"):
+        evaluate("run", eval_dataset_dirs={"law": "new.jsonl"}, sets=["law"], store_dir="store")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"step": 3}, "--step 3: run has no checkpoint of that step; there are: 2, 4"),
+        ({"step": "gold"}, "--step gold: run has no gold checkpoint; there are: 2, 4"),
+        ({"step": 2, "weights": "mean:a"}, "--step 2: the mean of a phase is of its last checkpoints"),
+        ({"weights": "mean:b"}, "no mean of phase 'b'; there are: a"),
+        ({"weights": "emma"}, "--weights emma: there is no such one"),
+        ({"sets": ["lav"]}, "--sets lav: no such eval set; did you mean 'law'? (eval sets: law, val, web)"),
+        ({"sets": []}, "--sets: got none, expected names of eval sets (val, web, law)"),
+        ({"eval_dataset_dirs": {"a b": "new.jsonl"}}, "evalsets.sets.a b: got the name 'a b', expected letters"),
+        ({"eval_dataset_dirs": {"new": "nowhere"}}, "--eval-dataset-dir new=nowhere: evalsets.sets.new: 'nowhere' is not "
+         "there; restore it"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_measured_is_told(folder, options, words):
+    with pytest.raises(InputError) as told:
+        evaluate("run", store_dir="store", **options)
+    assert words in str(told.value)
+
+
+def test_a_mesh_that_is_not_here_is_told(folder):
+    resolved = json.loads(Path("run/config.resolved.json").read_text())
+    resolved["mesh"]["fsdp"] = 4
+    Path("run/config.resolved.json").write_text(json.dumps(resolved))
+    with pytest.raises(InputError, match="config.resolved.json: mesh: got data -1 x fsdp 4"):
+        evaluate("run", store_dir="store")
+
+
+def test_a_model_of_ones_own_is_brought_again(folder):
+    resolved = json.loads(Path("run/config.resolved.json").read_text())
+    Path("run/config.resolved.json").write_text(json.dumps(resolved | {"model": None}))
+    with pytest.raises(InputError, match=r"was trained with a model of one's own; call evaluate\(make_model=...\)"):
+        evaluate("run", store_dir="store")
+    architecture = ModelConfig(**json.loads(Path("run/model.json").read_text()))
+
+    def make_model(vocab_size):
+        return transformer(replace(architecture, vocab_size=vocab_size))
+
+    measured = evaluate("run", store_dir="store", make_model=make_model, sets=["law"])
+    assert windows(measured.results["law"]) == recorded(4, "law")
+
+
+def test_the_command(folder, monkeypatch, capsys):
+    def command(*arguments):
+        monkeypatch.setattr(sys, "argv", ["curriculum", "eval", "run", "--store-dir", "store", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code or 0, *capsys.readouterr()
+
+    code, shown, errors = command("--step", "2", "--sets", "val, law")
+    assert code == 0 and errors == ""
+    title, head, *rows = shown.splitlines()
+    assert title == "run: step 2, raw weights"
+    assert head.split() == ["set", "loss", "±", "sem", "perplexity", "bpb", "accuracy", "windows", "documents"]
+    summary = evaluate("run", step=2, store_dir="store").summaries["law"]
+    assert [row.split()[0] for row in rows] == ["val", "law"]
+    _, loss, sem, perplexity, bpb, accuracy, num_windows, documents = rows[1].split()
+    assert (loss, sem) == (f"{summary.loss:.6f}", f"{summary.sem:.6f}") and documents == "25" and int(num_windows) > 25
+    assert (perplexity, bpb) == (f"{summary.perplexity:.3f}", f"{summary.bpb:.6f}")
+    assert accuracy == f"{summary.accuracy:.2%}"
+
+    code, shown, errors = command("--json", "--weights", "ema", "--eval-dataset-dir", "new=seen.jsonl", "--sets", "new")
+    found = json.loads(shown)
+    assert code == 0 and (found["run"], found["step"], found["weights"]) == ("run", 4, "ema")
+    assert "warning: " in errors and errors.splitlines() == [f"warning: {w}" for w in found["warnings"]]
+    assert found["sets"].keys() == {"new"}
+    assert found["sets"]["new"].keys() >= {"loss", "sem", "perplexity", "bpb", "accuracy", "windows", "documents"}
+    assert found["sets"]["new"]["documents"] == 45
+    assert command("--sets", "lav")[0] == 2
