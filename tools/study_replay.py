@@ -1,0 +1,127 @@
+"""How much replay keeps what a model knew: adapt one base model to C++ with several shares of its old text mixed in.
+
+    python tools/build_quickstart_corpus.py --output data/quickstart
+    python tools/study_replay.py --json study.json
+
+Trains configs/adaptation_base.yaml once, then configs/adaptation.yaml from it once a share, half docs and half Python:
+the same steps, rates, seed and domain order for all. Started again with the same options, it goes on where it was and
+keeps what is finished. Prints a Markdown table: loss in nats per token at the last step on general (docs), domain (C++)
+and code (Python), and its change since the base, with a 95 % interval paired by window and clustered by document.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+SETS = ("general", "domain", "code")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("--replay", nargs="+", type=float, default=[0, 0.01, 0.05, 0.2], help="shares to compare")
+    parser.add_argument("--base-steps", type=int, help="updates of the base run (default: as in its config)")
+    parser.add_argument("--steps", type=int, help="updates of each adaptation (default: as in its config)")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], help="KEY=VALUE for the adaptations")
+    parser.add_argument("--output-dir", type=Path, default=Path("runs/study_replay"), help="where the runs go")
+    parser.add_argument("--json", metavar="FILE", help="write the results there as well")
+    args = parser.parse_args(argv)
+    if len(set(args.replay)) < len(args.replay) or not all(0 <= share < 1 for share in args.replay):
+        parser.error("--replay: expected different shares of at least 0 and below 1")
+    if args.json and not Path(args.json).absolute().parent.is_dir():
+        parser.error(f"--json {args.json}: its folder does not exist")
+
+    from curriculum.errors import InputError
+
+    try:
+        base = args.output_dir / "base"
+        run("adaptation_base.yaml", base, steps(args.base_steps))
+        results = []
+        for share in args.replay:
+            replay = {"docs": share / 2, "python": share / 2} if share else {}
+            overrides = [*steps(args.steps), *args.overrides, f"adaptation.replay={json.dumps(replay)}"]
+            run_dir = args.output_dir / f"replay-{share:g}"
+            complete = run("adaptation.yaml", run_dir, overrides, init_from=str(base))
+            results.append({"replay": share, **measure(run_dir, complete["total_steps"], replay)})
+    except InputError as error:
+        parser.exit(2, f"{error}\n")
+    add_removed(results)
+    print("\n".join(table(results)))
+    if args.json:
+        Path(args.json).write_text(json.dumps(results, indent=2) + "\n")
+
+
+def steps(count: int | None) -> list[str]:
+    return [] if count is None else [f"train.steps={count}"]
+
+
+def run(config_name: str, run_dir: Path, overrides: list[str], **begin) -> dict:
+    """Train one run, or finish it; its `training_complete` event. Measured at its two ends alone."""
+    from curriculum.config import load_config
+    from curriculum.train.trainer import train
+
+    ends = ["evalsets.every=1000000", "logging.tensorboard=false"]
+    config = load_config(CONFIGS / config_name, [*ends, *overrides], **begin, continues=run_dir)
+    with contextlib.redirect_stdout(sys.stderr):
+        return train(config, run_dir, resume="latest")
+
+
+def measure(run_dir: Path, last_step: int, replay: dict[str, float]) -> dict:
+    """Each set's loss before and after, the paired change, half its 95 % interval; and the share of replay given."""
+    from curriculum.run import load_run, read_ledger
+    from evalsets.metrics import clustered_sem, clusters
+
+    drawn = {
+        name: s["tokens_drawn"] for name, s in read_ledger(run_dir / f"checkpoints/{last_step}")["sources"].items()
+    }
+    found = {
+        "replay_given": sum(drawn[name] for name in replay) / sum(drawn.values()),
+        "lr": load_run(run_dir).config.optim.lr,
+        "steps": last_step,
+        "tokens": sum(drawn.values()),
+        "sets": {},
+    }
+    with np.load(run_dir / "evals/0.npz") as before, np.load(run_dir / f"evals/{last_step}.npz") as after:
+        for name in SETS:
+            tokens_N = before[f"{name}.tokens"]
+            rise_N = after[f"{name}.nats"] - before[f"{name}.nats"]
+            cluster_N, _ = clusters(before[f"{name}.document"])
+            found["sets"][name] = {
+                "base": float(before[f"{name}.nats"].sum() / tokens_N.sum()),
+                "loss": float(after[f"{name}.nats"].sum() / tokens_N.sum()),
+                "change": float(rise_N.sum() / tokens_N.sum()),
+                "half_interval": 1.96 * clustered_sem(rise_N, tokens_N, cluster_N),
+            }
+    return found
+
+
+def add_removed(results: list[dict]) -> None:
+    """The share of the forgetting without replay that each share of replay removes, where there was some."""
+    without = next((result for result in results if result["replay"] == 0), None)
+    for result in results:
+        for name in ("general", "code"):
+            forgotten = math.nan if without is None else without["sets"][name]["change"]
+            removed = 1 - result["sets"][name]["change"] / forgotten if forgotten > 0 else None
+            result["sets"][name]["removed"] = removed
+
+
+def table(results: list[dict]) -> list[str]:
+    lines = [f"| replay | {' | '.join(SETS)} |", "|---:" * 4 + "|"]
+    base = " | ".join(f"{results[0]['sets'][name]['base']:.3f}" for name in SETS)
+    lines.append(f"| base | {base} |")
+    for result in results:
+        cells = []
+        for name in SETS:
+            found = result["sets"][name]
+            cells.append(f"{found['loss']:.3f} ({found['change']:+.3f} ± {found['half_interval']:.3f})")
+        lines.append(f"| {result['replay']:.0%} | {' | '.join(cells)} |")
+    return lines
+
+
+if __name__ == "__main__":
+    main()
