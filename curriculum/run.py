@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,9 +100,37 @@ class Run:
     """A run read back from its directory."""
 
     directory: RunDirectory
-    config: Config
+    resolved: dict[str, Any]
     events: list[dict[str, Any]]
-    metrics: list[dict[str, Any]]
+
+    @cached_property
+    def config(self) -> Config:
+        """The checked config of the run's last process."""
+        from curriculum.config import config_from_json  # slow to import, and most views do without
+
+        return config_from_json({k: v for k, v in self.resolved.items() if k not in ("command_line", "derived")})
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl."""
+        return read_metrics(self.directory.path)
+
+    @property
+    def start(self) -> dict[str, Any]:
+        """The `training_start` event. Raises InputError while the record is empty."""
+        if not self.events:
+            raise InputError(f"{self.directory.path / EVENTS}: is empty; the run has not begun yet")
+        return self.events[0]
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """What was planned last: at the start, or when the run was last resumed."""
+        return next((e["plan"] for e in reversed(self.events) if e["event"] == "resume"), self.start["plan"])
+
+    @property
+    def branched_from(self) -> dict[str, Any] | None:
+        """{run, step} of the run that this one branched off, None where it did not."""
+        return self.resolved.get("derived", {}).get("branched_from")
 
     @property
     def complete(self) -> dict[str, Any] | None:
@@ -126,9 +155,7 @@ def load_run(run_dir: str | os.PathLike) -> Run:
     directory = RunDirectory(Path(run_dir))
     if not directory.resolved_config.exists():
         raise InputError(f"{run_dir}: holds no run; expected a directory made by `curriculum train`")
-    resolved = read_json(directory.resolved_config)
-    config = config_from_json({k: v for k, v in resolved.items() if k not in ("command_line", "derived")})
-    return Run(directory, config, read_events(directory.path), read_metrics(directory.path))
+    return Run(directory, read_json(directory.resolved_config), read_events(directory.path))
 
 
 def find_checkpoint(

@@ -18,8 +18,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
 from curriculum.errors import InputError
 from evalsets.evalset import PRIMARY
 
@@ -179,7 +177,7 @@ def eval_averages(event: Mapping[str, Any]) -> dict[str, dict[str, tuple[Any, An
 
 def plain(value: Any) -> Any:
     """The same value in what JSON has; numpy scalars and arrays become numbers and lists."""
-    if isinstance(value, np.generic | np.ndarray):
+    if hasattr(value, "tolist"):  # of numpy, which is slow to import for a view that only reads
         value = value.tolist()
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
