@@ -150,8 +150,6 @@ class Run:
 
 def load_run(run_dir: str | os.PathLike) -> Run:
     """Read a run directory. Raises InputError when there is none."""
-    from curriculum.config import config_from_json  # which itself looks into runs, to begin from one
-
     directory = RunDirectory(Path(run_dir))
     if not directory.resolved_config.exists():
         raise InputError(f"{run_dir}: holds no run; expected a directory made by `curriculum train`")

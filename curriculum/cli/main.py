@@ -13,6 +13,7 @@ _COMMANDS = {
     "plan": ("curriculum.cli.plan", "Show who gets what and when, before anything is trained."),
     "prepare": ("curriculum.cli.prepare", "Turn text into token stores."),
     "eval": ("curriculum.cli.eval", "Measure a checkpoint on the run's eval sets and on new ones."),
+    "inspect": ("curriculum.cli.inspect", "Show what a run is, how far it is, and how it does."),
     "export": ("curriculum.cli.export", "Write the parameters of a run in another format."),
 }
 

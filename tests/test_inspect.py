@@ -1,0 +1,214 @@
+"""What a run directory says of its run, finished or in progress."""
+
+import json
+import math
+import subprocess
+import sys
+import time
+
+import pytest
+from test_trainer import config_data, corpus, store  # noqa: F401  (fixtures)
+from written_run import command, offender, write_run
+
+from curriculum.config import build_config
+from curriculum.errors import InputError
+from curriculum.record.inspection import (
+    consumption,
+    eval_points,
+    inspect_run,
+    last_detectable,
+    standing_regressions,
+    text,
+)
+from curriculum.run import load_run
+from curriculum.train.trainer import train
+
+LOSSES = {"val": lambda step: 3 - step / 100, "law": lambda step: 4.0 if step in (0, 60, 100) else None}
+
+
+def shown(run_dir) -> str:
+    """The lines, runs of spaces made one."""
+    return "\n".join(" ".join(line.split()) for line in text(inspect_run(load_run(run_dir))))
+
+
+def test_a_finished_run(tmp_path):
+    more = {80: [("gold_checkpoint", {"metric": "primary/loss", "value": 2.2, "previous": None, "path": "gold/80"})]}
+    path = write_run(tmp_path / "run", LOSSES, more=more, detectable={"val": 0.0213, "law": None})
+    for folder in ("checkpoints/60", "checkpoints/100", "gold/80"):
+        for item in ("params", "train", "ledger"):
+            (path / folder / item).mkdir(parents=True)
+    (path / "checkpoints/80/params").mkdir(parents=True)  # is being saved
+    facts = inspect_run(load_run(path))
+    progress = facts["progress"]
+    assert (progress["step"], progress["tokens"], progress["phase"], progress["finished"]) == (
+        100,
+        10_000,
+        "domain",
+        True,
+    )
+    assert facts["checkpoints"] == {"checkpoints": [60, 100], "gold": [80], "kept": []}
+    assert facts["gold"] == {"step": 80, "metric": "primary/loss", "value": 2.2, "path": "gold/80"}
+    law = facts["evals"]["law"]
+    assert (law["step"], law["num_evals"], law["detectable"]) == (100, 3, None)
+    # 60 steps of 100 tokens in foundation (web 0.8, code 0.2) and 40 in domain (law 0.9, web 0.1); epochs of 10,000.
+    foundation, domain = facts["phases"]
+    assert foundation["done"] and foundation["tokens"] == {"web": 4_800, "code": 1_200}
+    assert domain["done"] and domain["tokens"] == {"web": 400, "law": 3_600}
+    assert domain["epochs"] == {"web": 0.52, "code": 0.12, "law": 0.36}
+    lines = shown(path)
+    assert "progress step 100 of 100 (100.0 %), finished; 10,000 tokens" in lines
+    assert "model 1,000 parameters: n_layer 1, d_model 8" in lines
+    assert "domain 60 to 100 done law 0.9, web 0.1 web 400, law 3,600 web 0.52, code 0.12, law 0.36" in lines
+    assert "val 100 2.0000 0.0000 0.7213 3.0000 2.0000 100 0.0213" in lines
+    assert f"gold step 80: primary/loss 2.2000 ({path}/gold/80)" in lines
+    assert "checkpoints 60, 100" in lines and "gold 80" in lines and "kept" not in lines
+    assert "regressed none stands" in lines
+    assert f"--run-dir {path} --resume latest --set train.steps=MORE" in lines and f"report {path} -o run.html" in lines
+
+
+def test_a_run_in_progress(tmp_path):
+    path = write_run(tmp_path / "run", LOSSES, until=80)
+    with open(path / "metrics.jsonl", "a") as metrics, open(path / "events.jsonl", "a") as events:
+        metrics.write(json.dumps({"step": 87}) + '\n{"step": 9')
+        events.write('{"event": "eva')
+    facts = inspect_run(load_run(path))
+    assert (facts["progress"]["step"], facts["progress"]["finished"]) == (87, False)
+    assert facts["evals"]["law"]["step"] == 60 and facts["evals"]["val"]["step"] == 80
+    domain = facts["phases"][1]
+    assert not domain["done"] and domain["counted_at_step"] == 80 and domain["tokens"] == {"web": 200, "law": 1_800}
+    assert "in phase domain, not finished" in shown(path) and "go on" in shown(path)
+    assert "60 to 100 at 80 law 0.9" in shown(path)
+
+
+def test_consumption_leaves_out_a_future_that_was_set_aside(tmp_path):
+    path = write_run(tmp_path / "run", LOSSES, until=80)
+    assert [row["step"] for row in consumption(load_run(path))] == [60, 80]
+    lines = [e for e in (path / "events.jsonl").read_text().splitlines() if json.loads(e)["step"] <= 60]
+    (path / "events.jsonl").write_text("\n".join(lines) + "\n")  # resumed from step 60; the summary is of step 80
+    assert [row["step"] for row in consumption(load_run(path))] == [60]
+
+
+def test_a_run_that_has_just_begun(tmp_path):
+    path = write_run(tmp_path / "run", {"val": lambda step: None}, until=0)
+    (path / "metrics.jsonl").unlink()
+    (path / "training_state.json").unlink()
+    lines = shown(path)
+    assert "no eval yet" in lines and "checkpoints none" in lines and "gold none" in lines
+
+
+def test_regressions_stand_until_they_recover_or_their_phase_ends():
+    def event(kind, step, **fields):
+        return {"event": kind, "step": step, **fields}
+
+    def regressed(step, phase, *pairs):
+        return event("eval_regression", step, phase=phase, offenders=[offender(*p, 0, first_step=step) for p in pairs])
+
+    def standing(*events):
+        return [(o["set"], o["baseline"]) for o in standing_regressions(events)]
+
+    first_eval = event("eval", 0, phase="a")
+    alarm = regressed(10, "a", ("general", "best"), ("general", "phase_start"), ("code", "start"))
+    assert standing(first_eval) == []
+    assert standing(first_eval, alarm) == [("general", "best"), ("general", "phase_start"), ("code", "start")]
+    switch = event("phase_switch", 20, from_phase="a", new_phase="b")
+    assert standing(first_eval, alarm, switch) == [("general", "best"), ("code", "start")]
+    recovered = event("eval_recovered", 30, phase="b", offenders=[offender("code", "start", 0, first_step=10)])
+    assert standing(first_eval, alarm, switch, recovered) == [("general", "best")]
+    # At a boundary the verdicts come after the switch and speak of the phase that closed.
+    closing = regressed(20, "a", ("law", "phase_start"), ("law", "best"))
+    assert standing(first_eval, switch, closing) == [("law", "best")]
+    # Of the phase that runs the alarm stands, and the newest numbers are told.
+    again = regressed(40, "b", ("law", "phase_start"))
+    assert standing(first_eval, switch, closing, again) == [("law", "phase_start"), ("law", "best")]
+
+
+def test_what_stands_regressed_is_told(tmp_path):
+    alarm = {"phase": "domain", "action": None, "offenders": [offender("law", "best", 60, first_step=80)]}
+    path = write_run(tmp_path / "run", LOSSES, more={80: [("eval_regression", alarm)]})
+    assert (
+        "regressed law 2.1000 → 2.6000 (+0.5000, 95 % +0.4000 to +0.6000) against its best at step 60, since step 80"
+        in shown(path)
+    )
+
+
+def test_evals_of_averages_and_what_is_not_finite(tmp_path):
+    losses = {"val": lambda step: 3.0, "law": lambda step: math.nan if step > 50 else 4 - step / 100}
+    path = write_run(tmp_path / "run", losses, averages={"ema": lambda step: 2.5})
+    points = eval_points(load_run(path).events)
+    assert set(points) == {"val", "law", "val@ema", "law@ema"}
+    assert [p.step for p in points["val@ema"]] == [20, 40, 60, 80, 100] and points["val@ema"][0].loss == 2.5
+    facts = inspect_run(load_run(path))
+    assert math.isnan(facts["evals"]["law"]["loss"]) and facts["evals"]["law"]["best_step"] == 40
+
+
+def test_the_last_known_detectable_difference_counts():
+    events = [
+        {"event": "eval", "step": 0},
+        {"event": "eval", "step": 10, "detectable": {"val": 0.05, "law": 0.07}},
+        {"event": "eval", "step": 20, "detectable": {"val": 0.03, "law": None}},
+    ]
+    assert last_detectable(events) == {"val": 0.03, "law": 0.07}
+
+
+def test_lineage(tmp_path):
+    base = {"init_from": "runs/base", "run": "runs/base", "step": 60, "keep_optimizer": True, "lineage": None}
+    of = {"init_from": "runs/mid", "run": "runs/mid", "step": None, "keep_optimizer": False, "lineage": base}
+    path = write_run(tmp_path / "run", LOSSES, start={"lineage": of}, branched_from={"run": "runs/trunk", "step": 1200})
+    lines = shown(path)
+    assert "lineage branched from runs/trunk at step 1,200" in lines
+    assert "lineage parameters from runs/mid\n" in lines
+    assert "lineage parameters and optimizer state from runs/base, step 60" in lines
+
+
+def test_what_is_no_run_is_said(tmp_path):
+    with pytest.raises(InputError, match="holds no run; expected a directory made by `curriculum train`"):
+        load_run(tmp_path)
+    (tmp_path / "config.resolved.json").write_text("{}")
+    with pytest.raises(InputError, match="events.jsonl: no such file"):
+        load_run(tmp_path)
+    (tmp_path / "events.jsonl").write_text("")
+    with pytest.raises(InputError, match="events.jsonl: is empty; the run has not begun yet"):
+        inspect_run(load_run(tmp_path))
+    code, out, errors, _ = command("inspect", tmp_path / "nowhere")
+    assert (code, out) == (2, "") and "nowhere: holds no run" in errors
+
+
+def test_the_command_is_quick_and_imports_little(tmp_path):
+    path = write_run(tmp_path / "run", {"val": lambda step: math.nan})
+    code, out, _, modules = command("inspect", path, "--json")
+    assert code == 0 and not modules & {"jax", "numpy", "pydantic", "matplotlib", "yaml"}
+    assert json.loads(out)["evals"]["val"]["loss"] == "NaN"
+
+    # Against the bare interpreter with the command line's own library, so that a slow machine does not count.
+    def seconds(*arguments):
+        started = time.perf_counter()
+        subprocess.run([sys.executable, *map(str, arguments)], check=True, capture_output=True)
+        return time.perf_counter() - started
+
+    script = "import sys; sys.argv = ['c', 'inspect', sys.argv[1]]\nfrom curriculum.cli.main import main\nmain()"
+    bare = min(seconds("-c", "import click, json, difflib") for _ in range(3))
+    assert min(seconds("-c", script, path) for _ in range(3)) < bare + 0.2
+
+
+def test_a_run_that_was_trained(corpus, store, tmp_path):  # noqa: F811
+    data = config_data(corpus, train__steps=12, checkpoint__every=6)
+    data["phases"] = [
+        {"name": "a", "until": 8, "mixture": {"web": 1}},
+        {"name": "b", "until": "end", "mixture": {"law": 3, "web": 1}},
+    ]
+    data["optim"] = {"lr": 1e-3}
+    train(build_config(data), tmp_path / "run", store_dir=store)
+    facts = inspect_run(load_run(tmp_path / "run"))
+    # 8 sequences of 32 tokens a step: 8 steps of web, then 4 of 3/4 law.
+    assert [phase["tokens"] for phase in facts["phases"]] == [{"web": 2048}, {"law": 768, "web": 256}]
+    assert facts["checkpoints"]["checkpoints"] == [6, 12]
+    assert facts["progress"]["finished"] and facts["progress"]["tokens"] == 12 * 256
+    assert set(facts["evals"]) == {"val", "code", "law"}
+    assert facts["phases"][1]["epochs"]["law"] == pytest.approx(768 / facts_of_source(tmp_path / "run", "law"))
+    assert "step 12 of 12 (100.0 %), finished" in shown(tmp_path / "run")
+
+
+def facts_of_source(run_dir, name):
+    tokens = load_run(run_dir).start["sources"][name]["tokens_per_epoch"]
+    assert tokens > 0
+    return tokens
