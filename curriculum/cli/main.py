@@ -14,6 +14,7 @@ _COMMANDS = {
     "prepare": ("curriculum.cli.prepare", "Turn text into token stores."),
     "eval": ("curriculum.cli.eval", "Measure a checkpoint on the run's eval sets and on new ones."),
     "inspect": ("curriculum.cli.inspect", "Show what a run is, how far it is, and how it does."),
+    "compare": ("curriculum.cli.compare", "Compare the checkpoints of runs, set by set, with intervals."),
     "export": ("curriculum.cli.export", "Write the parameters of a run in another format."),
 }
 

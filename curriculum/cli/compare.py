@@ -1,0 +1,29 @@
+"""`curriculum compare`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("runs", nargs=-1, required=True, metavar="RUN RUN...", type=click.Path(path_type=Path))
+@click.option(
+    "--at",
+    type=click.Choice(["tokens", "step"]),
+    default="tokens",
+    show_default=True,
+    help="Compare where the runs have as many tokens, or as many steps.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+def command(runs, at, as_json):
+    """Compare the checkpoints of runs, set by set: losses, and paired differences from the first run."""
+    from curriculum.record.compare import compare, table
+
+    comparison = compare(runs, at=at)
+    if as_json:
+        click.echo(json.dumps(comparison.to_json(), indent=2, allow_nan=False))
+    else:
+        click.echo("\n".join(table(comparison)))

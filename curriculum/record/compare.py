@@ -1,0 +1,331 @@
+"""Runs beside each other: their losses on the eval sets that they share, and paired differences with intervals.
+
+A difference is of two checkpoints on the same windows, so the choice of held-out text hardly moves it. What another
+seed would do is not in it: that two recipes differ takes several seeds of each to show.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from curriculum.errors import InputError
+from curriculum.record.events import plain
+from curriculum.record.inspection import EvalPoint, columns, eval_points, evalset_facts, loss, signed
+from curriculum.run import Run, load_run
+from evalsets.evalset import PRIMARY
+from evalsets.regressions import paired_difference, student_quantile
+
+# Standard deviation of the final validation loss over seeds, in nats per token, of a GPT-2 of 124M parameters.
+SEED_SPREAD_NATS = 0.002
+_SCOPE = "of these two checkpoints, not of the recipe"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One run minus the one it is compared with, on one set, in nats per token: positive is worse.
+
+    interval: 95 %, over the choice of held-out text. sem and interval are None where the set has one cluster only.
+    """
+
+    against: str
+    delta: float
+    sem: float | None
+    interval: tuple[float, float] | None
+    clusters: str
+    num_clusters: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run on one set: the eval that counts. `difference` is None for the run that the others are compared with."""
+
+    run: str
+    step: int
+    tokens: int
+    loss: float
+    bpb: float | None
+    sem: float | None
+    difference: Difference | None
+    verdict: str | None
+
+
+@dataclass(frozen=True)
+class ComparedSet:
+    """The runs that measured one set, in the order given; the first is the one that the others are compared with."""
+
+    name: str
+    content_hash: str
+    runs: tuple[Measured, ...]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `compare` found.
+
+    at, common: `tokens` or `step`, and how many of them: an eval counts when it is the run's last at or before them.
+    runs: name, path, step and tokens of the last eval that counts, and whether the run is finished.
+    refused: sets that two runs measured on different text, as messages. only: sets that not every run measured.
+    shared: of two runs with a common past, the step up to which they share it.
+    """
+
+    at: str
+    common: int
+    runs: tuple[dict[str, Any], ...]
+    sets: tuple[ComparedSet, ...]
+    refused: dict[str, tuple[str, ...]]
+    only: dict[str, tuple[str, ...]]
+    shared: tuple[dict[str, Any], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON; a float that is not finite is one of the record's strings."""
+        return plain(asdict(self))
+
+
+def compare(run_dirs: Sequence[str | os.PathLike], *, at: str = "tokens") -> Comparison:
+    """Compare run directories by their last evals at or before the common `tokens` or `step`. Raises InputError."""
+    return compare_runs([load_run(path) for path in run_dirs], at=at)
+
+
+def compare_runs(runs: Sequence[Run], *, at: str = "tokens") -> Comparison:
+    """The same of runs that are loaded. The same run may stand there twice."""
+    if len(runs) < 2:
+        raise InputError(f"got {len(runs)} run, expected two or more to compare")
+    if at not in ("tokens", "step"):
+        raise InputError(f"--at {at}: expected tokens or step")
+    names = labels(runs)
+    points = [_raw_points(run) for run in runs]
+    for run, of_run in zip(runs, points, strict=True):
+        if not of_run:
+            raise InputError(f"{run.directory.path}: has no eval yet; compare it once it has one")
+    common = min(max(getattr(p, at) for of_set in of_run.values() for p in of_set) for of_run in points)
+    counting = [
+        {
+            name: before[-1]
+            for name, of_set in of_run.items()
+            if (before := [p for p in of_set if getattr(p, at) <= common])
+        }
+        for of_run in points
+    ]
+    for run, of_run in zip(runs, counting, strict=True):
+        if not of_run:
+            unit = "tokens" if at == "tokens" else "steps"
+            raise InputError(
+                f"{run.directory.path}: has no eval at or before {common:,} {unit}, where another run ends"
+            )
+
+    windows = _Windows(runs)
+    sets, refused, only = [], {}, {}
+    for name in dict.fromkeys(name for of_run in counting for name in of_run):
+        having = [i for i, of_run in enumerate(counting) if name in of_run]
+        if len(having) < len(runs):
+            only[name] = tuple(names[i] for i in having)
+        if len(having) < 2:
+            continue
+        first, *others = having
+        hashes = {i: evalset_facts(runs[i].events).get(name, {}).get("content_hash") for i in having}
+        same = [i for i in others if hashes[i] == hashes[first] is not None]
+        different = [i for i in others if i not in same]
+        if different:
+            refused[name] = tuple(_refusal(names[first], names[i], hashes[first], hashes[i]) for i in different)
+        if not same:
+            continue
+        measured = [_measured(names[first], counting[first][name], None, None)]
+        for i in same:
+            between = windows.difference(name, names, (i, counting[i][name]), (first, counting[first][name]))
+            verdict = _verdict(names[i], names[first], counting[i][name], counting[first][name], between)
+            measured.append(_measured(names[i], counting[i][name], between, verdict))
+        sets.append(ComparedSet(name, hashes[first], tuple(measured)))
+    if not sets:
+        reasons = [f"{name}: {why}" for name, whys in refused.items() for why in whys]
+        reasons += [f"{name}: only {' and '.join(who)} measured it" for name, who in only.items()]
+        raise InputError(*(f"no eval set can be compared: {reason}" for reason in reasons))
+    return Comparison(
+        at=at,
+        common=common,
+        runs=tuple(
+            {
+                "name": label,
+                "path": str(run.directory.path),
+                "step": max(p.step for p in of_run.values()),
+                "tokens": max(p.tokens for p in of_run.values()),
+                "finished": run.complete is not None,
+            }
+            for label, run, of_run in zip(names, runs, counting, strict=True)
+        ),
+        sets=tuple(sets),
+        refused=refused,
+        only=only,
+        shared=tuple(
+            {"runs": (names[i], names[j]), "step": step}
+            for i in range(len(runs))
+            for j in range(i + 1, len(runs))
+            if (step := shared_past(runs[i], runs[j])) is not None
+        ),
+    )
+
+
+def labels(runs: Sequence[Run]) -> list[str]:
+    """A short name of each run: its folder, its path where two folders are called the same, numbered where both are."""
+    paths = [run.directory.path for run in runs]
+    whole = [path.resolve() for path in paths]
+    long = [
+        str(path) if any(other.name == own.name and other != own for other in whole) else own.name
+        for path, own in zip(paths, whole, strict=True)
+    ]
+    return [f"{name} ({long[: i + 1].count(name)})" if long.count(name) > 1 else name for i, name in enumerate(long)]
+
+
+def shared_past(first: Run, second: Run) -> int | None:
+    """The step up to which two runs are one: one branched off the other, or both off a third. None where they are not.
+
+    A branch begins with a copy of its trunk's events, so related runs begin with the same event, and the events of
+    earlier branchings are in the copy.
+    """
+    if first.directory.path.resolve() == second.directory.path.resolve() or first.start != second.start:
+        return None
+    points = _branchings(first) ^ _branchings(second)
+    return min(step for step, _ in points) if points else None
+
+
+def _branchings(run: Run) -> set[tuple[int, str]]:
+    """(step, something unique) of every branching on the way to a run."""
+    edits = [e for e in run.events if e["event"] == "schedule_edit" and e["kind"] == "branch"]
+    points = {(e["step"], f"{e['timestamp']} {e['elapsed_s']}") for e in edits}
+    own = run.branched_from
+    if own is not None and own["step"] not in {step for step, _ in points}:
+        points.add((own["step"], str(run.directory.path.resolve())))
+    return points
+
+
+def _raw_points(run: Run) -> dict[str, list[EvalPoint]]:
+    """The evals of the parameters themselves."""
+    return {name: of_set for name, of_set in eval_points(run.events).items() if "@" not in name}
+
+
+def _measured(run: str, point: EvalPoint, difference: Difference | None, verdict: str | None) -> Measured:
+    return Measured(run, point.step, point.tokens, point.loss, point.bpb, point.sem, difference, verdict)
+
+
+def _refusal(first: str, other: str, hash_first: str | None, hash_other: str | None) -> str:
+    if hash_first is None or hash_other is None:
+        unknown = " and ".join(name for name, h in ((first, hash_first), (other, hash_other)) if h is None)
+        return f"{first} and {other}: the record of {unknown} has no content hash of it"
+    return (
+        f"{first} measured other text than {other} (content {hash_first[:12]} and {hash_other[:12]}): other documents, "
+        "another tokenizer or another evalsets.seq_len"
+    )
+
+
+class _Windows:
+    """The results per window of several runs' evals, each file read once."""
+
+    def __init__(self, runs: Sequence[Run]):
+        self._runs = runs
+        self._files: dict[tuple[int, int], Mapping[str, np.ndarray]] = {}
+
+    def of(self, i: int, step: int, name: str) -> dict[str, np.ndarray]:
+        """Arrays nats, tokens and document of a set. Raises InputError where the file does not have them."""
+        path = self._runs[i].directory.path / "evals" / f"{step}.npz"
+        if (i, step) not in self._files:
+            if not path.exists():
+                raise InputError(f"{path}: no such file; the paired difference needs the windows of that eval")
+            self._files[i, step] = np.load(path)
+        key = PRIMARY if name == "val" else name
+        if f"{key}.nats" not in self._files[i, step]:
+            raise InputError(f"{path}: has no windows of {name}, which the record says was measured then")
+        return {field: self._files[i, step][f"{key}.{field}"] for field in ("nats", "tokens", "document")}
+
+    def difference(
+        self, name: str, names: Sequence[str], now: tuple[int, EvalPoint], before: tuple[int, EvalPoint]
+    ) -> Difference:
+        (i, now_point), (j, before_point) = now, before
+        ours, theirs = self.of(i, now_point.step, name), self.of(j, before_point.step, name)
+        if not np.array_equal(ours["tokens"], theirs["tokens"]):
+            where = f"evals/{now_point.step}.npz of {names[i]} and evals/{before_point.step}.npz of {names[j]}"
+            raise InputError(f"{name}: {where} differ in windows though the content is the same; one is damaged")
+        return paired(names[j], ours["nats"], theirs["nats"], ours["tokens"], ours["document"])
+
+
+def paired(
+    against: str, now_N: np.ndarray, before_N: np.ndarray, tokens_N: np.ndarray, document_N: np.ndarray
+) -> Difference:
+    """The difference of two checkpoints on the windows of one set."""
+    delta, sem, num_clusters, kind = paired_difference(now_N, before_N, tokens_N, document_N)
+    if num_clusters < 2:
+        return Difference(against, float(delta), None, None, kind, num_clusters)
+    half = float(student_quantile(0.025, num_clusters - 1) * sem)
+    return Difference(against, float(delta), float(sem), (float(delta) - half, float(delta) + half), kind, num_clusters)
+
+
+def _verdict(run: str, against: str, now: EvalPoint, before: EvalPoint, between: Difference) -> str:
+    """One sentence that can stand alone."""
+    ours, theirs = f"{run} at step {now.step:,}", f"{against} at step {before.step:,}"
+    for who, point in ((ours, now), (theirs, before)):
+        if not math.isfinite(point.loss):
+            return f"no verdict: the loss of {who} is {point.loss}"
+    if between.delta == 0 and not between.sem:
+        return f"{ours} and {theirs} are equal in every window ({_SCOPE})"
+    if between.interval is None:
+        return (
+            f"no verdict: {ours} differs from {theirs} by {signed(between.delta)} nats per token, but the set is a "
+            "single document of few windows, which shows no error"
+        )
+    low, high = between.interval
+    span = f"95 % {signed(low)} to {signed(high)}"
+    if low <= 0 <= high:
+        return f"no difference shown between {ours} and {theirs}: {signed(between.delta)} ({span}; {_SCOPE})"
+    better = "better" if high < 0 else "worse"
+    # Twice the spread of the difference of two seeds of one recipe.
+    by_seed = abs(between.delta) <= 2 * math.sqrt(2) * SEED_SPREAD_NATS
+    caution = "; so small that another seed could turn it round" if by_seed else ""
+    return f"{ours} is {better} than {theirs} by {abs(between.delta):.4f} nats per token ({span}; {_SCOPE}{caution})"
+
+
+def table(comparison: Comparison) -> list[str]:
+    """The comparison as lines of text."""
+    unit = "tokens" if comparison.at == "tokens" else "steps"
+    lines = [f"the last evals at or before {comparison.common:,} {unit}, the fewest that a run was measured at", ""]
+    rows = [("run", "step", "tokens", "", "directory")]
+    for run in comparison.runs:
+        state = "finished" if run["finished"] else "not finished"
+        rows.append((run["name"], f"{run['step']:,}", f"{run['tokens']:,}", state, run["path"]))
+    lines += [*columns(rows, right=(1, 2)), ""]
+    rows = [("eval set", "run", "step", "loss", "± sem", "bpb", "difference", "95 % interval")]
+    for compared in comparison.sets:
+        for i, m in enumerate(compared.runs):
+            numbers = (f"{m.step:,}", loss(m.loss), loss(m.sem), loss(m.bpb))
+            d = m.difference
+            between = ("", "") if d is None else (signed(d.delta), interval_text(d.interval))
+            rows.append((compared.name if i == 0 else "", m.run, *numbers, *between))
+    lines += [*columns(rows, right=range(2, 8)), ""]
+    for compared in comparison.sets:
+        lines += [f"{compared.name}: {m.verdict}" for m in compared.runs if m.verdict]
+    lines += notes(comparison)
+    return lines
+
+
+def notes(comparison: Comparison) -> list[str]:
+    """What else has to be said: sets left out, shared pasts, and what no difference here can tell."""
+    lines = [f"{name}: refused: {why}" for name, whys in comparison.refused.items() for why in whys]
+    lines += [f"{name}: measured only by {', '.join(who)}" for name, who in comparison.only.items()]
+    for pair in comparison.shared:
+        lines.append(f"{' and '.join(pair['runs'])} are one run up to step {pair['step']:,} and differ after it")
+    few = [c.name for c in comparison.sets if any(m.difference and m.difference.clusters == "blocks" for m in c.runs)]
+    if few:
+        lines.append(f"{', '.join(few)}: fewer than 20 documents; the intervals speak of more text from these few")
+    lines.append(
+        "Differences are nats per token of each run minus the first, over the same windows; below 0 is better. They "
+        "speak of these checkpoints, not of the recipes: the seed alone moves a final loss by about "
+        f"{SEED_SPREAD_NATS} nats (standard deviation at 124M parameters)."
+    )
+    return lines
+
+
+def interval_text(interval: tuple[float, float] | None) -> str:
+    return "-" if interval is None else f"{signed(interval[0])} to {signed(interval[1])}"

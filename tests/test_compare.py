@@ -1,0 +1,277 @@
+"""Runs beside each other: which evals count, paired differences worked by hand, what is refused."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from written_run import command, windows, write_run
+
+from curriculum.errors import InputError
+from curriculum.record.compare import compare, shared_past, table
+from curriculum.run import load_run
+
+
+def by_document(*losses: float):
+    """Two windows, of 10 and 20 tokens, for each document of a loss of its own."""
+    results = windows(0.0, len(losses))
+    return results._replace(nats_N=results.tokens_N * np.repeat(losses, 2).astype(np.float64))
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """25 documents: the second run is 0.1 worse on ten of them and 0.05 better on the others."""
+    first = write_run(tmp_path / "first", {"val": lambda step: by_document(*[3.0] * 25)})
+    second = write_run(tmp_path / "second", {"val": lambda step: by_document(*[3.1] * 10, *[2.95] * 15)})
+    return first, second
+
+
+def only(comparison, name="val"):
+    """The second of two runs on a set."""
+    compared = next(c for c in comparison.sets if c.name == name)
+    assert len(compared.runs) == 2
+    return compared.runs[1]
+
+
+def test_the_paired_difference_of_documents_worked_by_hand(pair):
+    # delta = (10 * 0.1 - 15 * 0.05) / 25 = 0.01. A document has 30 tokens: u = 30 * 0.09 = 2.7 ten times and
+    # 30 * -0.06 = -1.8 fifteen times, so SE^2 = 25/24 * (10 * 2.7^2 + 15 * 1.8^2) / 750^2 = 0.015^2.
+    m = only(compare(pair))
+    assert (m.step, m.tokens) == (100, 10_000)
+    assert m.loss == pytest.approx(3.01) and m.bpb == pytest.approx(3.01 / 4 / math.log(2), abs=1e-6)
+    d = m.difference
+    assert (d.against, d.clusters, d.num_clusters) == ("first", "documents", 25)
+    assert d.delta == pytest.approx(0.01) and d.sem == pytest.approx(0.015)
+    half = 2.0639 * 0.015  # Student's t with 24 degrees of freedom, from a printed table
+    assert d.interval == pytest.approx((0.01 - half, 0.01 + half), abs=1e-6)
+    assert m.verdict.startswith("no difference shown between second at step 100 and first at step 100: +0.0100 (95 %")
+    assert "of these two checkpoints, not of the recipe" in m.verdict
+
+
+@pytest.mark.parametrize(
+    "shift, said, seed",
+    [
+        (0.004, "worse than first at step 100 by 0.0040", True),
+        (-0.004, "better than first at step 100 by 0.0040", True),
+        (-0.3, "better than first at step 100 by 0.3000", False),
+    ],
+)
+def test_a_difference_beyond_its_interval_is_told_with_what_it_does_not_say(tmp_path, shift, said, seed):
+    first = write_run(tmp_path / "first", {"val": lambda step: by_document(*[3.0] * 25)})
+    # Each document moves by the shift, give or take a little.
+    second = write_run(
+        tmp_path / "second", {"val": lambda s: by_document(*(3 + shift + 1e-4 * (i % 3) for i in range(25)))}
+    )
+    verdict = only(compare([first, second])).verdict.replace("0.0041", "0.0040").replace("0.0039", "0.0040")
+    assert said in verdict.replace("0.2999", "0.3000")
+    assert "of these two checkpoints, not of the recipe" in verdict
+    assert ("another seed could turn it round" in verdict) == seed
+
+
+def test_the_same_run_twice_differs_by_exactly_nothing(pair):
+    comparison = compare([pair[1], pair[1]])
+    m = only(comparison)
+    assert (m.difference.delta, m.difference.sem, m.difference.interval) == (0.0, 0.0, (0.0, 0.0))
+    assert m.verdict.startswith("second (2) at step 100 and second (1) at step 100 are equal in every window")
+    assert comparison.shared == ()
+
+
+def test_the_last_eval_at_or_before_the_common_tokens_or_step_counts(tmp_path):
+    # 100 steps of 100 tokens, and 100 steps of 200: 10,000 tokens are step 50 of the second, whose last eval was at 40.
+    first = write_run(tmp_path / "first", {"val": lambda step: 3 + step / 1000})
+    second = write_run(tmp_path / "second", {"val": lambda step: 4 + step / 1000}, tokens_per_step=200)
+    by_tokens, by_step = compare([first, second]), compare([first, second], at="step")
+    assert (by_tokens.common, by_step.common) == (10_000, 100)
+    assert [(m.step, m.tokens, m.loss) for m in by_tokens.sets[0].runs] == [(100, 10_000, 3.1), (40, 8_000, 4.04)]
+    assert [(m.step, m.loss) for m in by_step.sets[0].runs] == [(100, 3.1), (100, 4.1)]
+    assert only(by_tokens).difference.delta == pytest.approx(0.94)
+
+
+def test_a_set_measured_less_often_counts_where_it_was_measured(tmp_path):
+    losses = {"val": lambda step: 3.0, "rare": lambda step: 2.0 if step in (0, 60, 100) else None}
+    first = write_run(tmp_path / "first", losses)
+    second = write_run(tmp_path / "second", losses, until=80)
+    comparison = compare([first, second])
+    assert comparison.common == 8_000
+    assert [[m.step for m in c.runs] for c in comparison.sets] == [[80, 80], [60, 60]]
+    assert [run["finished"] for run in comparison.runs] == [True, False]
+
+
+def test_sets_of_other_text_are_refused_by_name_and_sets_of_one_run_are_listed(tmp_path):
+    losses = {"val": lambda step: 3.0, "law": lambda step: 2.0}
+    first = write_run(tmp_path / "first", {**losses, "mine": lambda step: 1.0})
+    second = write_run(tmp_path / "second", losses, hashes={"law": "0123456789abcdef"})
+    third = write_run(tmp_path / "third", losses)
+    comparison = compare([first, second, third])
+    assert [(c.name, [m.run for m in c.runs]) for c in comparison.sets] == [
+        ("val", ["first", "second", "third"]),
+        ("law", ["first", "third"]),
+    ]
+    assert list(comparison.refused) == ["law"] and len(comparison.refused["law"]) == 1
+    assert (
+        "first measured other text than second (content hash-of-law and 0123456789ab)" in comparison.refused["law"][0]
+    )
+    assert comparison.only == {"mine": ("first",)}
+    shown = "\n".join(table(comparison))
+    assert "law: refused: first measured other text than second" in shown and "mine: measured only by first" in shown
+
+
+def test_a_set_whose_content_no_record_tells_is_refused(tmp_path):
+    first = write_run(tmp_path / "first", {"val": lambda step: 3.0, "added": lambda step: 2.0})
+    events = first / "events.jsonl"
+    begun, *rest = events.read_text().splitlines(keepends=True)
+    told = json.loads(begun)
+    facts = told["evalsets"].pop("added")
+    events.write_text(json.dumps(told) + "\n" + "".join(rest))
+    with_it = write_run(tmp_path / "second", {"val": lambda step: 3.0, "added": lambda step: 2.0})
+    comparison = compare([with_it, first])
+    assert [c.name for c in comparison.sets] == ["val"]
+    assert comparison.refused["added"] == ("second and first: the record of first has no content hash of it",)
+
+    # A `resume` event tells of the sets that were added with it.
+    resumed = {"event": "resume", "step": 0, "plan": told["plan"], "evalsets": {"added": facts}}
+    events.write_text(json.dumps(told) + "\n" + json.dumps(resumed) + "\n" + "".join(rest))
+    assert [c.name for c in compare([with_it, first]).sets] == ["val", "added"]
+
+
+def test_a_loss_that_is_not_a_number_gets_no_verdict(tmp_path):
+    first = write_run(tmp_path / "first", {"val": lambda step: 3.0})
+    second = write_run(tmp_path / "second", {"val": lambda step: windows(math.nan if step else 3.0)})
+    comparison = compare([first, second])
+    assert only(comparison).verdict == "no verdict: the loss of second at step 100 is nan"
+    assert math.isnan(only(comparison).difference.delta)
+    as_json = json.loads(json.dumps(comparison.to_json(), allow_nan=False))
+    assert as_json["sets"][0]["runs"][1]["loss"] == "NaN"
+
+
+def test_one_cluster_has_no_interval_and_no_verdict(tmp_path):
+    first = write_run(tmp_path / "first", {"val": lambda step: windows(3.0, num_documents=1)})
+    second = write_run(tmp_path / "second", {"val": lambda step: windows(3.5, num_documents=1)})
+    m = only(compare([first, second]))
+    assert (m.difference.delta, m.difference.sem, m.difference.interval) == (0.5, None, None)
+    assert m.verdict.startswith("no verdict: second at step 100 differs from first at step 100 by +0.5000 nats")
+
+
+def test_few_documents_are_said(tmp_path):
+    paths = [
+        write_run(tmp_path / name, {"val": lambda step, loss=loss: windows(loss, num_documents=10)})
+        for name, loss in (("first", 3.0), ("second", 3.5))
+    ]
+    comparison = compare(paths)
+    assert only(comparison).difference.clusters == "blocks"
+    assert "val: fewer than 20 documents; the intervals speak of more text from these few" in table(comparison)
+
+
+def branch(trunk: Path, path: Path, at: int, losses, edit_at: str | None = None) -> Path:
+    """A run that shares the trunk's record up to step `at`, as `curriculum branch` makes it."""
+    write_run(path, losses, branched_from={"run": str(trunk), "step": at})
+    kept = [line for line in (trunk / "events.jsonl").read_text().splitlines() if json.loads(line)["step"] <= at]
+    kept = [line for line in kept if json.loads(line)["event"] != "training_complete"]
+    if edit_at is not None:
+        edit = {"event": "schedule_edit", "step": at, "kind": "branch", "timestamp": edit_at, "elapsed_s": 1.0}
+        kept.append(json.dumps(edit))
+    own = [line for line in (path / "events.jsonl").read_text().splitlines() if json.loads(line)["step"] > at]
+    assert len(kept) > 2 and own
+    (path / "events.jsonl").write_text("\n".join([*kept, *own]) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("edits", [True, False], ids=["with edits", "without"])
+def test_the_past_that_branches_share(tmp_path, edits):
+    losses = {"val": lambda step: 3.0}
+    trunk = write_run(tmp_path / "trunk", losses)
+    other = write_run(tmp_path / "other", losses, start={"lineage": {"run": "another"}})
+    at_60 = branch(trunk, tmp_path / "at_60", 60, losses, "t1" if edits else None)
+    at_20 = branch(trunk, tmp_path / "at_20", 20, losses, "t2" if edits else None)
+    twin = branch(trunk, tmp_path / "twin", 60, losses, "t3" if edits else None)
+    runs = {path.name: load_run(path) for path in (trunk, other, at_60, at_20, twin)}
+    assert shared_past(runs["trunk"], runs["at_60"]) == 60 == shared_past(runs["at_60"], runs["trunk"])
+    assert shared_past(runs["at_60"], runs["at_20"]) == 20
+    assert shared_past(runs["at_60"], runs["twin"]) == 60
+    assert shared_past(runs["trunk"], runs["trunk"]) is None
+    assert shared_past(runs["trunk"], runs["other"]) is None
+    if edits:
+        of_branch = load_run(branch(at_60, tmp_path / "of_branch", 80, losses, "t4"))
+        assert shared_past(runs["trunk"], of_branch) == 60
+        assert shared_past(runs["at_60"], of_branch) == 80
+    comparison = compare([trunk, at_60])
+    assert comparison.shared == ({"runs": ("trunk", "at_60"), "step": 60},)
+    assert "trunk and at_60 are one run up to step 60 and differ after it" in table(comparison)
+
+
+def test_runs_of_one_name_are_called_by_their_paths(tmp_path):
+    a = write_run(tmp_path / "a" / "run", {"val": lambda step: 3.0})
+    b = write_run(tmp_path / "b" / "run", {"val": lambda step: 3.0})
+    assert [run["name"] for run in compare([a, b]).runs] == [str(a), str(b)]
+
+
+def test_what_cannot_be_compared_is_said(tmp_path, pair):
+    first, second = pair
+    with pytest.raises(InputError, match="got 1 run, expected two or more"):
+        compare([first])
+    with pytest.raises(InputError, match="--at epochs: expected tokens or step"):
+        compare(pair, at="epochs")
+    with pytest.raises(InputError, match="nowhere: holds no run"):
+        compare([first, tmp_path / "nowhere"])
+    with pytest.raises(InputError, match="unmeasured: has no eval yet; compare it once it has one"):
+        compare([first, write_run(tmp_path / "unmeasured", {"val": lambda step: None}, until=0)])
+    begun = write_run(tmp_path / "begun", {"val": lambda step: 3.0}, until=20)
+    late = write_run(tmp_path / "late", {"val": lambda step: 3.0 if step > 50 else None})
+    with pytest.raises(InputError, match="late: has no eval at or before 2,000 tokens, where another run ends"):
+        compare([begun, late])
+    with pytest.raises(InputError, match="late: has no eval at or before 20 steps"):
+        compare([begun, late], at="step")
+    none_common = write_run(tmp_path / "c", {"law": lambda step: 3.0})
+    with pytest.raises(InputError) as error:
+        compare([first, none_common])
+    assert error.value.problems == (
+        "no eval set can be compared: val: only first measured it",
+        "no eval set can be compared: law: only c measured it",
+    )
+    refused = write_run(tmp_path / "d", {"val": lambda step: 3.0}, hashes={"val": "other"})
+    with pytest.raises(InputError, match="no eval set can be compared: val: first measured other text than d"):
+        compare([first, refused])
+
+
+def test_windows_that_are_gone_or_do_not_fit_are_said(pair):
+    first, second = pair
+    results = second / "evals/100.npz"
+    arrays = dict(np.load(results))
+    np.savez(results, **{**arrays, "primary.tokens": arrays["primary.tokens"] + 1})
+    with pytest.raises(InputError, match="val: evals/100.npz of second and evals/100.npz of first differ in windows"):
+        compare(pair)
+    np.savez(results, other=np.zeros(1))
+    with pytest.raises(InputError, match="100.npz: has no windows of val, which the record says was measured"):
+        compare(pair)
+    results.unlink()
+    with pytest.raises(InputError, match="100.npz: no such file; the paired difference needs the windows"):
+        compare(pair)
+
+
+def test_the_command_prints_a_table_or_json_and_needs_no_jax(pair):
+    code, out, _, modules = command("compare", *pair)
+    assert code == 0 and not modules & {"jax", "matplotlib", "pydantic"} and "numpy" in modules
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "val first 100 3.0000 0.0000 1.0820" in lines
+    assert "second 100 3.0100 0.0150 1.0856 +0.0100 -0.0210 to +0.0410" in lines
+    assert "seed alone moves a final loss by about 0.002 nats" in lines[-1]
+    code, out, _, _ = command("compare", *pair, "--at", "step", "--json")
+    told = json.loads(out)
+    assert code == 0 and told["at"] == "step" and told["sets"][0]["runs"][1]["difference"]["num_clusters"] == 25
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["nowhere", "nowhere"], "error: nowhere: holds no run"),
+        (["only-one"], "error: nowhere"),
+        ([], "Missing argument 'RUN RUN...'"),
+        (["a", "b", "--at", "epochs"], "'epochs' is not one of 'tokens', 'step'"),
+    ],
+)
+def test_wrong_input_exits_with_2(pair, arguments, said):
+    arguments = [str(pair[0]) if a == "only-one" else a for a in arguments]
+    said = "error: got 1 run, expected two or more to compare" if arguments == [str(pair[0])] else said
+    code, out, errors, _ = command("compare", *arguments)
+    assert (code, out) == (2, "") and said in errors
