@@ -15,6 +15,7 @@ _COMMANDS = {
     "eval": ("curriculum.cli.eval", "Measure a checkpoint on the run's eval sets and on new ones."),
     "inspect": ("curriculum.cli.inspect", "Show what a run is, how far it is, and how it does."),
     "compare": ("curriculum.cli.compare", "Compare the checkpoints of runs, set by set, with intervals."),
+    "report": ("curriculum.cli.report", "Draw a run, or several, as one HTML file."),
     "export": ("curriculum.cli.export", "Write the parameters of a run in another format."),
 }
 

@@ -1,0 +1,352 @@
+"""The drawings of a report: SVG to stand inside a page, with the page's fonts and nothing from outside.
+
+Every drawing is a function of the numbers alone: the same numbers give the same bytes. A drawing's unit is a CSS pixel.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any, NamedTuple
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from curriculum.record.inspection import EvalPoint
+
+# Okabe and Ito's colours, which colour-blind readers tell apart; yellow is left out, as it is too pale for a line.
+PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5d5d5d", "#8c510a", "#762a83")
+OTHER = "#c9ced4"
+RED, GOLD = "#c62828", "#e0a100"
+WIDE = (1040, 330)
+PANEL = (500, 250)
+MAX_POINTS = 400
+_INK, _MUTED, _SHADE = "#202124", "#6b7280", "#f3f5f8"
+_PLACES = re.compile(r' (?:d|x|y|width|height|transform)="[^"]*"')  # attributes that hold coordinates
+_LONG = re.compile(r"-?\d+\.\d{3,}")
+_PX = 72  # matplotlib's SVG has 72 units an inch
+_STYLE = {
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 11,
+    "text.parse_math": False,
+    "text.color": _INK,
+    "axes.edgecolor": "#b6bcc4",
+    "axes.labelcolor": _MUTED,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": "#e3e7ec",
+    "grid.linewidth": 0.8,
+    "xtick.color": "#b6bcc4",
+    "ytick.color": "#b6bcc4",
+    "xtick.labelcolor": _MUTED,
+    "ytick.labelcolor": _MUTED,
+    "ytick.major.size": 0,
+    "lines.linewidth": 1.8,
+    "lines.solid_capstyle": "round",
+    "axes.unicode_minus": True,
+}
+
+
+class Phase(NamedTuple):
+    """A phase as shaded: it owns the steps [start, end)."""
+
+    name: str
+    start: int
+    end: int
+
+
+class Mark(NamedTuple):
+    """Something that happened to a set at a step: `kind` is gold, regressed or recovered."""
+
+    kind: str
+    step: int
+
+
+class Curve(NamedTuple):
+    """One line of a drawing; `sems` may hold None. A point whose y is not finite breaks it and is marked above."""
+
+    label: str
+    color: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+    sems: Sequence[float | None] = ()
+    style: str = "-"
+    marks: Sequence[Mark] = ()
+
+
+def eval_curve(label: str, color: str, points: Sequence[EvalPoint], x: str = "step", **more: Any) -> Curve:
+    """A set's loss with its standard errors over `step` or `tokens`."""
+    xs, ys = [getattr(p, x) for p in points], [p.loss for p in points]
+    return Curve(label, color, xs, ys, [p.sem for p in points], **more)
+
+
+def eval_chart(
+    title: str,
+    curves: Sequence[Curve],
+    phases: Sequence[Phase] = (),
+    *,
+    size: tuple[int, int] = PANEL,
+    x_label: str = "step",
+    branch_at: Iterable[float] = (),
+) -> str:
+    """Losses with bands of +-1.96 standard errors, phases shaded, and what happened marked."""
+    with _styled(title):
+        wide = size[0] > 700
+        right = _label_room(curves) if len(curves) > 1 and wide else 22
+        figure, axes = _axes(size, right=right, top=24 if phases and wide else 10)
+        _shade(axes, phases, _x_range(curves), names=wide)
+        for curve in curves:
+            _draw(axes, curve)
+        _fit_y(axes, curves)
+        for curve in curves:
+            _marks(axes, curve)
+        for x in branch_at:
+            axes.axvline(x, color=_MUTED, linewidth=1, linestyle=(0, (1, 2)))
+        if right > 22:
+            _end_labels(axes, curves)
+        _finish(axes, x_label)
+        return _svg(figure, title)
+
+
+def line_chart(
+    title: str,
+    curves: Sequence[Curve],
+    phases: Sequence[Phase] = (),
+    *,
+    size: tuple[int, int] = PANEL,
+    x_label: str = "step",
+    from_zero: bool = False,
+) -> str:
+    """Lines without bands: training losses, the learning rate."""
+    with _styled(title):
+        figure, axes = _axes(size, top=10, left=62 if from_zero else 44)
+        _shade(axes, phases, _x_range(curves), names=False)
+        for curve in curves:
+            _draw(axes, curve)
+        if from_zero:
+            axes.set_ylim(0, 1.08 * max((y for c in curves for y in c.ys if math.isfinite(y)), default=1) or 1)
+            axes.yaxis.set_major_formatter(
+                FuncFormatter(lambda y, _: "0" if y == 0 else f"{y:.1e}".replace("e-0", "e-"))
+            )
+        else:
+            _fit_y(axes, curves)
+        _finish(axes, x_label)
+        return _svg(figure, title)
+
+
+def mixture_chart(
+    title: str,
+    steps: Sequence[float],
+    shares: Mapping[str, Sequence[float]],
+    colors: Mapping[str, str],
+    phases: Sequence[Phase],
+    *,
+    size: tuple[int, int] = PANEL,
+) -> str:
+    """Shares of the sources over time, stacked to 100 %; two points of one step make a sharp edge."""
+    with _styled(title):
+        figure, axes = _axes(size, top=10)
+        if steps:
+            areas = axes.stackplot(steps, *shares.values(), colors=[colors[name] for name in shares], alpha=0.8)
+            for area in areas:
+                area.set(edgecolor="white", linewidth=0.7)
+            axes.set_xlim(steps[0], max(steps[-1], steps[0] + 1))
+        axes.set_ylim(0, 1)
+        axes.grid(False)
+        for phase in phases:
+            if steps and steps[0] < phase.start < steps[-1]:
+                axes.axvline(phase.start, color="white", linewidth=1.2)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:.0f} %"))
+        axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
+        _finish(axes, "step")
+        return _svg(figure, title)
+
+
+def thinned(xs: Sequence[float], *series: Sequence[float], most: int) -> tuple[list[float], list[list[float]], int]:
+    """Means over bins of neighbouring rows, at most `most` of them: (last x of each, series, rows in a bin).
+
+    A bin of one row keeps it. What is NaN does not count; a bin of NaN alone is NaN.
+    """
+    per_bin = -(-len(xs) // most)
+    if per_bin <= 1:
+        return list(xs), [list(values) for values in series], 1
+    starts = range(0, len(xs), per_bin)
+    binned = [[_mean(values[i : i + per_bin]) for i in starts] for values in series]
+    return [xs[min(i + per_bin, len(xs)) - 1] for i in starts], binned, per_bin
+
+
+def _mean(values: Sequence[float]) -> float:
+    finite = [v for v in values if math.isfinite(v)]
+    return sum(finite) / len(finite) if finite else math.nan
+
+
+def _styled(title: str):
+    return matplotlib.rc_context({**_STYLE, "svg.hashsalt": title})
+
+
+def _axes(size: tuple[int, int], *, left: int = 44, right: int = 22, top: int = 10, bottom: int = 40):
+    width, height = size
+    figure = Figure(figsize=(width / _PX, height / _PX), dpi=_PX)
+    frame = (left / width, bottom / height, (width - left - right) / width, (height - top - bottom) / height)
+    return figure, figure.add_axes(frame)
+
+
+def _x_range(curves: Sequence[Curve]) -> tuple[float, float]:
+    xs = [x for c in curves for x in (c.xs[:1] and (c.xs[0], c.xs[-1]))]
+    return (min(xs), max(max(xs), min(xs) + 1)) if xs else (0, 1)
+
+
+def _shade(axes: Axes, phases: Sequence[Phase], x_range: tuple[float, float], *, names: bool) -> None:
+    """Every other phase grey; names above where they fit, else their numbers, else nothing."""
+    low, high = x_range
+    axes.set_xlim(low, high)
+    per_step = axes.get_window_extent().width / (high - low)
+    for i, phase in enumerate(phases):
+        start, end = max(phase.start, low), min(phase.end, high)
+        if start >= end:
+            continue
+        if i % 2 == 0:
+            axes.axvspan(start, end, color=_SHADE, linewidth=0, zorder=0)
+        width = (end - start) * per_step
+        name = next((n for n in (phase.name, str(i + 1)) if 6.3 * len(n) + 6 < width), None)
+        if names and name:
+            at = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points"}
+            axes.annotate(name, ((start + end) / 2, 1), (0, 7), ha="center", color=_MUTED, fontsize=10.5, **at)
+
+
+def _draw(axes: Axes, curve: Curve) -> None:
+    xs, ys, sems = _kept(curve)
+    if any(s for s in sems if s):
+        low = [y - 1.96 * (s or 0) for y, s in zip(ys, sems, strict=True)]
+        high = [y + 1.96 * (s or 0) for y, s in zip(ys, sems, strict=True)]
+        axes.fill_between(xs, low, high, color=curve.color, alpha=0.16, linewidth=0)
+    if curve.style == "D":
+        axes.plot(xs, ys, "D", color=curve.color, markersize=5, markerfacecolor="white", markeredgewidth=1.4)
+        return
+    width = 1.3 if curve.style != "-" else 1.8
+    axes.plot(xs, ys, linestyle=curve.style, color=curve.color, linewidth=width)
+    drawn = [False, *(not math.isnan(y) for y in ys), False]
+    alone = [i for i in range(len(xs)) if drawn[i : i + 3] == [False, True, False]]  # a line has two ends
+    if alone:
+        axes.plot([xs[i] for i in alone], [ys[i] for i in alone], "o", color=curve.color,
+                  markersize=7 if len(xs) == 1 else 3.5, clip_on=False)  # fmt: skip
+
+
+def _kept(curve: Curve) -> tuple[list[float], list[float], list[float | None]]:
+    """At most MAX_POINTS points, the last one among them; what is not finite is NaN."""
+    every = -(-len(curve.xs) // MAX_POINTS) or 1
+    chosen = sorted({*range(0, len(curve.xs), every), len(curve.xs) - 1} if len(curve.xs) else ())
+    ys = [curve.ys[i] if math.isfinite(curve.ys[i]) else math.nan for i in chosen]
+    return [curve.xs[i] for i in chosen], ys, [curve.sems[i] if curve.sems else None for i in chosen]
+
+
+def _fit_y(axes: Axes, curves: Sequence[Curve]) -> None:
+    """Limits for what comes after a run's first steps, where these alone would take most of the height."""
+    low_x, high_x = axes.get_xlim()
+    spans = [
+        (x, y - 1.96 * s, y + 1.96 * s)
+        for c in curves
+        for x, y, s in zip(c.xs, c.ys, [s or 0 for s in c.sems] or [0] * len(c.xs), strict=True)
+        if math.isfinite(y)
+    ]
+    if not spans:
+        axes.set_ylim(0, 1)
+        axes.set_yticks([])
+        axes.text(0.5, 0.5, "no finite loss", transform=axes.transAxes, ha="center", color=_MUTED)
+        return
+    later = [s for s in spans if s[0] >= low_x + 0.2 * (high_x - low_x)]
+    low, high = min(s[1] for s in spans), max(s[2] for s in spans)
+    if len(later) >= 4 * max(1, len(curves)):
+        low_later, high_later = min(s[1] for s in later), max(s[2] for s in later)
+        if high - low > 1.8 * (high_later - low_later) > 0:
+            high = high_later + 0.4 * (high_later - low_later)
+            first = max(y for c in curves for y in c.ys[:1])
+            if first > high:
+                back = min(x for x, y, _ in spans if y <= high)
+                axes.annotate(f"↑ {first:.2f}", (back, 1), (6, -9), xycoords=axes.get_xaxis_transform(),
+                              textcoords="offset points", color=_MUTED, fontsize=10)  # fmt: skip
+    margin = 0.06 * (high - low) or 0.05 * abs(high) or 0.1
+    axes.set_ylim(low - margin, high + margin)
+
+
+def _marks(axes: Axes, curve: Curve) -> None:
+    losses = dict(zip(curve.xs, curve.ys, strict=True))
+    bottom, top = axes.get_ylim()
+    for x, y in losses.items():
+        if not math.isfinite(y):
+            axes.plot([x], [0.985], "x", color=RED, markersize=6, transform=axes.get_xaxis_transform(), clip_on=False)
+    looks = {
+        "regressed": {"marker": "^", "color": RED, "markersize": 8},
+        "recovered": {"marker": "o", "color": curve.color, "markerfacecolor": "white", "markersize": 7},
+        "gold": {"marker": "*", "color": GOLD, "markersize": 15, "markeredgecolor": "#8a6300"},
+    }
+    for mark in curve.marks:
+        y = losses.get(mark.step)
+        if y is not None:
+            y = min(max(y, bottom), top) if math.isfinite(y) else top
+            axes.plot([mark.step], [y], linestyle="", zorder=5, clip_on=False, **looks[mark.kind])
+
+
+def _label_room(curves: Sequence[Curve]) -> int:
+    return 22 + round(7.2 * max(len(c.label) for c in curves))
+
+
+def _end_labels(axes: Axes, curves: Sequence[Curve]) -> None:
+    """A name at the end of each line, moved apart where they would overlap."""
+    gap = 14.0
+    wanted = []
+    for curve in curves:
+        finite = [(x, y) for x, y in zip(curve.xs, curve.ys, strict=True) if math.isfinite(y)]
+        if finite:
+            wanted.append((axes.transData.transform(finite[-1])[1], curve))
+    wanted.sort(key=lambda pair: pair[0])
+    box = axes.get_window_extent()
+    places: list[float] = []
+    for y, _ in wanted:
+        places.append(max(y, places[-1] + gap if places else box.y0))
+    top = box.y1
+    for i in reversed(range(len(places))):
+        places[i] = min(places[i], top)
+        top = places[i] - gap
+    for place, (_, curve) in zip(places, wanted, strict=True):
+        y = axes.transAxes.inverted().transform((0, place))[1]
+        axes.annotate(curve.label, (1, y), (10, 0), xycoords="axes fraction", textcoords="offset points", va="center",
+                      color=curve.color, fontweight="bold")  # fmt: skip
+
+
+def _finish(axes: Axes, x_label: str) -> None:
+    axes.set_xlabel(x_label, fontsize=10.5, loc="right")
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short_count(x)))
+
+
+def short_count(value: float) -> str:
+    """1200 is `1,200`, 75000 is `75k`, 1.5e9 is `1.5B`."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= max(size, 1e4):
+            return f"{value / size:.4g}{unit}"
+    return f"{value:,.0f}"
+
+
+def _svg(figure: Figure, title: str) -> str:
+    """The figure as an <svg> element: scaled by the page, told by its title, without any outside address."""
+    file = io.StringIO()
+    figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    drawn = file.getvalue()
+    drawn = drawn[drawn.index("<svg") :]
+    drawn = re.sub(r"<metadata>.*?</metadata>\s*", "", drawn, flags=re.DOTALL)
+    drawn = _PLACES.sub(lambda m: _LONG.sub(lambda n: f"{float(n[0]):.2f}".rstrip("0").rstrip("."), m[0]), drawn)
+    view_box = re.search(r'viewBox="([^"]*)"', drawn)[1]
+    drawn = re.sub(r"<svg[^>]*>", "", drawn, count=1)
+    name = escape(title)
+    return f'<svg viewBox="{view_box}" role="img" aria-label="{name}"><title>{name}</title>{drawn.strip()}'

@@ -1,0 +1,152 @@
+"""The parts that a report's page is made of. Text is escaped here; what is HTML already is of the type Html."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+
+class Html(str):
+    """Text that is markup already; added to other text it escapes that."""
+
+    def __add__(self, other: Any) -> Html:
+        return Html(str.__add__(self, html(other)))
+
+
+def html(value: Any) -> Html:
+    """A value as markup: text escaped, Html as it is."""
+    return value if isinstance(value, Html) else Html(escape(str(value)))
+
+
+def tag(name: str, *content: Any, **attributes: str) -> Html:
+    """<name class="...">content</name>; an attribute's trailing underscore falls away."""
+    given = "".join(f' {key.rstrip("_")}="{escape(value)}"' for key, value in attributes.items())
+    return Html(f"<{name}{given}>{''.join(html(part) for part in content)}</{name}>")
+
+
+def section(title: str, *content: Any) -> Html:
+    """A heading and what belongs to it; nothing where there is nothing."""
+    return tag("section", tag("h2", title), *content) if any(content) else Html("")
+
+
+def note(text: Any) -> Html:
+    return tag("p", text, class_="note")
+
+
+def table(
+    header: Sequence[Any], rows: Iterable[Sequence[Any]], *, text_columns: int = 1, grouped: bool = False
+) -> Html:
+    """A table whose first `text_columns` columns are text and whose others are numbers. A cell may be a <td> already.
+
+    `grouped`: rows belong together from one with a first cell to the next; lines stand only between groups. Without
+    a word in `header` there is no head.
+    """
+
+    def cell(kind: str, i: int, value: Any) -> Html:
+        if isinstance(value, Html) and value.startswith("<td"):
+            return value
+        return tag(kind, value) if i < text_columns else tag(kind, value, class_="n")
+
+    head = tag("thead", tag("tr", *(cell("th", i, name) for i, name in enumerate(header)))) if any(header) else ""
+    body = []
+    for row in rows:
+        of_group = {"class_": "first"} if grouped and row[0] else {}
+        body.append(tag("tr", *(cell("td", i, value) for i, value in enumerate(row)), **of_group))
+    look = {"class_": "grouped"} if grouped else {}
+    return tag("div", tag("table", head, tag("tbody", *body), **look), class_="scroll")
+
+
+def figure(svg: str, caption: Any = "", *, wide: bool = False) -> Html:
+    drawing = tag("div", Html(svg), class_="scroll")
+    return tag("figure", tag("figcaption", caption), drawing, class_="wide" if wide else "panel")
+
+
+def legend(colors: dict[str, str]) -> Html:
+    """A swatch and a name each."""
+    entries = (tag("li", tag("i", style=f"background:{color}"), name) for name, color in colors.items())
+    return tag("ul", *entries, class_="legend")
+
+
+def tiles(pairs: Iterable[tuple[str, Any, Any]]) -> Html:
+    """The few numbers that matter most: (name, value, what belongs to it)."""
+    return tag(
+        "dl",
+        *(
+            tag("div", tag("dt", name), tag("dd", value, tag("small", below) if below else ""))
+            for name, value, below in pairs
+        ),
+        class_="tiles",
+    )
+
+
+def folded(summary: Any, *content: Any, open_: bool = False) -> Html:
+    body = "".join(html(part) for part in content)
+    return Html(f"<details{' open' if open_ else ''}><summary>{html(summary)}</summary>{body}</details>")
+
+
+def bullets(lines: Iterable[Any]) -> Html:
+    return tag("ul", *(tag("li", line) for line in lines), class_="notes")
+
+
+def document(title: str, *content: Any) -> str:
+    """The whole file."""
+    body = "\n".join(html(part) for part in content)
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
+    )
+
+
+_STYLE = """
+:root { color-scheme: light; --ink: #202124; --muted: #6b7280; --line: #e3e7ec; --shade: #f6f8fa; --red: #c62828; }
+* { box-sizing: border-box; }
+body { margin: 0; background: #fff; color: var(--ink); font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto,
+  "Helvetica Neue", "Noto Sans", "DejaVu Sans", sans-serif; -webkit-text-size-adjust: 100%; }
+main { max-width: 1120px; margin: 0 auto; padding: 32px 24px 64px; }
+h1 { font-size: 28px; line-height: 1.2; margin: 0 0 4px; letter-spacing: -0.01em; overflow-wrap: anywhere; }
+h2 { font-size: 18px; margin: 44px 0 10px; padding-top: 14px; border-top: 1px solid var(--line); }
+h3 { font-size: 15px; margin: 24px 0 6px; }
+p { margin: 6px 0; max-width: 78ch; }
+.lead, .note, figcaption, small { color: var(--muted); }
+.note, small { font-size: 13px; }
+.lead { overflow-wrap: anywhere; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 10px; margin: 22px 0 0; }
+.tiles div { background: var(--shade); border-radius: 8px; padding: 10px 14px; }
+.tiles dt { color: var(--muted); font-size: 13px; }
+.tiles dd { margin: 0; font-size: 21px; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
+.tiles small { display: block; line-height: 1.35; }
+.panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 430px), 1fr)); gap: 18px 28px; }
+figure { margin: 12px 0 0; min-width: 0; }
+figcaption { font-size: 14px; color: var(--ink); font-weight: 600; }
+figcaption small { font-weight: 400; margin-left: 6px; }
+svg { display: block; width: 100%; height: auto; }
+svg text { font-family: inherit !important; font-variant-numeric: tabular-nums; }
+.wide svg { min-width: 680px; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; margin: 8px 0; }
+th, td { text-align: left; padding: 5px 14px 5px 0; border-bottom: 1px solid var(--line); vertical-align: baseline; }
+th { color: var(--muted); font-weight: 500; white-space: nowrap; }
+td { white-space: nowrap; }
+td.text { white-space: normal; min-width: 320px; }
+.n { text-align: right; padding: 5px 0 5px 18px; }
+td.heat { padding-right: 8px; }
+tr:last-child td { border-bottom: 0; }
+table.grouped td { border-bottom: 0; padding-top: 2px; padding-bottom: 2px; }
+tr.first td { border-top: 1px solid var(--line); padding-top: 6px; }
+.legend { list-style: none; display: flex; flex-wrap: wrap; gap: 2px 16px; margin: 8px 0 0; padding: 0;
+  font-size: 13px; }
+.legend i, .swatch { display: inline-block; width: 11px; height: 11px; border-radius: 2px; margin-right: 6px; }
+.bad { color: var(--red); font-weight: 600; }
+.good { color: #00704f; font-weight: 600; }
+details { margin: 10px 0; }
+summary { cursor: pointer; color: #0b57d0; }
+summary.run { font-size: 18px; }
+pre { background: var(--shade); border-radius: 8px; padding: 12px 14px; overflow-x: auto; font: 12.5px/1.45
+  ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; }
+ul.notes { padding-left: 18px; margin: 8px 0; max-width: 90ch; font-size: 14px; }
+@media (max-width: 600px) { main { padding: 20px 14px 48px; } h1 { font-size: 23px; } .tiles dd { font-size: 18px; }
+  .tiles { grid-template-columns: repeat(2, 1fr); } }
+@media print { main { max-width: none; } figure, table { break-inside: avoid; } }
+"""

@@ -1,0 +1,224 @@
+"""The report: one HTML file of a run, or of several beside each other. A view of the record.
+
+The file needs nothing from outside and no script. The same runs give the same bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from curriculum.errors import InputError
+from curriculum.record import figures
+from curriculum.record.compare import labels
+from curriculum.record.events import number
+from curriculum.record.figures import PALETTE, Curve, Phase
+from curriculum.record.inspection import duration, eval_points, inspect_run, lineage_lines, loss
+from curriculum.record.page import Html, bullets, document, figure, folded, legend, note, section, table, tag, tiles
+from curriculum.record.report_evals import eval_figures, log, set_marks, set_table, transfer_matrix
+from curriculum.record.report_runs import of_runs
+from curriculum.run import Run, load_run
+
+MAX_SOURCES = 7  # with a colour of their own; the others together are "other"
+MAX_TRAINING_POINTS = 150  # of a training loss, which is noisy: more of them hide the course
+
+
+def write_report(run_dirs: Sequence[str | os.PathLike], output: str | os.PathLike) -> None:
+    """Write the report of one run or several to the file `output`. Raises InputError."""
+    path = Path(output)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise InputError(f"-o {output}: expected a file in a folder that is there, such as report.html")
+    page = report([load_run(run_dir) for run_dir in run_dirs])
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"-o {output}: cannot be written: {error.strerror}") from None
+
+
+def report(runs: Sequence[Run]) -> str:
+    """The page. Raises InputError where there is no run, or one has not begun."""
+    if not runs:
+        raise InputError("got no run, expected one or more to report on")
+    names = labels(runs)
+    if len(runs) == 1:
+        return document(f"{names[0]}: training report", *_of_run(runs[0], names[0]))
+    return document(f"{', '.join(names)}: comparison", *of_runs(runs, names, _of_run))
+
+
+def _of_run(run: Run, label: str) -> list[Html]:
+    facts = inspect_run(run)
+    points = eval_points(run.events)
+    phases = [Phase(p["name"], p["start"], p["end"]) for p in facts["phases"]]
+    marks = set_marks(run, facts, points)
+    sources = _source_colors(run)
+    return [
+        _header(run, facts, label),
+        section("Eval loss", *eval_figures(label, points, phases, marks)),
+        section("Eval sets", set_table(run, facts)),
+        section("What happened", log(run)),
+        section("Transfer between phases", *transfer_matrix(run, points)),
+        section("Training", *_training_figures(run, label, phases, sources)),
+        section("Phases and epochs", _phase_table(facts), _epoch_table(facts)),
+        section("How it was run", *_setup(run, facts)),
+    ]
+
+
+def _header(run: Run, facts: Mapping[str, Any], label: str) -> Html:
+    progress, model = facts["progress"], facts["model"]
+    share = 100 * progress["step"] / progress["total_steps"]
+    state = "finished" if progress["finished"] else f"not finished, in phase {progress['phase']}"
+    lead = f"{facts['name']} · begun {progress['started_at'][:16].replace('T', ' ')} · {state}"
+    val = facts["evals"].get("val")
+    shown: list[tuple[str, Any, Any]] = [
+        ("step", f"{progress['step']:,}", f"of {progress['total_steps']:,} ({share:.0f} %)"),
+        ("tokens", figures.short_count(progress["tokens"]), f"in {duration(progress['elapsed_s'])}"),
+        ("parameters", figures.short_count(model["num_parameters"]), f"{model['num_parameters']:,}"),
+    ]
+    if val:
+        shown.append(("val loss", loss(val["loss"]), f"best {loss(val['best'])} at step {val['best_step']:,}"))
+    if gold := facts["gold"]:
+        shown.append(("gold", f"step {gold['step']:,}", f"{gold['metric']} {loss(gold['value'])}"))
+    else:
+        shown.append(("gold", "none", ""))
+    worse = sorted({o["set"] for o in facts["regressions"]})
+    shown.append(("regressed now", tag("span", ", ".join(worse), class_="bad") if worse else "none", ""))
+    lines = [tag("p", line, class_="lead") for line in lineage_lines(facts["lineage"])]
+    warnings = [*run.start.get("warnings", [])]
+    told = folded(f"{len(warnings)} warning{'s' if len(warnings) > 1 else ''} of the plan", bullets(warnings))
+    return tag(
+        "header", tag("h1", label), tag("p", lead, class_="lead"), *lines, tiles(shown), told if warnings else ""
+    )
+
+
+def _source_colors(run: Run) -> dict[str, str]:
+    """A colour for each source, those with the largest shares first; the rest together are `other`."""
+    totals: dict[str, float] = {}
+    for row in run.metrics:
+        for name, share in row["mixture"].items():
+            totals[name] = totals.get(name, 0.0) + share
+    for phase in run.plan["phases"]:
+        for name in phase["mixture"]:
+            totals.setdefault(name, 0.0)
+    names = list(totals)
+    if len(names) > MAX_SOURCES + 1:
+        names = sorted(sorted(names, key=totals.__getitem__, reverse=True)[:MAX_SOURCES], key=list(totals).index)
+    colors = {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(names)}
+    return colors | ({"other": figures.OTHER} if len(names) < len(totals) else {})
+
+
+def _training_figures(run: Run, label: str, phases: Sequence[Phase], colors: dict[str, str]) -> list[Html]:
+    rows = run.metrics
+    if not rows:
+        return [note("No metrics row yet.")]
+    steps = [row["step"] for row in rows]
+    names = [name for name in colors if any(f"loss_{name}" in row for row in rows)]
+    series = [[_float(row.get(key)) for row in rows] for key in ("loss", *(f"loss_{name}" for name in names))]
+    xs, means, per_bin = figures.thinned(steps, *series, most=MAX_TRAINING_POINTS)
+    curves = [Curve("all", "#b6bcc4", xs, means[0])]
+    curves += [Curve(name, colors[name], xs, ys) for name, ys in zip(names, means[1:], strict=True)]
+    smoothed = f"means of {per_bin} rows" if per_bin > 1 else "a point a row of the metrics"
+    rate_xs, (rates,), _ = figures.thinned(steps, [_float(row["lr"]) for row in rows], most=figures.MAX_POINTS)
+    mixture = _mixture_course(run, colors)
+    return [
+        legend({**{name: color for name, color in colors.items()}, "all sources together": "#b6bcc4"}),
+        tag(
+            "div",
+            figure(
+                figures.mixture_chart(f"{label}: mixture", *mixture, colors, phases), "Mixture, share of the sequences"
+            ),
+            figure(
+                figures.line_chart(f"{label}: training loss by source", curves, phases),
+                Html(f"Training loss by source {tag('small', smoothed)}"),
+            ),
+            figure(
+                figures.line_chart(
+                    f"{label}: learning rate", [Curve("lr", PALETTE[0], rate_xs, rates)], phases, from_zero=True
+                ),
+                "Learning rate",
+            ),
+            class_="panels",
+        ),
+    ]
+
+
+def _mixture_course(run: Run, colors: Mapping[str, str]) -> tuple[list[float], dict[str, list[float]]]:
+    """(steps, shares by source) from the metrics rows, with an edge at each phase switch; points that say nothing new
+    are left out."""
+    first = run.plan["phases"][0]
+    course: list[tuple[int, int, Mapping[str, float]]] = [(0, 0, first["mixture"])] if not first["ramp_steps"] else []
+    course += [(row["step"], 0, row["mixture"]) for row in run.metrics]
+    for event in run.events:
+        if event["event"] == "phase_switch":
+            after = event["mixture_before"] if event.get("ramp_steps") else event["mixture_after"]
+            course += [(event["step"], 1, event["mixture_before"]), (event["step"], 2, after)]
+    course.sort(key=lambda point: point[:2])
+    shares = []
+    for _, _, mixture in course:
+        own = {name: mixture.get(name, 0.0) for name in colors if name != "other"}
+        if "other" in colors:
+            own["other"] = max(0.0, sum(mixture.values()) - sum(own.values()))
+        shares.append(own)
+    kept = [
+        i for i in range(len(course)) if i in (0, len(course) - 1) or not shares[i - 1] == shares[i] == shares[i + 1]
+    ]
+    every = -(-len(kept) // (2 * figures.MAX_POINTS)) or 1
+    kept = sorted({*kept[::every], *kept[-1:]})
+    return [course[i][0] for i in kept], {name: [shares[i][name] for i in kept] for name in colors}
+
+
+def _float(value: Any) -> float:
+    as_float = number(value)
+    return math.nan if as_float is None else as_float
+
+
+def _phase_table(facts: Mapping[str, Any]) -> Html:
+    rows = []
+    for i, phase in enumerate(facts["phases"], start=1):
+        mixture = ", ".join(f"{name} {100 * share:.4g} %" for name, share in phase["mixture"].items() if share)
+        ramp = f"{phase['ramp_steps']:,}" if phase["ramp_steps"] else ""
+        rows.append((f"{i}", phase["name"], tag("td", mixture, class_="text"), f"{phase['start']:,}",
+                     f"{phase['end']:,}", ramp, "done" if phase["done"] else ""))  # fmt: skip
+    return table(("", "phase", "mixture", "from step", "to step", "ramp", ""), rows, text_columns=3)
+
+
+def _epoch_table(facts: Mapping[str, Any]) -> Html:
+    """Tokens read in each phase and epochs since the start, a column a source."""
+    read = [phase for phase in facts["phases"] if phase["tokens"] or phase["epochs"]]
+    if not read:
+        return Html("")
+    names = list(dict.fromkeys(name for phase in read for name in (*phase["tokens"], *phase["epochs"])))
+    rows = []
+    for phase in read:
+        so_far = "" if phase["done"] else f" (to step {phase['counted_at_step']:,})"
+        cells = []
+        for name in names:
+            epochs = phase["epochs"].get(name)
+            below = "" if epochs is None else Html("<br>") + tag("small", f"{epochs:.3g} epochs")
+            cells.append(tag("td", figures.short_count(phase["tokens"].get(name, 0)), below, class_="n"))
+        rows.append((phase["name"] + so_far, *cells))
+    explained = "Tokens that each phase read of a source, and below how often it was read since the run's start."
+    return Html(tag("h3", "Epochs per source") + note(explained) + table(("phase", *names), rows))
+
+
+def _setup(run: Run, facts: Mapping[str, Any]) -> list[Html]:
+    model = ", ".join(f"{key} {value}" for key, value in facts["model"].items() if key != "num_parameters")
+    devices = facts["devices"]
+    mesh = " x ".join(f"{axis} {size}" for axis, size in devices["mesh"].items())
+    rows = [
+        ("directory", facts["path"]),
+        ("model", f"{facts['model']['num_parameters']:,} parameters" + (f": {model}" if model else "")),
+        ("devices", f"{devices['num']} x {devices['kind']} ({devices['platform']}), mesh {mesh}"),
+        *(("lineage", line) for line in lineage_lines(facts["lineage"])),
+        *((f"{name}", ", ".join(map(str, steps))) for name, steps in facts["checkpoints"].items() if steps),
+    ]
+    if options := run.resolved.get("command_line"):
+        rows.append(("command line", " ".join(options)))
+    config = {key: value for key, value in run.resolved.items() if key not in ("derived", "command_line")}
+    as_yaml = yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=110)
+    told = table(("", ""), [(name, tag("td", value, class_="text")) for name, value in rows], text_columns=2)
+    return [told, folded("Config, every default filled in", tag("pre", as_yaml))]

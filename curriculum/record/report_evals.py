@@ -1,0 +1,204 @@
+"""The sections of a report about the eval sets of one run: curves, numbers, verdicts, transfer between phases."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from curriculum.record import figures
+from curriculum.record.console import verdict
+from curriculum.record.events import number
+from curriculum.record.figures import PALETTE, Mark, Phase, eval_curve
+from curriculum.record.inspection import EvalPoint, evalset_facts, loss, offender, signed
+from curriculum.record.page import Html, figure, folded, html, note, table, tag
+from curriculum.run import Run
+
+MAX_OVERLAID = 7  # more lines in one drawing cannot be told apart
+MAX_LISTED = 24
+_SHOWN = ("eval_regression", "eval_recovered", "gold_checkpoint", "gold_blocked", "schedule_edit", "rollback", "resume")
+
+
+def set_marks(run: Run, facts: Mapping[str, Any], points: Mapping[str, Sequence[EvalPoint]]) -> dict[str, list[Mark]]:
+    """New regressions, recoveries and the gold checkpoint, by the set they are of."""
+    marks: dict[str, list[Mark]] = {name: [] for name in points}
+    for event in run.events:
+        if event["event"] == "eval_regression":
+            new = {o["set"] for o in event["offenders"] if o["first_step"] == event["step"]}
+            found = [("regressed", name) for name in sorted(new)]
+        elif event["event"] == "eval_recovered":
+            found = [("recovered", name) for name in sorted({o["set"] for o in event["offenders"]})]
+        else:
+            continue
+        for kind, name in found:
+            marks.setdefault(name, []).append(Mark(kind, event["step"]))
+    if gold := facts["gold"]:
+        name = gold["metric"].partition("/")[0]
+        marks.setdefault("val" if name == "primary" else name, []).append(Mark("gold", gold["step"]))
+    return marks
+
+
+def eval_figures(
+    label: str, points: Mapping[str, Sequence[EvalPoint]], phases: Sequence[Phase], marks: Mapping[str, Sequence[Mark]]
+) -> list[Html]:
+    if not points:
+        return [note("No eval yet.")]
+    names = [name for name in points if "@" not in name]
+    colors = {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(names)}
+    has_marks = any(marks.values())
+    keys = "Loss in nats per token. Bands: ± 1.96 standard errors over the choice of held-out text."
+    if has_marks:
+        keys += " ▲ regressed   ○ recovered   ★ gold."
+    if any("@" in name for name in points):
+        keys += " Dashed: the moving average of the parameters; ◇: the mean of a phase's last checkpoints."
+    if any(not math.isfinite(p.loss) for of_set in points.values() for p in of_set):
+        keys += " ✕ the loss was not finite."
+    drawn = [note(keys)]
+    if 1 < len(names) <= MAX_OVERLAID:
+        curves = [eval_curve(name, colors[name], points[name], marks=marks.get(name, ())) for name in names]
+        svg = figures.eval_chart(f"{label}: eval loss of every set", curves, phases, size=figures.WIDE)
+        drawn.append(figure(svg, "Every set", wide=True))
+    panels = []
+    for name in names:
+        curves = [eval_curve(name, colors[name], points[name], marks=marks.get(name, ()))]
+        for average, style in (("ema", (0, (4, 2))), ("phase_mean", "D")):
+            if of_average := points.get(f"{name}@{average}"):
+                curves.append(eval_curve(average, colors[name], of_average, style=style)._replace(sems=()))
+        last = points[name][-1]
+        svg = figures.eval_chart(f"{label}: eval loss of {name}", curves, phases)
+        panels.append(figure(svg, Html(f"{html(name)} {tag('small', f'{loss(last.loss)} at step {last.step:,}')}")))
+    return [*drawn, tag("div", *panels, class_="panels")]
+
+
+def set_table(run: Run, facts: Mapping[str, Any]) -> Html:
+    about = evalset_facts(run.events)
+    standing = {o["set"] for o in facts["regressions"]}
+    rows: list[Sequence[Any]] = []
+    averaged: list[Sequence[Any]] = []
+    for name, e in facts["evals"].items():
+        of_set = about.get(name, {})
+        (averaged if "@" in name else rows).append(
+            (
+                tag("td", name, tag("span", " regressed", class_="bad") if name in standing else ""),
+                *(f"{of_set[key]:,}" if key in of_set else "" for key in ("documents", "windows", "tokens")),
+                loss(e["first"]),
+                f"{loss(e['best'])} at {e['best_step']:,}",
+                loss(e["loss"]),
+                loss(e["sem"]),
+                loss(e["bpb"]),
+                loss(e["detectable"]),
+            )
+        )
+    header = ("set", "documents", "windows", "tokens", "first", "best", "last", "± sem", "bpb", "detects a rise of")
+    if not rows:
+        return Html("")
+    explained = (
+        "The last column is the smallest rise, in nats per token, that an eval of this set finds with 80 % power."
+    )
+    return Html(
+        table(header, rows)
+        + (note(explained) if any(e["detectable"] for e in facts["evals"].values()) else "")
+        + (folded("With averages of the parameters", table(header, averaged)) if averaged else "")
+    )
+
+
+def log(run: Run) -> Html:
+    """Verdicts and edits, a row each; where there are many the middle is folded away."""
+    rows = []
+    for event in run.events:
+        if event["event"] not in _SHOWN:
+            continue
+        step, lines = f"{event['step']:,}", [verdict(event) or ""]
+        match event["event"]:
+            case "eval_regression":
+                what = tag("span", "▲ regression", class_="bad")
+                lines = [offender(o) + _mixture_change(o) for o in event["offenders"]]
+                lines += [f"done: {event['action']}"] if event.get("action") else []
+            case "eval_recovered":
+                what, lines = "○ recovered", [offender(o) for o in event["offenders"]]
+            case "gold_checkpoint":
+                before = "" if event["previous"] is None else f", before {loss(event['previous'])}"
+                what, lines = "★ gold", [f"{event['metric']} {loss(event['value'])}{before}"]
+            case "gold_blocked":
+                what, lines = "gold blocked", [event["reason"]]
+            case "schedule_edit":
+                what, lines = "schedule edited", [event.get("reason") or event["kind"]]
+            case other:
+                what = other
+        rows.append((step, what, tag("td", *_broken(lines), class_="text")))
+    if not rows:
+        return Html("")
+    header = ("step", "", "")
+    if len(rows) <= MAX_LISTED:
+        return table(header, rows, text_columns=3)
+    earlier = folded(f"{len(rows) - MAX_LISTED} earlier ones", table(header, rows[:-MAX_LISTED], text_columns=3))
+    return Html(earlier + table(header, rows[-MAX_LISTED:], text_columns=3))
+
+
+def _mixture_change(o: Mapping[str, Any]) -> str:
+    change = o.get("mixture_change") or {}
+    moves = [f"{name} {then:.3g} → {now:.3g}" for name, (then, now) in change.items()]
+    return f"; mixture since: {', '.join(moves)}" if moves else ""
+
+
+def _broken(lines: Iterable[str]) -> Iterable[Html]:
+    return (part for i, line in enumerate(lines) for part in ([Html("<br>")] if i else []) + [html(line)])
+
+
+def transfer_matrix(run: Run, points: Mapping[str, Sequence[EvalPoint]]) -> list[Html]:
+    """Loss of every set at every phase end, and what was forgotten and gained, as `training_complete` tells it.
+
+    Of a run that goes on the losses so far, from the evals.
+    """
+    told = (run.complete or {}).get("transfer")
+    if told is None:
+        told = _losses_so_far(run, points)
+    if not told or not told["phases"] or not told["sets"]:
+        return []
+    names = list(told["sets"])
+    spans = {name: _span(told["sets"][name]["loss"]) for name in names}
+    rows: list[Sequence[Any]] = [("start", "0", *(loss(told["sets"][name]["start"]) for name in names))]
+    for i, (phase, step) in enumerate(zip(told["phases"], told["steps"], strict=True)):
+        cells = [_heat(told["sets"][name]["loss"][i], spans[name]) for name in names]
+        rows.append((phase, f"{step:,}", *cells))
+    for title, key in (("forgetting", "forgetting"), ("gain over start", "gain")):
+        if all(key in told["sets"][name] for name in names):
+            rows.append((title, "", *(_change(told["sets"][name][key]) for name in names)))
+    explained = (
+        "Loss at the end of each phase; the darker, the further above the set's lowest. Forgetting: the last loss over "
+        "the lowest of the phase ends. Gain: the loss at the start over the last; positive is better. In brackets 95 %."
+        if run.complete and run.complete.get("transfer")
+        else "Loss at the end of each phase; the darker, the further above the set's lowest."
+    )
+    return [note(explained), table(("after phase", "step", *names), rows)]
+
+
+def _losses_so_far(run: Run, points: Mapping[str, Sequence[EvalPoint]]) -> dict[str, Any]:
+    step = run.events[-1]["step"]
+    ended = [phase for phase in run.plan["phases"] if phase["end"] <= step]
+    sets = {}
+    for name, of_set in points.items():
+        if "@" not in name:
+            at = {p.step: p.loss for p in of_set}
+            sets[name] = {"start": of_set[0].loss, "loss": [at.get(phase["end"]) for phase in ended]}
+    return {"phases": [p["name"] for p in ended], "steps": [p["end"] for p in ended], "sets": sets}
+
+
+def _span(losses: Iterable[Any]) -> tuple[float, float]:
+    finite = [x for x in map(number, losses) if x is not None and math.isfinite(x)]
+    return (min(finite), max(finite)) if finite else (0.0, 0.0)
+
+
+def _heat(value: Any, span: tuple[float, float]) -> Html:
+    as_float = number(value)
+    low, high = span
+    if as_float is None or not math.isfinite(as_float) or high == low:
+        return tag("td", loss(value), class_="n heat")
+    strength = (as_float - low) / (high - low)
+    return tag("td", loss(value), class_="n heat", style=f"background:rgba(213,94,0,{0.3 * strength:.2f})")
+
+
+def _change(told: Mapping[str, Any]) -> Html:
+    interval = told.get("interval")
+    span = "" if not interval else tag("small", f" [{signed(interval[0])}, {signed(interval[1])}]")
+    return tag("td", signed(told["value"]), span, class_="n heat")

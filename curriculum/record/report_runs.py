@@ -1,0 +1,137 @@
+"""A report of several runs: the comparison, and a drawing a set with a line a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from curriculum.errors import InputError
+from curriculum.record import figures
+from curriculum.record.compare import Comparison, compare_runs, interval_text, notes, shared_past
+from curriculum.record.figures import PALETTE, Curve, eval_curve
+from curriculum.record.inspection import eval_points, evalset_facts, inspect_run, lineage_lines, loss, signed
+from curriculum.record.page import Html, bullets, figure, folded, html, legend, note, section, table, tag
+from curriculum.run import Run
+
+
+def of_runs(runs: Sequence[Run], names: Sequence[str], of_run: Callable[[Run, str], list[Html]]) -> list[Html]:
+    """The comparison, and folded below it what `of_run` draws of each."""
+    colors = {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(names)}
+    facts = [inspect_run(run) for run in runs]
+    rows = []
+    for name, f in zip(names, facts, strict=True):
+        progress, val = f["progress"], f["evals"].get("val", {})
+        rows.append(
+            (
+                tag("td", tag("i", class_="swatch", style=f"background:{colors[name]}"), name),
+                tag("td", f["path"], *(Html("<br>") + tag("small", line) for line in lineage_lines(f["lineage"]))),
+                f"{progress['step']:,} of {progress['total_steps']:,}",
+                figures.short_count(progress["tokens"]),
+                figures.short_count(f["model"]["num_parameters"]),
+                loss(val.get("loss")),
+                f"step {f['gold']['step']:,}" if f["gold"] else "none",
+            )
+        )
+    header = ("run", "directory", "step", "tokens", "parameters", "val loss", "gold")
+    try:
+        comparison, refusal = compare_runs(runs), None
+    except InputError as error:
+        comparison, refusal = None, error
+    compared = bullets(refusal.problems) if comparison is None else _compare_table(comparison)
+    return [
+        tag("header", tag("h1", f"{len(runs)} runs"), table(header, rows, text_columns=2)),
+        section("Compared", compared),
+        section("Eval loss", *_overlays(runs, names, colors)),
+        *(
+            tag("section", tag("h2", name), folded("The whole report of this run", *of_run(run, name)))
+            for name, run in zip(names, runs, strict=True)
+        ),
+    ]
+
+
+def _compare_table(comparison: Comparison) -> Html:
+    unit = "tokens" if comparison.at == "tokens" else "steps"
+    rows = []
+    for compared in comparison.sets:
+        for i, m in enumerate(compared.runs):
+            d = m.difference
+            look = "n"
+            if d is not None and d.interval is not None:
+                look += " good" if d.interval[1] < 0 else " bad" if d.interval[0] > 0 else ""
+            rows.append(
+                (
+                    compared.name if i == 0 else "",
+                    m.run,
+                    f"{m.step:,}",
+                    loss(m.loss),
+                    loss(m.sem),
+                    loss(m.bpb),
+                    tag("td", "" if d is None else signed(d.delta), class_=look),
+                    "" if d is None else interval_text(d.interval),
+                )
+            )
+    header = ("set", "run", "step", "loss", "± sem", "bpb", "difference", "95 % interval")
+    verdicts = [f"{c.name}: {m.verdict}" for c in comparison.sets for m in c.runs if m.verdict]
+    at = note(f"The last evals at or before {comparison.common:,} {unit}, the fewest that a run was measured at.")
+    *special, closing = notes(comparison)
+    return Html(
+        at
+        + table(header, rows, text_columns=2, grouped=True)
+        + note(closing)
+        + (bullets(special) if special else "")
+        + folded("In words", bullets(verdicts), open_=True)
+    )
+
+
+def _overlays(runs: Sequence[Run], names: Sequence[str], colors: Mapping[str, str]) -> list[Html]:
+    """A drawing a set with a line a run."""
+    drawn = overlays(runs, names, colors)
+    if not drawn:
+        return [note("No eval yet.")]
+    panels = []
+    for overlay in drawn:
+        title = f"eval loss of {overlay.name}, every run"
+        svg = figures.eval_chart(title, overlay.curves, x_label=overlay.x, branch_at=overlay.branch_at)
+        without = f"without {', '.join(overlay.left_out)}: other text" if overlay.left_out else ""
+        panels.append(figure(svg, html(f"{overlay.name} ") + tag("small", without)))
+    keys = "Loss in nats per token; bands: ± 1.96 standard errors over the choice of held-out text."
+    if any(overlay.branch_at for overlay in drawn):
+        keys += " Dotted: where a run branches off another; what lies before is theirs together and drawn once."
+    return [note(keys), legend(dict(colors)), tag("div", *panels, class_="panels")]
+
+
+class Overlay(NamedTuple):
+    """The curves of one set over `step`, or over `tokens` where the runs' steps differ in tokens.
+
+    `branch_at` are the x where a run leaves one that stands before it; its curve begins with their last joint eval.
+    `left_out` are the runs that measured other text under this name than the first one that has it.
+    """
+
+    name: str
+    x: str
+    curves: list[Curve]
+    branch_at: list[int]
+    left_out: list[str]
+
+
+def overlays(runs: Sequence[Run], names: Sequence[str], colors: Mapping[str, str]) -> list[Overlay]:
+    """An overlay for each set that any run measured."""
+    x = "step" if len({run.plan["tokens_per_step"] for run in runs}) == 1 else "tokens"
+    points = [eval_points(run.events) for run in runs]
+    hashes = [{name: f.get("content_hash") for name, f in evalset_facts(run.events).items()} for run in runs]
+    drawn = []
+    for name in dict.fromkeys(name for of_run in points for name in of_run if "@" not in name):
+        measured = [i for i in range(len(runs)) if name in points[i]]
+        having = [i for i in measured if hashes[i].get(name) == hashes[measured[0]].get(name)]
+        curves, branch_at = [], []
+        for position, i in enumerate(having):
+            of_set = points[i][name]
+            pasts = [s for j in having[:position] if (s := shared_past(runs[j], runs[i])) is not None]
+            if pasts:
+                shared = max(pasts)
+                branch_at.append(shared if x == "step" else shared * runs[i].plan["tokens_per_step"])
+                of_set = [*[p for p in of_set if p.step <= shared][-1:], *(p for p in of_set if p.step > shared)]
+            curves.append(eval_curve(names[i], colors[names[i]], of_set, x))
+        left_out = [names[i] for i in measured if i not in having]
+        drawn.append(Overlay(name, x, curves, sorted(set(branch_at)), left_out))
+    return drawn

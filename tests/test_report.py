@@ -1,0 +1,285 @@
+"""The report: self-contained, the same bytes for the same run, and showing what the record says."""
+
+import html.parser
+import math
+import re
+import subprocess
+import sys
+
+import pytest
+from test_compare import branch
+from written_run import PHASES, command, offender, windows, write_run
+
+from curriculum.errors import InputError
+from curriculum.record.figures import RED, Curve, Mark, eval_chart, short_count, thinned
+from curriculum.record.report import _mixture_course, report, write_report
+from curriculum.record.report_runs import overlays
+from curriculum.run import load_run
+
+ALARM = {"phase": "domain", "action": "kept as kept/80", "offenders": [offender("law", "best", 60, first_step=80)]}
+WELL = {"phase": "domain", "offenders": [offender("law", "best", 60, first_step=80, delta=0.02)]}
+GOLD = {"metric": "law/loss", "value": 2.2, "previous": 2.5, "previous_step": 20, "path": "gold/100"}
+BLOCKED = {"metric": "law/loss", "value": 2.2, "best": 2.5, "best_step": 20, "guard": "overfit",
+           "reason": "overfit: val/train=6.2x, threshold=5.0x"}  # fmt: skip
+TRANSFER = {
+    "phases": ["foundation", "domain"],
+    "steps": [60, 100],
+    "sets": {
+        "val": {
+            "start": 3.0,
+            "loss": [2.4, 2.9],
+            "forgetting": {"value": 0.5, "interval": [0.45, 0.55], "best_phase": "foundation"},
+            "gain": {"value": 0.1, "interval": [0.02, 0.18]},
+        },
+        "law": {
+            "start": 4.0,
+            "loss": [None, 3.25],
+            "forgetting": {"value": 0.0, "interval": [0.0, 0.0], "best_phase": "domain"},
+            "gain": {"value": 0.75, "interval": [0.7, 0.8]},
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def rich(tmp_path_factory):
+    """A run that shows everything a record can say."""
+    return write_run(
+        tmp_path_factory.mktemp("rich") / "run",
+        {"val": lambda step: windows(3 - step / 200, spread=0.1), "law": lambda step: windows(4 - step / 100)},
+        more={
+            80: [("eval_regression", ALARM), ("gold_blocked", BLOCKED)],
+            100: [("eval_recovered", WELL), ("gold_checkpoint", GOLD)],
+        },
+        detectable={"law": 0.0213},
+        averages={"ema": lambda step: 2.5, "phase_mean": lambda step: 2.6},
+        start={"lineage": {"init_from": "runs/base", "run": "runs/base", "step": 7, "lineage": None}},
+        complete={"transfer": TRANSFER},
+    )
+
+
+class Checked(html.parser.HTMLParser):
+    """Tags that open and close in order, ids that are pointed to, and the text outside of style."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.open, self.text, self.rows, self.tags = [], [], [], []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, name, attributes):
+        self.tags.append((name, dict(attributes)))
+        if name not in ("meta", "br"):
+            self.open.append(name)
+        if name == "tr":
+            self.rows.append("")
+
+    def handle_endtag(self, name):
+        if name != "br":
+            assert self.open.pop() == name
+
+    def handle_data(self, text):
+        if "style" not in self.open:
+            self.text.append(text)
+            if "tr" in self.open:
+                self.rows[-1] += text.strip() + " | "
+
+    def has_row(self, *cells: str) -> bool:
+        return any(row.startswith(" | ".join(cells)) for row in self.rows)
+
+
+def test_nothing_comes_from_outside(rich):
+    page = report([load_run(rich)])
+    checked = Checked(page)
+    assert len([name for name, _ in checked.tags if name == "svg"]) == 6
+    assert "script" not in {name for name, _ in checked.tags}
+    assert not re.search(r"https?:|//|@import|\bsrc=|\bdata:", re.sub(r"<pre>.*?</pre>", "", page, flags=re.DOTALL))
+    pointed = {v for _, a in checked.tags for k, v in a.items() if k in ("href", "xlink:href") for v in [v.lstrip("#")]}
+    pointed |= set(re.findall(r"url\(#([^)]*)\)", page))
+    assert pointed and pointed <= {a["id"] for _, a in checked.tags if "id" in a}
+    assert not re.search(r"url\((?!#)", page)
+
+
+def test_the_same_run_gives_the_same_bytes(rich, tmp_path):
+    write_report([rich], tmp_path / "a.html")
+    script = "import sys; from curriculum.record.report import write_report; write_report([sys.argv[1]], sys.argv[2])"
+    subprocess.run([sys.executable, "-c", script, rich, tmp_path / "b.html"], check=True)
+    assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
+    assert 20_000 < (tmp_path / "a.html").stat().st_size < 500_000
+
+
+def test_what_the_page_of_a_run_says(rich):
+    page = Checked(report([load_run(rich)]))
+    text = "".join(page.text)
+    assert "parameters from runs/base, step 7" in text
+    # 3 nats a token of 4 bytes are 3 / (4 ln 2) bits a byte.
+    assert page.has_row("law", "25", "50", "750", "4.0000", "3.0000 at 100", "3.0000", "0.0000", "1.0820", "0.0213")
+    assert page.has_row("80", "▲ regression", "law 2.1000 → 2.6000 (+0.5000, 95 % +0.4000 to +0.6000) against its best at "
+                        "step 60, since step 80; mixture since: web 0.8 → 0.1", "done: kept as kept/80")  # fmt: skip
+    assert page.has_row("80", "gold blocked", "overfit: val/train=6.2x, threshold=5.0x")
+    assert page.has_row("100", "★ gold", "law/loss 2.2000, before 2.5000")
+    assert page.has_row("100", "○ recovered", "law")
+    assert page.has_row("start", "0", "3.0000", "4.0000")
+    assert page.has_row("foundation", "60", "2.4000", "-") and page.has_row("domain", "100", "2.9000", "3.2500")
+    assert page.has_row("forgetting", "+0.5000", "[+0.4500, +0.5500]", "+0.0000", "[+0.0000, +0.0000]")
+    assert any(row.startswith("gain over start | ") and "[+0.7000, +0.8000]" in row for row in page.rows)
+    # 60 steps of 100 tokens with web 0.8 and code 0.2, of epochs of 10,000 tokens.
+    assert page.has_row("foundation", "4,800", "0.48 epochs", "1,200", "0.12 epochs")
+    assert page.has_row("domain", "400", "0.52 epochs", "0", "0.12 epochs", "3,600", "0.36 epochs")
+    assert page.has_row("1", "foundation", "web 80 %, code 20 %", "0", "60")
+    assert "steps: 100" in text and "Dashed: the moving average" in text
+    titles = [a["aria-label"] for name, a in page.tags if name == "svg"]
+    assert titles == [
+        "run: eval loss of every set", "run: eval loss of val", "run: eval loss of law",
+        "run: mixture", "run: training loss by source", "run: learning rate",
+    ]  # fmt: skip
+
+
+def test_an_unfinished_run_shows_the_losses_of_the_phases_that_ended(tmp_path):
+    path = write_run(tmp_path / "run", {"val": lambda step: 3 - step / 100}, until=80)
+    page = Checked(report([load_run(path)]))
+    assert page.has_row("foundation", "60", "2.4000") and not page.has_row("domain", "100")
+    assert not any(row.startswith("forgetting") for row in page.rows)
+    assert "not finished, in phase domain" in "".join(page.text)
+    assert page.has_row("domain (to step 80)", "200", "0.5 epochs")
+
+
+@pytest.mark.parametrize(
+    "losses, until",
+    [
+        ({"val": lambda step: windows(math.nan)}, None),
+        ({"val": lambda step: windows(math.inf if step > 50 else 3.0), "law": lambda step: 3.0}, None),
+        ({"val": lambda step: 3.0}, 0),
+        ({"val": lambda step: None}, 0),
+        ({("val" if i == 0 else f"set_{i}"): lambda step: 3 - step / 100 for i in range(12)}, None),
+    ],
+    ids=["all nan", "some inf", "one eval", "no eval", "12 sets"],
+)
+def test_odd_runs_are_drawn(tmp_path, losses, until):
+    path = write_run(tmp_path / "run", losses, until=until, train_loss=lambda step, source: math.nan)
+    page = report([load_run(path)])
+    titles = [a["aria-label"] for name, a in Checked(page).tags if name == "svg"]
+    measured = not (until == 0 and losses["val"](0) is None)
+    assert len([t for t in titles if "eval loss of" in t and "every" not in t]) == (len(losses) if measured else 0)
+    assert ("run: eval loss of every set" in titles) == (1 < len(losses) <= 7)
+    assert ("the loss was not finite" in page) == (measured and not math.isfinite(_loss_at(losses["val"](100))))
+
+
+def _loss_at(value) -> float:
+    return value if isinstance(value, float) else float((value.nats_N / value.tokens_N).mean())
+
+
+def test_thirty_phases_have_numbers_where_names_do_not_fit(tmp_path):
+    phases = [(f"a_phase_with_a_long_name_{i}", 10 * i, 10 * (i + 1), {f"s{i % 12}": 1.0}) for i in range(30)]
+    path = write_run(tmp_path / "run", {n: lambda step: 3.0 for n in ("val", "b")}, phases=phases, every=100)
+    page = report([load_run(path)])
+    overview = page[page.index("run: eval loss of every set") :].split("</svg>")[0]
+    drawn = re.findall(r"<text[^>]*>([^<]*)</text>", overview)
+    assert {str(i + 1) for i in range(30)} <= set(drawn) and "a_phase_with_a_long_name_3" not in drawn
+    legend = re.search(r'<ul class="legend">.*?</ul>', page)[0]
+    assert len(re.findall("<li>", legend)) == 9 and ">other</li>" in legend  # 7 of 12 sources, the rest, and all
+
+
+def test_text_of_the_run_is_escaped(tmp_path):
+    evil = '<script>alert("x")</script> & $x^2$ --'
+    path = write_run(tmp_path / evil.replace("/", "_"), {"val": lambda step: 3.0, "law": lambda step: 3.0},
+                     more={80: [("gold_blocked", {**BLOCKED, "reason": evil})]}, start={"lineage": {"run": evil}})  # fmt: skip
+    page = report([load_run(path), load_run(path)])
+    checked = Checked(page)
+    assert "script" not in {name for name, _ in checked.tags}
+    assert any(evil in row for row in checked.rows) and evil.replace("/", "_") in "".join(checked.text)
+
+
+def test_curves_that_are_marked():
+    xs, ys = [0, 10, 20, 30], [3.0, 2.0, math.nan, 2.5]
+    marks = [Mark("regressed", 10), Mark("gold", 30), Mark("regressed", 15)]  # nothing was measured at 15
+    bare = eval_chart("t", [Curve("a", "#0072b2", xs, [3.0, 2.0, 2.2, 2.5], [0.1] * 4)])
+    drawn = eval_chart("t", [Curve("a", "#0072b2", xs, ys, [0.1] * 4, marks=marks)])
+    assert bare.count(RED) == 0 and "FillBetween" in bare
+    # A triangle, and a cross for the eval that is not finite.
+    uses = re.findall(r"<use [^>]*fill: (#\w+)[^>]*>", drawn)
+    assert uses.count(RED) == 2 and uses.count("#e0a100") == 1
+
+
+def test_rows_are_thinned_to_means():
+    xs = list(range(1, 11))
+    ys = [1.0, 3.0, math.nan, 5.0, math.nan, math.nan, 7.0, 7.0, 2.0, 4.0]
+    assert thinned(xs, ys, most=10) == (xs, [ys], 1)
+    binned, (means,), per_bin = thinned(xs, ys, most=5)
+    assert (binned, per_bin) == ([2, 4, 6, 8, 10], 2)
+    assert means[:2] == [2.0, 5.0] and math.isnan(means[2]) and means[3:] == [7.0, 3.0]
+    binned, (means,), per_bin = thinned(xs, ys, most=4)  # bins of three, the last of one
+    assert (binned, per_bin, means[0], means[3]) == ([3, 6, 9, 10], 3, 2.0, 4.0)
+
+
+def test_the_mixture_has_an_edge_at_a_switch(tmp_path):
+    run = load_run(write_run(tmp_path / "run", {"val": lambda step: 3.0}))
+    steps, shares = _mixture_course(run, dict.fromkeys(("web", "code", "law"), ""))
+    assert PHASES[0][2] == 60
+    assert steps == [0, 60, 60, 100] and shares["web"] == [0.8, 0.8, 0.1, 0.1]
+    assert shares["law"] == [0, 0, 0.9, 0.9]
+    _, shares = _mixture_course(run, dict.fromkeys(("law", "other"), ""))
+    assert shares["other"] == pytest.approx([1, 1, 0.1, 0.1])
+
+
+def test_numbers_of_the_axes():
+    assert [short_count(x) for x in (0, 950, 1200, 75_000, 1.5e9)] == ["0", "950", "1,200", "75k", "1.5B"]
+
+
+def test_several_runs_are_compared_and_drawn_together(tmp_path):
+    losses = {"val": lambda step: 3.0, "law": lambda step: 4.0}
+    first = write_run(tmp_path / "first", losses)
+    second = write_run(tmp_path / "second", {**losses, "val": lambda step: 3.5}, hashes={"law": "other"})
+    runs = [load_run(first), load_run(second)]
+    page = Checked(report(runs))
+    text = "".join(page.text)
+    assert page.has_row("val", "first", "100", "3.0000") and "second is" not in text
+    assert any(row.startswith("second | 100 | 3.5000") or "+0.5000" in row for row in page.rows)
+    assert "second at step 100 is worse than first at step 100 by 0.5000 nats per token" in text
+    assert "law: refused: first measured other text than second" in text
+    assert "without second: other text" in text
+    titles = [a["aria-label"] for name, a in page.tags if name == "svg"]
+    assert titles[:2] == ["eval loss of val, every run", "eval loss of law, every run"] and len(titles) == 2 + 2 * 6
+    val, law = overlays(runs, ["first", "second"], {"first": "#000", "second": "#111"})
+    assert [c.label for c in val.curves] == ["first", "second"] and val.x == "step"
+    assert [c.label for c in law.curves] == ["first"] and law.left_out == ["second"]
+
+
+def test_runs_without_a_common_set_are_still_reported(tmp_path):
+    first = write_run(tmp_path / "first", {"val": lambda step: 3.0})
+    second = write_run(tmp_path / "second", {"law": lambda step: 3.0})
+    text = "".join(Checked(report([load_run(first), load_run(second)])).text)
+    assert "no eval set can be compared: val: only first measured it" in text
+
+
+def test_a_shared_past_is_drawn_once(tmp_path):
+    losses = {"val": lambda step: 3 - step / 100}
+    trunk = write_run(tmp_path / "trunk", losses)
+    leaf = branch(trunk, tmp_path / "leaf", 60, losses)
+    (drawn,) = overlays([load_run(trunk), load_run(leaf)], ["trunk", "leaf"], {"trunk": "#000", "leaf": "#111"})
+    assert [list(c.xs) for c in drawn.curves] == [[0, 20, 40, 60, 80, 100], [60, 80, 100]]
+    assert drawn.branch_at == [60]
+    wide = write_run(tmp_path / "wide", losses, tokens_per_step=300)
+    runs = [load_run(trunk), load_run(leaf), load_run(wide)]
+    (drawn,) = overlays(runs, ["trunk", "leaf", "wide"], {"trunk": "", "leaf": "", "wide": ""})
+    assert (drawn.x, drawn.branch_at) == ("tokens", [6_000]) and list(drawn.curves[2].xs)[-1] == 30_000
+
+
+def test_what_cannot_be_reported_is_said(rich, tmp_path):
+    with pytest.raises(InputError, match="got no run, expected one or more"):
+        report([])
+    with pytest.raises(InputError, match="expected a file in a folder that is there, such as report.html"):
+        write_report([rich], tmp_path)
+    with pytest.raises(InputError, match="expected a file in a folder that is there"):
+        write_report([rich], tmp_path / "nowhere/x.html")
+    with pytest.raises(InputError, match="-o /dev/full: cannot be written: No space left"):
+        write_report([rich], "/dev/full")
+
+
+def test_the_command_writes_a_file_without_jax_and_exits_with_2_where_it_cannot(rich, tmp_path):
+    code, out, _, modules = command("report", rich, "-o", tmp_path / "r.html")
+    assert code == 0 and re.fullmatch(rf"{re.escape(str(tmp_path))}/r.html: \d+ kB; open it in a browser\n", out)
+    assert not modules & {"jax", "pydantic"} and "matplotlib" in modules
+    assert (tmp_path / "r.html").read_text().startswith("<!DOCTYPE html>")
+    code, out, errors, _ = command("report", tmp_path / "nowhere", "-o", tmp_path / "s.html")
+    assert (code, out) == (2, "") and "holds no run" in errors and not (tmp_path / "s.html").exists()
