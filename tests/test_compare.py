@@ -129,6 +129,8 @@ def test_a_set_whose_content_no_record_tells_is_refused(tmp_path):
     assert [c.name for c in comparison.sets] == ["val"]
     assert comparison.refused["added"] == ("second and first: the record of first has no content hash of it",)
 
+    assert [c.name for c in compare([first, first]).sets] == ["val"]
+
     # A `resume` event tells of the sets that were added with it.
     resumed = {"event": "resume", "step": 0, "plan": told["plan"], "evalsets": {"added": facts}}
     events.write_text(json.dumps(told) + "\n" + json.dumps(resumed) + "\n" + "".join(rest))
@@ -190,7 +192,7 @@ def test_the_past_that_branches_share(tmp_path, edits):
     assert shared_past(runs["at_60"], runs["at_20"]) == 20
     assert shared_past(runs["at_60"], runs["twin"]) == 60
     assert shared_past(runs["trunk"], runs["trunk"]) is None
-    assert shared_past(runs["trunk"], runs["other"]) is None
+    assert shared_past(runs["trunk"], runs["other"]) is None and shared_past(runs["at_60"], runs["other"]) is None
     if edits:
         of_branch = load_run(branch(at_60, tmp_path / "of_branch", 80, losses, "t4"))
         assert shared_past(runs["trunk"], of_branch) == 60

@@ -12,9 +12,11 @@ from written_run import command, offender, write_run
 
 from curriculum.config import build_config
 from curriculum.errors import InputError
+from curriculum.record.compare import compare
 from curriculum.record.inspection import (
     consumption,
     eval_points,
+    evalset_facts,
     inspect_run,
     last_detectable,
     standing_regressions,
@@ -132,13 +134,17 @@ def test_what_stands_regressed_is_told(tmp_path):
 
 
 def test_evals_of_averages_and_what_is_not_finite(tmp_path):
-    losses = {"val": lambda step: 3.0, "law": lambda step: math.nan if step > 50 else 4 - step / 100}
+    losses = {
+        "val": lambda step: 3.0 if step else math.nan,
+        "law": lambda step: math.nan if step > 50 else 4 - step / 100,
+    }
     path = write_run(tmp_path / "run", losses, averages={"ema": lambda step: 2.5})
     points = eval_points(load_run(path).events)
     assert set(points) == {"val", "law", "val@ema", "law@ema"}
     assert [p.step for p in points["val@ema"]] == [20, 40, 60, 80, 100] and points["val@ema"][0].loss == 2.5
     facts = inspect_run(load_run(path))
     assert math.isnan(facts["evals"]["law"]["loss"]) and facts["evals"]["law"]["best_step"] == 40
+    assert facts["evals"]["val"]["best_step"] == 20
 
 
 def test_the_last_known_detectable_difference_counts():
@@ -190,25 +196,26 @@ def test_the_command_is_quick_and_imports_little(tmp_path):
     assert min(seconds("-c", script, path) for _ in range(3)) < bare + 0.2
 
 
-def test_a_run_that_was_trained(corpus, store, tmp_path):  # noqa: F811
-    data = config_data(corpus, train__steps=12, checkpoint__every=6)
+def test_a_run_that_was_trained_and_extended(corpus, store, tmp_path):  # noqa: F811
+    data = config_data(corpus, train__steps=8, checkpoint__every=6, optim={"lr": 1e-3, "schedule": "constant"})
+    data["phases"] = [{"name": "a", "until": "end", "mixture": {"web": 1}}]
+    law = data["evalsets"]["sets"].pop("law")
+    train(build_config(data), tmp_path / "run", store_dir=store)
     data["phases"] = [
         {"name": "a", "until": 8, "mixture": {"web": 1}},
         {"name": "b", "until": "end", "mixture": {"law": 3, "web": 1}},
     ]
-    data["optim"] = {"lr": 1e-3}
-    train(build_config(data), tmp_path / "run", store_dir=store)
-    facts = inspect_run(load_run(tmp_path / "run"))
+    data["train"]["steps"], data["evalsets"]["sets"]["law"] = 12, law
+    train(build_config(data), tmp_path / "run", resume="latest", store_dir=store)
+
+    run = load_run(tmp_path / "run")
+    facts = inspect_run(run)
     # 8 sequences of 32 tokens a step: 8 steps of web, then 4 of 3/4 law.
     assert [phase["tokens"] for phase in facts["phases"]] == [{"web": 2048}, {"law": 768, "web": 256}]
-    assert facts["checkpoints"]["checkpoints"] == [6, 12]
+    assert facts["checkpoints"]["checkpoints"] == [6, 8, 12]
     assert facts["progress"]["finished"] and facts["progress"]["tokens"] == 12 * 256
-    assert set(facts["evals"]) == {"val", "code", "law"}
-    assert facts["phases"][1]["epochs"]["law"] == pytest.approx(768 / facts_of_source(tmp_path / "run", "law"))
+    assert facts["phases"][1]["epochs"]["law"] == pytest.approx(768 / run.start["sources"]["law"]["tokens_per_epoch"])
     assert "step 12 of 12 (100.0 %), finished" in shown(tmp_path / "run")
-
-
-def facts_of_source(run_dir, name):
-    tokens = load_run(run_dir).start["sources"][name]["tokens_per_epoch"]
-    assert tokens > 0
-    return tokens
+    # The set that came with the resume is known by its content, so two runs that have it can be compared.
+    assert len(evalset_facts(run.events)["law"]["content_hash"]) == 32
+    assert [c.name for c in compare([tmp_path / "run"] * 2).sets] == ["val", "code", "law"]

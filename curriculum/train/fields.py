@@ -23,16 +23,6 @@ from evalsets.regressions import Comparison
 
 
 def training_start(setup: Setup) -> dict[str, Any]:
-    evalsets = {
-        name: {
-            "documents": e.num_documents,
-            "windows": e.num_windows,
-            "tokens": e.num_tokens,
-            "bytes": e.num_bytes,
-            "content_hash": e.content_hash,
-        }
-        for name, e in setup.corpus.evalsets.items()
-    }
     return {
         "config": setup.config.to_json(),
         "model": {**setup.model.architecture, "num_parameters": num_parameters(setup.model)},
@@ -40,7 +30,7 @@ def training_start(setup: Setup) -> dict[str, Any]:
         "plan": derived(setup),
         "lineage": setup.lineage,
         "sources": setup.corpus.details,
-        "evalsets": evalsets,
+        "evalsets": _evalsets(setup),
         "warnings": [
             *setup.schedule.warnings,
             *setup.corpus.warnings,
@@ -51,7 +41,21 @@ def training_start(setup: Setup) -> dict[str, Any]:
 
 
 def resume(setup: Setup) -> dict[str, Any]:
-    return {"devices": describe_devices(setup.mesh), "plan": derived(setup)}
+    return {"devices": describe_devices(setup.mesh), "plan": derived(setup), "evalsets": _evalsets(setup)}
+
+
+def _evalsets(setup: Setup) -> dict[str, Any]:
+    """What each set holds; a resume may have added some."""
+    return {
+        name: {
+            "documents": e.num_documents,
+            "windows": e.num_windows,
+            "tokens": e.num_tokens,
+            "bytes": e.num_bytes,
+            "content_hash": e.content_hash,
+        }
+        for name, e in setup.corpus.evalsets.items()
+    }
 
 
 def derived(setup: Setup) -> dict[str, Any]:
