@@ -201,6 +201,13 @@ def test_curves_that_are_marked():
     assert uses.count(RED) == 2 and uses.count("#e0a100") == 1
 
 
+def test_a_lone_eval_stands_in_the_middle_at_its_step():
+    drawn = eval_chart("t", [Curve("a", "#0072b2", [0], [3.0], [0.1])])
+    texts = re.findall(r"<text[^>]*>([^<]*)</text>", drawn)
+    assert texts[0] == "0" and "-0" not in texts and texts.count("0") == 1
+    assert re.search('<use [^>]*x="261" [^>]*fill: #0072b2', drawn)  # the axes go from 44 to 500 - 22
+
+
 def test_rows_are_thinned_to_means():
     xs = list(range(1, 11))
     ys = [1.0, 3.0, math.nan, 5.0, math.nan, math.nan, 7.0, 7.0, 2.0, 4.0]

@@ -202,8 +202,11 @@ def _axes(size: tuple[int, int], *, left: int = 44, right: int = 22, top: int = 
 
 
 def _x_range(curves: Sequence[Curve]) -> tuple[float, float]:
-    xs = [x for c in curves for x in (c.xs[:1] and (c.xs[0], c.xs[-1]))]
-    return (min(xs), max(max(xs), min(xs) + 1)) if xs else (0, 1)
+    """From the first to the last x; a lone one stands in the middle."""
+    xs = [x for curve in curves for x in (*curve.xs[:1], *curve.xs[-1:])]
+    if not xs:
+        return 0, 1
+    return (min(xs), max(xs)) if min(xs) < max(xs) else (xs[0] - 0.5, xs[0] + 0.5)
 
 
 def _shade(axes: Axes, phases: Sequence[Phase], x_range: tuple[float, float], *, names: bool) -> None:
@@ -239,7 +242,7 @@ def _draw(axes: Axes, curve: Curve) -> None:
     alone = [i for i in range(len(xs)) if drawn[i : i + 3] == [False, True, False]]  # a line has two ends
     if alone:
         axes.plot([xs[i] for i in alone], [ys[i] for i in alone], "o", color=curve.color,
-                  markersize=7 if len(xs) == 1 else 3.5, clip_on=False)  # fmt: skip
+                  markersize=7 if len(xs) == 1 else 3.5)  # fmt: skip
 
 
 def _kept(curve: Curve) -> tuple[list[float], list[float], list[float | None]]:
@@ -326,7 +329,7 @@ def _end_labels(axes: Axes, curves: Sequence[Curve]) -> None:
 
 def _finish(axes: Axes, x_label: str) -> None:
     axes.set_xlabel(x_label, fontsize=10.5, loc="right")
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short_count(x)))
 
 
