@@ -227,26 +227,7 @@ def load_config(
     options += [("--dataset-dir", value) for value in dataset_dirs]
     options += [("--eval-dataset-dir", value) for value in eval_dataset_dirs]
     options += [("--set", value) for value in overrides]
-    added = []
-    for flag, value in options:
-        if flag == "--set":
-            read_override(data, origin, value)
-        elif flag in ("--init-from", "--keep-optimizer"):
-            key = flag[2:].replace("-", "_")
-            _table(data, "adaptation")[key] = value or True
-            origin.given_by(f"adaptation.{key}", f"{flag} {value}".rstrip())
-        else:
-            name, directory = named_directory(flag, value)
-            inside = _table(data, "sources") if flag == "--dataset-dir" else _table(_table(data, "evalsets"), "sets")
-            inside[name] = {"path": directory}
-            where = "sources" if flag == "--dataset-dir" else "evalsets.sets"
-            origin.given_by(f"{where}.{name}", f"{flag} {name}={directory}")
-            if flag == "--dataset-dir":
-                added.append(name)
-    if added and isinstance(data, dict) and "phases" not in data:
-        replayed = _table(_table(data, "adaptation"), "replay")
-        if mixture := {name: 1.0 for name in added if name not in replayed}:
-            data["phases"] = [{"name": "adaptation", "until": "end", "mixture": mixture}]
+    _apply(options, data, origin)
     return build_config(data, origin, check_paths=check_paths, continues=continues)
 
 
@@ -260,6 +241,22 @@ def config_name(path: str | os.PathLike) -> str:
 def config_from_json(data: Mapping) -> Config:
     """The config of `Config.to_json`, as a run directory keeps it; the data need not be there any more."""
     return build_config(dict(data), Origin("config.resolved.json"), check_paths=False)
+
+
+def changed_config(
+    config: Config,
+    overrides: Iterable[str] = (),
+    *,
+    dataset_dirs: Iterable[str] = (),
+    eval_dataset_dirs: Iterable[str] = (),
+    continues: str | os.PathLike | None = None,
+) -> Config:
+    """A config of no file with options as of `load_config`; it remembers those of its own."""
+    data, origin = config.to_json(), Origin("config.resolved.json")
+    options = [("--dataset-dir", value) for value in dataset_dirs]
+    options += [("--eval-dataset-dir", value) for value in eval_dataset_dirs]
+    _apply([*options, *(("--set", value) for value in overrides)], data, origin)
+    return build_config(data, origin, continues=continues)
 
 
 def build_config(
@@ -337,6 +334,30 @@ def _plain(value):
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _apply(options: Iterable[tuple[str, str]], data: dict, origin: Origin) -> None:
+    """Change the data of a config by options as the command line gives them, in their order."""
+    added = []
+    for flag, value in options:
+        if flag == "--set":
+            read_override(data, origin, value)
+        elif flag in ("--init-from", "--keep-optimizer"):
+            key = flag[2:].replace("-", "_")
+            _table(data, "adaptation")[key] = value or True
+            origin.given_by(f"adaptation.{key}", f"{flag} {value}".rstrip())
+        else:
+            name, directory = named_directory(flag, value)
+            inside = _table(data, "sources") if flag == "--dataset-dir" else _table(_table(data, "evalsets"), "sets")
+            inside[name] = {"path": directory}
+            where = "sources" if flag == "--dataset-dir" else "evalsets.sets"
+            origin.given_by(f"{where}.{name}", f"{flag} {name}={directory}")
+            if flag == "--dataset-dir":
+                added.append(name)
+    if added and isinstance(data, dict) and "phases" not in data:
+        replayed = _table(_table(data, "adaptation"), "replay")
+        if mixture := {name: 1.0 for name in added if name not in replayed}:
+            data["phases"] = [{"name": "adaptation", "until": "end", "mixture": mixture}]
 
 
 def named_directory(flag: str, item: str) -> tuple[str, str]:

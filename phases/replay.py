@@ -79,9 +79,8 @@ def raise_share(
 
     ramp = rest.ramp and replace(rest.ramp, from_mixture=raised(rest.ramp.from_mixture))
     edited = replace(rest, mixture=raised(rest.mixture), ramp=ramp)
-    before = old.mixture_at(step)
     if edited == rest:
-        share = before.get(source, 0.0)
+        share = schedule.shares(step).get(source, 0.0)
         raise ReplayRefused(f"its share is {share:.4g} already, and {factor:g} times that or {max_share:g} no more")
     numbers = {"total_steps": total_steps, "batch_size": batch_size, "seq_len": seq_len}
     try:
@@ -95,8 +94,7 @@ def raise_share(
         raise ReplayRefused(f"the run would end at step {resolved.total_steps} instead of {schedule.total_steps}")
     if resolved.drawn(until)[source] <= schedule.drawn(until)[source]:
         raise ReplayRefused(f"no more of it would be read up to step {until}, where the phase ends")
-    after = resolved.segment_at(step).mixture_at(step)
-    return Replay(resolved, past, old.phase, step, until, before, after)
+    return Replay(resolved, past, old.phase, step, until, schedule.shares(step), resolved.shares(step))
 
 
 def _rest(segment: Segment, step: int) -> Segment:

@@ -147,6 +147,10 @@ class Schedule:
         """Tokens drawn of each source in the first `step` updates."""
         return self.segment_at(max(step - 1, 0)).drawn_at(step)
 
+    def shares(self, step: int) -> dict[str, float]:
+        """The proportions of update `step` that are more than 0."""
+        return {name: share for name, share in self.segment_at(step).mixture_at(step).items() if share > 0}
+
     def rates(self, steps) -> np.ndarray:
         """Learning rate (float64) of each update in `steps`, an integer or an array: by the segment that owns it."""
         steps = np.asarray(steps, np.int64)

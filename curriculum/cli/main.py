@@ -16,6 +16,7 @@ _COMMANDS = {
     "inspect": ("curriculum.cli.inspect", "Show what a run is, how far it is, and how it does."),
     "compare": ("curriculum.cli.compare", "Compare the checkpoints of runs, set by set, with intervals."),
     "report": ("curriculum.cli.report", "Draw a run, or several, as one HTML file."),
+    "branch": ("curriculum.cli.branch", "A new run that shares another one's history up to a step."),
     "export": ("curriculum.cli.export", "Write the parameters of a run in another format."),
 }
 

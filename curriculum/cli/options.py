@@ -11,7 +11,7 @@ from curriculum.plan import DEFAULT_STORE_DIR
 STORE_DIR = click.option(
     "--store-dir", default=DEFAULT_STORE_DIR, show_default=True, metavar="DIR", help="Where token stores are kept."
 )
-_CHANGES = {
+CHANGES = {
     "overrides": click.option(
         "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a value, as YAML; repeatable."
     ),
@@ -48,10 +48,10 @@ def config_options(config_required: bool = True):
     def decorate(command):
         @functools.wraps(command)
         def with_changes(**options):
-            return command(changes={name: options.pop(name) for name in _CHANGES}, **options)
+            return command(changes={name: options.pop(name) for name in CHANGES}, **options)
 
         config = click.argument("config_path", metavar="CONFIG", required=config_required)
-        for option in reversed([config, *_CHANGES.values(), STORE_DIR]):
+        for option in reversed([config, *CHANGES.values(), STORE_DIR]):
             with_changes = option(with_changes)
         return with_changes
 

@@ -59,6 +59,7 @@ def _evalsets(setup: Setup) -> dict[str, Any]:
 
 
 def derived(setup: Setup) -> dict[str, Any]:
+    branch = setup.branched_from
     return {
         "total_steps": setup.schedule.total_steps,
         "tokens_per_step": setup.tokens_at(1),
@@ -66,6 +67,20 @@ def derived(setup: Setup) -> dict[str, Any]:
         "phases": list(describe_phases(setup.schedule)),
         "learning_rate": [asdict(piece) for piece in setup.schedule.lr],
         "lineage": setup.lineage,
+        **({} if branch is None else {"branched_from": {"run": branch["run"], "step": branch["step"]}}),
+    }
+
+
+def branch_edit(setup: Setup) -> dict[str, Any]:
+    """What a branch tells where it leaves its trunk."""
+    branch = setup.branched_from
+    return {
+        "kind": "branch",
+        "phase": setup.schedule.segment_at(branch["step"]).phase,
+        "mixture_before": branch["mixture_before"],
+        "mixture_after": setup.schedule.shares(branch["step"]),
+        "until": setup.schedule.total_steps,
+        "reason": branch["reason"],
     }
 
 

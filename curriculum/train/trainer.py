@@ -71,7 +71,7 @@ def train(
     _, folder = _to_resume(directory, resume)
     saved = {} if folder is None else read_ledger(folder)
     past = ledger.past_of(saved)
-    _check(config, past)
+    check(config, past)
     tokenizer = kept_tokenizer(directory, config) if resume is not None else None
     start = start_of(config, directory, resume)
     setup = build(config, store_dir, tokenizer, make_model, start, past, saved.get("branched_from"))
@@ -98,7 +98,7 @@ def dry_run(
     make_model: Callable[[int], Model] | None = None,
 ) -> dict[str, Any]:
     """Validate, prepare, build, compile, take one step and one eval. Leaves nothing behind but prepared data."""
-    _check(config)
+    check(config)
     setup = build(config, store_dir, make_model=make_model, start=start_of(config))
     try:
         clock = time.perf_counter()
@@ -195,6 +195,8 @@ def _loop(run: Running, resumed_step: int | None) -> dict[str, Any]:
                 switch_phase(run, done)
                 clock.switched()
             worse = judge(run, done, *evaluated) if evaluated else []
+            if setup.branched_from and done == setup.branched_from["step"]:
+                record.event("schedule_edit", done, **fields.branch_edit(setup))
             stopped_by, planned = stop.received, done % config.checkpoint.every == 0 or at_end
             ends_here = stopped_by is not None or (bool(worse) and config.evalsets.regression.action == "stop")
             if planned or ends_here:
@@ -268,7 +270,7 @@ def _sets_due(config: Config, done: int, boundaries: Set[int]) -> list[str]:
     return [name for name, s in config.eval_sources.items() if done % every == 0 and done % (s.every or every) == 0]
 
 
-def _check(config: Config, past: Sequence[Segment] = ()) -> None:
+def check(config: Config, past: Sequence[Segment] = ()) -> None:
     """Raise InputError for what can be told of a config before anything is prepared."""
     if config.logging.wandb:
         check_wandb(config.logging.wandb)

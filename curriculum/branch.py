@@ -1,0 +1,215 @@
+"""A new run that shares another one's history up to a step, and goes its own way from there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from curriculum.config import Config, changed_config, load_config
+from curriculum.errors import InputError
+from curriculum.model.model import Model
+from curriculum.plan import DEFAULT_STORE_DIR
+from curriculum.record.board import Board
+from curriculum.record.events import EVENTS, METRICS, Record, check_offsets, plain, read_events, read_metrics
+from curriculum.run import Run, RunDirectory, checkpoint_steps, load_run, read_ledger, write_text, write_tokenizer
+from curriculum.train import ledger
+from curriculum.train.averages import SIDECAR
+from curriculum.train.fields import branch_edit, derived
+from curriculum.train.setup import Setup, build
+from curriculum.train.start import start_of
+from curriculum.train.trainer import check, kept_tokenizer, train_built
+from phases.lr import LrSchedule
+from phases.schedule import Schedule, cut, segments_from_json, segments_to_json
+
+
+def branch(
+    run: str | Path,
+    at: int | str,
+    run_dir: str | Path,
+    *,
+    overrides: Iterable[str] = (),
+    dataset_dirs: Iterable[str] = (),
+    eval_dataset_dirs: Iterable[str] = (),
+    store_dir: str | Path = DEFAULT_STORE_DIR,
+    make_model: Callable[[int], Model] | None = None,
+) -> dict[str, Any]:
+    """Begin a run in `run_dir` that is `run`, the trunk, up to step `at`, and train it to its end.
+
+    It starts from the trunk's newest checkpoint at or before `at`, takes over the record up to there, trains the steps
+    in between exactly as the trunk did, and goes on by the trunk's config, changed by `overrides` (`a.b=value`) and
+    directories as in `load_config`. It needs nothing of the trunk afterwards; `make_model` as in `train`.
+    Returns its `training_complete` event. Raises InputError for what the user can mend, before anything is created,
+    and Stopped after a signal: `train(..., resume="latest")` then goes on.
+    """
+    trunk, directory = load_run(run), RunDirectory(Path(run_dir))
+    _check_new(directory)
+    at = _step_of(trunk, at)
+    folders = _checkpoints(trunk.directory)
+    step = max((s for s in folders if s <= at), default=None)
+    if step is None:
+        there = ", ".join(map(str, sorted(folders))) or "none"
+        raise InputError(f"--at {at}: {trunk.directory.path} has no checkpoint at or before it; there are: {there}")
+    config = _config(trunk, overrides, dataset_dirs, eval_dataset_dirs)
+    if step < at:
+        _check_steps_between(trunk.config, config, step, at, sorted(folders))
+    saved = read_ledger(folders[step])
+    check_offsets(trunk.directory.path, saved["offsets"])
+    whole = Schedule(segments_from_json(read_ledger(folders[max(folders)])["segments"]))
+    past = cut(whole.segments, at)
+    check(config, past)
+    remembered = trunk.directory.command_line()
+    changes = [option for option in config.command_line if option not in remembered]
+    branched_from = {
+        "run": str(run),
+        "step": at,
+        "mixture_before": whole.shares(at),
+        "reason": " ".join([f"branched from {run} at step {at}", *changes]),
+    }
+    start = start_of(config, trunk.directory, step)
+    tokenizer = kept_tokenizer(trunk.directory, config)
+    setup = build(config, store_dir, tokenizer, make_model, start, past, branched_from)
+    ledger.check_past(saved, setup)
+    if setup.schedule.total_steps <= at:
+        raise config.error([("train.steps", f"the run ends at step {at}, where the branch begins; give it more")])
+    if config.origin.text is not None:  # the branch has its own copy of the file
+        origin = replace(config.origin, file=str(directory.path / "config.yaml"))
+        setup.config = replace(setup.config, origin=origin)
+    _create(directory, trunk.directory, setup, step, folders[step])
+    return train_built(setup, directory, "latest")
+
+
+def _check_new(directory: RunDirectory) -> None:
+    directory.check_usable()
+    if directory.holds_run():
+        raise InputError(
+            f"--run-dir {directory.path}: holds a run already; choose another, or go on with a branch that was begun: "
+            f"curriculum train {directory.path / 'config.yaml'} --run-dir {directory.path} --resume latest"
+        )
+    if directory.path.exists() and any(directory.path.iterdir()):
+        raise InputError(f"--run-dir {directory.path}: is not empty; choose a new folder")
+
+
+def _step_of(trunk: Run, at: int | str) -> int:
+    """`at` as a step that the trunk has come to."""
+    if isinstance(at, bool) or not (isinstance(at, int) or (at.isascii() and at.isdecimal())) or int(at) < 0:
+        raise InputError(f"--at {at}: expected a step of {trunk.directory.path}")
+    last = max((line["step"] for line in [*trunk.events[-1:], *trunk.metrics[-1:]]), default=0)
+    if int(at) > last:
+        raise InputError(f"--at {at}: {trunk.directory.path} has come to step {last}; expected a step up to there")
+    return int(at)
+
+
+def _checkpoints(directory: RunDirectory) -> dict[int, Path]:
+    """Every whole checkpoint of a run by its step, wherever it is kept."""
+    places = (directory.kept, directory.gold, directory.checkpoints)
+    return {step: place / str(step) for place in places for step in checkpoint_steps(place)}
+
+
+def _config(
+    trunk: Run, overrides: Iterable[str], dataset_dirs: Iterable[str], eval_dataset_dirs: Iterable[str]
+) -> Config:
+    """The trunk's config with its changes and the new ones."""
+    path = trunk.directory.path / "config.yaml"
+    directories = {"dataset_dirs": dataset_dirs, "eval_dataset_dirs": eval_dataset_dirs}
+    if not path.exists():  # a run of no file
+        return changed_config(trunk.config, overrides, **directories, continues=trunk.directory.path)
+    remembered = trunk.directory.command_line()
+    return load_config(path, overrides, **directories, remembered=remembered, continues=trunk.directory.path)
+
+
+def _check_steps_between(old: Config, new: Config, step: int, at: int, steps: list[int]) -> None:
+    """Raise InputError for changes beside the schedule that would act already between the checkpoint and the branch."""
+    were, now = _of_every_update(old), _of_every_update(new)
+    there = ", ".join(map(str, steps))
+    message = (
+        "got {}, but the branch trains steps {} to {} again as its trunk did, with {}; restore it, or branch where "
+        "there is a checkpoint: {}"
+    )
+    problems = [
+        (path, message.format(json.dumps(now.get(path)), step, at, json.dumps(were.get(path)), there))
+        for path in {**were, **now}
+        if were.get(path) != now.get(path)
+    ]
+    if problems:
+        raise new.error(problems)
+
+
+def _of_every_update(config: Config) -> dict[str, Any]:
+    """What an update depends on beside its batch and its learning rate, by its path in the config."""
+    sections = {name: config.to_json()[name] for name in ("model", "optim", "train", "averages", "mesh")}
+    schedule = {f"optim.{field.name}" for field in fields(LrSchedule)} | {"train.steps"}
+    flat = {f"{name}.{key}": value for name, section in sections.items() for key, value in (section or {}).items()}
+    return {path: value for path, value in flat.items() if path not in schedule}
+
+
+def _create(directory: RunDirectory, trunk: RunDirectory, setup: Setup, step: int, checkpoint: Path) -> None:
+    """Make the branch's directory as of the checkpoint: beside its place, and moved there when it is whole."""
+    place = Path(os.path.abspath(directory.path))
+    beside = place.with_name(f".{place.name}.branch")
+    shutil.rmtree(beside, ignore_errors=True)  # of a call that was killed
+    made = RunDirectory(beside / place.name)
+    try:
+        _copy(made, trunk, setup, step, checkpoint)
+        made.path.rename(place)
+    except (OSError, shutil.Error) as error:
+        raise InputError(f"{trunk.path}: could not be copied to {directory.path}: {error}; try again") from None
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _copy(made: RunDirectory, trunk: RunDirectory, setup: Setup, step: int, checkpoint: Path) -> None:
+    offsets = read_ledger(checkpoint)["offsets"]
+    made.create(setup.config, derived(setup), plain(dict(setup.model.architecture)))
+    write_tokenizer(made, setup.corpus.tokenizer)
+    for name in (EVENTS, METRICS):
+        with open(trunk.path / name, "rb") as file:
+            (made.path / name).write_bytes(file.read(offsets[name]))
+    for path in trunk.path.glob("evals/*.npz"):
+        if path.stem.isdecimal() and int(path.stem) <= step:
+            _copy_to(made.path / "evals" / path.name, path)
+    for path in trunk.averages.glob(f"*/{SIDECAR}"):
+        if json.loads(path.read_text())["end"] <= step:
+            _copy_to(made.averages / path.parent.name, path.parent)
+    if setup.branched_from["step"] == step:  # else it is told when the branch gets there
+        record = Record(made.path, setup.tokens_at, read_ledger(checkpoint)["elapsed_s"])
+        record.event("schedule_edit", step, **branch_edit(setup))
+        offsets = record.offsets()
+        record.close()
+    _copy_checkpoint(made.checkpoints / str(step), checkpoint, setup, offsets)
+    folders = [(made.gold, trunk.gold), (made.kept, trunk.kept)]
+    if setup.config.averages.phase_mean is not None:  # the phase's mean may need them
+        folders.append((made.checkpoints, trunk.checkpoints))
+    for to, place in folders:
+        for s in checkpoint_steps(place):
+            if s <= step and not (to / str(s)).exists():
+                source = place / str(s)
+                _copy_checkpoint(to / str(s), source, setup, read_ledger(source)["offsets"])
+    if setup.config.logging.tensorboard:
+        _draw(made, setup.config)
+
+
+def _copy_checkpoint(to: Path, checkpoint: Path, setup: Setup, offsets: Mapping[str, int]) -> None:
+    """A checkpoint that goes on as the branch."""
+    _copy_to(to, checkpoint)
+    changed = {"past": segments_to_json(setup.past), "branched_from": setup.branched_from, "offsets": offsets}
+    write_text(to / "ledger" / "metadata", json.dumps({**read_ledger(checkpoint), **changed}))
+
+
+def _copy_to(to: Path, path: Path) -> None:
+    to.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(path, to) if path.is_dir() else shutil.copy2(path, to)
+
+
+def _draw(made: RunDirectory, config: Config) -> None:
+    """The TensorBoard files of the record that was taken over: as of one run that went straight there."""
+    board = Board(made.path)
+    for line in sorted([*read_metrics(made.path), *read_events(made.path)], key=lambda line: line["step"]):
+        if line.get("event") == "training_start":
+            line = {**line, "config": config.to_json()}
+        board.event(line) if "event" in line else board.row(line)
+    board.close()

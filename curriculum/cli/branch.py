@@ -1,0 +1,37 @@
+"""`curriculum branch`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from curriculum.cli.options import CHANGES, STORE_DIR
+
+
+@click.command()
+@click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
+@click.option("--at", metavar="STEP", required=True, help="The step up to which the two runs are one.")
+@click.option("--run-dir", type=click.Path(path_type=Path), required=True, help="Where the new run is kept.")
+@CHANGES["overrides"]
+@CHANGES["dataset_dirs"]
+@CHANGES["eval_dataset_dirs"]
+@STORE_DIR
+def command(run, at, run_dir, overrides, dataset_dirs, eval_dataset_dirs, store_dir):
+    """Train a new run that is RUN up to a step and goes on by RUN's config as the options change it.
+
+    It begins at RUN's newest checkpoint at or before that step and trains what lies between exactly as RUN did.
+    """
+    from curriculum.branch import branch
+    from curriculum.train.signals import Stopped
+
+    changes = {"overrides": overrides, "dataset_dirs": dataset_dirs, "eval_dataset_dirs": eval_dataset_dirs}
+    try:
+        branch(run, at, run_dir, **changes, store_dir=store_dir)
+    except Stopped as stopped:
+        click.echo(
+            f"{stopped}; go on with `curriculum train {run_dir / 'config.yaml'} --run-dir {run_dir} --resume latest`",
+            err=True,
+        )
+        sys.exit(128 + stopped.signal_number)

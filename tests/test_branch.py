@@ -1,0 +1,333 @@
+"""Branches: the trunk's run up to a step, exactly, and one of their own from there; and schedules edited in a run."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import yaml
+from click.testing import CliRunner
+from orbax.checkpoint import StandardCheckpointer
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.util import tensor_util
+
+from curriculum.branch import branch
+from curriculum.cli.main import cli
+from curriculum.config import build_config, load_config
+from curriculum.errors import InputError
+from curriculum.run import RunDirectory, load_run, read_ledger
+from curriculum.train import ledger
+from curriculum.train.setup import build
+from curriculum.train.trainer import train
+from phases.replay import ReplayRefused
+from phases.schedule import segments_from_json
+
+CLOCK_FIELDS = {
+    "timestamp", "elapsed_s", "eval_duration_s", "tokens_per_sec", "step_time_s", "peak_memory_gb", "started_at",
+    "first_step_compile_time_s", "switch_stall_s", "total_elapsed_s", "steps_per_sec",
+}  # fmt: skip
+WORDS = {
+    "web": "the quick brown fox jumps over a lazy dog while rain falls on quiet green hills".split(),
+    "code": "def return for while if else class import lambda yield ( ) [ ] { } : = + -".split(),
+    "law": "whereas the party of first part shall pursuant hereto section clause provided that".split(),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Three sources and the config of a trunk of 24 steps, with a checkpoint every 2."""
+    folder = tmp_path_factory.mktemp("branch")
+    rng = np.random.default_rng(0)
+    for name, words in WORDS.items():
+        lines = [json.dumps({"text": " ".join(rng.choice(words, int(rng.integers(20, 60))))}) for _ in range(60)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    data = {
+        "name": "trunk",
+        "tokenizer": {"kind": "byte"},
+        "model": {"preset": "tiny", "n_layer": 1, "d_model": 16, "n_head": 2, "n_kv_head": 1, "d_ff": 24},
+        "sources": {name: {"path": str(folder / f"{name}.jsonl"), "held_out": "10%"} for name in WORDS},
+        "phases": [
+            {"name": "a", "until": 8, "mixture": {"web": 0.7, "code": 0.3}},
+            {"name": "b", "until": 18, "mixture": {"law": 0.8, "web": 0.2}, "ramp_steps": 7},
+            {"name": "c", "until": "end", "mixture": {"code": 1.0}},
+        ],
+        "evalsets": {"every": 4, "primary": {"held_out_of": "web"}, "sets": {"law": {"held_out_of": "law"}}},
+        "train": {"steps": 24, "batch_size": 4, "seq_len": 32},
+        "optim": {"lr": 3e-3, "warmup_steps": 3, "decay_steps": 8},
+        "checkpoint": {"every": 2, "keep": 20},
+        "logging": {"every": 3},
+    }
+    (folder / "trunk.yaml").write_text(yaml.safe_dump(data))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(folder):
+    """The trunk, trained to its end; it remembers an option."""
+    config = load_config(folder / "trunk.yaml", ["logging.every=2"])
+    train(config, folder / "whole", store_dir=folder / "store")
+    return folder / "whole"
+
+
+@pytest.fixture
+def trunk(whole, tmp_path):
+    """A copy of the trunk whose newest checkpoint is that of step 12."""
+    shutil.copytree(whole, tmp_path / "trunk")
+    for step in range(14, 25, 2):
+        shutil.rmtree(tmp_path / "trunk/checkpoints" / str(step))
+    return tmp_path / "trunk"
+
+
+EDITS = ["phases[1].until=17", "phases[1].mixture={web: 1.0}", "train.steps=20"]
+
+
+@pytest.fixture(scope="module")
+def branched(folder, whole):
+    """At step 14, from the checkpoint of 12 of a trunk that is gone afterwards: (directory, what was printed)."""
+    trunk, new = folder / "trunk", folder / "runs" / "new"
+    shutil.copytree(whole, trunk)
+    shutil.rmtree(trunk / "checkpoints/14")
+    options = [f"--set={edit}" for edit in [*EDITS, "checkpoint.every=1"]]
+    arguments = ["branch", str(trunk), "--at", "14", "--run-dir", str(new), *options]
+    done = CliRunner().invoke(cli, [*arguments, "--store-dir", str(folder / "store")], catch_exceptions=False)
+    assert done.exit_code == 0
+    shutil.rmtree(trunk)
+    return new, done.output
+
+
+def state(run_dir, step):
+    """Every array of a checkpoint, as bytes by its path."""
+    arrays = {}
+    with StandardCheckpointer() as checkpointer:
+        for item in ("params", "train"):
+            restored = checkpointer.restore((run_dir / "checkpoints" / str(step) / item).absolute())
+            arrays |= {(item, str(path)): np.asarray(a).tobytes() for path, a in jax.tree.leaves_with_path(restored)}
+    assert len(arrays) > 20
+    return arrays
+
+
+def record(run_dir, up_to=10**9):
+    """Events and metrics up to a step, without clocks and what a process tells of itself."""
+    run = load_run(run_dir)
+    skipped = ("resume", "checkpoint", "schedule_edit")
+    rows = [
+        [
+            {k: v for k, v in line.items() if k not in CLOCK_FIELDS | {"progress_pct"}}
+            for line in lines
+            if line["step"] <= up_to and line.get("event") not in skipped
+        ]
+        for lines in (run.events, run.metrics)
+    ]
+    assert all(rows)
+    return rows
+
+
+def test_up_to_its_step_a_branch_is_its_trunk_and_after_it_its_own(whole, branched, folder):
+    new, shown = branched
+    assert "resumed at step 12 of 20" in shown and "complete: 20 steps" in shown
+    assert state(new, 14) == state(whole, 14)  # the trunk's own checkpoint of 14 was gone
+    assert record(new, 14) == record(whole, 14)
+    for step in (0, 4, 8, 12):
+        with np.load(new / f"evals/{step}.npz") as mine, np.load(whole / f"evals/{step}.npz") as other:
+            assert mine.files and all(np.array_equal(mine[name], other[name]) for name in other.files)
+    assert not (new / "evals/24.npz").exists()
+    segments = segments_from_json(read_ledger(new / "checkpoints/20")["segments"])
+    assert [(s.phase, s.start, s.end) for s in segments] == [("a", 0, 8), ("b", 8, 14), ("b", 14, 17), ("c", 17, 20)]
+    trunk = segments_from_json(read_ledger(whole / "checkpoints/24")["segments"])
+    assert segments[0] == trunk[0] and segments[1].quotas.sources == trunk[1].quotas.sources
+    assert [row["mixture"] for row in load_run(new).metrics if row["step"] == 16] == [
+        {"web": 1.0, "code": 0.0, "law": 0.0}
+    ]
+    assert record(new)[0][-1]["event"] == "training_complete" and record(new)[0][-1]["total_steps"] == 20
+    assert state(new, 16) != state(whole, 16) and state(new, 20).keys() == state(whole, 20).keys()
+
+
+def test_a_branch_tells_where_it_comes_from(branched, folder):
+    new, _ = branched
+    resolved = json.loads((new / "config.resolved.json").read_text())
+    assert resolved["derived"]["branched_from"] == {"run": str(folder / "trunk"), "step": 14}
+    assert resolved["command_line"][0] == "--set logging.every=2"  # the trunk's own
+    assert "--set train.steps=20" in resolved["command_line"]
+    assert (new / "config.yaml").read_text() == (folder / "trunk.yaml").read_text()
+    events = [(e["event"], e["step"]) for e in load_run(new).events]
+    assert events.count(("schedule_edit", 14)) == 1 and [e for e in events if e[0] == "training_start"] == [
+        ("training_start", 0)
+    ]
+    (edit,) = [e for e in load_run(new).events if e["event"] == "schedule_edit"]
+    assert edit["kind"] == "branch" and edit["phase"] == "b" and edit["until"] == 20
+    # The trunk's ramp has come to its end at step 14; the branch's is as far, to another mixture.
+    assert edit["mixture_before"] == {"law": 0.8, "web": 0.2} and edit["mixture_after"] == {"web": 1.0}
+    assert edit["reason"].startswith(f"branched from {folder / 'trunk'} at step 14 --set phases[1].until=17")
+    assert "logging.every" not in edit["reason"]
+
+
+@pytest.mark.parametrize("step", [12, 13, 17])
+def test_a_branch_resumes_exactly(branched, folder, tmp_path, step):
+    """From the checkpoint that it took over, from one before it left its trunk, and from a later one."""
+    new, again = branched[0], tmp_path / "again"
+    shutil.copytree(new, again)
+    config = load_config(again / "config.yaml", remembered=RunDirectory(again).command_line())
+    train(config, again, resume=step, store_dir=folder / "store")
+    assert state(again, 20) == state(new, 20)
+    assert record(again) == record(new)
+    events = [[(e["event"], e["step"]) for e in load_run(r).events if e["event"] != "resume"] for r in (again, new)]
+    assert events[0] == events[1] and ("schedule_edit", 14) in events[0]
+
+
+def test_a_branch_at_a_checkpoint_may_change_how_it_trains(whole, folder, tmp_path):
+    new = tmp_path / "new"
+    branch(whole, "16", new, overrides=["optim.weight_decay=0.5", "train.steps=28"], store_dir=folder / "store")
+    assert record(new, 16) == record(whole, 16)
+    events = [(e["event"], e["step"]) for e in load_run(new).events]
+    at = events.index(("schedule_edit", 16))
+    assert events[at - 1 : at + 2] == [("checkpoint", 16), ("schedule_edit", 16), ("resume", 16)]
+    config = load_config(new / "config.yaml", remembered=RunDirectory(new).command_line())
+    train(config, new, resume=16, store_dir=folder / "store")  # the edit is of the checkpoint's record
+    events = [(e["event"], e["step"]) for e in load_run(new).events]
+    assert events.count(("schedule_edit", 16)) == 1 and state(new, 18) != state(whole, 18)
+
+
+def test_what_a_branch_takes_over(trunk, folder, tmp_path):
+    for place, step in (("gold", 4), ("gold", 20), ("kept", 8)):
+        shutil.copytree(trunk / "checkpoints" / ("12" if step == 20 else str(step)), trunk / place / str(step))
+    left = tmp_path / ".new.branch" / "new" / "checkpoints" / "2"  # of a call that was killed as it copied
+    left.mkdir(parents=True)
+    new = tmp_path / "new"
+    branch(trunk, 13, new, overrides=["train.steps=20"], store_dir=folder / "store")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["new", "trunk"]
+    assert [p.name for p in (new / "gold").iterdir()] == ["4"] and [p.name for p in (new / "kept").iterdir()] == ["8"]
+    past = ledger.past_of(read_ledger(new / "gold/4"))
+    assert past[-1].end == 13 and past == ledger.past_of(read_ledger(new / "checkpoints/20"))
+    assert sorted(int(p.name) for p in (new / "checkpoints").iterdir()) == [12, 14, 16, 18, 20]
+
+
+def test_a_branch_s_curves_are_the_trunk_s_and_then_its_own_without_a_zig_zag(branched):
+    new, _ = branched
+    multiplexer = EventMultiplexer(size_guidance={"tensors": 0}).AddRunsFromDirectory(str(new / "tensorboard"))
+    multiplexer.Reload()
+    run = load_run(new)
+    curves = {tag: multiplexer.Tensors(".", tag) for tag in ("train/loss", "eval/law/loss", "phase/index")}
+    for tag, expected in {
+        "train/loss": [(row["step"], row["loss"]) for row in run.metrics],
+        "eval/law/loss": run.evals("law"),
+        "phase/index": [(row["step"], "abc".index(row["phase"])) for row in run.metrics],
+    }.items():
+        points = [(e.step, float(tensor_util.make_ndarray(e.tensor_proto))) for e in curves[tag]]
+        assert points == [(step, float(np.float32(value))) for step, value in expected] and points[0][0] in (0, 2)
+    session = multiplexer.GetAccumulator(".").SummaryMetadata("_hparams_/session_start_info")
+    assert b"new" in session.plugin_data.content and b"whole" not in session.plugin_data.content
+
+
+@pytest.mark.parametrize(
+    "at, overrides, words",
+    [
+        ("25", [], "--at 25: .*trunk has come to step 24; expected a step up to there"),
+        ("-1", [], "--at -1: expected a step of"),
+        ("half", [], "--at half: expected a step of"),
+        ("1", [], "--at 1: .*trunk has no checkpoint at or before it; there are: 2, 4, 6, 8, 10, 12$"),
+        ("12", ["seed=7"], "seed: got 7, but the run was trained with 1337"),
+        ("12", ["model.n_layer=2"], "model: the architecture of a run cannot change"),
+        ("12", ["train.stepz=20"], "train.stepz: no such key"),
+        ("13", ["optim.weight_decay=0.5"], "optim.weight_decay: got 0.5, but the branch trains steps 12 to 13 again as "
+         "its trunk did, with 0.1; restore it, or branch where there is a checkpoint: 2, 4, 6, 8, 10, 12"),
+        ("13", ["train.grad_accum=2"], "train.grad_accum: got 2, but the branch trains steps 12 to 13 again"),
+        ("13", ["train.batch_size=8"], "train.batch_size: got 8"),
+        ("12", ["train.batch_size=8"], "train.batch_size: got 8, but up to step 12 the schedule stands with 4"),
+        ("13", ["train.steps=13"], "train.steps: the run ends at step 13, where the branch begins"),
+        ("13", ["train.steps=12"], "train.steps: the run would end at step 12, but its schedule stands already"),
+        ("13", ["optim.lr=3e-2"], "optim.allow_jump: the learning rate jumps from 0.003 to 0.03 at step 13"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_branched_is_refused_and_creates_nothing(trunk, folder, at, overrides, words):
+    if "train.steps=13" in overrides or "train.steps=12" in overrides:
+        overrides = [
+            *overrides,
+            "phases=[{name: a, until: 8, mixture: {web: 1}}, {name: b, until: end, mixture: {web: 1}}]",
+        ]
+    before = sorted(trunk.rglob("*"))
+    with pytest.raises(InputError, match=words):
+        branch(trunk, at, trunk.parent / "new", overrides=overrides, store_dir=folder / "store")
+    assert [p.name for p in trunk.parent.iterdir()] == ["trunk"] and sorted(trunk.rglob("*")) == before
+
+
+def test_where_a_branch_may_not_lie(whole, tmp_path):
+    with pytest.raises(InputError, match="holds no run; expected a directory made by"):
+        branch(tmp_path, 4, tmp_path / "new")
+    with pytest.raises(InputError, match=r"holds a run already; choose another, or go on .*--resume latest"):
+        branch(whole, 4, whole)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/mine.txt").write_text("mine")
+    with pytest.raises(InputError, match="full: is not empty; choose a new folder"):
+        branch(whole, 4, tmp_path / "full")
+    with pytest.raises(InputError, match="mine.txt is no folder that can be written to"):
+        branch(whole, 4, tmp_path / "full/mine.txt")
+    assert [p.name for p in tmp_path.iterdir()] == ["full"]
+
+
+def test_a_trunk_whose_record_is_cut_short_is_refused(trunk, folder, tmp_path):
+    events = trunk / "events.jsonl"
+    events.write_bytes(b"\n".join(events.read_bytes().split(b"\n")[:9]) + b"\n")
+    metrics = trunk / "metrics.jsonl"
+    with pytest.raises(InputError, match="events.jsonl: got .* bytes, expected a line to end at byte"):
+        branch(trunk, 12, tmp_path / "new", store_dir=folder / "store")
+    assert metrics.exists() and not (tmp_path / "new").exists()
+
+
+def test_a_checkpoint_that_goes_away_while_it_is_copied(trunk, folder, tmp_path):
+    (trunk / "checkpoints/12/params/_METADATA").unlink()
+    (trunk / "checkpoints/12/params/_METADATA").symlink_to("nowhere")
+    with pytest.raises(InputError, match="could not be copied to .*new: .*nowhere|could not be copied to .*_METADATA"):
+        branch(trunk, 12, tmp_path / "new", overrides=["train.steps=20"], store_dir=folder / "store")
+    assert [p.name for p in tmp_path.iterdir()] == ["trunk"]
+
+
+def test_a_run_of_no_file_branches_too(whole, folder, tmp_path):
+    data = yaml.safe_load((folder / "trunk.yaml").read_text()) | {"checkpoint": {"every": 4, "keep": 9}}
+    data["logging"] = {"tensorboard": False}
+    train(build_config(data), tmp_path / "trunk", store_dir=folder / "store")
+    done = branch(
+        tmp_path / "trunk", 20, tmp_path / "new", overrides=["phases[2].mixture={web: 1}"], store_dir=folder / "store"
+    )
+    assert done["total_steps"] == 24 and not (tmp_path / "new/config.yaml").exists()
+    resolved = json.loads((tmp_path / "new/config.resolved.json").read_text())
+    assert resolved["phases"][2]["mixture"] == {"web": 1} and not (tmp_path / "new/tensorboard").exists()
+    assert record(tmp_path / "new", 20) == record(tmp_path / "trunk", 20)
+    assert state(tmp_path / "new", 24) != state(tmp_path / "trunk", 24)
+
+
+def test_a_share_is_raised_in_the_middle_of_a_run_without_compiling(folder):
+    config = load_config(folder / "trunk.yaml")
+    setup = build(config, folder / "store")
+    try:
+        now = setup.initial_state()
+        for step in range(24):
+            if step == 11:  # within the ramp; batches up to 13 are made already
+                told = setup.raise_share(11, "web", 3.0, 0.9)
+                again = build(config, folder / "store", past=ledger.past_of(_entry(setup)))
+            now = setup.train_step(now, setup.feed[step], np.float32(setup.rates[step]))
+        assert setup.train_step._cache_size() == 1
+        assert told["kind"] == "replay" and told["phase"] == "b" and told["until"] == 18
+        assert told["mixture_after"]["web"] > told["mixture_before"]["web"] > 0.2
+        assert again.schedule == setup.schedule and again.rates.tolist() == setup.rates.tolist()
+        assert [s.start for s in again.schedule.segments] == [0, 8, 11, 18] and len(again.past) == 3
+        for step in range(24):
+            for mine, other in zip(setup.feed[step], again.feed[step], strict=True):
+                assert np.array_equal(np.asarray(mine), np.asarray(other))
+        standing = setup.schedule
+        with pytest.raises(ReplayRefused, match="^there is no source elsewhere$"):
+            setup.raise_share(12, "elsewhere", 2.0, 0.5)
+        setup.branched_from = {"run": "runs/trunk", "step": 14}
+        with pytest.raises(ReplayRefused, match="^up to step 14 the schedule is the trunk's$"):
+            setup.raise_share(12, "web", 2.0, 0.95)
+        assert setup.schedule is standing
+        setup.raise_share(14, "web", 2.0, 0.95)
+        assert setup.schedule != standing
+        again.feed.close()
+    finally:
+        setup.feed.close()
+
+
+def _entry(setup):
+    history = ledger.History.begin(setup.schedule.segments[0].phase)
+    return json.loads(json.dumps(ledger.entry(setup, 11, history, {}, 0.0)))
