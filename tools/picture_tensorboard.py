@@ -1,0 +1,153 @@
+"""Take a picture of what TensorBoard shows of a run: every eval set in one chart, with the table of values.
+
+    python tools/picture_tensorboard.py runs/quickstart -o docs/tensorboard.png
+
+Needs chromium on the PATH, and playwright, which drives it. A TensorBoard of its own serves the folder above the run
+on 127.0.0.1 and ends with the picture.
+"""
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
+
+from curriculum.record.console import tensorboard_link
+from curriculum.record.curves import all_sets
+from curriculum.record.events import read_events
+
+PATIENCE_SECONDS = 60
+CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--width", type=int, default=1200)
+    parser.add_argument("--height", type=int, default=700)
+    options = parser.parse_args(argv)
+    with tensorboard(options.run.resolve().parent) as address, browser() as chromium:
+        wait_for(address, options.run)
+        page = new_page(chromium, options.width, options.height)
+        page.goto(link(options.run, address).replace("=eval_sets", "=eval_sets/loss"))  # this chart alone
+        chart = eval_chart(page)
+        page.get_by_role("button", name="Settings").first.click()
+        chart.get_by_title("Toggle full size mode").click()
+        expect(page.get_by_text("Smoothing")).to_have_count(0)
+        page.mouse.move(0, 0)
+        page.wait_for_function(  # the curves were drawn again, over the whole width
+            "path => path.getBBox().width > 0.8 * path.ownerSVGElement.getBoundingClientRect().width",
+            arg=drawn(chart).first.element_handle(),
+        )
+        page.screenshot(path=options.output, animations="disabled")
+    print(f"{options.output}: {options.output.stat().st_size // 1000} KB")
+
+
+@contextmanager
+def tensorboard(logdir: Path) -> Iterator[str]:
+    """The address of a TensorBoard of this environment that serves `logdir` on a free port of 127.0.0.1."""
+    program = Path(sys.executable).with_name("tensorboard")
+    command = [program, "--logdir", logdir, "--host", "127.0.0.1", "--port", "0", "--reload_interval", "1"]
+    with tempfile.NamedTemporaryFile("w+") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log)
+        try:
+            yield _address(server, Path(log.name))
+        finally:
+            server.terminate()
+            server.wait()
+
+
+def _address(server: subprocess.Popen, log: Path) -> str:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < deadline and server.poll() is None:
+        if told := re.search(r"http://127\.0\.0\.1:\d+", log.read_text()):
+            return told[0]
+        time.sleep(0.05)
+    raise RuntimeError(f"TensorBoard did not start: {log.read_text()}")
+
+
+def wait_for(address: str, run_dir: Path) -> None:
+    """Return once TensorBoard has read the last eval of every set of a run."""
+    last = {}
+    for event in read_events(run_dir):
+        if event["event"] == "eval":
+            last |= dict.fromkeys(all_sets(event), event["step"])
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    for name, step in last.items():
+        while not (points := scalars(address, f"{run_dir.resolve().name}/tensorboard/{name}", "eval_sets/loss")) or (
+            points[-1][0] != step
+        ):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"TensorBoard has not read {run_dir}: {name} ends at {points[-1:]}, not at {step}")
+            time.sleep(0.05)
+
+
+def scalars(address: str, run: str, tag: str) -> list[tuple[int, float]]:
+    """(step, value) of every point that TensorBoard holds; empty where it knows no such curve."""
+    request = f'[{{"plugin": "scalars", "tag": {json.dumps(tag)}, "run": {json.dumps(run)}}}]'
+    boundary = "points"
+    body = f'--{boundary}\r\nContent-Disposition: form-data; name="requests"\r\n\r\n{request}\r\n--{boundary}--\r\n'
+    headers = {"Content-Type": f"multipart/form-data; boundary={boundary}"}
+    url = f"{address}/experiment/defaultExperimentId/data/plugin/timeseries/timeSeries"
+    with urllib.request.urlopen(urllib.request.Request(url, body.encode(), headers)) as answer:
+        [series] = json.load(answer)
+    return [(point["step"], point["value"]) for point in series.get("runToSeries", {}).get(run, [])]
+
+
+def link(run_dir: Path, address: str) -> str:
+    """The address that the console prints at a run's end, at another port."""
+    return address + tensorboard_link(run_dir).removeprefix("http://127.0.0.1:6006")
+
+
+@contextmanager
+def browser() -> Iterator[Browser]:
+    """Chromium without a window. It has no 3D, so TensorBoard draws each curve as a path that can be read."""
+    with sync_playwright() as playwright:
+        arguments = ["--no-sandbox", "--disable-3d-apis"]
+        chromium = playwright.chromium.launch(executable_path=find_chromium(), args=arguments)
+        try:
+            yield chromium
+        finally:
+            chromium.close()
+
+
+def find_chromium() -> str | None:
+    return next(filter(None, map(shutil.which, CHROMIUM_NAMES)), None)
+
+
+def new_page(chromium: Browser, width: int = 1200, height: int = 900) -> Page:
+    page = chromium.new_page(viewport={"width": width, "height": height})
+    page.set_default_timeout(PATIENCE_SECONDS * 1000)
+    expect.set_options(timeout=PATIENCE_SECONDS * 1000)
+    return page
+
+
+def eval_chart(page: Page) -> Locator:
+    """The card of every eval set's loss, once it is drawn."""
+    return card(page, "eval_sets/loss")
+
+
+def card(page: Page, tag: str) -> Locator:
+    """The card of a tag, once something is drawn in it."""
+    chart = page.locator("scalar-card-component").filter(has=page.get_by_text(tag, exact=True))
+    expect(drawn(chart).first).to_be_attached()
+    return chart
+
+
+def drawn(chart: Locator) -> Locator:
+    """The curves of a chart."""
+    return chart.locator(".series-view > svg > path")
+
+
+if __name__ == "__main__":
+    main()
