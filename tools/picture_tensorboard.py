@@ -36,6 +36,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--width", type=int, default=1200)
     parser.add_argument("--height", type=int, default=700)
     options = parser.parse_args(argv)
+    if find_chromium() is None:
+        parser.error(f"no browser on the PATH: install one of {', '.join(CHROMIUM_NAMES)}")
     with tensorboard(options.run.resolve().parent) as address, browser() as chromium:
         wait_for(address, options.run)
         page = new_page(chromium, options.width, options.height)
@@ -54,10 +56,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 @contextmanager
-def tensorboard(logdir: Path) -> Iterator[str]:
+def tensorboard(logdir: Path, *options: str) -> Iterator[str]:
     """The address of a TensorBoard of this environment that serves `logdir` on a free port of 127.0.0.1."""
     program = Path(sys.executable).with_name("tensorboard")
-    command = [program, "--logdir", logdir, "--host", "127.0.0.1", "--port", "0", "--reload_interval", "1"]
+    command = [program, "--logdir", logdir, "--host", "127.0.0.1", "--port", "0", "--reload_interval", "1", *options]
     with tempfile.NamedTemporaryFile("w+") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log)
         try:
@@ -77,18 +79,20 @@ def _address(server: subprocess.Popen, log: Path) -> str:
 
 
 def wait_for(address: str, run_dir: Path) -> None:
-    """Return once TensorBoard has read the last eval of every set of a run."""
-    last = {}
+    """Return once TensorBoard has read the last eval of a run, in the main run and in every set's own."""
+    main, last = f"{run_dir.resolve().name}/tensorboard", {}
     for event in read_events(run_dir):
         if event["event"] == "eval":
-            last |= dict.fromkeys(all_sets(event), event["step"])
+            for name in all_sets(event):
+                last |= {
+                    (main, f"eval/{name}/loss"): event["step"],
+                    (f"{main}/{name}", "eval_sets/loss"): event["step"],
+                }
     deadline = time.monotonic() + PATIENCE_SECONDS
-    for name, step in last.items():
-        while not (points := scalars(address, f"{run_dir.resolve().name}/tensorboard/{name}", "eval_sets/loss")) or (
-            points[-1][0] != step
-        ):
+    for curve, step in last.items():
+        while not (points := scalars(address, *curve)) or points[-1][0] != step:
             if time.monotonic() > deadline:
-                raise RuntimeError(f"TensorBoard has not read {run_dir}: {name} ends at {points[-1:]}, not at {step}")
+                raise RuntimeError(f"TensorBoard has not read {run_dir}: {curve} ends at {points[-1:]}, not at {step}")
             time.sleep(0.05)
 
 
