@@ -11,7 +11,7 @@ from test_compare import branch
 from written_run import PHASES, command, offender, windows, write_run
 
 from curriculum.errors import InputError
-from curriculum.record.figures import RED, Curve, Mark, eval_chart, short_count, thinned
+from curriculum.record.figures import RED, Curve, Mark, eval_chart, short_count, short_rate, thinned
 from curriculum.record.report import _mixture_course, report, write_report
 from curriculum.record.report_runs import overlays
 from curriculum.run import load_run
@@ -231,6 +231,7 @@ def test_the_mixture_has_an_edge_at_a_switch(tmp_path):
 
 def test_numbers_of_the_axes():
     assert [short_count(x) for x in (0, 950, 1200, 75_000, 1.5e9)] == ["0", "950", "1,200", "75k", "1.5B"]
+    assert [short_rate(x) for x in (0, 0.00175, 2e-3, 1e-10)] == ["0", "1.75e-3", "2e-3", "1e-10"]
 
 
 def test_several_runs_are_compared_and_drawn_together(tmp_path):

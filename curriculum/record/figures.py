@@ -135,9 +135,7 @@ def line_chart(
             _draw(axes, curve)
         if from_zero:
             axes.set_ylim(0, 1.08 * max((y for c in curves for y in c.ys if math.isfinite(y)), default=1) or 1)
-            axes.yaxis.set_major_formatter(
-                FuncFormatter(lambda y, _: "0" if y == 0 else f"{y:.1e}".replace("e-0", "e-"))
-            )
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: short_rate(y)))
         else:
             _fit_y(axes, curves)
         _finish(axes, x_label)
@@ -339,6 +337,12 @@ def short_count(value: float) -> str:
         if abs(value) >= max(size, 1e4):
             return f"{value / size:.4g}{unit}"
     return f"{value:,.0f}"
+
+
+def short_rate(value: float) -> str:
+    """0.00175 is `1.75e-3`."""
+    mantissa, _, exponent = f"{value:.2e}".partition("e")
+    return f"{float(mantissa):g}e{int(exponent)}" if value else "0"
 
 
 def _svg(figure: Figure, title: str) -> str:
