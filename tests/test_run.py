@@ -5,12 +5,10 @@ import json
 import pytest
 
 from curriculum.errors import InputError
-from curriculum.run import RunDirectory, checkpoint_steps, find_checkpoint, read_ledger
-
-ITEMS = ("params", "train", "ledger")
+from curriculum.run import CHECKPOINT_ITEMS, RunDirectory, checkpoint_steps, find_checkpoint, read_ledger
 
 
-def make_checkpoint(folder, items=ITEMS):
+def make_checkpoint(folder, items=CHECKPOINT_ITEMS):
     for item in items:
         (folder / item).mkdir(parents=True)
     return folder

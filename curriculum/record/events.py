@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from curriculum.errors import InputError
-from evalsets.evalset import PRIMARY
 
 EVENTS = "events.jsonl"
 METRICS = "metrics.jsonl"
@@ -154,11 +153,6 @@ def number(value: Any) -> float | None:
     if value in ("NaN", "Infinity", "-Infinity"):
         return float(value)
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def record_name(evalset: str) -> str:
-    """What the record calls an eval set: the primary one `val`, as in `val_loss`."""
-    return "val" if evalset == PRIMARY else evalset
 
 
 def eval_sets(event: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from curriculum.record.console import program
 from curriculum.record.events import AVERAGES, METRICS, eval_sets, number
-from curriculum.run import Run, read_json
+from curriculum.run import Run, checkpoint_steps, read_json
 
 _PRIMARY = "primary"  # what `val` of the record is called in the config and in the files of windows
 _BASELINES = {"start": "start", "phase_start": "phase start", "best": "best"}
@@ -113,12 +113,6 @@ def consumption(run: Run) -> list[dict[str, Any]]:
         rows.append(row)
         before = drawn
     return rows
-
-
-def checkpoint_steps(folder: Path) -> list[int]:
-    """Steps of the whole checkpoints in a folder, ascending; one that is being saved is not there yet."""
-    found = [p for p in folder.glob("*") if p.name.isascii() and p.name.isdecimal()]
-    return sorted(int(p.name) for p in found if all((p / item).is_dir() for item in ("params", "train", "ledger")))
 
 
 def inspect_run(run: Run) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from curriculum.record.events import record_name
 from curriculum.train.gate import run_gate
 from curriculum.train.running import Running
+from curriculum.train.watch import record_name
 from evalsets import gold
 from evalsets.gold import Candidate, Measured, Regressed, accepted, kept_steps, vetoed
 from evalsets.metrics import Summary

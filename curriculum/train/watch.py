@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from curriculum.config import Config
-from curriculum.record.events import record_name
 from curriculum.train.setup import Setup
-from evalsets.evalset import EvalSet
+from evalsets.evalset import PRIMARY, EvalSet
 from evalsets.metrics import WindowResults, clusters
 from evalsets.regressions import (
     BASELINES,
@@ -30,6 +29,11 @@ from evalsets.regressions import (
 
 Pair = dict[str, Any]  # an eval set and a baseline that it is compared with, as an event names them
 _NATS = "baseline_nats_BN"  # of a Watched; saved as an array, the rest as JSON
+
+
+def record_name(evalset: str) -> str:
+    """What the record calls an eval set: the primary one `val`, as in `val_loss`."""
+    return "val" if evalset == PRIMARY else evalset
 
 
 class RegressionStop(Exception):
