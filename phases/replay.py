@@ -67,7 +67,7 @@ def raise_share(
     if not 0 <= step < schedule.total_steps:
         raise ReplayRefused(f"the run has no update after step {step}")
     old = schedule.segment_at(step)
-    rest = _rest(old, step)
+    rest = old.rest(step)
 
     def raised(mixture: Mapping[str, float]) -> dict[str, float]:
         share = mixture.get(source, 0.0)
@@ -90,17 +90,8 @@ def raise_share(
         resolved = resolve(phases, supplies, lr, **numbers, past=past)
     except ScheduleError as error:
         raise ReplayRefused("; ".join(f"{path}: {message}" for path, message in error.problems)) from None
-    if resolved.total_steps != schedule.total_steps:
-        raise ReplayRefused(f"the run would end at step {resolved.total_steps} instead of {schedule.total_steps}")
+    if whole.total_steps != schedule.total_steps:
+        raise ReplayRefused(f"the run would end at step {whole.total_steps} instead of {schedule.total_steps}")
     if resolved.drawn(until)[source] <= schedule.drawn(until)[source]:
         raise ReplayRefused(f"no more of it would be read up to step {until}, where the phase ends")
     return Replay(resolved, past, old.phase, step, until, schedule.shares(step), resolved.shares(step))
-
-
-def _rest(segment: Segment, step: int) -> Segment:
-    """A segment from `step` on, as one of its own: its quotas begin anew, its ramp goes on where it stood."""
-    ramp = segment.ramp
-    if ramp is not None:
-        done = ramp.steps_done + step - segment.start
-        ramp = replace(ramp, steps_done=done) if done < ramp.steps else None
-    return replace(segment, start=step, ramp=ramp, cursors=segment.drawn_at(step), skipped=0)

@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from phases.lr import LrProgram, LrSchedule, first_jump, lr_pieces
-from phases.schedule import Phase, Ramp, Schedule, Segment, SourceSupply
+from phases.schedule import Phase, Ramp, Schedule, Segment, SourceSupply, cut
 
 
 class ScheduleError(ValueError):
@@ -140,9 +140,7 @@ def resolve(
     if past:
         start, cursors = past[-1].end, segments[-1].drawn_at(past[-1].end)
         before = past[-1].mixture_at(start - 1)
-        for name in _exhausted_at_end(segments[-1], supplies):
-            stopped = stopped or _stops(supplies, name, start, warnings)
-        first, under_way = _phase_after(segments, phases, clocks, total_steps, stopped, warnings)
+        first, under_way = _phase_after(segments, phases, clocks, total_steps, warnings)
     for i, (phase, clock, ramp_steps) in enumerate(zip(phases, clocks, ramps, strict=True)):
         if i < first:
             continue
@@ -164,10 +162,15 @@ def resolve(
         try:
             _check_end(path, start, end, total_steps, last)
             if i == first and under_way:
-                segment, start = _rest(segment, under_way, segments, supplies, path), under_way[0].start
+                segment = _going_on(path, segment, under_way, segments, goal, supplies, warnings)
+                start = under_way[0].start
             if i == first and going_on is not None and going_on.phase == phase.name:
-                segment, going_on = replace(going_on, end=end, lr=()), None
-            inside, stopped = _phase_segments(path, segment, goal, supplies, warnings)
+                segment, going_on = going_on, None
+            if segment is None:
+                inside, stopped = [], True
+            else:
+                segment = replace(segment, end=end, lr=())
+                inside, stopped = _phase_segments(path, segment, goal, supplies, warnings)
             if goal and not stopped:
                 end = inside[-1].end
                 _check_end(path, start, end, total_steps, last)
@@ -316,7 +319,8 @@ def _phase_segments(path, segment, goal, supplies, warnings) -> tuple[list[Segme
             fail(f"sources.{name}.max_epochs", message)
         if step > segment.start:
             segments.append(replace(segment, end=step))
-        if _stops(supplies, name, step, warnings):
+        if supply.on_exhaust == "stop":
+            warnings.append(f"the run stops at step {step}: {name} has no more than {supply.max_epochs:g} epochs")
             return segments, True
         if goal and name == goal.source:
             message = f"{goal.text!r} is never reached: {name} is exhausted at step {step}"
@@ -345,7 +349,7 @@ def _check_past(past, supplies, total_steps, batch_size, seq_len) -> list[tuple[
     return problems
 
 
-def _phase_after(past, phases, clocks, total_steps, stopped, warnings) -> tuple[int, list[Segment] | None]:
+def _phase_after(past, phases, clocks, total_steps, warnings) -> tuple[int, list[Segment] | None]:
     """(index of the phase at the past's end, its segments so far if it goes on there).
 
     The last phase of the past goes on if it is declared to end later. Else the next one begins: the first that is
@@ -367,8 +371,6 @@ def _phase_after(past, phases, clocks, total_steps, stopped, warnings) -> tuple[
     else:
         while first < len(names) and not lasts(first):
             first += 1
-    if stopped and under_way:
-        first, under_way = first + 1, None
     for name in names[:first]:
         if name not in trained:
             warnings.append(f"phase {name} is never trained: it would lie before step {end}, which stands already")
@@ -376,7 +378,7 @@ def _phase_after(past, phases, clocks, total_steps, stopped, warnings) -> tuple[
     if again:
         message = f"{names[again[0]]!r} is trained already, before step {end}; give a phase after it another name"
         raise ScheduleError([(f"phases[{again[0]}].name", message)])
-    if first == len(names) and end < total_steps and not stopped:
+    if first == len(names) and end < total_steps:
         message = (
             f"no phase after those that are trained lasts beyond step {end}, up to which the schedule stands; add one, "
             "or let the last one end with 'end'"
@@ -385,39 +387,33 @@ def _phase_after(past, phases, clocks, total_steps, stopped, warnings) -> tuple[
     return first, under_way
 
 
-def _rest(segment, under_way, past, supplies, path) -> Segment:
-    """`segment`, where a phase goes on, with its ramp where it stood and without the sources that are exhausted."""
+def _going_on(path, segment, under_way, past, goal, supplies, warnings) -> Segment | None:
+    """`segment`, where a phase goes on that has the segments `under_way` so far; None where the run stops there.
+
+    Its ramp goes on where it stood. Where the phase as it is declared gives the very segments that there are, it goes
+    on as it would have: without the sources that were exhausted by then.
+    """
     begun, ramp = under_way[0].start, segment.ramp
-    if ramp is not None:
-        done = segment.start - begun
-        if begun == 0 or done >= ramp.steps:
-            ramp = None
-        else:
-            before = Schedule(tuple(past)).segment_at(begun - 1).mixture_at(begun - 1)
-            ramp = replace(ramp, from_mixture=before, steps_done=done)
-    segment = replace(segment, ramp=ramp)
-    for now, after in zip(under_way, [*under_way[1:], None], strict=True):
-        exhausted = _exhausted_at_end(now, supplies)
-        if exhausted and after is not None:
-            exhausted = [name for name in now.quotas.sources if name not in after.quotas.sources]
-        for name in exhausted:
-            if supplies[name].on_exhaust == "renormalise" and name in segment.quotas.sources:
-                segment = _without(segment, name, segment.start, path)
-    return segment
+    if ramp is not None and begun > 0:
+        ramp = replace(ramp, from_mixture=Schedule(tuple(past)).segment_at(begun - 1).mixture_at(begun - 1))
 
+    def declared(start, cursors):
+        if ramp is None or begun == 0 or start - begun >= ramp.steps:
+            return replace(segment, start=start, cursors=cursors, ramp=None)
+        return replace(segment, start=start, cursors=cursors, ramp=replace(ramp, steps_done=start - begun))
 
-def _stops(supplies, name, step, warnings) -> bool:
-    """Whether the run stops at `step`, where a source is exhausted; if so, it is said."""
-    if supplies[name].on_exhaust != "stop":
-        return False
-    warnings.append(f"the run stops at step {step}: {name} has no more than {supplies[name].max_epochs:g} epochs")
-    return True
-
-
-def _exhausted_at_end(segment: Segment, supplies) -> list[str]:
-    """The source whose cap would not allow one batch more of a segment, if there is one."""
-    found = _first_exhausted(replace(segment, end=segment.end + 1), supplies)
-    return [found[1]] if found and found[0] == segment.end else []
+    for i, now in enumerate(under_way):  # it may have been cut and gone on before
+        told: list[str] = []
+        try:
+            inside, _ = _phase_segments(path, declared(now.start, now.cursors), goal, supplies, told)
+        except ScheduleError:
+            continue  # whatever is wrong ahead will be met again
+        if [replace(s, lr=()) for s in cut(inside, segment.start)] == [replace(s, lr=()) for s in under_way[i:]]:
+            if inside[-1].end == segment.start:
+                warnings += told
+                return None
+            return Schedule(tuple(inside)).segment_at(segment.start).rest(segment.start)
+    return declared(segment.start, segment.cursors)
 
 
 def _first_step(segment: Segment, end: int, reached) -> int | None:

@@ -122,6 +122,16 @@ class Segment:
             drawn[name] = drawn[name] + counts[..., i] * self.seq_len
         return drawn
 
+    def rest(self, step: int) -> Segment:
+        """From `step` on, as a segment of its own: its quotas begin anew, its ramp goes on where it stood."""
+        if step == self.start:
+            return self
+        ramp = self.ramp
+        if ramp is not None:
+            done = ramp.steps_done + step - self.start
+            ramp = replace(ramp, steps_done=done) if done < ramp.steps else None
+        return replace(self, start=step, ramp=ramp, cursors=self.drawn_at(step), skipped=0)
+
     def drawn_at(self, step: int) -> dict[str, int]:
         """`drawn` before one step, as plain numbers."""
         return {name: int(tokens) for name, tokens in self.drawn(step).items()}

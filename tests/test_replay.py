@@ -1,6 +1,7 @@
 """A raised share, by drawing from sources whose tokens name themselves and counting everything."""
 
 import json
+import random
 from collections import Counter
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import pytest
 from phases.batches import DataPlan, epoch_tokens
 from phases.lr import LrProgram, LrSchedule
 from phases.replay import ReplayRefused, raise_share
-from phases.resolve import resolve
+from phases.resolve import ScheduleError, resolve
 from phases.schedule import (
     Phase,
     SourceSupply,
@@ -195,7 +196,7 @@ def test_a_source_at_its_cap_leaves_the_raised_mixture():
         (60, "new", "new has no training text", {"new": SourceSupply(0)}),
         (60, "new", "step 64 [(]phase b[)] would read more than 1 epochs of new", {"new": SourceSupply(96, 1)}),
         (60, "new", "the run would end at step 64 instead of 120", {"new": SourceSupply(96, 1, "stop")}),
-        (60, "new", "no more of it would be read up to step 60", {"new": SourceSupply(8, 1, "stop")}),
+        (60, "new", "the run would end at step 60 instead of 120", {"new": SourceSupply(8, 1, "stop")}),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(step, source, words, changes):
@@ -221,3 +222,51 @@ def test_a_phase_that_is_not_declared_any_more_is_refused():
     schedule = resolved(phases, past=past)
     with pytest.raises(ReplayRefused, match="phase b is not declared to go on at step 40"):
         raised(schedule, 40, "web", phases=phases)
+
+
+def drawn_at_random(rng):
+    """Phases, supplies and a learning rate of 60 steps, with clocks, ramps, programs and caps of every kind."""
+    names = ["s0", "s1", "s2", "s3"]
+    kinds = ["renormalise", "stop", "repeat", "error"]
+    supplies = {
+        n: SourceSupply(rng.choice([80, 160, 400, 4000]), rng.choice([None, None, 1, 2.5, 8]), rng.choice(kinds))
+        for n in names
+    }
+    phases, ends = [], sorted(rng.sample(range(3, 57), rng.randint(0, 3)))
+    for i, end in enumerate([*ends, "end"]):
+        mixture = {n: rng.choice([0, 0.1, 0.5, 1, 3]) for n in names} | {"s3": rng.choice([0.1, 1])}
+        clock = f"{rng.choice([1, 2, 3])} epochs of {rng.choice(names)}"
+        until = end if end == "end" else rng.choice([end, end, clock])
+        program = LrProgram(rng.choice([0, 3]), rng.choice([None, 1e-3, 1.5e-3]), rng.choice([0, 4]))
+        ramp_steps, shape = rng.choice([0, 3, 10]) if i else 0, rng.choice(["linear", "cosine"])
+        phases.append(Phase(f"p{i}", until, mixture, ramp_steps, shape, rng.choice([None, program])))
+    schedule = rng.choice(["wsd", "cosine", "linear", "constant"])
+    return phases, supplies, LrSchedule(1e-3, schedule, rng.choice([0, 4]), rng.choice([0, 10]))
+
+
+def test_whatever_the_schedule_a_past_and_an_edit_fit_into_it():
+    numbers, counts = {"total_steps": 60, "batch_size": 4, "seq_len": 10}, Counter()
+    for seed in range(120):
+        rng = random.Random(seed)
+        phases, supplies, lr = drawn_at_random(rng)
+        try:
+            schedule = resolve(phases, supplies, lr, **numbers)
+        except ScheduleError:
+            continue
+        for segment in schedule.segments:
+            past = cut(schedule.segments, segment.end)
+            assert resolve(phases, supplies, lr, **numbers, past=past) == schedule
+            counts["segments"] += 1
+        for _ in range(3):
+            step, source = rng.randint(0, schedule.total_steps), rng.choice(["s0", "s1", "s2", "s3"])
+            edit = {"step": step, "source": source, "factor": rng.choice([2, 10]), "max_share": rng.choice([0.5, 1.0])}
+            try:
+                replay = raise_share(schedule, phases, supplies, lr, **numbers, **edit)
+            except ReplayRefused:
+                counts["refused"] += 1
+                continue
+            assert resolve(phases, supplies, lr, **numbers, past=replay.past) == replay.schedule
+            assert first_difference(schedule.segments, replay.schedule.segments, step) is None
+            schedule = replay.schedule
+            counts["edits"] += 1
+    assert min(counts["segments"], counts["refused"], counts["edits"]) > 50

@@ -589,3 +589,10 @@ def test_sizes_to_come_after_a_past():
     assert early(Phase("a", "1 epoch of web", {"web": 1.0}), Phase("b", "end", {"web": 1.0})) is None
     with pytest.raises(ScheduleError, match=r"phases\[0\].until: the last phase ends at step 30"):
         early(Phase("a", 30, {"web": 1.0}))
+
+
+def test_a_phase_that_ended_as_its_source_ran_out_is_followed_by_the_next():
+    supplies = {"law": SourceSupply(800, 1, "stop"), "web": SourceSupply(8000)}
+    phases = Phase("a", 20, {"law": 1.0}), Phase("b", "end", {"web": 1.0})  # 800 of 800 tokens at step 20
+    whole = resolved(*phases, supplies=supplies, lr=WSD)
+    assert whole.total_steps == 100 and after(whole.segments[:1], *phases, supplies=supplies) == whole
