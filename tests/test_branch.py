@@ -16,7 +16,7 @@ from curriculum.branch import branch
 from curriculum.cli.main import cli
 from curriculum.config import build_config, load_config
 from curriculum.errors import InputError
-from curriculum.run import RunDirectory, load_run, read_ledger
+from curriculum.run import RunDirectory, checkpoint_steps, load_run, read_ledger
 from curriculum.train import ledger
 from curriculum.train.setup import build
 from curriculum.train.trainer import train
@@ -74,8 +74,10 @@ def whole(folder):
 def trunk(whole, tmp_path):
     """A copy of the trunk whose newest checkpoint is that of step 12."""
     shutil.copytree(whole, tmp_path / "trunk")
-    for step in range(14, 25, 2):
-        shutil.rmtree(tmp_path / "trunk/checkpoints" / str(step))
+    for place in ("checkpoints", "gold"):
+        for step in checkpoint_steps(tmp_path / "trunk" / place):
+            if step > 12:
+                shutil.rmtree(tmp_path / "trunk" / place / str(step))
     return tmp_path / "trunk"
 
 
@@ -189,15 +191,19 @@ def test_a_branch_at_a_checkpoint_may_change_how_it_trains(whole, folder, tmp_pa
 
 
 def test_what_a_branch_takes_over(trunk, folder, tmp_path):
-    for place, step in (("gold", 4), ("gold", 20), ("kept", 8)):
-        shutil.copytree(trunk / "checkpoints" / ("12" if step == 20 else str(step)), trunk / place / str(step))
+    golds = checkpoint_steps(trunk / "gold")
+    assert golds and max(golds) <= 12
+    shutil.copytree(trunk / "checkpoints/12", trunk / "gold/20")
+    shutil.copytree(trunk / "checkpoints/8", trunk / "kept/8")
     left = tmp_path / ".new.branch" / "new" / "checkpoints" / "2"  # of a call that was killed as it copied
     left.mkdir(parents=True)
     new = tmp_path / "new"
     branch(trunk, 13, new, overrides=["train.steps=20"], store_dir=folder / "store")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["new", "trunk"]
-    assert [p.name for p in (new / "gold").iterdir()] == ["4"] and [p.name for p in (new / "kept").iterdir()] == ["8"]
-    past = ledger.past_of(read_ledger(new / "gold/4"))
+    # Of the golds the one that the checkpoint speaks of; that of 20 is the branch's own.
+    assert golds[-1] in checkpoint_steps(new / "gold") and checkpoint_steps(new / "kept") == [8]
+    assert read_ledger(new / "gold" / str(checkpoint_steps(new / "gold")[-1]))["step"] > 12
+    past = ledger.past_of(read_ledger(new / "gold" / str(golds[-1])))
     assert past[-1].end == 13 and past == ledger.past_of(read_ledger(new / "checkpoints/20"))
     assert sorted(int(p.name) for p in (new / "checkpoints").iterdir()) == [12, 14, 16, 18, 20]
 
@@ -329,5 +335,5 @@ def test_a_share_is_raised_in_the_middle_of_a_run_without_compiling(folder):
 
 
 def _entry(setup):
-    history = ledger.History.begin(setup.schedule.segments[0].phase)
+    history = ledger.History.begin(setup)
     return json.loads(json.dumps(ledger.entry(setup, 11, history, {}, 0.0)))
