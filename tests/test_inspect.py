@@ -22,7 +22,7 @@ from curriculum.record.inspection import (
     standing_regressions,
     text,
 )
-from curriculum.run import load_run
+from curriculum.run import CHECKPOINT_ITEMS, load_run
 from curriculum.train.trainer import train
 
 LOSSES = {"val": lambda step: 3 - step / 100, "law": lambda step: 4.0 if step in (0, 60, 100) else None}
@@ -37,7 +37,7 @@ def test_a_finished_run(tmp_path):
     more = {80: [("gold_checkpoint", {"metric": "primary/loss", "value": 2.2, "previous": None, "path": "gold/80"})]}
     path = write_run(tmp_path / "run", LOSSES, more=more, detectable={"val": 0.0213, "law": None})
     for folder in ("checkpoints/60", "checkpoints/100", "gold/80"):
-        for item in ("params", "train", "ledger"):
+        for item in CHECKPOINT_ITEMS:
             (path / folder / item).mkdir(parents=True)
     (path / "checkpoints/80/params").mkdir(parents=True)  # is being saved
     facts = inspect_run(load_run(path))

@@ -266,7 +266,7 @@ def test_replay_raises_the_share_to_the_end_of_the_phase_and_a_resume_remembers(
     assert raised["web"]["web"] == pytest.approx(0.02, rel=0.05)
     mixtures = {row["step"]: row["mixture"] for row in load_run(at_the_switch).metrics}
     assert mixtures[BACK - 5]["web"] > 0 and mixtures[BACK - 5]["law"] < 1
-    assert mixtures[END]["web"] == 0.5 and mixtures[END]["law"] == 0
+    assert mixtures[BACK + 5] == {"web": 0.5, "code": 0.5, "law": 0.0}
 
     whole, state = record(at_the_switch), final_state(at_the_switch)
     for step in (edits[-1]["step"], edits[-1]["step"] + 5, BACK, BACK + 5):
