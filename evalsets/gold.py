@@ -215,13 +215,14 @@ class Blocked(_Decision):
 class Candidate:
     """No guard objects; the gate has to be asked, then `accepted` or `vetoed` called, before the next decision.
 
-    `instead` is the pending one that this one confirmed and surpassed: the next to ask should the gate veto.
+    `instead` is what follows should the gate veto: a pending one and the eval that confirmed it are two of which the
+    lower comes first.
     """
 
     step: int
     metric: str
     value: float
-    instead: "Candidate | None" = None
+    instead: "Candidate | Blocked | None" = None
 
 
 Decision = Gold | Blocked | Candidate
@@ -247,7 +248,7 @@ def judge(config: GoldConfig, state: GoldState, measured: Measured) -> tuple[Gol
     state = replace(state, rises=rises + 1 if rose else 0, last=value, pending=None)
 
     decisions: list[Decision] = []
-    passed = None
+    passed = own = None
     if pending is not None:
         dip = Candidate(pending.step, config.minimise, pending.value)
         if _below(value, gold):
@@ -255,18 +256,25 @@ def judge(config: GoldConfig, state: GoldState, measured: Measured) -> tuple[Gol
         else:
             decisions.append(_blocked(state, dip, "trend", _unconfirmed(pending, measured.step, value, gold)))
 
-    if measured.is_candidate and _below(value, passed or gold):
-        candidate = Candidate(measured.step, config.minimise, value, instead=passed)
+    if measured.is_candidate and _below(value, gold):
+        own = Candidate(measured.step, config.minimise, value)
         if objections := _objections(config, state, measured):
-            reason = "; ".join(reason for _, reason in objections)
-            decisions.append(_blocked(state, candidate, objections[0][0], reason))
-        elif not config.consecutive_rises or rises < config.consecutive_rises:
-            passed = candidate
-        elif measured.is_last:
-            reason = f"trend: a dip to {value:.4f} after {rises} rises in a row cannot be confirmed at the last eval"
-            decisions.append(_blocked(state, candidate, "trend", reason))
-        else:
-            state = replace(state, pending=Pending(measured.step, value, rises))
+            own = _blocked(state, own, objections[0][0], "; ".join(reason for _, reason in objections))
+        elif config.consecutive_rises and rises >= config.consecutive_rises and not rose:
+            if measured.is_last:
+                reason = (
+                    f"trend: a dip to {value:.4f} after {rises} rises in a row cannot be confirmed at the last eval"
+                )
+                own = _blocked(state, own, "trend", reason)
+            else:
+                state, own = replace(state, pending=Pending(measured.step, value, rises)), None
+
+    if passed is not None and own is not None and not _below(value, passed):
+        passed, own = replace(passed, instead=own), None  # of no concern unless the gate vetoes the dip
+    if isinstance(own, Candidate):
+        passed = replace(own, instead=passed)
+    elif own is not None:
+        decisions.append(own)
 
     if passed is None:
         return state, decisions
@@ -291,7 +299,7 @@ def accepted(
 
 
 def vetoed(state: GoldState, candidate: Candidate, reason: str) -> tuple[GoldState, list[Blocked | Candidate]]:
-    """After the gate vetoed a candidate: blocked, and the next candidate to ask about, if there is one."""
+    """After the gate vetoed a candidate: blocked, and what is decided instead, which may be to ask about another."""
     blocked = _blocked(state, candidate, "gate", f"gate: {reason}")
     return state, [blocked] if candidate.instead is None else [blocked, candidate.instead]
 

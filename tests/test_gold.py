@@ -361,6 +361,30 @@ def test_the_gate_is_asked_about_the_dip_when_it_vetoes_what_surpassed_it():
     assert gold.step == 5 and kept_steps(after) == {5}
 
 
+def test_the_gate_is_asked_about_the_confirming_eval_when_it_vetoes_the_dip():
+    before, _ = run(TREND, [measured(i, primary=v) for i, v in enumerate([3.0, 3.1, 3.2, 2.8], start=1)])
+    for confirming in (2.9, 2.8):  # a tie, too
+        state, [candidate] = judge(GATED, before, measured(5, primary=confirming))
+        assert candidate == Candidate(4, "primary/loss", 2.8, instead=Candidate(5, "primary/loss", confirming))
+        assert kept_steps(state, [candidate]) == {1, 4, 5}
+        after, [blocked, following] = vetoed(state, candidate, "no")
+        after, [gold] = accepted(after, following)
+        assert (told(blocked), gold.step, gold.previous_step) == ("blocked 4", 5, 1)
+        assert [told(d) for d in accepted(state, candidate)[1]] == ["gold 4"]
+    state, [candidate] = judge(GATED, before, measured(5, primary=2.9, regressed={"code": CODE}))
+    assert [told(d) for d in vetoed(state, candidate, "no")[1]] == ["blocked 4", "blocked 5"]
+    assert [told(d) for d in accepted(state, candidate)[1]] == ["gold 4"]  # above it, 5 is no candidate
+
+
+def test_a_value_below_the_gold_that_rises_is_no_dip():
+    state, _ = judge(TREND, GoldState(), measured(1, primary=3.0))
+    for step, value in ((2, 2.0), (3, 2.2), (4, 2.4)):
+        state, [blocked] = judge(TREND, state, measured(step, primary=value, regressed={"code": CODE}))
+        assert told(blocked) == f"blocked {step}"
+    assert [told(d) for d in judge(TREND, state, measured(5, primary=2.6))[1]] == ["gold 5"]
+    assert judge(TREND, state, measured(5, primary=2.3))[0].pending == Pending(5, 2.3, 2)
+
+
 # What must hold whatever the sequence.
 
 LOSSES = st.one_of(st.integers(1, 6).map(lambda n: n / 2), st.sampled_from([math.nan, math.inf]))  # many ties
