@@ -148,6 +148,18 @@ def test_an_earlier_step_into_an_empty_folder(run, tmp_path):
     assert any(array.tobytes() != saved_params(run, 4)[name].tobytes() for name, array in arrays.items())
 
 
+def test_gold_is_what_is_exported_where_there_is_gold(run, tmp_path):
+    golden = tmp_path / "golden"
+    shutil.copytree(run, golden)
+    (golden / "gold").mkdir()
+    (golden / "checkpoints/2").rename(golden / "gold/2")
+    with open(golden / "events.jsonl", "a") as file:
+        file.write('{"event": "gold_checkpoint", "step": 2}\n')
+    assert export(golden, tmp_path / "out") == 2
+    assert_same(load_file(tmp_path / "out/model.safetensors"), saved_params(run, 2))
+    assert export(golden, tmp_path / "latest", step="latest") == 4
+
+
 def test_the_parameters_are_enough(run, tmp_path):
     """No optimizer state, no data, no record: the rest of the run may be gone."""
     bare = tmp_path / "bare"

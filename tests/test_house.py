@@ -56,7 +56,11 @@ def test_package_files_hold_a_docstring_and_nothing_else():
         ["--help"],
         ["train", "--help"],
         ["export", "--help"],
+        ["eval", "--help"],
+        ["eval", "nowhere"],
+        ["eval", "a-run", "--sets", "x"],
         ["plan", "configs/quickstart.yaml"],
+        ["plan", "configs/adaptation.yaml", "--init-from", "nowhere"],
         ["plan", "no-such-file.yaml"],
         ["export", "nowhere", "--format", "safetensors", "-o", "x"],
         ["export", "a-run", "--format", "safetensor", "-o", "x"],
@@ -67,7 +71,8 @@ def test_package_files_hold_a_docstring_and_nothing_else():
 )
 def test_quick_commands_import_nothing_heavy(arguments, quickstart_folders):
     code, modules, _ = command(arguments, quickstart_folders)
-    wrong = arguments[0] == "export" and "--help" not in arguments or "no-such-file.yaml" in arguments
+    wrong = arguments[0] in ("export", "eval") and "--help" not in arguments
+    wrong |= "no-such-file.yaml" in arguments or "--init-from" in arguments
     assert code == (2 if wrong else 0)
     assert not modules & set(HEAVY)
 
