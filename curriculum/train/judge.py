@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from curriculum.record.events import number
 from curriculum.train.gate import run_gate
 from curriculum.train.running import Running
 from curriculum.train.watch import record_name
@@ -84,7 +85,7 @@ def _keep_best(run: Running, done: int, summaries: Mapping[str, Summary], regres
     measured = Measured(
         step=done,
         summaries=summaries,
-        train_loss=run.history.train_loss,
+        train_loss=number(run.history.train_loss),
         regressed=regressed,
         is_last=done == setup.schedule.total_steps,
         is_candidate=done > 0 or setup.lineage is not None,
