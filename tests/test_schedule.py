@@ -596,3 +596,12 @@ def test_a_phase_that_ended_as_its_source_ran_out_is_followed_by_the_next():
     phases = Phase("a", 20, {"law": 1.0}), Phase("b", "end", {"web": 1.0})  # 800 of 800 tokens at step 20
     whole = resolved(*phases, supplies=supplies, lr=WSD)
     assert whole.total_steps == 100 and after(whole.segments[:1], *phases, supplies=supplies) == whole
+
+
+def test_a_run_that_stopped_does_not_go_on_with_what_a_new_segment_would_fit_in():
+    supplies = {"law": SourceSupply(40, 1, "stop"), "web": SourceSupply(8000)}
+    phases = (Phase("a", "end", {"law": 0.6, "web": 0.4}),)
+    whole = resolved(*phases, supplies=supplies)  # of law 2 sequences, then 3, and 4 are all there are
+    assert whole.total_steps == 1 and whole.drawn(1)["law"] == 20
+    again = after(whole.segments, *phases, supplies=supplies, lr=CONSTANT)
+    assert again == whole and "the run stops at step 1: law has no more than 1 epochs" in again.warnings[0]
