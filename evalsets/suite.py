@@ -21,7 +21,7 @@ class Suite:
     put: places a host array, its leading axis the rows of a micro-batch, on the device or devices.
 
     Each set is padded on its own to whole micro-batches, so its results depend neither on its place in the
-    suite nor on the other sets, bit for bit.
+    suite nor on the other sets, bit for bit. Sets of the same content, under two names, are measured once.
 
     Raises ValueError: two sets of one name, sets of different seq_len, micro_batch_size below 1.
 
@@ -46,7 +46,7 @@ class Suite:
             raise ValueError(f"eval sets of different seq_len ({found}): expected one; cut them anew with it")
         self.num_traces = 0
         self._micro_batches = {
-            name: [
+            content_hash: [
                 (put(tokens_BT1), put(scored_BT))
                 for tokens_BT1, scored_BT in zip(
                     _micro_batches(evalset.tokens_NT1, micro_batch_size),
@@ -54,7 +54,7 @@ class Suite:
                     strict=True,
                 )
             ]
-            for name, evalset in self.evalsets.items()
+            for content_hash, evalset in {evalset.content_hash: evalset for evalset in evalsets}.items()
         }
 
         def sum_windows(params, tokens_BT1, scored_BT):
@@ -79,14 +79,19 @@ class Suite:
         for name in names:
             if name not in self.evalsets:
                 raise ValueError(f"no eval set '{name}' in the suite (sets: {', '.join(self.evalsets)})")
+        contents = dict.fromkeys(self.evalsets[name].content_hash for name in names)
         sums = jax.device_get(
-            {name: [self._sum_windows(params, *arrays) for arrays in self._micro_batches[name]] for name in names}
+            {
+                content: [self._sum_windows(params, *arrays) for arrays in self._micro_batches[content]]
+                for content in contents
+            }
         )
         results = {}
         for name in names:
             evalset = self.evalsets[name]
             nats_N, correct_N = (
-                np.concatenate(arrays)[: evalset.num_windows] for arrays in zip(*sums[name], strict=True)
+                np.concatenate(arrays)[: evalset.num_windows]
+                for arrays in zip(*sums[evalset.content_hash], strict=True)
             )
             results[name] = WindowResults(
                 nats_N=nats_N.astype(np.float64),

@@ -220,6 +220,25 @@ def test_traced_once_over_four_sets_and_several_evals():
     assert summarise(first["a"]).loss != summarise(second["a"]).loss
 
 
+def test_one_text_under_two_names_is_measured_once():
+    a, b, *_ = four_evalsets()
+    calls = []
+
+    def counted(params, tokens_BT1, scored_BT):
+        calls.append(tokens_BT1)
+        return measure(params, tokens_BT1, scored_BT)
+
+    suite = Suite([a, replace(a, name="again"), b], tiny_nats_per_token, micro_batch_size=8)
+    measure, suite._sum_windows = suite._sum_windows, counted
+    results = suite.run(tiny_params())
+    assert list(results) == ["a", "again", "b"]
+    assert_equal(results["again"], results["a"])
+    assert len(calls) == -(-a.num_windows // 8) + -(-b.num_windows // 8)
+    calls.clear()
+    assert_equal(suite.run(tiny_params(), ["again"])["again"], results["a"])
+    assert len(calls) == -(-a.num_windows // 8)
+
+
 def test_padding_never_matters():
     evalset = tiny_evalset("set", seed=5, num_documents=20)
     padding_NT = np.arange(SEQ_LEN) >= evalset.num_tokens_N[:, None]
