@@ -1,20 +1,22 @@
 """Whole runs that forget and recover: alarms, what is done about them, the gold checkpoint, what a resume remembers."""
 
 import json
+import re
 import shutil
 import sys
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from test_trainer import WORDS, config_data, final_state, record
 
+from curriculum.cli.main import cli
 from curriculum.config import build_config
 from curriculum.errors import InputError
 from curriculum.run import checkpoint_steps, load_run, read_ledger
 from curriculum.train.checkpoint import Checkpoints
 from curriculum.train.setup import build
 from curriculum.train.trainer import train
-from curriculum.train.watch import RegressionStop
 
 SWITCH, BACK, END = 200, 225, 260
 
@@ -230,16 +232,24 @@ def without_actions(run_dir):
     return [{k: v for k, v in e.items() if k not in ("action", "config")} for e in events], metrics
 
 
-def test_stop_saves_ends_and_may_be_resumed(at_the_switch, told, texts, store):
-    with pytest.raises(
-        RegressionStop, match=r"stopped at step \d+, which was saved: (val|code|val, code) got worse"
-    ) as stop:
-        train(with_action(texts, "stop"), at_the_switch, resume=SWITCH, store_dir=store)
-    assert stop.value.step in (SWITCH + 5, SWITCH + 10)
-    (alarm,) = [e for e in events(at_the_switch, "eval_regression") if e["step"] == stop.value.step]
-    assert alarm["action"] == "the run stops here" and load_run(at_the_switch).complete is None
-    train(with_action(texts, "log"), at_the_switch, resume="latest", store_dir=store)
-    assert [e["step"] for e in events(at_the_switch, "resume")][-1] == stop.value.step
+def test_stop_saves_ends_with_code_0_and_may_be_resumed(at_the_switch, told, texts, store, tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text(json.dumps(forgetful(texts).to_json()))
+    options = ["--run-dir", str(at_the_switch), "--store-dir", str(store), "--resume", str(SWITCH)]
+    stop = "--set=evalsets.regression.action=stop"
+    done = CliRunner().invoke(cli, ["train", str(config), *options, stop], catch_exceptions=False)
+    assert done.exit_code == 0
+    (alarm,) = [e for e in events(at_the_switch, "eval_regression") if e["step"] > SWITCH]
+    assert alarm["step"] in (SWITCH + 5, SWITCH + 10) and alarm["action"] == "the run stops here"
+    last = done.output.splitlines()[-1]
+    assert re.fullmatch(
+        rf"stopped at step {alarm['step']}, which was saved: (val|code|val, code) got worse; go on with --resume latest",
+        last,
+    )
+    assert load_run(at_the_switch).complete is None
+
+    train(forgetful(texts), at_the_switch, resume="latest", store_dir=store)
+    assert [e["step"] for e in events(at_the_switch, "resume")][-1] == alarm["step"]
     assert without_actions(at_the_switch) == without_actions(told)
     assert final_state(at_the_switch) == final_state(told)
 

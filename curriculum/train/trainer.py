@@ -60,7 +60,8 @@ def train(
     `run_dir` is `runs/<name>` by default; `resume` is None for a new run, "latest", "gold", or a checkpoint's step.
     `make_model(vocab_size)` gives a model of one's own, for the tokenizer's ids; the `model` section is then not
     read, and null in what the run keeps.
-    Raises InputError for what the user can mend, before anything is created, and Stopped after a signal.
+    Raises InputError for what the user can mend, before anything is created; Stopped after a signal, and RegressionStop
+    where `regression.action` is stop: the run is saved then, and may be resumed.
     """
     directory = RunDirectory(Path(run_dir) if run_dir is not None else Path("runs") / config.name)
     directory.check_usable()
