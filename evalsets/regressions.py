@@ -44,7 +44,7 @@ class RegressionConfig:
     saves and ends the run; `replay` raises the share of the set's source (sets with `held_out_of`) to the phase's end.
     """
     replay_factor: float = 2.0
-    """`replay` multiplies the source's share by this."""
+    """`replay` multiplies the source's share by this; a share below 1 % counts as 1 %."""
     replay_max_share: float = 0.5
     """`replay` raises no source above this share of the mixture."""
 
@@ -72,6 +72,7 @@ class Watched(NamedTuple):
     baseline_nats_BN: float64 [..., B, N], nats of each window then.
     states_B: int8 [..., B], OK, WARNED or REGRESSED.
     first_steps_B: int64 [..., B], the first eval of the alarm that stands; -1 where none does.
+    first_deltas_B: float64 [..., B], the rise at that eval; NaN where there is none.
     history_steps_H, history_phases_H: int64 [NUM_HISTORY], the last evals, oldest first; phase -1 where there was none.
     history_losses_H: float64 [..., NUM_HISTORY].
     """
@@ -80,6 +81,7 @@ class Watched(NamedTuple):
     baseline_nats_BN: np.ndarray
     states_B: np.ndarray
     first_steps_B: np.ndarray
+    first_deltas_B: np.ndarray
     history_steps_H: np.ndarray
     history_phases_H: np.ndarray
     history_losses_H: np.ndarray
@@ -131,6 +133,7 @@ def begin(step: int, phase_index: int, nats_N: np.ndarray, tokens_N: np.ndarray)
         baseline_nats_BN=np.repeat(nats_XN[..., None, :], num_baselines, axis=-2),
         states_B=np.full((*lead, num_baselines), OK, np.int8),
         first_steps_B=np.full((*lead, num_baselines), -1, np.int64),
+        first_deltas_B=np.full((*lead, num_baselines), np.nan),
         history_steps_H=np.zeros(NUM_HISTORY, np.int64),
         history_phases_H=np.full(NUM_HISTORY, -1, np.int64),
         history_losses_H=np.full((*lead, NUM_HISTORY), np.nan),
@@ -153,9 +156,9 @@ def observe(
 
     SE^2 = SE_item^2 + 2 jitter^2 and t = (delta - tolerance) / SE, held against Student's quantile with
     min(nu, clusters - 1) degrees of freedom at `level`, the chance of a false alarm of one comparison. A set regresses
-    above it, or where its loss is not finite, and stays regressed until t falls below 1. A finite loss against a
-    baseline that is not regresses nothing and ends an alarm. At a level of 0 or less only a loss that is not finite
-    regresses.
+    above it, or where its loss is not finite, and stays regressed until t is below 1 and the rise smaller than at the
+    alarm. A finite loss against a baseline that is not regresses nothing and ends an alarm. At a level of 0 or less only
+    a loss that is not finite regresses.
 
     `detectable` is the smallest rise above the best eval that the next eval would show with 80 % power, were its errors
     those of this one: tolerance + (critical + t_0.8) SE. The best, because a rise above any baseline is at least as
@@ -184,11 +187,14 @@ def observe(
 
     before_B = watched.states_B
     worse_B = (t_B > critical[..., None]) | ~np.isfinite(loss)[..., None]
-    stays_B = (before_B == REGRESSED) & (t_B >= _RECOVER_T)
+    # t falls too where the error grows; a rise that is no smaller than at its alarm has not recovered.
+    stays_B = (before_B == REGRESSED) & ((t_B >= _RECOVER_T) | (delta_B >= watched.first_deltas_B))
     milder_B = np.where(t_B > _WARN_T, WARNED, OK)
     states_B = np.where(worse_B | stays_B, REGRESSED, milder_B).astype(np.int8)
     since_B = np.where(before_B == REGRESSED, watched.first_steps_B, step)
     first_steps_B = np.where(states_B == REGRESSED, since_B, -1)
+    first_deltas_B = np.where(before_B == REGRESSED, watched.first_deltas_B, delta_B)
+    first_deltas_B = np.where(states_B == REGRESSED, first_deltas_B, np.nan)
     comparison = Comparison(
         baseline_steps_B=watched.baseline_steps_B,
         baseline_losses_B=baseline_losses_B,
@@ -218,16 +224,17 @@ def observe(
     better = (loss < best_loss) | (np.isnan(best_loss) & np.isfinite(loss))
     if better.any():
         watched = _replace_baseline(watched, BEST, step, now_XN, better)
-    watched = watched._replace(states_B=states_B, first_steps_B=first_steps_B)
+    watched = watched._replace(states_B=states_B, first_steps_B=first_steps_B, first_deltas_B=first_deltas_B)
     return _remember(watched, step, phase_index, loss), comparison
 
 
 def begin_phase(watched: Watched, step: int, nats_N: np.ndarray) -> Watched:
     """At a boundary, after `observe`: its eval is the next phase's start, and an alarm against the last one's ends."""
     states_B, first_steps_B = watched.states_B.copy(), watched.first_steps_B.copy()
-    states_B[..., PHASE_START], first_steps_B[..., PHASE_START] = OK, -1
+    first_deltas_B = watched.first_deltas_B.copy()
+    states_B[..., PHASE_START], first_steps_B[..., PHASE_START], first_deltas_B[..., PHASE_START] = OK, -1, np.nan
     watched = _replace_baseline(watched, PHASE_START, step, np.asarray(nats_N, np.float64), np.True_)
-    return watched._replace(states_B=states_B, first_steps_B=first_steps_B)
+    return watched._replace(states_B=states_B, first_steps_B=first_steps_B, first_deltas_B=first_deltas_B)
 
 
 def checkpoint_jitter(watched: Watched) -> tuple[np.ndarray, np.ndarray]:
@@ -400,7 +407,7 @@ def _errors(
 def _no_verdict(num_clusters: int, level: float) -> str | None:
     if num_clusters < 2:
         return "all its windows are of one document, so nothing tells how much chance there is in a difference"
-    return None if level > 0 else "the error that the run may make was spent before it was extended"
+    return None if level > 0 else "what the run may err (evalsets.regression.confidence) is used up by its comparisons"
 
 
 def _loss(nats_N: np.ndarray, tokens_N: np.ndarray) -> np.ndarray:

@@ -298,21 +298,20 @@ def test_what_happened_is_text(tmp_path):
         )
     ]
     texts = {
-        tag: [(step, text.decode()) for step, text in main[tag]] for tag in ("regressions", "gold", "schedule_edit")
+        tag: [(step, text.decode()) for step, text in main[tag]]
+        for tag in ("regressions", "eval_recovered", "gold_checkpoint", "gold_blocked", "schedule_edit")
     }
-    (at, regression), (recovered_at, recovery) = texts["regressions"]
+    (at, regression), (recovered_at, recovery) = *texts["regressions"], *texts["eval_recovered"]
     assert (at, recovered_at) == (8, 12)
     for line, words in (
         (regression, ("eval regression at step 8", "code", "+0.5000 (95 % +0.4600 to +0.5400) against best at step 4")),
         (recovery, ("eval recovered at step 12", "code", "-0.0100 (95 % -0.0500 to +0.0300) against best at step 4")),
     ):
         assert all(part in line for part in words), line
-    assert texts["gold"] == [
-        (8, "gold checkpoint at step 8: primary/loss 3.2000"),
-        (12, "gold blocked at step 12: overfit: val/train=6.2x, threshold=5.0x"),
-    ]
+    assert texts["gold_checkpoint"] == [(12, "gold checkpoint at step 8: primary/loss 3.2000")]
+    assert texts["gold_blocked"] == [(12, "gold blocked at step 12: overfit: val/train=6.2x, threshold=5.0x")]
     ((step, edited),) = texts["schedule_edit"]
-    assert step == 8 and all(
+    assert step == 12 and all(
         part in edited for part in ("step 8", "replay of web, as code got worse", "web 0.25 → 0.5", "law 0.75 → 0.5")
     )
 

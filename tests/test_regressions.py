@@ -199,6 +199,18 @@ def test_ok_warned_regressed_recovered(tolerance):
     assert story.watched.first_steps_B.tolist() == [110] * 3
 
 
+def test_an_alarm_does_not_end_because_the_error_grew():
+    """t falls below 1 with the scatter of later evals, while the rise is as large as it was at the alarm."""
+    tokens_N, document_N = np.full(41, 10), np.arange(41)
+    watched = begin(0, 0, alternating(2.0, 0.0, tokens_N), tokens_N)
+    told = []
+    for step, (loss, wave) in enumerate([(2.5, 0.01), (2.6, 6.0), (2.5, 6.0), (2.49, 6.0)], 1):
+        nats_N = alternating(loss, wave, tokens_N)
+        watched, seen = observe(watched, step, 0, nats_N, tokens_N, document_N, tolerance=0.0, level=1e-4)
+        told.append((seen.t_B[START] < 1, int(seen.states_B[START]), int(watched.first_steps_B[START])))
+    assert told == [(False, REGRESSED, 1), (True, REGRESSED, 1), (True, REGRESSED, 1), (True, OK, -1)]
+
+
 def test_an_alarm_against_the_phase_start_ends_with_the_phase():
     story = Story()
     assert story.eval(5.0).states_B.tolist() == [REGRESSED] * 3
@@ -245,7 +257,7 @@ def test_a_memory_is_not_changed_by_what_follows():
     kept = [np.copy(array) for array in before]
     story.eval(-9.0)
     begin_phase(before, 99, story.nats_N)
-    assert len(kept) == 7 and all(np.array_equal(a, b, equal_nan=True) for a, b in zip(before, kept, strict=True))
+    assert len(kept) == 8 and all(np.array_equal(a, b, equal_nan=True) for a, b in zip(before, kept, strict=True))
 
 
 # Equal, nearly equal and unmeasurable evals
@@ -412,7 +424,7 @@ def test_without_error_left_there_are_no_verdicts():
     seen = story.eval(1e6, level=0.0)
     assert seen.critical == math.inf and seen.states_B.tolist() == [WARNED] * 3 and seen.spent == 0
     assert seen.detectable == math.inf and not seen.too_small
-    assert "was spent before it was extended" in seen.no_verdict
+    assert "is used up by its comparisons" in seen.no_verdict
     assert story.eval(1e6, level=-1e-9).states_B.tolist() == [WARNED] * 3
     assert story.eval(math.nan, level=0.0).states_B.tolist() == [REGRESSED] * 3
 

@@ -53,13 +53,18 @@ class Board:
         self._run_name = run_dir.resolve().name
         self._writers: dict[str, RecordWriter] = {}
         self._first_step = 0
+        self._newest_step = 0  # of an event
         self._phase_names: list[str] = []
 
     def event(self, event: dict[str, Any]) -> None:
         wall_time = datetime.fromisoformat(event["timestamp"]).timestamp()
 
+        # What is told of an earlier step (a gold that was confirmed) stands where it is told: TensorBoard's data server
+        # takes a step back for a restart, and forgets what the tag had after it. So each kind of text has its own tag.
+        self._newest_step = max(self._newest_step, event["step"])
+
         def write(run: str, values: Iterable[Summary.Value]) -> None:
-            self._write(run, event["step"], wall_time, values)
+            self._write(run, self._newest_step, wall_time, values)
 
         match event["event"]:
             case "training_start":
@@ -83,12 +88,10 @@ class Board:
                     write(name, _scalars(shared))
             case "phase_switch":
                 write(_MAIN, [_text("phase_switch", _phase_switch_markdown(event))])
-            case "eval_regression" | "eval_recovered":
+            case "eval_regression":
                 write(_MAIN, [_text("regressions", verdict(event))])
-            case "gold_checkpoint" | "gold_blocked":
-                write(_MAIN, [_text("gold", verdict(event))])
-            case "schedule_edit":
-                write(_MAIN, [_text("schedule_edit", verdict(event))])
+            case "eval_recovered" | "gold_checkpoint" | "gold_blocked" | "schedule_edit" as kind:
+                write(_MAIN, [_text(kind, verdict(event))])
             case "training_complete":
                 transfer = event.get("transfer") or {"sets": {}}
                 table = [_text("transfer", _transfer_markdown(transfer))] if transfer["sets"] else []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from curriculum.errors import InputError
 from curriculum.run import RunDirectory, checkpoint_steps, read_ledger
@@ -11,34 +13,36 @@ from curriculum.train.checkpoint import Checkpoints
 from evalsets.gold import GoldState, kept_steps
 
 
+def check_golds(directory: RunDirectory, step: int, saved: Mapping[str, Any]) -> None:
+    """Raise InputError where a gold is gone that the ledger of the checkpoint of `step` speaks of."""
+    spoken_of = kept_steps(GoldState.from_json(saved["history"]["gold"])) - {step}
+    there = {*checkpoint_steps(directory.gold), *checkpoint_steps(directory.checkpoints)}
+    if gone := spoken_of - there:
+        raise InputError(
+            f"{directory.gold / str(min(gone))}: is gone, but the checkpoint of step {step} speaks of it; put it back "
+            "from a copy, or resume from another step"
+        )
+
+
 class BestCheckpoints:
     """What `gold/` and `kept/` hold of a run that begins, or goes on from step `resumed`.
 
     A gold that was replaced stays as long as a checkpoint that may be resumed still speaks of it, so that going back
     to that one loses nothing. What came after the resumed step is moved to `superseded/`, as it will come again.
-
-    Raises InputError where the gold that the resumed checkpoint speaks of is gone.
     """
 
-    def __init__(self, directory: RunDirectory, checkpoints: Checkpoints, resumed: int | None):
+    def __init__(self, directory: RunDirectory, resumed: int | None):
         last = -1 if resumed is None else resumed
         self._directory = directory
-        self._checkpoints = checkpoints
         self._spoken_of = {
             step: kept_steps(GoldState.from_json(read_ledger(directory.checkpoints / str(step))["history"]["gold"]))
-            for step in checkpoints.steps()
+            for step in checkpoint_steps(directory.checkpoints)
             if step <= last
         }
-        missing = self._spoken_of.get(last, set()) - set(checkpoint_steps(directory.gold))
-        if gone := missing - set(checkpoints.steps()):
-            raise InputError(
-                f"{directory.gold / str(min(gone))}: is gone, but the checkpoint of step {resumed} speaks of it; put "
-                "it back from a copy, or resume from another step"
-            )
         self.gold = Checkpoints(directory.gold, keep=None)
         self.gold.set_aside_after(last)
-        for step in sorted(missing):
-            self.gold.adopt(directory.checkpoints / str(step))
+        for step in sorted(self._spoken_of.get(last, set()) - set(self.gold.steps())):
+            self.gold.adopt(directory.checkpoints / str(step))  # a kill came between the two
         if directory.kept.exists():
             self.kept.set_aside_after(last)
 
@@ -58,15 +62,23 @@ class BestCheckpoints:
     def gold_folder(self, step: int) -> Path:
         return self._directory.gold / str(step)
 
+    def before_saving(self, step: int) -> None:
+        """A checkpoint of `step` is about to be saved: the golds that its ledger names must be whole before it is.
+
+        The gold of `step` itself is saved after it: a resume takes that from the checkpoint.
+        """
+        self.gold.wait()
+
     def spoken_of(self, step: int, state: GoldState) -> None:
-        """A checkpoint of `step` was saved whose ledger holds `state`."""
+        """A checkpoint of `step` is being saved whose ledger holds `state`."""
         self._spoken_of[step] = kept_steps(state)
-        self.drop_all_but(kept_steps(state))
 
     def drop_all_but(self, steps: set[int]) -> None:
-        """Drop the golds that are neither among `steps` nor spoken of by a checkpoint that is still there."""
-        newest = max(self._spoken_of, default=None)  # it may be on its way to the disk
-        there = {*self._checkpoints.steps(), newest}
+        """Drop the golds that are neither among `steps` nor spoken of by a checkpoint that a resume may find.
+
+        As the disk has it: while the newest is on its way there, the one before may be all that a kill leaves.
+        """
+        there = {*checkpoint_steps(self._directory.checkpoints), max(self._spoken_of, default=None)}
         self._spoken_of = {step: golds for step, golds in self._spoken_of.items() if step in there}
         for step in self.gold.steps():
             if step not in steps.union(*self._spoken_of.values()):

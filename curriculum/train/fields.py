@@ -15,7 +15,7 @@ from curriculum.train.ledger import History
 from curriculum.train.mesh import describe_devices
 from curriculum.train.setup import Setup
 from curriculum.train.step import TrainState, read_window
-from curriculum.train.watch import record_name, start_warnings
+from curriculum.train.watch import no_verdicts, record_name
 from evalsets.evalset import PRIMARY
 from evalsets.metrics import Summary
 from evalsets.regressions import Comparison
@@ -34,7 +34,7 @@ def training_start(setup: Setup) -> dict[str, Any]:
             *setup.schedule.warnings,
             *setup.corpus.warnings,
             *few_scored_targets(setup.schedule, setup.tokens_at(1), setup.corpus.details),
-            *start_warnings(setup.corpus.evalsets.values()),
+            *no_verdicts(setup.corpus.evalsets.values()),
         ],
     }
 
@@ -122,7 +122,7 @@ def eval_event(
 
 def _rounded(nats: Any) -> float | None:
     """Nats per token as the record has them; None where there are none."""
-    return None if np.isnan(nats) else round(float(nats), 6)
+    return round(float(nats), 6) if np.isfinite(nats) else None
 
 
 def _losses(summaries: Mapping[str, Summary]) -> dict[str, float | None]:

@@ -5,118 +5,134 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from curriculum.record.events import number
+from curriculum.run import checkpoint_steps
 from curriculum.train.gate import run_gate
 from curriculum.train.running import Running
-from curriculum.train.watch import record_name
+from curriculum.train.watch import Pair, record_name
 from evalsets import gold
 from evalsets.gold import Candidate, Measured, Regressed, accepted, kept_steps, vetoed
 from evalsets.metrics import Summary
-from evalsets.regressions import Comparison
 from phases.replay import ReplayRefused
 
 
-def judge(
-    run: Running, done: int, summaries: Mapping[str, Summary], comparisons: Mapping[str, Comparison]
-) -> list[str]:
+class Evaluated(NamedTuple):
+    """What an eval found, by set of the config: `worse` have a new alarm, `newly` those of them that had none before;
+    `standing` are all alarms that stand, by set."""
+
+    summaries: Mapping[str, Summary]
+    recovered: Sequence[Pair]
+    worse: Sequence[str]
+    newly: Sequence[str]
+    standing: Mapping[str, Sequence[Pair]]
+
+
+def judge(run: Running, done: int, evaluated: Evaluated) -> Sequence[str]:
     """Record the verdicts of the eval after `done` updates and act on them; the sets that newly got worse."""
-    setup, action = run.setup, run.setup.config.evalsets.regression.action
+    setup, worse = run.setup, evaluated.worse
     phase = setup.schedule.segment_at(max(done - 1, 0)).phase
-    watch, recovered, worse = run.history.watch.with_verdicts(setup, done, comparisons)
-    if recovered:
-        run.record.event("eval_recovered", done, phase=phase, offenders=recovered)
-    edits: list[dict[str, Any]] = []
+    if evaluated.recovered:
+        run.record.event("eval_recovered", done, phase=phase, offenders=evaluated.recovered)
     if worse:
-        edits, told = _act(run, done, worse)
-        offenders = [pair for pairs in watch.standing.values() for pair in pairs]
+        edits, told = _act(run, done, evaluated)
+        offenders = [pair for pairs in evaluated.standing.values() for pair in pairs]
         run.record.event("eval_regression", done, phase=phase, offenders=offenders, action=told)
-    gold_regressed = {name: _worst(pairs) for name, pairs in watch.standing.items()}
-    if done in setup.schedule.phase_ends and done < setup.schedule.total_steps:
-        watch = watch.without_phase_start()
-    run.history = replace(run.history, watch=watch)
-    for edit in edits:
-        run.record.event("schedule_edit", done, **edit)
-    _keep_best(run, done, summaries, gold_regressed)
-    if worse and action == "checkpoint":
-        with run.clock.paused(run.state):
-            run.save_in(run.best.kept, done, run.record.offsets())
+        for edit in edits:
+            run.record.event("schedule_edit", done, **edit)
+        if setup.config.evalsets.regression.action == "checkpoint":
+            run.keep_in.append(run.best.kept)
+    _judge_gold(run, done, evaluated)
     return worse
 
 
-def _act(run: Running, done: int, worse: Sequence[str]) -> tuple[list[dict[str, Any]], str | None]:
+def _act(run: Running, done: int, evaluated: Evaluated) -> tuple[list[dict[str, Any]], str | None]:
     """(the schedule's edits, what is done in words), as `regression.action` asks for where sets got worse."""
-    setup, regression = run.setup, run.setup.config.evalsets.regression
-    if regression.action == "checkpoint":
+    setup, action = run.setup, run.setup.config.evalsets.regression.action
+    if action == "checkpoint":
         return [], f"kept as kept/{done}"
-    if done == setup.schedule.total_steps or regression.action == "log":
+    if done == setup.schedule.total_steps or action == "log":
         return [], None
-    if regression.action == "stop":
+    if action == "stop":
         return [], "the run stops here"
     if done in setup.schedule.phase_ends:
         return [], "nothing is replayed more: the phase is over"
-    edits, told = [], []
-    for name in worse:
-        source = setup.config.eval_sources[name].held_out_of
-        if source is None:
-            told.append(f"{record_name(name)} is held out of no source: nothing to replay")
-            continue
+    return _replay(run, done, evaluated)
+
+
+def _replay(run: Running, done: int, evaluated: Evaluated) -> tuple[list[dict[str, Any]], str | None]:
+    """Raise the share of the source of each set that had no alarm before: once a source, whatever else it is told."""
+    setup, regression = run.setup, run.setup.config.evalsets.regression
+    edits, told, sets_of = [], [], {}
+    for name in evaluated.newly:
+        source, shown = setup.config.eval_sources[name].held_out_of, record_name(name)
+        if not math.isfinite(evaluated.summaries[name].loss):
+            told.append(f"{shown}: replay helps no loss that is not finite")
+        elif source is None:
+            told.append(f"{shown} is held out of no source: nothing to replay")
+        else:
+            sets_of.setdefault(source, []).append(shown)
+    for source, names in sets_of.items():
         try:
             edit = setup.raise_share(done, source, regression.replay_factor, regression.replay_max_share)
         except ReplayRefused as refusal:
-            told.append(str(refusal))
+            told.append(f"{source} is not replayed more: {refusal}")
         else:
-            edits.append({**edit, "reason": f"replay of {source}, as {record_name(name)} got worse"})
+            edits.append({**edit, "reason": f"replay of {source}, as {' and '.join(names)} got worse"})
             told.append(f"{source} is replayed more")
-    return edits, "; ".join(told)
+    return edits, "; ".join(told) or None
 
 
-def _worst(pairs: Sequence[Mapping[str, Any]]) -> Regressed:
-    """A set's largest rise over the baselines that it stands regressed against; one that is not finite is larger."""
-    worst = max(pairs, key=lambda pair: (not math.isfinite(pair["delta"]), pair["delta"]))
-    half_interval = (worst["interval"][1] - worst["interval"][0]) / 2
-    return Regressed(worst["baseline_loss"], worst["loss"], worst["delta"], half_interval)
-
-
-def _keep_best(run: Running, done: int, summaries: Mapping[str, Summary], regressed: Mapping[str, Regressed]) -> None:
-    """Decide whether this eval's parameters, or those that waited for it, are the gold; save what may become it."""
+def _judge_gold(run: Running, done: int, evaluated: Evaluated) -> None:
+    """Decide whether this eval's parameters, or those that waited for it, are the gold; keep what may become it."""
     setup, config, best = run.setup, run.setup.config.evalsets.gold, run.best
     measured = Measured(
         step=done,
-        summaries=summaries,
+        summaries=evaluated.summaries,
         train_loss=number(run.history.train_loss),
-        regressed=regressed,
+        regressed={name: _worst(pairs) for name, pairs in evaluated.standing.items() if name in setup.suite.evalsets},
         is_last=done == setup.schedule.total_steps,
         is_candidate=done > 0 or setup.lineage is not None,
         limits_from_start=setup.lineage is not None,
     )
     before = kept_steps(run.history.gold)
     state, decisions = gold.judge(config, run.history.gold, measured)
-    run.history = replace(run.history, gold=state)
     waiting = list(decisions)
     while waiting:
         decision = waiting.pop(0)
-        if not isinstance(decision, Candidate):
+        if isinstance(decision, Candidate):
+            reason, score = _ask_gate(run, done, decision.step)
+            state, then = accepted(state, decision, score) if reason is None else vetoed(state, decision, reason)
+            waiting = [*then, *waiting]
+        else:
             run.record.event(decision.event, decision.step, **decision.fields())
-            continue
-        with run.clock.paused(run.state):
-            if decision.step == done:
-                run.save_in(best.gold, done, run.record.offsets())
-            best.gold.wait()
-            answer = run_gate(config.gate, best.gold_folder(decision.step), config.gate_timeout_seconds)
-            if decision.step == done:
-                best.gold.delete(done)  # its ledger knows nothing of the answer
-        state, then = (
-            accepted(state, decision, answer.score) if answer.accept else vetoed(state, decision, answer.reason)
-        )
-        run.history = replace(run.history, gold=state)
-        waiting = [*then, *waiting]
+    run.history = replace(run.history, gold=state)
     kept = kept_steps(state)
     if kept != before:
         best.drop_all_but(kept | before)
     if done in kept:
-        with run.clock.paused(run.state):
-            if done in best.gold.steps():  # of this very step, before a set was added
-                best.gold.delete(done)
-            run.save_in(best.gold, done, run.record.offsets())
+        run.keep_in.append(best.gold)
+
+
+def _ask_gate(run: Running, done: int, step: int) -> tuple[str | None, float | None]:
+    """(why the candidate of `step` is vetoed, or None; its score), the gate having seen its whole checkpoint."""
+    config, golds = run.setup.config.evalsets.gold, run.best.gold
+    with run.clock.paused(run.state):
+        if step == done:
+            run.keep_in.append(golds)
+            run.keep(done, run.record.offsets())
+        golds.wait()
+        answer = run_gate(config.gate, run.best.gold_folder(step), config.gate_timeout_seconds)
+        if step not in checkpoint_steps(run.directory.gold):
+            return f"it damaged the checkpoint gold/{step}", None
+        if step == done:
+            golds.delete(done)  # its ledger knows nothing of the answer
+    return (None if answer.accept else answer.reason), answer.score
+
+
+def _worst(pairs: Sequence[Pair]) -> Regressed:
+    """A set's largest rise over the baselines that it stands regressed against; one that is not finite is larger."""
+    numbers = [[number(x) for x in (p["baseline_loss"], p["loss"], p["delta"], *p["interval"])] for p in pairs]
+    before, now, delta, low, high = max(numbers, key=lambda n: (not math.isfinite(n[2]), n[2]))
+    return Regressed(before, now, delta, (high - low) / 2)

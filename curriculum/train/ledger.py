@@ -50,10 +50,10 @@ class History:
         return History(started_at, setup.schedule.segments[0].phase)
 
     @staticmethod
-    def of(saved: Mapping[str, Any], baselines: Mapping[str, np.ndarray], setup: Setup) -> History:
+    def of(saved: Mapping[str, Any], baselines: Mapping[str, np.ndarray]) -> History:
         """From a ledger, and the baselines of the eval sets in the same checkpoint."""
         history = saved["history"]
-        watch = Watch.of(history["watch"], baselines, setup.suite.evalsets)
+        watch = Watch.of(history["watch"], baselines)
         return History(**{**history, "watch": watch, "gold": GoldState.from_json(history["gold"])})
 
     def to_json(self) -> dict[str, Any]:

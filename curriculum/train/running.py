@@ -26,9 +26,20 @@ class Running:
     best: BestCheckpoints
     state: TrainState
     history: ledger.History
+    keep_in: list[Checkpoints] = field(default_factory=list)  # beside `checkpoints`, what this step goes to
     clock: TrainClock = field(default_factory=TrainClock)
 
     def save_in(self, checkpoints: Checkpoints, done: int, offsets: Mapping[str, int]) -> None:
         """Start saving the run as it is after `done` updates, its record being as long as `offsets` say."""
         entry = ledger.entry(self.setup, done, self.history, offsets, self.record.elapsed_s)
         checkpoints.save(self.state, entry, self.history.watch.baselines())
+
+    def keep(self, done: int, offsets: Mapping[str, int]) -> None:
+        """Save what the verdicts after `done` updates asked to keep. After the step's own checkpoint, if it has one, so
+        that going on from either gives one record."""
+        for checkpoints in self.keep_in:
+            with self.clock.paused(self.state):
+                if done in checkpoints.steps():  # of this very step, before a set was added
+                    checkpoints.delete(done)
+                self.save_in(checkpoints, done, offsets)
+        self.keep_in = []

@@ -31,19 +31,18 @@ from curriculum.run import (
 )
 from curriculum.train import fields, ledger
 from curriculum.train.averages import averages_at, set_aside_means_after
-from curriculum.train.best import BestCheckpoints
+from curriculum.train.best import BestCheckpoints, check_golds
 from curriculum.train.checkpoint import Checkpoints
 from curriculum.train.clock import peak_memory_gb
-from curriculum.train.judge import judge
+from curriculum.train.judge import Evaluated, judge
 from curriculum.train.mesh import describe_devices
 from curriculum.train.running import Running
 from curriculum.train.setup import Setup, build
 from curriculum.train.signals import Stopped, StopSignals
 from curriculum.train.start import start_of
 from curriculum.train.step import clear_window, read_window
-from curriculum.train.watch import RegressionStop, newly_warned, transfer_matrix
+from curriculum.train.watch import RegressionStop, no_verdicts, transfer_matrix
 from evalsets.metrics import Summary, WindowResults, summarise
-from evalsets.regressions import Comparison
 from phases.schedule import Segment
 
 
@@ -139,10 +138,11 @@ def _run(setup: Setup, directory: RunDirectory, checkpoints: Checkpoints, resume
                 print(f"{directory.path} is finished: {step} of {step} steps. Nothing to do.{unmeasured}")
                 return complete
         check_offsets(directory.path, saved["offsets"])
+        check_golds(directory, step, saved)
         checkpoints.adopt(folder)
         state = setup.restore(checkpoints, step, tuple(saved["sources"]))
-        history = ledger.History.of(saved, checkpoints.baselines(step), setup)
-    with BestCheckpoints(directory, checkpoints, step) as best:
+        history = ledger.History.of(saved, checkpoints.baselines(step))
+    with BestCheckpoints(directory, step) as best:
         last = -1 if step is None else step
         checkpoints.set_aside_after(last)
         directory.set_aside_evals_after(last)
@@ -171,14 +171,20 @@ def _loop(run: Running, resumed_step: int | None) -> dict[str, Any]:
     with StopSignals() as stop:
         if resumed_step is None:
             record.event("training_start", 0, **fields.training_start(setup))
-            judge(run, 0, *evaluate(run, 0, list(setup.suite.evalsets)))
+            judge(run, 0, evaluate(run, 0, list(setup.suite.evalsets)))
+            run.keep(0, record.offsets())
         else:
             record.event("resume", resumed_step, **fields.resume(setup))
-            if added := [name for name in setup.suite.evalsets if name not in run.history.eval_sets]:
-                judge(run, resumed_step, *evaluate(run, resumed_step, added))
-            if resumed_step in setup.schedule.phase_ends and resumed_step < setup.schedule.total_steps:
+            switches = run.history.phase != setup.schedule.segment_at(resumed_step).phase  # the run ended here before
+            at_boundary = resumed_step in setup.schedule.phase_ends and resumed_step < setup.schedule.total_steps
+            measured = ledger.read_results(run.directory.results(resumed_step)) if switches and at_boundary else None
+            there = run.history.watch.sets if measured is None else measured
+            if missing := [name for name in setup.suite.evalsets if name not in there]:
+                judge(run, resumed_step, evaluate(run, resumed_step, missing))
+                run.keep(resumed_step, record.offsets())
+            if at_boundary:
                 clock.switched()
-                if run.history.phase != setup.schedule.segment_at(resumed_step).phase:  # the run ended here before
+                if switches:
                     switch_phase(run, resumed_step)
 
         for step in range(resumed_step or 0, setup.schedule.total_steps):
@@ -195,13 +201,13 @@ def _loop(run: Running, resumed_step: int | None) -> dict[str, Any]:
             if done in setup.schedule.phase_ends and not at_end:
                 switch_phase(run, done)
                 clock.switched()
-            worse = judge(run, done, *evaluated) if evaluated else []
+            worse = judge(run, done, evaluated) if evaluated else []
             if setup.branched_from and done == setup.branched_from["step"]:
                 record.event("schedule_edit", done, **fields.branch_edit(setup))
             stopped_by, planned = stop.received, done % config.checkpoint.every == 0 or at_end
             ends_here = stopped_by is not None or (bool(worse) and config.evalsets.regression.action == "stop")
-            if planned or ends_here:
-                save(run, done, planned)
+            offsets = save(run, done, planned) if planned or ends_here else None
+            run.keep(done, offsets or record.offsets())
             if ends_here and not at_end:
                 run.checkpoints.wait()
                 raise RegressionStop(done, worse) if stopped_by is None else Stopped(stopped_by, done)
@@ -213,9 +219,9 @@ def _loop(run: Running, resumed_step: int | None) -> dict[str, Any]:
     return record.event("training_complete", setup.schedule.total_steps, **complete)
 
 
-def evaluate(run: Running, done: int, names: list[str]) -> tuple[dict[str, Summary], dict[str, Comparison]]:
-    """Measure the named sets after `done` updates; also how each stands that was measured before."""
-    setup = run.setup
+def evaluate(run: Running, done: int, names: list[str]) -> Evaluated:
+    """Measure the named sets after `done` updates, and compare them with what they were."""
+    setup, before = run.setup, run.history.watch
     with run.clock.paused(run.state):
         started = time.perf_counter()
         results = setup.suite.run(run.state.params, names)
@@ -226,12 +232,15 @@ def evaluate(run: Running, done: int, names: list[str]) -> tuple[dict[str, Summa
         summaries = _summaries(results)
         of_averages = {average: _summaries(of_sets) for average, of_sets in averaged.items()}
         run.history, comparisons = run.history.with_eval(setup, done, results, summaries)
-        watch, notes = run.history.watch.with_notes(setup, done, comparisons)
+        watch, recovered, worse = run.history.watch.with_verdicts(setup, done, comparisons)
+        watch, notes = watch.with_notes(setup, done, comparisons)
         run.history = replace(run.history, watch=watch)
-        notes += newly_warned(comparisons)
+        if done:  # those of the first eval stand in `training_start`
+            notes += no_verdicts(setup.suite.evalsets[name] for name in names if name not in before.sets)
         event = fields.eval_event(setup, done, summaries, of_averages, comparisons, notes, duration_s)
         run.record.event("eval", done, **event)
-    return summaries, comparisons
+    newly = [name for name in worse if name not in before.standing]
+    return Evaluated(summaries, recovered, worse, newly, watch.standing)
 
 
 def switch_phase(run: Running, done: int) -> None:
@@ -241,14 +250,18 @@ def switch_phase(run: Running, done: int) -> None:
     run.history = run.history.with_phase(event["new_phase"], done, results)
 
 
-def save(run: Running, done: int, planned: bool) -> None:
+def save(run: Running, done: int, planned: bool) -> dict[str, int]:
+    """Save the run after `done` updates; the length of the record that the checkpoint goes with."""
     with run.clock.paused(run.state):
+        run.best.before_saving(done)
         before = run.record.offsets()
         run.record.event("checkpoint", done, path=f"checkpoints/{done}")
         # A checkpoint is never ahead of the record; one that only a stop made leaves no event once it is resumed.
-        run.save_in(run.checkpoints, done, run.record.offsets() if planned else before)
+        offsets = run.record.offsets() if planned else before
+        run.save_in(run.checkpoints, done, offsets)
         run.best.spoken_of(done, run.history.gold)
         run.directory.write_training_state(fields.training_state(run.setup, done, run.history))
+    return offsets
 
 
 def _summaries(results: Mapping[str, WindowResults]) -> dict[str, Summary]:
@@ -293,4 +306,7 @@ def _to_resume(directory: RunDirectory, resume: str | int | None) -> tuple[int |
     """
     if resume is None or resume == "latest" and not checkpoint_steps(directory.checkpoints):
         return None, None
-    return find_checkpoint(directory, resume, option="--resume")
+    step, folder = find_checkpoint(directory, resume, option="--resume")
+    if step in checkpoint_steps(directory.checkpoints):  # its record is the one of an unbroken run
+        return step, directory.checkpoints / str(step)
+    return step, folder

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from curriculum.config import Config
+from curriculum.record.events import number, plain
 from curriculum.train.setup import Setup
 from evalsets.evalset import PRIMARY, EvalSet
 from evalsets.metrics import WindowResults, clusters
@@ -29,6 +30,7 @@ from evalsets.regressions import (
 
 Pair = dict[str, Any]  # an eval set and a baseline that it is compared with, as an event names them
 _NATS = "baseline_nats_BN"  # of a Watched; saved as an array, the rest as JSON
+_NO_ERROR_LEFT = "(no error is left)"  # no name of a set
 
 
 def record_name(evalset: str) -> str:
@@ -50,7 +52,8 @@ class Watch:
 
     spent: how much of the error that all comparisons of the run may make together was used.
     standing: the pairs of a set and a baseline that are regressed, as last measured, by set.
-    told: sets whose smallest detectable rise was said.
+    told: what was said once: sets whose smallest detectable rise was, and that no error is left.
+    A set that the config no longer has stays in memory: should it come back, it is compared with what it was.
     """
 
     sets: dict[str, Watched] = field(default_factory=dict)
@@ -59,21 +62,20 @@ class Watch:
     told: tuple[str, ...] = ()
 
     @staticmethod
-    def of(saved: Mapping[str, Any], baselines: Mapping[str, np.ndarray], names: Iterable[str]) -> Watch:
-        """From `to_json` and `baselines`; sets that are not among `names` are forgotten."""
-        sets = {}
-        for name in (name for name in names if name in saved["sets"]):
-            arrays = {key: np.array(values) for key, values in saved["sets"][name].items()}
-            sets[name] = Watched(**arrays, **{_NATS: baselines[name].astype(np.float64)})
-        standing = {name: pairs for name, pairs in saved["standing"].items() if name in sets}
-        return Watch(sets, saved["spent"], standing, tuple(saved["told"]))
+    def of(saved: Mapping[str, Any], baselines: Mapping[str, np.ndarray]) -> Watch:
+        """From `to_json` and `baselines`."""
+        sets = {
+            name: Watched(**_arrays(memory), **{_NATS: baselines[name].astype(np.float64)})
+            for name, memory in saved["sets"].items()
+        }
+        return Watch(sets, saved["spent"], saved["standing"], tuple(saved["told"]))
 
     def to_json(self) -> dict[str, Any]:
         sets = {
             name: {key: array.tolist() for key, array in watched._asdict().items() if key != _NATS}
             for name, watched in self.sets.items()
         }
-        return {"sets": sets, "spent": self.spent, "standing": self.standing, "told": self.told}
+        return plain({"sets": sets, "spent": self.spent, "standing": self.standing, "told": self.told})
 
     def baselines(self) -> dict[str, np.ndarray]:
         """Nats of every window at each baseline, [B, N] by set; float32, as the device summed them, loses nothing."""
@@ -123,12 +125,24 @@ class Watch:
         return replace(self, standing={name: pairs for name, pairs in standing.items() if pairs}), recovered, worse
 
     def with_notes(self, setup: Setup, step: int, comparisons: Mapping[str, Comparison]) -> tuple[Watch, list[str]]:
-        """What is said of each set once, at the end of a phase that shows the scatter of its evals."""
-        if step not in setup.schedule.phase_ends:
-            return self, []
-        new = {n: c for n, c in comparisons.items() if n not in self.told and c.nu >= MIN_NU and c.no_verdict is None}
-        shown = ", ".join(f"{record_name(name)} {c.detectable:.4f}" for name, c in new.items())
-        notes = [f"smallest rise that an eval finds with 80 % power, in nats: {shown}"] if new else []
+        """What is said once: the smallest rise that each set can show, as soon as its scatter is known well, which sets
+        are too small for their tolerance, and that the run's error is used up. Also what may be worse by chance."""
+        notes, told = [], list(self.told)
+        tested = {name: c for name, c in comparisons.items() if c.no_verdict is None}
+        if not tested and _NO_ERROR_LEFT not in told:
+            for reason in {c.no_verdict for c in comparisons.values() if c.num_clusters > 1}:
+                notes.append(f"no verdict any more: {reason}")
+                told.append(_NO_ERROR_LEFT)
+        new = {
+            name: c
+            for name, c in tested.items()
+            if name not in told
+            and c.nu >= MIN_NU
+            and (step in setup.schedule.phase_ends or self.sets[name].history_phases_H[0] >= 0)
+        }
+        if new:
+            shown = ", ".join(f"{record_name(name)} {c.detectable:.4f}" for name, c in new.items())
+            notes.append(f"smallest rise that an eval finds with 80 % power, in nats: {shown}")
         for name, c in new.items():
             if c.too_small:
                 notes.append(
@@ -136,22 +150,20 @@ class Watch:
                     f"nats: the choice of its {c.num_clusters} {c.clusters} alone hides rises of twice that; give it "
                     "more text, or a higher tolerance"
                 )
-        return replace(self, told=(*self.told, *new)), notes
+        return replace(self, told=(*told, *new)), [*notes, *_newly_warned(tested)]
 
     def with_phase(self, step: int, results: Mapping[str, WindowResults]) -> Watch:
-        """After a phase switch: the eval at `step` is what the new phase starts from."""
+        """After a phase switch: the eval at `step` is what the new phase starts from, and no alarm against the old
+        start stands."""
         begun = {name: begin_phase(self.sets[name], step, result.nats_N) for name, result in results.items()}
-        return replace(self, sets={**self.sets, **begun})
-
-    def without_phase_start(self) -> Watch:
-        """Once a phase is over, no alarm against its start stands."""
         standing = {
             name: [pair for pair in pairs if pair["baseline"] != "phase_start"] for name, pairs in self.standing.items()
         }
-        return replace(self, standing={name: pairs for name, pairs in standing.items() if pairs})
+        standing = {name: pairs for name, pairs in standing.items() if pairs}
+        return replace(self, sets={**self.sets, **begun}, standing=standing)
 
 
-def newly_warned(comparisons: Mapping[str, Comparison]) -> list[str]:
+def _newly_warned(comparisons: Mapping[str, Comparison]) -> list[str]:
     """A line on the sets that rose by more than chance alone often does, but by too little for an alarm."""
     risen = []
     for name, c in comparisons.items():
@@ -161,6 +173,16 @@ def newly_warned(comparisons: Mapping[str, Comparison]) -> list[str]:
             rise = f"{record_name(name)} {c.delta_B[b]:+.4f} against {BASELINES[b]}"
             risen.append(f"{rise} (t {c.t_B[b]:.1f}, an alarm above {c.critical:.1f})")
     return [f"worse, but it may be chance: {', '.join(risen)}"] if risen else []
+
+
+def _arrays(memory: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The arrays of a `Watched` from their JSON, where a float that is not finite is a text."""
+
+    def array(values: list) -> np.ndarray:
+        kinds = {type(value) for value in values}
+        return np.array(values) if kinds == {int} else np.array([number(value) for value in values])
+
+    return {key: array(values) for key, values in memory.items()}
 
 
 def num_comparisons(setup: Setup, after: int) -> int:
@@ -183,7 +205,8 @@ def transfer_matrix(setup: Setup, watch: Watch, results: Mapping[int, Mapping[st
     """How every set went from phase end to phase end, by the eval results at each of them that there are."""
     bounds = setup.schedule.phase_bounds
     sets = {}
-    for name, watched in watch.sets.items():
+    for name in setup.suite.evalsets:
+        watched = watch.sets[name]
         measured = [results.get(end, {}).get(name) for _, _, end in bounds]
         last = measured[-1]
         found = transfer(watched, [m and m.nats_N for m in measured], last.tokens_N, last.document_N)
@@ -200,8 +223,8 @@ def transfer_matrix(setup: Setup, watch: Watch, results: Mapping[int, Mapping[st
     return {"phases": [name for name, _, _ in bounds], "steps": [end for _, _, end in bounds], "sets": sets}
 
 
-def start_warnings(evalsets: Iterable[EvalSet]) -> Iterator[str]:
-    """The sets of which nothing can be told, whatever they measure."""
+def no_verdicts(evalsets: Iterable[EvalSet]) -> Iterator[str]:
+    """A warning on each set of which nothing can be told, whatever it measures."""
     for evalset in evalsets:
         if len(np.unique(clusters(evalset.document_N)[0])) < 2:
             yield (
