@@ -5,12 +5,13 @@ INSTALLED := .venv/.installed
 ARGS ?=
 
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test lint pins clean
+.PHONY: help install quickstart test test-slow lint pins clean
 
 help:
 	@echo "make quickstart                              install, build the corpus, train runs/quickstart (or resume it)"
 	@echo "make quickstart ARGS='--set train.steps=200' the same with options of 'curriculum train'"
 	@echo "make test                                    install, run the tests"
+	@echo "make test-slow                               the slow ones: the quickstart itself, TensorBoard in a browser"
 	@echo "make lint                                    install, check style and format"
 	@echo "make pins                                    resolve requirements.txt again (needs uv)"
 	@echo "make clean                                   remove .venv and caches; data and runs stay"
@@ -21,7 +22,10 @@ quickstart: install
 	$(BIN)/curriculum train configs/quickstart.yaml --run-dir runs/quickstart --resume latest $(ARGS)
 
 test: install
-	$(BIN)/python -m pytest -n 2 --durations=10 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --durations=10 -m "not slow" $(ARGS)
+
+test-slow: install
+	$(BIN)/python -m pytest -n 2 --durations=10 -m slow $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

@@ -157,8 +157,8 @@ def observe(
     SE^2 = SE_item^2 + 2 jitter^2 and t = (delta - tolerance) / SE, held against Student's quantile with
     min(nu, clusters - 1) degrees of freedom at `level`, the chance of a false alarm of one comparison. A set regresses
     above it, or where its loss is not finite, and stays regressed until t is below 1 and the rise smaller than at the
-    alarm. A finite loss against a baseline that is not regresses nothing and ends an alarm. At a level of 0 or less only
-    a loss that is not finite regresses.
+    alarm. A finite loss against a baseline that is not regresses nothing and ends an alarm. At a level of 0 or less
+    only a loss that is not finite regresses.
 
     `detectable` is the smallest rise above the best eval that the next eval would show with 80 % power, were its errors
     those of this one: tolerance + (critical + t_0.8) SE. The best, because a rise above any baseline is at least as

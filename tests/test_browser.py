@@ -30,6 +30,8 @@ if picture.find_chromium() is None:
 
 from playwright.sync_api import expect  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 WORDS = {
     "web": "the quick brown fox jumps over a lazy dog while rain falls on quiet green hills".split(),
     "code": "def return for while if else class import lambda yield ( ) [ ] { } : = + -".split(),
