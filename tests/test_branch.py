@@ -302,6 +302,16 @@ def test_a_run_of_no_file_branches_too(whole, folder, tmp_path):
     assert state(tmp_path / "new", 24) != state(tmp_path / "trunk", 24)
 
 
+def test_a_branch_that_a_regression_stops_says_how_to_go_on(whole, folder, tmp_path):
+    new = tmp_path / "new"
+    edits = ["phases[2].lr={rewarm_steps: 2, peak: 30.0}", "evalsets.regression.action=stop"]
+    arguments = ["branch", str(whole), "--at", "16", "--run-dir", str(new), *(f"--set={edit}" for edit in edits)]
+    done = CliRunner().invoke(cli, [*arguments, "--store-dir", str(folder / "store")])
+    assert done.exception is None and done.exit_code == 0
+    assert "stopped at step 20, which was saved" in done.output
+    assert f"go on with `curriculum train {new / 'config.yaml'} --run-dir {new} --resume latest`" in done.output
+
+
 def test_a_share_is_raised_in_the_middle_of_a_run_without_compiling(folder):
     config = load_config(folder / "trunk.yaml")
     setup = build(config, folder / "store")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import click
 
+from curriculum.cli.exits import stopped_runs
 from curriculum.cli.options import CHANGES, STORE_DIR
 
 
@@ -24,14 +24,7 @@ def command(run, at, run_dir, overrides, dataset_dirs, eval_dataset_dirs, store_
     It begins at RUN's newest checkpoint at or before that step and trains what lies between exactly as RUN did.
     """
     from curriculum.branch import branch
-    from curriculum.train.signals import Stopped
 
     changes = {"overrides": overrides, "dataset_dirs": dataset_dirs, "eval_dataset_dirs": eval_dataset_dirs}
-    try:
+    with stopped_runs(f"`curriculum train {run_dir / 'config.yaml'} --run-dir {run_dir} --resume latest`"):
         branch(run, at, run_dir, **changes, store_dir=store_dir)
-    except Stopped as stopped:
-        click.echo(
-            f"{stopped}; go on with `curriculum train {run_dir / 'config.yaml'} --run-dir {run_dir} --resume latest`",
-            err=True,
-        )
-        sys.exit(128 + stopped.signal_number)

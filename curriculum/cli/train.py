@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import click
 
+from curriculum.cli.exits import stopped_runs
 from curriculum.cli.options import config_options
 from curriculum.config import config_name, load_config
 from curriculum.errors import InputError
@@ -29,10 +29,8 @@ def command(config_path, changes, store_dir, run_dir, resume, dry_run):
     config = load_config(config_path, **changes)
     run_dir = run_dir or Path("runs") / config.name
 
-    from curriculum.train.signals import Stopped
     from curriculum.train.trainer import dry_run as run_dry
     from curriculum.train.trainer import train
-    from curriculum.train.watch import RegressionStop
 
     if dry_run:
         if resume is not None:
@@ -50,10 +48,5 @@ def command(config_path, changes, store_dir, run_dir, resume, dry_run):
             f"  peak memory {done['peak_memory_gb']:.2f} GB; no run was written"
         )
         return
-    try:
+    with stopped_runs("--resume latest"):
         train(config, run_dir, resume=resume, store_dir=store_dir)
-    except RegressionStop as stopped:
-        click.echo(f"{stopped}; go on with --resume latest")
-    except Stopped as stopped:
-        click.echo(f"{stopped}; go on with --resume latest", err=True)
-        sys.exit(128 + stopped.signal_number)

@@ -1,0 +1,24 @@
+"""How the commands that train end where a run was stopped."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import click
+
+
+@contextmanager
+def stopped_runs(go_on: str) -> Iterator[None]:
+    """Say why a run was stopped and how to `go_on`: exit code 128 + N after signal N, 0 after a regression."""
+    from curriculum.train.signals import Stopped
+    from curriculum.train.watch import RegressionStop
+
+    try:
+        yield
+    except RegressionStop as stopped:
+        click.echo(f"{stopped}; go on with {go_on}")
+    except Stopped as stopped:
+        click.echo(f"{stopped}; go on with {go_on}", err=True)
+        sys.exit(128 + stopped.signal_number)
