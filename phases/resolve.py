@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from phases.lr import LrProgram, LrSchedule, first_jump, lr_pieces
-from phases.schedule import Phase, Ramp, Schedule, Segment, SourceSupply, cut
+from phases.schedule import Phase, Ramp, Schedule, Segment, SourceSupply, cut, joined
 
 
 class ScheduleError(ValueError):
@@ -104,9 +104,10 @@ def resolve(
     phases from there on are left unresolved: all that needs no size is checked, and None is returned.
 
     `past` is frozen: what lies before its end comes from it as it stands, data and rates, and what follows from the
-    phases. The last phase of the past goes on in a new segment, by the phases' own mixture and with its ramp where it
-    stood, if it is declared to end later; else the next one begins. Caps and clocks count what the past has read.
-    `going_on` is that new segment, where it is to differ from what the phase declares; its end is the phase's.
+    phases. The last phase of the past goes on, if it is declared to end later; else the next one begins. Where the
+    phases give the very data of the past, it goes on with its order, so that all of the data are the phases' own; else
+    in a new segment, by the declared mixture and with its ramp where it stood. Caps and clocks count what the past has
+    read. `going_on` is the segment that follows where it is to be another; its end is the phase's.
     Raises ScheduleError with all problems that can be told apart.
     """
     problems = check_phases(phases, list(supplies)) + _check_bounds(supplies, total_steps, batch_size, seq_len)
@@ -133,7 +134,7 @@ def resolve(
     if problems:
         raise ScheduleError(problems)
 
-    segments = [replace(s, cursors={name: s.cursors.get(name, 0) for name in supplies}) for s in past]
+    segments = [replace(s, cursors=_of(s.cursors, supplies)) for s in past]
     warnings: list[str] = []
     start, cursors, before, stopped, resolved = 0, dict.fromkeys(supplies, 0), {}, False, True
     first, under_way = 0, None
@@ -165,7 +166,7 @@ def resolve(
                 segment = _going_on(path, segment, under_way, segments, goal, supplies, warnings)
                 start = under_way[0].start
             if i == first and going_on is not None and going_on.phase == phase.name:
-                segment, going_on = going_on, None
+                segment, going_on = replace(going_on, cursors=_of(going_on.cursors, supplies)), None
             if segment is None:
                 inside, stopped = [], True
             else:
@@ -207,6 +208,11 @@ def resolve(
     segments, lr_warnings = _with_rates(segments, phases, lr, warmup, decay, programs, len(past))
     schedule = Schedule(segments)
     return replace(schedule, warnings=(*warnings, *lr_warnings, *_given_nothing(schedule)))
+
+
+def _of(cursors: Mapping[str, int], sources: Iterable[str]) -> dict[str, int]:
+    """Cursors of these sources: one that was never read may have come or gone."""
+    return {name: cursors.get(name, 0) for name in sources}
 
 
 def _short(value: int | str) -> str:
@@ -391,8 +397,9 @@ def _going_on(path, segment, under_way, past, goal, supplies, warnings) -> Segme
     """`segment`, where a phase goes on that has the segments `under_way` so far; None where the run stops there.
 
     Its ramp goes on where it stood. Where the phase as it is declared gives the very segments that there are, it goes
-    on as it would have: without the sources that were exhausted by then.
+    on as it would have: in the same order, and without the sources that were exhausted by then.
     """
+    under_way = joined(under_way)
     begun, ramp = under_way[0].start, segment.ramp
     if ramp is not None and begun > 0:
         ramp = replace(ramp, from_mixture=Schedule(tuple(past)).segment_at(begun - 1).mixture_at(begun - 1))
@@ -408,11 +415,11 @@ def _going_on(path, segment, under_way, past, goal, supplies, warnings) -> Segme
             inside, _ = _phase_segments(path, declared(now.start, now.cursors), goal, supplies, told)
         except ScheduleError:
             continue  # whatever is wrong ahead will be met again
-        if [replace(s, lr=()) for s in cut(inside, segment.start)] == [replace(s, lr=()) for s in under_way[i:]]:
+        if joined(cut(inside, segment.start)) == under_way[i:]:
             if inside[-1].end == segment.start:
                 warnings += told
                 return None
-            return Schedule(tuple(inside)).segment_at(segment.start).rest(segment.start)
+            return Schedule(tuple(inside)).segment_at(segment.start).going_on(segment.start)
     return declared(segment.start, segment.cursors)
 
 
@@ -451,7 +458,7 @@ def _without(segment: Segment, name: str, step: int, path: str) -> Segment:
         raise ScheduleError([(f"{path}.mixture", f"{message}; add a source or shorten the phase")])
     ramp = segment.ramp
     if ramp is not None:
-        done = ramp.steps_done + step - segment.start
+        done = segment.ramp_steps_done(step)
         from_mixture = {n: w for n, w in ramp.from_mixture.items() if n != name}
         left = math.fsum(from_mixture.values())
         if done >= ramp.steps or left == 0:
@@ -459,7 +466,8 @@ def _without(segment: Segment, name: str, step: int, path: str) -> Segment:
         else:
             ratio = ramp.mass_ratio * math.fsum(mixture.values()) / left
             ramp = replace(ramp, from_mixture=_normalised(from_mixture), steps_done=done, mass_ratio=ratio)
-    return replace(segment, start=step, mixture=_normalised(mixture), ramp=ramp, cursors=segment.drawn_at(step))
+    cursors = segment.drawn_at(step)
+    return replace(segment, start=step, mixture=_normalised(mixture), ramp=ramp, cursors=cursors, skipped=0)
 
 
 def _with_rates(

@@ -73,8 +73,9 @@ class Ramp:
 class Segment:
     """Steps [start, end) of one phase, resolved: all that the data order and the learning rate depend on.
 
-    `cursors` are how far each source was read before `start`, in tokens since the run's start; `skipped` are
-    sequences of the segment's own order that are passed over before its first batch.
+    `cursors` are how far each source was read before the segment's own order begins, in tokens since the run's start;
+    `skipped` are sequences of that order, whole batches, that are passed over before the first batch. The ramp's steps
+    count from the beginning of the order too.
     """
 
     start: int
@@ -96,7 +97,7 @@ class Segment:
 
     def mixture_at(self, step: int) -> dict[str, float]:
         """Proportions during `step`, the update that yields step + 1."""
-        if self.ramp is None or (k := step - self.start) >= len(progress := self.ramp.progress):
+        if self.ramp is None or (k := self._in_order(step)) >= len(progress := self.ramp.progress):
             return self.mixture
         return self._moved(float(progress[k]))
 
@@ -105,9 +106,13 @@ class Segment:
         if self.ramp is None:
             return self.mixture
         length = self.end - self.start
-        progress = self.ramp.progress[:length]
+        progress = self.ramp.progress[self._in_order(self.start) : self._in_order(self.end)]
         mean = (float(progress.sum()) + length - len(progress)) / length
         return {name: share for name, share in self._moved(mean).items() if share > 0}
+
+    def _in_order(self, step: int) -> int:
+        """Steps of the segment's own order before `step`, those that are passed over among them."""
+        return self.skipped // self.batch_size + step - self.start
 
     def _moved(self, x: float) -> dict[str, float]:
         before, after = self.ramp.from_mixture, self.mixture
@@ -122,15 +127,23 @@ class Segment:
             drawn[name] = drawn[name] + counts[..., i] * self.seq_len
         return drawn
 
+    def ramp_steps_done(self, step: int) -> int:
+        """Steps of the ramp that were taken before `step`; the segment has one."""
+        return self.ramp.steps_done + self._in_order(step)
+
     def rest(self, step: int) -> Segment:
         """From `step` on, as a segment of its own: its quotas begin anew, its ramp goes on where it stood."""
-        if step == self.start:
+        if self._in_order(step) == 0:
             return self
         ramp = self.ramp
         if ramp is not None:
-            done = ramp.steps_done + step - self.start
+            done = self.ramp_steps_done(step)
             ramp = replace(ramp, steps_done=done) if done < ramp.steps else None
         return replace(self, start=step, ramp=ramp, cursors=self.drawn_at(step), skipped=0)
+
+    def going_on(self, step: int) -> Segment:
+        """From `step` on, as a segment that gives the very same data: its order goes on."""
+        return replace(self, start=step, skipped=self.skipped + (step - self.start) * self.batch_size)
 
     def drawn_at(self, step: int) -> dict[str, int]:
         """`drawn` before one step, as plain numbers."""
@@ -218,10 +231,25 @@ def cut(segments: Sequence[Segment], step: int) -> tuple[Segment, ...]:
     )
 
 
+def joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
+    """The same data in the fewest segments: one that only goes on with the order before it is part of that one.
+
+    They have no rates.
+    """
+    out: list[Segment] = []
+    for segment in segments:
+        segment = replace(segment, lr=())
+        if out and replace(out[-1].going_on(segment.start), end=segment.end) == segment:
+            out[-1] = replace(out[-1], end=segment.end)
+        else:
+            out.append(segment)
+    return tuple(out)
+
+
 def first_difference(old: Sequence[Segment], new: Sequence[Segment], until: int) -> int | None:
     """The first update before `until` whose data or learning rate two schedules disagree on, or None."""
     for step in sorted({s.start for s in (*old, *new) if s.start < until}):
-        order = [replace(Schedule(tuple(s)).segment_at(step), end=0, lr=()) for s in (old, new)]
+        order = [replace(Schedule(tuple(s)).segment_at(step).going_on(step), end=0, lr=()) for s in (old, new)]
         if order[0] != order[1]:
             until = step  # a learning rate may still differ before
             break

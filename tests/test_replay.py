@@ -17,6 +17,7 @@ from phases.schedule import (
     SourceSupply,
     cut,
     first_difference,
+    joined,
     segments_from_json,
     segments_to_json,
 )
@@ -257,6 +258,11 @@ def test_whatever_the_schedule_a_past_and_an_edit_fit_into_it():
             past = cut(schedule.segments, segment.end)
             assert resolve(phases, supplies, lr, **numbers, past=past) == schedule
             counts["segments"] += 1
+        for step in rng.sample(range(1, schedule.total_steps + 1), min(4, schedule.total_steps)):
+            again = resolve(phases, supplies, lr, **numbers, past=cut(schedule.segments, step))
+            assert joined(again.segments) == joined(schedule.segments)
+            updates = np.arange(schedule.total_steps)
+            assert again.rates(updates).tolist() == schedule.rates(updates).tolist()
         for _ in range(3):
             step, source = rng.randint(0, schedule.total_steps), rng.choice(["s0", "s1", "s2", "s3"])
             edit = {"step": step, "source": source, "factor": rng.choice([2, 10]), "max_share": rng.choice([0.5, 1.0])}

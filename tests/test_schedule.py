@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -449,18 +450,73 @@ def test_a_past_that_ends_with_a_segment_changes_nothing():
 
 
 @pytest.mark.parametrize("end", range(1, 100))
-def test_a_past_that_ends_anywhere_keeps_bounds_rates_and_mixtures(end):
+def test_a_past_that_ends_anywhere_changes_no_data_and_no_rates(end):
     whole = resolved(*THREE, lr=WSD)
     cut_there = after(cut(whole.segments, end), *THREE)
     assert cut_there.phase_bounds == whole.phase_bounds == (("a", 0, 30), ("b", 30, 60), ("c", 60, 100))
     assert cut_there.rates(np.arange(100)).tolist() == whole.rates(np.arange(100)).tolist()
     assert first_difference(whole.segments, cut_there.segments, end) is None
-    for step in range(100):
+    for step in range(101):
         given, expected = (s.segment_at(step).mixture_at(step) for s in (cut_there, whole))
-        assert given == pytest.approx(expected)
+        assert given == expected and cut_there.drawn(step) == whole.drawn(step)
     assert end in {s.start for s in cut_there.segments}
-    for name, drawn in whole.drawn(100).items():
-        assert abs(cut_there.drawn(100)[name] - drawn) <= 4 * 10  # each restart of the quotas is within 2 sequences
+    assert order(cut_there, 100) == order(whole, 100)
+    # And the same again where it is cut once more, within what goes on and after it.
+    for again in {end + 1, (end + 100) // 2} - {100}:
+        twice = after(cut(cut_there.segments, again), *THREE)
+        assert order(twice, 100) == order(whole, 100)
+        assert twice.rates(np.arange(100)).tolist() == whole.rates(np.arange(100)).tolist()
+        assert first_difference(whole.segments, twice.segments, 100) is None
+    for name in ("web", "law"):
+        mean = [
+            sum(segment.mean_mixture().get(name, 0.0) * (segment.end - segment.start) for segment in s.segments)
+            for s in (cut_there, whole)
+        ]
+        assert mean[0] == pytest.approx(mean[1])
+
+
+def order(schedule, until):
+    """Every sequence before step `until` as (source, sequences of it before), and how many there are of each."""
+    out, count = [], Counter()
+    for step in range(until):
+        segment = schedule.segment_at(step)
+        first = segment.skipped + (step - segment.start) * segment.batch_size
+        drawn, before = segment.quotas.locate(np.arange(first, first + segment.batch_size))
+        for source, number in zip(drawn, before, strict=True):
+            name = segment.quotas.sources[source]
+            out.append((name, segment.cursors[name] + int(number) * segment.seq_len))
+            assert out[-1][1] == count[name]  # nothing is read twice or left out
+            count[name] += segment.seq_len
+    assert out
+    return out
+
+
+def test_what_goes_on_meets_its_cap_and_its_clock_where_the_phase_would():
+    law, web = SourceSupply(800, 1, "renormalise"), SourceSupply(8000)
+    mixed = Phase("a", "end", {"law": 0.43, "web": 0.57}, lr=LrProgram())
+    clock = (replace(mixed, until="0.9 epochs of law"), Phase("b", "end", {"web": 1.0}))
+    for phases in ((mixed,), clock):
+        whole = resolved(*phases, supplies={"law": law, "web": web}, lr=CONSTANT)
+        boundary = whole.segments[0].end
+        assert 40 < boundary < 60 and len(whole.segments) == 2
+        for end in (1, 17, boundary - 1, boundary, boundary + 1):
+            given = after(cut(whole.segments, end), *phases, supplies={"law": law, "web": web}, lr=CONSTANT)
+            assert order(given, 100) == order(whole, 100) and given.phase_bounds == whole.phase_bounds
+
+
+def test_what_goes_on_may_change_its_mixture_and_its_end_on_the_way():
+    a, b, c = THREE
+    whole = resolved(*THREE, lr=WSD)
+    on = after(cut(whole.segments, 40), *THREE)
+    assert on.segment_at(45).skipped == 40 and on.segment_at(45).cursors == whole.segment_at(45).cursors
+    longer = after(cut(on.segments, 45), a, replace(b, until=70), c)  # the order of b is not touched by its end
+    assert order(longer, 60) == order(whole, 60)
+    other = after(cut(on.segments, 45), a, replace(b, mixture={"web": 1.0}), c).segment_at(45)
+    assert (other.start, other.skipped, other.ramp.steps_done) == (45, 0, 15)
+    assert other.cursors == whole.drawn(45)
+    assert other.mixture_at(45) == pytest.approx({"web": 0.7 * 4 / 20 + 16 / 20, "law": 0.3 * 4 / 20})
+    rest, expected = (replace(s.segment_at(45).rest(45), lr=()) for s in (on, whole))
+    assert rest == expected and rest.ramp.steps_done == 15
 
 
 def test_the_phases_decide_what_follows_a_past():
