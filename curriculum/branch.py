@@ -19,6 +19,7 @@ from curriculum.record.events import EVENTS, METRICS, Record, check_offsets, pla
 from curriculum.run import Run, RunDirectory, checkpoint_steps, load_run, read_ledger, write_text, write_tokenizer
 from curriculum.train import ledger
 from curriculum.train.averages import SIDECAR
+from curriculum.train.checkpoint import check_readable
 from curriculum.train.fields import branch_edit, derived
 from curriculum.train.setup import Setup, build
 from curriculum.train.start import start_of
@@ -79,6 +80,7 @@ def branch(
     if config.origin.text is not None:  # the branch has its own copy of the file
         origin = replace(config.origin, file=str(directory.path / "config.yaml"))
         setup.config = replace(setup.config, origin=origin)
+    check_readable(folders[step])
     _create(directory, trunk.directory, setup, step, folders[step])
     return train_built(setup, directory, "latest")
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,8 @@ class Checkpoints:
     A step's folder holds `params` (restorable alone), `train` (optimizer state and accumulators), `ledger`
     (plain JSON: segments, consumption, the record's offsets) and `baselines` (nats of every eval window at the evals
     that later ones are compared with). A save that was interrupted leaves no step behind.
-    `read_only`: create and clean up nothing, so that a run may be read while it trains.
+    The folder is made when it is first looked into. `read_only`: create and clean up nothing, so that a run may be read
+    while it trains.
     """
 
     def __init__(
@@ -41,17 +44,21 @@ class Checkpoints:
         read_only: bool = False,
     ):
         self.directory = Path(directory).absolute()
-        kept: list[Any] = [LatestN(keep)]
+        self._preserved: list[Any] = [LatestN(keep)]
         if keep_planned is not None:
-            kept.append(EveryNSteps(interval_steps=keep_planned[0], max_to_keep=keep_planned[1]))
-        self._manager = ocp.CheckpointManager(
+            self._preserved.append(EveryNSteps(interval_steps=keep_planned[0], max_to_keep=keep_planned[1]))
+        self._read_only = read_only
+
+    @cached_property
+    def _manager(self) -> ocp.CheckpointManager:
+        return ocp.CheckpointManager(
             self.directory,
             item_names=(*CHECKPOINT_ITEMS, _EMA),
             options=ocp.CheckpointManagerOptions(
-                preservation_policy=AnyPreservationPolicy(kept),
+                preservation_policy=AnyPreservationPolicy(self._preserved),
                 enable_async_checkpointing=True,
-                cleanup_tmp_directories=not read_only,
-                create=not read_only,
+                cleanup_tmp_directories=not self._read_only,
+                create=not self._read_only,
             ),
         )
 
@@ -92,17 +99,16 @@ class Checkpoints:
         """The state of a step, with the shapes, types and placement of `like`: arrays, or jax.ShapeDtypeStruct.
 
         It may have been saved from another mesh: each device reads its own part. A moving average that `like` has
-        and the checkpoint has not begins with the parameters.
+        and the checkpoint has not begins with the parameters. Raises InputError where it cannot be read.
         """
         self._check(step)
         rest = beside_params(like)
-        restored = self._manager.restore(
-            step,
-            args=ocp.args.Composite(
-                params=ocp.args.StandardRestore(_abstract(like.params)),
-                train=ocp.args.StandardRestore(_abstract(rest)),
-            ),
+        args = ocp.args.Composite(
+            params=ocp.args.StandardRestore(_abstract(like.params)),
+            train=ocp.args.StandardRestore(_abstract(rest)),
         )
+        with _reading(self.directory / str(step)):
+            restored = self._manager.restore(step, args=args)
         ema = None
         if like.ema is not None:
             ema = self.restore_params(step, like.params, ema=self._has_ema(step))
@@ -113,14 +119,15 @@ class Checkpoints:
     def restore_params(self, step: int, like: Any, *, ema: bool = False) -> Any:
         """The parameters of a step alone, or their moving average; nothing else is read.
 
-        Raises InputError where the step has no moving average.
+        Raises InputError where the step has no moving average, or cannot be read.
         """
         self._check(step)
         if ema and not self._has_ema(step):
             raise InputError(f"{self.directory}: step {step} was saved without a moving average (averages.ema_decay)")
         item = _EMA if ema else "params"
         args = ocp.args.Composite(**{item: ocp.args.StandardRestore(_abstract(like))})
-        return self._manager.restore(step, args=args)[item]
+        with _reading(self.directory / str(step) / item):
+            return self._manager.restore(step, args=args)[item]
 
     def set_aside_after(self, step: int) -> None:
         """Move the steps after `step`, and folders without a whole checkpoint, into `superseded/` beside this folder.
@@ -159,7 +166,8 @@ class Checkpoints:
         self._manager.wait_until_finished()
 
     def close(self) -> None:
-        self._manager.close()
+        if "_manager" in self.__dict__:
+            self._manager.close()
 
     def _is_whole(self, step: int) -> bool:
         return all((self.directory / str(step) / item).is_dir() for item in CHECKPOINT_ITEMS)
@@ -181,17 +189,39 @@ def beside_params(state: TrainState) -> dict[str, Any]:
 def load_params(folder: str | os.PathLike, like: Any = None) -> Any:
     """A saved tree of arrays: `RUN/checkpoints/STEP/params`, whatever devices it was saved from.
 
-    On the host, or with the shapes, types and placement of `like`. Raises InputError where there is none.
+    On the host, or with the shapes, types and placement of `like`. Raises InputError where there is none, or it cannot
+    be read.
     """
     folder = Path(folder).absolute()
     if not (folder / "_METADATA").exists():
         raise InputError(f"{folder}: holds no saved arrays; expected the folder RUN/checkpoints/STEP/params")
-    if like is None:
-        host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-        saved = ocp.StandardCheckpointHandler().metadata(folder).tree
-        like = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=host), saved)
-    with ocp.StandardCheckpointer() as checkpointer:
+    with _reading(folder), ocp.StandardCheckpointer() as checkpointer:
+        if like is None:
+            host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+            saved = ocp.StandardCheckpointHandler().metadata(folder).tree
+            like = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=host), saved)
         return checkpointer.restore(folder, like)
+
+
+def check_readable(checkpoint: Path) -> None:
+    """Raise InputError where an item of a checkpoint cannot be read: before something is made that goes on from it."""
+    for metadata in sorted(checkpoint.glob("*/_METADATA")):
+        load_params(metadata.parent)
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """Turn a failed read of saved arrays into an InputError."""
+    try:
+        yield
+    except Exception as error:
+        # Where an array's bytes are missing orbax raises the class Exception itself; any other is none of the file's.
+        if not (type(error) is Exception or isinstance(error, ValueError | OSError | KeyError)):
+            raise
+        cause = error.__cause__ if type(error) is Exception and error.__cause__ else error
+        what = next(iter(str(cause).partition(" [tensorstore_spec")[0].splitlines()), type(cause).__name__)
+        message = f"{folder}: cannot be read: {what[:300]}; use the checkpoint of another step, or restore this one"
+        raise InputError(f"{message} from a copy") from error
 
 
 def _abstract(tree: Any) -> Any:

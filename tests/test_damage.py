@@ -1,0 +1,66 @@
+"""Run directories with damaged files: said in a line, and nothing is made of them."""
+
+from pathlib import Path
+
+import pytest
+from test_evaluate import folder, trained  # noqa: F401  (fixtures)
+
+from curriculum.branch import branch
+from curriculum.config import build_config
+from curriculum.errors import InputError
+from curriculum.evaluate import evaluate
+from curriculum.export import export
+from curriculum.run import load_run
+from curriculum.train.checkpoint import load_params
+from curriculum.train.trainer import train
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def damage(item):
+    """Cut the files of saved arrays: what a full disk or a broken copy leaves."""
+    for path in [*Path(item).glob("d/*"), *Path(item).glob("ocdbt.process_0/d/*")]:
+        truncate(path)
+
+
+def beginning_from(base):
+    data = load_run("run").config.to_json()
+    return build_config(data | {"adaptation": {"init_from": base}})
+
+
+@pytest.mark.parametrize("file", ["manifest.ocdbt", "_METADATA", "array_metadatas/process_0", "d", "ocdbt.process_0/d"])
+def test_arrays_of_which_any_file_is_cut_cannot_be_read(folder, file):  # noqa: F811
+    params = Path("run/checkpoints/2/params")
+    for path in [params / file] if (params / file).is_file() else (params / file).iterdir():
+        truncate(path)
+    with pytest.raises(
+        InputError, match=r"checkpoints/2/params: cannot be read: .*; use the checkpoint of another step"
+    ):
+        load_params(params)
+
+
+def test_a_checkpoint_that_cannot_be_read_is_told_and_nothing_is_made(folder):  # noqa: F811
+    damage("run/checkpoints/2/params")
+    with pytest.raises(InputError, match="checkpoints/2/params: cannot be read"):
+        evaluate("run", step=2, store_dir="store")
+    with pytest.raises(InputError, match="checkpoints/2/params: cannot be read"):
+        export("run", "exported", step=2)
+    with pytest.raises(InputError, match="checkpoints/2/params: cannot be read"):
+        train(beginning_from("run/checkpoints/2"), "new", store_dir="store")
+    with pytest.raises(InputError, match="checkpoints/2.*: cannot be read"):
+        branch("run", 3, "branched", overrides=["train.steps=6"], store_dir="store")
+    assert not [name for name in ("exported", "new", "branched") if Path(name).exists()]
+
+
+def test_a_checkpoint_that_cannot_go_on_is_told(folder):  # noqa: F811
+    config = build_config(load_run("run").config.to_json() | {"train": {"steps": 6, "batch_size": 4, "seq_len": 32}})
+    damage("run/checkpoints/4/train")
+    before = sorted(Path("run").rglob("*"))
+    with pytest.raises(InputError, match="checkpoints/4.*: cannot be read: .*; use the checkpoint of another step"):
+        train(config, "run", resume="latest", store_dir="store")
+    assert sorted(Path("run").rglob("*")) == before
+    with pytest.raises(InputError, match="checkpoints/4.*: cannot be read"):
+        branch("run", 4, "branched", overrides=["train.steps=6"], store_dir="store")
+    assert not Path("branched").exists()
