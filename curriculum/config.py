@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from curriculum.adaptation import INHERITED, AdaptationSection, Heritage, heritage, with_replay
+from curriculum.adaptation import INHERITED, AdaptationSection, Heritage, heritage
 from curriculum.config_checks import CHECKS, PATH_CHECKS
 from curriculum.config_problems import no_such, translate
 from curriculum.data.chat import ChatConfig
@@ -302,7 +302,6 @@ def build_config(
     problems += [p for needs, check in checks if needs <= looked_at for p in check(values)]
     if problems:
         raise InputError(*sorted({origin.problem(*p): None for p in problems}, key=origin.sort_key))
-    values["phases"] = with_replay(values["phases"], values["adaptation"].replay)
     return Config(**values, origin=origin)
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from curriculum.adaptation import base_lineage
+from curriculum.adaptation import base_lineage, with_replay
 from curriculum.config import Config
 from curriculum.data.corpus import find_sizes
 from curriculum.model.memory import memory_estimate
@@ -70,7 +70,7 @@ class Plan:
 def resolve_schedule(
     config: Config, tokens_per_epoch: Mapping[str, int | None], past: Sequence[Segment] = ()
 ) -> Schedule:
-    """The config's phases as segments, for epochs of so many tokens (None: not prepared). Raises InputError.
+    """The config's phases, replay mixed in, as segments, for epochs of so many tokens (None: not prepared). Raises InputError.
 
     `past` is frozen: the phases decide from its end on.
     """
@@ -78,10 +78,11 @@ def resolve_schedule(
         f"too few training tokens, expected at least one sequence of train.seq_len ({config.train.seq_len}) and the "
         "token after it; add text or shorten the sequences"
     )
+    phases = with_replay(config.phases, config.adaptation.replay)
     problems = [
         (f"sources.{name}", message)
         for name, num_tokens in tokens_per_epoch.items()
-        if num_tokens == 0 and any(p.mixture.get(name) for p in config.phases)
+        if num_tokens == 0 and any(p.mixture.get(name) for p in phases)
     ]
     if problems:
         raise config.error(problems)
@@ -111,7 +112,7 @@ def replay_schedule(
 def _declared(config: Config, epochs: Mapping[str, int | None]) -> dict[str, Any]:
     """What a schedule is resolved from, by the names that `resolve` has for it."""
     return {
-        "phases": config.phases,
+        "phases": with_replay(config.phases, config.adaptation.replay),
         "supplies": {n: SourceSupply(epochs[n], s.max_epochs, s.on_exhaust) for n, s in config.sources.items()},
         "lr": config.optim,
         "total_steps": config.train.steps,

@@ -15,7 +15,7 @@ from orbax.checkpoint import StandardCheckpointer
 from curriculum.adaptation import find_base, with_replay
 from curriculum.cli.main import main
 from curriculum.cli.plan import table
-from curriculum.config import build_config, config_from_json, load_config
+from curriculum.config import build_config, changed_config, config_from_json, load_config
 from curriculum.data.tokenizer import load_tokenizer
 from curriculum.errors import InputError
 from curriculum.plan import plan
@@ -300,7 +300,8 @@ def test_phases_are_made_of_dataset_dirs_only(folder):
     assert [phase.mixture for phase in config.phases] == [{"law": 1.0, "code": 1.0}]
     # What is replayed is not what is adapted to.
     config = load_config("adapted.yaml", ["adaptation.replay.web=0.25"], dataset_dirs=["law=law.txt", "web=web.txt"])
-    assert [phase.mixture for phase in config.phases] == [{"law": 0.75, "web": 0.25}]
+    assert [phase.mixture for phase in config.phases] == [{"law": 1.0}]
+    assert [phase["mixture"] for phase in plan(config).phases] == [{"law": 0.75, "web": 0.25}]
 
 
 def test_replay_by_hand():
@@ -323,9 +324,10 @@ def test_replay_by_hand():
 def test_the_plan_and_the_resolved_config_show_it(folder, command):
     replay = ["adaptation.replay={web: 0.05}", "train.steps=50", "sources.web.path=web.txt"]
     config = adapted(*replay)
-    assert config.phases[0].mixture == {"law": 0.95, "web": 0.05}
+    assert config.phases[0].mixture == {"law": 1.0} and config.adaptation.replay == {"web": 0.05}
     assert config_from_json(json.loads(json.dumps(config.to_json()))) == config
     shown = plan(config, store_dir="store")
+    assert shown.phases[0]["mixture"] == {"law": 0.95, "web": 0.05}
     assert (
         shown.begins_from["run"] == "first"
         and shown.num_parameters == load_run("base").events[0]["model"]["num_parameters"]
@@ -339,6 +341,23 @@ def test_the_plan_and_the_resolved_config_show_it(folder, command):
     code, out, errors = command("plan", "adapted.yaml", "--init-from", "base", "--keep-optimizer", "--dataset-dir",
                                 "law=law.txt", "--store-dir", "store")  # fmt: skip
     assert code == 0 and "begins with parameters and optimizer state of first, step 4 (base)" in out, errors
+
+
+def test_a_run_remembers_its_phases_and_its_replay_apart(folder):
+    """So that a later change of the replay counts, and is told where it comes too late."""
+    sources = ["law=law.txt", "web=web.txt"]
+    given = load_config("adapted.yaml", ["adaptation.replay.web=0.25", "train.steps=4"], dataset_dirs=sources)
+    train(given, "run", store_dir="store")
+    run = load_run("run")
+    assert run.resolved["phases"][0]["mixture"] == {"law": 1.0}
+    assert run.resolved["derived"]["phases"][0]["mixture"] == {"law": 0.75, "web": 0.25}
+    assert run.config == given
+    more = changed_config(run.config, ["adaptation.replay.web=0.5"])
+    assert plan(more, store_dir="store").phases[0]["mixture"] == {"law": 0.5, "web": 0.5}
+    unchanged = changed_config(run.config, ["optim.lr=1e-2"])
+    assert train(unchanged, "run", resume="2", store_dir="store")["step"] == 4
+    segments = read_ledger(Path("run/checkpoints/4"))["segments"]
+    assert [segment["mixture"] for segment in segments] == [{"law": 0.75, "web": 0.25}]
 
 
 def test_arrays_that_do_not_fit_are_named_before_anything_is_made(folder):
