@@ -169,6 +169,7 @@ def plan(config: Config, *, store_dir: str | Path = DEFAULT_STORE_DIR) -> Plan:
                 f"{name} is read {drawn[name] / size:.1f} times; above {MAX_EPOCHS_WORTH_FRESH} epochs repeated "
                 "data is worth less and less (93 % of fresh data at 4 epochs, 66 % at 16: arXiv:2305.16264)"
             )
+    warnings += unread(config, schedule)
     warnings += few_scored_targets(schedule, batch_size * seq_len, sizes.details)
     unknown = [name for name, size in epochs_of.items() if size is None]
     if unknown:
@@ -224,6 +225,19 @@ def few_scored_targets(schedule: Schedule, tokens_per_step: int, details: Mappin
                 f"updates of phase {phase} have about {expected:.1f} scored targets each, in {tokens_per_step:,} slots;"
                 " one that has none is skipped; raise train.batch_size or train.seq_len"
             )
+    return warnings
+
+
+def unread(config: Config, schedule: Schedule) -> list[str]:
+    """A warning for each replay that no phase takes, and for each source that is neither read nor measured."""
+    warnings = []
+    for name in config.adaptation.replay:
+        if all(name in phase.mixture for phase in config.phases):
+            warnings.append(f"adaptation.replay.{name} changes nothing: the mixture of every phase names {name} itself")
+    measured = {source.held_out_of for source in config.eval_sources.values()}
+    for name, drawn in schedule.drawn(schedule.total_steps).items():
+        if drawn == 0 and name not in measured:
+            warnings.append(f"nothing of source {name} is read: no phase gives it a share, and no eval set is of it")
     return warnings
 
 

@@ -345,11 +345,14 @@ def test_the_plan_and_the_resolved_config_show_it(folder, command):
 
 def test_a_run_remembers_its_phases_and_its_replay_apart(folder):
     """So that a later change of the replay counts, and is told where it comes too late."""
-    sources = ["law=law.txt", "web=web.txt"]
-    given = load_config("adapted.yaml", ["adaptation.replay.web=0.25", "train.steps=4"], dataset_dirs=sources)
+    sources = ["law=law.txt", "web=web.txt", "code=code.txt"]
+    phases = "phases=[{name: a, until: end, mixture: {law: 1}}]"
+    given = load_config("adapted.yaml", [phases, "adaptation.replay.web=0.25", "train.steps=4"], dataset_dirs=sources)
     train(given, "run", store_dir="store")
     run = load_run("run")
     assert run.resolved["phases"][0]["mixture"] == {"law": 1.0}
+    nothing_of_code = "nothing of source code is read: no phase gives it a share, and no eval set is of it"
+    assert run.start["warnings"].count(nothing_of_code) == 1
     assert run.resolved["derived"]["phases"][0]["mixture"] == {"law": 0.75, "web": 0.25}
     assert run.config == given
     more = changed_config(run.config, ["adaptation.replay.web=0.5"])

@@ -73,6 +73,27 @@ def test_plan_and_training_agree_on_sizes(tmp_path):
     assert {n: d["tokens"] for n, d in p.sources.items()} == {n: len(t) for n, t in corpus.streams.items()}
 
 
+def test_what_is_never_read_and_replay_that_changes_nothing_are_told(tmp_path):
+    nothing_of_law = "nothing of source law is read: no phase gives it a share, and no eval set is of it"
+    everywhere = [{"name": "a", "until": "end", "mixture": {"web": 0.5, "law": 0.5}}]
+    alone = [{"name": "a", "until": "end", "mixture": {"web": 1.0}}]
+    replay = {"replay": {"law": 0.1}}
+
+    def told(**changes):
+        config = config_of(tmp_path, **changes)
+        load_corpus(config, tmp_path / "store")
+        return [w for w in plan(config, store_dir=tmp_path / "store").warnings if "is read:" in w or "replay" in w]
+
+    assert told() == []
+    assert told(phases=alone) == told(phases=[{**alone[0], "mixture": {"web": 1, "law": 0}}]) == [nothing_of_law]
+    assert told(phases=alone, adaptation=replay) == []
+    useless = "adaptation.replay.law changes nothing: the mixture of every phase names law itself"
+    assert told(phases=everywhere, adaptation=replay) == [useless]
+    sources = {name: {"path": str(tmp_path / f"{name}.jsonl"), "held_out": "20%"} for name in ("web", "law")}
+    evalsets = {"primary": {"held_out_of": "web"}, "sets": {"law": {"held_out_of": "law"}}}
+    assert told(phases=alone, sources=sources, evalsets=evalsets) == []
+
+
 def test_warnings(tmp_path):
     phases = [
         {"name": "a", "until": 50, "mixture": {"law": 3, "web": 0.001}, "lr": {"decay_steps": 10}},

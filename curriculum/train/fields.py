@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from curriculum.model.model import num_parameters
-from curriculum.plan import describe_phases, few_scored_targets
+from curriculum.plan import describe_phases, few_scored_targets, unread
 from curriculum.train.clock import TrainClock, peak_memory_gb
 from curriculum.train.ledger import History
 from curriculum.train.mesh import describe_devices
@@ -33,6 +33,7 @@ def training_start(setup: Setup) -> dict[str, Any]:
         "warnings": [
             *setup.schedule.warnings,
             *setup.corpus.warnings,
+            *unread(setup.config, setup.schedule),
             *few_scored_targets(setup.schedule, setup.tokens_at(1), setup.corpus.details),
             *no_verdicts(setup.corpus.evalsets.values()),
         ],
