@@ -157,13 +157,13 @@ def test_the_last_known_detectable_difference_counts():
 
 
 def test_lineage(tmp_path):
-    base = {"init_from": "runs/base", "run": "runs/base", "step": 60, "keep_optimizer": True, "lineage": None}
+    base = {"init_from": "runs/base/gold", "run": "first", "step": 60, "keep_optimizer": True, "lineage": None}
     of = {"init_from": "runs/mid", "run": "runs/mid", "step": None, "keep_optimizer": False, "lineage": base}
     path = write_run(tmp_path / "run", LOSSES, start={"lineage": of}, branched_from={"run": "runs/trunk", "step": 1200})
     lines = shown(path)
     assert "lineage branched from runs/trunk at step 1,200" in lines
     assert "lineage parameters from runs/mid\n" in lines
-    assert "lineage parameters and optimizer state from runs/base, step 60" in lines
+    assert "lineage parameters and optimizer state from runs/base/gold (first), step 60" in lines
 
 
 def test_what_is_no_run_is_said(tmp_path):

@@ -253,7 +253,9 @@ def lineage_lines(lineage: Mapping[str, Any]) -> list[str]:
     while base:
         what = "parameters and optimizer state" if base.get("keep_optimizer") else "parameters"
         step = "" if base.get("step") is None else f", step {base['step']:,}"
-        lines.append(f"{what} from {base.get('run') or base['init_from']}{step}")
+        where, name = base.get("init_from"), base.get("run")
+        named = where if where and name in (None, where) else f"{where} ({name})" if where else name
+        lines.append(f"{what} from {named}{step}")
         base = base.get("lineage")
     return lines
 
