@@ -70,9 +70,9 @@ class Plan:
 def resolve_schedule(
     config: Config, tokens_per_epoch: Mapping[str, int | None], past: Sequence[Segment] = ()
 ) -> Schedule:
-    """The config's phases, replay mixed in, as segments, for epochs of so many tokens (None: not prepared). Raises InputError.
+    """The config's phases, replay mixed in, as segments, for epochs of so many tokens (None: not prepared).
 
-    `past` is frozen: the phases decide from its end on.
+    `past` is frozen: the phases decide from its end on. Raises InputError.
     """
     message = (
         f"too few training tokens, expected at least one sequence of train.seq_len ({config.train.seq_len}) and the "
