@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
@@ -25,7 +26,7 @@ from curriculum.train.setup import Setup, build
 from curriculum.train.start import start_of
 from curriculum.train.trainer import check, kept_tokenizer, train_built
 from phases.lr import LrSchedule
-from phases.schedule import Schedule, cut, segments_from_json, segments_to_json
+from phases.schedule import Schedule, Segment, cut, segments_from_json, segments_to_json
 
 
 def branch(
@@ -43,7 +44,9 @@ def branch(
 
     It starts from the trunk's newest checkpoint at or before `at`, takes over the record up to there, trains the steps
     in between exactly as the trunk did, and goes on by the trunk's config, changed by `overrides` (`a.b=value`) and
-    directories as in `load_config`. It needs nothing of the trunk afterwards; `make_model` as in `train`.
+    directories as in `load_config`. A share that the trunk raised is raised to the end of its phase here too, unless
+    the phase's mixture is changed. Without a change all of the run is the trunk's.
+    It needs nothing of the trunk afterwards; `make_model` as in `train`.
     Returns its `training_complete` event. Raises InputError for what the user can mend, before anything is created,
     and Stopped after a signal: `train(..., resume="latest")` then goes on.
     """
@@ -68,12 +71,19 @@ def branch(
     branched_from = {
         "run": str(run),
         "step": at,
+        "id": secrets.token_hex(8),
+        "branched_from": trunk.branched_from,
         "mixture_before": whole.shares(at),
         "reason": " ".join([f"branched from {run} at step {at}", *changes]),
+        "acts": _acts(trunk, at),
+        "phase_ends": [*(saved.get("branched_from") or {}).get("phase_ends", []), (at, sorted(whole.phase_ends))],
     }
     start = start_of(config, trunk.directory, step)
     tokenizer = kept_tokenizer(trunk.directory, config)
     setup = build(config, store_dir, tokenizer, make_model, start, past, branched_from)
+    if on := _edit_in_force(trunk, config, whole, step, at):
+        if setup.schedule.segment_at(at).phase == on.phase:
+            setup.keep_edit(on)
     ledger.check_past(saved, setup)
     if setup.schedule.total_steps <= at:
         raise config.error([("train.steps", f"the run ends at step {at}, where the branch begins; give it more")])
@@ -92,8 +102,47 @@ def _check_new(directory: RunDirectory) -> None:
             f"--run-dir {directory.path}: holds a run already; choose another, or go on with a branch that was begun: "
             f"curriculum train {directory.path / 'config.yaml'} --run-dir {directory.path} --resume latest"
         )
+    within = next((p for p in directory.path.absolute().parents if RunDirectory(p).holds_run()), None)
+    if within is not None:
+        raise InputError(f"--run-dir {directory.path}: lies within the run {within}; choose a folder outside it")
     if directory.path.exists() and any(directory.path.iterdir()):
         raise InputError(f"--run-dir {directory.path}: is not empty; choose a new folder")
+
+
+def _acts(trunk: Run, at: int) -> dict[str, dict[str, Any]]:
+    """What `Setup.of_trunk` tells of the steps before `at`, by step."""
+    acts: dict[str, dict[str, Any]] = {}
+    told = ("kind", "phase", "mixture_before", "mixture_after", "until", "reason")
+    for event in trunk.events:
+        if event["event"] in ("eval_regression", "schedule_edit") and event["step"] < at:
+            of_step = acts.setdefault(str(event["step"]), {"action": None, "edits": []})
+            if event["event"] == "eval_regression":
+                of_step["action"] = event["action"]
+            else:
+                of_step["edits"].append({key: event[key] for key in told})
+    return acts
+
+
+def _edit_in_force(trunk: Run, config: Config, whole: Schedule, step: int, at: int) -> Segment | None:
+    """The segment of the trunk that goes on at `at` with a raised share, where the branch changes nothing of its phase.
+
+    `step` is the checkpoint's: what the trunk did after an eval at `at` itself counts only where it is in there.
+    """
+    last = at if step == at else at - 1
+    edits = [e for e in trunk.events if e["event"] == "schedule_edit" and e["kind"] == "replay" and e["step"] <= last]
+    if not any(at < edit["until"] for edit in edits):
+        return None
+    if trunk.branched_from is not None and trunk.branched_from["step"] > at:
+        return None  # up to there the schedule is not what the trunk's config says
+    segment = whole.segment_at(last).going_on(at)
+    if _declared(trunk.config, segment.phase) != _declared(config, segment.phase):
+        return None
+    return segment
+
+
+def _declared(config: Config, name: str) -> tuple[Any, ...]:
+    """What a phase's mixtures come from."""
+    return config.adaptation.replay, [(p.mixture, p.ramp_steps, p.ramp_shape) for p in config.phases if p.name == name]
 
 
 def _step_of(trunk: Run, at: int | str) -> int:
@@ -142,10 +191,20 @@ def _check_steps_between(old: Config, new: Config, step: int, at: int, steps: li
 
 
 def _of_every_update(config: Config) -> dict[str, Any]:
-    """What an update depends on beside its batch and its learning rate, by its path in the config."""
-    sections = {name: config.to_json()[name] for name in ("model", "optim", "train", "averages", "mesh")}
+    """What an update depends on beside its batch and its learning rate, and what is measured and recorded of it.
+
+    By its path in the config.
+    """
+    whole = config.to_json()
+    sections = {name: whole[name] for name in ("model", "optim", "train", "averages", "mesh", "evalsets")}
+    nested = {f"evalsets.{name}": sections["evalsets"].pop(name) for name in ("regression", "gold", "sets")}
     schedule = {f"optim.{field.name}" for field in fields(LrSchedule)} | {"train.steps"}
-    flat = {f"{name}.{key}": value for name, section in sections.items() for key, value in (section or {}).items()}
+    flat = {
+        f"{name}.{key}": value
+        for name, section in (sections | nested).items()
+        for key, value in (section or {}).items()
+    }
+    flat["logging.every"] = whole["logging"]["every"]
     return {path: value for path, value in flat.items() if path not in schedule}
 
 

@@ -68,11 +68,14 @@ class Plan:
 
 
 def resolve_schedule(
-    config: Config, tokens_per_epoch: Mapping[str, int | None], past: Sequence[Segment] = ()
+    config: Config,
+    tokens_per_epoch: Mapping[str, int | None],
+    past: Sequence[Segment] = (),
+    going_on: Segment | None = None,
 ) -> Schedule:
     """The config's phases, replay mixed in, as segments, for epochs of so many tokens (None: not prepared).
 
-    `past` is frozen: the phases decide from its end on. Raises InputError.
+    `past` is frozen: the phases decide from its end on, but for `going_on`, as in `resolve`. Raises InputError.
     """
     message = (
         f"too few training tokens, expected at least one sequence of train.seq_len ({config.train.seq_len}) and the "
@@ -86,7 +89,7 @@ def resolve_schedule(
     ]
     if problems:
         raise config.error(problems)
-    return _resolve(config, tokens_per_epoch, past)
+    return _resolve(config, tokens_per_epoch, past, going_on=going_on)
 
 
 def check_schedule(config: Config, past: Sequence[Segment] = ()) -> None:
@@ -122,11 +125,16 @@ def _declared(config: Config, epochs: Mapping[str, int | None]) -> dict[str, Any
 
 
 def _resolve(
-    config: Config, epochs: Mapping[str, int | None], past: Sequence[Segment] = (), *, sizes_to_come: bool = False
+    config: Config,
+    epochs: Mapping[str, int | None],
+    past: Sequence[Segment] = (),
+    *,
+    sizes_to_come: bool = False,
+    going_on: Segment | None = None,
 ) -> Schedule | None:
     """The schedule for epochs of so many tokens; None only where sizes are still to come."""
     try:
-        return resolve(**_declared(config, epochs), past=past, sizes_to_come=sizes_to_come)
+        return resolve(**_declared(config, epochs), past=past, sizes_to_come=sizes_to_come, going_on=going_on)
     except ScheduleError as error:
         raise config.error(error.problems) from None
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ from curriculum.branch import branch
 from curriculum.cli.main import cli
 from curriculum.config import build_config, load_config
 from curriculum.errors import InputError
+from curriculum.record.compare import shared_past
 from curriculum.run import RunDirectory, checkpoint_steps, load_run, read_ledger
 from curriculum.train import ledger
 from curriculum.train.setup import build
@@ -148,7 +150,9 @@ def test_up_to_its_step_a_branch_is_its_trunk_and_after_it_its_own(whole, branch
 def test_a_branch_tells_where_it_comes_from(branched, folder):
     new, _ = branched
     resolved = json.loads((new / "config.resolved.json").read_text())
-    assert resolved["derived"]["branched_from"] == {"run": str(folder / "trunk"), "step": 14}
+    point = resolved["derived"]["branched_from"]
+    assert len(point.pop("id")) == 16
+    assert point == {"run": str(folder / "trunk"), "step": 14, "branched_from": None}
     assert resolved["command_line"][0] == "--set logging.every=2"  # the trunk's own
     assert "--set train.steps=20" in resolved["command_line"]
     assert (new / "config.yaml").read_text() == (folder / "trunk.yaml").read_text()
@@ -239,10 +243,16 @@ def test_a_branch_s_curves_are_the_trunk_s_and_then_its_own_without_a_zig_zag(br
          "its trunk did, with 0.1; restore it, or branch where there is a checkpoint: 2, 4, 6, 8, 10, 12"),
         ("13", ["train.grad_accum=2"], "train.grad_accum: got 2, but the branch trains steps 12 to 13 again"),
         ("13", ["train.batch_size=8"], "train.batch_size: got 8"),
+        ("13", ["evalsets.every=3"], "evalsets.every: got 3, but the branch trains steps 12 to 13 again .* with 4; re"),
+        ("13", ["evalsets.gold.minimise=law/loss"], 'evalsets.gold.minimise: got "law/loss", but the branch trains'),
+        ("13", ["evalsets.regression.tolerance=0.5"], "evalsets.regression.tolerance: got 0.5, but the branch trains"),
+        ("13", ["evalsets.sets.web={held_out_of: web}"], "evalsets.sets.web: got .*, but the branch trains steps 12"),
+        ("13", ["logging.every=1"], "logging.every: got 1, but the branch trains steps 12 to 13 again"),
         ("12", ["train.batch_size=8"], "train.batch_size: got 8, but up to step 12 the schedule stands with 4"),
         ("13", ["train.steps=13"], "train.steps: the run ends at step 13, where the branch begins"),
         ("13", ["train.steps=12"], "train.steps: the run would end at step 12, but its schedule stands already"),
-        ("13", ["optim.lr=3e-2"], "optim.allow_jump: the learning rate jumps from 0.003 to 0.03 at step 13"),
+        ("13", ["optim.lr=3e-2"], "optim.allow_jump: the learning rate jumps from 0.003 to 0.03 at step 13, "
+         "up to which the schedule stands: more than 2x; let a phase begin there with an lr of its own"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_branched_is_refused_and_creates_nothing(trunk, folder, at, overrides, words):
@@ -262,6 +272,10 @@ def test_where_a_branch_may_not_lie(whole, tmp_path):
         branch(tmp_path, 4, tmp_path / "new")
     with pytest.raises(InputError, match=r"holds a run already; choose another, or go on .*--resume latest"):
         branch(whole, 4, whole)
+    inside = whole / "checkpoints" / "sub"
+    with pytest.raises(InputError, match="checkpoints/sub: lies within the run .*whole; choose a folder outside it"):
+        branch(whole, 4, inside)
+    assert not inside.exists()
     (tmp_path / "full").mkdir()
     (tmp_path / "full/mine.txt").write_text("mine")
     with pytest.raises(InputError, match="full: is not empty; choose a new folder"):
@@ -302,6 +316,68 @@ def test_a_run_of_no_file_branches_too(whole, folder, tmp_path):
     assert state(tmp_path / "new", 24) != state(tmp_path / "trunk", 24)
 
 
+@pytest.fixture(scope="module")
+def replaying(folder):
+    """A trunk whose sets get worse at the evals of 12 and 16, whereupon their sources are replayed more."""
+    data = yaml.safe_load((folder / "trunk.yaml").read_text())
+    data["phases"][1]["lr"] = {"rewarm_steps": 2, "peak": 3.0}
+    data["evalsets"]["regression"] = {"action": "replay", "replay_factor": 1.5, "replay_max_share": 0.9}
+    data["checkpoint"] = {"every": 10, "keep": 9}
+    (folder / "replaying.yaml").write_text(yaml.safe_dump(data))
+    train(load_config(folder / "replaying.yaml"), folder / "replaying", store_dir=folder / "store")
+    return folder / "replaying"
+
+
+def edits(run_dir):
+    lines = [event for event in load_run(run_dir).events if event["event"] == "schedule_edit"]
+    return [{k: v for k, v in line.items() if k not in CLOCK_FIELDS} for line in lines]
+
+
+@pytest.mark.parametrize("at", [14, 13, 12, 10])
+def test_a_branch_without_a_change_is_its_trunk_to_the_end(replaying, folder, tmp_path, at):
+    assert [(e["step"], e["kind"]) for e in edits(replaying)][:1] == [(12, "replay")]
+    new = tmp_path / "new"
+    branch(replaying, at, new, store_dir=folder / "store")
+    assert state(new, 24) == state(replaying, 24)
+    assert record(new) == record(replaying)
+    own = [e for e in edits(new) if e["kind"] == "branch"]
+    assert [e for e in edits(new) if e["kind"] == "replay"] == edits(replaying) and len(own) == 1
+    assert own[0]["step"] == at and own[0]["mixture_before"] == own[0]["mixture_after"]
+
+
+def test_a_raised_share_lasts_unless_the_branch_changes_its_phase(replaying, folder, tmp_path):
+    trunk = segments_from_json(read_ledger(replaying / "checkpoints/24")["segments"])
+    raised = next(s for s in trunk if s.start == 12)
+    assert raised.mixture != {"law": 0.8, "web": 0.2}
+    for name, change, kept in (
+        ("kept", "phases[2].mixture={web: 1.0}", True),
+        ("changed", "phases[1].mixture={law: 0.7, web: 0.3}", False),
+    ):
+        branch(replaying, 13, tmp_path / name, overrides=[change], store_dir=folder / "store")
+        segments = segments_from_json(read_ledger(tmp_path / name / "checkpoints/24")["segments"])
+        (on,) = [s for s in segments if s.start == 13]
+        assert on.mixture == (raised.mixture if kept else {"law": 0.7, "web": 0.3})
+        assert (replace(on, end=0, lr=()) == replace(raised.going_on(13), end=0, lr=())) == kept
+        assert [e for e in edits(tmp_path / name) if e["step"] == 12] == [
+            e for e in edits(replaying) if e["step"] == 12
+        ]
+
+
+def test_a_branch_of_a_branch_tells_of_both_and_shares_the_pasts_of_both(replaying, folder, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    branch(replaying, 13, first, overrides=["phases[2].mixture={web: 1.0}"], store_dir=folder / "store")
+    branch(first, 17, second, overrides=["train.steps=26"], store_dir=folder / "store")  # from the checkpoint of 10
+    assert record(second, 17) == record(first, 17)
+    told = [e for e in edits(first) if e["step"] <= 16]
+    assert [e["step"] for e in told if e["kind"] == "branch"] == [13]
+    assert edits(second)[: len(told)] == told and edits(second)[len(told)]["step"] == 17
+    runs = [load_run(path) for path in (replaying, first, second)]
+    assert [shared_past(runs[i], runs[j]) for i, j in ((0, 1), (0, 2), (1, 2))] == [13, 13, 17]
+    point = runs[2].branched_from
+    assert (point["step"], point["branched_from"]["step"], point["branched_from"]["branched_from"]) == (17, 13, None)
+    assert point["branched_from"] == runs[1].branched_from
+
+
 def test_a_branch_that_a_regression_stops_says_how_to_go_on(whole, folder, tmp_path):
     new = tmp_path / "new"
     edits = ["phases[2].lr={rewarm_steps: 2, peak: 30.0}", "evalsets.regression.action=stop"]
@@ -333,7 +409,7 @@ def test_a_share_is_raised_in_the_middle_of_a_run_without_compiling(folder):
         standing = setup.schedule
         with pytest.raises(ReplayRefused, match="^there is no source elsewhere$"):
             setup.raise_share(12, "elsewhere", 2.0, 0.5)
-        setup.branched_from = {"run": "runs/trunk", "step": 14}
+        setup.branched_from = {"run": "runs/trunk", "step": 14, "acts": {}, "phase_ends": []}
         with pytest.raises(ReplayRefused, match="^up to step 14 the schedule is the trunk's$"):
             setup.raise_share(12, "web", 2.0, 0.95)
         assert setup.schedule is standing

@@ -165,38 +165,34 @@ def test_few_documents_are_said(tmp_path):
     assert "val: fewer than 20 documents; the intervals speak of more text from these few" in table(comparison)
 
 
-def branch(trunk: Path, path: Path, at: int, losses, edit_at: str | None = None) -> Path:
+def branch(trunk: Path, path: Path, at: int, losses) -> Path:
     """A run that shares the trunk's record up to step `at`, as `curriculum branch` makes it."""
-    write_run(path, losses, branched_from={"run": str(trunk), "step": at})
+    point = {"run": "elsewhere", "step": at, "id": path.name, "branched_from": load_run(trunk).branched_from}
+    write_run(path, losses, branched_from=point)
     kept = [line for line in (trunk / "events.jsonl").read_text().splitlines() if json.loads(line)["step"] <= at]
     kept = [line for line in kept if json.loads(line)["event"] != "training_complete"]
-    if edit_at is not None:
-        edit = {"event": "schedule_edit", "step": at, "kind": "branch", "timestamp": edit_at, "elapsed_s": 1.0}
-        kept.append(json.dumps(edit))
     own = [line for line in (path / "events.jsonl").read_text().splitlines() if json.loads(line)["step"] > at]
     assert len(kept) > 2 and own
     (path / "events.jsonl").write_text("\n".join([*kept, *own]) + "\n")
     return path
 
 
-@pytest.mark.parametrize("edits", [True, False], ids=["with edits", "without"])
-def test_the_past_that_branches_share(tmp_path, edits):
+def test_the_past_that_branches_share(tmp_path):
     losses = {"val": lambda step: 3.0}
     trunk = write_run(tmp_path / "trunk", losses)
     other = write_run(tmp_path / "other", losses, start={"lineage": {"run": "another"}})
-    at_60 = branch(trunk, tmp_path / "at_60", 60, losses, "t1" if edits else None)
-    at_20 = branch(trunk, tmp_path / "at_20", 20, losses, "t2" if edits else None)
-    twin = branch(trunk, tmp_path / "twin", 60, losses, "t3" if edits else None)
+    at_60 = branch(trunk, tmp_path / "at_60", 60, losses)
+    at_20 = branch(trunk, tmp_path / "at_20", 20, losses)
+    twin = branch(trunk, tmp_path / "twin", 60, losses)
     runs = {path.name: load_run(path) for path in (trunk, other, at_60, at_20, twin)}
     assert shared_past(runs["trunk"], runs["at_60"]) == 60 == shared_past(runs["at_60"], runs["trunk"])
     assert shared_past(runs["at_60"], runs["at_20"]) == 20
     assert shared_past(runs["at_60"], runs["twin"]) == 60
     assert shared_past(runs["trunk"], runs["trunk"]) is None
     assert shared_past(runs["trunk"], runs["other"]) is None and shared_past(runs["at_60"], runs["other"]) is None
-    if edits:
-        of_branch = load_run(branch(at_60, tmp_path / "of_branch", 80, losses, "t4"))
-        assert shared_past(runs["trunk"], of_branch) == 60
-        assert shared_past(runs["at_60"], of_branch) == 80
+    of_branch = load_run(branch(at_60, tmp_path / "of_branch", 80, losses))
+    assert shared_past(runs["trunk"], of_branch) == 60 == shared_past(of_branch, runs["twin"])
+    assert shared_past(runs["at_60"], of_branch) == 80 and shared_past(runs["at_20"], of_branch) == 20
     comparison = compare([trunk, at_60])
     assert comparison.shared == ({"runs": ("trunk", "at_60"), "step": 60},)
     assert "trunk and at_60 are one run up to step 60 and differ after it" in table(comparison)

@@ -184,8 +184,7 @@ def labels(runs: Sequence[Run]) -> list[str]:
 def shared_past(first: Run, second: Run) -> int | None:
     """The step up to which two runs are one: one branched off the other, or both off a third. None where they are not.
 
-    A branch begins with a copy of its trunk's events, so related runs begin with the same event, and the events of
-    earlier branchings are in the copy.
+    A branch begins with a copy of its trunk's events, so related runs begin with the same event.
     """
     if first.directory.path.resolve() == second.directory.path.resolve() or first.start != second.start:
         return None
@@ -194,12 +193,11 @@ def shared_past(first: Run, second: Run) -> int | None:
 
 
 def _branchings(run: Run) -> set[tuple[int, str]]:
-    """(step, something unique) of every branching on the way to a run."""
-    edits = [e for e in run.events if e["event"] == "schedule_edit" and e["kind"] == "branch"]
-    points = {(e["step"], f"{e['timestamp']} {e['elapsed_s']}") for e in edits}
-    own = run.branched_from
-    if own is not None and own["step"] not in {step for step, _ in points}:
-        points.add((own["step"], str(run.directory.path.resolve())))
+    """(step, id) of every branching on the way to a run."""
+    points, branching = set(), run.branched_from
+    while branching is not None:
+        points.add((branching["step"], branching["id"]))
+        branching = branching["branched_from"]
     return points
 
 

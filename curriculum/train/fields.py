@@ -59,7 +59,6 @@ def _evalsets(setup: Setup) -> dict[str, Any]:
 
 
 def derived(setup: Setup) -> dict[str, Any]:
-    branch = setup.branched_from
     return {
         "total_steps": setup.schedule.total_steps,
         "tokens_per_step": setup.tokens_at(1),
@@ -67,8 +66,21 @@ def derived(setup: Setup) -> dict[str, Any]:
         "phases": list(describe_phases(setup.schedule)),
         "learning_rate": [asdict(piece) for piece in setup.schedule.lr],
         "lineage": setup.lineage,
-        **({} if branch is None else {"branched_from": {"run": branch["run"], "step": branch["step"]}}),
+        **({} if setup.branched_from is None else {"branched_from": branch_point(setup.branched_from)}),
     }
+
+
+def branch_point(branched_from: Mapping[str, Any]) -> dict[str, Any]:
+    """What names a branching: no other has its `id`. Its `branched_from` is that of the trunk, None if it has none."""
+    return {key: branched_from[key] for key in ("run", "step", "id", "branched_from")}
+
+
+def branchings(setup: Setup, done: int) -> list[dict[str, Any]]:
+    """What is told after `done` updates where a branch leaves its trunk, and where that one left its own."""
+    if setup.branched_from and done == setup.branched_from["step"]:
+        return [branch_edit(setup)]
+    acts = setup.of_trunk(done)
+    return [edit for edit in acts["edits"] if edit["kind"] == "branch"] if acts else []
 
 
 def branch_edit(setup: Setup) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from evalsets.evalset import EvalSet
 from evalsets.suite import Suite
 from phases.batches import DataPlan
 from phases.replay import ReplayRefused
-from phases.schedule import Schedule, Segment
+from phases.schedule import Schedule, Segment, cut
 
 EVAL_ROWS = 32  # of a micro-batch on a device, at most; on 2 CPU cores 32 is 1.1x 16, and all windows at once x0.65
 
@@ -58,7 +58,7 @@ class Setup:
     plan: DataPlan
     model: Model
     past: tuple[Segment, ...]  # frozen, of `schedule`; () where all of it comes from the config
-    branched_from: Mapping[str, Any] | None  # run, step, mixture_before and reason of a branch
+    branched_from: Mapping[str, Any] | None  # what `curriculum.branch` says of a branch's trunk
     rates: np.ndarray  # float64, by update
     feed: Feed
     make_feed: Callable[[DataPlan], Feed]
@@ -102,6 +102,28 @@ class Setup:
             "mixture_after": replay.mixture_after,
             "until": replay.until,
         }
+
+    def keep_edit(self, segment: Segment) -> None:
+        """Let a segment that an edit made begin where the past ends, and last to the end of its phase."""
+        epochs = self.corpus.tokens_per_epoch
+        whole = resolve_schedule(self.config, epochs, self.past, segment)
+        until = next(end for name, _, end in whole.phase_bounds if name == segment.phase)
+        past = cut(whole.segments, until)
+        self.replan(resolve_schedule(self.config, epochs, past), past)
+
+    def of_trunk(self, step: int) -> Mapping[str, Any] | None:
+        """What a branch's trunk did after `step` updates, before the two part: {action, edits}, None if nothing.
+
+        action: that of its `eval_regression`; edits: what it recorded as `schedule_edit`.
+        """
+        if self.branched_from is None or step >= self.branched_from["step"]:
+            return None
+        return self.branched_from["acts"].get(str(step))
+
+    def phase_ends_at(self, step: int) -> frozenset[int]:
+        """The phase ends that are planned after `step` updates: those of its trunk while a branch is it."""
+        of_trunks = self.branched_from["phase_ends"] if self.branched_from else []
+        return next((frozenset(ends) for until, ends in of_trunks if step <= until), self.schedule.phase_ends)
 
     def replan(self, schedule: Schedule, past: Sequence[Segment]) -> None:
         """Go on by another schedule of the same sources, batch and sequence: nothing is compiled anew.

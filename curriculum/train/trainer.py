@@ -202,8 +202,8 @@ def _loop(run: Running, resumed_step: int | None) -> dict[str, Any]:
                 switch_phase(run, done)
                 clock.switched()
             worse = judge(run, done, evaluated) if evaluated else []
-            if setup.branched_from and done == setup.branched_from["step"]:
-                record.event("schedule_edit", done, **fields.branch_edit(setup))
+            for edit in fields.branchings(setup, done):
+                record.event("schedule_edit", done, **edit)
             stopped_by, planned = stop.received, done % config.checkpoint.every == 0 or at_end
             ends_here = stopped_by is not None or (bool(worse) and config.evalsets.regression.action == "stop")
             offsets = save(run, done, planned) if planned or ends_here else None

@@ -86,7 +86,7 @@ class Watch:
     ) -> tuple[Watch, dict[str, Comparison]]:
         """After an eval of some sets, and how each stands that was measured before."""
         sets, comparisons = dict(self.sets), {}
-        planned, left = num_comparisons(setup, 0), num_comparisons(setup, step - 1)
+        planned, left = (num_comparisons(setup, after, step) for after in (0, step - 1))
         level = error_level(setup.config.evalsets.regression.confidence, self.spent, planned, left) if left else 0.0
         bounds = setup.schedule.phase_bounds
         phase = next((i for i, (_, _, end) in enumerate(bounds) if step <= end), len(bounds) - 1)
@@ -185,12 +185,12 @@ def _arrays(memory: Mapping[str, Any]) -> dict[str, np.ndarray]:
     return {key: array(values) for key, values in memory.items()}
 
 
-def num_comparisons(setup: Setup, after: int) -> int:
-    """Comparisons planned at the evals after step `after`, step 0 aside: one a set, eval and baseline."""
-    total, every = setup.schedule.total_steps, setup.config.evalsets.every
+def num_comparisons(setup: Setup, after: int, now: int) -> int:
+    """Comparisons planned, at step `now`, at the evals after `after`, step 0 aside: one a set, eval and baseline."""
+    ends, every = setup.phase_ends_at(now), setup.config.evalsets.every
+    total = max(ends)
     steps_of_sets = (
-        setup.schedule.phase_ends | set(range(0, total + 1, source.every or every))
-        for source in setup.config.eval_sources.values()
+        ends | set(range(0, total + 1, source.every or every)) for source in setup.config.eval_sources.values()
     )
     return len(BASELINES) * sum(step > max(after, 0) for steps in steps_of_sets for step in steps)
 
