@@ -54,8 +54,9 @@ def test_the_table_by_hand(study, tmp_path):
         {"replay": 0.1, **study.measure(tmp_path / "some", 8, replay)},
     ]
     general = results[0]["sets"]["general"]
-    half = 1.96 * math.sqrt(3 / 2 * (5**2 + 5**2)) / 40
-    assert general == {"base": 2.5, "loss": 3.0, "change": 0.5, "half_interval": pytest.approx(half)}
+    half = 4.302653 * math.sqrt(3 / 2 * (5**2 + 5**2)) / 40  # Student's quantile with 2 degrees of freedom
+    interval = (pytest.approx(0.5 - half), pytest.approx(0.5 + half))
+    assert general == {"base": 2.5, "loss": 3.0, "change": 0.5, "interval": interval}
     assert [result["replay_given"] for result in results] == [0, 0.12] and results[0]["lr"] == 1e-3
     study.add_removed(results)
     assert results[1]["sets"]["general"]["removed"] == results[1]["sets"]["code"]["removed"] == pytest.approx(0.6)
@@ -63,8 +64,8 @@ def test_the_table_by_hand(study, tmp_path):
         "| replay | general | domain | code |",
         "|---:|---:|---:|---:|",
         "| base | 2.500 | 2.500 | 2.500 |",
-        "| 0% | 3.000 (+0.500 ± 0.424) | 2.000 (-0.500 ± 0.424) | 2.750 (+0.250 ± 0.212) |",
-        "| 10% | 2.700 (+0.200 ± 0.170) | 2.300 (-0.200 ± 0.170) | 2.600 (+0.100 ± 0.085) |",
+        "| 0% | 3.000 (+0.500 ± 0.932) | 2.000 (-0.500 ± 0.932) | 2.750 (+0.250 ± 0.466) |",
+        "| 10% | 2.700 (+0.200 ± 0.373) | 2.300 (-0.200 ± 0.373) | 2.600 (+0.100 ± 0.186) |",
     ]
 
 

@@ -6,7 +6,8 @@
 Trains configs/adaptation_base.yaml once, then configs/adaptation.yaml from it once a share, half docs and half Python:
 the same steps, rates, seed and domain order for all. Started again with the same options, it goes on where it was and
 keeps what is finished. Prints a Markdown table: loss in nats per token at the last step on general (docs), domain (C++)
-and code (Python), and its change since the base, with a 95 % interval paired by window and clustered by document.
+and code (Python), and its change since the base, with its 95 % interval as `curriculum compare` has it: paired by
+window, clustered by document, Student's quantile.
 """
 
 import argparse
@@ -73,8 +74,8 @@ def run(config_name: str, run_dir: Path, overrides: list[str], **begin) -> dict:
 
 def measure(run_dir: Path, last_step: int, replay: dict[str, float]) -> dict:
     """Each set's loss before and after, the paired change, half its 95 % interval; and the share of replay given."""
+    from curriculum.record.compare import paired
     from curriculum.run import load_run, read_ledger
-    from evalsets.metrics import clustered_sem, clusters
 
     drawn = {
         name: s["tokens_drawn"] for name, s in read_ledger(run_dir / f"checkpoints/{last_step}")["sources"].items()
@@ -88,14 +89,13 @@ def measure(run_dir: Path, last_step: int, replay: dict[str, float]) -> dict:
     }
     with np.load(run_dir / "evals/0.npz") as before, np.load(run_dir / f"evals/{last_step}.npz") as after:
         for name in SETS:
-            tokens_N = before[f"{name}.tokens"]
-            rise_N = after[f"{name}.nats"] - before[f"{name}.nats"]
-            cluster_N, _ = clusters(before[f"{name}.document"])
+            now_N, before_N, tokens_N = after[f"{name}.nats"], before[f"{name}.nats"], before[f"{name}.tokens"]
+            difference = paired("base", now_N, before_N, tokens_N, before[f"{name}.document"])
             found["sets"][name] = {
-                "base": float(before[f"{name}.nats"].sum() / tokens_N.sum()),
-                "loss": float(after[f"{name}.nats"].sum() / tokens_N.sum()),
-                "change": float(rise_N.sum() / tokens_N.sum()),
-                "half_interval": 1.96 * clustered_sem(rise_N, tokens_N, cluster_N),
+                "base": float(before_N.sum() / tokens_N.sum()),
+                "loss": float(now_N.sum() / tokens_N.sum()),
+                "change": difference.delta,
+                "interval": difference.interval,  # None where the set is one cluster
             }
     return found
 
@@ -118,7 +118,8 @@ def table(results: list[dict]) -> list[str]:
         cells = []
         for name in SETS:
             found = result["sets"][name]
-            cells.append(f"{found['loss']:.3f} ({found['change']:+.3f} ± {found['half_interval']:.3f})")
+            low, high = found["interval"] or (math.nan, math.nan)
+            cells.append(f"{found['loss']:.3f} ({found['change']:+.3f} ± {(high - low) / 2:.3f})")
         lines.append(f"| {result['replay']:.0%} | {' | '.join(cells)} |")
     return lines
 
