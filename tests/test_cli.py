@@ -220,3 +220,5 @@ def test_bad_source_text_is_named_and_nothing_half_written_stays(folder):
 def test_help_tells_the_commands():
     done = subprocess.run([CURRICULUM, "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and all(name in done.stdout for name in ("train", "plan", "prepare", "export"))
+    done = subprocess.run([CURRICULUM, "train", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "--resume latest|gold|STEP" in done.stdout

@@ -16,7 +16,11 @@ from curriculum.run import RunDirectory
 @click.command()
 @config_options()
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Where the run is kept; runs/<name> by default.")
-@click.option("--resume", metavar="latest|STEP", help="Continue the run from its newest checkpoint, or from a step's.")
+@click.option(
+    "--resume",
+    metavar="latest|gold|STEP",
+    help="Continue the run from its newest checkpoint, its gold one, or a step's.",
+)
 @click.option("--dry-run", is_flag=True, help="Check, prepare, compile, take one step and one eval; leave no run.")
 def command(config_path, changes, store_dir, run_dir, resume, dry_run):
     """Train a run through its phases, or continue one.
