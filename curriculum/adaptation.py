@@ -17,7 +17,7 @@ from pydantic import Field
 
 from curriculum.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from curriculum.errors import InputError
-from curriculum.model.presets import ModelSection, model_problems, resolve_model
+from curriculum.model.presets import HOW, ModelSection, model_problems, resolve_model
 from curriculum.run import RunDirectory, checkpoint_steps, find_checkpoint, read_json, read_ledger
 from phases.schedule import Phase
 
@@ -77,6 +77,8 @@ class Base:
 def find_base(init_from: str | os.PathLike) -> Base:
     """The checkpoint that `adaptation.init_from` means. Raises InputError where there is none."""
     given = str(init_from)
+    if not given:
+        raise InputError(f"got an empty path, expected {_EXPECTED}")
     path = Path(os.path.abspath(os.path.expanduser(given)))
     if not path.exists():
         parent = next(p for p in path.parents if p.exists())
@@ -92,10 +94,10 @@ def find_base(init_from: str | os.PathLike) -> Base:
         if path.name in map(str, steps):
             return Base(given, run, int(path.name), run.path / path.parent.name / path.name)
         raise InputError(f"{given!r} is no whole checkpoint; there are: {', '.join(map(str, steps)) or 'none'}")
-    expected = "a run, RUN/checkpoints/STEP, RUN/gold, RUN/gold/STEP or RUN/kept/STEP"
-    raise InputError(f"{given!r} holds no run and is no checkpoint of one; expected {expected}")
+    raise InputError(f"{given!r} holds no run and is no checkpoint of one; expected {_EXPECTED}")
 
 
+_EXPECTED = "a run, RUN/checkpoints/STEP, RUN/gold, RUN/gold/STEP or RUN/kept/STEP"
 _PLACES = ("checkpoints", "gold", "kept")
 
 
@@ -114,6 +116,16 @@ class Heritage:
     sections: dict[str, Any]
     tokenizer: Tokenizer
     architecture: dict[str, Any]
+
+    def under(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        """The data of a config with what it leaves out taken over: a section, or of `model` single fields.
+
+        A `model` with a preset is a whole one.
+        """
+        merged, model, its = self.sections | data, data.get("model"), self.sections["model"]
+        if isinstance(model, dict) and its is not None and model.get("preset") is None:
+            merged["model"] = its | model
+        return merged
 
     def problems(self, model: ModelSection | None, tokenizer: TokenizerConfig) -> Iterator[tuple[str, str]]:
         """(path, message) for everything in which sections that a config gives differ from the run's."""
@@ -134,7 +146,8 @@ class Heritage:
             return
         ours = resolve_model(model, self.tokenizer.vocab_size).architecture
         if different := differences(ours, self.architecture):
-            yield "model", f"the architecture is not that of {self.run}: {different}; {fix}"
+            only = f"or give no preset and only what may differ ({', '.join(HOW)})"
+            yield "model", f"the architecture is not that of {self.run}: {different}; {fix}, {only}"
 
 
 def heritage(init_from: str, continues: str | os.PathLike | None = None) -> Heritage:

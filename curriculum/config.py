@@ -35,6 +35,11 @@ from phases.schedule import Phase
 PositiveInt = Annotated[int, Field(ge=1, le=10**9)]
 _STRICT = {"extra": "forbid"}
 _MODEL = "The transformer: a preset, single fields, or both; null where `train(make_model=...)` brings another model."
+_MODEL += " Begun from another run, single fields change what that run has."
+_ALL_REPLAYED = (  # of `phases`
+    "missing, and all that --dataset-dir gives is replayed (adaptation.replay), so that no phase is made of it; give "
+    "the text to adapt to as well, or phases"
+)
 
 
 @dataclass(frozen=True)
@@ -224,8 +229,7 @@ def load_config(
     options = [option.partition(" ")[::2] for option in remembered]
     options += [("--init-from", init_from)] if init_from is not None else []
     options += [("--keep-optimizer", "")] if keep_optimizer else []
-    options += [("--dataset-dir", value) for value in dataset_dirs]
-    options += [("--eval-dataset-dir", value) for value in eval_dataset_dirs]
+    options += _directory_options(dataset_dirs, eval_dataset_dirs)
     options += [("--set", value) for value in overrides]
     _apply(options, data, origin)
     return build_config(data, origin, check_paths=check_paths, continues=continues)
@@ -253,8 +257,7 @@ def changed_config(
 ) -> Config:
     """A config of no file with options as of `load_config`; it remembers those of its own."""
     data, origin = config.to_json(), Origin("config.resolved.json")
-    options = [("--dataset-dir", value) for value in dataset_dirs]
-    options += [("--eval-dataset-dir", value) for value in eval_dataset_dirs]
+    options = _directory_options(dataset_dirs, eval_dataset_dirs)
     _apply([*options, *(("--set", value) for value in overrides)], data, origin)
     return build_config(data, origin, continues=continues)
 
@@ -281,7 +284,7 @@ def build_config(
         inherited, wrong = _heritage(data, continues)
         problems += wrong
     if inherited is not None:
-        data = inherited.sections | data
+        data = inherited.under(data)
     for name, section in known.items():
         if name in data:
             try:
@@ -293,7 +296,7 @@ def build_config(
         elif section.default_factory is not dataclasses.MISSING:
             values[name] = section.default_factory()
         else:
-            problems.append((name, "missing; this section is needed"))
+            problems.append((name, _ALL_REPLAYED if name in origin.made_of else "missing; this section is needed"))
     if inherited is not None and set(INHERITED) <= values.keys():
         problems += inherited.problems(values["model"], values["tokenizer"])
         values["tokenizer"] = TokenizerConfig(**inherited.sections["tokenizer"])
@@ -343,7 +346,7 @@ def _apply(options: Iterable[tuple[str, str]], data: dict, origin: Origin) -> No
             read_override(data, origin, value)
         elif flag in ("--init-from", "--keep-optimizer"):
             key = flag[2:].replace("-", "_")
-            _table(data, "adaptation")[key] = value or True
+            _table(data, "adaptation")[key] = value if flag == "--init-from" else True
             origin.given_by(f"adaptation.{key}", f"{flag} {value}".rstrip())
         else:
             name, directory = named_directory(flag, value)
@@ -357,6 +360,24 @@ def _apply(options: Iterable[tuple[str, str]], data: dict, origin: Origin) -> No
         replayed = _table(_table(data, "adaptation"), "replay")
         if mixture := {name: 1.0 for name in added if name not in replayed}:
             data["phases"] = [{"name": "adaptation", "until": "end", "mixture": mixture}]
+        origin.made_of["phases"] = f"sources.{added[-1]}"
+
+
+def named_directories(flag: str, items: Iterable[str]) -> dict[str, str]:
+    """Directories by name, of all values of one command's option `flag`. Raises InputError for a name given twice."""
+    found: dict[str, str] = {}
+    for item in items:
+        name, directory = named_directory(flag, item)
+        if name in found:
+            message = f"{name} is the name of {found[name]} already; expected another one, as in OTHER={directory}"
+            raise InputError(f"{flag} {item}: {message}")
+        found[name] = directory
+    return found
+
+
+def _directory_options(dataset_dirs: Iterable[str], eval_dataset_dirs: Iterable[str]) -> list[tuple[str, str]]:
+    given = {"--dataset-dir": dataset_dirs, "--eval-dataset-dir": eval_dataset_dirs}
+    return [(flag, f"{n}={d}") for flag, items in given.items() for n, d in named_directories(flag, items).items()]
 
 
 def named_directory(flag: str, item: str) -> tuple[str, str]:

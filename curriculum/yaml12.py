@@ -37,6 +37,7 @@ class Origin:
     text: str | None = None
     positions: dict[str, tuple[int, int]] = field(default_factory=dict)
     options: dict[str, str] = field(default_factory=dict)
+    made_of: dict[str, str] = field(default_factory=dict)  # a path that neither gave, to the one that it was made of
 
     def given_by(self, path: str, option: str) -> None:
         """Remember the option that set a path; the last one for a path counts, in its place of the order."""
@@ -56,6 +57,8 @@ class Origin:
             if here in self.positions:
                 line, column = self.positions[here]
                 return f"{self.file}:{line}:{column}"
+            if here in self.made_of:
+                return self.place(self.made_of[here])
             if not here:
                 return self.file
             cut = max(here.rfind("."), here.rfind("["))

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -223,6 +224,7 @@ def test_the_gold_checkpoint_comes_before_the_latest(folder):
 @pytest.mark.parametrize(
     ("init_from", "words"),
     [
+        ("", "got an empty path, expected a run, RUN/checkpoints/STEP, RUN/gold"),
         ("bas", "'bas' does not exist; did you mean 'base'? (paths are relative to the working folder)"),
         ("far/away", "'far/away' does not exist (paths"),
         ("store", "'store' holds no run and is no checkpoint of one; expected a run, RUN/checkpoints/STEP, RUN/gold"),
@@ -240,7 +242,7 @@ def test_what_nothing_can_begin_from_is_told(folder, init_from, words):
     shutil.copytree("base", "young", ignore=shutil.ignore_patterns("checkpoints"))
     with pytest.raises(InputError) as told:
         adapted(init_from=init_from)
-    assert told.value.problems[0].startswith(f"--init-from {init_from}: adaptation.init_from: ")
+    assert told.value.problems[0].startswith(f"--init-from {init_from}".rstrip() + ": adaptation.init_from: ")
     assert words in told.value.problems[0] and len(told.value.problems) == 1
 
 
@@ -254,6 +256,8 @@ def test_what_nothing_can_begin_from_is_told(folder, init_from, words):
         ("tokenizer={kind: bpe, path: nowhere}", "tokenizer.path: nowhere/tokenizer.json"),
         ("model={preset: tiny, d_ff: 32}", "model: the architecture is not that of base: n_layer 4 (there 1), n_head 4 "
          "(there 2), n_kv_head 2 (there 1), d_model 128 (there 16), d_ff 32 (there 24); leave the section out"),
+        ("model.d_ff=32", "model: the architecture is not that of base: d_ff 32 (there 24); leave the section out to take "
+         "what it has, or give no preset and only what may differ (dropout, compute_dtype, remat)"),
     ],
 )  # fmt: skip
 def test_a_section_that_is_given_must_agree(folder, override, words):
@@ -271,6 +275,18 @@ def test_sections_that_agree_are_taken(folder):
     assert given.tokenizer == adapted("tokenizer={kind: bpe, path: moved}").tokenizer == adapted().tokenizer
     assert given.model.dropout == 0.1 and adapted().model == load_run("base").config.model
     assert config_from_json(given.to_json()) == given
+
+
+def test_of_a_model_single_fields_are_enough(folder):
+    its = load_run("base").config.model
+    config = adapted("model.dropout=0.1", "model.compute_dtype=bfloat16")
+    assert config.model == replace(its, dropout=0.1, compute_dtype="bfloat16")
+    assert config_from_json(config.to_json()) == config
+    shutil.copytree("base", "own")
+    resolved = Path("own/config.resolved.json")
+    resolved.write_text(json.dumps(json.loads(resolved.read_text()) | {"model": None}))
+    with pytest.raises(InputError, match="model.n_layer: missing"):  # nothing to change there
+        adapted("model.dropout=0.1", init_from="own")
 
 
 @pytest.mark.parametrize(
@@ -298,6 +314,14 @@ def test_phases_are_made_of_dataset_dirs_only(folder):
     }
     config = load_config("adapted.yaml", dataset_dirs=["law=law.txt", "code=code.txt"])
     assert [phase.mixture for phase in config.phases] == [{"law": 1.0, "code": 1.0}]
+    with pytest.raises(InputError) as told:
+        load_config("adapted.yaml", ["adaptation.replay.law=0.25"], dataset_dirs=["law=law.txt"])
+    assert told.value.problems == (
+        "--dataset-dir law=law.txt: phases: missing, and all that --dataset-dir gives is replayed (adaptation.replay), "
+        "so that no phase is made of it; give the text to adapt to as well, or phases",
+    )
+    config = load_config("adapted.yaml", dataset_dirs=["law=law.txt"])
+    assert str(config.error([("phases", "are too late")])) == "--dataset-dir law=law.txt: phases: are too late"
     # What is replayed is not what is adapted to.
     config = load_config("adapted.yaml", ["adaptation.replay.web=0.25"], dataset_dirs=["law=law.txt", "web=web.txt"])
     assert [phase.mixture for phase in config.phases] == [{"law": 1.0}]
@@ -359,6 +383,9 @@ def test_a_run_remembers_its_phases_and_its_replay_apart(folder):
     assert plan(more, store_dir="store").phases[0]["mixture"] == {"law": 0.5, "web": 0.5}
     unchanged = changed_config(run.config, ["optim.lr=1e-2"])
     assert train(unchanged, "run", resume="2", store_dir="store")["step"] == 4
+    late = changed_config(run.config, ["adaptation.replay={web: 0.5}"])
+    with pytest.raises(InputError, match=r"^--set adaptation.replay={web: 0.5}: adaptation.replay.web: .* of step 0"):
+        train(late, "run", resume="latest", store_dir="store")
     segments = read_ledger(Path("run/checkpoints/4"))["segments"]
     assert [segment["mixture"] for segment in segments] == [{"law": 0.75, "web": 0.25}]
 

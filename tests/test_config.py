@@ -243,6 +243,11 @@ def test_directories_of_the_command_line_become_sources_and_sets(folder):
                   dataset_dirs=["law=extra"], eval_dataset_dirs=["extra"])  # fmt: skip
     assert config.evalsets.sets["extra"].glob == "x.md" and config.sources["law"].format == "messages"
     assert config.evalsets.sets["extra"].path == config.sources["law"].path == "extra"
+    for option in ("dataset_dirs", "eval_dataset_dirs"):
+        flag = "--" + option.removesuffix("s").replace("_", "-")
+        assert problems(GOOD, **{option: ["extra=law.txt", "b=law.txt", "extra"]}) == [
+            f"{flag} extra: extra is the name of law.txt already; expected another one, as in OTHER=extra"
+        ]
     found = problems(GOOD, eval_dataset_dirs=["mine=nowhere"])
     assert found == [
         "--eval-dataset-dir mine=nowhere: evalsets.sets.mine.path: 'nowhere' does not exist "

@@ -21,7 +21,7 @@ from curriculum.cli.options import STORE_DIR
 @STORE_DIR
 def command(run, step, weights, eval_dataset_dirs, sets, as_json, store_dir):
     """Measure a checkpoint of RUN as training would have, on its eval sets and on new ones. RUN is only read."""
-    from curriculum.config import named_directory
+    from curriculum.config import named_directories
     from curriculum.evaluate import evaluate
     from curriculum.record.events import plain
 
@@ -29,7 +29,7 @@ def command(run, step, weights, eval_dataset_dirs, sets, as_json, store_dir):
         run,
         step=step,
         weights=weights,
-        eval_dataset_dirs=dict(named_directory("--eval-dataset-dir", item) for item in eval_dataset_dirs),
+        eval_dataset_dirs=named_directories("--eval-dataset-dir", eval_dataset_dirs),
         sets=None if sets is None else [name.strip() for name in sets.split(",") if name.strip()],
         store_dir=store_dir,
     )

@@ -95,6 +95,7 @@ def entry(setup: Setup, step: int, history: History, offsets: Mapping[str, int],
         "tokenizer": setup.corpus.tokenizer.fingerprint,
         "packing": asdict(setup.config.packing),
         "data": _data_settings(setup.config),
+        "replay": dict(setup.config.adaptation.replay),
         "segments": segments_to_json(setup.schedule.segments),
         "past": segments_to_json(setup.past),
         "branched_from": setup.branched_from,
@@ -195,7 +196,10 @@ def check_past(saved: Mapping[str, Any], setup: Setup) -> None:
                 f"this config would change the data or the learning rate of step {changed_at}, which is trained "
                 f"already (the checkpoint is at step {step}); change only what lies after it"
             )
-            problems.append(("phases", message))
+            now = config.adaptation.replay
+            was = saved.get("replay", now)
+            replayed = [f"adaptation.replay.{n}" for n in {**was, **now} if was.get(n) != now.get(n)]
+            problems.append(((*replayed, "phases")[0], message))
     if problems:
         raise config.error(dict.fromkeys(problems))
 
