@@ -23,7 +23,7 @@ from curriculum.train.averages import SIDECAR
 from curriculum.train.checkpoint import check_readable
 from curriculum.train.fields import branch_edit, derived
 from curriculum.train.setup import Setup, build
-from curriculum.train.start import start_of
+from curriculum.train.start import start_of, to_resume
 from curriculum.train.trainer import check, kept_tokenizer, train_built
 from phases.lr import LrSchedule
 from phases.schedule import Schedule, Segment, cut, segments_from_json, segments_to_json
@@ -78,7 +78,7 @@ def branch(
         "acts": _acts(trunk, at),
         "phase_ends": [*(saved.get("branched_from") or {}).get("phase_ends", []), (at, sorted(whole.phase_ends))],
     }
-    start = start_of(config, trunk.directory, step)
+    start = start_of(config, saved)
     tokenizer = kept_tokenizer(trunk.directory, config)
     setup = build(config, store_dir, tokenizer, make_model, start, past, branched_from)
     if on := _edit_in_force(trunk, config, whole, step, at):
@@ -92,7 +92,7 @@ def branch(
         setup.config = replace(setup.config, origin=origin)
     check_readable(folders[step])
     _create(directory, trunk.directory, setup, step, folders[step])
-    return train_built(setup, directory, "latest")
+    return train_built(setup, directory, to_resume(directory, "latest"))
 
 
 def _check_new(directory: RunDirectory) -> None:

@@ -22,7 +22,7 @@ from curriculum.errors import InputError
 from curriculum.plan import plan
 from curriculum.run import RunDirectory, load_run, read_ledger
 from curriculum.train.setup import build
-from curriculum.train.start import start_of
+from curriculum.train.start import start_of, to_resume
 from curriculum.train.trainer import train
 from phases.schedule import Phase
 
@@ -188,8 +188,9 @@ def test_the_command_and_a_resume_without_the_base(folder, command):
 def test_a_run_of_its_own_is_not_resumed_from_another(folder):
     config = load_config("adapted.yaml", init_from="base", dataset_dirs=["law=law.txt"])
     with pytest.raises(InputError, match='--init-from base: adaptation.init_from: got "base", but .* begun with null'):
-        start_of(config, RunDirectory(Path("base")), "latest")
-    assert start_of(config, RunDirectory(Path("nothing-yet")), "latest").base.step == 4
+        start_of(config, to_resume(RunDirectory(Path("base")), "latest").ledger)
+    assert to_resume(RunDirectory(Path("nothing-yet")), "latest") is None
+    assert start_of(config).base.step == 4
 
 
 def test_the_first_eval_on_split_devices_is_that_of_the_base(folder):

@@ -21,7 +21,7 @@ from curriculum.model.model import Model, abstract_params, check_model
 from curriculum.model.presets import resolve_model
 from curriculum.model.transformer import transformer
 from curriculum.plan import replay_schedule, resolve_schedule
-from curriculum.train.checkpoint import Checkpoints, beside_params
+from curriculum.train.checkpoint import Checkpoints, beside_params, load_params
 from curriculum.train.device import device_lines, tune_device
 from curriculum.train.feed import Feed
 from curriculum.train.mesh import (
@@ -36,7 +36,7 @@ from curriculum.train.mesh import (
     state_shardings,
 )
 from curriculum.train.optimizer import make_optimizer
-from curriculum.train.start import Start, check_base, load_base_optimizer, load_base_params
+from curriculum.train.start import Start, check_base, load_base_optimizer
 from curriculum.train.step import TrainState, init_state, make_train_step, window_for
 from evalsets.evalset import EvalSet
 from evalsets.suite import Suite
@@ -218,7 +218,7 @@ def build(
         base = start.base
         if base is not None:
             like = abstract_state(len(base.ledger["sources"]))
-            state = compiled(load_base_params(base, like.params))
+            state = compiled(load_params(base.checkpoint / "params", like.params))
             if not config.adaptation.keep_optimizer:
                 return state
             return state._replace(opt_state=load_base_optimizer(base, beside_params(like)))

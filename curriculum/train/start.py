@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 
 from curriculum.adaptation import Base, differences, find_base, same_place
 from curriculum.config import Config
-from curriculum.model.model import Model, Params, abstract_params, parameter_name
+from curriculum.model.model import Model, abstract_params, parameter_name
 from curriculum.record.events import plain
 from curriculum.run import RunDirectory, checkpoint_steps, find_checkpoint, read_ledger
 from curriculum.train.checkpoint import load_params
@@ -25,13 +27,30 @@ class Start:
     base: Base | None = None  # None too for a run that goes on from a checkpoint of its own
 
 
-def start_of(config: Config, directory: RunDirectory | None = None, resume: str | int | None = None) -> Start:
-    """Where the run of a config comes from: what the checkpoint remembers that it goes on from, or else the config.
+class Resumed(NamedTuple):
+    """The checkpoint that a run goes on from."""
+
+    step: int
+    folder: Path
+    ledger: dict[str, Any]
+
+
+def to_resume(directory: RunDirectory, resume: str | int | None) -> Resumed | None:
+    """What `resume` means of a run, None where the run begins. Raises InputError for a checkpoint that is not there."""
+    if resume is None or (resume == "latest" and not checkpoint_steps(directory.checkpoints)):
+        return None
+    step, folder = find_checkpoint(directory, resume, option="--resume")
+    if step in checkpoint_steps(directory.checkpoints):  # its record is the one of an unbroken run
+        folder = directory.checkpoints / str(step)
+    return Resumed(step, folder, read_ledger(folder))
+
+
+def start_of(config: Config, saved: Mapping[str, Any] | None = None) -> Start:
+    """Where the run of a config comes from: what `saved` says, the ledger that it goes on from, or else the config.
 
     Raises InputError where the config says otherwise than the checkpoint, or where there is nothing to begin from.
     """
     section = config.adaptation
-    saved = None if directory is None else _ledger(directory, resume)
     if saved is None:
         if section.init_from is None:
             return Start()
@@ -46,13 +65,6 @@ def start_of(config: Config, directory: RunDirectory | None = None, resume: str 
         got, was = json.dumps(section.keep_optimizer), json.dumps(lineage["keep_optimizer"])
         raise config.error([("adaptation.keep_optimizer", f"got {got}, but the run was begun with {was}; restore it")])
     return Start(saved.get("lineage"))
-
-
-def _ledger(directory: RunDirectory, resume: str | int | None) -> dict[str, Any] | None:
-    """The ledger of the checkpoint that a run goes on from; None where it begins."""
-    if resume is None or (resume == "latest" and not checkpoint_steps(directory.checkpoints)):
-        return None
-    return read_ledger(find_checkpoint(directory, resume, option="--resume")[1])
 
 
 def check_base(base: Base, config: Config, model: Model) -> None:
@@ -77,11 +89,6 @@ def check_base(base: Base, config: Config, model: Model) -> None:
                 problems.append((f"optim.{key}", f"{got}; give that, or leave keep_optimizer out"))
     if problems:
         raise config.error(problems)
-
-
-def load_base_params(base: Base, like: Params) -> Params:
-    """The checkpoint's parameters, placed as `like`: each device reads its own part."""
-    return load_params(base.checkpoint / "params", like)
 
 
 def load_base_optimizer(base: Base, like: Any) -> Any:

@@ -20,15 +20,7 @@ from curriculum.record.board import Board
 from curriculum.record.console import Console, program
 from curriculum.record.events import Record, check_offsets, plain, set_aside
 from curriculum.record.wandb_log import WandbLog, check_wandb
-from curriculum.run import (
-    RunDirectory,
-    checkpoint_steps,
-    find_checkpoint,
-    load_run,
-    read_json,
-    read_ledger,
-    write_tokenizer,
-)
+from curriculum.run import RunDirectory, load_run, read_json, write_tokenizer
 from curriculum.train import fields, ledger
 from curriculum.train.averages import averages_at, set_aside_means_after
 from curriculum.train.best import BestCheckpoints, check_golds
@@ -39,7 +31,7 @@ from curriculum.train.mesh import describe_devices
 from curriculum.train.running import Running
 from curriculum.train.setup import Setup, build
 from curriculum.train.signals import Stopped, StopSignals
-from curriculum.train.start import start_of
+from curriculum.train.start import Resumed, start_of, to_resume
 from curriculum.train.step import clear_window, read_window
 from curriculum.train.watch import RegressionStop, no_verdicts, transfer_matrix
 from evalsets.metrics import Summary, WindowResults, summarise
@@ -68,24 +60,24 @@ def train(
         raise InputError(
             f"{directory.path}: already holds a run; continue it with --resume latest, or choose another --run-dir"
         )
-    _, folder = _to_resume(directory, resume)
-    saved = {} if folder is None else read_ledger(folder)
+    resumed = to_resume(directory, resume)
+    saved = {} if resumed is None else resumed.ledger
     past = ledger.past_of(saved)
     check(config, past)
     tokenizer = kept_tokenizer(directory, config) if resume is not None else None
-    start = start_of(config, directory, resume)
+    start = start_of(config, resumed and resumed.ledger)
     setup = build(config, store_dir, tokenizer, make_model, start, past, saved.get("branched_from"))
-    return train_built(setup, directory, resume)
+    return train_built(setup, directory, resumed)
 
 
-def train_built(setup: Setup, directory: RunDirectory, resume: str | int | None) -> dict[str, Any]:
-    """Begin or continue the run of a directory with what is built already, and close it."""
+def train_built(setup: Setup, directory: RunDirectory, resumed: Resumed | None) -> dict[str, Any]:
+    """Begin the run of a directory with what is built already, or continue it, and close it."""
     config = setup.config
     mean_of = config.averages.phase_mean
     keep_planned = None if mean_of is None else (config.checkpoint.every, mean_of)
     checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep, keep_planned)
     try:
-        return _run(setup, directory, checkpoints, resume)
+        return _run(setup, directory, checkpoints, resumed)
     finally:
         setup.feed.close()
         checkpoints.close()
@@ -121,15 +113,13 @@ def dry_run(
     }
 
 
-def _run(setup: Setup, directory: RunDirectory, checkpoints: Checkpoints, resume: str | int | None) -> dict[str, Any]:
+def _run(setup: Setup, directory: RunDirectory, checkpoints: Checkpoints, resumed: Resumed | None) -> dict[str, Any]:
     """Begin or continue the run of a directory, up to its `training_complete` event."""
-    step, folder = _to_resume(directory, resume)
-    if step is None:
-        state, history = setup.initial_state(), ledger.History.begin(setup)
-        if resume is not None:
-            set_aside(directory.path)
+    if resumed is None:
+        step, state, history = None, setup.initial_state(), ledger.History.begin(setup)
+        set_aside(directory.path)
     else:
-        saved = read_ledger(folder)
+        step, folder, saved = resumed
         ledger.check_past(saved, setup)
         if step == setup.schedule.total_steps == max(checkpoints.steps(), default=None):
             if complete := load_run(directory.path).complete:
@@ -297,16 +287,3 @@ def kept_tokenizer(directory: RunDirectory, config: Config) -> Tokenizer | None:
         return None
     same = read_json(directory.resolved_config).get("tokenizer") == config.to_json()["tokenizer"]
     return load_tokenizer(directory.tokenizer) if same else None
-
-
-def _to_resume(directory: RunDirectory, resume: str | int | None) -> tuple[int | None, Path | None]:
-    """(step, folder) of the checkpoint to go on from; (None, None) where the run begins.
-
-    Raises InputError for one that is not there.
-    """
-    if resume is None or resume == "latest" and not checkpoint_steps(directory.checkpoints):
-        return None, None
-    step, folder = find_checkpoint(directory, resume, option="--resume")
-    if step in checkpoint_steps(directory.checkpoints):  # its record is the one of an unbroken run
-        return step, directory.checkpoints / str(step)
-    return step, folder
