@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -107,8 +108,7 @@ class Checkpoints:
             params=ocp.args.StandardRestore(_abstract(like.params)),
             train=ocp.args.StandardRestore(_abstract(rest)),
         )
-        with _reading(self.directory / str(step)):
-            restored = self._manager.restore(step, args=args)
+        restored = _read(self.directory / str(step), lambda: self._manager.restore(step, args=args))
         ema = None
         if like.ema is not None:
             ema = self.restore_params(step, like.params, ema=self._has_ema(step))
@@ -126,8 +126,7 @@ class Checkpoints:
             raise InputError(f"{self.directory}: step {step} was saved without a moving average (averages.ema_decay)")
         item = _EMA if ema else "params"
         args = ocp.args.Composite(**{item: ocp.args.StandardRestore(_abstract(like))})
-        with _reading(self.directory / str(step) / item):
-            return self._manager.restore(step, args=args)[item]
+        return _read(self.directory / str(step) / item, lambda: self._manager.restore(step, args=args)[item])
 
     def set_aside_after(self, step: int) -> None:
         """Move the steps after `step`, and folders without a whole checkpoint, into `superseded/` beside this folder.
@@ -195,11 +194,15 @@ def load_params(folder: str | os.PathLike, like: Any = None) -> Any:
     folder = Path(folder).absolute()
     if not (folder / "_METADATA").exists():
         raise InputError(f"{folder}: holds no saved arrays; expected the folder RUN/checkpoints/STEP/params")
-    with _reading(folder), ocp.StandardCheckpointer() as checkpointer:
-        if like is None:
-            host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-            saved = ocp.StandardCheckpointHandler().metadata(folder).tree
-            like = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=host), saved)
+    return _read(folder, lambda: _restore(folder, like))
+
+
+def _restore(folder: Path, like: Any) -> Any:
+    if like is None:
+        host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+        saved = ocp.StandardCheckpointHandler().metadata(folder).tree
+        like = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=host), saved)
+    with ocp.StandardCheckpointer() as checkpointer:
         return checkpointer.restore(folder, like)
 
 
@@ -209,19 +212,24 @@ def check_readable(checkpoint: Path) -> None:
         load_params(metadata.parent)
 
 
-@contextmanager
-def _reading(folder: Path) -> Iterator[None]:
-    """Turn a failed read of saved arrays into an InputError."""
+def _read(folder: Path, restore: Callable[[], Any]) -> Any:
+    """What `restore` returns. Raises InputError where the saved arrays of the folder cannot be read."""
     try:
-        yield
+        return restore()
     except Exception as error:
         # Where an array's bytes are missing orbax raises the class Exception itself; any other is none of the file's.
         if not (type(error) is Exception or isinstance(error, ValueError | OSError | KeyError)):
             raise
         cause = error.__cause__ if type(error) is Exception and error.__cause__ else error
         what = next(iter(str(cause).partition(" [tensorstore_spec")[0].splitlines()), type(cause).__name__)
-        message = f"{folder}: cannot be read: {what[:300]}; use the checkpoint of another step, or restore this one"
-        raise InputError(f"{message} from a copy") from error
+        del cause
+    # Outside of `except`, so that nothing holds on to the reads of other arrays that were under way: as they go,
+    # each would be told with a traceback.
+    told, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    gc.collect()
+    sys.unraisablehook = told
+    message = f"{folder}: cannot be read: {what[:300]}; use the checkpoint of another step, or restore this one"
+    raise InputError(f"{message} from a copy")
 
 
 def _abstract(tree: Any) -> Any:
