@@ -337,6 +337,7 @@ def complete(gold_step):
                 "val": {"forgetting": {"value": 0.0, "interval": [0.0, 0.0], "best_phase": "law"}},
                 "code": {"forgetting": {"value": 0.25, "interval": [0.2, 0.3], "best_phase": "base"}},
                 "general": {"forgetting": {"value": 0.01, "interval": [-0.1, 0.12], "best_phase": "base"}},
+                "single": {"forgetting": {"value": 0.3, "interval": None, "best_phase": "base"}},  # no standard error
             },
         },
     )
@@ -361,6 +362,7 @@ def test_the_end_says_where_to_resume_what_to_deploy_and_how_to_look(tmp_path):
         "  forgotten    code +0.2500 since base",
         f"  resume from  {run_dir}/checkpoints/75000 with more train.steps: "
         "curriculum train example.yaml --resume latest",
+        "               (where the learning rate has decayed: with --resume STEP, a checkpoint before that)",
         f"  deploy       {run_dir}/gold/70000 (gold, step 70000, domain/bpb 1.2500)",
         f"  TensorBoard  {tensorboard} --logdir '{tmp_path}/my runs' --host 127.0.0.1",
         f"               {link}",
@@ -371,6 +373,7 @@ def test_without_gold_and_tensorboard_the_end_names_the_latest_checkpoint(tmp_pa
     lines = printed(tmp_path, start(), stamped("checkpoint", 75000), complete(gold_step=None))
     assert lines[8:] == [
         f"  resume from  {tmp_path}/checkpoints/75000 with more train.steps",
+        "               (where the learning rate has decayed: with --resume STEP, a checkpoint before that)",
         f"  deploy       {tmp_path}/checkpoints/75000 (the latest; the run has no gold checkpoint)",
     ]
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from curriculum.errors import InputError
-from curriculum.record.events import Record, eval_sets, number, read_events, read_metrics, set_aside
+from curriculum.record.events import Record, eval_sets, last_row, number, read_events, read_metrics, set_aside
 
 
 class Seen:
@@ -330,13 +330,32 @@ def test_readers_leave_out_a_line_that_is_being_written(tmp_path):
     assert [event["step"] for event in read_events(tmp_path)] == [0, 5, 9]
 
 
-@pytest.mark.parametrize("broken", [b'{"step": 3,', b"[3]", b"\xff\xfe", b""])
+@pytest.mark.parametrize("broken", [b'{"step": 3,', b"[3]", b"\xff\xfe", b"", b'{"loss": 3}'])
 def test_readers_name_the_line_that_is_broken(tmp_path, broken):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + broken + b'\n{"step": 2}\n')
     with pytest.raises(InputError) as error:
         read_metrics(tmp_path)
     assert str(error.value).startswith(f"{tmp_path / 'metrics.jsonl'}:2: got ")
-    assert "expected one JSON object" in str(error.value)
+    assert "expected one JSON object with step; restore the file" in str(error.value)
+
+
+def test_an_event_has_a_name_and_a_step(tmp_path):
+    for line in ('{"step": 3}', '{"event": "eval"}'):
+        (tmp_path / "events.jsonl").write_text(line + "\n")
+        with pytest.raises(InputError, match=r"events.jsonl:1: got .*, expected one JSON object with event and step"):
+            read_events(tmp_path)
+
+
+def test_the_last_row_is_read_alone(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert last_row(tmp_path) is None
+    path.write_text('{"step": 1')
+    assert last_row(tmp_path) is None
+    path.write_text('x\n{"step": 1}\n{"step": 2}\n{"st')
+    assert last_row(tmp_path) == {"step": 2}
+    path.write_text('{"step": 1}\nx\n')
+    with pytest.raises(InputError, match="metrics.jsonl: last line: got 'x', expected one JSON object with step"):
+        last_row(tmp_path)
 
 
 def test_readers_refuse_a_folder_without_a_record(tmp_path):

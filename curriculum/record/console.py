@@ -119,10 +119,11 @@ class Console:
         if forgotten := [
             f"{name} {number(lost['value']):+.4f} since {lost['best_phase']}"
             for name, lost in ((name, of_set["forgetting"]) for name, of_set in event["transfer"]["sets"].items())
-            if lost and number(lost["interval"][0]) > 0
+            if lost and lost["interval"] and number(lost["interval"][0]) > 0
         ]:
             yield f"  forgotten    {', '.join(forgotten)}"
         yield f"  resume from  {self._checkpoint} with more train.steps{self._resume_hint()}"
+        yield "               (where the learning rate has decayed: with --resume STEP, a checkpoint before that)"
         if event["gold_step"] is None:
             yield f"  deploy       {self._checkpoint} (the latest; the run has no gold checkpoint)"
         else:

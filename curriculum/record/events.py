@@ -26,6 +26,7 @@ SUPERSEDED = "superseded.jsonl"
 _PENDING_CUT = "superseded.pending.json"
 AVERAGES = ("ema", "phase_mean")  # averages of the parameters; each is a field of an `eval` event that measured it
 _UNROUNDED = ("lr", "grad_norm")
+_TAIL_BYTES = 1 << 16  # more than a metrics row has
 
 
 class View(Protocol):
@@ -140,12 +141,23 @@ def read_events(run_dir: Path) -> list[dict[str, Any]]:
 
     Raises InputError, naming file and line, where there is no record or a line is broken.
     """
-    return _read(run_dir / EVENTS)
+    return _read(run_dir / EVENTS, ("event", "step"))
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """The metrics rows of a run, as `read_events`."""
-    return _read(run_dir / METRICS)
+    return _read(run_dir / METRICS, ("step",))
+
+
+def last_row(run_dir: Path) -> dict[str, Any] | None:
+    """The last complete metrics row, without reading the rest; None where there is none. Raises InputError."""
+    path = run_dir / METRICS
+    if not path.exists():
+        return None
+    with open(path, "rb") as file:
+        file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
+        lines = file.read().split(b"\n")[:-1]
+    return _checked(lines[-1], f"{path}: last line", ("step",)) if lines else None
 
 
 def number(value: Any) -> float | None:
@@ -169,6 +181,16 @@ def eval_averages(event: Mapping[str, Any]) -> dict[str, dict[str, tuple[Any, An
     return {name: eval_sets(event[name]) for name in AVERAGES if name in event}
 
 
+def record_name(evalset: str) -> str:
+    """What the record calls an eval set of the config: the primary one `val`, as in `val_loss`."""
+    return "val" if evalset == "primary" else evalset
+
+
+def config_name(evalset: str) -> str:
+    """What the config and the files of windows call an eval set of the record."""
+    return "primary" if evalset == "val" else evalset
+
+
 def plain(value: Any) -> Any:
     """The same value in what JSON has; numpy scalars and arrays become numbers and lists."""
     if hasattr(value, "tolist"):  # of numpy, which is slow to import for a view that only reads
@@ -186,20 +208,22 @@ def _rounded(name: str, value: Any) -> Any:
     return round(value, 6) if isinstance(value, float) and name not in _UNROUNDED else value
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def _read(path: Path, keys: tuple[str, ...]) -> list[dict[str, Any]]:
     if not path.is_file():
         raise InputError(f"{path}: no such file; expected the directory of a run, which holds one")
     *lines, _unfinished = path.read_bytes().split(b"\n")
-    records = []
-    for line_number, line in enumerate(lines, start=1):
-        record = _parsed(line)
-        if not isinstance(record, dict):
-            raise InputError(
-                f"{path}:{line_number}: got {line[:60].decode(errors='backslashreplace')!r}, expected one "
-                "JSON object; restore the file from a copy, or resume from a checkpoint before this line"
-            )
-        records.append(record)
-    return records
+    return [_checked(line, f"{path}:{number}", keys) for number, line in enumerate(lines, start=1)]
+
+
+def _checked(line: bytes, where: str, keys: tuple[str, ...]) -> dict[str, Any]:
+    record = _parsed(line)
+    if not isinstance(record, dict) or any(key not in record for key in keys):
+        expected = f"one JSON object with {' and '.join(keys)}"
+        raise InputError(
+            f"{where}: got {line[:60].decode(errors='backslashreplace')!r}, expected {expected}; restore the file from "
+            "a copy, or resume from a checkpoint before this line"
+        )
+    return record
 
 
 def _parsed(line: bytes) -> Any:

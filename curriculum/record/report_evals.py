@@ -8,10 +8,11 @@ from typing import Any
 
 from curriculum.record import figures
 from curriculum.record.console import verdict
-from curriculum.record.events import number
+from curriculum.record.events import number, record_name
 from curriculum.record.figures import PALETTE, Mark, Phase, eval_curve
-from curriculum.record.inspection import EvalPoint, evalset_facts, loss, offender, signed
+from curriculum.record.inspection import loss, offender, signed
 from curriculum.record.page import Html, figure, folded, html, note, table, tag
+from curriculum.record.queries import EvalPoint, evalset_facts
 from curriculum.run import Run
 
 MAX_OVERLAID = 7  # more lines in one drawing cannot be told apart
@@ -34,7 +35,7 @@ def set_marks(run: Run, facts: Mapping[str, Any], points: Mapping[str, Sequence[
             marks.setdefault(name, []).append(Mark(kind, event["step"]))
     if gold := facts["gold"]:
         name = gold["metric"].partition("/")[0]
-        marks.setdefault("val" if name == "primary" else name, []).append(Mark("gold", gold["step"]))
+        marks.setdefault(record_name(name), []).append(Mark("gold", gold["step"]))
     return marks
 
 
@@ -128,7 +129,7 @@ def log(run: Run) -> Html:
         rows.append((step, what, tag("td", *_broken(lines), class_="text")))
     if not rows:
         return Html("")
-    header = ("step", "", "")
+    header = ("step", "event", "what it says")
     if len(rows) <= MAX_LISTED:
         return table(header, rows, text_columns=3)
     earlier = folded(f"{len(rows) - MAX_LISTED} earlier ones", table(header, rows[:-MAX_LISTED], text_columns=3))
@@ -199,6 +200,7 @@ def _heat(value: Any, span: tuple[float, float]) -> Html:
 
 
 def _change(told: Mapping[str, Any]) -> Html:
-    interval = told.get("interval")
-    span = "" if not interval else tag("small", f" [{signed(interval[0])}, {signed(interval[1])}]")
+    low, high = map(number, told.get("interval") or (None, None))
+    known = low is not None and high is not None and math.isfinite(high - low)
+    span = tag("small", f" [{signed(low)}, {signed(high)}]") if known else ""
     return tag("td", signed(told["value"]), span, class_="n heat")

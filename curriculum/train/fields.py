@@ -10,12 +10,13 @@ import numpy as np
 
 from curriculum.model.model import num_parameters
 from curriculum.plan import describe_phases, few_scored_targets, unread
+from curriculum.record.events import record_name
 from curriculum.train.clock import TrainClock, peak_memory_gb
 from curriculum.train.ledger import History
 from curriculum.train.mesh import describe_devices
 from curriculum.train.setup import Setup
 from curriculum.train.step import TrainState, read_window
-from curriculum.train.watch import no_verdicts, record_name
+from curriculum.train.watch import no_verdicts
 from evalsets.evalset import PRIMARY
 from evalsets.metrics import Summary
 from evalsets.regressions import Comparison

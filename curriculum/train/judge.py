@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from curriculum.record.events import number
+from curriculum.record.events import number, record_name
 from curriculum.run import checkpoint_steps
 from curriculum.train.gate import run_gate
 from curriculum.train.running import Running
-from curriculum.train.watch import Pair, record_name
+from curriculum.train.watch import Pair
 from evalsets import gold
 from evalsets.gold import Candidate, Measured, Regressed, accepted, kept_steps, vetoed
 from evalsets.metrics import Summary

@@ -203,7 +203,7 @@ def _loop(run: Running, resumed_step: int | None) -> dict[str, Any]:
                 raise RegressionStop(done, worse) if stopped_by is None else Stopped(stopped_by, done)
     run.checkpoints.wait()
     results = {end: ledger.read_results(run.directory.results(end)) for end in setup.schedule.phase_ends}
-    transfer = transfer_matrix(setup, run.history.watch, results)
+    transfer = transfer_matrix(setup.schedule.phase_bounds, run.history.watch, results)
     skipped_updates = int(run.state.skipped_updates)
     complete = fields.training_complete(setup, run.history, transfer, record.elapsed_s, skipped_updates)
     return record.event("training_complete", setup.schedule.total_steps, **complete)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from curriculum.config import Config
-from curriculum.record.events import number, plain
+from curriculum.record.events import number, plain, record_name
 from curriculum.train.setup import Setup
-from evalsets.evalset import PRIMARY, EvalSet
+from evalsets.evalset import EvalSet
 from evalsets.metrics import WindowResults, clusters
 from evalsets.regressions import (
     BASELINES,
@@ -19,6 +20,7 @@ from evalsets.regressions import (
     OK,
     REGRESSED,
     WARNED,
+    Change,
     Comparison,
     Watched,
     begin,
@@ -31,11 +33,6 @@ from evalsets.regressions import (
 Pair = dict[str, Any]  # an eval set and a baseline that it is compared with, as an event names them
 _NATS = "baseline_nats_BN"  # of a Watched; saved as an array, the rest as JSON
 _NO_ERROR_LEFT = "(no error is left)"  # no name of a set
-
-
-def record_name(evalset: str) -> str:
-    """What the record calls an eval set: the primary one `val`, as in `val_loss`."""
-    return "val" if evalset == PRIMARY else evalset
 
 
 class RegressionStop(Exception):
@@ -201,26 +198,34 @@ def tolerance(config: Config, name: str) -> float:
     return config.evalsets.regression.tolerance if own is None else own
 
 
-def transfer_matrix(setup: Setup, watch: Watch, results: Mapping[int, Mapping[str, WindowResults]]) -> dict[str, Any]:
-    """How every set went from phase end to phase end, by the eval results at each of them that there are."""
-    bounds = setup.schedule.phase_bounds
+def transfer_matrix(
+    bounds: Sequence[tuple[str, int, int]], watch: Watch, results: Mapping[int, Mapping[str, WindowResults]]
+) -> dict[str, Any]:
+    """How every set went from phase end to phase end, by the eval results at each of them that there are.
+
+    `bounds` are the schedule's phases, (name, start, end). An interval is None where the set has no standard error, or
+    a loss is not finite.
+    """
     sets = {}
-    for name in setup.suite.evalsets:
+    for name, last in results[bounds[-1][2]].items():
         watched = watch.sets[name]
         measured = [results.get(end, {}).get(name) for _, _, end in bounds]
-        last = measured[-1]
         found = transfer(watched, [m and m.nats_N for m in measured], last.tokens_N, last.document_N)
         sets[record_name(name)] = {
             "start": found.start,
             "loss": found.losses,
             "forgetting": {
                 "value": found.forgetting.value,
-                "interval": [found.forgetting.low, found.forgetting.high],
+                "interval": _interval(found.forgetting),
                 "best_phase": None if found.best_phase is None else bounds[found.best_phase][0],
             },
-            "gain": {"value": found.gain.value, "interval": [found.gain.low, found.gain.high]},
+            "gain": {"value": found.gain.value, "interval": _interval(found.gain)},
         }
     return {"phases": [name for name, _, _ in bounds], "steps": [end for _, _, end in bounds], "sets": sets}
+
+
+def _interval(change: Change) -> list[float] | None:
+    return [change.low, change.high] if math.isfinite(change.high - change.low) else None
 
 
 def no_verdicts(evalsets: Iterable[EvalSet]) -> Iterator[str]:
