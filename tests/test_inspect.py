@@ -13,15 +13,8 @@ from written_run import command, offender, write_run
 from curriculum.config import build_config
 from curriculum.errors import InputError
 from curriculum.record.compare import compare
-from curriculum.record.inspection import (
-    consumption,
-    eval_points,
-    evalset_facts,
-    inspect_run,
-    last_detectable,
-    standing_regressions,
-    text,
-)
+from curriculum.record.inspection import inspect_run, text
+from curriculum.record.queries import consumption, eval_points, evalset_facts, last_detectable, standing_regressions
 from curriculum.run import CHECKPOINT_ITEMS, load_run
 from curriculum.train.trainer import train
 
@@ -36,10 +29,13 @@ def shown(run_dir) -> str:
 def test_a_finished_run(tmp_path):
     more = {80: [("gold_checkpoint", {"metric": "primary/loss", "value": 2.2, "previous": None, "path": "gold/80"})]}
     path = write_run(tmp_path / "run", LOSSES, more=more, detectable={"val": 0.0213, "law": None})
-    for folder in ("checkpoints/60", "checkpoints/100", "gold/80"):
+    for folder in ("checkpoints/60", "checkpoints/100"):
         for item in CHECKPOINT_ITEMS:
             (path / folder / item).mkdir(parents=True)
     (path / "checkpoints/80/params").mkdir(parents=True)  # is being saved
+    assert f"primary/loss 2.2000 ({path}/gold/80, which is not there)" in shown(path)
+    for item in CHECKPOINT_ITEMS:
+        (path / "gold/80" / item).mkdir(parents=True)
     facts = inspect_run(load_run(path))
     progress = facts["progress"]
     assert (progress["step"], progress["tokens"], progress["phase"], progress["finished"]) == (
@@ -49,7 +45,7 @@ def test_a_finished_run(tmp_path):
         True,
     )
     assert facts["checkpoints"] == {"checkpoints": [60, 100], "gold": [80], "kept": []}
-    assert facts["gold"] == {"step": 80, "metric": "primary/loss", "value": 2.2, "path": "gold/80"}
+    assert facts["gold"] == {"step": 80, "metric": "primary/loss", "value": 2.2, "path": "gold/80", "missing": False}
     law = facts["evals"]["law"]
     assert (law["step"], law["num_evals"], law["detectable"]) == (100, 3, None)
     # 60 steps of 100 tokens in foundation (web 0.8, code 0.2) and 40 in domain (law 0.9, web 0.1); epochs of 10,000.
@@ -65,7 +61,8 @@ def test_a_finished_run(tmp_path):
     assert f"gold step 80: primary/loss 2.2000 ({path}/gold/80)" in lines
     assert "checkpoints 60, 100" in lines and "gold 80" in lines and "kept" not in lines
     assert "regressed none stands" in lines
-    assert f"--run-dir {path} --resume latest --set train.steps=MORE" in lines and f"report {path} -o run.html" in lines
+    assert f"--run-dir {path} --resume STEP --set train.steps=MORE\n" in lines and f"report {path} -o run.html" in lines
+    assert "(STEP: latest, or a checkpoint before the learning rate decays, where it has)" in lines
 
 
 def test_a_run_in_progress(tmp_path):
@@ -127,10 +124,13 @@ def test_regressions_stand_until_they_recover_or_their_phase_ends():
 def test_what_stands_regressed_is_told(tmp_path):
     alarm = {"phase": "domain", "action": None, "offenders": [offender("law", "best", 60, first_step=80)]}
     path = write_run(tmp_path / "run", LOSSES, more={80: [("eval_regression", alarm)]})
+    # The numbers are those of the alarm; the set was measured once more.
     assert (
-        "regressed law 2.1000 → 2.6000 (+0.5000, 95 % +0.4000 to +0.6000) against its best at step 60, since step 80"
-        in shown(path)
+        "regressed law 2.1000 → 2.6000 at step 80 (+0.5000, 95 % +0.4000 to +0.6000) against its best at step 60, "
+        "since step 80; now 4.0000 at step 100\n" in shown(path)
     )
+    path = write_run(tmp_path / "ended", LOSSES, more={100: [("eval_regression", alarm)]})
+    assert "at step 60, since step 80\n" in shown(path)
 
 
 def test_evals_of_averages_and_what_is_not_finite(tmp_path):
@@ -169,7 +169,8 @@ def test_lineage(tmp_path):
 def test_what_is_no_run_is_said(tmp_path):
     with pytest.raises(InputError, match="holds no run; expected a directory made by `curriculum train`"):
         load_run(tmp_path)
-    (tmp_path / "config.resolved.json").write_text("{}")
+    config = json.loads((write_run(tmp_path / "whole", LOSSES) / "config.resolved.json").read_text())
+    (tmp_path / "config.resolved.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match="events.jsonl: no such file"):
         load_run(tmp_path)
     (tmp_path / "events.jsonl").write_text("")
@@ -177,6 +178,31 @@ def test_what_is_no_run_is_said(tmp_path):
         inspect_run(load_run(tmp_path))
     code, out, errors, _ = command("inspect", tmp_path / "nowhere")
     assert (code, out) == (2, "") and "nowhere: holds no run" in errors
+
+
+def test_resumes_are_counted(tmp_path):
+    path = write_run(tmp_path / "run", LOSSES)
+    for words in ("resumed 1 time\n", "resumed 2 times\n"):
+        lines = (path / "events.jsonl").read_text().splitlines()
+        events = [json.loads(line) for line in lines]
+        again = {**events[-2], "event": "resume", "plan": events[0]["plan"], "devices": events[0]["devices"]}
+        (path / "events.jsonl").write_text("\n".join([*lines[:-1], json.dumps(again), lines[-1]]) + "\n")
+        assert words in shown(path)
+
+
+@pytest.mark.parametrize("content", ['{"step": 1', "[]", '{"step": 80}'])
+def test_a_damaged_summary_hides_nothing_else(tmp_path, content):
+    path = write_run(tmp_path / "run", LOSSES, until=80)
+    (path / "training_state.json").write_text(content)
+    facts = inspect_run(load_run(path))
+    assert len(facts["problems"]) == 1 and facts["problems"][0].startswith(f"{path}/training_state.json: ")
+    assert f"damaged {path}/training_state.json: " in shown(path) and facts["evals"]["val"]["step"] == 80
+
+
+def test_the_module_is_the_command():
+    for module in ("curriculum", "curriculum.cli.main"):
+        done = subprocess.run([sys.executable, "-m", module, "inspect", "nowhere"], capture_output=True, text=True)
+        assert done.returncode == 2 and "nowhere: holds no run" in done.stderr
 
 
 def test_the_command_is_quick_and_imports_little(tmp_path):

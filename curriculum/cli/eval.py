@@ -43,6 +43,8 @@ def command(run, step, weights, eval_dataset_dirs, sets, as_json, store_dir):
 
 def table(measured) -> list[str]:
     """An `Evaluation` as lines of text."""
+    from curriculum.record.inspection import columns
+
     rows = [("set", "loss", "± sem", "perplexity", "bpb", "accuracy", "windows", "documents")]
     for name, summary in measured.summaries.items():
         evalset = measured.evalsets[name]
@@ -58,9 +60,5 @@ def table(measured) -> list[str]:
                 f"{evalset.num_documents:,}",
             )
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [f"{measured.run}: step {measured.step:,}, {measured.weights} weights"]
-    for name, *numbers in rows:
-        cells = [name.ljust(widths[0]), *(n.rjust(w) for n, w in zip(numbers, widths[1:], strict=True))]
-        lines.append("  ".join(cells))
-    return lines
+    title = f"{measured.run}: step {measured.step:,}, {measured.weights} weights"
+    return [title, *columns(rows, right=range(1, 8), indent="")]

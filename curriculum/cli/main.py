@@ -68,3 +68,7 @@ def main() -> None:
     except (KeyboardInterrupt, click.Abort):
         print("interrupted; a run that had begun goes on with --resume latest", file=sys.stderr)
         sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -10,6 +10,7 @@ import click
 from curriculum.cli.options import config_options
 from curriculum.config import load_config
 from curriculum.plan import Plan, plan
+from curriculum.record.inspection import columns
 
 
 @click.command()
@@ -62,11 +63,7 @@ def table(p: Plan) -> list[str]:
                     "" if row.first_repeat_step is None else f"step {row.first_repeat_step:,}",
                 )
             )
-    widths = [max(len(r[i]) for r in (header, *rows)) for i in range(len(header))]
-    left = (0, 1, 3)
-    for row in (header, *rows):
-        cells = (c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-        lines.append("  ".join(cells).rstrip())
+    lines += columns([header, *rows], right=(2, 4, 5, 6, 7, 8), indent="")
     last_step, last_rate = p.rates[-1]
     lines += ["", f"last update (step {last_step:,}): learning rate {last_rate:.3g}"]
     if p.packing_mode == "best_fit":

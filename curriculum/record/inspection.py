@@ -1,133 +1,41 @@
-"""What the record of a run says of it: its course so far as plain data, and that as lines of text.
+"""What a run is and how far it is: as plain data, and that as lines of text.
 
 Reads a run in progress. Without jax and without numpy: to look at a run must be quick.
 """
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from curriculum.errors import InputError
 from curriculum.record.console import program
-from curriculum.record.events import AVERAGES, METRICS, eval_sets, number
-from curriculum.run import Run, checkpoint_steps, read_json
+from curriculum.record.events import last_row, number
+from curriculum.record.queries import consumption, eval_points, last_detectable, standing_regressions
+from curriculum.run import Run, checkpoint_steps
 
-_PRIMARY = "primary"  # what `val` of the record is called in the config and in the files of windows
 _BASELINES = {"start": "start", "phase_start": "phase start", "best": "best"}
-_TAIL_BYTES = 1 << 16  # more than a metrics row has
-
-
-class EvalPoint(NamedTuple):
-    """One set at one eval. NaN and infinities are floats here; `bpb` and `sem` are None where there is none."""
-
-    step: int
-    tokens: int
-    phase: str
-    loss: float
-    bpb: float | None
-    sem: float | None
-
-
-def eval_points(events: Iterable[Mapping[str, Any]]) -> dict[str, list[EvalPoint]]:
-    """Every eval of every set, `val` the primary one; those with an average of the parameters as `<set>@<average>`."""
-    points: dict[str, list[EvalPoint]] = {}
-    for event in events:
-        if event["event"] != "eval":
-            continue
-        measured = [("", event), *((f"@{average}", event[average]) for average in AVERAGES if average in event)]
-        for suffix, fields in measured:
-            for name, (loss, bpb) in eval_sets(fields).items():
-                sem = number(fields.get("val_sem" if name == "val" else f"eval_{name}_sem"))
-                stamp = (event["step"], event["tokens_processed"], event["phase"])
-                points.setdefault(name + suffix, []).append(EvalPoint(*stamp, number(loss), number(bpb), sem))
-    return points
-
-
-def evalset_facts(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Documents, windows, tokens, bytes and content hash of each set, by its name in the record.
-
-    From `training_start`, and for sets that were added later from the `resume` events.
-    """
-    facts = {}
-    for event in events:
-        for name, of_set in event.get("evalsets", {}).items():
-            facts["val" if name == _PRIMARY else name] = of_set
-    return facts
-
-
-def standing_regressions(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The offenders of `eval_regression` events that have not recovered, each with its `phase`.
-
-    Alarms against the start of a phase end with it.
-    """
-    standing: dict[tuple[str, str], dict[str, Any]] = {}
-    phase = None
-    for event in events:
-        match event["event"]:
-            case "eval":
-                phase = event["phase"] if phase is None else phase
-            case "phase_switch":
-                phase = event["new_phase"]
-            case "eval_regression":
-                for o in event["offenders"]:
-                    standing[o["set"], o["baseline"]] = {**o, "phase": event["phase"]}
-            case "eval_recovered":
-                for o in event["offenders"]:
-                    standing.pop((o["set"], o["baseline"]), None)
-    return [o for o in standing.values() if o["baseline"] != "phase_start" or o["phase"] == phase]
-
-
-def last_detectable(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """The smallest rise in nats per token that each set can detect, as the last eval that knew it says."""
-    found: dict[str, float] = {}
-    for event in events:
-        known = event.get("detectable", {}) if event["event"] == "eval" else {}
-        found |= {name: nats for name, value in known.items() if (nats := number(value)) is not None}
-    return found
-
-
-def consumption(run: Run) -> list[dict[str, Any]]:
-    """What each phase that has begun has read: {phase, start, step, tokens, epochs}, in order.
-
-    `tokens` are of the phase alone up to `step`, by source; `epochs` since the run's start. The record knows them where
-    a phase ends, and `training_state.json` at the last checkpoint: of the phase that is running, `step` is that one.
-    """
-    sizes = {name: source.get("tokens_per_epoch") for name, source in run.start["sources"].items()}
-    starts = {phase["name"]: phase["start"] for phase in run.plan["phases"]}
-    marks = [(e["from_phase"], e["step"], e["consumed"]) for e in run.events if e["event"] == "phase_switch"]
-    last_step = run.events[-1]["step"]
-    path = run.directory.path / "training_state.json"
-    if path.exists():
-        state = read_json(path)
-        # After a resume from an older step the file may speak of a future that was set aside.
-        if (marks[-1][1] if marks else 0) < state["step"] <= last_step:
-            marks.append((state["phase"], state["step"], state["tokens_drawn"]))
-    rows, before = [], {}
-    for phase, step, drawn in marks:
-        tokens = {name: n - before.get(name, 0) for name, n in drawn.items() if n > before.get(name, 0)}
-        epochs = {name: n / sizes[name] for name, n in drawn.items() if n and sizes.get(name)}
-        row = {"phase": phase, "start": starts.get(phase), "step": step, "tokens": tokens, "epochs": epochs}
-        rows.append(row)
-        before = drawn
-    return rows
 
 
 def inspect_run(run: Run) -> dict[str, Any]:
     """Everything that `curriculum inspect` shows, as plain data (NaN and infinities as floats).
 
-    Raises InputError while the record is empty.
+    `problems` are files that only describe the run and cannot be read; what they would tell is left out. Raises
+    InputError while the record is empty.
     """
     start, plan, events = run.start, run.plan, run.events
     path = run.directory.path
-    row = _last_row(path / METRICS)
+    row = last_row(path)
     last = events[-1]
     step = max(last["step"], row["step"] if row else 0)
     phases = plan["phases"]
     current = next((p["name"] for p in phases if step < p["end"]), phases[-1]["name"])
-    read = {entry["phase"]: entry for entry in consumption(run)}
+    read, problems = {}, []
+    try:
+        read = {entry["phase"]: entry for entry in consumption(run)}
+    except InputError as error:
+        problems += error.problems
     gold = next((e for e in reversed(events) if e["event"] == "gold_checkpoint"), None)
     detectable = last_detectable(events)
     points = eval_points(events)
@@ -169,11 +77,17 @@ def inspect_run(run: Run) -> dict[str, Any]:
             for phase in phases
         ],
         "lineage": {"init_from": start.get("lineage"), "branched_from": run.branched_from},
-        "gold": None if gold is None else {key: gold[key] for key in ("step", "metric", "value", "path")},
+        "gold": None
+        if gold is None
+        else {
+            **{key: gold[key] for key in ("step", "metric", "value", "path")},
+            "missing": not (path / gold["path"]).is_dir(),
+        },
         "regressions": standing_regressions(events),
         "evals": evals,
         "checkpoints": {name: checkpoint_steps(path / name) for name in ("checkpoints", "gold", "kept")},
         "commands": _commands(run),
+        "problems": problems,
     }
 
 
@@ -183,25 +97,15 @@ def _commands(run: Run) -> dict[str, str]:
     own = shlex.quote(str(path))
     commands = {}
     if (path / "config.yaml").exists():
-        train = f"{me} train {shlex.quote(str(path / 'config.yaml'))} --run-dir {own} --resume latest"
+        train = f"{me} train {shlex.quote(str(path / 'config.yaml'))} --run-dir {own} --resume"
         if run.complete is None:
-            commands["go on"] = train
+            commands["go on"] = f"{train} latest"
         else:
-            commands["train longer"] = f"{train} --set train.steps=MORE"
+            commands["train longer"] = f"{train} STEP --set train.steps=MORE"
     commands["report"] = f"{me} report {own} -o {shlex.quote(path.name + '.html')}"
     commands["compare"] = f"{me} compare {own} OTHER_RUN"
     commands["export"] = f"{me} export {own} --format safetensors -o {shlex.quote(path.name + '-export')}"
     return commands
-
-
-def _last_row(path: Path) -> dict[str, Any] | None:
-    """The last complete row of metrics.jsonl, without reading the rest."""
-    if not path.exists():
-        return None
-    with open(path, "rb") as file:
-        file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
-        lines = file.read().split(b"\n")[:-1]
-    return json.loads(lines[-1]) if lines else None
 
 
 def text(facts: Mapping[str, Any]) -> list[str]:
@@ -212,7 +116,8 @@ def text(facts: Mapping[str, Any]) -> list[str]:
     shape = ", ".join(f"{key} {value}" for key, value in model.items() if key != "num_parameters")
     devices = facts["devices"]
     mesh = " x ".join(f"{axis} {size}" for axis, size in devices["mesh"].items())
-    resumed = f", resumed {progress['num_resumes']} times" if progress["num_resumes"] else ""
+    times = progress["num_resumes"]
+    resumed = f", resumed {times} time{'s' * (times > 1)}" if times else ""
     lines = [
         f"{facts['name']}  ({facts['path']})",
         f"  progress    step {progress['step']:,} of {progress['total_steps']:,} ({share:.1f} %), {state}; "
@@ -233,14 +138,17 @@ def text(facts: Mapping[str, Any]) -> list[str]:
         lines.append("  regressed   none stands")
     gold = facts["gold"]
     if gold:
-        where = f"{facts['path']}/{gold['path']}"
+        where = f"{facts['path']}/{gold['path']}" + (", which is not there" if gold["missing"] else "")
         lines.append(f"  gold        step {gold['step']:,}: {gold['metric']} {loss(gold['value'])}  ({where})")
     else:
         lines.append("  gold        none")
     for name, steps in facts["checkpoints"].items():
         if steps or name == "checkpoints":
             lines.append(f"  {name:<11} {', '.join(map(str, steps)) or 'none'}")
+    lines += [f"  damaged     {problem}" for problem in facts["problems"]]
     lines += ["", *(f"  {what:<12}  {command}" for what, command in facts["commands"].items())]
+    if "train longer" in facts["commands"]:
+        lines.append("                (STEP: latest, or a checkpoint before the learning rate decays, where it has)")
     return lines
 
 
@@ -261,12 +169,18 @@ def lineage_lines(lineage: Mapping[str, Any]) -> list[str]:
 
 
 def offender(o: Mapping[str, Any]) -> str:
-    """One set against one baseline that it is worse than, in words and numbers."""
+    """One set against one baseline that it is worse than, in words and numbers.
+
+    Of one that stands also the step of these numbers, and its loss now where that is later.
+    """
     interval = o.get("interval") or (None, None)
+    measured = f" at step {o['step']:,}" if "step" in o else ""
+    now = o.get("now")
+    later = f"; now {loss(now['loss'])} at step {now['step']:,}" if now and now["step"] > o["step"] else ""
     return (
-        f"{o['set']} {loss(o['baseline_loss'])} → {loss(o['loss'])} ({signed(o['delta'])}, 95 % "
+        f"{o['set']} {loss(o['baseline_loss'])} → {loss(o['loss'])}{measured} ({signed(o['delta'])}, 95 % "
         f"{signed(interval[0])} to {signed(interval[1])}) against its {_BASELINES.get(o['baseline'], o['baseline'])} "
-        f"at step {o['baseline_step']:,}, since step {o['first_step']:,}"
+        f"at step {o['baseline_step']:,}, since step {o['first_step']:,}{later}"
     )
 
 
@@ -296,14 +210,14 @@ def _eval_lines(evals: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return columns(rows, right=range(1, 9))
 
 
-def columns(rows: list[tuple[str, ...]], right: Iterable[int]) -> list[str]:
+def columns(rows: list[tuple[str, ...]], right: Iterable[int], indent: str = "  ") -> list[str]:
     """Rows of equal length as lines with aligned columns; those in `right` end at the same place."""
     right = set(right)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
         cells = (c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-        lines.append(("  " + "  ".join(cells)).rstrip())
+        lines.append((indent + "  ".join(cells)).rstrip())
     return lines
 
 

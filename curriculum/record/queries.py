@@ -1,0 +1,117 @@
+"""What the record of a run says: its evals, its sets, what stands regressed, what was read. Every view asks here.
+
+Without jax and without numpy: to look at a run must be quick.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from curriculum.errors import InputError
+from curriculum.record.events import AVERAGES, eval_sets, number, record_name
+from curriculum.run import Run, read_json
+
+
+class EvalPoint(NamedTuple):
+    """One set at one eval. NaN and infinities are floats here; `bpb` and `sem` are None where there is none."""
+
+    step: int
+    tokens: int
+    phase: str
+    loss: float
+    bpb: float | None
+    sem: float | None
+
+
+def eval_points(events: Iterable[Mapping[str, Any]]) -> dict[str, list[EvalPoint]]:
+    """Every eval of every set, `val` the primary one; those with an average of the parameters as `<set>@<average>`."""
+    points: dict[str, list[EvalPoint]] = {}
+    for event in events:
+        if event["event"] != "eval":
+            continue
+        measured = [("", event), *((f"@{average}", event[average]) for average in AVERAGES if average in event)]
+        for suffix, fields in measured:
+            for name, (loss, bpb) in eval_sets(fields).items():
+                sem = number(fields.get("val_sem" if name == "val" else f"eval_{name}_sem"))
+                stamp = (event["step"], event["tokens_processed"], event["phase"])
+                points.setdefault(name + suffix, []).append(EvalPoint(*stamp, number(loss), number(bpb), sem))
+    return points
+
+
+def evalset_facts(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Documents, windows, tokens, bytes and content hash of each set, by its name in the record.
+
+    From `training_start`, and for sets that were added later from the `resume` events.
+    """
+    facts = {}
+    for event in events:
+        for name, of_set in event.get("evalsets", {}).items():
+            facts[record_name(name)] = of_set
+    return facts
+
+
+def standing_regressions(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The offenders of `eval_regression` events that have not recovered, as last told.
+
+    Each with the `phase` and the `step` of that eval, and as `now` the {step, loss} of its set's last one. Alarms
+    against the start of a phase end with it.
+    """
+    standing: dict[tuple[str, str], dict[str, Any]] = {}
+    phase, last = None, {}
+    for event in events:
+        match event["event"]:
+            case "eval":
+                phase = event["phase"] if phase is None else phase
+                last |= {name: {"step": event["step"], "loss": loss} for name, (loss, _) in eval_sets(event).items()}
+            case "phase_switch":
+                phase = event["new_phase"]
+            case "eval_regression":
+                for o in event["offenders"]:
+                    standing[o["set"], o["baseline"]] = {**o, "phase": event["phase"], "step": event["step"]}
+            case "eval_recovered":
+                for o in event["offenders"]:
+                    standing.pop((o["set"], o["baseline"]), None)
+    return [
+        {**o, "now": last.get(o["set"])}
+        for o in standing.values()
+        if o["baseline"] != "phase_start" or o["phase"] == phase
+    ]
+
+
+def last_detectable(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """The smallest rise in nats per token that each set can detect, as the last eval that knew it says."""
+    found: dict[str, float] = {}
+    for event in events:
+        known = event.get("detectable", {}) if event["event"] == "eval" else {}
+        found |= {name: nats for name, value in known.items() if (nats := number(value)) is not None}
+    return found
+
+
+def consumption(run: Run) -> list[dict[str, Any]]:
+    """What each phase that has begun has read: {phase, start, step, tokens, epochs}, in order.
+
+    `tokens` are of the phase alone up to `step`, by source; `epochs` since the run's start. The record knows them where
+    a phase ends, and `training_state.json` at the last checkpoint: of the phase that is running, `step` is that one.
+    Raises InputError where that file is damaged.
+    """
+    sizes = {name: source.get("tokens_per_epoch") for name, source in run.start["sources"].items()}
+    starts = {phase["name"]: phase["start"] for phase in run.plan["phases"]}
+    marks = [(e["from_phase"], e["step"], e["consumed"]) for e in run.events if e["event"] == "phase_switch"]
+    last_step = run.events[-1]["step"]
+    path = run.directory.path / "training_state.json"
+    if path.exists():
+        state = read_json(path)
+        if missing := [key for key in ("step", "phase", "tokens_drawn") if key not in state]:
+            raise InputError(f"{path}: has no {', '.join(missing)}; the next checkpoint writes it anew")
+        # After a resume from an older step the file may speak of a future that was set aside.
+        if (marks[-1][1] if marks else 0) < state["step"] <= last_step:
+            marks.append((state["phase"], state["step"], state["tokens_drawn"]))
+    rows, before = [], {}
+    for phase, step, drawn in marks:
+        tokens = {name: n - before.get(name, 0) for name, n in drawn.items() if n > before.get(name, 0)}
+        epochs = {name: n / sizes[name] for name, n in drawn.items() if n and sizes.get(name)}
+        row = {"phase": phase, "start": starts.get(phase), "step": step, "tokens": tokens, "epochs": epochs}
+        rows.append(row)
+        before = drawn
+    return rows
