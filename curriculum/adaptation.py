@@ -53,7 +53,7 @@ class Base:
     @property
     def config(self) -> dict[str, Any]:
         """The base run's resolved config."""
-        return read_json(self.directory.resolved_config)
+        return self.directory.resolved()
 
     @property
     def architecture(self) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def heritage(init_from: str, continues: str | os.PathLike | None = None) -> Heri
     """
     if continues is not None and RunDirectory(Path(continues)).resolved_config.exists():
         own = RunDirectory(Path(continues))
-        resolved = read_json(own.resolved_config)
+        resolved = own.resolved()
         if same_place(resolved.get("adaptation", {}).get("init_from"), init_from) and own.tokenizer.exists():
             return _heritage_of(own, {name: resolved[name] for name in INHERITED})
     base = find_base(init_from)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import zipfile
+import zlib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,9 +16,12 @@ from curriculum.errors import InputError
 from curriculum.record.events import EVENTS, plain, read_events, read_metrics
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from curriculum.config import Config
 
 CHECKPOINT_ITEMS = ("params", "train", "ledger", "baselines")  # folders that a whole checkpoint has
+_SECTIONS = ("name", "tokenizer", "model", "sources", "phases", "evalsets", "train")  # of every resolved config
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,17 @@ class RunDirectory:
         """The options that earlier commands added to the config of this run, in order."""
         if not self.resolved_config.exists():
             return []
-        return read_json(self.resolved_config).get("command_line", [])
+        return self.resolved().get("command_line", [])
+
+    def resolved(self) -> dict[str, Any]:
+        """The run's config with every default filled in, and what was derived from it. Raises InputError."""
+        resolved = read_json(self.resolved_config)
+        if missing := [key for key in _SECTIONS if key not in resolved]:
+            raise InputError(
+                f"{self.resolved_config}: has no {', '.join(missing)}; expected the JSON that this program wrote: "
+                "restore it from a copy"
+            )
+        return resolved
 
     def create(self, config: Config, derived: dict[str, Any], model: dict[str, Any]) -> None:
         """Write what describes the run; harmless to repeat."""
@@ -153,7 +168,7 @@ def load_run(run_dir: str | os.PathLike) -> Run:
     directory = RunDirectory(Path(run_dir))
     if not directory.resolved_config.exists():
         raise InputError(f"{run_dir}: holds no run; expected a directory made by `curriculum train`")
-    return Run(directory, read_json(directory.resolved_config), read_events(directory.path))
+    return Run(directory, directory.resolved(), read_events(directory.path))
 
 
 def find_checkpoint(
@@ -161,9 +176,9 @@ def find_checkpoint(
 ) -> tuple[int, Path]:
     """(step, folder) of a whole checkpoint: the "latest", the "gold" one, or that of a step.
 
-    None is the gold one, or the latest where there is no gold. "latest" is the newest of `checkpoints/`; a step is
-    looked for there, then in `gold/` and `kept/`. `option` is how the user gave `wanted`. Raises InputError that lists
-    the steps there are.
+    None is the gold one, or the latest where the record names no gold. "latest" is the newest of `checkpoints/`; a step
+    is looked for there, then in `gold/` and `kept/`. `option` is how the user gave `wanted`. Raises InputError that
+    lists the steps there are, also where the gold that the record names is gone.
     """
     if isinstance(wanted, str) and wanted not in ("latest", "gold") and not (wanted.isascii() and wanted.isdecimal()):
         raise InputError(f"{option} {wanted}: expected 'latest', 'gold' or the step of a checkpoint")
@@ -177,6 +192,11 @@ def find_checkpoint(
         gold = _gold_step(read_events(directory.path)) if (directory.path / EVENTS).exists() else None
         if gold in found["gold"]:
             return gold, directory.gold / str(gold)
+        if gold is not None:
+            raise InputError(
+                f"{directory.gold / str(gold)}: is gone, or being saved, but the record names it as the gold "
+                f"checkpoint; restore it from a copy, or give another step (there are: {there})"
+            )
         if wanted == "gold":
             raise InputError(f"{option} gold: {directory.path} has no gold checkpoint; there are: {there}")
     if wanted is None or wanted == "latest":
@@ -212,10 +232,25 @@ def _listed(found: dict[str, list[int]]) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises InputError."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read: {error}; expected the JSON that this program wrote") from None
+    if not isinstance(found, dict):
+        raise InputError(f"{path}: got {json.dumps(found)[:60]}, expected the JSON object that this program wrote")
+    return found
+
+
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of an .npz file by name. Raises InputError."""
+    import numpy as np  # slow to import, and most views do without
+
+    try:
+        with np.load(path) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise InputError(f"{path}: cannot be read: {error}; expected the arrays that this program wrote") from None
 
 
 def write_text(path: Path, text: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from written_run import command, windows, write_run
 
 from curriculum.errors import InputError
-from curriculum.record.compare import compare, shared_past, table
+from curriculum.record.compare import compare, notes, shared_past, table
 from curriculum.run import load_run
 
 
@@ -177,6 +177,19 @@ def branch(trunk: Path, path: Path, at: int, losses) -> Path:
     return path
 
 
+def test_a_branching_is_one_note_however_many_runs_share_it(tmp_path):
+    losses = {"val": lambda step: 3.0}
+    trunk = write_run(tmp_path / "trunk", losses)
+    at_60 = [branch(trunk, tmp_path / f"b{i}", 60, losses) for i in range(3)]
+    at_20 = branch(trunk, tmp_path / "early", 20, losses)
+    comparison = compare([trunk, *at_60, at_20])
+    assert len(comparison.shared) == 10
+    assert [note for note in notes(comparison) if "one run" in note] == [
+        "trunk, b0, b1, b2 and early are one run up to step 20 and differ after it",
+        "trunk, b0, b1 and b2 are one run up to step 60 and differ after it",
+    ]
+
+
 def test_the_past_that_branches_share(tmp_path):
     losses = {"val": lambda step: 3.0}
     trunk = write_run(tmp_path / "trunk", losses)
@@ -242,6 +255,11 @@ def test_windows_that_are_gone_or_do_not_fit_are_said(pair):
     np.savez(results, other=np.zeros(1))
     with pytest.raises(InputError, match="100.npz: has no windows of val, which the record says was measured"):
         compare(pair)
+    whole = results.read_bytes()
+    for damaged in (whole[: len(whole) // 2], b"", b"x" * 100):
+        results.write_bytes(damaged)
+        with pytest.raises(InputError, match="100.npz: cannot be read: "):
+            compare(pair)
     results.unlink()
     with pytest.raises(InputError, match="100.npz: no such file; the paired difference needs the windows"):
         compare(pair)

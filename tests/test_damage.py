@@ -4,14 +4,17 @@ from pathlib import Path
 
 import pytest
 from test_evaluate import folder, trained  # noqa: F401  (fixtures)
+from written_run import command, write_run
 
+from curriculum.adaptation import find_base
 from curriculum.branch import branch
 from curriculum.config import build_config
 from curriculum.errors import InputError
 from curriculum.evaluate import evaluate
 from curriculum.export import export
-from curriculum.run import load_run
+from curriculum.run import CHECKPOINT_ITEMS, load_run
 from curriculum.train.checkpoint import load_params
+from curriculum.train.ledger import read_results
 from curriculum.train.trainer import train
 
 
@@ -64,3 +67,40 @@ def test_a_checkpoint_that_cannot_go_on_is_told(folder):  # noqa: F811
     with pytest.raises(InputError, match="checkpoints/4.*: cannot be read"):
         branch("run", 4, "branched", overrides=["train.steps=6"], store_dir="store")
     assert not Path("branched").exists()
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '"x"', "{", '{"name": "x", "sources": {}}'])
+def test_a_config_of_another_shape_is_told(tmp_path, content):
+    path = write_run(tmp_path / "run", {"val": lambda step: 3.0})
+    (path / "config.resolved.json").write_text(content)
+    for read in (load_run, evaluate, find_base_config, lambda run: branch(run, 60, tmp_path / "branched")):
+        with pytest.raises(InputError, match=r"config.resolved.json: (got|has no|cannot be read)"):
+            read(path)
+    assert not (tmp_path / "branched").exists()
+
+
+def find_base_config(run):
+    for item in CHECKPOINT_ITEMS:
+        (run / "checkpoints/60" / item).mkdir(parents=True, exist_ok=True)
+    return find_base(run).config
+
+
+def test_a_command_says_a_damaged_record_in_a_line(tmp_path):
+    path = write_run(tmp_path / "run", {"val": lambda step: 3.0})
+    events, metrics = (path / name for name in ("events.jsonl", "metrics.jsonl"))
+    for file, line, words in ((metrics, "x", "metrics.jsonl"), (events, '{"step": 1}', "events.jsonl:")):
+        whole = file.read_bytes()
+        file.write_bytes(whole + line.encode() + b"\n")
+        for arguments in (["inspect", path], ["report", path, "-o", tmp_path / "r.html"]):
+            code, out, errors, _ = command(*arguments)
+            assert (code, out) == (2, "") and words in errors and "Traceback" not in errors
+        file.write_bytes(whole)
+    assert not (tmp_path / "r.html").exists()
+
+
+def test_results_of_an_eval_that_are_cut_are_told(folder):  # noqa: F811
+    truncate(Path("run/evals/2.npz"))
+    with pytest.raises(InputError, match=r"evals/2.npz: cannot be read: .*; expected the arrays"):
+        read_results(Path("run/evals/2.npz"))
+    assert read_results(Path("run/evals/4.npz")).keys() == {"primary", "web", "law"}
+    assert read_results(Path("run/evals/3.npz")) == {}

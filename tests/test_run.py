@@ -57,10 +57,20 @@ def test_without_gold_it_is_the_latest(directory):
     assert find_checkpoint(directory) == (120, directory.checkpoints / "120")
     (directory.path / "events.jsonl").unlink()
     assert find_checkpoint(directory) == (120, directory.checkpoints / "120")
-    write_events(directory.path, 60)  # told of, and gone
-    assert find_checkpoint(directory) == (120, directory.checkpoints / "120")
     with pytest.raises(InputError, match="--step gold: .* has no gold checkpoint; there are: 90, 100, 120; in gold/"):
         find_checkpoint(directory, "gold")
+
+
+@pytest.mark.parametrize("wanted", [None, "gold"])
+def test_a_gold_that_is_gone_is_not_replaced_by_another(directory, wanted):
+    write_events(directory.path, 70, 60)
+    with pytest.raises(InputError) as told:
+        find_checkpoint(directory, wanted)
+    assert str(told.value) == (
+        f"{directory.gold}/60: is gone, or being saved, but the record names it as the gold checkpoint; restore it from "
+        "a copy, or give another step (there are: 90, 100, 120; in gold/: 70, 110; in kept/: 50)"
+    )
+    assert find_checkpoint(directory, "latest")[0] == 120 and find_checkpoint(directory, 70)[0] == 70
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from curriculum.errors import InputError
-from curriculum.record.events import plain
-from curriculum.record.inspection import EvalPoint, columns, eval_points, evalset_facts, loss, signed
-from curriculum.run import Run, load_run
-from evalsets.evalset import PRIMARY
+from curriculum.record.events import config_name, plain
+from curriculum.record.inspection import columns, loss, signed
+from curriculum.record.queries import EvalPoint, eval_points, evalset_facts
+from curriculum.run import Run, load_run, read_arrays
 from evalsets.regressions import paired_difference, student_quantile
 
 # Standard deviation of the final validation loss over seeds, in nats per token, of a GPT-2 of 124M parameters.
@@ -233,8 +233,8 @@ class _Windows:
         if (i, step) not in self._files:
             if not path.exists():
                 raise InputError(f"{path}: no such file; the paired difference needs the windows of that eval")
-            self._files[i, step] = np.load(path)
-        key = PRIMARY if name == "val" else name
+            self._files[i, step] = read_arrays(path)
+        key = config_name(name)
         if f"{key}.nats" not in self._files[i, step]:
             raise InputError(f"{path}: has no windows of {name}, which the record says was measured then")
         return {field: self._files[i, step][f"{key}.{field}"] for field in ("nats", "tokens", "document")}
@@ -312,8 +312,9 @@ def notes(comparison: Comparison) -> list[str]:
     """What else has to be said: sets left out, shared pasts, and what no difference here can tell."""
     lines = [f"{name}: refused: {why}" for name, whys in comparison.refused.items() for why in whys]
     lines += [f"{name}: measured only by {', '.join(who)}" for name, who in comparison.only.items()]
-    for pair in comparison.shared:
-        lines.append(f"{' and '.join(pair['runs'])} are one run up to step {pair['step']:,} and differ after it")
+    lines += [
+        f"{_listed(runs)} are one run up to step {step:,} and differ after it" for step, runs in _families(comparison)
+    ]
     few = [c.name for c in comparison.sets if any(m.difference and m.difference.clusters == "blocks" for m in c.runs)]
     if few:
         lines.append(f"{', '.join(few)}: fewer than 20 documents; the intervals speak of more text from these few")
@@ -323,6 +324,23 @@ def notes(comparison: Comparison) -> list[str]:
         f"{SEED_SPREAD_NATS} nats (standard deviation at 124M parameters)."
     )
     return lines
+
+
+def _families(comparison: Comparison) -> list[tuple[int, list[str]]]:
+    """(step, runs) for every step up to which runs are one: a line a branching, however many pairs share it."""
+    names = [run["name"] for run in comparison.runs]
+    families: list[tuple[int, list[str]]] = []
+    for pair in sorted(comparison.shared, key=lambda pair: pair["step"]):
+        step, members = pair["step"], set(pair["runs"])
+        touching = [f for f in families if f[0] == step and members & set(f[1])]
+        members = members.union(*(f[1] for f in touching))
+        families = [f for f in families if f not in touching]
+        families.append((step, [name for name in names if name in members]))
+    return families
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def interval_text(interval: tuple[float, float] | None) -> str:

@@ -20,6 +20,7 @@ from curriculum.data.packing import PackingConfig
 from curriculum.data.split import parse_share
 from curriculum.model.model import abstract_params, parameter_name
 from curriculum.record.events import plain
+from curriculum.run import read_arrays
 from curriculum.train.optimizer import state_layout
 from curriculum.train.setup import Setup
 from curriculum.train.watch import Watch
@@ -249,8 +250,7 @@ def write_results(
     path.parent.mkdir(parents=True, exist_ok=True)
     arrays = {}
     if path.exists():
-        with np.load(path) as before:
-            arrays = {key: before[key] for key in before.files}
+        arrays = read_arrays(path)
     named = dict(results) | {f"{name}@{a}": result for a, sets in averaged.items() for name, result in sets.items()}
     arrays |= {
         f"{name}.{column.removesuffix('_N')}": array
@@ -267,9 +267,9 @@ def read_results(path: Path) -> dict[str, WindowResults]:
     """What `write_results` wrote of the raw parameters, by set; nothing where there is no such file."""
     if not path.exists():
         return {}
-    with np.load(path) as arrays:
-        names = dict.fromkeys(key.rpartition(".")[0] for key in arrays.files if "@" not in key)
-        return {
-            name: WindowResults(**{c: arrays[f"{name}.{c.removesuffix('_N')}"] for c in WindowResults._fields})
-            for name in names
-        }
+    arrays = read_arrays(path)
+    names = dict.fromkeys(key.rpartition(".")[0] for key in arrays if "@" not in key)
+    return {
+        name: WindowResults(**{c: arrays[f"{name}.{c.removesuffix('_N')}"] for c in WindowResults._fields})
+        for name in names
+    }
