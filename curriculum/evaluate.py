@@ -15,6 +15,7 @@ from curriculum.data.tokenizer import load_tokenizer
 from curriculum.errors import InputError
 from curriculum.export import find_weights
 from curriculum.plan import DEFAULT_STORE_DIR
+from curriculum.record.events import config_name, record_name
 from curriculum.run import RunDirectory, find_checkpoint, load_run, read_ledger
 from curriculum.yaml12 import Origin
 from evalsets.evalset import PRIMARY, EvalSet
@@ -65,7 +66,8 @@ def evaluate(
 ) -> Evaluation:
     """Measure a checkpoint on eval sets, with the function, the windows and the micro-batches of training.
 
-    So on the same devices the sums of every window equal those in `evals/<step>.npz` bit for bit. `step` and `weights`
+    So on the same devices the sums of every window equal those in `evals/<step>.npz` bit for bit; where the run's mesh
+    does not fit the devices here, every device takes rows, and a warning says so. `step` and `weights`
     are as for `export`. `eval_dataset_dirs` are new sets by name; `sets` are the names to measure, by default all of
     the run's and all new ones. `make_model` is the one that the run was trained with, where it was.
 
@@ -98,15 +100,21 @@ def evaluate(
     from curriculum.model.transformer import transformer
     from curriculum.train.checkpoint import load_params
     from curriculum.train.device import tune_device
-    from curriculum.train.mesh import make_mesh
+    from curriculum.train.mesh import MeshConfig, make_mesh
     from curriculum.train.setup import abstract_on_mesh, cache_compiled, make_suite
 
     tune_device(config.train.deterministic)
     cache_compiled(store_dir)
+    warnings = []
     try:
         mesh = make_mesh(config.mesh)
-    except InputError as error:
-        raise config.error(("mesh", problem) for problem in error.problems) from None
+    except InputError:
+        mesh = make_mesh(MeshConfig())
+        asked = " x ".join(f"{axis} {size}" for axis, size in asdict(config.mesh).items())
+        warnings.append(
+            f"the run's mesh ({asked}) does not fit the devices here: measured with data {mesh.size}; sums may differ "
+            "from training's in the last digits"
+        )
     if make_model is None:
         model = transformer(resolve_model(config.model, tokenizer.vocab_size))
     else:
@@ -117,14 +125,17 @@ def evaluate(
         run=str(run),
         step=step,
         weights=weights,
-        summaries={_shown(name): summarise(result) for name, result in results.items()},
-        results={_shown(name): result for name, result in results.items()},
-        evalsets={_shown(name): evalset for name, evalset in evalsets.items()},
-        warnings=tuple(
-            f"{count:,} of {evalsets[name].num_documents:,} documents of {name} stand in source {source}, which the "
-            "run was trained on"
-            for name, counts in found.items()
-            for source, count in counts.items()
+        summaries={record_name(name): summarise(result) for name, result in results.items()},
+        results={record_name(name): result for name, result in results.items()},
+        evalsets={record_name(name): evalset for name, evalset in evalsets.items()},
+        warnings=(
+            *warnings,
+            *(
+                f"{count:,} of {evalsets[name].num_documents:,} documents of {name} stand in source {source}, which "
+                "the run was trained on"
+                for name, counts in found.items()
+                for source, count in counts.items()
+            ),
         ),
     )
 
@@ -143,21 +154,14 @@ def _names(config: Config, sets: Iterable[str] | None) -> list[str]:
     """The eval sets to measure, as the config calls them: the primary one is `val` in the record."""
     if sets is None:
         return list(config.eval_sources)
-    known = [_shown(name) for name in config.eval_sources]
-    names = list(dict.fromkeys(_shown(name) for name in sets))
+    known = [record_name(name) for name in config.eval_sources]
+    names = list(dict.fromkeys(record_name(name) for name in sets))
     for name in names:
         if name not in known:
             raise InputError(f"--sets {name}: {no_such('eval set', name, known)}")
     if not names:
         raise InputError(f"--sets: got none, expected names of eval sets ({', '.join(known)})")
-    return [PRIMARY if name == _SHOWN else name for name in names]
-
-
-_SHOWN = "val"
-
-
-def _shown(name: str) -> str:
-    return _SHOWN if name == PRIMARY else name
+    return [config_name(name) for name in names]
 
 
 def _check_content(config: Config, evalsets: Mapping[str, EvalSet], measured: Mapping[str, str]) -> None:
