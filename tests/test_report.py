@@ -2,6 +2,7 @@
 
 import html.parser
 import math
+import os
 import re
 import subprocess
 import sys
@@ -195,7 +196,7 @@ def test_curves_that_are_marked():
     marks = [Mark("regressed", 10), Mark("gold", 30), Mark("regressed", 15)]  # nothing was measured at 15
     bare = eval_chart("t", [Curve("a", "#0072b2", xs, [3.0, 2.0, 2.2, 2.5], [0.1] * 4)])
     drawn = eval_chart("t", [Curve("a", "#0072b2", xs, ys, [0.1] * 4, marks=marks)])
-    assert bare.count(RED) == 0 and "FillBetween" in bare
+    assert bare.count(RED) == 0 and "opacity: 0.16" in bare
     # A triangle, and a cross for the eval that is not finite.
     uses = re.findall(r"<use [^>]*fill: (#\w+)[^>]*>", drawn)
     assert uses.count(RED) == 2 and uses.count("#e0a100") == 1
@@ -280,8 +281,58 @@ def test_what_cannot_be_reported_is_said(rich, tmp_path):
         write_report([rich], tmp_path)
     with pytest.raises(InputError, match="expected a file in a folder that is there"):
         write_report([rich], tmp_path / "nowhere/x.html")
-    with pytest.raises(InputError, match="-o /dev/full: cannot be written: No space left"):
-        write_report([rich], "/dev/full")
+    full = tmp_path / "full"  # not the device by its own name: what replaces its output would take it away
+    full.symlink_to("/dev/full")
+    with pytest.raises(InputError, match="full: cannot be written: No space left"):
+        write_report([rich], full)
+    assert full.is_symlink() and sorted(path.name for path in tmp_path.iterdir()) == ["full"]
+
+
+def test_an_older_report_stays_until_the_new_one_is_whole(rich, tmp_path):
+    output = tmp_path / "r.html"
+    output.write_text("older")
+    (tmp_path / "r.html.tmp").mkdir()  # the new one cannot be begun
+    with pytest.raises(InputError, match="r.html: cannot be written"):
+        write_report([rich], output)
+    assert output.read_text() == "older"
+    (tmp_path / "r.html.tmp").rmdir()
+    write_report([rich], output)
+    assert output.read_text().startswith("<!DOCTYPE html>") and not (tmp_path / "r.html.tmp").exists()
+
+
+def test_a_folder_whose_name_is_not_text_is_reported(tmp_path):
+    path = write_run(tmp_path / os.fsdecode(b"r\xff"), {"val": lambda step: 3.0})
+    write_report([path], tmp_path / "r.html")
+    assert "r\\udcff" in (tmp_path / "r.html").read_text(encoding="utf-8")
+
+
+def test_no_id_stands_twice_on_a_page(rich, tmp_path):
+    other = write_run(tmp_path / "other", {"val": lambda step: 3.0, "law": lambda step: 4.0})
+    for page in (report([load_run(rich)]), report([load_run(rich), load_run(other), load_run(rich)])):
+        ids = re.findall(r'\sid="([^"]+)"', page)
+        assert len(ids) == len(set(ids)) > 0
+        meant = {target for pair in re.findall(r'href="#([^"]+)"|url\(#([^)]+)\)', page) for target in pair if target}
+        assert meant == set(ids)
+
+
+def test_a_gold_that_is_gone_and_a_damaged_summary_are_said(tmp_path):
+    gold = {**GOLD, "path": "gold/80"}
+    path = write_run(tmp_path / "run", {"val": lambda step: 3.0}, more={80: [("gold_checkpoint", gold)]})
+    page = report([load_run(path)])
+    assert "law/loss 2.2000, its checkpoint is not there" in page and "cannot be read" not in page
+    (path / "gold/80").mkdir(parents=True)
+    (path / "training_state.json").write_text("x")
+    page = report([load_run(path)])
+    assert "is not there" not in page and f"{path}/training_state.json: cannot be read" in page
+
+
+@pytest.mark.parametrize("interval", [None, ["NaN", "NaN"]])
+def test_a_change_without_an_error_has_no_interval(tmp_path, interval):
+    single = {"start": 3.0, "loss": [2.4, 2.9], "forgetting": {"value": 0.5, "interval": interval, "best_phase": "a"},
+              "gain": {"value": 0.1, "interval": interval}}  # fmt: skip
+    transfer = {"phases": ["foundation", "domain"], "steps": [60, 100], "sets": {"val": single}}
+    page = report([load_run(write_run(tmp_path / "run", {"val": lambda s: 3.0}, complete={"transfer": transfer}))])
+    assert '<td class="n heat">+0.5000</td>' in page and '<td class="n heat">+0.1000</td>' in page
 
 
 def test_the_command_writes_a_file_without_jax_and_exits_with_2_where_it_cannot(rich, tmp_path):

@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from curriculum.record.inspection import EvalPoint
+from curriculum.record.queries import EvalPoint
 
 # Okabe and Ito's colours, which colour-blind readers tell apart; yellow is left out, as it is too pale for a line.
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5d5d5d", "#8c510a", "#762a83")
@@ -189,7 +189,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _styled(title: str):
-    return matplotlib.rc_context({**_STYLE, "svg.hashsalt": title})
+    return matplotlib.rc_context({**_STYLE, "svg.hashsalt": title.encode(errors="backslashreplace").decode()})
 
 
 def _axes(size: tuple[int, int], *, left: int = 44, right: int = 22, top: int = 10, bottom: int = 40):
@@ -355,5 +355,8 @@ def _svg(figure: Figure, title: str) -> str:
     drawn = _PLACES.sub(lambda m: _LONG.sub(lambda n: f"{float(n[0]):.2f}".rstrip("0").rstrip("."), m[0]), drawn)
     view_box = re.search(r'viewBox="([^"]*)"', drawn)[1]
     drawn = re.sub(r"<svg[^>]*>", "", drawn, count=1)
+    # What matplotlib calls a part (`axes_1`) is the same in every drawing; what a drawing refers to hangs on its title.
+    meant = set(re.findall(r'(?:xlink:href="|url\()#([^")]+)', drawn))
+    drawn = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in meant else "", drawn)
     name = escape(title)
     return f'<svg viewBox="{view_box}" role="img" aria-label="{name}"><title>{name}</title>{drawn.strip()}'

@@ -18,11 +18,12 @@ from curriculum.record import figures
 from curriculum.record.compare import labels
 from curriculum.record.events import number
 from curriculum.record.figures import PALETTE, Curve, Phase
-from curriculum.record.inspection import duration, eval_points, inspect_run, lineage_lines, loss
+from curriculum.record.inspection import duration, inspect_run, lineage_lines, loss
 from curriculum.record.page import Html, bullets, document, figure, folded, legend, note, section, table, tag, tiles
+from curriculum.record.queries import eval_points
 from curriculum.record.report_evals import eval_figures, log, set_marks, set_table, transfer_matrix
 from curriculum.record.report_runs import of_runs
-from curriculum.run import Run, load_run
+from curriculum.run import Run, load_run, write_text
 
 MAX_SOURCES = 7  # with a colour of their own; the others together are "other"
 MAX_TRAINING_POINTS = 150  # of a training loss, which is noisy: more of them hide the course
@@ -33,9 +34,13 @@ def write_report(run_dirs: Sequence[str | os.PathLike], output: str | os.PathLik
     path = Path(output)
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise InputError(f"-o {output}: expected a file in a folder that is there, such as report.html")
-    page = report([load_run(run_dir) for run_dir in run_dirs])
+    # A folder's name need not be text: its bytes are shown as such.
+    page = report([load_run(run_dir) for run_dir in run_dirs]).encode(errors="backslashreplace").decode()
     try:
-        path.write_text(page, encoding="utf-8")
+        if path.exists() and not path.is_file():  # a device or a pipe is written to, never replaced
+            path.write_text(page, encoding="utf-8")
+        else:
+            write_text(path, page)
     except OSError as error:
         raise InputError(f"-o {output}: cannot be written: {error.strerror}") from None
 
@@ -82,12 +87,14 @@ def _header(run: Run, facts: Mapping[str, Any], label: str) -> Html:
     if val:
         shown.append(("val loss", loss(val["loss"]), f"best {loss(val['best'])} at step {val['best_step']:,}"))
     if gold := facts["gold"]:
-        shown.append(("gold", f"step {gold['step']:,}", f"{gold['metric']} {loss(gold['value'])}"))
+        below = f"{gold['metric']} {loss(gold['value'])}" + (", its checkpoint is not there" if gold["missing"] else "")
+        shown.append(("gold", f"step {gold['step']:,}", below))
     else:
         shown.append(("gold", "none", ""))
     worse = sorted({o["set"] for o in facts["regressions"]})
     shown.append(("regressed now", tag("span", ", ".join(worse), class_="bad") if worse else "none", ""))
     lines = [tag("p", line, class_="lead") for line in lineage_lines(facts["lineage"])]
+    lines += [tag("p", problem, class_="bad") for problem in facts["problems"]]
     warnings = [*run.start.get("warnings", [])]
     told = folded(f"{len(warnings)} warning{'s' if len(warnings) > 1 else ''} of the plan", bullets(warnings))
     return tag(
