@@ -62,7 +62,7 @@ def test_a_finished_run(tmp_path):
     assert "checkpoints 60, 100" in lines and "gold 80" in lines and "kept" not in lines
     assert "regressed none stands" in lines
     assert f"--run-dir {path} --resume STEP --set train.steps=MORE\n" in lines and f"report {path} -o run.html" in lines
-    assert "(STEP: latest, or a checkpoint before the learning rate decays, where it has)" in lines
+    assert "(STEP: latest; where the learning rate has decayed, a checkpoint before that)" in lines
 
 
 def test_a_run_in_progress(tmp_path):

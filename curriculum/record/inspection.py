@@ -146,9 +146,13 @@ def text(facts: Mapping[str, Any]) -> list[str]:
         if steps or name == "checkpoints":
             lines.append(f"  {name:<11} {', '.join(map(str, steps)) or 'none'}")
     lines += [f"  damaged     {problem}" for problem in facts["problems"]]
-    lines += ["", *(f"  {what:<12}  {command}" for what, command in facts["commands"].items())]
-    if "train longer" in facts["commands"]:
-        lines.append("                (STEP: latest, or a checkpoint before the learning rate decays, where it has)")
+    lines.append("")
+    for what, command in facts["commands"].items():
+        lines.append(f"  {what:<12}  {command}")
+        if what == "train longer":
+            lines.append(
+                "                (STEP: latest; where the learning rate has decayed, a checkpoint before that)"
+            )
     return lines
 
 
