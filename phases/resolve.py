@@ -501,8 +501,8 @@ def _with_rates(
         if step == past_end > phase_start:
             message = (
                 f"{jumps}, up to which the schedule stands: more than 2x; let a phase begin there with an lr of its "
-                "own (rewarm_steps, peak), set optim.allow_jump: true, or restore what the rate depends on (train.steps"
-                ", optim, the phase's lr)"
+                "own (rewarm_steps, peak), set optim.allow_jump: true, or restore what the rate depends on "
+                "(train.steps, optim, the phase's lr)"
             )
             raise ScheduleError([("optim.allow_jump", message)])
         message = (

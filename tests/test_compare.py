@@ -117,6 +117,45 @@ def test_sets_of_other_text_are_refused_by_name_and_sets_of_one_run_are_listed(t
     assert "law: refused: first measured other text than second" in shown and "mine: measured only by first" in shown
 
 
+def test_runs_are_compared_wherever_two_measured_the_same_text(tmp_path):
+    losses = {"val": lambda step: 3.0, "law": lambda step: 2.0}
+    other = {"hashes": {"law": "other-law"}}
+    first = write_run(tmp_path / "first", losses)
+    second = write_run(tmp_path / "second", {**losses, "law": lambda step: 2.5}, **other)
+    third = write_run(tmp_path / "third", {**losses, "law": lambda step: 2.25}, **other)
+    comparison = compare([first, second, third])
+    compared = [(c.name, c.content_hash, [m.run for m in c.runs]) for c in comparison.sets]
+    assert compared[0] == ("val", "hash-of-val", ["first", "second", "third"])
+    assert compared[1] == ("law", "other-law", ["second", "third"])
+    assert comparison.sets[1].runs[1].difference.delta == pytest.approx(-0.25)
+    assert comparison.sets[1].runs[1].difference.against == "second"
+    assert [why.split(" than ")[1].split(" ")[0] for why in comparison.refused["law"]] == ["second", "third"]
+    assert [m.run for m in compare([second, first, third]).sets[1].runs] == ["second", "third"]
+
+
+def test_a_run_that_shares_no_set_does_not_decide_where_the_others_are_compared(tmp_path):
+    losses = {"val": lambda step: 3.0}
+    runs = [write_run(tmp_path / name, losses) for name in ("first", "second")]
+    short = write_run(tmp_path / "short", losses, until=20, hashes={"val": "other"})
+    comparison = compare([*runs, short])
+    assert comparison.common == 10_000 and [m.step for m in comparison.sets[0].runs] == [100, 100]
+    assert [(run["name"], run["step"]) for run in comparison.runs] == [("first", 100), ("second", 100), ("short", 20)]
+    assert list(comparison.refused) == ["val"]
+
+
+def test_unequal_numbers_of_tokens_are_said(tmp_path, pair):
+    assert not any("unequal numbers" in line for line in table(compare(pair)))
+    assert "tokens)" not in only(compare(pair)).verdict
+    first = write_run(tmp_path / "a", {"val": lambda step: 3 + step / 1000, "law": lambda step: 3.0})
+    second = write_run(tmp_path / "b", {"val": lambda step: 4.0, "law": lambda step: 3.0}, every=30, until=90)
+    comparison = compare([first, second])  # 9,000 tokens; evals every 2,000 and every 3,000
+    assert only(comparison).verdict.startswith(
+        "b at step 90 (9,000 tokens) is worse than a at step 80 (8,000 tokens) by 0.92"
+    )
+    said = "measured after unequal numbers of tokens, which is part of the difference: "
+    assert f"{said}val (a 8,000, b 9,000), law (a 8,000, b 9,000)" in table(comparison)
+
+
 def test_a_set_whose_content_no_record_tells_is_refused(tmp_path):
     first = write_run(tmp_path / "first", {"val": lambda step: 3.0, "added": lambda step: 2.0})
     events = first / "events.jsonl"

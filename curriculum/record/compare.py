@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -57,7 +57,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class ComparedSet:
-    """The runs that measured one set, in the order given; the first is the one that the others are compared with."""
+    """The runs that measured one set on the same text, in the order given; the others are compared with the first."""
 
     name: str
     content_hash: str
@@ -69,7 +69,9 @@ class Comparison:
     """What `compare` found.
 
     at, common: `tokens` or `step`, and how many of them: an eval counts when it is the run's last at or before them.
+    They are the fewest over the runs that share a set with another; of a run that shares none the last eval counts.
     runs: name, path, step and tokens of the last eval that counts, and whether the run is finished.
+    sets: one for each text that two runs or more measured under a name.
     refused: sets that two runs measured on different text, as messages. only: sets that not every run measured.
     shared: of two runs with a common past, the step up to which they share it.
     """
@@ -103,14 +105,22 @@ def compare_runs(runs: Sequence[Run], *, at: str = "tokens") -> Comparison:
     for run, of_run in zip(runs, points, strict=True):
         if not of_run:
             raise InputError(f"{run.directory.path}: has no eval yet; compare it once it has one")
-    common = min(max(getattr(p, at) for of_set in of_run.values() for p in of_set) for of_run in points)
+    facts = [evalset_facts(run.events) for run in runs]
+    hashes = [
+        {name: told.get(name, {}).get("content_hash") for name in of_run}
+        for told, of_run in zip(facts, points, strict=True)
+    ]
+    groups = _same_text(dict.fromkeys(name for of_run in points for name in of_run), hashes)
+    sharing = {i for of_set in groups.values() for group in of_set if len(group) > 1 for i in group}
+    last = {i: max(getattr(p, at) for of_set in points[i].values() for p in of_set) for i in range(len(runs))}
+    common = min(last[i] for i in sharing or last)
     counting = [
         {
             name: before[-1]
             for name, of_set in of_run.items()
-            if (before := [p for p in of_set if getattr(p, at) <= common])
+            if (before := [p for p in of_set if i not in sharing or getattr(p, at) <= common])
         }
-        for of_run in points
+        for i, of_run in enumerate(points)
     ]
     for run, of_run in zip(runs, counting, strict=True):
         if not of_run:
@@ -125,22 +135,19 @@ def compare_runs(runs: Sequence[Run], *, at: str = "tokens") -> Comparison:
         having = [i for i, of_run in enumerate(counting) if name in of_run]
         if len(having) < len(runs):
             only[name] = tuple(names[i] for i in having)
-        if len(having) < 2:
-            continue
-        first, *others = having
-        hashes = {i: evalset_facts(runs[i].events).get(name, {}).get("content_hash") for i in having}
-        same = [i for i in others if hashes[i] == hashes[first] is not None]
-        different = [i for i in others if i not in same]
+        of_set = [[i for i in group if i in having] for group in groups[name]]
+        first = having[0]
+        different = [i for group in of_set if first not in group for i in group]
         if different:
-            refused[name] = tuple(_refusal(names[first], names[i], hashes[first], hashes[i]) for i in different)
-        if not same:
-            continue
-        measured = [_measured(names[first], counting[first][name], None, None)]
-        for i in same:
-            between = windows.difference(name, names, (i, counting[i][name]), (first, counting[first][name]))
-            verdict = _verdict(names[i], names[first], counting[i][name], counting[first][name], between)
-            measured.append(_measured(names[i], counting[i][name], between, verdict))
-        sets.append(ComparedSet(name, hashes[first], tuple(measured)))
+            why = (_refusal(names[first], names[i], hashes[first][name], hashes[i][name]) for i in sorted(different))
+            refused[name] = tuple(why)
+        for first, *others in (group for group in of_set if len(group) > 1):
+            measured = [_measured(names[first], counting[first][name], None, None)]
+            for i in others:
+                between = windows.difference(name, names, (i, counting[i][name]), (first, counting[first][name]))
+                verdict = _verdict(names[i], names[first], counting[i][name], counting[first][name], between)
+                measured.append(_measured(names[i], counting[i][name], between, verdict))
+            sets.append(ComparedSet(name, hashes[first][name], tuple(measured)))
     if not sets:
         reasons = [f"{name}: {why}" for name, whys in refused.items() for why in whys]
         reasons += [f"{name}: only {' and '.join(who)} measured it" for name, who in only.items()]
@@ -206,6 +213,15 @@ def _raw_points(run: Run) -> dict[str, list[EvalPoint]]:
     return {name: of_set for name, of_set in eval_points(run.events).items() if "@" not in name}
 
 
+def _same_text(names: Iterable[str], hashes: Sequence[Mapping[str, str]]) -> dict[str, list[list[int]]]:
+    """By set, the runs that measured the same text, together; one whose record has no content hash is alone."""
+    groups: dict[str, dict[str | int, list[int]]] = {name: {} for name in names}
+    for i, of_run in enumerate(hashes):
+        for name, content_hash in of_run.items():
+            groups[name].setdefault(content_hash or i, []).append(i)
+    return {name: list(of_set.values()) for name, of_set in groups.items()}
+
+
 def _measured(run: str, point: EvalPoint, difference: Difference | None, verdict: str | None) -> Measured:
     return Measured(run, point.step, point.tokens, point.loss, point.bpb, point.sem, difference, verdict)
 
@@ -264,6 +280,8 @@ def paired(
 def _verdict(run: str, against: str, now: EvalPoint, before: EvalPoint, between: Difference) -> str:
     """One sentence that can stand alone."""
     ours, theirs = f"{run} at step {now.step:,}", f"{against} at step {before.step:,}"
+    if now.tokens != before.tokens:
+        ours, theirs = f"{ours} ({now.tokens:,} tokens)", f"{theirs} ({before.tokens:,} tokens)"
     for who, point in ((ours, now), (theirs, before)):
         if not math.isfinite(point.loss):
             return f"no verdict: the loss of {who} is {point.loss}"
@@ -315,6 +333,13 @@ def notes(comparison: Comparison) -> list[str]:
     lines += [
         f"{_listed(runs)} are one run up to step {step:,} and differ after it" for step, runs in _families(comparison)
     ]
+    unequal = [
+        f"{compared.name} ({', '.join(f'{m.run} {m.tokens:,}' for m in compared.runs)})"
+        for compared in comparison.sets
+        if len({m.tokens for m in compared.runs}) > 1
+    ]
+    if unequal:
+        lines.append(f"measured after unequal numbers of tokens, which is part of the difference: {', '.join(unequal)}")
     few = [c.name for c in comparison.sets if any(m.difference and m.difference.clusters == "blocks" for m in c.runs)]
     if few:
         lines.append(f"{', '.join(few)}: fewer than 20 documents; the intervals speak of more text from these few")
