@@ -91,6 +91,7 @@ def branch(
         origin = replace(config.origin, file=str(directory.path / "config.yaml"))
         setup.config = replace(setup.config, origin=origin)
     check_readable(folders[step])
+    setup.begins_branch = True
     _create(directory, trunk.directory, setup, step, folders[step])
     return train_built(setup, directory, to_resume(directory, "latest"))
 

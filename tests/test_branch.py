@@ -18,6 +18,7 @@ from curriculum.cli.main import cli
 from curriculum.config import build_config, load_config
 from curriculum.errors import InputError
 from curriculum.record.compare import shared_past
+from curriculum.record.inspection import inspect_run
 from curriculum.run import RunDirectory, checkpoint_steps, load_run, read_ledger
 from curriculum.train import ledger
 from curriculum.train.setup import build
@@ -188,10 +189,12 @@ def test_a_branch_at_a_checkpoint_may_change_how_it_trains(whole, folder, tmp_pa
     events = [(e["event"], e["step"]) for e in load_run(new).events]
     at = events.index(("schedule_edit", 16))
     assert events[at - 1 : at + 2] == [("checkpoint", 16), ("schedule_edit", 16), ("resume", 16)]
+    assert inspect_run(load_run(new))["progress"]["num_resumes"] == 0
     config = load_config(new / "config.yaml", remembered=RunDirectory(new).command_line())
     train(config, new, resume=16, store_dir=folder / "store")  # the edit is of the checkpoint's record
     events = [(e["event"], e["step"]) for e in load_run(new).events]
     assert events.count(("schedule_edit", 16)) == 1 and state(new, 18) != state(whole, 18)
+    assert inspect_run(load_run(new))["progress"]["num_resumes"] == 1
 
 
 def test_what_a_branch_takes_over(trunk, folder, tmp_path):

@@ -15,6 +15,7 @@ from curriculum.errors import InputError
 from curriculum.record.compare import compare
 from curriculum.record.inspection import inspect_run, text
 from curriculum.record.queries import consumption, eval_points, evalset_facts, last_detectable, standing_regressions
+from curriculum.record.report import report
 from curriculum.run import CHECKPOINT_ITEMS, load_run
 from curriculum.train.trainer import train
 
@@ -63,6 +64,37 @@ def test_a_finished_run(tmp_path):
     assert "regressed none stands" in lines
     assert f"--run-dir {path} --resume STEP --set train.steps=MORE\n" in lines and f"report {path} -o run.html" in lines
     assert "(STEP: latest; where the learning rate has decayed, a checkpoint before that)" in lines
+
+
+def test_a_mixture_that_was_changed_on_its_way(tmp_path):
+    before = {"law": 0.9, "web": 0.1}
+
+    def change(kind, was, now):
+        edit = {"kind": kind, "phase": "domain", "mixture_before": was, "mixture_after": now, "until": 100}
+        return ("schedule_edit", {**edit, "reason": "so"})
+
+    after = {"law": 0.8, "web": 0.2}
+    same = change("branch", before, before)
+    more = {60: [change("replay", before, after)], 80: [same, change("replay", before, after)]}
+    path = write_run(tmp_path / "run", LOSSES, more=more)
+    foundation, domain = inspect_run(load_run(path))["phases"]
+    # What is changed at step 60 is the mixture that the phase begins with.
+    assert foundation["edits"] == [] and domain["edits"] == [{"step": 80, "kind": "replay", "mixture": after}]
+    assert "domain 60 to 100 done law 0.9, web 0.1; from step 80 law 0.8, web 0.2 web 400" in shown(path)
+    assert "law 90 %, web 10 %; from step 80 law 80 %, web 20 %" in report([load_run(path)])
+
+
+def test_a_branch_begins_and_is_resumed(tmp_path):
+    base = write_run(tmp_path / "base", LOSSES)
+    devices = json.loads((base / "events.jsonl").read_text().splitlines()[0])["devices"]
+    begun = ("resume", {"devices": devices, "plan": load_run(base).plan, "evalsets": {}, "begins_branch": True})
+    resumed = ("resume", {**begun[1], "begins_branch": False})
+    point = {"run": "runs/b", "step": 60, "branched_from": {"run": "runs/a", "step": 20, "branched_from": None}}
+    for times, said in ((0, "trained for 0 s\n"), (1, "s, resumed once\n"), (2, "s, resumed 2 times\n")):
+        path = write_run(tmp_path / f"{times}", LOSSES, more={60: [begun, *[resumed] * times]}, branched_from=point)
+        assert inspect_run(load_run(path))["progress"]["num_resumes"] == times
+        assert said in shown(path)
+    assert "lineage branched from runs/b at step 60\nlineage branched from runs/a at step 20\n" in shown(path)
 
 
 def test_a_run_in_progress(tmp_path):

@@ -6,7 +6,7 @@ Reads a run in progress. Without jax and without numpy: to look at a run must be
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from curriculum.errors import InputError
@@ -64,12 +64,13 @@ def inspect_run(run: Run) -> dict[str, Any]:
             "elapsed_s": last["elapsed_s"],
             "started_at": start["timestamp"],
             "last_event_at": last["timestamp"],
-            "num_resumes": sum(e["event"] == "resume" for e in events),
+            "num_resumes": sum(e["event"] == "resume" and not e.get("begins_branch") for e in events),
         },
         "phases": [
             {
                 **phase,
                 "done": step >= phase["end"],
+                "edits": _edits(events, phase),
                 "counted_at_step": read[phase["name"]]["step"] if phase["name"] in read else None,
                 "tokens": read.get(phase["name"], {}).get("tokens", {}),
                 "epochs": read.get(phase["name"], {}).get("epochs", {}),
@@ -89,6 +90,27 @@ def inspect_run(run: Run) -> dict[str, Any]:
         "commands": _commands(run),
         "problems": problems,
     }
+
+
+def _edits(events: Iterable[Mapping[str, Any]], phase: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """How the mixture of a phase was changed on its way: {step, kind, mixture} of each edit."""
+    return [
+        {"step": e["step"], "kind": e["kind"], "mixture": e["mixture_after"]}
+        for e in events
+        if e["event"] == "schedule_edit"
+        and phase["start"] < e["step"] < phase["end"]
+        and e["mixture_before"] != e["mixture_after"]
+    ]
+
+
+def mixture_text(phase: Mapping[str, Any], share: Callable[[float], str]) -> str:
+    """The mixture of a phase as `inspect_run` gives it, and those that it was changed to."""
+
+    def text_of(mixture):
+        return ", ".join(f"{name} {share(part)}" for name, part in mixture.items() if part)
+
+    edited = (f"from step {edit['step']:,} {text_of(edit['mixture'])}" for edit in phase["edits"])
+    return "; ".join([text_of(phase["mixture"]), *edited])
 
 
 def _commands(run: Run) -> dict[str, str]:
@@ -159,8 +181,10 @@ def text(facts: Mapping[str, Any]) -> list[str]:
 def lineage_lines(lineage: Mapping[str, Any]) -> list[str]:
     """Where a run's parameters come from, a line a generation."""
     lines = []
-    if branch := lineage["branched_from"]:
+    branch = lineage["branched_from"]
+    while branch:
         lines.append(f"branched from {branch['run']} at step {branch['step']:,}")
+        branch = branch.get("branched_from")
     base = lineage["init_from"]
     while base:
         what = "parameters and optimizer state" if base.get("keep_optimizer") else "parameters"
@@ -195,7 +219,7 @@ def _phase_lines(phases: list[dict[str, Any]]) -> list[str]:
         if not phase["done"] and phase["counted_at_step"] is not None:
             done = f"at {phase['counted_at_step']:,}"
         ramp = f" (ramp {phase['ramp_steps']:,})" if phase["ramp_steps"] else ""
-        mixture = ", ".join(f"{name} {share:.4g}" for name, share in phase["mixture"].items() if share)
+        mixture = mixture_text(phase, lambda share: f"{share:.4g}")
         tokens = ", ".join(f"{name} {tokens:,}" for name, tokens in phase["tokens"].items())
         epochs = ", ".join(f"{name} {share:.3g}" for name, share in phase["epochs"].items())
         rows.append((phase["name"], f"{phase['start']:,} to {phase['end']:,}{ramp}", done, mixture, tokens, epochs))

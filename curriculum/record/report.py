@@ -18,7 +18,7 @@ from curriculum.record import figures
 from curriculum.record.compare import labels
 from curriculum.record.events import number
 from curriculum.record.figures import PALETTE, Curve, Phase
-from curriculum.record.inspection import duration, inspect_run, lineage_lines, loss
+from curriculum.record.inspection import duration, inspect_run, lineage_lines, loss, mixture_text
 from curriculum.record.page import Html, bullets, document, figure, folded, legend, note, section, table, tag, tiles
 from curriculum.record.queries import eval_points
 from curriculum.record.report_evals import eval_figures, log, set_marks, set_table, transfer_matrix
@@ -186,7 +186,7 @@ def _float(value: Any) -> float:
 def _phase_table(facts: Mapping[str, Any]) -> Html:
     rows = []
     for i, phase in enumerate(facts["phases"], start=1):
-        mixture = ", ".join(f"{name} {100 * share:.4g} %" for name, share in phase["mixture"].items() if share)
+        mixture = mixture_text(phase, lambda share: f"{100 * share:.4g} %")
         ramp = f"{phase['ramp_steps']:,}" if phase["ramp_steps"] else ""
         rows.append((f"{i}", phase["name"], tag("td", mixture, class_="text"), f"{phase['start']:,}",
                      f"{phase['end']:,}", ramp, "done" if phase["done"] else ""))  # fmt: skip

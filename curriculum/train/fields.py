@@ -42,7 +42,12 @@ def training_start(setup: Setup) -> dict[str, Any]:
 
 
 def resume(setup: Setup) -> dict[str, Any]:
-    return {"devices": describe_devices(setup.mesh), "plan": derived(setup), "evalsets": _evalsets(setup)}
+    return {
+        "devices": describe_devices(setup.mesh),
+        "plan": derived(setup),
+        "evalsets": _evalsets(setup),
+        **({"begins_branch": True} if setup.begins_branch else {}),
+    }
 
 
 def _evalsets(setup: Setup) -> dict[str, Any]:

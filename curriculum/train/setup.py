@@ -68,6 +68,7 @@ class Setup:
     abstract_state: Callable[[int], TrainState]  # by number of sources: shapes, types and placement, no values
     device_lines: list[str]  # for the console
     lineage: dict[str, Any] | None  # the run that this one began from, back to the first
+    begins_branch: bool = False  # what goes on from a checkpoint is a branch that begins
 
     @property
     def content_hashes(self) -> dict[str, str]:
