@@ -214,7 +214,7 @@ def test_what_is_no_run_is_said(tmp_path):
 
 def test_resumes_are_counted(tmp_path):
     path = write_run(tmp_path / "run", LOSSES)
-    for words in ("resumed 1 time\n", "resumed 2 times\n"):
+    for words in ("resumed once\n", "resumed 2 times\n"):
         lines = (path / "events.jsonl").read_text().splitlines()
         events = [json.loads(line) for line in lines]
         again = {**events[-2], "event": "resume", "plan": events[0]["plan"], "devices": events[0]["devices"]}

@@ -138,8 +138,8 @@ def text(facts: Mapping[str, Any]) -> list[str]:
     shape = ", ".join(f"{key} {value}" for key, value in model.items() if key != "num_parameters")
     devices = facts["devices"]
     mesh = " x ".join(f"{axis} {size}" for axis, size in devices["mesh"].items())
-    times = progress["num_resumes"]
-    resumed = f", resumed {times} time{'s' * (times > 1)}" if times else ""
+    times = "once" if progress["num_resumes"] == 1 else f"{progress['num_resumes']} times"
+    resumed = f", resumed {times}" if progress["num_resumes"] else ""
     lines = [
         f"{facts['name']}  ({facts['path']})",
         f"  progress    step {progress['step']:,} of {progress['total_steps']:,} ({share:.1f} %), {state}; "
