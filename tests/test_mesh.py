@@ -102,7 +102,7 @@ def train_on_mesh(setup, checkpoints):
         if step + 1 in (SAVED_AT, STEPS):
             told["evals"].append({name: summarise(r).loss for name, r in setup.suite.run(state.params).items()})
         if step + 1 == SAVED_AT:
-            checkpoints.save(state, {})
+            checkpoints.save(state, {}, {"primary": np.zeros((3, 1), np.float32)})
             checkpoints.wait()
             saved = as_bytes(state)
     told["programs"] = [setup.train_step._cache_size(), setup.suite.num_traces]
