@@ -151,6 +151,7 @@ def test_an_earlier_step_into_an_empty_folder(run, tmp_path):
 def test_gold_is_what_is_exported_where_there_is_gold(run, tmp_path):
     golden = tmp_path / "golden"
     shutil.copytree(run, golden)
+    shutil.rmtree(golden / "gold")
     (golden / "gold").mkdir()
     (golden / "checkpoints/2").rename(golden / "gold/2")
     with open(golden / "events.jsonl", "a") as file:
