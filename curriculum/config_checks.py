@@ -6,6 +6,8 @@ import difflib
 import math
 import os
 import re
+import shlex
+import shutil
 from pathlib import Path
 
 from curriculum.config_problems import no_such
@@ -43,6 +45,14 @@ def _check_source_paths(v):
 def _check_eval_paths(v):
     for path, source in _eval_sources(v):
         yield from _check_readable(f"{path}.path", source.path)
+
+
+def _check_gate_program(v):
+    gate = v["evalsets"].gold
+    if gate.gate is None or any(key == "gate" for key, _ in gate.problems()):
+        return
+    if shutil.which(program := shlex.split(gate.gate)[0]) is None:
+        yield "evalsets.gold.gate", f"got the program {program!r}, which is neither a file to run nor on the PATH"
 
 
 def _check_tokenizer_path(v):
@@ -265,5 +275,6 @@ CHECKS = [
 PATH_CHECKS = [
     ({"sources"}, _check_source_paths),
     ({"evalsets"}, _check_eval_paths),
+    ({"evalsets"}, _check_gate_program),
     ({"tokenizer", "adaptation"}, _check_tokenizer_path),
 ]
