@@ -27,6 +27,9 @@ def make_run(folder, rises):
     ledger = {"sources": {name: {"tokens_drawn": tokens} for name, tokens in drawn.items()}}
     (folder / "checkpoints/8/ledger/metadata").write_text(json.dumps(ledger))
     config = {
+        "name": "run",
+        "tokenizer": {"kind": "byte"},
+        "model": None,
         "sources": {"cpp": {"path": "x"}},
         "phases": [{"name": "a", "until": "end", "mixture": {"cpp": 1}}],
         "evalsets": {"primary": {"path": "y"}},

@@ -342,7 +342,7 @@ def test_a_setting_that_changed_the_data_is_named(corpus, store, tmp_path):
         return setup
 
     first = set_up()
-    history = History("now", "a", dict(first.content_hashes))
+    history = History("now", "a", eval_sets=dict(first.content_hashes))
     saved = json.loads(json.dumps(entry(first, 10, history, {}, 1.0)))
     check_past(saved, first)
 
@@ -471,7 +471,9 @@ def test_a_save_that_would_not_be_made_is_an_error(corpus, store, whole, tmp_pat
     shutil.copytree(whole / "checkpoints", run_dir / "checkpoints")
     setup = build(build_config(config_data(corpus)), store)
     with pytest.raises(RuntimeError, match=r"step 0 was not saved: steps \[50, 55, 60\] are there already"):
-        Checkpoints(run_dir / "checkpoints", 3).save(setup.initial_state(), {"step": 0})
+        Checkpoints(run_dir / "checkpoints", 3).save(
+            setup.initial_state(), {"step": 0}, {"primary": np.zeros((3, 1), np.float32)}
+        )
     setup.feed.close()
 
 
