@@ -197,7 +197,8 @@ def _loop(run: Running, resumed_step: int | None) -> dict[str, Any]:
             stopped_by, planned = stop.received, done % config.checkpoint.every == 0 or at_end
             ends_here = stopped_by is not None or (bool(worse) and config.evalsets.regression.action == "stop")
             offsets = save(run, done, planned) if planned or ends_here else None
-            run.keep(done, offsets or record.offsets())
+            if run.keep_in:
+                run.keep(done, offsets or record.offsets())
             if ends_here and not at_end:
                 run.checkpoints.wait()
                 raise RegressionStop(done, worse) if stopped_by is None else Stopped(stopped_by, done)
