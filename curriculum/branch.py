@@ -21,12 +21,13 @@ from curriculum.run import Run, RunDirectory, checkpoint_steps, load_run, read_l
 from curriculum.train import ledger
 from curriculum.train.averages import SIDECAR
 from curriculum.train.checkpoint import check_readable
+from curriculum.train.edits import compare
 from curriculum.train.fields import branch_edit, derived
 from curriculum.train.setup import Setup, build
 from curriculum.train.start import start_of, to_resume
 from curriculum.train.trainer import check, kept_tokenizer, train_built
 from phases.lr import LrSchedule
-from phases.schedule import Schedule, Segment, cut, segments_from_json, segments_to_json
+from phases.schedule import Schedule, Segment, cut, segments_from_json
 
 
 def branch(
@@ -63,8 +64,10 @@ def branch(
         _check_steps_between(trunk.config, config, step, at, sorted(folders))
     saved = read_ledger(folders[step])
     check_offsets(trunk.directory.path, saved["offsets"])
-    whole = Schedule(segments_from_json(read_ledger(folders[max(folders)])["segments"]))
-    past = cut(whole.segments, at)
+    newest = read_ledger(folders[max(folders)])
+    whole = Schedule(segments_from_json(newest["segments"]))
+    edit = compare(config, newest, at=at)
+    past = replace(edit.past, segments=cut(whole.segments, at), planned=None)
     check(config, past)
     remembered = trunk.directory.command_line()
     changes = [option for option in config.command_line if option not in remembered]
@@ -113,14 +116,14 @@ def _check_new(directory: RunDirectory) -> None:
 def _acts(trunk: Run, at: int) -> dict[str, dict[str, Any]]:
     """What `Setup.of_trunk` tells of the steps before `at`, by step."""
     acts: dict[str, dict[str, Any]] = {}
-    told = ("kind", "phase", "mixture_before", "mixture_after", "until", "reason")
+    stamps = ("event", "step", "timestamp", "elapsed_s", "tokens_processed")
     for event in trunk.events:
         if event["event"] in ("eval_regression", "schedule_edit") and event["step"] < at:
             of_step = acts.setdefault(str(event["step"]), {"action": None, "edits": []})
             if event["event"] == "eval_regression":
                 of_step["action"] = event["action"]
             else:
-                of_step["edits"].append({key: event[key] for key in told})
+                of_step["edits"].append({key: value for key, value in event.items() if key not in stamps})
     return acts
 
 
@@ -258,7 +261,7 @@ def _copy(made: RunDirectory, trunk: RunDirectory, setup: Setup, step: int, chec
 def _copy_checkpoint(to: Path, checkpoint: Path, setup: Setup, offsets: Mapping[str, int]) -> None:
     """A checkpoint that goes on as the branch."""
     _copy_to(to, checkpoint)
-    changed = {"past": segments_to_json(setup.past), "branched_from": setup.branched_from, "offsets": offsets}
+    changed = {**ledger.scheduled(setup), "branched_from": setup.branched_from, "offsets": offsets}
     write_text(to / "ledger" / "metadata", json.dumps({**read_ledger(checkpoint), **changed}))
 
 

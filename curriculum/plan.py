@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from curriculum.adaptation import base_lineage, with_replay
 from curriculum.config import Config
@@ -13,6 +13,7 @@ from curriculum.data.corpus import find_sizes
 from curriculum.model.memory import memory_estimate
 from curriculum.model.presets import ModelConfig, model_problems, num_parameters, num_projections, resolve_model
 from curriculum.train.optimizer import MOMENTS, OptimConfig
+from phases.lr import LrSchedule
 from phases.replay import Replay, raise_share
 from phases.resolve import ScheduleError, resolve
 from phases.schedule import Schedule, Segment, SourceSupply
@@ -67,16 +68,59 @@ class Plan:
         return asdict(self)
 
 
+def declaration(config: Config) -> dict[str, Any]:
+    """What a config says of the schedule, as plain JSON; a run's ledger keeps it."""
+    whole = config.to_json()
+    return {
+        "seed": config.seed,
+        "train": {key: whole["train"][key] for key in ("steps", "batch_size")},
+        "optim": {field.name: whole["optim"][field.name] for field in fields(LrSchedule)},
+        "sources": {n: {key: s[key] for key in ("max_epochs", "on_exhaust")} for n, s in whole["sources"].items()},
+        "adaptation": {"replay": whole["adaptation"]["replay"]},
+        "phases": whole["phases"],
+        "evalsets": {"sets": sorted(whole["evalsets"]["sets"])},
+    }
+
+
+class Planned(NamedTuple):
+    """A whole schedule, the part of it that is frozen, and the epochs (tokens by source) that it was resolved for."""
+
+    schedule: Schedule
+    past: tuple[Segment, ...]
+    epochs: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Past:
+    """What stands of a run's schedule, whatever its config says.
+
+    `segments` are frozen: the config decides from their end on. `settled` is as in `resolve`. `planned` is there where
+    the config is as it was: the schedule is too, if the epochs are. `seed` is that of the order in which the sources
+    are read, None: the config's. `sources` is what the ledger says of each source, those that are gone among them.
+    """
+
+    segments: tuple[Segment, ...] = ()
+    settled: Mapping[str, int] = field(default_factory=dict)
+    planned: Planned | None = None
+    seed: int | None = None
+    sources: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def end(self) -> int:
+        return self.segments[-1].end if self.segments else 0
+
+
 def resolve_schedule(
     config: Config,
     tokens_per_epoch: Mapping[str, int | None],
-    past: Sequence[Segment] = (),
+    past: Past | None = None,
     going_on: Segment | None = None,
 ) -> Schedule:
     """The config's phases, replay mixed in, as segments, for epochs of so many tokens (None: not prepared).
 
-    `past` is frozen: the phases decide from its end on, but for `going_on`, as in `resolve`. Raises InputError.
+    After a `past` the phases decide from its end on, but for `going_on`, as in `resolve`. Raises InputError.
     """
+    past = past or Past()
     message = (
         f"too few training tokens, expected at least one sequence of train.seq_len ({config.train.seq_len}) and the "
         "token after it; add text or shorten the sequences"
@@ -92,27 +136,35 @@ def resolve_schedule(
     return _resolve(config, tokens_per_epoch, past, going_on=going_on)
 
 
-def check_schedule(config: Config, past: Sequence[Segment] = ()) -> None:
+def continued_schedule(config: Config, tokens_per_epoch: Mapping[str, int], past: Past) -> tuple[Schedule, Past]:
+    """The schedule of a run that goes on, and what of it is frozen: as it was planned, where nothing changed."""
+    if past.planned is not None and past.planned.epochs == tokens_per_epoch:
+        return past.planned.schedule, replace(past, segments=past.planned.past, planned=None)
+    return resolve_schedule(config, tokens_per_epoch, past), replace(past, planned=None)
+
+
+def check_schedule(config: Config, past: Past | None = None) -> None:
     """Raise InputError with every problem of the phases and the learning rate that needs no source's size."""
-    _resolve(config, dict.fromkeys(config.sources), past, sizes_to_come=True)
+    _resolve(config, dict.fromkeys(config.sources), past or Past(), sizes_to_come=True)
 
 
 def replay_schedule(
     config: Config,
     tokens_per_epoch: Mapping[str, int],
     schedule: Schedule,
+    past: Past,
     *,
     step: int,
     source: str,
     factor: float,
     max_share: float,
 ) -> Replay:
-    """`raise_share` of a schedule of this config. Raises ReplayRefused."""
+    """`raise_share` of a schedule of this config after a past. Raises ReplayRefused."""
     edit = {"step": step, "source": source, "factor": factor, "max_share": max_share}
-    return raise_share(schedule, **_declared(config, tokens_per_epoch), **edit)
+    return raise_share(schedule, **_declared(config, tokens_per_epoch, past), **edit)
 
 
-def _declared(config: Config, epochs: Mapping[str, int | None]) -> dict[str, Any]:
+def _declared(config: Config, epochs: Mapping[str, int | None], past: Past) -> dict[str, Any]:
     """What a schedule is resolved from, by the names that `resolve` has for it."""
     return {
         "phases": with_replay(config.phases, config.adaptation.replay),
@@ -121,20 +173,22 @@ def _declared(config: Config, epochs: Mapping[str, int | None]) -> dict[str, Any
         "total_steps": config.train.steps,
         "batch_size": config.train.batch_size,
         "seq_len": config.train.seq_len,
+        "settled": past.settled,
     }
 
 
 def _resolve(
     config: Config,
     epochs: Mapping[str, int | None],
-    past: Sequence[Segment] = (),
+    past: Past,
     *,
     sizes_to_come: bool = False,
     going_on: Segment | None = None,
 ) -> Schedule | None:
     """The schedule for epochs of so many tokens; None only where sizes are still to come."""
     try:
-        return resolve(**_declared(config, epochs), past=past, sizes_to_come=sizes_to_come, going_on=going_on)
+        declared = _declared(config, epochs, past)
+        return resolve(**declared, past=past.segments, sizes_to_come=sizes_to_come, going_on=going_on)
     except ScheduleError as error:
         raise config.error(error.problems) from None
 

@@ -90,12 +90,12 @@ def document_ids(inputs_BT: np.ndarray, eot: int) -> np.ndarray:
 class DataPlan:
     """The order of all sequences of a run.
 
-    `tokens_per_epoch` gives each source's size in whole blocks (`epoch_tokens` of a plain stream). Sources that are
-    never drawn may be absent.
+    `tokens_per_epoch` gives each source's size in whole blocks (`epoch_tokens` of a plain stream). Those that no batch
+    is asked of may be absent: never drawn, or drawn before the run went on without them.
     """
 
     def __init__(self, schedule: Schedule, seed: int, tokens_per_epoch: Mapping[str, int], block_tokens: int):
-        self.schedule, self.block_tokens = schedule, block_tokens
+        self.schedule, self.seed, self.block_tokens = schedule, seed, block_tokens
         self.sources = tuple(sorted(schedule.segments[0].cursors))
         self.tokens_per_epoch = dict(tokens_per_epoch)
         for name, num_tokens in tokens_per_epoch.items():
@@ -106,7 +106,7 @@ class DataPlan:
         self._keys = {name: stream_key(seed, name) for name in self.sources}
         for segment in schedule.segments:
             for name in segment.quotas.sources:
-                if self._num_blocks.get(name, 0) < 1:
+                if self._num_blocks.get(name, 1) < 1:
                     raise ValueError(f"source {name}: got no block of {block_tokens} tokens, expected at least one")
 
     def draws(self, first_step: int, num_steps: int = 1) -> list[Draws]:
@@ -130,7 +130,9 @@ class DataPlan:
         drawn, before = segment.quotas.locate(positions)
         names = segment.quotas.sources
         cursor = np.array([segment.cursors[n] for n in names])[drawn] + before * segment.seq_len
-        num_blocks = np.array([self._num_blocks[n] for n in names])[drawn]
+        num_blocks = np.array([self._num_blocks.get(n, 0) for n in names])[drawn]
+        if not num_blocks.all():
+            raise ValueError(f"the segment from step {segment.start} on draws from a source of no size")
         block, within = np.divmod(cursor, self.block_tokens)
         epoch, index = np.divmod(block, num_blocks)
         keys = np.array([self._keys[n] for n in names], np.uint64)[drawn]

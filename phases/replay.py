@@ -51,6 +51,7 @@ def raise_share(
     source: str,
     factor: float,
     max_share: float,
+    settled: Mapping[str, int] | None = None,
 ) -> Replay:
     """Raise the share of `source` to min(max_share, factor x max(share, 0.01)) from update `step` on.
 
@@ -82,7 +83,7 @@ def raise_share(
     if edited == rest:
         share = schedule.shares(step).get(source, 0.0)
         raise ReplayRefused(f"its share is {share:.4g} already, and {factor:g} times that or {max_share:g} no more")
-    numbers = {"total_steps": total_steps, "batch_size": batch_size, "seq_len": seq_len}
+    numbers = {"total_steps": total_steps, "batch_size": batch_size, "seq_len": seq_len, "settled": settled}
     try:
         whole = resolve(phases, supplies, lr, **numbers, past=cut(schedule.segments, step), going_on=edited)
         until = next((end for name, _, end in whole.phase_bounds if name == old.phase), step)

@@ -96,6 +96,7 @@ def resolve(
     seq_len: int,
     sizes_to_come: bool = False,
     past: Sequence[Segment] = (),
+    settled: Mapping[str, int] | None = None,
     going_on: Segment | None = None,
 ) -> Schedule | None:
     """Turn phases into segments: every clock a step, every ramp and cap in place, every rate a number.
@@ -107,11 +108,14 @@ def resolve(
     phases. The last phase of the past goes on, if it is declared to end later; else the next one begins. Where the
     phases give the very data of the past, it goes on with its order, so that all of the data are the phases' own; else
     in a new segment, by the declared mixture and with its ramp where it stood. Caps and clocks count what the past has
-    read. `going_on` is the segment that follows where it is to be another; its end is the phase's.
+    read, of sources that are declared no more as well. `settled` are the steps that shares of the run came to before
+    `total_steps` changed, of what has begun: `optim.warmup_steps`, `PHASE.ramp_steps`, `PHASE.lr.rewarm_steps`.
+    `going_on` is the segment that follows where it is to be another; its end is the phase's.
     Raises ScheduleError with all problems that can be told apart.
     """
     problems = check_phases(phases, list(supplies)) + _check_bounds(supplies, total_steps, batch_size, seq_len)
-    problems += _check_past(past, supplies, total_steps, batch_size, seq_len)
+    problems += _check_past(past, total_steps, seq_len)
+    settled = settled or {}
 
     def read(path, reader, *arguments):
         try:
@@ -120,23 +124,28 @@ def resolve(
             problems.append((path, str(error)))
             return 0
 
-    warmup = read("optim.warmup_steps", resolve_steps, lr.warmup_steps, total_steps)
+    def begun(path, key, value):
+        return settled[key] if key in settled else read(path, resolve_steps, value, total_steps)
+
+    warmup = begun("optim.warmup_steps", "optim.warmup_steps", lr.warmup_steps)
     decay = read("optim.decay_steps", resolve_steps, lr.decay_steps, total_steps)
     decay = decay if lr.schedule == "wsd" else 0
     clocks, ramps, programs = [], [], []
     for i, phase in enumerate(phases):
         path, program = f"phases[{i}]", phase.lr or LrProgram()
-        tokens_per_step = batch_size * seq_len
-        clocks.append(read(f"{path}.until", _clock, phase.until, supplies, total_steps, tokens_per_step, sizes_to_come))
-        ramps.append(read(f"{path}.ramp_steps", resolve_steps, phase.ramp_steps, total_steps))
-        rewarm = read(f"{path}.lr.rewarm_steps", resolve_steps, program.rewarm_steps, total_steps)
+        until = phase.until, supplies, total_steps, batch_size * seq_len, sizes_to_come, past
+        clocks.append(read(f"{path}.until", _clock, *until))
+        ramps.append(begun(f"{path}.ramp_steps", f"{phase.name}.ramp_steps", phase.ramp_steps))
+        rewarm = begun(f"{path}.lr.rewarm_steps", f"{phase.name}.lr.rewarm_steps", program.rewarm_steps)
         programs.append((rewarm, read(f"{path}.lr.decay_steps", resolve_steps, program.decay_steps, total_steps)))
     if problems:
         raise ScheduleError(problems)
 
-    segments = [replace(s, cursors=_of(s.cursors, supplies)) for s in past]
+    gone = {name for s in past for name in s.quotas.sources} - supplies.keys()
+    names = [*supplies, *sorted(gone)]
+    segments = [replace(s, cursors=_of(s.cursors, names)) for s in past]
     warnings: list[str] = []
-    start, cursors, before, stopped, resolved = 0, dict.fromkeys(supplies, 0), {}, False, True
+    start, cursors, before, stopped, resolved = 0, dict.fromkeys(names, 0), {}, False, True
     first, under_way = 0, None
     if past:
         start, cursors = past[-1].end, segments[-1].drawn_at(past[-1].end)
@@ -158,7 +167,7 @@ def resolve(
         if abs(weight_sum - 1) > 1e-6:
             shares = ", ".join(f"{n} {w:.4g}" for n, w in mixture.items())
             warnings.append(f"phase {phase.name}: proportions add up to {weight_sum:.6g}, normalised to {shares}")
-        ramp = Ramp(before, ramp_steps, phase.ramp_shape) if ramp_steps else None
+        ramp = _ramp(before, ramp_steps, phase.ramp_shape, supplies)
         segment = Segment(start, end, phase.name, mixture, ramp, (), cursors, batch_size, seq_len)
         try:
             _check_end(path, start, end, total_steps, last)
@@ -166,7 +175,7 @@ def resolve(
                 segment = _going_on(path, segment, under_way, segments, goal, supplies, warnings)
                 start = under_way[0].start
             if i == first and going_on is not None and going_on.phase == phase.name:
-                segment, going_on = replace(going_on, cursors=_of(going_on.cursors, supplies)), None
+                segment, going_on = replace(going_on, cursors=_of(going_on.cursors, names)), None
             if segment is None:
                 inside, stopped = [], True
             else:
@@ -211,8 +220,15 @@ def resolve(
 
 
 def _of(cursors: Mapping[str, int], sources: Iterable[str]) -> dict[str, int]:
-    """Cursors of these sources: one that was never read may have come or gone."""
+    """Cursors of these sources, 0 of one that has come."""
     return {name: cursors.get(name, 0) for name in sources}
+
+
+def _ramp(before: Mapping[str, float], steps: int, shape: str, sources: Iterable[str]) -> Ramp | None:
+    """The way from a mixture, of which only these sources are there still; None where it has no steps or no start."""
+    if any(name not in sources for name in before):
+        before = _normalised({name: share for name, share in before.items() if name in sources})
+    return Ramp(before, steps, shape) if steps and before else None
 
 
 def _short(value: int | str) -> str:
@@ -250,7 +266,7 @@ class _Goal(NamedTuple):
     text: str
 
 
-def _clock(until: int | str, supplies, total_steps, tokens_per_step, sizes_to_come) -> int | _Goal:
+def _clock(until: int | str, supplies, total_steps, tokens_per_step, sizes_to_come, past) -> int | _Goal:
     """The exclusive end of a phase: a step, or what has to be read for it. ValueError if it is no clock."""
     if isinstance(until, int):
         if abs(until) > _MOST_TOKENS:
@@ -262,7 +278,14 @@ def _clock(until: int | str, supplies, total_steps, tokens_per_step, sizes_to_co
     if match := _PERCENT.fullmatch(until):
         return math.ceil(Fraction(match[1]) * total_steps / 100)
     if match := _TOKENS.fullmatch(until):
-        return math.ceil(Fraction(match[1]) * _MULTIPLES[match[2].upper()] / tokens_per_step)
+        tokens = Fraction(match[1]) * _MULTIPLES[match[2].upper()]
+        start = 0
+        for segment in past:  # they may have had other batches
+            if tokens <= (segment.end - segment.start) * segment.batch_size * segment.seq_len:
+                return start + math.ceil(tokens / (segment.batch_size * segment.seq_len))
+            tokens -= (segment.end - segment.start) * segment.batch_size * segment.seq_len
+            start = segment.end
+        return start + math.ceil(tokens / tokens_per_step)
     if match := _EPOCHS.fullmatch(until):
         epochs, name = match.groups()
         if name not in supplies:
@@ -277,6 +300,15 @@ def _clock(until: int | str, supplies, total_steps, tokens_per_step, sizes_to_co
         f"got {_short(until)}, expected a step, a percentage ('40%'), tokens ('1.5B tokens'), "
         "epochs ('2 epochs of law') or 'end'"
     )
+
+
+def clock_step(until: int | str, total_steps: int, past: Sequence[Segment]) -> int | None:
+    """The step that `until` means in a run of such a past; None for a clock in epochs and for what is none."""
+    try:
+        clock = _clock(until, {}, total_steps, 1, True, past)
+    except ValueError:
+        return None
+    return clock if isinstance(clock, int) else None
 
 
 def _check_end(path, start, end, total_steps, last) -> None:
@@ -335,7 +367,7 @@ def _phase_segments(path, segment, goal, supplies, warnings) -> tuple[list[Segme
         segment = _without(segment, name, step, path)
 
 
-def _check_past(past, supplies, total_steps, batch_size, seq_len) -> list[tuple[str, str]]:
+def _check_past(past, total_steps, seq_len) -> list[tuple[str, str]]:
     """Problems of a past that cannot stand before what is declared now."""
     if not past:
         return []
@@ -343,15 +375,9 @@ def _check_past(past, supplies, total_steps, batch_size, seq_len) -> list[tuple[
     if end > total_steps:
         message = f"the run would end at step {total_steps}, but its schedule stands already up to step {end}"
         problems.append(("train.steps", message))
-    for path, now, was in (
-        ("train.batch_size", batch_size, past[-1].batch_size),
-        ("train.seq_len", seq_len, past[-1].seq_len),
-    ):
-        if now != was:
-            problems.append((path, f"got {now}, but up to step {end} the schedule stands with {was}; restore it"))
-    for name in sorted({name for s in past for name in s.quotas.sources} - supplies.keys()):
-        message = f"{name} is gone, but it is read before step {end}, up to which the schedule stands; restore it"
-        problems.append(("sources", message))
+    if seq_len != past[-1].seq_len:
+        got = f"got {seq_len}, but up to step {end} the schedule stands with {past[-1].seq_len}; restore it"
+        problems.append(("train.seq_len", got))
     return problems
 
 
@@ -402,7 +428,8 @@ def _going_on(path, segment, under_way, past, goal, supplies, warnings) -> Segme
     under_way = joined(under_way)
     begun, ramp = under_way[0].start, segment.ramp
     if ramp is not None and begun > 0:
-        ramp = replace(ramp, from_mixture=Schedule(tuple(past)).segment_at(begun - 1).mixture_at(begun - 1))
+        before = Schedule(tuple(past)).segment_at(begun - 1).mixture_at(begun - 1)
+        ramp = _ramp(before, ramp.steps, ramp.shape, supplies)
 
     def declared(start, cursors):
         if ramp is None or begun == 0 or start - begun >= ramp.steps:

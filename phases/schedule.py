@@ -170,6 +170,11 @@ class Schedule:
         """Tokens drawn of each source in the first `step` updates."""
         return self.segment_at(max(step - 1, 0)).drawn_at(step)
 
+    def tokens(self, step: int) -> int:
+        """Token slots consumed in the first `step` updates."""
+        rows = ((min(s.end, step) - s.start, s.batch_size * s.seq_len) for s in self.segments if s.start < step)
+        return sum(num_steps * tokens_per_step for num_steps, tokens_per_step in rows)
+
     def shares(self, step: int) -> dict[str, float]:
         """The proportions of update `step` that are more than 0."""
         return {name: share for name, share in self.segment_at(step).mixture_at(step).items() if share > 0}

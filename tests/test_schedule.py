@@ -602,7 +602,6 @@ def test_a_past_that_cannot_stand_before_what_is_declared():
     a, b, c = THREE
     for phases, kwargs, path, words in (
         (THREE, {"total": 44}, "train.steps", "would end at step 44, but its schedule stands already up to step 45"),
-        (THREE, {"batch": 8}, "train.batch_size", "got 8, but up to step 45 the schedule stands with 4"),
         (THREE, {"length": 5}, "train.seq_len", "got 5, but up to step 45 the schedule stands with 10"),
         ((a, replace(b, until=70)), {}, "phases[1].until", "the last phase ends at step 70, before the run's end"),
         (
@@ -620,9 +619,6 @@ def test_a_past_that_cannot_stand_before_what_is_declared():
     ):
         ((where, message),) = after_problems(past, *phases, **kwargs)
         assert where == path and words in message
-    only_web = (Phase("b", "end", {"web": 1.0}),)
-    ((where, message),) = after_problems(past, *only_web, supplies={"web": SourceSupply(8000)})
-    assert where == "sources" and "law is gone, but it is read before step 45" in message
 
 
 def test_sources_may_come_and_those_never_read_may_go():

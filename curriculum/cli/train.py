@@ -21,12 +21,19 @@ from curriculum.run import RunDirectory
     metavar="latest|gold|STEP",
     help="Continue the run from its newest checkpoint, its gold one, or a step's.",
 )
+@click.option(
+    "--accept-past",
+    is_flag=True,
+    help="With --resume: go on although CONFIG changes what is trained already; the record keeps the edit.",
+)
 @click.option("--dry-run", is_flag=True, help="Check, prepare, compile, take one step and one eval; leave no run.")
-def command(config_path, changes, store_dir, run_dir, resume, dry_run):
+def command(config_path, changes, store_dir, run_dir, resume, accept_past, dry_run):
     """Train a run through its phases, or continue one.
 
     A run remembers the options that changed its config: they need not be given again with --resume.
     """
+    if accept_past and resume is None:
+        raise InputError("--accept-past: a run that begins has no past; give --resume, or leave it out")
     if resume is not None:
         continues = run_dir or Path("runs") / config_name(config_path)
         changes |= {"remembered": RunDirectory(continues).command_line(), "continues": continues}
@@ -53,4 +60,4 @@ def command(config_path, changes, store_dir, run_dir, resume, dry_run):
         )
         return
     with stopped_runs("--resume latest"):
-        train(config, run_dir, resume=resume, store_dir=store_dir)
+        train(config, run_dir, resume=resume, accept_past=accept_past, store_dir=store_dir)

@@ -67,7 +67,7 @@ def _evalsets(setup: Setup) -> dict[str, Any]:
 def derived(setup: Setup) -> dict[str, Any]:
     return {
         "total_steps": setup.schedule.total_steps,
-        "tokens_per_step": setup.tokens_at(1),
+        "tokens_per_step": setup.config.train.batch_size * setup.config.train.seq_len,
         "num_parameters": num_parameters(setup.model),
         "phases": list(describe_phases(setup.schedule)),
         "learning_rate": [asdict(piece) for piece in setup.schedule.lr],
@@ -82,11 +82,11 @@ def branch_point(branched_from: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def branchings(setup: Setup, done: int) -> list[dict[str, Any]]:
-    """What is told after `done` updates where a branch leaves its trunk, and where that one left its own."""
+    """What is told after `done` updates where a branch leaves its trunk, and of what its trunk's config changed."""
     if setup.branched_from and done == setup.branched_from["step"]:
         return [branch_edit(setup)]
     acts = setup.of_trunk(done)
-    return [edit for edit in acts["edits"] if edit["kind"] == "branch"] if acts else []
+    return [edit for edit in acts["edits"] if edit["kind"] != "replay"] if acts else []
 
 
 def branch_edit(setup: Setup) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def _losses(summaries: Mapping[str, Summary]) -> dict[str, float | None]:
 def metrics_row(setup: Setup, done: int, state: TrainState, clock: TrainClock) -> dict[str, Any]:
     segment = setup.schedule.segment_at(done - 1)
     means = read_window(state.window, setup.plan.sources)
-    filled, scored = means["filled_tokens"], means["scored_tokens"]
+    filled, scored, slots = means["filled_tokens"], means["scored_tokens"], segment.batch_size * segment.seq_len
     steps, seconds, once = clock.take()
     fields = {
         "step": done,
@@ -168,14 +168,14 @@ def metrics_row(setup: Setup, done: int, state: TrainState, clock: TrainClock) -
         "grad_norm": means["grad_norm"],
         "lr": float(setup.rates[done - 1]),
         "tokens_seen": setup.tokens_at(done),
-        "tokens_per_sec": round(setup.tokens_at(steps) / seconds, 1),
+        "tokens_per_sec": round((setup.tokens_at(done) - setup.tokens_at(done - steps)) / seconds, 1),
         "step_time_s": round(seconds / steps, 6),
         "phase": segment.phase,
         "mixture": {name: segment.mixture_at(done - 1).get(name, 0.0) for name in setup.config.sources},
         "skipped_updates": int(state.skipped_updates),
         "packing_mode": setup.config.packing.mode,
-        "packing_utilization": None if filled is None else round(filled / setup.tokens_at(1), 6),
-        "scored_share": None if scored is None else round(scored / setup.tokens_at(1), 6),
+        "packing_utilization": None if filled is None else round(filled / slots, 6),
+        "scored_share": None if scored is None else round(scored / slots, 6),
         "peak_memory_gb": peak_memory_gb(),
     }
     return fields | once

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime
 from pathlib import Path
@@ -19,6 +19,7 @@ from curriculum.data.chat import ROLES
 from curriculum.data.packing import PackingConfig
 from curriculum.data.split import parse_share
 from curriculum.model.model import abstract_params, parameter_name
+from curriculum.plan import declaration
 from curriculum.record.events import plain
 from curriculum.run import read_arrays
 from curriculum.train.optimizer import state_layout
@@ -28,7 +29,7 @@ from evalsets.evalset import PRIMARY
 from evalsets.gold import GoldState
 from evalsets.metrics import Summary, WindowResults
 from evalsets.regressions import Comparison
-from phases.schedule import Segment, first_difference, segments_from_json, segments_to_json
+from phases.schedule import Segment, cut, segments_from_json, segments_to_json
 
 
 @dataclass(frozen=True)
@@ -90,24 +91,16 @@ def entry(setup: Setup, step: int, history: History, offsets: Mapping[str, int],
     return {
         "step": step,
         "seed": setup.config.seed,
+        "data_seed": setup.plan.seed,
         "model": plain(dict(setup.model.architecture)),
         "parameters": _parameters(setup),
         "optimizer": state_layout(setup.config.optim),
         "tokenizer": setup.corpus.tokenizer.fingerprint,
         "packing": asdict(setup.config.packing),
         "data": _data_settings(setup.config),
-        "replay": dict(setup.config.adaptation.replay),
-        "segments": segments_to_json(setup.schedule.segments),
-        "past": segments_to_json(setup.past),
+        **scheduled(setup),
         "branched_from": setup.branched_from,
-        "sources": {
-            name: {
-                "tokens_drawn": drawn[name],
-                "stream": setup.corpus.details[name]["stream"],
-                "dropped_documents": setup.corpus.details[name]["dropped_documents"],
-            }
-            for name in setup.plan.sources
-        },
+        "sources": {name: _source(setup, name) | {"tokens_drawn": drawn[name]} for name in setup.plan.sources},
         "lineage": setup.lineage,
         "history": history.to_json(),
         "offsets": dict(offsets),
@@ -115,9 +108,35 @@ def entry(setup: Setup, step: int, history: History, offsets: Mapping[str, int],
     }
 
 
+def scheduled(setup: Setup) -> dict[str, Any]:
+    """What a ledger says of the schedule, and of the config that it was resolved from."""
+    return {
+        "declared": declaration(setup.config),
+        "segments": segments_to_json(setup.schedule.segments),
+        "past_end": setup.past.end,
+        "settled": dict(setup.past.settled),
+    }
+
+
 def past_of(saved: Mapping[str, Any]) -> tuple[Segment, ...]:
     """What of a run's schedule does not come from its config: the config decides from its end on."""
-    return segments_from_json(saved.get("past", []))
+    return cut(segments_from_json(saved["segments"]), saved["past_end"])
+
+
+def _source(setup: Setup, name: str) -> dict[str, Any]:
+    """The fingerprint of a source's training text, and what was left out of it."""
+    if name not in setup.corpus.details:  # the run went on without it
+        return dict(setup.past.sources[name])
+    details = setup.corpus.details[name]
+    return {key: details[key] for key in ("stream", "tokens_per_epoch", "dropped_documents")}
+
+
+def changed_contents(saved: Mapping[str, Any], setup: Setup) -> Iterator[dict[str, Any]]:
+    """{path, was, now} of each source whose training text is another one than it was, by its fingerprint."""
+    for name, details in setup.corpus.details.items():
+        was = saved["sources"].get(name, details)["stream"]
+        if details["stream"] != was:
+            yield {"path": f"sources.{name}", "was": {"stream": was}, "now": {"stream": details["stream"]}}
 
 
 def _parameters(setup: Setup) -> dict[str, list[int]]:
@@ -126,13 +145,14 @@ def _parameters(setup: Setup) -> dict[str, list[int]]:
     return {parameter_name(path): list(array.shape) for path, array in shapes}
 
 
-def check_past(saved: Mapping[str, Any], setup: Setup) -> None:
-    """Raise InputError where the config would change what has been trained: the past is what the ledger says."""
+def check_past(saved: Mapping[str, Any], setup: Setup, *, accept_past: bool = False) -> list[tuple[str, str]]:
+    """Raise InputError where the built run is not the one that the ledger is of.
+
+    Of the training text of a source that was read `accept_past` takes it that it is gone or another one now; such
+    changes, as (path, message), are returned.
+    """
     config, details, model = setup.config, setup.corpus.details, plain(dict(setup.model.architecture))
-    step = saved["step"]
     problems: list[tuple[str, str]] = []
-    if config.seed != saved["seed"]:
-        problems.append(("seed", f"got {config.seed}, but the run was trained with {saved['seed']}"))
     if model != saved["model"]:
         changed = [k for k in {**saved["model"], **model} if model.get(k) != saved["model"].get(k)]
         got = ", ".join(f"{k} {model.get(k)} (was {saved['model'].get(k)})" for k in changed)
@@ -166,15 +186,19 @@ def check_past(saved: Mapping[str, Any], setup: Setup) -> None:
         ]
 
     problems += changed(["train.seq_len"])
+    contents: list[tuple[str, str]] = []
     for name, source in saved["sources"].items():
         if source["tokens_drawn"] == 0:
             continue
         if name not in details:
-            message = f"{name} is gone, but {source['tokens_drawn']:,} of its tokens were trained on"
-            problems.append(("sources", message))
+            if name in saved["declared"]["sources"]:
+                drawn = f"{source['tokens_drawn']:,} of its tokens were trained on"
+                contents.append(("sources", f"{name} is gone, but {drawn}; restore it{_OR_ACCEPT}"))
         elif details[name]["stream"] != source["stream"] and not problems:
-            why = (f"sources.{name}", _why_changed(source, details[name]))
-            problems += changed(_of_source(config, name)) or [why]
+            found = changed(_of_source(config, name)) or [(f"sources.{name}", _why_changed(source, details[name]))]
+            contents += [(path, message + _OR_ACCEPT) for path, message in found]
+    if not accept_past:
+        problems += contents
     for name, evalset in setup.corpus.evalsets.items():
         if evalset.content_hash != saved["history"]["eval_sets"].get(name, evalset.content_hash):
             path = "evalsets.primary" if name == PRIMARY else f"evalsets.sets.{name}"
@@ -186,25 +210,12 @@ def check_past(saved: Mapping[str, Any], setup: Setup) -> None:
             elif chosen.format != "text":
                 paths += _CHAT
             problems += changed(paths) or [(path, message)]
-    total = setup.schedule.total_steps
-    if total < step:
-        problems.append(("train.steps", f"the run would end at step {total}, but {step} steps are trained already"))
-    if not problems:
-        old = _of_sources(segments_from_json(saved["segments"]), setup.plan.sources)
-        changed_at = first_difference(old, setup.schedule.segments, step)
-        if changed_at is not None:
-            message = (
-                f"this config would change the data or the learning rate of step {changed_at}, which is trained "
-                f"already (the checkpoint is at step {step}); change only what lies after it"
-            )
-            now = config.adaptation.replay
-            was = saved.get("replay", now)
-            replayed = [f"adaptation.replay.{n}" for n in {**was, **now} if was.get(n) != now.get(n)]
-            problems.append(((*replayed, "phases")[0], message))
     if problems:
         raise config.error(dict.fromkeys(problems))
+    return contents
 
 
+_OR_ACCEPT = ", or go on from the counts of what was read: --accept-past"
 _CHAT = [f"chat.{role}" for role in ROLES]
 
 
@@ -232,11 +243,6 @@ def _why_changed(saved: Mapping[str, Any], details: Mapping[str, Any]) -> str:
             "would change what it read; take them out of the set"
         )
     return "its training text is not what it was when the run read from it; restore it"
-
-
-def _of_sources(segments, sources: Iterable[str]):
-    """Segments as they would be with these sources declared: one that was never drawn from may come or go."""
-    return [replace(s, cursors={name: s.cursors.get(name, 0) for name in sources}) for s in segments]
 
 
 def write_results(

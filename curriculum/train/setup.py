@@ -20,7 +20,7 @@ from curriculum.model.loss import nats_per_token
 from curriculum.model.model import Model, abstract_params, check_model
 from curriculum.model.presets import resolve_model
 from curriculum.model.transformer import transformer
-from curriculum.plan import replay_schedule, resolve_schedule
+from curriculum.plan import Past, continued_schedule, replay_schedule, resolve_schedule
 from curriculum.train.checkpoint import Checkpoints, beside_params, load_params
 from curriculum.train.device import device_lines, tune_device
 from curriculum.train.feed import Feed
@@ -57,7 +57,7 @@ class Setup:
     schedule: Schedule
     plan: DataPlan
     model: Model
-    past: tuple[Segment, ...]  # frozen, of `schedule`; () where all of it comes from the config
+    past: Past  # what of `schedule` does not come from the config
     branched_from: Mapping[str, Any] | None  # what `curriculum.branch` says of a branch's trunk
     rates: np.ndarray  # float64, by update
     feed: Feed
@@ -69,6 +69,7 @@ class Setup:
     device_lines: list[str]  # for the console
     lineage: dict[str, Any] | None  # the run that this one began from, back to the first
     begins_branch: bool = False  # what goes on from a checkpoint is a branch that begins
+    edit: dict[str, Any] | None = None  # what the config changed of the run that goes on, as `schedule_edit` tells it
 
     @property
     def content_hashes(self) -> dict[str, str]:
@@ -77,7 +78,7 @@ class Setup:
 
     def tokens_at(self, step: int) -> int:
         """Token slots consumed in the first `step` updates."""
-        return step * self.config.train.batch_size * self.config.train.seq_len
+        return self.schedule.tokens(step)
 
     def raise_share(self, step: int, source: str, factor: float, max_share: float) -> dict[str, Any]:
         """Replay more of a source from update `step` on to the end of its phase, as `phases.replay` says.
@@ -90,6 +91,7 @@ class Setup:
             self.config,
             self.corpus.tokens_per_epoch,
             self.schedule,
+            self.past,
             step=step,
             source=source,
             factor=factor,
@@ -110,7 +112,7 @@ class Setup:
         whole = resolve_schedule(self.config, epochs, self.past, segment)
         until = next(end for name, _, end in whole.phase_bounds if name == segment.phase)
         past = cut(whole.segments, until)
-        self.replan(resolve_schedule(self.config, epochs, past), past)
+        self.replan(resolve_schedule(self.config, epochs, replace(self.past, segments=past)), past)
 
     def of_trunk(self, step: int) -> Mapping[str, Any] | None:
         """What a branch's trunk did after `step` updates, before the two part: {action, edits}, None if nothing.
@@ -133,8 +135,8 @@ class Setup:
         checkpoints keep it.
         """
         self.feed.close()
-        self.schedule, self.past = schedule, tuple(past)
-        self.plan = _data_plan(self.config, self.corpus, schedule)
+        self.schedule, self.past = schedule, replace(self.past, segments=tuple(past))
+        self.plan = _data_plan(self.config, self.corpus, schedule, self.past)
         self.rates = schedule.rates(np.arange(schedule.total_steps))
         self.feed = self.make_feed(self.plan)
 
@@ -151,26 +153,26 @@ def build(
     tokenizer: Tokenizer | None = None,
     make_model: Callable[[int], Model] | None = None,
     start: Start | None = None,
-    past: Sequence[Segment] = (),
+    past: Past | None = None,
     branched_from: Mapping[str, Any] | None = None,
 ) -> Setup:
     """Prepare what is not prepared, and build the rest. `tokenizer`: the one of a run that goes on.
 
     `make_model(vocab_size)` gives a model of one's own in the place of the config's, which is then null. `start`: what
-    the run begins from, its seed by default. The schedule's `past` is frozen, and `branched_from` is where a branch's
-    comes from.
+    the run begins from, its seed by default. `past` is what stands of its schedule, and `branched_from` where a
+    branch's comes from.
     """
     if make_model is not None:
         config = replace(config, model=None)
     elif config.model is None:
         raise config.error([("model", "got null and no other model; name a preset, or call train(make_model=...)")])
-    start = start or Start()
+    start, past = start or Start(), past or Past()
     added_flags = tune_device(config.train.deterministic)
     cache_compiled(store_dir)
     mesh = _mesh_of(config)
     corpus = load_corpus(config, store_dir, tokenizer)
-    schedule = resolve_schedule(config, corpus.tokens_per_epoch, past)
-    plan = _data_plan(config, corpus, schedule)
+    schedule, past = continued_schedule(config, corpus.tokens_per_epoch, past)
+    plan = _data_plan(config, corpus, schedule, past)
     if make_model is None:
         model = transformer(resolve_model(config.model, corpus.tokenizer.vocab_size))
     else:
@@ -234,7 +236,7 @@ def build(
         schedule=schedule,
         plan=plan,
         model=model,
-        past=tuple(past),
+        past=past,
         branched_from=branched_from,
         rates=schedule.rates(np.arange(schedule.total_steps)),
         feed=make_feed(plan),
@@ -270,8 +272,9 @@ def make_suite(config: Config, mesh: Mesh, model: Model, evalsets: Iterable[Eval
     return Suite(list(evalsets), measured, _eval_rows(config, mesh), partial(place_rows, mesh))
 
 
-def _data_plan(config: Config, corpus: Corpus, schedule: Schedule) -> DataPlan:
-    return DataPlan(schedule, config.seed, corpus.tokens_per_epoch, config.train.seq_len)
+def _data_plan(config: Config, corpus: Corpus, schedule: Schedule, past: Past) -> DataPlan:
+    seed = config.seed if past.seed is None else past.seed
+    return DataPlan(schedule, seed, corpus.tokens_per_epoch, config.train.seq_len)
 
 
 def _on_mesh(model: Model, mesh: Mesh) -> Model:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from curriculum.config import Config
 from curriculum.data.tokenizer import Tokenizer, load_tokenizer
 from curriculum.errors import InputError
 from curriculum.model.model import Model, num_parameters
-from curriculum.plan import DEFAULT_STORE_DIR, check_schedule
+from curriculum.plan import DEFAULT_STORE_DIR, Past, check_schedule
 from curriculum.record.board import Board
 from curriculum.record.console import Console, program
 from curriculum.record.events import Record, check_offsets, plain, set_aside
@@ -26,6 +26,7 @@ from curriculum.train.averages import averages_at, set_aside_means_after
 from curriculum.train.best import BestCheckpoints, check_golds
 from curriculum.train.checkpoint import Checkpoints
 from curriculum.train.clock import peak_memory_gb
+from curriculum.train.edits import compare, edit_event
 from curriculum.train.judge import Evaluated, judge
 from curriculum.train.mesh import describe_devices
 from curriculum.train.running import Running
@@ -35,7 +36,6 @@ from curriculum.train.start import Resumed, start_of, to_resume
 from curriculum.train.step import clear_window, read_window
 from curriculum.train.watch import RegressionStop, no_verdicts, transfer_matrix
 from evalsets.metrics import Summary, WindowResults, summarise
-from phases.schedule import Segment
 
 
 def train(
@@ -43,12 +43,15 @@ def train(
     run_dir: str | Path | None = None,
     *,
     resume: str | int | None = None,
+    accept_past: bool = False,
     store_dir: str | Path = DEFAULT_STORE_DIR,
     make_model: Callable[[int], Model] | None = None,
 ) -> dict[str, Any]:
     """Train a run, or continue it, and return its `training_complete` event.
 
     `run_dir` is `runs/<name>` by default; `resume` is None for a new run, "latest", "gold", or a checkpoint's step.
+    What the config changes of a run that goes on is recorded as `schedule_edit`; what it changes of what is trained
+    already is refused, unless `accept_past` says that the run goes on from what was trained all the same.
     `make_model(vocab_size)` gives a model of one's own, for the tokenizer's ids; the `model` section is then not
     read, and null in what the run keeps.
     Raises InputError for what the user can mend, before anything is created; Stopped after a signal, and RegressionStop
@@ -61,12 +64,17 @@ def train(
             f"{directory.path}: already holds a run; continue it with --resume latest, or choose another --run-dir"
         )
     resumed = to_resume(directory, resume)
-    saved = {} if resumed is None else resumed.ledger
-    past = ledger.past_of(saved)
-    check(config, past)
-    tokenizer = kept_tokenizer(directory, config) if resume is not None else None
-    start = start_of(config, resumed and resumed.ledger)
-    setup = build(config, store_dir, tokenizer, make_model, start, past, saved.get("branched_from"))
+    if resumed is None:
+        check(config)
+        tokenizer = kept_tokenizer(directory, config) if resume is not None else None
+        return train_built(build(config, store_dir, tokenizer, make_model, start_of(config)), directory, None)
+    saved = resumed.ledger
+    edit = compare(config, saved, accept_past=accept_past)
+    check(config, edit.past)
+    tokenizer, start = kept_tokenizer(directory, config), start_of(config, saved)
+    setup = build(config, store_dir, tokenizer, make_model, start, edit.past, saved["branched_from"])
+    accepted = ledger.check_past(saved, setup, accept_past=accept_past)
+    setup.edit = edit_event(edit, saved, setup, accepted)
     return train_built(setup, directory, resumed)
 
 
@@ -120,7 +128,6 @@ def _run(setup: Setup, directory: RunDirectory, checkpoints: Checkpoints, resume
         set_aside(directory.path)
     else:
         step, folder, saved = resumed
-        ledger.check_past(saved, setup)
         if step == setup.schedule.total_steps == max(checkpoints.steps(), default=None):
             if complete := load_run(directory.path).complete:
                 added = [name for name in setup.suite.evalsets if name not in saved["history"]["eval_sets"]]
@@ -165,17 +172,20 @@ def _loop(run: Running, resumed_step: int | None) -> dict[str, Any]:
             run.keep(0, record.offsets())
         else:
             record.event("resume", resumed_step, **fields.resume(setup))
+            if setup.edit:
+                record.event("schedule_edit", resumed_step, **setup.edit)
             switches = run.history.phase != setup.schedule.segment_at(resumed_step).phase  # the run ended here before
             at_boundary = resumed_step in setup.schedule.phase_ends and resumed_step < setup.schedule.total_steps
-            measured = ledger.read_results(run.directory.results(resumed_step)) if switches and at_boundary else None
+            switches &= resumed_step < setup.schedule.total_steps
+            measured = ledger.read_results(run.directory.results(resumed_step)) if switches else None
             there = run.history.watch.sets if measured is None else measured
             if missing := [name for name in setup.suite.evalsets if name not in there]:
                 judge(run, resumed_step, evaluate(run, resumed_step, missing))
                 run.keep(resumed_step, record.offsets())
+            if switches:
+                switch_phase(run, resumed_step)
             if at_boundary:
                 clock.switched()
-                if switches:
-                    switch_phase(run, resumed_step)
 
         for step in range(resumed_step or 0, setup.schedule.total_steps):
             with clock.update():
@@ -275,7 +285,7 @@ def _sets_due(config: Config, done: int, boundaries: Set[int]) -> list[str]:
     return [name for name, s in config.eval_sources.items() if done % every == 0 and done % (s.every or every) == 0]
 
 
-def check(config: Config, past: Sequence[Segment] = ()) -> None:
+def check(config: Config, past: Past | None = None) -> None:
     """Raise InputError for what can be told of a config before anything is prepared."""
     if config.logging.wandb:
         check_wandb(config.logging.wandb)

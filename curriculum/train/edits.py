@@ -1,0 +1,278 @@
+"""What a config changes of a run that goes on: what is trained stands as the ledger has it."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from curriculum.config import Config
+from curriculum.errors import InputError
+from curriculum.plan import Past, Planned, declaration, unread
+from curriculum.train import ledger
+from curriculum.train.setup import Setup
+from phases.resolve import clock_step, resolve_steps
+from phases.schedule import Schedule, cut, segments_from_json
+
+Problem = tuple[str, str]  # path in the config, message
+
+
+@dataclass(frozen=True)
+class Edit:
+    """What a config changes of the schedule in a ledger: `changes` are {path, was, now}, in the order of the config.
+
+    `accepted` are the changes among them of what is trained already, as `--accept-past` took them.
+    """
+
+    step: int
+    changes: tuple[dict[str, Any], ...]
+    past: Past
+    accepted: tuple[Problem, ...] = ()
+
+
+def compare(config: Config, saved: Mapping[str, Any], *, at: int | None = None, accept_past: bool = False) -> Edit:
+    """A config against the ledger of the checkpoint that the run goes on from; `at`: a later step, of a branch.
+
+    Raises InputError, with the difference and the YAML that undoes it, where the config would change what is trained
+    before that step and `accept_past` is not given: phases that are over, seed, batch size, replay.
+    """
+    step, was, now = saved["step"] if at is None else at, saved["declared"], declaration(config)
+    schedule = Schedule(segments_from_json(saved["segments"]))
+    changes = tuple(_changes(was, now))
+    problems = [] if step == 0 else list(_of_past(was, now, schedule, step))
+    if problems and not accept_past:
+        how = _how_to_mend(config, was, now, problems, schedule, step)
+        raise InputError(*config.error(dict.fromkeys(problems)).problems, how)
+    planned = None
+    if all(change["path"].startswith("evalsets.") for change in changes):
+        epochs = {name: saved["sources"][name]["tokens_per_epoch"] for name in was["sources"]}
+        planned = Planned(schedule, ledger.past_of(saved), epochs)
+    past = Past(
+        segments=cut(schedule.segments, max(step, _frozen(saved, was, now, schedule, step))),
+        settled=_settled(saved, was, now, schedule, step),
+        planned=planned,
+        seed=saved["data_seed"],
+        sources=saved["sources"],
+    )
+    return Edit(step, changes, past, tuple(problems))
+
+
+def edit_event(
+    edit: Edit, saved: Mapping[str, Any], setup: Setup, accepted: Sequence[Problem] = ()
+) -> dict[str, Any] | None:
+    """What `schedule_edit` records of an edit whose run is built, None where nothing was changed.
+
+    `accepted` are the changes that only the built run showed, of text that was trained on.
+    """
+    changes = [*edit.changes, *ledger.changed_contents(saved, setup)]
+    if not changes:
+        return None
+    step, before, after = edit.step, Schedule(segments_from_json(saved["segments"])), setup.schedule
+    return {
+        "kind": "config",
+        "phase": after.segment_at(step).phase,
+        "mixture_before": before.shares(min(step, before.total_steps - 1)),
+        "mixture_after": after.shares(min(step, after.total_steps - 1)),
+        "until": after.total_steps,
+        "reason": "; ".join(map(_in_words, changes)),
+        "changes": list(changes),
+        "accepted_past": bool(edit.accepted or accepted),
+        "warnings": [*after.warnings, *unread(setup.config, after)],
+    }
+
+
+def _changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Every difference of two declarations; phases, sources and eval sets by name."""
+
+    def differing(path, old, new):
+        for key in dict.fromkeys([*new, *old]):
+            if old.get(key) != new.get(key):
+                yield {"path": f"{path}.{key}" if path else key, "was": old.get(key), "now": new.get(key)}
+
+    yield from differing("", {"seed": was["seed"]}, {"seed": now["seed"]})
+    for section in ("train", "optim", "adaptation"):
+        yield from differing(section, was[section], now[section])
+    old, new = ({phase["name"]: phase for phase in declared["phases"]} for declared in (was, now))
+    if [name for name in old if name in new] != [name for name in new if name in old]:
+        yield {"path": "phases", "was": list(old), "now": list(new)}
+    for section, its, others in (("sources", was["sources"], now["sources"]), ("phases", old, new)):
+        for name in dict.fromkeys([*others, *its]):
+            if name in its and name in others:
+                yield from differing(f"{section}.{name}", its[name], others[name])
+            else:
+                yield {"path": f"{section}.{name}", "was": its.get(name), "now": others.get(name)}
+    sets = ({name: True for name in declared["evalsets"]["sets"]} for declared in (was, now))
+    yield from differing("evalsets.sets", *sets)
+
+
+def _in_words(change: Mapping[str, Any]) -> str:
+    path, was, now = (change[key] for key in ("path", "was", "now"))
+    if path.count(".") == 1 and path.startswith(("sources.", "phases.")) or path.startswith("evalsets."):
+        if was is None or now is None:
+            return f"{path} {'added' if was is None else 'gone'}"
+    return f"{path} {json.dumps(was)} → {json.dumps(now)}"
+
+
+def _of_past(was: Mapping[str, Any], now: Mapping[str, Any], schedule: Schedule, step: int) -> Iterator[Problem]:
+    """What the declaration `now` changes of what the one `was` trained before `step`."""
+    for path, new, old in (
+        ("seed", now["seed"], was["seed"]),
+        ("train.batch_size", now["train"]["batch_size"], was["train"]["batch_size"]),
+    ):
+        if new != old:
+            yield path, f"got {new}, but steps 0 to {step} were trained with {old}"
+    over, current = _phases_before(schedule, step)
+    old, new = ({phase["name"]: phase for phase in declared["phases"]} for declared in (was, now))
+    place = {name: i for i, name in enumerate(new)}
+    stood, stand = (_ahead(list(declared), over, current) for declared in (old, new))
+    for name in stand:
+        if name not in stood:
+            got = f"got {name}, which stands before what was trained up to step {step}; let it follow"
+            yield f"phases[{place[name]}].name", got
+    kept = [name for name in over if name in old and name in new]
+    if [name for name in stood if name in kept] != [name for name in stand if name in kept]:
+        yield "phases", f"got the order {', '.join(new)}, but {', '.join(stood)} were trained first, in this order"
+    for name, (start, end) in over.items():
+        if name in old and name not in new:
+            yield "phases", f"{name} is gone, but steps {start} to {end} were trained as it; put it back"
+        if name in kept:
+            then = f"but steps {start} to {end} were trained with"
+            for key in _fields_changed(old[name], new[name], was["train"]["steps"], end, schedule):
+                got, trained = json.dumps(new[name][key]), json.dumps(old[name][key])
+                yield f"phases[{place[name]}].{key}", f"got {got}, {then} {trained}"
+    replay = was["adaptation"]["replay"], now["adaptation"]["replay"]
+    for source in {**replay[0], **replay[1]}:
+        share, trained = replay[1].get(source), replay[0].get(source)
+        if share != trained and any(source not in old[name]["mixture"] for name in kept):
+            got = f"got {json.dumps(share)}, but steps 0 to {step} were trained with {json.dumps(trained)}"
+            yield f"adaptation.replay.{source}", f"{got}; name the source in the mixtures of what lies ahead instead"
+
+
+def _phases_before(schedule: Schedule, step: int) -> tuple[dict[str, tuple[int, int]], str | None]:
+    """(start and end of each phase that is over by `step`, the one under way): the last one of a run may go on."""
+    over, current = {}, None
+    for name, start, end in schedule.phase_bounds:
+        if start < step and (step < end or end == schedule.total_steps):
+            current = name
+        elif end <= step:
+            over[name] = (start, end)
+    return over, current
+
+
+def _ahead(names: Sequence[str], over: Mapping[str, Any], current: str | None) -> Sequence[str]:
+    """The phases, by name, that are declared before the one under way, or up to the last one that is over."""
+    if current in names:
+        return names[: names.index(current)]
+    return names[: max((names.index(name) + 1 for name in over if name in names), default=0)]
+
+
+def _fields_changed(
+    old: Mapping[str, Any], new: Mapping[str, Any], total_steps: int, end: int, schedule: Schedule
+) -> Iterator[str]:
+    """The fields in which a phase that ended at `end` is another one now: other words for the same are the same."""
+    if old["until"] != new["until"] and clock_step(new["until"], total_steps, schedule.segments) != end:
+        yield "until"
+    before, after = (_resolved(phase, total_steps) for phase in (old, new))
+    yield from (key for key in before if before[key] != after[key])
+
+
+def _resolved(phase: Mapping[str, Any], total_steps: int) -> dict[str, Any]:
+    """The fields of a phase, beside its end, in one way of saying them."""
+
+    def steps(value):
+        try:
+            return resolve_steps(value, total_steps)
+        except ValueError:  # told where the config is resolved
+            return value
+
+    mixture, lr, ramp_steps = phase["mixture"], phase["lr"], steps(phase["ramp_steps"])
+    total = math.fsum(mixture.values()) or 1.0
+    return {
+        "mixture": {name: round(weight / total, 12) for name, weight in mixture.items() if weight},
+        "ramp_steps": ramp_steps,
+        "ramp_shape": phase["ramp_shape"] if ramp_steps else None,
+        "lr": lr and {**lr, **{key: steps(lr[key]) for key in ("rewarm_steps", "decay_steps")}},
+    }
+
+
+def _frozen(
+    saved: Mapping[str, Any], was: Mapping[str, Any], now: Mapping[str, Any], schedule: Schedule, step: int
+) -> int:
+    """Up to where the schedule stands that something else than the config decided, such as a raised share.
+
+    It lasts to its phase's end, unless the phase is edited now.
+    """
+    until = saved["past_end"]
+    if until <= step:
+        return step
+    name = schedule.segment_at(until - 1).phase
+    before, after = (_phase_of(declared, name) for declared in (was, now))
+    if after is not None and before == after:
+        return until
+    trunks = (saved["branched_from"] or {"step": 0})["step"]
+    return max([step, trunks, *(r["first_bad_step"] + 1 for r in saved["history"].get("rollbacks", []))])
+
+
+def _phase_of(declared: Mapping[str, Any], name: str) -> tuple[Any, ...] | None:
+    """What a declaration says of a phase, None where it has none."""
+    phase = next((phase for phase in declared["phases"] if phase["name"] == name), None)
+    return phase and (phase, declared["adaptation"]["replay"])
+
+
+def _settled(
+    saved: Mapping[str, Any], was: Mapping[str, Any], now: Mapping[str, Any], schedule: Schedule, step: int
+) -> dict[str, int]:
+    """What shares of the run came to in steps, as `resolve` takes it: of what has begun and is declared as it was."""
+    texts = [("optim.warmup_steps", was["optim"]["warmup_steps"], now["optim"]["warmup_steps"])] if step else []
+    for name, start, _ in schedule.phase_bounds:
+        old, new = (_phase_of(declared, name) for declared in (was, now))
+        if start < step and old and new:
+            texts.append((f"{name}.ramp_steps", old[0]["ramp_steps"], new[0]["ramp_steps"]))
+            if old[0]["lr"] and new[0]["lr"]:
+                texts.append((f"{name}.lr.rewarm_steps", old[0]["lr"]["rewarm_steps"], new[0]["lr"]["rewarm_steps"]))
+    return {
+        key: saved["settled"].get(key, resolve_steps(before, was["train"]["steps"]))
+        for key, before, after in texts
+        if before == after and isinstance(before, str)
+    }
+
+
+def _how_to_mend(
+    config: Config,
+    was: Mapping[str, Any],
+    now: Mapping[str, Any],
+    problems: Sequence[Problem],
+    schedule: Schedule,
+    step: int,
+) -> str:
+    """What was trained and what the config says instead, as a difference of YAML, and what to put back."""
+    over, current = _phases_before(schedule, step)
+
+    def shown(declared):
+        names = [phase["name"] for phase in declared["phases"]]
+        concerned = {*_ahead(names, over, current), *over}
+        if any(path == "phases" for path, _ in problems):  # of the order, or of one that is gone
+            concerned.add(current)
+        defaults = {"ramp_steps": 0, "ramp_shape": "linear", "lr": None}
+        sections = {**declared, "train": {"batch_size": declared["train"]["batch_size"]}}
+        sections["phases"] = [
+            {key: value for key, value in phase.items() if key not in defaults or value != defaults[key]}
+            for phase in declared["phases"]
+            if phase["name"] in concerned
+        ]
+        named = {path.partition(".")[0].partition("[")[0] for path, _ in problems}
+        return _yaml({key: section for key, section in sections.items() if key in named}).splitlines()
+
+    difference = difflib.unified_diff(shown(was), shown(now), "trained", config.origin.file, n=1, lineterm="")
+    told = ["what is trained already stands; the difference:", *difference, "put this back into the config:"]
+    told += [*shown(was), "or keep the edit, in the record too, and go on from what was trained: --accept-past"]
+    return "\n  ".join(told)
+
+
+def _yaml(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=None, sort_keys=False, width=1000, allow_unicode=True)

@@ -1,0 +1,352 @@
+"""A run that goes on with another config: what is trained stands, what lies ahead is the config's, nothing is lost."""
+
+import copy
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from curriculum.config import build_config
+from curriculum.errors import InputError
+from curriculum.plan import continued_schedule, declaration, resolve_schedule
+from curriculum.train.edits import compare
+from phases.batches import DataPlan
+from phases.schedule import cut, segments_from_json, segments_to_json
+
+LENGTH, BATCH = 8, 4
+EPOCHS = {"web": 100 * LENGTH, "law": 60 * LENGTH, "code": 40 * LENGTH, "new": 30 * LENGTH}
+BASE = {
+    "sources": {name: {"path": f"{name}.txt"} for name in ("web", "law", "code")},
+    "phases": [
+        {"name": "a", "until": "40%", "mixture": {"web": 0.7, "law": 0.3}},
+        {"name": "b", "until": "80%", "mixture": {"web": 0.3, "law": 0.5, "code": 0.2}, "ramp_steps": "10%"},
+        {"name": "c", "until": "end", "mixture": {"code": 1.0}},
+    ],
+    "evalsets": {"primary": {"path": "val.txt"}},
+    "train": {"steps": 100, "batch_size": BATCH, "seq_len": LENGTH},
+    "optim": {"lr": 1e-3, "warmup_steps": "10%", "decay_steps": 10},
+}
+STEP = 60  # in the second phase, behind its ramp
+
+
+def changed(data, *edits):
+    """A copy of a config after each of `edits` was called with it."""
+    data = copy.deepcopy(data)
+    for edit in edits:
+        edit(data)
+    return data
+
+
+def config_of(data):
+    return build_config(copy.deepcopy(data), check_paths=False)
+
+
+def epochs_of(config):
+    return {name: EPOCHS[name] for name in config.sources}
+
+
+def ledger_of(config, schedule, step, past=None, sources=None):
+    """What `compare` reads of a ledger, as a checkpoint would keep it."""
+    drawn = schedule.drawn(step)
+    saved = {
+        "step": step,
+        "declared": declaration(config),
+        "segments": segments_to_json(schedule.segments),
+        "past_end": past.end if past else 0,
+        "settled": dict(past.settled) if past else {},
+        "data_seed": config.seed if past is None or past.seed is None else past.seed,
+        "sources": {name: {"tokens_per_epoch": EPOCHS[name], "tokens_drawn": drawn[name]} for name in drawn},
+        "branched_from": None,
+        "history": {},
+    }
+    return json.loads(json.dumps(saved))
+
+
+def begun(data=BASE, step=STEP):
+    """(schedule, ledger) of a run that has come to a step."""
+    config = config_of(data)
+    schedule = resolve_schedule(config, epochs_of(config))
+    return schedule, ledger_of(config, schedule, step)
+
+
+def resumed(saved, data, accept_past=False):
+    """(schedule, past, edit) of the run as another config goes on with it."""
+    config = config_of(data)
+    edit = compare(config, saved, accept_past=accept_past)
+    schedule, past = continued_schedule(config, epochs_of(config), edit.past)
+    return schedule, past, edit
+
+
+def read(schedule, until, seed=1337):
+    """Every row before step `until`: (source, epoch, offset) of each, in order."""
+    plan = DataPlan(schedule, seed, EPOCHS, LENGTH)
+    return [
+        (plan.sources[source], int(epoch), int(offset))
+        for draws in plan.draws(0, until)
+        for source, epoch, offset in zip(*draws, strict=True)
+    ]
+
+
+def assert_nothing_lost(schedule, saved, step=STEP):
+    """The trained steps are the ledger's, and of every source each epoch is read whole before the next begins."""
+    old = segments_from_json(saved["segments"])
+    trained = read(type(schedule)(old), step)
+    rows = read(schedule, schedule.total_steps)
+    assert rows[: len(trained)] == trained and len(trained) == step * BATCH < len(rows)
+    counts = Counter(rows)
+    assert max(counts.values()) == 1
+    for name in {source for source, _, _ in rows}:
+        by_epoch = Counter(epoch for source, epoch, _ in rows if source == name)
+        full = EPOCHS[name] // LENGTH
+        assert [by_epoch[e] for e in sorted(by_epoch)][:-1] == [full] * (len(by_epoch) - 1)
+        assert list(sorted(by_epoch)) == list(range(len(by_epoch)))
+
+
+def phase(data, name):
+    return next(p for p in data["phases"] if p["name"] == name)
+
+
+def renamed(name, to):
+    return lambda data: phase(data, name).update(name=to)
+
+
+def removed(name):
+    return lambda data: data["phases"].remove(phase(data, name))
+
+
+def reweighted(name, **mixture):
+    return lambda data: phase(data, name).update(mixture=mixture)
+
+
+def inserted(at, name, until):
+    return lambda data: data["phases"].insert(at, {"name": name, "until": until, "mixture": {"law": 1.0}})
+
+
+def swapped(i, j):
+    def swap(data):
+        phases = data["phases"]
+        phases[i], phases[j] = phases[j], phases[i]
+
+    return swap
+
+
+def put(path, value):
+    *sections, key = path.split(".")
+
+    def set_value(data):
+        for section in sections:
+            data = data[section]
+        data[key] = value
+
+    return set_value
+
+
+def future(data):
+    """Another phase behind, so that the future has two to reorder."""
+    phase(data, "c")["until"] = "90%"
+    data["phases"].append({"name": "d", "until": "end", "mixture": {"web": 1.0}})
+
+
+def moved_ends(data):
+    phase(data, "c")["until"], phase(data, "d")["until"] = "end", "90%"
+
+
+MATRIX = {
+    # what is edited: (edits, the place that a refusal names; None where it is free)
+    "past add": ([inserted(0, "x", 10)], "phases[0].name"),
+    "past remove": ([removed("a"), lambda d: phase(d, "b").update(ramp_steps=0)], "phases"),
+    "past reweight": ([reweighted("a", web=0.5, law=0.5)], "phases[0].mixture"),
+    "past reorder": ([swapped(0, 1), lambda d: phase(d, "b").update(until=20, ramp_steps=0)], "phases"),
+    "past rename": ([renamed("a", "first")], "phases"),
+    "past bounds": ([lambda d: phase(d, "a").update(until=50)], "phases[0].until"),
+    "past seed": ([put("seed", 7)], "seed"),
+    "past batch size": ([put("train.batch_size", 2 * BATCH)], "train.batch_size"),
+    "current add": ([inserted(1, "x", 50)], "phases[1].name"),
+    "current remove": ([removed("b")], None),
+    "current reweight": ([reweighted("b", code=1.0)], None),
+    "current reorder": ([swapped(1, 2), lambda d: phase(d, "c").update(until=70)], "phases[1].name"),
+    "current rename": ([renamed("b", "second")], None),
+    "current end later": ([lambda d: phase(d, "b").update(until=85)], None),
+    "current end earlier": ([lambda d: phase(d, "b").update(until=61)], None),
+    "current end by now": ([lambda d: phase(d, "b").update(until=50)], None),
+    "future add": ([inserted(2, "x", 85)], None),
+    "future remove": ([removed("d"), lambda d: phase(d, "c").update(until="end")], None),
+    "future reweight": ([reweighted("c", law=0.2, web=0.8)], None),
+    "future reorder": ([swapped(2, 3), moved_ends], None),
+    "future rename": ([renamed("c", "third")], None),
+    "future source": ([put("sources.new", {"path": "new.txt"}), reweighted("c", new=1.0)], None),
+    "future longer": ([put("train.steps", 200)], None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MATRIX)
+def test_no_edit_repeats_or_skips_a_sequence(name):
+    edits, refused_at = MATRIX[name]
+    base = changed(BASE, future)
+    _, saved = begun(base)
+    data = changed(base, *edits)
+    if refused_at:
+        with pytest.raises(InputError) as error:
+            resumed(saved, data)
+        *problems, how = error.value.problems
+        assert any(problem.startswith(f"config: {refused_at}: ") for problem in problems), problems
+        assert how.endswith("--accept-past") and "\n  --- trained\n  +++ config\n" in how
+    if name == "past batch size":
+        schedule, past, _ = resumed(saved, data, accept_past=True)
+        assert [s.batch_size for s in schedule.segments if s.start >= STEP] == [2 * BATCH] * 3
+        assert schedule.tokens(STEP) == STEP * BATCH * LENGTH and schedule.tokens(70) == (STEP + 20) * BATCH * LENGTH
+    else:
+        schedule, past, edit = resumed(saved, data, accept_past=bool(refused_at))
+        assert edit.changes and bool(edit.accepted) == bool(refused_at)
+    assert_nothing_lost(schedule, saved)
+    # Once it is recorded it is the run's, and goes on as it was planned.
+    config = config_of(data)
+    again, _, edit = resumed(ledger_of(config, schedule, 85, past), data)
+    assert again == schedule and not edit.changes
+
+
+def test_a_refusal_shows_the_difference_and_what_to_put_back():
+    _, saved = begun()
+    data = changed(BASE, reweighted("a", web=1.0), put("seed", 3), put("train.batch_size", 8), reweighted("c", web=1.0))
+    with pytest.raises(InputError) as error:
+        resumed(saved, data)
+    assert list(error.value.problems) == [
+        "config: seed: got 3, but steps 0 to 60 were trained with 1337",
+        "config: train.batch_size: got 8, but steps 0 to 60 were trained with 4",
+        'config: phases[0].mixture: got {"web": 1.0}, but steps 0 to 40 were trained with {"web": 0.7, "law": 0.3}',
+        """what is trained already stands; the difference:
+  --- trained
+  +++ config
+  @@ -1,3 +1,3 @@
+  -seed: 1337
+  -train: {batch_size: 4}
+  +seed: 3
+  +train: {batch_size: 8}
+   phases:
+  @@ -5,2 +5,2 @@
+     until: 40%
+  -  mixture: {web: 0.7, law: 0.3}
+  +  mixture: {web: 1.0}
+  put this back into the config:
+  seed: 1337
+  train: {batch_size: 4}
+  phases:
+  - name: a
+    until: 40%
+    mixture: {web: 0.7, law: 0.3}
+  or keep the edit, in the record too, and go on from what was trained: --accept-past""",
+    ]
+
+
+def test_the_same_in_other_words_is_no_edit_of_the_past():
+    _, saved = begun()
+    data = changed(BASE, reweighted("a", web=70, law=30), lambda d: phase(d, "a").update(until="1280 tokens"))
+    schedule, _, edit = resumed(saved, data)
+    assert [change["path"] for change in edit.changes] == ["phases.a.until", "phases.a.mixture"]
+    assert_nothing_lost(schedule, saved)
+    with pytest.raises(InputError, match=r"phases\[0\].until: got \"1281 tokens\", but steps 0 to 40 were trained"):
+        resumed(saved, changed(BASE, lambda d: phase(d, "a").update(until="1281 tokens")))
+
+
+@pytest.mark.parametrize("steps", (101, 150, 1000))
+def test_more_steps_leave_what_has_begun_as_it_is(steps):
+    data = changed(BASE, lambda d: phase(d, "b").update(lr={"rewarm_steps": "5%", "peak": 1.5e-3, "decay_steps": 2}))
+    for step in (5, 45, 60):  # in the warm-up, in the ramp and the re-warming, behind them
+        planned, saved = begun(data, step)
+        schedule, past, edit = resumed(saved, changed(data, put("train.steps", steps), put("optim.allow_jump", True)))
+        assert_nothing_lost(schedule, saved, step)
+        assert [c["path"] for c in edit.changes] == ["train.steps", "optim.allow_jump"]
+        assert schedule.phase_bounds[0] == ("a", 0, 40 if step > 40 else -(-4 * steps // 10))
+        assert schedule.total_steps == steps
+        same = np.arange(10 if step == 5 else 75)
+        assert schedule.rates(same).tolist() == planned.rates(same).tolist()
+        for s in range(10 if step == 5 else 80):
+            assert schedule.segment_at(s).mixture_at(s) == planned.segment_at(s).mixture_at(s)
+        # And once more, by which time the first extension's numbers are the ledger's.
+        config = config_of(changed(data, put("train.steps", steps), put("optim.allow_jump", True)))
+        again = ledger_of(config, schedule, step + 1, past)
+        later, _, _ = resumed(again, changed(data, put("train.steps", 2000), put("optim.allow_jump", True)))
+        assert later.rates(same).tolist() == planned.rates(same).tolist()
+
+
+def test_a_jump_of_the_rate_that_more_steps_cause_is_refused():
+    _, saved = begun(step=97)  # 7 of 10 updates into the decay
+    with pytest.raises(InputError, match="optim.allow_jump: the learning rate jumps from 0.00037 to 0.001 at step 97"):
+        resumed(saved, changed(BASE, put("train.steps", 200)))
+    schedule, _, _ = resumed(saved, changed(BASE, put("train.steps", 200), put("optim.allow_jump", True)))
+    assert schedule.rates(97) == 1e-3
+
+
+def test_what_lies_ahead_may_have_another_rate_from_the_step_on():
+    planned, saved = begun()
+    schedule, _, edit = resumed(saved, changed(BASE, put("optim.lr", 6e-4)))
+    assert edit.changes == ({"path": "optim.lr", "was": 1e-3, "now": 6e-4},) and not edit.accepted
+    assert schedule.rates(59) == planned.rates(59) == 1e-3 and schedule.rates(60) == 6e-4
+
+
+def test_a_seed_that_is_accepted_leaves_the_order_of_the_sources():
+    _, saved = begun()
+    data = changed(BASE, put("seed", 7))
+    schedule, past, _ = resumed(saved, data, accept_past=True)
+    assert past.seed == 1337 and schedule.segments == resumed(saved, BASE)[0].segments[:0] + schedule.segments
+    assert read(schedule, 100, past.seed) == read(segmented(saved), 100) != read(schedule, 100, 7)
+    assert ledger_of(config_of(data), schedule, 80, past)["data_seed"] == 1337
+
+
+def segmented(saved):
+    from phases.schedule import Schedule
+
+    return Schedule(segments_from_json(saved["segments"]))
+
+
+def test_a_source_that_was_read_may_go_and_come_again_with_its_count():
+    _, saved = begun()
+    without = changed(
+        BASE, lambda d: d["sources"].pop("law"), reweighted("a", web=1.0), reweighted("b", web=0.5, code=0.5)
+    )
+    with pytest.raises(InputError, match=r"phases\[0\].mixture: got .*, but steps 0 to 40 were trained"):
+        resumed(saved, without)
+    schedule, past, edit = resumed(saved, without, accept_past=True)
+    assert {"path": "sources.law", "was": {"max_epochs": None, "on_exhaust": "error"}, "now": None} in edit.changes
+    drawn = segmented(saved).drawn(STEP)["law"]
+    assert drawn > 0 and schedule.drawn(100)["law"] == drawn
+    assert_nothing_lost(schedule, saved)
+    later = ledger_of(config_of(without), schedule, 85, past)
+    back = changed(without, put("sources.law", {"path": "law.txt"}), reweighted("c", law=1.0))
+    again, _, edit = resumed(later, back)
+    assert not edit.accepted and again.drawn(100)["law"] == drawn + 15 * BATCH * LENGTH
+    assert_nothing_lost(again, later, 85)
+
+
+def test_a_raised_share_stands_to_its_phases_end_unless_that_phase_is_edited():
+    schedule, saved = begun()
+    segments = [*cut(schedule.segments, 50), *schedule.segments[1:]]
+    raised = segments[1].rest(50) if segments[1].start < 50 else None
+    from dataclasses import replace
+
+    raised = replace(schedule.segment_at(50).rest(50), mixture={"web": 0.8, "law": 0.2}, ramp=None)
+    edited = [*cut(schedule.segments, 50), raised]
+    edited.append(replace(schedule.segments[2], cursors=raised.drawn_at(80)))
+    saved = {**saved, "segments": json.loads(json.dumps(segments_to_json(edited))), "past_end": 80}
+    on, past, edit = resumed(saved, BASE)
+    assert not edit.changes and on.segments == tuple(edited) and past.end == 80
+    on, past, _ = resumed(saved, changed(BASE, reweighted("c", web=1.0)))
+    assert on.segment_at(79).mixture == {"web": 0.8, "law": 0.2} and on.segment_at(80).mixture == {"web": 1.0}
+    on, past, _ = resumed(saved, changed(BASE, reweighted("b", code=1.0)))
+    assert on.segment_at(59).mixture == {"web": 0.8, "law": 0.2} and on.segment_at(60).mixture == {"code": 1.0}
+    # What a rollback passed over ahead of the checkpoint is passed over all the same.
+    rolled = {**saved, "history": {"rollbacks": [{"step": 60, "first_bad_step": 66, "skip_steps": 2}]}}
+    on, past, _ = resumed(rolled, changed(BASE, reweighted("b", code=1.0)))
+    assert past.end == 67 and on.segment_at(66).mixture == {"web": 0.8, "law": 0.2}
+    assert on.segment_at(67).mixture == {"code": 1.0}
+
+
+def test_nothing_is_past_at_step_0_and_eval_sets_are_free():
+    _, saved = begun(step=0)
+    _, _, edit = resumed(saved, changed(BASE, put("seed", 3), reweighted("a", web=1.0)))
+    assert len(edit.changes) == 2 and not edit.accepted
+    schedule, saved = begun()
+    on, _, edit = resumed(saved, changed(BASE, put("evalsets.sets", {"more": {"path": "more.txt"}})))
+    assert on.segments == schedule.segments
+    assert edit.changes == ({"path": "evalsets.sets.more", "was": None, "now": True},)
