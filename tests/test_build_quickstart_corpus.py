@@ -235,7 +235,7 @@ def test_the_text_does_not_depend_on_the_hash_seed():
 def test_a_killed_build_leaves_nothing_and_the_next_one_is_whole_and_recognised(tmp_path):
     output = tmp_path / "quickstart"
     process = subprocess.Popen([sys.executable, SCRIPT, "--output", output])
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while not (tmp_path / ".quickstart.partial").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)

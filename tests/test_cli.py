@@ -37,7 +37,7 @@ def folder(tmp_path):
 
 
 def run(folder, *arguments):
-    done = subprocess.run([CURRICULUM, *arguments], cwd=folder, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([CURRICULUM, *arguments], cwd=folder, capture_output=True, text=True, timeout=600)
     assert "Traceback" not in done.stderr, done.stderr
     return done
 
@@ -89,7 +89,7 @@ def test_interrupt_before_training_exits_with_130(folder):
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 130 and "Traceback" not in errors, errors
 
 

@@ -90,28 +90,21 @@ def test_what_cannot_be_run_is_a_veto(tmp_path):
 
 def test_one_that_takes_too_long_is_killed_with_all_it_started(tmp_path):
     """Nor does what it started live on."""
-    code = f"""
-import subprocess, sys, time
-child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(120)'])
-open({str(tmp_path / "pid")!r}, 'w').write(str(child.pid))
-print('half way', file=sys.stderr, flush=True)
-time.sleep(120)
-"""
-    start = time.monotonic()
-    verdict = gate(tmp_path, code, timeout_seconds=1.5)
-    assert verdict == GateVerdict(False, None, "not done after 1.5 s: half way") and time.monotonic() - start < 60
+    # Of the shell: an interpreter that starts may take longer than that on a busy machine.
+    script = f"sleep 600 & echo $! > {shlex.quote(str(tmp_path / 'pid'))}; echo half way >&2; sleep 600"
+    verdict = run_gate(f"sh -c {shlex.quote(script)}", tmp_path / "gold" / "40", 1.5)
+    assert verdict == GateVerdict(False, None, "not done after 1.5 s: half way")
     assert gone(int((tmp_path / "pid").read_text()))
 
 
 def test_a_process_that_it_leaves_behind_is_not_waited_for(tmp_path):
     code = f"""
 import subprocess, sys
-child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(120)'])
+child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)'])
 open({str(tmp_path / "pid")!r}, 'w').write(str(child.pid))
 print('{{"accept": true}}')
 """
-    start = time.monotonic()
-    assert gate(tmp_path, code).accept and time.monotonic() - start < 60
+    assert gate(tmp_path, code).accept  # which says, too, that it was not stopped after its 30 seconds
     assert gone(int((tmp_path / "pid").read_text()))
 
 

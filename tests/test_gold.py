@@ -439,7 +439,7 @@ def course(config, evals, answers, *, through_json=False):
     return state, disk, decided
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(LOSSES, max_size=20))
 def test_without_guards_the_gold_is_the_first_of_the_lowest(values):
     state, disk, _ = course(OFF, [{"primary": value} for value in values], [None])
@@ -448,7 +448,7 @@ def test_without_guards_the_gold_is_the_first_of_the_lowest(values):
     assert state.gold is None if not finite else state.gold.value == min(finite)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(CONFIGS, EVALS, ANSWERS)
 def test_nothing_is_lost_whatever_the_sequence(config, evals, answers):
     state, disk, decided = course(config, evals, answers)
@@ -467,7 +467,7 @@ def test_nothing_is_lost_whatever_the_sequence(config, evals, answers):
         assert golds[-1].value == min(v for i, v in values.items() if i not in blocked)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(CONFIGS, EVALS, ANSWERS)
 def test_a_state_through_json_decides_the_same(config, evals, answers):
     assert course(config, evals, answers, through_json=True) == course(config, evals, answers)

@@ -282,7 +282,7 @@ def test_three_processes_at_once_do_the_work_once(tmp_path, store_dir, sources):
     processes = [context.Process(target=_prepare_beside_others, args=arguments) for _ in range(3)]
     for process in processes:
         process.start()
-    outcomes = [results.get(timeout=60) for _ in processes]
+    outcomes = [results.get(timeout=300) for _ in processes]
     for process in processes:
         process.join()
     assert len({(directory, inode) for directory, inode, _ in outcomes}) == 1
@@ -304,7 +304,7 @@ def test_killed_half_way_it_starts_again_and_leaves_nothing(tmp_path, store_dir,
         f"prepare_store('big', SourceConfig({source.path!r}), tokenizer, {str(store_dir)!r})"
     )
     process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not any(path.stat().st_size for path in store_dir.glob("stores/*.partial/tokens-*.bin")):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.001)
