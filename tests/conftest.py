@@ -1,7 +1,29 @@
-"""What holds for every test."""
+"""What holds for every test: no deadlines, and one folder of compiled programs for all processes of a session."""
 
+import os
+import shutil
+import tempfile
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 # A slow machine is no failure.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+COMPILED = pytest.StashKey[str]()
+
+
+def pytest_configure(config):
+    """Compiling is most of what runs cost here. The folder is new, so that no session depends on one before it."""
+    if hasattr(config, "workerinput"):  # of xdist: the environment is that of the process that started it
+        return
+    config.stash[COMPILED] = tempfile.mkdtemp(prefix="compiled-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = config.stash[COMPILED]
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+
+def pytest_unconfigure(config):
+    if COMPILED in config.stash:
+        shutil.rmtree(config.stash[COMPILED], ignore_errors=True)
