@@ -17,6 +17,7 @@ from curriculum.branch import branch
 from curriculum.cli.main import cli
 from curriculum.config import build_config, load_config
 from curriculum.errors import InputError
+from curriculum.plan import Past
 from curriculum.record.compare import shared_past
 from curriculum.record.inspection import inspect_run
 from curriculum.run import RunDirectory, checkpoint_steps, load_run, read_ledger
@@ -239,7 +240,7 @@ def test_a_branch_s_curves_are_the_trunk_s_and_then_its_own_without_a_zig_zag(br
         ("-1", [], "--at -1: expected a step of"),
         ("half", [], "--at half: expected a step of"),
         ("1", [], "--at 1: .*trunk has no checkpoint at or before it; there are: 2, 4, 6, 8, 10, 12$"),
-        ("12", ["seed=7"], "seed: got 7, but the run was trained with 1337"),
+        ("12", ["seed=7"], "seed: got 7, but steps 0 to 12 were trained with 1337"),
         ("12", ["model.n_layer=2"], "model: the architecture of a run cannot change"),
         ("12", ["train.stepz=20"], "train.stepz: no such key"),
         ("13", ["optim.weight_decay=0.5"], "optim.weight_decay: got 0.5, but the branch trains steps 12 to 13 again as "
@@ -251,7 +252,7 @@ def test_a_branch_s_curves_are_the_trunk_s_and_then_its_own_without_a_zig_zag(br
         ("13", ["evalsets.regression.tolerance=0.5"], "evalsets.regression.tolerance: got 0.5, but the branch trains"),
         ("13", ["evalsets.sets.web={held_out_of: web}"], "evalsets.sets.web: got .*, but the branch trains steps 12"),
         ("13", ["logging.every=1"], "logging.every: got 1, but the branch trains steps 12 to 13 again"),
-        ("12", ["train.batch_size=8"], "train.batch_size: got 8, but up to step 12 the schedule stands with 4"),
+        ("12", ["train.batch_size=8"], "train.batch_size: got 8, but steps 0 to 12 were trained with 4"),
         ("13", ["train.steps=13"], "train.steps: the run ends at step 13, where the branch begins"),
         ("13", ["train.steps=12"], "train.steps: the run would end at step 12, but its schedule stands already"),
         ("13", ["optim.lr=3e-2"], "optim.allow_jump: the learning rate jumps from 0.003 to 0.03 at step 13, "
@@ -262,7 +263,7 @@ def test_what_cannot_be_branched_is_refused_and_creates_nothing(trunk, folder, a
     if "train.steps=13" in overrides or "train.steps=12" in overrides:
         overrides = [
             *overrides,
-            "phases=[{name: a, until: 8, mixture: {web: 1}}, {name: b, until: end, mixture: {web: 1}}]",
+            "phases=[{name: a, until: 8, mixture: {web: 7, code: 3}}, {name: b, until: end, mixture: {web: 1}}]",
         ]
     before = sorted(trunk.rglob("*"))
     with pytest.raises(InputError, match=words):
@@ -399,13 +400,13 @@ def test_a_share_is_raised_in_the_middle_of_a_run_without_compiling(folder):
         for step in range(24):
             if step == 11:  # within the ramp; batches up to 13 are made already
                 told = setup.raise_share(11, "web", 3.0, 0.9)
-                again = build(config, folder / "store", past=ledger.past_of(_entry(setup)))
+                again = build(config, folder / "store", past=Past(ledger.past_of(_entry(setup))))
             now = setup.train_step(now, setup.feed[step], np.float32(setup.rates[step]))
         assert setup.train_step._cache_size() == 1
         assert told["kind"] == "replay" and told["phase"] == "b" and told["until"] == 18
         assert told["mixture_after"]["web"] > told["mixture_before"]["web"] > 0.2
         assert again.schedule == setup.schedule and again.rates.tolist() == setup.rates.tolist()
-        assert [s.start for s in again.schedule.segments] == [0, 8, 11, 18] and len(again.past) == 3
+        assert [s.start for s in again.schedule.segments] == [0, 8, 11, 18] and len(again.past.segments) == 3
         for step in range(24):
             for mine, other in zip(setup.feed[step], again.feed[step], strict=True):
                 assert np.array_equal(np.asarray(mine), np.asarray(other))

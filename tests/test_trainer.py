@@ -14,7 +14,7 @@ import pytest
 from curriculum.config import build_config
 from curriculum.errors import InputError
 from curriculum.model.loss import nats_per_token
-from curriculum.run import load_run
+from curriculum.run import load_run, read_ledger
 from curriculum.train.checkpoint import Checkpoints
 from curriculum.train.setup import build
 from curriculum.train.step import read_window
@@ -258,6 +258,8 @@ def test_resume_latest_of_nothing_starts_at_step_0(corpus, store, tmp_path):
 
 
 def test_what_would_change_the_past_is_refused_and_the_future_is_free(corpus, store, tmp_path):
+    import shutil
+
     run_dir = tmp_path / "run"
     phases = [
         {"name": "a", "until": 10, "mixture": {"web": 1.0}},
@@ -272,16 +274,37 @@ def test_what_would_change_the_past_is_refused_and_the_future_is_free(corpus, st
             train(build_config({**data, **changes}), run_dir, resume="latest", store_dir=store)
 
     longer = {**data["train"], "steps": 30}
-    refused("of step 10, which is trained", train=longer, phases=[{**phases[0], "until": 12}, phases[1]])
-    refused("of step 0, which", train=longer, phases=[{**phases[0], "mixture": {"web": 1.0, "law": 0.5}}, phases[1]])
-    refused("of step 0, which", train=longer, optim={**optim, "lr": 2e-3})
-    refused("seed: got 7, but the run was trained with 1337", train=longer, seed=7)
+    b_of_web = {**phases[1], "mixture": {"web": 1.0}}
+    no_code = {"sources": {"web": data["sources"]["web"]}, "evalsets": {"primary": {"held_out_of": "web"}},
+               "phases": [phases[0], b_of_web]}  # fmt: skip
+    refused(r"phases\[0\].until: got 12, but steps 0 to 10 were trained with 10",
+            train=longer, phases=[{**phases[0], "until": 12}, phases[1]])  # fmt: skip
+    refused(r"phases\[0\].mixture: got .*, but steps 0 to 10 were trained with", train=longer,
+            phases=[{**phases[0], "mixture": {"web": 1.0, "law": 0.5}}, phases[1]])  # fmt: skip
+    refused("the learning rate jumps from 0.001 to 0.003 at step 20", train=longer, optim={**optim, "lr": 3e-3})
+    refused("seed: got 7, but steps 0 to 20 were trained with 1337", train=longer, seed=7)
     refused("architecture of a run cannot change", train=longer, model={**data["model"], "n_layer": 2})
-    refused("train.steps: the run would end at step 15, but 20 steps are trained", train={**data["train"], "steps": 15})
+    refused("train.steps: the run would end at step 15, but its schedule stands already up to step 20",
+            train={**data["train"], "steps": 15})  # fmt: skip
     refused("tokenizer: is not the one", train=longer, tokenizer={"kind": "char"})
-    refused("sources: code is gone", train=longer, sources={"web": data["sources"]["web"]},
-            phases=[{"name": "a", "until": "end", "mixture": {"web": 1.0}}],
-            evalsets={"primary": {"held_out_of": "web"}})  # fmt: skip
+    refused("sources: code is gone, but 2,560 of its tokens were trained on; .*--accept-past", train=longer, **no_code)
+
+    accepted = tmp_path / "accepted"
+    shutil.copytree(run_dir, accepted)
+    less = {**data, **no_code, "train": {**longer, "batch_size": 4}, "seed": 7}
+    train(build_config(less), accepted, resume="latest", accept_past=True, store_dir=store)
+    run = load_run(accepted)
+    edit = next(e for e in run.events if e["event"] == "schedule_edit")
+    assert (edit["step"], edit["kind"], edit["accepted_past"], edit["until"]) == (20, "config", True, 30)
+    assert edit["mixture_before"] == {"code": 1.0} and edit["mixture_after"] == {"web": 1.0}
+    paths = {change["path"] for change in edit["changes"]}
+    assert {"seed", "train.steps", "train.batch_size", "sources.code", "phases.b.mixture"} <= paths
+    assert run.complete["total_tokens"] == (20 * 8 + 10 * 4) * 32
+    kept = read_ledger(accepted / "checkpoints/30")
+    drawn = {name: source["tokens_drawn"] for name, source in kept["sources"].items()}
+    assert drawn == {"web": (10 * 8 + 10 * 4) * 32, "code": 10 * 8 * 32}
+    assert train(build_config(less), accepted, resume="latest", store_dir=store) == run.complete
+    assert len(load_run(accepted).events) == len(run.events)
 
     events = len(load_run(run_dir).events)
     more = {**data, "train": longer, "phases": [*phases[:1], {**phases[1], "until": 20}, {
@@ -292,7 +315,10 @@ def test_what_would_change_the_past_is_refused_and_the_future_is_free(corpus, st
     assert len(after) > events and after[-1]["total_steps"] == 30
     assert [e["event"] for e in after].count("training_complete") == 1
     resumed = next(i for i, e in enumerate(after) if e["event"] == "resume")
-    assert after[resumed]["step"] == 20 and after[resumed + 1]["eval_late"] > 0 and "val_loss" not in after[resumed + 1]
+    assert after[resumed]["step"] == 20 and after[resumed + 2]["eval_late"] > 0 and "val_loss" not in after[resumed + 2]
+    assert after[resumed + 1]["event"] == "schedule_edit" and not after[resumed + 1]["accepted_past"]
+    reason = after[resumed + 1]["reason"]
+    assert reason == 'train.steps 20 → 30; phases.c added; phases.b.until "end" → 20; evalsets.sets.late added'
 
 
 def test_an_added_set_keeps_what_was_measured_at_its_first_step(corpus, store, whole, tmp_path):

@@ -75,7 +75,7 @@ class Console:
                 self._complete = True
                 self._print(*self._closing(event))
             case _ if line := verdict(event):
-                self._print(line)
+                self._print(line, *_warnings(event))
 
     def row(self, row: dict[str, Any]) -> None:
         line = progress_line(row, self._total_steps)
@@ -176,8 +176,11 @@ def header(event: dict[str, Any], run_dir: Path) -> Iterator[str]:
     if (wandb := config.get("logging", {}).get("wandb")) and wandb["mode"] == "offline":
         folder = shlex.quote(str(run_dir / "wandb"))
         yield f"  wandb      offline, {folder}; later: {program('wandb')} sync {folder}/offline-run-*"
-    for warning in event.get("warnings", []):
-        yield f"  warning    {warning}"
+    yield from _warnings(event)
+
+
+def _warnings(event: dict[str, Any]) -> Iterator[str]:
+    return (f"  warning    {warning}" for warning in event.get("warnings", []))
 
 
 def eval_lines(event: dict[str, Any], total_steps: int, seconds_left: float | None) -> Iterator[str]:

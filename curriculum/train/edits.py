@@ -47,6 +47,7 @@ def compare(config: Config, saved: Mapping[str, Any], *, at: int | None = None, 
     problems = [] if step == 0 else list(_of_past(was, now, schedule, step))
     if problems and not accept_past:
         how = _how_to_mend(config, was, now, problems, schedule, step)
+        how += _OR_ACCEPT if at is None else "\n  or branch at an earlier step"
         raise InputError(*config.error(dict.fromkeys(problems)).problems, how)
     planned = None
     if all(change["path"].startswith("evalsets.") for change in changes):
@@ -73,12 +74,13 @@ def edit_event(
     if not changes:
         return None
     step, before, after = edit.step, Schedule(segments_from_json(saved["segments"])), setup.schedule
+    phase = after.segment_at(step).phase
     return {
         "kind": "config",
-        "phase": after.segment_at(step).phase,
+        "phase": phase,
         "mixture_before": before.shares(min(step, before.total_steps - 1)),
         "mixture_after": after.shares(min(step, after.total_steps - 1)),
-        "until": after.total_steps,
+        "until": next(end for name, _, end in after.phase_bounds if name == phase),
         "reason": "; ".join(map(_in_words, changes)),
         "changes": list(changes),
         "accepted_past": bool(edit.accepted or accepted),
@@ -270,9 +272,22 @@ def _how_to_mend(
 
     difference = difflib.unified_diff(shown(was), shown(now), "trained", config.origin.file, n=1, lineterm="")
     told = ["what is trained already stands; the difference:", *difference, "put this back into the config:"]
-    told += [*shown(was), "or keep the edit, in the record too, and go on from what was trained: --accept-past"]
-    return "\n  ".join(told)
+    return "\n  ".join([*told, *shown(was)])
 
 
-def _yaml(value: Any) -> str:
-    return yaml.safe_dump(value, default_flow_style=None, sort_keys=False, width=1000, allow_unicode=True)
+_OR_ACCEPT = "\n  or keep the edit, in the record too, and go on from what was trained: --accept-past"
+
+
+def _yaml(sections: Mapping[str, Any]) -> str:
+    """Each section by its key, what is deep in it on one line."""
+    flow = {True: None, False: False}  # a lone scalar in the style of a file
+    return "".join(
+        yaml.safe_dump(
+            {key: section},
+            default_flow_style=flow[isinstance(section, dict | list)],
+            sort_keys=False,
+            width=1000,
+            allow_unicode=True,
+        )
+        for key, section in sections.items()
+    )
