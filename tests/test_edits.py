@@ -350,3 +350,11 @@ def test_nothing_is_past_at_step_0_and_eval_sets_are_free():
     on, _, edit = resumed(saved, changed(BASE, put("evalsets.sets", {"more": {"path": "more.txt"}})))
     assert on.segments == schedule.segments
     assert edit.changes == ({"path": "evalsets.sets.more", "was": None, "now": True},)
+
+
+def test_a_clock_in_tokens_counts_the_batches_that_there_were():
+    _, saved = begun()
+    tokens = (STEP * BATCH + 25 * 2 * BATCH) * LENGTH
+    data = changed(BASE, put("train.batch_size", 2 * BATCH), lambda d: phase(d, "b").update(until=f"{tokens} tokens"))
+    schedule, _, _ = resumed(saved, data, accept_past=True)
+    assert [end for _, _, end in schedule.phase_bounds] == [40, 85, 100] and schedule.tokens(85) == tokens

@@ -47,8 +47,9 @@ class Feed:
         self._worker.shutdown(wait=True, cancel_futures=True)
 
     def _make(self, step: int):
-        first = step - step % _PLANNED_STEPS
-        if self._planned is None or self._planned[0] != first:
-            num_steps = max(min(_PLANNED_STEPS, self._plan.schedule.total_steps - first), step - first + 1)
-            self._planned = first, self._plan.draws(first, num_steps)
-        return self._place(self._make_batch(step, draws=self._planned[1][step - first]))
+        # From the step that is asked for: what lies before it may have been read of sources that are gone.
+        if self._planned is None or not 0 <= step - self._planned[0] < len(self._planned[1]):
+            num_steps = max(1, min(_PLANNED_STEPS, self._plan.schedule.total_steps - step))
+            self._planned = step, self._plan.draws(step, num_steps)
+        first, draws = self._planned
+        return self._place(self._make_batch(step, draws=draws[step - first]))

@@ -193,12 +193,10 @@ def check_past(saved: Mapping[str, Any], setup: Setup, *, accept_past: bool = Fa
         if name not in details:
             if name in saved["declared"]["sources"]:
                 drawn = f"{source['tokens_drawn']:,} of its tokens were trained on"
-                contents.append(("sources", f"{name} is gone, but {drawn}; restore it{_OR_ACCEPT}"))
+                contents.append(("sources", f"{name} is gone, but {drawn}; restore it"))
         elif details[name]["stream"] != source["stream"] and not problems:
             found = changed(_of_source(config, name)) or [(f"sources.{name}", _why_changed(source, details[name]))]
-            contents += [(path, message + _OR_ACCEPT) for path, message in found]
-    if not accept_past:
-        problems += contents
+            contents += found
     for name, evalset in setup.corpus.evalsets.items():
         if evalset.content_hash != saved["history"]["eval_sets"].get(name, evalset.content_hash):
             path = "evalsets.primary" if name == PRIMARY else f"evalsets.sets.{name}"
@@ -211,7 +209,9 @@ def check_past(saved: Mapping[str, Any], setup: Setup, *, accept_past: bool = Fa
                 paths += _CHAT
             problems += changed(paths) or [(path, message)]
     if problems:
-        raise config.error(dict.fromkeys(problems))
+        raise config.error(dict.fromkeys([*contents, *problems]))
+    if contents and not accept_past:
+        raise config.error((path, message + _OR_ACCEPT) for path, message in dict.fromkeys(contents))
     return contents
 
 
