@@ -318,7 +318,7 @@ def test_what_would_change_the_past_is_refused_and_the_future_is_free(corpus, st
     assert after[resumed]["step"] == 20 and after[resumed + 2]["eval_late"] > 0 and "val_loss" not in after[resumed + 2]
     assert after[resumed + 1]["event"] == "schedule_edit" and not after[resumed + 1]["accepted_past"]
     reason = after[resumed + 1]["reason"]
-    assert reason == 'train.steps 20 → 30; phases.c added; phases.b.until "end" → 20; evalsets.sets.late added'
+    assert reason == 'train.steps 20 → 30; phases.b.until "end" → 20; phases.c added; evalsets.sets.late added'
 
 
 def test_an_added_set_keeps_what_was_measured_at_its_first_step(corpus, store, whole, tmp_path):
