@@ -1,4 +1,4 @@
-"""What holds for every test: no deadlines, and one folder of compiled programs for all processes of a session."""
+"""What holds for every test: no deadlines; programs that compile quickly, in one folder for all of a session."""
 
 import os
 import shutil
@@ -11,6 +11,10 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
+# Machine code that is not worth its making for models this small: x0.13 of the processor's time for an update.
+# The slow tests train for longer, and as a user does.
+QUICK_TO_COMPILE = ("--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false")
+
 COMPILED = pytest.StashKey[str]()
 
 
@@ -22,6 +26,8 @@ def pytest_configure(config):
     os.environ["JAX_COMPILATION_CACHE_DIR"] = config.stash[COMPILED]
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    if config.option.markexpr != "slow":
+        os.environ["XLA_FLAGS"] = " ".join([*os.environ.get("XLA_FLAGS", "").split(), *QUICK_TO_COMPILE])
 
 
 def pytest_unconfigure(config):
