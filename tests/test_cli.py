@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from command_line import run
 
 CURRICULUM = str(Path(sys.executable).parent / "curriculum")
 
@@ -36,14 +37,15 @@ def folder(tmp_path):
     return tmp_path
 
 
-def run(folder, *arguments):
+def started(folder, *arguments):
+    """As a process of its own."""
     done = subprocess.run([CURRICULUM, *arguments], cwd=folder, capture_output=True, text=True, timeout=600)
     assert "Traceback" not in done.stderr, done.stderr
     return done
 
 
 def test_a_run_from_start_to_end_and_again(folder):
-    done = run(folder, "train", "c.yaml", "--eval-dataset-dir", "extra")
+    done = started(folder, "train", "c.yaml", "--eval-dataset-dir", "extra")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert any(line.startswith("step 8/8 (100.0%) | ") and line.endswith("| 1.0k tokens") for line in lines)
@@ -59,7 +61,7 @@ def test_a_run_from_start_to_end_and_again(folder):
     assert resolved["evalsets"]["sets"]["extra"]["path"] == "extra"
     assert [p["end"] for p in resolved["derived"]["phases"]] == [4, 8]
     assert json.loads((run_dir / "training_state.json").read_text())["step"] == 8
-    again = run(folder, "train", "c.yaml")
+    again = started(folder, "train", "c.yaml")
     assert again.returncode == 2 and "already holds a run" in again.stderr and "--resume latest" in again.stderr
     # What the command line added stays, without being given again.
     finished = run(folder, "train", "c.yaml", "--resume", "latest")
