@@ -21,8 +21,9 @@ quickstart: install
 	$(BIN)/python tools/build_quickstart_corpus.py --output data/quickstart
 	$(BIN)/curriculum train configs/quickstart.yaml --run-dir runs/quickstart --resume latest $(ARGS)
 
+# By file, so that what the tests of a file share is made once; tests/conftest.py begins with the longest.
 test: install
-	$(BIN)/python -m pytest -n 2 --durations=10 -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10 -m "not slow" $(ARGS)
 
 test-slow: install
 	$(BIN)/python -m pytest -n 2 --durations=10 -m slow $(ARGS)

@@ -15,6 +15,13 @@ settings.load_profile("any machine")
 # The slow tests train for longer, and as a user does.
 QUICK_TO_COMPILE = ("--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false")
 
+# Files that take longest, first: so that two workers end together.
+LONGEST = (
+    "test_mesh.py", "test_trainer.py", "test_verdicts.py", "test_branch.py", "test_library.py", "test_adaptation.py",
+    "test_cli.py", "test_optimizer.py", "test_transformer.py", "test_step.py", "test_averages.py", "test_memory.py",
+    "test_evaluate.py", "test_loss.py",
+)  # fmt: skip
+
 COMPILED = pytest.StashKey[str]()
 
 
@@ -33,3 +40,8 @@ def pytest_configure(config):
 def pytest_unconfigure(config):
     if COMPILED in config.stash:
         shutil.rmtree(config.stash[COMPILED], ignore_errors=True)
+
+
+def pytest_collection_modifyitems(items):
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
