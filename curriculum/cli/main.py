@@ -8,6 +8,7 @@ import click
 
 from curriculum.errors import InputError
 
+_LONGEST_LINE = 900  # characters of a message
 _COMMANDS = {
     "train": ("curriculum.cli.train", "Train a run through its phases, or continue one."),
     "plan": ("curriculum.cli.plan", "Show who gets what and when, before anything is trained."),
@@ -55,12 +56,20 @@ def cli():
     """Train language models through a curriculum of data phases while several eval sets watch."""
 
 
+def _one_line(problem: str) -> str:
+    """A message as a terminal may show it: what it quotes may be long, and hold line breaks and control characters."""
+    line = "".join(c if c.isprintable() else " " if c.isspace() else repr(c)[1:-1] for c in problem)
+    if len(line) > _LONGEST_LINE:
+        line = f"{line[: _LONGEST_LINE // 2]} [...] {line[-_LONGEST_LINE // 2 :]}"  # the place, and how to mend it
+    return line
+
+
 def main() -> None:
     try:
         sys.exit(cli(standalone_mode=False))
     except InputError as error:
         for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr)
+            print(f"error: {_one_line(problem)}", file=sys.stderr)
         sys.exit(2)
     except click.ClickException as error:
         error.show()
