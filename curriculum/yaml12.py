@@ -10,6 +10,8 @@ import yaml
 
 from curriculum.errors import InputError
 
+_MAX_CHARACTERS = 1 << 20  # a second's work; a config has a thousandth of it
+_MAX_DEPTH = 50
 _MAX_NODES = 100_000  # aliases can make a file of a few lines expand without end
 _TAG = "tag:yaml.org,2002:"
 
@@ -21,6 +23,16 @@ class _Loader(yaml.SafeLoader):
     """
 
     yaml_implicit_resolvers: dict = {}
+    depth = 0
+
+    def compose_node(self, parent, index):
+        # Deeper down every token costs the scanner more: a file of brackets takes it seconds.
+        self.depth += 1
+        if self.depth > _MAX_DEPTH:
+            raise RecursionError
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
 
 _INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
@@ -41,8 +53,9 @@ class Origin:
 
     def given_by(self, path: str, option: str) -> None:
         """Remember the option that set a path; the last one for a path counts, in its place of the order."""
-        for replaced in [p for p in self.options if p == path or p.startswith((f"{path}.", f"{path}["))]:
-            del self.options[replaced]
+        for known in (self.options, self.positions):
+            for replaced in [p for p in known if p == path or p.startswith((f"{path}.", f"{path}["))]:
+                del known[replaced]
         self.options[path] = option
 
     def place(self, path: str) -> str:
@@ -79,7 +92,7 @@ def read_yaml(path) -> tuple[dict, Origin]:
     origin = Origin(str(path))
     try:
         with open(path, encoding="utf-8") as file:
-            text = file.read()
+            text = file.read(_MAX_CHARACTERS + 1)
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; expected the path of a YAML config") from None
     except IsADirectoryError:
@@ -88,6 +101,8 @@ def read_yaml(path) -> tuple[dict, Origin]:
         raise InputError(f"{path}: byte {error.start}: not UTF-8; expected a YAML text file") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read: {error}") from None
+    if len(text) > _MAX_CHARACTERS:
+        raise InputError(f"{path}: more than {_MAX_CHARACTERS:,} characters; expected a config: is it a data file?")
     origin.text = text
     data = _parse(text, origin)
     if data is None:
