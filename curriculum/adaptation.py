@@ -80,8 +80,13 @@ def find_base(init_from: str | os.PathLike) -> Base:
     if not given:
         raise InputError(f"got an empty path, expected {_EXPECTED}")
     path = Path(os.path.abspath(os.path.expanduser(given)))
-    if not path.exists():
-        parent = next(p for p in path.parents if p.exists())
+    if path.parent.name in _PLACES and (run := _run_at(path.parents[1], given)) is not None:
+        steps = checkpoint_steps(path.parent)
+        if path.name in map(str, steps):
+            return Base(given, run, int(path.name), run.path / path.parent.name / path.name)
+        raise InputError(f"{given!r} is no whole checkpoint; there are: {', '.join(map(str, steps)) or 'none'}")
+    if not os.path.exists(path):
+        parent = next(p for p in path.parents if os.path.exists(p))
         near = difflib.get_close_matches(path.name, os.listdir(parent), 1) if parent == path.parent else []
         hint = f"; did you mean {str(Path(given).with_name(near[0]))!r}?" if near else ""
         raise InputError(f"{given!r} does not exist{hint} (paths are relative to the working folder)")
@@ -89,11 +94,6 @@ def find_base(init_from: str | os.PathLike) -> Base:
         return Base(given, run, *find_checkpoint(run))
     if path.name == "gold" and (run := _run_at(path.parent, given)) is not None:
         return Base(given, run, *find_checkpoint(run, "gold", option=f"{given}:"))
-    if path.parent.name in _PLACES and (run := _run_at(path.parents[1], given)) is not None:
-        steps = checkpoint_steps(path.parent)
-        if path.name in map(str, steps):
-            return Base(given, run, int(path.name), run.path / path.parent.name / path.name)
-        raise InputError(f"{given!r} is no whole checkpoint; there are: {', '.join(map(str, steps)) or 'none'}")
     raise InputError(f"{given!r} holds no run and is no checkpoint of one; expected {_EXPECTED}")
 
 
@@ -105,7 +105,7 @@ def _run_at(path: Path, given: str) -> RunDirectory | None:
     """The run in a folder, its path as relative as the one that was given; None where there is none."""
     relative = not os.path.isabs(os.path.expanduser(given))
     directory = RunDirectory(Path(os.path.relpath(path)) if relative else path)
-    return directory if directory.resolved_config.exists() else None
+    return directory if os.path.isfile(directory.resolved_config) else None
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Heritage:
                 yield f"tokenizer.{key}", f"got {getattr(tokenizer, key)}, but {self.run} has {its}; {fix}"
         if tokenizer.path not in (None, self.sections["tokenizer"]["path"]):
             try:
-                found = load_tokenizer(Path(tokenizer.path).expanduser())
+                found = load_tokenizer(os.path.expanduser(tokenizer.path))
                 if found.fingerprint != self.tokenizer.fingerprint:
                     yield "tokenizer.path", f"{tokenizer.path} holds another tokenizer than {self.run}; {fix}"
             except InputError as error:

@@ -18,12 +18,13 @@ from evalsets.evalset import PRIMARY
 from phases.lr import check_rates
 from phases.resolve import check_phases
 
-_SET_NAME = re.compile(r"[A-Za-z0-9_-]+")
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")  # it becomes part of a file's name
+_EXPECTED_NAME = "expected letters, digits, '_' and '-', at most 100"
 
 
 def _check_name(v):
-    if not _SET_NAME.fullmatch(v["name"]):
-        yield "name", f"got {v['name']!r}, expected letters, digits, '_' and '-'"
+    if not _NAME.fullmatch(v["name"]):
+        yield "name", f"got {v['name']!r}, {_EXPECTED_NAME}"
 
 
 def _check_sources(v):
@@ -31,8 +32,8 @@ def _check_sources(v):
         yield "sources", "got none, expected at least one source"
     for name, source in v["sources"].items():
         path = f"sources.{name}"
-        if not _SET_NAME.fullmatch(name):
-            yield path, f"got the name {name!r}, expected letters, digits, '_' and '-'"
+        if not _NAME.fullmatch(name):
+            yield path, f"got the name {name!r}, {_EXPECTED_NAME}"
         if source.max_epochs is not None and not source.max_epochs > 0:
             yield f"{path}.max_epochs", f"got {source.max_epochs}, expected more than 0"
 
@@ -70,19 +71,22 @@ def _eval_sources(v):
 def _check_readable(path, location):
     if location is None:
         return
-    where = Path(location).expanduser()
+    where = Path(os.path.expanduser(location))
     try:
-        exists = where.exists()
-    except (OSError, ValueError) as error:
-        yield path, f"{location!r} cannot be looked at: {error}"
-        return
-    if not exists:
+        where.stat()
+    except (FileNotFoundError, NotADirectoryError):
         parent = next((p for p in where.parents if p.exists()), Path("."))
         listable = parent == where.parent and os.access(parent, os.R_OK | os.X_OK)
-        near = difflib.get_close_matches(where.name, os.listdir(parent), 1) if listable else []
+        names = [name for name in os.listdir(parent) if name != where.name] if listable else []
+        near = difflib.get_close_matches(where.name, names, 1)
         hint = f"; did you mean {str(parent / near[0])!r}?" if near else ""
         yield path, f"{location!r} does not exist{hint} (paths are relative to the working folder)"
-    elif not os.access(where, os.R_OK | (os.X_OK if where.is_dir() else 0)):
+        return
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        reason = getattr(error, "strerror", None) or error
+        yield path, f"{location!r} cannot be looked at: {reason}; expected a readable path"
+        return
+    if not os.access(where, os.R_OK | (os.X_OK if where.is_dir() else 0)):
         yield path, f"{location!r} cannot be read; check its permissions"
 
 
@@ -94,8 +98,8 @@ def _check_evalsets(v):
     section = v["evalsets"]
     for name, source in section.sets.items():
         path = f"evalsets.sets.{name}"
-        if not _SET_NAME.fullmatch(name):
-            yield path, f"got the name {name!r}, expected letters, digits, '_' and '-'"
+        if not _NAME.fullmatch(name):
+            yield path, f"got the name {name!r}, {_EXPECTED_NAME}"
         elif name in (PRIMARY, "val", "duration_s") or name.endswith(("_bpb", "_sem")):
             yield path, f"the name {name!r} is taken by the record; expected another one"
         if source.every is not None and source.every % section.every:

@@ -60,6 +60,8 @@ class TokenizerConfig:
                 raise ValueError(
                     f"vocab_size {self.vocab_size} is too small: the 256 bytes and end-of-text take {SMALLEST_BPE}"
                 )
+            if self.vocab_size > LARGEST_VOCAB:
+                raise ValueError(f"vocab_size {self.vocab_size} is too large; expected at most {LARGEST_VOCAB}")
 
 
 @dataclass(frozen=True)

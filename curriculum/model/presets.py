@@ -168,6 +168,7 @@ PRESETS = {
 
 HOW = ("dropout", "compute_dtype", "remat")  # fields of ModelConfig that are not architecture
 
+LARGEST_SIZE = 1 << 24
 _SIZES = ("n_layer", "n_head", "n_kv_head", "d_model", "d_ff", "max_seq_len")
 _NEEDED_WITHOUT_PRESET = ("n_layer", "n_head", "d_model", "d_ff", "max_seq_len")
 
@@ -190,8 +191,8 @@ def model_problems(section: ModelSection, vocab_size: int | None = None) -> list
 
     for name in (*_SIZES, "vocab_size"):
         size = getattr(section, name)
-        if size is not None and size < 1:
-            problems.append((name, f"got {size}, expected a positive integer"))
+        if size is not None and not 1 <= size <= LARGEST_SIZE:
+            problems.append((name, f"got {size}, expected a positive integer, at most {LARGEST_SIZE}"))
     for name in ("rope_theta", "norm_eps"):
         number = getattr(section, name)
         if number is not None and not 0 < number < float("inf"):
