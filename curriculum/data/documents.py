@@ -3,6 +3,7 @@
 import codecs
 import glob
 import json
+import logging
 import os
 import re
 import stat
@@ -271,7 +272,7 @@ def _json_lines(file: SourceFile, source: SourceConfig, chat: ChatConfig) -> Ite
             if line.isspace() or not line:
                 continue
             try:
-                row = json.loads(line)
+                row = _ROW.decode(line.decode())
             except (ValueError, RecursionError) as error:
                 raise InputError(f"{where}: not JSON ({error}); expected an object a line") from error
             if not isinstance(row, dict):
@@ -279,6 +280,19 @@ def _json_lines(file: SourceFile, source: SourceConfig, chat: ChatConfig) -> Ite
                 raise InputError(f"{where}: {type_name(row)}; expected a JSON object with key {keys}")
             _check_keys(source, row, where)
             yield from _row_pieces(row, source, chat, len(line), where)
+
+
+def _row_of(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """An object of JSON; raises ValueError for a key that stands twice, of which readers take the one or the other."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"the key {twice!r} stands twice")
+    return row
+
+
+_ROW = json.JSONDecoder(object_pairs_hook=_row_of)  # kept: to make one costs as much as to read a row
 
 
 def _columnar_rows(file: SourceFile, builder: str, source: SourceConfig, chat: ChatConfig) -> Iterator[Piece]:
@@ -300,6 +314,7 @@ def _dataset_rows(
 ) -> Iterator[Piece]:
     import datasets
 
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # what it logs it raises too
     number = 0
     try:
         rows = datasets.load_dataset(*arguments, split="train", streaming=True, **options)
@@ -314,7 +329,7 @@ def _dataset_rows(
                 yield from _row_pieces(row, source, chat, None, f"{where}: row {number}")
     except InputError:
         raise
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:  # RuntimeError: a script
         raise InputError(f"{where}: {error}; {remedy}") from error
 
 
