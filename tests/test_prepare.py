@@ -33,6 +33,7 @@ from curriculum.data.prepare import (
     prepare_tokenizer,
 )
 from curriculum.data.progress import ConsoleProgress, progress_text
+from curriculum.data.store import FORMAT_VERSION as STORE_VERSION
 from curriculum.data.store import StoreWriter, open_store
 from curriculum.data.tokenizer import NUM_THREADS, TokenizerConfig, byte_tokenizer, load_tokenizer
 from curriculum.errors import InputError
@@ -413,6 +414,34 @@ def test_a_damaged_store_is_refused_not_used(sources, store_dir):
         prepare_store("web", sources["web"], byte_tokenizer(), store_dir)
 
 
+def test_a_store_is_held_against_its_checksums_once_after_each_touch(sources, store_dir):
+    store = prepare_store("web", sources["web"], byte_tokenizer(), store_dir)
+    verified = [path.name for path in (store_dir / "verified").iterdir()]
+    assert prepare_store("web", sources["web"], byte_tokenizer(), store_dir).facts == store.facts
+    assert [path.name for path in (store_dir / "verified").iterdir()] == verified != []
+
+    tokens = store.directory / "tokens-00000.bin"
+    content = tokens.read_bytes()
+    tokens.write_bytes(b"\1" + content[1:])
+    assert find_store("web", sources["web"], byte_tokenizer(), store_dir) is not None  # a plan reads no tokens
+    for _ in range(2):
+        with pytest.raises(InputError, match="tokens-00000.bin: checksum .*delete the folder"):
+            prepare_store("web", sources["web"], byte_tokenizer(), store_dir)
+    tokens.write_bytes(content)
+    prepare_store("web", sources["web"], byte_tokenizer(), store_dir)
+    assert len(list((store_dir / "verified").iterdir())) == 2
+
+
+def test_a_sidecar_that_says_something_else_is_refused(sources, store_dir):
+    store = prepare_store("web", sources["web"], byte_tokenizer(), store_dir)
+    path = store.directory / "store.json"
+    facts = json.loads(path.read_text())
+    for change in ({"eot": 3}, {"num_bytes": facts["num_bytes"] + 1}, {"checksums": {}}, {"checksum": None}):
+        path.write_text(json.dumps(facts | change))
+        with pytest.raises(InputError, match="store.json: its checksum does not fit what it says; delete the folder"):
+            prepare_store("web", sources["web"], byte_tokenizer(), store_dir)
+
+
 # --- tokenizers by path and by size -------------------------------------------------------------------------
 
 
@@ -631,9 +660,9 @@ def test_two_templates_two_stores_and_text_is_left_alone(tmp_path, store_dir):
     assert [len(set(directories)) for directories in made.values()] == [3, 3, 1]
     assert len({directory for directories in made.values() for directory in directories}) == 7
     assert not list(made["text"][0].glob("scored-*")) and list(made["messages"][0].glob("scored-*"))
-    # The key of a store of text is the one that it had before there were conversations.
+    # Of text the key holds nothing of conversations.
     content = (store_dir / "contents").iterdir().__next__().read_text()
-    key = digest(1, content, byte_tokenizer().fingerprint, "text", None, None)
+    key = digest(STORE_VERSION, content, byte_tokenizer().fingerprint, "text", None, None)
     assert made["text"][0].name == f"both-{key[:16]}"
 
 

@@ -247,7 +247,7 @@ def resized(name, num_bytes):
         (lambda directory: (directory / "store.json").unlink(), "store.json: No such file"),
         (lambda directory: (directory / "store.json").write_text("[" * 100_000), "store.json: Invalid JSON"),
         (lambda directory: (directory / "store.json").write_text("{}"), "format_version: Field required"),
-        (altered(format_version=2), "format_version 2; this version reads 1"),
+        (altered(format_version=1), "format_version 1; this version reads 2"),
         (altered(num_tokens="29"), "num_tokens: Input should be a valid integer"),
         (altered(dtype="u64"), "dtype: Input should be 'u16' or 'u32'"),
         (altered(dtype="u32"), "tokens-00000.bin: 14 bytes; the sidecar says 28"),

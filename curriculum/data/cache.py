@@ -1,6 +1,7 @@
 """What has been prepared already: content keys by a look at the file system, and folders built once.
 
 <store_dir>/contents/<signature>   the content key of a source whose files have these sizes and times
+<store_dir>/verified/<signature>   a store whose files, of these sizes and times, have their checksums
 <store_dir>/locks/<name>           held while the folder of that name is built; never deleted
 <store_dir>/.../<name>.partial     a folder being built, or left by a process that was killed
 """

@@ -11,7 +11,7 @@ most TRAIN_BYTES of text.
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, astuple
 from pathlib import Path
 
@@ -67,7 +67,7 @@ def prepare_tokenizer(
     if config.kind == "byte":
         tokenizer = byte_tokenizer()
     elif config.path is not None:
-        tokenizer = load_tokenizer(Path(config.path).expanduser())
+        tokenizer = load_tokenizer(os.path.expanduser(config.path))
     else:
         ordered = _in_order_of_content(config, sources, chat, lambda name, source: content_of(name, source, store_dir))
         directory = _tokenizer_directory(config, ordered, store_dir)
@@ -172,7 +172,8 @@ def find_store(
     """The store that `prepare_store` would give; None where it is not made yet. Looks at files' sizes and
     times only.
 
-    Raises InputError for a prepared folder made with another tokenizer, and for a damaged store.
+    Raises InputError for a prepared folder made with another tokenizer, and for a store whose sidecar or files' sizes
+    are wrong; the content of the files is not looked at.
     """
     if _is_prepared(source):
         return _open_prepared(name, source, tokenizer, chat)
@@ -199,9 +200,9 @@ def prepare_store(
     encoded; nothing half-written stays.
     """
     found = find_store(name, source, tokenizer, store_dir, chat)
-    if found is not None:
-        return found
     store_dir = Path(store_dir)
+    if found is not None:
+        return _verified(found, store_dir)
     content = content_of(name, source, store_dir)
     directory = _store_directory(name, source, tokenizer, store_dir, content, chat)
     sweep(directory.parent, store_dir / "locks")
@@ -219,7 +220,7 @@ def prepare_store(
                 raise InputError(
                     f"source {name!r}: {source.location} changed while it was prepared; start again when it is complete"
                 )
-    return open_store(directory)
+    return _verified(open_store(directory), store_dir)
 
 
 def prepare_folder(
@@ -343,12 +344,23 @@ def _write_folder(
     return open_store(output_dir)
 
 
+def _verified(store: Store, store_dir: Path) -> Store:
+    """The store, its files read and held against their checksums where that was not done since they were touched."""
+    known = store_dir / "verified" / source_signature(SourceConfig(path=str(store.directory)))
+    if not is_there(known):
+        store.verify()
+        with suppress(OSError):  # a store folder that may not be written to: next time they are read again
+            known.parent.mkdir(parents=True, exist_ok=True)
+            known.touch()
+    return store
+
+
 def _is_prepared(source: SourceConfig) -> bool:
     return source.path is not None and is_store(os.path.expanduser(source.path))
 
 
 def _open_prepared(name: str, source: SourceConfig, tokenizer: Tokenizer, chat: ChatConfig) -> Store:
-    store = open_store(Path(source.path).expanduser())
+    store = open_store(os.path.expanduser(source.path))
     if store.facts.tokenizer_fingerprint != tokenizer.fingerprint:
         raise InputError(
             f"source {name!r}: {source.path} was prepared with tokenizer {store.facts.tokenizer_fingerprint},"
@@ -385,7 +397,7 @@ def _store_directory(
     name: str, source: SourceConfig, tokenizer: Tokenizer, store_dir: Path, content: str, chat: ChatConfig
 ) -> Path:
     # A flat file is used where it lies, so that its place is part of what the store is.
-    place = str(Path(source.path).expanduser().resolve()) if source.is_flat else None
+    place = os.path.realpath(os.path.expanduser(source.path)) if source.is_flat else None
     key = digest(STORE_VERSION, content, tokenizer.fingerprint, *_reading(source, chat), source.dtype, place)
     return store_dir / "stores" / f"{name}-{key[:16]}"
 

@@ -4,15 +4,16 @@ A store is a folder:
     tokens-00000.bin ...  little-endian u16 or u32 ids: each document's tokens, then end-of-text
     scored-00000.bin ...  in a store of conversations, beside each of them a byte a token: 1 in an answer, else 0
     documents.bin         a DOCUMENT record a document
-    store.json            the sidecar, written last: a folder without one is no store
+    store.json            the sidecar, written last: a folder without one is no store; it has the others' checksums
 """
 
+import json
 import os
 import struct
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 import numpy as np
 import xxhash
@@ -24,7 +25,7 @@ from curriculum.errors import InputError
 
 SIDECAR_NAME = "store.json"
 DOCUMENTS_NAME = "documents.bin"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 SHARD_TOKENS = 1 << 28
 SCORED_DTYPE = np.dtype("u1")
 DAMAGED = "delete the folder, and it is prepared again"
@@ -60,6 +61,12 @@ class StoreFacts:
     shards: list[Shard]
     num_scored: int | None = None  # tokens of answers, where the store says which they are
     chat: dict[str, str | None] | None = None  # by role the template that rendered conversations
+    checksums: dict[str, str] | None = None  # xxh3_128 of each file in the folder
+    checksum: str | None = None  # xxh3_128 of the fields above
+
+    def own_checksum(self) -> str:
+        """What `checksum` has to be."""
+        return xxhash.xxh3_128(json.dumps(asdict(replace(self, checksum=None)), sort_keys=True).encode()).hexdigest()
 
 
 class StoreWriter:
@@ -78,7 +85,8 @@ class StoreWriter:
         self.marks_scored = marks_scored
         self._num_scored = 0
         self._scored_hash = xxhash.xxh3_128()
-        self._documents = open(directory / DOCUMENTS_NAME, "wb")
+        self._checksums: dict[str, xxhash.xxh3_128] = {}
+        self._documents = self._open(DOCUMENTS_NAME)
         self._content = xxhash.xxh3_128()
         self._text = xxhash.xxh3_128()
         self._text_bytes = 0
@@ -95,9 +103,9 @@ class StoreWriter:
                 self._open_shard()
             room = self._shard_tokens - self.shards[-1].num_tokens
             written, tokens = tokens[:room], tokens[room:]
-            self._tokens.write(written.data)
+            self._write(self._tokens, written.data)
             if self.marks_scored:
-                self._scored.write(scored[:room].data)
+                self._write(self._scored, scored[:room].data)
                 scored = scored[room:]
             self.shards[-1] = Shard(self.shards[-1].path, self.shards[-1].num_tokens + len(written))
 
@@ -115,7 +123,8 @@ class StoreWriter:
         self.num_tokens += num_tokens
         self.num_documents += 1
         self.num_bytes += self._text_bytes
-        self._documents.write(struct.pack("<4Q", self.num_tokens, self._text_bytes, *split_hash(self._text)))
+        record = struct.pack("<4Q", self.num_tokens, self._text_bytes, *split_hash(self._text))
+        self._write(self._documents, record)
         self._content.update(self._text.digest())
         self._text.reset()
         self._text_bytes = 0
@@ -133,8 +142,9 @@ class StoreWriter:
             FORMAT_VERSION, source, tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eot, self._dtype,
             self.num_tokens, self.num_documents, self.num_bytes, self.num_empty, self._content.hexdigest(),
             self.shards, self._num_scored if self.marks_scored else None, chat,
+            {name: checksum.hexdigest() for name, checksum in self._checksums.items()},
         )  # fmt: skip
-        write_sidecar(self.directory / SIDECAR_NAME, facts)
+        write_sidecar(self.directory / SIDECAR_NAME, replace(facts, checksum=facts.own_checksum()))
 
     def close(self) -> None:
         """Close the files; without `finish` the folder holds no store."""
@@ -144,10 +154,18 @@ class StoreWriter:
     def _open_shard(self) -> None:
         self._close_shard()
         name = f"tokens-{len(self.shards):05d}.bin"
-        self._tokens = open(self.directory / name, "wb")
+        self._tokens = self._open(name)
         if self.marks_scored:
-            self._scored = open(self.directory / _scored_name(len(self.shards)), "wb")
+            self._scored = self._open(_scored_name(len(self.shards)))
         self.shards.append(Shard(name, 0))
+
+    def _open(self, name: str) -> BinaryIO:
+        self._checksums[name] = xxhash.xxh3_128()
+        return open(self.directory / name, "wb")
+
+    def _write(self, stream: BinaryIO, content: bytes | memoryview) -> None:
+        stream.write(content)
+        self._checksums[os.path.basename(stream.name)].update(content)
 
     def _close_shard(self) -> None:
         for stream in (self._tokens, self._scored):
@@ -204,6 +222,20 @@ class Store:
     def scored_stream(self) -> TokenView | None:
         """Which of the `stream` are scored, as in `scored_view`."""
         return self.scored_view()
+
+    def verify(self) -> None:
+        """Read every file of the folder; raises InputError for one whose content is not what was written."""
+        facts, written = self.facts, {DOCUMENTS_NAME}
+        for number, shard in enumerate(facts.shards):
+            written |= set() if os.path.isabs(shard.path) else {shard.path}
+            written |= set() if facts.num_scored is None else {_scored_name(number)}
+        checksums = facts.checksums or {}
+        if facts.checksum != facts.own_checksum() or checksums.keys() != written:
+            raise InputError(f"{self.directory / SIDECAR_NAME}: its checksum does not fit what it says; {DAMAGED}")
+        for name, expected in checksums.items():
+            found = xxhash.xxh3_128(_map_file(self.directory / name, np.dtype("u1"))).hexdigest()
+            if found != expected:
+                raise InputError(f"{self.directory / name}: checksum {found}; the sidecar says {expected}; {DAMAGED}")
 
     def document_tokens(self, document: int) -> np.ndarray:
         """The tokens of a document without end-of-text."""
