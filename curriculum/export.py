@@ -43,7 +43,7 @@ def export(
     do, and for a value too large for the dtype; then nothing is written.
     """
     directory, output = RunDirectory(Path(run)), Path(output_dir)
-    if not directory.resolved_config.exists():
+    if not os.path.isfile(directory.resolved_config):
         raise InputError(f"{run}: holds no run; expected a directory made by `curriculum train`")
     write = _chosen("--format", format, _FORMATS)
     numpy_name = _chosen("--dtype", dtype, _DTYPES)
@@ -176,5 +176,8 @@ def find_weights(directory: RunDirectory, step: str | int | None, weights: str) 
     item = _chosen("--weights", weights, _WEIGHTS)
     step, checkpoint = find_checkpoint(directory, step)
     if not (checkpoint / item).is_dir():
-        raise InputError(f"--weights {weights}: step {step} of {directory.path} was saved without a moving average")
+        raise InputError(
+            f"--weights {weights}: step {step} of {directory.path} was saved without a moving average, which "
+            "averages.ema_decay keeps; expected raw, or mean:PHASE"
+        )
     return step, checkpoint / item

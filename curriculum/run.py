@@ -97,7 +97,13 @@ class RunDirectory:
 
     def check_usable(self) -> None:
         """Raise InputError where the path cannot be a folder of ours; creates nothing."""
-        nearest = next((p for p in (self.path, *self.path.absolute().parents) if p.exists()), None)
+        try:
+            os.lstat(self.path / EVENTS)
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError as error:  # a name too long, links in a circle
+            raise InputError(f"--run-dir {self.path}: {error.strerror}; choose another") from None
+        nearest = next((p for p in (self.path, *self.path.absolute().parents) if os.path.lexists(p)), None)
         if nearest is None or not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
             raise InputError(f"--run-dir {self.path}: {nearest} is no folder that can be written to; choose another")
 
@@ -133,8 +139,11 @@ class Run:
     @property
     def start(self) -> dict[str, Any]:
         """The `training_start` event. Raises InputError while the record is empty."""
+        path = self.directory.path / EVENTS
         if not self.events:
-            raise InputError(f"{self.directory.path / EVENTS}: is empty; the run has not begun yet")
+            raise InputError(f"{path}: is empty; the run has not begun yet")
+        if self.events[0]["event"] != "training_start":
+            raise InputError(f"{path}:1: got {self.events[0]['event']}, expected training_start; restore the file")
         return self.events[0]
 
     @property
@@ -166,7 +175,7 @@ class Run:
 def load_run(run_dir: str | os.PathLike) -> Run:
     """Read a run directory. Raises InputError when there is none."""
     directory = RunDirectory(Path(run_dir))
-    if not directory.resolved_config.exists():
+    if not os.path.isfile(directory.resolved_config):  # False, too, for a name too long and links in a circle
         raise InputError(f"{run_dir}: holds no run; expected a directory made by `curriculum train`")
     return Run(directory, directory.resolved(), read_events(directory.path))
 
@@ -180,7 +189,7 @@ def find_checkpoint(
     is looked for there, then in `gold/` and `kept/`. `option` is how the user gave `wanted`. Raises InputError that
     lists the steps there are, also where the gold that the record names is gone.
     """
-    if isinstance(wanted, str) and wanted not in ("latest", "gold") and not (wanted.isascii() and wanted.isdecimal()):
+    if isinstance(wanted, str) and wanted not in ("latest", "gold") and not _is_step(wanted):
         raise InputError(f"{option} {wanted}: expected 'latest', 'gold' or the step of a checkpoint")
     found = {
         folder.name: checkpoint_steps(folder) for folder in (directory.checkpoints, directory.gold, directory.kept)
@@ -209,6 +218,10 @@ def find_checkpoint(
     raise InputError(f"{option} {wanted}: {directory.path} has no checkpoint of that step; there are: {there}")
 
 
+def _is_step(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 20
+
+
 def checkpoint_steps(folder: Path) -> list[int]:
     """Steps of the whole checkpoints in a folder, ascending; a save that was interrupted left none."""
     steps = [path for path in folder.glob("*") if path.name.isascii() and path.name.isdecimal()]
@@ -235,7 +248,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises InputError."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read: {error}; expected the JSON that this program wrote") from None
     if not isinstance(found, dict):
         raise InputError(f"{path}: got {json.dumps(found)[:60]}, expected the JSON object that this program wrote")
@@ -249,7 +262,7 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
     try:
         with np.load(path) as arrays:
             return {name: arrays[name] for name in arrays.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:  # TypeError: an .npy
         raise InputError(f"{path}: cannot be read: {error}; expected the arrays that this program wrote") from None
 
 

@@ -217,7 +217,7 @@ def _read(path: Path, keys: tuple[str, ...]) -> list[dict[str, Any]]:
 
 def _checked(line: bytes, where: str, keys: tuple[str, ...]) -> dict[str, Any]:
     record = _parsed(line)
-    if not isinstance(record, dict) or any(key not in record for key in keys):
+    if not isinstance(record, dict) or any(key not in record for key in keys) or type(record["step"]) is not int:
         expected = f"one JSON object with {' and '.join(keys)}"
         raise InputError(
             f"{where}: got {line[:60].decode(errors='backslashreplace')!r}, expected {expected}; restore the file from "
@@ -230,7 +230,7 @@ def _parsed(line: bytes) -> Any:
     """What the line says, or the line itself as a string where it is not complete JSON."""
     try:
         return json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return line.decode(errors="backslashreplace")
 
 
