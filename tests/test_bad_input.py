@@ -538,7 +538,7 @@ RUNS = [
     Row("run with a config that is a list", write("run/config.resolved.json", "[]"), "compare run run", "run/config.resolved.json", "expected the JSON object"),
     Row("run with a config of another program", write("run/config.resolved.json", '{"name": "x"}'), BRANCH, "run/config.resolved.json: has no tokenizer", "restore it from a copy"),
     Row("run with a wrong value in its config", replace("run/config.resolved.json", '"batch_size": 4', '"batch_size": "4"'), EVAL, "config.resolved.json: train.batch_size", "expected an integer"),
-    Row("run whose config.yaml is a bomb", write("run/config.yaml", LAUGHS), BRANCH, "run/config.yaml:", "are aliases nested?"),
+    Row("run whose config.yaml names code", write("run/config.yaml", "name: !!python/name:os.system x"), BRANCH, "run/config.yaml:1:7", "expected plain YAML without tags"),
     Row("run without events", remove("run/events.jsonl"), "inspect run", "run/events.jsonl", "expected the directory of a run"),
     Row("run with events that are none", write("run/events.jsonl", "hello\n"), "inspect run", "run/events.jsonl:1", "restore the file from a copy"),
     Row("run with events nested deeply", write("run/events.jsonl", DEEP + "\n"), "report run -o r.html", "run/events.jsonl:1", "restore the file from a copy"),
@@ -651,19 +651,19 @@ def listing():
     return found
 
 
-@pytest.fixture
-def folder(good, tmp_path, monkeypatch):
-    folder = tmp_path / "here"
-    shutil.copytree(good, folder, ignore=shutil.ignore_patterns("run", "run2"))
-    monkeypatch.chdir(folder)
-    return folder
+def enter(row, good, tmp_path, monkeypatch):
+    """Go to a copy of the good folder, with its runs where the command asks for one, and make the row's input.
 
-
-def check(row, good, run):
-    if "run" in row.command:
-        for name in ("run", "run2"):
-            shutil.copytree(good / name, name)
+    Where the command line alone is wrong, to the good folder itself: it has to stay as it is.
+    """
+    if row.make is not nothing:
+        runs = () if "run" in row.command else ("run", "run2")
+        good = shutil.copytree(good, tmp_path / "here", ignore=shutil.ignore_patterns(*runs))
+    monkeypatch.chdir(good)
     row.make()
+
+
+def check(row, run):
     before = listing()
     code, out, errors = run(row)
     assert code == 2, errors
@@ -679,8 +679,9 @@ def check(row, good, run):
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.what)
-def test_wrong_input(row, good, folder, monkeypatch, capfd):
-    check(row, good, lambda row: in_process(monkeypatch, capfd, row))
+def test_wrong_input(row, good, tmp_path, monkeypatch, capfd):
+    enter(row, good, tmp_path, monkeypatch)
+    check(row, lambda row: in_process(monkeypatch, capfd, row))
 
 
 BY_SUBPROCESS = [
@@ -701,9 +702,10 @@ BY_SUBPROCESS = [
 
 
 @pytest.mark.parametrize("what", BY_SUBPROCESS)
-def test_wrong_input_by_subprocess(what, good, folder):
+def test_wrong_input_by_subprocess(what, good, tmp_path, monkeypatch):
     (row,) = (row for row in TABLE if row.what == what)
-    check(row, good, by_subprocess)
+    enter(row, good, tmp_path, monkeypatch)
+    check(row, by_subprocess)
 
 
 def test_the_table_is_whole():
@@ -713,8 +715,9 @@ def test_the_table_is_whole():
     assert commands <= {row.command.split()[0] for row in TABLE}
 
 
-def test_code_in_a_folder_of_text_is_text(folder):
+def test_code_in_a_folder_of_text_is_text(tmp_path, monkeypatch):
     """A loading script beside the text is read as one more text: nothing imports it."""
+    monkeypatch.chdir(tmp_path)
     write("extra/extra.py", "open('pwned', 'w')")()
     prepare_folder(["extra"], byte_tokenizer(), "o")
     assert b"open('pwned'" in bytes(np.fromfile("o/tokens-00000.bin", "<u2").astype(np.uint8))

@@ -31,7 +31,7 @@ _COMMON = {
     "print_blob": True,
 }
 settings.register_profile("quick", max_examples=60, derandomize=True, **_COMMON)
-settings.register_profile("long", max_examples=5_000, **_COMMON)
+settings.register_profile("long", max_examples=2_000, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 LONGEST_SECONDS = 1.0  # of the processor, for one input
