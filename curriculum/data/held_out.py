@@ -10,6 +10,8 @@ from curriculum.data.split import Split, split_documents
 from curriculum.data.store import Store, split_hash
 from curriculum.data.tokenizer import Tokenizer
 
+_RELEASE_EVERY = 500  # documents; about 32 MB of pages
+
 
 def split_store(store: Store, tokenizer: Tokenizer, share: float, min_tokens: int = 1) -> Split:
     """The split of a store as `split_documents` makes it, a divided document cut between characters.
@@ -54,17 +56,22 @@ def held_out_piece(store: Store, tokenizer: Tokenizer, split: Split) -> EvalDocu
 def eval_documents(store: Store, tokenizer: Tokenizer, split: Split | None = None) -> Iterator[EvalDocument]:
     """What `split` holds out of a store, in the store's order; without a split all its documents.
 
-    The tail of a divided document counts as a document of its own.
+    The tail of a divided document counts as a document of its own. Each is a copy, and the pages that it was read from
+    are given back: the memory is that of the documents, wherever they lie in the store.
     """
     if split is None:
         split = Split(np.zeros(store.facts.num_documents, bool))
     if (piece := held_out_piece(store, tokenizer, split)) is not None:
         yield piece
-    for document in split.held_out.tolist():
+    for number, document in enumerate(split.held_out.tolist(), start=1):
         record = store.documents[document]
+        scored = store.document_scored(document)
         yield EvalDocument(
-            store.document_tokens(document),
+            store.document_tokens(document).copy(),
             int(record["bytes"]),
             tuple(record["hash"].tolist()),
-            store.document_scored(document),
+            None if scored is None else scored.copy(),
         )
+        if number % _RELEASE_EVERY == 0:
+            store.release()
+    store.release()

@@ -8,6 +8,7 @@ A store is a folder:
 """
 
 import json
+import mmap
 import os
 import struct
 from dataclasses import asdict, dataclass, replace
@@ -246,6 +247,14 @@ class Store:
         """Which of the `document_tokens` are scored, u8; None where the store does not say."""
         start, stop = self._text_span(document)
         return None if self.scored_stream is None else self.scored_stream[start:stop]
+
+    def release(self) -> None:
+        """Give back the memory of the token pages read so far; what is read again comes from the disk or its cache.
+
+        Each read of a document maps the 64 KB around it: documents scattered over a file would map most of it.
+        """
+        for shard in [*self.shards, *(self._scored_shards if self.facts.num_scored is not None else ())]:
+            shard.base.base.madvise(mmap.MADV_DONTNEED)  # an array, of a np.memmap, of the map
 
     def _text_span(self, document: int) -> tuple[int, int]:
         stop = int(self.documents["end"][document])
