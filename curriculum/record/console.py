@@ -4,6 +4,7 @@ Two lines an eval, one line a verdict, a header, a sign of life between evals, a
 from, what to deploy and how to open TensorBoard.
 """
 
+import os
 import re
 import shlex
 import shutil
@@ -155,8 +156,14 @@ class Console:
 
     def _show(self, text: str) -> None:
         encoding = self._stream.encoding or "utf-8"
-        self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
-        self._stream.flush()
+        try:
+            self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+            self._stream.flush()
+        except OSError as error:  # a pipe's reader or a terminal that is gone: the run is not to end with it
+            self._log.write(f"console: {error.strerror}; what follows stands here alone\n")
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
 
 
 def header(event: dict[str, Any], run_dir: Path) -> Iterator[str]:
