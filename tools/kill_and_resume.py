@@ -199,15 +199,16 @@ class Watched:
         self.run, self.store = run, store
         self._lines: dict[Path, tuple[int, list[dict]]] = {}
         self._left = {self._identity(path) for name in _SIGNS for path in self._signs(name)}
-        self.sizes = self._sizes()
+        self._told_before = [*self.lines("events.jsonl")]
 
     def there(self, name: str) -> bool:
         """Whether a file or folder is there that stands for `name`, and is of this process."""
         return any(self._identity(path) not in self._left for path in self._signs(name))
 
     def told(self) -> bool:
-        """Whether this process has written to the record, or cut it."""
-        return self._sizes() != self.sizes
+        """Whether this process has told an event: one that it only cut back to was there before."""
+        events = self.lines("events.jsonl")
+        return bool(events) and events[-1] not in self._told_before
 
     def at_boundary(self) -> bool:
         """Between the eval that closes a phase and the next row."""
@@ -232,10 +233,6 @@ class Watched:
         if path not in self._lines or self._lines[path][0] != size:
             self._lines[path] = (size, read_lines(path))
         return self._lines[path][1]
-
-    def _sizes(self) -> list[int | None]:
-        paths = [self.run / name for name in ("events.jsonl", "metrics.jsonl", "superseded.jsonl")]
-        return [path.stat().st_size if path.exists() else None for path in paths]
 
     def _signs(self, name: str) -> Iterator[Path]:
         return _glob(self.store if name == "preparing" else self.run, _SIGNS[name])
@@ -307,10 +304,8 @@ def states(watched: Watched) -> list[str]:
     if not watched.told():
         if not watched.run.exists():
             found.append("nothing there yet")
-        return found or ["starting, nothing written yet"]
+        return found or ["starting, nothing told yet"]
     events = watched.lines("events.jsonl")
-    if not events:
-        return found or ["before the first event"]
     if events[-1]["event"] == "training_complete":
         return [*found, "done, but for its end"]
     if watched.at_boundary():
