@@ -152,11 +152,12 @@ def write_text(path: Path, num_bytes: float, seed: int) -> None:
     written = 0
     with open(path, "w", encoding="utf-8") as file:
         while written < num_bytes:
-            ranks = (len(words) ** rng.random(500_000)).astype(int) - 1
+            lengths = rng.integers(5, 501, 2000)
+            ranks = (len(words) ** rng.random(lengths.sum())).astype(int) - 1
             drawn = words[ranks]
             once = np.flatnonzero(rng.random(len(drawn)) < 1 / 40)
             drawn[once] = [f"{number:x}" for number in rng.integers(1 << 36, 1 << 40, len(once))]
-            for document in np.split(drawn, np.cumsum(rng.integers(5, 500, 1900))):
+            for document in np.split(drawn, np.cumsum(lengths)[:-1]):
                 line = f'{{"text": "{" ".join(document.tolist())}"}}\n'
                 file.write(line)
                 written += len(line)

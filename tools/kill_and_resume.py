@@ -35,7 +35,7 @@ CLOCK_FIELDS = {
 OF_THE_CLOCK = {*CLOCK_FIELDS, "offsets"}  # the record's lines are as long as their clock fields
 PHASE_ENDS = (40, 80)
 STEPS, EVAL_EVERY, LOG_EVERY, CHECKPOINT_EVERY = 120, 10, 2, 5
-POLL_SECONDS = 0.0005
+POLL_SECONDS = 0.001
 PATIENCE_STEPS = 30  # for a state that does not come
 # What a kill aims at, and how long after it was seen at most: about as long as it lasts.
 AIMS = {
@@ -267,22 +267,25 @@ def watch(process: subprocess.Popen, watched: Watched, aim: str | None, chance: 
     delay = 0.0 if aim is None else chance.uniform(0, AIMS[aim])
     let_by = chance.randint(0, 2) if aim in ("save", "eval", "delete") else 0  # not always the first occasion
     size, was = None, False
-    while process.poll() is None:
-        now, new_size = time.monotonic(), metrics.stat().st_size if metrics.exists() else 0
-        if first_row_s is None and size is not None and new_size > size:
-            first_row_s, first_step = now - started, watched.step()
-        size = new_size
-        if aim is not None and reached is None:
-            there = aimed_at(aim, watched, first_row_s is not None)
-            let_by -= there and not was
-            was = there
-            late = first_step is not None and watched.step() >= first_step + PATIENCE_STEPS
-            if late or (there and let_by < 0) or (there and aim in ("prepare", "cut", "step", "boundary")):
-                reached = now
-        if reached is not None and now - reached >= delay:
+    try:
+        while process.poll() is None:
+            now, new_size = time.monotonic(), metrics.stat().st_size if metrics.exists() else 0
+            if first_row_s is None and size is not None and new_size > size:
+                first_row_s, first_step = now - started, watched.step()
+            size = new_size
+            if aim is not None and reached is None:
+                there = aimed_at(aim, watched, first_row_s is not None)
+                let_by -= there and not was
+                was = there
+                late = first_step is not None and watched.step() >= first_step + PATIENCE_STEPS
+                if late or (there and let_by < 0) or (there and aim in ("prepare", "cut", "step", "boundary")):
+                    reached = now
+            if reached is not None and now - reached >= delay:
+                break
+            time.sleep(POLL_SECONDS)
+    finally:  # also where this tool itself is interrupted
+        if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-            break
-        time.sleep(POLL_SECONDS)
     process.wait()
     return first_row_s
 
