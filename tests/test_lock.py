@@ -46,7 +46,9 @@ def test_the_second_process_is_refused_and_told_who_it_is(holder, tmp_path):
     with pytest.raises(InputError) as told, RunLock(tmp_path) as lock:
         lock.take()
     message = str(told.value)
-    assert message.startswith(f"{tmp_path}: is being trained by process {holder.pid} on {os.uname().nodename} (since 20")
+    assert message.startswith(
+        f"{tmp_path}: is being trained by process {holder.pid} on {os.uname().nodename} (since 20"
+    )
     assert f"command -c {tmp_path})" in message and message.endswith("stop it, or choose another --run-dir")
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait()

@@ -28,7 +28,9 @@ def test_a_manifest_names_size_and_checksum_of_every_file(folder):
     content = (folder / "params/d/x").read_bytes()
     assert manifest["files"]["params/d/x"] == {"bytes": 5120, "xxh3_128": xxhash.xxh3_128_hexdigest(content)}
     rest = {key: manifest[key] for key in ("files", "step")}
-    assert manifest["checksum"] == xxhash.xxh3_128_hexdigest(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())
+    assert manifest["checksum"] == xxhash.xxh3_128_hexdigest(
+        json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()
+    )
     assert damage(folder) is None and not list(folder.glob("*.tmp"))
 
 

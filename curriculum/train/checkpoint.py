@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import re
 import shutil
@@ -25,13 +24,11 @@ from curriculum.manifest import sync, sync_folder, write_manifest
 from curriculum.model.model import parameter_name
 from curriculum.record.append import DISK_ERRORS
 from curriculum.run import checkpoint_steps, step_folders
+from curriculum.train.quiet import quiet_failed_saves
 from curriculum.train.step import TrainState
 
 _EMA = "ema"  # an item of its own where a moving average is kept, so that it can be read alone
 _LEFT_OVER = re.compile(r"\.\d+\.(saving.*|deleting|adopted)")
-
-# Orbax logs the traceback of a save that failed in the background; here whoever waits for the save is told.
-logging.getLogger("absl").addFilter(lambda record: "Handler Commit operations or the Commit" not in record.msg)
 
 
 class SaveFailed(OSError):
@@ -64,6 +61,7 @@ class Checkpoints:
 
     @cached_property
     def _writer(self) -> ocp.AsyncCheckpointer:
+        quiet_failed_saves()
         return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
 
     @cached_property
@@ -96,9 +94,10 @@ class Checkpoints:
         )
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
+            self._drop_partial()  # of a save that failed: writes that were under way then may have ended since
             self._writer.save(self._partial(step), items)
         except (OSError, ValueError) as error:
-            self._drop_partial(step)
+            self._drop_partial()
             raise self._failure(step, error) from None
         self._pending = step, self._thread.submit(self._finish, step)
 
@@ -112,7 +111,7 @@ class Checkpoints:
             partial.rename(self.directory / str(step))
             sync(self.directory)
         except BaseException:
-            self._drop_partial(step)
+            self._drop_partial()
             raise
         steps = self.steps()
         kept = set(steps if self._keep is None else steps[-self._keep :])
@@ -125,8 +124,8 @@ class Checkpoints:
     def _partial(self, step: int) -> Path:
         return self.directory / f".{step}.saving"
 
-    def _drop_partial(self, step: int) -> None:
-        for path in self.directory.glob(f".{step}.saving*"):
+    def _drop_partial(self) -> None:
+        for path in self.directory.glob(".*.saving*"):
             shutil.rmtree(path, ignore_errors=True)
 
     def _failure(self, step: int, error: Exception) -> Exception:
@@ -155,10 +154,11 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            if "_thread" in self.__dict__:
+            if "_writer" in self.__dict__:
                 self._thread.shutdown()
                 self._writer.close()
                 del self._thread, self._writer
+                self._drop_partial()
 
     def baselines(self, step: int) -> dict[str, np.ndarray]:
         """What `save` got as such, on the host."""

@@ -65,14 +65,16 @@ class Damaged(NamedTuple):
     why: str
 
 
-def damaged_checkpoints(directory: RunDirectory, step: int | None) -> list[Damaged]:
-    """The damaged ones among the `checkpoints/` of a run that goes on from `step`, or begins anew.
+def damaged_checkpoints(directory: RunDirectory, resumed: Resumed | None) -> list[Damaged]:
+    """The damaged ones among the `checkpoints/` of a run that goes on from one of its own, or begins anew.
 
     Of those that are older, only the ledger is read: it says which golds must stay.
     """
     found = []
     for s, folder in step_folders(directory.checkpoints).items():
-        if s != step and (why := damage(folder, "ledger/" if step is not None and s < step else "")):
+        older = resumed is not None and s < resumed.step
+        verified = resumed is not None and folder == resumed.folder
+        if not verified and (why := damage(folder, "ledger/" if older else "")):
             found.append(Damaged(s, folder, why))
     return found
 

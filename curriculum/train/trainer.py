@@ -131,12 +131,13 @@ def _run(
             lock.take()
             if directory.holds_run():
                 raise InputError(f"{directory.path}: another process began a run here; choose another --run-dir")
-        damaged = _set_damaged_aside(directory, checkpoints, step)
+        damaged = _set_damaged_aside(directory, checkpoints, resumed)
         set_aside(directory.path)
     else:
         step, folder, saved = resumed
         ledger.check_past(saved, setup)
-        if step == setup.schedule.total_steps == max(checkpoints.steps(), default=None):
+        own = folder.parent == directory.checkpoints
+        if own and step == setup.schedule.total_steps == max(checkpoints.steps(), default=None):
             if complete := load_run(directory.path).complete:
                 added = [name for name in setup.suite.evalsets if name not in saved["history"]["eval_sets"]]
                 unmeasured = f" Not measured: {', '.join(added)} (give it more train.steps)." if added else ""
@@ -147,7 +148,7 @@ def _run(
         source = Checkpoints(folder.parent)
         state = setup.restore(source, step, tuple(saved["sources"]))
         history = ledger.History.of(saved, source.baselines(step))
-        damaged = _set_damaged_aside(directory, checkpoints, step)
+        damaged = _set_damaged_aside(directory, checkpoints, resumed)
         checkpoints.adopt(folder)
     with BestCheckpoints(directory, step) as best:
         last = -1 if step is None else step
@@ -173,15 +174,19 @@ def _run(
             record.close()
 
 
-def _set_damaged_aside(directory: RunDirectory, checkpoints: Checkpoints, step: int | None) -> list[dict[str, Any]]:
-    """Move what is damaged of a run's `checkpoints/` away before it goes on from `step`, and tell it on stderr."""
+def _set_damaged_aside(
+    directory: RunDirectory, checkpoints: Checkpoints, resumed: Resumed | None
+) -> list[dict[str, Any]]:
+    """Move what is damaged of a run's `checkpoints/` away before it goes on, and tell it on stderr."""
     moved = []
-    for s, folder, why in damaged_checkpoints(directory, step):
+    for s, folder, why in damaged_checkpoints(directory, resumed):
         to = checkpoints.set_aside(s).relative_to(checkpoints.directory.parent)
         moved.append({"step": s, "why": why, "moved_to": str(to)})
         print(f"{folder}: is damaged: {why}; moved to {directory.path / to}", file=sys.stderr)
     if moved:
-        where = "no checkpoint verifies: the run begins anew" if step is None else f"the run goes on from step {step}"
+        where = "no checkpoint verifies: the run begins anew"
+        if resumed is not None:
+            where = f"the run goes on from step {resumed.step}"
         print(f"{directory.path}: {where}", file=sys.stderr)
     return moved
 
