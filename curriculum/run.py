@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from curriculum.errors import InputError
-from curriculum.manifest import MANIFEST, damage
+from curriculum.manifest import damage
 from curriculum.record.append import DISK_ERRORS, tell
 from curriculum.record.events import EVENTS, last_gold, plain, read_events, read_metrics
 
@@ -246,9 +246,12 @@ def step_folders(place: Path) -> dict[int, Path]:
 
 
 def checkpoint_steps(place: Path) -> list[int]:
-    """Steps of the checkpoints in a folder that have all that one has, ascending; their bytes may be damaged."""
-    items = (*CHECKPOINT_ITEMS, MANIFEST)
-    return [step for step, folder in step_folders(place).items() if all((folder / item).exists() for item in items)]
+    """Steps of the checkpoints in a folder that have all that one has, ascending; its files may be damaged."""
+    return [
+        step
+        for step, folder in step_folders(place).items()
+        if all((folder / item).is_dir() for item in CHECKPOINT_ITEMS)
+    ]
 
 
 def read_ledger(checkpoint: Path) -> dict[str, Any]:

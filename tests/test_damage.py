@@ -1,5 +1,6 @@
 """Run directories with damaged files: said in a line, and nothing is made of them."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,7 @@ def test_arrays_of_which_any_file_is_cut_cannot_be_read(folder, file):  # noqa: 
 
 def test_a_checkpoint_that_cannot_be_read_is_told_and_nothing_is_made(folder):  # noqa: F811
     damage("run/checkpoints/2/params")
+    shutil.rmtree("run/gold/2", ignore_errors=True)
     damaged = r"checkpoints/2: is damaged: params/.* bytes, the checksum manifest says .*\(those that verify: .*4"
     with pytest.raises(InputError, match=f"--step 2: .*{damaged}"):
         evaluate("run", step=2, store_dir="store")
