@@ -231,6 +231,7 @@ class Checkpoints:
 
     def _delete(self, step: int) -> None:
         gone = self.directory / f".{step}.deleting"
+        shutil.rmtree(gone, ignore_errors=True)  # of a deletion that failed
         (self.directory / str(step)).rename(gone)
         sync(self.directory)
         shutil.rmtree(gone)
