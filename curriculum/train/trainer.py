@@ -265,7 +265,7 @@ def evaluate(run: Running, done: int, names: list[str]) -> Evaluated:
     with run.clock.paused(run.state):
         started = time.perf_counter()
         results = setup.suite.run(run.state.params, names)
-        if done in setup.schedule.phase_ends:
+        if done in setup.schedule.phase_ends and setup.config.averages.phase_mean is not None:
             run.settle(done, run.checkpoints)  # the mean of a phase is of checkpoints that were saved
         averages = averages_at(setup, done, run.state, run.checkpoints, run.directory.averages)
         averaged = {average: setup.suite.run(params, names) for average, params in averages.items()}
@@ -299,9 +299,8 @@ def save(run: Running, done: int, planned: bool) -> dict[str, int] | None:
     """
     check_finite(run.state)
     with run.clock.paused(run.state):
-        run.settle(
-            done
-        )  # the golds that the ledger names are whole before it is; the gold of `done` itself comes after
+        # The golds that the ledger names are whole before it is; the gold of `done` itself comes after.
+        run.settle(done)
         try:
             before = run.offsets()
             run.record.event("checkpoint", done, path=f"checkpoints/{done}")
