@@ -18,7 +18,7 @@ from pydantic import Field
 from curriculum.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from curriculum.errors import InputError
 from curriculum.model.presets import HOW, ModelSection, model_problems, resolve_model
-from curriculum.run import RunDirectory, checkpoint_steps, find_checkpoint, read_json, read_ledger
+from curriculum.run import RunDirectory, find_checkpoint, read_json, read_ledger, step_folders, undamaged
 from phases.schedule import Phase
 
 if TYPE_CHECKING:
@@ -81,9 +81,9 @@ def find_base(init_from: str | os.PathLike) -> Base:
         raise InputError(f"got an empty path, expected {_EXPECTED}")
     path = Path(os.path.abspath(os.path.expanduser(given)))
     if path.parent.name in _PLACES and (run := _run_at(path.parents[1], given)) is not None:
-        steps = checkpoint_steps(path.parent)
+        steps = step_folders(path.parent)
         if path.name in map(str, steps):
-            return Base(given, run, int(path.name), run.path / path.parent.name / path.name)
+            return Base(given, run, int(path.name), undamaged(run.path / path.parent.name / path.name))
         raise InputError(f"{given!r} is no whole checkpoint; there are: {', '.join(map(str, steps)) or 'none'}")
     if not os.path.exists(path):
         parent = next(p for p in path.parents if os.path.exists(p))

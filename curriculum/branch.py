@@ -13,14 +13,24 @@ from typing import Any
 
 from curriculum.config import Config, changed_config, load_config
 from curriculum.errors import InputError
+from curriculum.lock import RunLock
+from curriculum.manifest import update_manifest
 from curriculum.model.model import Model
 from curriculum.plan import DEFAULT_STORE_DIR
 from curriculum.record.board import Board
 from curriculum.record.events import EVENTS, METRICS, Record, check_offsets, plain, read_events, read_metrics
-from curriculum.run import Run, RunDirectory, checkpoint_steps, load_run, read_ledger, write_text, write_tokenizer
+from curriculum.run import (
+    Run,
+    RunDirectory,
+    checkpoint_steps,
+    load_run,
+    read_ledger,
+    undamaged,
+    write_text,
+    write_tokenizer,
+)
 from curriculum.train import ledger
 from curriculum.train.averages import SIDECAR
-from curriculum.train.checkpoint import check_readable
 from curriculum.train.edits import compare
 from curriculum.train.fields import branch_edit, derived
 from curriculum.train.setup import Setup, build
@@ -59,6 +69,8 @@ def branch(
     if step is None:
         there = ", ".join(map(str, sorted(folders))) or "none"
         raise InputError(f"--at {at}: {trunk.directory.path} has no checkpoint at or before it; there are: {there}")
+    undamaged(folders[step], f"--at {at}: ")
+    undamaged(folders[max(folders)])
     config = _config(trunk, overrides, dataset_dirs, eval_dataset_dirs)
     if step < at:
         _check_steps_between(trunk.config, config, step, at, sorted(folders))
@@ -93,10 +105,11 @@ def branch(
     if config.origin.text is not None:  # the branch has its own copy of the file
         origin = replace(config.origin, file=str(directory.path / "config.yaml"))
         setup.config = replace(setup.config, origin=origin)
-    check_readable(folders[step])
     setup.begins_branch = True
     _create(directory, trunk.directory, setup, step, folders[step])
-    return train_built(setup, directory, to_resume(directory, "latest"))
+    with RunLock(directory.path) as lock:
+        lock.take()
+        return train_built(setup, directory, to_resume(directory, "latest"), lock)
 
 
 def _check_new(directory: RunDirectory) -> None:
@@ -263,6 +276,7 @@ def _copy_checkpoint(to: Path, checkpoint: Path, setup: Setup, offsets: Mapping[
     _copy_to(to, checkpoint)
     changed = {**ledger.scheduled(setup), "branched_from": setup.branched_from, "offsets": offsets}
     write_text(to / "ledger" / "metadata", json.dumps({**read_ledger(checkpoint), **changed}))
+    update_manifest(to, ["ledger/metadata"])
 
 
 def _copy_to(to: Path, path: Path) -> None:

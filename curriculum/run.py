@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from curriculum.errors import InputError
-from curriculum.record.events import EVENTS, plain, read_events, read_metrics
+from curriculum.manifest import damage
+from curriculum.record.append import DISK_ERRORS, tell
+from curriculum.record.events import EVENTS, last_gold, plain, read_events, read_metrics
 
 if TYPE_CHECKING:
     import numpy as np
@@ -62,6 +64,11 @@ class RunDirectory:
     def kept(self) -> Path:
         return self.path / "kept"
 
+    @property
+    def places(self) -> tuple[Path, ...]:
+        """The folders that hold checkpoints, in the order in which a step is looked for."""
+        return self.checkpoints, self.gold, self.kept
+
     def holds_run(self) -> bool:
         """Whether a run was begun here: it has a record or checkpoints."""
         return (self.path / EVENTS).exists() or self.checkpoints.exists()
@@ -92,8 +99,14 @@ class RunDirectory:
         write_text(self.path / "model.json", json.dumps(model, indent=2) + "\n")
 
     def write_training_state(self, state: dict[str, Any]) -> None:
-        """Rewrite the summary of where the run stands."""
-        write_text(self.path / "training_state.json", json.dumps(plain(state), indent=2, allow_nan=False) + "\n")
+        """Rewrite the summary of where the run stands. On a full disk the old one stays, and that is told."""
+        path = self.path / "training_state.json"
+        try:
+            write_text(path, json.dumps(plain(state), indent=2, allow_nan=False) + "\n")
+        except OSError as error:
+            if error.errno not in DISK_ERRORS:
+                raise
+            tell(f"{path}: cannot be written: {error.strerror}; it stays as it was")
 
     def check_usable(self) -> None:
         """Raise InputError where the path cannot be a folder of ours; creates nothing."""
@@ -183,24 +196,23 @@ def load_run(run_dir: str | os.PathLike) -> Run:
 def find_checkpoint(
     directory: RunDirectory, wanted: str | int | None = None, *, option: str = "--step"
 ) -> tuple[int, Path]:
-    """(step, folder) of a whole checkpoint: the "latest", the "gold" one, or that of a step.
+    """(step, folder) of a checkpoint that verifies: the "latest", the "gold" one, or that of a step.
 
     None is the gold one, or the latest where the record names no gold. "latest" is the newest of `checkpoints/`; a step
     is looked for there, then in `gold/` and `kept/`. `option` is how the user gave `wanted`. Raises InputError that
-    lists the steps there are, also where the gold that the record names is gone.
+    lists the steps there are, also where the gold that the record names is gone; and where the one that is meant is
+    damaged, with those that are not.
     """
     if isinstance(wanted, str) and wanted not in ("latest", "gold") and not _is_step(wanted):
         raise InputError(f"{option} {wanted}: expected 'latest', 'gold' or the step of a checkpoint")
-    found = {
-        folder.name: checkpoint_steps(folder) for folder in (directory.checkpoints, directory.gold, directory.kept)
-    }
+    found = {folder.name: list(step_folders(folder)) for folder in directory.places}
     there = _listed(found)
     if not there:
         raise InputError(f"{directory.path}: has no checkpoint yet")
     if wanted is None or wanted == "gold":
         gold = _gold_step(read_events(directory.path)) if (directory.path / EVENTS).exists() else None
         if gold in found["gold"]:
-            return gold, directory.gold / str(gold)
+            return gold, undamaged(directory.gold / str(gold), f"{option} gold: " if wanted else "")
         if gold is not None:
             raise InputError(
                 f"{directory.gold / str(gold)}: is gone, or being saved, but the record names it as the gold "
@@ -211,21 +223,48 @@ def find_checkpoint(
     if wanted is None or wanted == "latest":
         if not found["checkpoints"]:
             raise InputError(f"{option} latest: {directory.checkpoints} is empty; there are: {there}")
-        return found["checkpoints"][-1], directory.checkpoints / str(found["checkpoints"][-1])
-    for folder, steps in found.items():
-        if int(wanted) in steps:
-            return int(wanted), directory.path / folder / str(int(wanted))
-    raise InputError(f"{option} {wanted}: {directory.path} has no checkpoint of that step; there are: {there}")
+        newest = found["checkpoints"][-1]
+        return newest, undamaged(directory.checkpoints / str(newest), f"{option} latest: " if wanted else "")
+    places = [directory.path / name for name, steps in found.items() if int(wanted) in steps]
+    if not places:
+        raise InputError(f"{option} {wanted}: {directory.path} has no checkpoint of that step; there are: {there}")
+    folders = [place / str(int(wanted)) for place in places]
+    whole = next((folder for folder in folders if damage(folder) is None), None)
+    return int(wanted), whole or undamaged(folders[0], f"{option} {wanted}: ")
 
 
 def _is_step(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) < 20
 
 
-def checkpoint_steps(folder: Path) -> list[int]:
-    """Steps of the whole checkpoints in a folder, ascending; a save that was interrupted left none."""
-    steps = [path for path in folder.glob("*") if path.name.isascii() and path.name.isdecimal()]
-    return sorted(int(path.name) for path in steps if all((path / item).is_dir() for item in CHECKPOINT_ITEMS))
+def undamaged(checkpoint: Path, given: str = "") -> Path:
+    """The folder of a checkpoint. Raises InputError where it does not verify, with the steps that do.
+
+    `given`: what the message begins with, how the user named it.
+    """
+    if (why := damage(checkpoint)) is None:
+        return checkpoint
+    places = RunDirectory(checkpoint.parents[1]).places
+    whole = {place.name: [s for s, folder in step_folders(place).items() if damage(folder) is None] for place in places}
+    raise InputError(
+        f"{given}{checkpoint}: is damaged: {why}; restore it from a copy, or use another step (those that verify: "
+        f"{_listed(whole) or 'none'})"
+    )
+
+
+def step_folders(place: Path) -> dict[int, Path]:
+    """Every folder with the name of a step, by step, ascending; it may be damaged."""
+    steps = [int(path.name) for path in place.glob("*") if path.name.isascii() and path.name.isdecimal()]
+    return {step: folder for step in sorted(steps) if (folder := place / str(step)).is_dir()}
+
+
+def checkpoint_steps(place: Path) -> list[int]:
+    """Steps of the checkpoints in a folder that have all that one has, ascending; its files may be damaged."""
+    return [
+        step
+        for step, folder in step_folders(place).items()
+        if all((folder / item).is_dir() for item in CHECKPOINT_ITEMS)
+    ]
 
 
 def read_ledger(checkpoint: Path) -> dict[str, Any]:
@@ -234,7 +273,8 @@ def read_ledger(checkpoint: Path) -> dict[str, Any]:
 
 
 def _gold_step(events: list[dict[str, Any]]) -> int | None:
-    return next((e["step"] for e in reversed(events) if e["event"] == "gold_checkpoint"), None)
+    gold = last_gold(events)
+    return gold and gold["step"]
 
 
 def _listed(found: dict[str, list[int]]) -> str:
@@ -267,10 +307,14 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file at once, so that a kill leaves the old one or the new one."""
+    """Replace a file at once, so that a kill or a full disk leaves the old one or the new one."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def write_tokenizer(directory: RunDirectory, tokenizer) -> None:

@@ -1,5 +1,6 @@
 """Run directories with damaged files: said in a line, and nothing is made of them."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from curriculum.config import build_config
 from curriculum.errors import InputError
 from curriculum.evaluate import evaluate
 from curriculum.export import export
+from curriculum.manifest import write_manifest
 from curriculum.run import CHECKPOINT_ITEMS, load_run
 from curriculum.train.checkpoint import load_params
 from curriculum.train.ledger import read_results
@@ -46,13 +48,15 @@ def test_arrays_of_which_any_file_is_cut_cannot_be_read(folder, file):  # noqa: 
 
 def test_a_checkpoint_that_cannot_be_read_is_told_and_nothing_is_made(folder):  # noqa: F811
     damage("run/checkpoints/2/params")
-    with pytest.raises(InputError, match="checkpoints/2/params: cannot be read"):
+    shutil.rmtree("run/gold/2", ignore_errors=True)
+    damaged = r"checkpoints/2: is damaged: params/.* bytes, the checksum manifest says .*\(those that verify: .*4"
+    with pytest.raises(InputError, match=f"--step 2: .*{damaged}"):
         evaluate("run", step=2, store_dir="store")
-    with pytest.raises(InputError, match="checkpoints/2/params: cannot be read"):
+    with pytest.raises(InputError, match=f"--step 2: .*{damaged}"):
         export("run", "exported", step=2)
-    with pytest.raises(InputError, match="checkpoints/2/params: cannot be read"):
+    with pytest.raises(InputError, match=damaged):
         train(beginning_from("run/checkpoints/2"), "new", store_dir="store")
-    with pytest.raises(InputError, match="checkpoints/2.*: cannot be read"):
+    with pytest.raises(InputError, match=f"--at 3: .*{damaged}"):
         branch("run", 3, "branched", overrides=["train.steps=6"], store_dir="store")
     assert not [name for name in ("exported", "new", "branched") if Path(name).exists()]
 
@@ -60,11 +64,12 @@ def test_a_checkpoint_that_cannot_be_read_is_told_and_nothing_is_made(folder):  
 def test_a_checkpoint_that_cannot_go_on_is_told(folder):  # noqa: F811
     config = build_config(load_run("run").config.to_json() | {"train": {"steps": 6, "batch_size": 4, "seq_len": 32}})
     damage("run/checkpoints/4/train")
+    damage("run/gold/4/train")
     before = sorted(Path("run").rglob("*"))
-    with pytest.raises(InputError, match="checkpoints/4.*: cannot be read: .*; use the checkpoint of another step"):
-        train(config, "run", resume="latest", store_dir="store")
+    with pytest.raises(InputError, match="--resume 4: .*checkpoints/4: is damaged: train/.*checksum"):
+        train(config, "run", resume=4, store_dir="store")
     assert sorted(Path("run").rglob("*")) == before
-    with pytest.raises(InputError, match="checkpoints/4.*: cannot be read"):
+    with pytest.raises(InputError, match="checkpoints/4: is damaged"):
         branch("run", 4, "branched", overrides=["train.steps=6"], store_dir="store")
     assert not Path("branched").exists()
 
@@ -82,6 +87,7 @@ def test_a_config_of_another_shape_is_told(tmp_path, content):
 def find_base_config(run):
     for item in CHECKPOINT_ITEMS:
         (run / "checkpoints/60" / item).mkdir(parents=True, exist_ok=True)
+    write_manifest(run / "checkpoints/60")
     return find_base(run).config
 
 

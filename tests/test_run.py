@@ -5,12 +5,14 @@ import json
 import pytest
 
 from curriculum.errors import InputError
+from curriculum.manifest import write_manifest
 from curriculum.run import CHECKPOINT_ITEMS, RunDirectory, checkpoint_steps, find_checkpoint, read_ledger
 
 
 def make_checkpoint(folder, items=CHECKPOINT_ITEMS):
     for item in items:
         (folder / item).mkdir(parents=True)
+    write_manifest(folder)
     return folder
 
 
@@ -19,7 +21,6 @@ def directory(tmp_path):
     """Checkpoints 90, 100 and 120, gold at 70 with 110 pending beside it, 50 kept; and what is no checkpoint."""
     for step in ("checkpoints/90", "checkpoints/100", "checkpoints/120", "gold/70", "gold/110", "kept/50"):
         make_checkpoint(tmp_path / step)
-    make_checkpoint(tmp_path / "checkpoints/130", ("params", "ledger"))
     make_checkpoint(tmp_path / "checkpoints/140.orbax-checkpoint-tmp-1")
     (tmp_path / "checkpoints/150").write_text("a file")
     write_events(tmp_path, 30, 70)
@@ -50,6 +51,8 @@ def write_events(folder, *gold_steps):
 def test_the_checkpoint_that_is_meant(directory, wanted, found):
     assert find_checkpoint(directory, wanted) == (int(found.partition("/")[2]), directory.path / found)
     assert checkpoint_steps(directory.checkpoints) == [90, 100, 120]
+    make_checkpoint(directory.checkpoints / "130", ("params", "ledger"))
+    assert checkpoint_steps(directory.checkpoints) == [90, 100, 120]
 
 
 def test_without_gold_it_is_the_latest(directory):
@@ -79,7 +82,7 @@ def test_a_gold_that_is_gone_is_not_replaced_by_another(directory, wanted):
         ("newest", "--resume newest: expected 'latest', 'gold' or the step of a checkpoint"),
         ("-5", "--resume -5: expected"),
         ("٢", "--resume ٢: expected"),
-        (130, "--resume 130: {run} has no checkpoint of that step; there are: 90, 100, 120; in gold/: 70, 110; "
+        (13, "--resume 13: {run} has no checkpoint of that step; there are: 90, 100, 120; in gold/: 70, 110; "
               "in kept/: 50"),
         ("140", "--resume 140: {run} has no checkpoint of that step"),
     ],

@@ -238,7 +238,8 @@ def test_grad_accum_changes_no_data_and_no_loss(corpus, store, whole, tmp_path):
 
 def test_a_finished_run_says_so_and_writes_nothing(corpus, store, whole, capsys):
     def files():
-        return {p: p.stat().st_mtime_ns for p in sorted(whole.rglob("*")) if p.is_file()}
+        files = [p for p in sorted(whole.rglob("*")) if p.is_file() and p.name != ".lock"]
+        return {p: p.stat().st_mtime_ns for p in files}
 
     before = files()
     complete = train(build_config(config_data(corpus)), whole, resume="latest", store_dir=store)
@@ -454,10 +455,14 @@ def test_a_refused_resume_changes_nothing(corpus, store, whole, tmp_path):
     run_dir = tmp_path / "run"
     shutil.copytree(whole, run_dir)
     (run_dir / "events.jsonl").write_text("")
-    before = {p: p.read_bytes() for p in run_dir.rglob("*") if p.is_file()}
+
+    def files():
+        return {p: p.read_bytes() for p in run_dir.rglob("*") if p.is_file() and p.name != ".lock"}
+
+    before = files()
     with pytest.raises(InputError, match="expected a line to end at byte"):
         train(build_config(config_data(corpus)), run_dir, resume=50, store_dir=store)
-    assert {p: p.read_bytes() for p in run_dir.rglob("*") if p.is_file()} == before and len(before) > 10
+    assert files() == before and len(before) > 10
 
 
 def test_a_run_is_read_without_its_data(corpus, store, tmp_path):
@@ -496,7 +501,7 @@ def test_a_save_that_would_not_be_made_is_an_error(corpus, store, whole, tmp_pat
     run_dir = tmp_path / "run"
     shutil.copytree(whole / "checkpoints", run_dir / "checkpoints")
     setup = build(build_config(config_data(corpus)), store)
-    with pytest.raises(RuntimeError, match=r"step 0 was not saved: steps \[50, 55, 60\] are there already"):
+    with pytest.raises(RuntimeError, match="step 0 was not saved: step 60 is there already"):
         Checkpoints(run_dir / "checkpoints", 3).save(
             setup.initial_state(), {"step": 0}, {"primary": np.zeros((3, 1), np.float32)}
         )

@@ -179,7 +179,7 @@ def test_the_gold_is_the_best_that_no_guard_objects_to_and_its_checkpoint_is_who
 
     setup = build(forgetful(texts), store)
     try:
-        kept = Checkpoints(told / "gold", keep=None, read_only=True)
+        kept = Checkpoints(told / "gold", keep=None)
         assert gold["step"] in kept.steps()
         state = setup.restore(kept, gold["step"], setup.plan.sources)
         kept.close()

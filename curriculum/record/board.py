@@ -31,6 +31,7 @@ from tensorboard.plugins.hparams.api_pb2 import STATUS_SUCCESS
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from curriculum.record.append import Appender
 from curriculum.record.console import verdict
 from curriculum.record.curves import all_sets, eval_curves, row_curves
 from curriculum.record.events import number
@@ -40,7 +41,7 @@ _HPARAM_SECTIONS = ("seed", "tokenizer", "model", "packing", "train", "optim", "
 
 
 class Board:
-    """Writes the events and rows of one process; everything is on file when a call returns.
+    """Writes the events and rows of one process; everything is on file when a call returns, unless the disk is full.
 
     A process begins with `training_start` or `resume`, which carries the plan. What an earlier process
     wrote after the step resumed from is taken back (`SessionLog.START`), so curves never run backwards.
@@ -107,22 +108,19 @@ class Board:
     def _writer(self, run: str) -> RecordWriter:
         if run not in self._writers:
             folder = self._folder / run
-            folder.mkdir(parents=True, exist_ok=True)
             # TensorBoard reads a run's files in the order of their names. A clock may go back, the count not.
             count = len(list(folder.glob("*.tfevents.*")))
             now = time.time()
-            writer = RecordWriter(open(folder / f"events.out.tfevents.{count:06d}.{now:.0f}", "xb"))
+            writer = RecordWriter(Appender(folder / f"events.out.tfevents.{count:06d}.{now:.0f}", new=True))
             self._writers[run] = writer
             start = SessionLog(status=SessionLog.START)
             writer.write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
             writer.write(Event(wall_time=now, step=self._first_step, session_log=start).SerializeToString())
-            writer.flush()
         return self._writers[run]
 
     def _write(self, run: str, step: int, wall_time: float, values: Iterable[Summary.Value]) -> None:
         event = Event(step=step, wall_time=wall_time, summary=Summary(value=values))
         self._writer(run).write(event.SerializeToString())
-        self._writer(run).flush()
 
     def _hparams(self, config: dict[str, Any], wall_time: float) -> list[Summary.Value]:
         hparams = dict(_flat({name: config[name] for name in _HPARAM_SECTIONS if name in config}))

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 from urllib.parse import quote
 
+from curriculum.record.append import DISK_ERRORS, Appender
 from curriculum.record.events import eval_averages, eval_sets, number
 
 _RECENT_EVALS = 5
@@ -39,7 +40,6 @@ class Console:
         clock: Callable[[], float] = time.monotonic,
         device_lines: Iterable[str] = (),
     ):
-        run_dir.mkdir(parents=True, exist_ok=True)
         self._run_dir = run_dir
         self._resume_command = resume_command
         self._stream = sys.stdout if stream is None else stream
@@ -48,7 +48,7 @@ class Console:
         self._progress_every_seconds = progress_every_seconds
         self._clock = clock
         self._progress_due = clock()
-        self._log = open(run_dir / "train.log", "a", encoding="utf-8", buffering=1)
+        self._log = Appender(run_dir / "train.log")
         self._device_lines = tuple(device_lines)
         self._total_steps = 0
         self._checkpoint_step: int | None = None
@@ -71,7 +71,10 @@ class Console:
                 self._print(*eval_lines(event, self._total_steps, self._seconds_left(event["step"])))
             case "checkpoint":
                 self._checkpoint_step = event["step"]
-                self._log.write(f"checkpoint at step {event['step']}: {self._checkpoint}\n")
+                self._log.write(f"checkpoint at step {event['step']}: {self._checkpoint}\n".encode())
+            case "checkpoint_failed":
+                self._checkpoint_step = event["last_good_step"]
+                self._print(verdict(event))
             case "training_complete":
                 self._complete = True
                 self._print(*self._closing(event))
@@ -83,7 +86,7 @@ class Console:
         due = self._clock() >= self._progress_due
         if due:
             self._progress_due = self._clock() + self._progress_every_seconds
-            self._log.write(line + "\n")
+            self._log.write(f"{line}\n".encode())
         if self._in_place:
             columns = shutil.get_terminal_size().columns
             self._show(f"\r\x1b[K{line[: columns - 1]}")
@@ -151,7 +154,7 @@ class Console:
             self._show("\r\x1b[K")
             self._progress_open = False
         for line in lines:
-            self._log.write(line + "\n")
+            self._log.write(f"{line}\n".encode())
             self._show(line + "\n")
 
     def _show(self, text: str) -> None:
@@ -159,7 +162,10 @@ class Console:
         try:
             self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
             self._stream.flush()
-        except OSError as error:  # a pipe's reader or a terminal that is gone: the run is not to end with it
+        except OSError as error:
+            if error.errno in DISK_ERRORS:  # it may be a file; train.log keeps the line
+                return
+            # A pipe's reader or a terminal that is gone: the run is not to end with it.
             self._log.write(f"console: {error.strerror}; what follows stands here alone\n")
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
@@ -243,8 +249,16 @@ def verdict(event: dict[str, Any]) -> str | None:
             return f"gold checkpoint at step {step}: {event['metric']} {_loss(event['value'])}{previous}"
         case "gold_blocked":
             return f"gold blocked at step {step}: {event['reason']}"
+        case "checkpoint_failed":
+            last, then = event["last_good_step"], event["next_try_step"]
+            good = "there is no good one yet" if last is None else f"the last good one is of step {last}"
+            again = "" if then is None else f"; the next is tried at step {then}"
+            return f"checkpoint failed: {event['path']} was not saved: {event['why']}; {good}{again}"
         case "resume":
-            return f"resumed at step {step} of {event['plan']['total_steps']}"
+            back = [
+                f"step {d['step']} is damaged ({d['why']}), moved to {d['moved_to']}" for d in event.get("damaged", [])
+            ]
+            return "; ".join([f"resumed at step {step} of {event['plan']['total_steps']}", *back])
     return None
 
 

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from curriculum.errors import InputError
+from curriculum.manifest import sync
+from curriculum.record.append import Appender
 
 EVENTS = "events.jsonl"
 METRICS = "metrics.jsonl"
@@ -44,7 +46,7 @@ class Record:
 
     tokens_at: number of tokens consumed once `step` updates are done; stands in every event.
     elapsed_before_s: what `elapsed_s` said when the checkpoint was saved that this process resumes from.
-    The views are closed with the record.
+    The views are closed with the record. On a full disk lines are held back: see Appender.
     """
 
     def __init__(
@@ -54,11 +56,10 @@ class Record:
         elapsed_before_s: float = 0.0,
         views: Iterable[View] = (),
     ):
-        run_dir.mkdir(parents=True, exist_ok=True)
         self._tokens_at = tokens_at
         self._clock_zero_s = time.monotonic() - elapsed_before_s
         self._views = tuple(views)
-        self._files = {name: open(run_dir / name, "ab") for name in (EVENTS, METRICS)}
+        self._files = {name: Appender(run_dir / name) for name in (EVENTS, METRICS)}
 
     @classmethod
     def resume(
@@ -106,19 +107,14 @@ class Record:
             view.row(row)
         return row
 
-    def flush(self) -> None:
-        """Returns once everything appended so far is on the disk."""
-        for file in self._files.values():
-            file.flush()
-            os.fsync(file.fileno())
-
     def offsets(self) -> dict[str, int]:
-        """Size in bytes of each file, flushed: what a checkpoint stores and `resume` takes."""
-        self.flush()
-        return {name: file.tell() for name, file in self._files.items()}
+        """Size in bytes of each file once every line is on the disk: what a checkpoint stores and `resume` takes.
+
+        Raises OSError while the disk does not take them: a checkpoint is never ahead of the record.
+        """
+        return {name: file.sync() for name, file in self._files.items()}
 
     def close(self) -> None:
-        self.flush()
         for file in self._files.values():
             file.close()
         for view in self._views:
@@ -127,7 +123,6 @@ class Record:
     def _append(self, name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         line = {key: _rounded(key, plain(value)) for key, value in fields.items()}
         self._files[name].write(json.dumps(line, allow_nan=False).encode() + b"\n")
-        self._files[name].flush()
         return line
 
 
@@ -179,6 +174,17 @@ def eval_sets(event: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
 def eval_averages(event: Mapping[str, Any]) -> dict[str, dict[str, tuple[Any, Any]]]:
     """The same as `eval_sets` of each average of the parameters that an `eval` event measured."""
     return {name: eval_sets(event[name]) for name in AVERAGES if name in event}
+
+
+def last_gold(events: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The newest `gold_checkpoint` event whose checkpoint could be saved."""
+    last, failed = None, set()
+    for event in reversed([e for e in events if e["event"] in ("gold_checkpoint", "checkpoint_failed")]):
+        if event["event"] == "checkpoint_failed":
+            failed.add(event["path"])
+        elif last is None and f"gold/{event['step']}" not in failed:
+            last = event
+    return last
 
 
 def record_name(evalset: str) -> str:
@@ -274,7 +280,7 @@ def _cut(run_dir: Path, offsets: Mapping[str, int]) -> None:
         file.flush()
         os.fsync(file.fileno())
     unfinished.replace(run_dir / _PENDING_CUT)
-    _sync_folder(run_dir)
+    sync(run_dir)
     _finish_cut(run_dir)
 
 
@@ -294,11 +300,4 @@ def _finish_cut(run_dir: Path) -> None:
             file.truncate(offset)
             os.fsync(file.fileno())
     path.unlink()
-    _sync_folder(run_dir)
-
-
-def _sync_folder(folder: Path) -> None:
-    """A rename or removal outlives a power cut only once its folder is on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    sync(run_dir)

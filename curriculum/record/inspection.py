@@ -11,7 +11,7 @@ from typing import Any
 
 from curriculum.errors import InputError
 from curriculum.record.console import program
-from curriculum.record.events import last_row, number
+from curriculum.record.events import last_gold, last_row, number
 from curriculum.record.queries import consumption, eval_points, last_detectable, standing_regressions
 from curriculum.run import Run, checkpoint_steps
 
@@ -36,7 +36,7 @@ def inspect_run(run: Run) -> dict[str, Any]:
         read = {entry["phase"]: entry for entry in consumption(run)}
     except InputError as error:
         problems += error.problems
-    gold = next((e for e in reversed(events) if e["event"] == "gold_checkpoint"), None)
+    gold = last_gold(events)
     detectable = last_detectable(events)
     points = eval_points(events)
     evals = {}

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
 
 from curriculum.errors import InputError
+from curriculum.manifest import damage, write_manifest
 from curriculum.model.model import Params
 from curriculum.plan import mean_steps
+from curriculum.record.append import DISK_ERRORS, tell
 from curriculum.record.events import AVERAGES
-from curriculum.train.checkpoint import Checkpoints, load_params
+from curriculum.train.checkpoint import Checkpoints, load_params, save_params
 from curriculum.train.mesh import place_state
 from curriculum.train.setup import Setup
 from curriculum.train.step import TrainState
@@ -32,7 +33,8 @@ def averages_at(
 ) -> dict[str, Params]:
     """What to measure beside the raw parameters after `done` updates, by name; nothing at step 0.
 
-    At the end of a phase with two or more checkpoints its mean is among them, and is written to `folder`/<phase>.
+    At the end of a phase with two or more checkpoints its mean is among them, and is written to `folder`/<phase>; on a
+    full disk it is only measured. No save of `checkpoints` may be under way.
     """
     averages = {EMA: state.ema} if state.ema is not None and done else {}
     schedule = setup.schedule
@@ -42,13 +44,17 @@ def averages_at(
     if _end(folder / phase) == done:  # a run that goes on from here, with sets to measure that are new
         averages[PHASE_MEAN] = place_state(setup.mesh, load_params(folder / phase / "params"))
         return averages
-    checkpoints.wait()
-    # Of an older step that was resumed from, or of another `checkpoint.every`, some may be gone.
+    # Of an older step that was resumed from, or of another `checkpoint.every`, some may be gone; or were not saved.
     there = {*checkpoints.steps(), done}
     steps = [step for step in mean_steps(setup.config, start, done, schedule.total_steps) if step in there]
     if len(steps) > 1:
         averages[PHASE_MEAN] = _mean(state, done, steps, checkpoints)
-        _write(folder / phase, averages[PHASE_MEAN], {"steps": steps, "end": done})
+        try:
+            _write(folder / phase, averages[PHASE_MEAN], {"steps": steps, "end": done})
+        except OSError as error:
+            if error.errno not in DISK_ERRORS:
+                raise
+            tell(f"{folder / phase}: cannot be written: {error.strerror}; the mean is measured, but not kept")
     return averages
 
 
@@ -71,30 +77,35 @@ def mean_of_phase(folder: Path, phase: str) -> tuple[int, Path]:
             f"{folder}: no mean of phase {phase!r}; there are: {names} (averages.phase_mean makes one at the end of a "
             "phase with two checkpoints or more)"
         )
+    if why := damage(folder / phase):
+        raise InputError(f"{folder / phase}: is damaged: {why}; restore it from a copy, or use a checkpoint")
     return json.loads(there[phase].read_text())["steps"][-1], folder / phase / "params"
 
 
 def set_aside_means_after(folder: Path, step: int, target: Path) -> None:
-    """Move the means of phases that end after `step` to `target`: they come again."""
+    """Move the means of phases that end after `step` to `target`: they come again. And those that are damaged."""
     for path in folder.glob(f"*/{SIDECAR}"):
-        if _end(path.parent) > step:
+        if (end := _end(path.parent)) is None or end > step:
             shutil.rmtree(target / path.parent.name, ignore_errors=True)
             target.mkdir(parents=True, exist_ok=True)
             path.parent.rename(target / path.parent.name)
 
 
 def _end(folder: Path) -> int | None:
-    """The step that the phase of a mean ended at; None where there is no mean."""
-    path = folder / SIDECAR
-    return json.loads(path.read_text())["end"] if path.exists() else None
+    """The step that the phase of a mean ended at; None where there is no mean that verifies."""
+    return json.loads((folder / SIDECAR).read_text())["end"] if damage(folder) is None else None
 
 
 def _write(folder: Path, mean: Any, sidecar: dict[str, Any]) -> None:
     """Written whole or not at all: made beside its place, and moved there."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save((partial / "params").absolute(), mean)
-    (partial / SIDECAR).write_text(json.dumps(sidecar) + "\n")
+    try:
+        save_params((partial / "params").absolute(), mean)
+        (partial / SIDECAR).write_text(json.dumps(sidecar) + "\n")
+        write_manifest(partial)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from curriculum.errors import InputError
+from curriculum.manifest import damage
 from curriculum.run import RunDirectory, checkpoint_steps, read_ledger
 from curriculum.train.checkpoint import Checkpoints
 from evalsets.gold import GoldState, kept_steps
 
 
 def check_golds(directory: RunDirectory, step: int, saved: Mapping[str, Any]) -> None:
-    """Raise InputError where a gold is gone that the ledger of the checkpoint of `step` speaks of."""
-    spoken_of = kept_steps(GoldState.from_json(saved["history"]["gold"])) - {step}
-    there = {*checkpoint_steps(directory.gold), *checkpoint_steps(directory.checkpoints)}
-    if gone := spoken_of - there:
-        raise InputError(
-            f"{directory.gold / str(min(gone))}: is gone, but the checkpoint of step {step} speaks of it; put it back "
-            "from a copy, or resume from another step"
-        )
+    """Raise InputError where a gold is gone or damaged that the ledger of the checkpoint of `step` speaks of."""
+    for spoken_of in sorted(_golds_of(saved) - {step}):
+        folders = [place / str(spoken_of) for place in (directory.gold, directory.checkpoints)]
+        whys = [damage(folder) if folder.is_dir() else "is gone" for folder in folders]
+        if None not in whys:
+            what = "is gone" if whys[0] == "is gone" else f"is damaged: {whys[0]}"
+            raise InputError(
+                f"{folders[0]}: {what}, but the checkpoint of step {step} speaks of it; put it back from a copy, or "
+                "resume from another step"
+            )
+
+
+def _golds_of(saved: Mapping[str, Any]) -> set[int]:
+    """The steps whose golds a ledger needs."""
+    return kept_steps(GoldState.from_json(saved["history"]["gold"]))
 
 
 class BestCheckpoints:
@@ -35,39 +42,33 @@ class BestCheckpoints:
         last = -1 if resumed is None else resumed
         self._directory = directory
         self._spoken_of = {
-            step: kept_steps(GoldState.from_json(read_ledger(directory.checkpoints / str(step))["history"]["gold"]))
+            step: _golds_of(read_ledger(directory.checkpoints / str(step)))
             for step in checkpoint_steps(directory.checkpoints)
             if step <= last
         }
         self.gold = Checkpoints(directory.gold, keep=None)
         self.gold.set_aside_after(last)
+        for step in self._spoken_of.get(last, set()) & set(self.gold.steps()):
+            if damage(directory.gold / str(step)):
+                self.gold.set_aside(step)
         for step in sorted(self._spoken_of.get(last, set()) - set(self.gold.steps())):
             self.gold.adopt(directory.checkpoints / str(step))  # a kill came between the two
-        if directory.kept.exists():
-            self.kept.set_aside_after(last)
+        self.kept = Checkpoints(directory.kept, keep=None)  # what `regression.action: checkpoint` keeps
+        self.kept.set_aside_after(last)
 
     def __enter__(self) -> BestCheckpoints:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.gold.close()
-        if "kept" in self.__dict__:
-            self.kept.close()
+        for place in self.places:
+            place.close()
 
-    @cached_property
-    def kept(self) -> Checkpoints:
-        """What `regression.action: checkpoint` keeps; the folder is made by the first of them."""
-        return Checkpoints(self._directory.kept, keep=None)
+    @property
+    def places(self) -> tuple[Checkpoints, Checkpoints]:
+        return self.gold, self.kept
 
     def gold_folder(self, step: int) -> Path:
         return self._directory.gold / str(step)
-
-    def before_saving(self, step: int) -> None:
-        """A checkpoint of `step` is about to be saved: the golds that its ledger names must be whole before it is.
-
-        The gold of `step` itself is saved after it: a resume takes that from the checkpoint.
-        """
-        self.gold.wait()
 
     def spoken_of(self, step: int, state: GoldState) -> None:
         """A checkpoint of `step` is being saved whose ledger holds `state`."""

@@ -4,24 +4,43 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
-from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
 
 from curriculum.errors import InputError
-from curriculum.run import CHECKPOINT_ITEMS
+from curriculum.manifest import sync, sync_folder, write_manifest
+from curriculum.model.model import parameter_name
+from curriculum.record.append import DISK_ERRORS
+from curriculum.run import checkpoint_steps, step_folders
+from curriculum.train.quiet import quiet_failed_saves
 from curriculum.train.step import TrainState
 
 _EMA = "ema"  # an item of its own where a moving average is kept, so that it can be read alone
+_LEFT_OVER = re.compile(r"\.\d+\.(saving.*|deleting|adopted)")
+
+
+class SaveFailed(OSError):
+    """The disk did not take a checkpoint; nothing of it is left. `path` is that of the step in the run directory."""
+
+    def __init__(self, error: OSError, path: str):
+        super().__init__(error.errno, os.strerror(error.errno))
+        self.path = path
+
+
+class NonFiniteState(ArithmeticError):
+    """The state that was to be saved holds an infinity or NaN."""
 
 
 class Checkpoints:
@@ -30,166 +49,241 @@ class Checkpoints:
     With `keep_planned` = (every, n) also the newest n whose step is a multiple of `every`.
 
     A step's folder holds `params` (restorable alone), `train` (optimizer state and accumulators), `ledger`
-    (plain JSON: segments, consumption, the record's offsets) and `baselines` (nats of every eval window at the evals
-    that later ones are compared with). A save that was interrupted leaves no step behind.
-    The folder is made when it is first looked into. `read_only`: create and clean up nothing, so that a run may be read
-    while it trains.
+    (plain JSON: segments, consumption, the record's offsets), `baselines` (nats of every eval window at the evals
+    that later ones are compared with) and the checksums of all of it in `manifest.json`. It gets its name when it is
+    whole and on the disk, and loses it before anything of it is deleted. Nothing is made before the first save.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        keep: int | None = 1,
-        keep_planned: tuple[int, int] | None = None,
-        *,
-        read_only: bool = False,
-    ):
+    def __init__(self, directory: Path, keep: int | None = 1, keep_planned: tuple[int, int] | None = None):
         self.directory = Path(directory).absolute()
-        self._preserved: list[Any] = [LatestN(keep)]
-        if keep_planned is not None:
-            self._preserved.append(EveryNSteps(interval_steps=keep_planned[0], max_to_keep=keep_planned[1]))
-        self._read_only = read_only
+        self._keep, self._keep_planned = keep, keep_planned
+        self._pending: tuple[int, Future] | None = None
 
     @cached_property
-    def _manager(self) -> ocp.CheckpointManager:
-        return ocp.CheckpointManager(
-            self.directory,
-            item_names=(*CHECKPOINT_ITEMS, _EMA),
-            options=ocp.CheckpointManagerOptions(
-                preservation_policy=AnyPreservationPolicy(self._preserved),
-                enable_async_checkpointing=True,
-                cleanup_tmp_directories=not self._read_only,
-                create=not self._read_only,
-            ),
-        )
+    def _writer(self) -> ocp.AsyncCheckpointer:
+        quiet_failed_saves()
+        return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+
+    @cached_property
+    def _thread(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def steps(self) -> list[int]:
-        """Steps that can be restored, ascending."""
-        return sorted(s for s in self._manager.all_steps() if self._is_whole(s))
+        """Steps whose checkpoints are whole, ascending; one that is being saved is not."""
+        return checkpoint_steps(self.directory)
 
     def save(self, state: TrainState, ledger: dict[str, Any], baselines: Mapping[str, np.ndarray]) -> None:
         """Start saving the state as of its step; `baselines` are float32 [B, N] by eval set.
 
-        Raises RuntimeError when it would not be saved. A failure of the save before, in the background, is raised here.
+        Raises SaveFailed where the disk does not take it, or did not take the one before, NonFiniteState before
+        anything is written, and RuntimeError where a later step is there.
         """
+        self.wait()
+        check_finite(state)
         step = int(state.step)
-        rest = beside_params(state)
-        started = self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                params=ocp.args.StandardSave(state.params),
-                train=ocp.args.StandardSave(rest),
-                ledger=ocp.args.JsonSave(ledger),
-                baselines=ocp.args.StandardSave(dict(baselines)),
-                **({} if state.ema is None else {_EMA: ocp.args.StandardSave(state.ema)}),
-            ),
-        )
-        if not started:
+        if (newest := max(step_folders(self.directory), default=-1)) >= step:
             raise RuntimeError(
-                f"{self.directory}: step {step} was not saved: steps {self.steps()} are there already; "
-                "move the later ones away"
+                f"{self.directory}: step {step} was not saved: step {newest} is there already; move the later ones away"
             )
+        items = ocp.args.Composite(
+            params=ocp.args.StandardSave(state.params),
+            train=ocp.args.StandardSave(beside_params(state)),
+            ledger=ocp.args.JsonSave(ledger),
+            baselines=ocp.args.StandardSave(dict(baselines)),
+            **({} if state.ema is None else {_EMA: ocp.args.StandardSave(state.ema)}),
+        )
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._drop_partial()  # of a save that failed: writes that were under way then may have ended since
+            self._writer.save(self._partial(step), items)
+        except (OSError, ValueError) as error:
+            self._drop_partial()
+            raise self._failure(step, error) from None
+        self._pending = step, self._thread.submit(self._finish, step)
+
+    def _finish(self, step: int) -> None:
+        """In the background: give the step its name once it is whole and on the disk, then let old ones go."""
+        try:
+            self._writer.wait_until_finished()
+            partial = self._partial(step)
+            write_manifest(partial, step)
+            sync_folder(partial)
+            partial.rename(self.directory / str(step))
+            sync(self.directory)
+        except BaseException:
+            self._drop_partial()
+            raise
+        steps = self.steps()
+        kept = set(steps if self._keep is None else steps[-self._keep :])
+        if self._keep_planned is not None:
+            every, num = self._keep_planned
+            kept.update([s for s in steps if s % every == 0][-num:])
+        for old in set(steps) - kept:
+            self._delete(old)
+
+    def _partial(self, step: int) -> Path:
+        return self.directory / f".{step}.saving"
+
+    def _drop_partial(self) -> None:
+        for path in self.directory.glob(".*.saving*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _failure(self, step: int, error: Exception) -> Exception:
+        """The error as SaveFailed, where the disk is what failed."""
+        error = _of_disk(error)
+        if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+            return SaveFailed(error, f"{self.directory.name}/{step}")
+        return error
+
+    def wait(self) -> None:
+        """Return once every save has reached the disk. Raises what made one fail, once."""
+        if self._pending is not None:
+            (step, future), self._pending = self._pending, None
+            try:
+                future.result()
+            except (OSError, ValueError) as error:
+                raise self._failure(step, error) from None
+
+    @property
+    def settled(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._pending is None or self._pending[1].done()
+
+    def close(self) -> None:
+        """Wait, and give back what saving took. Raises what made a save fail."""
+        try:
+            self.wait()
+        finally:
+            if "_writer" in self.__dict__:
+                self._thread.shutdown()
+                self._writer.close()
+                del self._thread, self._writer
+                self._drop_partial()
 
     def baselines(self, step: int) -> dict[str, np.ndarray]:
         """What `save` got as such, on the host."""
-        self._check(step)
-        saved = load_params(self.directory / str(step) / "baselines")
+        saved = load_params(self._folder(step) / "baselines")
         return {name: np.asarray(nats_BN) for name, nats_BN in saved.items()}
 
     def restore(self, step: int, like: TrainState) -> TrainState:
-        """The state of a step, with the shapes, types and placement of `like`: arrays, or jax.ShapeDtypeStruct.
+        """The state of a step, with the placement of `like`: arrays, or jax.ShapeDtypeStruct.
 
         It may have been saved from another mesh: each device reads its own part. A moving average that `like` has
-        and the checkpoint has not begins with the parameters. Raises InputError where it cannot be read.
+        and the checkpoint has not begins with the parameters. Raises InputError where it cannot be read, or an array
+        has another shape or type than in `like`.
         """
-        self._check(step)
-        rest = beside_params(like)
-        args = ocp.args.Composite(
-            params=ocp.args.StandardRestore(_abstract(like.params)),
-            train=ocp.args.StandardRestore(_abstract(rest)),
-        )
-        restored = _read(self.directory / str(step), lambda: self._manager.restore(step, args=args))
+        folder = self._folder(step)
+        params = load_params(folder / "params", like.params)
+        rest = load_params(folder / "train", beside_params(like))
         ema = None
         if like.ema is not None:
-            ema = self.restore_params(step, like.params, ema=self._has_ema(step))
-        rest = restored["train"]
-        saved_step = jax.device_put(jax.numpy.int32(step), like.step.sharding)
-        return TrainState(restored["params"], rest["opt_state"], saved_step, rest["window"], rest["skipped"], ema)
+            ema = self.restore_params(step, like.params, ema=(folder / _EMA).is_dir())
+        saved_step = jax.device_put(jnp.int32(step), like.step.sharding)
+        return TrainState(params=params, step=saved_step, ema=ema, **rest)
 
     def restore_params(self, step: int, like: Any, *, ema: bool = False) -> Any:
         """The parameters of a step alone, or their moving average; nothing else is read.
 
-        Raises InputError where the step has no moving average, or cannot be read.
+        Raises InputError where the step has no moving average, cannot be read, or is not of the shapes of `like`.
         """
-        self._check(step)
-        if ema and not self._has_ema(step):
+        item = self._folder(step) / (_EMA if ema else "params")
+        if not item.is_dir():
             raise InputError(f"{self.directory}: step {step} was saved without a moving average (averages.ema_decay)")
-        item = _EMA if ema else "params"
-        args = ocp.args.Composite(**{item: ocp.args.StandardRestore(_abstract(like))})
-        return _read(self.directory / str(step) / item, lambda: self._manager.restore(step, args=args)[item])
+        return load_params(item, like)
 
     def set_aside_after(self, step: int) -> None:
-        """Move the steps after `step`, and folders without a whole checkpoint, into `superseded/` beside this folder.
+        """Move the steps after `step`, and folders without all that one has, into `superseded/` beside this folder.
 
-        Those of `checkpoints` go there directly, those of another folder below its name.
+        Those of `checkpoints` go there directly, those of another folder below its name. What a process that was
+        killed left half saved or half deleted is removed.
         """
-        later = [s for s in self._manager.all_steps() if s > step or not self._is_whole(s)]
-        for s in later:
-            below = "" if self.directory.name == "checkpoints" else self.directory.name
-            target = self.directory.parent / "superseded" / below / str(s)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(target, ignore_errors=True)
-            (self.directory / str(s)).rename(target)
-        if later:
-            self._manager.reload()
+        self.wait()
+        for left_over in self.directory.glob(".*"):
+            if _LEFT_OVER.fullmatch(left_over.name):
+                shutil.rmtree(left_over)
+        for s in set(step_folders(self.directory)) - {s for s in self.steps() if s <= step}:
+            self.set_aside(s)
+
+    def set_aside(self, step: int) -> Path:
+        """Move one step into `superseded/`, and tell where it is now."""
+        below = "" if self.directory.name == "checkpoints" else self.directory.name
+        target = self.directory.parent / "superseded" / below / str(step)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(target, ignore_errors=True)
+        return (self.directory / str(step)).rename(target)
 
     def adopt(self, folder: Path) -> None:
         """Take in a whole checkpoint from another folder of the same disk, as hard links; one of its step stays."""
         if int(folder.name) in self.steps():
             return
-        # A name that is no step, until the copy is complete.
+        self.directory.mkdir(parents=True, exist_ok=True)
         partial = self.directory / f".{folder.name}.adopted"
         shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(self.directory / folder.name, ignore_errors=True)
         shutil.copytree(folder, partial, copy_function=os.link)
         partial.rename(self.directory / folder.name)
-        self._manager.reload()
+        sync(self.directory)
 
     def delete(self, step: int) -> None:
         """Remove a step, once it is saved."""
         self.wait()
-        self._manager.delete(step)
+        self._delete(step)
 
-    def wait(self) -> None:
-        """Return once every save has reached the disk. Raises what made one fail."""
-        self._manager.wait_until_finished()
+    def _delete(self, step: int) -> None:
+        gone = self.directory / f".{step}.deleting"
+        shutil.rmtree(gone, ignore_errors=True)  # of a deletion that failed
+        (self.directory / str(step)).rename(gone)
+        sync(self.directory)
+        shutil.rmtree(gone)
 
-    def close(self) -> None:
-        if "_manager" in self.__dict__:
-            self._manager.close()
-
-    def _is_whole(self, step: int) -> bool:
-        return all((self.directory / str(step) / item).is_dir() for item in CHECKPOINT_ITEMS)
-
-    def _has_ema(self, step: int) -> bool:
-        return (self.directory / str(step) / _EMA).is_dir()
-
-    def _check(self, step: int) -> None:
+    def _folder(self, step: int) -> Path:
         if step not in (steps := self.steps()):
             there = ", ".join(map(str, steps)) or "none"
             raise InputError(f"{self.directory}: no checkpoint of step {step}; there are: {there}")
+        return self.directory / str(step)
 
 
 def beside_params(state: TrainState) -> dict[str, Any]:
     """What a checkpoint keeps as `train`."""
-    return {"opt_state": state.opt_state, "window": state.window, "skipped": state.skipped_updates}
+    return {name: part for name, part in state._asdict().items() if name not in ("params", "step", _EMA)}
+
+
+def check_finite(state: TrainState) -> None:
+    """Raise NonFiniteState, naming the first of them, where parameters, optimizer state or average hold no number."""
+    parts = {"params": state.params, "opt_state": state.opt_state, _EMA: state.ema}
+    finite = np.asarray(_finite(parts))
+    if not finite.all():
+        name = parameter_name(jax.tree.leaves_with_path(parts)[int(np.argmin(finite))][0])
+        raise NonFiniteState(f"{name} is not finite after step {int(state.step)}: it is not saved")
+
+
+@jax.jit
+def _finite(tree: Any) -> jax.Array:
+    """Whether each leaf is finite everywhere."""
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)])
+
+
+def _of_disk(error: Exception) -> Exception:
+    """The error of the disk behind one of tensorstore, which has its number in the message; or the error itself."""
+    number = None if isinstance(error, OSError) else re.search(r"os_error_code='(\d+)'", str(error))
+    return OSError(int(number[1]), os.strerror(int(number[1]))) if number else error
+
+
+def save_params(folder: Path, params: Any) -> None:
+    """Save a tree of arrays, so that `load_params` reads it. Raises OSError where the disk does not take it."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        try:
+            checkpointer.save(folder, params)
+            checkpointer.wait_until_finished()
+        except (OSError, ValueError) as error:
+            raise _of_disk(error) from None
 
 
 def load_params(folder: str | os.PathLike, like: Any = None) -> Any:
     """A saved tree of arrays: `RUN/checkpoints/STEP/params`, whatever devices it was saved from.
 
-    On the host, or with the shapes, types and placement of `like`. Raises InputError where there is none, or it cannot
-    be read.
+    On the host, or with the placement of `like`. Raises InputError where there is none, it cannot be read, or an array
+    has another shape or type than in `like`.
     """
     folder = Path(folder).absolute()
     if not (folder / "_METADATA").exists():
@@ -198,18 +292,30 @@ def load_params(folder: str | os.PathLike, like: Any = None) -> Any:
 
 
 def _restore(folder: Path, like: Any) -> Any:
+    saved = ocp.StandardCheckpointHandler().metadata(folder).tree
     if like is None:
         host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-        saved = ocp.StandardCheckpointHandler().metadata(folder).tree
         like = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=host), saved)
+    else:
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
+        _check_arrays(folder, _described(saved), _described(like))
     with ocp.StandardCheckpointer() as checkpointer:
         return checkpointer.restore(folder, like)
 
 
-def check_readable(checkpoint: Path) -> None:
-    """Raise InputError where an item of a checkpoint cannot be read: before something is made that goes on from it."""
-    for metadata in sorted(checkpoint.glob("*/_METADATA")):
-        load_params(metadata.parent)
+def _described(tree: Any) -> dict[str, str]:
+    """Type and shape of each array by its dotted name."""
+    return {parameter_name(path): f"{a.dtype} {list(a.shape)}" for path, a in jax.tree.leaves_with_path(tree)}
+
+
+def _check_arrays(folder: Path, saved: Mapping[str, str], expected: Mapping[str, str]) -> None:
+    """Raise InputError where arrays differ: what reads them would cast their type in silence."""
+    if different := [name for name in sorted({**saved, **expected}) if saved.get(name) != expected.get(name)]:
+        name, *more = different
+        raise InputError(
+            f"{folder}: array {name}: got {saved.get(name)}, expected {expected.get(name)}"
+            f"{f' ({len(more)} more differ)' if more else ''}; use a checkpoint of this model and optimizer"
+        )
 
 
 def _read(folder: Path, restore: Callable[[], Any]) -> Any:
@@ -218,7 +324,9 @@ def _read(folder: Path, restore: Callable[[], Any]) -> Any:
         return restore()
     except Exception as error:
         # Where an array's bytes are missing orbax raises the class Exception itself; any other is none of the file's.
-        if not (type(error) is Exception or isinstance(error, ValueError | OSError | KeyError)):
+        if isinstance(error, InputError) or not (
+            type(error) is Exception or isinstance(error, ValueError | OSError | KeyError)
+        ):
             raise
         cause = error.__cause__ if type(error) is Exception and error.__cause__ else error
         what = next(iter(str(cause).partition(" [tensorstore_spec")[0].splitlines()), type(cause).__name__)
@@ -230,7 +338,3 @@ def _read(folder: Path, restore: Callable[[], Any]) -> Any:
     sys.unraisablehook = told
     message = f"{folder}: cannot be read: {what[:300]}; use the checkpoint of another step, or restore this one"
     raise InputError(f"{message} from a copy")
-
-
-def _abstract(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)

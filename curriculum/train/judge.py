@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from curriculum.manifest import damage
 from curriculum.record.events import number, record_name
-from curriculum.run import checkpoint_steps
 from curriculum.train.gate import run_gate
 from curriculum.train.running import Running
 from curriculum.train.watch import Pair
@@ -89,6 +89,8 @@ def _replay(run: Running, done: int, evaluated: Evaluated) -> tuple[list[dict[st
 def _judge_gold(run: Running, done: int, evaluated: Evaluated) -> None:
     """Decide whether this eval's parameters, or those that waited for it, are the gold; keep what may become it."""
     setup, config, best = run.setup, run.setup.config.evalsets.gold, run.best
+    run.settle(done, best.gold)  # one that was not saved is none
+    run.gold_before = run.history.gold
     measured = Measured(
         step=done,
         summaries=evaluated.summaries,
@@ -123,11 +125,13 @@ def _ask_gate(run: Running, done: int, step: int) -> tuple[str | None, float | N
     with run.clock.paused(run.state):
         if step == done:
             run.keep_in.append(golds)
-            run.keep(done, run.record.offsets())
-        golds.wait()
+            run.keep(done)
+        run.settle(done, golds)
+        if step not in golds.steps():
+            return f"its checkpoint was not saved: {run.why_not_saved}", None
         answer = run_gate(config.gate, run.best.gold_folder(step), config.gate_timeout_seconds)
-        if step not in checkpoint_steps(run.directory.gold):
-            return f"it damaged the checkpoint gold/{step}", None
+        if why := damage(run.best.gold_folder(step)):
+            return f"it damaged the checkpoint gold/{step}: {why}", None
         if step == done:
             golds.delete(done)  # its ledger knows nothing of the answer
     return (None if answer.accept else answer.reason), answer.score

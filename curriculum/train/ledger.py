@@ -264,9 +264,13 @@ def write_results(
         for column, array in result._asdict().items()
     }
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        np.savez_compressed(file, **arrays)
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            np.savez_compressed(file, **arrays)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def read_results(path: Path) -> dict[str, WindowResults]:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from curriculum.errors import InputError
+from curriculum.record.append import DISK_ERRORS
 from curriculum.record.events import Record
 from curriculum.run import RunDirectory
 from curriculum.train import ledger
 from curriculum.train.best import BestCheckpoints
-from curriculum.train.checkpoint import Checkpoints
+from curriculum.train.checkpoint import Checkpoints, SaveFailed
 from curriculum.train.clock import TrainClock
+from curriculum.train.results import Results
 from curriculum.train.setup import Setup
 from curriculum.train.step import TrainState
+from evalsets.gold import GoldState, kept_steps
 
 
 @dataclass
@@ -28,18 +32,98 @@ class Running:
     history: ledger.History
     keep_in: list[Checkpoints] = field(default_factory=list)  # beside `checkpoints`, what this step goes to
     clock: TrainClock = field(default_factory=TrainClock)
+    results: Results = field(init=False)
+    gold_before: GoldState = field(
+        default_factory=GoldState
+    )  # before the gold that may still be on its way to the disk
+    why_not_saved: str = ""  # of the save that failed last
+
+    def __post_init__(self):
+        self.results = Results(self.directory)
+
+    def offsets(self) -> dict[str, int]:
+        """How long the record is. Raises OSError where the disk did not take all that was recorded and measured."""
+        self.results.flush()
+        return self.record.offsets()
 
     def save_in(self, checkpoints: Checkpoints, done: int, offsets: Mapping[str, int]) -> None:
         """Start saving the run as it is after `done` updates, its record being as long as `offsets` say."""
         entry = ledger.entry(self.setup, done, self.history, offsets, self.record.elapsed_s)
         checkpoints.save(self.state, entry, self.history.watch.baselines())
 
-    def keep(self, done: int, offsets: Mapping[str, int]) -> None:
+    def keep(self, done: int, offsets: Mapping[str, int] | None = None) -> None:
         """Save what the verdicts after `done` updates asked to keep. After the step's own checkpoint, if it has one, so
-        that going on from either gives one record."""
+        that going on from either gives one record; `offsets` are that one's."""
         for checkpoints in self.keep_in:
             with self.clock.paused(self.state):
+                self.settle(done, checkpoints)
                 if done in checkpoints.steps():  # of this very step, before a set was added
                     checkpoints.delete(done)
-                self.save_in(checkpoints, done, offsets)
+                try:
+                    self.save_in(checkpoints, done, offsets or self.offsets())
+                except OSError as error:
+                    self.save_failed(done, error, f"{checkpoints.directory.name}/{done}")
         self.keep_in = []
+
+    def settle(self, done: int, *of: Checkpoints, wait: bool = True) -> None:
+        """Return once the saves under way are on the disk, of all folders or `of` some; those that failed are told.
+
+        Without `wait`: only of those that are over.
+        """
+        for checkpoints in of or (self.checkpoints, *self.best.places):
+            try:
+                if wait or checkpoints.settled:
+                    checkpoints.wait()
+            except SaveFailed as failure:
+                self.save_failed(done, failure, failure.path)
+
+    def save_failed(self, done: int, error: OSError, path: str) -> None:
+        """Tell that the disk did not take a checkpoint, whose `path` is relative to the run. Raises any other error.
+
+        A gold that was not saved is none: it is linked from `checkpoints/` if that has the step, else the one before
+        is the gold again.
+        """
+        if error.errno not in DISK_ERRORS:
+            raise error
+        place, step = path.split("/")
+        if place == "gold" and int(step) in kept_steps(self.history.gold) and not self._link_gold(done, int(step)):
+            before = self.gold_before
+            gold = replace(self.history.gold, gold=before.gold, pending=before.pending)
+            self.history = replace(self.history, gold=gold)
+        elif place == "gold" and int(step) in self.best.gold.steps():
+            return
+        self.why_not_saved = error.strerror
+        every, total = self.setup.config.checkpoint.every, self.setup.schedule.total_steps
+        after = done if int(step) < done else done + 1
+        planned = min(-(-after // every) * every, total)
+        self.record.event(
+            "checkpoint_failed",
+            done,
+            path=path,
+            why=error.strerror,
+            last_good_step=max(self.checkpoints.steps(), default=None),
+            next_try_step=planned if planned >= after else None,
+        )
+
+    def _link_gold(self, done: int, step: int) -> bool:
+        """Whether a gold could be taken from the step's own checkpoint."""
+        self.settle(done, self.checkpoints)
+        if step not in self.checkpoints.steps():
+            return False
+        try:
+            self.best.gold.adopt(self.checkpoints.directory / str(step))
+        except OSError:
+            return False
+        return True
+
+    def check_saved(self, done: int) -> None:
+        """Raise InputError where the run ends after `done` updates and its disk did not take that."""
+        last = max(self.checkpoints.steps(), default=None)
+        if last != done:
+            good = (
+                "there is no good one: the run begins anew" if last is None else f"the last good one is of step {last}"
+            )
+            raise InputError(
+                f"{self.checkpoints.directory / str(done)}: the last checkpoint could not be saved: "
+                f"{self.why_not_saved}; {good}; make room on the disk and go on with --resume latest"
+            )

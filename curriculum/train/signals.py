@@ -9,11 +9,19 @@ from typing import Any
 
 
 class Stopped(Exception):
-    """The run was stopped by a signal, after its checkpoint was saved."""
+    """The run was stopped by a signal, after its checkpoint was saved, or `why_not`; then `last_good` is the last."""
 
-    def __init__(self, signal_number: int, step: int):
+    def __init__(self, signal_number: int, step: int, last_good: int | None = None, why_not: str = ""):
         self.signal_number, self.step = signal_number, step
-        super().__init__(f"stopped by {signal.Signals(signal_number).name} at step {step}, which was saved")
+        saved = "which was saved"
+        if why_not:
+            good = (
+                "there is no checkpoint yet"
+                if last_good is None
+                else f"the last good checkpoint is of step {last_good}"
+            )
+            saved = f"which could not be saved ({why_not}): {good}"
+        super().__init__(f"stopped by {signal.Signals(signal_number).name} at step {step}, {saved}")
 
 
 class StopSignals:

@@ -12,9 +12,10 @@ import jax
 
 from curriculum.adaptation import Base, differences, find_base, same_place
 from curriculum.config import Config
+from curriculum.manifest import damage
 from curriculum.model.model import Model, abstract_params, parameter_name
 from curriculum.record.events import plain
-from curriculum.run import RunDirectory, checkpoint_steps, find_checkpoint, read_ledger
+from curriculum.run import RunDirectory, find_checkpoint, read_ledger, step_folders
 from curriculum.train.checkpoint import load_params
 from curriculum.train.optimizer import state_layout
 
@@ -28,7 +29,7 @@ class Start:
 
 
 class Resumed(NamedTuple):
-    """The checkpoint that a run goes on from."""
+    """The checkpoint that a run goes on from; it verified."""
 
     step: int
     folder: Path
@@ -36,13 +37,46 @@ class Resumed(NamedTuple):
 
 
 def to_resume(directory: RunDirectory, resume: str | int | None) -> Resumed | None:
-    """What `resume` means of a run, None where the run begins. Raises InputError for a checkpoint that is not there."""
-    if resume is None or (resume == "latest" and not checkpoint_steps(directory.checkpoints)):
+    """What `resume` means of a run, None where the run begins. Raises InputError for a checkpoint that is not there.
+
+    "latest" is the newest of `checkpoints/` that verifies; where none does, the newest of `gold/` and `kept/`.
+    """
+    if resume is None:
+        return None
+    if resume == "latest":
+        for places in ((directory.checkpoints,), (directory.gold, directory.kept)):
+            found = sorted((step, folder) for place in places for step, folder in step_folders(place).items())
+            for step, folder in reversed(found):
+                if damage(folder) is None:
+                    return Resumed(step, folder, read_ledger(folder))
         return None
     step, folder = find_checkpoint(directory, resume, option="--resume")
-    if step in checkpoint_steps(directory.checkpoints):  # its record is the one of an unbroken run
-        folder = directory.checkpoints / str(step)
+    own = directory.checkpoints / str(step)
+    if own.is_dir() and damage(own) is None:  # its record is the one of an unbroken run
+        folder = own
     return Resumed(step, folder, read_ledger(folder))
+
+
+class Damaged(NamedTuple):
+    """A checkpoint that is not as it was saved."""
+
+    step: int
+    folder: Path
+    why: str
+
+
+def damaged_checkpoints(directory: RunDirectory, resumed: Resumed | None) -> list[Damaged]:
+    """The damaged ones among the `checkpoints/` of a run that goes on from one of its own, or begins anew.
+
+    Of those that are older, only the ledger is read: it says which golds must stay.
+    """
+    found = []
+    for s, folder in step_folders(directory.checkpoints).items():
+        older = resumed is not None and s < resumed.step
+        verified = resumed is not None and folder == resumed.folder
+        if not verified and (why := damage(folder, "ledger/" if older else "")):
+            found.append(Damaged(s, folder, why))
+    return found
 
 
 def start_of(config: Config, saved: Mapping[str, Any] | None = None) -> Start:

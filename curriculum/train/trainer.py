@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 import time
 from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
@@ -14,6 +15,7 @@ import numpy as np
 from curriculum.config import Config
 from curriculum.data.tokenizer import Tokenizer, load_tokenizer
 from curriculum.errors import InputError
+from curriculum.lock import RunLock
 from curriculum.model.model import Model, num_parameters
 from curriculum.plan import DEFAULT_STORE_DIR, Past, check_schedule
 from curriculum.record.board import Board
@@ -24,7 +26,7 @@ from curriculum.run import RunDirectory, load_run, read_json, write_tokenizer
 from curriculum.train import fields, ledger
 from curriculum.train.averages import averages_at, set_aside_means_after
 from curriculum.train.best import BestCheckpoints, check_golds
-from curriculum.train.checkpoint import Checkpoints
+from curriculum.train.checkpoint import Checkpoints, check_finite
 from curriculum.train.clock import peak_memory_gb
 from curriculum.train.edits import compare, edit_event
 from curriculum.train.judge import Evaluated, judge
@@ -32,7 +34,7 @@ from curriculum.train.mesh import describe_devices
 from curriculum.train.running import Running
 from curriculum.train.setup import Setup, build
 from curriculum.train.signals import Stopped, StopSignals
-from curriculum.train.start import Resumed, start_of, to_resume
+from curriculum.train.start import Resumed, damaged_checkpoints, start_of, to_resume
 from curriculum.train.step import clear_window, read_window
 from curriculum.train.watch import RegressionStop, no_verdicts, transfer_matrix
 from evalsets.metrics import Summary, WindowResults, summarise
@@ -63,29 +65,36 @@ def train(
         raise InputError(
             f"{directory.path}: already holds a run; continue it with --resume latest, or choose another --run-dir"
         )
-    resumed = to_resume(directory, resume)
-    if resumed is None:
-        check(config)
-        tokenizer = kept_tokenizer(directory, config) if resume is not None else None
-        return train_built(build(config, store_dir, tokenizer, make_model, start_of(config)), directory, None)
-    saved = resumed.ledger
-    edit = compare(config, saved, accept_past=accept_past)
-    check(config, edit.past)
-    tokenizer, start = kept_tokenizer(directory, config), start_of(config, saved)
-    setup = build(config, store_dir, tokenizer, make_model, start, edit.past, saved["branched_from"])
-    accepted = ledger.check_past(saved, setup, accept_past=accept_past)
-    setup.edit = edit_event(edit, saved, setup, accepted)
-    return train_built(setup, directory, resumed)
+    with RunLock(directory.path) as lock:
+        if directory.holds_run():
+            lock.take()
+        resumed = to_resume(directory, resume)
+        if resumed is None:
+            check(config)
+            tokenizer = kept_tokenizer(directory, config) if resume is not None else None
+            setup = build(config, store_dir, tokenizer, make_model, start_of(config))
+            return train_built(setup, directory, None, lock)
+        saved = resumed.ledger
+        edit = compare(config, saved, accept_past=accept_past)
+        check(config, edit.past)
+        tokenizer, start = kept_tokenizer(directory, config), start_of(config, saved)
+        setup = build(config, store_dir, tokenizer, make_model, start, edit.past, saved["branched_from"])
+        accepted = ledger.check_past(saved, setup, accept_past=accept_past)
+        setup.edit = edit_event(edit, saved, setup, accepted)
+        return train_built(setup, directory, resumed, lock)
 
 
-def train_built(setup: Setup, directory: RunDirectory, resumed: Resumed | None) -> dict[str, Any]:
-    """Begin the run of a directory with what is built already, or continue it, and close it."""
+def train_built(setup: Setup, directory: RunDirectory, resumed: Resumed | None, lock: RunLock) -> dict[str, Any]:
+    """Begin the run of a directory with what is built already, or continue it, and close it.
+
+    `lock` is taken where it is not yet, which is where there was no run.
+    """
     config = setup.config
     mean_of = config.averages.phase_mean
     keep_planned = None if mean_of is None else (config.checkpoint.every, mean_of)
     checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep, keep_planned)
     try:
-        return _run(setup, directory, checkpoints, resumed)
+        return _run(setup, directory, checkpoints, resumed, lock)
     finally:
         setup.feed.close()
         checkpoints.close()
@@ -121,14 +130,22 @@ def dry_run(
     }
 
 
-def _run(setup: Setup, directory: RunDirectory, checkpoints: Checkpoints, resumed: Resumed | None) -> dict[str, Any]:
+def _run(
+    setup: Setup, directory: RunDirectory, checkpoints: Checkpoints, resumed: Resumed | None, lock: RunLock
+) -> dict[str, Any]:
     """Begin or continue the run of a directory, up to its `training_complete` event."""
     if resumed is None:
         step, state, history = None, setup.initial_state(), ledger.History.begin(setup)
+        if not lock.held:
+            lock.take()
+            if directory.holds_run():
+                raise InputError(f"{directory.path}: another process began a run here; choose another --run-dir")
+        damaged = _set_damaged_aside(directory, checkpoints, resumed)
         set_aside(directory.path)
     else:
         step, folder, saved = resumed
-        if step == setup.schedule.total_steps == max(checkpoints.steps(), default=None):
+        own = folder.parent == directory.checkpoints
+        if own and step == setup.schedule.total_steps == max(checkpoints.steps(), default=None):
             if complete := load_run(directory.path).complete:
                 added = [name for name in setup.suite.evalsets if name not in saved["history"]["eval_sets"]]
                 unmeasured = f" Not measured: {', '.join(added)} (give it more train.steps)." if added else ""
@@ -136,9 +153,11 @@ def _run(setup: Setup, directory: RunDirectory, checkpoints: Checkpoints, resume
                 return complete
         check_offsets(directory.path, saved["offsets"])
         check_golds(directory, step, saved)
+        source = Checkpoints(folder.parent)
+        state = setup.restore(source, step, tuple(saved["sources"]))
+        history = ledger.History.of(saved, source.baselines(step))
+        damaged = _set_damaged_aside(directory, checkpoints, resumed)
         checkpoints.adopt(folder)
-        state = setup.restore(checkpoints, step, tuple(saved["sources"]))
-        history = ledger.History.of(saved, checkpoints.baselines(step))
     with BestCheckpoints(directory, step) as best:
         last = -1 if step is None else step
         checkpoints.set_aside_after(last)
@@ -158,30 +177,48 @@ def _run(setup: Setup, directory: RunDirectory, checkpoints: Checkpoints, resume
         else:
             record = Record.resume(directory.path, saved["offsets"], setup.tokens_at, saved["elapsed_s"], views)
         try:
-            return _loop(Running(setup, directory, record, checkpoints, best, state, history), step)
+            return _loop(Running(setup, directory, record, checkpoints, best, state, history), step, damaged)
         finally:
             record.close()
 
 
-def _loop(run: Running, resumed_step: int | None) -> dict[str, Any]:
+def _set_damaged_aside(
+    directory: RunDirectory, checkpoints: Checkpoints, resumed: Resumed | None
+) -> list[dict[str, Any]]:
+    """Move what is damaged of a run's `checkpoints/` away before it goes on, and tell it on stderr."""
+    moved = []
+    for s, folder, why in damaged_checkpoints(directory, resumed):
+        to = checkpoints.set_aside(s).relative_to(checkpoints.directory.parent)
+        moved.append({"step": s, "why": why, "moved_to": str(to)})
+        print(f"{folder}: is damaged: {why}; moved to {directory.path / to}", file=sys.stderr)
+    if moved:
+        where = "no checkpoint verifies: the run begins anew"
+        if resumed is not None:
+            where = f"the run goes on from step {resumed.step}"
+        print(f"{directory.path}: {where}", file=sys.stderr)
+    return moved
+
+
+def _loop(run: Running, resumed_step: int | None, damaged: list[dict[str, Any]]) -> dict[str, Any]:
     setup, config, record, clock = run.setup, run.setup.config, run.record, run.clock
     with StopSignals() as stop:
         if resumed_step is None:
             record.event("training_start", 0, **fields.training_start(setup))
             judge(run, 0, evaluate(run, 0, list(setup.suite.evalsets)))
-            run.keep(0, record.offsets())
+            run.keep(0)
         else:
-            record.event("resume", resumed_step, **fields.resume(setup))
+            told = {"damaged": damaged} if damaged else {}
+            record.event("resume", resumed_step, **fields.resume(setup), **told)
             if setup.edit:
                 record.event("schedule_edit", resumed_step, **setup.edit)
             switches = run.history.phase != setup.schedule.segment_at(resumed_step).phase  # the run ended here before
             at_boundary = resumed_step in setup.schedule.phase_ends and resumed_step < setup.schedule.total_steps
             switches &= resumed_step < setup.schedule.total_steps
-            measured = ledger.read_results(run.directory.results(resumed_step)) if switches else None
+            measured = run.results.read(resumed_step) if switches else None
             there = run.history.watch.sets if measured is None else measured
             if missing := [name for name in setup.suite.evalsets if name not in there]:
                 judge(run, resumed_step, evaluate(run, resumed_step, missing))
-                run.keep(resumed_step, record.offsets())
+                run.keep(resumed_step)
             if switches:
                 switch_phase(run, resumed_step)
             if at_boundary:
@@ -191,6 +228,7 @@ def _loop(run: Running, resumed_step: int | None) -> dict[str, Any]:
             with clock.update():
                 run.state = setup.train_step(run.state, setup.feed[step], np.float32(setup.rates[step]))
             done = step + 1
+            run.settle(done, wait=False)
             at_end = done == setup.schedule.total_steps
             if done % config.logging.every == 0 or at_end:
                 row = record.row(fields.metrics_row(setup, done, run.state, clock))  # an ordinary step's only host sync
@@ -207,17 +245,29 @@ def _loop(run: Running, resumed_step: int | None) -> dict[str, Any]:
             stopped_by, planned = stop.received, done % config.checkpoint.every == 0 or at_end
             ends_here = stopped_by is not None or (bool(worse) and config.evalsets.regression.action == "stop")
             offsets = save(run, done, planned) if planned or ends_here else None
-            if run.keep_in:
-                run.keep(done, offsets or record.offsets())
+            run.keep(done, offsets)
             if ends_here and not at_end:
-                run.checkpoints.wait()
-                raise RegressionStop(done, worse) if stopped_by is None else Stopped(stopped_by, done)
-    run.checkpoints.wait()
-    results = {end: ledger.read_results(run.directory.results(end)) for end in setup.schedule.phase_ends}
+                run.settle(done)
+                if stopped_by is not None:
+                    last_good = max(run.checkpoints.steps(), default=None)
+                    raise Stopped(stopped_by, done, last_good, "" if last_good == done else run.why_not_saved)
+                run.check_saved(done)
+                raise RegressionStop(done, worse)
+        run.settle(setup.schedule.total_steps)
+        run.check_saved(setup.schedule.total_steps)
+    results = {end: run.results.read(end) for end in setup.schedule.phase_ends}
     transfer = transfer_matrix(setup.schedule.phase_bounds, run.history.watch, results)
     skipped_updates = int(run.state.skipped_updates)
     complete = fields.training_complete(setup, run.history, transfer, record.elapsed_s, skipped_updates)
-    return record.event("training_complete", setup.schedule.total_steps, **complete)
+    event = record.event("training_complete", setup.schedule.total_steps, **complete)
+    try:
+        run.offsets()
+    except OSError as error:
+        raise InputError(
+            f"{run.directory.path}: is trained, but the end of its record could not be written: {error.strerror}; make "
+            "room on the disk and end it with --resume latest"
+        ) from None
+    return event
 
 
 def evaluate(run: Running, done: int, names: list[str]) -> Evaluated:
@@ -226,10 +276,12 @@ def evaluate(run: Running, done: int, names: list[str]) -> Evaluated:
     with run.clock.paused(run.state):
         started = time.perf_counter()
         results = setup.suite.run(run.state.params, names)
+        if done in setup.schedule.phase_ends and setup.config.averages.phase_mean is not None:
+            run.settle(done, run.checkpoints)  # the mean of a phase is of checkpoints that were saved
         averages = averages_at(setup, done, run.state, run.checkpoints, run.directory.averages)
         averaged = {average: setup.suite.run(params, names) for average, params in averages.items()}
         duration_s = time.perf_counter() - started
-        ledger.write_results(run.directory.results(done), results, averaged)
+        run.results.write(done, results, averaged)
         summaries = _summaries(results)
         of_averages = {average: _summaries(of_sets) for average, of_sets in averaged.items()}
         run.history, comparisons = run.history.with_eval(setup, done, results, summaries)
@@ -247,19 +299,28 @@ def evaluate(run: Running, done: int, names: list[str]) -> Evaluated:
 def switch_phase(run: Running, done: int) -> None:
     """Tell the switch after `done` updates, to whose eval the new phase will be compared."""
     event = run.record.event("phase_switch", done, **fields.phase_switch(run.setup, done))
-    results = ledger.read_results(run.directory.results(done))
+    results = run.results.read(done)
     run.history = run.history.with_phase(event["new_phase"], done, results)
 
 
-def save(run: Running, done: int, planned: bool) -> dict[str, int]:
-    """Save the run after `done` updates; the length of the record that the checkpoint goes with."""
+def save(run: Running, done: int, planned: bool) -> dict[str, int] | None:
+    """Save the run after `done` updates; the length of the record that the checkpoint goes with.
+
+    None where the disk did not take it, which is told. Raises NonFiniteState before anything is recorded.
+    """
+    check_finite(run.state)
     with run.clock.paused(run.state):
-        run.best.before_saving(done)
-        before = run.record.offsets()
-        run.record.event("checkpoint", done, path=f"checkpoints/{done}")
-        # A checkpoint is never ahead of the record; one that only a stop made leaves no event once it is resumed.
-        offsets = run.record.offsets() if planned else before
-        run.save_in(run.checkpoints, done, offsets)
+        # The golds that the ledger names are whole before it is; the gold of `done` itself comes after.
+        run.settle(done)
+        try:
+            before = run.offsets()
+            run.record.event("checkpoint", done, path=f"checkpoints/{done}")
+            # A checkpoint is never ahead of the record; one that only a stop made leaves no event once it is resumed.
+            offsets = run.offsets() if planned else before
+            run.save_in(run.checkpoints, done, offsets)
+        except OSError as error:
+            run.save_failed(done, error, f"checkpoints/{done}")
+            return None
         run.best.spoken_of(done, run.history.gold)
         run.directory.write_training_state(fields.training_state(run.setup, done, run.history))
     return offsets

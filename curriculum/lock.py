@@ -1,0 +1,91 @@
+"""One writer: a run directory is trained in by one process at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shlex
+import socket
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from curriculum.errors import InputError
+
+LOCK = ".lock"
+
+
+class RunLock:
+    """The lock of a run directory, held from `take` to the end of the `with`.
+
+    The kernel's lock on the file `.lock` (flock) counts, not that the file is there: however its process ends, it is
+    free then. What the file says, {pid, host, started_at, command}, is for people. The file is never removed, as
+    another process may be about to lock it.
+    """
+
+    def __init__(self, run_dir: Path):
+        self.path = run_dir / LOCK
+        self._descriptor: int | None = None
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    @property
+    def held(self) -> bool:
+        return self._descriptor is not None
+
+    def take(self) -> None:
+        """Lock the directory, which is made where it is not there; nothing where it is locked already.
+
+        Raises InputError where another process holds it, and says which.
+        """
+        if self.held:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise InputError(
+                f"{self.path}: cannot be opened: {error.strerror}; expected the lock of the run, a file that can be "
+                "written to: mend it, or remove it while no process trains here"
+            ) from None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            if not isinstance(error, BlockingIOError):
+                raise InputError(
+                    f"{self.path}: cannot be locked: {error.strerror}; choose a --run-dir on a disk with locks"
+                ) from None
+            raise InputError(
+                f"{self.path.parent}: is being trained by {_holder(self.path)}; wait for it, stop it, or choose "
+                "another --run-dir"
+            ) from None
+        self._descriptor = descriptor
+        own = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "started_at": datetime.now().astimezone().isoformat(timespec="seconds"),
+            "command": shlex.join(sys.argv),
+        }
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, (json.dumps(own) + "\n").encode(), 0)
+        except OSError:
+            os.ftruncate(descriptor, 0)  # of a full disk: it is locked all the same
+
+
+def _holder(path: Path) -> str:
+    """Who holds a lock, as far as its file says."""
+    try:
+        holder: Any = json.loads(path.read_text(encoding="utf-8"))
+        return "process {pid} on {host} (since {started_at}, command {command})".format(**holder)
+    except (OSError, ValueError, TypeError, LookupError):
+        return f"another process ({path.name} does not say which)"

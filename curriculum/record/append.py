@@ -1,0 +1,79 @@
+"""Appending to files of a disk that may be full."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from pathlib import Path
+
+# What a disk says that is full, has no more room for this user or this file, or fails.
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
+
+
+class Appender:
+    """Appends whole pieces to a file. What the disk does not take is held back, and written with the next piece.
+
+    Of a piece that was written in part the part is cut off again, so the file ends with a whole piece at any time. The
+    first failure is told on stderr, and when the disk takes everything again. `new`: the file must not be there yet.
+    Only `flush` and `sync` raise such an error of the disk; any other is raised.
+    """
+
+    def __init__(self, path: Path, *, new: bool = False):
+        self.path = path
+        self._flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_EXCL if new else 0)
+        self._descriptor: int | None = None
+        self._held = b""
+        self._failing = False
+        self.write(b"")
+
+    def write(self, piece: bytes) -> None:
+        self._held += piece
+        try:
+            self.flush()
+        except OSError as error:
+            if error.errno not in DISK_ERRORS:
+                raise
+            if not self._failing:
+                tell(f"{self.path}: cannot be written: {error.strerror}; held back in memory until it can")
+            self._failing = True
+
+    def flush(self) -> None:
+        """Return once all pieces are in the file. Raises OSError where the disk does not take them."""
+        if self._descriptor is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(self.path, self._flags, 0o666)
+        size, rest = os.fstat(self._descriptor).st_size, self._held
+        try:
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+        except OSError:
+            os.ftruncate(self._descriptor, size)
+            raise
+        self._held = b""
+        if self._failing:
+            tell(f"{self.path}: could be written again, nothing is missing")
+        self._failing = False
+
+    def sync(self) -> int:
+        """Return the file's size once all pieces are on the disk. Raises OSError where it does not take them."""
+        self.flush()
+        os.fsync(self._descriptor)
+        return os.fstat(self._descriptor).st_size
+
+    def close(self) -> None:
+        """Give the file back; what the disk does not take even now is lost, and told."""
+        self.write(b"")
+        if self._held:
+            tell(f"{self.path}: the disk did not take the last {len(self._held)} bytes: they are lost")
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def tell(message: str) -> None:
+    """Say something on stderr, which may lie on the same disk."""
+    try:
+        print(message, file=sys.stderr, flush=True)
+    except OSError:
+        pass

@@ -1,0 +1,46 @@
+"""The results of every eval of a run, window by window, in `evals/<step>.npz`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from curriculum.record.append import DISK_ERRORS, tell
+from curriculum.run import RunDirectory
+from curriculum.train import ledger
+from evalsets.metrics import WindowResults
+
+
+class Results:
+    """Writes and reads them; what a full disk does not take is kept in memory, and written with the next ones."""
+
+    def __init__(self, directory: RunDirectory):
+        self._directory = directory
+        self._held: list[tuple[int, Mapping[str, WindowResults], Mapping[str, Mapping[str, WindowResults]]]] = []
+
+    def write(
+        self, step: int, results: Mapping[str, WindowResults], averaged: Mapping[str, Mapping[str, WindowResults]]
+    ) -> None:
+        """Keep the results of an eval by set, and those of averages of the parameters by average and set."""
+        self._held.append((step, results, averaged))
+        try:
+            self.flush()
+        except OSError as error:
+            if error.errno not in DISK_ERRORS:
+                raise
+            path = self._directory.results(step)
+            tell(f"{path}: cannot be written: {error.strerror}; held back in memory until the next eval or checkpoint")
+
+    def flush(self) -> None:
+        """Write what was held back. Raises OSError where the disk still does not take it."""
+        while self._held:
+            step, results, averaged = self._held[0]
+            ledger.write_results(self._directory.results(step), results, averaged)
+            self._held.pop(0)
+
+    def read(self, step: int) -> dict[str, WindowResults]:
+        """Those of the raw parameters at a step, by set; nothing where there was no eval."""
+        found = ledger.read_results(self._directory.results(step))
+        for held, results, _ in self._held:
+            if held == step:
+                found |= results
+        return found

@@ -1,0 +1,277 @@
+"""Checkpoints that can be believed: what is restored verifies, and what is damaged is told and gone round."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tiny_run import assert_same_run, flip_bit, last_state, tiny_data, tiny_train, write_corpus
+
+from curriculum.adaptation import find_base
+from curriculum.branch import branch
+from curriculum.config import build_config
+from curriculum.errors import InputError
+from curriculum.evaluate import evaluate
+from curriculum.export import export
+from curriculum.manifest import damage, write_manifest
+from curriculum.run import RunDirectory, find_checkpoint, load_run
+from curriculum.train.checkpoint import Checkpoints, NonFiniteState, load_params, save_params
+from curriculum.train.start import to_resume
+from curriculum.train.step import init_state
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("place"))
+
+
+@pytest.fixture(scope="module")
+def whole(place):
+    """12 steps in one go; checkpoints 8, 10, 12 and gold 12 stay. Nobody may change it."""
+    tiny_train(place, place / "whole")
+    return place / "whole"
+
+
+@pytest.fixture
+def run(whole, tmp_path):
+    return Path(shutil.copytree(whole, tmp_path / "run"))
+
+
+def files_of(folder):
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def resumed_step(run):
+    return to_resume(RunDirectory(run), "latest").step
+
+
+# --- what verifies ------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_whole_when_it_has_its_name(whole):
+    assert resumed_step(whole) == 12
+    for folder in (whole / "checkpoints/8", whole / "checkpoints/12", whole / "gold/12"):
+        assert damage(folder) is None and len(files_of(folder)) > 15
+    assert sorted(p.name for p in (whole / "checkpoints").iterdir()) == ["10", "12", "8"]
+
+
+def test_a_flipped_bit_in_any_file_is_never_restored(run):
+    directory, files = RunDirectory(run), files_of(run / "checkpoints/12")
+    shutil.rmtree(run / "gold")
+    assert {f.relative_to(run / "checkpoints/12").parts[0] for f in files} > {"params", "train", "ledger", "baselines"}
+    for path in files:
+        if path.stat().st_size:
+            flip_bit(path)
+            assert resumed_step(run) == 10, path
+            with pytest.raises(InputError, match=r"--resume 12: .*checkpoints/12: is damaged: .*checksum"):
+                find_checkpoint(directory, 12, option="--resume")
+            flip_bit(path)
+    assert resumed_step(run) == 12
+
+
+def cut(folder):
+    path = max(files_of(folder), key=lambda p: p.stat().st_size)
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def empty(folder):
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+def half_delete(folder):
+    shutil.rmtree(folder / "params/ocdbt.process_0")
+
+
+def lose_manifest(folder):
+    (folder / "manifest.json").unlink()
+
+
+DAMAGES = [cut, empty, half_delete, lose_manifest]
+
+
+@pytest.mark.parametrize("break_it", DAMAGES)
+def test_a_damaged_step_is_passed_over(run, break_it):
+    break_it(run / "checkpoints/12")
+    assert resumed_step(run) == 10
+    break_it(run / "checkpoints/10")
+    assert resumed_step(run) == 8
+    break_it(run / "checkpoints/8")
+    assert to_resume(RunDirectory(run), "latest").folder == run / "gold/12"
+    break_it(run / "gold/12")
+    assert to_resume(RunDirectory(run), "latest").folder == run / "gold/9"
+    shutil.rmtree(run / "gold")
+    assert to_resume(RunDirectory(run), "latest") is None
+
+
+def test_what_is_asked_for_and_damaged_is_told_with_what_verifies(run):
+    directory = RunDirectory(run)
+    half_delete(run / "checkpoints/10")
+    flip_bit(run / "gold/12/ledger/metadata")
+    with pytest.raises(InputError) as told:
+        find_checkpoint(directory, "gold", option="--resume")
+    assert str(told.value) == (
+        f"--resume gold: {run}/gold/12: is damaged: ledger/metadata has another checksum than the manifest says; "
+        "restore it from a copy, or use another step (those that verify: 8, 12; in gold/: 6, 9)"
+    )
+    with pytest.raises(InputError, match=r"--step 10: .*/10: is damaged: params/.* is missing: the checksum manifest"):
+        find_checkpoint(directory, "10")
+    assert find_checkpoint(directory, 12) == (12, run / "checkpoints/12")
+    flip_bit(run / "checkpoints/12/manifest.json")
+    with pytest.raises(
+        InputError, match=r"--step latest: .*12: is damaged: manifest.json .*those that verify: 8; in gold/: 6, 9\)"
+    ):
+        find_checkpoint(directory, "latest")
+    flip_bit(run / "gold/12/ledger/metadata")
+    assert find_checkpoint(directory, 12) == (12, run / "gold/12")
+
+
+def test_nothing_is_made_from_a_damaged_checkpoint(run, place, tmp_path):
+    flip_bit(next((run / "gold/12/params/d").iterdir()))
+    flip_bit(next((run / "checkpoints/12/params/d").iterdir()))
+    config = tiny_data(place, adaptation={"init_from": str(run / "checkpoints/12")})
+    for refused in (
+        lambda: evaluate(run, store_dir=place / "store"),
+        lambda: export(run, tmp_path / "exported"),
+        lambda: find_base(run),
+        lambda: find_base(run / "gold/12"),
+        lambda: train_new(config, tmp_path / "new", place),
+        lambda: branch(run, 12, tmp_path / "branched", overrides=["train.steps=14"], store_dir=place / "store"),
+    ):
+        with pytest.raises(InputError, match="/12: is damaged: params/.*checksum"):
+            refused()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run"]
+
+
+def train_new(config, run_dir, place):
+    from curriculum.train.trainer import train
+
+    train(build_config(config), run_dir, store_dir=place / "store")
+
+
+# --- resume -------------------------------------------------------------------------------------------------
+
+
+def test_a_finished_run_goes_back_to_what_verifies(run, whole, place, capsys):
+    path = next((run / "checkpoints/12/params/d").iterdir())
+    flip_bit(path)
+    flip_bit(run / "checkpoints/8/ledger/metadata")
+    tiny_train(place, run, "latest")
+    errors = capsys.readouterr().err
+    assert f"{run}/checkpoints/12: is damaged: params/d/{path.name} has another checksum" in errors
+    assert f"moved to {run}/superseded/12" in errors and f"{run}: the run goes on from step 10" in errors
+    assert "Traceback" not in errors
+    assert_same_run(run, whole)
+    resume = next(e for e in load_run(run).events if e["event"] == "resume")
+    assert resume["step"] == 10
+    assert [(d["step"], d["moved_to"]) for d in resume["damaged"]] == [(8, "superseded/8"), (12, "superseded/12")]
+    assert all("checksum" in d["why"] for d in resume["damaged"])
+    assert (run / "superseded/12/params/d" / path.name).exists() and (run / "superseded/8").is_dir()
+
+
+def test_without_a_checkpoint_the_gold_serves(run, whole, place, capsys):
+    for step in (8, 10, 12):
+        half_delete(run / f"checkpoints/{step}")
+    tiny_train(place, run, "latest", train={"steps": 12, "batch_size": 4, "seq_len": 32})
+    assert "the run goes on from step 12" in capsys.readouterr().err
+    assert damage(run / "checkpoints/12") is None and last_state(run) == last_state(whole)
+    assert sorted(p.name for p in (run / "superseded").iterdir() if p.name.isdecimal()) == ["10", "12", "8"]
+
+
+def test_where_nothing_verifies_the_run_begins_anew(run, whole, place, capsys):
+    for folder in [*(run / "checkpoints").iterdir(), *(run / "gold").iterdir()]:
+        empty(folder)
+    tiny_train(place, run, "latest")
+    assert "no checkpoint verifies: the run begins anew" in capsys.readouterr().err
+    assert_same_run(run, whole)
+
+
+def test_arrays_of_another_type_are_never_cast(run, place):
+    folder = run / "checkpoints/10/params"
+    params, like = load_params(folder), load_params(run / "checkpoints/12/params")
+    kernel = params["embed"]["embedding"]
+    params["embed"]["embedding"] = np.asarray(kernel, np.float16)
+    for gone in (folder, run / "checkpoints/12", run / "gold/12"):
+        shutil.rmtree(gone)
+    save_params(folder, params)
+    write_manifest(folder.parent, 10)
+    with pytest.raises(InputError) as told:
+        load_params(folder, like)
+    shape = list(kernel.shape)
+    assert str(told.value) == (
+        f"{folder}: array embed.embedding: got float16 {shape}, expected float32 {shape}; use a checkpoint of this "
+        "model and optimizer"
+    )
+    before = {path: path.read_bytes() for path in files_of(run) if path.name != ".lock"}
+    with pytest.raises(InputError, match="array embed.embedding: got float16"):
+        tiny_train(place, run, "latest")
+    assert {path: path.read_bytes() for path in files_of(run) if path.name != ".lock"} == before
+
+
+# --- saving -------------------------------------------------------------------------------------------------
+
+
+def state_at(step, value=1.0):
+    state = init_state({"w": jnp.full((3, 4), value)}, optax.adam(1e-3), 1)
+    return state._replace(step=np.int32(step))
+
+
+def save(checkpoints, step):
+    checkpoints.save(state_at(step), {"step": step}, {"primary": np.zeros((3, 1), np.float32)})
+
+
+def test_the_newest_stay_and_the_planned_ones(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 2, (4, 3))
+    assert checkpoints.steps() == [] and not (tmp_path / "checkpoints").exists()
+    for step in (1, 2, 4, 5, 8, 9, 12, 13, 16, 17):
+        save(checkpoints, step)
+    checkpoints.close()
+    assert checkpoints.steps() == [8, 12, 16, 17]
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["12", "16", "17", "8"]
+    assert all(damage(tmp_path / f"checkpoints/{step}") is None for step in (8, 12, 16, 17))
+    assert json.loads((tmp_path / "checkpoints/17/manifest.json").read_text())["step"] == 17
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    for name in (".3.saving", ".4.saving.orbax-checkpoint-tmp", ".2.deleting/params", ".1.adopted", ".other"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert checkpoints.steps() == []
+    checkpoints.set_aside_after(5)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == [".other"]
+
+
+@pytest.mark.parametrize("part", ["params", "opt_state", "ema"])
+def test_a_state_that_is_not_finite_is_never_saved(tmp_path, part):
+    checkpoints, state = Checkpoints(tmp_path / "checkpoints"), state_at(3)
+    if part == "opt_state":
+        adam, *rest = state.opt_state
+        bad = {"opt_state": (adam._replace(mu={"w": adam.mu["w"].at[1, 2].set(np.inf)}), *rest)}
+    else:
+        bad = {part: {"w": state.params["w"].at[2, 3].set(np.nan)}}
+    with pytest.raises(NonFiniteState, match=rf"^{part}\..*w is not finite after step 3: it is not saved"):
+        checkpoints.save(state._replace(**bad), {}, {})
+    assert not (tmp_path / "checkpoints").exists()
+    save(checkpoints, 3)
+    checkpoints.close()
+    assert checkpoints.steps() == [3]
+
+
+def test_a_save_that_fails_in_the_background_is_raised_and_leaves_nothing(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 2)
+    save(checkpoints, 1)
+    checkpoints.wait()
+    broken = "curriculum.train.checkpoint.write_manifest"
+    monkeypatch.setattr(broken, lambda *_: (_ for _ in ()).throw(ZeroDivisionError("broken")))
+    save(checkpoints, 2)
+    with pytest.raises(ZeroDivisionError, match="broken"):
+        save(checkpoints, 3)
+    monkeypatch.undo()
+    checkpoints.wait()  # it is raised once
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["1"]
+    save(checkpoints, 3)
+    checkpoints.close()
+    assert checkpoints.steps() == [1, 3]

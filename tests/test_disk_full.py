@@ -1,0 +1,221 @@
+"""A disk that is full for a while, or for good: the run goes on, says so, and nothing of it is lost.
+
+The limit is RLIMIT_FSIZE: every write beyond it fails with EFBIG, as one on a full disk does with ENOSPC. A real file
+system of a few MiB is used where this process may mount one.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from tiny_run import assert_same_run, tiny_train, write_corpus
+
+from curriculum.manifest import damage
+from curriculum.record.append import Appender
+from curriculum.run import load_run
+
+TRAIN = """
+import json, os, resource, signal, sys, time
+from pathlib import Path
+from curriculum.errors import InputError
+from curriculum.train.checkpoint import Checkpoints
+from curriculum.train.feed import Feed
+from curriculum.train.signals import Stopped
+sys.path.insert(0, sys.argv[1])
+from tiny_run import tiny_train
+place, run_dir, resume, at, sections = json.loads(sys.argv[2])
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+make, begin, folders = Feed.__getitem__, Checkpoints.__init__, []
+def init(self, *arguments, **settings):
+    folders.append(self)
+    begin(self, *arguments, **settings)
+def fill(path):
+    with open(path, "wb", buffering=0) as file:
+        try:
+            while file.write(bytes(4096)):
+                pass
+        except OSError:
+            pass
+def getitem(self, step):
+    do = at.get(str(step))
+    while do and not all(folder.settled for folder in folders):  # the saves before it are over
+        time.sleep(0.01)
+    if do == "full":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (600, resource.RLIM_INFINITY))
+    elif do == "room":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    elif do == "fill":
+        fill(Path(run_dir).parent / "filler")
+    elif do == "empty":
+        (Path(run_dir).parent / "filler").unlink()
+    elif do == "stop":
+        os.kill(os.getpid(), signal.SIGTERM)
+    return make(self, step)
+Feed.__getitem__, Checkpoints.__init__ = getitem, init
+try:
+    tiny_train(Path(place), Path(run_dir), resume, **sections)
+except InputError as error:
+    print(error, file=sys.stderr)
+    sys.exit(2)
+except Stopped as stopped:
+    print(stopped, file=sys.stderr)
+    sys.exit(128 + stopped.signal_number)
+"""
+
+
+def train_in_process(place, run_dir, at=(), resume=None, **sections):
+    """(exit code, stderr): `at` says by the step of a batch when the disk gets full, has room again, or the run is
+    asked to stop, the saves before it being over."""
+    arguments = json.dumps([str(place), str(run_dir), resume, {str(k): v for k, v in dict(at).items()}, sections])
+    command = [sys.executable, "-c", TRAIN, str(Path(__file__).parent), arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert "Traceback" not in done.stderr, done.stderr[-3000:]
+    return done.returncode, done.stderr
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("place"))
+
+
+BOARD = {"logging": {"every": 1, "tensorboard": True}}
+
+
+@pytest.fixture(scope="module")
+def whole(place):
+    tiny_train(place, place / "whole", **BOARD)
+    return place / "whole"
+
+
+def failed(run_dir):
+    keys = ("step", "path", "last_good_step", "next_try_step")
+    return [tuple(e[k] for k in keys) for e in load_run(run_dir).events if e["event"] == "checkpoint_failed"]
+
+
+def curves(run_dir):
+    """(step, tag) of all that TensorBoard reads."""
+    files = sorted((run_dir / "tensorboard").rglob("*.tfevents.*"))
+    return sorted(
+        (str(path.parent.relative_to(run_dir)), event.step, value.tag)
+        for path in files
+        for event in EventFileLoader(str(path)).Load()
+        for value in event.summary.value
+    )
+
+
+def test_a_disk_that_is_full_for_a_while_loses_nothing(place, whole, tmp_path):
+    run_dir = tmp_path / "run"
+    code, errors = train_in_process(place, run_dir, {5: "full", 9: "room"}, **BOARD)
+    assert code == 0, errors
+    # Full during updates 5 to 8: steps 6 and 8 could not be saved, nor the golds of 6 and 9.
+    told = failed(run_dir)
+    assert ("checkpoints/6", 4, 8) in [t[1:] for t in told] and ("checkpoints/8", 4, 10) in [t[1:] for t in told]
+    assert {path for _, path, *_ in told} == {"checkpoints/6", "checkpoints/8", "gold/6", "gold/9"}
+    # A gold that could not be saved is none, so the next one is compared with the one before.
+    golds = [(e["step"], e["previous_step"]) for e in load_run(run_dir).events if e["event"] == "gold_checkpoint"]
+    assert golds == [(3, None), (6, 3), (9, 3), (12, 3)]
+    assert sorted(p.name for p in (run_dir / "gold").iterdir()) == ["12", "3"]
+    assert_same_run(run_dir, whole, golds=False)
+    assert curves(run_dir) == curves(whole) and len(curves(whole)) > 100
+    for name in ("events.jsonl", "metrics.jsonl", "train.log", "evals/6.npz", "tensorboard"):
+        assert errors.count(f"{run_dir / name}") >= 1, name
+    assert errors.count("metrics.jsonl: cannot be written: File too large; held back in memory until it can") == 1
+    assert errors.count("metrics.jsonl: could be written again, nothing is missing") == 1
+    log = (run_dir / "train.log").read_text()
+    assert (
+        "checkpoint failed: checkpoints/6 was not saved: File too large; the last good one is of step 4; the next is "
+        "tried at step 8"
+    ) in log
+    assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["10", "12", "4"]
+    assert not [path for path in run_dir.rglob("*") if path.name.endswith(".tmp") or "saving" in path.name]
+
+
+def test_a_disk_that_stays_full_ends_in_an_error_and_the_run_goes_on_later(place, whole, tmp_path):
+    run_dir = tmp_path / "run"
+    code, errors = train_in_process(place, run_dir, {7: "full"}, **BOARD)
+    assert code == 2
+    assert (
+        f"{run_dir}/checkpoints/12: the last checkpoint could not be saved: File too large; the last good one is of step 6; "
+        "make room on the disk and go on with --resume latest"
+    ) in errors
+    assert "bytes: they are lost" in errors
+    assert damage(run_dir / "checkpoints/6") is None
+    assert all(json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines())
+    code, errors = train_in_process(place, run_dir, resume="latest", **BOARD)
+    assert code == 0, errors
+    assert_same_run(run_dir, whole)
+
+
+def test_a_stop_on_a_full_disk_says_what_is_saved(place, whole, tmp_path):
+    run_dir = tmp_path / "run"
+    code, errors = train_in_process(place, run_dir, {6: "full", 8: "stop"}, **BOARD)
+    assert code == 143
+    assert "stopped by SIGTERM at step 9, which could not be saved (File too large)" in errors
+    assert "the last good checkpoint is of step 6" in errors
+    code, _ = train_in_process(place, run_dir, resume="latest", **BOARD)
+    assert code == 0
+    assert_same_run(run_dir, whole)
+
+
+def test_a_file_system_that_runs_full(place, whole, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = shutil.which("mount")
+    if os.geteuid() != 0 or mount is None:
+        pytest.skip("only root may mount a small file system")
+    done = subprocess.run([mount, "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no small file system can be mounted here: {done.stderr.strip()}")
+    try:
+        code, errors = train_in_process(place, disk / "run", {5: "fill", 9: "empty"}, **BOARD)
+        assert code == 0, errors
+        assert "No space left on device" in errors
+        assert {path for _, path, *_ in failed(disk / "run")} >= {"checkpoints/6", "checkpoints/8"}
+        assert_same_run(disk / "run", whole, golds=False)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_the_mean_of_a_phase_is_of_what_was_saved(place, tmp_path):
+    sections = {"averages": {"phase_mean": 3}}
+    code, errors = train_in_process(place, tmp_path / "run", {3: "full", 4: "room"}, **sections)
+    assert code == 0, errors
+    assert json.loads((tmp_path / "run/averages/a/mean.json").read_text()) == {"steps": [2, 6], "end": 6}
+    assert damage(tmp_path / "run/averages/a") is None
+
+
+def test_pieces_are_appended_whole(tmp_path, capfd):
+    """In a process of its own: a limit on file sizes is for all of a process."""
+    code = """
+import resource, signal, sys
+from pathlib import Path
+from curriculum.record.append import Appender
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+path = Path(sys.argv[1])
+file = Appender(path)
+file.write(b"first\\n")
+resource.setrlimit(resource.RLIMIT_FSIZE, (9, resource.RLIM_INFINITY))
+file.write(b"second\\n")
+assert path.read_bytes() == b"first\\n"
+file.write(b"3\\n")
+assert path.read_bytes() == b"first\\n"
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+file.write(b"fourth\\n")
+assert path.read_bytes() == b"first\\nsecond\\n3\\nfourth\\n" and file.sync() == 22
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "f")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == (
+        f"{tmp_path}/f: cannot be written: File too large; held back in memory until it can\n"
+        f"{tmp_path}/f: could be written again, nothing is missing\n"
+    )
+
+
+def test_an_error_that_is_not_the_disk_s_is_raised(tmp_path):
+    with pytest.raises(IsADirectoryError):
+        Appender(tmp_path)

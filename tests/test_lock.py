@@ -1,0 +1,93 @@
+"""One writer: who holds a run directory, and when it is free."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from curriculum.config import build_config
+from curriculum.errors import InputError
+from curriculum.lock import RunLock
+from curriculum.train.trainer import train
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from curriculum.lock import RunLock
+with RunLock(Path(sys.argv[1])) as lock:
+    lock.take()
+    print("held", flush=True)
+    time.sleep(120)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """A process that holds the lock of tmp_path."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def take(folder):
+    with RunLock(folder) as lock:
+        lock.take()
+        lock.take()
+        assert lock.held
+        return json.loads((folder / ".lock").read_text())
+
+
+def test_the_second_process_is_refused_and_told_who_it_is(holder, tmp_path):
+    with pytest.raises(InputError) as told, RunLock(tmp_path) as lock:
+        lock.take()
+    message = str(told.value)
+    assert message.startswith(
+        f"{tmp_path}: is being trained by process {holder.pid} on {os.uname().nodename} (since 20"
+    )
+    assert f"command -c {tmp_path})" in message and message.endswith("stop it, or choose another --run-dir")
+    os.kill(holder.pid, signal.SIGKILL)
+    holder.wait()
+    assert take(tmp_path)["pid"] == os.getpid()
+
+
+def test_train_is_refused_before_it_reads_or_writes(holder, tmp_path):
+    (tmp_path / "events.jsonl").write_text("what the other one writes")
+    data = {
+        "name": "x", "tokenizer": {"kind": "byte"}, "sources": {"a": {"path": __file__}},
+        "phases": [{"name": "a", "until": "end", "mixture": {"a": 1.0}}],
+        "evalsets": {"primary": {"path": __file__}}, "train": {"steps": 1},
+    }  # fmt: skip
+    with pytest.raises(InputError, match=f"is being trained by process {holder.pid}"):
+        train(build_config(data), tmp_path, resume="latest", store_dir=tmp_path / "store")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "events.jsonl"]
+
+
+def test_a_lock_that_says_nothing_still_holds(holder, tmp_path):
+    for content in ("", "nonsense", "[]", '{"pid": 3}', "\ud800".encode("utf-8", "surrogatepass")):
+        (tmp_path / ".lock").write_bytes(content if isinstance(content, bytes) else content.encode())
+        with pytest.raises(InputError, match=r"is being trained by another process \(.lock does not say which\)"):
+            take(tmp_path)
+
+
+def test_the_lock_of_a_dead_process_is_free_whatever_it_says(tmp_path):
+    for content in ("nonsense", '{"pid": 1, "host": "elsewhere"}' + " " * 1000):
+        (tmp_path / ".lock").write_text(content)
+        assert take(tmp_path)["pid"] == os.getpid()
+
+
+def test_the_lock_is_released_whatever_happens(tmp_path):
+    with pytest.raises(ZeroDivisionError), RunLock(tmp_path) as lock:
+        lock.take()
+        raise ZeroDivisionError
+    assert take(tmp_path)
+
+
+def test_a_lock_that_cannot_be_opened_is_told(tmp_path):
+    (tmp_path / ".lock").mkdir()
+    with pytest.raises(InputError, match=r".lock: cannot be opened: Is a directory; expected the lock of the run"):
+        take(tmp_path)

@@ -1,0 +1,94 @@
+"""A run of 12 steps that takes as little time as a run can: what tests of resume, damage and full disks start from."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from curriculum.config import build_config
+from curriculum.run import load_run
+from curriculum.train.checkpoint import load_params
+from curriculum.train.trainer import train
+
+CLOCK_FIELDS = {
+    "timestamp", "elapsed_s", "eval_duration_s", "tokens_per_sec", "step_time_s", "peak_memory_gb", "started_at",
+    "first_step_compile_time_s", "switch_stall_s", "total_elapsed_s", "steps_per_sec",
+}  # fmt: skip
+WORDS = {"web": "the quick brown fox jumps over a lazy dog", "law": "whereas the party of first part shall"}
+
+
+def write_corpus(folder: Path) -> Path:
+    rng = np.random.default_rng(0)
+    for name, words in WORDS.items():
+        texts = [" ".join(rng.choice(words.split(), int(rng.integers(20, 60)))) for _ in range(60)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return folder
+
+
+def tiny_data(corpus: Path, **sections) -> dict:
+    """Evals at 0, 3, 6, 9, 12, checkpoints every 2 steps, a phase switch at 6; every eval is a new gold."""
+    return {
+        "name": "tiny",
+        "tokenizer": {"kind": "byte"},
+        "model": {"preset": "tiny", "n_layer": 1, "d_model": 16, "n_head": 1, "n_kv_head": 1, "d_ff": 24},
+        "sources": {name: {"path": str(corpus / f"{name}.jsonl"), "held_out": "20%"} for name in WORDS},
+        "phases": [
+            {"name": "a", "until": 6, "mixture": {"web": 1.0}},
+            {"name": "b", "until": "end", "mixture": {"law": 1.0}},
+        ],
+        "evalsets": {"every": 3, "primary": {"held_out_of": "web"}, "sets": {"law": {"held_out_of": "law"}}},
+        "train": {"steps": 12, "batch_size": 4, "seq_len": 32},
+        "optim": {"lr": 3e-3, "warmup_steps": 2, "decay_steps": 2},
+        "checkpoint": {"every": 2, "keep": 3},
+        "logging": {"every": 1, "tensorboard": False},
+    } | sections
+
+
+def tiny_train(place: Path, run_dir: Path, resume=None, **sections) -> dict:
+    """Train it in `run_dir`; `place` holds the corpus and the token stores."""
+    return train(build_config(tiny_data(place, **sections)), run_dir, resume=resume, store_dir=place / "store")
+
+
+def last_state(run_dir: Path) -> dict[str, bytes]:
+    """Every array of the checkpoint of step 12."""
+    import jax
+
+    arrays = {}
+    for item in ("params", "train", "baselines"):
+        for path, array in jax.tree.leaves_with_path(load_params(run_dir / "checkpoints/12" / item)):
+            arrays[item + jax.tree_util.keystr(path)] = np.asarray(array).tobytes()
+    assert len(arrays) > 20
+    return arrays
+
+
+def record(run_dir: Path, without=("resume", "checkpoint_failed")) -> tuple[list, list]:
+    """Events and metrics with the fields of clock, speed and memory taken out."""
+    run = load_run(run_dir)
+    assert run.events and run.metrics
+    return tuple(
+        [{k: v for k, v in line.items() if k not in CLOCK_FIELDS} for line in lines if line.get("event") not in without]
+        for lines in (run.events, run.metrics)
+    )
+
+
+def assert_same_run(run_dir: Path, other: Path, golds: bool = True) -> None:
+    """Bit for bit; without `golds`: but for the checkpoints that were saved on the way, and the gold before a gold."""
+    assert last_state(run_dir) == last_state(other)
+    (events, metrics), (expected_events, expected_metrics) = record(run_dir), record(other)
+    if not golds:
+        without = ("previous", "previous_step")
+        events, expected_events = (
+            [{k: v for k, v in e.items() if k not in without} for e in some if e["event"] != "checkpoint"]
+            for some in (events, expected_events)
+        )
+    assert events == expected_events and metrics == expected_metrics
+    for step in (0, 3, 6, 9, 12):
+        with np.load(run_dir / f"evals/{step}.npz") as mine, np.load(other / f"evals/{step}.npz") as its:
+            assert mine.files and mine.files == its.files
+            assert all(np.array_equal(mine[name], its[name]) for name in mine.files)
+
+
+def flip_bit(path: Path, byte: int | None = None) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 if byte is None else byte] ^= 4
+    path.write_bytes(content)
