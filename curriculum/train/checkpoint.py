@@ -114,7 +114,8 @@ class Checkpoints:
             ema = self.restore_params(step, like.params, ema=self._has_ema(step))
         rest = restored["train"]
         saved_step = jax.device_put(jax.numpy.int32(step), like.step.sharding)
-        return TrainState(restored["params"], rest["opt_state"], saved_step, rest["window"], rest["skipped"], ema)
+        skipped, guard = rest["skipped"], rest["guard"]
+        return TrainState(restored["params"], rest["opt_state"], saved_step, rest["window"], skipped, guard, ema)
 
     def restore_params(self, step: int, like: Any, *, ema: bool = False) -> Any:
         """The parameters of a step alone, or their moving average; nothing else is read.
@@ -182,7 +183,8 @@ class Checkpoints:
 
 def beside_params(state: TrainState) -> dict[str, Any]:
     """What a checkpoint keeps as `train`."""
-    return {"opt_state": state.opt_state, "window": state.window, "skipped": state.skipped_updates}
+    skipped, guard = state.skipped_updates, state.guard
+    return {"opt_state": state.opt_state, "window": state.window, "skipped": skipped, "guard": guard}
 
 
 def load_params(folder: str | os.PathLike, like: Any = None) -> Any:
