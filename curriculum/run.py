@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from curriculum.errors import InputError
-from curriculum.record.events import EVENTS, plain, read_events, read_metrics
+from curriculum.record.events import EVENTS, TAKEN_UP, plain, read_events, read_metrics
 
 if TYPE_CHECKING:
     import numpy as np
@@ -139,8 +139,8 @@ class Run:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """What was planned last: at the start, or when the run was last resumed."""
-        return next((e["plan"] for e in reversed(self.events) if e["event"] == "resume"), self.start["plan"])
+        """What was planned last: at the start, or when the run was last taken up."""
+        return next((e["plan"] for e in reversed(self.events) if e["event"] in TAKEN_UP), self.start["plan"])
 
     @property
     def branched_from(self) -> dict[str, Any] | None:

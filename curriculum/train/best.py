@@ -59,6 +59,12 @@ class BestCheckpoints:
         """What `regression.action: checkpoint` keeps; the folder is made by the first of them."""
         return Checkpoints(self._directory.kept, keep=None)
 
+    def wait(self) -> None:
+        """Return once every save has reached the disk."""
+        self.gold.wait()
+        if "kept" in self.__dict__:
+            self.kept.wait()
+
     def gold_folder(self, step: int) -> Path:
         return self._directory.gold / str(step)
 

@@ -34,6 +34,11 @@ class Running:
         entry = ledger.entry(self.setup, done, self.history, offsets, self.record.elapsed_s)
         checkpoints.save(self.state, entry, self.history.watch.baselines())
 
+    def wait_for_saves(self) -> None:
+        """Return once every save that is under way is whole."""
+        self.checkpoints.wait()
+        self.best.wait()
+
     def keep(self, done: int, offsets: Mapping[str, int]) -> None:
         """Save what the verdicts after `done` updates asked to keep. After the step's own checkpoint, if it has one, so
         that going on from either gives one record."""

@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from curriculum.config import Config
 from curriculum.data.tokenizer import Tokenizer, load_tokenizer
 from curriculum.errors import InputError
@@ -18,7 +16,7 @@ from curriculum.model.model import Model, num_parameters
 from curriculum.plan import DEFAULT_STORE_DIR, check_schedule
 from curriculum.record.board import Board
 from curriculum.record.console import Console, program
-from curriculum.record.events import Record, check_offsets, plain, set_aside
+from curriculum.record.events import EVENTS, METRICS, Record, check_offsets, plain
 from curriculum.record.wandb_log import WandbLog, check_wandb
 from curriculum.run import RunDirectory, load_run, read_json, write_tokenizer
 from curriculum.train import fields, ledger
@@ -26,13 +24,14 @@ from curriculum.train.averages import averages_at, set_aside_means_after
 from curriculum.train.best import BestCheckpoints, check_golds
 from curriculum.train.checkpoint import Checkpoints
 from curriculum.train.clock import peak_memory_gb
+from curriculum.train.divergence import GoingBack, Rollback, check_diverged, checkpoint_before
 from curriculum.train.judge import Evaluated, judge
 from curriculum.train.mesh import describe_devices
 from curriculum.train.running import Running
 from curriculum.train.setup import Setup, build
 from curriculum.train.signals import Stopped, StopSignals
 from curriculum.train.start import Resumed, start_of, to_resume
-from curriculum.train.step import clear_window, read_window
+from curriculum.train.step import TrainState, clear_window, read_window
 from curriculum.train.watch import RegressionStop, no_verdicts, transfer_matrix
 from evalsets.metrics import Summary, WindowResults, summarise
 from phases.schedule import Segment
@@ -52,7 +51,8 @@ def train(
     `make_model(vocab_size)` gives a model of one's own, for the tokenizer's ids; the `model` section is then not
     read, and null in what the run keeps.
     Raises InputError for what the user can mend, before anything is created; Stopped after a signal, and RegressionStop
-    where `regression.action` is stop: the run is saved then, and may be resumed.
+    where `regression.action` is stop: the run is saved then, and may be resumed. Raises Diverged where training
+    diverged and going back is no way out (any more).
     """
     directory = RunDirectory(Path(run_dir) if run_dir is not None else Path("runs") / config.name)
     directory.check_usable()
@@ -94,7 +94,7 @@ def dry_run(
     setup = build(config, store_dir, make_model=make_model, start=start_of(config))
     try:
         clock = time.perf_counter()
-        state = setup.train_step(setup.initial_state(), setup.feed[0], np.float32(setup.rates[0]))
+        state = setup.train_step(setup.initial_state(), setup.feed[0], *setup.knobs(0))
         loss = read_window(state.window, setup.plan.sources)["loss"]
         step_s, clock = time.perf_counter() - clock, time.perf_counter()
         eval_losses = {name: summarise(r).loss for name, r in setup.suite.run(state.params).items()}
@@ -114,100 +114,146 @@ def dry_run(
 
 
 def _run(setup: Setup, directory: RunDirectory, checkpoints: Checkpoints, resumed: Resumed | None) -> dict[str, Any]:
-    """Begin or continue the run of a directory, up to its `training_complete` event."""
-    if resumed is None:
-        step, state, history = None, setup.initial_state(), ledger.History.begin(setup)
-        set_aside(directory.path)
-    else:
-        step, folder, saved = resumed
-        ledger.check_past(saved, setup)
-        if step == setup.schedule.total_steps == max(checkpoints.steps(), default=None):
-            if complete := load_run(directory.path).complete:
-                added = [name for name in setup.suite.evalsets if name not in saved["history"]["eval_sets"]]
-                unmeasured = f" Not measured: {', '.join(added)} (give it more train.steps)." if added else ""
-                print(f"{directory.path} is finished: {step} of {step} steps. Nothing to do.{unmeasured}")
-                return complete
-        check_offsets(directory.path, saved["offsets"])
-        check_golds(directory, step, saved)
-        checkpoints.adopt(folder)
-        state = setup.restore(checkpoints, step, tuple(saved["sources"]))
-        history = ledger.History.of(saved, checkpoints.baselines(step))
-    with BestCheckpoints(directory, step) as best:
-        last = -1 if step is None else step
-        checkpoints.set_aside_after(last)
-        directory.set_aside_evals_after(last)
-        set_aside_means_after(directory.averages, last, directory.superseded / "averages")
-        directory.create(setup.config, fields.derived(setup), plain(dict(setup.model.architecture)))
-        write_tokenizer(directory, setup.corpus.tokenizer)
-
-        views = [
-            Console(directory.path, _resume_command(setup.config, directory), device_lines=setup.device_lines),
-            *([Board(directory.path)] if setup.config.logging.tensorboard else []),
-        ]
-        if wandb := setup.config.logging.wandb:
-            views.append(WandbLog(directory.path, wandb, setup.config.to_json()))
-        if step is None:
-            record = Record(directory.path, setup.tokens_at, views=views)
-        else:
-            record = Record.resume(directory.path, saved["offsets"], setup.tokens_at, saved["elapsed_s"], views)
-        try:
-            return _loop(Running(setup, directory, record, checkpoints, best, state, history), step)
-        finally:
-            record.close()
-
-
-def _loop(run: Running, resumed_step: int | None) -> dict[str, Any]:
-    setup, config, record, clock = run.setup, run.setup.config, run.record, run.clock
+    """Begin or continue the run of a directory, up to its `training_complete` event; go back where it diverges."""
+    if resumed is not None:
+        ledger.check_past(resumed.ledger, setup)
+        if complete := _finished(setup, directory, checkpoints, resumed):
+            return complete
+    record, rollback = None, None
     with StopSignals() as stop:
-        if resumed_step is None:
-            record.event("training_start", 0, **fields.training_start(setup))
-            judge(run, 0, evaluate(run, 0, list(setup.suite.evalsets)))
-            run.keep(0, record.offsets())
-        else:
-            record.event("resume", resumed_step, **fields.resume(setup))
-            switches = run.history.phase != setup.schedule.segment_at(resumed_step).phase  # the run ended here before
-            at_boundary = resumed_step in setup.schedule.phase_ends and resumed_step < setup.schedule.total_steps
-            measured = ledger.read_results(run.directory.results(resumed_step)) if switches and at_boundary else None
-            there = run.history.watch.sets if measured is None else measured
-            if missing := [name for name in setup.suite.evalsets if name not in there]:
-                judge(run, resumed_step, evaluate(run, resumed_step, missing))
-                run.keep(resumed_step, record.offsets())
-            if at_boundary:
-                clock.switched()
-                if switches:
-                    switch_phase(run, resumed_step)
+        try:
+            while True:
+                step = None if resumed is None else resumed.step
+                state, history = _restored(setup, directory, checkpoints, resumed)
+                if rollback is not None:
+                    history = replace(history, rollbacks=rollback.rollbacks)
+                last = -1 if step is None else step
+                # First of all: after a kill in what follows no checkpoint is found that speaks of what was moved.
+                checkpoints.set_aside_after(last)
+                with BestCheckpoints(directory, step) as best:
+                    directory.set_aside_evals_after(last)
+                    set_aside_means_after(directory.averages, last, directory.superseded / "averages")
+                    directory.create(setup.config, fields.derived(setup), plain(dict(setup.model.architecture)))
+                    write_tokenizer(directory, setup.corpus.tokenizer)
+                    record = _record(setup, directory, resumed, record)
+                    run = Running(setup, directory, record, checkpoints, best, state, history)
+                    try:
+                        return _loop(run, step, rollback, stop)
+                    except GoingBack as going:
+                        rollback = going.rollback
+                del run, state  # before another one is restored
+                resumed = checkpoint_before(directory, rollback)
+        finally:
+            if record is not None:
+                record.close()
 
-        for step in range(resumed_step or 0, setup.schedule.total_steps):
-            with clock.update():
-                run.state = setup.train_step(run.state, setup.feed[step], np.float32(setup.rates[step]))
-            done = step + 1
-            at_end = done == setup.schedule.total_steps
-            if done % config.logging.every == 0 or at_end:
-                row = record.row(fields.metrics_row(setup, done, run.state, clock))  # an ordinary step's only host sync
-                run.history = run.history.with_row(row)
-                run.state = run.state._replace(window=clear_window(run.state.window))
-            names = _sets_due(config, done, setup.schedule.phase_ends)
-            evaluated = evaluate(run, done, names) if names else None
-            if done in setup.schedule.phase_ends and not at_end:
-                switch_phase(run, done)
-                clock.switched()
-            worse = judge(run, done, evaluated) if evaluated else []
-            for edit in fields.branchings(setup, done):
-                record.event("schedule_edit", done, **edit)
-            stopped_by, planned = stop.received, done % config.checkpoint.every == 0 or at_end
-            ends_here = stopped_by is not None or (bool(worse) and config.evalsets.regression.action == "stop")
-            offsets = save(run, done, planned) if planned or ends_here else None
-            if run.keep_in:
-                run.keep(done, offsets or record.offsets())
-            if ends_here and not at_end:
-                run.checkpoints.wait()
-                raise RegressionStop(done, worse) if stopped_by is None else Stopped(stopped_by, done)
+
+def _finished(
+    setup: Setup, directory: RunDirectory, checkpoints: Checkpoints, resumed: Resumed
+) -> dict[str, Any] | None:
+    """The `training_complete` event of a run that has nothing left to train, which is said; None for others."""
+    step = resumed.step
+    if not step == setup.schedule.total_steps == max(checkpoints.steps(), default=None):
+        return None
+    if complete := load_run(directory.path).complete:
+        added = [name for name in setup.suite.evalsets if name not in resumed.ledger["history"]["eval_sets"]]
+        unmeasured = f" Not measured: {', '.join(added)} (give it more train.steps)." if added else ""
+        print(f"{directory.path} is finished: {step} of {step} steps. Nothing to do.{unmeasured}")
+    return complete
+
+
+def _restored(
+    setup: Setup, directory: RunDirectory, checkpoints: Checkpoints, resumed: Resumed | None
+) -> tuple[TrainState, ledger.History]:
+    """What the run goes on from; nothing is changed where InputError is raised."""
+    if resumed is None:
+        return setup.initial_state(), ledger.History.begin(setup)
+    step, folder, saved = resumed
+    check_offsets(directory.path, saved["offsets"])
+    check_golds(directory, step, saved)
+    checkpoints.adopt(folder)
+    state = setup.restore(checkpoints, step, tuple(saved["sources"]), saved["window_steps"])
+    return state, ledger.History.of(saved, checkpoints.baselines(step))
+
+
+def _record(setup: Setup, directory: RunDirectory, resumed: Resumed | None, record: Record | None) -> Record:
+    """The record as of what the run goes on from; `record` is the one that this process has open already."""
+    offsets = {EVENTS: 0, METRICS: 0} if resumed is None else resumed.ledger["offsets"]
+    if record is not None:
+        record.cut_back(offsets)
+        return record
+    views = [
+        Console(directory.path, _resume_command(setup.config, directory), device_lines=setup.device_lines),
+        *([Board(directory.path)] if setup.config.logging.tensorboard else []),
+    ]
+    if wandb := setup.config.logging.wandb:
+        views.append(WandbLog(directory.path, wandb, setup.config.to_json()))
+    elapsed_before_s = 0.0 if resumed is None else resumed.ledger["elapsed_s"]
+    return Record.resume(directory.path, offsets, setup.tokens_at, elapsed_before_s, views)
+
+
+def _loop(run: Running, resumed_step: int | None, rollback: Rollback | None, stop: StopSignals) -> dict[str, Any]:
+    setup, config, record, clock = run.setup, run.setup.config, run.record, run.clock
+    _begin(run, resumed_step, rollback)
+    for step in range(resumed_step or 0, setup.schedule.total_steps):
+        with clock.update():
+            run.state = setup.train_step(run.state, setup.feed[step], *setup.knobs(step))
+        done = step + 1
+        at_end = done == setup.schedule.total_steps
+        if done % config.logging.every == 0 or at_end:
+            row = record.row(fields.metrics_row(setup, done, run.state, clock))  # an ordinary step's only host sync
+            run.history = run.history.with_row(row)
+            run.state = run.state._replace(window=clear_window(run.state.window))
+        names = _sets_due(config, done, setup.schedule.phase_ends)
+        if names or done % config.logging.every == 0:
+            check_diverged(run, done, whole_state=bool(names))
+        evaluated = evaluate(run, done, names) if names else None
+        if done in setup.schedule.phase_ends and not at_end:
+            switch_phase(run, done)
+            clock.switched()
+        worse = judge(run, done, evaluated) if evaluated else []
+        for edit in fields.branchings(setup, done):
+            record.event("schedule_edit", done, **edit)
+        stopped_by, planned = stop.received, done % config.checkpoint.every == 0 or at_end
+        ends_here = stopped_by is not None or (bool(worse) and config.evalsets.regression.action == "stop")
+        offsets = save(run, done, planned) if planned or ends_here else None
+        if run.keep_in:
+            run.keep(done, offsets or record.offsets())
+        if ends_here and not at_end:
+            run.checkpoints.wait()
+            raise RegressionStop(done, worse) if stopped_by is None else Stopped(stopped_by, done)
     run.checkpoints.wait()
     results = {end: ledger.read_results(run.directory.results(end)) for end in setup.schedule.phase_ends}
     transfer = transfer_matrix(setup.schedule.phase_bounds, run.history.watch, results)
-    skipped_updates = int(run.state.skipped_updates)
-    complete = fields.training_complete(setup, run.history, transfer, record.elapsed_s, skipped_updates)
+    complete = fields.training_complete(setup, run.history, transfer, record.elapsed_s, run.state)
     return record.event("training_complete", setup.schedule.total_steps, **complete)
+
+
+def _begin(run: Running, resumed_step: int | None, rollback: Rollback | None) -> None:
+    """What is recorded and measured before the first update, and before the one after `resumed_step`."""
+    setup, record = run.setup, run.record
+    if resumed_step is None:
+        record.event("training_start", 0, **fields.training_start(setup))
+        judge(run, 0, evaluate(run, 0, list(setup.suite.evalsets)))
+        run.keep(0, record.offsets())
+        if rollback is not None:
+            record.event("rollback", 0, **fields.rollback(setup, run.state, rollback))
+        return
+    if rollback is None:
+        record.event("resume", resumed_step, **fields.resume(setup, run.state))
+    else:
+        record.event("rollback", resumed_step, **fields.rollback(setup, run.state, rollback))
+    switches = run.history.phase != setup.schedule.segment_at(resumed_step).phase  # the run ended here before
+    at_boundary = resumed_step in setup.schedule.phase_ends and resumed_step < setup.schedule.total_steps
+    measured = ledger.read_results(run.directory.results(resumed_step)) if switches and at_boundary else None
+    there = run.history.watch.sets if measured is None else measured
+    if missing := [name for name in setup.suite.evalsets if name not in there]:
+        judge(run, resumed_step, evaluate(run, resumed_step, missing))
+        run.keep(resumed_step, record.offsets())
+    if at_boundary:
+        run.clock.switched()
+        if switches:
+            switch_phase(run, resumed_step)
 
 
 def evaluate(run: Running, done: int, names: list[str]) -> Evaluated:
@@ -242,7 +288,11 @@ def switch_phase(run: Running, done: int) -> None:
 
 
 def save(run: Running, done: int, planned: bool) -> dict[str, int]:
-    """Save the run after `done` updates; the length of the record that the checkpoint goes with."""
+    """Save the run after `done` updates; the length of the record that the checkpoint goes with.
+
+    Nothing is saved of a run that diverged: raises what `check_diverged` does.
+    """
+    check_diverged(run, done, whole_state=True)
     with run.clock.paused(run.state):
         run.best.before_saving(done)
         before = run.record.offsets()
