@@ -95,6 +95,34 @@ class EvalSection:
 
 
 @dataclass(frozen=True)
+class SkipUpdates:
+    """Which finite updates are skipped. Those that are not finite are, whatever stands here."""
+
+    __pydantic_config__: ClassVar = _STRICT
+
+    sigmas: Annotated[float, Field(gt=0, le=1e6)] = 6.0
+    """Those whose loss or gradient norm is more than so many standard deviations above the mean of the window."""
+    window_steps: Annotated[int, Field(ge=2, le=2**20)] = 128
+    """Updates before this one in the window; it begins anew at each segment and at the end of a ramp."""
+    judge_from_steps: Annotated[int, Field(ge=2, le=2**20)] = 64
+    """How many finite values the window holds at least before it is judged by."""
+
+
+@dataclass(frozen=True)
+class RollbackSection:
+    """Going back to the last good checkpoint where training diverges."""
+
+    __pydantic_config__: ClassVar = _STRICT
+
+    after: PositiveInt = 3
+    """Updates in a row that are bad: not finite, or beyond train.skip_updates."""
+    skip_steps: PositiveInt = 20
+    """How many steps of data are passed over, from the first bad update on."""
+    max: Annotated[int, Field(ge=1, le=1000)] = 3
+    """How often in a run; then it ends with exit code 3."""
+
+
+@dataclass(frozen=True)
 class TrainSection:
     """How long and how wide."""
 
@@ -110,6 +138,20 @@ class TrainSection:
     """Tokens per sequence."""
     deterministic: bool | None = None
     """true: no dropout, and on a GPU deterministic kernels only; false: `model.dropout` is needed; null: as it is."""
+    skip_updates: SkipUpdates | None = field(default_factory=SkipUpdates)
+    """Which finite updates are skipped; null for none of them."""
+    rollback: RollbackSection | None = None
+    """Go back where training diverges, such as `{after: 3, skip_steps: 20, max: 3}`; null: end with exit code 3."""
+
+    @property
+    def window_steps(self) -> int:
+        """Of the guard, also where no finite update is skipped."""
+        return (self.skip_updates or SkipUpdates()).window_steps
+
+    @property
+    def diverged_after(self) -> int:
+        """So many bad updates in a row are a divergence. Without a rollback, when the window is full of them."""
+        return self.window_steps if self.rollback is None else self.rollback.after
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from curriculum.errors import InputError
 from curriculum.manifest import damage
 from curriculum.record.append import DISK_ERRORS, tell
-from curriculum.record.events import EVENTS, last_gold, plain, read_events, read_metrics
+from curriculum.record.events import EVENTS, TAKEN_UP, last_gold, plain, read_events, read_metrics
 
 if TYPE_CHECKING:
     import numpy as np
@@ -161,8 +161,8 @@ class Run:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """What was planned last: at the start, or when the run was last resumed."""
-        return next((e["plan"] for e in reversed(self.events) if e["event"] == "resume"), self.start["plan"])
+        """What was planned last: at the start, or when the run was last taken up."""
+        return next((e["plan"] for e in reversed(self.events) if e["event"] in TAKEN_UP), self.start["plan"])
 
     @property
     def branched_from(self) -> dict[str, Any] | None:

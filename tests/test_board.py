@@ -204,6 +204,30 @@ def test_a_resumed_run_has_one_point_a_step(tmp_path):
     assert [step for step, _ in main["phase_switch"]] == [6]
 
 
+@pytest.mark.parametrize("step", [8, 0])
+def test_a_run_that_goes_back_has_one_point_a_step(tmp_path, step):
+    """In one process: to its checkpoint at 8, or to its start."""
+    run_dir = tmp_path / "example"
+    record = begin(run_dir)
+    offsets = record.offsets()
+    train(record, 0, 8)
+    offsets = record.offsets() if step else dict.fromkeys(offsets, 0)
+    train(record, 8, 11)
+    record.cut_back(offsets)
+    if step == 0:
+        record.event("training_start", 0, config=CONFIG, model={"num_parameters": 1000}, plan=PLAN)
+    told = {"told_at_step": 11, "first_bad_step": 9, "skip_steps": 2, "number": 1, "max": 3, "reason": "bad"}
+    record.event("rollback", step, **told, plan=PLAN)
+    train(record, step, 12, loss=lambda step: 2.0)
+    record.close()
+    main = shown(tmp_path)["example/tensorboard"]
+    assert main["train/loss"] == [(row["step"], float32(row["loss"])) for row in read_metrics(run_dir)]
+    assert [s for s, _ in main["train/loss"]] == [2, 4, 6, 8, 10, 12] and main["train/loss"][-2][1] == 2.0
+    assert [s for s, _ in main["eval/general/loss"]] == [4, 8, 12]
+    ((told_at, text),) = main["rollback"]
+    assert told_at == step and text.decode().startswith(f"rollback 1 of 3 at step 11, to step {step}: bad")
+
+
 def test_a_set_left_out_on_resume_ends_where_the_resume_begins(tmp_path):
     run_dir = tmp_path / "example"
     record = begin(run_dir)

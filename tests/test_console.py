@@ -241,13 +241,48 @@ VERDICTS = [
         stamped("gold_blocked", 800, reason="overfit: val/train=6.2x, threshold=5.0x"),
         "gold blocked at step 800: overfit: val/train=6.2x, threshold=5.0x",
     ),
+    (
+        stamped("diverged", 212, reason="3 updates in a row were bad, from update 209 on", last_good_step=200),
+        "diverged at step 212: 3 updates in a row were bad, from update 209 on | the last good checkpoint is of step 200",
+    ),
+    (
+        stamped("diverged", 2, reason="parameters are not finite after update 1", last_good_step=None),
+        "diverged at step 2: parameters are not finite after update 1 | there is no checkpoint",
+    ),
 ]
+ROLLBACK = stamped(
+    "rollback", 200, told_at_step=212, first_bad_step=209, skip_steps=20, number=1, max=3, reason="bad luck",
+    skipped_updates=4, skipped_nonfinite=1, skipped_outliers=2, plan=PLAN,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("event", "line"), VERDICTS)
 def test_a_verdict_is_one_line(tmp_path, event, line):
     assert verdict(event) == line
     assert printed(tmp_path, start(), event)[6:] == [line]
+
+
+def test_updates_that_were_skipped_are_said_once_with_their_reasons(tmp_path):
+    def counted(step, total, nonfinite, outliers):
+        return row(step) | {"skipped_updates": total, "skipped_nonfinite": nonfinite, "skipped_outliers": outliers}
+
+    stream = io.StringIO()
+    console = Console(tmp_path, stream=stream, clock=Clock())
+    console.event(start())
+    for one in (counted(10, 0, 0, 0), counted(20, 4, 1, 2), counted(30, 4, 1, 2)):
+        console.row(one)
+    console.event(ROLLBACK)
+    console.row(counted(210, 4, 1, 2))
+    console.row(counted(220, 5, 1, 3))
+    assert stream.getvalue().splitlines()[6:] == [
+        "step 10/75000 | loss 5.1234 | lr 6.0e-04 | 12.3k tok/s | phase foundation",
+        "skipped 4 updates up to step 20: 1 not finite, 2 beyond the window's standard deviations, "
+        "1 without a scored target",
+        "rollback 1 of 3 at step 212, to step 200: bad luck | the data of 20 steps from step 209 on are passed over",
+        "skipped 1 update up to step 220: 1 beyond the window's standard deviations",
+    ]
+    console.close()
+    assert stream.getvalue().splitlines()[-1].endswith("resume from  " + str(tmp_path / "checkpoints/200"))
 
 
 def test_other_events_print_nothing(tmp_path):

@@ -222,6 +222,23 @@ def test_resumes_are_counted(tmp_path):
         assert words in shown(path)
 
 
+def test_what_went_wrong_in_training_is_a_line_each(tmp_path):
+    rollback = {"told_at_step": 58, "first_bad_step": 50, "skip_steps": 5, "number": 1, "max": 1, "reason": "bad"}
+    diverged = {"reason": "bad again", "first_bad_step": 70, "rollbacks": [], "last_good_step": 60}
+    whole = load_run(write_run(tmp_path / "whole", LOSSES))
+    more = {"plan": whole.plan, "devices": whole.start["devices"]}
+    events = {40: [("rollback", {**rollback, **more})], 80: [("diverged", diverged)]}
+    path = write_run(tmp_path / "run", LOSSES, until=80, more=events)
+    counts = {"skipped_updates": 5, "skipped_nonfinite": 2, "skipped_outliers": 3}
+    with open(path / "metrics.jsonl", "a") as metrics:
+        metrics.write(json.dumps({"step": 80, **counts}) + "\n")
+    text = shown(path)
+    assert "trouble skipped 5 updates up to step 80: 2 not finite, 3 beyond the window's standard deviations" in text
+    assert "trouble went back once" in text
+    assert "trouble diverged at step 80: bad again | the last good checkpoint is of step 60" in text
+    assert "trouble" not in shown(tmp_path / "whole")
+
+
 @pytest.mark.parametrize("content", ['{"step": 1', "[]", '{"step": 80}'])
 def test_a_damaged_summary_hides_nothing_else(tmp_path, content):
     path = write_run(tmp_path / "run", LOSSES, until=80)

@@ -551,9 +551,9 @@ def test_functions_are_traced_once_over_phases_and_sets(corpus, store, tmp_path,
     def make_step(*arguments, **settings):
         step = unwrapped(*arguments, **settings)
 
-        def counted_step(state, batch, lr):
+        def counted_step(state, batch, lr, judged_from):
             traces.append("train")
-            return step(state, batch, lr)
+            return step(state, batch, lr, judged_from)
 
         return counted_step
 

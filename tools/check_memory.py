@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from curriculum.model.memory import kept_bytes, memory_estimate
 from curriculum.model.presets import PRESETS, ModelConfig
 from curriculum.model.transformer import forward, transformer
+from curriculum.train.guard import new_guard
 from curriculum.train.optimizer import OptimConfig, make_optimizer
 from curriculum.train.step import TrainState, Window, make_train_step
 from phases.batches import Batch
@@ -82,6 +83,7 @@ def compiled_bytes(
         step=array(),
         window=Window(nats_S2=sums, tokens_S2=sums, filled_2=pair, grad_norm_2=pair, num_updates=array()),
         skipped_updates=array(),
+        guard=jax.eval_shape(lambda: new_guard(128)),
         ema=params if ema else None,
     )
     slots = array(grad_accum, rows, seq_len)

@@ -1,9 +1,9 @@
 """TensorBoard: a view of the record in `<run>/tensorboard/`, written without TensorFlow.
 
 The folder itself is the main run: `train/...` from the metrics rows, `mixture/<source>`, `phase/index`,
-`eval/<set>/loss` and `eval/<set>/bpb`, hyperparameters, and as text the phase switches, schedule edits, regressions,
-what became gold or did not, and at the end how the sets went from phase to phase. Under it stands one run an
-eval set; all of them share the tags `eval_sets/loss` and `eval_sets/bpb`, so that one chart shows every set in its
+`eval/<set>/loss` and `eval/<set>/bpb`, hyperparameters, and as text the phase switches, schedule edits, rollbacks,
+regressions, what became gold or did not, and at the end how the sets went from phase to phase. Under it stands one run
+an eval set; all of them share the tags `eval_sets/loss` and `eval_sets/bpb`, so that one chart shows every set in its
 own colour; a set measured with an average of the parameters is one more, `<set>@<average>`. With
 `tensorboard --logdir runs` their names read `quickstart/tensorboard`, `quickstart/tensorboard/general` and so on.
 The primary set is called `val`.
@@ -70,16 +70,21 @@ class Board:
         match event["event"]:
             case "training_start":
                 # The old record of a run that starts anew was set aside; a view of both would mix two runs.
+                self._close()
+                self._first_step = self._newest_step = 0
                 for path in self._folder.rglob("*.tfevents.*"):
                     path.unlink()
                 self._phase_names = [phase["name"] for phase in event["plan"]["phases"]]
                 write(_MAIN, self._hparams(event["config"], wall_time))
-            case "resume":
+            case "resume" | "rollback" as kind:
                 # The record still holds the restored step's own row and eval.
-                self._first_step = event["step"] + 1
+                self._close()
+                self._first_step, self._newest_step = event["step"] + 1, event["step"]
                 self._phase_names = [phase["name"] for phase in event["plan"]["phases"]]
                 for folder in {path.parent for path in self._folder.rglob("*.tfevents.*")}:
                     self._writer(str(folder.relative_to(self._folder)))
+                if kind == "rollback":
+                    write(_MAIN, [_text(kind, verdict(event))])
             case "eval":
                 curves = eval_curves(event)
                 write(_MAIN, _scalars(curves))
@@ -91,7 +96,7 @@ class Board:
                 write(_MAIN, [_text("phase_switch", _phase_switch_markdown(event))])
             case "eval_regression":
                 write(_MAIN, [_text("regressions", verdict(event))])
-            case "eval_recovered" | "gold_checkpoint" | "gold_blocked" | "schedule_edit" as kind:
+            case "eval_recovered" | "gold_checkpoint" | "gold_blocked" | "schedule_edit" | "diverged" as kind:
                 write(_MAIN, [_text(kind, verdict(event))])
             case "training_complete":
                 transfer = event.get("transfer") or {"sets": {}}
@@ -102,8 +107,12 @@ class Board:
         self._write(_MAIN, row["step"], time.time(), _scalars(row_curves(row, self._phase_names)))
 
     def close(self) -> None:
+        self._close()
+
+    def _close(self) -> None:
         for writer in self._writers.values():
             writer.close()
+        self._writers.clear()
 
     def _writer(self, run: str) -> RecordWriter:
         if run not in self._writers:

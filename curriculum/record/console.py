@@ -53,19 +53,22 @@ class Console:
         self._total_steps = 0
         self._checkpoint_step: int | None = None
         self._complete = False
+        self._skipped: dict[str, int] = {}  # what the last row or event said
         # (step, elapsed seconds) at the last evals of this process: the pace, evals included.
         self._marks: deque[tuple[int, float]] = deque(maxlen=_RECENT_EVALS + 1)
 
     def event(self, event: dict[str, Any]) -> None:
         match event["event"]:
             case "training_start":
+                self._skipped = {}
                 self._total_steps = event["plan"]["total_steps"]
                 self._print(*header(event, self._run_dir), *self._device_lines)
-            case "resume":
+            case "resume" | "rollback" as kind:
+                self._skipped = _skipped(event)
                 self._total_steps = event["plan"]["total_steps"]
                 self._checkpoint_step = event["step"]
                 self._mark(event)
-                self._print(verdict(event), *self._device_lines)
+                self._print(verdict(event), *(self._device_lines if kind == "resume" else ()))
             case "eval":
                 self._mark(event)
                 self._print(*eval_lines(event, self._total_steps, self._seconds_left(event["step"])))
@@ -82,6 +85,9 @@ class Console:
                 self._print(line, *_warnings(event))
 
     def row(self, row: dict[str, Any]) -> None:
+        if line := skipped_line(row, self._skipped):
+            self._print(line)
+        self._skipped = _skipped(row)
         line = progress_line(row, self._total_steps)
         due = self._clock() >= self._progress_due
         if due:
@@ -112,8 +118,7 @@ class Console:
 
     def _closing(self, event: dict[str, Any]) -> Iterator[str]:
         if skipped := event.get("skipped_updates", 0):
-            why = "no target scored, or a loss or gradient that was not finite"
-            yield f"{skipped} of {event['total_steps']} updates were skipped: {why}"
+            yield f"{skipped} of {event['total_steps']} updates were skipped: {_why(_skipped(event))}"
         yield (
             f"complete: {event['total_steps']} steps, {_count(event['total_tokens'], 10)} tokens in "
             f"{_duration(event['total_elapsed_s'])} ({_count(event['tokens_per_sec'], 100)} tok/s) | "
@@ -166,7 +171,7 @@ class Console:
             if error.errno in DISK_ERRORS:  # it may be a file; train.log keeps the line
                 return
             # A pipe's reader or a terminal that is gone: the run is not to end with it.
-            self._log.write(f"console: {error.strerror}; what follows stands here alone\n")
+            self._log.write(f"console: {error.strerror}; what follows stands here alone\n".encode())
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
@@ -224,6 +229,32 @@ def progress_line(row: dict[str, Any], total_steps: int) -> str:
     )
 
 
+def skipped_line(row: dict[str, Any], before: dict[str, int]) -> str | None:
+    """What a metrics row says of updates that were skipped since the counts were `before`; None where none was."""
+    now = _skipped(row)
+    more = {key: now[key] - before.get(key, 0) for key in now}
+    if not more.get("skipped_updates"):
+        return None
+    num = more["skipped_updates"]
+    return f"skipped {num} update{'s' if num > 1 else ''} up to step {row['step']}: {_why(more)}"
+
+
+def _skipped(line: dict[str, Any]) -> dict[str, int]:
+    keys = ("skipped_updates", "skipped_nonfinite", "skipped_outliers")
+    return {key: line[key] for key in keys if key in line}
+
+
+def _why(skipped: dict[str, int]) -> str:
+    """The reasons of skipped updates, each with its count."""
+    nonfinite, outliers = skipped.get("skipped_nonfinite", 0), skipped.get("skipped_outliers", 0)
+    reasons = {
+        "not finite": nonfinite,
+        "beyond the window's standard deviations": outliers,
+        "without a scored target": skipped["skipped_updates"] - nonfinite - outliers,
+    }
+    return ", ".join(f"{count} {reason}" for reason, count in reasons.items() if count)
+
+
 def verdict(event: dict[str, Any]) -> str | None:
     """The line of an event that says something happened; None for the others."""
     step = event["step"]
@@ -254,6 +285,14 @@ def verdict(event: dict[str, Any]) -> str | None:
             good = "there is no good one yet" if last is None else f"the last good one is of step {last}"
             again = "" if then is None else f"; the next is tried at step {then}"
             return f"checkpoint failed: {event['path']} was not saved: {event['why']}; {good}{again}"
+        case "rollback":
+            number, first, steps = event["number"], event["first_bad_step"], event["skip_steps"]
+            told = f"rollback {number} of {event['max']} at step {event['told_at_step']}, to step {step}"
+            return f"{told}: {event['reason']} | the data of {steps} steps from step {first} on are passed over"
+        case "diverged":
+            good = event["last_good_step"]
+            kept = "there is no checkpoint" if good is None else f"the last good checkpoint is of step {good}"
+            return f"diverged at step {step}: {event['reason']} | {kept}"
         case "resume":
             back = [
                 f"step {d['step']} is damaged ({d['why']}), moved to {d['moved_to']}" for d in event.get("damaged", [])

@@ -27,6 +27,7 @@ METRICS = "metrics.jsonl"
 SUPERSEDED = "superseded.jsonl"
 _PENDING_CUT = "superseded.pending.json"
 AVERAGES = ("ema", "phase_mean")  # averages of the parameters; each is a field of an `eval` event that measured it
+TAKEN_UP = ("training_start", "resume", "rollback")  # events after which training goes on; they have the plan
 _UNROUNDED = ("lr", "grad_norm")
 _TAIL_BYTES = 1 << 16  # more than a metrics row has
 
@@ -59,7 +60,8 @@ class Record:
         self._tokens_at = tokens_at
         self._clock_zero_s = time.monotonic() - elapsed_before_s
         self._views = tuple(views)
-        self._files = {name: Appender(run_dir / name) for name in (EVENTS, METRICS)}
+        self._run_dir = run_dir
+        self._files = self._opened()
 
     @classmethod
     def resume(
@@ -77,6 +79,16 @@ class Record:
         """
         _cut(run_dir, offsets)
         return cls(run_dir, tokens_at, elapsed_before_s, views)
+
+    def cut_back(self, offsets: Mapping[str, int]) -> None:
+        """Go on from `offsets` in the same process: what came after them goes to `superseded.jsonl`, as in `resume`."""
+        for file in self._files.values():
+            file.close()
+        _cut(self._run_dir, offsets)
+        self._files = self._opened()
+
+    def _opened(self) -> dict[str, Appender]:
+        return {name: Appender(self._run_dir / name) for name in (EVENTS, METRICS)}
 
     @property
     def elapsed_s(self) -> float:

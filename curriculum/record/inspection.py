@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from curriculum.errors import InputError
-from curriculum.record.console import program
-from curriculum.record.events import last_gold, last_row, number
+from curriculum.record.console import program, skipped_line, verdict
+from curriculum.record.events import TAKEN_UP, last_gold, last_row, number
 from curriculum.record.queries import consumption, eval_points, last_detectable, standing_regressions
 from curriculum.run import Run, checkpoint_steps
 
@@ -54,7 +54,7 @@ def inspect_run(run: Run) -> dict[str, Any]:
         "name": start["config"]["name"],
         "path": str(path),
         "model": start["model"],
-        "devices": next(e["devices"] for e in reversed(events) if e["event"] in ("training_start", "resume")),
+        "devices": next(e["devices"] for e in reversed(events) if e["event"] in TAKEN_UP),
         "progress": {
             "step": step,
             "total_steps": plan["total_steps"],
@@ -64,6 +64,9 @@ def inspect_run(run: Run) -> dict[str, Any]:
             "elapsed_s": last["elapsed_s"],
             "started_at": start["timestamp"],
             "last_event_at": last["timestamp"],
+            "skipped": skipped_line(row, {}) if row else None,
+            "num_rollbacks": sum(e["event"] == "rollback" for e in events),
+            "diverged": next((verdict(e) for e in events if e["event"] == "diverged"), None),
             "num_resumes": sum(e["event"] == "resume" and not e.get("begins_branch") for e in events),
         },
         "phases": [
@@ -158,6 +161,7 @@ def text(facts: Mapping[str, Any]) -> list[str]:
         lines.append(f"  regressed   {offender(o)}")
     if not facts["regressions"]:
         lines.append("  regressed   none stands")
+    lines += [f"  trouble     {line}" for line in troubles(progress)]
     gold = facts["gold"]
     if gold:
         where = f"{facts['path']}/{gold['path']}" + (", which is not there" if gold["missing"] else "")
@@ -176,6 +180,13 @@ def text(facts: Mapping[str, Any]) -> list[str]:
                 "                (STEP: latest; where the learning rate has decayed, a checkpoint before that)"
             )
     return lines
+
+
+def troubles(progress: Mapping[str, Any]) -> list[str]:
+    """What went wrong in training, a line each; nothing of a run without skipped updates."""
+    rollbacks = progress["num_rollbacks"]
+    went_back = f"went back {'once' if rollbacks == 1 else f'{rollbacks} times'}" if rollbacks else None
+    return [line for line in (progress["skipped"], went_back, progress["diverged"]) if line]
 
 
 def lineage_lines(lineage: Mapping[str, Any]) -> list[str]:

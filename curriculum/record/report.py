@@ -18,7 +18,7 @@ from curriculum.record import figures
 from curriculum.record.compare import labels
 from curriculum.record.events import number
 from curriculum.record.figures import PALETTE, Curve, Phase
-from curriculum.record.inspection import duration, inspect_run, lineage_lines, loss, mixture_text
+from curriculum.record.inspection import duration, inspect_run, lineage_lines, loss, mixture_text, troubles
 from curriculum.record.page import Html, bullets, document, figure, folded, legend, note, section, table, tag, tiles
 from curriculum.record.queries import eval_points
 from curriculum.record.report_evals import eval_figures, log, set_marks, set_table, transfer_matrix
@@ -94,6 +94,7 @@ def _header(run: Run, facts: Mapping[str, Any], label: str) -> Html:
     worse = sorted({o["set"] for o in facts["regressions"]})
     shown.append(("regressed now", tag("span", ", ".join(worse), class_="bad") if worse else "none", ""))
     lines = [tag("p", line, class_="lead") for line in lineage_lines(facts["lineage"])]
+    lines += [tag("p", line, class_="bad") for line in troubles(progress)]
     lines += [tag("p", problem, class_="bad") for problem in facts["problems"]]
     warnings = [*run.start.get("warnings", [])]
     told = folded(f"{len(warnings)} warning{'s' if len(warnings) > 1 else ''} of the plan", bullets(warnings))

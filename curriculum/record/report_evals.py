@@ -17,7 +17,8 @@ from curriculum.run import Run
 
 MAX_OVERLAID = 7  # more lines in one drawing cannot be told apart
 MAX_LISTED = 24
-_SHOWN = ("eval_regression", "eval_recovered", "gold_checkpoint", "gold_blocked", "schedule_edit", "rollback", "resume")
+_SHOWN = ("eval_regression", "eval_recovered", "gold_checkpoint", "gold_blocked", "schedule_edit", "rollback", "resume",
+          "diverged")  # fmt: skip
 
 
 def set_marks(run: Run, facts: Mapping[str, Any], points: Mapping[str, Sequence[EvalPoint]]) -> dict[str, list[Mark]]:

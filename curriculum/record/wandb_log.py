@@ -24,6 +24,8 @@ _TEXT = {
     "gold_checkpoint": "gold",
     "gold_blocked": "gold",
     "schedule_edit": "schedule_edit",
+    "rollback": "rollback",
+    "diverged": "rollback",
 }
 _SUMMARY = ("final_train_loss", "final_val_loss", "best_val_loss", "best_val_step", "total_tokens", "gold_step")
 _FINISH_SECONDS = 120  # what is not sent by then stays in the run directory, for `wandb sync`
@@ -114,7 +116,8 @@ class WandbLog:
         match event["event"]:
             case "training_start" | "resume" as kind:
                 self._phase_names = [phase["name"] for phase in event["plan"]["phases"]]
-                self._start(continued=kind == "resume")
+                if self._run is None:  # else the run went back to its start
+                    self._start(continued=kind == "resume")
             case "eval":
                 self._log(event["step"], eval_curves(event))
             case "training_complete":

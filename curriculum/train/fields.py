@@ -12,6 +12,7 @@ from curriculum.model.model import num_parameters
 from curriculum.plan import describe_phases, few_scored_targets, unread
 from curriculum.record.events import record_name
 from curriculum.train.clock import TrainClock, peak_memory_gb
+from curriculum.train.divergence import Rollback
 from curriculum.train.ledger import History
 from curriculum.train.mesh import describe_devices
 from curriculum.train.setup import Setup
@@ -41,12 +42,40 @@ def training_start(setup: Setup) -> dict[str, Any]:
     }
 
 
-def resume(setup: Setup) -> dict[str, Any]:
+def resume(setup: Setup, state: TrainState) -> dict[str, Any]:
     return {
+        **skipped(state),
         "devices": describe_devices(setup.mesh),
         "plan": derived(setup),
         "evalsets": _evalsets(setup),
         **({"begins_branch": True} if setup.begins_branch else {}),
+    }
+
+
+def taken_up(
+    setup: Setup,
+    state: TrainState,
+    step: int | None,
+    rollback: Rollback | None,
+    damaged: Sequence[Mapping[str, Any]],
+    edit: dict[str, Any] | None,
+) -> list[tuple[str, dict[str, Any]]]:
+    """The events, by name, that tell how training is taken up after `step`: None where a run begins."""
+    events = []
+    if rollback is not None:
+        events.append(("rollback", {**rollback.event, **resume(setup, state)}))
+    elif step is not None:
+        events.append(("resume", {**resume(setup, state), **({"damaged": list(damaged)} if damaged else {})}))
+    return events if edit is None else [*events, ("schedule_edit", edit)]
+
+
+def skipped(state: TrainState) -> dict[str, int]:
+    """Updates that were skipped since the run's start, and of the bad ones how many for which reason."""
+    guard = state.guard
+    return {
+        "skipped_updates": int(state.skipped_updates),
+        "skipped_nonfinite": int(guard.num_nonfinite),
+        "skipped_outliers": int(guard.num_outliers),
     }
 
 
@@ -172,7 +201,7 @@ def metrics_row(setup: Setup, done: int, state: TrainState, clock: TrainClock) -
         "step_time_s": round(seconds / steps, 6),
         "phase": segment.phase,
         "mixture": {name: segment.mixture_at(done - 1).get(name, 0.0) for name in setup.config.sources},
-        "skipped_updates": int(state.skipped_updates),
+        **skipped(state),
         "packing_mode": setup.config.packing.mode,
         "packing_utilization": None if filled is None else round(filled / slots, 6),
         "scored_share": None if scored is None else round(scored / slots, 6),
@@ -198,7 +227,7 @@ def phase_switch(setup: Setup, done: int) -> dict[str, Any]:
 
 
 def training_complete(
-    setup: Setup, history: History, transfer: dict[str, Any], elapsed_s: float, skipped_updates: int
+    setup: Setup, history: History, transfer: dict[str, Any], elapsed_s: float, state: TrainState
 ) -> dict[str, Any]:
     total = setup.schedule.total_steps
     total_tokens, gold = setup.tokens_at(total), history.gold.gold
@@ -213,7 +242,7 @@ def training_complete(
         "final_val_loss": history.val_loss,
         "best_val_loss": history.best_val_loss,
         "best_val_step": history.best_val_step,
-        "skipped_updates": skipped_updates,
+        **skipped(state),
         "gold_step": gold and gold.step,
         "gold_metric": gold and history.gold.metric,
         "gold_value": gold and gold.value,

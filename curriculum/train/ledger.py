@@ -45,6 +45,7 @@ class History:
     val_loss: float | None = None
     best_val_loss: float | None = None
     best_val_step: int | None = None
+    rollbacks: tuple[dict[str, int], ...] = ()  # {step gone back to, first_bad_step, skip_steps} of each, in order
 
     @staticmethod
     def begin(setup: Setup) -> History:
@@ -56,7 +57,9 @@ class History:
         """From a ledger, and the baselines of the eval sets in the same checkpoint."""
         history = saved["history"]
         watch = Watch.of(history["watch"], baselines)
-        return History(**{**history, "watch": watch, "gold": GoldState.from_json(history["gold"])})
+        rollbacks = tuple(history.get("rollbacks", ()))
+        gold = GoldState.from_json(history["gold"])
+        return History(**{**history, "watch": watch, "gold": gold, "rollbacks": rollbacks})
 
     def to_json(self) -> dict[str, Any]:
         own = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -95,6 +98,7 @@ def entry(setup: Setup, step: int, history: History, offsets: Mapping[str, int],
         "model": plain(dict(setup.model.architecture)),
         "parameters": _parameters(setup),
         "optimizer": state_layout(setup.config.optim),
+        "window_steps": setup.config.train.window_steps,
         "tokenizer": setup.corpus.tokenizer.fingerprint,
         "packing": asdict(setup.config.packing),
         "data": _data_settings(setup.config),

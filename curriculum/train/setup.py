@@ -24,6 +24,7 @@ from curriculum.plan import Past, continued_schedule, replay_schedule, resolve_s
 from curriculum.train.checkpoint import Checkpoints, beside_params, load_params
 from curriculum.train.device import device_lines, tune_device
 from curriculum.train.feed import Feed
+from curriculum.train.guard import with_window
 from curriculum.train.mesh import (
     constrain,
     gather,
@@ -42,7 +43,8 @@ from evalsets.evalset import EvalSet
 from evalsets.suite import Suite
 from phases.batches import DataPlan
 from phases.replay import ReplayRefused
-from phases.schedule import Schedule, Segment, cut
+from phases.rollback import judged_from, passed_over
+from phases.schedule import Schedule, Segment, SourceSupply, cut
 
 EVAL_ROWS = 32  # of a micro-batch on a device, at most; on 2 CPU cores 32 is 1.1x 16, and all windows at once x0.65
 
@@ -60,12 +62,14 @@ class Setup:
     past: Past  # what of `schedule` does not come from the config
     branched_from: Mapping[str, Any] | None  # what `curriculum.branch` says of a branch's trunk
     rates: np.ndarray  # float64, by update
+    judged_from: np.ndarray  # int32, by update
     feed: Feed
     make_feed: Callable[[DataPlan], Feed]
     suite: Suite
     train_step: Callable
     initial_state: Callable[[], TrainState]
-    abstract_state: Callable[[int], TrainState]  # by number of sources: shapes, types and placement, no values
+    # By number of sources, and the guard's window_steps (None: as configured): shapes, types and placement, no values.
+    abstract_state: Callable[..., TrainState]
     device_lines: list[str]  # for the console
     lineage: dict[str, Any] | None  # the run that this one began from, back to the first
     begins_branch: bool = False  # what goes on from a checkpoint is a branch that begins
@@ -75,6 +79,10 @@ class Setup:
     def content_hashes(self) -> dict[str, str]:
         """What each eval set is, by name."""
         return {name: evalset.content_hash for name, evalset in self.corpus.evalsets.items()}
+
+    def knobs(self, step: int) -> tuple[np.float32, np.int32]:
+        """What update `step` is given beside its batch: the learning rate, and from where on its loss is judged."""
+        return np.float32(self.rates[step]), np.int32(self.judged_from[step])
 
     def tokens_at(self, step: int) -> int:
         """Token slots consumed in the first `step` updates."""
@@ -105,6 +113,18 @@ class Setup:
             "mixture_after": replay.mixture_after,
             "until": replay.until,
         }
+
+    def pass_over(self, step: int, num_steps: int) -> None:
+        """Go on by a schedule without the data of `num_steps` updates from `step` on, as `phases.rollback` says.
+
+        Raises RollbackRefused where it cannot be; the schedule is then as it was.
+        """
+        epochs = self.corpus.tokens_per_epoch
+        supplies = {n: SourceSupply(epochs[n], s.max_epochs, s.on_exhaust) for n, s in self.config.sources.items()}
+        schedule = passed_over(self.schedule, supplies, step, num_steps)
+        phase_end = next(end for _, start, end in schedule.phase_bounds if step < end)
+        until = max(phase_end, self.past.end)
+        self.replan(schedule, cut(schedule.segments, until))
 
     def keep_edit(self, segment: Segment) -> None:
         """Let a segment that an edit made begin where the past ends, and last to the end of its phase."""
@@ -138,13 +158,20 @@ class Setup:
         self.schedule, self.past = schedule, replace(self.past, segments=tuple(past))
         self.plan = _data_plan(self.config, self.corpus, schedule, self.past)
         self.rates = schedule.rates(np.arange(schedule.total_steps))
+        self.judged_from = judged_from(schedule)
         self.feed = self.make_feed(self.plan)
 
-    def restore(self, checkpoints: Checkpoints, step: int, saved_sources: tuple[str, ...]) -> TrainState:
-        """The state of a checkpoint whose metrics window was over `saved_sources`."""
-        state = checkpoints.restore(step, self.abstract_state(len(saved_sources)))
+    def restore(
+        self, checkpoints: Checkpoints, step: int, saved_sources: tuple[str, ...], window_steps: int | None = None
+    ) -> TrainState:
+        """The state of a checkpoint whose metrics window was over `saved_sources`, and whose guard had `window_steps`.
+
+        None: as many as are configured.
+        """
+        state = checkpoints.restore(step, self.abstract_state(len(saved_sources), window_steps))
         window = window_for(state.window, saved_sources, self.plan.sources)
-        return state._replace(window=place_state(self.mesh, window))
+        guard = with_window(state.guard, step, self.config.train.window_steps)
+        return state._replace(window=place_state(self.mesh, window), guard=place_state(self.mesh, guard))
 
 
 def build(
@@ -204,23 +231,28 @@ def build(
         document_mask=config.packing.document_mask,
         deterministic=config.train.deterministic is True,
         ema_decay=config.averages.ema_decay,
+        sigmas=config.train.skip_updates and config.train.skip_updates.sigmas,
+        judge_from_steps=config.train.skip_updates.judge_from_steps if config.train.skip_updates else 0,
+        diverged_after=config.train.diverged_after,
         place_grads=partial(constrain, mesh),
     )
     ema = config.averages.ema_decay is not None
 
-    def abstract_state(num_sources: int) -> TrainState:
-        first_state = partial(init_state, optimizer=optimizer, num_sources=num_sources, ema=ema)
+    def abstract_state(num_sources: int, window_steps: int | None = None) -> TrainState:
+        sizes = {"num_sources": num_sources, "window_steps": window_steps or config.train.window_steps}
+        first_state = partial(init_state, optimizer=optimizer, **sizes, ema=ema)
         return abstract_on_mesh(mesh, jax.eval_shape(first_state, abstract_params(model)))
 
     shardings = state_shardings(mesh, abstract_state(len(plan.sources)))
 
     def initial_state() -> TrainState:
         # Compiled, so that the moments are made where they belong: no device ever holds all of them.
-        first_state = partial(init_state, optimizer=optimizer, num_sources=len(plan.sources), ema=ema)
+        sizes = {"num_sources": len(plan.sources), "window_steps": config.train.window_steps}
+        first_state = partial(init_state, optimizer=optimizer, **sizes, ema=ema)
         compiled = jax.jit(first_state, donate_argnums=0, out_shardings=shardings)
         base = start.base
         if base is not None:
-            like = abstract_state(len(base.ledger["sources"]))
+            like = abstract_state(len(base.ledger["sources"]), base.ledger["window_steps"])
             state = compiled(load_params(base.checkpoint / "params", like.params))
             if not config.adaptation.keep_optimizer:
                 return state
@@ -239,6 +271,7 @@ def build(
         past=past,
         branched_from=branched_from,
         rates=schedule.rates(np.arange(schedule.total_steps)),
+        judged_from=judged_from(schedule),
         feed=make_feed(plan),
         make_feed=make_feed,
         suite=suite,

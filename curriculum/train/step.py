@@ -16,6 +16,7 @@ import optax
 
 from curriculum.model.loss import sample_targets, sum_nats
 from curriculum.model.model import Model, Params
+from curriculum.train.guard import Guard, guarded, new_guard
 from phases.batches import Batch
 
 
@@ -40,19 +41,28 @@ class TrainState(NamedTuple):
     opt_state: Any
     step: jax.Array  # int32
     window: Window
-    skipped_updates: jax.Array  # int32
+    skipped_updates: jax.Array  # int32, whatever the reason
+    guard: Guard
     ema: Params | None = None  # exponential moving average of the parameters, where one is kept
 
 
 _SAMPLED = 0x5A3D1ED  # a branch of a row's key: the targets that are drawn from the model
 
-TrainStep = Callable[[TrainState, Batch, jax.Array], TrainState]
+TrainStep = Callable[..., TrainState]
 
 
 def init_state(
-    params: Params, optimizer: optax.GradientTransformation, num_sources: int, *, ema: bool = False
+    params: Params,
+    optimizer: optax.GradientTransformation,
+    num_sources: int,
+    *,
+    ema: bool = False,
+    window_steps: int = 128,
 ) -> TrainState:
-    """The state at step 0. It takes `params` over: a step that donates its state consumes them."""
+    """The state at step 0. It takes `params` over: a step that donates its state consumes them.
+
+    `window_steps`: how many updates the guard looks back on.
+    """
     window = Window(
         nats_S2=np.zeros((num_sources, 2), np.float32),
         tokens_S2=np.zeros((num_sources, 2), np.float32),
@@ -61,7 +71,8 @@ def init_state(
         num_updates=np.int32(0),
     )
     average = jax.tree.map(jnp.copy, params) if ema else None
-    return TrainState(params, optimizer.init(params), np.int32(0), window, np.int32(0), average)
+    guard = new_guard(window_steps)
+    return TrainState(params, optimizer.init(params), np.int32(0), window, np.int32(0), guard, average)
 
 
 def make_train_step(
@@ -74,15 +85,20 @@ def make_train_step(
     document_mask: bool = False,
     deterministic: bool = False,
     ema_decay: float | None = None,
+    sigmas: float | None = 6.0,
+    judge_from_steps: int = 64,
+    diverged_after: int = 128,
     place_grads: Callable[[Params], Params] = lambda grads: grads,
 ) -> TrainStep:
-    """The pure function train_step(state, batch, lr) -> state, to be jitted with its state donated.
+    """The pure function train_step(state, batch, lr, judged_from=0) -> state, to be jitted with its state donated.
 
     The loss is the mean nats over the valid tokens of the whole batch, however many micro-steps it is cut into.
     Its gradient is clipped to a global norm of `grad_clip` (0: not at all). `lr` is a float32 scalar and
     `optimizer` an update rule at a rate of 1, which is given `hessian_diagonal` as well: a function without
-    arguments that estimates it. A loss or norm that is not finite, or a batch without a valid token, leaves
-    parameters, optimizer state and window as they were and counts as a skipped update.
+    arguments that estimates it. A loss or norm that is not finite or that the guard does not take (`guarded` says what
+    `sigmas`, `judge_from_steps` and the int32 `judged_from` are), or a batch without a valid token, leaves parameters,
+    optimizer state and window as they were and counts as a skipped update. `diverged_after` bad ones in a row are told
+    as `guard.diverged_at`.
 
     Random keys come from (seed, step, row of the batch); the model gets none where the step is `deterministic`. With
     `document_mask` a token sees its own document only.
@@ -118,14 +134,24 @@ def make_train_step(
         )
         return jax.lax.scan(micro_step, zeros, (batch, keys_AB))[0]
 
-    def train_step(state: TrainState, batch: Batch, lr: jax.Array) -> TrainState:
+    def train_step(state: TrainState, batch: Batch, lr: jax.Array, judged_from: jax.Array | int = 0) -> TrainState:
         keys_AB = _row_keys(seed, state.step, batch.source_ids_AB.shape)
         grads, nats_S, tokens_S = batch_gradient(state.params, batch, keys_AB)
         num_tokens = tokens_S.sum()
         loss = nats_S.sum() / num_tokens
         grads = jax.tree.map(lambda g: g / num_tokens, grads)
         grad_norm = optax.tree.norm(grads)
-        is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        taken, guard = guarded(
+            state.guard,
+            state.step,
+            loss,
+            grad_norm,
+            num_tokens > 0,
+            judged_from,
+            sigmas=sigmas,
+            judge_from_steps=judge_from_steps,
+            diverged_after=diverged_after,
+        )
 
         def hessian_diagonal() -> Params:
             """Gauss-Newton-Bartlett: tokens x the squared gradient of the mean loss of sampled targets."""
@@ -150,14 +176,15 @@ def make_train_step(
         )
 
         def unless_skipped(new, old):
-            return jax.tree.map(lambda n, o: jnp.where(is_finite, n, o), new, old)
+            return jax.tree.map(lambda n, o: jnp.where(taken, n, o), new, old)
 
         return TrainState(
             params=unless_skipped(params, state.params),
             opt_state=unless_skipped(opt_state, state.opt_state),
             step=state.step + 1,
             window=unless_skipped(window, state.window),
-            skipped_updates=state.skipped_updates + jnp.where(is_finite, 0, 1),
+            skipped_updates=state.skipped_updates + jnp.where(taken, 0, 1),
+            guard=guard,
             ema=unless_skipped(ema, state.ema),
         )
 

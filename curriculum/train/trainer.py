@@ -5,12 +5,10 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from curriculum.config import Config
 from curriculum.data.tokenizer import Tokenizer, load_tokenizer
@@ -20,14 +18,15 @@ from curriculum.model.model import Model, num_parameters
 from curriculum.plan import DEFAULT_STORE_DIR, Past, check_schedule
 from curriculum.record.board import Board
 from curriculum.record.console import Console, program
-from curriculum.record.events import Record, check_offsets, plain, set_aside
+from curriculum.record.events import EVENTS, METRICS, Record, check_offsets, plain
 from curriculum.record.wandb_log import WandbLog, check_wandb
 from curriculum.run import RunDirectory, load_run, read_json, write_tokenizer
 from curriculum.train import fields, ledger
 from curriculum.train.averages import averages_at, set_aside_means_after
 from curriculum.train.best import BestCheckpoints, check_golds
-from curriculum.train.checkpoint import Checkpoints, check_finite
+from curriculum.train.checkpoint import Checkpoints
 from curriculum.train.clock import peak_memory_gb
+from curriculum.train.divergence import GoingBack, check_diverged, checkpoint_before
 from curriculum.train.edits import compare, edit_event
 from curriculum.train.judge import Evaluated, judge
 from curriculum.train.mesh import describe_devices
@@ -35,7 +34,7 @@ from curriculum.train.running import Running
 from curriculum.train.setup import Setup, build
 from curriculum.train.signals import Stopped, StopSignals
 from curriculum.train.start import Resumed, damaged_checkpoints, start_of, to_resume
-from curriculum.train.step import clear_window, read_window
+from curriculum.train.step import TrainState, clear_window, read_window
 from curriculum.train.watch import RegressionStop, no_verdicts, transfer_matrix
 from evalsets.metrics import Summary, WindowResults, summarise
 
@@ -57,7 +56,8 @@ def train(
     `make_model(vocab_size)` gives a model of one's own, for the tokenizer's ids; the `model` section is then not
     read, and null in what the run keeps.
     Raises InputError for what the user can mend, before anything is created; Stopped after a signal, and RegressionStop
-    where `regression.action` is stop: the run is saved then, and may be resumed.
+    where `regression.action` is stop: the run is saved then, and may be resumed. Raises Diverged where training
+    diverged and going back is no way out (any more).
     """
     directory = RunDirectory(Path(run_dir) if run_dir is not None else Path("runs") / config.name)
     directory.check_usable()
@@ -111,7 +111,7 @@ def dry_run(
     setup = build(config, store_dir, make_model=make_model, start=start_of(config))
     try:
         clock = time.perf_counter()
-        state = setup.train_step(setup.initial_state(), setup.feed[0], np.float32(setup.rates[0]))
+        state = setup.train_step(setup.initial_state(), setup.feed[0], *setup.knobs(0))
         loss = read_window(state.window, setup.plan.sources)["loss"]
         step_s, clock = time.perf_counter() - clock, time.perf_counter()
         eval_losses = {name: summarise(r).loss for name, r in setup.suite.run(state.params).items()}
@@ -133,53 +133,78 @@ def dry_run(
 def _run(
     setup: Setup, directory: RunDirectory, checkpoints: Checkpoints, resumed: Resumed | None, lock: RunLock
 ) -> dict[str, Any]:
-    """Begin or continue the run of a directory, up to its `training_complete` event."""
-    if resumed is None:
-        step, state, history = None, setup.initial_state(), ledger.History.begin(setup)
-        if not lock.held:
-            lock.take()
-            if directory.holds_run():
-                raise InputError(f"{directory.path}: another process began a run here; choose another --run-dir")
-        damaged = _set_damaged_aside(directory, checkpoints, resumed)
-        set_aside(directory.path)
-    else:
-        step, folder, saved = resumed
-        own = folder.parent == directory.checkpoints
-        if own and step == setup.schedule.total_steps == max(checkpoints.steps(), default=None):
-            if complete := load_run(directory.path).complete:
-                added = [name for name in setup.suite.evalsets if name not in saved["history"]["eval_sets"]]
-                unmeasured = f" Not measured: {', '.join(added)} (give it more train.steps)." if added else ""
-                print(f"{directory.path} is finished: {step} of {step} steps. Nothing to do.{unmeasured}")
-                return complete
-        check_offsets(directory.path, saved["offsets"])
-        check_golds(directory, step, saved)
-        source = Checkpoints(folder.parent)
-        state = setup.restore(source, step, tuple(saved["sources"]))
-        history = ledger.History.of(saved, source.baselines(step))
-        damaged = _set_damaged_aside(directory, checkpoints, resumed)
-        checkpoints.adopt(folder)
-    with BestCheckpoints(directory, step) as best:
-        last = -1 if step is None else step
-        checkpoints.set_aside_after(last)
-        directory.set_aside_evals_after(last)
-        set_aside_means_after(directory.averages, last, directory.superseded / "averages")
-        directory.create(setup.config, fields.derived(setup), plain(dict(setup.model.architecture)))
-        write_tokenizer(directory, setup.corpus.tokenizer)
-
-        views = [
-            Console(directory.path, _resume_command(setup.config, directory), device_lines=setup.device_lines),
-            *([Board(directory.path)] if setup.config.logging.tensorboard else []),
-        ]
-        if wandb := setup.config.logging.wandb:
-            views.append(WandbLog(directory.path, wandb, setup.config.to_json()))
-        if step is None:
-            record = Record(directory.path, setup.tokens_at, views=views)
-        else:
-            record = Record.resume(directory.path, saved["offsets"], setup.tokens_at, saved["elapsed_s"], views)
+    """Begin or continue the run of a directory, up to its `training_complete` event; go back where it diverges."""
+    if resumed is not None and (complete := _finished(setup, directory, checkpoints, resumed)):
+        return complete
+    edited_at = None if resumed is None else resumed.step
+    record, rollback, damaged = None, None, []
+    with StopSignals() as stop:
         try:
-            return _loop(Running(setup, directory, record, checkpoints, best, state, history), step, damaged)
+            while True:
+                step = None if resumed is None else resumed.step
+                state, history = _restored(setup, directory, resumed)
+                if rollback is None:
+                    _begin_in(directory, lock)
+                    damaged = _set_damaged_aside(directory, checkpoints, resumed)
+                else:
+                    history = replace(history, rollbacks=rollback.rollbacks)
+                if resumed is not None:
+                    checkpoints.adopt(resumed.folder)
+                last = -1 if step is None else step
+                # First of all: after a kill in what follows no checkpoint is found that speaks of what was moved.
+                checkpoints.set_aside_after(last)
+                with BestCheckpoints(directory, step) as best:
+                    directory.set_aside_evals_after(last)
+                    set_aside_means_after(directory.averages, last, directory.superseded / "averages")
+                    directory.create(setup.config, fields.derived(setup), plain(dict(setup.model.architecture)))
+                    write_tokenizer(directory, setup.corpus.tokenizer)
+                    record = _record(setup, directory, resumed, record)
+                    edit = setup.edit if edited_at is not None and last <= edited_at else None  # later it is in there
+                    run = Running(setup, directory, record, checkpoints, best, state, history)
+                    try:
+                        _begin(run, step, fields.taken_up(setup, state, step, rollback, damaged, edit))
+                        return _loop(run, step, stop)
+                    except GoingBack as going:
+                        rollback = going.rollback
+                del run, state  # before another one is restored
+                resumed = checkpoint_before(directory, rollback)
         finally:
-            record.close()
+            if record is not None:
+                record.close()
+
+
+def _finished(
+    setup: Setup, directory: RunDirectory, checkpoints: Checkpoints, resumed: Resumed
+) -> dict[str, Any] | None:
+    """The `training_complete` event of a run that has nothing left to train, which is said; None for others."""
+    step, own = resumed.step, resumed.folder.parent == directory.checkpoints
+    if not own or not step == setup.schedule.total_steps == max(checkpoints.steps(), default=None):
+        return None
+    if complete := load_run(directory.path).complete:
+        added = [name for name in setup.suite.evalsets if name not in resumed.ledger["history"]["eval_sets"]]
+        unmeasured = f" Not measured: {', '.join(added)} (give it more train.steps)." if added else ""
+        print(f"{directory.path} is finished: {step} of {step} steps. Nothing to do.{unmeasured}")
+    return complete
+
+
+def _restored(setup: Setup, directory: RunDirectory, resumed: Resumed | None) -> tuple[TrainState, ledger.History]:
+    """What the run goes on from; nothing is changed where InputError is raised."""
+    if resumed is None:
+        return setup.initial_state(), ledger.History.begin(setup)
+    step, folder, saved = resumed
+    check_offsets(directory.path, saved["offsets"])
+    check_golds(directory, step, saved)
+    source = Checkpoints(folder.parent)
+    state = setup.restore(source, step, tuple(saved["sources"]), saved["window_steps"])
+    return state, ledger.History.of(saved, source.baselines(step))
+
+
+def _begin_in(directory: RunDirectory, lock: RunLock) -> None:
+    """Take the lock of a directory that had no run, and so none to take, until now."""
+    if not lock.held:
+        lock.take()
+        if directory.holds_run():
+            raise InputError(f"{directory.path}: another process began a run here; choose another --run-dir")
 
 
 def _set_damaged_aside(
@@ -199,67 +224,90 @@ def _set_damaged_aside(
     return moved
 
 
-def _loop(run: Running, resumed_step: int | None, damaged: list[dict[str, Any]]) -> dict[str, Any]:
-    setup, config, record, clock = run.setup, run.setup.config, run.record, run.clock
-    with StopSignals() as stop:
-        if resumed_step is None:
-            record.event("training_start", 0, **fields.training_start(setup))
-            judge(run, 0, evaluate(run, 0, list(setup.suite.evalsets)))
-            run.keep(0)
-        else:
-            told = {"damaged": damaged} if damaged else {}
-            record.event("resume", resumed_step, **fields.resume(setup), **told)
-            if setup.edit:
-                record.event("schedule_edit", resumed_step, **setup.edit)
-            switches = run.history.phase != setup.schedule.segment_at(resumed_step).phase  # the run ended here before
-            at_boundary = resumed_step in setup.schedule.phase_ends and resumed_step < setup.schedule.total_steps
-            switches &= resumed_step < setup.schedule.total_steps
-            measured = run.results.read(resumed_step) if switches else None
-            there = run.history.watch.sets if measured is None else measured
-            if missing := [name for name in setup.suite.evalsets if name not in there]:
-                judge(run, resumed_step, evaluate(run, resumed_step, missing))
-                run.keep(resumed_step)
-            if switches:
-                switch_phase(run, resumed_step)
-            if at_boundary:
-                clock.switched()
+def _record(setup: Setup, directory: RunDirectory, resumed: Resumed | None, record: Record | None) -> Record:
+    """The record as of what the run goes on from; `record` is the one that this process has open already."""
+    offsets = {EVENTS: 0, METRICS: 0} if resumed is None else resumed.ledger["offsets"]
+    if record is not None:
+        record.cut_back(offsets)
+        return record
+    views = [
+        Console(directory.path, _resume_command(setup.config, directory), device_lines=setup.device_lines),
+        *([Board(directory.path)] if setup.config.logging.tensorboard else []),
+    ]
+    if wandb := setup.config.logging.wandb:
+        views.append(WandbLog(directory.path, wandb, setup.config.to_json()))
+    elapsed_before_s = 0.0 if resumed is None else resumed.ledger["elapsed_s"]
+    return Record.resume(directory.path, offsets, setup.tokens_at, elapsed_before_s, views)
 
-        for step in range(resumed_step or 0, setup.schedule.total_steps):
-            with clock.update():
-                run.state = setup.train_step(run.state, setup.feed[step], np.float32(setup.rates[step]))
-            done = step + 1
-            run.settle(done, wait=False)
-            at_end = done == setup.schedule.total_steps
-            if done % config.logging.every == 0 or at_end:
-                row = record.row(fields.metrics_row(setup, done, run.state, clock))  # an ordinary step's only host sync
-                run.history = run.history.with_row(row)
-                run.state = run.state._replace(window=clear_window(run.state.window))
-            names = _sets_due(config, done, setup.schedule.phase_ends)
-            evaluated = evaluate(run, done, names) if names else None
-            if done in setup.schedule.phase_ends and not at_end:
-                switch_phase(run, done)
-                clock.switched()
-            worse = judge(run, done, evaluated) if evaluated else []
-            for edit in fields.branchings(setup, done):
-                record.event("schedule_edit", done, **edit)
-            stopped_by, planned = stop.received, done % config.checkpoint.every == 0 or at_end
-            ends_here = stopped_by is not None or (bool(worse) and config.evalsets.regression.action == "stop")
-            offsets = save(run, done, planned) if planned or ends_here else None
-            run.keep(done, offsets)
-            if ends_here and not at_end:
-                run.settle(done)
-                if stopped_by is not None:
-                    last_good = max(run.checkpoints.steps(), default=None)
-                    raise Stopped(stopped_by, done, last_good, "" if last_good == done else run.why_not_saved)
-                run.check_saved(done)
-                raise RegressionStop(done, worse)
-        run.settle(setup.schedule.total_steps)
-        run.check_saved(setup.schedule.total_steps)
+
+def _begin(run: Running, resumed_step: int | None, taken_up: Sequence[tuple[str, dict[str, Any]]]) -> None:
+    """What is recorded and measured before the first update, and before the one after `resumed_step`."""
+    setup, step = run.setup, resumed_step or 0
+    if resumed_step is None:
+        run.record.event("training_start", 0, **fields.training_start(setup))
+        judge(run, 0, evaluate(run, 0, list(setup.suite.evalsets)))
+        run.keep(0)
+    for name, event in taken_up:
+        run.record.event(name, step, **event)
+    if resumed_step is None or step == setup.schedule.total_steps:
+        switches = False
+    else:  # to a phase that the record does not tell yet: the run ended here before, or the config begins one here
+        switches = run.history.phase != setup.schedule.segment_at(step).phase
+    measured = run.results.read(step) if switches else None
+    there = run.history.watch.sets if measured is None else measured
+    if missing := [name for name in setup.suite.evalsets if name not in there]:
+        judge(run, step, evaluate(run, step, missing))
+        run.keep(step)
+    if switches:
+        switch_phase(run, step)
+        run.clock.switched()
+
+
+def _loop(run: Running, resumed_step: int | None, stop: StopSignals) -> dict[str, Any]:
+    setup, config, record, clock = run.setup, run.setup.config, run.record, run.clock
+    for step in range(resumed_step or 0, setup.schedule.total_steps):
+        with clock.update():
+            run.state = setup.train_step(run.state, setup.feed[step], *setup.knobs(step))
+        done = step + 1
+        run.settle(done, wait=False)
+        at_end = done == setup.schedule.total_steps
+        if done % config.logging.every == 0 or at_end:
+            row = record.row(fields.metrics_row(setup, done, run.state, clock))  # an ordinary step's only host sync
+            run.history = run.history.with_row(row)
+            run.state = run.state._replace(window=clear_window(run.state.window))
+        names = _sets_due(config, done, setup.schedule.phase_ends)
+        if names or done % config.logging.every == 0:
+            check_diverged(run, done, whole_state=bool(names))
+        evaluated = evaluate(run, done, names) if names else None
+        if done in setup.schedule.phase_ends and not at_end:
+            switch_phase(run, done)
+            clock.switched()
+        worse = judge(run, done, evaluated) if evaluated else []
+        for edit in fields.branchings(setup, done):
+            record.event("schedule_edit", done, **edit)
+        stopped_by, planned = stop.received, done % config.checkpoint.every == 0 or at_end
+        ends_here = stopped_by is not None or (bool(worse) and config.evalsets.regression.action == "stop")
+        offsets = save(run, done, planned) if planned or ends_here else None
+        run.keep(done, offsets)
+        if ends_here and not at_end:
+            run.settle(done)
+            if stopped_by is not None:
+                last_good = max(run.checkpoints.steps(), default=None)
+                raise Stopped(stopped_by, done, last_good, "" if last_good == done else run.why_not_saved)
+            run.check_saved(done)
+            raise RegressionStop(done, worse)
+    return _complete(run)
+
+
+def _complete(run: Running) -> dict[str, Any]:
+    """Close a run that is trained to its end, once all of it is on the disk."""
+    setup, total_steps = run.setup, run.setup.schedule.total_steps
+    run.settle(total_steps)
+    run.check_saved(total_steps)
     results = {end: run.results.read(end) for end in setup.schedule.phase_ends}
     transfer = transfer_matrix(setup.schedule.phase_bounds, run.history.watch, results)
-    skipped_updates = int(run.state.skipped_updates)
-    complete = fields.training_complete(setup, run.history, transfer, record.elapsed_s, skipped_updates)
-    event = record.event("training_complete", setup.schedule.total_steps, **complete)
+    complete = fields.training_complete(setup, run.history, transfer, run.record.elapsed_s, run.state)
+    event = run.record.event("training_complete", total_steps, **complete)
     try:
         run.offsets()
     except OSError as error:
@@ -306,9 +354,10 @@ def switch_phase(run: Running, done: int) -> None:
 def save(run: Running, done: int, planned: bool) -> dict[str, int] | None:
     """Save the run after `done` updates; the length of the record that the checkpoint goes with.
 
-    None where the disk did not take it, which is told. Raises NonFiniteState before anything is recorded.
+    None where the disk did not take it, which is told. Nothing is saved of a run that diverged: raises what
+    `check_diverged` does.
     """
-    check_finite(run.state)
+    check_diverged(run, done, whole_state=True)
     with run.clock.paused(run.state):
         # The golds that the ledger names are whole before it is; the gold of `done` itself comes after.
         run.settle(done)

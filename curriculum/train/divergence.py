@@ -1,0 +1,181 @@
+"""Where training diverges: how it is found out, how far the run goes back, and what is said where it cannot go on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from curriculum.manifest import damage
+from curriculum.run import RunDirectory, step_folders
+from curriculum.train.checkpoint import NonFiniteState, check_finite
+from curriculum.train.guard import Guard
+from curriculum.train.running import Running
+from curriculum.train.start import Resumed, to_resume
+from curriculum.train.step import TrainState
+from phases.rollback import RollbackRefused
+
+_SHOWN = 5  # values of a row of bad updates
+
+
+class Diverged(Exception):
+    """Training diverged beyond recovery; the message is a summary of several lines. The run's checkpoints are kept."""
+
+
+class Rollback(NamedTuple):
+    """A run goes back: `event` is what is recorded of it, `rollbacks` all those of the run, this one the last."""
+
+    event: dict[str, Any]
+    rollbacks: tuple[dict[str, int], ...]
+
+
+class GoingBack(Exception):
+    """Training diverged, and the run goes back. The schedule without the bad data is the run's already."""
+
+    def __init__(self, rollback: Rollback):
+        self.rollback = rollback
+        super().__init__(rollback.event["reason"])
+
+
+class _Divergence(NamedTuple):
+    reason: str
+    first_bad_step: int  # from there on the data are passed over
+    good_step: int | None  # of the checkpoint to go back to, None where there is none
+    found_step: int  # the first update that looked bad
+
+
+def check_diverged(run: Running, done: int, *, whole_state: bool = False) -> None:
+    """Raise where training has diverged in the first `done` updates: GoingBack, or Diverged where that is no way out.
+
+    That is a row of bad updates, and with `whole_state` parameters or an optimizer state that are not finite. It waits
+    for the updates under way, so it belongs where the host does so anyway, before anything relies on the state.
+    """
+    divergence = _find(run, done, whole_state)
+    if divergence is None:
+        return
+    config, rollbacks = run.setup.config.train.rollback, run.history.rollbacks
+    why = None
+    if config is not None and len(rollbacks) < config.max:
+        try:
+            run.setup.pass_over(divergence.first_bad_step, config.skip_steps)
+        except RollbackRefused as refused:
+            why = f"the data of {config.skip_steps} steps cannot be passed over: {refused}"
+        else:
+            raise GoingBack(_rollback(run, done, divergence))
+    last_good = {"last_good_step": divergence.good_step}
+    fields = {"reason": divergence.reason, "first_bad_step": divergence.first_bad_step, "rollbacks": list(rollbacks)}
+    run.record.event("diverged", done, **fields, **last_good)
+    raise Diverged(_summary(run, done, divergence, why))
+
+
+def _rollback(run: Running, done: int, divergence: _Divergence) -> Rollback:
+    config, before = run.setup.config.train.rollback, run.history.rollbacks
+    now = {
+        "step": divergence.good_step or 0,
+        "first_bad_step": divergence.first_bad_step,
+        "skip_steps": config.skip_steps,
+    }
+    event = {
+        "told_at_step": done,
+        "first_bad_step": divergence.first_bad_step,
+        "skip_steps": config.skip_steps,
+        "number": len(before) + 1,
+        "max": config.max,
+        "reason": divergence.reason,
+    }
+    return Rollback(event, (*before, now))
+
+
+def checkpoint_before(directory: RunDirectory, rollback: Rollback) -> Resumed | None:
+    """The checkpoint that a run goes back to, None where it begins anew."""
+    step = _newest(directory, rollback.event["first_bad_step"])
+    return None if step is None else to_resume(directory, step)
+
+
+def _find(run: Running, done: int, whole_state: bool) -> _Divergence | None:
+    guard = run.state.guard
+    if (first := int(guard.diverged_at)) >= 0:
+        after = run.setup.config.train.diverged_after
+        reason = f"{after} update{'s' if after > 1 else ''} in a row were bad, from update {first} on"
+        run.settle(done)
+        return _Divergence(reason, first, _newest(run.directory, first), first)
+    if whole_state:
+        try:
+            check_finite(run.state)
+        except NonFiniteState as error:
+            run.settle(done)
+            good = _newest(run.directory, done)
+            return _Divergence(str(error), good or 0, good, done - 1)
+    return None
+
+
+def _newest(directory: RunDirectory, at_or_before: int) -> int | None:
+    """The newest step up to there that verifies: of `checkpoints/`, or else of what is kept elsewhere."""
+    for places in ((directory.checkpoints,), (directory.gold, directory.kept)):
+        found = ((s, folder) for place in places for s, folder in step_folders(place).items() if s <= at_or_before)
+        if (step := next((s for s, folder in sorted(found, reverse=True) if damage(folder) is None), None)) is not None:
+            return step
+    return None
+
+
+def _summary(run: Running, done: int, divergence: _Divergence, why: str | None) -> str:
+    setup, state = run.setup, run.state
+    config, guard = setup.config.train, jax.device_get(state.guard)
+    first, update = divergence.found_step, done - 1
+    phase, rate = setup.schedule.segment_at(update).phase, float(setup.rates[update])
+    name = run.directory.path
+    lines = [
+        f"training diverged at step {done} of {setup.schedule.total_steps} (phase {phase}, learning rate {rate:.3g}): "
+        + divergence.reason,
+        f"  skipped      {_counts(state)}",
+        f"  loss         {_course(guard.losses_W, first, done)}",
+        f"  grad norm    {_course(guard.grad_norms_W, first, done)}",
+    ]
+    if config.rollback is None:
+        lines.append("  rollbacks    none (train.rollback is not set)")
+    else:
+        told = ", ".join(f"to step {r['step']} (bad from {r['first_bad_step']})" for r in run.history.rollbacks)
+        lines.append(f"  rollbacks    {len(run.history.rollbacks)} of {config.rollback.max}" + (told and f": {told}"))
+    if why is not None:
+        lines.append(f"               {why}")
+    good = divergence.good_step
+    lines.append(f"  last good    {'none' if good is None else f'step {good} of {name}'}")
+    lines.append("  what to try  a lower optim.lr (or the phase's lr.peak), a longer warm-up, optim.grad_clip;")
+    data = f"look at the data from step {divergence.first_bad_step} on"
+    if config.rollback is None:
+        data += ", and let the run pass over such data (train.rollback)"
+    lines.append(f"               {data}")
+    if good:
+        command = f"curriculum branch {name} --at {good} --run-dir NEW --set KEY=VALUE"
+        lines.append(f"               from the last good step on: {command}")
+    return "\n".join(lines)
+
+
+def _counts(state: TrainState) -> str:
+    guard: Guard = state.guard
+    return (
+        f"{int(state.skipped_updates)} updates in all: {int(guard.num_nonfinite)} not finite, "
+        f"{int(guard.num_outliers)} beyond the window"
+    )
+
+
+def _course(values_W: np.ndarray, first_bad: int, done: int) -> str:
+    """Mean and standard deviation of what the window holds before the bad updates, and the first of those."""
+    size = len(values_W)
+    before = [float(values_W[s % size]) for s in range(max(0, done - size), first_bad)]
+    bad = [float(values_W[s % size]) for s in range(max(first_bad, done - size), done)]
+    return f"{_mean(before)}; then {_listed(bad)}"
+
+
+def _mean(values: Sequence[float]) -> str:
+    finite = [value for value in values if np.isfinite(value)]
+    if not finite:
+        return "none before"
+    return f"{np.mean(finite):.4g} ± {np.std(finite):.2g} over {len(finite)} updates before"
+
+
+def _listed(values: Sequence[float]) -> str:
+    shown = [f"{value:.4g}" if np.isfinite(value) else "not finite" for value in values[:_SHOWN]]
+    return ", ".join(shown) + (f", ... ({len(values)} updates)" if len(values) > _SHOWN else "")

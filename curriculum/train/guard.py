@@ -1,0 +1,108 @@
+"""The guard of an update: is its loss or gradient norm what the updates before it lead to expect?
+
+Shape suffix: W steps of the window.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# What a standard deviation counts as at least, over the mean. The rounding of float32 sums over a batch moves a loss by
+# about 1e-6 of it, so that where the loss stands still each rounding would be a spike. The losses of batches that are
+# learned from scatter by more than this, and a rise of 6 times as much, 0.6 %, is no divergence.
+SIGMA_FLOOR = 1e-3
+
+
+class Guard(NamedTuple):
+    """What the updates so far were like. An update is bad that is skipped though it has a scored target.
+
+    That of step s stands at s % W, as NaN where it was not finite.
+    """
+
+    losses_W: jax.Array
+    grad_norms_W: jax.Array
+    num_nonfinite: jax.Array  # int32, bad updates since the run's start
+    num_outliers: jax.Array  # int32, the same of those that were finite
+    bad_in_a_row: jax.Array  # int32, up to now
+    row_began: jax.Array  # int32, the first update of that row
+    diverged_at: jax.Array  # int32, the first update of the first row that was too long, -1 while there was none
+
+
+def new_guard(window_steps: int) -> Guard:
+    """The guard of a run that begins."""
+    empty_W = np.full(window_steps, np.nan, np.float32)
+    return Guard(empty_W, empty_W.copy(), *(np.int32(number) for number in (0, 0, 0, 0, -1)))
+
+
+def guarded(
+    guard: Guard,
+    step: jax.Array,
+    loss: jax.Array,
+    grad_norm: jax.Array,
+    has_targets: jax.Array,
+    judged_from: jax.Array,
+    *,
+    sigmas: float | None,
+    judge_from_steps: int,
+    diverged_after: int,
+) -> tuple[jax.Array, Guard]:
+    """(whether update `step` is taken, the guard after it), inside a compiled function.
+
+    One that is not finite is not taken, nor one whose loss or gradient norm is more than `sigmas` standard deviations
+    above the mean of the window: the finite values, taken or not, of the last W updates, of those from `judged_from`
+    on. While it holds fewer than `judge_from_steps`, or without `sigmas`, no finite one is judged. `has_targets` is
+    False for a batch without a scored target: it is skipped, and counts for nothing here.
+    """
+    num_steps = guard.losses_W.shape[0]
+    slots_W = jnp.arange(num_steps)
+    written_at_W = step - 1 - (step - 1 - slots_W) % num_steps
+    counts_W = (written_at_W >= judged_from) & jnp.isfinite(guard.losses_W)
+    num_counted = counts_W.sum()
+
+    def is_beyond(value, values_W):
+        # In units of the largest, whose square float32 may not hold.
+        unit = jnp.maximum(jnp.where(counts_W, jnp.abs(values_W), 0).max(), np.finfo(np.float32).tiny)
+        values_W = jnp.where(counts_W, values_W / unit, 0)
+        mean = values_W.sum() / jnp.maximum(num_counted, 1)
+        variance = jnp.where(counts_W, (values_W - mean) ** 2, 0).sum() / jnp.maximum(num_counted, 1)
+        sigma = jnp.maximum(jnp.sqrt(variance), SIGMA_FLOOR * jnp.abs(mean))
+        return value / unit > mean + sigmas * sigma
+
+    is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    is_outlier = jnp.bool_(False)
+    if sigmas is not None:
+        is_outlier = is_beyond(loss, guard.losses_W) | is_beyond(grad_norm, guard.grad_norms_W)
+        is_outlier &= is_finite & (num_counted >= judge_from_steps)
+    is_nonfinite = has_targets & ~is_finite
+    is_bad = is_nonfinite | is_outlier
+    row = jnp.where(is_bad, guard.bad_in_a_row + 1, jnp.where(has_targets, 0, guard.bad_in_a_row))
+    row_began = jnp.where(is_bad & (guard.bad_in_a_row == 0), step, guard.row_began)
+    too_long = (guard.diverged_at < 0) & (row >= diverged_after)
+    slot = step % num_steps
+    return is_finite & ~is_outlier, Guard(
+        losses_W=guard.losses_W.at[slot].set(jnp.where(is_finite, loss, jnp.nan)),
+        grad_norms_W=guard.grad_norms_W.at[slot].set(jnp.where(is_finite, grad_norm, jnp.nan)),
+        num_nonfinite=guard.num_nonfinite + is_nonfinite,
+        num_outliers=guard.num_outliers + is_outlier,
+        bad_in_a_row=row,
+        row_began=row_began,
+        diverged_at=jnp.where(too_long, row_began, guard.diverged_at),
+    )
+
+
+def with_window(guard: Guard, step: int, window_steps: int) -> Guard:
+    """The guard before update `step` with another length of its window: the newest values stay. Arrays of the host."""
+    guard = jax.device_get(guard)
+    before = len(guard.losses_W)
+    kept = np.arange(max(0, step - min(before, window_steps)), step)
+
+    def moved(values_W):
+        out_W = np.full(window_steps, np.nan, np.float32)
+        out_W[kept % window_steps] = values_W[kept % before]
+        return out_W
+
+    return guard._replace(losses_W=moved(guard.losses_W), grad_norms_W=moved(guard.grad_norms_W))

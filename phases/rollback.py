@@ -1,0 +1,111 @@
+"""Going back: the same schedule with a stretch of data passed over, and what of it a loss may be judged by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+
+from phases.schedule import Schedule, Segment, SourceSupply, joined
+
+
+class RollbackRefused(ValueError):
+    """The data cannot be passed over; the message says why, in a sentence."""
+
+
+def passed_over(schedule: Schedule, supplies: Mapping[str, SourceSupply], step: int, num_steps: int) -> Schedule:
+    """The schedule whose updates from `step` on read what those `num_steps` later would have read.
+
+    The order of data that update `step` belongs to goes on so to its end, where it reads on instead of ending early: so
+    exactly the sequences of `num_steps` updates of that order are left out, a ramp is as far as its data are, and what
+    follows reads on from there. Every boundary, rate and the total stay at their steps. `supplies` are those that the
+    schedule was resolved from. Raises RollbackRefused where there is no such update, and where a source would be read
+    beyond its `max_epochs`.
+    """
+    if not 0 <= step < schedule.total_steps:
+        raise RollbackRefused(f"the run has no update {step}")
+    if num_steps < 1:
+        raise RollbackRefused(f"got {num_steps} steps, expected 1 or more")
+    segments = schedule.segments
+    first = segments.index(schedule.segment_at(step))
+    last = next((i for i in range(first, len(segments) - 1) if not _same_order(segments[i], segments[i + 1])), None)
+    last = len(segments) - 1 if last is None else last
+    out = [*segments[:first]]
+    if segments[first].start < step:
+        out.append(replace(segments[first], end=step))
+    for i in range(first, last + 1):
+        begins = max(segments[i].start, step + num_steps)  # where the data come from that are read num_steps earlier
+        if i < last and segments[i].end <= begins:
+            continue
+        end = segments[i].end if i == last else segments[i].end - num_steps
+        out += _rated(segments, replace(segments[i].going_on(begins), start=begins - num_steps, end=end))
+    cursors, order = {}, None
+    for i in range(last + 1, len(segments)):
+        if order is None or not _same_order(segments[i - 1], segments[i]):
+            cursors = out[-1].drawn_at(segments[i].start)
+        order = segments[i]
+        out.append(replace(order, cursors=cursors))
+    for segment in out:
+        if segment.end > step:
+            _check_caps(segment, supplies)
+    return Schedule(tuple(out), schedule.warnings)
+
+
+def _same_order(before: Segment, after: Segment) -> bool:
+    """Whether two segments read the same order of data, whatever is passed over between them."""
+    return replace(before, start=0, end=0, lr=(), skipped=0) == replace(after, start=0, end=0, lr=(), skipped=0)
+
+
+def _rated(segments: tuple[Segment, ...], moved: Segment) -> list[Segment]:
+    """A segment in pieces that each have the learning rate of the one that owns its steps."""
+    pieces = [s for s in segments if s.start < moved.end and moved.start < s.end]
+    out: list[Segment] = []
+    for owner in pieces:
+        start, end = max(owner.start, moved.start), min(owner.end, moved.end)
+        piece = replace(moved.going_on(start), end=end, lr=owner.lr)
+        if out and out[-1].lr == piece.lr:
+            out[-1] = replace(out[-1], end=end)
+        else:
+            out.append(piece)
+    return out
+
+
+def _check_caps(segment: Segment, supplies: Mapping[str, SourceSupply]) -> None:
+    drawn = segment.drawn_at(segment.end)
+    for name in segment.quotas.sources:
+        supply = supplies[name]
+        if supply.max_epochs is None or supply.num_tokens is None or supply.on_exhaust == "repeat":
+            continue
+        if drawn[name] > int(Fraction(str(supply.max_epochs)) * supply.num_tokens):
+            raise RollbackRefused(
+                f"up to step {segment.end} more than {supply.max_epochs:g} epochs of {name} would be read"
+            )
+
+
+def judged_from(schedule: Schedule) -> np.ndarray:
+    """The first update whose loss is comparable with that of each update: int32, by update.
+
+    It is the newest start of an order of data, or end of a ramp: there the loss may rise because the data are others.
+    Data that are passed over are no such place.
+    """
+    places: list[int] = []
+    before: Segment | None = None
+    for segment in joined(schedule.segments):
+        goes_on = before is not None and _same_order(before, segment)
+        if not goes_on:
+            places.append(segment.start)
+        if segment.ramp is not None:
+            ramp_end = _ramp_end(segment)
+            was_over = goes_on and _ramp_end(before) < segment.start
+            if not was_over and ramp_end < segment.end:
+                places.append(max(ramp_end, segment.start))
+        before = segment
+    steps = np.arange(schedule.total_steps)
+    return np.array(places, np.int32)[np.searchsorted(places, steps, side="right") - 1]
+
+
+def _ramp_end(segment: Segment) -> int:
+    """The step from which on the segment's order has its own mixture, were it to go on for ever."""
+    return segment.start + len(segment.ramp.progress) - segment.skipped // segment.batch_size

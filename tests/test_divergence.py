@@ -1,0 +1,302 @@
+"""Whole runs that meet noise, a rate that explodes and a state that is not finite: skipped, gone back from, or ended."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from curriculum.cli.main import cli
+from curriculum.config import build_config, load_config
+from curriculum.errors import InputError
+from curriculum.run import RunDirectory, load_run
+from curriculum.train import trainer
+from curriculum.train.checkpoint import Checkpoints
+from curriculum.train.divergence import Diverged
+from curriculum.train.setup import build
+from curriculum.train.trainer import train, train_built
+
+BAD, SWITCH, STEPS, ROWS, LENGTH = range(135, 138), 70, 150, 8, 16
+CLOCK_FIELDS = {
+    "timestamp", "elapsed_s", "eval_duration_s", "tokens_per_sec", "step_time_s", "peak_memory_gb", "started_at",
+    "first_step_compile_time_s", "switch_stall_s", "total_elapsed_s", "steps_per_sec",
+}  # fmt: skip
+
+
+def config_data(folder, **changes):
+    """150 steps in two phases, of which the second is of another text; `changes` are `section__key=value`."""
+    data = {
+        "tokenizer": {"kind": "byte"},
+        "model": {"preset": "tiny", "n_layer": 1, "d_model": 16, "n_head": 1, "n_kv_head": 1, "d_ff": 16},
+        "sources": {name: {"path": str(folder / f"{name}.bin"), "held_out": "5%"} for name in ("web", "law")},
+        "phases": [
+            {"name": "first", "until": SWITCH, "mixture": {"web": 1.0}},
+            {"name": "second", "until": "end", "mixture": {"law": 1.0}},
+        ],
+        "evalsets": {"every": 50, "primary": {"held_out_of": "law"}},
+        "train": {
+            "steps": STEPS,
+            "batch_size": ROWS,
+            "seq_len": LENGTH,
+            "skip_updates": {"sigmas": 4.0, "window_steps": 48, "judge_from_steps": 24},
+        },
+        "optim": {"lr": 3e-2, "warmup_steps": 0, "schedule": "constant"},
+        "checkpoint": {"every": 4, "keep": 3},
+        "logging": {"every": 1, "tensorboard": False},
+    }
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        if name:
+            data[section][name] = value
+        else:
+            data[section] = value
+    return data
+
+
+ROLLBACK = {"train__rollback": {"after": 3, "skip_steps": 5, "max": 2}}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Two sources of tokens, `noisy/` with noise in the three batches of BAD, and the store."""
+    folder = tmp_path_factory.mktemp("divergence")
+    rng = np.random.default_rng(0)
+    tokens = {name: np.tile(rng.permutation(12) + first, 1500) for name, first in (("web", 40), ("law", 90))}
+    tokens = {name: np.where(rng.random(len(t)) < 0.1, t + 1, t) for name, t in tokens.items()}
+    for name, values in tokens.items():
+        values.astype("<u2").tofile(folder / f"{name}.bin")
+    setup = build(build_config(config_data(folder)), folder / "store")
+    setup.feed.close()
+    offsets = np.concatenate([draws.offset for draws in setup.plan.draws(BAD[0], len(BAD))])
+    for offset in offsets:
+        tokens["law"][offset : offset + LENGTH + 1] = rng.integers(130, 256, LENGTH + 1)
+    (folder / "noisy").mkdir()
+    for name, values in tokens.items():
+        values.astype("<u2").tofile(folder / f"noisy/{name}.bin")
+    return folder
+
+
+def trained(place, run_dir, data, resume=None):
+    train(build_config(data), run_dir, store_dir=place / "store", resume=resume)
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def clean(place):
+    return trained(place, place / "clean", config_data(place))
+
+
+@pytest.fixture(scope="module")
+def gone_back(place):
+    return trained(place, place / "gone_back", config_data(place / "noisy", **ROLLBACK))
+
+
+@pytest.fixture(scope="module")
+def from_the_start(place):
+    """A run whose schedule was that of `gone_back` from the start."""
+    setup = build(build_config(config_data(place / "noisy", **ROLLBACK)), place / "store")
+    setup.pass_over(BAD[0], 5)
+    train_built(setup, RunDirectory(place / "from_the_start"), None)
+    return place / "from_the_start"
+
+
+def state_of(run_dir, step=STEPS):
+    from orbax.checkpoint import StandardCheckpointer
+
+    with StandardCheckpointer() as checkpointer:
+        trees = [
+            checkpointer.restore((run_dir / f"checkpoints/{step}/{item}").absolute()) for item in ("params", "train")
+        ]
+    leaves = {jax.tree_util.keystr(path): np.asarray(a).tobytes() for path, a in jax.tree.leaves_with_path(trees)}
+    assert len(leaves) > 20 and any("guard" in name for name in leaves)
+    return leaves
+
+
+def record(run_dir, without=("resume", "rollback")):
+    run = load_run(run_dir)
+
+    def plain(rows):
+        return [{k: v for k, v in row.items() if k not in CLOCK_FIELDS} for row in rows]
+
+    return plain(e for e in run.events if e["event"] not in without), plain(run.metrics)
+
+
+def last_loss(run_dir):
+    return load_run(run_dir).complete["final_val_loss"]
+
+
+def test_an_honest_rise_at_a_phase_switch_skips_nothing(clean):
+    losses = [row["loss"] for row in load_run(clean).metrics]
+    before = np.array(losses[SWITCH - 48 : SWITCH])
+    assert losses[SWITCH] > before.mean() + 4 * before.std()  # it would have been skipped
+    assert load_run(clean).complete["skipped_updates"] == 0
+
+
+def test_a_bad_batch_is_skipped_counted_and_said(place, clean, tmp_path, capsys):
+    run_dir = trained(place, tmp_path / "run", config_data(place / "noisy", logging__every=5))
+    complete, rows = load_run(run_dir).complete, load_run(run_dir).metrics
+    assert (complete["skipped_updates"], complete["skipped_nonfinite"], complete["skipped_outliers"]) == (3, 0, 3)
+    assert [(row["step"], row["skipped_outliers"]) for row in rows[26:29]] == [(135, 0), (140, 3), (145, 3)]
+    assert last_loss(run_dir) == pytest.approx(last_loss(clean), abs=0.1) and last_loss(run_dir) < 1.5
+    out = capsys.readouterr().out
+    assert "\nskipped 3 updates up to step 140: 3 beyond the window's standard deviations\n" in out
+    assert "3 of 150 updates were skipped: 3 beyond the window's standard deviations" in out
+
+
+def test_three_bad_batches_in_a_row_are_gone_back_from(place, clean, gone_back):
+    run = load_run(gone_back)
+    (rollback,) = [e for e in run.events if e["event"] == "rollback"]
+    wanted = {"step": 132, "told_at_step": 138, "first_bad_step": 135, "skip_steps": 5, "number": 1, "max": 2}
+    assert {key: rollback[key] for key in wanted} == wanted
+    assert rollback["reason"] == "3 updates in a row were bad, from update 135 on"
+    assert run.complete["skipped_updates"] == 0 and [row["step"] for row in run.metrics] == list(range(1, STEPS + 1))
+    assert last_loss(gone_back) == pytest.approx(last_loss(clean), abs=0.1)
+    ledger = json.loads((gone_back / "checkpoints/150/ledger/metadata").read_text())
+    assert ledger["history"]["rollbacks"] == [{"step": 132, "first_bad_step": 135, "skip_steps": 5}]
+    skipped = [(s["start"], s["end"], s["phase"], s["skipped"]) for s in ledger["segments"]]
+    assert skipped == [(0, 70, "first", 0), (70, 135, "second", 0), (135, 150, "second", (135 - 70 + 5) * ROWS)]
+    # The checkpoint in the middle of the row, and what was recorded after the one gone back to, were set aside.
+    assert (gone_back / "superseded/136").is_dir()
+    lines = [json.loads(line) for line in (gone_back / "superseded.jsonl").read_text().splitlines()]
+    rows = [line["line"] for line in lines if line["file"] == "metrics.jsonl"]
+    assert [row["step"] for row in rows] == list(range(133, 139)) and rows[-1]["skipped_outliers"] == 3
+
+
+def test_it_is_bit_for_bit_the_run_that_was_planned_so(gone_back, from_the_start):
+    assert state_of(gone_back) == state_of(from_the_start)
+    events, rows = record(gone_back)
+    other_events, other_rows = record(from_the_start)
+    assert rows == other_rows and len(rows) == STEPS
+    events[0].pop("plan"), other_events[0].pop("plan")  # `gone_back` planned otherwise when it began
+    assert events == other_events
+
+
+def test_resumed_after_it_the_run_still_passes_over(place, gone_back, tmp_path):
+    run_dir = shutil.copytree(gone_back, tmp_path / "run")
+    trained(place, run_dir, config_data(place / "noisy", **ROLLBACK), resume=144)
+    assert state_of(run_dir) == state_of(gone_back) and record(run_dir) == record(gone_back)
+    assert [e["event"] for e in load_run(run_dir).events].count("rollback") == 1
+
+
+def test_the_gold_checkpoint_will_do_where_no_other_lies_before_it(place, from_the_start, tmp_path):
+    data = config_data(place / "noisy", **ROLLBACK, checkpoint={"every": 150, "keep": 2})
+    run = load_run(trained(place, tmp_path / "run", data))
+    assert state_of(tmp_path / "run") == state_of(from_the_start)
+    (rollback,) = [e for e in run.events if e["event"] == "rollback"]
+    assert rollback["step"] == 100 and [row["step"] for row in run.metrics] == list(range(1, STEPS + 1))
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("where", ["before the record is cut", "after it"])
+def test_killed_while_it_goes_back_it_comes_to_the_same(place, gone_back, tmp_path, monkeypatch, where):
+    data, run_dir = config_data(place / "noisy", **ROLLBACK), tmp_path / "run"
+    begin, knobs = trainer.BestCheckpoints.__init__, trainer.Setup.knobs
+
+    def dies_or(call):
+        def called(self, *arguments):
+            if (run_dir / "superseded/136").exists():
+                raise Killed
+            return call(self, *arguments)
+
+        return called
+
+    with monkeypatch.context() as patch:
+        if where == "after it":
+            patch.setattr(trainer.Setup, "knobs", dies_or(knobs))
+        else:
+            patch.setattr(trainer.BestCheckpoints, "__init__", dies_or(begin))
+        with pytest.raises(Killed):
+            trained(place, run_dir, data)
+    kept = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert kept == list(range(1, 133 if where == "after it" else 139))
+    trained(place, tmp_path / "run", data, resume="latest")
+    assert state_of(tmp_path / "run") == state_of(gone_back)
+    assert record(tmp_path / "run", without=("resume",)) == record(gone_back, without=("resume",))
+
+
+def exploding(place, **changes):
+    """From step 70 on the rate rises to what no parameter survives."""
+    phases = config_data(place)["phases"]
+    phases[1]["lr"] = {"rewarm_steps": 30, "peak": 1e30}
+    optim = {"lr": 1e-2, "warmup_steps": 0, "schedule": "constant", "allow_jump": True}
+    return config_data(place, **{"phases": phases, "optim": optim, **changes})
+
+
+def test_a_rate_that_explodes_ends_with_exit_code_3_and_a_summary(place, tmp_path):
+    (tmp_path / "config.yaml").write_text(json.dumps({**exploding(place, **ROLLBACK), "name": "explodes"}))
+    command = ["train", str(tmp_path / "config.yaml"), "--run-dir", str(tmp_path / "run"), "--store-dir"]
+    done = CliRunner().invoke(cli, [*command, str(place / "store")])
+    assert done.exit_code == 3, done.output
+    *_, last = load_run(tmp_path / "run").events
+    assert last["event"] == "diverged" and [r["skip_steps"] for r in last["rollbacks"]] == [5, 5]
+    first, good = last["first_bad_step"], last["last_good_step"]
+    assert SWITCH < first < STEPS and good <= first and good in Checkpoints(tmp_path / "run/checkpoints").steps()
+    told = done.stderr
+    for words in (
+        f"training diverged at step {last['step']} of 150 (phase second, learning rate ",
+        f"3 updates in a row were bad, from update {first} on",
+        "  loss         ",
+        "  grad norm    ",
+        "  rollbacks    2 of 2: to step ",
+        f"  last good    step {good} of ",
+        "  what to try  a lower optim.lr (or the phase's lr.peak)",
+        f"curriculum branch {tmp_path / 'run'} --at {good} --run-dir NEW --set ",
+    ):
+        assert words in told
+    assert f"diverged at step {last['step']}: " in done.stdout and "rollback 2 of 2 at step" in done.stdout
+    assert "Traceback" not in told
+
+
+def test_without_a_rollback_a_window_full_of_bad_updates_ends_the_run(place, tmp_path):
+    with pytest.raises(Diverged, match="48 updates in a row were bad") as told:
+        trained(place, tmp_path / "run", exploding(place, phases=[
+            {"name": "first", "until": "end", "mixture": {"web": 1.0}, "lr": {"rewarm_steps": 0, "peak": 1e30}}]))  # fmt: skip
+    assert "rollbacks    none (train.rollback is not set)" in str(told.value) and "not finite" in str(told.value)
+
+
+def test_a_state_that_is_not_finite_is_never_saved(place, tmp_path):
+    """The largest rate that float32 holds: the first update is finite, and its sum with the parameters is not."""
+    optim = {"lr": 3.4e38, "warmup_steps": 0, "schedule": "constant", "weight_decay": 100.0}
+    data = config_data(
+        place, optim=optim, checkpoint={"every": 1, "keep": 3}, train__rollback=ROLLBACK["train__rollback"]
+    )
+    with pytest.raises(Diverged, match="parameters or optimizer state are not finite after update 0") as told:
+        trained(place, tmp_path / "run", data)
+    assert "rollbacks    2 of 2: to step 0 (bad from 0), to step 0 (bad from 0)" in str(told.value)
+    assert "last good    none" in str(told.value)
+    assert Checkpoints(tmp_path / "run/checkpoints").steps() == []
+
+
+def test_data_that_cannot_be_passed_over_end_the_run(place, tmp_path):
+    data = config_data(place / "noisy", **ROLLBACK)
+    drawn = (STEPS - SWITCH) * ROWS * LENGTH
+    setup = build(build_config(data), place / "store")
+    setup.feed.close()
+    size = setup.corpus.tokens_per_epoch["law"]
+    data["sources"]["law"] |= {"max_epochs": (drawn + ROWS * LENGTH) / size}
+    with pytest.raises(
+        Diverged, match="the data of 5 steps cannot be passed over: up to step 150 more than 0.* of law"
+    ):
+        trained(place, tmp_path / "run", data)
+
+
+def test_what_a_config_may_ask_for(place):
+    skip = {"sigmas": 6.0, "window_steps": 16, "judge_from_steps": 17}
+    for changes, words in (
+        ({"train__skip_updates": skip}, "judge_from_steps: got 17, expected at most the window_steps"),
+        ({"train__skip_updates": {"sigmas": -1}}, "train.skip_updates.sigmas: "),
+        ({"train__rollback": {"after": 0}}, "train.rollback.after: "),
+        ({"train__rollback": {"often": 3}}, "train.rollback.often: "),
+        ({**ROLLBACK, "checkpoint": {"every": 4, "keep": 1}}, "checkpoint.keep: got 1, expected 2 or more with train.rol"),
+        ({**ROLLBACK, "checkpoint": {"every": 1, "keep": 2}}, "checkpoint.keep: got 2, expected 3 or more with train.rol"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=words.replace("(", "[(]")):
+            build_config(config_data(place, **changes))
+    assert build_config(config_data(place, train__skip_updates=None)).train.window_steps == 128
+    assert build_config(config_data(place)).train.diverged_after == 48
+    assert load_config("configs/quickstart.yaml", check_paths=False).train.skip_updates.judge_from_steps == 64
