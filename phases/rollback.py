@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from phases.schedule import Schedule, Segment, SourceSupply, joined
+from phases.schedule import Schedule, Segment, SourceSupply, cut, joined
 
 
 class RollbackRefused(ValueError):
@@ -32,9 +32,7 @@ def passed_over(schedule: Schedule, supplies: Mapping[str, SourceSupply], step: 
     first = segments.index(schedule.segment_at(step))
     last = next((i for i in range(first, len(segments) - 1) if not _same_order(segments[i], segments[i + 1])), None)
     last = len(segments) - 1 if last is None else last
-    out = [*segments[:first]]
-    if segments[first].start < step:
-        out.append(replace(segments[first], end=step))
+    out = list(cut(segments, step))
     for i in range(first, last + 1):
         begins = max(segments[i].start, step + num_steps)  # where the data come from that are read num_steps earlier
         if i < last and segments[i].end <= begins:

@@ -163,7 +163,7 @@ def test_set_overrides_values_and_is_named_in_problems(folder):
     assert config.phases[1].mixture == {"law": 1.0}
     assert problems(GOOD, "train.stepz=4") == [
         "--set train.stepz=4: train.stepz: no such key; did you mean 'steps'? "
-        "(keys: batch_size, deterministic, grad_accum, seq_len, steps)"
+        "(keys: batch_size, deterministic, grad_accum, rollback, seq_len, skip_updates, steps)"
     ]
     assert "expected KEY=VALUE" in problems(GOOD, "train.steps")[0]
     for index in ("7", "²"):
