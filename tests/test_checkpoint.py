@@ -116,7 +116,9 @@ def test_what_is_asked_for_and_damaged_is_told_with_what_verifies(run):
         find_checkpoint(directory, "gold", option="--resume")
     # Which older golds are still there depends on when the checkpoints that spoke of them went.
     assert re.fullmatch(
-        re.escape(f"--resume gold: {run}/gold/12: is damaged: ledger/metadata has another checksum than the manifest says; ")
+        re.escape(
+            f"--resume gold: {run}/gold/12: is damaged: ledger/metadata has another checksum than the manifest says; "
+        )
         + r"restore it from a copy, or use another step \(those that verify: 8, 12; in gold/: (3, )?6, 9\)",
         str(told.value),
     )
@@ -125,7 +127,8 @@ def test_what_is_asked_for_and_damaged_is_told_with_what_verifies(run):
     assert find_checkpoint(directory, 12) == (12, run / "checkpoints/12")
     flip_bit(run / "checkpoints/12/manifest.json")
     with pytest.raises(
-        InputError, match=r"--step latest: .*12: is damaged: manifest.json .*those that verify: 8; in gold/: (3, )?6, 9\)"
+        InputError,
+        match=r"--step latest: .*12: is damaged: manifest.json .*those that verify: 8; in gold/: (3, )?6, 9\)",
     ):
         find_checkpoint(directory, "latest")
     flip_bit(run / "gold/12/ledger/metadata")
