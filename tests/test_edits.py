@@ -189,9 +189,9 @@ def test_no_edit_repeats_or_skips_a_sequence(name):
     if refused_at:
         with pytest.raises(InputError) as error:
             resumed(saved, data)
-        *problems, how = error.value.problems
+        problems, how = error.value.problems, "\n".join(error.value.details)
         assert any(problem.startswith(f"config: {refused_at}: ") for problem in problems), problems
-        assert how.endswith("--accept-past") and "\n  --- trained\n  +++ config\n" in how
+        assert how.endswith("--accept-past") and "\n--- trained\n+++ config\n" in how
     if name == "past batch size":
         schedule, past, _ = resumed(saved, data, accept_past=True)
         assert [s.batch_size for s in schedule.segments if s.start >= STEP] == [2 * BATCH] * 3
@@ -215,28 +215,31 @@ def test_a_refusal_shows_the_difference_and_what_to_put_back():
         "config: seed: got 3, but steps 0 to 60 were trained with 1337",
         "config: train.batch_size: got 8, but steps 0 to 60 were trained with 4",
         'config: phases[0].mixture: got {"web": 1.0}, but steps 0 to 40 were trained with {"web": 0.7, "law": 0.3}',
-        """what is trained already stands; the difference:
-  --- trained
-  +++ config
-  @@ -1,3 +1,3 @@
-  -seed: 1337
-  -train: {batch_size: 4}
-  +seed: 3
-  +train: {batch_size: 8}
-   phases:
-  @@ -5,2 +5,2 @@
-     until: 40%
-  -  mixture: {web: 0.7, law: 0.3}
-  +  mixture: {web: 1.0}
-  put this back into the config:
-  seed: 1337
-  train: {batch_size: 4}
-  phases:
-  - name: a
-    until: 40%
-    mixture: {web: 0.7, law: 0.3}
-  or keep the edit, in the record too, and go on from what was trained: --accept-past""",
     ]
+    assert (
+        "\n".join(error.value.details)
+        == """what is trained already stands; the difference:
+--- trained
++++ config
+@@ -1,3 +1,3 @@
+-seed: 1337
+-train: {batch_size: 4}
++seed: 3
++train: {batch_size: 8}
+ phases:
+@@ -5,2 +5,2 @@
+   until: 40%
+-  mixture: {web: 0.7, law: 0.3}
++  mixture: {web: 1.0}
+put this back into the config:
+seed: 1337
+train: {batch_size: 4}
+phases:
+- name: a
+  until: 40%
+  mixture: {web: 0.7, law: 0.3}
+or keep the edit, in the record too, and go on from what was trained: --accept-past"""
+    )
 
 
 def test_the_same_in_other_words_is_no_edit_of_the_past():

@@ -70,6 +70,8 @@ def main() -> None:
     except InputError as error:
         for problem in error.problems:
             print(f"error: {_one_line(problem)}", file=sys.stderr)
+        for line in error.details:
+            print(f"  {_one_line(line)}".rstrip(), file=sys.stderr)
         sys.exit(2)
     except click.ClickException as error:
         error.show()

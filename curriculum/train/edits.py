@@ -47,8 +47,8 @@ def compare(config: Config, saved: Mapping[str, Any], *, at: int | None = None, 
     problems = [] if step == 0 else list(_of_past(was, now, schedule, step))
     if problems and not accept_past:
         how = _how_to_mend(config, was, now, problems, schedule, step)
-        how += _OR_ACCEPT if at is None else "\n  or branch at an earlier step"
-        raise InputError(*config.error(dict.fromkeys(problems)).problems, how)
+        how.append(_OR_ACCEPT if at is None else "or branch at an earlier step")
+        raise InputError(*config.error(dict.fromkeys(problems)).problems, details=how)
     planned = None
     if all(change["path"].startswith("evalsets.") for change in changes):
         epochs = {name: saved["sources"][name]["tokens_per_epoch"] for name in was["sources"]}
@@ -251,7 +251,7 @@ def _how_to_mend(
     problems: Sequence[Problem],
     schedule: Schedule,
     step: int,
-) -> str:
+) -> list[str]:
     """What was trained and what the config says instead, as a difference of YAML, and what to put back."""
     over, current = _phases_before(schedule, step)
 
@@ -272,10 +272,10 @@ def _how_to_mend(
 
     difference = difflib.unified_diff(shown(was), shown(now), "trained", config.origin.file, n=1, lineterm="")
     told = ["what is trained already stands; the difference:", *difference, "put this back into the config:"]
-    return "\n  ".join([*told, *shown(was)])
+    return [*told, *shown(was)]
 
 
-_OR_ACCEPT = "\n  or keep the edit, in the record too, and go on from what was trained: --accept-past"
+_OR_ACCEPT = "or keep the edit, in the record too, and go on from what was trained: --accept-past"
 
 
 def _yaml(sections: Mapping[str, Any]) -> str:
