@@ -19,6 +19,7 @@ from curriculum.cli.plan import table
 from curriculum.config import build_config, changed_config, config_from_json, load_config
 from curriculum.data.tokenizer import load_tokenizer
 from curriculum.errors import InputError
+from curriculum.manifest import update_manifest, write_manifest
 from curriculum.plan import plan
 from curriculum.run import RunDirectory, load_run, read_ledger
 from curriculum.train.setup import build
@@ -214,6 +215,7 @@ def test_the_first_eval_on_split_devices_is_that_of_the_base(folder):
 def test_the_gold_checkpoint_comes_before_the_latest(folder):
     shutil.copytree("base/checkpoints/2", "base/gold/2")
     shutil.copytree("base/checkpoints/4", "base/kept/3")
+    write_manifest(Path("base/kept/3"), 3)
     with open("base/events.jsonl", "a") as file:
         file.write('{"event": "gold_checkpoint", "step": 2}\n')
     folders = {"base": "base/gold/2", "base/gold": "base/gold/2", "base/gold/2": "base/gold/2",
@@ -234,8 +236,12 @@ def test_the_gold_checkpoint_comes_before_the_latest(folder):
         ("base/checkpoints", "'base/checkpoints' holds no run and is no checkpoint"),
         ("base/tokenizer", "'base/tokenizer' holds no run"),
         ("base/checkpoints/4/params", "holds no run"),
-        ("base/checkpoints/2", "'base/checkpoints/2' is no whole checkpoint; there are: 4"),
-        ("base/gold", "base/gold: gold: base has no gold checkpoint; there are: 4"),
+        (
+            "base/checkpoints/2",
+            "base/checkpoints/2: is damaged: train/_METADATA is missing: the checksum manifest lists",
+        ),
+        ("base/checkpoints/3", "'base/checkpoints/3' is no whole checkpoint; there are: 2, 4"),
+        ("base/gold", "base/gold: gold: base has no gold checkpoint; there are: 2, 4"),
         ("young", "young: has no checkpoint yet"),
     ],
 )
@@ -386,11 +392,21 @@ def test_a_run_remembers_its_phases_and_its_replay_apart(folder):
     assert plan(more, store_dir="store").phases[0]["mixture"] == {"law": 0.5, "web": 0.5}
     unchanged = changed_config(run.config, ["optim.lr=1e-2"])
     assert train(unchanged, "run", resume="2", store_dir="store")["step"] == 4
-    late = changed_config(run.config, ["adaptation.replay={web: 0.5}"])
-    with pytest.raises(InputError, match=r"^--set adaptation.replay={web: 0.5}: adaptation.replay.web: .* of step 0"):
-        train(late, "run", resume="latest", store_dir="store")
-    segments = read_ledger(Path("run/checkpoints/4"))["segments"]
-    assert [segment["mixture"] for segment in segments] == [{"law": 0.75, "web": 0.25}]
+    late = changed_config(run.config, ["adaptation.replay={web: 0.5}", "train.steps=6"])
+    train(late, "run", resume="latest", store_dir="store")  # from step 4 on, in the phase under way
+    segments = read_ledger(Path("run/checkpoints/6"))["segments"]
+    assert [(s["start"], s["mixture"]) for s in segments] == [
+        (0, {"law": 0.75, "web": 0.25}),
+        (4, {"law": 0.5, "web": 0.5}),
+    ]
+    over = "phases=[{name: a, until: 6, mixture: {law: 1}}, {name: b, until: end, mixture: {law: 1}}]"
+    more = changed_config(run.config, ["adaptation.replay={web: 0.5}", "train.steps=8", over])
+    train(more, "run", resume="latest", store_dir="store")
+    too_late = changed_config(more, ["adaptation.replay={web: 0.75}", "train.steps=9"])
+    with pytest.raises(
+        InputError, match=r"^--set adaptation.replay={web: 0.75}: adaptation.replay.web: got 0.75, but steps"
+    ):
+        train(too_late, "run", resume="latest", store_dir="store")
 
 
 def test_arrays_that_do_not_fit_are_named_before_anything_is_made(folder):
@@ -399,12 +415,14 @@ def test_arrays_that_do_not_fit_are_named_before_anything_is_made(folder):
     changed = json.loads(ledger.read_text())
     changed["parameters"]["blocks.000.mlp.up.kernel"] = [16, 48]
     ledger.write_text(json.dumps(changed))
+    update_manifest(Path("base/checkpoints/4"), ["ledger/metadata"])
     with pytest.raises(InputError) as told:
         train(adapted(), "run", store_dir="store")
     assert str(told.value).startswith("--init-from base: adaptation.init_from: parameter blocks.000.mlp.up.kernel: ")
     assert "base, step 4, has [16, 48], this model [16, 24]; expected the same model" in str(told.value)
 
     ledger.write_text(json.dumps(kept))
+    update_manifest(Path("base/checkpoints/4"), ["ledger/metadata"])
     architecture = json.loads(Path("base/model.json").read_text())
     from curriculum.model.presets import ModelConfig
     from curriculum.model.transformer import transformer

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file
 from curriculum.config import build_config
 from curriculum.errors import InputError
 from curriculum.export import export
+from curriculum.manifest import write_manifest
 from curriculum.record.console import eval_lines
 from curriculum.record.curves import eval_curves
 from curriculum.run import load_run
@@ -218,6 +219,7 @@ def test_an_average_that_is_not_there_is_told(run, tmp_path, arguments, expected
 def test_a_checkpoint_without_a_moving_average_says_so(run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     shutil.rmtree(tmp_path / "run/checkpoints/14/ema")
+    write_manifest(tmp_path / "run/checkpoints/14", 14)
     with pytest.raises(InputError, match="--weights ema: step 14 of .* was saved without a moving average"):
         export(tmp_path / "run", tmp_path / "out", step="latest", weights="ema")
 

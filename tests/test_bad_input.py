@@ -555,16 +555,16 @@ RUNS = [
     Row("run with results of one array", lambda: np.save(open("run/evals/4.npz", "wb"), np.arange(3)), "compare run run2", "run/evals/4.npz", "expected the arrays that this program wrote"),
     Row("run with results that are a pickle", write("run/evals/4.npz", lambda: pickle.dumps(Pickled())), "compare run run2", "run/evals/4.npz", "expected the arrays that this program wrote"),
     Row("run with results of pickles", arrays("run/evals/4.npz", **{"primary/nats": np.array([Pickled()], object)}), "compare run run2", "run/evals/4.npz", "expected the arrays that this program wrote"),
-    Row("checkpoint with its arrays cut", damaged_arrays("run/checkpoints/2/params"), EVAL + " --step 2", "checkpoints/2", "step"),
-    Row("checkpoint with its arrays cut, exported", damaged_arrays("run/checkpoints/2/params"), EXPORT + " --step 2", "checkpoints/2", "step"),
+    Row("checkpoint with its arrays cut", both(remove("run/gold"), damaged_arrays("run/checkpoints/2/params")), EVAL + " --step 2", "checkpoints/2", "step"),
+    Row("checkpoint with its arrays cut, exported", both(remove("run/gold"), damaged_arrays("run/checkpoints/2/params")), EXPORT + " --step 2", "checkpoints/2", "step"),
     Row("checkpoint with its arrays cut, branched", damaged_arrays("run/checkpoints/2/params"), BRANCH, "checkpoints/2", "step"),
     Row("checkpoint with its arrays cut, begun from", damaged_arrays("run/checkpoints/2/params"), TRAIN + " --init-from run/checkpoints/2", "checkpoints/2", "step"),
-    Row("checkpoint with its optimizer cut", damaged_arrays("run/checkpoints/2/train"), RESUME + " 2", "checkpoints/2", "step"),
-    Row("checkpoint with a ledger that is none", write("run/checkpoints/2/ledger/metadata", "{"), RESUME + " 2", "checkpoints/2", "expected"),
-    Row("checkpoint with a ledger nested deeply", write("run/checkpoints/2/ledger/metadata", DEEP), BRANCH, "checkpoints/2", "expected"),
-    Row("checkpoint without a ledger", both(remove("run/checkpoints/4/ledger"), remove("run/gold")), RESUME + " 4", "--resume 4", "there are: "),
+    Row("checkpoint with its optimizer cut", both(remove("run/gold"), damaged_arrays("run/checkpoints/2/train")), RESUME + " 2", "checkpoints/2", "step"),
+    Row("checkpoint with a ledger that is none", both(remove("run/gold"), write("run/checkpoints/2/ledger/metadata", "{")), RESUME + " 2", "checkpoints/2", "restore it from a copy"),
+    Row("checkpoint with a ledger nested deeply", write("run/checkpoints/2/ledger/metadata", DEEP), BRANCH, "checkpoints/2", "restore it from a copy"),
+    Row("checkpoint without a ledger", both(remove("run/checkpoints/4/ledger"), remove("run/gold")), RESUME + " 4", "--resume 4", "those that verify: 2"),
     Row("checkpoint that is a file", both(remove("run/gold"), remove("run/checkpoints/4"), write("run/checkpoints/4", "x")), EVAL + " --step 4", "--step 4", "there are: "),
-    Row("checkpoint that is an empty folder", both(remove("run/gold"), remove("run/checkpoints/4"), lambda: os.mkdir("run/checkpoints/4")), EXPORT + " --step 4", "--step 4", "there are: "),
+    Row("checkpoint that is an empty folder", both(remove("run/gold"), remove("run/checkpoints/4"), lambda: os.mkdir("run/checkpoints/4")), EXPORT + " --step 4", "--step 4", "those that verify: 2"),
     Row("no checkpoint", both(remove("run/gold"), remove("run/checkpoints")), EVAL + " --step 2", "run", "has no checkpoint"),
     Row("gold that is gone", lambda: shutil.rmtree("run/gold", ignore_errors=True), EXPORT + " --step gold", "gold", "there are: "),
     Row("branch of a checkpoint of another model", nothing, BRANCH + " --set model.d_model=32", "model", "was 16"),
@@ -641,11 +641,15 @@ def good(tmp_path_factory):
 
 
 def listing():
-    """Kind, size and time of everything in the working folder; of folders that they are there."""
+    """Kind, size and time of everything in the working folder; of folders that they are there, and of a run's lock,
+    which tells who had it last.
+    """
     found = {}
     for folder, folders, names in os.walk("."):
         found |= {os.path.join(folder, name): "folder" for name in folders}
         for name in names:
+            if name == ".lock":
+                continue
             status = os.lstat(os.path.join(folder, name))
             found[os.path.join(folder, name)] = (status.st_mode, status.st_size, status.st_mtime_ns)
     return found

@@ -9,7 +9,7 @@ from curriculum.train.step import TrainState
 
 
 def test_clock_counts_training_only():
-    state = TrainState(None, None, jnp.int32(0), None, None)
+    state = TrainState(None, None, jnp.int32(0), None, None, None)
     began = time.perf_counter()
     clock = TrainClock()
     compiling = slept(clock.update(), 0.05)  # the first update compiles

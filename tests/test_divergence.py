@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from curriculum.cli.main import cli
 from curriculum.config import build_config, load_config
 from curriculum.errors import InputError
+from curriculum.lock import RunLock
 from curriculum.run import RunDirectory, load_run
 from curriculum.train import trainer
 from curriculum.train.checkpoint import Checkpoints
@@ -98,7 +99,9 @@ def from_the_start(place):
     """A run whose schedule was that of `gone_back` from the start."""
     setup = build(build_config(config_data(place / "noisy", **ROLLBACK)), place / "store")
     setup.pass_over(BAD[0], 5)
-    train_built(setup, RunDirectory(place / "from_the_start"), None)
+    directory = RunDirectory(place / "from_the_start")
+    with RunLock(directory.path) as lock:
+        train_built(setup, directory, None, lock)
     return place / "from_the_start"
 
 
@@ -265,7 +268,7 @@ def test_a_state_that_is_not_finite_is_never_saved(place, tmp_path):
     data = config_data(
         place, optim=optim, checkpoint={"every": 1, "keep": 3}, train__rollback=ROLLBACK["train__rollback"]
     )
-    with pytest.raises(Diverged, match="parameters or optimizer state are not finite after update 0") as told:
+    with pytest.raises(Diverged, match="params.* is not finite after step 1: it is not saved") as told:
         trained(place, tmp_path / "run", data)
     assert "rollbacks    2 of 2: to step 0 (bad from 0), to step 0 (bad from 0)" in str(told.value)
     assert "last good    none" in str(told.value)
