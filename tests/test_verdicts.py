@@ -226,7 +226,7 @@ def test_a_set_that_comes_back_is_compared_with_what_it_was(at_the_switch, told,
 def test_a_boundary_that_is_moved_to_the_resumed_step_is_measured(at_the_switch, texts, store):
     """The checkpoint of step 175 has an eval, that of the boundary at 202 has none."""
     moved = [*PHASES[:1], {**PHASES[1], "until": SWITCH + 2}, *PHASES[2:]]
-    every = {"checkpoint": {"every": 2, "keep": 100}}
+    every = {"checkpoint": {"every": 22, "keep": 100}}  # 176 and 198
     train(forgetful(texts, phases=moved, **every), at_the_switch, resume=175, store_dir=store)
     again = [*PHASES[:1], {**PHASES[1], "until": SWITCH + 4}, *PHASES[2:]]
     train(forgetful(texts, phases=again, **every), at_the_switch, resume=176, store_dir=store)
