@@ -219,3 +219,28 @@ assert path.read_bytes() == b"first\\nsecond\\n3\\nfourth\\n" and file.sync() ==
 def test_an_error_that_is_not_the_disk_s_is_raised(tmp_path):
     with pytest.raises(IsADirectoryError):
         Appender(tmp_path)
+
+
+def test_a_disk_without_any_room_is_told_once(tmp_path):
+    """What orbax writes beside the arrays fails too, in a thread of its own; it is no second error at the end."""
+    code = """
+import resource, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from test_checkpoint import save
+from curriculum.train.checkpoint import Checkpoints, SaveFailed
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+checkpoints = Checkpoints(Path(sys.argv[2]))
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+try:
+    save(checkpoints, 1)
+    checkpoints.wait()
+except SaveFailed as failure:
+    print(failure.path)
+checkpoints.close()
+assert checkpoints.steps() == []
+"""
+    arguments = [str(Path(__file__).parent), str(tmp_path / "checkpoints")]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "checkpoints/1\n"), done.stderr
+    assert "Traceback" not in done.stderr

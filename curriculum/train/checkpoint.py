@@ -156,9 +156,14 @@ class Checkpoints:
         finally:
             if "_writer" in self.__dict__:
                 self._thread.shutdown()
-                self._writer.close()
-                del self._thread, self._writer
-                self._drop_partial()
+                try:
+                    self._writer.close()
+                except (OSError, ValueError) as error:  # tells again of a save that failed, which `wait` told
+                    if not isinstance(failure := self._failure(-1, error), SaveFailed):
+                        raise failure from None
+                finally:
+                    del self._thread, self._writer
+                    self._drop_partial()
 
     def baselines(self, step: int) -> dict[str, np.ndarray]:
         """What `save` got as such, on the host."""

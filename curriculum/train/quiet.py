@@ -6,12 +6,14 @@ import logging
 import sys
 from functools import cache
 
+from curriculum.record.append import DISK_ERRORS
+
 
 @cache
 def quiet_failed_saves() -> None:
     """Leave out their tracebacks: the save's own, and those of the writes of other arrays that were under way."""
     logging.getLogger("absl").addFilter(lambda r: not ("orbax" in r.pathname and r.levelno >= logging.ERROR))
-    logging.getLogger("asyncio").addFilter(lambda r: "os_error_code" not in r.getMessage())
+    logging.getLogger("asyncio").addFilter(lambda r: not _of_write(r))
     told = sys.unraisablehook
 
     def tell(unraisable):
@@ -20,3 +22,11 @@ def quiet_failed_saves() -> None:
             told(unraisable)
 
     sys.unraisablehook = tell
+
+
+def _of_write(record: logging.LogRecord) -> bool:
+    """Whether it tells of a write that nobody waited for: the disk did not take it, or its folder was gone by then."""
+    error = record.exc_info and record.exc_info[1]
+    late = isinstance(error, FileNotFoundError) and ".saving" in str(error.filename)
+    of_disk = isinstance(error, OSError) and error.errno in DISK_ERRORS
+    return "os_error_code" in record.getMessage() or late or of_disk
