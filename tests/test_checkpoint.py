@@ -229,6 +229,21 @@ def save(checkpoints, step):
     checkpoints.save(state_at(step), {"step": step}, {"primary": np.zeros((3, 1), np.float32)})
 
 
+def test_of_a_link_to_a_step_only_the_link_goes(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 1)
+    save(checkpoints, 1)
+    checkpoints.wait()
+    (tmp_path / "checkpoints/1").rename(tmp_path / "1")
+    (tmp_path / "checkpoints/1").symlink_to(tmp_path / "1")
+    save(checkpoints, 2)
+    checkpoints.wait()
+    assert checkpoints.steps() == [2] and damage(tmp_path / "1") is None
+    (tmp_path / "checkpoints/.1.deleting").write_text("a file, which no process of ours leaves")
+    checkpoints.set_aside_after(2)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["2"]
+    checkpoints.close()
+
+
 def test_the_newest_stay_and_the_planned_ones(tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints", 2, (4, 3))
     assert checkpoints.steps() == [] and not (tmp_path / "checkpoints").exists()

@@ -57,6 +57,8 @@ def getitem(self, step):
         os.kill(os.getpid(), signal.SIGTERM)
     return make(self, step)
 Feed.__getitem__, Checkpoints.__init__ = getitem, init
+if at.get("begin") == "full":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (600, resource.RLIM_INFINITY))
 try:
     tiny_train(Path(place), Path(run_dir), resume, **sections)
 except InputError as error:
@@ -148,6 +150,21 @@ def test_a_disk_that_stays_full_ends_in_an_error_and_the_run_goes_on_later(place
     assert all(json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines())
     code, errors = train_in_process(place, run_dir, resume="latest", **BOARD)
     assert code == 0, errors
+    assert_same_run(run_dir, whole)
+
+
+def test_a_run_that_cannot_be_begun_or_taken_up_is_told(place, whole, tmp_path):
+    run_dir = tmp_path / "run"
+    message = f"{run_dir}: File too large: nothing was trained; mend that (make room, give the right to write), then"
+    code, errors = train_in_process(place, run_dir, {"begin": "full"}, **BOARD)
+    assert code == 2 and message in errors
+    assert [path.name for path in run_dir.iterdir()] == [".lock"]
+    code, _ = train_in_process(place, run_dir, {5: "stop"}, **BOARD)  # it is no run yet: no resume is needed
+    assert code == 143
+    code, errors = train_in_process(place, run_dir, {"begin": "full"}, "latest", **BOARD)
+    assert code == 2 and message in errors
+    code, _ = train_in_process(place, run_dir, resume="latest", **BOARD)
+    assert code == 0
     assert_same_run(run_dir, whole)
 
 

@@ -325,6 +325,15 @@ def test_a_kill_at_any_moment_of_a_resume_loses_nothing_and_doubles_nothing(tmp_
     assert deaths > 100 and states > 20, done.stdout
 
 
+@pytest.mark.parametrize("content", ["{", "[]", "{}"])
+def test_a_cut_that_was_written_down_and_is_damaged_is_told(tmp_path, content):
+    (tmp_path / "superseded.pending.json").write_text(content)
+    with pytest.raises(
+        InputError, match=r"superseded.pending.json: is damaged, .* restore it from a copy, or remove it"
+    ):
+        set_aside(tmp_path)
+
+
 def test_readers_leave_out_a_line_that_is_being_written(tmp_path):
     written_run(tmp_path)
     with open(tmp_path / "events.jsonl", "ab") as file:

@@ -301,13 +301,20 @@ def _finish_cut(run_dir: Path) -> None:
     path = run_dir / _PENDING_CUT
     if not path.exists():
         return
-    pending = json.loads(path.read_text())
+    try:
+        pending = json.loads(path.read_text())
+        num_bytes, offsets, entries = (pending[key] for key in ("superseded_bytes", "offsets", "entries"))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise InputError(
+            f"{path}: is damaged, but tells how the record is to be cut back; restore it from a copy, or remove it: "
+            "what was to be cut is then cut again"
+        ) from None
     with open(run_dir / SUPERSEDED, "ab") as file:
-        file.truncate(pending["superseded_bytes"])
-        file.writelines(json.dumps(entry).encode() + b"\n" for entry in pending["entries"])
+        file.truncate(num_bytes)
+        file.writelines(json.dumps(entry).encode() + b"\n" for entry in entries)
         file.flush()
         os.fsync(file.fileno())
-    for name, offset in pending["offsets"].items():
+    for name, offset in offsets.items():
         with open(run_dir / name, "ab") as file:
             file.truncate(offset)
             os.fsync(file.fileno())

@@ -205,7 +205,7 @@ class Checkpoints:
         self.wait()
         for left_over in self.directory.glob(".*"):
             if _LEFT_OVER.fullmatch(left_over.name):
-                shutil.rmtree(left_over)
+                _remove(left_over)
         for s in set(step_folders(self.directory)) - {s for s in self.steps() if s <= step}:
             self.set_aside(s)
 
@@ -236,16 +236,24 @@ class Checkpoints:
 
     def _delete(self, step: int) -> None:
         gone = self.directory / f".{step}.deleting"
-        shutil.rmtree(gone, ignore_errors=True)  # of a deletion that failed
+        _remove(gone)  # of a deletion that failed
         (self.directory / str(step)).rename(gone)
         sync(self.directory)
-        shutil.rmtree(gone)
+        _remove(gone)
 
     def _folder(self, step: int) -> Path:
         if step not in (steps := self.steps()):
             there = ", ".join(map(str, steps)) or "none"
             raise InputError(f"{self.directory}: no checkpoint of step {step}; there are: {there}")
         return self.directory / str(step)
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder with all that is in it; of a link to one, as of a file, only itself."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
 
 
 def beside_params(state: TrainState) -> dict[str, Any]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -143,23 +144,25 @@ def _run(
             while True:
                 step = None if resumed is None else resumed.step
                 state, history = _restored(setup, directory, resumed)
-                if rollback is None:
-                    _begin_in(directory, lock)
-                    damaged = _set_damaged_aside(directory, checkpoints, resumed)
-                else:
+                if rollback is not None:
                     history = replace(history, rollbacks=rollback.rollbacks)
-                if resumed is not None:
-                    checkpoints.adopt(resumed.folder)
                 last = -1 if step is None else step
-                # First of all: after a kill in what follows no checkpoint is found that speaks of what was moved.
-                checkpoints.set_aside_after(last)
-                with BestCheckpoints(directory, step) as best:
+                with _told(directory):
+                    if rollback is None:
+                        _begin_in(directory, lock)
+                        damaged = _set_damaged_aside(directory, checkpoints, resumed)
+                    if resumed is not None:
+                        checkpoints.adopt(resumed.folder)
+                    # First of all: after a kill in what follows no checkpoint is found that speaks of what was moved.
+                    checkpoints.set_aside_after(last)
+                    best = BestCheckpoints(directory, step)
                     directory.set_aside_evals_after(last)
                     set_aside_means_after(directory.averages, last, directory.superseded / "averages")
                     directory.create(setup.config, fields.derived(setup), plain(dict(setup.model.architecture)))
                     write_tokenizer(directory, setup.corpus.tokenizer)
                     record = _record(setup, directory, resumed, record)
-                    edit = setup.edit if edited_at is not None and last <= edited_at else None  # later it is in there
+                edit = setup.edit if edited_at is not None and last <= edited_at else None  # later it is in there
+                with best:
                     run = Running(setup, directory, record, checkpoints, best, state, history)
                     try:
                         _begin(run, step, fields.taken_up(setup, state, step, rollback, damaged, edit))
@@ -197,6 +200,18 @@ def _restored(setup: Setup, directory: RunDirectory, resumed: Resumed | None) ->
     source = Checkpoints(folder.parent)
     state = setup.restore(source, step, tuple(saved["sources"]), saved["window_steps"])
     return state, ledger.History.of(saved, source.baselines(step))
+
+
+@contextmanager
+def _told(directory: RunDirectory) -> Iterator[None]:
+    """Raise InputError where a run cannot be begun, or taken up, because its folder cannot be written to."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"{error.filename or directory.path}: {error.strerror or error}: nothing was trained; mend that (make room, "
+            "give the right to write), then begin again, or go on with --resume latest"
+        ) from None
 
 
 def _begin_in(directory: RunDirectory, lock: RunLock) -> None:
