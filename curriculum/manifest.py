@@ -6,6 +6,7 @@ JSON. The manifest is written last and replaced at once, so a folder that was no
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -14,8 +15,12 @@ from typing import Any
 
 import xxhash
 
+from curriculum.errors import InputError
+
 MANIFEST = "manifest.json"
 _CHUNK_BYTES = 1 << 22
+# What is wrong with the file itself: it is gone or no file, or its disk cannot read it.
+_OF_THE_FILE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EIO}
 
 
 def write_manifest(folder: Path, step: int | None = None) -> None:
@@ -37,10 +42,17 @@ def damage(folder: Path, part: str = "") -> str | None:
     """What is wrong with a folder or its manifest, in one line with the word checksum; None where all of it verifies.
 
     `part`: read only the files whose path begins so, `ledger/` for one; of the others only the sizes are compared.
+    Raises InputError where this process cannot read a file at all (rights, a file server that is away, too many open
+    files): that says nothing of the file, and nothing may be thrown away for it.
     """
     try:
         return _damage(folder, part)
     except OSError as error:
+        if error.errno not in _OF_THE_FILE:
+            raise InputError(
+                f"{error.filename}: cannot be read: {error.strerror}; whether {folder} is whole cannot be told: mend "
+                "that, and try again"
+            ) from None
         return f"{error.filename}: no checksum can be taken: {error.strerror}"
 
 
@@ -97,9 +109,15 @@ def _write(folder: Path, manifest: Mapping[str, Any]) -> None:
 def _files(folder: Path) -> set[str]:
     """Paths of all files below a folder, from there; the manifest aside."""
     found = {
-        (Path(place) / name).relative_to(folder).as_posix() for place, _, names in os.walk(folder) for name in names
+        (Path(place) / name).relative_to(folder).as_posix()
+        for place, _, names in os.walk(folder, onerror=_raise)
+        for name in names
     }
     return found - {MANIFEST}
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _entry(path: Path) -> dict[str, Any]:

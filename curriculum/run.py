@@ -253,8 +253,15 @@ def undamaged(checkpoint: Path, given: str = "") -> Path:
 
 
 def step_folders(place: Path) -> dict[int, Path]:
-    """Every folder with the name of a step, by step, ascending; it may be damaged."""
-    steps = [int(path.name) for path in place.glob("*") if path.name.isascii() and path.name.isdecimal()]
+    """Every folder with the name of a step, by step, ascending; it may be damaged. Raises InputError where the place
+    cannot be listed: that it has none must not be concluded."""
+    try:
+        names = os.listdir(place)
+    except (FileNotFoundError, NotADirectoryError):
+        names = []
+    except OSError as error:
+        raise InputError(f"{place}: cannot be listed: {error.strerror}; mend that, and try again") from None
+    steps = [int(name) for name in names if name.isascii() and name.isdecimal()]
     return {step: folder for step in sorted(steps) if (folder := place / str(step)).is_dir()}
 
 

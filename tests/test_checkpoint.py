@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -185,6 +187,29 @@ def test_without_a_checkpoint_the_gold_serves(run, whole, place, capsys):
     assert "the run goes on from step 12" in capsys.readouterr().err
     assert damage(run / "checkpoints/12") is None and last_state(run) == last_state(whole)
     assert sorted(p.name for p in (run / "superseded").iterdir() if p.name.isdecimal()) == ["10", "12", "8"]
+
+
+@pytest.mark.parametrize("path, mode", [("params", 0o000), ("manifest.json", 0o000), ("ledger/metadata", 0o200)])
+def test_what_may_not_be_read_is_not_taken_for_damaged(run, path, mode):
+    """Another user's files, say: the run is not begun anew, nothing is moved. Root reads everything, and steps down."""
+    for step in (8, 10, 12):
+        (run / "checkpoints" / str(step) / path).chmod(mode)
+    code = """
+import os, sys
+from pathlib import Path
+from curriculum.run import RunDirectory
+from curriculum.train.start import to_resume
+if os.geteuid() == 0:
+    os.setuid(65534)
+to_resume(RunDirectory(Path(".")), "latest")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=run, capture_output=True, text=True)
+    last = f"checkpoints/12/{path}: cannot be read: Permission denied; whether checkpoints/12 is whole cannot be told"
+    assert done.returncode == 1 and last in done.stderr.splitlines()[-1]
+    (run / "checkpoints").chmod(0o000)
+    done = subprocess.run([sys.executable, "-c", code], cwd=run, capture_output=True, text=True)
+    assert done.returncode == 1 and "checkpoints: cannot be listed: Permission denied" in done.stderr.splitlines()[-1]
+    (run / "checkpoints").chmod(0o700)
 
 
 def test_where_nothing_verifies_the_run_begins_anew(run, whole, place, capsys):

@@ -209,8 +209,8 @@ def _told(directory: RunDirectory) -> Iterator[None]:
         yield
     except OSError as error:
         raise InputError(
-            f"{error.filename or directory.path}: {error.strerror or error}: nothing was trained; mend that (make room, "
-            "give the right to write), then begin again, or go on with --resume latest"
+            f"{error.filename or directory.path}: {error.strerror or error}: nothing was trained; mend that (make "
+            "room, give the right to write), then begin again, or go on with --resume latest"
         ) from None
 
 
