@@ -212,6 +212,18 @@ to_resume(RunDirectory(Path(".")), "latest")
     (run / "checkpoints").chmod(0o700)
 
 
+def test_results_of_an_eval_that_are_damaged_do_not_hold_the_run_up(place, run, capsys):
+    for folder in ("checkpoints/12", "gold/12"):
+        shutil.rmtree(run / folder)
+    flip_bit(run / "evals/6.npz")  # of the end of phase a, which the end of the run is compared with
+    complete = tiny_train(place, run, "latest")
+    assert [of_set["loss"][0] for of_set in complete["transfer"]["sets"].values()] == [None, None]
+    assert all(of_set["loss"][1] for of_set in complete["transfer"]["sets"].values())
+    assert re.search(r"evals/6.npz: cannot be read: .*moved to .*superseded/evals/6.npz", capsys.readouterr().err)
+    assert (run / "superseded/evals/6.npz").exists() and not (run / "evals/6.npz").exists()
+    assert last_state(run) == last_state(place / "whole")
+
+
 def test_where_nothing_verifies_the_run_begins_anew(run, whole, place, capsys):
     for folder in [*(run / "checkpoints").iterdir(), *(run / "gold").iterdir()]:
         empty(folder)

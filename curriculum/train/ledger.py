@@ -271,6 +271,8 @@ def write_results(
     try:
         with open(temporary, "wb") as file:
             np.savez_compressed(file, **arrays)
+            file.flush()
+            os.fsync(file.fileno())  # a checkpoint, which is on the disk when it has its name, is never ahead of them
         os.replace(temporary, path)
     except OSError:
         temporary.unlink(missing_ok=True)

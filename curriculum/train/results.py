@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from curriculum.errors import InputError
 from curriculum.record.append import DISK_ERRORS, tell
 from curriculum.run import RunDirectory
 from curriculum.train import ledger
@@ -34,13 +35,26 @@ class Results:
         """Write what was held back. Raises OSError where the disk still does not take it."""
         while self._held:
             step, results, averaged = self._held[0]
+            self._on_disk(step)
             ledger.write_results(self._directory.results(step), results, averaged)
             self._held.pop(0)
 
     def read(self, step: int) -> dict[str, WindowResults]:
-        """Those of the raw parameters at a step, by set; nothing where there was no eval."""
-        found = ledger.read_results(self._directory.results(step))
+        """Those of the raw parameters at a step, by set; nothing where there was no eval, or they are damaged."""
+        found = self._on_disk(step)
         for held, results, _ in self._held:
             if held == step:
                 found |= results
         return found
+
+    def _on_disk(self, step: int) -> dict[str, WindowResults]:
+        """What the disk has. A file that cannot be read is moved to `superseded/`, which is told: the run goes on."""
+        path = self._directory.results(step)
+        try:
+            return ledger.read_results(path)
+        except InputError as error:
+            target = self._directory.superseded / "evals" / path.name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path.replace(target)
+            tell(f"{error}; moved to {target}: what is worked out from it is left out")
+            return {}
