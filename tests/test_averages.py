@@ -167,6 +167,20 @@ def test_checkpoints_that_are_gone_are_left_out_of_a_mean(run, folder, tmp_path)
     assert mean_steps(tmp_path / "run", "last") == [12, 14]
 
 
+def test_a_checkpoint_that_is_damaged_is_left_out_of_a_mean(run, folder, tmp_path, capsys):
+    """Resumed from 9: of those before it, a resume verifies the ledger only."""
+    shutil.copytree(run, tmp_path / "run")
+    arrays = max((tmp_path / "run/checkpoints/9/params").rglob("*"), key=lambda path: path.stat().st_size)
+    for path in ("checkpoints/14", "averages/last"):
+        shutil.rmtree(tmp_path / "run" / path)
+    content = bytearray(arrays.read_bytes())
+    content[len(content) // 2] ^= 4
+    arrays.write_bytes(content)
+    train(changed(folder), tmp_path / "run", resume="latest", store_dir=folder / "store")
+    assert mean_steps(tmp_path / "run", "last") == [12, 14]
+    assert "another checksum than the manifest says; the mean of the phase is worked out" in capsys.readouterr().err
+
+
 def test_a_mean_may_be_asked_for_on_a_resume(folder, tmp_path):
     data = config_data(folder)
     train(build_config(data), tmp_path / "run", store_dir=folder / "store")

@@ -224,3 +224,22 @@ def test_help_tells_the_commands():
     assert done.returncode == 0 and all(name in done.stdout for name in ("train", "plan", "prepare", "export"))
     done = subprocess.run([CURRICULUM, "train", "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and "--resume latest|gold|STEP" in done.stdout
+
+
+def test_an_interrupt_that_cannot_be_raised_is_not_lost():
+    """Python drops what is raised in a callback of the garbage collector, of which jax has one."""
+    code = """
+import gc
+from curriculum.cli import main
+def collected(phase, about):
+    raise KeyboardInterrupt
+def cli(standalone_mode):
+    gc.callbacks.append(collected)
+    gc.collect()
+    print("went on")
+main.cli = cli
+main.main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "interrupted; a run that had begun goes on with --resume latest\n"

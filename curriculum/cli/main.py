@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import click
 
 from curriculum.errors import InputError
 
+_INTERRUPTED = "interrupted; a run that had begun goes on with --resume latest"
 _LONGEST_LINE = 900  # characters of a message
 _COMMANDS = {
     "train": ("curriculum.cli.train", "Train a run through its phases, or continue one."),
@@ -65,6 +67,7 @@ def _one_line(problem: str) -> str:
 
 
 def main() -> None:
+    sys.unraisablehook = _unraisable
     try:
         sys.exit(cli(standalone_mode=False))
     except InputError as error:
@@ -77,8 +80,16 @@ def main() -> None:
         error.show()
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):
-        print("interrupted; a run that had begun goes on with --resume latest", file=sys.stderr)
+        print(_INTERRUPTED, file=sys.stderr)
         sys.exit(130)
+
+
+def _unraisable(lost: sys.UnraisableHookArgs) -> None:
+    """Ctrl-C where nothing can be raised, as while jax collects garbage: it is not lost, the process ends at once."""
+    if lost.exc_type is KeyboardInterrupt:
+        print(_INTERRUPTED, file=sys.stderr, flush=True)
+        os._exit(130)
+    sys.__unraisablehook__(lost)
 
 
 if __name__ == "__main__":

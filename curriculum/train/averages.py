@@ -45,8 +45,9 @@ def averages_at(
         averages[PHASE_MEAN] = place_state(setup.mesh, load_params(folder / phase / "params"))
         return averages
     # Of an older step that was resumed from, or of another `checkpoint.every`, some may be gone; or were not saved.
-    there = {*checkpoints.steps(), done}
-    steps = [step for step in mean_steps(setup.config, start, done, schedule.total_steps) if step in there]
+    steps = [
+        s for s in mean_steps(setup.config, start, done, schedule.total_steps) if s == done or _whole(checkpoints, s)
+    ]
     if len(steps) > 1:
         averages[PHASE_MEAN] = _mean(state, done, steps, checkpoints)
         try:
@@ -56,6 +57,15 @@ def averages_at(
                 raise
             tell(f"{folder / phase}: cannot be written: {error.strerror}; the mean is measured, but not kept")
     return averages
+
+
+def _whole(checkpoints: Checkpoints, step: int) -> bool:
+    """Whether a checkpoint is there and verifies; one that does not is told."""
+    if step not in checkpoints.steps():
+        return False
+    if why := damage(checkpoints.directory / str(step)):
+        tell(f"{checkpoints.directory / str(step)}: is damaged: {why}; the mean of the phase is worked out without it")
+    return why is None
 
 
 def _mean(state: TrainState, done: int, steps: list[int], checkpoints: Checkpoints) -> Params:
