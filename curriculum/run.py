@@ -244,12 +244,22 @@ def undamaged(checkpoint: Path, given: str = "") -> Path:
     """
     if (why := damage(checkpoint)) is None:
         return checkpoint
+    check_there(checkpoint)
     places = RunDirectory(checkpoint.parents[1]).places
     whole = {place.name: [s for s, folder in step_folders(place).items() if damage(folder) is None] for place in places}
     raise InputError(
         f"{given}{checkpoint}: is damaged: {why}; restore it from a copy, or use another step (those that verify: "
         f"{_listed(whole) or 'none'})"
     )
+
+
+def check_there(checkpoint: Path) -> None:
+    """Raise InputError where a checkpoint that was found is gone by now: no damage, a run that trains deleted it."""
+    if not checkpoint.exists():
+        raise InputError(
+            f"{checkpoint}: is gone: a run that trains keeps its newest checkpoints only (checkpoint.keep); try again, "
+            "take the gold one, or wait for the run to end"
+        )
 
 
 def step_folders(place: Path) -> dict[int, Path]:

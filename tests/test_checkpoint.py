@@ -20,7 +20,7 @@ from curriculum.errors import InputError
 from curriculum.evaluate import evaluate
 from curriculum.export import export
 from curriculum.manifest import damage, write_manifest
-from curriculum.run import RunDirectory, find_checkpoint, load_run
+from curriculum.run import RunDirectory, find_checkpoint, load_run, undamaged
 from curriculum.train.checkpoint import Checkpoints, NonFiniteState, load_params, save_params
 from curriculum.train.start import to_resume
 from curriculum.train.step import init_state
@@ -222,6 +222,15 @@ def test_results_of_an_eval_that_are_damaged_do_not_hold_the_run_up(place, run, 
     assert re.search(r"evals/6.npz: cannot be read: .*moved to .*superseded/evals/6.npz", capsys.readouterr().err)
     assert (run / "superseded/evals/6.npz").exists() and not (run / "evals/6.npz").exists()
     assert last_state(run) == last_state(place / "whole")
+
+
+def test_a_checkpoint_that_was_deleted_meanwhile_is_not_called_damaged(run):
+    """A reader found it while the run trains, which then let it go."""
+    _, folder = find_checkpoint(RunDirectory(run), 8)
+    shutil.rmtree(folder)
+    for read in (lambda: undamaged(folder), lambda: load_params(folder / "params")):
+        with pytest.raises(InputError, match=r"checkpoints/8: is gone: a run that trains keeps its newest .*try again"):
+            read()
 
 
 def test_where_nothing_verifies_the_run_begins_anew(run, whole, place, capsys):

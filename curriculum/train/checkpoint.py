@@ -23,7 +23,7 @@ from curriculum.errors import InputError
 from curriculum.manifest import sync, sync_folder, write_manifest
 from curriculum.model.model import parameter_name
 from curriculum.record.append import DISK_ERRORS
-from curriculum.run import checkpoint_steps, step_folders
+from curriculum.run import check_there, checkpoint_steps, step_folders
 from curriculum.train.quiet import quiet_failed_saves
 from curriculum.train.step import TrainState
 
@@ -299,6 +299,8 @@ def load_params(folder: str | os.PathLike, like: Any = None) -> Any:
     has another shape or type than in `like`.
     """
     folder = Path(folder).absolute()
+    if folder.parent.name.isdecimal():
+        check_there(folder.parent)
     if not (folder / "_METADATA").exists():
         raise InputError(f"{folder}: holds no saved arrays; expected the folder RUN/checkpoints/STEP/params")
     return _read(folder, lambda: _restore(folder, like))
@@ -341,6 +343,8 @@ def _read(folder: Path, restore: Callable[[], Any]) -> Any:
             type(error) is Exception or isinstance(error, ValueError | OSError | KeyError)
         ):
             raise
+        if folder.parent.name.isdecimal():
+            check_there(folder.parent)
         cause = error.__cause__ if type(error) is Exception and error.__cause__ else error
         what = next(iter(str(cause).partition(" [tensorstore_spec")[0].splitlines()), type(cause).__name__)
         del cause
