@@ -18,7 +18,7 @@ from curriculum.manifest import update_manifest
 from curriculum.model.model import Model
 from curriculum.plan import DEFAULT_STORE_DIR
 from curriculum.record.board import Board
-from curriculum.record.events import EVENTS, METRICS, Record, check_offsets, plain, read_events, read_metrics
+from curriculum.record.events import EVENTS, METRICS, Record, acts_of, check_offsets, plain, read_events, read_metrics
 from curriculum.run import (
     Run,
     RunDirectory,
@@ -90,7 +90,7 @@ def branch(
         "branched_from": trunk.branched_from,
         "mixture_before": whole.shares(at),
         "reason": " ".join([f"branched from {run} at step {at}", *changes]),
-        "acts": _acts(trunk, at),
+        "acts": acts_of(event for event in trunk.events if event["step"] < at),
         "phase_ends": [*(saved.get("branched_from") or {}).get("phase_ends", []), (at, sorted(whole.phase_ends))],
     }
     start = start_of(config, saved)
@@ -124,20 +124,6 @@ def _check_new(directory: RunDirectory) -> None:
         raise InputError(f"--run-dir {directory.path}: lies within the run {within}; choose a folder outside it")
     if directory.path.exists() and any(directory.path.iterdir()):
         raise InputError(f"--run-dir {directory.path}: is not empty; choose a new folder")
-
-
-def _acts(trunk: Run, at: int) -> dict[str, dict[str, Any]]:
-    """What `Setup.of_trunk` tells of the steps before `at`, by step."""
-    acts: dict[str, dict[str, Any]] = {}
-    stamps = ("event", "step", "timestamp", "elapsed_s", "tokens_processed")
-    for event in trunk.events:
-        if event["event"] in ("eval_regression", "schedule_edit") and event["step"] < at:
-            of_step = acts.setdefault(str(event["step"]), {"action": None, "edits": []})
-            if event["event"] == "eval_regression":
-                of_step["action"] = event["action"]
-            else:
-                of_step["edits"].append({key: value for key, value in event.items() if key not in stamps})
-    return acts
 
 
 def _edit_in_force(trunk: Run, config: Config, whole: Schedule, step: int, at: int) -> Segment | None:

@@ -255,6 +255,28 @@ def test_a_rate_that_explodes_ends_with_exit_code_3_and_a_summary(place, tmp_pat
     assert "Traceback" not in told
 
 
+def test_a_share_that_was_raised_on_the_way_is_not_raised_once_more(place, tmp_path):
+    """Its eval comes between the checkpoint and the first bad update: what followed from it is done again, once."""
+    evalsets = {
+        "every": 1,
+        "primary": {"held_out_of": "law"},
+        "sets": {"web": {"held_out_of": "web"}},
+        "regression": {"action": "replay", "replay_factor": 10.0, "replay_max_share": 0.9},
+    }
+    data = exploding(place, **ROLLBACK, evalsets=evalsets, checkpoint={"every": 70, "keep": 3})
+    data["phases"][1]["lr"]["peak"] = 1e3
+    with pytest.raises(Diverged):
+        trained(place, tmp_path / "run", data)
+    events = load_run(tmp_path / "run").events
+    (rollback,) = [e for e in events if e["event"] == "rollback"]  # the last: all went back to the same checkpoint
+    (edit,) = [e for e in events if e["event"] == "schedule_edit" and e["step"] > 70]
+    assert rollback["step"] == 70 < edit["step"] <= rollback["first_bad_step"] and rollback["number"] == 2
+    assert (edit["mixture_before"], edit["mixture_after"]) == ({"law": 1.0}, {"law": 0.9, "web": 0.1})
+    lines = [json.loads(line)["line"] for line in (tmp_path / "run/superseded.jsonl").read_text().splitlines()]
+    before = [line for line in lines if line.get("event") == "schedule_edit"]
+    assert len(before) == 2 and all({**e, **{k: edit[k] for k in CLOCK_FIELDS & e.keys()}} == edit for e in before)
+
+
 def test_without_a_rollback_a_window_full_of_bad_updates_ends_the_run(place, tmp_path):
     with pytest.raises(Diverged, match="48 updates in a row were bad") as told:
         trained(place, tmp_path / "run", exploding(place, phases=[

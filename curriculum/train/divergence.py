@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from curriculum.manifest import damage
+from curriculum.record.events import acts_of, read_events
 from curriculum.run import RunDirectory, step_folders
 from curriculum.train.checkpoint import NonFiniteState, check_finite
 from curriculum.train.guard import Guard
@@ -25,10 +26,14 @@ class Diverged(Exception):
 
 
 class Rollback(NamedTuple):
-    """A run goes back: `event` is what is recorded of it, `rollbacks` all those of the run, this one the last."""
+    """A run goes back: `event` is what is recorded of it, `rollbacks` all those of the run, this one the last.
+
+    `edits` are what the config changed at the very step that it goes back to, which its checkpoint does not know yet.
+    """
 
     event: dict[str, Any]
-    rollbacks: tuple[dict[str, int], ...]
+    rollbacks: tuple[dict[str, Any], ...]
+    edits: tuple[dict[str, Any], ...]
 
 
 class GoingBack(Exception):
@@ -64,19 +69,25 @@ def check_diverged(run: Running, done: int, *, whole_state: bool = False) -> Non
             why = f"the data of {config.skip_steps} steps cannot be passed over: {refused}"
         else:
             raise GoingBack(_rollback(run, done, divergence))
+    told = [{key: value for key, value in rollback.items() if key != "acts"} for rollback in rollbacks]
     last_good = {"last_good_step": divergence.good_step}
-    fields = {"reason": divergence.reason, "first_bad_step": divergence.first_bad_step, "rollbacks": list(rollbacks)}
+    fields = {"reason": divergence.reason, "first_bad_step": divergence.first_bad_step, "rollbacks": told}
     run.record.event("diverged", done, **fields, **last_good)
     raise Diverged(_summary(run, done, divergence, why))
 
 
 def _rollback(run: Running, done: int, divergence: _Divergence) -> Rollback:
     config, before = run.setup.config.train.rollback, run.history.rollbacks
-    now = {
-        "step": divergence.good_step or 0,
-        "first_bad_step": divergence.first_bad_step,
-        "skip_steps": config.skip_steps,
-    }
+    good, first = divergence.good_step or 0, divergence.first_bad_step
+    # What is done up to the first bad update is done again; of what came after, the config's edits alone stand.
+    events = [
+        e
+        for e in read_events(run.directory.path)
+        if e["step"] >= good and (e["step"] <= first or e.get("kind") == "config")
+    ]
+    acts = acts_of(e for e in events if e["step"] > good)
+    edits = acts_of(e for e in events if e["step"] == good and e.get("kind") == "config").get(str(good), {"edits": []})
+    now = {"step": good, "first_bad_step": first, "skip_steps": config.skip_steps, **({"acts": acts} if acts else {})}
     event = {
         "told_at_step": done,
         "first_bad_step": divergence.first_bad_step,
@@ -85,7 +96,7 @@ def _rollback(run: Running, done: int, divergence: _Divergence) -> Rollback:
         "max": config.max,
         "reason": divergence.reason,
     }
-    return Rollback(event, (*before, now))
+    return Rollback(event, (*before, now), tuple(edits["edits"]))
 
 
 def checkpoint_before(directory: RunDirectory, rollback: Rollback) -> Resumed | None:

@@ -58,7 +58,7 @@ def taken_up(
     step: int | None,
     rollback: Rollback | None,
     damaged: Sequence[Mapping[str, Any]],
-    edit: dict[str, Any] | None,
+    edits: Sequence[Mapping[str, Any]],
 ) -> list[tuple[str, dict[str, Any]]]:
     """The events, by name, that tell how training is taken up after `step`: None where a run begins."""
     events = []
@@ -66,7 +66,7 @@ def taken_up(
         events.append(("rollback", {**rollback.event, **resume(setup, state)}))
     elif step is not None:
         events.append(("resume", {**resume(setup, state), **({"damaged": list(damaged)} if damaged else {})}))
-    return events if edit is None else [*events, ("schedule_edit", edit)]
+    return [*events, *(("schedule_edit", dict(edit)) for edit in edits)]
 
 
 def skipped(state: TrainState) -> dict[str, int]:
@@ -110,12 +110,16 @@ def branch_point(branched_from: Mapping[str, Any]) -> dict[str, Any]:
     return {key: branched_from[key] for key in ("run", "step", "id", "branched_from")}
 
 
-def branchings(setup: Setup, done: int) -> list[dict[str, Any]]:
-    """What is told after `done` updates where a branch leaves its trunk, and of what its trunk's config changed."""
+def edits_again(setup: Setup, history: History, done: int) -> list[dict[str, Any]]:
+    """What is told after `done` updates of the schedule's edits that are in it already.
+
+    Where a branch leaves its trunk, and what the config changed, of a trunk or of a run on its way from a rollback.
+    """
     if setup.branched_from and done == setup.branched_from["step"]:
         return [branch_edit(setup)]
-    acts = setup.of_trunk(done)
-    return [edit for edit in acts["edits"] if edit["kind"] != "replay"] if acts else []
+    if acts := setup.of_trunk(done):
+        return [edit for edit in acts["edits"] if edit["kind"] != "replay"]
+    return history.edits_before(done)
 
 
 def branch_edit(setup: Setup) -> dict[str, Any]:

@@ -50,7 +50,8 @@ def judge(run: Running, done: int, evaluated: Evaluated) -> Sequence[str]:
 def _act(run: Running, done: int, evaluated: Evaluated) -> tuple[list[dict[str, Any]], str | None]:
     """(the schedule's edits, what is done in words), as `regression.action` asks for where sets got worse."""
     setup, action = run.setup, run.setup.config.evalsets.regression.action
-    if acts := setup.of_trunk(done):  # its edits are in the schedule already
+    acts = setup.of_trunk(done) or run.history.done_before(done)
+    if acts:  # its edits are in the schedule already
         return [edit for edit in acts["edits"] if edit["kind"] == "replay"], acts["action"]
     if action == "checkpoint":
         return [], f"kept as kept/{done}"

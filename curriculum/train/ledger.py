@@ -45,7 +45,8 @@ class History:
     val_loss: float | None = None
     best_val_loss: float | None = None
     best_val_step: int | None = None
-    rollbacks: tuple[dict[str, int], ...] = ()  # {step gone back to, first_bad_step, skip_steps} of each, in order
+    # {step gone back to, first_bad_step, skip_steps, acts: what is done again on the way, as `acts_of`}, in order
+    rollbacks: tuple[dict[str, Any], ...] = ()
 
     @staticmethod
     def begin(setup: Setup) -> History:
@@ -60,6 +61,22 @@ class History:
         rollbacks = tuple(history.get("rollbacks", ()))
         gold = GoldState.from_json(history["gold"])
         return History(**{**history, "watch": watch, "gold": gold, "rollbacks": rollbacks})
+
+    def done_before(self, step: int) -> Mapping[str, Any] | None:
+        """What the run did at a step that it trains again after a rollback as before: the schedule has it already.
+
+        {action, edits}, None for any other step.
+        """
+        for rollback in reversed(self.rollbacks):
+            if rollback["step"] < step <= rollback["first_bad_step"]:
+                return rollback.get("acts", {}).get(str(step), {"action": None, "edits": []})
+        return None
+
+    def edits_before(self, step: int) -> list[Mapping[str, Any]]:
+        """What the config changed at a step that is trained again after a rollback, even after the first bad update."""
+        of_steps = [r["acts"].get(str(step)) for r in reversed(self.rollbacks) if r["step"] < step and "acts" in r]
+        acts = next(filter(None, of_steps), {"edits": []})
+        return [edit for edit in acts["edits"] if edit["kind"] != "replay"]
 
     def to_json(self) -> dict[str, Any]:
         own = {f.name: getattr(self, f.name) for f in fields(self)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,8 @@ class Setup:
     lineage: dict[str, Any] | None  # the run that this one began from, back to the first
     begins_branch: bool = False  # what goes on from a checkpoint is a branch that begins
     edit: dict[str, Any] | None = None  # what the config changed of the run that goes on, as `schedule_edit` tells it
+    # Of each share that this process raised: (step, the schedule and the past before it).
+    before_raised: list[tuple[int, Schedule, Past]] = field(default_factory=list)
 
     @property
     def content_hashes(self) -> dict[str, str]:
@@ -105,6 +107,7 @@ class Setup:
             factor=factor,
             max_share=max_share,
         )
+        self.before_raised.append((step, self.schedule, self.past))
         self.replan(replay.schedule, replay.past)
         return {
             "kind": "replay",
@@ -117,13 +120,17 @@ class Setup:
     def pass_over(self, step: int, num_steps: int) -> None:
         """Go on by a schedule without the data of `num_steps` updates from `step` on, as `phases.rollback` says.
 
+        A share that was raised after that step is not: what raised it will come otherwise.
         Raises RollbackRefused where it cannot be; the schedule is then as it was.
         """
         epochs = self.corpus.tokens_per_epoch
         supplies = {n: SourceSupply(epochs[n], s.max_epochs, s.on_exhaust) for n, s in self.config.sources.items()}
-        schedule = passed_over(self.schedule, supplies, step, num_steps)
+        raised_later = [before for before in self.before_raised if before[0] > step]
+        _, whole, past = raised_later[0] if raised_later else (step, self.schedule, self.past)
+        schedule = passed_over(whole, supplies, step, num_steps)
         phase_end = next(end for _, start, end in schedule.phase_bounds if step < end)
-        until = max(phase_end, self.past.end)
+        until = max(phase_end, past.end)
+        self.before_raised = [before for before in self.before_raised if before[0] <= step]
         self.replan(schedule, cut(schedule.segments, until))
 
     def keep_edit(self, segment: Segment) -> None:

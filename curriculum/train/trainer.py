@@ -137,8 +137,8 @@ def _run(
     """Begin or continue the run of a directory, up to its `training_complete` event; go back where it diverges."""
     if resumed is not None and (complete := _finished(setup, directory, checkpoints, resumed)):
         return complete
-    edited_at = None if resumed is None else resumed.step
     record, rollback, damaged = None, None, []
+    edits = [] if setup.edit is None else [setup.edit]
     with StopSignals() as stop:
         try:
             while True:
@@ -161,16 +161,15 @@ def _run(
                     directory.create(setup.config, fields.derived(setup), plain(dict(setup.model.architecture)))
                     write_tokenizer(directory, setup.corpus.tokenizer)
                     record = _record(setup, directory, resumed, record)
-                edit = setup.edit if edited_at is not None and last <= edited_at else None  # later it is in there
                 with best:
                     run = Running(setup, directory, record, checkpoints, best, state, history)
                     try:
-                        _begin(run, step, fields.taken_up(setup, state, step, rollback, damaged, edit))
+                        _begin(run, step, fields.taken_up(setup, state, step, rollback, damaged, edits))
                         return _loop(run, step, stop)
                     except GoingBack as going:
                         rollback = going.rollback
                 del run, state  # before another one is restored
-                resumed = checkpoint_before(directory, rollback)
+                resumed, edits = checkpoint_before(directory, rollback), rollback.edits
         finally:
             if record is not None:
                 record.close()
@@ -298,7 +297,7 @@ def _loop(run: Running, resumed_step: int | None, stop: StopSignals) -> dict[str
             switch_phase(run, done)
             clock.switched()
         worse = judge(run, done, evaluated) if evaluated else []
-        for edit in fields.branchings(setup, done):
+        for edit in fields.edits_again(setup, run.history, done):
             record.event("schedule_edit", done, **edit)
         stopped_by, planned = stop.received, done % config.checkpoint.every == 0 or at_end
         ends_here = stopped_by is not None or (bool(worse) and config.evalsets.regression.action == "stop")
