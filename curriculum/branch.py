@@ -79,7 +79,7 @@ def branch(
     newest = read_ledger(folders[max(folders)])
     whole = Schedule(segments_from_json(newest["segments"]))
     edit = compare(config, newest, at=at)
-    past = replace(edit.past, segments=cut(whole.segments, at), planned=None)
+    past = replace(edit.past, segments=cut(whole.segments, at), planned=None, going_on=None)
     check(config, past)
     remembered = trunk.directory.command_line()
     changes = [option for option in config.command_line if option not in remembered]

@@ -16,7 +16,7 @@ from curriculum.train.optimizer import MOMENTS, OptimConfig
 from phases.lr import LrSchedule
 from phases.replay import Replay, raise_share
 from phases.resolve import ScheduleError, resolve
-from phases.schedule import Schedule, Segment, SourceSupply
+from phases.schedule import Schedule, Segment, SourceSupply, cut
 
 # Arrays like a matrix that the compiler for CPUs holds of each at once while muon makes its update orthogonal.
 MUON_ARRAYS = 6
@@ -97,6 +97,7 @@ class Past:
     `segments` are frozen: the config decides from their end on. `settled` is as in `resolve`. `planned` is there where
     the config is as it was: the schedule is too, if the epochs are. `seed` is that of the order in which the sources
     are read, None: the config's. `sources` is what the ledger says of each source, those that are gone among them.
+    `going_on` is a segment with data of its own (a raised share, a rollback), which goes on where `segments` end.
     """
 
     segments: tuple[Segment, ...] = ()
@@ -104,6 +105,7 @@ class Past:
     planned: Planned | None = None
     seed: int | None = None
     sources: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    going_on: Segment | None = None
 
     @property
     def end(self) -> int:
@@ -140,7 +142,21 @@ def continued_schedule(config: Config, tokens_per_epoch: Mapping[str, int], past
     """The schedule of a run that goes on, and what of it is frozen: as it was planned, where nothing changed."""
     if past.planned is not None and past.planned.epochs == tokens_per_epoch:
         return past.planned.schedule, replace(past, segments=past.planned.past, planned=None)
-    return resolve_schedule(config, tokens_per_epoch, past), replace(past, planned=None)
+    segment, past = past.going_on, replace(past, planned=None, going_on=None)
+    schedule = resolve_schedule(config, tokens_per_epoch, past)
+    if segment is None or schedule.total_steps <= past.end or schedule.segment_at(past.end).phase != segment.phase:
+        return schedule, past
+    return kept_order(config, tokens_per_epoch, past, segment)
+
+
+def kept_order(
+    config: Config, tokens_per_epoch: Mapping[str, int], past: Past, segment: Segment
+) -> tuple[Schedule, Past]:
+    """The schedule where a segment of one's own begins at the past's end, and the past with it, to its phase's end."""
+    whole = resolve_schedule(config, tokens_per_epoch, past, segment)
+    until = next(end for name, _, end in whole.phase_bounds if name == segment.phase)
+    past = replace(past, segments=cut(whole.segments, until))
+    return resolve_schedule(config, tokens_per_epoch, past), past
 
 
 def check_schedule(config: Config, past: Past | None = None) -> None:

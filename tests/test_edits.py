@@ -3,6 +3,7 @@
 import copy
 import json
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from curriculum.errors import InputError
 from curriculum.plan import continued_schedule, declaration, resolve_schedule
 from curriculum.train.edits import compare
 from phases.batches import DataPlan
-from phases.schedule import cut, segments_from_json, segments_to_json
+from phases.rollback import passed_over
+from phases.schedule import SourceSupply, cut, segments_from_json, segments_to_json
 
 LENGTH, BATCH = 8, 4
 EPOCHS = {"web": 100 * LENGTH, "law": 60 * LENGTH, "code": 40 * LENGTH, "new": 30 * LENGTH}
@@ -326,8 +328,6 @@ def test_a_raised_share_stands_to_its_phases_end_unless_that_phase_is_edited():
     schedule, saved = begun()
     segments = [*cut(schedule.segments, 50), *schedule.segments[1:]]
     raised = segments[1].rest(50) if segments[1].start < 50 else None
-    from dataclasses import replace
-
     raised = replace(schedule.segment_at(50).rest(50), mixture={"web": 0.8, "law": 0.2}, ramp=None)
     edited = [*cut(schedule.segments, 50), raised]
     edited.append(replace(schedule.segments[2], cursors=raised.drawn_at(80)))
@@ -343,6 +343,42 @@ def test_a_raised_share_stands_to_its_phases_end_unless_that_phase_is_edited():
     on, past, _ = resumed(rolled, changed(BASE, reweighted("b", code=1.0)))
     assert past.end == 67 and on.segment_at(66).mixture == {"web": 0.8, "law": 0.2}
     assert on.segment_at(67).mixture == {"code": 1.0}
+
+
+@pytest.mark.parametrize("step", (60, 70))
+def test_where_a_share_was_raised_or_data_passed_over_the_rest_of_the_config_may_change(step):
+    """Rates, batches and steps are the config's from the step on; the mixture and the order of the data stay."""
+    config = config_of(BASE)
+    schedule = resolve_schedule(config, epochs_of(config))
+    supplies = {name: SourceSupply(tokens) for name, tokens in EPOCHS.items()}
+    schedule = passed_over(schedule, supplies, 52, 3)
+    saved = ledger_of(config, schedule, step) | {"past_end": 80}
+    saved["history"] = {"rollbacks": [{"step": 50, "first_bad_step": 52, "skip_steps": 3}]}
+    on, past, _ = resumed(saved, changed(BASE, put("optim.lr", 6e-4)))
+    assert on.rates([step - 1, step, 79]).tolist() == [1e-3, 6e-4, 6e-4]
+    assert read(on, 100) == read(schedule, 100) and past.end == 80
+    assert read(on, 100) != read(resolve_schedule(config, epochs_of(config)), 100)
+    again, _, edit = resumed(ledger_of(config_of(changed(BASE, put("optim.lr", 6e-4))), on, step + 1, past),
+                             changed(BASE, put("optim.lr", 3e-4)))  # fmt: skip
+    assert again.rates([step, step + 1]).tolist() == [6e-4, 3e-4] and read(again, 80) == read(on, 80)
+    on, _, _ = resumed(saved, changed(BASE, put("train.batch_size", 2 * BATCH)), accept_past=True)
+    assert on.segment_at(step - 1).batch_size == BATCH and on.segment_at(step).batch_size == 2 * BATCH
+    assert on.tokens(step + 1) - on.tokens(step) == 2 * BATCH * LENGTH
+    assert read(on, step) == read(schedule, step) and max(Counter(read(on, 100)).values()) == 1
+    longer, past, _ = resumed(saved, changed(BASE, put("train.steps", 200), put("optim.lr", 6e-4)))
+    assert longer.total_steps == 200 and longer.phase_bounds[1] == ("b", 40, 160) and past.end == 160
+    assert read(longer, step) == read(schedule, step) and longer.segment_at(step).skipped > 0
+
+
+def test_a_raised_share_of_a_source_that_goes_ends_with_it():
+    schedule, saved = begun(step=85)
+    raised = replace(schedule.segment_at(82).rest(82), mixture={"code": 0.5, "law": 0.5})
+    segments = [*cut(schedule.segments, 82), raised]
+    saved = {**saved, "segments": json.loads(json.dumps(segments_to_json(segments))), "past_end": 100}
+    data = changed(BASE, lambda d: d["sources"].pop("law"), reweighted("a", web=1.0), reweighted("b", web=1.0))
+    on, _, _ = resumed(saved, data, accept_past=True)
+    assert on.segment_at(84).mixture == {"code": 0.5, "law": 0.5} and on.segment_at(85).mixture == {"code": 1.0}
+    assert on.drawn(100)["law"] == on.drawn(85)["law"] > schedule.drawn(85)["law"]
 
 
 def test_nothing_is_past_at_step_0_and_eval_sets_are_free():

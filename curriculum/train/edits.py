@@ -6,7 +6,7 @@ import difflib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
@@ -17,7 +17,7 @@ from curriculum.plan import Past, Planned, declaration, unread
 from curriculum.train import ledger
 from curriculum.train.setup import Setup
 from phases.resolve import clock_step, resolve_steps
-from phases.schedule import Schedule, cut, segments_from_json
+from phases.schedule import Schedule, Segment, cut, segments_from_json
 
 Problem = tuple[str, str]  # path in the config, message
 
@@ -53,12 +53,14 @@ def compare(config: Config, saved: Mapping[str, Any], *, at: int | None = None, 
     if all(change["path"].startswith("evalsets.") for change in changes):
         epochs = {name: saved["sources"][name]["tokens_per_epoch"] for name in was["sources"]}
         planned = Planned(schedule, ledger.past_of(saved), epochs)
+    frozen, going_on = _frozen(saved, was, now, schedule, step)
     past = Past(
-        segments=cut(schedule.segments, max(step, _frozen(saved, was, now, schedule, step))),
+        segments=cut(schedule.segments, frozen),
         settled=_settled(saved, was, now, schedule, step),
         planned=planned,
         seed=saved["data_seed"],
         sources=saved["sources"],
+        going_on=going_on,
     )
     return Edit(step, changes, past, tuple(problems))
 
@@ -204,20 +206,26 @@ def _resolved(phase: Mapping[str, Any], total_steps: int) -> dict[str, Any]:
 
 def _frozen(
     saved: Mapping[str, Any], was: Mapping[str, Any], now: Mapping[str, Any], schedule: Schedule, step: int
-) -> int:
-    """Up to where the schedule stands that something else than the config decided, such as a raised share.
+) -> tuple[int, Segment | None]:
+    """(up to where the schedule stands, the segment that goes on there where the config alone does not say which).
 
-    It lasts to its phase's end, unless the phase is edited now.
+    Something else than the config decided it, such as a raised share or a rollback. It lasts to its phase's end, unless
+    the phase is edited now; rates, batches and the end itself are what the config says.
     """
     until = saved["past_end"]
     if until <= step:
-        return step
-    name = schedule.segment_at(until - 1).phase
-    before, after = (_phase_of(declared, name) for declared in (was, now))
-    if after is not None and before == after:
-        return until
+        return step, None
     trunks = (saved["branched_from"] or {"step": 0})["step"]
-    return max([step, trunks, *(r["first_bad_step"] + 1 for r in saved["history"].get("rollbacks", []))])
+    step = max([step, trunks, *(r["first_bad_step"] + 1 for r in saved["history"].get("rollbacks", []))])
+    name, segment = schedule.segment_at(until - 1).phase, schedule.segment_at(step)
+    before, after = (_phase_of(declared, name) for declared in (was, now))
+    read = {*segment.mixture, *(segment.ramp.from_mixture if segment.ramp else ())}
+    if step >= until or after is None or before != after or segment.phase != name or read - now["sources"].keys():
+        return step, None
+    batch_size = now["train"]["batch_size"]
+    if batch_size == segment.batch_size:
+        return step, segment.going_on(step)
+    return step, replace(segment.rest(step), batch_size=batch_size)
 
 
 def _phase_of(declared: Mapping[str, Any], name: str) -> tuple[Any, ...] | None:

@@ -20,7 +20,7 @@ from curriculum.model.loss import nats_per_token
 from curriculum.model.model import Model, abstract_params, check_model
 from curriculum.model.presets import resolve_model
 from curriculum.model.transformer import transformer
-from curriculum.plan import Past, continued_schedule, replay_schedule, resolve_schedule
+from curriculum.plan import Past, continued_schedule, kept_order, replay_schedule
 from curriculum.train.checkpoint import Checkpoints, beside_params, load_params
 from curriculum.train.device import device_lines, tune_device
 from curriculum.train.feed import Feed
@@ -135,11 +135,8 @@ class Setup:
 
     def keep_edit(self, segment: Segment) -> None:
         """Let a segment that an edit made begin where the past ends, and last to the end of its phase."""
-        epochs = self.corpus.tokens_per_epoch
-        whole = resolve_schedule(self.config, epochs, self.past, segment)
-        until = next(end for name, _, end in whole.phase_bounds if name == segment.phase)
-        past = cut(whole.segments, until)
-        self.replan(resolve_schedule(self.config, epochs, replace(self.past, segments=past)), past)
+        schedule, past = kept_order(self.config, self.corpus.tokens_per_epoch, self.past, segment)
+        self.replan(schedule, past.segments)
 
     def of_trunk(self, step: int) -> Mapping[str, Any] | None:
         """What a branch's trunk did after `step` updates, before the two part: {action, edits}, None if nothing.
