@@ -10,6 +10,7 @@ rows are what it says.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -165,7 +166,8 @@ class DataPlan:
             scored_BT &= inputs_BT != eot
         if not train_on_eos:
             scored_BT &= targets_BT != eot
-        shape = (grad_accum, segment.batch_size // grad_accum, segment.seq_len)
+        num_micro = math.gcd(grad_accum, segment.batch_size)  # steps of another batch size may be trained again
+        shape = (num_micro, segment.batch_size // num_micro, segment.seq_len)
         return Batch(
             inputs_BT.reshape(shape),
             targets_BT.reshape(shape),

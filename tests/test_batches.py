@@ -256,3 +256,10 @@ def test_a_million_draws_of_fifty_sources_over_phases_and_ramps():
         for i, name in enumerate(plan.sources):
             exact = np.cumsum(np.repeat([mixture.get(name, 0.0) for mixture in steps], 512))
             assert np.abs(np.cumsum(drawn == i) - exact).max() < 2
+
+
+def test_a_batch_that_the_micro_steps_do_not_divide_is_cut_into_fewer():
+    """A run that goes on with 6 rows in 3 micro-steps may train steps of 4 rows again, after a rollback or in a branch."""
+    plan = make_plan(batch=4)
+    for grad_accum, shape in ((1, (1, 4)), (2, (2, 2)), (3, (1, 4)), (6, (2, 2))):
+        assert plan.batch(20, TOKENS, EOT, grad_accum).inputs_ABT.shape == (*shape, LENGTH)
