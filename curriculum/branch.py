@@ -6,7 +6,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,17 @@ from curriculum.manifest import update_manifest
 from curriculum.model.model import Model
 from curriculum.plan import DEFAULT_STORE_DIR
 from curriculum.record.board import Board
-from curriculum.record.events import EVENTS, METRICS, Record, acts_of, check_offsets, plain, read_events, read_metrics
+from curriculum.record.events import (
+    EVENTS,
+    METRICS,
+    STAMPS,
+    Record,
+    acts_of,
+    check_offsets,
+    plain,
+    read_events,
+    read_metrics,
+)
 from curriculum.run import (
     Run,
     RunDirectory,
@@ -96,7 +106,9 @@ def branch(
     start = start_of(config, saved)
     tokenizer = kept_tokenizer(trunk.directory, config)
     setup = build(config, store_dir, tokenizer, make_model, start, past, branched_from)
-    if on := _edit_in_force(trunk, config, whole, step, at):
+    rollbacks = [r for r in newest["history"].get("rollbacks", ()) if r["first_bad_step"] < at]
+    passed_over = bool(rollbacks) and at < newest["past_end"]
+    if on := _edit_in_force(trunk, config, whole, step, at, passed_over):
         if setup.schedule.segment_at(at).phase == on.phase:
             setup.keep_edit(on)
     ledger.check_past(saved, setup)
@@ -106,7 +118,8 @@ def branch(
         origin = replace(config.origin, file=str(directory.path / "config.yaml"))
         setup.config = replace(setup.config, origin=origin)
     setup.begins_branch = True
-    _create(directory, trunk.directory, setup, step, folders[step])
+    told = [] if step == at else [e for e in trunk.events if e["step"] == step and _came_after(e, at)]
+    _create(directory, trunk.directory, setup, step, folders[step], told, rollbacks)
     with RunLock(directory.path) as lock:
         lock.take()
         return train_built(setup, directory, to_resume(directory, "latest"), lock)
@@ -126,14 +139,24 @@ def _check_new(directory: RunDirectory) -> None:
         raise InputError(f"--run-dir {directory.path}: is not empty; choose a new folder")
 
 
-def _edit_in_force(trunk: Run, config: Config, whole: Schedule, step: int, at: int) -> Segment | None:
-    """The segment of the trunk that goes on at `at` with a raised share, where the branch changes nothing of its phase.
+def _came_after(event: Mapping[str, Any], at: int) -> bool:
+    """Whether an event of a checkpoint's step was told when the trunk went on from it, and is of a branch at `at`."""
+    if event["event"] == "rollback":
+        return event["first_bad_step"] < at
+    return event["event"] == "schedule_edit" and event["kind"] == "config"
+
+
+def _edit_in_force(
+    trunk: Run, config: Config, whole: Schedule, step: int, at: int, passed_over: bool
+) -> Segment | None:
+    """The segment of the trunk that goes on at `at` with a raised share, or after data that were passed over, where the
+    branch changes nothing of its phase.
 
     `step` is the checkpoint's: what the trunk did after an eval at `at` itself counts only where it is in there.
     """
     last = at if step == at else at - 1
     edits = [e for e in trunk.events if e["event"] == "schedule_edit" and e["kind"] == "replay" and e["step"] <= last]
-    if not any(at < edit["until"] for edit in edits):
+    if not passed_over and not any(at < edit["until"] for edit in edits):
         return None
     if trunk.branched_from is not None and trunk.branched_from["step"] > at:
         return None  # up to there the schedule is not what the trunk's config says
@@ -211,14 +234,25 @@ def _of_every_update(config: Config) -> dict[str, Any]:
     return {path: value for path, value in flat.items() if path not in schedule}
 
 
-def _create(directory: RunDirectory, trunk: RunDirectory, setup: Setup, step: int, checkpoint: Path) -> None:
-    """Make the branch's directory as of the checkpoint: beside its place, and moved there when it is whole."""
+def _create(
+    directory: RunDirectory,
+    trunk: RunDirectory,
+    setup: Setup,
+    step: int,
+    checkpoint: Path,
+    told: Sequence[Mapping[str, Any]],
+    rollbacks: Sequence[Mapping[str, Any]],
+) -> None:
+    """Make the branch's directory as of the checkpoint: beside its place, and moved there when it is whole.
+
+    `told` is what the trunk recorded when it went on from there, `rollbacks` are all of the branch's part of the trunk.
+    """
     place = Path(os.path.abspath(directory.path))
     beside = place.with_name(f".{place.name}.branch")
     shutil.rmtree(beside, ignore_errors=True)  # of a call that was killed
     made = RunDirectory(beside / place.name)
     try:
-        _copy(made, trunk, setup, step, checkpoint)
+        _copy(made, trunk, setup, step, checkpoint, told, rollbacks)
         made.path.rename(place)
     except (OSError, shutil.Error) as error:
         raise InputError(f"{trunk.path}: could not be copied to {directory.path}: {error}; try again") from None
@@ -226,7 +260,15 @@ def _create(directory: RunDirectory, trunk: RunDirectory, setup: Setup, step: in
         shutil.rmtree(beside, ignore_errors=True)
 
 
-def _copy(made: RunDirectory, trunk: RunDirectory, setup: Setup, step: int, checkpoint: Path) -> None:
+def _copy(
+    made: RunDirectory,
+    trunk: RunDirectory,
+    setup: Setup,
+    step: int,
+    checkpoint: Path,
+    told: Sequence[Mapping[str, Any]],
+    rollbacks: Sequence[Mapping[str, Any]],
+) -> None:
     offsets = read_ledger(checkpoint)["offsets"]
     made.create(setup.config, derived(setup), plain(dict(setup.model.architecture)))
     write_tokenizer(made, setup.corpus.tokenizer)
@@ -239,12 +281,16 @@ def _copy(made: RunDirectory, trunk: RunDirectory, setup: Setup, step: int, chec
     for path in trunk.averages.glob(f"*/{SIDECAR}"):
         if json.loads(path.read_text())["end"] <= step:
             _copy_to(made.averages / path.parent.name, path.parent)
+    events = [(event["event"], {k: v for k, v in event.items() if k not in STAMPS}) for event in told]
     if setup.branched_from["step"] == step:  # else it is told when the branch gets there
+        events.append(("schedule_edit", branch_edit(setup)))
+    if events:
         record = Record(made.path, setup.tokens_at, read_ledger(checkpoint)["elapsed_s"])
-        record.event("schedule_edit", step, **branch_edit(setup))
+        for name, event in events:
+            record.event(name, step, **event)
         offsets = record.offsets()
         record.close()
-    _copy_checkpoint(made.checkpoints / str(step), checkpoint, setup, offsets)
+    _copy_checkpoint(made.checkpoints / str(step), checkpoint, setup, offsets, rollbacks)
     folders = [(made.gold, trunk.gold), (made.kept, trunk.kept)]
     if setup.config.averages.phase_mean is not None:  # the phase's mean may need them
         folders.append((made.checkpoints, trunk.checkpoints))
@@ -257,11 +303,20 @@ def _copy(made: RunDirectory, trunk: RunDirectory, setup: Setup, step: int, chec
         _draw(made, setup.config)
 
 
-def _copy_checkpoint(to: Path, checkpoint: Path, setup: Setup, offsets: Mapping[str, int]) -> None:
-    """A checkpoint that goes on as the branch."""
+def _copy_checkpoint(
+    to: Path,
+    checkpoint: Path,
+    setup: Setup,
+    offsets: Mapping[str, int],
+    rollbacks: Sequence[Mapping[str, Any]] | None = None,
+) -> None:
+    """A checkpoint that goes on as the branch; `rollbacks` where it has more than its ledger knows."""
     _copy_to(to, checkpoint)
+    saved = read_ledger(checkpoint)
     changed = {**ledger.scheduled(setup), "branched_from": setup.branched_from, "offsets": offsets}
-    write_text(to / "ledger" / "metadata", json.dumps({**read_ledger(checkpoint), **changed}))
+    if rollbacks:
+        changed["history"] = {**saved["history"], "rollbacks": list(rollbacks)}
+    write_text(to / "ledger" / "metadata", json.dumps({**saved, **changed}))
     update_manifest(to, ["ledger/metadata"])
 
 

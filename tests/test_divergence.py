@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from curriculum.branch import branch
 from curriculum.cli.main import cli
 from curriculum.config import build_config, load_config
 from curriculum.errors import InputError
 from curriculum.lock import RunLock
 from curriculum.run import RunDirectory, load_run
-from curriculum.train import trainer
+from curriculum.train import divergence, trainer
 from curriculum.train.checkpoint import Checkpoints
 from curriculum.train.divergence import Diverged
 from curriculum.train.setup import build
@@ -189,6 +190,36 @@ def test_the_gold_checkpoint_will_do_where_no_other_lies_before_it(place, from_t
     assert state_of(tmp_path / "run") == state_of(from_the_start)
     (rollback,) = [e for e in run.events if e["event"] == "rollback"]
     assert rollback["step"] == 100 and [row["step"] for row in run.metrics] == list(range(1, STEPS + 1))
+
+
+def test_a_branch_takes_over_what_its_trunk_passed_over(place, tmp_path, monkeypatch):
+    """Of two sources, so that an order that began anew would be another one."""
+    phases = [{"name": "only", "until": "end", "mixture": {"web": 0.73, "law": 0.27}}]
+    rollback = {"after": 1, "skip_steps": 3, "max": 2}
+    train_section = {"steps": 30, "batch_size": ROWS, "seq_len": LENGTH, "rollback": rollback}
+    data = config_data(place, phases=phases, train=train_section, checkpoint={"every": 5, "keep": 9})
+    find, found = divergence._find, []
+
+    def finds_one(run, done, whole_state):
+        if done == 19 and not found:
+            run.settle(done)
+            found.append(divergence._Divergence("planted", 17, divergence._newest(run.directory, 17), 17))
+            return found[0]
+        return find(run, done, whole_state)
+
+    monkeypatch.setattr(divergence, "_find", finds_one)
+    trained(place, tmp_path / "trunk", data)
+    (rollback,) = [e for e in load_run(tmp_path / "trunk").events if e["event"] == "rollback"]
+    assert rollback["step"] == 15 and found
+    for at in (18, 25):  # the checkpoints are those of step 15, which knows of no rollback, and of 25
+        branch(tmp_path / "trunk", at, tmp_path / f"at{at}", store_dir=place / "store")
+        assert state_of(tmp_path / f"at{at}", 30) == state_of(tmp_path / "trunk", 30)
+        (told,) = [e for e in load_run(tmp_path / f"at{at}").events if e["event"] == "rollback"]
+        assert {k: v for k, v in told.items() if k not in CLOCK_FIELDS} == {
+            k: v for k, v in rollback.items() if k not in CLOCK_FIELDS
+        }
+        ledger = json.loads((tmp_path / f"at{at}/checkpoints/30/ledger/metadata").read_text())
+        assert ledger["history"]["rollbacks"] == [{"step": 15, "first_bad_step": 17, "skip_steps": 3}]
 
 
 class Killed(BaseException):

@@ -28,6 +28,7 @@ SUPERSEDED = "superseded.jsonl"
 _PENDING_CUT = "superseded.pending.json"
 AVERAGES = ("ema", "phase_mean")  # averages of the parameters; each is a field of an `eval` event that measured it
 TAKEN_UP = ("training_start", "resume", "rollback")  # events after which training goes on; they have the plan
+STAMPS = ("event", "step", "timestamp", "elapsed_s", "tokens_processed")  # what every event has
 _UNROUNDED = ("lr", "grad_norm")
 _TAIL_BYTES = 1 << 16  # more than a metrics row has
 
@@ -35,14 +36,13 @@ _TAIL_BYTES = 1 << 16  # more than a metrics row has
 def acts_of(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """What a run did after evals, by step: {action: that of its `eval_regression`, edits: its `schedule_edit`s}."""
     acts: dict[str, dict[str, Any]] = {}
-    stamps = ("event", "step", "timestamp", "elapsed_s", "tokens_processed")
     for event in events:
         if event["event"] in ("eval_regression", "schedule_edit"):
             of_step = acts.setdefault(str(event["step"]), {"action": None, "edits": []})
             if event["event"] == "eval_regression":
                 of_step["action"] = event["action"]
             else:
-                of_step["edits"].append({key: value for key, value in event.items() if key not in stamps})
+                of_step["edits"].append({key: value for key, value in event.items() if key not in STAMPS})
     return acts
 
 
