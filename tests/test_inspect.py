@@ -237,6 +237,8 @@ def test_what_went_wrong_in_training_is_a_line_each(tmp_path):
     assert "trouble went back once" in text
     assert "trouble diverged at step 80: bad again | the last good checkpoint is of step 60" in text
     assert "trouble" not in shown(tmp_path / "whole")
+    again = {40: [("rollback", {**rollback, **more, "number": 2, "max": 2})]}  # the first was cut back with its rows
+    assert "trouble went back 2 times" in shown(write_run(tmp_path / "again", LOSSES, until=80, more=again))
 
 
 @pytest.mark.parametrize("content", ['{"step": 1', "[]", '{"step": 80}'])

@@ -65,7 +65,8 @@ def inspect_run(run: Run) -> dict[str, Any]:
             "started_at": start["timestamp"],
             "last_event_at": last["timestamp"],
             "skipped": skipped_line(row, {}) if row else None,
-            "num_rollbacks": sum(e["event"] == "rollback" for e in events),
+            # By its number: where the run went back to the same checkpoint twice, the record has the second one only.
+            "num_rollbacks": max((e["number"] for e in events if e["event"] == "rollback"), default=0),
             "diverged": next((verdict(e) for e in events if e["event"] == "diverged"), None),
             "num_resumes": sum(e["event"] == "resume" and not e.get("begins_branch") for e in events),
         },
