@@ -160,6 +160,11 @@ class GoldState:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
+    def without(self, steps: Iterable[int]) -> "GoldState":
+        """Where the checkpoints of these steps are lost: the search begins anew, the sets' losses stay."""
+        gold, pending = (None if point and point.step in steps else point for point in (self.gold, self.pending))
+        return replace(self, gold=gold, pending=pending)
+
     @staticmethod
     def from_json(saved: Mapping[str, Any]) -> "GoldState":
         return GoldState(

@@ -12,7 +12,7 @@ from test_trainer import WORDS, config_data, final_state, record
 
 from curriculum.cli.main import cli
 from curriculum.config import build_config
-from curriculum.errors import InputError
+from curriculum.record.events import last_gold
 from curriculum.run import RunDirectory, checkpoint_steps, load_run, read_ledger
 from curriculum.train.best import BestCheckpoints
 from curriculum.train.checkpoint import Checkpoints
@@ -270,16 +270,23 @@ def test_a_gold_stays_while_the_newest_checkpoint_is_on_its_way(told, tmp_path):
         assert best.gold.steps() == []
 
 
-def test_a_gold_that_is_gone_is_said_and_nothing_changes(told, texts, store, tmp_path):
+def test_a_gold_that_is_lost_is_told_and_searched_anew(told, texts, store, tmp_path):
     run_dir = tmp_path / "run"
     shutil.copytree(told, run_dir)
-    gold = load_run(told).gold_step
-    shutil.rmtree(run_dir / "gold")
+    gold = GoldState.from_json(read_ledger(told / "checkpoints" / str(BACK))["history"]["gold"]).gold.step
+    assert gold < BACK
     shutil.rmtree(run_dir / "checkpoints" / str(gold), ignore_errors=True)
-    before = sorted(path for path in run_dir.rglob("*"))
-    with pytest.raises(InputError, match=f"gold/{gold}: is gone, but the checkpoint of step {BACK} speaks of it"):
-        train(forgetful(texts), run_dir, resume=BACK, store_dir=store)
-    assert sorted(path for path in run_dir.rglob("*")) == before
+    array = next((run_dir / "gold" / str(gold) / "params/d").iterdir())
+    array.write_bytes(array.read_bytes()[:-1] + bytes([array.read_bytes()[-1] ^ 1]))
+    train(forgetful(texts), run_dir, resume=BACK, store_dir=store)
+    run = load_run(run_dir)
+    (lost,) = next(e for e in run.events if e["event"] == "resume")["gold_lost"]
+    assert lost["step"] == gold and "checksum" in lost["why"]
+    assert f"gold/{gold} is lost" in (run_dir / "train.log").read_text()
+    assert run.gold_step is not None and run.gold_step > BACK
+    assert (run_dir / "superseded/gold" / str(gold)).is_dir() and not (run_dir / "gold" / str(gold)).exists()
+    until = next(i for i, e in enumerate(run.events) if e["event"] == "resume") + 1
+    assert last_gold(run.events[:until]) is None and last_gold(run.events[: until - 1])["step"] == gold
 
 
 @pytest.fixture

@@ -297,6 +297,10 @@ def verdict(event: dict[str, Any]) -> str | None:
             back = [
                 f"step {d['step']} is damaged ({d['why']}), moved to {d['moved_to']}" for d in event.get("damaged", [])
             ]
+            back += [
+                f"gold/{gold['step']} is lost ({gold['why']}): the search for a gold checkpoint begins anew"
+                for gold in event.get("gold_lost", [])
+            ]
             return "; ".join([f"resumed at step {step} of {event['plan']['total_steps']}", *back])
     return None
 

@@ -203,14 +203,18 @@ def eval_averages(event: Mapping[str, Any]) -> dict[str, dict[str, tuple[Any, An
 
 
 def last_gold(events: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The newest `gold_checkpoint` event whose checkpoint could be saved."""
-    last, failed = None, set()
-    for event in reversed([e for e in events if e["event"] in ("gold_checkpoint", "checkpoint_failed")]):
+    """The newest `gold_checkpoint` event whose checkpoint could be saved; None where that one was lost since."""
+    failed, lost = set(), set()
+    for event in reversed([e for e in events if e["event"] in ("gold_checkpoint", "checkpoint_failed", "resume")]):
         if event["event"] == "checkpoint_failed":
             failed.add(event["path"])
-        elif last is None and f"gold/{event['step']}" not in failed:
-            last = event
-    return last
+        elif event["event"] == "resume":
+            lost |= {gold["step"] for gold in event.get("gold_lost", [])}
+        elif event["step"] in lost:
+            return None
+        elif f"gold/{event['step']}" not in failed:
+            return event
+    return None
 
 
 def record_name(evalset: str) -> str:

@@ -6,24 +6,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from curriculum.errors import InputError
 from curriculum.manifest import damage
 from curriculum.run import RunDirectory, checkpoint_steps, read_ledger
 from curriculum.train.checkpoint import Checkpoints
 from evalsets.gold import GoldState, kept_steps
 
 
-def check_golds(directory: RunDirectory, step: int, saved: Mapping[str, Any]) -> None:
-    """Raise InputError where a gold is gone or damaged that the ledger of the checkpoint of `step` speaks of."""
+def lost_golds(directory: RunDirectory, step: int, saved: Mapping[str, Any]) -> dict[int, str]:
+    """The golds that the ledger of the checkpoint of `step` speaks of and that are gone or damaged: step to why."""
+    lost = {}
     for spoken_of in sorted(_golds_of(saved) - {step}):
         folders = [place / str(spoken_of) for place in (directory.gold, directory.checkpoints)]
         whys = [damage(folder) if folder.is_dir() else "is gone" for folder in folders]
         if None not in whys:
-            what = "is gone" if whys[0] == "is gone" else f"is damaged: {whys[0]}"
-            raise InputError(
-                f"{folders[0]}: {what}, but the checkpoint of step {step} speaks of it; put it back from a copy, or "
-                "resume from another step"
-            )
+            lost[spoken_of] = whys[0]
+    return lost
 
 
 def _golds_of(saved: Mapping[str, Any]) -> set[int]:
@@ -52,7 +49,8 @@ class BestCheckpoints:
             if damage(directory.gold / str(step)):
                 self.gold.set_aside(step)
         for step in sorted(self._spoken_of.get(last, set()) - set(self.gold.steps())):
-            self.gold.adopt(directory.checkpoints / str(step))  # a kill came between the two
+            if step in checkpoint_steps(directory.checkpoints) and damage(directory.checkpoints / str(step)) is None:
+                self.gold.adopt(directory.checkpoints / str(step))  # a kill came between the two
         self.kept = Checkpoints(directory.kept, keep=None)  # what `regression.action: checkpoint` keeps
         self.kept.set_aside_after(last)
 

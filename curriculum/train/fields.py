@@ -58,6 +58,7 @@ def taken_up(
     step: int | None,
     rollback: Rollback | None,
     damaged: Sequence[Mapping[str, Any]],
+    lost: Mapping[int, str],
     edits: Sequence[Mapping[str, Any]],
 ) -> list[tuple[str, dict[str, Any]]]:
     """The events, by name, that tell how training is taken up after `step`: None where a run begins."""
@@ -65,7 +66,9 @@ def taken_up(
     if rollback is not None:
         events.append(("rollback", {**rollback.event, **resume(setup, state)}))
     elif step is not None:
-        events.append(("resume", {**resume(setup, state), **({"damaged": list(damaged)} if damaged else {})}))
+        gold_lost = [{"step": gold, "why": why} for gold, why in lost.items()]
+        told = {"damaged": list(damaged), "gold_lost": gold_lost}
+        events.append(("resume", {**resume(setup, state), **{key: found for key, found in told.items() if found}}))
     return [*events, *(("schedule_edit", dict(edit)) for edit in edits)]
 
 

@@ -24,7 +24,7 @@ from curriculum.record.wandb_log import WandbLog, check_wandb
 from curriculum.run import RunDirectory, load_run, read_json, write_tokenizer
 from curriculum.train import fields, ledger
 from curriculum.train.averages import averages_at, set_aside_means_after
-from curriculum.train.best import BestCheckpoints, check_golds
+from curriculum.train.best import BestCheckpoints, lost_golds
 from curriculum.train.checkpoint import Checkpoints
 from curriculum.train.clock import peak_memory_gb
 from curriculum.train.divergence import GoingBack, check_diverged, checkpoint_before
@@ -144,6 +144,8 @@ def _run(
             while True:
                 step = None if resumed is None else resumed.step
                 state, history = _restored(setup, directory, resumed)
+                lost = {} if resumed is None else lost_golds(directory, resumed.step, resumed.ledger)
+                history = replace(history, gold=history.gold.without(lost))
                 if rollback is not None:
                     history = replace(history, rollbacks=rollback.rollbacks)
                 last = -1 if step is None else step
@@ -164,7 +166,7 @@ def _run(
                 with best:
                     run = Running(setup, directory, record, checkpoints, best, state, history)
                     try:
-                        _begin(run, step, fields.taken_up(setup, state, step, rollback, damaged, edits))
+                        _begin(run, step, fields.taken_up(setup, state, step, rollback, damaged, lost, edits))
                         return _loop(run, step, stop)
                     except GoingBack as going:
                         rollback = going.rollback
@@ -195,7 +197,6 @@ def _restored(setup: Setup, directory: RunDirectory, resumed: Resumed | None) ->
         return setup.initial_state(), ledger.History.begin(setup)
     step, folder, saved = resumed
     check_offsets(directory.path, saved["offsets"])
-    check_golds(directory, step, saved)
     source = Checkpoints(folder.parent)
     state = setup.restore(source, step, tuple(saved["sources"]), saved["window_steps"])
     return state, ledger.History.of(saved, source.baselines(step))
