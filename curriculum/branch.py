@@ -132,7 +132,7 @@ def _check_new(directory: RunDirectory) -> None:
             f"--run-dir {directory.path}: holds a run already; choose another, or go on with a branch that was begun: "
             f"curriculum train {directory.path / 'config.yaml'} --run-dir {directory.path} --resume latest"
         )
-    within = next((p for p in directory.path.absolute().parents if RunDirectory(p).holds_run()), None)
+    within = next((p for p in directory.path.absolute().parents if RunDirectory(p).resolved_config.is_file()), None)
     if within is not None:
         raise InputError(f"--run-dir {directory.path}: lies within the run {within}; choose a folder outside it")
     if directory.path.exists() and any(directory.path.iterdir()):

@@ -258,7 +258,7 @@ def test_resume_latest_of_nothing_starts_at_step_0(corpus, store, tmp_path):
     assert train(build_config(data), tmp_path / "new", resume="latest", store_dir=store)["total_steps"] == 20
 
 
-def test_what_would_change_the_past_is_refused_and_the_future_is_free(corpus, store, tmp_path):
+def test_what_would_change_the_past_is_refused_and_the_future_is_free(corpus, store, tmp_path, capsys):
     import shutil
 
     run_dir = tmp_path / "run"
@@ -305,6 +305,10 @@ def test_what_would_change_the_past_is_refused_and_the_future_is_free(corpus, st
     drawn = {name: source["tokens_drawn"] for name, source in kept["sources"].items()}
     assert drawn == {"web": (10 * 8 + 10 * 4) * 32, "code": 10 * 8 * 32}
     assert train(build_config(less), accepted, resume="latest", store_dir=store) == run.complete
+    assert "not taken up" not in capsys.readouterr().out
+    slower = {**less, "optim": {**optim, "lr": 5e-4}}
+    assert train(build_config(slower), accepted, resume="latest", store_dir=store) == run.complete
+    assert "Nothing to do. What the config changes is not taken up: no step lies ahead." in capsys.readouterr().out
     assert len(load_run(accepted).events) == len(run.events)
 
     events = len(load_run(run_dir).events)

@@ -186,8 +186,11 @@ def _finished(
         return None
     if complete := load_run(directory.path).complete:
         added = [name for name in setup.suite.evalsets if name not in resumed.ledger["history"]["eval_sets"]]
-        unmeasured = f" Not measured: {', '.join(added)} (give it more train.steps)." if added else ""
-        print(f"{directory.path} is finished: {step} of {step} steps. Nothing to do.{unmeasured}")
+        unsaid = f" Not measured: {', '.join(added)} (give it more train.steps)." if added else ""
+        changes = [] if setup.edit is None else setup.edit["changes"]
+        if any(not change["path"].startswith("evalsets.") for change in changes):
+            unsaid += " What the config changes is not taken up: no step lies ahead."
+        print(f"{directory.path} is finished: {step} of {step} steps. Nothing to do.{unsaid}")
     return complete
 
 
