@@ -11,7 +11,7 @@ help:
 	@echo "make quickstart                              install, build the corpus, train runs/quickstart (or resume it)"
 	@echo "make quickstart ARGS='--set train.steps=200' the same with options of 'curriculum train'"
 	@echo "make test                                    install, run the tests"
-	@echo "make test-slow                               the slow ones: the quickstart itself, TensorBoard in a browser"
+	@echo "make test-slow                               the slow ones: the quickstart, thirty kills, a browser, devices"
 	@echo "make lint                                    install, check style and format"
 	@echo "make pins                                    resolve requirements.txt again (needs uv)"
 	@echo "make clean                                   remove .venv and caches; data and runs stay"
@@ -23,10 +23,10 @@ quickstart: install
 
 # By file, so that what the tests of a file share is made once; tests/conftest.py begins with the longest.
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10 -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations=10 -m "not slow" $(ARGS)
 
 test-slow: install
-	$(BIN)/python -m pytest -n 2 --durations=10 -m slow $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10 -m slow $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

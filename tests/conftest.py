@@ -1,5 +1,6 @@
 """What holds for every test: no deadlines; programs that compile quickly, in one folder for all of a session."""
 
+import gc
 import os
 import shutil
 import tempfile
@@ -10,19 +11,24 @@ from hypothesis import HealthCheck, settings
 # A slow machine is no failure.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+gc.set_threshold(50_000, 20, 20)  # tracing makes many objects that stay
 
 # Machine code that is not worth its making for models this small. What is computed stays what a user's is: fusions too.
 # The slow tests train for longer, and as a user does.
 QUICK_TO_COMPILE = ("--xla_backend_optimization_level=0",)
 
-# Files that take longest, first: so that two workers end together.
+# Files that take longest, first: so that the workers end together.
 LONGEST = (
+    "test_quickstart.py", "test_kill_and_resume.py",
     "test_mesh.py", "test_trainer.py", "test_verdicts.py", "test_branch.py", "test_library.py", "test_adaptation.py",
-    "test_cli.py", "test_optimizer.py", "test_transformer.py", "test_step.py", "test_averages.py", "test_memory.py",
+    "test_divergence.py", "test_cli.py", "test_optimizer.py", "test_transformer.py", "test_step.py", "test_averages.py", "test_memory.py",
     "test_evaluate.py", "test_loss.py",
 )  # fmt: skip
 
-COMPILED = pytest.StashKey[str]()
+# What the tests write goes to memory where there is enough of it: each checkpoint waits for the disk some 60 times.
+IN_MEMORY, NEEDED_BYTES = "/dev/shm", 6 << 30
+
+COMPILED, WRITTEN = pytest.StashKey[str](), pytest.StashKey[str]()
 
 
 def pytest_configure(config):
@@ -33,13 +39,17 @@ def pytest_configure(config):
     os.environ["JAX_COMPILATION_CACHE_DIR"] = config.stash[COMPILED]
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    memory = os.path.isdir(IN_MEMORY) and os.access(IN_MEMORY, os.W_OK) and shutil.disk_usage(IN_MEMORY).free
+    if config.option.basetemp is None and memory and memory > NEEDED_BYTES:
+        config.option.basetemp = config.stash[WRITTEN] = tempfile.mkdtemp(prefix="pytest-", dir=IN_MEMORY)
     if config.option.markexpr != "slow":
         os.environ["XLA_FLAGS"] = " ".join([*os.environ.get("XLA_FLAGS", "").split(), *QUICK_TO_COMPILE])
 
 
 def pytest_unconfigure(config):
-    if COMPILED in config.stash:
-        shutil.rmtree(config.stash[COMPILED], ignore_errors=True)
+    for folder in (COMPILED, WRITTEN):
+        if folder in config.stash:
+            shutil.rmtree(config.stash[folder], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items):

@@ -399,14 +399,6 @@ def test_a_run_remembers_its_phases_and_its_replay_apart(folder):
         (0, {"law": 0.75, "web": 0.25}),
         (4, {"law": 0.5, "web": 0.5}),
     ]
-    over = "phases=[{name: a, until: 6, mixture: {law: 1}}, {name: b, until: end, mixture: {law: 1}}]"
-    more = changed_config(run.config, ["adaptation.replay={web: 0.5}", "train.steps=8", over])
-    train(more, "run", resume="latest", store_dir="store")
-    too_late = changed_config(more, ["adaptation.replay={web: 0.75}", "train.steps=9"])
-    with pytest.raises(
-        InputError, match=r"^--set adaptation.replay={web: 0.75}: adaptation.replay.web: got 0.75, but steps"
-    ):
-        train(too_late, "run", resume="latest", store_dir="store")
 
 
 def test_arrays_that_do_not_fit_are_named_before_anything_is_made(folder):

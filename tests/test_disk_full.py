@@ -137,6 +137,7 @@ def test_a_disk_that_is_full_for_a_while_loses_nothing(place, whole, tmp_path):
     assert not [path for path in run_dir.rglob("*") if path.name.endswith(".tmp") or "saving" in path.name]
 
 
+@pytest.mark.slow
 def test_a_disk_that_stays_full_ends_in_an_error_and_the_run_goes_on_later(place, whole, tmp_path):
     run_dir = tmp_path / "run"
     code, errors = train_in_process(place, run_dir, {7: "full"}, **BOARD)
@@ -153,6 +154,7 @@ def test_a_disk_that_stays_full_ends_in_an_error_and_the_run_goes_on_later(place
     assert_same_run(run_dir, whole)
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_be_begun_or_taken_up_is_told(place, whole, tmp_path):
     run_dir = tmp_path / "run"
     message = f"{run_dir}: File too large: nothing was trained; mend that (make room, give the right to write), then"

@@ -226,6 +226,7 @@ class Killed(BaseException):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["before the record is cut", "after it"])
 def test_killed_while_it_goes_back_it_comes_to_the_same(place, gone_back, tmp_path, monkeypatch, where):
     data, run_dir = config_data(place / "noisy", **ROLLBACK), tmp_path / "run"
@@ -286,6 +287,7 @@ def test_a_rate_that_explodes_ends_with_exit_code_3_and_a_summary(place, tmp_pat
     assert "Traceback" not in told
 
 
+@pytest.mark.slow
 def test_a_share_that_was_raised_on_the_way_is_not_raised_once_more(place, tmp_path):
     """Its eval comes between the checkpoint and the first bad update: what followed from it is done again, once."""
     evalsets = {

@@ -397,3 +397,18 @@ def test_a_clock_in_tokens_counts_the_batches_that_there_were():
     data = changed(BASE, put("train.batch_size", 2 * BATCH), lambda d: phase(d, "b").update(until=f"{tokens} tokens"))
     schedule, _, _ = resumed(saved, data, accept_past=True)
     assert [end for _, _, end in schedule.phase_bounds] == [40, 85, 100] and schedule.tokens(85) == tokens
+
+
+def test_another_replay_counts_from_the_phase_under_way_on():
+    replayed = changed(BASE, put("adaptation", {"replay": {"new": 0.1}}), put("sources.new", {"path": "new.txt"}))
+    more = changed(replayed, put("adaptation", {"replay": {"new": 0.2}}))
+    _, saved = begun(replayed, step=30)  # in the first phase
+    schedule, _, edit = resumed(saved, more)
+    assert [change["path"] for change in edit.changes] == ["adaptation.replay"]
+    assert schedule.shares(29)["new"] == pytest.approx(0.1) and schedule.shares(30)["new"] == pytest.approx(0.2)
+    assert_nothing_lost(schedule, saved, 30)
+    _, saved = begun(replayed)
+    with pytest.raises(
+        InputError, match="adaptation.replay.new: got 0.2, but steps 0 to 60 were trained with 0.1; name the"
+    ):
+        resumed(saved, more)

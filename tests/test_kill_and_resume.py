@@ -54,12 +54,6 @@ def test_thirty_kills_leave_the_run_as_it_would_have_been(killed):
     assert cut and not set(cut) & set(kills.record_lines(folder / "killed_1"))
 
 
-def test_programs_compiled_anew_give_the_same_bits(tmp_path):
-    """The undisturbed run has the cache, those that are killed have none."""
-    printed = kill_runs(tmp_path / "runs", "--kills", "2", "--no-cache")
-    assert "without the compile cache" in printed and not list((tmp_path / "runs/store/compiled").glob("*"))
-
-
 def rewrite(path, change):
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(change(lines)))

@@ -173,6 +173,7 @@ def test_what_is_kept_is_what_autodiff_keeps(shape, compute_dtype, remat):
         assert expected > 400_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "rows", "seq_len", "options"),
     [

@@ -183,6 +183,7 @@ def told(folder):
     return json.loads((folder / "told.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES[1:], ids=str)
 def test_a_mesh_trains_and_evaluates_as_one_device_does(told, mesh):
     one, many = told[str(ONE)], told[str(mesh)]
@@ -200,6 +201,7 @@ def test_a_mesh_trains_and_evaluates_as_one_device_does(told, mesh):
     assert many["programs"] == one["programs"] == [1, 1]  # neither was compiled again on the way
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "split"), [((8, 1, 1), 1), ((1, 4, 1), 4), (FSDP, 8), ((1, 1, 2), 2), ((2, 2, 2), 4)])
 def test_a_device_holds_its_part_of_parameters_and_moments(told, mesh, split):
     held = told[str(mesh)]["parts"]
@@ -213,6 +215,7 @@ def test_a_device_holds_its_part_of_parameters_and_moments(told, mesh, split):
     assert {"window/nats_S2", "step", "params/norm/scale"} < held.keys()
 
 
+@pytest.mark.slow
 def test_gradients_are_split_and_each_device_takes_its_rows(told):
     one, many = told[str(ONE)], told[str(FSDP)]
     assert many["constraints_over_fsdp"] == 20  # for the gradient of each matrix, and for its sum
@@ -220,6 +223,7 @@ def test_gradients_are_split_and_each_device_takes_its_rows(told):
     assert many["flops"] < 1.1 * one["flops"] / 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "split"), [(f"{FSDP} to {ONE}", 1), (f"{ONE} to {FSDP}", 8)])
 def test_a_checkpoint_goes_on_with_another_number_of_devices(told, way, split):
     restored = told[way]
@@ -229,6 +233,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_devices(told, way, split):
     assert restored["programs"] == 1
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_on_another_mesh_and_its_record_says_so(folder, told):
     run, one = load_run(folder / "run"), told[str(ONE)]
     begun, resumed = (next(e for e in run.events if e["event"] == name) for name in ("training_start", "resume"))
@@ -239,6 +244,7 @@ def test_a_run_is_resumed_on_another_mesh_and_its_record_says_so(folder, told):
     assert [loss for _, loss in run.evals()[1:]] == pytest.approx([e["primary"] for e in one["evals"]], abs=6e-6)
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_simulated_devices_and_a_mesh(folder, tmp_path):
     (tmp_path / "run.yaml").write_text(json.dumps(config_data(folder, (1, 1, 1))))
     program = "from curriculum.cli.main import main; main()"
@@ -258,6 +264,7 @@ def test_too_many_devices_are_refused_before_anything_is_prepared(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_mesh_that_does_not_fit_the_devices_is_refused(told):
     refused = told["refused"]
     assert refused["(-1, 3, 1)"] == (

@@ -223,6 +223,7 @@ def test_a_set_that_comes_back_is_compared_with_what_it_was(at_the_switch, told,
     assert "eval_law" not in evals[SWITCH + 20] and "law" in evals[BACK]["detectable"]
 
 
+@pytest.mark.slow
 def test_a_boundary_that_is_moved_to_the_resumed_step_is_measured(at_the_switch, texts, store):
     """The checkpoint of step 175 has an eval, that of the boundary at 202 has none."""
     moved = [*PHASES[:1], {**PHASES[1], "until": SWITCH + 2}, *PHASES[2:]]
@@ -338,6 +339,7 @@ def test_checkpoint_keeps_the_step_of_every_alarm(at_the_switch, told, texts, st
     assert final_state(at_the_switch) == final_state(told)
 
 
+@pytest.mark.slow
 def test_replay_raises_the_share_to_the_end_of_the_phase_and_a_resume_remembers(at_the_switch, texts, store):
     config = with_action(texts, "replay", checkpoint={"every": 5, "keep": 12})
     train(config, at_the_switch, resume=SWITCH, store_dir=store)
