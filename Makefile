@@ -5,13 +5,14 @@ INSTALLED := .venv/.installed
 ARGS ?=
 
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test test-slow lint pins clean
+.PHONY: help install quickstart test test-slow test-quickstart lint pins clean
 
 help:
 	@echo "make quickstart                              install, build the corpus, train runs/quickstart (or resume it)"
 	@echo "make quickstart ARGS='--set train.steps=200' the same with options of 'curriculum train'"
 	@echo "make test                                    install, run the tests"
-	@echo "make test-slow                               the slow ones: the quickstart, thirty kills, a browser, devices"
+	@echo "make test-slow                               the slow ones: thirty kills, a browser, simulated devices"
+	@echo "make test-quickstart                         the quickstart to its end, and what it is told on the way"
 	@echo "make lint                                    install, check style and format"
 	@echo "make pins                                    resolve requirements.txt again (needs uv)"
 	@echo "make clean                                   remove .venv and caches; data and runs stay"
@@ -23,10 +24,13 @@ quickstart: install
 
 # By file, so that what the tests of a file share is made once; tests/conftest.py begins with the longest.
 test: install
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations=10 -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations=10 -m "not slow and not quickstart" $(ARGS)
 
 test-slow: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10 -m slow $(ARGS)
+
+test-quickstart: install
+	$(BIN)/python -m pytest -m quickstart $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

@@ -19,7 +19,7 @@ QUICK_TO_COMPILE = ("--xla_backend_optimization_level=0",)
 
 # Files that take longest, first: so that the workers end together.
 LONGEST = (
-    "test_quickstart.py", "test_kill_and_resume.py",
+    "test_kill_and_resume.py",
     "test_mesh.py", "test_trainer.py", "test_verdicts.py", "test_branch.py", "test_library.py", "test_adaptation.py",
     "test_divergence.py", "test_cli.py", "test_optimizer.py", "test_transformer.py", "test_step.py", "test_averages.py", "test_memory.py",
     "test_evaluate.py", "test_loss.py",
@@ -42,7 +42,7 @@ def pytest_configure(config):
     memory = os.path.isdir(IN_MEMORY) and os.access(IN_MEMORY, os.W_OK) and shutil.disk_usage(IN_MEMORY).free
     if config.option.basetemp is None and memory and memory > NEEDED_BYTES:
         config.option.basetemp = config.stash[WRITTEN] = tempfile.mkdtemp(prefix="pytest-", dir=IN_MEMORY)
-    if config.option.markexpr != "slow":
+    if config.option.markexpr not in ("slow", "quickstart"):
         os.environ["XLA_FLAGS"] = " ".join([*os.environ.get("XLA_FLAGS", "").split(), *QUICK_TO_COMPILE])
 
 

@@ -13,7 +13,7 @@ from curriculum.train.trainer import train
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.slow
+@pytest.mark.quickstart
 def test_the_quickstart_is_told_that_it_forgets_and_that_it_recovers(tmp_path):
     corpus = tmp_path / "corpus"
     tool = ROOT / "tools/build_quickstart_corpus.py"
