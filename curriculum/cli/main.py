@@ -1,4 +1,4 @@
-"""The `curriculum` command. Exit codes: 0 done, 2 the input is wrong, 130 and 143 stopped by a signal."""
+"""The `curriculum` command. Exit codes: 0 done, 2 wrong input, 3 training diverged, 130 and 143 stopped by a signal."""
 
 from __future__ import annotations
 
