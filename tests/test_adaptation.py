@@ -420,7 +420,7 @@ def test_arrays_that_do_not_fit_are_named_before_anything_is_made(folder):
     from curriculum.model.transformer import transformer
 
     def other(vocab_size):
-        return transformer(ModelConfig(**architecture | {"rope_theta": 500.0}))
+        return transformer(ModelConfig.of(architecture | {"rope_theta": 500.0}))
 
     with pytest.raises(InputError, match=r"not that of base, step 4, but has rope_theta 500.0 \(there 10000.0\)"):
         train(adapted("model=null"), "run", store_dir="store", make_model=other)

@@ -212,7 +212,7 @@ def test_a_model_of_ones_own_is_brought_again(folder):
     Path("run/config.resolved.json").write_text(json.dumps(resolved | {"model": None}))
     with pytest.raises(InputError, match=r"was trained with a model of one's own; call evaluate\(make_model=...\)"):
         evaluate("run", store_dir="store")
-    architecture = ModelConfig(**json.loads(Path("run/model.json").read_text()))
+    architecture = ModelConfig.of(json.loads(Path("run/model.json").read_text()))
 
     def make_model(vocab_size):
         return transformer(replace(architecture, vocab_size=vocab_size))

@@ -488,7 +488,7 @@ def test_parameters_alone_can_be_restored(corpus, store, whole):
     from curriculum.train.mesh import MeshConfig, make_mesh, place_state
 
     checkpoints = Checkpoints(whole / "checkpoints", 3)
-    model = ModelConfig(**json.loads((whole / "model.json").read_text()))
+    model = ModelConfig.of(json.loads((whole / "model.json").read_text()))
     like = place_state(make_mesh(MeshConfig()), init_params(model, seed=5))
     params = checkpoints.restore_params(60, like)
     expected = final_state(whole)[1]

@@ -87,7 +87,7 @@ def measure(config_file: Path, optim: dict, num_steps: int, seed: int, run_dir: 
 
     run = load_run(run_dir)
     last = [event for event in run.events if event["event"] == "eval"][-1]
-    model = ModelConfig(**json.loads((run_dir / "model.json").read_text()))
+    model = ModelConfig.of(json.loads((run_dir / "model.json").read_text()))
     params = init_params(model, seed)
     state = jax.tree.leaves(jax.eval_shape(make_optimizer(config.optim).init, params))
     return {

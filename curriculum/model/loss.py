@@ -8,6 +8,7 @@ Shape suffixes: B rows, t positions of a chunk, m = B*t, D width, V vocabulary.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -28,9 +29,14 @@ def nats_per_token(
     """(nats_BT, correct_BT): -ln p(target) in float32, and whether the target is the likeliest token. For evals."""
     features_BTD = model.forward(params, inputs_BT, None, None)
     if model.head is None:
-        return _nats(features_BTD.astype(jnp.float32), targets_BT)
+        return _nats(_without_padding(features_BTD.astype(jnp.float32), model.num_ids), targets_BT)
     kernel_VD = model.head(params).astype(features_BTD.dtype)
-    return _by_chunk(lambda chunk: _nats(_logits(chunk[0], kernel_VD), chunk[1]), (features_BTD, targets_BT), kernel_VD)
+
+    def chunk_nats(chunk):
+        features_BtD, targets_Bt = chunk
+        return _nats(_logits(features_BtD, kernel_VD, model.num_ids), targets_Bt)
+
+    return _by_chunk(chunk_nats, (features_BTD, targets_BT), kernel_VD)
 
 
 def sum_nats(
@@ -45,10 +51,10 @@ def sum_nats(
     """(sum of nats over the masked targets, the same by row, nats_B); float32. The sum alone has a gradient."""
     features_BTD = model.forward(params, inputs_BT, segment_ids_BT, keys_B)
     if model.head is None:
-        nats_BT, _ = _nats(features_BTD.astype(jnp.float32), targets_BT)
+        nats_BT, _ = _nats(_without_padding(features_BTD.astype(jnp.float32), model.num_ids), targets_BT)
         nats_BT = jnp.where(loss_mask_BT, nats_BT, 0)
         return nats_BT.sum(), jax.lax.stop_gradient(nats_BT).sum(axis=1)
-    return _sum_nats(features_BTD, model.head(params), targets_BT, loss_mask_BT)
+    return _sum_nats(model.num_ids, features_BTD, model.head(params), targets_BT, loss_mask_BT)
 
 
 def sample_targets(
@@ -65,32 +71,35 @@ def sample_targets(
         )
 
     if model.head is None:
-        return draw(keys_B, positions_BT, features_BTD.astype(jnp.float32))
+        return draw(keys_B, positions_BT, _without_padding(features_BTD.astype(jnp.float32), model.num_ids))
     kernel_VD = model.head(params).astype(features_BTD.dtype)
-    return _by_chunk(
-        lambda chunk: draw(keys_B, chunk[1], _logits(chunk[0], kernel_VD)), (features_BTD, positions_BT), kernel_VD
-    )
+
+    def chunk_draw(chunk):
+        features_BtD, positions_Bt = chunk
+        return draw(keys_B, positions_Bt, _logits(features_BtD, kernel_VD, model.num_ids))
+
+    return _by_chunk(chunk_draw, (features_BTD, positions_BT), kernel_VD)
 
 
-@jax.custom_vjp
-def _sum_nats(features_BTD, kernel_VD, targets_BT, loss_mask_BT):
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sum_nats(num_ids, features_BTD, kernel_VD, targets_BT, loss_mask_BT):
     kernel_VD = kernel_VD.astype(features_BTD.dtype)
 
     def chunk_nats(chunk):
         features_BtD, targets_Bt = chunk
-        return _nats(_logits(features_BtD, kernel_VD), targets_Bt)[0]
+        return _nats(_logits(features_BtD, kernel_VD, num_ids), targets_Bt)[0]
 
     nats_BT = jnp.where(loss_mask_BT, _by_chunk(chunk_nats, (features_BTD, targets_BT), kernel_VD), 0)
     return nats_BT.sum(), nats_BT.sum(axis=1)
 
 
-def _sum_nats_forward(features_BTD, kernel_VD, targets_BT, loss_mask_BT):
+def _sum_nats_forward(num_ids, features_BTD, kernel_VD, targets_BT, loss_mask_BT):
     dtype, V = features_BTD.dtype, kernel_VD.shape[0]
     low_VD = kernel_VD.astype(dtype)
 
     def chunk_step(dkernel_VD, chunk):
         features_BtD, targets_Bt, mask_Bt = chunk
-        logits_BtV = _logits(features_BtD, low_VD)
+        logits_BtV = _logits(features_BtD, low_VD, num_ids)
         # One exponential for both the loss and its derivative, softmax - onehot.
         top_Bt1 = logits_BtV.max(axis=-1, keepdims=True)
         exp_BtV = jnp.exp(logits_BtV - top_Bt1)
@@ -112,7 +121,7 @@ def _sum_nats_forward(features_BTD, kernel_VD, targets_BT, loss_mask_BT):
     return (nats_B.sum(), nats_B), (dfeatures_BTD, dkernel_VD.astype(kernel_VD.dtype))
 
 
-def _sum_nats_backward(saved, cotangents):
+def _sum_nats_backward(num_ids, saved, cotangents):
     dfeatures_BTD, dkernel_VD = saved
     return (cotangents[0] * dfeatures_BTD).astype(dfeatures_BTD.dtype), cotangents[0] * dkernel_VD, None, None
 
@@ -120,10 +129,17 @@ def _sum_nats_backward(saved, cotangents):
 _sum_nats.defvjp(_sum_nats_forward, _sum_nats_backward)
 
 
-def _logits(features_BtD: jax.Array, kernel_VD: jax.Array) -> jax.Array:
+def _logits(features_BtD: jax.Array, kernel_VD: jax.Array, num_ids: int | None) -> jax.Array:
     B, t, D = features_BtD.shape
     logits_mV = jnp.einsum("md,vd->mv", features_BtD.reshape(B * t, D), kernel_VD, preferred_element_type=jnp.float32)
-    return logits_mV.reshape(B, t, -1)
+    return _without_padding(logits_mV.reshape(B, t, -1), num_ids)
+
+
+def _without_padding(logits_BTV: jax.Array, num_ids: int | None) -> jax.Array:
+    """No probability for ids from `num_ids` on; None: all are meant."""
+    if num_ids is None:
+        return logits_BTV
+    return jnp.where(jnp.arange(logits_BTV.shape[-1]) < num_ids, logits_BTV, -jnp.inf)
 
 
 def _nats(logits_BTV: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:

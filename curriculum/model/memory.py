@@ -143,20 +143,25 @@ gelu: up and five steps of its tanh form; swiglu: gate, three of silu, up, their
     copy of each weight.
     """
     num_tokens, width_bytes = rows * seq_len, BYTES_OF[model.compute_dtype]
-    kv_width, gated = model.n_kv_head * model.head_width, model.mlp_type == "swiglu"
+    query_width, kv_width = model.n_head * model.head_width, model.n_kv_head * model.head_width
+    gated = model.mlp_type == "swiglu"
     if remat == "full":
         return num_tokens * width_bytes * model.d_model
     if remat == "dots":
-        return num_tokens * width_bytes * (3 * model.d_model + 2 * kv_width + (2 if gated else 1) * model.d_ff)
+        widths = 2 * model.d_model + query_width + 2 * kv_width + (2 if gated else 1) * model.d_ff
+        return num_tokens * width_bytes * widths
 
     low = model.compute_dtype != "float32"
     # Layernorm and rmsnorm alike: flax subtracts a mean of 0 from the latter.
     norm = (3 * model.d_model + 2) * FLOAT32_BYTES + model.d_model * width_bytes
-    attention = (2 * model.d_model + 2 * kv_width) * width_bytes
+    attention = (2 * query_width + 2 * kv_width) * width_bytes
+    if model.qk_norm:
+        # Of each query and key what a norm keeps: twice, less the mean, that by its deviation, and what comes out.
+        attention += (query_width + kv_width) * (3 * FLOAT32_BYTES + width_bytes)
     of_score = 2 * FLOAT32_BYTES + width_bytes + 1
     scores = model.n_head * (seq_len * of_score + 2 * FLOAT32_BYTES)
     mlp = 6 * model.d_ff * width_bytes
-    weights = 2 * model.d_model * (model.d_model + kv_width) + (3 if gated else 2) * model.d_model * model.d_ff
+    weights = 2 * model.d_model * (query_width + kv_width) + (3 if gated else 2) * model.d_model * model.d_ff
     per_token = 2 * norm + attention + scores + mlp + 2 * _dropout_bytes(model)
     return num_tokens * per_token + (weights * width_bytes if low else 0)
 

@@ -29,6 +29,8 @@ class Model:
     `head(params)`: kernel_VD; logits are features_BTD @ kernel_VD.T, worked out a few positions at a time. Without
     `head` the features are the logits.
 
+    `num_ids`: rows of the head, or logits, from here on are padding and never predicted; None: there are none.
+
     `architecture`: what the model is, as plain JSON; kept with the run, and a resumed run must have an equal one.
 
     `shapes()`: the parameters as jax.ShapeDtypeStruct, where that is cheaper than `init`.
@@ -37,6 +39,7 @@ class Model:
     init: Callable[[int], Params]
     forward: Callable[[Params, jax.Array, jax.Array | None, jax.Array | None], jax.Array]
     head: Callable[[Params], jax.Array] | None = None
+    num_ids: int | None = None
     architecture: Mapping[str, Any] = field(default_factory=dict)
     shapes: Callable[[], Params] | None = None
 
@@ -93,6 +96,9 @@ def check_model(model: Model, vocab_size: int, num_rows: int, seq_len: int) -> N
                 f"make_model: head gave {_brief(kernel)}, expected [V, {features.shape[2]}], D as in forward"
             )
         num_logits, where = kernel.shape[0], "head gave a kernel"
+    if model.num_ids is not None and not vocab_size <= model.num_ids <= num_logits:
+        expected = f"from the tokenizer's {vocab_size} to the logits' {num_logits}"
+        raise InputError(f"make_model: num_ids: got {model.num_ids}, expected {expected}")
     if num_logits < vocab_size:
         raise InputError(f"make_model: {where} for {num_logits} ids, expected at least the tokenizer's {vocab_size}")
 

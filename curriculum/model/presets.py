@@ -3,21 +3,53 @@
 Nothing here imports jax, so that a plan can be printed without it.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
 
 from curriculum.errors import InputError
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Wavelengths of rope stretched, so that a model reads further than it was first trained to."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+
+    kind: Literal["linear", "llama3"]
+    """All wavelengths alike, or only the long ones, as Llama 3.1 does."""
+    factor: Annotated[float, Field(ge=1, le=1e6)]
+    """How many times longer."""
+    original_max_seq_len: Annotated[int, Field(ge=1, le=1 << 24)] | None = None
+    """For llama3: the positions that the model was trained with before."""
+    low_freq_factor: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    """For llama3: wavelengths above original_max_seq_len / this are stretched by the whole factor."""
+    high_freq_factor: Annotated[float, Field(gt=0, le=1e6)] = 4.0
+    """For llama3: wavelengths below original_max_seq_len / this stay; between the two it goes over smoothly."""
+
+    def __post_init__(self):
+        if (self.kind == "llama3") == (self.original_max_seq_len is None):
+            raise ValueError(f"original_max_seq_len belongs to kind llama3, which needs it; got kind {self.kind}")
+        if self.low_freq_factor >= self.high_freq_factor:
+            got = f"low_freq_factor {self.low_freq_factor}, high_freq_factor {self.high_freq_factor}"
+            raise ValueError(f"got {got}; expected the first below the second")
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer: its architecture, which never changes within a run, and how it is computed.
 
-    `n_kv_head` below `n_head` is grouped-query attention (arXiv:2305.13245); a head is d_model / n_head wide.
+    `vocab_size` counts the rows of the embedding; those from `num_ids` on are padding, which is never predicted.
+    `n_kv_head` below `n_head` is grouped-query attention (arXiv:2305.13245); a head is `d_head` wide, by default
+    d_model / n_head.
     `d_ff` is the inner width of the feed-forward, the same for swiglu (three matrices) and gelu (two).
     `max_seq_len` bounds the positions: a table of that many for learned, a promise for rope. `bias` covers
-    every linear layer and layernorm; rmsnorm has none. `rope_theta` is read for rope only.
+    every linear layer and layernorm, `qkv_bias` those of query, key and value alone; rmsnorm has none. `qk_norm` is an
+    rmsnorm of each head's queries and keys. `rope_theta` and `rope_scaling` are read for rope only; layers n, 2n, ...
+    of `no_rope_every` n have no positions at all. A token sees the last `sliding_window` tokens, itself among them.
 
     Parameters are float32 always. In bfloat16, `compute_dtype` is that of the matrix products and of the residual
     stream; norms, softmax and loss stay in float32. `dropout` is of the embedding and of what attention and
@@ -39,19 +71,41 @@ class ModelConfig:
     tie_embeddings: bool = True
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
+    num_ids: int | None = None
+    d_head: int | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    rope_scaling: RopeScaling | None = None
+    no_rope_every: int | None = None
+    sliding_window: int | None = None
     dropout: float = 0.0
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     remat: Literal["none", "dots", "full"] = "none"
 
     @property
     def architecture(self) -> dict[str, Any]:
-        """What stays the same for the whole run; how it is computed (`HOW`) may change."""
-        return {name: setting for name, setting in asdict(self).items() if name not in HOW}
+        """What stays the same for the whole run; how it is computed (`HOW`) may change.
+
+        What few models have (`RARE`) is left out where they have it not.
+        """
+        unlike = {f.name for f in fields(self) if f.name in RARE and getattr(self, f.name) == f.default}
+        return {name: setting for name, setting in asdict(self).items() if name not in HOW and name not in unlike}
+
+    @classmethod
+    def of(cls, architecture: Mapping[str, Any]) -> "ModelConfig":
+        """The config of an `architecture`, computed as by default."""
+        scaling = architecture.get("rope_scaling")
+        return cls(**{**architecture, "rope_scaling": scaling and RopeScaling(**scaling)})
 
     @property
     def head_width(self) -> int:
         """K, the width of one head."""
-        return self.d_model // self.n_head
+        return self.d_head or self.d_model // self.n_head
+
+    def has_rope(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, rotates its queries and keys."""
+        skipped = self.no_rope_every is not None and (layer + 1) % self.no_rope_every == 0
+        return self.pos_encoding == "rope" and not skipped
 
 
 @dataclass(frozen=True)
@@ -68,11 +122,11 @@ class ModelSection:
     preset: str | None = None
     """A named shape: tiny, gpt2-124m, llama-360m, llama-1b, llama-3b, llama-7b."""
     vocab_size: int | None = None
-    """Rows of the embedding; by default the tokenizer's ids, and never fewer."""
+    """Rows of the embedding; by default the tokenizer's ids, and never fewer. More pad it up, which can be faster."""
     n_layer: int | None = None
     """Blocks."""
     n_head: int | None = None
-    """Query heads; a divisor of d_model."""
+    """Query heads; a divisor of d_model, unless d_head says how wide one is."""
     n_kv_head: int | None = None
     """Key and value heads; a divisor of n_head."""
     d_model: int | None = None
@@ -95,6 +149,20 @@ class ModelSection:
     """Base of rope's wavelengths."""
     norm_eps: float | None = None
     """Added to the variance in a norm."""
+    num_ids: int | None = None
+    """Ids that can be predicted, the tokenizer's by default; rows of the embedding from here on are padding."""
+    d_head: int | None = None
+    """Width of a head; by default d_model / n_head."""
+    qkv_bias: bool | None = None
+    """Biases of query, key and value alone."""
+    qk_norm: bool | None = None
+    """An rmsnorm of each head's queries and keys, before they are rotated."""
+    rope_scaling: RopeScaling | None = None
+    """Rope stretched beyond the positions that the model was first trained with."""
+    no_rope_every: int | None = None
+    """Every so many layers one has no positions."""
+    sliding_window: int | None = None
+    """How many tokens a token sees, itself among them; all before it by default."""
     dropout: float | None = None
     """Share of what enters the residual stream that is zeroed in training; 0 or more and below 1."""
     compute_dtype: Literal["float32", "bfloat16"] | None = None
@@ -167,6 +235,7 @@ PRESETS = {
 }
 
 HOW = ("dropout", "compute_dtype", "remat")  # fields of ModelConfig that are not architecture
+RARE = ("num_ids", "d_head", "qkv_bias", "qk_norm", "rope_scaling", "no_rope_every", "sliding_window")
 
 LARGEST_SIZE = 1 << 24
 _SIZES = ("n_layer", "n_head", "n_kv_head", "d_model", "d_ff", "max_seq_len")
@@ -189,7 +258,7 @@ def model_problems(section: ModelSection, vocab_size: int | None = None) -> list
         if name not in given
     ]
 
-    for name in (*_SIZES, "vocab_size"):
+    for name in (*_SIZES, "vocab_size", "num_ids", "d_head", "no_rope_every", "sliding_window"):
         size = getattr(section, name)
         if size is not None and not 1 <= size <= LARGEST_SIZE:
             problems.append((name, f"got {size}, expected a positive integer, at most {LARGEST_SIZE}"))
@@ -207,11 +276,20 @@ def model_problems(section: ModelSection, vocab_size: int | None = None) -> list
                 "the tokenizer's",
             )
         )
+    if section.num_ids is not None:
+        rows, fewest = section.vocab_size or vocab_size, vocab_size or 1
+        if section.num_ids < fewest or (rows is not None and section.num_ids > rows):
+            expected = f"from the tokenizer's {fewest} to vocab_size {rows}"
+            problems.append(("num_ids", f"got {section.num_ids}, expected {expected}; leave it out to take the first"))
     if problems:
         return problems
 
     n_head, n_kv_head, d_model = given["n_head"], given["n_kv_head"], given["d_model"]
-    if d_model % n_head:
+    d_head = given.get("d_head")
+    if d_head is not None:
+        if d_head % 2 and given.get("pos_encoding", "rope") == "rope":
+            problems.append(("d_head", f"got {d_head}, expected an even number: rope turns pairs"))
+    elif d_model % n_head:
         problems.append(("n_head", f"got {n_head}, expected a divisor of d_model {d_model}"))
     elif given.get("pos_encoding", "rope") == "rope" and d_model // n_head % 2:
         problems.append(
@@ -234,19 +312,25 @@ def resolve_model(section: ModelSection, vocab_size: int) -> ModelConfig:
     problems = model_problems(section, vocab_size)
     if problems:
         raise InputError(*(f"model.{name}: {message}" for name, message in problems))
-    return ModelConfig(**({"vocab_size": vocab_size} | _merged(section)))
+    given = {"vocab_size": vocab_size, "num_ids": vocab_size} | _merged(section)
+    padded = given["num_ids"] < given["vocab_size"]
+    return ModelConfig(**given | {"num_ids": given["num_ids"] if padded else None})
 
 
 def num_parameters(config: ModelConfig) -> int:
     """Trained numbers of the model, tied embeddings counted once."""
-    kv_width = config.n_kv_head * config.head_width
+    query_width, kv_width = config.n_head * config.head_width, config.n_kv_head * config.head_width
     d_model, d_ff = config.d_model, config.d_ff
 
-    attention_bias = 2 * d_model + 2 * kv_width
+    qkv_bias = query_width + 2 * kv_width
     mlp_bias = (2 if config.mlp_type == "swiglu" else 1) * d_ff + d_model
     norm = d_model * (2 if config.norm_type == "layernorm" and config.bias else 1)
 
-    vectors = 2 * norm + (attention_bias + mlp_bias if config.bias else 0)
+    vectors = 2 * norm + (2 * config.head_width if config.qk_norm else 0)
+    if config.bias:
+        vectors += qkv_bias + d_model + mlp_bias
+    elif config.qkv_bias:
+        vectors += qkv_bias
     embeddings = config.vocab_size * d_model * (1 if config.tie_embeddings else 2)
     positions = config.max_seq_len * d_model if config.pos_encoding == "learned" else 0
     return embeddings + positions + num_projections(config) + config.n_layer * vectors + norm
@@ -254,19 +338,19 @@ def num_parameters(config: ModelConfig) -> int:
 
 def num_projections(config: ModelConfig) -> int:
     """Trained numbers of the blocks' matrices, without embeddings, head, norms and biases."""
-    attention = 2 * config.d_model * (config.d_model + config.n_kv_head * config.head_width)
+    attention = 2 * config.d_model * config.head_width * (config.n_head + config.n_kv_head)
     mlp = (3 if config.mlp_type == "swiglu" else 2) * config.d_model * config.d_ff
     return config.n_layer * (attention + mlp)
 
 
-def _merged(section: ModelSection) -> dict[str, int | float | str | bool]:
+def _merged(section: ModelSection) -> dict[str, Any]:
     """The fields that the section settles: its own over its preset's, vocab_size only where it is its own."""
     own = {field.name: getattr(section, field.name) for field in fields(section) if field.name != "preset"}
     own = {name: setting for name, setting in own.items() if setting is not None}
     base = {}
     if section.preset is not None:
         base = asdict(PRESETS[section.preset])
-        del base["vocab_size"]
+        del base["vocab_size"], base["num_ids"]
     if base.get("n_head") == base.get("n_kv_head") and "n_head" in own:
         base["n_kv_head"] = own["n_head"]
     return base | own

@@ -23,7 +23,7 @@ import numpy as np
 from flax import nnx
 
 from curriculum.model.model import Model
-from curriculum.model.presets import ModelConfig
+from curriculum.model.presets import ModelConfig, RopeScaling
 
 # What is kept of a block from the way forward to the way back; the rest is computed again.
 REMAT_POLICIES = {
@@ -39,6 +39,7 @@ def transformer(config: ModelConfig) -> Model:
         forward=partial(forward, config),
         head=head,
         architecture=config.architecture,
+        num_ids=config.num_ids,
         shapes=lambda: _blueprint(config)[1],
     )
 
@@ -138,6 +139,8 @@ class Rows(NamedTuple):
 def _rows(config: ModelConfig, T: int, segment_ids_BT: jax.Array | None, keys_B: jax.Array | None) -> Rows:
     count_T, positions_BT = jnp.arange(T), None
     visible_BTT = (count_T[:, None] >= count_T)[None]
+    if config.sliding_window is not None:
+        visible_BTT &= count_T[:, None] - count_T < config.sliding_window
     if segment_ids_BT is not None:
         opens_BT = jnp.diff(segment_ids_BT, axis=1, prepend=segment_ids_BT[:, :1]) != 0
         first_BT = jax.lax.cummax(jnp.where(opens_BT, count_T, 0), axis=1)
@@ -145,7 +148,7 @@ def _rows(config: ModelConfig, T: int, segment_ids_BT: jax.Array | None, keys_B:
         positions_BT = count_T - first_BT
     rope_BTK = None
     if config.pos_encoding == "rope":
-        angles_TK = rope_angles(T, config.head_width, config.rope_theta)
+        angles_TK = rope_angles(T, config.head_width, config.rope_theta, config.rope_scaling)
         cos_TK, sin_TK = np.cos(angles_TK).astype(np.float32), np.sin(angles_TK).astype(np.float32)
         if positions_BT is None:
             rope_BTK = cos_TK[None], sin_TK[None]
@@ -165,7 +168,7 @@ class Block(nnx.Module):
         self.mlp = MLP(config, rngs)
 
     def __call__(self, x_MD: jax.Array, *, rows: Rows, num_rows: int, layer: int) -> jax.Array:
-        mixed_MD = self.attention(self.attention_norm(x_MD), rows, num_rows)
+        mixed_MD = self.attention(self.attention_norm(x_MD), rows, num_rows, self.config.has_rope(layer))
         x_MD += _dropout(self.config, mixed_MD, rows, site=2 * layer + 1)
         return x_MD + _dropout(self.config, self.mlp(self.mlp_norm(x_MD)), rows, site=2 * layer + 2)
 
@@ -175,18 +178,24 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.config = config
-        self.query = _linear(config, config.d_model, config.d_model, rngs)
-        self.key = _linear(config, config.d_model, config.n_kv_head * config.head_width, rngs)
-        self.value = _linear(config, config.d_model, config.n_kv_head * config.head_width, rngs)
-        self.out = _linear(config, config.d_model, config.d_model, rngs)
+        query_width, kv_width = config.n_head * config.head_width, config.n_kv_head * config.head_width
+        qkv_bias = config.bias or config.qkv_bias
+        self.query = _linear(config, config.d_model, query_width, qkv_bias, rngs)
+        self.key = _linear(config, config.d_model, kv_width, qkv_bias, rngs)
+        self.value = _linear(config, config.d_model, kv_width, qkv_bias, rngs)
+        self.query_norm = _rms_norm(config, config.head_width, rngs) if config.qk_norm else None
+        self.key_norm = _rms_norm(config, config.head_width, rngs) if config.qk_norm else None
+        self.out = _linear(config, query_width, config.d_model, config.bias, rngs)
 
-    def __call__(self, x_MD: jax.Array, rows: Rows, num_rows: int) -> jax.Array:
+    def __call__(self, x_MD: jax.Array, rows: Rows, num_rows: int, has_rope: bool) -> jax.Array:
         B, T, K = num_rows, x_MD.shape[0] // num_rows, self.config.head_width
         J, G = self.config.n_kv_head, self.config.n_head // self.config.n_kv_head
         query_BTHK = self.query(x_MD).reshape(B, T, J * G, K)
         key_BTJK = self.key(x_MD).reshape(B, T, J, K)
         value_BTJK = self.value(x_MD).reshape(B, T, J, K)
-        if rows.rope_BTK is not None:
+        if self.query_norm is not None:
+            query_BTHK, key_BTJK = self.query_norm(query_BTHK), self.key_norm(key_BTJK)
+        if has_rope:
             query_BTHK, key_BTJK = rotate(query_BTHK, *rows.rope_BTK), rotate(key_BTJK, *rows.rope_BTK)
 
         # The queries of a group stand below one another, so that no key or value is repeated, and both products
@@ -207,9 +216,9 @@ class MLP(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         gated = config.mlp_type == "swiglu"
-        self.gate = _linear(config, config.d_model, config.d_ff, rngs) if gated else None
-        self.up = _linear(config, config.d_model, config.d_ff, rngs)
-        self.down = _linear(config, config.d_ff, config.d_model, rngs)
+        self.gate = _linear(config, config.d_model, config.d_ff, config.bias, rngs) if gated else None
+        self.up = _linear(config, config.d_model, config.d_ff, config.bias, rngs)
+        self.down = _linear(config, config.d_ff, config.d_model, config.bias, rngs)
 
     def __call__(self, x_MD: jax.Array) -> jax.Array:
         if self.gate is None:
@@ -217,9 +226,22 @@ class MLP(nnx.Module):
         return self.down(nnx.silu(self.gate(x_MD)) * self.up(x_MD))
 
 
-def rope_angles(num_positions: int, head_width: int, theta: float) -> np.ndarray:
-    """angles_TK, K being half a head: position t times theta^(-2k / head_width) (arXiv:2104.09864), float64."""
-    return np.outer(np.arange(num_positions), theta ** (-np.arange(0, head_width, 2) / head_width))
+def rope_angles(num_positions: int, head_width: int, theta: float, scaling: RopeScaling | None = None) -> np.ndarray:
+    """angles_TK, K being half a head: position t times theta^(-2k / head_width) (arXiv:2104.09864), float64.
+
+    Scaled, a frequency is divided by the factor. With kind llama3 (arXiv:2407.21783, as released with Llama 3.1) that
+    holds for wavelengths above original_max_seq_len / low_freq_factor, those below original_max_seq_len /
+    high_freq_factor stay, and between them it goes over linearly in 1 / wavelength.
+    """
+    frequencies_K = theta ** (-np.arange(0, head_width, 2) / head_width)
+    if scaling is not None:
+        kept_K = np.zeros_like(frequencies_K)
+        if scaling.kind == "llama3":
+            turns_K = scaling.original_max_seq_len * frequencies_K / (2 * np.pi)
+            low, high = scaling.low_freq_factor, scaling.high_freq_factor
+            kept_K = np.clip((turns_K - low) / (high - low), 0, 1)
+        frequencies_K = kept_K * frequencies_K + (1 - kept_K) * frequencies_K / scaling.factor
+    return np.outer(np.arange(num_positions), frequencies_K)
 
 
 def rotate(x_BTHK: jax.Array, cos_BTK: jax.Array, sin_BTK: jax.Array) -> jax.Array:
@@ -243,14 +265,18 @@ def _dropout(config: ModelConfig, x_MD: jax.Array, rows: Rows, site: int) -> jax
     return jnp.where(kept_BTD.reshape(x_MD.shape), x_MD / keep, 0)
 
 
-def _linear(config: ModelConfig, width_in: int, width_out: int, rngs: nnx.Rngs) -> nnx.Linear:
-    return nnx.Linear(width_in, width_out, use_bias=config.bias, dtype=config.compute_dtype, rngs=rngs)
+def _linear(config: ModelConfig, width_in: int, width_out: int, bias: bool, rngs: nnx.Rngs) -> nnx.Linear:
+    return nnx.Linear(width_in, width_out, use_bias=bias, dtype=config.compute_dtype, rngs=rngs)
 
 
 def _norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm | nnx.LayerNorm:
     """Statistics in float32, whatever the type of what is normed."""
-    common = {"epsilon": config.norm_eps, "dtype": config.compute_dtype, "rngs": rngs}
     if config.norm_type == "rmsnorm":
-        return nnx.RMSNorm(config.d_model, **common)
+        return _rms_norm(config, config.d_model, rngs)
+    common = {"epsilon": config.norm_eps, "dtype": config.compute_dtype, "rngs": rngs}
     # Fast variance is E[x^2] - E[x]^2, which cancels.
     return nnx.LayerNorm(config.d_model, use_bias=config.bias, use_fast_variance=False, **common)
+
+
+def _rms_norm(config: ModelConfig, width: int, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    return nnx.RMSNorm(width, epsilon=config.norm_eps, dtype=config.compute_dtype, rngs=rngs)
