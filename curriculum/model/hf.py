@@ -1,0 +1,192 @@
+"""Parameters in Hugging Face folders: how transformers names and lays them out, and reading them onto a mesh.
+
+jax is imported by `load_hf` alone: what a folder holds can be checked without it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from curriculum.errors import InputError
+from curriculum.model.hf_files import FLOATS, StoredTensor, equal_bytes, stored_tensors
+from curriculum.model.presets import ModelConfig
+
+if TYPE_CHECKING:
+    from curriculum.model.model import Params
+
+# Buffers that older versions saved beside the weights: masks and wavelengths, which the config settles.
+_BUFFERS = re.compile(r"(^|\.)(attn\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
+_LISTED = 20  # of the tensors that do not fit, so many are told
+
+
+@dataclass(frozen=True)
+class HfTensor:
+    """One tensor of transformers: parameters of ours side by side along the last axis, then transposed or not."""
+
+    name: str
+    shape: tuple[int, ...]
+    parameters: tuple[str, ...]
+    transposed: bool = False
+
+
+def hf_layout(config: ModelConfig) -> list[HfTensor]:
+    """The tensors that the class of transformers for `config` has, in its order; padding is not among their rows."""
+    num_ids, width = config.num_ids or config.vocab_size, config.d_model
+    learned = config.pos_encoding == "learned"
+    block = _gpt2_block if learned else _llama_block
+    embed, norm = ("transformer.wte", "transformer.ln_f") if learned else ("model.embed_tokens", "model.norm")
+    tensors = [HfTensor(f"{embed}.weight", (num_ids, width), ("embed.embedding",))]
+    if learned:
+        tensors.append(HfTensor("transformer.wpe.weight", (config.max_seq_len, width), ("positions.embedding",)))
+    for layer in range(config.n_layer):
+        tensors += block(config, layer)
+    tensors += _norm(config, norm, "norm", width)
+    if not config.tie_embeddings:
+        tensors.append(HfTensor("lm_head.weight", (num_ids, width), ("head.kernel",), transposed=True))
+    return tensors
+
+
+def _llama_block(config: ModelConfig, layer: int) -> Iterator[HfTensor]:
+    theirs, ours = f"model.layers.{layer}", f"blocks.{layer:03}"
+    width, query, kv = config.d_model, config.n_head * config.head_width, config.n_kv_head * config.head_width
+
+    def linear(their_name: str, our_name: str, width_in: int, width_out: int, bias: bool) -> Iterator[HfTensor]:
+        names = f"{theirs}.{their_name}", f"{ours}.{our_name}"
+        yield HfTensor(f"{names[0]}.weight", (width_out, width_in), (f"{names[1]}.kernel",), transposed=True)
+        if bias:
+            yield HfTensor(f"{names[0]}.bias", (width_out,), (f"{names[1]}.bias",))
+
+    qkv_bias = config.bias or config.qkv_bias
+    yield from _norm(config, f"{theirs}.input_layernorm", f"{ours}.attention_norm", width)
+    yield from linear("self_attn.q_proj", "attention.query", width, query, qkv_bias)
+    yield from linear("self_attn.k_proj", "attention.key", width, kv, qkv_bias)
+    yield from linear("self_attn.v_proj", "attention.value", width, kv, qkv_bias)
+    yield from linear("self_attn.o_proj", "attention.out", query, width, config.bias)
+    if config.qk_norm:
+        for their_name, our_name in (("q_norm", "query_norm"), ("k_norm", "key_norm")):
+            scale = f"{ours}.attention.{our_name}.scale"
+            yield HfTensor(f"{theirs}.self_attn.{their_name}.weight", (config.head_width,), (scale,))
+    yield from _norm(config, f"{theirs}.post_attention_layernorm", f"{ours}.mlp_norm", width)
+    yield from linear("mlp.gate_proj", "mlp.gate", width, config.d_ff, config.bias)
+    yield from linear("mlp.up_proj", "mlp.up", width, config.d_ff, config.bias)
+    yield from linear("mlp.down_proj", "mlp.down", config.d_ff, width, config.bias)
+
+
+def _gpt2_block(config: ModelConfig, layer: int) -> Iterator[HfTensor]:
+    """Its linear layers keep their weights as [in, out], as here; query, key and value are one."""
+    theirs, ours = f"transformer.h.{layer}", f"blocks.{layer:03}"
+    width = config.d_model
+
+    def linear(their_name: str, width_in: int, width_out: int, *our_names: str) -> Iterator[HfTensor]:
+        for what, name, shape in (("weight", "kernel", (width_in, width_out)), ("bias", "bias", (width_out,))):
+            parameters = tuple(f"{ours}.{our_name}.{name}" for our_name in our_names)
+            yield HfTensor(f"{theirs}.{their_name}.{what}", shape, parameters)
+
+    yield from _norm(config, f"{theirs}.ln_1", f"{ours}.attention_norm", width)
+    yield from linear("attn.c_attn", width, 3 * width, "attention.query", "attention.key", "attention.value")
+    yield from linear("attn.c_proj", width, width, "attention.out")
+    yield from _norm(config, f"{theirs}.ln_2", f"{ours}.mlp_norm", width)
+    yield from linear("mlp.c_fc", width, config.d_ff, "mlp.up")
+    yield from linear("mlp.c_proj", config.d_ff, width, "mlp.down")
+
+
+def _norm(config: ModelConfig, theirs: str, ours: str, width: int) -> Iterator[HfTensor]:
+    yield HfTensor(f"{theirs}.weight", (width,), (f"{ours}.scale",))
+    if config.norm_type == "layernorm":
+        yield HfTensor(f"{theirs}.bias", (width,), (f"{ours}.bias",))
+
+
+def hf_tensors(config: ModelConfig, arrays: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, array) of each tensor of transformers, from parameters by our names, in their own type.
+
+    What pads the vocabulary is cut off. A generator, so that a writer need not hold all of them.
+    """
+    for tensor in hf_layout(config):
+        parts = [np.asarray(arrays[name]) for name in tensor.parameters]
+        array = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+        array = array.T if tensor.transposed else array
+        yield tensor.name, np.ascontiguousarray(array[: tensor.shape[0]])
+
+
+def checked_tensors(folder: str | os.PathLike, config: ModelConfig) -> dict[str, StoredTensor]:
+    """The tensors of a folder that are those of `config`, by transformers' names; only headers are read.
+
+    Raises InputError that lists the missing, the extra, and those of another shape or type. Masks and wavelengths that
+    older versions saved too are passed over, and so is the head of a tied model where it equals the embedding.
+    """
+    stored, layout = _full_names(stored_tensors(folder), config), hf_layout(config)
+    problems = []
+    for wanted in layout:
+        found = stored.get(wanted.name)
+        if found is None:
+            problems.append(f"{wanted.name}: is missing, expected {list(wanted.shape)}")
+        elif found.shape != wanted.shape:
+            problems.append(f"{wanted.name}: got {list(found.shape)}, expected {list(wanted.shape)}")
+        elif found.dtype not in FLOATS:
+            problems.append(f"{wanted.name}: got {found.dtype}, expected {', '.join(FLOATS)}")
+    names = {wanted.name for wanted in layout}
+    for name, found in stored.items():
+        if name in names or _BUFFERS.search(name):
+            continue
+        if name == "lm_head.weight":  # of a tied model
+            embedding = stored.get(layout[0].name)
+            if embedding is None or not equal_bytes(found, embedding):
+                problems.append(f"{name}: is not {layout[0].name}, though config.json says tie_word_embeddings")
+        else:
+            problems.append(f"{name}: got {list(found.shape)}, expected no such tensor")
+    if len(problems) > _LISTED:
+        problems[_LISTED:] = [f"and {len(problems) - _LISTED} tensors more do not fit"]
+    if problems:
+        raise InputError(*(f"{folder}: {problem}" for problem in problems))
+    return {name: stored[name] for name in names}
+
+
+def _full_names(stored: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
+    """Names as of the class with a head: of one without, as the first GPT-2 folders were saved, a prefix is missing."""
+    prefix = hf_layout(config)[0].name.partition(".")[0] + "."
+    if any(name.startswith(prefix) for name in stored):
+        return dict(stored)
+    return {name if name.startswith("lm_head.") else prefix + name: tensor for name, tensor in stored.items()}
+
+
+def load_hf(folder: str | os.PathLike, config: ModelConfig, like: Params) -> Params:
+    """The parameters of a folder as float32, each with the sharding of its jax.ShapeDtypeStruct in `like`.
+
+    Every array is mapped, turned and placed on its own, before the next is looked at. Rows that pad the vocabulary
+    (from `config.num_ids` on) are zeros. Raises InputError as `checked_tensors` does.
+    """
+    import jax
+
+    from curriculum.model.model import parameter_name
+
+    stored = checked_tensors(folder, config)
+    places = {name: (tensor, part) for tensor in hf_layout(config) for part, name in enumerate(tensor.parameters)}
+
+    def placed(path: tuple, array: jax.ShapeDtypeStruct) -> jax.Array:
+        tensor, part = places[parameter_name(path)]
+        source = stored[tensor.name].map()
+        source = source.T if tensor.transposed else source
+        first = part * (source.shape[-1] // len(tensor.parameters))
+        whole = jax.make_array_from_callback(
+            array.shape, array.sharding, lambda index: _cut(source, first, array.shape, index)
+        )
+        return jax.block_until_ready(whole)
+
+    return jax.tree.map_with_path(placed, like)
+
+
+def _cut(source: np.ndarray, first: int, shape: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
+    """`index` of an array of `shape` in float32, which begins at `first` of the source's last axis; zeros beyond it."""
+    spans = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
+    wanted: Any = [slice(start, stop) for start, stop in spans]
+    wanted[-1] = slice(spans[-1][0] + first, spans[-1][1] + first)
+    part = source[tuple(wanted)]
+    cut = np.zeros([stop - start for start, stop in spans], np.float32)
+    cut[tuple(slice(size) for size in part.shape)] = part
+    return cut

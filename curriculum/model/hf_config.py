@@ -1,0 +1,434 @@
+"""config.json of Hugging Face folders, there and back; each key means what it does in transformers' class.
+
+Nothing here imports jax, so that a plan can be printed without it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from curriculum.errors import InputError
+from curriculum.model.presets import (
+    HOW,
+    LARGEST_SIZE,
+    ModelConfig,
+    ModelSection,
+    RopeScaling,
+    model_problems,
+    resolve_model,
+)
+
+HF_CONFIG = "config.json"
+CLASSES = {
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+}
+# What a class takes where config.json leaves a key out; null counts as given.
+_COMMON = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "num_key_value_heads": None, "head_dim": None}
+_LEFT_OUT: dict[str, dict[str, Any]] = {
+    "llama": _COMMON | {"max_position_embeddings": 2048, "rope_theta": 1e4},
+    "mistral": _COMMON
+    | {"max_position_embeddings": 131_072, "rope_theta": 1e4, "num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": _COMMON
+    | {"max_position_embeddings": 32_768, "rope_theta": 1e4, "num_key_value_heads": 32, "sliding_window": 4096},
+    "qwen3": _COMMON
+    | {
+        "max_position_embeddings": 32_768,
+        "rope_theta": 1e4,
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+        "head_dim": 128,
+    },
+    "smollm3": _COMMON
+    | {
+        "max_position_embeddings": 32_768,
+        "rope_theta": 2e6,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+        "sliding_window": None,
+    },
+}
+_GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")  # two names of one formula
+_SILU = ("silu", "swish")
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def read_hf_config(folder: str | os.PathLike) -> ModelConfig:
+    """The architecture of a Hugging Face folder, by its config.json; `vocab_size` counts its rows, all of them ids.
+
+    Raises InputError that lists all that this program does not compute as transformers does.
+    """
+    return _read(Path(folder))[0]
+
+
+def hf_model_type(folder: str | os.PathLike) -> str:
+    """`model_type` of a folder that `read_hf_config` takes."""
+    return _read(Path(folder))[1]
+
+
+def _read(folder: Path) -> tuple[ModelConfig, str]:
+    keys = _Keys(folder / HF_CONFIG)
+    model_type = keys.data.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CLASSES:
+        raise InputError(
+            f"{keys.path}: model_type: got {json.dumps(model_type)}, expected one of: {', '.join(sorted(CLASSES))}"
+        )
+    if keys.data.get("quantization_config") is not None:
+        keys.problem("quantization_config", "the weights are quantised; expected float32, float16 or bfloat16 ones")
+    fields = _read_gpt2(keys) if model_type == "gpt2" else _read_llama(keys, model_type)
+    if not keys.problems:
+        section = ModelSection(**fields)
+        for name, message in model_problems(section, fields["vocab_size"]):
+            keys.problem("", f"as {name or 'a model'}: {message}")
+    if keys.problems:
+        raise InputError(*keys.problems)
+    return _shortest(resolve_model(section, fields["vocab_size"])), model_type
+
+
+def architecture_fields(config: ModelConfig) -> dict[str, Any]:
+    """The fields of a `model` section that name this architecture but for its vocabulary, as plain JSON."""
+    return {name: value for name, value in asdict(config).items() if name not in ("vocab_size", "num_ids", *HOW)}
+
+
+def _read_gpt2(keys: _Keys) -> dict[str, Any]:
+    keys.one_of("activation_function", _GELU_TANH, "gelu_new")
+    keys.one_of("scale_attn_weights", (True,), True)
+    for key in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention"):
+        keys.one_of(key, (False,), False)
+    n_embd, n_head = keys.size("n_embd"), keys.size("n_head")
+    return {
+        "vocab_size": keys.size("vocab_size"),
+        "n_layer": keys.size("n_layer"),
+        "n_head": n_head,
+        "n_kv_head": n_head,
+        "d_model": n_embd,
+        "d_ff": keys.size("n_inner", None) or 4 * n_embd,
+        "max_seq_len": keys.size("n_positions", 1024),
+        "pos_encoding": "learned",
+        "mlp_type": "gelu",
+        "norm_type": "layernorm",
+        "bias": True,
+        "tie_embeddings": keys.truth("tie_word_embeddings", True),
+        "norm_eps": keys.number("layer_norm_epsilon", 1e-5),
+    }
+
+
+def _read_llama(keys: _Keys, model_type: str) -> dict[str, Any]:
+    left_out = _LEFT_OUT[model_type]
+    keys.one_of("hidden_act", _SILU, "silu")
+    n_head = keys.size("num_attention_heads")
+    fields = {
+        "vocab_size": keys.size("vocab_size"),
+        "n_layer": keys.size("num_hidden_layers"),
+        "n_head": n_head,
+        "n_kv_head": keys.size("num_key_value_heads", left_out["num_key_value_heads"]) or n_head,
+        "d_model": keys.size("hidden_size"),
+        "d_ff": keys.size("intermediate_size"),
+        "max_seq_len": keys.size("max_position_embeddings", left_out["max_position_embeddings"]),
+        "tie_embeddings": keys.truth("tie_word_embeddings", left_out["tie_word_embeddings"]),
+        "norm_eps": keys.number("rms_norm_eps", left_out["rms_norm_eps"]),
+        "d_head": keys.size("head_dim", left_out["head_dim"]),
+        "qkv_bias": model_type == "qwen2",
+        "qk_norm": model_type == "qwen3",
+        "sliding_window": _sliding_window(keys, model_type),
+    }
+    theta, fields["rope_scaling"] = _rope(keys, left_out["rope_theta"], fields["max_seq_len"])
+    fields["rope_theta"] = theta
+    if model_type in ("llama", "qwen3", "smollm3"):
+        has_mlp_bias = model_type != "qwen3" and keys.truth("mlp_bias", False)
+        fields["bias"] = keys.truth("attention_bias", False)
+        if fields["bias"] != has_mlp_bias:
+            got = f"got {json.dumps(fields['bias'])} with mlp_bias {json.dumps(has_mlp_bias)}"
+            keys.problem("attention_bias", f"{got}; expected biases in attention and feed-forward, or in neither")
+    if model_type == "smollm3":
+        fields["no_rope_every"] = _no_rope_every(keys, fields["n_layer"])
+    return fields
+
+
+def _rope(keys: _Keys, theta: float, max_seq_len: int) -> tuple[float, RopeScaling | None]:
+    """From `rope_parameters`, or as folders before transformers 5 have it: `rope_theta` beside `rope_scaling`."""
+    name = next((key for key in ("rope_scaling", "rope_parameters") if keys.data.get(key)), "rope_parameters")
+    inner = keys.data.get(name) or {}
+    if not isinstance(inner, dict):
+        keys.problem(name, f"got {type(inner).__name__}, expected a mapping")
+        inner = {}
+    rope = _Keys(keys.path, inner, f"{name}.", keys.problems)
+    outer_theta = keys.number("rope_theta", theta)
+    theta = rope.number("rope_theta", None)
+    theta = outer_theta if theta is None else theta
+    for place in (keys, rope):
+        place.one_of("partial_rotary_factor", (None, 1.0), None)
+    kind = inner.get("rope_type", inner.get("type", "default"))
+    if kind == "default":
+        if nested := [key for key, value in inner.items() if isinstance(value, dict)]:
+            keys.problem(name, f"got one for each of: {', '.join(nested)}; expected one for all layers")
+        return theta, None
+    if kind not in ("linear", "llama3"):
+        rope.problem("rope_type", f"got {json.dumps(kind)}, expected default, linear or llama3")
+        return theta, None
+    scaling: dict[str, Any] = {"kind": kind, "factor": rope.number("factor")}
+    if kind == "llama3":
+        before = keys.size("original_max_position_embeddings", None)
+        scaling["original_max_seq_len"] = before or rope.size("original_max_position_embeddings", max_seq_len)
+        scaling["low_freq_factor"] = rope.number("low_freq_factor")
+        scaling["high_freq_factor"] = rope.number("high_freq_factor")
+    if scaling["factor"] < 1:
+        rope.problem("factor", f"got {scaling['factor']}, expected 1 or more")
+    if rope.problems:
+        return theta, None
+    try:
+        return theta, RopeScaling(**scaling)
+    except ValueError as error:
+        keys.problem(name, str(error))
+        return theta, None
+
+
+def _sliding_window(keys: _Keys, model_type: str) -> int | None:
+    """How many tokens each token sees, all for None; the same in every layer."""
+    if model_type == "llama":
+        return None
+    window = keys.size("sliding_window", _LEFT_OUT[model_type]["sliding_window"])
+    if model_type == "mistral":
+        return window
+    window = window if keys.truth("use_sliding_window", False) else None
+    num_layers = keys.size("num_hidden_layers")
+    kinds = keys.data.get("layer_types")
+    if kinds is None and model_type == "smollm3":
+        slides = [window is not None and not has_rope for has_rope in _ropes(keys, num_layers)]
+    elif kinds is None:
+        slides = [window is not None and layer >= keys.size("max_window_layers", 28) for layer in range(num_layers)]
+    elif not isinstance(kinds, list) or not all(kind in _LAYER_TYPES for kind in kinds):
+        keys.problem("layer_types", f"got {json.dumps(kinds)}, expected full_attention and sliding_attention only")
+        return None
+    else:
+        slides = [kind == "sliding_attention" for kind in kinds[:num_layers]]
+    if not any(slides):
+        return None
+    if not all(slides):
+        got = f"{sum(slides)} of {len(slides)} layers see {window} tokens and the others all"
+        keys.problem("layer_types" if kinds is not None else "use_sliding_window", f"{got}; expected all layers alike")
+    elif window is None:
+        keys.problem("sliding_window", "none, though layer_types has sliding_attention; expected the window's tokens")
+    return window
+
+
+def _ropes(keys: _Keys, num_layers: int) -> list[bool]:
+    """Of each layer, whether it has rope."""
+    given = keys.data.get("no_rope_layers")
+    if given is None:
+        every = keys.size("no_rope_layer_interval", 4)
+        return [(layer + 1) % every != 0 for layer in range(num_layers)]
+    if not isinstance(given, list) or len(given) < num_layers or not all(one in (0, 1) for one in given):
+        keys.problem("no_rope_layers", f"got {json.dumps(given)}, expected a 1 or a 0 for each of {num_layers} layers")
+        return [True] * num_layers
+    return [one == 1 for one in given[:num_layers]]
+
+
+def _no_rope_every(keys: _Keys, num_layers: int) -> int | None:
+    has_rope = _ropes(keys, num_layers)
+    if all(has_rope):
+        return None
+    every = has_rope.index(False) + 1
+    if has_rope != [(layer + 1) % every != 0 for layer in range(num_layers)]:
+        without = [layer for layer, rope in enumerate(has_rope) if not rope]
+        keys.problem("no_rope_layers", f"none in layers {without}; expected every n-th layer without rope")
+    return every
+
+
+def _shortest(config: ModelConfig) -> ModelConfig:
+    """The same model, without a head's width where it follows from the others."""
+    follows = config.d_head is not None and config.d_head * config.n_head == config.d_model
+    return replace(config, d_head=None) if follows else config
+
+
+class _Keys:
+    """Keys of a JSON file, read by type; what does not fit is gathered, and something of the type given instead."""
+
+    def __init__(self, path: Path, data: dict[str, Any] | None = None, prefix: str = "", problems: list | None = None):
+        self.path, self.prefix = path, prefix
+        self.problems: list[str] = [] if problems is None else problems
+        self.data = _read_object(path) if data is None else data
+
+    def problem(self, key: str, message: str) -> None:
+        line = f"{self.path}: {self.prefix}{key}: {message}" if key else f"{self.path}: {message}"
+        if line not in self.problems:
+            self.problems.append(line)
+
+    def _given(self, key: str, default: tuple) -> Any:
+        if key in self.data:
+            return self.data[key]
+        if not default:
+            self.problem(key, "missing; this key is needed")
+        return default[0] if default else None
+
+    def size(self, key: str, *default: int | None) -> Any:
+        """A positive integer, or None where that is the default or null stands there and a default is."""
+        value = self._given(key, default)
+        if value is None and (default or key not in self.data):
+            return None if default else 1
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST_SIZE:
+            self.problem(key, f"got {json.dumps(value)}, expected a positive integer, at most {LARGEST_SIZE}")
+            return 1
+        return value
+
+    def number(self, key: str, *default: float | None) -> Any:
+        value = self._given(key, default)
+        if value is None and (default or key not in self.data):
+            return default[0] if default else 1.0
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            self.problem(key, f"got {json.dumps(value)}, expected a positive number")
+            return 1.0
+        return float(value)
+
+    def truth(self, key: str, default: bool) -> bool:
+        value = self._given(key, (default,))
+        if not isinstance(value, bool):
+            self.problem(key, f"got {json.dumps(value)}, expected true or false")
+            return default
+        return value
+
+    def one_of(self, key: str, options: Sequence[Any], default: Any) -> None:
+        value = self._given(key, (default,))
+        if value not in options:
+            self.problem(key, f"got {json.dumps(value)}, expected {' or '.join(json.dumps(o) for o in options)}")
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path}: is missing; expected the config.json of a Hugging Face folder") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read: {error}; copy the folder anew") from None
+    if not isinstance(data, dict):
+        raise InputError(f"{path}: got {type(data).__name__}, expected a JSON object")
+    return data
+
+
+def hf_config_of(
+    config: ModelConfig, *, bos: int | None, eos: int | Sequence[int] | None, dtype: str = "float32"
+) -> dict[str, Any]:
+    """config.json of the class of transformers that computes this model. `dtype`: float32, float16 or bfloat16.
+
+    A padded vocabulary is written without its padding. Raises InputError that names the fields of a combination that
+    no class has. Rope stands there twice, for transformers 5 and as it was before.
+    """
+    model_type = _class_for(config)
+    common = {
+        "architectures": [CLASSES[model_type]],
+        "model_type": model_type,
+        "vocab_size": config.num_ids or config.vocab_size,
+        "tie_word_embeddings": config.tie_embeddings,
+        "bos_token_id": bos,
+        "eos_token_id": eos if eos is None or isinstance(eos, int) else list(eos),
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+    if model_type == "gpt2":
+        return common | {
+            "n_embd": config.d_model,
+            "n_layer": config.n_layer,
+            "n_head": config.n_head,
+            "n_inner": config.d_ff,
+            "n_positions": config.max_seq_len,
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": config.norm_eps,
+            "attn_pdrop": 0.0,
+            "embd_pdrop": config.dropout,
+            "resid_pdrop": config.dropout,
+        }
+    written = common | {
+        "hidden_size": config.d_model,
+        "num_hidden_layers": config.n_layer,
+        "num_attention_heads": config.n_head,
+        "num_key_value_heads": config.n_kv_head,
+        "head_dim": config.head_width,
+        "intermediate_size": config.d_ff,
+        "max_position_embeddings": config.max_seq_len,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        **_written_rope(config),
+    }
+    if model_type in ("llama", "qwen3", "smollm3"):
+        written["attention_bias"] = config.bias
+    if model_type in ("llama", "smollm3"):
+        written["mlp_bias"] = config.bias
+    if model_type != "llama":
+        written["sliding_window"] = config.sliding_window
+    if model_type in ("qwen2", "qwen3", "smollm3"):
+        slides = config.sliding_window is not None
+        written["use_sliding_window"] = slides
+        written["layer_types"] = ["sliding_attention" if slides else "full_attention"] * config.n_layer
+    if model_type in ("qwen2", "qwen3"):
+        written["max_window_layers"] = 0 if config.sliding_window is not None else config.n_layer
+    if model_type == "smollm3":
+        written["no_rope_layers"] = [int(config.has_rope(layer)) for layer in range(config.n_layer)]
+        written["no_rope_layer_interval"] = config.no_rope_every or config.n_layer + 1
+        written["pad_token_id"] = None  # the class has one of its own, of another vocabulary
+    return written
+
+
+def _written_rope(config: ModelConfig) -> dict[str, Any]:
+    scaling = config.rope_scaling
+    if scaling is None:
+        default = {"rope_type": "default", "rope_theta": config.rope_theta}
+        return {"rope_theta": config.rope_theta, "rope_parameters": default}
+    stretched: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "llama3":
+        stretched |= {
+            "original_max_position_embeddings": scaling.original_max_seq_len,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+        }
+    parameters = stretched | {"rope_theta": config.rope_theta}
+    return {"rope_theta": config.rope_theta, "rope_scaling": stretched, "rope_parameters": parameters}
+
+
+def _class_for(config: ModelConfig) -> str:
+    """The model_type that computes a model; Mistral and SmolLM3 also do what Llama does, and more."""
+    config = _shortest(config)
+    if config.pos_encoding == "learned":
+        wanted = {
+            "mlp_type": "gelu",
+            "norm_type": "layernorm",
+            "bias": True,
+            "qk_norm": False,
+            "sliding_window": None,
+            "n_kv_head": config.n_head,
+            "d_head": None,
+        }
+        _refuse_unlike(config, wanted, "GPT-2, the class with learned positions,")
+        return "gpt2"
+    _refuse_unlike(config, {"mlp_type": "swiglu", "norm_type": "rmsnorm"}, "the Llama family, the classes with rope,")
+    has_qkv_bias = config.qkv_bias and not config.bias
+    if config.qk_norm:
+        wanted = {"bias": False, "qkv_bias": config.qkv_bias and config.bias, "no_rope_every": None}
+        _refuse_unlike(config, wanted, "Qwen3, the class with qk_norm,")
+        return "qwen3"
+    if has_qkv_bias:
+        _refuse_unlike(config, {"no_rope_every": None}, "Qwen2, the class with qkv_bias alone,")
+        return "qwen2"
+    odd_width = config.d_model % config.n_head != 0  # Llama's class refuses that, whatever the width of a head
+    if config.no_rope_every is not None or (config.bias and (config.sliding_window is not None or odd_width)):
+        return "smollm3"
+    return "mistral" if config.sliding_window is not None or odd_width else "llama"
+
+
+def _refuse_unlike(config: ModelConfig, wanted: Mapping[str, Any], who: str) -> None:
+    problems = []
+    for name, its in wanted.items():
+        if (ours := getattr(config, name)) != its:
+            expected = "none" if its is None else json.dumps(its)
+            problems.append(f"model.{name}: got {json.dumps(ours)}, but {who} has {expected}; no class has both")
+    if problems:
+        raise InputError(*problems)
