@@ -1,4 +1,5 @@
-"""Begin from what another run learned: its checkpoint, the sections taken from it, and replay of what it knew.
+"""Begin from what was learned before: a run's checkpoint or a Hugging Face folder, the sections taken from it, and
+replay of what it knew.
 
 Nothing here imports jax: a plan needs it too.
 """
@@ -17,24 +18,28 @@ from pydantic import Field
 
 from curriculum.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from curriculum.errors import InputError
-from curriculum.model.presets import HOW, ModelSection, model_problems, resolve_model
+from curriculum.model.hf import checked_tensors
+from curriculum.model.hf_config import HF_CONFIG, architecture_fields, hf_model_type, read_hf_config
+from curriculum.model.hf_weights import INDEX
+from curriculum.model.presets import HOW, ModelConfig, ModelSection, model_problems, resolve_model
 from curriculum.run import RunDirectory, find_checkpoint, read_json, read_ledger, step_folders, undamaged
 from phases.schedule import Phase
 
 if TYPE_CHECKING:
     from curriculum.config import Config
 
-INHERITED = ("model", "tokenizer")  # sections that a config may leave to the run it begins from
+INHERITED = ("model", "tokenizer")  # sections that a config may leave to what it begins from
 
 
 @dataclass(frozen=True)
 class AdaptationSection:
-    """Begin from another run, and keep what it knew by replay."""
+    """Begin from another run or a pretrained model, and keep what it knew by replay."""
 
     __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     init_from: str | None = None
-    """A run: its gold checkpoint, else its latest; or RUN/checkpoints/STEP, RUN/gold, RUN/gold/STEP, RUN/kept/STEP."""
+    """A run: its gold checkpoint, else its latest; or RUN/checkpoints/STEP, RUN/gold, RUN/gold/STEP, RUN/kept/STEP. Or
+    a Hugging Face folder of the Llama family or GPT-2: config.json, model.safetensors, tokenizer.json."""
     keep_optimizer: bool = False
     """Take the optimizer's state over too, not the parameters alone; the step is 0 either way."""
     replay: dict[str, Annotated[float, Field(gt=0, lt=1)]] = field(default_factory=dict)
@@ -74,8 +79,28 @@ class Base:
         }
 
 
-def find_base(init_from: str | os.PathLike) -> Base:
-    """The checkpoint that `adaptation.init_from` means. Raises InputError where there is none."""
+@dataclass(frozen=True)
+class HfBase:
+    """The Hugging Face folder that a run begins from; its weights fit its config.json."""
+
+    init_from: str  # as it was given
+    folder: Path
+    model_type: str
+    model: ModelConfig
+
+    def lineage(self, keep_optimizer: bool) -> dict[str, Any]:
+        """Where a run that begins here comes from. `train.start` adds the fingerprint, for which all is read."""
+        return {
+            "init_from": self.init_from,
+            "kind": "hf",
+            "model_type": self.model_type,
+            "keep_optimizer": keep_optimizer,
+            "lineage": None,
+        }
+
+
+def find_base(init_from: str | os.PathLike) -> Base | HfBase:
+    """What `adaptation.init_from` means. Raises InputError where there is nothing to begin from."""
     given = str(init_from)
     if not given:
         raise InputError(f"got an empty path, expected {_EXPECTED}")
@@ -94,28 +119,40 @@ def find_base(init_from: str | os.PathLike) -> Base:
         return Base(given, run, *find_checkpoint(run))
     if path.name == "gold" and (run := _run_at(path.parent, given)) is not None:
         return Base(given, run, *find_checkpoint(run, "gold", option=f"{given}:"))
+    if any((path / name).is_file() for name in (HF_CONFIG, INDEX)) or any(path.glob("*.safetensors")):
+        folder = _as_given(path, given)
+        model = read_hf_config(folder)
+        checked_tensors(folder, model)
+        return HfBase(given, folder, hf_model_type(folder), model)
     raise InputError(f"{given!r} holds no run and is no checkpoint of one; expected {_EXPECTED}")
 
 
-_EXPECTED = "a run, RUN/checkpoints/STEP, RUN/gold, RUN/gold/STEP or RUN/kept/STEP"
+_EXPECTED = "a run, RUN/checkpoints/STEP, RUN/gold, RUN/gold/STEP, RUN/kept/STEP or a Hugging Face folder"
 _PLACES = ("checkpoints", "gold", "kept")
 
 
 def _run_at(path: Path, given: str) -> RunDirectory | None:
     """The run in a folder, its path as relative as the one that was given; None where there is none."""
-    relative = not os.path.isabs(os.path.expanduser(given))
-    directory = RunDirectory(Path(os.path.relpath(path)) if relative else path)
+    directory = RunDirectory(_as_given(path, given))
     return directory if os.path.isfile(directory.resolved_config) else None
+
+
+def _as_given(path: Path, given: str) -> Path:
+    return path if os.path.isabs(os.path.expanduser(given)) else Path(os.path.relpath(path))
 
 
 @dataclass(frozen=True)
 class Heritage:
-    """The `model` and `tokenizer` sections that a config takes from a run, and what it may not contradict."""
+    """The `model` and `tokenizer` sections that a config takes from a run or a folder, and may not contradict.
+
+    The vocabulary of a folder's model may be padded up.
+    """
 
     run: str  # as messages name it
     sections: dict[str, Any]
     tokenizer: Tokenizer
     architecture: dict[str, Any]
+    is_hf: bool = False
 
     def under(self, data: Mapping[str, Any]) -> dict[str, Any]:
         """The data of a config with what it leaves out taken over: a section, or of `model` single fields.
@@ -144,8 +181,10 @@ class Heritage:
                 yield "tokenizer.path", str(error)
         if model is None or model_problems(model, self.tokenizer.vocab_size):
             return
-        ours = resolve_model(model, self.tokenizer.vocab_size).architecture
-        if different := differences(ours, self.architecture):
+        resolved = resolve_model(model, self.tokenizer.vocab_size)
+        if self.is_hf:
+            resolved = replace(resolved, vocab_size=resolved.num_ids or resolved.vocab_size, num_ids=None)
+        if different := differences(resolved.architecture, self.architecture):
             only = f"or give no preset and only what may differ ({', '.join(HOW)})"
             yield "model", f"the architecture is not that of {self.run}: {different}; {fix}, {only}"
 
@@ -162,6 +201,8 @@ def heritage(init_from: str, continues: str | os.PathLike | None = None) -> Heri
         if same_place(resolved.get("adaptation", {}).get("init_from"), init_from) and own.tokenizer.exists():
             return _heritage_of(own, {name: resolved[name] for name in INHERITED})
     base = find_base(init_from)
+    if isinstance(base, HfBase):
+        return _hf_heritage(base)
     resolved = base.config
     kind = resolved["tokenizer"]["kind"]
     path = None if kind == "byte" else str(base.directory.tokenizer)
@@ -174,8 +215,44 @@ def _heritage_of(directory: RunDirectory, sections: dict[str, Any]) -> Heritage:
     return Heritage(str(directory.path), sections, tokenizer, architecture)
 
 
+def _hf_heritage(base: HfBase) -> Heritage:
+    """All rows of the folder's embedding are ids, whether its tokenizer has them or not: its model predicts them."""
+    tokenizer, num_ids = load_tokenizer(base.folder), base.model.vocab_size
+    if num_ids < tokenizer.vocab_size:
+        got = f"got {num_ids}, but its tokenizer.json has {tokenizer.vocab_size} ids"
+        raise InputError(f"{base.folder / HF_CONFIG}: vocab_size: {got}; expected a row for each")
+    sections = {
+        "model": architecture_fields(base.model) | {"vocab_size": num_ids, "num_ids": num_ids},
+        "tokenizer": asdict(TokenizerConfig("hf", path=str(base.folder))),
+    }
+    return Heritage(str(base.folder), sections, tokenizer, base.model.architecture, is_hf=True)
+
+
+def model_from(data: dict[str, Any], continues: str | os.PathLike | None = None) -> dict[str, Any]:
+    """The data of a config whose `model.from` is replaced by the fields that it stands for, its own fields on top.
+
+    A run that goes on, in the directory `continues`, needs the folder no more: its own model is taken where the folder
+    is gone, and has the same architecture. Raises InputError for a folder that will not do.
+    """
+    model = data.get("model")
+    if not isinstance(model, dict) or not isinstance(model.get("from"), str):
+        return data
+    if model.get("preset") is not None:
+        raise InputError(f"got {model['from']!r} beside the preset {model['preset']!r}; expected one of the two")
+    folder = Path(os.path.expanduser(model["from"]))
+    own = None if continues is None else RunDirectory(Path(continues))
+    if own is not None and own.resolved_config.exists() and not folder.exists():
+        its = own.resolved()["model"] or {}
+    else:
+        its = architecture_fields(read_hf_config(folder))
+    given = {key: setting for key, setting in model.items() if key != "from"}
+    if "n_head" in given and its.get("n_kv_head") == its.get("n_head"):
+        given.setdefault("n_kv_head", given["n_head"])
+    return data | {"model": its | given}
+
+
 def base_lineage(config: Config) -> dict[str, Any] | None:
-    """The lineage of a run that begins with this config, None where it begins from no other run."""
+    """The lineage of a run that begins with this config, None where it begins from its seed."""
     section = config.adaptation
     return None if section.init_from is None else find_base(section.init_from).lineage(section.keep_optimizer)
 

@@ -12,9 +12,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from curriculum.adaptation import INHERITED, AdaptationSection, Heritage, heritage
+from curriculum.adaptation import INHERITED, AdaptationSection, Heritage, heritage, model_from
 from curriculum.config_checks import CHECKS, PATH_CHECKS
-from curriculum.config_problems import no_such, translate
+from curriculum.config_problems import field_key, no_such, translate
 from curriculum.data.chat import ChatConfig
 from curriculum.data.documents import SourceConfig
 from curriculum.data.packing import PackingConfig
@@ -35,7 +35,7 @@ from phases.schedule import Phase
 PositiveInt = Annotated[int, Field(ge=1, le=10**9)]
 _STRICT = {"extra": "forbid"}
 _MODEL = "The transformer: a preset, single fields, or both; null where `train(make_model=...)` brings another model."
-_MODEL += " Begun from another run, single fields change what that run has."
+_MODEL += " Begun from another run or from a folder, single fields change what that has."
 _ALL_REPLAYED = (  # of `phases`
     "missing, and all that --dataset-dir gives is replayed (adaptation.replay), so that no phase is made of it; give "
     "the text to adapt to as well, or phases"
@@ -321,6 +321,11 @@ def build_config(
         if key not in known:
             problems.append((str(key), no_such("key", str(key), known)))
     values: dict[str, Any] = {}
+    try:
+        data = model_from(data, continues)
+    except InputError as error:
+        problems += [("model.from", problem) for problem in error.problems]
+        data = {key: section for key, section in data.items() if key != "model"}
     inherited = None
     if check_paths or not set(INHERITED) <= data.keys():
         inherited, wrong = _heritage(data, continues)
@@ -357,9 +362,13 @@ def _heritage(data: dict, continues: str | os.PathLike | None) -> tuple[Heritage
     if not isinstance(init_from, str):
         return None, []
     try:
-        return heritage(init_from, continues), []
+        found = heritage(init_from, continues)
     except InputError as error:
         return None, [("adaptation.init_from", problem) for problem in error.problems]
+    if found.is_hf and section.get("keep_optimizer") is True:
+        message = f"got true, but {found.run} is a Hugging Face folder, which holds no optimizer state; leave it out"
+        return found, [("adaptation.keep_optimizer", message)]
+    return found, []
 
 
 def sections() -> list[dataclasses.Field]:
@@ -374,7 +383,7 @@ def section_adapter(section: str) -> TypeAdapter:
 
 def _plain(value):
     if dataclasses.is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {field_key(f.name): _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, tuple) else value

@@ -35,7 +35,7 @@ def _message(path: str, details: list[dict]) -> str:
     first = details[0]
     if first["type"] == "unexpected_keyword_argument":
         parent = first["parent_type"]
-        keys = [f.name for f in dataclasses.fields(parent)] if dataclasses.is_dataclass(parent) else []
+        keys = [field_key(f.name) for f in dataclasses.fields(parent)] if dataclasses.is_dataclass(parent) else []
         return no_such("key", path.rpartition(".")[2], keys)
     if first["type"] in ("missing", "missing_argument"):
         return "missing; this key is needed"
@@ -71,6 +71,11 @@ def _member_type(parent, part):
         if typing.get_origin(option) is tuple:
             return typing.get_args(option)[0]
     return parent
+
+
+def field_key(name: str) -> str:
+    """The key of a field in a file: `from` for `from_`, which Python could not be told otherwise."""
+    return name.removesuffix("_")
 
 
 def no_such(what: str, name: str, known: Iterable[str]) -> str:

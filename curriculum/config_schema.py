@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from curriculum.config import Config, section_adapter, sections
+from curriculum.config_problems import field_key
 
 _USE = {
     "type": "string",
@@ -95,5 +96,5 @@ def _meanings(section: type) -> dict[str, str]:
     body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0].body
     for statement, text in zip(body, body[1:], strict=False):
         if isinstance(statement, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-            meanings[statement.target.id] = text.value.value
+            meanings[field_key(statement.target.id)] = text.value.value
     return meanings

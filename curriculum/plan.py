@@ -47,7 +47,7 @@ class Plan:
 
     `memory` is estimated, in bytes on one device, by part and in total, for micro-steps of `rows` x `seq_len`
     tokens there; its `free_axis` names the axis of the mesh whose -1 was taken for 1. It and `num_parameters` are None
-    while the vocabulary is not known. `begins_from` is the lineage of a run that begins from another.
+    while the vocabulary is not known. `begins_from` is the lineage of a run that begins from another, or from a folder.
     """
 
     name: str

@@ -77,6 +77,8 @@ def table(p: Plan) -> list[str]:
 
 
 def _beginning(lineage: dict[str, Any]) -> str:
+    if lineage.get("kind") == "hf":
+        return f"begins with the parameters of a {lineage['model_type']} model ({lineage['init_from']})"
     kept = "parameters and optimizer state" if lineage["keep_optimizer"] else "the parameters"
     return f"begins with {kept} of {lineage['run']}, step {lineage['step']:,} ({lineage['init_from']})"
 

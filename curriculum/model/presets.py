@@ -112,15 +112,18 @@ class ModelConfig:
 class ModelSection:
     """The `model` section of a config: a preset, single fields, or a preset with fields overridden.
 
-    Without a preset n_layer, n_head, d_model, d_ff and max_seq_len are needed, and the rest has ModelConfig's
-    defaults. `n_kv_head` left out follows n_head wherever the preset's heads are not grouped. `vocab_size` left
-    out is the tokenizer's; a larger one pads the embedding.
+    `from` is replaced by the fields that it stands for when a config is read. Without a preset n_layer, n_head,
+    d_model, d_ff and max_seq_len are needed, and the rest has ModelConfig's defaults. `n_kv_head` left out follows
+    n_head wherever the preset's heads are not grouped. `vocab_size` left out is the tokenizer's; a larger one pads the
+    embedding.
     """
 
     __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     preset: str | None = None
     """A named shape: tiny, gpt2-124m, llama-360m, llama-1b, llama-3b, llama-7b."""
+    from_: Annotated[str | None, Field(alias="from")] = None
+    """A Hugging Face folder: the shape of its config.json, in place of a preset. Its weights: adaptation.init_from."""
     vocab_size: int | None = None
     """Rows of the embedding; by default the tokenizer's ids, and never fewer. More pad it up, which can be faster."""
     n_layer: int | None = None
@@ -238,6 +241,7 @@ HOW = ("dropout", "compute_dtype", "remat")  # fields of ModelConfig that are no
 RARE = ("num_ids", "d_head", "qkv_bias", "qk_norm", "rope_scaling", "no_rope_every", "sliding_window")
 
 LARGEST_SIZE = 1 << 24
+_SHAPES = ("preset", "from_")  # fields of ModelSection that stand for many
 _SIZES = ("n_layer", "n_head", "n_kv_head", "d_model", "d_ff", "max_seq_len")
 _NEEDED_WITHOUT_PRESET = ("n_layer", "n_head", "d_model", "d_ff", "max_seq_len")
 
@@ -345,7 +349,7 @@ def num_projections(config: ModelConfig) -> int:
 
 def _merged(section: ModelSection) -> dict[str, Any]:
     """The fields that the section settles: its own over its preset's, vocab_size only where it is its own."""
-    own = {field.name: getattr(section, field.name) for field in fields(section) if field.name != "preset"}
+    own = {field.name: getattr(section, field.name) for field in fields(section) if field.name not in _SHAPES}
     own = {name: setting for name, setting in own.items() if setting is not None}
     base = {}
     if section.preset is not None:

@@ -12,10 +12,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from curriculum.adaptation import HfBase
 from curriculum.config import Config
 from curriculum.data.corpus import Corpus, load_corpus
 from curriculum.data.tokenizer import Tokenizer
 from curriculum.errors import InputError
+from curriculum.model.hf import load_hf
 from curriculum.model.loss import nats_per_token
 from curriculum.model.model import Model, abstract_params, check_model
 from curriculum.model.presets import resolve_model
@@ -255,6 +257,9 @@ def build(
         first_state = partial(init_state, optimizer=optimizer, **sizes, ema=ema)
         compiled = jax.jit(first_state, donate_argnums=0, out_shardings=shardings)
         base = start.base
+        if isinstance(base, HfBase):
+            like = abstract_state(len(plan.sources)).params
+            return compiled(load_hf(base.folder, resolve_model(config.model, corpus.tokenizer.vocab_size), like))
         if base is not None:
             like = abstract_state(len(base.ledger["sources"]), base.ledger["window_steps"])
             state = compiled(load_params(base.checkpoint / "params", like.params))

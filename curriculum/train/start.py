@@ -1,4 +1,4 @@
-"""Where a run's first parameters come from: its own seed, or a checkpoint of another run."""
+"""Where a run's first parameters come from: its own seed, a checkpoint of another run, or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from curriculum.adaptation import Base, differences, find_base, same_place
+from curriculum.adaptation import Base, HfBase, differences, find_base, same_place
 from curriculum.config import Config
 from curriculum.manifest import damage
+from curriculum.model.hf_weights import hf_fingerprint
 from curriculum.model.model import Model, abstract_params, parameter_name
 from curriculum.record.events import plain
 from curriculum.run import RunDirectory, find_checkpoint, read_ledger, step_folders
@@ -25,7 +26,7 @@ class Start:
     """What a run begins from. Both None: from its seed."""
 
     lineage: dict[str, Any] | None = None
-    base: Base | None = None  # None too for a run that goes on from a checkpoint of its own
+    base: Base | HfBase | None = None  # None too for a run that goes on from a checkpoint of its own
 
 
 class Resumed(NamedTuple):
@@ -89,7 +90,10 @@ def start_of(config: Config, saved: Mapping[str, Any] | None = None) -> Start:
         if section.init_from is None:
             return Start()
         base = find_base(section.init_from)
-        return Start(base.lineage(section.keep_optimizer), base)
+        lineage = base.lineage(section.keep_optimizer)
+        if isinstance(base, HfBase):
+            lineage["fingerprint"] = hf_fingerprint(base.folder)
+        return Start(lineage, base)
     lineage = saved.get("lineage") or {"init_from": None, "keep_optimizer": False}
     if not same_place(section.init_from, lineage["init_from"]):
         got, was = json.dumps(section.init_from), json.dumps(lineage["init_from"])
@@ -101,9 +105,14 @@ def start_of(config: Config, saved: Mapping[str, Any] | None = None) -> Start:
     return Start(saved.get("lineage"))
 
 
-def check_base(base: Base, config: Config, model: Model) -> None:
-    """Raise InputError where the checkpoint's arrays are not those of the run that begins from it."""
+def check_base(base: Base | HfBase, config: Config, model: Model) -> None:
+    """Raise InputError where the arrays of the checkpoint or folder are not those of the run that begins from it."""
     problems = []
+    if isinstance(base, HfBase):
+        if config.model is not None:  # and agrees: it was compared when the config was read
+            return
+        message = f"{base.folder} is a Hugging Face folder, which gives the `model` section its parameters, but the run"
+        raise config.error([("adaptation.init_from", f"{message} has another model (make_model); leave that out")])
     saved = base.ledger
     name = f"{base.directory.path}, step {base.step},"
     parameters = {parameter_name(path): list(a.shape) for path, a in jax.tree.leaves_with_path(abstract_params(model))}
