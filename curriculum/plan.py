@@ -11,7 +11,7 @@ from curriculum.adaptation import base_lineage, with_replay
 from curriculum.config import Config
 from curriculum.data.corpus import find_sizes
 from curriculum.model.memory import memory_estimate
-from curriculum.model.presets import ModelConfig, model_problems, num_parameters, num_projections, resolve_model
+from curriculum.model.presets import HOW, ModelConfig, model_problems, num_parameters, num_projections, resolve_model
 from curriculum.train.optimizer import MOMENTS, OptimConfig
 from phases.lr import LrSchedule
 from phases.replay import Replay, raise_share
@@ -80,6 +80,18 @@ def declaration(config: Config) -> dict[str, Any]:
         "phases": whole["phases"],
         "evalsets": {"sets": sorted(whole["evalsets"]["sets"])},
     }
+
+
+def settings(config: Config) -> dict[str, dict[str, Any]]:
+    """What a config says of how a run is trained and judged, the schedule apart, by section; a ledger keeps it too."""
+    whole, scheduled = config.to_json(), declaration(config)
+    of_model = {} if whole["model"] is None else {key: whole["model"][key] for key in HOW}
+    rest = {
+        section: {key: value for key, value in whole[section].items() if key not in scheduled[section]}
+        for section in ("train", "optim")
+    }
+    judged = {key: whole["evalsets"][key] for key in ("every", "regression", "gold")}
+    return {**rest, "model": of_model, "averages": whole["averages"], "evalsets": judged}
 
 
 class Planned(NamedTuple):

@@ -249,17 +249,3 @@ def joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
         else:
             out.append(segment)
     return tuple(out)
-
-
-def first_difference(old: Sequence[Segment], new: Sequence[Segment], until: int) -> int | None:
-    """The first update before `until` whose data or learning rate two schedules disagree on, or None."""
-    for step in sorted({s.start for s in (*old, *new) if s.start < until}):
-        order = [replace(Schedule(tuple(s)).segment_at(step).going_on(step), end=0, lr=()) for s in (old, new)]
-        if order[0] != order[1]:
-            until = step  # a learning rate may still differ before
-            break
-    else:
-        step = None
-    rates = [Schedule(tuple(s)).rates(np.arange(until)) for s in (old, new)]
-    unequal = np.flatnonzero(rates[0] != rates[1])
-    return int(unequal[0]) if len(unequal) else step

@@ -10,7 +10,7 @@ import pytest
 
 from curriculum.config import build_config
 from curriculum.errors import InputError
-from curriculum.plan import continued_schedule, declaration, resolve_schedule
+from curriculum.plan import continued_schedule, declaration, resolve_schedule, settings
 from curriculum.train.edits import compare
 from phases.batches import DataPlan
 from phases.rollback import passed_over
@@ -54,6 +54,7 @@ def ledger_of(config, schedule, step, past=None, sources=None):
     saved = {
         "step": step,
         "declared": declaration(config),
+        "settings": settings(config),
         "segments": segments_to_json(schedule.segments),
         "past_end": past.end if past else 0,
         "settled": dict(past.settled) if past else {},
@@ -389,6 +390,22 @@ def test_nothing_is_past_at_step_0_and_eval_sets_are_free():
     on, _, edit = resumed(saved, changed(BASE, put("evalsets.sets", {"more": {"path": "more.txt"}})))
     assert on.segments == schedule.segments
     assert edit.changes == ({"path": "evalsets.sets.more", "was": None, "now": True},)
+
+
+def test_settings_outside_the_schedule_are_told_and_change_no_data():
+    whole, saved = begun()
+    edited = changed(
+        BASE,
+        lambda d: d["optim"].update(weight_decay=0.0),
+        lambda d: d.update(model={"preset": "tiny", "dropout": 0.1}),
+    )
+    schedule, _, edit = resumed(saved, edited)
+    assert list(edit.changes) == [
+        {"path": "optim.weight_decay", "was": 0.1, "now": 0.0},
+        {"path": "model.dropout", "was": None, "now": 0.1},
+    ]
+    assert schedule.segments == whole.segments and not edit.accepted
+    assert resumed(saved, BASE)[2].changes == ()
 
 
 def test_a_clock_in_tokens_counts_the_batches_that_there_were():

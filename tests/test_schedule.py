@@ -10,7 +10,7 @@ import pytest
 
 from phases.lr import LrProgram, LrSchedule
 from phases.resolve import ScheduleError, check_phases, resolve, resolve_steps
-from phases.schedule import Phase, Ramp, SourceSupply, cut, first_difference, segments_from_json, segments_to_json
+from phases.schedule import Phase, Ramp, SourceSupply, cut, segments_from_json, segments_to_json
 
 CONSTANT = LrSchedule(lr=1e-3, schedule="constant")
 SUPPLIES = {"web": SourceSupply(8000), "law": SourceSupply(800)}
@@ -375,23 +375,6 @@ def test_segments_survive_json():
     assert back == schedule.segments and len(back) == 2
 
 
-def test_first_difference_looks_at_the_past_only():
-    def of(until="50%", total=100, law=0.5, lr=CONSTANT):
-        phases = Phase("a", until, {"web": 1 - law, "law": law}), Phase("b", "end", {"web": 1.0})
-        return resolved(*phases, total=total, lr=lr).segments
-
-    assert first_difference(of(), of(), 100) is None
-    assert first_difference(of(), of(law=0.4), 60) == 0
-    assert first_difference(of(), of(until=40), 60) == 40
-    assert first_difference(of(), of(until=60), 50) is None
-    assert first_difference(of(), of(until=60), 51) == 50
-    assert first_difference(of(), of(total=200), 50) is None
-    assert first_difference(of(), of(total=200), 60) == 50
-    wsd = LrSchedule(lr=1e-3, decay_steps=20)
-    assert first_difference(of(until=50, lr=wsd), of(until=50, total=200, lr=wsd), 80) is None
-    assert first_difference(of(until=50, lr=wsd), of(until=50, total=200, lr=wsd), 90) == 80
-
-
 def test_a_long_plan_with_fifty_sources_resolves_quickly():
     names = [f"s{i:02d}" for i in range(50)]
     supplies = {name: SourceSupply(10**10) for name in names}
@@ -459,7 +442,6 @@ def test_a_past_that_ends_anywhere_changes_no_data_and_no_rates(end):
     cut_there = after(cut(whole.segments, end), *THREE)
     assert cut_there.phase_bounds == whole.phase_bounds == (("a", 0, 30), ("b", 30, 60), ("c", 60, 100))
     assert cut_there.rates(np.arange(100)).tolist() == whole.rates(np.arange(100)).tolist()
-    assert first_difference(whole.segments, cut_there.segments, end) is None
     for step in range(101):
         given, expected = (s.segment_at(step).mixture_at(step) for s in (cut_there, whole))
         assert given == expected and cut_there.drawn(step) == whole.drawn(step)
@@ -470,7 +452,6 @@ def test_a_past_that_ends_anywhere_changes_no_data_and_no_rates(end):
         twice = after(cut(cut_there.segments, again), *THREE)
         assert order(twice, 100) == order(whole, 100)
         assert twice.rates(np.arange(100)).tolist() == whole.rates(np.arange(100)).tolist()
-        assert first_difference(whole.segments, twice.segments, 100) is None
     for name in ("web", "law"):
         mean = [
             sum(segment.mean_mixture().get(name, 0.0) * (segment.end - segment.start) for segment in s.segments)

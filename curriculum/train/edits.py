@@ -13,7 +13,7 @@ import yaml
 
 from curriculum.config import Config
 from curriculum.errors import InputError
-from curriculum.plan import Past, Planned, declaration, unread
+from curriculum.plan import Past, Planned, declaration, settings, unread
 from curriculum.train import ledger
 from curriculum.train.setup import Setup
 from phases.resolve import clock_step, resolve_steps
@@ -24,7 +24,7 @@ Problem = tuple[str, str]  # path in the config, message
 
 @dataclass(frozen=True)
 class Edit:
-    """What a config changes of the schedule in a ledger: `changes` are {path, was, now}, in the order of the config.
+    """What a config changes of what a ledger says: `changes` are {path, was, now}, those of the schedule first.
 
     `accepted` are the changes among them of what is trained already, as `--accept-past` took them.
     """
@@ -43,7 +43,7 @@ def compare(config: Config, saved: Mapping[str, Any], *, at: int | None = None, 
     """
     step, was, now = saved["step"] if at is None else at, saved["declared"], declaration(config)
     schedule = Schedule(segments_from_json(saved["segments"]))
-    changes = tuple(_changes(was, now))
+    changes, others = tuple(_changes(was, now)), tuple(_changes_of_settings(saved["settings"], settings(config)))
     problems = [] if step == 0 else list(_of_past(was, now, schedule, step))
     if problems and not accept_past:
         how = _how_to_mend(config, was, now, problems, schedule, step)
@@ -62,7 +62,7 @@ def compare(config: Config, saved: Mapping[str, Any], *, at: int | None = None, 
         sources=saved["sources"],
         going_on=going_on,
     )
-    return Edit(step, changes, past, tuple(problems))
+    return Edit(step, changes + others, past, tuple(problems))
 
 
 def edit_event(
@@ -92,26 +92,31 @@ def edit_event(
 
 def _changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Every difference of two declarations; phases, sources and eval sets by name."""
-
-    def differing(path, old, new):
-        for key in dict.fromkeys([*new, *old]):
-            if old.get(key) != new.get(key):
-                yield {"path": f"{path}.{key}" if path else key, "was": old.get(key), "now": new.get(key)}
-
-    yield from differing("", {"seed": was["seed"]}, {"seed": now["seed"]})
+    yield from _differing("", {"seed": was["seed"]}, {"seed": now["seed"]})
     for section in ("train", "optim", "adaptation"):
-        yield from differing(section, was[section], now[section])
+        yield from _differing(section, was[section], now[section])
     old, new = ({phase["name"]: phase for phase in declared["phases"]} for declared in (was, now))
     if [name for name in old if name in new] != [name for name in new if name in old]:
         yield {"path": "phases", "was": list(old), "now": list(new)}
     for section, its, others in (("sources", was["sources"], now["sources"]), ("phases", old, new)):
         for name in dict.fromkeys([*others, *its]):
             if name in its and name in others:
-                yield from differing(f"{section}.{name}", its[name], others[name])
+                yield from _differing(f"{section}.{name}", its[name], others[name])
             else:
                 yield {"path": f"{section}.{name}", "was": its.get(name), "now": others.get(name)}
     sets = ({name: True for name in declared["evalsets"]["sets"]} for declared in (was, now))
-    yield from differing("evalsets.sets", *sets)
+    yield from _differing("evalsets.sets", *sets)
+
+
+def _changes_of_settings(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    for section in now:
+        yield from _differing(section, was[section], now[section])
+
+
+def _differing(path: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    for key in dict.fromkeys([*new, *old]):
+        if old.get(key) != new.get(key):
+            yield {"path": f"{path}.{key}" if path else key, "was": old.get(key), "now": new.get(key)}
 
 
 def _in_words(change: Mapping[str, Any]) -> str:

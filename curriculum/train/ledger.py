@@ -19,7 +19,7 @@ from curriculum.data.chat import ROLES
 from curriculum.data.packing import PackingConfig
 from curriculum.data.split import parse_share
 from curriculum.model.model import abstract_params, parameter_name
-from curriculum.plan import declaration
+from curriculum.plan import declaration, settings
 from curriculum.record.events import plain
 from curriculum.run import read_arrays
 from curriculum.train.optimizer import state_layout
@@ -119,6 +119,7 @@ def entry(setup: Setup, step: int, history: History, offsets: Mapping[str, int],
         "tokenizer": setup.corpus.tokenizer.fingerprint,
         "packing": asdict(setup.config.packing),
         "data": _data_settings(setup.config),
+        "settings": settings(setup.config),
         **scheduled(setup),
         "branched_from": setup.branched_from,
         "sources": {name: _source(setup, name) | {"tokens_drawn": drawn[name]} for name in setup.plan.sources},
