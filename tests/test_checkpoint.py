@@ -1,6 +1,7 @@
 """Checkpoints that can be believed: what is restored verifies, and what is damaged is told and gone round."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -309,6 +310,14 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
     assert checkpoints.steps() == []
     checkpoints.set_aside_after(5)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == [".other"]
+
+
+def test_a_file_with_the_name_of_a_step_is_in_no_saves_way(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "7").write_text("not ours")
+    Checkpoints(tmp_path / "checkpoints").set_aside_after(5)
+    assert os.listdir(tmp_path / "checkpoints") == []
+    assert (tmp_path / "superseded" / "7").read_text() == "not ours"
 
 
 @pytest.mark.parametrize("part", ["params", "opt_state", "ema"])

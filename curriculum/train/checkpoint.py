@@ -197,7 +197,7 @@ class Checkpoints:
         return load_params(item, like)
 
     def set_aside_after(self, step: int) -> None:
-        """Move the steps after `step`, and folders without all that one has, into `superseded/` beside this folder.
+        """Move the steps after `step`, and what has a step's name but is none, into `superseded/` beside this folder.
 
         Those of `checkpoints` go there directly, those of another folder below its name. What a process that was
         killed left half saved or half deleted is removed.
@@ -206,7 +206,9 @@ class Checkpoints:
         for left_over in self.directory.glob(".*"):
             if _LEFT_OVER.fullmatch(left_over.name):
                 _remove(left_over)
-        for s in set(step_folders(self.directory)) - {s for s in self.steps() if s <= step}:
+        named = [path for path in self.directory.glob("*") if path.name.isascii() and path.name.isdecimal()]
+        files = {int(path.name) for path in named if not path.is_dir()}
+        for s in files | set(step_folders(self.directory)) - {s for s in self.steps() if s <= step}:
             self.set_aside(s)
 
     def set_aside(self, step: int) -> Path:
