@@ -182,7 +182,7 @@ def start(config: Path, run: Path, store: Path, log: Path, *, cached: bool) -> s
 def unprepare(store: Path) -> None:
     """Take away what is prepared, the compiled programs aside: the next start writes its token stores again."""
     for folder in store.glob("*"):
-        if folder.name not in ("compiled", "locks"):
+        if folder.name not in ("compiled", "locks") and folder.suffix != ".old":
             folder.rename(folder.with_name(f"{folder.name}.{time.monotonic_ns()}.old"))
 
 
