@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 # Buffers that older versions saved beside the weights: masks and wavelengths, which the config settles.
 _BUFFERS = re.compile(r"(^|\.)(attn\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
+_TILE = 256
 _LISTED = 20  # of the tensors that do not fit, so many are told
 
 
@@ -188,5 +189,11 @@ def _cut(source: np.ndarray, first: int, shape: tuple[int, ...], index: tuple[sl
     wanted[-1] = slice(spans[-1][0] + first, spans[-1][1] + first)
     part = source[tuple(wanted)]
     cut = np.zeros([stop - start for start, stop in spans], np.float32)
-    cut[tuple(slice(size) for size in part.shape)] = part
+    if part.ndim < 2:
+        cut[: part.size] = part
+        return cut
+    for i in range(0, part.shape[0], _TILE):  # what is turned goes twice as fast in parts that the cache holds
+        for j in range(0, part.shape[1], _TILE):
+            tile = part[i : i + _TILE, j : j + _TILE]
+            cut[i : i + tile.shape[0], j : j + tile.shape[1]] = tile
     return cut
