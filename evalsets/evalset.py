@@ -15,12 +15,12 @@ class EvalSet:
     """Held-out documents cut into windows; `cut_windows` makes one. The arrays are read-only.
 
     tokens_NT1: int32 [N, T+1]. Inputs are [:, :-1], targets [:, 1:]; past the document's last token a row is
-      padding (the end-of-text id), which no result may depend on.
+      padding (the id that opens documents), which no result may depend on.
     scored_NT: bool, the targets that count: all of a document, or the answers of a conversation; never padding.
     num_tokens_N: int32, scored targets of each window, 1..T.
     num_bytes_N: int64, UTF-8 bytes of those targets; over a document scored throughout they sum to its bytes.
     document_N: int32, the document of each window, 0..D-1, non-decreasing.
-    content_hash: hexadecimal, of the documents' tokens in order, T, the end-of-text id and, where not all are,
+    content_hash: hexadecimal, of the documents' tokens in order, T, the id that opens documents and, where not all are,
       of which tokens are scored. Two sets may be compared window by window exactly when their hashes are equal;
       the name takes no part.
     """
@@ -60,16 +60,18 @@ def cut_windows(
     name: str,
     documents: Iterable[np.ndarray],
     token_bytes_V: np.ndarray,
-    eot: int,
+    bos: int,
     seq_len: int,
     max_sequences: int | None = None,
     document_hashes: np.ndarray | Sequence[bytes] | None = None,
     scored: Sequence[np.ndarray | None] | None = None,
+    document_bytes: Sequence[int] | None = None,
 ) -> EvalSet:
     """Cut documents into disjoint windows that score every token, or every token of the answers, exactly once.
 
-    Each document is prefixed by `eot`; its window k holds the tokens [k*T .. (k+1)*T] of that, T = `seq_len`.
-    So the first token is predicted from `eot`, the first token of a later window from the last token of the
+    Each document is prefixed by `bos`, the id that opens a document, mostly end-of-text; its window k holds the
+    tokens [k*T .. (k+1)*T] of that, T = `seq_len`.
+    So the first token is predicted from `bos`, the first token of a later window from the last token of the
     window before it, and every other token from all the tokens before it in its window. A closing
     end-of-text is not scored: `documents` come without one. Empty documents hold nothing to score; they are
     skipped, and neither counted nor hashed. So are documents without a scored token; of other documents the
@@ -88,6 +90,9 @@ def cut_windows(
       the tokens.
     scored: one a document, empty ones included: whether each of its tokens is scored, or None for all of them.
       Default: all tokens of all documents.
+    document_bytes: one a document, empty ones included: UTF-8 bytes of what is scored of its text, which are those of
+      its tokens unless the tokenizer normalises text or adds to it; then its windows share them in that proportion.
+      Default: the bytes of its tokens.
 
     Raises ValueError: nothing to score; an id outside the vocabulary; a document that is not 1-D integers;
     hashes or `scored` that do not match the documents; seq_len or max_sequences below 1; a bad name.
@@ -100,8 +105,8 @@ def cut_windows(
     if max_sequences is not None and max_sequences < 1:
         raise ValueError(f"{where}: max_sequences is {max_sequences}, expected at least 1")
     vocab_size = len(token_bytes_V)
-    if not 0 <= eot < vocab_size:
-        raise ValueError(f"{where}: end-of-text id is {eot}, expected 0 to {vocab_size - 1}")
+    if not 0 <= bos < vocab_size:
+        raise ValueError(f"{where}: the id that opens documents is {bos}, expected 0 to {vocab_size - 1}")
 
     documents = [np.asarray(document) for document in documents]
     for i, document in enumerate(documents):
@@ -109,6 +114,8 @@ def cut_windows(
             raise ValueError(f"{where}: document {i} is {document.dtype}{list(document.shape)}, expected 1-D integers")
     if document_hashes is not None and len(document_hashes) != len(documents):
         raise ValueError(f"{where}: {len(document_hashes)} document hashes, expected {len(documents)}, one a document")
+    if document_bytes is not None and len(document_bytes) != len(documents):
+        raise ValueError(f"{where}: {len(document_bytes)} document_bytes, expected {len(documents)}, one a document")
     scored = [None] * len(documents) if scored is None else list(scored)
     if len(scored) != len(documents):
         raise ValueError(f"{where}: scored is given for {len(scored)} documents, expected {len(documents)}")
@@ -151,13 +158,13 @@ def cut_windows(
     first_D = np.cumsum(windows_D) - windows_D
     k_N = np.arange(len(document_N)) - first_D[document_N]
 
-    tokens_NT1 = np.full((len(document_N), seq_len + 1), eot, np.int32)
+    tokens_NT1 = np.full((len(document_N), seq_len + 1), bos, np.int32)
     scored_NT = np.arange(seq_len) < (length_D[document_N] - k_N * seq_len)[:, None]  # at first, all but padding
     # Row by row, these are the documents' tokens in order.
     scored_targets = np.concatenate([scored[i] for i in chosen_D])
     tokens_NT1[:, 1:][scored_NT] = targets
     tokens_NT1[1:, 0] = tokens_NT1[:-1, -1]
-    tokens_NT1[first_D, 0] = eot
+    tokens_NT1[first_D, 0] = bos
     if not scored_targets.all():
         scored_NT[scored_NT] = scored_targets
         kept_N = scored_NT.any(axis=1)
@@ -171,8 +178,10 @@ def cut_windows(
     for start in range(0, len(document_N), 1024):
         some = slice(start, start + 1024)
         num_bytes_N[some] = np.sum(token_bytes_V[targets_NT[some]], axis=1, where=scored_NT[some])
+    if document_bytes is not None:
+        num_bytes_N = _shared_bytes(num_bytes_N, document_N, np.asarray(document_bytes, np.int64)[chosen_D])
 
-    content = hashlib.blake2b(np.array([seq_len, eot, len(length_D)], "<i8"), digest_size=16)
+    content = hashlib.blake2b(np.array([seq_len, bos, len(length_D)], "<i8"), digest_size=16)
     content.update(length_D.astype("<i8"))
     content.update(targets.astype("<i4", copy=False))
     if not scored_targets.all():
@@ -188,6 +197,21 @@ def _num_scored_windows(scored_t: np.ndarray, seq_len: int) -> int:
     if not len(scored_t):
         return 0
     return int(np.count_nonzero(np.logical_or.reduceat(scored_t, np.arange(0, len(scored_t), seq_len))))
+
+
+def _shared_bytes(num_bytes_N: np.ndarray, document_N: np.ndarray, document_bytes_D: np.ndarray) -> np.ndarray:
+    """The bytes of each document shared by its windows as those of their tokens are; whole, and exact in sum."""
+    token_bytes_D = np.bincount(document_N, num_bytes_N, len(document_bytes_D)).astype(np.int64)
+    so_far_N = np.cumsum(num_bytes_N) - (np.cumsum(token_bytes_D) - token_bytes_D)[document_N]
+    if (token_bytes_D == document_bytes_D).all():
+        return num_bytes_N
+    is_last_N = np.append(document_N[1:] != document_N[:-1], True)
+    # Python's integers: the products pass 64 bits for documents of gigabytes.
+    shares = document_bytes_D[document_N].astype(object) * so_far_N // np.maximum(token_bytes_D, 1)[document_N]
+    upto_N = np.where(is_last_N, document_bytes_D[document_N], shares.astype(np.int64))
+    before_N = np.concatenate([[0], upto_N[:-1]])
+    before_N[1:][is_last_N[:-1]] = 0
+    return upto_N - before_N
 
 
 def _hash_document(document: np.ndarray) -> bytes:

@@ -200,5 +200,25 @@ def test_errors(documents, more, message):
 def test_errors_of_types_and_eot():
     with pytest.raises(ValueError, match=r"document 0 is float64\[1\], expected 1-D integers"):
         cut_windows("set", [np.array([1.0])], TOKEN_BYTES_V, EOT, 3)
-    with pytest.raises(ValueError, match="end-of-text id is 10, expected 0 to 9"):
+    with pytest.raises(ValueError, match="the id that opens documents is 10, expected 0 to 9"):
         cut_windows("set", [np.array([1])], TOKEN_BYTES_V, 10, 3)
+
+
+def test_windows_share_the_bytes_of_a_document_whose_tokens_have_others():
+    # TOKEN_BYTES_V gives these windows of 2 tokens 3, 7 and 5 bytes, and the second document 2 and 3.
+    bytes_V = np.array([1, 2, 3, 4, 5, 0])
+    documents = [np.array([0, 1, 2, 3, 4]), np.array([0, 0, 2]), np.array([], np.int64)]
+    plain = cut_windows("set", documents, bytes_V, 5, 2)
+    assert plain.num_bytes_N.tolist() == [3, 7, 5, 2, 3]
+    shared = cut_windows("set", documents, bytes_V, 5, 2, document_bytes=[19, 5, 0])
+    # 19 * 3 // 15 = 3, 19 * 10 // 15 = 12, all 19: differences 3, 9 and 7; the second document has its own 5.
+    assert shared.num_bytes_N.tolist() == [3, 9, 7, 2, 3]
+    fewer = cut_windows("set", documents, bytes_V, 5, 2, document_bytes=[1, 5, 0])
+    assert fewer.num_bytes_N.tolist() == [0, 0, 1, 2, 3]
+    answers = [np.array([False, False, True, True, True]), None, None]
+    part = cut_windows("set", documents, bytes_V, 5, 2, scored=answers, document_bytes=[13, 5, 0])
+    assert part.num_bytes_N.tolist() == [7, 6, 2, 3]  # 13 * 7 // 12 = 7, all 13
+    silent = cut_windows("set", [np.array([5, 5, 5])], bytes_V, 5, 2, document_bytes=[4])
+    assert silent.num_bytes_N.tolist() == [0, 4]
+    with pytest.raises(ValueError, match="2 document_bytes, expected 3, one a document"):
+        cut_windows("set", documents, bytes_V, 5, 2, document_bytes=[1, 2])

@@ -274,7 +274,7 @@ def resized(name, num_bytes):
         (lambda directory: (directory / "store.json").unlink(), "store.json: No such file"),
         (lambda directory: (directory / "store.json").write_text("[" * 100_000), "store.json: Invalid JSON"),
         (lambda directory: (directory / "store.json").write_text("{}"), "format_version: Field required"),
-        (altered(format_version=1), "format_version 1; this version reads 2"),
+        (altered(format_version=1), "format_version 1; this version reads 3"),
         (altered(num_tokens="29"), "num_tokens: Input should be a valid integer"),
         (altered(dtype="u64"), "dtype: Input should be 'u16' or 'u32'"),
         (altered(dtype="u32"), "tokens-00000.bin: 14 bytes; the sidecar says 28"),
@@ -283,11 +283,11 @@ def resized(name, num_bytes):
         (altered(shards=[], num_tokens=0), "a count is below 1"),
         (altered(shards=[{"path": "a\0b", "num_tokens": 29}]), "null"),
         (altered(shards=[{"path": "none.bin", "num_tokens": 29}]), "none.bin: No such file"),
-        (altered(num_documents=5), "documents.bin: 192 bytes; the sidecar says 160"),
+        (altered(num_documents=5), "documents.bin: 240 bytes; the sidecar says 200"),
         (resized("tokens-00003.bin", 13), "tokens-00003.bin: 13 bytes; the sidecar says 14"),
         (lambda directory: (directory / "tokens-00004.bin").unlink(), "tokens-00004.bin: No such file"),
-        (resized("documents.bin", 191), "documents.bin: 191 bytes; the sidecar says 192"),
-        (lambda d: (d / "documents.bin").write_bytes(bytes(192)), "the last document ends at token 0; expected 29"),
+        (resized("documents.bin", 239), "documents.bin: 239 bytes; the sidecar says 240"),
+        (lambda d: (d / "documents.bin").write_bytes(bytes(240)), "the last document ends at token 0; expected 29"),
     ],
 )  # fmt: skip
 def test_a_damaged_store_is_refused(store, tmp_path, alter, expected):

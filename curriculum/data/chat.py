@@ -98,7 +98,8 @@ def prompt_text(messages: list[dict], chat: ChatConfig) -> str:
 
 def prompt_tokens(messages: list[dict], chat: ChatConfig, tokenizer: Tokenizer) -> np.ndarray:
     """The ids of `prompt_text` as training has them: each stretch on its own, earlier answers among them."""
-    return np.concatenate([tokenizer.encode(text) for text, _ in _prompt(messages, chat)])
+    texts = [text for text, _ in _prompt(messages, chat)]
+    return np.concatenate(tokenizer.encode_batch(texts, [place == 0 for place in range(len(texts))]))
 
 
 def _prompt(messages: list[dict], chat: ChatConfig) -> list[Stretch]:

@@ -248,11 +248,12 @@ def _evalset(config, name, source, tokenizer, stores, eval_stores, splits) -> Ev
             name,
             [document.tokens for document in documents],
             tokenizer.token_bytes_V,
-            tokenizer.eot,
+            tokenizer.bos,
             config.eval_seq_len,
             source.max_sequences,
             np.array([document.hash for document in documents], np.uint64).reshape(-1, 2),
             [document.scored for document in documents],
+            [document.num_bytes for document in documents],
         )
     except ValueError as error:
         raise config.error([(_place(name), str(error))]) from None

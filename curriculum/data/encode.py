@@ -19,9 +19,11 @@ def encode_pieces(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tup
     only where one piece is longer). Raises InputError naming the place of text that cannot be represented.
     """
     with ThreadPoolExecutor(NUM_THREADS) as pool:
-        waiting = deque()
+        waiting, last = deque(), None
         for group in _groups(pieces):
-            waiting.append((group, pool.submit(_encode_group, group, tokenizer)))
+            opens = [before is None or before.ends_document for before in (last, *group[:-1])]
+            last = group[-1]
+            waiting.append((group, pool.submit(_encode_group, group, opens, tokenizer)))
             if len(waiting) > 2 * NUM_THREADS:
                 done, encoded = waiting.popleft()
                 yield done, *encoded.result()
@@ -42,14 +44,19 @@ def _groups(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield group
 
 
-def _encode_group(group: list[Piece], tokenizer: Tokenizer) -> tuple[np.ndarray, list[int]]:
+def _encode_group(group: list[Piece], opens: list[bool], tokenizer: Tokenizer) -> tuple[np.ndarray, list[int]]:
     end_of_text = np.array([tokenizer.eot], tokenizer.dtype)
     arrays, counts = [np.empty(0, tokenizer.dtype)], []
-    for piece in group:
-        try:
-            tokens = tokenizer.encode(piece.text)
-        except InputError as error:
-            raise InputError(f"{piece.where}: {error}") from error
+    try:
+        encoded = tokenizer.encode_batch([piece.text for piece in group], opens)
+    except InputError:
+        for piece, opens_document in zip(group, opens, strict=True):  # which one was it?
+            try:
+                tokenizer.encode(piece.text, opens_document)
+            except InputError as error:
+                raise InputError(f"{piece.where}: {error}") from error
+        raise
+    for piece, tokens in zip(group, encoded, strict=True):
         arrays.append(tokens)
         ends = bool(piece.text) and piece.ends_document
         if ends:

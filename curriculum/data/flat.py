@@ -43,12 +43,12 @@ def index_flat(source: SourceConfig, tokenizer: Tokenizer, directory: Path, prog
             if stop == len(stream):
                 is_end[-1] = True
             ends = start + np.flatnonzero(is_end) + 1
-            text_start = start
+            text_start = start  # of what has not been added yet; where it opens a document it is `document_start`
             for end in ends[ends > first_text].tolist():
-                writer.add_text(tokenizer.decode_bytes(stream[text_start:end]))
+                writer.add_text(tokenizer.decode_bytes(stream[text_start:end], text_start == document_start))
                 writer.end_document(end - document_start)
                 document_start = text_start = end
-            writer.add_text(tokenizer.decode_bytes(stream[text_start:stop]))
+            writer.add_text(tokenizer.decode_bytes(stream[text_start:stop], text_start == document_start))
             if progress is not None:
                 progress(stop * dtype.itemsize, file.size_bytes)
         writer.finish(source.location, tokenizer)

@@ -34,13 +34,16 @@ class EvalDocument(NamedTuple):
     """A document that an eval set measures."""
 
     tokens: np.ndarray  # without end-of-text
-    num_bytes: int  # of its UTF-8 text
+    num_bytes: int  # UTF-8 bytes of what is scored of its text
     hash: tuple[int, int]  # high and low half, of its text
     scored: np.ndarray | None = None  # which of the tokens are, u8; None: all
 
 
 def held_out_piece(store: Store, tokenizer: Tokenizer, split: Split) -> EvalDocument | None:
-    """The tail of the document that `split` divides, a document of its own; None where it divides none."""
+    """The tail of the document that `split` divides, a document of its own; None where it divides none.
+
+    Its text is what its tokens say: normalised, where the tokenizer does that.
+    """
     if split.cut is None:
         return None
     document, first_token = split.cut
@@ -68,7 +71,7 @@ def eval_documents(store: Store, tokenizer: Tokenizer, split: Split | None = Non
         scored = store.document_scored(document)
         yield EvalDocument(
             store.document_tokens(document).copy(),
-            int(record["bytes"]),
+            int(record["scored_bytes"]),
             tuple(record["hash"].tolist()),
             None if scored is None else scored.copy(),
         )

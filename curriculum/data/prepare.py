@@ -420,7 +420,7 @@ def _write_pieces(
                 writer.num_empty += 1
                 continue
             document_tokens += count
-            writer.add_text(piece.text.encode())
+            writer.add_text(piece.text.encode(), piece.scored)
             if piece.ends_document:
                 writer.end_document(document_tokens)
                 document_tokens = 0

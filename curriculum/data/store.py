@@ -26,14 +26,15 @@ from curriculum.errors import InputError
 
 SIDECAR_NAME = "store.json"
 DOCUMENTS_NAME = "documents.bin"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 SHARD_TOKENS = 1 << 28
 SCORED_DTYPE = np.dtype("u1")
 DAMAGED = "delete the folder, and it is prepared again"
 
 # `end` is where the document's tokens end in the stream, its end-of-text included; `bytes` those of its UTF-8
-# text; `hash` the high and the low half of the xxh3_128 of that text.
-DOCUMENT = np.dtype([("end", "<u8"), ("bytes", "<u8"), ("hash", "<u8", 2)])
+# text, and `scored_bytes` those of its answers, or of all of it; `hash` the high and the low half of the xxh3_128 of
+# that text.
+DOCUMENT = np.dtype([("end", "<u8"), ("bytes", "<u8"), ("scored_bytes", "<u8"), ("hash", "<u8", 2)])
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class StoreWriter:
         self._documents = self._open(DOCUMENTS_NAME)
         self._content = xxhash.xxh3_128()
         self._text = xxhash.xxh3_128()
-        self._text_bytes = 0
+        self._text_bytes = self._scored_bytes = 0
 
     def add_tokens(self, tokens: np.ndarray, scored: np.ndarray | None = None) -> None:
         """Append ids to the stream, end-of-text like any other; `scored`, one a token, in a store that marks them."""
@@ -114,21 +115,23 @@ class StoreWriter:
         """Let the stream be that of a file that stays where it lies."""
         self.shards.append(Shard(str(path), num_tokens))
 
-    def add_text(self, utf8: bytes) -> None:
+    def add_text(self, utf8: bytes, scored: bool = True) -> None:
         """Append to the text of the document that is being written."""
         self._text.update(utf8)
         self._text_bytes += len(utf8)
+        self._scored_bytes += len(utf8) if scored else 0
 
     def end_document(self, num_tokens: int) -> None:
         """Close the document of the texts added, `num_tokens` of the stream with its end-of-text."""
         self.num_tokens += num_tokens
         self.num_documents += 1
         self.num_bytes += self._text_bytes
-        record = struct.pack("<4Q", self.num_tokens, self._text_bytes, *split_hash(self._text))
+        sizes = (self._text_bytes, self._scored_bytes)
+        record = struct.pack("<5Q", self.num_tokens, *sizes, *split_hash(self._text))
         self._write(self._documents, record)
         self._content.update(self._text.digest())
         self._text.reset()
-        self._text_bytes = 0
+        self._text_bytes = self._scored_bytes = 0
 
     def finish(self, source: str, tokenizer: Tokenizer, chat: dict[str, str | None] | None = None) -> None:
         """Write the sidecar, with the template by role where one was used. Raises InputError where no document was

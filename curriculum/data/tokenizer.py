@@ -1,14 +1,15 @@
-"""Tokenizers: text to ids and back; byte, char, byte-pair trained here, and tiktoken's by name.
+"""Tokenizers: text to ids and back; byte, char, byte-pair trained here, tiktoken's by name, and Hugging Face's.
 
 Every kind is one thing, a list of the bytes of each id, with (byte-pair) or without a pattern that cuts text
-into the stretches inside which pairs are merged. The last word on ids is tiktoken's merge loop.
+into the stretches inside which pairs are merged. The last word on ids is tiktoken's merge loop, or, for a folder
+of Hugging Face, the `tokenizers` library.
 """
 
 import base64
 import binascii
 import hashlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
+from curriculum.data.hf_files import HfFiles, is_hf_folder, load_hf_files, read_hf_files, save_hf_files
 from curriculum.data.sidecar import read_sidecar, write_sidecar
 from curriculum.errors import InputError
 
@@ -23,6 +25,7 @@ END_OF_TEXT = "<|endoftext|>"
 DTYPES = {"u16": np.dtype("<u2"), "u32": np.dtype("<u4")}  # what ids are stored as, on disk and in arrays
 SIDECAR_NAME = "tokenizer.json"
 RANKS_NAME = "ranks.tiktoken"  # tiktoken's own format: a token in base64, a blank, its id
+HF_FOLDER = "hf"  # in a saved tokenizer of kind hf: the files of Hugging Face, one of which has the sidecar's name
 FORMAT_VERSION = 1
 SMALLEST_BPE = 257  # the 256 bytes and end-of-text
 LARGEST_VOCAB = 1 << 24  # beyond it a saved tokenizer is taken for damaged
@@ -35,16 +38,19 @@ class TokenizerConfig:
 
     __pydantic_config__: ClassVar = {"extra": "forbid"}
 
-    kind: Literal["byte", "char", "bpe", "tiktoken"] = "byte"
-    """bpe is trained on the sources, or read from `path`; tiktoken is a published encoding by `name`."""
+    kind: Literal["byte", "char", "bpe", "tiktoken", "hf"] = "byte"
+    """bpe is trained on the sources, or read from `path`; tiktoken is a published encoding by `name`; hf is that of a
+    Hugging Face folder, `path`."""
     vocab_size: int | None = None
     """For bpe: how many ids to train, the 256 bytes and end-of-text included."""
     name: str | None = None
     """For tiktoken: the published encoding, such as gpt2."""
     path: str | None = None
-    """A folder that holds a saved tokenizer, instead of training one."""
+    """A folder that holds a saved tokenizer, instead of training one; for hf, one with a tokenizer.json."""
 
     def __post_init__(self):
+        if self.kind == "hf" and self.path is None:
+            raise ValueError("kind hf needs path, a folder with a tokenizer.json")
         if self.kind == "tiktoken" and (self.name is None) == (self.path is None):
             raise ValueError("kind tiktoken needs name (such as gpt2), or path to a saved tokenizer")
         if self.kind != "tiktoken" and self.name is not None:
@@ -69,7 +75,7 @@ class TokenizerFacts:
     """The sidecar of a saved tokenizer: everything but the ranks."""
 
     format_version: int
-    kind: Literal["byte", "char", "bpe", "tiktoken"]
+    kind: Literal["byte", "char", "bpe", "tiktoken", "hf"]
     name: str | None
     vocab_size: int
     eot: int
@@ -77,17 +83,23 @@ class TokenizerFacts:
     pattern: str | None
     special_tokens: dict[str, int]
     characters: list[str] | None
+    bos: int | None = None  # where it is not end-of-text
+    files: dict[str, str] | None = None  # of kind hf: sha256 of each
 
 
 @dataclass(frozen=True, eq=False)
 class Tokenizer:
-    """Text to ids and back, losslessly. `tokens[i]` is the text of id i, b"" for special and unused ids."""
+    """Text to ids and back. `tokens[i]` is the text of id i, b"" for special and unused ids.
+
+    Losslessly, except that one of kind hf may normalise text, or put a blank before it.
+    """
 
     kind: str
     tokens: tuple[bytes, ...] = field(repr=False)
     special_tokens: dict[str, int] = field(repr=False)
     pattern: str | None = field(default=None, repr=False)
     name: str | None = None
+    hf: HfFiles | None = field(default=None, repr=False)
 
     @property
     def vocab_size(self) -> int:
@@ -96,7 +108,13 @@ class Tokenizer:
     @property
     def eot(self) -> int:
         """The id that ends each document; no text gives it."""
-        return self.special_tokens[END_OF_TEXT]
+        return self.special_tokens[END_OF_TEXT] if self.hf is None else self.hf.eot
+
+    @property
+    def bos(self) -> int:
+        """The id that opens a document which is measured or continued: the one of kind hf that its files name for
+        that, else end-of-text."""
+        return self.eot if self.hf is None or self.hf.bos is None else self.hf.bos
 
     @property
     def dtype_name(self) -> str:
@@ -110,6 +128,8 @@ class Tokenizer:
     @cached_property
     def fingerprint(self) -> str:
         """A hex digest of everything that determines ids: equal if and only if all ids are."""
+        if self.hf is not None:
+            return self.hf.fingerprint
         digest = hashlib.sha256()
         for part in (repr(self.pattern).encode(), repr(sorted(self.special_tokens.items())).encode()):
             digest.update(len(part).to_bytes(8, "little") + part)
@@ -122,7 +142,7 @@ class Tokenizer:
         characters = [token.decode() for token in self.tokens if token] if self.kind == "char" else None
         return TokenizerFacts(
             FORMAT_VERSION, self.kind, self.name, self.vocab_size, self.eot, self.fingerprint, self.pattern,
-            self.special_tokens, characters,
+            self.special_tokens, characters, *(() if self.hf is None else (self.hf.bos, self.hf.file_digests)),
         )  # fmt: skip
 
     @cached_property
@@ -134,6 +154,11 @@ class Tokenizer:
     def continues_character_V(self) -> np.ndarray:
         """Whether the text of an id begins inside a UTF-8 character."""
         return np.array([token[:1] >= b"\x80" and token[:1] < b"\xc0" for token in self.tokens], bool)
+
+    @cached_property
+    def prefix(self) -> bytes:
+        """What the tokenizer puts before a document: a blank, or nothing."""
+        return b"" if self.hf is None else self.hf.parsed.prefix
 
     @cached_property
     def _token_text(self) -> tuple[np.ndarray, np.ndarray]:
@@ -148,17 +173,27 @@ class Tokenizer:
             return _character_encoder(self)
         return lambda text: np.frombuffer(text.encode(), np.uint8)
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str, opens_document: bool = True) -> np.ndarray:
         """The ids of `text`, all of it ordinary: the string "<|endoftext|>" in it is not end-of-text.
 
-        Safe to call from several threads. Raises InputError for text that the tokenizer cannot represent.
+        A text that goes on inside a document, `opens_document` False, gets no blank in front, where the tokenizer puts
+        one before a document. Tokens that were added to one of kind hf without being special stay whole wherever
+        their text stands. Safe to call from several threads. Raises InputError for text that the tokenizer cannot
+        represent.
         """
-        return self._encode(text).astype(self.dtype)
+        return self.encode_batch([text], [opens_document])[0]
 
-    def decode_bytes(self, ids: np.ndarray) -> bytes:
+    def encode_batch(self, texts: Sequence[str], opens_document: Sequence[bool]) -> list[np.ndarray]:
+        """`encode` of each text; one of kind hf does them on all cores."""
+        if self.hf is not None:
+            return [ids.astype(self.dtype) for ids in self.hf.encoder(texts, opens_document)]
+        return [self._encode(text).astype(self.dtype) for text in texts]
+
+    def decode_bytes(self, ids: np.ndarray, opens_document: bool = False) -> bytes:
         """The text of `ids` as UTF-8 bytes (part of a character where the ids are part of a text).
 
-        Raises ValueError for an id outside the vocabulary.
+        Where the ids open a document, `opens_document`, without the blank that the tokenizer put before it. Raises
+        ValueError for an id outside the vocabulary.
         """
         ids = np.asarray(ids, np.int64)
         if ids.size and not 0 <= ids.min() <= ids.max() < self.vocab_size:
@@ -168,10 +203,11 @@ class Tokenizer:
         ends = np.cumsum(lengths)
         # Output byte j of the token that ends at e stands (e - length) bytes further left in its own token.
         shift = np.repeat(starts_V[ids] - (ends - lengths), lengths)
-        return text[np.arange(len(shift)) + shift].tobytes()
+        decoded = text[np.arange(len(shift)) + shift].tobytes()
+        return decoded.removeprefix(self.prefix) if opens_document else decoded
 
     def save(self, directory: str | Path) -> None:
-        """Write SIDECAR_NAME and, for byte pairs, RANKS_NAME; `load_tokenizer` needs nothing else."""
+        """Write SIDECAR_NAME and, for byte pairs, RANKS_NAME, or HF_FOLDER; `load_tokenizer` needs nothing else."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         if self.pattern is not None:
@@ -179,6 +215,8 @@ class Tokenizer:
                 for token_id, token in enumerate(self.tokens):
                     if token:
                         stream.write(b"%b %d\n" % (base64.b64encode(token), token_id))
+        if self.hf is not None:
+            save_hf_files(directory / HF_FOLDER, self.hf)
         write_sidecar(directory / SIDECAR_NAME, self.facts)
 
 
@@ -228,9 +266,20 @@ def byte_tokenizer() -> Tokenizer:
     return Tokenizer("byte", (*(bytes([byte]) for byte in range(256)), b""), {END_OF_TEXT: 256})
 
 
+def hf_tokenizer(files: HfFiles) -> Tokenizer:
+    """The tokenizer of the files of Hugging Face."""
+    return Tokenizer("hf", files.tokens, files.special_tokens, hf=files)
+
+
 def load_tokenizer(directory: str | Path) -> Tokenizer:
-    """The tokenizer that `save` wrote; raises InputError where it is missing, damaged or altered."""
+    """The tokenizer that `save` wrote, or that of a Hugging Face folder.
+
+    Raises InputError where it is missing, damaged or altered, and for one of a kind that is not supported. Imports no
+    tokenizer library.
+    """
     directory = Path(directory)
+    if is_hf_folder(directory):
+        return hf_tokenizer(read_hf_files(directory))
     path = directory / SIDECAR_NAME
     facts = read_sidecar(path, TokenizerFacts, "expected the folder of a tokenizer that curriculum saved")
     if facts.format_version != FORMAT_VERSION:
@@ -240,6 +289,10 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     )
     if facts.kind == "byte":
         tokenizer = byte_tokenizer()
+    elif facts.kind == "hf":
+        tokenizer = hf_tokenizer(load_hf_files(directory / HF_FOLDER, facts.eot, facts.bos))
+        if tokenizer.facts != facts:
+            raise damaged
     else:
         if not 0 < facts.vocab_size <= LARGEST_VOCAB:
             raise damaged
@@ -252,7 +305,8 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         except (ValueError, IndexError) as error:
             raise damaged from error
         tokenizer = Tokenizer(facts.kind, tuple(tokens), facts.special_tokens, facts.pattern, facts.name)
-    if facts.special_tokens.get(END_OF_TEXT) != facts.eot or tokenizer.fingerprint != facts.fingerprint:
+    has_eot = tokenizer.hf is not None or END_OF_TEXT in tokenizer.special_tokens
+    if not has_eot or tokenizer.eot != facts.eot or tokenizer.fingerprint != facts.fingerprint:
         raise damaged
     return tokenizer
 

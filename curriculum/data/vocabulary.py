@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from curriculum.data.hf_files import byte_level_letters
 from curriculum.data.tokenizer import END_OF_TEXT, SMALLEST_BPE, Tokenizer
 from curriculum.errors import InputError
 
@@ -43,19 +44,11 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
             f"tokenizer.vocab_size: {vocab_size} asked, and the sources yield {possible} (256 bytes,"
             f" {possible - SMALLEST_BPE} merges, end-of-text); set vocab_size: {possible}, or give more text"
         )
-    byte_of_letter = _byte_level_letters()
+    byte_of_letter = byte_level_letters()
     tokens = [b""] * vocab_size
     for letters, token_id in vocabulary.items():
         tokens[token_id] = bytes(byte_of_letter[letter] for letter in letters)
     return Tokenizer("bpe", tuple(tokens), {END_OF_TEXT: vocab_size - 1}, r50k_pat_str)
-
-
-def _byte_level_letters() -> dict[str, int]:
-    """The byte of each letter of a byte-level vocabulary: printable Latin-1 stands for itself, letters from
-    U+0100 on for the other bytes in order (Radford et al. 2019, GPT-2)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def tiktoken_tokenizer(name: str) -> Tokenizer:
