@@ -5,9 +5,11 @@ jax is imported by `load_hf` alone: what a folder holds can be checked without i
 
 from __future__ import annotations
 
+import math
+import mmap
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 # Buffers that older versions saved beside the weights: masks and wavelengths, which the config settles.
 _BUFFERS = re.compile(r"(^|\.)(attn\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
 _TILE = 256
+_UNALIGNED_BYTES = 16
 _LISTED = 20  # of the tensors that do not fit, so many are told
 
 
@@ -188,7 +191,7 @@ def _cut(source: np.ndarray, first: int, shape: tuple[int, ...], index: tuple[sl
     wanted: Any = [slice(start, stop) for start, stop in spans]
     wanted[-1] = slice(spans[-1][0] + first, spans[-1][1] + first)
     part = source[tuple(wanted)]
-    cut = np.zeros([stop - start for start, stop in spans], np.float32)
+    cut = _zeros([stop - start for start, stop in spans])
     if part.ndim < 2:
         cut[: part.size] = part
         return cut
@@ -197,3 +200,12 @@ def _cut(source: np.ndarray, first: int, shape: tuple[int, ...], index: tuple[sl
             tile = part[i : i + _TILE, j : j + _TILE]
             cut[i : i + tile.shape[0], j : j + tile.shape[1]] = tile
     return cut
+
+
+def _zeros(shape: Sequence[int]) -> np.ndarray:
+    """Float32 zeros in memory that goes back to the system at once, whatever malloc was told to keep (train.device).
+
+    Not aligned as XLA's own arrays are: it would take this memory for its array, and could not be given it to reuse.
+    """
+    memory = mmap.mmap(-1, _UNALIGNED_BYTES + 4 * math.prod(shape), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(memory, np.float32, offset=_UNALIGNED_BYTES).reshape(shape)
