@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from curriculum.data.hf_files import DEFINITION_NAME
 from curriculum.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from curriculum.errors import InputError
 from curriculum.model.hf import checked_tensors
 from curriculum.model.hf_config import HF_CONFIG, architecture_fields, hf_model_type, read_hf_config
-from curriculum.model.hf_weights import INDEX
+from curriculum.model.hf_weights import INDEX, stored_tensors
 from curriculum.model.presets import HOW, ModelConfig, ModelSection, model_problems, resolve_model
 from curriculum.run import RunDirectory, find_checkpoint, read_json, read_ledger, step_folders, undamaged
 from phases.schedule import Phase
@@ -38,8 +39,7 @@ class AdaptationSection:
     __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     init_from: str | None = None
-    """A run: its gold checkpoint, else its latest; or RUN/checkpoints/STEP, RUN/gold, RUN/gold/STEP, RUN/kept/STEP. Or
-    a Hugging Face folder of the Llama family or GPT-2: config.json, model.safetensors, tokenizer.json."""
+    """A run (gold, else latest), RUN/checkpoints/STEP, RUN/gold, RUN/gold/STEP, RUN/kept/STEP; a Hugging Face folder."""
     keep_optimizer: bool = False
     """Take the optimizer's state over too, not the parameters alone; the step is 0 either way."""
     replay: dict[str, Annotated[float, Field(gt=0, lt=1)]] = field(default_factory=dict)
@@ -120,10 +120,7 @@ def find_base(init_from: str | os.PathLike) -> Base | HfBase:
     if path.name == "gold" and (run := _run_at(path.parent, given)) is not None:
         return Base(given, run, *find_checkpoint(run, "gold", option=f"{given}:"))
     if any((path / name).is_file() for name in (HF_CONFIG, INDEX)) or any(path.glob("*.safetensors")):
-        folder = _as_given(path, given)
-        model = read_hf_config(folder)
-        checked_tensors(folder, model)
-        return HfBase(given, folder, hf_model_type(folder), model)
+        return _hf_base(_as_given(path, given), given)
     raise InputError(f"{given!r} holds no run and is no checkpoint of one; expected {_EXPECTED}")
 
 
@@ -135,6 +132,25 @@ def _run_at(path: Path, given: str) -> RunDirectory | None:
     """The run in a folder, its path as relative as the one that was given; None where there is none."""
     directory = RunDirectory(_as_given(path, given))
     return directory if os.path.isfile(directory.resolved_config) else None
+
+
+def _hf_base(folder: Path, given: str) -> HfBase:
+    """Raises InputError with all that is wrong with a folder, so far as headers tell."""
+    model, problems = None, []
+    try:
+        model = read_hf_config(folder)
+    except InputError as error:
+        problems += error.problems
+    try:
+        stored_tensors(folder) if model is None else checked_tensors(folder, model)
+    except InputError as error:
+        problems += error.problems
+    if not (folder / DEFINITION_NAME).is_file():
+        fix = "in transformers, AutoTokenizer.from_pretrained and then save_pretrained writes it"
+        problems.append(f"{folder / DEFINITION_NAME}: is missing, the tokenizer as `tokenizers` reads it; {fix}")
+    if problems or model is None:
+        raise InputError(*problems)
+    return HfBase(given, folder, hf_model_type(folder), model)
 
 
 def _as_given(path: Path, given: str) -> Path:

@@ -8,12 +8,13 @@ import os
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from curriculum.adaptation import INHERITED, AdaptationSection, Heritage, heritage, model_from
-from curriculum.config_checks import CHECKS, PATH_CHECKS
+from curriculum.config_checks import CHECKS, PATH_CHECKS, TOKENIZER_PATH_CHECKS
 from curriculum.config_problems import field_key, no_such, translate
 from curriculum.data.chat import ChatConfig
 from curriculum.data.documents import SourceConfig
@@ -22,6 +23,7 @@ from curriculum.data.tokenizer import TokenizerConfig
 from curriculum.errors import InputError
 from curriculum.model.presets import ModelSection
 from curriculum.record.wandb_log import WandbConfig
+from curriculum.run import RunDirectory
 from curriculum.train.mesh import MeshConfig
 from curriculum.train.optimizer import OptimConfig
 from curriculum.variables import substitute
@@ -348,11 +350,21 @@ def build_config(
         problems += inherited.problems(values["model"], values["tokenizer"])
         values["tokenizer"] = TokenizerConfig(**inherited.sections["tokenizer"])
     checks = [*CHECKS, *(PATH_CHECKS if check_paths else [])]
+    if check_paths and not _keeps_tokenizer(values, continues):
+        checks += TOKENIZER_PATH_CHECKS
     looked_at = {name for name, section in values.items() if section is not None}
     problems += [p for needs, check in checks if needs <= looked_at for p in check(values)]
     if problems:
         raise InputError(*sorted({origin.problem(*p): None for p in problems}, key=origin.sort_key))
     return Config(**values, origin=origin)
+
+
+def _keeps_tokenizer(values: Mapping[str, Any], continues: str | os.PathLike | None) -> bool:
+    """Whether a run goes on with its own copy of the tokenizer, and needs no other."""
+    own = None if continues is None else RunDirectory(Path(continues))
+    if own is None or not own.tokenizer.exists() or not own.resolved_config.exists():
+        return False
+    return "tokenizer" in values and own.resolved()["tokenizer"] == _plain(values["tokenizer"])
 
 
 def _heritage(data: dict, continues: str | os.PathLike | None) -> tuple[Heritage | None, list[tuple[str, str]]]:

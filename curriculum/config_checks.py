@@ -301,5 +301,5 @@ PATH_CHECKS = [
     ({"sources"}, _check_source_paths),
     ({"evalsets"}, _check_eval_paths),
     ({"evalsets"}, _check_gate_program),
-    ({"tokenizer", "adaptation"}, _check_tokenizer_path),
 ]
+TOKENIZER_PATH_CHECKS = [({"tokenizer", "adaptation"}, _check_tokenizer_path)]

@@ -77,8 +77,9 @@ def weight_files(folder: str | os.PathLike) -> list[Path]:
             return [folder / WEIGHTS]
         others = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
         fix = "convert it: in transformers, from_pretrained and then save_pretrained writes safetensors"
-        got = f"holds {', '.join(others[:3])} alone; {fix}" if others else "is missing"
-        raise InputError(f"{folder / WEIGHTS}: {got}")
+        if others:
+            raise InputError(f"{folder}: has its weights as {', '.join(others[:3])} alone; {fix}")
+        raise InputError(f"{folder / WEIGHTS}: is missing; expected the weights of a Hugging Face folder")
     index = folder / INDEX
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
