@@ -39,7 +39,7 @@ class AdaptationSection:
     __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     init_from: str | None = None
-    """A run (gold, else latest), RUN/checkpoints/STEP, RUN/gold, RUN/gold/STEP, RUN/kept/STEP; a Hugging Face folder."""
+    """A run: its gold checkpoint, else its latest; RUN/gold; RUN/{checkpoints,gold,kept}/N; a Hugging Face folder."""
     keep_optimizer: bool = False
     """Take the optimizer's state over too, not the parameters alone; the step is 0 either way."""
     replay: dict[str, Annotated[float, Field(gt=0, lt=1)]] = field(default_factory=dict)

@@ -206,7 +206,9 @@ def _sliding_window(keys: _Keys, model_type: str) -> int | None:
     if kinds is None and model_type == "smollm3":
         slides = [window is not None and not has_rope for has_rope in _ropes(keys, num_layers)]
     elif kinds is None:
-        slides = [window is not None and layer >= keys.size("max_window_layers", 28) for layer in range(num_layers)]
+        slides = [
+            window is not None and layer >= keys.size("max_window_layers", 28, least=0) for layer in range(num_layers)
+        ]
     elif not isinstance(kinds, list) or not all(kind in _LAYER_TYPES for kind in kinds):
         keys.problem("layer_types", f"got {json.dumps(kinds)}, expected full_attention and sliding_attention only")
         return None
@@ -271,13 +273,13 @@ class _Keys:
             self.problem(key, "missing; this key is needed")
         return default[0] if default else None
 
-    def size(self, key: str, *default: int | None) -> Any:
-        """A positive integer, or None where that is the default or null stands there and a default is."""
+    def size(self, key: str, *default: int | None, least: int = 1) -> Any:
+        """An integer of `least` or more; None where that is the default, or null stands in place of a default."""
         value = self._given(key, default)
         if value is None and (default or key not in self.data):
             return None if default else 1
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST_SIZE:
-            self.problem(key, f"got {json.dumps(value)}, expected a positive integer, at most {LARGEST_SIZE}")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST_SIZE:
+            self.problem(key, f"got {json.dumps(value)}, expected an integer from {least} to {LARGEST_SIZE}")
             return 1
         return value
 
