@@ -195,6 +195,11 @@ class Heritage:
                     yield "tokenizer.path", f"{tokenizer.path} holds another tokenizer than {self.run}; {fix}"
             except InputError as error:
                 yield "tokenizer.path", str(error)
+        if self.is_hf and model is not None and model.vocab_size is not None:
+            rows = self.sections["model"]["num_ids"] or self.sections["model"]["vocab_size"]
+            if model.vocab_size < rows:
+                got = f"got {model.vocab_size}, but {self.run} has {rows} rows"
+                yield "model.vocab_size", f"{got}; expected as many, or more to pad it up"
         if model is None or model_problems(model, self.tokenizer.vocab_size):
             return
         resolved = resolve_model(model, self.tokenizer.vocab_size)

@@ -283,7 +283,8 @@ def model_problems(section: ModelSection, vocab_size: int | None = None) -> list
     if section.num_ids is not None:
         rows, fewest = section.vocab_size or vocab_size, vocab_size or 1
         if section.num_ids < fewest or (rows is not None and section.num_ids > rows):
-            expected = f"from the tokenizer's {fewest} to vocab_size {rows}"
+            lowest = "1" if vocab_size is None else f"the tokenizer's {vocab_size}"
+            expected = f"from {lowest} to vocab_size {rows}"
             problems.append(("num_ids", f"got {section.num_ids}, expected {expected}; leave it out to take the first"))
     if problems:
         return problems

@@ -1,0 +1,255 @@
+"""A run that begins from a Hugging Face folder, or takes the shape of its model."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from curriculum.adaptation import find_base
+from curriculum.cli.plan import table
+from curriculum.config import build_config, changed_config, config_from_json, load_config
+from curriculum.data.tokenizer import byte_tokenizer, load_tokenizer
+from curriculum.errors import InputError
+from curriculum.model.hf import hf_tensors, load_hf
+from curriculum.model.hf_config import hf_config_of
+from curriculum.model.hf_weights import hf_fingerprint
+from curriculum.model.model import abstract_params, parameter_name
+from curriculum.model.presets import ModelConfig, RopeScaling, num_parameters
+from curriculum.model.transformer import transformer
+from curriculum.plan import plan
+from curriculum.run import load_run
+from curriculum.train.checkpoint import load_params
+from curriculum.train.mesh import MeshConfig, make_mesh
+from curriculum.train.setup import abstract_on_mesh
+from curriculum.train.trainer import train
+
+NUM_TOKENS, NUM_ROWS = 270, 272  # the tokenizer's ids and the embedding's rows: as in Qwen's folders there are more
+CONFIG = ModelConfig(
+    vocab_size=NUM_ROWS, n_layer=1, n_head=2, n_kv_head=1, d_model=16, d_ff=24, max_seq_len=64, qkv_bias=True,
+    tie_embeddings=False, rope_scaling=RopeScaling("llama3", 2.0, 32),
+)  # fmt: skip
+RUN = """
+name: adapted
+sources: {law: {path: law.txt, held_out: 10%}}
+phases: [{name: a, until: end, mixture: {law: 1}}]
+evalsets: {primary: {held_out_of: law}}
+train: {steps: 2, batch_size: 4, seq_len: 16}
+optim: {lr: 1e-2, schedule: constant}
+checkpoint: {every: 1}
+logging: {tensorboard: false}
+"""
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory):
+    """A folder with the text law.txt, run.yaml and the Hugging Face folder `hf`, whose weights are random."""
+    folder = tmp_path_factory.mktemp("hf")
+    text = "the party of the first part shall not be the party of the second part\n" * 60
+    (folder / "law.txt").write_text(text)
+    (folder / "run.yaml").write_text(RUN)
+    write_model(folder / "hf", CONFIG)
+    write_bpe(folder / "hf", text)
+    return folder
+
+
+def write_bpe(folder, text):
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=NUM_TOKENS, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False)  # fmt: skip
+    tokenizer.train_from_iterator([text], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
+
+
+def write_model(folder, config, seed=0):
+    folder.mkdir()
+    rng = np.random.default_rng(seed)
+    shapes = jax.tree.leaves_with_path(abstract_params(transformer(config)))
+    params = {parameter_name(path): 0.1 * rng.standard_normal(a.shape, np.float32) for path, a in shapes}
+    save_file(dict(hf_tensors(config, params)), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(hf_config_of(config, bos=0, eos=0)))
+
+
+@pytest.fixture
+def folder(pretrained, tmp_path, monkeypatch):
+    """The same where the test may change it."""
+    shutil.copytree(pretrained, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def adapted(*overrides, **options):
+    return load_config("run.yaml", overrides, **{"init_from": "hf"} | options)
+
+
+def test_a_run_begins_with_the_folder_and_goes_on_without_it(folder):
+    config = adapted("train.steps=1")
+    train(config, "run", store_dir="store")
+    run = load_run("run")
+    lineage = {"init_from": "hf", "kind": "hf", "model_type": "qwen2", "keep_optimizer": False, "lineage": None}
+    assert run.start["lineage"] == lineage | {"fingerprint": hf_fingerprint("hf")}
+    assert ModelConfig.of(json.loads(Path("run/model.json").read_text())) == CONFIG
+    assert run.resolved["tokenizer"]["path"] == "hf" and run.resolved["model"]["rope_scaling"]["factor"] == 2.0
+    assert load_tokenizer("run/tokenizer").fingerprint == load_tokenizer("hf").fingerprint
+    assert config_from_json(run.config.to_json()) == config
+
+    mesh = make_mesh(MeshConfig())
+    like = abstract_on_mesh(mesh, abstract_params(transformer(CONFIG)))
+    first = jax.tree.leaves(load_hf("hf", CONFIG, like))
+    after = jax.tree.leaves(load_params(Path("run/checkpoints/1/params")))
+    moved = [float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in zip(first, after, strict=True)]
+    assert len(moved) == 15 and 0 < max(moved) < 0.011  # one update of adam moves by lr at most, and decay a little
+
+    shutil.rmtree("hf")
+    again = adapted("train.steps=2", continues="run")
+    assert again.model == config.model and again.tokenizer == config.tokenizer
+    assert train(again, "run", resume="latest", store_dir="store")["step"] == 2
+    assert load_run("run").resolved["derived"]["lineage"] == run.start["lineage"]
+    with pytest.raises(InputError, match="adaptation.init_from: 'hf' does not exist"):
+        adapted()
+
+
+def test_the_first_parameters_are_the_folders_bit_for_bit(folder):
+    from curriculum.train.setup import build
+    from curriculum.train.start import start_of
+
+    config = adapted("model.vocab_size=320", "mesh.fsdp=1")
+    setup = build(config, "store", start=start_of(config))
+    setup.feed.close()
+    state = setup.initial_state()
+    assert setup.model.num_ids == NUM_ROWS and int(state.step) == 0
+    params = {parameter_name(path): np.asarray(a) for path, a in jax.tree.leaves_with_path(state.params)}
+    assert params["embed.embedding"].shape == (320, 16) and not params["embed.embedding"][NUM_ROWS:].any()
+    padded = ModelConfig(**vars(CONFIG) | {"vocab_size": 320, "num_ids": NUM_ROWS})
+    written, came = dict(hf_tensors(padded, params)), load_file("hf/model.safetensors")
+    assert written.keys() == came.keys() and len(came) == 15
+    assert all(np.array_equal(written[name], came[name]) for name in came)
+
+
+def test_a_plan_says_so(folder):
+    shown = plan(adapted())
+    assert shown.num_parameters == num_parameters(CONFIG)
+    assert "begins with the parameters of a qwen2 model (hf)" in table(shown)
+
+
+def test_sections_that_agree_and_those_that_do_not(folder):
+    shutil.copytree("hf", "copy")
+    taken = adapted()
+    assert adapted("tokenizer={kind: hf, path: copy}").tokenizer == taken.tokenizer
+    assert adapted("model={from: hf}").model == taken.model
+    assert adapted("model.dropout=0.1").model.dropout == 0.1
+    for override, words in (
+        ("model.vocab_size=271", "model.vocab_size: got 271, but hf has 272 rows; expected as many, or more"),
+        ("model={from: hf, d_ff: 32}", "model: the architecture is not that of hf: d_ff 32 (there 24)"),
+        ("model.num_ids=271", "model: the architecture is not that of hf: vocab_size 271 (there 272)"),
+        ("tokenizer={kind: byte}", "tokenizer.kind: got byte, but hf has hf"),
+    ):
+        with pytest.raises(InputError) as told:
+            adapted(override)
+        assert any(words in problem for problem in told.value.problems), told.value.problems
+
+
+def test_what_a_folder_cannot_give(folder):
+    with pytest.raises(
+        InputError, match="adaptation.keep_optimizer: got true, but hf is a Hugging Face folder, which holds"
+    ):
+        adapted(keep_optimizer=True)
+
+    def other(vocab_size):
+        return transformer(CONFIG)
+
+    with pytest.raises(InputError, match=r"adaptation.init_from: hf is a Hugging Face folder, .* \(make_model\)"):
+        train(adapted(), "run", store_dir="store", make_model=other)
+    assert not Path("run").exists()
+
+
+def test_a_folder_that_is_not_whole_is_told_in_full(folder):
+    os.remove("hf/tokenizer.json")
+    tensors = load_file("hf/model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, "hf/model.safetensors")
+    with pytest.raises(InputError) as told:
+        adapted()
+    assert told.value.problems == (
+        "--init-from hf: adaptation.init_from: hf: model.norm.weight: is missing, expected [16]",
+        "--init-from hf: adaptation.init_from: hf/tokenizer.json: is missing, the tokenizer as `tokenizers` reads it; in "
+        "transformers, AutoTokenizer.from_pretrained and then save_pretrained writes it",
+    )
+    Path("hf/config.json").write_text('{"model_type": "bert"}')
+    Path("hf/model.safetensors").write_bytes(b"")
+    with pytest.raises(InputError) as told:
+        adapted()
+    assert [problem.split(": ")[2] for problem in told.value.problems] == [
+        "hf/config.json", "hf/model.safetensors", "hf/tokenizer.json",
+    ]  # fmt: skip
+    os.remove("hf/config.json")
+    with pytest.raises(
+        InputError, match="hf/config.json: is missing; expected the config.json of a Hugging Face folder"
+    ):
+        adapted()
+    os.remove("hf/model.safetensors")
+    with pytest.raises(
+        InputError, match="'hf' holds no run and is no checkpoint of one; expected .* or a Hugging Face folder"
+    ):
+        adapted()
+
+
+def test_fewer_rows_than_the_tokenizer_has_ids(folder):
+    shutil.rmtree("few", ignore_errors=True)
+    write_model(Path("few"), ModelConfig(**vars(CONFIG) | {"vocab_size": NUM_TOKENS - 1}))
+    shutil.copy("hf/tokenizer.json", "few"), shutil.copy("hf/tokenizer_config.json", "few")
+    with pytest.raises(InputError, match="few/config.json: vocab_size: got 269, but its tokenizer.json has 270 ids"):
+        adapted(init_from="few")
+
+
+def test_the_shape_alone(folder):
+    """`model.from` is replaced when the config is read; its vocabulary is the tokenizer's, and fields go on top."""
+    config = load_config("run.yaml", ["model={from: hf, n_head: 4, d_model: 32, rope_scaling: null}"])
+    assert (config.model.n_head, config.model.n_kv_head, config.model.d_model) == (4, 1, 32)
+    assert config.model.qkv_bias and config.model.rope_scaling is None and config.model.from_ is None
+    assert config.model.vocab_size is None is config.model.num_ids
+    assert load_config("run.yaml", ["model={from: hf}"]).model.rope_scaling == RopeScaling("llama3", 2.0, 32)
+    assert json.loads(json.dumps(config.to_json()))["model"]["from"] is None
+    assert config_from_json(config.to_json()) == config == changed_config(config)
+    write_model(Path("gpt2"), ModelConfig(**vars(CONFIG) | {
+        "pos_encoding": "learned", "mlp_type": "gelu", "norm_type": "layernorm", "bias": True, "qkv_bias": False,
+        "rope_scaling": None, "n_kv_head": 2}))  # fmt: skip
+    assert load_config("run.yaml", ["model={from: gpt2, n_head: 4}"]).model.n_kv_head == 4
+    for model, words in (
+        ("{from: hf, preset: tiny}", "model.from: got 'hf' beside the preset 'tiny'; expected one of the two"),
+        ("{from: nowhere}", "model.from: nowhere/config.json: is missing"),
+        ("{from: 3}", "model.from: got 3, expected text"),
+        ("{fro: hf}", "model.fro: no such key; did you mean 'from'?"),
+    ):
+        with pytest.raises(InputError) as told:
+            load_config("run.yaml", [f"model={model}"])
+        assert any(words in problem for problem in told.value.problems), told.value.problems
+
+
+def test_the_shape_and_the_tokenizer_of_a_folder_that_is_gone_on_resume(folder):
+    sections = ["model={from: hf, vocab_size: 272, num_ids: 272}", "tokenizer={kind: hf, path: hf}"]
+    train(load_config("run.yaml", [*sections, "train.steps=1"]), "run", store_dir="store")
+    shutil.rmtree("hf")
+    with pytest.raises(InputError, match="model.from: hf/config.json: is missing"):
+        load_config("run.yaml", sections)
+    config = load_config("run.yaml", sections, continues="run")
+    assert train(config, "run", resume="latest", store_dir="store")["step"] == 2
+    with pytest.raises(InputError, match="n_layer"):
+        changed = load_config("run.yaml", ["model={from: hf, n_layer: 3}", sections[1]], continues="run")
+        train(changed, "run", resume="latest", store_dir="store")
+    byte_tokenizer().save("other")
+    with pytest.raises(InputError, match="tokenizer.path: 'elsewhere' does not exist"):
+        load_config("run.yaml", [sections[0], "tokenizer={kind: hf, path: elsewhere}"], continues="run")
+
+
+def test_a_run_comes_before_a_folder_of_weights(folder):
+    train(build_config(adapted("train.steps=1").to_json()), "run", store_dir="store")
+    Path("run/config.json").write_text("{}")
+    assert find_base("run").step == 1 and find_base("hf").model == CONFIG
