@@ -82,7 +82,9 @@ class HfFiles:
         A text that does not open a document gets no blank in front, where the tokenizer adds one.
         """
         opening = _built(self.parsed.definition, self.special_tokens)
-        continuing = _built(_without_prefix(self.parsed.definition), self.special_tokens)
+        continuing = opening
+        if self.parsed.prefix:
+            continuing = _built(_without_prefix(self.parsed.definition), self.special_tokens)
         self._check_built(opening)
         unknown = self.parsed.unknown
 

@@ -1,0 +1,143 @@
+"""Tokenizers of every kind written as Hugging Face has them: tokenizer.json and what names its special tokens."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from curriculum.data.hf_files import CONFIG_NAME, DEFINITION_NAME, byte_level_letters, save_hf_files
+
+if TYPE_CHECKING:
+    from curriculum.data.tokenizer import Tokenizer
+
+MAP_NAME = "special_tokens_map.json"
+_NO_MATCH = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+
+
+def write_hf_tokenizer(tokenizer: Tokenizer, folder: str | Path, *, model_max_length: int | None = None) -> None:
+    """Write DEFINITION_NAME, CONFIG_NAME and MAP_NAME, which transformers' AutoTokenizer reads; `folder` exists.
+
+    With add_special_tokens=False it gives the ids of `Tokenizer.encode`, and it decodes them to the same text.
+    eos_token is end-of-text and bos_token what opens a document. The kinds made here say split_special_tokens: special
+    tokens in text are ordinary text there too. A tokenizer of kind hf is passed on as it was read, chat template
+    and all, with the names of eos_token and bos_token where it lacked them; there special tokens in text are what
+    its own config makes of them. A text with a character that a char tokenizer lacks is an error there too.
+    """
+    folder = Path(folder)
+    names = {token: name for name, token in tokenizer.special_tokens.items()}
+    roles = {"eos_token": names[tokenizer.eot], "bos_token": names[tokenizer.bos]}
+    if tokenizer.hf is not None:
+        save_hf_files(folder, tokenizer.hf)
+        config = json.loads(tokenizer.hf.files.get(CONFIG_NAME, b"{}"))
+        config = {"tokenizer_class": "PreTrainedTokenizerFast"} | config
+        config |= {role: name for role, name in roles.items() if config.get(role) is None}
+        special = json.loads(tokenizer.hf.files.get(MAP_NAME, b"{}"))
+        special |= {role: name for role, name in roles.items() if special.get(role) is None}
+    else:
+        _write(folder / DEFINITION_NAME, hf_definition(tokenizer))
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **roles, "split_special_tokens": True}
+        config |= {"clean_up_tokenization_spaces": False, "add_prefix_space": False}
+        special = roles
+    if model_max_length is not None:
+        config["model_max_length"] = model_max_length
+    _write(folder / CONFIG_NAME, config)
+    _write(folder / MAP_NAME, special)
+
+
+def hf_definition(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The content of DEFINITION_NAME for a tokenizer that was made here."""
+    added = [{"id": token, "content": name, **_NO_MATCH} for name, token in tokenizer.special_tokens.items()]
+    definition: dict[str, Any] = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": sorted(added, key=lambda token: token["id"]),
+        "normalizer": None,
+        "post_processor": None,
+    }
+    # Special tokens stand in the vocabulary too: so they have their ids whatever lies between.
+    if tokenizer.kind == "char":
+        characters = {token.decode(): token_id for token_id, token in enumerate(tokenizer.tokens) if token}
+        # A word model without its unknown token refuses what it does not know; byte pairs would drop it.
+        model = {"type": "WordLevel", "vocab": characters | tokenizer.special_tokens, "unk_token": "<unk>"}
+        pre_tokenizer = _split(r"[\s\S]")
+        return definition | {"model": model, "pre_tokenizer": pre_tokenizer, "decoder": {"type": "Fuse"}}
+    letters = {byte: letter for letter, byte in byte_level_letters().items()}
+
+    def spelled(token: bytes) -> str:
+        return "".join(letters[byte] for byte in token)
+
+    model = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        # As tiktoken, a stretch that is a token is that token; of bytes alone the whole text is one stretch.
+        "ignore_merges": tokenizer.pattern is not None,
+        "vocab": {spelled(token): token_id for token_id, token in enumerate(tokenizer.tokens) if token}
+        | tokenizer.special_tokens,
+        "merges": [[spelled(left), spelled(right)] for left, right in merges_of(tokenizer.tokens)],
+    }
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    if tokenizer.pattern is None:
+        pre_tokenizer = byte_level | {"use_regex": False}
+    elif tokenizer.pattern == _gpt2_pattern():
+        pre_tokenizer = byte_level | {"use_regex": True}
+    else:
+        cut = _split(onig_pattern(tokenizer.pattern))
+        pre_tokenizer = {"type": "Sequence", "pretokenizers": [cut, byte_level | {"use_regex": False}]}
+    decoder = byte_level | {"use_regex": True}
+    return definition | {"model": model, "pre_tokenizer": pre_tokenizer, "decoder": decoder}
+
+
+def merges_of(tokens: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
+    """The pair that each token of more than a byte is merged from, in the order of their ids, which are their ranks.
+
+    It is what the merge loop has left of the token's bytes when only tokens of lower rank may be made. A token that
+    no pair makes has none.
+    """
+    ranks = {token: rank for rank, token in enumerate(tokens) if token}
+    merges = []
+    for token, rank in ranks.items():
+        if len(token) < 2:
+            continue
+        parts = [bytes([byte]) for byte in token]
+        while len(parts) > 2:
+            found = [ranks.get(left + right, rank) for left, right in zip(parts, parts[1:], strict=False)]
+            lowest = min(found)
+            if lowest >= rank:
+                break
+            at = found.index(lowest)
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        if len(parts) == 2:
+            merges.append((parts[0], parts[1]))
+    return merges
+
+
+def onig_pattern(pattern: str) -> str:
+    """A pattern of tiktoken in the syntax of Oniguruma, which `tokenizers` matches with.
+
+    There a plus behind braces repeats once more instead of forbidding to backtrack, and $ is the end of a line.
+    """
+    pattern = re.sub(r"(?<!\\)(\{\d+(?:,\d*)?\})\+", r"\1", pattern)
+    return re.sub(r"(?<!\\)\$", r"\\z", pattern)
+
+
+def _gpt2_pattern() -> str:
+    from tiktoken_ext.openai_public import r50k_pat_str
+
+    return r50k_pat_str
+
+
+def _split(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
