@@ -164,7 +164,7 @@ class Parsed:
             if name in self.added_tokens or not self._letters.keys() >= set(name):
                 return name.encode()
             return bytes(self._letters[letter] for letter in name)
-        if self.has_bytes and (byte := _byte_of(name)) is not None:
+        if self.has_bytes and (byte := byte_of(name)) is not None:
             return bytes([byte])
         return name.replace(BLANK, " ").encode()
 
@@ -187,7 +187,7 @@ class Parsed:
         if self.is_byte_level:
             missing = sorted(self._letters[letter] for letter in self._letters.keys() - self.vocabulary.keys())
         else:
-            missing = sorted(set(range(256)) - {_byte_of(name) for name in self.vocabulary}) if self.has_bytes else []
+            missing = sorted(set(range(256)) - {byte_of(name) for name in self.vocabulary}) if self.has_bytes else []
             if not self.has_bytes and self.unknown is None:
                 yield "it has neither bytes to fall back on nor an unknown token: text would vanish"
         if missing:
@@ -324,7 +324,7 @@ def _json(path: Path, content: bytes | None) -> dict[str, Any]:
     return found
 
 
-def _byte_of(name: str) -> int | None:
+def byte_of(name: str) -> int | None:
     """The byte of a piece such as <0x0A>."""
     if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
         try:

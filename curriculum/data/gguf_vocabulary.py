@@ -1,0 +1,198 @@
+"""A tokenizer as llama.cpp has it: a list of tokens and their types, merges or scores, and a named way to cut text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+from curriculum.data.hf_files import BLANK, CONFIG_NAME, DEFINITION_NAME, Parsed, byte_of, parts
+from curriculum.data.hf_tokenizer import hf_definition
+from curriculum.errors import InputError
+
+if TYPE_CHECKING:
+    from curriculum.data.tokenizer import Tokenizer
+
+
+class TokenType(IntEnum):
+    """What llama.cpp makes of a token."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclass(frozen=True)
+class GgufVocabulary:
+    """The keys tokenizer.ggml.* of a GGUF file: `model` gpt2 (byte-level, `merges`, `pre`) or llama (`scores`)."""
+
+    model: str
+    pre: str
+    tokens: list[str]
+    types: list[int]
+    merges: list[str] | None
+    scores: list[float] | None
+    bos: int
+    eos: int
+    unknown: int | None
+    add_bos: bool
+    add_space_prefix: bool
+    chat_template: str | None
+
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# Patterns that llama.cpp has by name; it has a few dozen, those of the families that this program reads are here.
+_LLAMA3 = _CONTRACTIONS + _WORDS + r"\p{N}{1,3}" + _REST
+_QWEN2 = _CONTRACTIONS + _WORDS + r"\p{N}" + _REST
+# Never met, since no text in UTF-8 holds either byte: a file without merges is none to llama.cpp.
+_NEVER_MERGED = "\u00ff \u00fe"
+
+
+def gguf_vocabulary(tokenizer: Tokenizer, num_rows: int) -> GgufVocabulary:
+    """The tokenizer with `num_rows` tokens, those past its own unused.
+
+    Text is cut and merged as the tokenizer does it, with what llama.cpp cannot do said here: it does not bring text to
+    NFC (a tokenizer that does gives the same ids for text that is in NFC), and where a blank is put before a text it
+    puts one before a text that begins with a blank too. The kinds made here open a text with end-of-text (`add_bos`),
+    as `curriculum generate` does; one of kind hf as its files say. Raises InputError that lists what llama.cpp has not.
+    """
+    if tokenizer.kind == "char":
+        raise InputError(
+            "tokenizer.kind: char cannot be written as GGUF: llama.cpp reads byte pairs and SentencePiece; use kind"
+            " byte or bpe, or export with --format hf"
+        )
+    definition = tokenizer.hf.parsed.definition if tokenizer.hf is not None else hf_definition(tokenizer)
+    parsed = Parsed(definition)
+    if parsed.is_byte_level:
+        pre, problems = _named_pattern(definition)
+    else:
+        pre, problems = "default", list(_sentencepiece_problems(parsed))
+    if problems:
+        raise InputError(*(f"tokenizer: {problem}; export with --format hf" for problem in problems))
+
+    tokens, types = [f"[PAD{token}]" for token in range(num_rows)], [int(TokenType.UNUSED)] * num_rows
+    for name, token in parsed.vocabulary.items():
+        tokens[token], types[token] = name, _type_of(name, token, tokenizer, parsed)
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in definition["model"]["merges"]]
+    return GgufVocabulary(
+        model="gpt2" if parsed.is_byte_level else "llama",
+        pre=pre,
+        tokens=tokens,
+        types=types,
+        merges=(merges or [_NEVER_MERGED]) if parsed.is_byte_level else None,
+        scores=None if parsed.is_byte_level else _scores(tokens, merges),
+        bos=tokenizer.bos,
+        eos=tokenizer.eot,
+        unknown=parsed.unknown,
+        add_bos=_adds_bos(tokenizer),
+        add_space_prefix=bool(tokenizer.prefix),
+        chat_template=_chat_template(tokenizer),
+    )
+
+
+def _type_of(name: str, token: int, tokenizer: Tokenizer, parsed: Parsed) -> int:
+    if token == parsed.unknown:
+        return TokenType.UNKNOWN
+    if name in tokenizer.special_tokens:
+        return TokenType.CONTROL
+    if name in parsed.added_tokens:
+        return TokenType.USER_DEFINED
+    return TokenType.BYTE if parsed.has_bytes and byte_of(name) is not None else TokenType.NORMAL
+
+
+def _named_pattern(definition: dict[str, Any]) -> tuple[str, list[str]]:
+    """The name that llama.cpp has for how byte-level text is cut, and what stands against it."""
+    problems = []
+    normalizers = [part["type"] for part in parts(definition["normalizer"]) if part["type"] != "Sequence"]
+    cuts = [_cut(part) for part in parts(definition["pre_tokenizer"]) if part["type"] != "Sequence"]
+    if set(normalizers) - {"NFC"}:
+        problems.append(f"its normalizer {', '.join(normalizers)} is none that llama.cpp has")
+    if any(part.get("add_prefix_space") for part in parts(definition["pre_tokenizer"])):
+        problems.append("it puts a blank before a text, which llama.cpp does not do before byte pairs")
+    whole = definition["model"].get("ignore_merges")
+    names = {
+        ("gpt2",): "gpt-2",
+        ("digits", "gpt2"): "smollm",
+        (_LLAMA3, "bytes"): "llama-bpe" if whole else "smaug-bpe",
+        (_QWEN2, "bytes"): "qwen2",
+    }
+    if not definition["model"]["merges"] and cuts == ["bytes"]:
+        names["bytes",] = "gpt-2"  # where nothing is merged it does not matter where text is cut
+    pre = names.get(tuple(cuts))
+    if pre is None:
+        found = " and ".join(cuts) or "none"
+        problems.append(f"text is cut by a pattern that llama.cpp has no name for ({found})")
+    return pre, problems
+
+
+def _cut(part: dict[str, Any]) -> str:
+    """How a pre-tokenizer that is no sequence cuts text: a pattern, or what stands for one."""
+    kind = part["type"]
+    if kind == "ByteLevel":
+        return "gpt2" if part.get("use_regex", True) else "bytes"
+    if kind == "Digits":
+        return "digits" if part.get("individual_digits") else "runs of digits"
+    if kind == "Split" and part["behavior"] == "Isolated" and not part.get("invert"):
+        return part["pattern"].get("Regex") or part["pattern"]["String"]
+    return kind
+
+
+def _sentencepiece_problems(parsed: Parsed) -> Iterator[str]:
+    if parsed.is_unigram:
+        yield "its model is Unigram, which llama.cpp has only without bytes to fall back on"
+        return
+    if not parsed.has_bytes:
+        yield "it has no bytes to fall back on, which llama.cpp expects"
+    definition = parsed.definition
+    allowed = ({"type": "Prepend", "prepend": BLANK}, {"type": "Replace", "pattern": {"String": " "}, "content": BLANK})
+    for part in parts(definition["normalizer"]):
+        if part["type"] != "Sequence" and part not in allowed:
+            yield f"its normalizer {part['type']} is none that llama.cpp has"
+    for part in parts(definition["pre_tokenizer"]):
+        if part["type"] != "Metaspace" or part.get("replacement") != BLANK:
+            yield f"its pre_tokenizer {part['type']} is none that llama.cpp has for SentencePiece"
+    made = {_made(pair) for pair in definition["model"]["merges"]}
+    ordinary = [name for name in parsed.vocabulary if name not in parsed.added_tokens and byte_of(name) is None]
+    if lost := [name for name in ordinary if len(name) > 1 and name not in made]:
+        yield f"{len(lost)} tokens such as {lost[0]!r} are made by no merge, and llama.cpp would make them"
+
+
+def _made(pair: str | list[str]) -> str:
+    return pair.replace(" ", "") if isinstance(pair, str) else "".join(pair)
+
+
+def _scores(tokens: list[str], merges: list[str]) -> list[float]:
+    """Minus the rank of the merge that first makes a token: llama.cpp merges what has the highest score."""
+    ranks: dict[str, int] = {}
+    for rank, pair in enumerate(merges):
+        ranks.setdefault(_made(pair), rank)
+    return [-float(ranks[token]) if token in ranks else 0.0 for token in tokens]
+
+
+def _adds_bos(tokenizer: Tokenizer) -> bool:
+    if tokenizer.hf is None:
+        return True
+    config = json.loads(tokenizer.hf.files.get(CONFIG_NAME, b"{}"))
+    if isinstance(config.get("add_bos_token"), bool):
+        return config["add_bos_token"]
+    processor = json.loads(tokenizer.hf.files[DEFINITION_NAME]).get("post_processor") or {}
+    for part in (processor, *processor.get("processors", ())):
+        if part.get("type") == "TemplateProcessing" and part["single"]:
+            return part["single"][0].get("SpecialToken", {}).get("id") in tokenizer.special_tokens
+    return False
+
+
+def _chat_template(tokenizer: Tokenizer) -> str | None:
+    if tokenizer.hf is None:
+        return None
+    if (jinja := tokenizer.hf.files.get("chat_template.jinja")) is not None:
+        return jinja.decode()
+    template = json.loads(tokenizer.hf.files.get(CONFIG_NAME, b"{}")).get("chat_template")
+    return template if isinstance(template, str) else None

@@ -1,0 +1,268 @@
+"""A model and its tokenizer as one GGUF file, which llama.cpp and transformers read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+
+from curriculum.data.gguf_vocabulary import GgufVocabulary, gguf_vocabulary
+from curriculum.errors import InputError
+from curriculum.model.presets import ModelConfig
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType, GGUFWriter
+
+    from curriculum.data.tokenizer import Tokenizer
+
+Dtype = Literal["f32", "f16", "bf16", "q8_0"]
+
+BLOCK = 32  # numbers that share a scale in q8_0
+
+_FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}  # general.file_type
+_PARTS = {
+    "attention_norm": "attn_norm",
+    "attention.query": "attn_q",
+    "attention.key": "attn_k",
+    "attention.value": "attn_v",
+    "attention.out": "attn_output",
+    "attention.query_norm": "attn_q_norm",
+    "attention.key_norm": "attn_k_norm",
+    "mlp_norm": "ffn_norm",
+    "mlp.gate": "ffn_gate",
+    "mlp.up": "ffn_up",
+    "mlp.down": "ffn_down",
+    "embed": "token_embd",
+    "positions": "position_embd",
+    "norm": "output_norm",
+    "head": "output",
+}
+_LEAVES = {"kernel": "weight", "scale": "weight", "embedding": "weight", "bias": "bias"}
+
+
+class _Tensor(NamedTuple):
+    name: str
+    shape: tuple[int, ...]  # rows first
+    sources: tuple[str, ...]  # our names; several are put below one another
+
+
+def write_gguf(
+    path: str | os.PathLike,
+    config: ModelConfig,
+    arrays: Mapping[str, np.ndarray],
+    tokenizer: Tokenizer,
+    *,
+    dtype: Dtype,
+    name: str,
+    metadata: Mapping[str, str | bool | int | float] | None = None,
+) -> tuple[str, ...]:
+    """Write one file; return the names of the matrices that stayed f16 because q8_0 does not fit their rows.
+
+    `arrays` are the parameters by our dotted names, float32, read one after the other. `dtype` is that of the
+    matrices; norms, biases and learned positions are f32. In q8_0 a matrix whose rows are no multiple of 32 long
+    is f16. Rows past `num_ids` are left out, and ids past the tokenizer's are unused tokens. `metadata`: further keys
+    by their full names, such as general.license.
+
+    Raises InputError that lists the fields that no architecture of llama.cpp has together, for a tokenizer that it
+    has not (`gguf_vocabulary`), and for a value too large for the dtype; OSError where the file cannot be written.
+    """
+    import gguf
+
+    architecture = gguf_architecture(config)
+    num_rows = config.num_ids or config.vocab_size
+    vocabulary = gguf_vocabulary(tokenizer, num_rows)
+    tensors = list(_layout(architecture, config, arrays, num_rows))
+
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_name(name)
+    writer.add_file_type(_FILE_TYPES[dtype])
+    if dtype == "q8_0":
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    _add_shape(writer, architecture, config, num_rows)
+    _add_vocabulary(writer, vocabulary)
+    for key, setting in (metadata or {}).items():
+        writer.add_key_value(key, setting, gguf.GGUFValueType.get_type(setting))
+
+    types = {tensor.name: _stored_type(tensor, dtype) for tensor in tensors}
+    factors = _rope_factors(config)
+    if factors is not None:
+        writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)
+    for tensor in tensors:
+        block, num_bytes = gguf.GGML_QUANT_SIZES[types[tensor.name]]
+        size = int(np.prod(tensor.shape)) // block * num_bytes
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), size, types[tensor.name])
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        if factors is not None:
+            writer.write_tensor_data(factors)
+        for tensor in tensors:
+            found = _value(tensor, architecture, config, arrays, num_rows)
+            writer.write_tensor_data(_stored(tensor, found, types[tensor.name], dtype))
+    finally:
+        writer.close()
+    if dtype != "q8_0":
+        return ()
+    return tuple(tensor.name for tensor in tensors if types[tensor.name] == gguf.GGMLQuantizationType.F16)
+
+
+def gguf_architecture(config: ModelConfig) -> str:
+    """The architecture of llama.cpp that computes a model: gpt2, llama, qwen2, qwen3 or smollm3.
+
+    Raises InputError that lists the fields it has not.
+    """
+    if config.pos_encoding == "learned":
+        wanted = {"mlp_type": "gelu", "norm_type": "layernorm", "bias": True, "qk_norm": False}
+        wanted |= {"n_kv_head": config.n_head, "d_head": None, "sliding_window": None}
+        return _checked("gpt2", config, wanted)
+    wanted = {"mlp_type": "swiglu", "norm_type": "rmsnorm", "sliding_window": None}
+    if config.qk_norm:
+        return _checked("qwen3", config, wanted | {"bias": False, "qkv_bias": False, "no_rope_every": None})
+    if config.no_rope_every is not None:
+        return _checked("smollm3", config, wanted | {"bias": False, "qkv_bias": False, "no_rope_every": 4})
+    if config.qkv_bias and not config.bias:
+        return _checked("qwen2", config, wanted | {"d_head": None})
+    return _checked("llama", config, wanted)
+
+
+def _checked(architecture: str, config: ModelConfig, wanted: dict[str, Any]) -> str:
+    found = {field: getattr(config, field) for field in wanted}
+    if config.head_width * config.n_head == config.d_model:
+        found |= {"d_head": None} if "d_head" in wanted else {}
+    if config.sliding_window is not None and config.sliding_window >= config.max_seq_len:
+        found["sliding_window"] = None  # it never cuts anything off
+    unlike = {field: setting for field, setting in wanted.items() if found[field] != setting}
+    problems = [
+        f"model.{field}: got {found[field]}, and {architecture}, the nearest that llama.cpp has, expects {setting}"
+        for field, setting in unlike.items()
+    ]
+    if architecture != "llama" and config.rope_scaling is not None and config.rope_scaling.kind == "llama3":
+        problems.append(f"model.rope_scaling: got kind llama3, which llama.cpp's {architecture} does not have")
+    if problems:
+        raise InputError(*(f"{problem}; export it in another format" for problem in problems))
+    return architecture
+
+
+def _layout(
+    architecture: str, config: ModelConfig, arrays: Mapping[str, np.ndarray], num_rows: int
+) -> Iterator[_Tensor]:
+    """The tensors of the file, in the order of `arrays`; gpt2 has query, key and value in one."""
+    fused = architecture == "gpt2"
+    for source in arrays:
+        *module, leaf = source.split(".")
+        layer = f"blk.{int(module[1])}." if module[0] == "blocks" else ""
+        part = ".".join(module[2:] if layer else module)
+        shape = arrays[source].shape
+        shape = shape[::-1] if leaf == "kernel" else shape
+        if part in ("embed", "head"):
+            shape = (num_rows, *shape[1:])
+        if fused and part in ("attention.key", "attention.value"):
+            continue
+        if fused and part == "attention.query":
+            sources = tuple(source.replace("query", other) for other in ("query", "key", "value"))
+            yield _Tensor(f"{layer}attn_qkv.{_LEAVES[leaf]}", (3 * shape[0], *shape[1:]), sources)
+            continue
+        yield _Tensor(f"{layer}{_PARTS[part]}.{_LEAVES[leaf]}", shape, (source,))
+
+
+def _value(tensor: _Tensor, architecture: str, config: ModelConfig, arrays, num_rows: int) -> np.ndarray:
+    """The float32 content of a tensor."""
+    found = []
+    for source in tensor.sources:
+        array = np.asarray(arrays[source], np.float32)
+        array = array.T if source.endswith(".kernel") else array
+        if tensor.name in ("token_embd.weight", "output.weight"):
+            array = array[:num_rows]
+        # Rope of these two turns neighbours, ours the first half of a head with its second.
+        if architecture in ("llama", "smollm3") and ".attention.query." in source:
+            array = _interleaved(array, config.n_head)
+        if architecture in ("llama", "smollm3") and ".attention.key." in source:
+            array = _interleaved(array, config.n_kv_head)
+        found.append(array)
+    return np.ascontiguousarray(found[0] if len(found) == 1 else np.concatenate(found))
+
+
+def _interleaved(array: np.ndarray, num_heads: int) -> np.ndarray:
+    """Rows of each head in the order 0, K/2, 1, K/2 + 1, ..."""
+    halves = array.reshape(num_heads, 2, -1, *array.shape[1:])
+    return halves.swapaxes(1, 2).reshape(array.shape)
+
+
+def _stored_type(tensor: _Tensor, dtype: Dtype) -> GGMLQuantizationType:
+    from gguf import GGMLQuantizationType as Type
+
+    if len(tensor.shape) == 1 or tensor.name == "position_embd.weight":
+        return Type.F32
+    if dtype == "q8_0" and tensor.shape[-1] % BLOCK:
+        return Type.F16
+    return Type[dtype.upper()]
+
+
+def _stored(tensor: _Tensor, array: np.ndarray, stored_type: GGMLQuantizationType, dtype: Dtype) -> np.ndarray:
+    import gguf
+
+    with np.errstate(over="ignore"):
+        stored = gguf.quantize(array, stored_type)
+        lost = np.isfinite(array) & ~np.isfinite(gguf.dequantize(stored, stored_type).reshape(array.shape))
+    if lost.any():
+        got = f"{np.count_nonzero(lost)} of {array.size} values of {tensor.name} are too large for it"
+        raise InputError(f"--dtype {dtype}: {got}, such as {array[lost][0]:g}; use another: {', '.join(_FILE_TYPES)}")
+    return stored
+
+
+def _rope_factors(config: ModelConfig) -> np.ndarray | None:
+    """By how much each wavelength is stretched, float32 [K / 2], for scaling of kind llama3."""
+    scaling = config.rope_scaling
+    if config.pos_encoding != "rope" or scaling is None or scaling.kind != "llama3":
+        return None
+    frequencies = config.rope_theta ** (-np.arange(0, config.head_width, 2) / config.head_width)
+    turns = scaling.original_max_seq_len * frequencies / (2 * np.pi)
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = np.clip(kept, 0, 1)
+    return (1 / (kept + (1 - kept) / scaling.factor)).astype(np.float32)
+
+
+def _add_shape(writer: GGUFWriter, architecture: str, config: ModelConfig, num_rows: int) -> None:
+    from gguf import RopeScalingType
+
+    writer.add_vocab_size(num_rows)
+    writer.add_context_length(config.max_seq_len)
+    writer.add_embedding_length(config.d_model)
+    writer.add_block_count(config.n_layer)
+    writer.add_feed_forward_length(config.d_ff)
+    writer.add_head_count(config.n_head)
+    if architecture == "gpt2":
+        writer.add_layer_norm_eps(config.norm_eps)
+        return
+    writer.add_head_count_kv(config.n_kv_head)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_key_length(config.head_width)
+    writer.add_value_length(config.head_width)
+    writer.add_rope_dimension_count(config.head_width)
+    writer.add_rope_freq_base(config.rope_theta)
+    if config.rope_scaling is not None and config.rope_scaling.kind == "linear":
+        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(config.rope_scaling.factor)
+
+
+def _add_vocabulary(writer: GGUFWriter, vocabulary: GgufVocabulary) -> None:
+    writer.add_tokenizer_model(vocabulary.model)
+    writer.add_tokenizer_pre(vocabulary.pre)
+    writer.add_token_list(vocabulary.tokens)
+    if vocabulary.scores is not None:
+        writer.add_token_scores(vocabulary.scores)
+    writer.add_token_types(vocabulary.types)
+    if vocabulary.merges is not None:
+        writer.add_token_merges(vocabulary.merges)
+    writer.add_bos_token_id(vocabulary.bos)
+    writer.add_eos_token_id(vocabulary.eos)
+    if vocabulary.unknown is not None:
+        writer.add_unk_token_id(vocabulary.unknown)
+    writer.add_add_bos_token(vocabulary.add_bos)
+    writer.add_add_eos_token(False)
+    writer.add_add_space_prefix(vocabulary.add_space_prefix)
+    if vocabulary.chat_template is not None:
+        writer.add_chat_template(vocabulary.chat_template)
