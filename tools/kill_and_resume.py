@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -182,8 +183,8 @@ def start(config: Path, run: Path, store: Path, log: Path, *, cached: bool) -> s
 def unprepare(store: Path) -> None:
     """Take away what is prepared, the compiled programs aside: the next start writes its token stores again."""
     for folder in store.glob("*"):
-        if folder.name not in ("compiled", "locks") and folder.suffix != ".old":
-            folder.rename(folder.with_name(f"{folder.name}.{time.monotonic_ns()}.old"))
+        if folder.name not in ("compiled", "locks"):
+            shutil.rmtree(folder)  # with what a process left there that was killed while it prepared
 
 
 # --- the kill -----------------------------------------------------------------------------------------------
