@@ -2,15 +2,18 @@ PYTHON ?= python3
 UV ?= uv
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+PARITY := .venv/.parity
 ARGS ?=
 
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test test-slow test-quickstart lint pins clean
+.PHONY: help install parity quickstart test test-slow test-quickstart lint pins clean
 
 help:
 	@echo "make quickstart                              install, build the corpus, train runs/quickstart (or resume it)"
 	@echo "make quickstart ARGS='--set train.steps=200' the same with options of 'curriculum train'"
 	@echo "make test                                    install, run the tests"
+	@echo "make parity                                  install torch, transformers, peft and lm-eval: with them the tests"
+	@echo "                                             also hold imports and exports against these"
 	@echo "make test-slow                               the slow ones: thirty kills, a browser, simulated devices"
 	@echo "make test-quickstart                         the quickstart to its end, and what it is told on the way"
 	@echo "make lint                                    install, check style and format"
@@ -51,9 +54,24 @@ $(INSTALLED): requirements.txt pyproject.toml
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
+parity: $(PARITY)
+
+# torch alone and first: a build of this version that is there already, such as the one for CPUs, stays.
+$(PARITY): $(INSTALLED) requirements-parity.txt
+	@echo "installing torch, transformers, peft and lm-eval into .venv (a minute or two)"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile "$$(grep '^torch==' requirements-parity.txt)"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile -r requirements-parity.txt
+	@touch $@
+
+COMPILE := pip compile -q --universal --python-version 3.11 --upgrade --no-emit-index-url --no-annotate --no-header
+
+# What the extras need beyond requirements.txt. The packages for a GPU are those that the installed torch names itself.
 pins:
-	$(UV) pip compile -q --universal --python-version 3.11 --upgrade --no-emit-index-url --no-annotate --no-header \
-	  --extra dev pyproject.toml --output-file requirements.txt
+	$(UV) $(COMPILE) --extra dev pyproject.toml --output-file requirements.txt
+	$(UV) $(COMPILE) --extra parity --extra judge --constraints requirements.txt pyproject.toml \
+	  --output-file requirements-parity.txt
+	grep -vxFf requirements.txt requirements-parity.txt | grep -vE '^(nvidia|cuda)-|^triton==' > requirements-parity.tmp
+	mv requirements-parity.tmp requirements-parity.txt
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,6 +1,7 @@
 """What holds for every test: no deadlines; programs that compile quickly, in one folder for all of a session."""
 
 import gc
+import importlib.util
 import os
 import shutil
 import tempfile
@@ -28,6 +29,10 @@ LONGEST = (
 # What the tests write goes to memory where there is enough of it: each checkpoint waits for the disk some 60 times.
 IN_MEMORY, NEEDED_BYTES = "/dev/shm", 6 << 30
 
+# What imports and exports are held against, of the extras parity and judge: tests that need one of them are skipped where
+# it is not installed, which the last lines say. With REQUIRE_PARITY=1, as the check sets it, that is an error.
+PARITY = ("torch", "transformers", "peft", "lm_eval")
+
 COMPILED, WRITTEN = pytest.StashKey[str](), pytest.StashKey[str]()
 
 
@@ -35,6 +40,10 @@ def pytest_configure(config):
     """Compiling is most of what runs cost here. The folder is new, so that no session depends on one before it."""
     if hasattr(config, "workerinput"):  # of xdist: the environment is that of the process that started it
         return
+    if os.environ.get("REQUIRE_PARITY") == "1" and (missing := not_installed()):
+        raise pytest.UsageError(f"{', '.join(missing)}: not installed, and REQUIRE_PARITY is 1; `make parity` does it")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of torch: each worker takes a core already
     config.stash[COMPILED] = tempfile.mkdtemp(prefix="compiled-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = config.stash[COMPILED]
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
@@ -44,6 +53,17 @@ def pytest_configure(config):
         config.option.basetemp = config.stash[WRITTEN] = tempfile.mkdtemp(prefix="pytest-", dir=IN_MEMORY)
     if config.option.markexpr not in ("slow", "quickstart"):
         os.environ["XLA_FLAGS"] = " ".join([*os.environ.get("XLA_FLAGS", "").split(), *QUICK_TO_COMPILE])
+
+
+def not_installed() -> list[str]:
+    return [name for name in PARITY if importlib.util.find_spec(name) is None]
+
+
+def pytest_terminal_summary(terminalreporter):
+    if missing := not_installed():
+        told = f"{', '.join(missing)} not installed: what is held against them was skipped; `make parity` installs them"
+        terminalreporter.section("parity")
+        terminalreporter.line(told)
 
 
 def pytest_unconfigure(config):

@@ -2,15 +2,17 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("curriculum", "phases", "evalsets")
-HEAVY = ("jax", "flax", "orbax", "datasets", "optax", "tensorboard", "wandb", "safetensors")
+HEAVY = ("jax", "flax", "orbax", "datasets", "optax", "tensorboard", "wandb", "safetensors", "torch", "transformers")
 
 
 def imports(path: Path) -> set[str]:
@@ -127,21 +129,27 @@ def quickstart_folders(tmp_path):
 
 
 def test_pins_are_plain_and_cover_every_dependency():
-    import re
-    import tomllib
-
-    pins = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if line.strip()]
-    names = set()
-    for line in pins:
-        match = re.fullmatch(r"([A-Za-z0-9_.-]+)==[A-Za-z0-9.]+( ; .+)?", line)
-        assert match, f"requirements.txt: {line!r} is not name==version"
-        names.add(match[1].lower().replace("_", "-"))
+    pins, parity = pinned("requirements.txt"), pinned("requirements-parity.txt")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [
-        *project["dependencies"],
-        *project["optional-dependencies"]["dev"],
-        *project["optional-dependencies"]["wandb"],
-    ]
-    assert len(wanted) > 10
-    for requirement in wanted:
-        assert re.match(r"[A-Za-z0-9_.-]+", requirement)[0].lower() in names, requirement
+    extras = project["optional-dependencies"]
+    assert len(project["dependencies"]) > 10
+    assert names([*project["dependencies"], *extras["dev"], *extras["wandb"]]) <= pins.keys()
+    # What the other two bring on top; where both files name a package, installing the second changes nothing.
+    wanted = names([*extras["parity"], *extras["judge"]])
+    assert wanted <= {*pins, *parity} and "torch" in wanted and parity["torch"] == {"2.13.0"}
+    assert all(versions == pins[name] for name, versions in parity.items() if name in pins)
+    assert not [name for name in parity if name.startswith(("nvidia", "cuda")) or name == "triton"]  # of GPUs alone
+
+
+def pinned(file: str) -> dict[str, set[str]]:
+    """The versions of each package in a file of pins, which may differ by platform."""
+    found: dict[str, set[str]] = {}
+    for line in (ROOT / file).read_text().splitlines():
+        match = re.fullmatch(r"([A-Za-z0-9_.-]+)==([A-Za-z0-9.]+)( ; .+)?", line)
+        assert match, f"{file}: {line!r} is not name==version"
+        found.setdefault(match[1].lower().replace("_", "-"), set()).add(match[2])
+    return found
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {re.match(r"[A-Za-z0-9_.-]+", requirement)[0].lower() for requirement in requirements}
