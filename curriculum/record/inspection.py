@@ -74,7 +74,7 @@ def inspect_run(run: Run) -> dict[str, Any]:
             {
                 **phase,
                 "done": step >= phase["end"],
-                "edits": _edits(events, phase),
+                "edits": edits_of(events, phase),
                 "counted_at_step": read[phase["name"]]["step"] if phase["name"] in read else None,
                 "tokens": read.get(phase["name"], {}).get("tokens", {}),
                 "epochs": read.get(phase["name"], {}).get("epochs", {}),
@@ -96,7 +96,7 @@ def inspect_run(run: Run) -> dict[str, Any]:
     }
 
 
-def _edits(events: Iterable[Mapping[str, Any]], phase: Mapping[str, Any]) -> list[dict[str, Any]]:
+def edits_of(events: Iterable[Mapping[str, Any]], phase: Mapping[str, Any]) -> list[dict[str, Any]]:
     """How the mixture of a phase was changed on its way: {step, kind, mixture} of each edit."""
     return [
         {"step": e["step"], "kind": e["kind"], "mixture": e["mixture_after"]}

@@ -88,19 +88,22 @@ def last_detectable(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     return found
 
 
-def consumption(run: Run) -> list[dict[str, Any]]:
+def consumption(run: Run, at: tuple[str, int, Mapping[str, int]] | None = None) -> list[dict[str, Any]]:
     """What each phase that has begun has read: {phase, start, step, tokens, epochs}, in order.
 
     `tokens` are of the phase alone up to `step`, by source; `epochs` since the run's start. The record knows them where
     a phase ends, and `training_state.json` at the last checkpoint: of the phase that is running, `step` is that one.
-    Raises InputError where that file is damaged.
+    Raises InputError where that file is damaged. With `at`, (phase, step, tokens drawn by then) as the ledger of a
+    checkpoint has them, it is what was read up to that step.
     """
     sizes = {name: source.get("tokens_per_epoch") for name, source in run.start["sources"].items()}
     starts = {phase["name"]: phase["start"] for phase in run.plan["phases"]}
     marks = [(e["from_phase"], e["step"], e["consumed"]) for e in run.events if e["event"] == "phase_switch"]
     last_step = run.events[-1]["step"]
     path = run.directory.path / "training_state.json"
-    if path.exists():
+    if at is not None:
+        marks = [*(mark for mark in marks if mark[1] < at[1]), at]
+    elif path.exists():
         state = read_json(path)
         if missing := [key for key in ("step", "phase", "tokens_drawn") if key not in state]:
             raise InputError(f"{path}: has no {', '.join(missing)}; the next checkpoint writes it anew")
