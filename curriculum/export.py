@@ -6,14 +6,23 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from curriculum.data.hf_tokenizer import write_hf_tokenizer
+from curriculum.data.tokenizer import Tokenizer, load_tokenizer
 from curriculum.errors import InputError
-from curriculum.run import RunDirectory, find_checkpoint
+from curriculum.model.hf import hf_tensors
+from curriculum.model.hf_config import HF_CONFIG, hf_config_of
+from curriculum.model.presets import ModelConfig
+from curriculum.model_card import Exported, model_card
+from curriculum.record.events import EVENTS, read_events
+from curriculum.run import Run, RunDirectory, find_checkpoint, read_json, read_ledger
 
 if TYPE_CHECKING:
     from curriculum.model.model import Model, Params
@@ -30,52 +39,132 @@ def export(
     weights: str = "raw",
     dtype: str = "f32",
 ) -> int:
-    """Write the parameters of a run, its model.json and its tokenizer/; return the step that they are of.
+    """Write the parameters of a run into a folder that needs neither the run nor this program; return their step.
 
     `step`: "gold", "latest" or a number; by default gold, or latest where there is no gold.
     `weights`: "raw", or "ema", the moving average, of the checkpoint of `step`; or "mean:PHASE", the mean of the last
     checkpoints of a phase (`averages.phase_mean`), whose step is the phase's last checkpoint.
 
     `safetensors`: arrays in model.safetensors, named by their dotted path (`blocks.000.attention.query.kernel`, a
-    kernel as [in, out]); above 5 GB in several files with model.safetensors.index.json. `dtype`: "f32", or "bf16" or
-    "f16" for half the size, every value rounded to the nearest. Of the checkpoint only the parameters are read, and of
-    the run nothing else is needed. Raises InputError for a run, step, format, weights, dtype or folder that will not
-    do, and for a value too large for the dtype; then nothing is written.
+    kernel as [in, out]), with model.json and tokenizer/. Of the checkpoint only the parameters are read, and of the run
+    nothing else is needed.
+    `hf`: what transformers and its like load: model.safetensors in their names and layout without what pads the
+    vocabulary, config.json, generation_config.json, the tokenizer's files, and a model card, README.md.
+    `gguf`: model.gguf for llama.cpp, tokenizer included, and the card.
+
+    Above 5 GB safetensors are cut into several files with model.safetensors.index.json. `dtype`: "f32", or "bf16" or
+    "f16" for half the size, every value rounded to the nearest; for gguf also "q8_0", blocks of 8 bits.
+    Raises InputError for a run, step, format, weights, dtype or folder that will not do, for a model that the format
+    has no class for, and for a value too large for the dtype; then nothing is written.
     """
     directory, output = RunDirectory(Path(run)), Path(output_dir)
     if not os.path.isfile(directory.resolved_config):
         raise InputError(f"{run}: holds no run; expected a directory made by `curriculum train`")
-    write = _chosen("--format", format, _FORMATS)
-    numpy_name = _chosen("--dtype", dtype, _DTYPES)
+    _chosen("--format", format, _FORMATS)
+    _check_dtype(dtype, format)
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise InputError(f"-o {output}: is there already; expected a new or an empty folder")
-
+    target = None if format == "safetensors" else _target(directory, format, dtype)
     step, saved = find_weights(directory, step, weights)
 
-    # What can be said without these is said at once.
-    import jax
-
-    from curriculum.model.model import parameter_name
-    from curriculum.train.checkpoint import load_params
-
-    params = load_params(saved)
-    arrays = {}
-    for path, array in jax.tree.leaves_with_path(params):
-        name = parameter_name(path)
-        arrays[name] = _rounded(name, np.asarray(array, np.float32), dtype, jax.numpy.dtype(numpy_name))
-
+    # What can be said without jax is said at once.
+    arrays = _parameters(saved)
+    metadata = {"step": str(step), "weights": weights}
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as scratch:
             folder = Path(scratch) / output.name
             folder.mkdir()
-            write(folder, arrays, {"step": str(step), "weights": weights})
-            shutil.copyfile(directory.path / "model.json", folder / "model.json")
-            shutil.copytree(directory.tokenizer, folder / "tokenizer")
+            if target is None:
+                write_safetensors(folder, _rounded_all(arrays.items(), dtype), metadata)
+                shutil.copyfile(directory.path / "model.json", folder / "model.json")
+                shutil.copytree(directory.tokenizer, folder / "tokenizer")
+            else:
+                card = model_card(_with_record(directory), _described(target, format, dtype, step, weights, saved))
+                (folder / "README.md").write_text(card, encoding="utf-8")
+                write = {"hf": _write_hf, "gguf": _write_gguf}[format]
+                write(folder, target, arrays, dtype, metadata)
             folder.replace(output)
     except OSError as error:
         raise InputError(f"-o {output}: cannot be written: {error}") from None
     return step
+
+
+def _parameters(saved: Path) -> dict[str, np.ndarray]:
+    """The arrays of a checkpoint by their dotted path, float32, on the host."""
+    import jax
+
+    from curriculum.model.model import parameter_name
+    from curriculum.train.checkpoint import load_params
+
+    leaves = jax.tree.leaves_with_path(load_params(saved))
+    return {parameter_name(path): np.asarray(array, np.float32) for path, array in leaves}
+
+
+@dataclass(frozen=True)
+class _Target:
+    """What a folder for other programs is made of, beside the parameters."""
+
+    name: str
+    config: ModelConfig
+    tokenizer: Tokenizer
+    hf_config: dict[str, Any]
+
+
+def _target(directory: RunDirectory, format: str, dtype: str) -> _Target:
+    """Raises InputError where the format has no model like the run's."""
+    resolved = directory.resolved()
+    if resolved["model"] is None:
+        raise InputError(
+            f"--format {format}: {directory.path} was trained with a model of one's own, which no other program knows; "
+            "expected safetensors"
+        )
+    config = ModelConfig.of(read_json(directory.path / "model.json"))
+    tokenizer = load_tokenizer(directory.tokenizer)
+    hf_config = hf_config_of(config, bos=tokenizer.eot, eos=tokenizer.eot, dtype=_DTYPES.get(dtype, "float32"))
+    return _Target(resolved["name"], config, tokenizer, hf_config)
+
+
+def _write_hf(
+    folder: Path, target: _Target, arrays: Mapping[str, np.ndarray], dtype: str, metadata: Mapping[str, str]
+) -> None:
+    tensors = hf_tensors(target.config, arrays)
+    write_safetensors(folder, _rounded_all(tensors, dtype), {"format": "pt", **metadata})  # transformers asks for it
+    _write_json(folder / HF_CONFIG, target.hf_config)
+    ids = {key: target.hf_config[key] for key in ("bos_token_id", "eos_token_id")}
+    _write_json(folder / "generation_config.json", ids)
+    write_hf_tokenizer(target.tokenizer, folder)
+
+
+def _write_gguf(
+    folder: Path, target: _Target, arrays: Mapping[str, np.ndarray], dtype: str, metadata: Mapping[str, str]
+) -> None:
+    from curriculum.model.gguf import write_gguf
+
+    own = {f"curriculum.{key}": value for key, value in metadata.items()}
+    write_gguf(
+        folder / "model.gguf", target.config, arrays, target.tokenizer, dtype=dtype, name=target.name, metadata=own
+    )
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _described(target: _Target, format: str, dtype: str, step: int, weights: str, saved: Path) -> Exported:
+    """What the model card says of a folder."""
+    checkpoint = saved.parent
+    drawn = None
+    if (checkpoint / "ledger").is_dir():  # and not a mean of several
+        drawn = {name: source["tokens_drawn"] for name, source in read_ledger(checkpoint)["sources"].items()}
+    opens_with = next(text for text, i in target.tokenizer.special_tokens.items() if i == target.tokenizer.eot)
+    return Exported(step, weights, format, dtype, target.config, drawn, opens_with)
+
+
+def _with_record(directory: RunDirectory) -> Run:
+    """The run, without events where its record is gone."""
+    there = (directory.path / EVENTS).exists()
+    return Run(directory, directory.resolved(), read_events(directory.path) if there else [])
 
 
 def load_exported(folder: str | os.PathLike, model: Model) -> Params:
@@ -108,25 +197,40 @@ def load_exported(folder: str | os.PathLike, model: Model) -> Params:
 
 
 def write_safetensors(
-    folder: Path, arrays: dict[str, np.ndarray], metadata: dict[str, str], shard_bytes: int = SHARD_BYTES
+    folder: Path,
+    arrays: Iterable[tuple[str, np.ndarray]],
+    metadata: dict[str, str],
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """One file, or several of at most `shard_bytes` each (a larger array alone in its own) and their index."""
-    shards: list[dict[str, np.ndarray]] = [{}]
-    for name, array in arrays.items():
-        if shards[-1] and sum(a.nbytes for a in shards[-1].values()) + array.nbytes > shard_bytes:
-            shards.append({})
-        shards[-1][name] = array
-    if len(shards) == 1:
-        _save(arrays, folder / "model.safetensors", metadata)
+    """One file, or several of at most `shard_bytes` each (a larger array alone in its own) and their index.
+
+    `arrays` are (name, array); no more of them are held than one file takes.
+    """
+    files: list[list[str]] = []
+    shard: dict[str, np.ndarray] = {}
+    total_size = 0
+
+    def save() -> None:
+        files.append(list(shard))
+        _save(shard, folder / f"{len(files)}.part", metadata)
+        shard.clear()
+
+    for name, array in arrays:
+        if shard and sum(a.nbytes for a in shard.values()) + array.nbytes > shard_bytes:
+            save()
+        shard[name] = array
+        total_size += array.nbytes
+    save()
+    if len(files) == 1:
+        (folder / "1.part").rename(folder / "model.safetensors")
         return
     weight_map = {}
-    for i, shard in enumerate(shards, start=1):
-        file = f"model-{i:05}-of-{len(shards):05}.safetensors"
-        _save(shard, folder / file, metadata)
-        weight_map |= dict.fromkeys(shard, file)
-    total_size = sum(array.nbytes for array in arrays.values())
+    for i, names in enumerate(files, start=1):
+        file = f"model-{i:05}-of-{len(files):05}.safetensors"
+        (folder / f"{i}.part").rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": total_size, **metadata}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    _write_json(folder / "model.safetensors.index.json", index)
 
 
 def _save(arrays: dict[str, np.ndarray], path: Path, metadata: dict[str, str]) -> None:
@@ -137,9 +241,23 @@ def _save(arrays: dict[str, np.ndarray], path: Path, metadata: dict[str, str]) -
     path.chmod(path.parent.stat().st_mode & 0o666)
 
 
-_FORMATS = {"safetensors": write_safetensors}
+_FORMATS = ("safetensors", "hf", "gguf")
 _DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+_OF_GGUF = ("q8_0",)  # types that no other format has
 _WEIGHTS = {"raw": "params", "ema": "ema", "mean:PHASE": None}  # and the item of a checkpoint that holds them
+
+
+def _check_dtype(dtype: str, format: str) -> None:
+    if dtype in _OF_GGUF and format != "gguf":
+        raise InputError(f"--dtype {dtype}: only --format gguf has it; expected one of: {', '.join(_DTYPES)}")
+    _chosen("--dtype", dtype, (*_DTYPES, *_OF_GGUF) if format == "gguf" else _DTYPES)
+
+
+def _rounded_all(arrays: Iterable[tuple[str, np.ndarray]], dtype: str) -> Iterator[tuple[str, np.ndarray]]:
+    import ml_dtypes
+
+    to = np.dtype(ml_dtypes.bfloat16 if dtype == "bf16" else _DTYPES[dtype])
+    return ((name, _rounded(name, array, dtype, to)) for name, array in arrays)
 
 
 def _rounded(name: str, array: np.ndarray, dtype: str, to: np.dtype) -> np.ndarray:
@@ -153,12 +271,11 @@ def _rounded(name: str, array: np.ndarray, dtype: str, to: np.dtype) -> np.ndarr
     return rounded
 
 
-def _chosen(option: str, name: str, table: dict[str, Any]) -> Any:
-    if name not in table:
-        near = get_close_matches(name, table, 1)
+def _chosen(option: str, name: str, choices: Collection[str]) -> None:
+    if name not in choices:
+        near = get_close_matches(name, choices, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise InputError(f"{option} {name}: there is no such one; {hint}expected one of: {', '.join(table)}")
-    return table[name]
+        raise InputError(f"{option} {name}: there is no such one; {hint}expected one of: {', '.join(choices)}")
 
 
 def find_weights(directory: RunDirectory, step: str | int | None, weights: str) -> tuple[int, Path]:
@@ -173,7 +290,8 @@ def find_weights(directory: RunDirectory, step: str | int | None, weights: str) 
         from curriculum.train.averages import mean_of_phase
 
         return mean_of_phase(directory.averages, phase)
-    item = _chosen("--weights", weights, _WEIGHTS)
+    _chosen("--weights", weights, _WEIGHTS)
+    item = _WEIGHTS[weights]
     step, checkpoint = find_checkpoint(directory, step)
     if not (checkpoint / item).is_dir():
         raise InputError(

@@ -1,0 +1,171 @@
+"""A judge from outside: lm-evaluation-harness on an exported run, and its bits per byte beside ours.
+
+    curriculum train CONFIG --run-dir runs/base
+    make parity    # or: pip install 'curriculum[judge]'
+    python tools/judge_with_lm_eval.py runs/base --sets general domain
+
+Exports the run as a Hugging Face folder (or takes the one that --folder names, which has to be of the same step),
+writes the documents of each eval set and a task over them into a folder, runs lm-eval on it without a network (output
+type loglikelihood_rolling, the model in float32 through transformers), and compares bits per byte with those of
+`curriculum eval`. Prints a Markdown table; exits with 1 where they differ by more than --tolerance.
+
+What has to agree for that, and how it is made to:
+
+- The first token of a document is predicted from the one that opens documents. lm-eval takes the tokenizer's bos token,
+  which an exported folder names as that; `add_bos_token=False` keeps it from standing there twice.
+- A window of lm-eval is `max_length` tokens: it is set to the run's `evalsets.seq_len`. Both cut a document into
+  disjoint windows of that many targets, each with the token before it as context. Only a last window that is shorter
+  differs: lm-eval fills its context up with tokens that the window before has scored, ours begins it with one token, as
+  every other. So documents of at most one window, or of a multiple of it, are cut alike: those have to agree. Of all
+  documents lm-eval's figure is the lower one, by what that context is worth; both are in the table.
+- The bytes are those of the document's UTF-8 text. The text is what the tokens of the set stand for; a document whose
+  text does not give the same tokens and bytes again (which a tokenizer that normalises can do) is left out and counted.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run directory")
+    parser.add_argument("--sets", nargs="+", metavar="NAME", help="eval sets of the run (default: all of them)")
+    parser.add_argument("--step", metavar="latest|gold|STEP", help="which checkpoint (default: gold, or latest)")
+    parser.add_argument("--weights", default="raw", help="raw, ema or mean:PHASE (default: raw)")
+    parser.add_argument("--folder", type=Path, help="an export of that step as hf (default: one is made and removed)")
+    parser.add_argument("--store-dir", type=Path, help="as of `curriculum eval`")
+    parser.add_argument("--batch-size", type=int, default=16, help="windows at a time in lm-eval (default: 16)")
+    parser.add_argument("--tolerance", type=float, default=1e-3, help="in bits per byte (default: 0.001)")
+    parser.add_argument("--json", metavar="FILE", help="write the figures there as well")
+    args = parser.parse_args(argv)
+
+    from curriculum.errors import InputError
+    from curriculum.evaluate import evaluate
+    from curriculum.export import export
+
+    checkpoint = {"step": args.step, "weights": args.weights}
+    stores = {} if args.store_dir is None else {"store_dir": args.store_dir}
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            ours = evaluate(args.run, sets=args.sets, **checkpoint, **stores)
+            folder = args.folder or Path(scratch) / "exported"
+            if args.folder is None:
+                export(args.run, folder, format="hf", **checkpoint)
+            documents = {name: documents_of(args.run, evalset) for name, evalset in ours.evalsets.items()}
+        except InputError as error:
+            parser.exit(2, f"{error}\n")
+        theirs = judged(folder, documents, Path(scratch), ours, args.batch_size)
+    figures = {name: compared(ours, name, documents[name], theirs[name]) for name in documents}
+    print("\n".join(table(figures)))
+    if args.json:
+        Path(args.json).write_text(json.dumps(figures, indent=2) + "\n")
+    different = [name for name, of_set in figures.items() if not abs(of_set["alike"]["difference"]) <= args.tolerance]
+    if different:
+        sys.exit(f"bits per byte of documents that are cut alike differ by more than {args.tolerance}: {different}")
+
+
+def documents_of(run: Path, evalset) -> dict[int, str]:
+    """The text of each document of a set, by its number; without those that its tokens do not give back exactly."""
+    from curriculum.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(run / "tokenizer")
+    texts = {}
+    for document in range(evalset.num_documents):
+        rows = evalset.document_N == document
+        scored_NT = evalset.scored_NT[rows]
+        ids = evalset.tokens_NT1[rows][:, 1:][scored_NT]
+        text = tokenizer.decode_bytes(ids).decode(errors="replace")
+        size = int(evalset.num_bytes_N[rows].sum())
+        if len(text.encode()) == size and np.array_equal(tokenizer.encode(text), ids):
+            texts[document] = text
+    return texts
+
+
+def judged(folder: Path, documents: dict, scratch: Path, ours, batch_size: int) -> dict[str, dict[int, float]]:
+    """lm-eval's nats of each document of each set."""
+    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    seq_len = {evalset.seq_len for evalset in ours.evalsets.values()}
+    model = HFLM(
+        pretrained=str(folder),
+        dtype="float32",
+        max_length=seq_len.pop(),
+        batch_size=batch_size,
+        add_bos_token=False,
+    )
+    tasks = {f"curriculum_{name}": name for name in documents}
+    for task, name in tasks.items():
+        write_task(scratch / "tasks", task, documents[name], scratch / "cache")
+    manager = TaskManager(include_path=str(scratch / "tasks"), include_defaults=False)
+    found = simple_evaluate(model, tasks=list(tasks), task_manager=manager, log_samples=True, bootstrap_iters=0)
+    nats: dict[str, dict[int, float]] = {}
+    for task, samples in found["samples"].items():
+        nats[tasks[task]] = {sample["doc"]["document"]: -float(sample["bits_per_byte"][0]) for sample in samples}
+    return nats
+
+
+def write_task(folder: Path, task: str, documents: dict[int, str], cache: Path) -> None:
+    """A task of lm-eval that scores each document whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data = folder / f"{task}.jsonl"
+    rows = ({"document": number, "text": text} for number, text in documents.items())
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    described = {
+        "task": task,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data)}, "cache_dir": str(cache)},
+        "test_split": "test",
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "text",
+        "metric_list": [{"metric": "bits_per_byte"}],
+    }
+    (folder / f"{task}.yaml").write_text(json.dumps(described, indent=2) + "\n")  # JSON is YAML
+
+
+def compared(ours, name: str, documents: dict[int, str], their_nats: dict[int, float]) -> dict:
+    """Bits per byte of both, over all documents and over those that both cut alike."""
+    results, seq_len = ours.results[name], ours.evalsets[name].seq_len
+    rows = []  # tokens, bytes, our nats, their nats
+    for document in documents:
+        of = results.document_N == document
+        sums = (array[of].sum() for array in (results.tokens_N, results.bytes_N, results.nats_N))
+        rows.append((*sums, their_nats[document]))
+    tokens_D, bytes_D, ours_D, theirs_D = np.array(rows, np.float64).T
+    alike_D = (tokens_D <= seq_len) | (tokens_D % seq_len == 0)
+
+    def bits_per_byte(of_D: np.ndarray) -> dict:
+        size = math.log(2) * bytes_D[of_D].sum()
+        mine, its = (float(nats_D[of_D].sum() / size) if size else math.nan for nats_D in (ours_D, theirs_D))
+        figures = {"ours": mine, "lm_eval": its, "difference": its - mine}
+        return {"documents": int(of_D.sum()), "bytes": int(bytes_D[of_D].sum()), **figures}
+
+    left_out = ours.evalsets[name].num_documents - len(documents)
+    both = {"alike": bits_per_byte(alike_D), "all": bits_per_byte(np.ones_like(alike_D))}
+    return {"step": ours.step, "seq_len": seq_len, "left_out": left_out, **both}
+
+
+def table(figures: dict[str, dict]) -> list[str]:
+    lines = ["| eval set | documents | bytes | ours | lm-eval | difference |", "|---|---|---:|---:|---:|---:|"]
+    for name, of_set in figures.items():
+        for key, what in (("alike", "cut alike"), ("all", "all")):
+            found = of_set[key]
+            numbers = f"{found['ours']:.6f} | {found['lm_eval']:.6f} | {found['difference']:+.1e}"
+            lines.append(f"| {name} | {found['documents']:,}, {what} | {found['bytes']:,} | {numbers} |")
+        if of_set["left_out"]:
+            lines.append(f"| {name} | {of_set['left_out']:,} left out | | | | |")
+    return lines
+
+
+if __name__ == "__main__":
+    main()
