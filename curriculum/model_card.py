@@ -210,13 +210,16 @@ def _change(run: Run, name: str, suffix: str, first: EvalPoint, last: EvalPoint,
     """The loss against that of the first eval, paired by window where the windows of both are there."""
     if not suffix and first.step == last.step:
         return "-"
-    files = [run.directory.results(point.step) for point in (first, last)]
+    before_file, now_file = (run.directory.results(point.step) for point in (first, last))
     key = config_name(name)
     try:
-        before, now = (read_arrays(file) for file in files)
+        before, now = read_arrays(before_file), read_arrays(now_file)
         fields = [now[f"{key}{suffix}.nats"], before[f"{key}.nats"], now[f"{key}.tokens"], now[f"{key}.document"]]
     except InputError as error:
         unknown += [f"The change of {name} has no interval: {problem}" for problem in error.problems]
+        return signed(last.loss - first.loss)
+    except KeyError as missing:
+        unknown.append(f"The change of {name} has no interval: {missing} is not in the results of both evals.")
         return signed(last.loss - first.loss)
     between = paired("its start", *fields)
     return f"{signed(between.delta)} ({interval_text(between.interval)})"

@@ -1,0 +1,260 @@
+"""The model card: what the record of a run says of the step that is exported, and nothing that it does not say."""
+
+import dataclasses
+import json
+import shutil
+
+import numpy as np
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+from written_run import offender, windows, write_run
+
+from curriculum.model.presets import ModelConfig
+from curriculum.model_card import Exported, model_card
+from curriculum.run import Run, RunDirectory, load_run
+
+CONFIG = ModelConfig(vocab_size=320, n_layer=2, n_head=2, n_kv_head=1, d_model=8, d_ff=16, max_seq_len=64, num_ids=300)
+# Of 300 rows, for the other 20 are padding: 300 * 8 in the embedding; 2 layers of 2 norms of 8, 8 * (8 + 4 + 4 + 8) for
+# attention and 3 * 8 * 16 for swiglu; a norm of 8.
+NUM_PARAMETERS = 300 * 8 + 2 * (2 * 8 + 8 * 24 + 3 * 8 * 16) + 8
+DRAWN = {"web": 5_000, "code": 1_200, "law": 1_803}  # of a ledger: not what shares of the plan would give
+EXPORTED = Exported(80, "raw", "hf", "bf16", CONFIG, DRAWN, "<|endoftext|>")
+LOSSES = {
+    "val": lambda step: windows(3 - step / 100, spread=0.1),
+    "law": lambda step: 4.0 if step in (0, 60, 100) else None,
+}
+
+
+@pytest.fixture(scope="module")
+def happened():
+    edit = {"kind": "replay", "reason": "general regressed", "mixture_before": {"law": 0.9, "web": 0.1},
+            "mixture_after": {"law": 0.8, "web": 0.2}, "phase": "domain", "until": 100}  # fmt: skip
+    gold = {"metric": "primary/loss", "value": 2.2, "previous": 2.4, "previous_step": 60, "path": "gold/80"}
+    return {
+        60: [("eval_regression", {"phase": "domain", "action": "replay",
+                                  "offenders": [offender("law", "best", 40, first_step=60)]})],
+        70: [("schedule_edit", edit)],
+        80: [("gold_checkpoint", gold)],
+        100: [("eval_recovered", {"offenders": [offender("law", "best", 40, first_step=60)]})],
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory, happened):
+    more = happened | {80: [*happened[70], *happened[80]]}
+    del more[70]
+    path = write_run(tmp_path_factory.mktemp("card") / "run", LOSSES, more=more)
+    resolved = json.loads((path / "config.resolved.json").read_text())
+    resolved["command_line"] = ["--set train.steps=100", "--eval-dataset-dir law=a folder"]
+    (path / "config.resolved.json").write_text(json.dumps(resolved))
+    return path
+
+
+def sections(card: str) -> dict[str, str]:
+    """The text under each heading; the front matter and the headline under ""."""
+    parts = ("\n" + card).split("\n## ")
+    return {"": parts[0]} | {part.partition("\n")[0]: part.partition("\n")[2].strip() for part in parts[1:]}
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of every table row, without headers' rules."""
+    found = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines() if line[:1] == "|"]
+    return [row for row in found if set("".join(row)) - set("-: ")]
+
+
+def test_a_card_says_what_was_trained_up_to_the_step(run_dir):
+    card = sections(model_card(load_run(run_dir), EXPORTED))
+    assert f"of {NUM_PARAMETERS:,} parameters" in card[""] and NUM_PARAMETERS == 3_592
+    assert "the parameters after step 80 of 100, the gold checkpoint of the run." in card[""]
+    assert ["vocabulary", "300 ids, embeddings tied"] in rows(card[""])
+    assert ["key and value heads", "1"] in rows(card[""]) and ["stored as", "bf16"] in rows(card[""])
+    trained = card["What it was trained on"]
+    assert "8,000 tokens up to step 80." in trained
+    # foundation: 60 steps of 100 tokens, 0.8 and 0.2; of domain what the ledger has beyond them.
+    assert rows(trained)[1:3] == [
+        ["foundation", "0 to 60", "web 0.8, code 0.2", "web 4,800, code 1,200"],
+        ["domain", "60 to 80 of 100", "law 0.9, web 0.1", "web 200, law 1,803"],
+    ]
+    # Each source has 10,000 tokens.
+    assert rows(trained)[4:] == [
+        ["web", "`web`", "not known", "not known", "5,000", "0.5"],
+        ["code", "`code`", "not known", "not known", "1,200", "0.12"],
+        ["law", "`law`", "not known", "not known", "1,803", "0.18"],
+    ]
+
+
+def test_a_card_has_every_set_with_its_interval_and_verdict(run_dir):
+    evals = sections(model_card(load_run(run_dir), EXPORTED))["How well it does"]
+    header, val, law = rows(evals)
+    found = dict(zip(header, val, strict=True))
+    assert found["eval set"] == "val (primary)" and found["text"] == "`val`" and found["documents"] == "25"
+    at_80 = next(e for e in load_run(run_dir).events if e["event"] == "eval" and e["step"] == 80)
+    assert found["step"] == "80" and found["loss"] == f"{at_80['val_loss']:.4f}"
+    low, high = found["95 %"].split(" to ")
+    assert float(high) - float(low) == pytest.approx(2 * 1.96 * at_80["val_sem"], abs=2e-4) and at_80["val_sem"] > 0.01
+    # Every window of the set fell by 0.8: the change is sure, though the loss is not.
+    assert found["change since the start"] == "-0.8000 (-0.8000 to -0.8000)"
+    assert found["verdict"] == "no regression stands"
+    # Not measured at 80, and what the record says of it at 60 stands.
+    assert law[4:6] == ["60", "4.0000"] and law[-1] == "regressed against its best"
+    # 4.0 nats a token, 4 bytes a token: 1 / ln 2 bits a byte.
+    assert law[7] == "1.4427"
+
+
+def test_a_card_tells_what_happened_by_then_and_no_more(run_dir):
+    told = sections(model_card(load_run(run_dir), EXPORTED))["What happened on the way"]
+    assert "eval regression at step 60" in told and "law 2.1000 → 2.6000 (+0.5000, 95 % +0.4000 to +0.6000)" in told
+    assert "schedule edit at step 80: general regressed" in told
+    assert "recovered" not in told
+    late = sections(model_card(load_run(run_dir), dataclasses.replace(EXPORTED, step=100)))
+    assert "eval recovered at step 100" in late["What happened on the way"]
+    early = sections(model_card(load_run(run_dir), dataclasses.replace(EXPORTED, step=40)))
+    assert early["What happened on the way"].startswith("No regression of an eval set, no rollback")
+    assert "gold" not in early[""] and [row[0] for row in rows(early["What it was trained on"])[1:2]] == ["foundation"]
+
+
+def test_a_card_of_the_start(run_dir):
+    card = sections(model_card(load_run(run_dir), dataclasses.replace(EXPORTED, step=0, tokens_drawn={})))
+    assert card["What it was trained on"] == "Nothing yet: these are the parameters that the run began with."
+    assert rows(card["How well it does"])[1][8] == "-"
+
+
+def test_averages_are_measured_as_such(tmp_path):
+    averages = {"ema": lambda step: 2.5, "phase_mean": lambda step: 2.25}
+    run = load_run(write_run(tmp_path / "run", {"val": lambda step: 3.0}, averages=averages))
+    with np.load(tmp_path / "run/evals/100.npz") as arrays:
+        averaged = {
+            f"primary@{name}.nats": arrays["primary.nats"] - 0.5 * arrays["primary.tokens"] for name in averages
+        }
+        np.savez(tmp_path / "run/evals/100.npz", **arrays, **averaged)
+    for weights, what, loss in (("ema", "the moving average", "2.5000"), ("mean:domain", "phase domain", "2.2500")):
+        exported = dataclasses.replace(EXPORTED, step=100, weights=weights, tokens_drawn=None)
+        card = sections(model_card(run, exported))
+        assert what in card[""]
+        val = rows(card["How well it does"])[1]
+        assert val[5] == loss and val[8] == "-0.5000 (-0.5000 to -0.5000)"
+        # Of a mean of checkpoints no ledger says what was read: the record knows it at the ends of phases.
+        assert rows(card["What it was trained on"])[2][3] == "web 400, law 3,600"
+    assert "--weights mean:domain --dtype bf16" in card["How to make it again"]
+    without = load_run(write_run(tmp_path / "without", {"val": lambda step: 3.0}, averages=averages))
+    card = sections(model_card(without, dataclasses.replace(EXPORTED, step=100, weights="ema")))
+    assert rows(card["How well it does"])[1][8] == "-0.5000"
+    assert "interval: 'primary@ema.nats' is not in the results of both" in card["What is not known"]
+    plain = load_run(write_run(tmp_path / "plain", {"val": lambda step: 3.0}))
+    card = sections(model_card(plain, dataclasses.replace(EXPORTED, weights="ema")))
+    assert rows(card["How well it does"])[1][4] == "not measured"
+
+
+def test_the_front_matter_is_the_hubs(run_dir):
+    card = model_card(load_run(run_dir), EXPORTED)
+    found = ModelCard(card).data.to_dict()
+    assert found == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["curriculum", "text-generation"],
+    }
+    for kind, library in (("gguf", "gguf"), ("peft", "peft")):
+        found = ModelCard(model_card(load_run(run_dir), dataclasses.replace(EXPORTED, kind=kind))).data.to_dict()
+        assert found["library_name"] == library and len(found["tags"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("init_from", "base_model"),
+    [
+        ("/home/me/.cache/hub/models--HuggingFaceTB--SmolLM2-135M/snapshots/93ef", "HuggingFaceTB/SmolLM2-135M"),
+        ("models--org--a-b.c/snapshots/", "org/a-b.c"),
+        ("models/SmolLM2-135M", None),  # a folder that need not be a name of the hub's
+    ],
+)
+def test_the_base_model_is_named_where_its_path_says_it(tmp_path, init_from, base_model):
+    first = {"init_from": init_from, "kind": "hf", "run": None, "step": None, "lineage": None}
+    second = {"init_from": "runs/first", "run": "first", "step": 70, "keep_optimizer": False, "lineage": first}
+    run = load_run(write_run(tmp_path / "run", {"val": lambda step: 3.0}, start={"lineage": second}))
+    card = model_card(run, EXPORTED)
+    found = ModelCard(card).data.to_dict()
+    assert found.get("base_model") == base_model
+    assert found.get("base_model_relation") == (base_model and "finetune")
+    lineage = sections(card)["Where its parameters come from"].splitlines()
+    assert lineage[0] == "- parameters from runs/first (first), step 70" and init_from in lineage[1]
+    assert "and that of the model it began from" in sections(card)["What is not known"]
+
+
+def test_the_same_run_gives_the_same_card_wherever_it_lies(run_dir, tmp_path):
+    shutil.copytree(run_dir, tmp_path / "elsewhere")
+    card = model_card(load_run(run_dir), EXPORTED)
+    assert card == model_card(load_run(tmp_path / "elsewhere"), EXPORTED)
+    assert str(run_dir.parent) not in card
+
+
+def test_how_to_make_it_again(run_dir, tmp_path):
+    again = sections(model_card(load_run(run_dir), EXPORTED))["How to make it again"]
+    options = "--set train.steps=100 --eval-dataset-dir 'law=a folder'"
+    assert f"curriculum train run.yaml --run-dir runs/written {options}\n" in again
+    assert "curriculum export runs/written --format hf --step 80 --weights raw --dtype bf16 -o written-export" in again
+    assert "```yaml\nname: written\n```" in again and "Trained on 1 x cpu (cpu)" in again
+    assert "curriculum 0.1.0, jax " in again and "It was taken up or edited on its way" in again
+    merged = dataclasses.replace(EXPORTED, kind="gguf", dtype="q8_0", merged=True)
+    assert "--format gguf --merge --step 80 --weights raw --dtype q8_0" in model_card(load_run(run_dir), merged)
+
+    trunk = {"run": "runs/trunk", "step": 40, "id": "x", "branched_from": None}
+    branch = load_run(write_run(tmp_path / "branch", {"val": lambda step: 3.0}, branched_from=trunk))
+    (tmp_path / "branch/config.yaml").write_text("name: written # ``` and more\n")
+    card = sections(model_card(branch, EXPORTED))
+    assert "curriculum branch runs/trunk --at 40 --run-dir runs/written\n" in card["How to make it again"]
+    assert "````yaml\nname: written # ``` and more\n````" in card["How to make it again"]
+    assert card["Where its parameters come from"] == "- branched from runs/trunk at step 40"
+    (tmp_path / "branch/config.yaml").unlink()
+    whole = sections(model_card(branch, EXPORTED))["How to make it again"]
+    config = yaml.safe_load(whole.partition("```yaml\n")[2].partition("\n```")[0])
+    assert config == {k: v for k, v in branch.resolved.items() if k not in ("derived", "command_line")}
+
+
+def test_what_cannot_be_known_is_said(run_dir, tmp_path):
+    bare = tmp_path / "bare"
+    shutil.copytree(run_dir, bare)
+    (bare / "evals/0.npz").unlink()
+    (bare / "evals/60.npz").write_bytes(b"damaged")
+    card = sections(model_card(load_run(bare), EXPORTED))
+    assert rows(card["How well it does"])[1][8] == "-0.8000"
+    assert "The change of val has no interval: " in card["What is not known"]
+    assert "No licence is stated here: those of the sources apply;" in card["What is not known"]
+
+    (bare / "training_state.json").write_text("{}")
+    mean = dataclasses.replace(EXPORTED, step=100, weights="mean:domain", tokens_drawn=None)
+    assert "training_state.json: has no step, phase, tokens_drawn" in model_card(load_run(bare), mean)
+
+    for name in ("events.jsonl", "metrics.jsonl"):
+        (bare / name).unlink()
+    directory = RunDirectory(bare)
+    card = sections(model_card(Run(directory, directory.resolved(), []), EXPORTED))
+    assert "The record of the run was not there" in card["How well it does"]
+    assert "The record of the run was not there" in card["What happened on the way"]
+    assert rows(card["What it was trained on"])[2] == ["domain", "60 to 80 of 100", "law 0.9, web 0.1", "not known"]
+
+
+def test_what_a_user_named_breaks_no_table(tmp_path):
+    path = write_run(tmp_path / "run", {"val": lambda step: 3.0})
+    resolved = json.loads((path / "config.resolved.json").read_text())
+    resolved["sources"]["web"]["path"] = "a|b\nc"
+    resolved["sources"]["law"] |= {"path": None, "hf": "org/laws"}
+    resolved["evalsets"]["primary"] = {"held_out_of": "web", "path": None}
+    (path / "config.resolved.json").write_text(json.dumps(resolved))
+    card = sections(model_card(load_run(path), EXPORTED))
+    assert "| web | `a\\|b c` | " in card["What it was trained on"]
+    assert "| law | hub: org/laws | " in card["What it was trained on"]
+    assert rows(card["How well it does"])[1][1] == "held out of web"
+
+
+def test_how_to_load_each_kind(run_dir):
+    run = load_run(run_dir)
+    hf, gguf, peft = (
+        sections(model_card(run, dataclasses.replace(EXPORTED, kind=kind)))["How to load it"]
+        for kind in ("hf", "gguf", "peft")
+    )
+    assert 'AutoModelForCausalLM.from_pretrained(".")' in hf and "vllm serve ." in hf
+    assert "begin a prompt with it" in hf and '"<|endoftext|>Once upon a time"' in hf
+    assert "llama-cli -m model.gguf" in gguf and 'from_pretrained(".", gguf_file="model.gguf")' in gguf
+    assert "AutoPeftModelForCausalLM" in peft and "--merge" in peft
+    adapters = sections(model_card(run, dataclasses.replace(EXPORTED, kind="peft")))[""]
+    assert "Here are LoRA adapters" in adapters
