@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from curriculum.data.hf_tokenizer import write_hf_tokenizer
 from curriculum.data.tokenizer import Tokenizer, load_tokenizer
 from curriculum.errors import InputError
 from curriculum.model.hf import hf_tensors
@@ -121,13 +120,15 @@ def _target(directory: RunDirectory, format: str, dtype: str) -> _Target:
         )
     config = ModelConfig.of(read_json(directory.path / "model.json"))
     tokenizer = load_tokenizer(directory.tokenizer)
-    hf_config = hf_config_of(config, bos=tokenizer.eot, eos=tokenizer.eot, dtype=_DTYPES.get(dtype, "float32"))
+    hf_config = hf_config_of(config, bos=tokenizer.bos, eos=tokenizer.eot, dtype=_DTYPES.get(dtype, "float32"))
     return _Target(resolved["name"], config, tokenizer, hf_config)
 
 
 def _write_hf(
     folder: Path, target: _Target, arrays: Mapping[str, np.ndarray], dtype: str, metadata: Mapping[str, str]
 ) -> None:
+    from curriculum.data.hf_tokenizer import write_hf_tokenizer
+
     tensors = hf_tensors(target.config, arrays)
     write_safetensors(folder, _rounded_all(tensors, dtype), {"format": "pt", **metadata})  # transformers asks for it
     _write_json(folder / HF_CONFIG, target.hf_config)
@@ -157,7 +158,8 @@ def _described(target: _Target, format: str, dtype: str, step: int, weights: str
     drawn = None
     if (checkpoint / "ledger").is_dir():  # and not a mean of several
         drawn = {name: source["tokens_drawn"] for name, source in read_ledger(checkpoint)["sources"].items()}
-    opens_with = next(text for text, i in target.tokenizer.special_tokens.items() if i == target.tokenizer.eot)
+    names = target.tokenizer.special_tokens.items()
+    opens_with = next((text for text, token in names if token == target.tokenizer.bos), None)
     return Exported(step, weights, format, dtype, target.config, drawn, opens_with)
 
 

@@ -91,6 +91,7 @@ def documents_of(run: Path, evalset) -> dict[int, str]:
 def judged(folder: Path, documents: dict, scratch: Path, ours, batch_size: int) -> dict[str, dict[int, float]]:
     """lm-eval's nats of each document of each set."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    import torch
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -99,6 +100,7 @@ def judged(folder: Path, documents: dict, scratch: Path, ours, batch_size: int) 
     model = HFLM(
         pretrained=str(folder),
         dtype="float32",
+        device="cuda" if torch.cuda.is_available() else "cpu",
         max_length=seq_len.pop(),
         batch_size=batch_size,
         add_bos_token=False,
