@@ -134,7 +134,7 @@ def _write_hf(
     _write_json(folder / HF_CONFIG, target.hf_config)
     ids = {key: target.hf_config[key] for key in ("bos_token_id", "eos_token_id")}
     _write_json(folder / "generation_config.json", ids)
-    write_hf_tokenizer(target.tokenizer, folder)
+    write_hf_tokenizer(target.tokenizer, folder, model_max_length=target.config.max_seq_len)
 
 
 def _write_gguf(

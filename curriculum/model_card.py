@@ -252,35 +252,40 @@ def _lineage(run: Run) -> list[str]:
 
 
 def _loading(exported: Exported) -> list[str]:
-    prompt = (
-        f"In training and in the evals every document came after `{exported.opens_with}`: begin a prompt with it."
-        if exported.opens_with
-        else None
-    )
     if exported.kind == "gguf":
-        blocks = [_code("", "llama-cli -m model.gguf -p 'Once upon a time'"), "or in transformers, in this folder:"]
-        pretrained = '".", gguf_file="model.gguf"'
-    else:
-        blocks, pretrained = ["In this folder, with transformers:"], '"."'
-    if exported.kind == "peft":
-        blocks = ["In this folder, with peft (`adapter_config.json` names the base model):"]
-        loading = 'from peft import AutoPeftModelForCausalLM\n\nmodel = AutoPeftModelForCausalLM.from_pretrained(".")'
-        after = ["`curriculum export RUN --format hf --merge` writes the model with the adapters folded in."]
-    else:
-        loading = (
-            "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-            f"model = AutoModelForCausalLM.from_pretrained({pretrained})\n"
-            f"tokenizer = AutoTokenizer.from_pretrained({pretrained})\n"
-            f'ids = tokenizer("{exported.opens_with or ""}Once upon a time", return_tensors="pt")\n'
-            "print(tokenizer.decode(model.generate(**ids, max_new_tokens=40)[0]))"
-        )
-        after = []
-    if exported.kind == "hf":
-        after = [
-            "With vllm, and for llama.cpp by its own converter (or `curriculum export RUN --format gguf`):",
-            _code("", "vllm serve .\npython convert_hf_to_gguf.py ."),
+        before = [
+            "With llama.cpp, or in this folder with transformers:",
+            _code("", "llama-cli -m model.gguf -p 'Once'"),
         ]
-    return [*blocks, _code("python", loading), *after, *([prompt] if prompt else [])]
+        where = '".", gguf_file="model.gguf"'
+    else:
+        before, where = [f"In this folder, with {'peft' if exported.kind == 'peft' else 'transformers'}:"], '"."'
+    package, loader = "transformers", "AutoModelForCausalLM"
+    if exported.kind == "peft":
+        package, loader = "peft", "AutoPeftModelForCausalLM"
+    together = "AutoModelForCausalLM, AutoTokenizer" if package == "transformers" else "AutoTokenizer"
+    first = [] if package == "transformers" else [f"from {package} import {loader}"]
+    code = [
+        "import torch",
+        *first,
+        f"from transformers import {together}",
+        "",
+        f"model = {loader}.from_pretrained({where})",
+        f"tokenizer = AutoTokenizer.from_pretrained({where})",
+        'text = tokenizer.encode("Once upon a time", add_special_tokens=False)',
+        "ids = torch.tensor([[tokenizer.bos_token_id, *text]])",
+        "print(tokenizer.decode(model.generate(ids, max_new_tokens=40)[0]))",
+    ]
+    after = ["The prompt begins with the token that every document of training and of the evals came after."]
+    if exported.kind == "peft":
+        after.append(
+            "`adapter_config.json` names the model that the adapters are for; with `--merge`, `curriculum export` "
+            "writes that model with them folded in."
+        )
+    if exported.kind == "hf":
+        after.append("With vllm, and for llama.cpp by its converter (or by `curriculum export RUN --format gguf`):")
+        after.append(_code("", "vllm serve .\npython convert_hf_to_gguf.py ."))
+    return [*before, _code("python", "\n".join(code)), *after]
 
 
 def _reproducing(run: Run, exported: Exported) -> list[str]:

@@ -22,13 +22,13 @@ CURRICULUM = str(Path(sys.executable).parent / "curriculum")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """4 steps, checkpoints at 2 and 4; the corpus is gone when it is exported."""
+    """4 steps, checkpoints at 2 and 4, 257 ids padded to 264; the corpus is gone when it is exported."""
     folder = tmp_path_factory.mktemp("export")
     (folder / "text.txt").write_text("one two three four five six seven eight nine ten " * 200)
     data = {
         "name": "small",
         "model": {"preset": "tiny", "n_layer": 2, "d_model": 32, "n_head": 2, "n_kv_head": 1, "d_ff": 48,
-                  "tie_embeddings": False},
+                  "tie_embeddings": False, "vocab_size": 264},
         "tokenizer": {"kind": "byte"},
         "sources": {"web": {"path": str(folder / "text.txt"), "held_out": "10%"}},
         "phases": [{"name": "a", "until": "end", "mixture": {"web": 1.0}}],
@@ -74,7 +74,7 @@ def test_what_is_exported_is_the_checkpoint_bit_for_bit(run, tmp_path):
     assert export(run, tmp_path / "out") == 4
     arrays = load_file(tmp_path / "out/model.safetensors")
     assert_same(arrays, saved_params(run, 4))
-    assert arrays["blocks.001.attention.key.kernel"].shape == (32, 16) and arrays["head.kernel"].shape == (32, 257)
+    assert arrays["blocks.001.attention.key.kernel"].shape == (32, 16) and arrays["head.kernel"].shape == (32, 264)
     with safe_open(tmp_path / "out/model.safetensors", "numpy") as file:
         assert file.metadata() == {"step": "4", "weights": "raw"}
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
@@ -131,16 +131,16 @@ def test_a_value_too_large_is_told_by_name(run, tmp_path):
     shutil.copytree(run, huge)
     with StandardCheckpointer() as checkpointer:
         params = checkpointer.restore(huge / "checkpoints/4/params")
-        params["head"]["kernel"] = np.full((32, 257), 7e4, np.float32)
+        params["head"]["kernel"] = np.full((32, 264), 7e4, np.float32)
         checkpointer.save(huge / "checkpoints/4/params", params, force=True)
     write_manifest(huge / "checkpoints/4", 4)
     with pytest.raises(
-        InputError, match="--dtype f16: 8224 of 8224 values of head.kernel are too large for it, such as 7"
+        InputError, match="--dtype f16: 8448 of 8448 values of head.kernel are too large for it, such as 7"
     ):
         export(huge, tmp_path / "out", step="latest", dtype="f16")
     assert not (tmp_path / "out").exists()
     assert export(huge, tmp_path / "out", step="latest", dtype="bf16") == 4
-    assert load_file(tmp_path / "out/model.safetensors")["head.kernel"].shape == (32, 257)
+    assert load_file(tmp_path / "out/model.safetensors")["head.kernel"].shape == (32, 264)
 
 
 def test_an_earlier_step_into_an_empty_folder(run, tmp_path):
@@ -188,7 +188,7 @@ def test_a_run_is_only_read(run, tmp_path):
 def test_large_models_are_cut_and_the_index_tells_where_each_array_is(tmp_path):
     arrays = {"a": np.arange(4, dtype=np.float32), "b": np.ones((2, 2), np.float32), "c": np.zeros(9, np.float32),
               "d": np.full(1, 7, np.float32)}  # fmt: skip
-    write_safetensors(tmp_path, arrays, {"step": "4"}, shard_bytes=32)  # 16 + 16 fit, 36 alone is too large
+    write_safetensors(tmp_path, arrays.items(), {"step": "4"}, shard_bytes=32)  # 16 + 16 fit, 36 alone is too large
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     first, second, third = (f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3))
     assert index["weight_map"] == {"a": first, "b": first, "c": second, "d": third}

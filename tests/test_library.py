@@ -191,7 +191,7 @@ def test_parameters_may_be_lists_and_arrays_of_a_device(tmp_path, text_folder, m
 
 def test_exported_shards_are_loaded_and_other_arrays_refused(tmp_path, matrices):
     arrays = {"embed": matrices[0], "kernel": matrices[1]}
-    write_safetensors(tmp_path, arrays, {}, shard_bytes=9000)
+    write_safetensors(tmp_path, arrays.items(), {}, shard_bytes=9000)
     assert len(list(tmp_path.glob("*.safetensors"))) == 2
     loaded = load_exported(tmp_path, bigram(matrices))
     assert loaded.keys() == arrays.keys() and all(np.array_equal(loaded[name], arrays[name]) for name in arrays)

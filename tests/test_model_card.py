@@ -253,8 +253,8 @@ def test_how_to_load_each_kind(run_dir):
         for kind in ("hf", "gguf", "peft")
     )
     assert 'AutoModelForCausalLM.from_pretrained(".")' in hf and "vllm serve ." in hf
-    assert "begin a prompt with it" in hf and '"<|endoftext|>Once upon a time"' in hf
+    assert "[tokenizer.bos_token_id, *text]" in hf and "from peft" not in hf
     assert "llama-cli -m model.gguf" in gguf and 'from_pretrained(".", gguf_file="model.gguf")' in gguf
-    assert "AutoPeftModelForCausalLM" in peft and "--merge" in peft
+    assert "model = AutoPeftModelForCausalLM.from_pretrained" in peft and "--merge" in peft
     adapters = sections(model_card(run, dataclasses.replace(EXPORTED, kind="peft")))[""]
     assert "Here are LoRA adapters" in adapters
