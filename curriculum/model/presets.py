@@ -39,6 +39,24 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Train adapters of low rank beside frozen matrices (arXiv:2106.09685): y = x W + (alpha / rank) (x A) B."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+
+    rank: Annotated[int, Field(ge=1, le=1 << 16)] = 16
+    """Columns of A and rows of B; at most the narrower side of each matrix that is adapted."""
+    alpha: Annotated[float, Field(gt=0, le=1e6)] = 32.0
+    """What the adapters add is scaled by alpha / rank, so that another rank needs no other learning rate."""
+    targets: tuple[Literal["query", "key", "value", "out", "gate", "up", "down"], ...] = ("query", "value")
+    """Matrices of every block that get an adapter: query, key, value, out, gate (of swiglu), up, down."""
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer: its architecture, which never changes within a run, and how it is computed.
 
@@ -50,6 +68,7 @@ class ModelConfig:
     every linear layer and layernorm, `qkv_bias` those of query, key and value alone; rmsnorm has none. `qk_norm` is an
     rmsnorm of each head's queries and keys. `rope_theta` and `rope_scaling` are read for rope only; layers n, 2n, ...
     of `no_rope_every` n have no positions at all. A token sees the last `sliding_window` tokens, itself among them.
+    With `lora` some matrices have adapters, which alone are trained.
 
     Parameters are float32 always. In bfloat16, `compute_dtype` is that of the matrix products and of the residual
     stream; norms, softmax and loss stay in float32. `dropout` is of the embedding and of what attention and
@@ -78,6 +97,7 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     no_rope_every: int | None = None
     sliding_window: int | None = None
+    lora: LoraConfig | None = None
     dropout: float = 0.0
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     remat: Literal["none", "dots", "full"] = "none"
@@ -94,13 +114,28 @@ class ModelConfig:
     @classmethod
     def of(cls, architecture: Mapping[str, Any]) -> "ModelConfig":
         """The config of an `architecture`, computed as by default."""
-        scaling = architecture.get("rope_scaling")
-        return cls(**{**architecture, "rope_scaling": scaling and RopeScaling(**scaling)})
+        scaling, lora = architecture.get("rope_scaling"), architecture.get("lora")
+        if lora is not None:
+            lora = LoraConfig(**{**lora, "targets": tuple(lora["targets"])})
+        return cls(**{**architecture, "rope_scaling": scaling and RopeScaling(**scaling), "lora": lora})
 
     @property
     def head_width(self) -> int:
         """K, the width of one head."""
         return self.d_head or self.d_model // self.n_head
+
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """(inputs, outputs) of each matrix of a block, by name."""
+        query_width, kv_width = self.n_head * self.head_width, self.n_kv_head * self.head_width
+        return {
+            "query": (self.d_model, query_width),
+            "key": (self.d_model, kv_width),
+            "value": (self.d_model, kv_width),
+            "out": (query_width, self.d_model),
+            **({"gate": (self.d_model, self.d_ff)} if self.mlp_type == "swiglu" else {}),
+            "up": (self.d_model, self.d_ff),
+            "down": (self.d_ff, self.d_model),
+        }
 
     def has_rope(self, layer: int) -> bool:
         """Whether a layer, counted from 0, rotates its queries and keys."""
@@ -238,7 +273,7 @@ PRESETS = {
 }
 
 HOW = ("dropout", "compute_dtype", "remat")  # fields of ModelConfig that are not architecture
-RARE = ("num_ids", "d_head", "qkv_bias", "qk_norm", "rope_scaling", "no_rope_every", "sliding_window")
+RARE = ("num_ids", "d_head", "qkv_bias", "qk_norm", "rope_scaling", "no_rope_every", "sliding_window", "lora")
 
 LARGEST_SIZE = 1 << 24
 _SHAPES = ("preset", "from_")  # fields of ModelSection that stand for many
@@ -322,8 +357,21 @@ def resolve_model(section: ModelSection, vocab_size: int) -> ModelConfig:
     return ModelConfig(**given | {"num_ids": given["num_ids"] if padded else None})
 
 
+def num_trained(config: ModelConfig) -> int:
+    """Numbers that training changes: all of the model, or its adapters alone."""
+    return num_parameters(config) if config.lora is None else num_adapters(config)
+
+
+def num_adapters(config: ModelConfig) -> int:
+    """Numbers of the adapters, 0 without any."""
+    if config.lora is None:
+        return 0
+    shapes = config.projections()
+    return config.n_layer * config.lora.rank * sum(sum(shapes[target]) for target in config.lora.targets)
+
+
 def num_parameters(config: ModelConfig) -> int:
-    """Trained numbers of the model, tied embeddings counted once."""
+    """Numbers of the model, tied embeddings counted once, adapters included."""
     query_width, kv_width = config.n_head * config.head_width, config.n_kv_head * config.head_width
     d_model, d_ff = config.d_model, config.d_ff
 
@@ -338,14 +386,13 @@ def num_parameters(config: ModelConfig) -> int:
         vectors += qkv_bias
     embeddings = config.vocab_size * d_model * (1 if config.tie_embeddings else 2)
     positions = config.max_seq_len * d_model if config.pos_encoding == "learned" else 0
-    return embeddings + positions + num_projections(config) + config.n_layer * vectors + norm
+    of_blocks = num_projections(config) + config.n_layer * vectors
+    return embeddings + positions + of_blocks + norm + num_adapters(config)
 
 
 def num_projections(config: ModelConfig) -> int:
-    """Trained numbers of the blocks' matrices, without embeddings, head, norms and biases."""
-    attention = 2 * config.d_model * config.head_width * (config.n_head + config.n_kv_head)
-    mlp = (3 if config.mlp_type == "swiglu" else 2) * config.d_model * config.d_ff
-    return config.n_layer * (attention + mlp)
+    """Numbers of the blocks' matrices, without embeddings, head, norms, biases and adapters."""
+    return config.n_layer * sum(inputs * outputs for inputs, outputs in config.projections().values())
 
 
 def _merged(section: ModelSection) -> dict[str, Any]:

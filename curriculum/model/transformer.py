@@ -23,7 +23,7 @@ import numpy as np
 from flax import nnx
 
 from curriculum.model.model import Model
-from curriculum.model.presets import ModelConfig, RopeScaling
+from curriculum.model.presets import LoraConfig, ModelConfig, RopeScaling
 
 # What is kept of a block from the way forward to the way back; the rest is computed again.
 REMAT_POLICIES = {
@@ -48,18 +48,21 @@ def init_params(config: ModelConfig, seed: int) -> dict[str, Any]:
     """Float32 arrays on the host, as a nested dict keyed by the names of the modules below.
 
     As in GPT-2: weights are normal with a deviation of 0.02, divided by sqrt(2 n_layer) where a product is added
-    to the residual stream; biases 0, norm scales 1. An array depends on the seed, its name and its shape alone.
+    to the residual stream; biases 0, norm scales 1. An adapter's A is uniform up to 1 / sqrt(inputs), as with peft, and
+    its B is 0. An array depends on the seed, its name and its shape alone.
     """
     residual_std = 0.02 / (2 * config.n_layer) ** 0.5
 
     def draw(path: tuple, array: jax.ShapeDtypeStruct) -> np.ndarray:
         *_, module, name = names = [part.key for part in path]
-        if name in ("scale", "bias"):
+        if name in ("scale", "bias", "lora_b"):
             return np.full(array.shape, name == "scale", np.float32)
         key = hashlib.blake2b(f"{seed}/{'/'.join(names)}".encode(), digest_size=16).digest()
-        normal = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
+        random = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
+        if name == "lora_a":
+            return (2 * random.random(array.shape, np.float32) - 1) / np.float32(array.shape[0] ** 0.5)
         std = residual_std if module in ("out", "down") else 0.02
-        return normal.standard_normal(array.shape, np.float32) * np.float32(std)
+        return random.standard_normal(array.shape, np.float32) * np.float32(std)
 
     _, shapes = _blueprint(config)
     return jax.tree.map_with_path(draw, shapes)
@@ -178,14 +181,13 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.config = config
-        query_width, kv_width = config.n_head * config.head_width, config.n_kv_head * config.head_width
         qkv_bias = config.bias or config.qkv_bias
-        self.query = _linear(config, config.d_model, query_width, qkv_bias, rngs)
-        self.key = _linear(config, config.d_model, kv_width, qkv_bias, rngs)
-        self.value = _linear(config, config.d_model, kv_width, qkv_bias, rngs)
+        self.query = _linear(config, "query", qkv_bias, rngs)
+        self.key = _linear(config, "key", qkv_bias, rngs)
+        self.value = _linear(config, "value", qkv_bias, rngs)
         self.query_norm = _rms_norm(config, config.head_width, rngs) if config.qk_norm else None
         self.key_norm = _rms_norm(config, config.head_width, rngs) if config.qk_norm else None
-        self.out = _linear(config, query_width, config.d_model, config.bias, rngs)
+        self.out = _linear(config, "out", config.bias, rngs)
 
     def __call__(self, x_MD: jax.Array, rows: Rows, num_rows: int, has_rope: bool) -> jax.Array:
         B, T, K = num_rows, x_MD.shape[0] // num_rows, self.config.head_width
@@ -215,10 +217,9 @@ class MLP(nnx.Module):
     """gelu in its tanh form, or swiglu (arXiv:2002.05202)."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        gated = config.mlp_type == "swiglu"
-        self.gate = _linear(config, config.d_model, config.d_ff, config.bias, rngs) if gated else None
-        self.up = _linear(config, config.d_model, config.d_ff, config.bias, rngs)
-        self.down = _linear(config, config.d_ff, config.d_model, config.bias, rngs)
+        self.gate = _linear(config, "gate", config.bias, rngs) if config.mlp_type == "swiglu" else None
+        self.up = _linear(config, "up", config.bias, rngs)
+        self.down = _linear(config, "down", config.bias, rngs)
 
     def __call__(self, x_MD: jax.Array) -> jax.Array:
         if self.gate is None:
@@ -265,8 +266,30 @@ def _dropout(config: ModelConfig, x_MD: jax.Array, rows: Rows, site: int) -> jax
     return jnp.where(kept_BTD.reshape(x_MD.shape), x_MD / keep, 0)
 
 
-def _linear(config: ModelConfig, width_in: int, width_out: int, bias: bool, rngs: nnx.Rngs) -> nnx.Linear:
-    return nnx.Linear(width_in, width_out, use_bias=bias, dtype=config.compute_dtype, rngs=rngs)
+class AdaptedLinear(nnx.Linear):
+    """x W + scale (x A) B: a linear layer whose matrix W stays and whose adapter A, B of low rank is trained.
+
+    R is the rank. The two products with A and B are small; W + scale A B is never made.
+    """
+
+    def __init__(self, inputs: int, outputs: int, lora: LoraConfig, rngs: nnx.Rngs, **settings: Any):
+        super().__init__(inputs, outputs, rngs=rngs, **settings)
+        self.lora_a = nnx.Param(jnp.zeros((inputs, lora.rank), jnp.float32))
+        self.lora_b = nnx.Param(jnp.zeros((lora.rank, outputs), jnp.float32))
+        self.scale = lora.scale
+
+    def __call__(self, x_MD: jax.Array) -> jax.Array:
+        a_DR, b_RF = (array[...].astype(self.dtype) for array in (self.lora_a, self.lora_b))
+        return super().__call__(x_MD) + self.scale * ((x_MD.astype(self.dtype) @ a_DR) @ b_RF)
+
+
+def _linear(config: ModelConfig, name: str, bias: bool, rngs: nnx.Rngs) -> nnx.Linear:
+    """The matrix of a block that the config's `projections` names so, adapted where `lora` asks for it."""
+    inputs, outputs = config.projections()[name]
+    settings = {"use_bias": bias, "dtype": config.compute_dtype, "rngs": rngs}
+    if config.lora is not None and name in config.lora.targets:
+        return AdaptedLinear(inputs, outputs, config.lora, **settings)
+    return nnx.Linear(inputs, outputs, **settings)
 
 
 def _norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm | nnx.LayerNorm:
