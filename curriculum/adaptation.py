@@ -19,10 +19,7 @@ from pydantic import Field
 from curriculum.data.hf_files import DEFINITION_NAME
 from curriculum.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from curriculum.errors import InputError
-from curriculum.model.hf import checked_tensors
-from curriculum.model.hf_config import HF_CONFIG, architecture_fields, hf_model_type, read_hf_config
-from curriculum.model.hf_weights import INDEX, stored_tensors
-from curriculum.model.presets import HOW, ModelConfig, ModelSection, model_problems, resolve_model
+from curriculum.model.presets import HOW, LoraConfig, ModelConfig, ModelSection, model_problems, resolve_model
 from curriculum.run import RunDirectory, find_checkpoint, read_json, read_ledger, step_folders, undamaged
 from phases.schedule import Phase
 
@@ -44,6 +41,16 @@ class AdaptationSection:
     """Take the optimizer's state over too, not the parameters alone; the step is 0 either way."""
     replay: dict[str, Annotated[float, Field(gt=0, lt=1)]] = field(default_factory=dict)
     """Source to share, above 0 and below 1, mixed into every phase whose mixture does not name the source."""
+    lora: LoraConfig | None = None
+    """Train adapters alone, such as `{rank: 16, alpha: 32, targets: [query, value]}`; null: all of the model."""
+
+
+def resolved_model(config: Config, vocab_size: int) -> ModelConfig:
+    """The model that a config trains, adapters included, for a tokenizer of `vocab_size` ids.
+
+    Raises InputError as `resolve_model` does.
+    """
+    return replace(resolve_model(config.model, vocab_size), lora=config.adaptation.lora)
 
 
 @dataclass(frozen=True)
@@ -79,28 +86,21 @@ class Base:
         }
 
 
-@dataclass(frozen=True)
-class HfBase:
-    """The Hugging Face folder that a run begins from; its weights fit its config.json."""
+def find_base(init_from: str | os.PathLike) -> Base:
+    """The checkpoint that `adaptation.init_from` means.
 
-    init_from: str  # as it was given
-    folder: Path
-    model_type: str
-    model: ModelConfig
-
-    def lineage(self, keep_optimizer: bool) -> dict[str, Any]:
-        """Where a run that begins here comes from. `train.start` adds the fingerprint, for which all is read."""
-        return {
-            "init_from": self.init_from,
-            "kind": "hf",
-            "model_type": self.model_type,
-            "keep_optimizer": keep_optimizer,
-            "lineage": None,
-        }
+    Raises InputError where there is none, and for one of a run that trained adapters alone.
+    """
+    base = _find_base(init_from)
+    if "lora" in base.architecture:
+        raise InputError(
+            f"{base.init_from!r} trained adapters alone (adaptation.lora), which are no model without the one that it "
+            "began from; export it with --format hf --merge, and begin from that folder"
+        )
+    return base
 
 
-def find_base(init_from: str | os.PathLike) -> Base | HfBase:
-    """What `adaptation.init_from` means. Raises InputError where there is nothing to begin from."""
+def _find_base(init_from: str | os.PathLike) -> Base:
     given = str(init_from)
     if not given:
         raise InputError(f"got an empty path, expected {_EXPECTED}")
@@ -233,6 +233,7 @@ def heritage(init_from: str, continues: str | os.PathLike | None = None) -> Heri
 
 def _heritage_of(directory: RunDirectory, sections: dict[str, Any]) -> Heritage:
     tokenizer, architecture = load_tokenizer(directory.tokenizer), read_json(directory.path / "model.json")
+    architecture.pop("lora", None)  # of a run that goes on: the section `model` says nothing of its adapters
     return Heritage(str(directory.path), sections, tokenizer, architecture)
 
 

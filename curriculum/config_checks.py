@@ -20,6 +20,7 @@ from phases.resolve import check_phases
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")  # it becomes part of a file's name
 _EXPECTED_NAME = "expected letters, digits, '_' and '-', at most 100"
+NO_ADAPTERS = "a model of one's own (model: null) has no adapters; leave lora out, and freeze within the model itself"
 
 
 def _check_name(v):
@@ -147,6 +148,40 @@ def _check_adaptation(v):
             yield f"adaptation.replay.{name}", no_such("source", name, v["sources"])
     if (total := math.fsum(section.replay.values())) >= 1:
         yield "adaptation.replay", f"the shares add up to {total:g}, expected less than 1, the whole of a phase"
+
+
+def _check_lora(v):
+    section = v["adaptation"]
+    lora = section.lora
+    if lora is None:
+        return
+    if section.init_from is None:
+        yield "adaptation.lora", "needs adaptation.init_from, the model that the adapters are trained beside"
+    if section.keep_optimizer:
+        message = "got true with adaptation.lora, but the optimizer's state there is of other parameters; leave it out"
+        yield "adaptation.keep_optimizer", message
+    if not lora.targets:
+        yield "adaptation.lora.targets", "got none, expected at least one of query, key, value, out, gate, up, down"
+    for name in dict.fromkeys(lora.targets):
+        if (times := lora.targets.count(name)) > 1:
+            yield "adaptation.lora.targets", f"names {name} {times} times; name it once"
+    if "model" in v and v["model"] is None:
+        yield "adaptation.lora", NO_ADAPTERS
+
+
+def _check_lora_fits(v):
+    lora, vocab_size = v["adaptation"].lora, _vocab(v) or v["model"].vocab_size or 2**20
+    if lora is None or model_problems(v["model"], vocab_size):
+        return
+    shapes = resolve_model(v["model"], vocab_size).projections()
+    for name in dict.fromkeys(lora.targets):
+        if name not in shapes:
+            expected = f"gelu has no gate; expected of {', '.join(shapes)}"
+            yield "adaptation.lora.targets", f"got {name}, but the model's mlp_type is gelu: {expected}"
+        elif lora.rank > min(shapes[name]):
+            inputs, outputs = shapes[name]
+            got = f"got {lora.rank}, expected at most {min(inputs, outputs)}"
+            yield "adaptation.lora.rank", f"{got}: {name} is {inputs} x {outputs}, and no more is of low rank"
 
 
 def _check_regression(v):
@@ -282,6 +317,8 @@ CHECKS = [
     ({"evalsets"}, _check_evalsets),
     ({"evalsets", "sources"}, _check_held_out),
     ({"adaptation", "sources"}, _check_adaptation),
+    ({"adaptation"}, _check_lora),
+    ({"adaptation", "model", "tokenizer"}, _check_lora_fits),
     ({"evalsets"}, _check_regression),
     ({"evalsets"}, _check_gold),
     ({"train"}, _check_train),

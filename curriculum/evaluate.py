@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from curriculum.adaptation import resolved_model
 from curriculum.config import Config, build_config
 from curriculum.config_problems import no_such
 from curriculum.data.corpus import find_read_documents, load_evalsets
@@ -96,10 +97,9 @@ def evaluate(
 
     # What can be said without these is said at once.
     from curriculum.model.model import abstract_params
-    from curriculum.model.presets import resolve_model
     from curriculum.model.transformer import transformer
-    from curriculum.train.checkpoint import load_params
     from curriculum.train.device import tune_device
+    from curriculum.train.frozen import whole_params
     from curriculum.train.mesh import MeshConfig, make_mesh
     from curriculum.train.setup import abstract_on_mesh, cache_compiled, make_suite
 
@@ -116,11 +116,12 @@ def evaluate(
             "from training's in the last digits"
         )
     if make_model is None:
-        model = transformer(resolve_model(config.model, tokenizer.vocab_size))
+        model = transformer(resolved_model(config, tokenizer.vocab_size))
     else:
         model = make_model(tokenizer.vocab_size)
     suite = make_suite(config, mesh, model, evalsets.values())
-    results = suite.run(load_params(arrays, abstract_on_mesh(mesh, abstract_params(model))))
+    like = abstract_on_mesh(mesh, abstract_params(model))
+    results = suite.run(whole_params(config, ledger.get("lineage"), arrays, like))
     return Evaluation(
         run=str(run),
         step=step,

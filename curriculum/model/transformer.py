@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from curriculum.model.lora import adapters_of
 from curriculum.model.model import Model
 from curriculum.model.presets import LoraConfig, ModelConfig, RopeScaling
 
@@ -51,6 +52,15 @@ def init_params(config: ModelConfig, seed: int) -> dict[str, Any]:
     to the residual stream; biases 0, norm scales 1. An adapter's A is uniform up to 1 / sqrt(inputs), as with peft, and
     its B is 0. An array depends on the seed, its name and its shape alone.
     """
+    return _drawn(config, seed, _blueprint(config)[1])
+
+
+def init_adapters(config: ModelConfig, seed: int) -> dict[str, Any]:
+    """The adapters of `init_params` alone: nothing is drawn of what they are trained beside."""
+    return _drawn(config, seed, adapters_of(_blueprint(config)[1]))
+
+
+def _drawn(config: ModelConfig, seed: int, shapes: dict[str, Any]) -> dict[str, Any]:
     residual_std = 0.02 / (2 * config.n_layer) ** 0.5
 
     def draw(path: tuple, array: jax.ShapeDtypeStruct) -> np.ndarray:
@@ -64,7 +74,6 @@ def init_params(config: ModelConfig, seed: int) -> dict[str, Any]:
         std = residual_std if module in ("out", "down") else 0.02
         return random.standard_normal(array.shape, np.float32) * np.float32(std)
 
-    _, shapes = _blueprint(config)
     return jax.tree.map_with_path(draw, shapes)
 
 

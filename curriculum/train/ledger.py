@@ -18,8 +18,8 @@ from curriculum.config import Config
 from curriculum.data.chat import ROLES
 from curriculum.data.packing import PackingConfig
 from curriculum.data.split import parse_share
-from curriculum.model.model import abstract_params, parameter_name
-from curriculum.plan import declaration, settings
+from curriculum.model.model import parameter_name
+from curriculum.plan import declaration
 from curriculum.record.events import plain
 from curriculum.run import read_arrays
 from curriculum.train.optimizer import state_layout
@@ -162,8 +162,8 @@ def changed_contents(saved: Mapping[str, Any], setup: Setup) -> Iterator[dict[st
 
 
 def _parameters(setup: Setup) -> dict[str, list[int]]:
-    """The shape of each parameter, by its dotted name."""
-    shapes = jax.tree.leaves_with_path(abstract_params(setup.model))
+    """The shape of each parameter that is trained, by its dotted name."""
+    shapes = jax.tree.leaves_with_path(setup.trained)
     return {parameter_name(path): list(array.shape) for path, array in shapes}
 
 

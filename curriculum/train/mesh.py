@@ -117,9 +117,10 @@ def partition_spec(path: tuple, shape: tuple[int, ...], mesh: Mesh) -> Partition
 
     `path` is a key path of jax.tree. The last two axes of a matrix are split. A projection [in, out] has its output
     over `tensor` and its input over `fsdp`; one back into the residual stream (`out`, `down`) and an embedding [V, D]
-    the other way round, so that between two products only the residual stream is summed over `tensor`. An axis that
-    its mesh axis does not divide stays whole, and so does all else: scalars, vectors, and what is an attribute of a
-    named tuple rather than an entry of a dict or a list (counters and sums).
+    the other way round, so that between two products only the residual stream is summed over `tensor`. An adapter's
+    arrays are split as the matrix beside them, but never along the rank. An axis that its mesh axis does not divide
+    stays whole, and so does all else: scalars, vectors, and what is an attribute of a named tuple rather than an entry
+    of a dict or a list (counters and sums).
     """
     from jax.sharding import PartitionSpec
     from jax.tree_util import DictKey, GetAttrKey
@@ -128,9 +129,10 @@ def partition_spec(path: tuple, shape: tuple[int, ...], mesh: Mesh) -> Partition
         return PartitionSpec()
     *_, module, name = [None, None, *(key.key for key in path if isinstance(key, DictKey))]
     leads_back = name == "embedding" or module in _INTO_THE_RESIDUAL_STREAM
-    axes = ("tensor", "fsdp") if leads_back else ("fsdp", "tensor")
+    inputs, outputs = ("tensor", "fsdp") if leads_back else ("fsdp", "tensor")
+    axes = (None if name == "lora_b" else inputs, None if name == "lora_a" else outputs)
     split = [
-        axis if mesh.shape[axis] > 1 and size % mesh.shape[axis] == 0 else None
+        axis if axis and mesh.shape[axis] > 1 and size % mesh.shape[axis] == 0 else None
         for size, axis in zip(shape[-2:], axes, strict=True)
     ]
     return PartitionSpec(*[None] * (len(shape) - 2), *split) if any(split) else PartitionSpec()

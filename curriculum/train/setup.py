@@ -12,20 +12,22 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from curriculum.adaptation import HfBase
+from curriculum.adaptation import resolved_model
 from curriculum.config import Config
+from curriculum.config_checks import NO_ADAPTERS
 from curriculum.data.corpus import Corpus, load_corpus
 from curriculum.data.tokenizer import Tokenizer
 from curriculum.errors import InputError
 from curriculum.model.hf import load_hf
 from curriculum.model.loss import nats_per_token
-from curriculum.model.model import Model, abstract_params, check_model
-from curriculum.model.presets import resolve_model
-from curriculum.model.transformer import transformer
+from curriculum.model.lora import adapters_of, frozen_of, joined
+from curriculum.model.model import Model, Params, abstract_params, check_model
+from curriculum.model.transformer import init_adapters, transformer
 from curriculum.plan import Past, continued_schedule, kept_order, replay_schedule
 from curriculum.train.checkpoint import Checkpoints, beside_params, load_params
 from curriculum.train.device import device_lines, tune_device
 from curriculum.train.feed import Feed
+from curriculum.train.frozen import load_frozen
 from curriculum.train.guard import with_window
 from curriculum.train.mesh import (
     constrain,
@@ -74,6 +76,7 @@ class Setup:
     abstract_state: Callable[..., TrainState]
     device_lines: list[str]  # for the console
     lineage: dict[str, Any] | None  # the run that this one began from, back to the first
+    frozen: Params | None = None  # the parameters that a run has which trains adapters alone
     begins_branch: bool = False  # what goes on from a checkpoint is a branch that begins
     edit: dict[str, Any] | None = None  # what the config changed of the run that goes on, as `schedule_edit` tells it
     # Of each share that this process raised: (step, the schedule and the past before it).
@@ -83,6 +86,16 @@ class Setup:
     def content_hashes(self) -> dict[str, str]:
         """What each eval set is, by name."""
         return {name: evalset.content_hash for name, evalset in self.corpus.evalsets.items()}
+
+    @property
+    def trained(self) -> Params:
+        """What is trained of the model, and kept by checkpoints, as shapes: all of it, or its adapters."""
+        shapes = abstract_params(self.model)
+        return shapes if self.frozen is None else adapters_of(shapes)
+
+    def whole(self, params: Params) -> Params:
+        """The model's parameters, as evals and generation take them, from those of a state or from an average."""
+        return params if self.frozen is None else joined(self.frozen, params)
 
     def knobs(self, step: int) -> tuple[np.float32, np.int32]:
         """What update `step` is given beside its batch: the learning rate, and from where on its loss is judged."""
@@ -196,6 +209,8 @@ def build(
     branch's comes from.
     """
     if make_model is not None:
+        if config.adaptation.lora is not None:
+            raise config.error([("adaptation.lora", NO_ADAPTERS)])
         config = replace(config, model=None)
     elif config.model is None:
         raise config.error([("model", "got null and no other model; name a preset, or call train(make_model=...)")])
@@ -207,13 +222,18 @@ def build(
     schedule, past = continued_schedule(config, corpus.tokens_per_epoch, past)
     plan = _data_plan(config, corpus, schedule, past)
     if make_model is None:
-        model = transformer(resolve_model(config.model, corpus.tokenizer.vocab_size))
+        architecture = resolved_model(config, corpus.tokenizer.vocab_size)
+        model = transformer(architecture)
     else:
         model = make_model(corpus.tokenizer.vocab_size)
         rows = config.train.batch_size // config.train.grad_accum
         check_model(model, corpus.tokenizer.vocab_size, rows, config.train.seq_len)
     if start.base is not None:
-        check_base(start.base, config, model)
+        check_base(start.base, config, model if start.frozen is None else transformer(replace(architecture, lora=None)))
+    frozen, lineage = None, start.lineage
+    if start.frozen is not None:
+        like = abstract_on_mesh(mesh, frozen_of(abstract_params(model)))
+        frozen, lineage = load_frozen(config, start.frozen, lineage, like)
 
     def make_feed(plan: DataPlan) -> Feed:
         make_batch = partial(
@@ -247,7 +267,8 @@ def build(
     def abstract_state(num_sources: int, window_steps: int | None = None) -> TrainState:
         sizes = {"num_sources": num_sources, "window_steps": window_steps or config.train.window_steps}
         first_state = partial(init_state, optimizer=optimizer, **sizes, ema=ema)
-        return abstract_on_mesh(mesh, jax.eval_shape(first_state, abstract_params(model)))
+        trained = abstract_params(model) if frozen is None else adapters_of(abstract_params(model))
+        return abstract_on_mesh(mesh, jax.eval_shape(first_state, trained))
 
     shardings = state_shardings(mesh, abstract_state(len(plan.sources)))
 
@@ -257,9 +278,8 @@ def build(
         first_state = partial(init_state, optimizer=optimizer, **sizes, ema=ema)
         compiled = jax.jit(first_state, donate_argnums=0, out_shardings=shardings)
         base = start.base
-        if isinstance(base, HfBase):
-            like = abstract_state(len(plan.sources)).params
-            return compiled(load_hf(base.folder, resolve_model(config.model, corpus.tokenizer.vocab_size), like))
+        if frozen is not None:
+            return compiled(place_state(mesh, init_adapters(architecture, config.seed)))
         if base is not None:
             like = abstract_state(len(base.ledger["sources"]), base.ledger["window_steps"])
             state = compiled(load_params(base.checkpoint / "params", like.params))
@@ -270,6 +290,7 @@ def build(
         params = jax.tree.map(lambda p: np.array(p) if isinstance(p, jax.Array) else p, model.init(config.seed))
         return compiled(place_state(mesh, params))
 
+    train_step = jax.jit(step, donate_argnums=0, out_shardings=shardings)
     return Setup(
         config=config,
         mesh=mesh,
@@ -284,11 +305,12 @@ def build(
         feed=make_feed(plan),
         make_feed=make_feed,
         suite=suite,
-        train_step=jax.jit(step, donate_argnums=0, out_shardings=shardings),
+        train_step=train_step if frozen is None else partial(train_step, frozen=frozen),
         initial_state=initial_state,
         abstract_state=abstract_state,
         device_lines=device_lines(added_flags),
-        lineage=start.lineage,
+        lineage=lineage,
+        frozen=frozen,
     )
 
 

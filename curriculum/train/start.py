@@ -18,6 +18,7 @@ from curriculum.model.model import Model, abstract_params, parameter_name
 from curriculum.record.events import plain
 from curriculum.run import RunDirectory, find_checkpoint, read_ledger, step_folders
 from curriculum.train.checkpoint import load_params
+from curriculum.train.frozen import frozen_base
 from curriculum.train.optimizer import state_layout
 
 
@@ -26,7 +27,8 @@ class Start:
     """What a run begins from. Both None: from its seed."""
 
     lineage: dict[str, Any] | None = None
-    base: Base | HfBase | None = None  # None too for a run that goes on from a checkpoint of its own
+    base: Base | None = None  # None too for a run that goes on from a checkpoint of its own
+    frozen: Base | None = None  # what a run trains adapters beside, also where it goes on
 
 
 class Resumed(NamedTuple):
@@ -90,10 +92,7 @@ def start_of(config: Config, saved: Mapping[str, Any] | None = None) -> Start:
         if section.init_from is None:
             return Start()
         base = find_base(section.init_from)
-        lineage = base.lineage(section.keep_optimizer)
-        if isinstance(base, HfBase):
-            lineage["fingerprint"] = hf_fingerprint(base.folder)
-        return Start(lineage, base)
+        return Start(base.lineage(section.keep_optimizer), base, base if section.lora else None)
     lineage = saved.get("lineage") or {"init_from": None, "keep_optimizer": False}
     if not same_place(section.init_from, lineage["init_from"]):
         got, was = json.dumps(section.init_from), json.dumps(lineage["init_from"])
@@ -102,7 +101,7 @@ def start_of(config: Config, saved: Mapping[str, Any] | None = None) -> Start:
     if section.keep_optimizer != lineage["keep_optimizer"]:
         got, was = json.dumps(section.keep_optimizer), json.dumps(lineage["keep_optimizer"])
         raise config.error([("adaptation.keep_optimizer", f"got {got}, but the run was begun with {was}; restore it")])
-    return Start(saved.get("lineage"))
+    return Start(saved.get("lineage"), frozen=frozen_base(config, lineage) if section.lora else None)
 
 
 def check_base(base: Base | HfBase, config: Config, model: Model) -> None:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from curriculum.model.lora import joined
 from curriculum.model.loss import sample_targets, sum_nats
 from curriculum.model.model import Model, Params
 from curriculum.train.guard import Guard, guarded, new_guard
@@ -90,7 +91,8 @@ def make_train_step(
     diverged_after: int = 128,
     place_grads: Callable[[Params], Params] = lambda grads: grads,
 ) -> TrainStep:
-    """The pure function train_step(state, batch, lr, judged_from=0) -> state, to be jitted with its state donated.
+    """The pure function train_step(state, batch, lr, judged_from=0, frozen=None) -> state, to be jitted with its state
+    donated.
 
     The loss is the mean nats over the valid tokens of the whole batch, however many micro-steps it is cut into.
     Its gradient is clipped to a global norm of `grad_clip` (0: not at all). `lr` is a float32 scalar and
@@ -104,10 +106,20 @@ def make_train_step(
     `document_mask` a token sees its own document only.
     The moving average `state.ema` has a decay of min(ema_decay, (1 + step) / (10 + step)), so that the first
     parameters are forgotten. `place_grads` pins the gradients to the devices that hold the parameters.
+    `frozen` are the parameters of the model that the state has not, of one that trains its adapters alone: they have
+    no gradient, and stay with the caller.
     """
 
-    def batch_gradient(params: Params, batch: Batch, keys_AB: jax.Array, *, sampled: bool = False):
+    def batch_gradient(
+        params: Params, frozen: Params | None, batch: Batch, keys_AB: jax.Array, *, sampled: bool = False
+    ):
         """Sums over the valid tokens of a batch: (gradient, nats_S, tokens_S); of the targets, or of sampled ones."""
+
+        def whole(params):
+            return params if frozen is None else joined(frozen, params)
+
+        def summed(params, *inputs):
+            return sum_nats(model, whole(params), *inputs)
 
         def micro_step(sums, micro_and_keys):  # the scan has taken the leading axis off each array
             micro, keys_B = micro_and_keys
@@ -116,10 +128,10 @@ def make_train_step(
             if sampled:
                 # Other draws than those of dropout, which come from the same keys.
                 draws_B = jax.vmap(partial(jax.random.fold_in, data=_SAMPLED))(keys_B)
-                targets_BT = sample_targets(model, params, micro.inputs_ABT, segment_ids_BT, draws_B)
+                targets_BT = sample_targets(model, whole(params), micro.inputs_ABT, segment_ids_BT, draws_B)
             if sampled or deterministic:
                 keys_B = None
-            (_, nats_B), grads = jax.value_and_grad(partial(sum_nats, model), has_aux=True)(
+            (_, nats_B), grads = jax.value_and_grad(summed, has_aux=True)(
                 params, micro.inputs_ABT, targets_BT, micro.loss_mask_ABT, segment_ids_BT, keys_B
             )
             tokens_B = micro.loss_mask_ABT.sum(axis=1, dtype=jnp.int32)
@@ -134,9 +146,15 @@ def make_train_step(
         )
         return jax.lax.scan(micro_step, zeros, (batch, keys_AB))[0]
 
-    def train_step(state: TrainState, batch: Batch, lr: jax.Array, judged_from: jax.Array | int = 0) -> TrainState:
+    def train_step(
+        state: TrainState,
+        batch: Batch,
+        lr: jax.Array,
+        judged_from: jax.Array | int = 0,
+        frozen: Params | None = None,
+    ) -> TrainState:
         keys_AB = _row_keys(seed, state.step, batch.source_ids_AB.shape)
-        grads, nats_S, tokens_S = batch_gradient(state.params, batch, keys_AB)
+        grads, nats_S, tokens_S = batch_gradient(state.params, frozen, batch, keys_AB)
         num_tokens = tokens_S.sum()
         loss = nats_S.sum() / num_tokens
         grads = jax.tree.map(lambda g: g / num_tokens, grads)
@@ -155,7 +173,7 @@ def make_train_step(
 
         def hessian_diagonal() -> Params:
             """Gauss-Newton-Bartlett: tokens x the squared gradient of the mean loss of sampled targets."""
-            sampled, _, _ = batch_gradient(state.params, batch, keys_AB, sampled=True)
+            sampled, _, _ = batch_gradient(state.params, frozen, batch, keys_AB, sampled=True)
             return jax.tree.map(lambda g: g * g / num_tokens, sampled)
 
         if grad_clip:

@@ -115,7 +115,7 @@ def dry_run(
         state = setup.train_step(setup.initial_state(), setup.feed[0], *setup.knobs(0))
         loss = read_window(state.window, setup.plan.sources)["loss"]
         step_s, clock = time.perf_counter() - clock, time.perf_counter()
-        eval_losses = {name: summarise(r).loss for name, r in setup.suite.run(state.params).items()}
+        eval_losses = {name: summarise(r).loss for name, r in setup.suite.run(setup.whole(state.params)).items()}
         eval_s = time.perf_counter() - clock
     finally:
         setup.feed.close()
@@ -341,11 +341,11 @@ def evaluate(run: Running, done: int, names: list[str]) -> Evaluated:
     setup, before = run.setup, run.history.watch
     with run.clock.paused(run.state):
         started = time.perf_counter()
-        results = setup.suite.run(run.state.params, names)
+        results = setup.suite.run(setup.whole(run.state.params), names)
         if done in setup.schedule.phase_ends and setup.config.averages.phase_mean is not None:
             run.settle(done, run.checkpoints)  # the mean of a phase is of checkpoints that were saved
         averages = averages_at(setup, done, run.state, run.checkpoints, run.directory.averages)
-        averaged = {average: setup.suite.run(params, names) for average, params in averages.items()}
+        averaged = {average: setup.suite.run(setup.whole(params), names) for average, params in averages.items()}
         duration_s = time.perf_counter() - started
         run.results.write(done, results, averaged)
         summaries = _summaries(results)

@@ -1,0 +1,77 @@
+"""The parameters beside which a run's adapters are trained: read from what it began from, each time anew.
+
+They are in no checkpoint. What they were is kept in the run's lineage as a digest, so that adapters are never put
+beside others.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import xxhash
+
+from curriculum.adaptation import Base
+from curriculum.config import Config
+from curriculum.errors import InputError
+from curriculum.model.lora import adapters_of, frozen_of, joined
+from curriculum.model.model import Params, parameter_name
+from curriculum.run import RunDirectory, find_checkpoint
+from curriculum.train.checkpoint import load_params
+
+DIGEST = "frozen"  # the digest's key in a lineage
+_FIX = "the run's checkpoints hold adapters alone, which go with the very parameters that they were trained beside"
+
+
+def frozen_base(config: Config, lineage: Mapping[str, Any]) -> Base:
+    """What a run began from, found again. Raises InputError where it is gone or damaged."""
+    given, step = lineage["init_from"], lineage["step"]
+    path = Path(os.path.abspath(os.path.expanduser(given)))
+    runs = (RunDirectory(place) for place in (path, path.parent, path.parent.parent))
+    run = next((run for run in runs if os.path.isfile(run.resolved_config)), None)
+    expected = f"expected step {step} of run {lineage['run']}: {_FIX}; restore it from a copy"
+    if run is None:
+        raise config.error([("adaptation.init_from", f"{given!r} is gone, {expected}")])
+    try:
+        return Base(given, run, *find_checkpoint(run, step, option="step"))
+    except InputError as error:
+        raise config.error(("adaptation.init_from", f"{problem}; {expected}") for problem in error.problems) from None
+
+
+def load_frozen(config: Config, base: Base, lineage: Mapping[str, Any], like: Params) -> tuple[Params, dict[str, Any]]:
+    """(the frozen parameters, placed as in `like`; the lineage with their digest).
+
+    Raises InputError where the lineage has the digest of others.
+    """
+    frozen = load_params(base.checkpoint / "params", like)
+    found = digest(frozen)
+    if lineage.get(DIGEST, found) != found:
+        message = f"{lineage['init_from']!r} holds other parameters than it did when the run began (xxh3_128 {found}, "
+        message += f"expected {lineage[DIGEST]}): {_FIX}; restore it from a copy"
+        raise config.error([("adaptation.init_from", message)])
+    return frozen, {**lineage, DIGEST: found}
+
+
+def whole_params(config: Config, lineage: Mapping[str, Any] | None, arrays: Path, like: Params) -> Params:
+    """The whole parameters of a run's saved ones, placed as in `like`: of adapters with what they were trained beside.
+
+    `lineage`: that of the run's ledger. Raises InputError where something is gone, or is not what it was.
+    """
+    if config.adaptation.lora is None:
+        return load_params(arrays, like)
+    adapters = load_params(arrays, adapters_of(like))
+    frozen, _ = load_frozen(config, frozen_base(config, lineage), lineage, frozen_of(like))
+    return joined(frozen, adapters)
+
+
+def digest(params: Params) -> str:
+    """xxh3_128 of names, shapes and float32 bytes, wherever the arrays lie; one of them at a time on the host."""
+    checksum = xxhash.xxh3_128()
+    for path, array in jax.tree.leaves_with_path(params):
+        checksum.update(f"{parameter_name(path)}{list(array.shape)}".encode())
+        checksum.update(np.ascontiguousarray(array, np.float32))
+    return checksum.hexdigest()
