@@ -7,11 +7,18 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from curriculum.adaptation import base_lineage, with_replay
+from curriculum.adaptation import base_lineage, resolved_model, with_replay
 from curriculum.config import Config
 from curriculum.data.corpus import find_sizes
 from curriculum.model.memory import memory_estimate
-from curriculum.model.presets import HOW, ModelConfig, model_problems, num_parameters, num_projections, resolve_model
+from curriculum.model.presets import (
+    ModelConfig,
+    model_problems,
+    num_adapters,
+    num_parameters,
+    num_projections,
+    num_trained,
+)
 from curriculum.train.optimizer import MOMENTS, OptimConfig
 from phases.lr import LrSchedule
 from phases.replay import Replay, raise_share
@@ -46,8 +53,9 @@ class Plan:
     """What `curriculum plan` shows. `rates` are (step, learning rate of that update) at every boundary.
 
     `memory` is estimated, in bytes on one device, by part and in total, for micro-steps of `rows` x `seq_len`
-    tokens there; its `free_axis` names the axis of the mesh whose -1 was taken for 1. It and `num_parameters` are None
-    while the vocabulary is not known. `begins_from` is the lineage of a run that begins from another, or from a folder.
+    tokens there; its `free_axis` names the axis of the mesh whose -1 was taken for 1. It and `num_parameters`, with
+    those that are trained, are None while the vocabulary is not known. `begins_from` is the lineage of a run that
+    begins from another.
     """
 
     name: str
@@ -55,6 +63,7 @@ class Plan:
     tokens_per_step: int
     total_tokens: int
     num_parameters: int | None
+    num_trained: int | None
     memory: dict[str, Any] | None
     phases: tuple[dict[str, Any], ...]
     rows: tuple[PlanRow, ...]
@@ -230,7 +239,7 @@ def plan(config: Config, *, store_dir: str | Path = DEFAULT_STORE_DIR) -> Plan:
     vocab_size = None if config.model is None else sizes.vocab_size
     if vocab_size is not None and (problems := model_problems(config.model, vocab_size)):
         raise config.error((f"model.{key}", message) for key, message in problems)
-    model = None if vocab_size is None else resolve_model(config.model, vocab_size)
+    model = None if vocab_size is None else resolved_model(config, vocab_size)
 
     rows, warnings = [], list(schedule.warnings) + list(sizes.warnings)
     for phase, start, end in schedule.phase_bounds:
@@ -286,6 +295,7 @@ def plan(config: Config, *, store_dir: str | Path = DEFAULT_STORE_DIR) -> Plan:
         tokens_per_step=batch_size * seq_len,
         total_tokens=batch_size * seq_len * schedule.total_steps,
         num_parameters=None if model is None else num_parameters(model),
+        num_trained=None if model is None else num_trained(model),
         memory=None if model is None else _memory(config, model),
         phases=describe_phases(schedule),
         rows=tuple(rows),
@@ -372,7 +382,7 @@ def _memory(config: Config, model: ModelConfig) -> dict[str, Any] | None:
         document_mask=config.packing.document_mask,
         state_shards=max(mesh.fsdp, 1) * max(mesh.tensor, 1),
         fsdp=max(mesh.fsdp, 1),
-        update_bytes=MUON_ARRAYS * 4 * num_projections(model) if config.optim.name == "muon" else 0,
+        update_bytes=MUON_ARRAYS * 4 * (num_adapters(model) or num_projections(model)) * (config.optim.name == "muon"),
     )
     free_axis = next((axis for axis, size in asdict(mesh).items() if size == -1), None)
     return {"rows": rows, "seq_len": train.seq_len, "free_axis": free_axis, **estimate.to_json()}
@@ -381,6 +391,8 @@ def _memory(config: Config, model: ModelConfig) -> dict[str, Any] | None:
 def _moments_per_parameter(optim: OptimConfig, model: ModelConfig) -> float | None:
     if optim.name != "muon":
         return MOMENTS.get(optim.name)
+    if model.lora is not None:
+        return MOMENTS["muon"]  # of the adapters, which are all matrices
     muon_share = num_projections(model) / num_parameters(model)
     if optim.muon.allow_all_2d or (optim.muon.allow_tied_embed and model.tie_embeddings):
         muon_share = 1.0  # but for vectors, and a table of positions

@@ -14,7 +14,9 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
+from curriculum.model.lora import adapters_of, frozen_of, joined
 from curriculum.model.memory import kept_bytes, memory_estimate
+from curriculum.model.model import Params
 from curriculum.model.presets import PRESETS, ModelConfig
 from curriculum.model.transformer import forward, transformer
 from curriculum.train.guard import new_guard
@@ -74,7 +76,7 @@ def compiled_bytes(
     def array(*shape: int, dtype=jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    params = model.shapes()
+    params, frozen = _parts(config)
     sums = array(NUM_SOURCES, 2, dtype=jnp.float32)
     pair = array(2, dtype=jnp.float32)
     state = TrainState(
@@ -94,22 +96,33 @@ def compiled_bytes(
         segment_ids_ABT=slots,
         source_ids_AB=array(grad_accum, rows),
     )
-    lowered = jax.jit(step, donate_argnums=0).lower(state, batch, array(dtype=jnp.float32))
+    lowered = jax.jit(step, donate_argnums=0).lower(state, batch, array(dtype=jnp.float32), frozen=frozen)
     sizes = lowered.compile().memory_analysis()
     not_in_place = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     return sizes.argument_size_in_bytes + sizes.temp_size_in_bytes + not_in_place
 
 
+def _parts(config: ModelConfig) -> tuple[Params, Params | None]:
+    """Shapes of what is trained, and of what is not, if anything."""
+    shapes = transformer(config).shapes()
+    return (shapes, None) if config.lora is None else (adapters_of(shapes), frozen_of(shapes))
+
+
 def residual_bytes(config: ModelConfig, rows: int, seq_len: int, *, document_mask: bool = False) -> int:
     """What jax.vjp of the way forward holds on to, less what it was given and constants of the program."""
-    params = transformer(config).shapes()
+    params, frozen = _parts(config)
     tokens_BT = jax.ShapeDtypeStruct((rows, seq_len), jnp.int32)
 
-    def way_back(params, tokens_BT, segment_ids_BT):
+    def way_back(params, frozen, tokens_BT, segment_ids_BT):
         keys_B = jax.random.split(jax.random.key(0), rows) if config.dropout else None
-        return jax.vjp(lambda p: forward(config, p, tokens_BT, segment_ids_BT, keys_B), params)[1]
 
-    program = jax.make_jaxpr(way_back)(params, tokens_BT, tokens_BT if document_mask else None).jaxpr
+        def features(params):
+            whole = params if frozen is None else joined(frozen, params)
+            return forward(config, whole, tokens_BT, segment_ids_BT, keys_B)
+
+        return jax.vjp(features, params)[1]
+
+    program = jax.make_jaxpr(way_back)(params, frozen, tokens_BT, tokens_BT if document_mask else None).jaxpr
     given = {id(variable) for variable in (*program.invars, *program.constvars)}
     kept = {id(variable): variable.aval for variable in program.outvars if id(variable) not in given}
     return sum(array.size * array.dtype.itemsize for array in kept.values())

@@ -39,7 +39,8 @@ def table(p: Plan) -> list[str]:
     lines = [
         f"{p.name}: {p.total_steps:,} steps x {p.tokens_per_step:,} tokens = {p.total_tokens:,} tokens",
         *([] if p.begins_from is None else [_beginning(p.begins_from)]),
-        f"parameters: {unknown if p.num_parameters is None else format(p.num_parameters, ',')}",
+        f"parameters: {unknown if p.num_parameters is None else format(p.num_parameters, ',')}"
+        + ("" if p.num_trained == p.num_parameters else f", {p.num_trained:,} of them trained"),
         f"memory per device (estimate): {no_memory if p.memory is None else _memory(p.memory)}",
         "",
     ]

@@ -51,8 +51,10 @@ def command(config_path, changes, store_dir, run_dir, resume, accept_past, dry_r
         devices = done["devices"]
         loss = "no target scored" if done["loss"] is None else f"loss {done['loss']:.4f}"
         sizes = " x ".join(f"{axis} {size}" for axis, size in devices["mesh"].items())
+        trained, whole = done["num_trained"], done["num_parameters"]
+        of_them = "" if trained == whole else f", {trained:,} of them trained"
         click.echo(
-            f"dry run of {config.name}: {done['num_parameters']:,} parameters, {done['total_steps']} steps planned\n"
+            f"dry run of {config.name}: {whole:,} parameters{of_them}, {done['total_steps']} steps planned\n"
             f"  mesh {sizes}, {devices['num']} x {devices['kind']}\n"
             f"  first step {done['first_step_s']:.2f} s, {loss} | first eval "
             f"{done['first_eval_s']:.2f} s, {evals}\n"

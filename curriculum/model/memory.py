@@ -3,6 +3,8 @@
 The count is of one moment, the fullest: the way forward of a micro-step is done, and the loss has its first chunk of
 logits at hand. On the way back gradients take the place of activations. What is counted of a block is what automatic
 differentiation hands to the way back; a compiler that fuses keeps less of it (on a CPU: 3 of gelu's 6 inner arrays).
+Where adapters alone are trained, a matrix beside which nothing is trained hands over no input, and the first block is
+counted like the others, although there is no way back beyond its first adapter.
 
 Shape suffixes: B rows of a micro-step, T positions, M = B*T, D width, F ffn, H query heads, V vocabulary.
 """
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from curriculum.model.presets import ModelConfig, num_parameters
+from curriculum.model.presets import ModelConfig, num_adapters, num_parameters, num_trained
 
 FLOAT32_BYTES = 4
 BYTES_OF = {"float32": 4, "bfloat16": 2}
@@ -24,9 +26,10 @@ class MemoryEstimate:
     """Bytes on one device, by what they are for."""
 
     params: int
-    """Float32 parameters."""
+    """Float32 parameters, trained or not."""
     gradients: int
-    """A micro-step's own, the head's among them, and with more than one micro-step the sum over them."""
+    """A micro-step's own, the head's among them, and with more than one micro-step the sum over them. This and what
+    follows up to the copies is of trained parameters alone."""
     moments: int
     """The optimizer's numbers."""
     ema: int
@@ -72,7 +75,8 @@ def memory_estimate(
     """Bytes of one update on one device.
 
     `rows`: those of one micro-step on this device, batch_size / grad_accum / (devices the rows are split over).
-    `moments_per_parameter`: float32 numbers that the optimizer keeps, 2 for AdamW; the mean where parameters differ.
+    `moments_per_parameter`: float32 numbers that the optimizer keeps, 2 for AdamW; the mean where parameters differ. Of
+    trained parameters.
     `state_shards`: devices that parameters, gradients, moments and average are split over; activations are counted
     whole. `fsdp`: how many of these hold the parameters whole while the model uses them. `update_bytes`: temporaries
     of the optimizer's update. Raises ValueError where a size is below 1 or the moments below 0.
@@ -84,7 +88,7 @@ def memory_estimate(
     if moments_per_parameter < 0:
         raise ValueError(f"moments_per_parameter: got {moments_per_parameter}, expected 0 or more")
 
-    params = -(-FLOAT32_BYTES * num_parameters(model) // state_shards)
+    params, trained = (-(-FLOAT32_BYTES * num // state_shards) for num in (num_parameters(model), num_trained(model)))
     num_tokens, width_bytes = rows * seq_len, BYTES_OF[model.compute_dtype]
 
     chunk = 2 * FLOAT32_BYTES * rows * _chunk_positions(rows, seq_len, model.vocab_size) * model.vocab_size
@@ -97,13 +101,13 @@ def memory_estimate(
     activations = kept_bytes(model, rows, seq_len, document_mask) + max(computed_again - chunk, 0)
     return MemoryEstimate(
         params=params,
-        gradients=params * (1 if grad_accum == 1 else 2),
-        moments=round(params * moments_per_parameter),
-        ema=params if ema else 0,
-        copies=round(params * copies),
+        gradients=trained * (1 if grad_accum == 1 else 2),
+        moments=round(trained * moments_per_parameter),
+        ema=trained if ema else 0,
+        copies=round(trained * copies),
         activations=activations,
         logits=loss + chunk,
-        gathered=2 * params * fsdp if fsdp > 1 else 0,
+        gathered=(params + trained) * fsdp if fsdp > 1 else 0,
         update=max(update_bytes - activations - loss - chunk, 0),
         batch=grad_accum * (num_tokens * (3 * 4 + 1) + rows * 4),
     )
@@ -140,29 +144,39 @@ gelu: up and five steps of its tanh form; swiglu: gate, three of silu, up, their
 (zeros) and exponentials in float32, shares, and a byte that says what is visible |
 
     With none there are also small float32 numbers a row of these arrays, dropout's mask and zeros, and in bfloat16 a
-    copy of each weight.
+    copy of each weight. With adapters what comes out of a norm, mixed and the input of down are handed over where an
+    adapter reads them; each adapter adds its inner [M, rank], and with dots its result, but that of down.
     """
     num_tokens, width_bytes = rows * seq_len, BYTES_OF[model.compute_dtype]
     query_width, kv_width = model.n_head * model.head_width, model.n_kv_head * model.head_width
     gated = model.mlp_type == "swiglu"
     if remat == "full":
         return num_tokens * width_bytes * model.d_model
+    targets, rank = (model.lora.targets, model.lora.rank) if model.lora is not None else ((), 0)
+    inner = rank * len(targets)
     if remat == "dots":
         widths = 2 * model.d_model + query_width + 2 * kv_width + (2 if gated else 1) * model.d_ff
-        return num_tokens * width_bytes * widths
+        results = sum(model.projections()[name][1] for name in targets if name != "down")
+        return num_tokens * width_bytes * (widths + inner + results)
+
+    def is_kept(*readers: str) -> bool:
+        return model.lora is None or not set(readers).isdisjoint(targets)
 
     low = model.compute_dtype != "float32"
     # Layernorm and rmsnorm alike: flax subtracts a mean of 0 from the latter.
-    norm = (3 * model.d_model + 2) * FLOAT32_BYTES + model.d_model * width_bytes
-    attention = (2 * query_width + 2 * kv_width) * width_bytes
+    norm = (3 * model.d_model + 2) * FLOAT32_BYTES
+    num_normed = is_kept("query", "key", "value") + is_kept("gate", "up")
+    attention = ((1 + is_kept("out")) * query_width + 2 * kv_width) * width_bytes
     if model.qk_norm:
         # Of each query and key what a norm keeps: twice, less the mean, that by its deviation, and what comes out.
         attention += (query_width + kv_width) * (3 * FLOAT32_BYTES + width_bytes)
     of_score = 2 * FLOAT32_BYTES + width_bytes + 1
     scores = model.n_head * (seq_len * of_score + 2 * FLOAT32_BYTES)
-    mlp = 6 * model.d_ff * width_bytes
+    mlp = (5 + is_kept("down")) * model.d_ff * width_bytes
     weights = 2 * model.d_model * (query_width + kv_width) + (3 if gated else 2) * model.d_model * model.d_ff
+    weights += num_adapters(model) // model.n_layer
     per_token = 2 * norm + attention + scores + mlp + 2 * _dropout_bytes(model)
+    per_token += (num_normed * model.d_model + inner) * width_bytes
     return num_tokens * per_token + (weights * width_bytes if low else 0)
 
 

@@ -109,5 +109,10 @@ def _brief(value: Any) -> str:
 
 
 def num_parameters(model: Model) -> int:
-    """Trained numbers of the model."""
-    return sum(int(np.prod(array.shape)) for array in jax.tree.leaves(abstract_params(model)))
+    """Numbers of the model."""
+    return count(abstract_params(model))
+
+
+def count(params: Params) -> int:
+    """Numbers of a tree of arrays; shapes are enough."""
+    return sum(int(np.prod(array.shape)) for array in jax.tree.leaves(params))

@@ -181,8 +181,9 @@ def header(event: dict[str, Any], run_dir: Path) -> Iterator[str]:
     """What is about to be trained, from the `training_start` event."""
     config, plan = event["config"], event["plan"]
     sets = ["val", *config["evalsets"]["sets"]]
-    num_parameters = _count(event["model"]["num_parameters"], 10)
-    yield f"{config['name']}: {num_parameters} parameters, {plan['total_steps']} steps"
+    num_parameters, num_trained = (event["model"].get(key) for key in ("num_parameters", "num_trained"))
+    trained = "" if num_trained is None else f", {_count(num_trained, 10)} of them trained"
+    yield f"{config['name']}: {_count(num_parameters, 10)} parameters{trained}, {plan['total_steps']} steps"
     yield f"  run        {run_dir}"
     yield f"  sources    {', '.join(config['sources'])}"
     yield f"  eval sets  {', '.join(sets)}"

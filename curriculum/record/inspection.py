@@ -139,7 +139,9 @@ def text(facts: Mapping[str, Any]) -> list[str]:
     model, progress = facts["model"], facts["progress"]
     share = 100 * progress["step"] / progress["total_steps"]
     state = "finished" if progress["finished"] else f"in phase {progress['phase']}, not finished"
-    shape = ", ".join(f"{key} {value}" for key, value in model.items() if key != "num_parameters")
+    sizes = ("num_parameters", "num_trained")
+    shape = ", ".join(f"{key} {value}" for key, value in model.items() if key not in sizes)
+    trained = f", {model['num_trained']:,} of them trained" if "num_trained" in model else ""
     devices = facts["devices"]
     mesh = " x ".join(f"{axis} {size}" for axis, size in devices["mesh"].items())
     times = "once" if progress["num_resumes"] == 1 else f"{progress['num_resumes']} times"
@@ -150,7 +152,7 @@ def text(facts: Mapping[str, Any]) -> list[str]:
         f"{progress['tokens']:,} tokens",
         f"  time        begun {progress['started_at']}, last event {progress['last_event_at']}, "
         f"trained for {duration(progress['elapsed_s'])}{resumed}",
-        f"  model       {model['num_parameters']:,} parameters" + (f": {shape}" if shape else ""),
+        f"  model       {model['num_parameters']:,} parameters{trained}" + (f": {shape}" if shape else ""),
         f"  devices     {devices['num']} x {devices['kind']}, mesh {mesh}",
         *(f"  lineage     {line}" for line in lineage_lines(facts["lineage"])),
         "",

@@ -214,12 +214,14 @@ def _epoch_table(facts: Mapping[str, Any]) -> Html:
 
 
 def _setup(run: Run, facts: Mapping[str, Any]) -> list[Html]:
-    model = ", ".join(f"{key} {value}" for key, value in facts["model"].items() if key != "num_parameters")
+    sizes = ("num_parameters", "num_trained")
+    model = ", ".join(f"{key} {value}" for key, value in facts["model"].items() if key not in sizes)
+    trained = f", {facts['model']['num_trained']:,} of them trained" if "num_trained" in facts["model"] else ""
     devices = facts["devices"]
     mesh = " x ".join(f"{axis} {size}" for axis, size in devices["mesh"].items())
     rows = [
         ("directory", facts["path"]),
-        ("model", f"{facts['model']['num_parameters']:,} parameters" + (f": {model}" if model else "")),
+        ("model", f"{facts['model']['num_parameters']:,} parameters{trained}" + (f": {model}" if model else "")),
         ("devices", f"{devices['num']} x {devices['kind']} ({devices['platform']}), mesh {mesh}"),
         *(("lineage", line) for line in lineage_lines(facts["lineage"])),
         *((f"{name}", ", ".join(map(str, steps))) for name, steps in facts["checkpoints"].items() if steps),

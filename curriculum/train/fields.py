@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from curriculum.model.model import num_parameters
+from curriculum.model.model import count, num_parameters
 from curriculum.plan import describe_phases, few_scored_targets, unread
 from curriculum.record.events import record_name
 from curriculum.train.clock import TrainClock, peak_memory_gb
@@ -26,7 +26,7 @@ from evalsets.regressions import Comparison
 def training_start(setup: Setup) -> dict[str, Any]:
     return {
         "config": setup.config.to_json(),
-        "model": {**setup.model.architecture, "num_parameters": num_parameters(setup.model)},
+        "model": {**setup.model.architecture, **_sizes(setup)},
         "devices": describe_devices(setup.mesh),
         "plan": derived(setup),
         "lineage": setup.lineage,
@@ -100,12 +100,18 @@ def derived(setup: Setup) -> dict[str, Any]:
     return {
         "total_steps": setup.schedule.total_steps,
         "tokens_per_step": setup.config.train.batch_size * setup.config.train.seq_len,
-        "num_parameters": num_parameters(setup.model),
+        **_sizes(setup),
         "phases": list(describe_phases(setup.schedule)),
         "learning_rate": [asdict(piece) for piece in setup.schedule.lr],
         "lineage": setup.lineage,
         **({} if setup.branched_from is None else {"branched_from": branch_point(setup.branched_from)}),
     }
+
+
+def _sizes(setup: Setup) -> dict[str, int]:
+    """Numbers of the model; and those that are trained, where that is not all of them."""
+    sizes = {"num_parameters": num_parameters(setup.model)}
+    return sizes if setup.frozen is None else {**sizes, "num_trained": count(setup.trained)}
 
 
 def branch_point(branched_from: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,9 +18,8 @@ from curriculum.config_checks import NO_ADAPTERS
 from curriculum.data.corpus import Corpus, load_corpus
 from curriculum.data.tokenizer import Tokenizer
 from curriculum.errors import InputError
-from curriculum.model.hf import load_hf
-from curriculum.model.loss import nats_per_token
 from curriculum.model.lora import adapters_of, frozen_of, joined
+from curriculum.model.loss import nats_per_token
 from curriculum.model.model import Model, Params, abstract_params, check_model
 from curriculum.model.transformer import init_adapters, transformer
 from curriculum.plan import Past, continued_schedule, kept_order, replay_schedule

@@ -15,7 +15,7 @@ from curriculum.config import Config
 from curriculum.data.tokenizer import Tokenizer, load_tokenizer
 from curriculum.errors import InputError
 from curriculum.lock import RunLock
-from curriculum.model.model import Model, num_parameters
+from curriculum.model.model import Model, count, num_parameters
 from curriculum.plan import DEFAULT_STORE_DIR, Past, check_schedule
 from curriculum.record.board import Board
 from curriculum.record.console import Console, program
@@ -122,6 +122,7 @@ def dry_run(
     return {
         "devices": describe_devices(setup.mesh),
         "num_parameters": num_parameters(setup.model),
+        "num_trained": count(setup.trained),
         "total_steps": setup.schedule.total_steps,
         "loss": loss,
         "eval_losses": eval_losses,
