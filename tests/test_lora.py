@@ -15,15 +15,19 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from tiny_run import CLOCK_FIELDS, tiny_data, write_corpus
 
 from curriculum.adaptation import resolved_model
 from curriculum.branch import branch
 from curriculum.config import build_config
+from curriculum.data.hf_tokenizer import write_hf_tokenizer
+from curriculum.data.tokenizer import load_tokenizer
 from curriculum.errors import InputError
 from curriculum.evaluate import evaluate
 from curriculum.manifest import update_manifest, write_manifest
+from curriculum.model.hf import hf_tensors
+from curriculum.model.hf_config import hf_config_of
 from curriculum.model.lora import adapters_of, frozen_of, joined, merged, write_peft
 from curriculum.model.loss import sum_nats
 from curriculum.model.model import parameter_name
@@ -134,6 +138,7 @@ def test_an_adapter_adds_its_scaled_product():
 @pytest.mark.parametrize("config", [LLAMA, replace(GPT2, remat="full")], ids=["llama", "gpt2"])
 def test_the_gradient_is_that_of_merged_weights(config):
     """By the chain rule through W + scale A B, which the model itself never makes."""
+    config = replace(config, n_layer=1)
     params = noisy_params(config)
     adapters, frozen, plain = adapters_of(params), frozen_of(params), without_adapters(config)
 
@@ -153,7 +158,7 @@ def test_the_gradient_is_that_of_merged_weights(config):
     found = gradient(config, adapters, frozen)
     for name, array in named(expected).items():
         np.testing.assert_allclose(named(found)[name], array, rtol=2e-4, atol=2e-5 * np.abs(array).max(), err_msg=name)
-    assert len(named(expected)) >= 12 and all(np.abs(array).max() > 1e-4 for array in named(expected).values())
+    assert len(named(expected)) >= 6 and all(np.abs(array).max() > 1e-4 for array in named(expected).values())
 
 
 def gradient(config, adapters, frozen):
@@ -200,7 +205,7 @@ def num_bytes(tree):
 
 
 def test_what_is_frozen_is_an_argument_without_a_gradient():
-    config = replace(LLAMA, vocab_size=501, d_ff=44, tie_embeddings=False)
+    config = replace(LLAMA, n_layer=1, vocab_size=501, d_ff=44, tie_embeddings=False)
     shapes, plain = transformer(config).shapes(), without_adapters(config)
     adapters, frozen = adapters_of(shapes), frozen_of(shapes)
     step = lowered(config, adapters, frozen)
@@ -208,7 +213,7 @@ def test_what_is_frozen_is_an_argument_without_a_gradient():
     assert sizes.argument_size_in_bytes > num_bytes(frozen) + 3 * num_bytes(adapters)
     # Out comes the state alone, in the place of the old one: adapters and two moments, and small sums.
     assert 3 * num_bytes(adapters) <= sizes.output_size_in_bytes < 3 * num_bytes(adapters) + 8000
-    assert sizes.alias_size_in_bytes > 3 * num_bytes(adapters) and num_bytes(frozen) > 40_000
+    assert sizes.alias_size_in_bytes > 3 * num_bytes(adapters) and num_bytes(frozen) > 35_000
     # No product has the shape of a frozen matrix, as its gradient would: the head's and the feed-forward's are unlike
     # all else. All of them are there when everything is trained.
     whole = lowered(plain, transformer(plain).shapes(), None).compile().as_text()
@@ -462,6 +467,44 @@ def test_it_finds_its_base_again_wherever_that_keeps_the_step(copied):
     assert resumed(copied)["total_steps"] == 4
 
 
+@pytest.fixture
+def folder(copied):
+    """`base` as a Hugging Face folder, beside it."""
+    folder = copied / "hf"
+    folder.mkdir()
+    config = resolved_model(load_run(copied / "base").config, 257)
+    by_name = params_of(copied, "base/checkpoints/2/params")
+    tokenizer = load_tokenizer(copied / "base/tokenizer")
+    settings = hf_config_of(config, bos=tokenizer.bos, eos=tokenizer.eot)
+    (folder / "config.json").write_text(json.dumps(settings))
+    save_file(dict(hf_tensors(config, by_name)), folder / "model.safetensors", {"format": "pt"})
+    write_hf_tokenizer(tokenizer, folder)
+    return folder
+
+
+def test_beside_a_folder_it_is_the_run_beside_the_same_checkpoint(place, copied, folder):
+    """Bit for bit; and the folder, too, has to be what it was."""
+    own = adapting(copied, adaptation={"init_from": str(folder), "lora": LORA})
+    train(build_config(own), copied / "beside", store_dir=copied / "store")
+    mine, its = params_of(copied, "beside/checkpoints/4/params"), params_of(place)
+    assert mine.keys() == its.keys() and all(np.array_equal(mine[name], its[name]) for name in its)
+    lineage = load_run(copied / "beside").events[0]["lineage"]
+    assert (lineage["kind"], lineage["model_type"]) == ("hf", "llama")
+    assert lineage["frozen"] == load_run(place / "run").events[0]["lineage"]["frozen"]
+    found = evaluate(copied / "beside", step=4, store_dir=copied / "store")
+    with np.load(place / "run/evals/4.npz") as saved:
+        assert np.array_equal(found.results["val"].nats_N, saved["primary.nats"])
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][3] *= 1.01
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match="holds other parameters than it did when the run began"):
+        train(build_config(own, continues=copied / "beside"), copied / "beside", resume=2, store_dir=copied / "store")
+    shutil.rmtree(folder)
+    with pytest.raises(InputError, match=r"does not exist.*; expected the llama model that the run began from") as told:
+        train(build_config(own, continues=copied / "beside"), copied / "beside", resume=2, store_dir=copied / "store")
+    assert len(told.value.problems) == 1
+
+
 def test_adapters_of_adapters_are_refused_by_name(place):
     own = adapting(place, adaptation={"init_from": str(place / "run"), "lora": LORA})
     with pytest.raises(
@@ -573,10 +616,15 @@ def test_it_is_written_in_half_the_size_too(tmp_path):
 def test_the_state_of_a_run_is_its_adapters(place):
     config = build_config(adapting(place))
     setup = build(config, place / "store", start=start_of(config))
-    setup.feed.close()
     state = setup.initial_state()
     assert isinstance(state, TrainState) and named(state.params).keys() == named(setup.trained).keys()
     whole = named(setup.whole(state.params))
     saved = params_of(place, "base/checkpoints/2/params")
     assert saved and all(np.array_equal(whole[name], array) for name, array in saved.items())
     assert whole.keys() == saved.keys() | named(state.params).keys()
+    # To the compiled function it is an argument, and so is the same at every step.
+    assert setup.train_step.keywords["frozen"] is setup.frozen
+    after = setup.train_step(state, setup.feed[0], *setup.knobs(0))
+    assert named(after.params).keys() == named(setup.trained).keys() and int(after.step) == 1
+    assert all(np.array_equal(array, saved[name]) for name, array in named(setup.frozen).items())
+    setup.feed.close()
