@@ -115,6 +115,34 @@ def test_a_plan_of_what_is_prepared_imports_nothing_heavy(quickstart_folders):
     assert "slots that hold text: docs 9" in shown and "not prepared" not in shown
 
 
+def test_a_plan_that_begins_from_a_hugging_face_folder_imports_nothing_heavy(quickstart_folders):
+    import numpy as np
+    from safetensors.numpy import save_file
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    from curriculum.model.hf import hf_layout
+    from curriculum.model.hf_config import hf_config_of
+    from curriculum.model.presets import ModelConfig
+
+    folder = quickstart_folders / "hf"
+    folder.mkdir()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=257, special_tokens=["<eos>"], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator([], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+    model = ModelConfig(vocab_size=257, n_layer=1, n_head=1, n_kv_head=1, d_model=8, d_ff=8, max_seq_len=256)
+    (folder / "config.json").write_text(json.dumps(hf_config_of(model, bos=0, eos=0)))
+    arguments = ["plan", "configs/adaptation.yaml", "--init-from", "hf"]
+    assert command(arguments, quickstart_folders)[0] == 2  # the weights are not there yet
+    save_file({t.name: np.zeros(t.shape, np.float32) for t in hf_layout(model)}, folder / "model.safetensors")
+    code, modules, shown = command(arguments, quickstart_folders)
+    assert code == 0 and not modules & {*HEAVY, "tokenizers", "ml_dtypes"}
+    assert "begins with the parameters of a llama model (hf)" in shown
+
+
 @pytest.fixture
 def quickstart_folders(tmp_path):
     """A working folder with the configs, stand-ins for the quickstart's sources, and what looks like a run."""
