@@ -591,7 +591,7 @@ print(json.dumps({
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="peaks are read from Linux's /proc")
 def test_memory_beyond_the_parameters_is_that_of_one_array_and_its_file(tmp_path):
     """On two devices, with malloc as in training: it would keep what is freed."""
-    config = ModelConfig(**vars(LLAMA) | {"d_model": 512, "d_ff": 2048, "n_layer": 1, "vocab_size": 16384})
+    config = ModelConfig(**vars(LLAMA) | {"d_model": 512, "d_ff": 4096, "n_layer": 3, "vocab_size": 8192})
     params = params_of(config)
     large = write(tmp_path / "large", config, theirs(config, params))
     small = write(tmp_path / "small", LLAMA, theirs(LLAMA, params_of(LLAMA)))
@@ -601,8 +601,8 @@ def test_memory_beyond_the_parameters_is_that_of_one_array_and_its_file(tmp_path
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["largest"] == 16384 * 512 * 4
+    assert found["largest"] == 8192 * 512 * 4
     file_pages = found["largest"]  # of the one array that is mapped
     assert 0 < found["beyond"] < 1.3 * found["largest"] + file_pages
-    assert found["parts"]["blocks.000.mlp.up.kernel"] == [[256, 2048]] * 2
+    assert found["parts"]["blocks.000.mlp.up.kernel"] == [[256, 4096]] * 2
     assert found["sums"] == pytest.approx({name: float(np.asarray(a, np.float64).sum()) for name, a in params.items()})
