@@ -81,6 +81,14 @@ def sample_targets(
     return _by_chunk(chunk_draw, (features_BTD, positions_BT), kernel_VD)
 
 
+def next_logits(model: Model, params: Params, features_BD: jax.Array) -> jax.Array:
+    """logits_BV in float32 of the token that comes after each of these positions."""
+    if model.head is None:
+        return _without_padding(features_BD.astype(jnp.float32), model.num_ids)
+    kernel_VD = model.head(params).astype(features_BD.dtype)
+    return _logits(features_BD[:, None], kernel_VD, model.num_ids)[:, 0]
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum_nats(num_ids, features_BTD, kernel_VD, targets_BT, loss_mask_BT):
     kernel_VD = kernel_VD.astype(features_BTD.dtype)

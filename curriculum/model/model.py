@@ -34,6 +34,17 @@ class Model:
     `architecture`: what the model is, as plain JSON; kept with the run, and a resumed run must have an equal one.
 
     `shapes()`: the parameters as jax.ShapeDtypeStruct, where that is cheaper than `init`.
+
+    To generate text, a model also needs these two:
+
+    `empty_cache(num_rows, num_positions)`: what is kept of no tokens yet, with room for `num_positions` in each row: any
+    tree of arrays whose first axis is the row.
+
+    `extend(params, cache, tokens_BT, starts_B, lengths_B)`: (features_BTD, cache) of tokens that come after those in the
+    cache, as `forward` gives them for all of the row. Row b's first token stands at position starts_B[b], counted from
+    0; from lengths_B[b] on the row is filled up, and what stands there must leave no trace in what comes later.
+
+    `max_seq_len`: positions that the model has at most; None: there is no limit.
     """
 
     init: Callable[[int], Params]
@@ -42,6 +53,9 @@ class Model:
     num_ids: int | None = None
     architecture: Mapping[str, Any] = field(default_factory=dict)
     shapes: Callable[[], Params] | None = None
+    empty_cache: Callable[[int, int], Any] | None = None
+    extend: Callable[[Params, Any, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]] | None = None
+    max_seq_len: int | None = None
 
 
 def abstract_params(model: Model) -> Params:

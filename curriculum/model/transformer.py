@@ -8,7 +8,8 @@ third axis would make XLA copy a transposed cotangent for each of them. Layers a
 way on a CPU.
 
 Shape suffixes: B rows, T positions, M = B*T tokens, D width, V vocabulary, H heads, K head width; H = J*G heads
-in J groups that share keys and values, P = B*J such groups in a batch.
+in J groups that share keys and values, P = B*J such groups in a batch; S positions that are seen: the T of the batch
+itself, or, where text goes on, all that the cache has room for.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ def transformer(config: ModelConfig) -> Model:
         init=partial(init_params, config),
         forward=partial(forward, config),
         head=head,
+        empty_cache=partial(empty_cache, config),
+        extend=lambda params, cache, tokens_BT, starts_B, _: extend(config, params, cache, tokens_BT, starts_B),
+        max_seq_len=config.max_seq_len,
         architecture=config.architecture,
         num_ids=config.num_ids,
         shapes=lambda: _blueprint(config)[1],
@@ -94,7 +98,33 @@ def forward(
     if num_positions > config.max_seq_len:
         raise ValueError(f"got {num_positions} positions, expected at most max_seq_len {config.max_seq_len}")
     graph, _ = _blueprint(config)
-    return nnx.merge(graph, params)(tokens_BT, segment_ids_BT, keys_B)
+    features_BTD, _ = nnx.merge(graph, params)(tokens_BT, segment_ids_BT, keys_B)
+    return features_BTD
+
+
+Cache = dict[str, tuple[jax.Array, jax.Array]]  # by block: its keys and its values, [B, J, S, K] in compute_dtype
+
+
+def empty_cache(config: ModelConfig, num_rows: int, num_positions: int) -> Cache:
+    """Room for the keys and values of `num_positions` tokens of each row."""
+    shape = (num_rows, config.n_kv_head, num_positions, config.head_width)
+    return {
+        f"{layer:03}": (jnp.zeros(shape, config.compute_dtype), jnp.zeros(shape, config.compute_dtype))
+        for layer in range(config.n_layer)
+    }
+
+
+def extend(
+    config: ModelConfig, params: dict[str, Any], cache: Cache, tokens_BT: jax.Array, starts_B: jax.Array
+) -> tuple[jax.Array, Cache]:
+    """(features_BTD, the cache with these tokens): what `forward` gives for them after the tokens in the cache.
+
+    Token t of row b stands at position starts_B[b] + t, which the cache has room for; what the cache holds from there
+    on is overwritten. So a row may be filled up with anything: nothing before it sees it, and it is gone before what
+    comes next would.
+    """
+    graph, _ = _blueprint(config)
+    return nnx.merge(graph, params)(tokens_BT, None, None, starts_B, cache)
 
 
 def head(params: dict[str, Any]) -> jax.Array:
@@ -121,52 +151,75 @@ class Transformer(nnx.Module):
         self.norm = _norm(config, rngs)
         self.head = None if tied else nnx.Linear(config.d_model, config.vocab_size, use_bias=False, rngs=rngs)
 
-    def __call__(self, tokens_BT: jax.Array, segment_ids_BT: jax.Array | None, keys_B: jax.Array | None) -> jax.Array:
+    def __call__(
+        self,
+        tokens_BT: jax.Array,
+        segment_ids_BT: jax.Array | None,
+        keys_B: jax.Array | None,
+        starts_B: jax.Array | None = None,
+        cache: Cache | None = None,
+    ) -> tuple[jax.Array, Cache | None]:
         B, T = tokens_BT.shape
-        rows = _rows(self.config, T, segment_ids_BT, keys_B if self.config.dropout else None)
+        if cache is None:
+            rows = _rows(self.config, T, segment_ids_BT, keys_B if self.config.dropout else None)
+        else:
+            rows = _rows_after(self.config, T, starts_B, next(iter(cache.values()))[0].shape[2])
         # The tables are read in float32, so that their gradients are added up in it.
         x_MD = self.embed(tokens_BT.reshape(B * T))
         if self.positions is not None:
-            table_TD = self.positions.embedding[:T]
             apart = rows.positions_BT is not None
+            table_TD = self.positions.embedding[: rows.visible_BTS.shape[2]]
             x_MD += table_TD[rows.positions_BT].reshape(B * T, -1) if apart else jnp.tile(table_TD, (B, 1))
         x_MD = _dropout(self.config, x_MD.astype(self.config.compute_dtype), rows, site=0)
+        extended = {}
         for layer, name in enumerate(sorted(self.blocks)):
             run = partial(self.blocks[name], rows=rows, num_rows=B, layer=layer)
             if self.config.remat != "none":
                 run = jax.checkpoint(run, policy=REMAT_POLICIES[self.config.remat])
-            x_MD = run(x_MD)
-        return self.norm(x_MD).reshape(B, T, -1)
+            x_MD, extended[name] = run(x_MD, None if cache is None else cache[name])
+        return self.norm(x_MD).reshape(B, T, -1), None if cache is None else extended
 
 
 class Rows(NamedTuple):
     """What all blocks are told of the rows of a batch. A leading axis of 1 stands for all rows alike."""
 
     positions_BT: jax.Array | None  # None: 0..T-1 in every row
-    visible_BTT: jax.Array  # bool: whether position q (the second axis) sees position t
+    visible_BTS: jax.Array  # bool: whether position t of the row sees position s
     rope_BTK: tuple[jax.Array, jax.Array] | None  # cosine and sine, K being half a head; None: learned positions
     keys_B: jax.Array | None  # None: no dropout
 
 
 def _rows(config: ModelConfig, T: int, segment_ids_BT: jax.Array | None, keys_B: jax.Array | None) -> Rows:
     count_T, positions_BT = jnp.arange(T), None
-    visible_BTT = (count_T[:, None] >= count_T)[None]
+    visible_BTS = (count_T[:, None] >= count_T)[None]
     if config.sliding_window is not None:
-        visible_BTT &= count_T[:, None] - count_T < config.sliding_window
+        visible_BTS &= count_T[:, None] - count_T < config.sliding_window
     if segment_ids_BT is not None:
         opens_BT = jnp.diff(segment_ids_BT, axis=1, prepend=segment_ids_BT[:, :1]) != 0
         first_BT = jax.lax.cummax(jnp.where(opens_BT, count_T, 0), axis=1)
-        visible_BTT &= first_BT[..., None] <= count_T
+        visible_BTS &= first_BT[..., None] <= count_T
         positions_BT = count_T - first_BT
-    rope_BTK = None
-    if config.pos_encoding == "rope":
-        angles_TK = rope_angles(T, config.head_width, config.rope_theta, config.rope_scaling)
-        cos_TK, sin_TK = np.cos(angles_TK).astype(np.float32), np.sin(angles_TK).astype(np.float32)
-        if positions_BT is None:
-            rope_BTK = cos_TK[None], sin_TK[None]
-        else:
-            rope_BTK = jnp.asarray(cos_TK)[positions_BT], jnp.asarray(sin_TK)[positions_BT]
-    return Rows(positions_BT, visible_BTT, rope_BTK, keys_B)
+    return Rows(positions_BT, visible_BTS, _rope(config, T, positions_BT), keys_B)
+
+
+def _rows_after(config: ModelConfig, T: int, starts_B: jax.Array, S: int) -> Rows:
+    """The rows of tokens that come after others: each row at a position of its own, of S."""
+    positions_BT, count_S = starts_B[:, None] + jnp.arange(T), jnp.arange(S)
+    visible_BTS = positions_BT[..., None] >= count_S
+    if config.sliding_window is not None:
+        visible_BTS &= positions_BT[..., None] - count_S < config.sliding_window
+    return Rows(positions_BT, visible_BTS, _rope(config, S, positions_BT), None)
+
+
+def _rope(config: ModelConfig, num_positions: int, positions_BT: jax.Array | None) -> tuple[Any, Any] | None:
+    """`Rows.rope_BTK` of positions below `num_positions`; None for positions: all of them, in every row."""
+    if config.pos_encoding != "rope":
+        return None
+    angles_TK = rope_angles(num_positions, config.head_width, config.rope_theta, config.rope_scaling)
+    cos_TK, sin_TK = np.cos(angles_TK).astype(np.float32), np.sin(angles_TK).astype(np.float32)
+    if positions_BT is None:
+        return cos_TK[None], sin_TK[None]
+    return jnp.asarray(cos_TK)[positions_BT], jnp.asarray(sin_TK)[positions_BT]
 
 
 class Block(nnx.Module):
@@ -179,10 +232,13 @@ class Block(nnx.Module):
         self.mlp_norm = _norm(config, rngs)
         self.mlp = MLP(config, rngs)
 
-    def __call__(self, x_MD: jax.Array, *, rows: Rows, num_rows: int, layer: int) -> jax.Array:
-        mixed_MD = self.attention(self.attention_norm(x_MD), rows, num_rows, self.config.has_rope(layer))
+    def __call__(
+        self, x_MD: jax.Array, cache: tuple | None, *, rows: Rows, num_rows: int, layer: int
+    ) -> tuple[jax.Array, tuple | None]:
+        has_rope = self.config.has_rope(layer)
+        mixed_MD, cache = self.attention(self.attention_norm(x_MD), cache, rows, num_rows, has_rope)
         x_MD += _dropout(self.config, mixed_MD, rows, site=2 * layer + 1)
-        return x_MD + _dropout(self.config, self.mlp(self.mlp_norm(x_MD)), rows, site=2 * layer + 2)
+        return x_MD + _dropout(self.config, self.mlp(self.mlp_norm(x_MD)), rows, site=2 * layer + 2), cache
 
 
 class Attention(nnx.Module):
@@ -198,7 +254,9 @@ class Attention(nnx.Module):
         self.key_norm = _rms_norm(config, config.head_width, rngs) if config.qk_norm else None
         self.out = _linear(config, "out", config.bias, rngs)
 
-    def __call__(self, x_MD: jax.Array, rows: Rows, num_rows: int, has_rope: bool) -> jax.Array:
+    def __call__(
+        self, x_MD: jax.Array, cache: tuple | None, rows: Rows, num_rows: int, has_rope: bool
+    ) -> tuple[jax.Array, tuple | None]:
         B, T, K = num_rows, x_MD.shape[0] // num_rows, self.config.head_width
         J, G = self.config.n_kv_head, self.config.n_head // self.config.n_kv_head
         query_BTHK = self.query(x_MD).reshape(B, T, J * G, K)
@@ -212,14 +270,26 @@ class Attention(nnx.Module):
         # The queries of a group stand below one another, so that no key or value is repeated, and both products
         # have the one batch axis in front that XLA's fast routine wants.
         query_PGTK = (query_BTHK * K**-0.5).transpose(0, 2, 1, 3).reshape(B * J, G * T, K)
-        key_PTK = key_BTJK.transpose(0, 2, 1, 3).reshape(B * J, T, K)
-        value_PTK = value_BTJK.transpose(0, 2, 1, 3).reshape(B * J, T, K)
-        scores_PGTT = jnp.einsum("pqk,ptk->pqt", query_PGTK, key_PTK, preferred_element_type=jnp.float32)
-        scores_BJGTT = scores_PGTT.reshape(B, J, G, T, T)
-        scores_BJGTT = jnp.where(rows.visible_BTT[:, None, None], scores_BJGTT, -jnp.inf)
-        shares_PGTT = jax.nn.softmax(scores_BJGTT.reshape(scores_PGTT.shape), axis=-1).astype(value_PTK.dtype)
-        mixed_PGTK = jnp.einsum("pqt,ptk->pqk", shares_PGTT, value_PTK)
-        return self.out(mixed_PGTK.reshape(B, J * G, T, K).transpose(0, 2, 1, 3).reshape(B * T, -1))
+        key_PSK = key_BTJK.transpose(0, 2, 1, 3).reshape(B * J, T, K)
+        value_PSK = value_BTJK.transpose(0, 2, 1, 3).reshape(B * J, T, K)
+        if cache is not None:
+            new = (key_PSK.reshape(B, J, T, K), value_PSK.reshape(B, J, T, K))
+            cache = tuple(_write(*pair, rows.positions_BT[:, 0]) for pair in zip(cache, new, strict=True))
+            key_PSK, value_PSK = (array_BJSK.reshape(B * J, -1, K) for array_BJSK in cache)
+        S = key_PSK.shape[1]
+        scores_PGTS = jnp.einsum("pqk,ptk->pqt", query_PGTK, key_PSK, preferred_element_type=jnp.float32)
+        scores_BJGTS = scores_PGTS.reshape(B, J, G, T, S)
+        scores_BJGTS = jnp.where(rows.visible_BTS[:, None, None], scores_BJGTS, -jnp.inf)
+        shares_PGTS = jax.nn.softmax(scores_BJGTS.reshape(scores_PGTS.shape), axis=-1).astype(value_PSK.dtype)
+        mixed_PGTK = jnp.einsum("pqt,ptk->pqk", shares_PGTS, value_PSK)
+        return self.out(mixed_PGTK.reshape(B, J * G, T, K).transpose(0, 2, 1, 3).reshape(B * T, -1)), cache
+
+
+def _write(cache_BJSK: jax.Array, new_BJTK: jax.Array, starts_B: jax.Array) -> jax.Array:
+    """The cache with each row's new keys, or values, from its own start on."""
+    return jax.vmap(lambda cache_JSK, new_JTK, start: jax.lax.dynamic_update_slice(cache_JSK, new_JTK, (0, start, 0)))(
+        cache_BJSK, new_BJTK, starts_B
+    )
 
 
 class MLP(nnx.Module):

@@ -348,12 +348,13 @@ def _data_plan(config: Config, corpus: Corpus, schedule: Schedule, past: Past) -
 
 def _on_mesh(model: Model, mesh: Mesh) -> Model:
     """The same model, its parameters whole over fsdp while it uses them."""
-    whole, head = partial(gather, mesh), model.head
-    return replace(
-        model,
-        forward=lambda params, *inputs: model.forward(whole(params), *inputs),
-        head=None if head is None else lambda params: head(whole(params)),
-    )
+    whole = partial(gather, mesh)
+
+    def using_whole(function: Callable | None) -> Callable | None:
+        return None if function is None else lambda params, *inputs: function(whole(params), *inputs)
+
+    names = ("forward", "head", "extend")
+    return replace(model, **{name: using_whole(getattr(model, name)) for name in names})
 
 
 def _eval_rows(config: Config, mesh: Mesh) -> int:
