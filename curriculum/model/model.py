@@ -37,12 +37,12 @@ class Model:
 
     To generate text, a model also needs these two:
 
-    `empty_cache(num_rows, num_positions)`: what is kept of no tokens yet, with room for `num_positions` in each row: any
-    tree of arrays whose first axis is the row.
+    `empty_cache(num_rows, num_positions)`: what is kept of no tokens yet, with room for `num_positions` in each row, as
+    a tree of arrays whose first axis is the row.
 
-    `extend(params, cache, tokens_BT, starts_B, lengths_B)`: (features_BTD, cache) of tokens that come after those in the
-    cache, as `forward` gives them for all of the row. Row b's first token stands at position starts_B[b], counted from
-    0; from lengths_B[b] on the row is filled up, and what stands there must leave no trace in what comes later.
+    `extend(params, cache, tokens_BT, starts_B, lengths_B)`: (features_BTD, cache) of tokens that come after those in
+    the cache, as `forward` gives them for all of the row. Row b's first token stands at position starts_B[b], counted
+    from 0; from lengths_B[b] on the row is filled up, and what stands there must leave no trace in what comes later.
 
     `max_seq_len`: positions that the model has at most; None: there is no limit.
     """

@@ -1,0 +1,107 @@
+"""The text that comes of a prompt, token by token: whole characters, up to where it ends."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from curriculum.data.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """What a text begins with: `ids` from the one that opens a document on, int32; `text` is what they say."""
+
+    text: str
+    ids: np.ndarray
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A prompt's continuation. `text` ends before the stop string or the end-of-text, `ids` are all that were drawn.
+
+    finished: "stop" at end-of-text or a stop string, "length" after max_tokens, "max_seq_len" where the model has no
+    more positions. A character that the end cuts through is left out; bytes that are no UTF-8 are U+FFFD.
+    """
+
+    prompt: str
+    text: str
+    finished: Literal["stop", "length", "max_seq_len"]
+    num_prompt_tokens: int
+    ids: tuple[int, ...] = field(repr=False)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "prompt": self.prompt,
+            "text": self.text,
+            "finished": self.finished,
+            "prompt_tokens": self.num_prompt_tokens,
+            "tokens": len(self.ids),
+        }
+
+
+class Piece(NamedTuple):
+    """What has newly come of prompt `index`; with the last piece, all of it."""
+
+    index: int
+    text: str
+    whole: Generation | None
+
+
+class Continuation:
+    """One that goes on; `whole` is None until it has ended.
+
+    key: uint32 [2], of its draws. last: where its last token stands at the latest, the prompt's first being at 0;
+    ends_as: what it is then.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        prompt: Prompt,
+        key: np.ndarray,
+        last: int,
+        ends_as: Literal["length", "max_seq_len"],
+        stop: tuple[str, ...],
+    ):
+        self.index, self.prompt, self.key, self.last = index, prompt, key, last
+        self.whole: Generation | None = None
+        self._ends_as, self._stop = ends_as, stop
+        self._ids: list[int] = []
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._text, self._num_shown = "", 0
+
+    def add(self, ids: Iterable[int], tokenizer: Tokenizer) -> Piece:
+        """What newly drawn ids add to the text; those after its end are not looked at."""
+        for id_ in ids:
+            if self.whole is None:
+                self._add(id_, tokenizer)
+        held = 0 if self.whole else max((_begun(self._text, stop) for stop in self._stop), default=0)
+        shown = self._text[self._num_shown : len(self._text) - held]
+        self._num_shown += len(shown)
+        return Piece(self.index, shown, self.whole)
+
+    def _add(self, id_: int, tokenizer: Tokenizer) -> None:
+        self._ids.append(id_)
+        if id_ == tokenizer.eot:
+            return self._end("stop")
+        for character in self._decoder.decode(tokenizer.decode_bytes(np.array([id_]))):
+            self._text += character
+            # The first to be whole ends the text, the longest of several: so it does not matter how tokens cut it.
+            if found := [stop for stop in self._stop if self._text.endswith(stop)]:
+                self._text = self._text[: -max(map(len, found))]
+                return self._end("stop")
+        if len(self.prompt.ids) + len(self._ids) > self.last:
+            self._end(self._ends_as)
+
+    def _end(self, finished: Literal["stop", "length", "max_seq_len"]) -> None:
+        self.whole = Generation(self.prompt.text, self._text, finished, len(self.prompt.ids), tuple(self._ids))
+
+
+def _begun(text: str, stop: str) -> int:
+    """How much of `stop`, less than all, the end of the text may be the beginning of."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

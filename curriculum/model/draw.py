@@ -1,0 +1,95 @@
+"""The next token, drawn from logits: temperature, top-k, top-p and min-p as numbers that may change without compiling.
+
+No sort: what a filter keeps is all that is at least as likely as some id, so that each filter is a threshold, which
+bisection finds in 31 passes over the logits.
+
+Shape suffixes: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from curriculum.sampling import Sampling
+
+
+class Knobs(NamedTuple):
+    """`Sampling` as a compiled function takes it."""
+
+    temperature: np.float32
+    top_k: np.int32
+    top_p: np.float32
+    min_p: np.float32
+
+    @classmethod
+    def of(cls, sampling: Sampling) -> Knobs:
+        temperature, top_p, min_p = map(np.float32, (sampling.temperature, sampling.top_p, sampling.min_p))
+        return cls(temperature, np.int32(sampling.top_k), top_p, min_p)
+
+
+def draw(logits_BV: jax.Array, keys_B2: jax.Array, positions_B: jax.Array, knobs: Knobs) -> jax.Array:
+    """tokens_B, int32. A row's draw depends on its logits, its key (uint32) and the token's position alone."""
+
+    def one_of_many() -> jax.Array:
+        scaled_BV = scaled(logits_BV, knobs)
+        return jax.vmap(_categorical)(keys_B2, positions_B, scaled_BV)
+
+    return jax.lax.cond(knobs.temperature > 0, one_of_many, lambda: logits_BV.argmax(axis=-1).astype(jnp.int32))
+
+
+def scaled(logits_BV: jax.Array, knobs: Knobs) -> jax.Array:
+    """The logits over the temperature, the largest 0, and -inf for what the filters leave out."""
+    temperature = jnp.where(knobs.temperature > 0, knobs.temperature, 1)
+    scaled_BV = (logits_BV - logits_BV.max(axis=-1, keepdims=True)) / temperature
+    filters = (knobs.top_k > 0) | (knobs.top_p < 1) | (knobs.min_p > 0)
+    return jax.lax.cond(filters, lambda: jnp.where(_kept(scaled_BV, knobs), scaled_BV, -jnp.inf), lambda: scaled_BV)
+
+
+def _kept(scaled_BV: jax.Array, knobs: Knobs) -> jax.Array:
+    """Which ids all filters keep, as bool."""
+    order_BV, odds_BV = _order(scaled_BV), jnp.exp(scaled_BV)
+
+    def holds_top_k(t_B1: jax.Array) -> jax.Array:
+        return (order_BV >= t_B1).sum(axis=-1, keepdims=True) >= jnp.minimum(knobs.top_k, scaled_BV.shape[-1])
+
+    in_top_k_BV = order_BV >= _largest(scaled_BV, holds_top_k, knobs.top_k > 0)
+    odds_BV = jnp.where(in_top_k_BV, odds_BV, 0)
+    mass_B1 = odds_BV.sum(axis=-1, keepdims=True) * knobs.top_p
+
+    def holds_top_p(t_B1: jax.Array) -> jax.Array:
+        return jnp.where(order_BV >= t_B1, odds_BV, 0).sum(axis=-1, keepdims=True) >= mass_B1
+
+    in_top_p_BV = order_BV >= _largest(scaled_BV, holds_top_p, knobs.top_p < 1)
+    return in_top_k_BV & in_top_p_BV & (odds_BV >= knobs.min_p)
+
+
+def _order(x_BV: jax.Array) -> jax.Array:
+    """int32 in the order of the float32."""
+    bits_BV = jax.lax.bitcast_convert_type(x_BV, jnp.int32)
+    return jnp.where(bits_BV < 0, bits_BV ^ 0x7FFFFFFF, bits_BV)
+
+
+def _largest(scaled_BV: jax.Array, holds: Callable[[jax.Array], jax.Array], asked: jax.Array) -> jax.Array:
+    """The largest threshold in `_order`, at most that of 0, for which a condition holds that holds for -inf's.
+
+    That of -inf where it is not `asked` for.
+    """
+    low_B1 = jnp.full((scaled_BV.shape[0], 1), _order(jnp.float32(-jnp.inf)))
+
+    def halve(_, bounds):
+        low_B1, high_B1 = bounds
+        middle_B1 = low_B1 + (high_B1 - low_B1 + 1) // 2
+        fits_B1 = holds(middle_B1)
+        return jnp.where(fits_B1, middle_B1, low_B1), jnp.where(fits_B1, high_B1, middle_B1 - 1)
+
+    return jax.lax.fori_loop(0, jnp.where(asked, 31, 0), halve, (low_B1, jnp.zeros_like(low_B1)))[0]
+
+
+def _categorical(key_2: jax.Array, position: jax.Array, scaled_V: jax.Array) -> jax.Array:
+    key = jax.random.wrap_key_data(key_2, impl="threefry2x32")
+    return jax.random.categorical(jax.random.fold_in(key, position), scaled_V).astype(jnp.int32)

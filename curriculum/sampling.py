@@ -1,0 +1,52 @@
+"""How text is drawn from a model: the settings alone, which the config reads too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+LARGEST_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a continuation is drawn, and where it ends. What is off by default filters nothing.
+
+    Of the ids as the temperature makes them, top_k, top_p and min_p keep those that all of them keep, top_p counting
+    the mass of what top_k left; ids that are equally likely are kept or left out together.
+    """
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+
+    max_tokens: int = 128
+    """Most tokens of a continuation."""
+    temperature: float = 0.8
+    """Divides the logits: below 1 the likely becomes likelier; 0 always takes the likeliest token."""
+    top_k: int = 0
+    """Only so many of the likeliest tokens; 0: all."""
+    top_p: float = 1.0
+    """Only the likeliest tokens that together have this probability; 1: all."""
+    min_p: float = 0.0
+    """Only tokens that are at least this share as likely as the likeliest one; 0: all."""
+    seed: int = 0
+    """The same seed, prompt and parameters give the same text."""
+    stop: tuple[str, ...] = ()
+    """A continuation ends before any of these texts, as it does at end-of-text."""
+
+    def problems(self) -> list[tuple[str, str]]:
+        """What is wrong with the settings, as (field, message)."""
+        problems = []
+
+        def expect(name: str, fits: bool, expected: str) -> None:
+            if not fits:
+                problems.append((name, f"got {getattr(self, name)}, expected {expected}"))
+
+        expect("max_tokens", 1 <= self.max_tokens <= 10**6, "1 to 1000000")
+        expect("temperature", self.temperature == 0 or 1e-6 <= self.temperature <= 1e6, "0, or 1e-6 to 1e6")
+        expect("top_k", 0 <= self.top_k < 2**31, "0 (all tokens) or more")
+        expect("top_p", 0 < self.top_p <= 1, "more than 0 and at most 1 (all tokens)")
+        expect("min_p", 0 <= self.min_p <= 1, "0 (all tokens) to 1")
+        expect("seed", 0 <= self.seed <= LARGEST_SEED, f"0 to {LARGEST_SEED}")
+        if "" in self.stop:
+            problems.append(("stop", "got an empty text, expected at least one character"))
+        return problems
