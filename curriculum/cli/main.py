@@ -17,6 +17,7 @@ _COMMANDS = {
     "prepare": ("curriculum.cli.prepare", "Turn text into token stores."),
     "eval": ("curriculum.cli.eval", "Measure a checkpoint on the run's eval sets and on new ones."),
     "inspect": ("curriculum.cli.inspect", "Show what a run is, how far it is, and how it does."),
+    "generate": ("curriculum.cli.generate", "Go on from prompts with a checkpoint of a run."),
     "compare": ("curriculum.cli.compare", "Compare the checkpoints of runs, set by set, with intervals."),
     "report": ("curriculum.cli.report", "Draw a run, or several, as one HTML file."),
     "branch": ("curriculum.cli.branch", "A new run that shares another one's history up to a step."),

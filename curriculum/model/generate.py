@@ -71,9 +71,10 @@ class Generator:
     def prompt(self, text: str) -> Prompt:
         """The prompt of a text, all of it ordinary. Raises InputError for what the tokenizer cannot represent."""
         try:
-            ids = self.tokenizer.encode(text)
+            text.encode()
         except UnicodeEncodeError as error:
-            raise InputError(f"prompt {text!r}: expected text that UTF-8 can hold: {error.reason}") from None
+            raise InputError(f"got {text[:60]!r}, expected text that UTF-8 can hold: {error.reason}") from None
+        ids = self.tokenizer.encode(text)
         return Prompt(text, np.concatenate([[self.tokenizer.eot], ids]).astype(np.int32))
 
     def check(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:

@@ -248,7 +248,7 @@ def build(
     suite = make_suite(config, mesh, model, corpus.evalsets.values())
     optimizer = make_optimizer(config.optim)
     step = make_train_step(
-        _on_mesh(model, mesh),
+        on_mesh(model, mesh),
         optimizer,
         len(plan.sources),
         grad_clip=config.optim.grad_clip,
@@ -337,7 +337,7 @@ def abstract_on_mesh(mesh: Mesh, shapes: Any) -> Any:
 
 def make_suite(config: Config, mesh: Mesh, model: Model, evalsets: Iterable[EvalSet]) -> Suite:
     """What measures eval sets, in training and later: the same compiled function over the same micro-batches."""
-    measured = partial(nats_per_token, _on_mesh(model, mesh))
+    measured = partial(nats_per_token, on_mesh(model, mesh))
     return Suite(list(evalsets), measured, _eval_rows(config, mesh), partial(place_rows, mesh))
 
 
@@ -346,7 +346,7 @@ def _data_plan(config: Config, corpus: Corpus, schedule: Schedule, past: Past) -
     return DataPlan(schedule, seed, corpus.tokens_per_epoch, config.train.seq_len)
 
 
-def _on_mesh(model: Model, mesh: Mesh) -> Model:
+def on_mesh(model: Model, mesh: Mesh) -> Model:
     """The same model, its parameters whole over fsdp while it uses them."""
     whole = partial(gather, mesh)
 

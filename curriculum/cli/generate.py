@@ -1,0 +1,116 @@
+"""`curriculum generate`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict
+
+import click
+
+from curriculum.cli.options import STORE_DIR
+from curriculum.errors import InputError
+from curriculum.sampling import Sampling
+
+
+@click.command()
+@click.argument("run")
+@click.option("--prompt", "prompts", metavar="TEXT", multiple=True, help="What the text begins with; repeatable.")
+@click.option("--prompts-file", metavar="FILE", help='A prompt a line, or in a .jsonl {"prompt": TEXT} a line.')
+@click.option("--max-tokens", type=int, default=Sampling.max_tokens, show_default=True, help="Of each continuation.")
+@click.option(
+    "--temperature", type=float, default=Sampling.temperature, show_default=True, help="0: always the likeliest token."
+)
+@click.option("--top-k", type=int, default=Sampling.top_k, help="Only so many of the likeliest tokens.")
+@click.option("--top-p", type=float, default=Sampling.top_p, help="Only the likeliest that have this mass together.")
+@click.option("--min-p", type=float, default=Sampling.min_p, help="Only those so likely beside the likeliest one.")
+@click.option("--seed", type=int, default=Sampling.seed, show_default=True, help="The same seed gives the same text.")
+@click.option("--stop", metavar="TEXT", multiple=True, help="End before this text; repeatable.")
+@click.option("--step", metavar="latest|gold|STEP", help="Which checkpoint; gold by default, or latest without one.")
+@click.option("--weights", default="raw", show_default=True, metavar="W", help="raw, ema, or mean:PHASE.")
+@click.option("--json", "as_json", is_flag=True, help="Print all of it as JSON, once it is there.")
+@STORE_DIR
+def command(run, prompts, prompts_file, step, weights, as_json, store_dir, **settings):
+    """Go on from prompts with a checkpoint of RUN, as a document that begins so would. RUN is only read."""
+    try:
+        _generate(run, prompts, prompts_file, step, weights, as_json, store_dir, Sampling(**settings))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # who read it has seen enough
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+def _generate(run, prompts, prompts_file, step, weights, as_json, store_dir, sampling):
+    from curriculum.generate import load_generator, read_prompts
+
+    problems = [f"--{name.replace('_', '-')}: {message}" for name, message in sampling.problems()]
+    if bool(prompts) == (prompts_file is not None):
+        got = "both" if prompts else "neither"
+        problems.append(f"--prompt and --prompts-file: got {got}, expected one of them")
+    elif prompts_file is not None:
+        try:
+            prompts = read_prompts(prompts_file)
+        except InputError as error:
+            problems += error.problems
+    if problems:
+        raise InputError(*problems)
+
+    loaded = load_generator(run, step=step, weights=weights, store_dir=store_dir)
+    for warning in loaded.warnings:
+        click.echo(f"warning: {warning}", err=True)
+    started = time.perf_counter()
+    pieces = loaded.stream(prompts, sampling)
+    if as_json:
+        whole = {piece.index: piece.whole.to_json() for piece in pieces if piece.whole}
+        told = {"run": str(run), "step": loaded.step, "weights": weights, "sampling": asdict(sampling)}
+        told |= {"generations": [whole[index] for index in range(len(prompts))], "warnings": list(loaded.warnings)}
+        click.echo(json.dumps(told, indent=2))
+        return
+    generations, first_s = _show(pieces, prompts, started)
+    num_tokens, all_s = sum(len(generation.ids) for generation in generations), time.perf_counter() - started
+    for number, generation in enumerate(generations, start=1):
+        if generation.finished == "max_seq_len":
+            click.echo(f"prompt {number}: ended where the model has no more positions (max_seq_len)", err=True)
+    of_step = f"step {loaded.step:,}, {weights} weights"
+    click.echo(f"{of_step}: {num_tokens:,} tokens in {all_s:.2f}s, the first after {first_s:.2f}s", err=True)
+
+
+def _show(pieces, prompts, started):
+    """Print prompts and continuations in order, the first one that is not whole as it comes.
+
+    Gives all of them, whole, and how long after `started` the first token was there.
+    """
+    waiting, wholes = ["" for _ in prompts], [None for _ in prompts]
+    shown, first_s = 0, None  # `shown` prompts are out as a whole
+    _write(prompts[0], bold=True)
+    for piece in pieces:
+        first_s = first_s or time.perf_counter() - started
+        waiting[piece.index] += piece.text
+        wholes[piece.index] = piece.whole
+        while shown < len(prompts):
+            text, waiting[shown] = waiting[shown], ""
+            _write(text)
+            if wholes[shown] is None:
+                break
+            _write("\n")
+            shown += 1
+            if shown < len(prompts):
+                _write("\n")
+                _write(prompts[shown], bold=True)
+    return wholes, first_s
+
+
+def _write(text, bold=False):
+    """To stdout at once. At a terminal nothing in it steers the terminal."""
+    if not text:
+        return
+    if sys.stdout.isatty():
+        text = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+        text = click.style(text, bold=True) if bold else text
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    sys.stdout.flush()
