@@ -23,7 +23,7 @@ from curriculum.data.tokenizer import TokenizerConfig
 from curriculum.errors import InputError
 from curriculum.model.presets import ModelSection
 from curriculum.record.wandb_log import WandbConfig
-from curriculum.run import RunDirectory
+from curriculum.sampling import GenerateSection
 from curriculum.train.mesh import MeshConfig
 from curriculum.train.optimizer import OptimConfig
 from curriculum.variables import substitute
@@ -199,6 +199,10 @@ class LoggingSection:
     """Write TensorBoard files into the run directory."""
     wandb: WandbConfig | None = None
     """Also log to Weights & Biases; null for not."""
+    generate_every: Annotated[int, Field(ge=0, le=10**9)] = 0
+    """Steps between samples of what the model writes, which the end has too; 0 for none."""
+    generate: GenerateSection = field(default_factory=GenerateSection)
+    """What the samples go on from, and how they are drawn."""
 
 
 @dataclass(frozen=True)

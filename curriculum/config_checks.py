@@ -310,6 +310,13 @@ def _check_logging(v):
             yield f"logging.wandb.tags[{i}]", f"got {tag!r}, expected 1 to 64 characters"
 
 
+def _check_generate(v):
+    section, names = v["logging"].generate, [PRIMARY, *v["evalsets"].sets]
+    yield from ((f"logging.generate.{key}", message) for key, message in section.problems())
+    if section.from_evalset is not None and section.from_evalset not in names:
+        yield "logging.generate.from_evalset", no_such("eval set", section.from_evalset, names)
+
+
 CHECKS = [
     ({"name"}, _check_name),
     ({"sources"}, _check_sources),
@@ -330,6 +337,7 @@ CHECKS = [
     ({"mesh", "train"}, _check_rows),
     ({"mesh", "model", "tokenizer"}, _check_axes),
     ({"logging"}, _check_logging),
+    ({"logging", "evalsets"}, _check_generate),
     ({"model", "tokenizer"}, _check_model),
     ({"model", "tokenizer", "optim"}, _check_tied),
     ({"model", "tokenizer", "train", "evalsets"}, _check_lengths),

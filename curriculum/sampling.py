@@ -50,3 +50,33 @@ class Sampling:
         if "" in self.stop:
             problems.append(("stop", "got an empty text, expected at least one character"))
         return problems
+
+
+@dataclass(frozen=True)
+class GenerateSection(Sampling):
+    """What the model goes on with while it is trained, and how; fields that `Sampling` has are those of the command."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+
+    max_tokens: int = 64
+    """Most tokens of a continuation."""
+    prompts: tuple[str, ...] = ()
+    """Fixed prompts; an empty one leaves the beginning to the model."""
+    from_evalset: str | None = None
+    """An eval set whose documents' beginnings are prompts too; the primary one where there are no prompts."""
+    num: int = 2
+    """How many documents of that set: the first ones that are longer than their beginning."""
+    prompt_tokens: int = 32
+    """Tokens of such a beginning."""
+
+    @property
+    def evalset(self) -> str | None:
+        """The set that beginnings are taken from."""
+        return self.from_evalset or (None if self.prompts else "primary")
+
+    def problems(self) -> list[tuple[str, str]]:
+        problems = super().problems()
+        for name in ("num", "prompt_tokens"):
+            if not 1 <= getattr(self, name) <= 10**6:
+                problems.append((name, f"got {getattr(self, name)}, expected 1 to 1000000"))
+        return problems

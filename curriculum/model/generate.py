@@ -80,13 +80,20 @@ class Generator:
     def check(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
         """Raise InputError with all that is wrong with the settings, and every prompt that is too long."""
         problems = [f"{name}: {message}" for name, message in sampling.problems()]
-        longest = self.model.max_seq_len
         for number, prompt in enumerate(prompts, start=1):
-            if longest is not None and len(prompt.ids) > longest:
-                got = f"got {len(prompt.ids)} tokens, the one that opens a document included"
-                problems.append(f"prompt {number}: {got}, expected at most the model's max_seq_len {longest}")
+            try:
+                self.check_length(prompt)
+            except InputError as error:
+                problems += [f"prompt {number}: {problem}" for problem in error.problems]
         if problems:
             raise InputError(*problems)
+
+    def check_length(self, prompt: Prompt) -> None:
+        """Raise InputError for a prompt that is longer than the model's positions."""
+        longest = self.model.max_seq_len
+        if longest is not None and len(prompt.ids) > longest:
+            got = f"got {len(prompt.ids)} tokens, the one that opens a document included"
+            raise InputError(f"{got}, expected at most the model's max_seq_len {longest}")
 
     def generate(self, params: Params, prompts: Sequence[Prompt], sampling: Sampling) -> list[Generation]:
         """The continuation of each prompt, in order. Raises InputError as `check` does."""

@@ -98,6 +98,8 @@ class Board:
                 write(_MAIN, [_text("regressions", verdict(event))])
             case "eval_recovered" | "gold_checkpoint" | "gold_blocked" | "schedule_edit" | "diverged" as kind:
                 write(_MAIN, [_text(kind, verdict(event))])
+            case "generation":
+                write(_MAIN, [_text("generation", _samples_markdown(event))])
             case "training_complete":
                 transfer = event.get("transfer") or {"sets": {}}
                 table = [_text("transfer", _transfer_markdown(transfer))] if transfer["sets"] else []
@@ -151,6 +153,16 @@ def _phase_switch_markdown(event: dict[str, Any]) -> str:
         read = f"{event['consumed'].get(source, 0)} | {event['epochs'].get(source, 0.0):.4g}"
         lines.append(f"| {source} | {shares} | {read} |")
     return "\n".join(lines)
+
+
+def _samples_markdown(event: dict[str, Any]) -> str:
+    """Each sample as text that is shown as it is: prompt, then what came of it, told apart by a bar."""
+    blocks = []
+    for sample in event["samples"]:
+        shown = f"{sample['prompt']}▏{sample['text']}"
+        shown = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in shown)
+        blocks.append("\n".join(f"    {line}" for line in shown.split("\n")))
+    return "\n\n---\n\n".join(blocks)
 
 
 def _transfer_markdown(transfer: dict[str, Any]) -> str:

@@ -20,6 +20,7 @@ from curriculum.record.append import DISK_ERRORS, Appender
 from curriculum.record.events import eval_averages, eval_sets, number
 
 _RECENT_EVALS = 5
+_LONGEST_PROMPT, _LONGEST_SAMPLE = 40, 160  # characters of a sample's line
 
 
 class Console:
@@ -78,6 +79,8 @@ class Console:
             case "checkpoint_failed":
                 self._checkpoint_step = event["last_good_step"]
                 self._print(verdict(event))
+            case "generation":
+                self._print(*sample_lines(event))
             case "training_complete":
                 self._complete = True
                 self._print(*self._closing(event))
@@ -220,6 +223,20 @@ def eval_lines(event: dict[str, Any], total_steps: int, seconds_left: float | No
         yield f"  {average}: " + " | ".join(f"{name} {_loss(loss)}" for name, (loss, _) in sets.items())
     for note in event.get("notes", []):
         yield f"  {note}"
+
+
+def sample_lines(event: dict[str, Any]) -> Iterator[str]:
+    """A line for each sample of a `generation` event, its beginning where it is long."""
+    for sample in event["samples"]:
+        prompt, text = (_on_a_line(sample[key]) for key in ("prompt", "text"))
+        prompt = prompt if len(prompt) <= _LONGEST_PROMPT else f"...{prompt[-_LONGEST_PROMPT:]}"
+        text = text if len(text) <= _LONGEST_SAMPLE else f"{text[:_LONGEST_SAMPLE]}..."
+        yield f"  sample at step {event['step']}: {prompt} | {text}"
+
+
+def _on_a_line(text: str) -> str:
+    """What a model or a document says, with nothing in it that breaks the line or steers a terminal."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def progress_line(row: dict[str, Any], total_steps: int) -> str:

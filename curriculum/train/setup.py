@@ -40,6 +40,7 @@ from curriculum.train.mesh import (
     state_shardings,
 )
 from curriculum.train.optimizer import make_optimizer
+from curriculum.train.samples import Samples
 from curriculum.train.start import Start, check_base, load_base_optimizer
 from curriculum.train.step import TrainState, init_state, make_train_step, window_for
 from evalsets.evalset import EvalSet
@@ -69,6 +70,7 @@ class Setup:
     feed: Feed
     make_feed: Callable[[DataPlan], Feed]
     suite: Suite
+    samples: Samples | None  # None: none are asked for
     train_step: Callable
     initial_state: Callable[[], TrainState]
     # By number of sources, and the guard's window_steps (None: as configured): shapes, types and placement, no values.
@@ -246,6 +248,9 @@ def build(
         return Feed(plan, make_batch, partial(place_batch, mesh))
 
     suite = make_suite(config, mesh, model, corpus.evalsets.values())
+    samples = None
+    if config.logging.generate_every:
+        samples = Samples(config, mesh, on_mesh(model, mesh), corpus.tokenizer, corpus.evalsets)
     optimizer = make_optimizer(config.optim)
     step = make_train_step(
         on_mesh(model, mesh),
@@ -304,7 +309,8 @@ def build(
         feed=make_feed(plan),
         make_feed=make_feed,
         suite=suite,
-        train_step=train_step if frozen is None else partial(train_step, frozen=frozen),
+        samples=samples,
+        train_step=jax.jit(step, donate_argnums=0, out_shardings=shardings),
         initial_state=initial_state,
         abstract_state=abstract_state,
         device_lines=device_lines(added_flags),

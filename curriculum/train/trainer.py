@@ -265,6 +265,8 @@ def _begin(run: Running, resumed_step: int | None, taken_up: Sequence[tuple[str,
     if resumed_step is None:
         run.record.event("training_start", 0, **fields.training_start(setup))
         judge(run, 0, evaluate(run, 0, list(setup.suite.evalsets)))
+        if setup.samples and setup.lineage is not None:  # what the model wrote that it begins from
+            generate(run, 0)
         run.keep(0)
     for name, event in taken_up:
         run.record.event(name, step, **event)
@@ -298,6 +300,8 @@ def _loop(run: Running, resumed_step: int | None, stop: StopSignals) -> dict[str
         if names or done % config.logging.every == 0:
             check_diverged(run, done, whole_state=bool(names))
         evaluated = evaluate(run, done, names) if names else None
+        if setup.samples and (done % config.logging.generate_every == 0 or at_end):
+            generate(run, done)
         if done in setup.schedule.phase_ends and not at_end:
             switch_phase(run, done)
             clock.switched()
@@ -361,6 +365,12 @@ def evaluate(run: Running, done: int, names: list[str]) -> Evaluated:
         run.record.event("eval", done, **event)
     newly = [name for name in worse if name not in before.standing]
     return Evaluated(summaries, recovered, worse, newly, watch.standing)
+
+
+def generate(run: Running, done: int) -> None:
+    """Record what the parameters after `done` updates go on with after the prompts of `logging.generate`."""
+    with run.clock.paused(run.state):
+        run.record.event("generation", done, samples=run.setup.samples(run.state.params))
 
 
 def switch_phase(run: Running, done: int) -> None:

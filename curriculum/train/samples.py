@@ -1,0 +1,65 @@
+"""What the model writes while it is trained: the same prompts again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from curriculum.config import Config
+from curriculum.data.tokenizer import Tokenizer
+from curriculum.errors import InputError
+from curriculum.model.continuation import Prompt
+from curriculum.model.generate import Generator
+from curriculum.model.model import Model, Params
+from evalsets.evalset import EvalSet
+
+
+class Samples:
+    """Goes on from the prompts of `logging.generate` with any parameters; compiled once.
+
+    The parameters are only read, and the draws have keys of their own: training is the same with and without.
+    Raises InputError where the model cannot generate, and for every prompt that will not do.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, model: Model, tokenizer: Tokenizer, evalsets: Mapping[str, EvalSet]):
+        section = self.sampling = config.logging.generate
+        self.generator = Generator(model, tokenizer, mesh)
+        self.prompts: list[Prompt] = []
+        problems = []
+        for i, text in enumerate(section.prompts):
+            try:
+                self.prompts.append(self.generator.prompt(text))
+                self.generator.check_length(self.prompts[-1])
+            except InputError as error:
+                problems += [(f"logging.generate.prompts[{i}]", problem) for problem in error.problems]
+        if problems:
+            raise config.error(problems)
+        if section.evalset is not None:
+            self.prompts += beginnings(evalsets[section.evalset], section.num, section.prompt_tokens, tokenizer)
+
+    def __call__(self, params: Params) -> list[dict[str, Any]]:
+        """One a prompt, as the event `generation` tells it."""
+        return [sample.to_json() for sample in self.generator.generate(params, self.prompts, self.sampling)]
+
+
+def beginnings(evalset: EvalSet, num: int, prompt_tokens: int, tokenizer: Tokenizer) -> list[Prompt]:
+    """What `num` documents of a set begin with, in the set's order: the first that are longer than that.
+
+    Where there are not enough of them, the first of the others as well.
+    """
+    first_D = np.searchsorted(evalset.document_N, np.arange(evalset.num_documents))
+    # A window is filled up with the end-of-text, which no text holds; its first token opens the document.
+    ends_DT = evalset.tokens_NT1[first_D, 1:] == tokenizer.eot
+    length_D = np.where(ends_DT.any(axis=1), ends_DT.argmax(axis=1), ends_DT.shape[1])
+    length = min(prompt_tokens, evalset.seq_len - 1)
+    chosen_D = np.sort(np.argsort(length_D <= length, kind="stable")[:num])
+    return [
+        Prompt(
+            tokenizer.decode_bytes(ids[1:]).decode(errors="replace"),
+            ids.astype(np.int32),
+        )
+        for ids in (evalset.tokens_NT1[first_D[d], : 1 + min(length, length_D[d])] for d in chosen_D)
+    ]
