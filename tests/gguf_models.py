@@ -8,7 +8,7 @@ from curriculum.model.model import parameter_name
 from curriculum.model.presets import ModelConfig, RopeScaling
 from curriculum.model.transformer import forward, head, init_params
 
-SHAPE = {"n_layer": 4, "n_head": 4, "n_kv_head": 2, "d_model": 64, "d_ff": 96, "max_seq_len": 64}
+SHAPE = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "d_model": 64, "d_ff": 96, "max_seq_len": 64}
 GPT2 = {"pos_encoding": "learned", "mlp_type": "gelu", "norm_type": "layernorm", "bias": True, "n_kv_head": 4}
 LLAMA3_SCALING = RopeScaling("llama3", 8.0, original_max_seq_len=32)
 MODELS = {
@@ -16,9 +16,9 @@ MODELS = {
     "llama with biases": {"bias": True, "d_head": 32},
     "llama stretched": {"rope_scaling": LLAMA3_SCALING, "rope_theta": 500000.0},
     "llama stretched linearly": {"rope_scaling": RopeScaling("linear", 2.0)},
-    "qwen2": {"qkv_bias": True, "rope_theta": 1e6, "norm_eps": 1e-6},
+    "qwen2": {"qkv_bias": True, "tie_embeddings": False, "rope_theta": 1e6, "norm_eps": 1e-6},
     "qwen3": {"qk_norm": True, "d_head": 32, "tie_embeddings": False, "rope_theta": 1e6, "norm_eps": 1e-6},
-    "smollm3": {"no_rope_every": 4},
+    "smollm3": {"no_rope_every": 4, "n_layer": 5},
     "gpt2": GPT2,
     "gpt2 with a head": GPT2 | {"tie_embeddings": False},
 }

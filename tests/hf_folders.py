@@ -103,7 +103,7 @@ def _qwen():
     library = _byte_level(_split(QWEN), ["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     library.normalizer = normalizers.NFC()
     library.add_tokens(["<tool_call>"])  # ordinary, and never cut
-    return library, {"bos_token": None, "eos_token": {"content": "<|im_end|>", "special": True}}
+    return library, {"bos_token": None, "eos_token": {"__type": "AddedToken", "content": "<|im_end|>"}}
 
 
 def _smollm():

@@ -204,7 +204,7 @@ def _stored_type(tensor: _Tensor, dtype: Dtype) -> GGMLQuantizationType:
 def _stored(tensor: _Tensor, array: np.ndarray, stored_type: GGMLQuantizationType, dtype: Dtype) -> np.ndarray:
     import gguf
 
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         stored = gguf.quantize(array, stored_type)
         lost = np.isfinite(array) & ~np.isfinite(gguf.dequantize(stored, stored_type).reshape(array.shape))
     if lost.any():

@@ -1,0 +1,80 @@
+"""transformers' AutoTokenizer gives the ids of ours, of folders it wrote and of folders we write."""
+
+import json
+
+import pytest
+from hf_folders import FAMILIES, SPECIAL_TEXT, TEXTS, corpus, definition_of, write_folder
+from test_hf_writer import own_tokenizer
+
+from curriculum.data.hf_tokenizer import write_hf_tokenizer
+from curriculum.data.tokenizer import load_tokenizer
+
+transformers = pytest.importorskip("transformers", reason="parity: transformers is not installed (extra `parity`)")
+
+REAL_TEXTS = [*TEXTS.values(), *corpus()]
+
+
+def assert_same_ids(theirs, ours) -> None:
+    num_ids = 0
+    for text in REAL_TEXTS:
+        ids = theirs(text, add_special_tokens=False)["input_ids"]
+        assert ids == ours.encode(text).tolist()
+        num_ids += len(ids)
+    assert num_ids > 5000
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_of_a_folder(family, tmp_path):
+    source = write_folder(family, tmp_path / "source")
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(source), load_tokenizer(source)
+    assert_same_ids(theirs, ours)
+    assert theirs.eos_token_id == ours.eot and theirs.bos_token_id in (ours.bos, None)
+    assert theirs(SPECIAL_TEXT, add_special_tokens=False, split_special_tokens=True)["input_ids"] == (
+        ours.encode(SPECIAL_TEXT).tolist() if family != "unigram" else unigram_finds_names(theirs, ours)
+    )
+
+
+def unigram_finds_names(theirs, ours) -> list[int]:
+    """What transformers makes of the names of special pieces in a unigram vocabulary: the pieces. Ours are text."""
+    ids = theirs(SPECIAL_TEXT, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    assert set(ids) & set(ours.special_tokens.values())
+    assert not set(ours.encode(SPECIAL_TEXT).tolist()) & set(ours.special_tokens.values())
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [("GPT2Tokenizer", "gpt2"), ("Qwen2Tokenizer", "qwen"), ("LlamaTokenizer", "mistral")],
+)
+def test_of_a_folder_that_a_class_of_transformers_saved(name, family, tmp_path):
+    model = definition_of(family)[0]["model"]
+    vocabulary, merges = dict(model["vocab"]), [tuple(pair) for pair in model["merges"]]
+    if family != "mistral":
+        vocabulary["<|endoftext|>"] = len(vocabulary)
+    made = getattr(transformers, name)(vocab=vocabulary, merges=merges)
+    made.save_pretrained(tmp_path)
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
+    assert type(theirs).__name__ == name
+    assert_same_ids(theirs, ours)
+    assert (theirs.eos_token_id, len(theirs)) == (ours.eot, ours.vocab_size)
+    assert ours.bos == (ours.eot if theirs.bos_token_id is None else theirs.bos_token_id)
+
+
+@pytest.mark.parametrize("kind", ["byte", "char", "bpe", "tiktoken", *FAMILIES])
+def test_of_a_folder_that_we_write(kind, tmp_path):
+    if kind in FAMILIES:
+        ours = load_tokenizer(write_folder(kind, tmp_path / "source"))
+    else:
+        ours = own_tokenizer(kind)
+    model_type = {"qwen": "qwen2", "llama2": "llama", "mistral": "mistral", "gpt2": "gpt2"}.get(kind, "llama")
+    write_hf_tokenizer(ours, tmp_path, model_max_length=100)
+    # Beside a model the folder has its config too, by which AutoTokenizer might choose.
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert_same_ids(theirs, ours)
+    assert (theirs.eos_token_id, theirs.bos_token_id, theirs.model_max_length) == (ours.eot, ours.bos, 100)
+    if kind in FAMILIES:
+        return
+    assert theirs(SPECIAL_TEXT)["input_ids"] == ours.encode(SPECIAL_TEXT).tolist()
+    for text in (*REAL_TEXTS, SPECIAL_TEXT):
+        assert theirs.decode(ours.encode(text).tolist()) == text
