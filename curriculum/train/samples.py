@@ -51,14 +51,14 @@ def beginnings(evalset: EvalSet, num: int, prompt_tokens: int, tokenizer: Tokeni
     Where there are not enough of them, the first of the others as well.
     """
     first_D = np.searchsorted(evalset.document_N, np.arange(evalset.num_documents))
-    # A window is filled up with the end-of-text, which no text holds; its first token opens the document.
-    ends_DT = evalset.tokens_NT1[first_D, 1:] == tokenizer.eot
+    # A window is filled up with what opens documents, which no text holds.
+    ends_DT = evalset.tokens_NT1[first_D, 1:] == tokenizer.bos
     length_D = np.where(ends_DT.any(axis=1), ends_DT.argmax(axis=1), ends_DT.shape[1])
     length = min(prompt_tokens, evalset.seq_len - 1)
     chosen_D = np.sort(np.argsort(length_D <= length, kind="stable")[:num])
     return [
         Prompt(
-            tokenizer.decode_bytes(ids[1:]).decode(errors="replace"),
+            tokenizer.decode_bytes(ids[1:], opens_document=True).decode(errors="replace"),
             ids.astype(np.int32),
         )
         for ids in (evalset.tokens_NT1[first_D[d], : 1 + min(length, length_D[d])] for d in chosen_D)
