@@ -215,6 +215,8 @@ def test_windows_share_the_bytes_of_a_document_whose_tokens_have_others():
     assert shared.num_bytes_N.tolist() == [3, 9, 7, 2, 3]
     fewer = cut_windows("set", documents, bytes_V, 5, 2, document_bytes=[1, 5, 0])
     assert fewer.num_bytes_N.tolist() == [0, 0, 1, 2, 3]
+    behind = cut_windows("set", documents[::-1], bytes_V, 5, 2, document_bytes=[0, 5, 19])
+    assert behind.num_bytes_N.tolist() == [2, 3, 3, 9, 7]
     answers = [np.array([False, False, True, True, True]), None, None]
     part = cut_windows("set", documents, bytes_V, 5, 2, scored=answers, document_bytes=[13, 5, 0])
     assert part.num_bytes_N.tolist() == [7, 6, 2, 3]  # 13 * 7 // 12 = 7, all 13

@@ -154,6 +154,7 @@ def test_smaller_dtypes(dtype, file_type, tmp_path):
     arrays = by_name(params_of(config))
     reader, stayed = write(tmp_path / "m.gguf", config, arrays, dtype=dtype)
     assert fields_of(reader)["general.file_type"] == file_type and stayed == ()
+    assert fields_of(reader).get("general.quantization_version") == (2 if dtype == "q8_0" else None)
     found, expected = tensors_of(reader), expected_tensors(config, arrays)
     types = {tensor.name: tensor.tensor_type for tensor in reader.tensors}
     for name, array in expected.items():

@@ -10,8 +10,9 @@ import pytest
 from hf_folders import FAMILIES, SPECIAL_TEXT, TEXTS, corpus, definition_of, write_folder
 
 from curriculum.config import build_config
+from curriculum.data import flat
 from curriculum.data.corpus import load_corpus
-from curriculum.data.documents import Piece, SourceConfig
+from curriculum.data.documents import PIECE_BYTES, Piece, SourceConfig
 from curriculum.data.encode import encode_pieces
 from curriculum.data.held_out import eval_documents
 from curriculum.data.prepare import prepare_documents, prepare_store, prepare_tokenizer
@@ -80,6 +81,20 @@ def test_what_follows_inside_a_document_gets_no_blank_in_front(family, tokenizer
     ((_, tokens, _),) = encode_pieces(pieces, tokenizer)
     ends = [*whole, tokenizer.eot, *tokenizer.encode("x"), tokenizer.eot, *tokenizer.encode("y"), tokenizer.eot]
     assert tokens.tolist() == ends
+
+
+def test_a_blank_before_byte_pairs_stands_at_the_start_of_a_document_only(folders, tmp_path):
+    for path in folders["gpt2"].iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    set_in("pre_tokenizer", "add_prefix_space", to=True)(tmp_path)
+    tokenizer, plain = load_tokenizer(tmp_path), load_tokenizer(folders["gpt2"])
+    assert tokenizer.encode("word").tolist() == plain.encode(" word").tolist() != plain.encode("word").tolist()
+    assert tokenizer.encode("word", opens_document=False).tolist() == plain.encode("word").tolist()
+    head = "ab\n" * (PIECE_BYTES // 3)
+    pieces = [Piece(head, False, 0, "a"), Piece("cd", True, 0, "a"), Piece("ef", True, 0, "b")]
+    tokens = np.concatenate([tokens for _, tokens, _ in encode_pieces(pieces, tokenizer)])
+    text = tokenizer.decode_bytes(tokens[tokens != tokenizer.eot])
+    assert text == f" {head}cd ef".encode()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -374,13 +389,15 @@ def test_bytes_of_answers_are_those_of_their_text(tokenizers, tmp_path):
     assert tokenizer.decode_bytes(document.tokens[document.scored == 1]) == "\u00e9 oui.".encode()
 
 
-def test_a_flat_file_has_the_documents_of_the_text(tokenizers, tmp_path):
+@pytest.mark.parametrize("scan_tokens", [flat.SCAN_TOKENS, 5])
+def test_a_flat_file_has_the_documents_of_the_text(scan_tokens, tokenizers, tmp_path, monkeypatch):
+    monkeypatch.setattr(flat, "SCAN_TOKENS", scan_tokens)
     tokenizer = tokenizers["llama2"]
     texts = [" a blank first", "no blank", "Wille zur Wahrheit\n"]
     ids = np.concatenate([[*tokenizer.encode(text), tokenizer.eot] for text in texts]).astype("<u2")
     ids.tofile(tmp_path / "flat.bin")
-    flat = prepare_store("flat", SourceConfig(path=str(tmp_path / "flat.bin")), tokenizer, tmp_path / "s")
+    found = prepare_store("flat", SourceConfig(path=str(tmp_path / "flat.bin")), tokenizer, tmp_path / "s")
     (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     text = prepare_store("text", SourceConfig(path=str(tmp_path / "text.jsonl")), tokenizer, tmp_path / "s")
-    np.testing.assert_array_equal(flat.documents, text.documents)
-    assert flat.documents["bytes"].tolist() == [len(text) for text in texts]
+    np.testing.assert_array_equal(found.documents, text.documents)
+    assert found.documents["bytes"].tolist() == [len(text) for text in texts]
