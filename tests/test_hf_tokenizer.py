@@ -90,7 +90,7 @@ def test_a_blank_before_byte_pairs_stands_at_the_start_of_a_document_only(folder
     tokenizer, plain = load_tokenizer(tmp_path), load_tokenizer(folders["gpt2"])
     assert tokenizer.encode("word").tolist() == plain.encode(" word").tolist() != plain.encode("word").tolist()
     assert tokenizer.encode("word", opens_document=False).tolist() == plain.encode("word").tolist()
-    head = "ab\n" * (PIECE_BYTES // 3)
+    head = "ab\n" * (PIECE_BYTES // 3 + 1)
     pieces = [Piece(head, False, 0, "a"), Piece("cd", True, 0, "a"), Piece("ef", True, 0, "b")]
     tokens = np.concatenate([tokens for _, tokens, _ in encode_pieces(pieces, tokenizer)])
     text = tokenizer.decode_bytes(tokens[tokens != tokenizer.eot])
