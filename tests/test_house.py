@@ -59,6 +59,9 @@ def test_package_files_hold_a_docstring_and_nothing_else():
         ["train", "--help"],
         ["export", "--help"],
         ["eval", "--help"],
+        ["generate", "--help"],
+        ["generate", "nowhere", "--prompt", "x"],
+        ["generate", "a-run", "--prompt", "x", "--top-p", "0"],
         ["eval", "nowhere"],
         ["eval", "a-run", "--sets", "x"],
         ["plan", "configs/quickstart.yaml"],
@@ -73,7 +76,7 @@ def test_package_files_hold_a_docstring_and_nothing_else():
 )
 def test_quick_commands_import_nothing_heavy(arguments, quickstart_folders):
     code, modules, _ = command(arguments, quickstart_folders)
-    wrong = arguments[0] in ("export", "eval") and "--help" not in arguments
+    wrong = arguments[0] in ("export", "eval", "generate") and "--help" not in arguments
     wrong |= "no-such-file.yaml" in arguments or "--init-from" in arguments
     assert code == (2 if wrong else 0)
     assert not modules & set(HEAVY)

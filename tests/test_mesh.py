@@ -60,7 +60,10 @@ def config_data(folder, mesh):
         "optim": {"lr": 3e-3},
         "mesh": dict(zip(AXES, mesh, strict=True)),
         "checkpoint": {"every": SAVED_AT},
-        "logging": {"every": 1, "tensorboard": False},
+        "logging": {
+            "every": 1, "tensorboard": False, "generate_every": SAVED_AT,
+            "generate": {"prompt_tokens": 8, "max_tokens": 12, "temperature": 0},
+        },
     }  # fmt: skip
 
 
@@ -135,6 +138,10 @@ def main(folder: Path):
         told[str(mesh)], saved[mesh] = train_on_mesh(setups[mesh], saves[mesh])
     for mesh in (ONE, FSDP):
         told[str(mesh)] |= compiled_step(setups[mesh])
+    for mesh in (ONE, FSDP, MESHES[-1]):
+        state = setups[mesh].restore(saves[mesh], SAVED_AT, setups[mesh].plan.sources)
+        told[str(mesh)]["samples"] = setups[mesh].samples(state.params)
+        told[str(mesh)]["samples_again"] = setups[mesh].samples(state.params)
     for old, new in ((FSDP, ONE), (ONE, FSDP)):
         state = setups[new].restore(saves[old], SAVED_AT, setups[new].plan.sources)
         restored = {"equal": as_bytes(state) == saved[old], "num_arrays": len(saved[old]), "losses": []}
@@ -181,6 +188,16 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def told(folder):
     return json.loads((folder / "told.json").read_text())
+
+
+@pytest.mark.slow
+def test_a_mesh_writes_what_one_device_writes(told, folder):
+    one = told[str(ONE)]["samples"]
+    assert len(one) == 2 and all(sample["tokens"] for sample in one)
+    for mesh in (ONE, FSDP, MESHES[-1]):
+        assert told[str(mesh)]["samples"] == told[str(mesh)]["samples_again"] == one
+    samples = [event for event in load_run(folder / "run").events if event["event"] == "generation"]
+    assert [event["step"] for event in samples] == [SAVED_AT, STEPS] and samples[0]["samples"] == one
 
 
 @pytest.mark.slow

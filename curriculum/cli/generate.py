@@ -109,8 +109,9 @@ def _write(text, bold=False):
     if not text:
         return
     if sys.stdout.isatty():
-        text = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
-        text = click.style(text, bold=True) if bold else text
+        from curriculum.record.console import printable
+
+        text = click.style(printable(text, also="\n\t"), bold=bold)
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
     sys.stdout.flush()

@@ -89,7 +89,8 @@ class Continuation:
         self._ids.append(id_)
         if id_ == tokenizer.eot:
             return self._end("stop")
-        for character in self._decoder.decode(tokenizer.decode_bytes(np.array([id_]))):
+        opens_document = len(self.prompt.ids) + len(self._ids) == 2  # after nothing but the id that opens one
+        for character in self._decoder.decode(tokenizer.decode_bytes(np.array([id_]), opens_document)):
             self._text += character
             # The first to be whole ends the text, the longest of several: so it does not matter how tokens cut it.
             if found := [stop for stop in self._stop if self._text.endswith(stop)]:

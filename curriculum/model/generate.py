@@ -75,7 +75,7 @@ class Generator:
         except UnicodeEncodeError as error:
             raise InputError(f"got {text[:60]!r}, expected text that UTF-8 can hold: {error.reason}") from None
         ids = self.tokenizer.encode(text)
-        return Prompt(text, np.concatenate([[self.tokenizer.eot], ids]).astype(np.int32))
+        return Prompt(text, np.concatenate([[self.tokenizer.bos], ids]).astype(np.int32))
 
     def check(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
         """Raise InputError with all that is wrong with the settings, and every prompt that is too long."""

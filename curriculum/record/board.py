@@ -2,11 +2,11 @@
 
 The folder itself is the main run: `train/...` from the metrics rows, `mixture/<source>`, `phase/index`,
 `eval/<set>/loss` and `eval/<set>/bpb`, hyperparameters, and as text the phase switches, schedule edits, rollbacks,
-regressions, what became gold or did not, and at the end how the sets went from phase to phase. Under it stands one run
-an eval set; all of them share the tags `eval_sets/loss` and `eval_sets/bpb`, so that one chart shows every set in its
-own colour; a set measured with an average of the parameters is one more, `<set>@<average>`. With
-`tensorboard --logdir runs` their names read `quickstart/tensorboard`, `quickstart/tensorboard/general` and so on.
-The primary set is called `val`.
+regressions, what became gold or did not, samples of what the model writes, and at the end how the sets went from
+phase to phase. Under it stands one run an eval set; all of them share the tags `eval_sets/loss` and
+`eval_sets/bpb`, so that one chart shows every set in its own colour; a set measured with an average of the
+parameters is one more, `<set>@<average>`. With `tensorboard --logdir runs` their names read
+`quickstart/tensorboard`, `quickstart/tensorboard/general` and so on. The primary set is called `val`.
 """
 
 import math
@@ -32,7 +32,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, Sessi
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from curriculum.record.append import Appender
-from curriculum.record.console import verdict
+from curriculum.record.console import printable, verdict
 from curriculum.record.curves import all_sets, eval_curves, row_curves
 from curriculum.record.events import number
 
@@ -159,8 +159,7 @@ def _samples_markdown(event: dict[str, Any]) -> str:
     """Each sample as text that is shown as it is: prompt, then what came of it, told apart by a bar."""
     blocks = []
     for sample in event["samples"]:
-        shown = f"{sample['prompt']}▏{sample['text']}"
-        shown = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in shown)
+        shown = printable(f"{sample['prompt']}▏{sample['text']}", also="\n\t")
         blocks.append("\n".join(f"    {line}" for line in shown.split("\n")))
     return "\n\n---\n\n".join(blocks)
 

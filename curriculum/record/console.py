@@ -228,15 +228,15 @@ def eval_lines(event: dict[str, Any], total_steps: int, seconds_left: float | No
 def sample_lines(event: dict[str, Any]) -> Iterator[str]:
     """A line for each sample of a `generation` event, its beginning where it is long."""
     for sample in event["samples"]:
-        prompt, text = (_on_a_line(sample[key]) for key in ("prompt", "text"))
+        prompt, text = (printable(sample[key]) for key in ("prompt", "text"))
         prompt = prompt if len(prompt) <= _LONGEST_PROMPT else f"...{prompt[-_LONGEST_PROMPT:]}"
         text = text if len(text) <= _LONGEST_SAMPLE else f"{text[:_LONGEST_SAMPLE]}..."
         yield f"  sample at step {event['step']}: {prompt} | {text}"
 
 
-def _on_a_line(text: str) -> str:
-    """What a model or a document says, with nothing in it that breaks the line or steers a terminal."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+def printable(text: str, also: str = "") -> str:
+    """What a model or a document says, with nothing in it that steers a terminal; `also`: what else stays as it is."""
+    return "".join(c if c.isprintable() or c in also else repr(c)[1:-1] for c in text)
 
 
 def progress_line(row: dict[str, Any], total_steps: int) -> str:

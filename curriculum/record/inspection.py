@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from curriculum.errors import InputError
-from curriculum.record.console import program, skipped_line, verdict
+from curriculum.record.console import program, sample_lines, skipped_line, verdict
 from curriculum.record.events import TAKEN_UP, last_gold, last_row, number
 from curriculum.record.queries import consumption, eval_points, last_detectable, standing_regressions
 from curriculum.run import Run, checkpoint_steps
@@ -90,6 +90,9 @@ def inspect_run(run: Run) -> dict[str, Any]:
         },
         "regressions": standing_regressions(events),
         "evals": evals,
+        "samples": next(
+            ({k: e[k] for k in ("step", "samples")} for e in reversed(events) if e["event"] == "generation"), None
+        ),
         "checkpoints": {name: checkpoint_steps(path / name) for name in ("checkpoints", "gold", "kept")},
         "commands": _commands(run),
         "problems": problems,
@@ -159,6 +162,7 @@ def text(facts: Mapping[str, Any]) -> list[str]:
         *_phase_lines(facts["phases"]),
         "",
         *_eval_lines(facts["evals"]),
+        *(sample_lines(facts["samples"]) if facts["samples"] else ()),
     ]
     for o in facts["regressions"]:
         lines.append(f"  regressed   {offender(o)}")

@@ -16,6 +16,7 @@ import yaml
 from curriculum.errors import InputError
 from curriculum.record import figures
 from curriculum.record.compare import labels
+from curriculum.record.console import printable
 from curriculum.record.events import number
 from curriculum.record.figures import PALETTE, Curve, Phase
 from curriculum.record.inspection import duration, inspect_run, lineage_lines, loss, mixture_text, troubles
@@ -26,6 +27,8 @@ from curriculum.record.report_runs import of_runs
 from curriculum.run import Run, load_run, write_text
 
 MAX_SOURCES = 7  # with a colour of their own; the others together are "other"
+MAX_SAMPLES = 20  # events of samples
+_OF_SAMPLE = ("prompt", "text")
 MAX_TRAINING_POINTS = 150  # of a training loss, which is noisy: more of them hide the course
 
 
@@ -69,6 +72,7 @@ def _of_run(run: Run, label: str) -> list[Html]:
         section("Transfer between phases", *transfer_matrix(run, points)),
         section("Training", *_training_figures(run, label, phases, sources)),
         section("Phases and epochs", _phase_table(facts), _epoch_table(facts)),
+        section("What it wrote", *_samples(run)),
         section("How it was run", *_setup(run, facts)),
     ]
 
@@ -211,6 +215,27 @@ def _epoch_table(facts: Mapping[str, Any]) -> Html:
         rows.append((phase["name"] + so_far, *cells))
     explained = "Tokens that each phase read of a source, and below how often it was read since the run's start."
     return Html(tag("h3", "Epochs per source") + note(explained) + table(("phase", *names), rows))
+
+
+def _samples(run: Run) -> list[Html]:
+    """The newest samples as a table, and those before it, from the newest on."""
+    told = [event for event in run.events if event["event"] == "generation"]
+
+    def samples(events: Sequence[Mapping[str, Any]]) -> Html:
+        rows = [
+            (
+                f"{event['step']:,}" if i == 0 else "",
+                *(tag("td", printable(s[key]), class_="text") for key in _OF_SAMPLE),
+            )
+            for event in events
+            for i, s in enumerate(event["samples"])
+        ]
+        return table(("step", "prompt", "goes on"), rows, text_columns=3, grouped=True)
+
+    if not told:
+        return []
+    earlier = told[-2 : -2 - MAX_SAMPLES : -1]
+    return [samples(told[-1:]), *([folded("Before that", samples(earlier))] if earlier else [])]
 
 
 def _setup(run: Run, facts: Mapping[str, Any]) -> list[Html]:
