@@ -11,7 +11,15 @@ import pytest
 from curriculum.config import build_config
 from curriculum.model import loss, memory
 from curriculum.model.memory import kept_bytes, memory_estimate
-from curriculum.model.presets import PRESETS, ModelConfig, num_parameters, num_projections, resolve_model
+from curriculum.model.presets import (
+    PRESETS,
+    LoraConfig,
+    ModelConfig,
+    num_parameters,
+    num_projections,
+    num_trained,
+    resolve_model,
+)
 from curriculum.model.transformer import transformer
 from curriculum.plan import MUON_ARRAYS
 from curriculum.plan import _memory as plan_memory
@@ -173,6 +181,29 @@ def test_what_is_kept_is_what_autodiff_keeps(shape, compute_dtype, remat):
         assert expected > 400_000
 
 
+@pytest.mark.parametrize("targets", [("query", "value"), ("down",), ("key", "out", "up", "down")], ids="-".join)
+@pytest.mark.parametrize("shape", ["tiny", "gpt2"])
+def test_beside_adapters_a_block_hands_over_what_autodiff_keeps_of_it(shape, targets):
+    """As much as one block more makes: of the first, nothing is kept before its first adapter."""
+    for remat, compute_dtype in (("none", "float32"), ("none", "bfloat16"), ("dots", "bfloat16"), ("full", "float32")):
+        config = replace(SHAPES[shape], remat=remat, compute_dtype=compute_dtype, lora=LoraConfig(8, 16.0, targets))
+        two, three = (check_memory.residual_bytes(replace(config, n_layer=n), 2, 96) for n in (2, 3))
+        found = memory.block_bytes(config, 2, 96, remat)
+        assert found == pytest.approx(three - two, rel=0.001) and found > 40_000
+        assert kept_bytes(config, 2, 96) > 0.99 * two
+
+
+def test_only_adapters_have_gradients_moments_and_averages():
+    config = replace(TINY, lora=LoraConfig(8, 16.0, ("query", "value")))
+    whole, adapters = 4 * num_parameters(config), 4 * num_trained(config)
+    assert adapters == 4 * TINY.n_layer * 8 * (128 + 128 + 128 + 64) and whole == 4 * num_parameters(TINY) + adapters
+    one = memory_estimate(config, rows=2, seq_len=64, grad_accum=2, ema=True)
+    assert (one.params, one.gradients, one.moments, one.ema) == (whole, 2 * adapters, 2 * adapters, adapters)
+    assert one.copies == 2 * adapters and one.logits == memory_estimate(TINY, rows=2, seq_len=64).logits
+    split = memory_estimate(config, rows=2, seq_len=64, state_shards=4, fsdp=4)
+    assert split.params == whole // 4 and split.gathered == whole + adapters
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "rows", "seq_len", "options"),
@@ -182,6 +213,7 @@ def test_what_is_kept_is_what_autodiff_keeps(shape, compute_dtype, remat):
         (replace(GPT2, n_layer=2), 1, 64, {"ema": True}),
         (replace(GPT2, n_layer=2), 4, 256, {"grad_accum": 2}),
         (replace(PRESETS["llama-360m"], n_layer=2, tie_embeddings=False), 2, 512, {}),
+        (replace(TINY, n_layer=4, lora=LoraConfig(8, 16.0)), 8, 256, {"grad_accum": 2}),
     ],
 )
 def test_the_compiler_says_nearly_the_same_of_the_whole_update(config, rows, seq_len, options):
