@@ -517,7 +517,11 @@ def test_the_adapters_of_a_run_cannot_change(place, lora, changed):
     [
         ({"init_from": None}, {}, "adaptation.lora: needs adaptation.init_from"),
         ({"keep_optimizer": True}, {}, "adaptation.keep_optimizer: got true with adaptation.lora"),
-        ({"lora": {**LORA, "rank": 17}}, {}, "adaptation.lora.rank: got 17, expected at most 16: query is 16 x 16"),
+        (
+            {"lora": {"rank": 17, "targets": ["gate"]}},
+            {},
+            "adaptation.lora.rank: got 17, expected at most 16: gate is 16",
+        ),
         ({"lora": {**LORA, "rank": 0}}, {}, "adaptation.lora.rank: "),
         ({"lora": {**LORA, "alpha": 0}}, {}, "adaptation.lora.alpha: "),
         ({"lora": {**LORA, "targets": ["query", "head"]}}, {}, 'adaptation.lora.targets[1]: got "head"'),

@@ -181,11 +181,12 @@ def test_what_is_kept_is_what_autodiff_keeps(shape, compute_dtype, remat):
         assert expected > 400_000
 
 
-@pytest.mark.parametrize("targets", [("query", "value"), ("down",), ("key", "out", "up", "down")], ids="-".join)
-@pytest.mark.parametrize("shape", ["tiny", "gpt2"])
+@pytest.mark.parametrize(
+    ("shape", "targets"), [("tiny", ("query", "gate")), ("gpt2", ("down",)), ("gpt2", ("key", "out", "up"))], ids=str
+)
 def test_beside_adapters_a_block_hands_over_what_autodiff_keeps_of_it(shape, targets):
     """As much as one block more makes: of the first, nothing is kept before its first adapter."""
-    for remat, compute_dtype in (("none", "float32"), ("none", "bfloat16"), ("dots", "bfloat16"), ("full", "float32")):
+    for remat, compute_dtype in (("none", "bfloat16"), ("dots", "float32")):
         config = replace(SHAPES[shape], remat=remat, compute_dtype=compute_dtype, lora=LoraConfig(8, 16.0, targets))
         two, three = (check_memory.residual_bytes(replace(config, n_layer=n), 2, 96) for n in (2, 3))
         found = memory.block_bytes(config, 2, 96, remat)
