@@ -20,7 +20,7 @@ QUICK_TO_COMPILE = ("--xla_backend_optimization_level=0",)
 
 # Files that take longest, first: so that the workers end together.
 LONGEST = (
-    "test_kill_and_resume.py",
+    "test_kill_and_resume.py", "test_lora.py",
     "test_mesh.py", "test_trainer.py", "test_verdicts.py", "test_branch.py", "test_library.py", "test_adaptation.py",
     "test_divergence.py", "test_cli.py", "test_optimizer.py", "test_transformer.py", "test_step.py", "test_averages.py", "test_memory.py",
     "test_evaluate.py", "test_loss.py",

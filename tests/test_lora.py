@@ -609,6 +609,8 @@ def test_the_state_of_a_run_is_its_adapters(place):
     setup = build(config, place / "store", start=start_of(config))
     state = setup.initial_state()
     assert isinstance(state, TrainState) and named(state.params).keys() == named(setup.trained).keys()
+    first = named(init_adapters(resolved_model(config, 257), config.seed))
+    assert all(np.array_equal(array, first[name]) for name, array in named(state.params).items())
     whole = named(setup.whole(state.params))
     saved = params_of(place, "base/checkpoints/2/params")
     assert saved and all(np.array_equal(whole[name], array) for name, array in saved.items())
