@@ -459,7 +459,7 @@ def test_a_resume_tells_no_sample_twice(runs, tmp_path):
 
 def test_what_a_set_begins_with():
     documents = [np.frombuffer(text, np.uint8) for text in (b"0123456789", b"ab", b"ABCDEFGHIJKLMNOPQ", b"abcdefg")]
-    evalset = cut_windows("x", documents, BYTES.token_bytes_V, eot=BYTES.eot, seq_len=8)
+    evalset = cut_windows("x", documents, BYTES.token_bytes_V, bos=BYTES.eot, seq_len=8)
 
     def texts(num, prompt_tokens):
         prompts = beginnings(evalset, num, prompt_tokens, BYTES)
