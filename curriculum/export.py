@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,7 @@ def export(
     step: str | int | None = None,
     weights: str = "raw",
     dtype: str = "f32",
+    merge: bool = False,
 ) -> int:
     """Write the parameters of a run into a folder that needs neither the run nor this program; return their step.
 
@@ -51,10 +52,13 @@ def export(
     vocabulary, config.json, generation_config.json, the tokenizer's files, and a model card, README.md.
     `gguf`: model.gguf for llama.cpp, tokenizer included, and the card.
 
+    Of a run with `adaptation.lora` a checkpoint holds adapters alone. `merge` folds them into the model that they were
+    trained beside, which has to be where it was; without it hf and safetensors write a folder for peft.
+
     Above 5 GB safetensors are cut into several files with model.safetensors.index.json. `dtype`: "f32", or "bf16" or
     "f16" for half the size, every value rounded to the nearest; for gguf also "q8_0", blocks of 8 bits.
-    Raises InputError for a run, step, format, weights, dtype or folder that will not do, for a model that the format
-    has no class for, and for a value too large for the dtype; then nothing is written.
+    Raises InputError for a run, step, format, weights, dtype, merge or folder that will not do, for a model that the
+    format has no class for, and for a value too large for the dtype; then nothing is written.
     """
     directory, output = RunDirectory(Path(run)), Path(output_dir)
     if not os.path.isfile(directory.resolved_config):
@@ -63,11 +67,17 @@ def export(
     _check_dtype(dtype, format)
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise InputError(f"-o {output}: is there already; expected a new or an empty folder")
-    target = None if format == "safetensors" else _target(directory, format, dtype)
+    adapted = "lora" in read_json(directory.path / "model.json")
+    if merge and not adapted:
+        raise InputError(f"--merge: {directory.path} trained no adapters (adaptation.lora); leave it out")
+    if adapted and not merge and format == "gguf":
+        raise InputError("--format gguf: the run trained adapters alone; fold them in with --merge")
+    kind = "peft" if adapted and not merge else format
+    target = None if kind == "safetensors" else _target(directory, kind, dtype, merge)
     step, saved = find_weights(directory, step, weights)
 
     # What can be said without jax is said at once.
-    arrays = _parameters(saved)
+    arrays = _merged(directory, saved) if merge else _parameters(saved)
     metadata = {"step": str(step), "weights": weights}
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -76,13 +86,13 @@ def export(
             folder.mkdir()
             if target is None:
                 write_safetensors(folder, _rounded_all(arrays.items(), dtype), metadata)
-                shutil.copyfile(directory.path / "model.json", folder / "model.json")
+                _write_json(folder / "model.json", _without_adapters(directory))
                 shutil.copytree(directory.tokenizer, folder / "tokenizer")
             else:
-                card = model_card(_with_record(directory), _described(target, format, dtype, step, weights, saved))
+                _WRITERS[kind](folder, target, arrays, dtype, metadata)
+                described = _described(target, kind, dtype, step, weights, saved, merge)
+                card = model_card(_with_record(directory), described)
                 (folder / "README.md").write_text(card, encoding="utf-8")
-                write = {"hf": _write_hf, "gguf": _write_gguf}[format]
-                write(folder, target, arrays, dtype, metadata)
             folder.replace(output)
     except OSError as error:
         raise InputError(f"-o {output}: cannot be written: {error}") from None
@@ -91,13 +101,45 @@ def export(
 
 def _parameters(saved: Path) -> dict[str, np.ndarray]:
     """The arrays of a checkpoint by their dotted path, float32, on the host."""
+    from curriculum.train.checkpoint import load_params
+
+    return _by_name(load_params(saved))
+
+
+def _merged(directory: RunDirectory, saved: Path) -> dict[str, np.ndarray]:
+    """The same of a checkpoint of adapters: the whole model with them folded in."""
+    import jax
+    from jax.sharding import SingleDeviceSharding
+
+    from curriculum.model.lora import merged
+    from curriculum.model.model import abstract_params
+    from curriculum.model.transformer import transformer
+    from curriculum.train.frozen import whole_params
+
+    model = ModelConfig.of(read_json(directory.path / "model.json"))
+    host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    like = jax.tree.map(
+        lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=host), abstract_params(transformer(model))
+    )
+    of_checkpoint = (saved.parent / "ledger").is_dir()  # and not a mean of several
+    ledger = read_ledger(saved.parent if of_checkpoint else find_checkpoint(directory, "latest")[1])
+    whole = whole_params(_with_record(directory).config, model, ledger["lineage"], saved, like)
+    return merged(_by_name(whole), model)
+
+
+def _by_name(params: Params) -> dict[str, np.ndarray]:
     import jax
 
     from curriculum.model.model import parameter_name
-    from curriculum.train.checkpoint import load_params
 
-    leaves = jax.tree.leaves_with_path(load_params(saved))
+    leaves = jax.tree.leaves_with_path(params)
     return {parameter_name(path): np.asarray(array, np.float32) for path, array in leaves}
+
+
+def _without_adapters(directory: RunDirectory) -> dict[str, Any]:
+    """model.json of the run, as of a model that has none any more."""
+    architecture = read_json(directory.path / "model.json")
+    return {name: value for name, value in architecture.items() if name != "lora"}
 
 
 @dataclass(frozen=True)
@@ -108,20 +150,23 @@ class _Target:
     config: ModelConfig
     tokenizer: Tokenizer
     hf_config: dict[str, Any]
+    base: str | None  # what the adapters of a LoRA run are for
 
 
-def _target(directory: RunDirectory, format: str, dtype: str) -> _Target:
+def _target(directory: RunDirectory, kind: str, dtype: str, merge: bool) -> _Target:
     """Raises InputError where the format has no model like the run's."""
     resolved = directory.resolved()
     if resolved["model"] is None:
         raise InputError(
-            f"--format {format}: {directory.path} was trained with a model of one's own, which no other program knows; "
+            f"--format {kind}: {directory.path} was trained with a model of one's own, which no other program knows; "
             "expected safetensors"
         )
     config = ModelConfig.of(read_json(directory.path / "model.json"))
     tokenizer = load_tokenizer(directory.tokenizer)
     hf_config = hf_config_of(config, bos=tokenizer.bos, eos=tokenizer.eot, dtype=_DTYPES.get(dtype, "float32"))
-    return _Target(resolved["name"], config, tokenizer, hf_config)
+    config = replace(config, lora=None) if merge else config
+    base = resolved["adaptation"]["init_from"] if config.lora else None
+    return _Target(resolved["name"], config, tokenizer, hf_config, base)
 
 
 def _write_hf(
@@ -152,7 +197,18 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _described(target: _Target, format: str, dtype: str, step: int, weights: str, saved: Path) -> Exported:
+def _write_peft(
+    folder: Path, target: _Target, arrays: Mapping[str, np.ndarray], dtype: str, metadata: Mapping[str, str]
+) -> None:
+    from curriculum.data.hf_tokenizer import write_hf_tokenizer
+    from curriculum.model.lora import write_peft
+
+    rounded = dict(_rounded_all(arrays.items(), dtype))
+    write_peft(folder, target.config, rounded, target.base, _numpy_dtype(dtype))
+    write_hf_tokenizer(target.tokenizer, folder, model_max_length=target.config.max_seq_len)
+
+
+def _described(target: _Target, kind: str, dtype: str, step: int, weights: str, saved: Path, merged: bool) -> Exported:
     """What the model card says of a folder."""
     checkpoint = saved.parent
     drawn = None
@@ -160,7 +216,10 @@ def _described(target: _Target, format: str, dtype: str, step: int, weights: str
         drawn = {name: source["tokens_drawn"] for name, source in read_ledger(checkpoint)["sources"].items()}
     names = target.tokenizer.special_tokens.items()
     opens_with = next((text for text, token in names if token == target.tokenizer.bos), None)
-    return Exported(step, weights, format, dtype, target.config, drawn, opens_with)
+    return Exported(step, weights, kind, dtype, target.config, drawn, opens_with, merged)
+
+
+_WRITERS = {"hf": _write_hf, "gguf": _write_gguf, "peft": _write_peft}
 
 
 def _with_record(directory: RunDirectory) -> Run:
@@ -256,10 +315,14 @@ def _check_dtype(dtype: str, format: str) -> None:
 
 
 def _rounded_all(arrays: Iterable[tuple[str, np.ndarray]], dtype: str) -> Iterator[tuple[str, np.ndarray]]:
+    to = _numpy_dtype(dtype)
+    return ((name, _rounded(name, array, dtype, to)) for name, array in arrays)
+
+
+def _numpy_dtype(dtype: str) -> np.dtype:
     import ml_dtypes
 
-    to = np.dtype(ml_dtypes.bfloat16 if dtype == "bf16" else _DTYPES[dtype])
-    return ((name, _rounded(name, array, dtype, to)) for name, array in arrays)
+    return np.dtype(ml_dtypes.bfloat16 if dtype == "bf16" else _DTYPES[dtype])
 
 
 def _rounded(name: str, array: np.ndarray, dtype: str, to: np.dtype) -> np.ndarray:

@@ -34,8 +34,8 @@ _HUB_CACHE = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")  # of the hub's
 class Exported:
     """What lies in the folder beside the card.
 
-    `weights` as `export` takes them; `kind`: "hf", "peft" or "gguf"; `files`: what to name in the examples, the GGUF
-    file. `tokens_drawn`: by source up to `step`, of the checkpoint's ledger; None for a mean of checkpoints.
+    `weights` and `dtype` as `export` takes them; `kind`: "hf", "peft" (adapters alone) or "gguf". `tokens_drawn`: by
+    source up to `step`, of the checkpoint's ledger; None for a mean of checkpoints.
     """
 
     step: int
@@ -98,13 +98,13 @@ def _headline(run: Run, exported: Exported) -> list[str]:
     its = {"raw": "the parameters", "ema": "the moving average of the parameters"}
     what = its.get(exported.weights) or f"the mean of the last checkpoints of phase {exported.weights[5:]}, which ends"
     if exported.kind == "peft":
-        what = "LoRA adapters, as they were"
+        what = f"LoRA adapters for it, rank {config.lora.rank}, of {', '.join(config.lora.targets)}, as they were"
     elif exported.merged:
         what += ", LoRA adapters folded in,"
     is_gold = exported.weights in ("raw", "ema") and run.gold_step == step
     gold = ", the gold checkpoint of the run" if is_gold else ""
     ids = config.num_ids or config.vocab_size
-    size = num_parameters(replace(config, vocab_size=ids, num_ids=None))
+    size = num_parameters(replace(config, vocab_size=ids, num_ids=None, lora=None))
     shape = {"layers": config.n_layer, "width": config.d_model, "feed-forward": f"{config.d_ff} ({config.mlp_type})"}
     shape["heads"] = f"{config.n_head} of width {config.head_width}"
     if config.n_kv_head != config.n_head:

@@ -10,19 +10,25 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
+from written_run import command
 
 from curriculum.config import build_config
 from curriculum.errors import InputError
 from curriculum.export import _rounded, export, write_safetensors
 from curriculum.manifest import write_manifest
+from curriculum.model.hf_config import read_hf_config
+from curriculum.train.checkpoint import load_params
 from curriculum.train.trainer import train
 
 CURRICULUM = str(Path(sys.executable).parent / "curriculum")
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """4 steps, checkpoints at 2 and 4, 257 ids padded to 264; the corpus is gone when it is exported."""
+def runs(tmp_path_factory):
+    """`run`: 4 steps, checkpoints at 2 and 4, 257 ids padded to 264. `adapters`: 2 steps of LoRA from its step 4.
+
+    The corpus is gone when they are exported.
+    """
     folder = tmp_path_factory.mktemp("export")
     (folder / "text.txt").write_text("one two three four five six seven eight nine ten " * 200)
     data = {
@@ -39,9 +45,18 @@ def run(tmp_path_factory):
         "logging": {"tensorboard": False},
     }  # fmt: skip
     train(build_config(data), folder / "run", store_dir=folder / "store")
+    base = str(folder / "run/checkpoints/4")
+    adaptation = {"init_from": base, "lora": {"rank": 4, "alpha": 6, "targets": ["query", "down"]}}
+    data |= {"adaptation": adaptation, "train": {**data["train"], "steps": 2}}
+    train(build_config(data), folder / "adapters", store_dir=folder / "store")
     (folder / "text.txt").unlink()
     shutil.rmtree(folder / "store/stores")
-    return folder / "run"
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(runs):
+    return runs / "run"
 
 
 def saved_params(run, step):
@@ -213,6 +228,9 @@ def test_large_models_are_cut_and_the_index_tells_where_each_array_is(tmp_path):
             ["run", "--dtype", "fp16"],
             "--dtype fp16: there is no such one; did you mean 'f16'? expected one of: f32, bf16",
         ),
+        (["run", "--dtype", "q8_0"], "--dtype q8_0: only --format gguf has it; expected one of: f32, bf16, f16"),
+        (["run", "--format", "gguf", "--dtype", "q8"], "--dtype q8: there is no such one; did you mean 'q8_0'?"),
+        (["run", "--merge"], "--merge: run trained no adapters (adaptation.lora); leave it out"),
         (["run", "-o", "full"], "-o full: is there already; expected a new or an empty folder"),
         (["run", "-o", "full/note"], "-o full/note: is there already"),
         (["run", "-o", "full/note/x"], "-o full/note/x: cannot be written"),
@@ -269,3 +287,165 @@ def test_a_failure_leaves_nothing(run, tmp_path):
     with pytest.raises(InputError, match="-o .*out: cannot be written: .*tokenizer"):
         export(broken, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["broken"]
+
+
+# Each tensor of transformers for this model, and what it is made of.
+LINEARS = {"self_attn.q_proj": "attention.query", "self_attn.k_proj": "attention.key", "self_attn.v_proj": "attention.value",
+           "self_attn.o_proj": "attention.out", "mlp.gate_proj": "mlp.gate", "mlp.up_proj": "mlp.up",
+           "mlp.down_proj": "mlp.down"}  # fmt: skip
+
+
+def as_transformers_has_them(arrays):
+    """By hand: kernels [in, out] turned round, the padding from id 257 on cut off."""
+    expected = {
+        "model.embed_tokens.weight": arrays["embed.embedding"][:257],
+        "lm_head.weight": arrays["head.kernel"].T[:257],
+        "model.norm.weight": arrays["norm.scale"],
+    }
+    for i in range(2):
+        ours, theirs = f"blocks.00{i}", f"model.layers.{i}"
+        expected |= {f"{theirs}.{t}.weight": arrays[f"{ours}.{o}.kernel"].T for t, o in LINEARS.items()}
+        expected[f"{theirs}.input_layernorm.weight"] = arrays[f"{ours}.attention_norm.scale"]
+        expected[f"{theirs}.post_attention_layernorm.weight"] = arrays[f"{ours}.mlp_norm.scale"]
+    return expected
+
+
+@pytest.fixture(scope="module")
+def hf_folder(run, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hf") / "out"
+    assert export(run, folder, format="hf", step="latest") == 4
+    return folder
+
+
+def test_a_folder_for_transformers(run, hf_folder):
+    assert sorted(path.name for path in hf_folder.iterdir()) == [
+        "README.md", "config.json", "generation_config.json", "model.safetensors", "special_tokens_map.json",
+        "tokenizer.json", "tokenizer_config.json",
+    ]  # fmt: skip
+    assert_same(load_file(hf_folder / "model.safetensors"), as_transformers_has_them(saved_params(run, 4)))
+    with safe_open(hf_folder / "model.safetensors", "numpy") as file:
+        assert file.metadata() == {"format": "pt", "step": "4", "weights": "raw"}
+    config = json.loads((hf_folder / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"] and config["vocab_size"] == 257
+    assert config["dtype"] == "float32" and config["bos_token_id"] == config["eos_token_id"] == 256
+    assert json.loads((hf_folder / "generation_config.json").read_text()) == {"bos_token_id": 256, "eos_token_id": 256}
+    assert json.loads((hf_folder / "tokenizer_config.json").read_text())["model_max_length"] == 1024
+    card = (hf_folder / "README.md").read_text()
+    assert (
+        "# small\n" in card
+        and "the parameters after step 4 of 4" in card
+        and "| a | 0 to 4 | web 1 | web 512 |" in card
+    )
+    assert [path.name for path in hf_folder.parent.iterdir()] == ["out"]
+    for path in hf_folder.iterdir():  # others may read it who may read the run
+        assert path.stat().st_mode & 0o777 == (run / "model.json").stat().st_mode & 0o777, path
+    assert read_hf_config(hf_folder).vocab_size == 257  # a run can begin from it
+
+
+def test_a_folder_in_half_the_size(run, tmp_path):
+    export(run, tmp_path / "out", format="hf", step="latest", dtype="bf16")
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
+    stored = load_file(tmp_path / "out/model.safetensors")  # numpy has no such type: ml_dtypes has
+    expected = as_transformers_has_them(saved_params(run, 4))
+    assert stored.keys() == expected.keys()
+    for name, array in stored.items():
+        assert np.ascontiguousarray(array).view(np.uint16).tolist() == to_bf16_bits(np.array(expected[name])).tolist()
+    assert "| stored as | bf16 |" in (tmp_path / "out/README.md").read_text()
+
+
+def test_transformers_computes_what_the_run_does(run, hf_folder):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from curriculum.model.presets import ModelConfig
+    from curriculum.model.transformer import transformer
+
+    model = transformer(ModelConfig.of(json.loads((run / "model.json").read_text())))
+    params = load_params(run / "checkpoints/4/params")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(hf_folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(hf_folder)
+    ids = [tokenizer.bos_token_id, *tokenizer.encode("five six séven <|endoftext|>", add_special_tokens=False)]
+    assert ids[0] == 256 and bytes(ids[1:]).decode() == "five six séven <|endoftext|>"
+    features = np.asarray(model.forward(params, np.array([ids]), None, None))
+    ours = (features @ np.asarray(params["head"]["kernel"]))[..., :257]
+    with torch.no_grad():
+        logits = theirs(torch.tensor([ids])).logits.numpy()
+    assert logits.shape == ours.shape and np.abs(logits - ours).max() <= 2e-5 * np.abs(logits).max()
+
+
+def test_a_bare_run_makes_a_card_that_says_so(run, tmp_path):
+    bare = tmp_path / "bare"
+    shutil.copytree(run, bare)
+    for name in ("events.jsonl", "metrics.jsonl", "evals", "gold"):
+        shutil.rmtree(bare / name) if (bare / name).is_dir() else (bare / name).unlink()
+    assert export(bare, tmp_path / "out", format="hf") == 4
+    assert "The record of the run was not there" in (tmp_path / "out/README.md").read_text()
+
+
+def changed(run, folder, file, **changes):
+    """A copy of a run with changes in one of its JSON files, and without arrays: they are not looked at."""
+    shutil.copytree(run, folder, ignore=shutil.ignore_patterns("params"))
+    content = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps(content | changes))
+    return folder
+
+
+@pytest.mark.parametrize("format", ["hf", "gguf"])
+def test_what_no_class_has_is_told_before_anything_heavy(run, tmp_path, format):
+    odd = changed(run, tmp_path / "odd", "model.json", pos_encoding="learned", n_kv_head=2)
+    code, _, errors, modules = command("export", odd, "--format", format, "-o", tmp_path / "out")
+    assert code == 2 and "jax" not in modules and "numpy" in modules
+    for field in ("mlp_type", "norm_type", "bias"):
+        assert f"model.{field}: got " in errors
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("format", ["hf", "gguf"])
+def test_a_model_of_ones_own_has_no_class(run, tmp_path, format):
+    own = changed(run, tmp_path / "own", "config.resolved.json", model=None)
+    with pytest.raises(InputError, match=f"--format {format}: .*own was trained with a model of one's own"):
+        export(own, tmp_path / "out", format=format)
+
+
+def adapters_by_hand(runs):
+    """{name of the matrix: W + 6 / 4 A B} of the run of adapters, and what those are made of."""
+    adapters, base = saved_params(runs / "adapters", 2), saved_params(runs / "run", 4)
+    whole = dict(base)
+    for name in [name.removesuffix(".lora_a") for name in adapters if name.endswith(".lora_a")]:
+        product = adapters[f"{name}.lora_a"].astype(np.float64) @ adapters[f"{name}.lora_b"]
+        whole[f"{name}.kernel"] = (base[f"{name}.kernel"] + 1.5 * product).astype(np.float32)
+    return adapters, base, whole
+
+
+def test_adapters_are_folded_in(runs, tmp_path):
+    adapters, base, whole = adapters_by_hand(runs)
+    assert len(adapters) == 8  # A and B of two matrices in two layers
+    assert export(runs / "adapters", tmp_path / "hf", format="hf", step="latest", merge=True) == 2
+    assert_same(load_file(tmp_path / "hf/model.safetensors"), as_transformers_has_them(whole))
+    assert "adapters folded in" in (tmp_path / "hf/README.md").read_text()
+    export(runs / "adapters", tmp_path / "own", step="latest", merge=True)
+    assert_same(load_file(tmp_path / "own/model.safetensors"), whole)
+    assert (tmp_path / "own/model.json").read_text() == (runs / "run/model.json").read_text()
+    moved = [name for name in whole if whole[name].tobytes() != base[name].tobytes()]
+    assert sorted({name.split(".", 2)[2] for name in moved}) == ["attention.query.kernel", "mlp.down.kernel"]
+
+
+@pytest.mark.parametrize("format", ["hf", "safetensors"])
+def test_adapters_alone_are_a_folder_for_peft(runs, tmp_path, format):
+    assert export(runs / "adapters", tmp_path / "out", format=format, step="latest") == 2
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "README.md", "adapter_config.json", "adapter_model.safetensors", "special_tokens_map.json", "tokenizer.json",
+        "tokenizer_config.json",
+    ]  # fmt: skip
+    stored, adapters = load_file(tmp_path / "out/adapter_model.safetensors"), adapters_by_hand(runs)[0]
+    prefix = "base_model.model.model.layers.1"
+    assert len(stored) == 8
+    assert np.array_equal(stored[f"{prefix}.mlp.down_proj.lora_A.weight"], adapters["blocks.001.mlp.down.lora_a"].T)
+    config = json.loads((tmp_path / "out/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(runs / "run/checkpoints/4") and config["r"] == 4
+    assert "library_name: peft" in (tmp_path / "out/README.md").read_text()
+
+
+def test_adapters_alone_are_no_gguf(runs, tmp_path):
+    with pytest.raises(InputError, match="--format gguf: the run trained adapters alone; fold them in with --merge"):
+        export(runs / "adapters", tmp_path / "out", format="gguf")
+    assert not (tmp_path / "out").exists()

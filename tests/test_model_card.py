@@ -10,7 +10,7 @@ import yaml
 from huggingface_hub import ModelCard
 from written_run import offender, windows, write_run
 
-from curriculum.model.presets import ModelConfig
+from curriculum.model.presets import LoraConfig, ModelConfig
 from curriculum.model_card import Exported, model_card
 from curriculum.run import Run, RunDirectory, load_run
 
@@ -20,6 +20,7 @@ CONFIG = ModelConfig(vocab_size=320, n_layer=2, n_head=2, n_kv_head=1, d_model=8
 NUM_PARAMETERS = 300 * 8 + 2 * (2 * 8 + 8 * 24 + 3 * 8 * 16) + 8
 DRAWN = {"web": 5_000, "code": 1_200, "law": 1_803}  # of a ledger: not what shares of the plan would give
 EXPORTED = Exported(80, "raw", "hf", "bf16", CONFIG, DRAWN, "<|endoftext|>")
+PEFT = {"kind": "peft", "config": dataclasses.replace(CONFIG, lora=LoraConfig(rank=4))}
 LOSSES = {
     "val": lambda step: windows(3 - step / 100, spread=0.1),
     "law": lambda step: 4.0 if step in (0, 60, 100) else None,
@@ -154,9 +155,9 @@ def test_the_front_matter_is_the_hubs(run_dir):
         "pipeline_tag": "text-generation",
         "tags": ["curriculum", "text-generation"],
     }
-    for kind, library in (("gguf", "gguf"), ("peft", "peft")):
-        found = ModelCard(model_card(load_run(run_dir), dataclasses.replace(EXPORTED, kind=kind))).data.to_dict()
-        assert found["library_name"] == library and len(found["tags"]) == 3
+    for kind in ({"kind": "gguf"}, PEFT):
+        found = ModelCard(model_card(load_run(run_dir), dataclasses.replace(EXPORTED, **kind))).data.to_dict()
+        assert found["library_name"] == kind["kind"] and len(found["tags"]) == 3
 
 
 @pytest.mark.parametrize(
@@ -249,12 +250,13 @@ def test_what_a_user_named_breaks_no_table(tmp_path):
 def test_how_to_load_each_kind(run_dir):
     run = load_run(run_dir)
     hf, gguf, peft = (
-        sections(model_card(run, dataclasses.replace(EXPORTED, kind=kind)))["How to load it"]
-        for kind in ("hf", "gguf", "peft")
+        sections(model_card(run, dataclasses.replace(EXPORTED, **kind)))["How to load it"]
+        for kind in ({}, {"kind": "gguf"}, PEFT)
     )
     assert 'AutoModelForCausalLM.from_pretrained(".")' in hf and "vllm serve ." in hf
     assert "[tokenizer.bos_token_id, *text]" in hf and "from peft" not in hf
     assert "llama-cli -m model.gguf" in gguf and 'from_pretrained(".", gguf_file="model.gguf")' in gguf
     assert "model = AutoPeftModelForCausalLM.from_pretrained" in peft and "--merge" in peft
-    adapters = sections(model_card(run, dataclasses.replace(EXPORTED, kind="peft")))[""]
-    assert "Here are LoRA adapters" in adapters
+    adapters = sections(model_card(run, dataclasses.replace(EXPORTED, **PEFT)))[""]
+    assert f"of {NUM_PARAMETERS:,} parameters" in adapters
+    assert "Here are LoRA adapters for it, rank 4, of query, value, as they were after step 80" in adapters

@@ -36,6 +36,6 @@ def command(run, format_name, step, weights, dtype, merge, output):
     """Write the parameters of RUN, with its tokenizer and a model card, into a folder of their own."""
     from curriculum.export import export
 
-    exported = export(run, output, format=format_name, step=step, weights=weights, dtype=dtype)
+    exported = export(run, output, format=format_name, step=step, weights=weights, dtype=dtype, merge=merge)
     merged = ", adapters merged" if merge else ""
     click.echo(f"{output}: step {exported} of {run}, {format_name}, {weights} weights, {dtype}{merged}")
