@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from curriculum.data.gguf_vocabulary import gguf_vocabulary
 from curriculum.data.tokenizer import Tokenizer, load_tokenizer
 from curriculum.errors import InputError
+from curriculum.model.gguf import gguf_architecture, write_gguf
 from curriculum.model.hf import hf_tensors
 from curriculum.model.hf_config import HF_CONFIG, hf_config_of
 from curriculum.model.presets import ModelConfig
 from curriculum.model_card import Exported, model_card
+from curriculum.record.append import tell
 from curriculum.record.events import EVENTS, read_events
 from curriculum.run import Run, RunDirectory, find_checkpoint, read_json, read_ledger
 
@@ -149,7 +152,7 @@ class _Target:
     name: str
     config: ModelConfig
     tokenizer: Tokenizer
-    hf_config: dict[str, Any]
+    hf_config: dict[str, Any]  # of the formats that have one
     base: str | None  # what the adapters of a LoRA run are for
 
 
@@ -163,7 +166,12 @@ def _target(directory: RunDirectory, kind: str, dtype: str, merge: bool) -> _Tar
         )
     config = ModelConfig.of(read_json(directory.path / "model.json"))
     tokenizer = load_tokenizer(directory.tokenizer)
-    hf_config = hf_config_of(config, bos=tokenizer.bos, eos=tokenizer.eot, dtype=_DTYPES.get(dtype, "float32"))
+    if kind == "gguf":
+        gguf_architecture(config)
+        gguf_vocabulary(tokenizer, config.num_ids or config.vocab_size)
+        hf_config = {}
+    else:
+        hf_config = hf_config_of(config, bos=tokenizer.bos, eos=tokenizer.eot, dtype=_DTYPES[dtype])
     config = replace(config, lora=None) if merge else config
     base = resolved["adaptation"]["init_from"] if config.lora else None
     return _Target(resolved["name"], config, tokenizer, hf_config, base)
@@ -185,12 +193,11 @@ def _write_hf(
 def _write_gguf(
     folder: Path, target: _Target, arrays: Mapping[str, np.ndarray], dtype: str, metadata: Mapping[str, str]
 ) -> None:
-    from curriculum.model.gguf import write_gguf
-
     own = {f"curriculum.{key}": value for key, value in metadata.items()}
-    write_gguf(
-        folder / "model.gguf", target.config, arrays, target.tokenizer, dtype=dtype, name=target.name, metadata=own
-    )
+    rest = {"dtype": dtype, "name": target.name, "metadata": own}
+    in_f16 = write_gguf(folder / "model.gguf", target.config, arrays, target.tokenizer, **rest)
+    if in_f16:
+        tell(f"q8_0: {len(in_f16)} matrices are stored as f16, their rows being no multiple of 32: {', '.join(in_f16)}")
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

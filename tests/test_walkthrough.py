@@ -49,11 +49,11 @@ def test_the_walk_through_keeps_what_was_known_and_learns_the_domain(walked):
     run = load_run(folder / "runs/adapted")
     assert run.start["lineage"]["init_from"] == "pretrained"
     evals = {name: dict(run.evals(name)) for name in ("general", "domain")}
-    before, after = ({name: evals[name][step] for name in evals} for step in (0, 60))
+    before, after = ({name: evals[name][step] for name in evals} for step in (0, 80))
     # The pretrained model is no random one, and what it came with is what is measured at step 0.
     pretrained = load_run(folder / "runs/pretrained")
     assert before["general"] == pytest.approx(pretrained.evals()[-1][1], abs=1e-4) and before["general"] < 2.0
-    assert after["domain"] < before["domain"] - 2 and after["general"] < before["general"] + 0.2
+    assert after["domain"] < before["domain"] - 1 and after["general"] < before["general"] + 0.2
     # The page's table is of such a run.
     said = re.findall(r"^\| (general|domain) \| ([\d.]+) \| ([\d.]+) \|$", PAGE.read_text(), re.M)
     assert [name for name, *_ in said] == ["general", "domain"]
@@ -71,7 +71,7 @@ def test_the_walk_through_keeps_what_was_known_and_learns_the_domain(walked):
     ):
         assert (folder / "adapted" / name).is_file() and (folder / "pretrained" / name).is_file()
     card = (folder / "adapted/README.md").read_text()
-    assert "parameters from pretrained" in card and "stories" in card and "0.1" in card
+    assert "parameters from pretrained" in card and "laws 0.8, stories 0.2" in card
     f32 = (folder / "adapted/model.safetensors").stat().st_size
     assert 0.2 < (folder / "adapted-gguf/model.gguf").stat().st_size / f32 < 0.5
 
@@ -82,10 +82,10 @@ def test_transformers_generates_from_what_the_walk_through_exports(walked):
     folder, _ = walked
     block = next(text for _, text in BLOCK.findall(PAGE.read_text()) if "transformers" in text)
     told = run_block("python", block, folder).strip()
-    assert told.startswith("<|endoftext|>the party shall ")
+    assert told.startswith("the party shall ")
     words = "the party shall pay a fee pursuant to section nine provided that notice was given in writing".split()
-    generated = re.findall(r"\w+", told.removeprefix("<|endoftext|>the party shall "))[:-1]  # the last may be cut off
-    assert len(generated) >= 5 and set(generated) <= set(words)
+    generated = re.findall(r"\w+", told)[:-1]  # the last may be cut off
+    assert len(generated) >= 8 and set(generated) <= set(words)
 
 
 @pytest.mark.slow

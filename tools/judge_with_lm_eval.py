@@ -16,8 +16,8 @@ What has to agree for that, and how it is made to:
 - A window of lm-eval is `max_length` tokens: it is set to the run's `evalsets.seq_len`. Both cut a document into
   disjoint windows of that many targets, each with the token before it as context. Only a last window that is shorter
   differs: lm-eval fills its context up with tokens that the window before has scored, ours begins it with one token, as
-  every other. So documents of at most one window, or of a multiple of it, are cut alike: those have to agree. Of all
-  documents lm-eval's figure is the lower one, by what that context is worth; both are in the table.
+  every other. So documents of at most one window, or of a multiple of it, are cut alike: those have to agree. What the
+  longer context is worth to the model is the difference over all documents, which the table has too.
 - The bytes are those of the document's UTF-8 text. The text is what the tokens of the set stand for; a document whose
   text does not give the same tokens and bytes again (which a tokenizer that normalises can do) is left out and counted.
 """
@@ -66,9 +66,22 @@ def main(argv: list[str] | None = None) -> None:
     print("\n".join(table(figures)))
     if args.json:
         Path(args.json).write_text(json.dumps(figures, indent=2) + "\n")
-    different = [name for name, of_set in figures.items() if not abs(of_set["alike"]["difference"]) <= args.tolerance]
-    if different:
-        sys.exit(f"bits per byte of documents that are cut alike differ by more than {args.tolerance}: {different}")
+    if told := problems(figures, args.tolerance):
+        sys.exit("\n".join(told))
+
+
+def problems(figures: dict[str, dict], tolerance: float) -> list[str]:
+    """What stands against saying that both judge alike."""
+    told = []
+    for name, of_set in figures.items():
+        alike = of_set["alike"]
+        if not alike["documents"]:
+            told.append(
+                f"{name}: no document is cut alike in windows of {of_set['seq_len']} tokens: nothing to compare"
+            )
+        elif not abs(alike["difference"]) <= tolerance:
+            told.append(f"{name}: differs by {alike['difference']:+.1e} bits per byte, expected at most {tolerance:g}")
+    return told
 
 
 def documents_of(run: Path, evalset) -> dict[int, str]:
