@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 from written_run import command
 
 from curriculum.config import build_config
+from curriculum.data.vocabulary import char_tokenizer
 from curriculum.errors import InputError
 from curriculum.export import _rounded, export, write_safetensors
 from curriculum.manifest import write_manifest
@@ -449,3 +450,42 @@ def test_adapters_alone_are_no_gguf(runs, tmp_path):
     with pytest.raises(InputError, match="--format gguf: the run trained adapters alone; fold them in with --merge"):
         export(runs / "adapters", tmp_path / "out", format="gguf")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_file_for_llama_cpp(run, tmp_path, capsys):
+    """What stands in the file is tests/test_gguf.py's; here that it is of this step, and all that it needs."""
+    import gguf
+
+    assert export(run, tmp_path / "out", format="gguf", step=2, dtype="q8_0") == 2
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["README.md", "model.gguf"]
+    reader = gguf.GGUFReader(tmp_path / "out/model.gguf")
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    assert fields["general.architecture"] == "llama" and fields["general.name"] == "small"
+    assert (fields["curriculum.step"], fields["curriculum.weights"]) == ("2", "raw")
+    assert len(fields["tokenizer.ggml.tokens"]) == 257
+    tensors, saved = {tensor.name: tensor for tensor in reader.tensors}, saved_params(run, 2)
+    assert len(tensors) == len(saved)
+    assert tensors["blk.1.attn_norm.weight"].data.tolist() == saved["blocks.001.attention_norm.scale"].tolist()
+    assert tensors["blk.0.attn_v.weight"].tensor_type == gguf.GGMLQuantizationType.Q8_0
+    # Rows of 48 are no multiple of 32.
+    told = "q8_0: 2 matrices are stored as f16, their rows being no multiple of 32: blk.0.ffn_down.weight, blk.1."
+    assert told in capsys.readouterr().err
+    assert "library_name: gguf" in (tmp_path / "out/README.md").read_text()
+
+
+def test_adapters_are_folded_into_a_gguf(runs, tmp_path):
+    import gguf
+
+    export(runs / "adapters", tmp_path / "out", format="gguf", step="latest", merge=True)
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "out/model.gguf").tensors}
+    whole = adapters_by_hand(runs)[2]
+    assert np.array_equal(tensors["blk.1.ffn_down.weight"].data, whole["blocks.001.mlp.down.kernel"].T)
+
+
+def test_a_tokenizer_that_llama_cpp_has_not_is_told_at_once(run, tmp_path):
+    odd = tmp_path / "odd"
+    shutil.copytree(run, odd, ignore=shutil.ignore_patterns("params"))
+    shutil.rmtree(odd / "tokenizer")
+    char_tokenizer(["one two three"]).save(odd / "tokenizer")
+    with pytest.raises(InputError, match="tokenizer.kind: char cannot be written as GGUF"):
+        export(odd, tmp_path / "out", format="gguf")

@@ -71,6 +71,7 @@ def test_package_files_hold_a_docstring_and_nothing_else():
         ["export", "a-run", "--format", "safetensor", "-o", "x"],
         ["export", "a-run", "--format", "safetensors", "--weights", "emma", "-o", "x"],
         ["export", "a-run", "--format", "safetensors", "-o", "configs"],
+        ["export", "a-run", "--format", "hf", "--dtype", "q8_0", "-o", "x"],
     ],
     ids=" ".join,
 )

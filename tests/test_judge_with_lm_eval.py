@@ -62,7 +62,8 @@ def test_a_difference_is_told_and_so_is_that_there_is_nothing_to_compare(tool):
     assert tool.problems({"law": differs}, 0.03) == []
     none = tool.compared(Ours, "law", {1: "b"}, {1: 6.0})
     expected = ["law: no document is cut alike in windows of 4 tokens: nothing to compare"]
-    assert tool.problems({"law": none}, 1e-3) == expected
+    assert tool.problems({"law": none}, 1e-3) == expected and none["alike"]["difference"] is None
+    assert tool.table({"law": none})[2] == "| law | 0, cut alike | 0 | | | |"
 
 
 def test_a_run_that_is_not_there_is_told(tool, tmp_path, capsys):

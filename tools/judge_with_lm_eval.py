@@ -161,7 +161,9 @@ def compared(ours, name: str, documents: dict[int, str], their_nats: dict[int, f
 
     def bits_per_byte(of_D: np.ndarray) -> dict:
         size = math.log(2) * bytes_D[of_D].sum()
-        mine, its = (float(nats_D[of_D].sum() / size) if size else math.nan for nats_D in (ours_D, theirs_D))
+        if not size:
+            return {"documents": 0, "bytes": 0, "ours": None, "lm_eval": None, "difference": None}
+        mine, its = (float(nats_D[of_D].sum() / size) for nats_D in (ours_D, theirs_D))
         figures = {"ours": mine, "lm_eval": its, "difference": its - mine}
         return {"documents": int(of_D.sum()), "bytes": int(bytes_D[of_D].sum()), **figures}
 
@@ -175,6 +177,9 @@ def table(figures: dict[str, dict]) -> list[str]:
     for name, of_set in figures.items():
         for key, what in (("alike", "cut alike"), ("all", "all")):
             found = of_set[key]
+            if not found["documents"]:
+                lines.append(f"| {name} | 0, {what} | 0 | | | |")
+                continue
             numbers = f"{found['ours']:.6f} | {found['lm_eval']:.6f} | {found['difference']:+.1e}"
             lines.append(f"| {name} | {found['documents']:,}, {what} | {found['bytes']:,} | {numbers} |")
         if of_set["left_out"]:
