@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -21,6 +21,7 @@ from curriculum.model.gguf import gguf_architecture, write_gguf
 from curriculum.model.hf import hf_tensors
 from curriculum.model.hf_config import HF_CONFIG, hf_config_of
 from curriculum.model.presets import ModelConfig
+from curriculum.model.safetensors_writer import DTYPES, numpy_dtype, rounded_all, write_safetensors
 from curriculum.model_card import Exported, model_card
 from curriculum.record.append import tell
 from curriculum.record.events import EVENTS, read_events
@@ -28,8 +29,6 @@ from curriculum.run import Run, RunDirectory, find_checkpoint, read_json, read_l
 
 if TYPE_CHECKING:
     from curriculum.model.model import Model, Params
-
-SHARD_BYTES = 5 * 10**9  # as the hub's tools cut large models
 
 
 def export(
@@ -88,7 +87,7 @@ def export(
             folder = Path(scratch) / output.name
             folder.mkdir()
             if target is None:
-                write_safetensors(folder, _rounded_all(arrays.items(), dtype), metadata)
+                write_safetensors(folder, rounded_all(arrays.items(), dtype), metadata)
                 _write_json(folder / "model.json", _without_adapters(directory))
                 shutil.copytree(directory.tokenizer, folder / "tokenizer")
             else:
@@ -171,7 +170,7 @@ def _target(directory: RunDirectory, kind: str, dtype: str, merge: bool) -> _Tar
         gguf_vocabulary(tokenizer, config.num_ids or config.vocab_size)
         hf_config = {}
     else:
-        hf_config = hf_config_of(config, bos=tokenizer.bos, eos=tokenizer.eot, dtype=_DTYPES[dtype])
+        hf_config = hf_config_of(config, bos=tokenizer.bos, eos=tokenizer.eot, dtype=DTYPES[dtype])
     config = replace(config, lora=None) if merge else config
     base = resolved["adaptation"]["init_from"] if config.lora else None
     return _Target(resolved["name"], config, tokenizer, hf_config, base)
@@ -183,7 +182,7 @@ def _write_hf(
     from curriculum.data.hf_tokenizer import write_hf_tokenizer
 
     tensors = hf_tensors(target.config, arrays)
-    write_safetensors(folder, _rounded_all(tensors, dtype), {"format": "pt", **metadata})  # transformers asks for it
+    write_safetensors(folder, rounded_all(tensors, dtype), {"format": "pt", **metadata})  # transformers asks for it
     _write_json(folder / HF_CONFIG, target.hf_config)
     ids = {key: target.hf_config[key] for key in ("bos_token_id", "eos_token_id")}
     _write_json(folder / "generation_config.json", ids)
@@ -210,8 +209,8 @@ def _write_peft(
     from curriculum.data.hf_tokenizer import write_hf_tokenizer
     from curriculum.model.lora import write_peft
 
-    rounded = dict(_rounded_all(arrays.items(), dtype))
-    write_peft(folder, target.config, rounded, target.base, _numpy_dtype(dtype))
+    rounded = dict(rounded_all(arrays.items(), dtype))
+    write_peft(folder, target.config, rounded, target.base, numpy_dtype(dtype))
     write_hf_tokenizer(target.tokenizer, folder, model_max_length=target.config.max_seq_len)
 
 
@@ -264,83 +263,15 @@ def load_exported(folder: str | os.PathLike, model: Model) -> Params:
     return jax.tree.map_with_path(lambda path, _: np.asarray(arrays[parameter_name(path)], np.float32), shapes)
 
 
-def write_safetensors(
-    folder: Path,
-    arrays: Iterable[tuple[str, np.ndarray]],
-    metadata: dict[str, str],
-    shard_bytes: int = SHARD_BYTES,
-) -> None:
-    """One file, or several of at most `shard_bytes` each (a larger array alone in its own) and their index.
-
-    `arrays` are (name, array); no more of them are held than one file takes.
-    """
-    files: list[list[str]] = []
-    shard: dict[str, np.ndarray] = {}
-    total_size = 0
-
-    def save() -> None:
-        files.append(list(shard))
-        _save(shard, folder / f"{len(files)}.part", metadata)
-        shard.clear()
-
-    for name, array in arrays:
-        if shard and sum(a.nbytes for a in shard.values()) + array.nbytes > shard_bytes:
-            save()
-        shard[name] = array
-        total_size += array.nbytes
-    save()
-    if len(files) == 1:
-        (folder / "1.part").rename(folder / "model.safetensors")
-        return
-    weight_map = {}
-    for i, names in enumerate(files, start=1):
-        file = f"model-{i:05}-of-{len(files):05}.safetensors"
-        (folder / f"{i}.part").rename(folder / file)
-        weight_map |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": total_size, **metadata}, "weight_map": weight_map}
-    _write_json(folder / "model.safetensors.index.json", index)
-
-
-def _save(arrays: dict[str, np.ndarray], path: Path, metadata: dict[str, str]) -> None:
-    """As `save_file`, readable by whom the folder is: safetensors makes files for their owner alone."""
-    from safetensors.numpy import save_file
-
-    save_file(arrays, path, metadata)
-    path.chmod(path.parent.stat().st_mode & 0o666)
-
-
 _FORMATS = ("safetensors", "hf", "gguf")
-_DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 _OF_GGUF = ("q8_0",)  # types that no other format has
 _WEIGHTS = {"raw": "params", "ema": "ema", "mean:PHASE": None}  # and the item of a checkpoint that holds them
 
 
 def _check_dtype(dtype: str, format: str) -> None:
     if dtype in _OF_GGUF and format != "gguf":
-        raise InputError(f"--dtype {dtype}: only --format gguf has it; expected one of: {', '.join(_DTYPES)}")
-    _chosen("--dtype", dtype, (*_DTYPES, *_OF_GGUF) if format == "gguf" else _DTYPES)
-
-
-def _rounded_all(arrays: Iterable[tuple[str, np.ndarray]], dtype: str) -> Iterator[tuple[str, np.ndarray]]:
-    to = _numpy_dtype(dtype)
-    return ((name, _rounded(name, array, dtype, to)) for name, array in arrays)
-
-
-def _numpy_dtype(dtype: str) -> np.dtype:
-    import ml_dtypes
-
-    return np.dtype(ml_dtypes.bfloat16 if dtype == "bf16" else _DTYPES[dtype])
-
-
-def _rounded(name: str, array: np.ndarray, dtype: str, to: np.dtype) -> np.ndarray:
-    """A float32 array in another type. Raises InputError where a finite value becomes infinite."""
-    with np.errstate(over="ignore"):
-        rounded = array.astype(to, copy=False)
-    lost = np.isfinite(array) & ~np.isfinite(rounded)
-    if lost.any():
-        got = f"{np.count_nonzero(lost)} of {array.size} values of {name} are too large for it"
-        raise InputError(f"--dtype {dtype}: {got}, such as {array[lost][0]:g}; use another: {', '.join(_DTYPES)}")
-    return rounded
+        raise InputError(f"--dtype {dtype}: only --format gguf has it; expected one of: {', '.join(DTYPES)}")
+    _chosen("--dtype", dtype, (*DTYPES, *_OF_GGUF) if format == "gguf" else DTYPES)
 
 
 def _chosen(option: str, name: str, choices: Collection[str]) -> None:

@@ -15,9 +15,10 @@ from written_run import command
 from curriculum.config import build_config
 from curriculum.data.vocabulary import char_tokenizer
 from curriculum.errors import InputError
-from curriculum.export import _rounded, export, write_safetensors
+from curriculum.export import export
 from curriculum.manifest import write_manifest
 from curriculum.model.hf_config import read_hf_config
+from curriculum.model.safetensors_writer import rounded, write_safetensors
 from curriculum.train.checkpoint import load_params
 from curriculum.train.trainer import train
 
@@ -138,11 +139,11 @@ def test_a_value_too_large_is_told_by_name(run, tmp_path):
 
     array = np.array([1.0, 65519.0, -65520.0, np.inf, np.nan, 7e4], np.float32)  # 65520 is the first to become infinite
     with pytest.raises(InputError) as error:
-        _rounded("blocks.000.x", array, "f16", np.dtype("float16"))
+        rounded("blocks.000.x", array, "f16", np.dtype("float16"))
     assert str(error.value) == (
         "--dtype f16: 2 of 6 values of blocks.000.x are too large for it, such as -65520; use another: f32, bf16, f16"
     )
-    assert _rounded("x", array[:2], "f16", np.dtype("float16")).tolist() == [1.0, 65504.0]
+    assert rounded("x", array[:2], "f16", np.dtype("float16")).tolist() == [1.0, 65504.0]
     huge = tmp_path / "huge"
     shutil.copytree(run, huge)
     with StandardCheckpointer() as checkpointer:
@@ -443,7 +444,9 @@ def test_adapters_alone_are_a_folder_for_peft(runs, tmp_path, format):
     assert np.array_equal(stored[f"{prefix}.mlp.down_proj.lora_A.weight"], adapters["blocks.001.mlp.down.lora_a"].T)
     config = json.loads((tmp_path / "out/adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(runs / "run/checkpoints/4") and config["r"] == 4
-    assert "library_name: peft" in (tmp_path / "out/README.md").read_text()
+    card = (tmp_path / "out/README.md").read_text()
+    assert "library_name: peft" in card
+    assert f"`curriculum export {runs / 'run'} --step 4 --format hf -o base`, and name that folder" in card
 
 
 def test_adapters_alone_are_no_gguf(runs, tmp_path):

@@ -16,8 +16,9 @@ import pytest
 from curriculum.cli.plan import table
 from curriculum.config import build_config
 from curriculum.errors import InputError
-from curriculum.export import export, load_exported, write_safetensors
+from curriculum.export import export, load_exported
 from curriculum.model.model import Model, check_model
+from curriculum.model.safetensors_writer import write_safetensors
 from curriculum.plan import plan
 from curriculum.run import load_run
 from curriculum.train.checkpoint import load_params

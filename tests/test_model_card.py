@@ -256,6 +256,7 @@ def test_how_to_load_each_kind(run_dir):
     assert 'AutoModelForCausalLM.from_pretrained(".")' in hf and "vllm serve ." in hf
     assert "[tokenizer.bos_token_id, *text]" in hf and "from peft" not in hf
     assert "llama-cli -m model.gguf" in gguf and 'from_pretrained(".", gguf_file="model.gguf")' in gguf
+    assert "names a checkpoint of a run" not in peft
     assert "model = AutoPeftModelForCausalLM.from_pretrained" in peft and "--merge" in peft
     adapters = sections(model_card(run, dataclasses.replace(EXPORTED, **PEFT)))[""]
     assert f"of {NUM_PARAMETERS:,} parameters" in adapters

@@ -1,0 +1,83 @@
+"""Arrays written as safetensors files, in several types and shards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from curriculum.errors import InputError
+
+SHARD_BYTES = 5 * 10**9  # as the hub's tools cut large models
+DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+
+
+def write_safetensors(
+    folder: Path,
+    arrays: Iterable[tuple[str, np.ndarray]],
+    metadata: Mapping[str, str],
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """One file, or several of at most `shard_bytes` each (a larger array alone in its own) and their index.
+
+    `arrays` are (name, array); no more of them are held than one file takes.
+    """
+    files: list[list[str]] = []
+    shard: dict[str, np.ndarray] = {}
+    total_size = 0
+
+    def save() -> None:
+        files.append(list(shard))
+        _save(shard, folder / f"{len(files)}.part", metadata)
+        shard.clear()
+
+    for name, array in arrays:
+        if shard and sum(a.nbytes for a in shard.values()) + array.nbytes > shard_bytes:
+            save()
+        shard[name] = array
+        total_size += array.nbytes
+    save()
+    if len(files) == 1:
+        (folder / "1.part").rename(folder / "model.safetensors")
+        return
+    weight_map = {}
+    for i, names in enumerate(files, start=1):
+        file = f"model-{i:05}-of-{len(files):05}.safetensors"
+        (folder / f"{i}.part").rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total_size, **metadata}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _save(arrays: dict[str, np.ndarray], path: Path, metadata: Mapping[str, str]) -> None:
+    """As `save_file`, readable by whom the folder is: safetensors makes files for their owner alone."""
+    from safetensors.numpy import save_file
+
+    save_file(arrays, path, dict(metadata))
+    path.chmod(path.parent.stat().st_mode & 0o666)
+
+
+def rounded_all(arrays: Iterable[tuple[str, np.ndarray]], dtype: str) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, array) in the type that DTYPES calls `dtype`, one after the other. Raises InputError as `rounded` does."""
+    to = numpy_dtype(dtype)
+    return ((name, rounded(name, array, dtype, to)) for name, array in arrays)
+
+
+def numpy_dtype(dtype: str) -> np.dtype:
+    """The numpy type of a key of DTYPES."""
+    import ml_dtypes
+
+    return np.dtype(ml_dtypes.bfloat16 if dtype == "bf16" else DTYPES[dtype])
+
+
+def rounded(name: str, array: np.ndarray, dtype: str, to: np.dtype) -> np.ndarray:
+    """A float32 array in another type. Raises InputError where a finite value becomes infinite."""
+    with np.errstate(over="ignore"):
+        rounded = array.astype(to, copy=False)
+    lost = np.isfinite(array) & ~np.isfinite(rounded)
+    if lost.any():
+        got = f"{np.count_nonzero(lost)} of {array.size} values of {name} are too large for it"
+        raise InputError(f"--dtype {dtype}: {got}, such as {array[lost][0]:g}; use another: {', '.join(DTYPES)}")
+    return rounded

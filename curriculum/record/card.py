@@ -1,0 +1,183 @@
+"""What the record of a run says of it up to one step, as sections of Markdown for its model card.
+
+`step` is the exported one, `weights` as `export` takes them. Of a run without events the record was not there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from curriculum.errors import InputError
+from curriculum.record.compare import interval_text, paired
+from curriculum.record.console import skipped_line, verdict
+from curriculum.record.events import METRICS, config_name
+from curriculum.record.inspection import edits_of, loss, mixture_text, offender, signed
+from curriculum.record.queries import EvalPoint, consumption, eval_points, evalset_facts, standing_regressions
+from curriculum.run import Run, read_arrays
+
+_HAPPENED = ("eval_regression", "eval_recovered", "schedule_edit", "rollback", "diverged")
+
+
+def training(run: Run, step: int, tokens_drawn: Mapping[str, int] | None, unknown: list[str]) -> list[str]:
+    """Phases and sources with what was read of each: by `tokens_drawn`, a ledger's, or by the record where it is None.
+
+    What cannot be read is added to `unknown`.
+    """
+    plan = plan_of(run)
+    phases = [phase for phase in plan["phases"] if phase["start"] < step]
+    if not phases:
+        return ["Nothing yet: these are the parameters that the run began with."]
+    read: dict[str, dict[str, Any]] = {}
+    if run.events:
+        at = None if tokens_drawn is None else (phases[-1]["name"], step, tokens_drawn)
+        try:
+            names = [phase["name"] for phase in phases]
+            read = {row["phase"]: row for row in consumption(run, at) if row["phase"] in names}
+        except InputError as error:
+            unknown += error.problems
+    rows = []
+    for phase in phases:
+        edits = [edit for edit in edits_of(run.events, phase) if edit["step"] < step]
+        tokens = read.get(phase["name"], {}).get("tokens", {})
+        rows.append(
+            (
+                phase["name"],
+                f"{phase['start']:,} to {min(phase['end'], step):,}"
+                + (f" of {phase['end']:,}" if step < phase["end"] else "")
+                + (f", a ramp over the first {phase['ramp_steps']:,}" if phase.get("ramp_steps") else ""),
+                mixture_text({**phase, "edits": edits}, lambda share: f"{share:.4g}"),
+                ", ".join(f"{name} {num:,}" for name, num in tokens.items()) or "not known",
+            )
+        )
+    by_event = (event["tokens_processed"] for event in reversed(run.events) if event["step"] == step)
+    total = next(by_event, step * plan["tokens_per_step"])
+    parts = [
+        f"{total:,} tokens up to step {step:,}.",
+        table_of(("phase", "steps", "mixture", "tokens read in it"), rows),
+    ]
+    drawn: dict[str, int] = {}
+    for row in read.values():
+        for name, num in row["tokens"].items():
+            drawn[name] = drawn.get(name, 0) + num
+    facts = run.start["sources"] if run.events else {}
+    rows = []
+    for name, source in run.resolved["sources"].items():
+        its, num = facts.get(name, {}), drawn.get(name, 0)
+        epochs = f"{num / its['tokens_per_epoch']:.3g}" if its.get("tokens_per_epoch") else "not known"
+        sizes = (f"{its[key]:,}" if key in its else "not known" for key in ("documents", "tokens"))
+        rows.append(
+            (name, _place(source), *sizes, f"{num:,}" if read else "not known", epochs if read else "not known")
+        )
+    header = ("source", "from", "documents", "tokens in it", "tokens drawn", "epochs")
+    return [*parts, table_of(header, rows, right=range(2, 6))]
+
+
+def evals(run: Run, step: int, weights: str, opens_with: str | None, unknown: list[str]) -> list[str]:
+    """Every eval set at its last eval; what cannot be read of its windows is added to `unknown`."""
+    if not run.events:
+        return ["The record of the run was not there when this was exported, so its evals are not known."]
+    before = [event for event in run.events if event["step"] <= step]
+    points, about = eval_points(before), evalset_facts(before)
+    suffix = {"raw": "", "ema": "@ema"}.get(weights, "@phase_mean")
+    worse: dict[str, list[str]] = {}
+    for o in standing_regressions(before):
+        worse.setdefault(o["set"], []).append(o["baseline"].replace("_", " "))
+    rows, sets = [], run.resolved["evalsets"]
+    for name in [name for name in points if "@" not in name]:
+        key = config_name(name)
+        described = sets["primary"] if key == "primary" else sets["sets"].get(key, {})
+        origin = f"held out of {described['held_out_of']}" if described.get("held_out_of") else _place(described)
+        documents, tokens = (f"{about.get(name, {}).get(k, 0):,}" for k in ("documents", "tokens"))
+        cells = [f"{name} (primary)" if key == "primary" else name, origin, documents, tokens]
+        first, last = points[name][0], (points.get(name + suffix) or [None])[-1]
+        if last is None:
+            rows.append((*cells, "not measured", *[""] * 5))
+            continue
+        half = None if last.sem is None else 1.96 * last.sem
+        interval = "-" if half is None else f"{last.loss - half:.4f} to {last.loss + half:.4f}"
+        regressed = f"regressed against its {' and '.join(worse[name])}" if name in worse else "no regression stands"
+        change = _change(run, name, suffix, first, last, unknown)
+        rows.append((*cells, f"{last.step:,}", loss(last.loss), interval, loss(last.bpb), change, regressed))
+    header = ("eval set", "text", "documents", "tokens", "step", "loss", "95 %", "bits per byte")
+    measured = table_of((*header, "change since the start", "verdict"), rows, right=(2, 3, 4, 5, 7))
+    return [
+        measured,
+        "Loss in nats per token. The intervals are over the choice of documents; the change is against the first eval "
+        "of the same windows, below 0 is better. Each document comes after the token that opens one"
+        + (f" (`{opens_with}`)" if opens_with else "")
+        + f" and is cut into disjoint windows of {_eval_seq_len(run):,} tokens, every token scored once.",
+    ]
+
+
+def _change(run: Run, name: str, suffix: str, first: EvalPoint, last: EvalPoint, unknown: list[str]) -> str:
+    """The loss against that of the first eval, paired by window where the windows of both are there."""
+    if not suffix and first.step == last.step:
+        return "-"
+    before_file, now_file = (run.directory.results(point.step) for point in (first, last))
+    key = config_name(name)
+    try:
+        before, now = read_arrays(before_file), read_arrays(now_file)
+        fields = [now[f"{key}{suffix}.nats"], before[f"{key}.nats"], now[f"{key}.tokens"], now[f"{key}.document"]]
+    except InputError as error:
+        unknown += [f"The change of {name} has no interval: {problem}" for problem in error.problems]
+        return signed(last.loss - first.loss)
+    except KeyError as missing:
+        unknown.append(f"The change of {name} has no interval: {missing} is not in the results of both evals.")
+        return signed(last.loss - first.loss)
+    between = paired("its start", *fields)
+    return f"{signed(between.delta)} ({interval_text(between.interval)})"
+
+
+def happened(run: Run, step: int) -> list[str]:
+    """Regressions, recoveries, rollbacks, edits and skipped updates."""
+    if not run.events:
+        return ["The record of the run was not there when this was exported."]
+    lines = []
+    for event in run.events:
+        if event["step"] > step or event["event"] not in _HAPPENED:
+            continue
+        lines.append(verdict(event))
+        if event["event"] == "eval_regression":
+            lines += [f"  - {offender(o)}" for o in event["offenders"] if o["first_step"] == event["step"]]
+    rows = run.metrics if (run.directory.path / METRICS).exists() else []
+    last = next((row for row in reversed(rows) if row["step"] <= step), None)
+    if last is not None and (skipped := skipped_line(last, {})):
+        lines.append(skipped)
+    if not lines:
+        return ["No regression of an eval set, no rollback, no edit of the schedule, no skipped update."]
+    return ["\n".join(line if line.startswith("  - ") else f"- {one_line(line)}" for line in lines)]
+
+
+def plan_of(run: Run) -> dict[str, Any]:
+    """What was planned last."""
+    return run.plan if run.events else run.resolved["derived"]
+
+
+def _eval_seq_len(run: Run) -> int:
+    return run.resolved["evalsets"]["seq_len"] or run.resolved["train"]["seq_len"]
+
+
+def _place(described: Mapping[str, Any]) -> str:
+    if described.get("hf"):
+        return f"hub: {described['hf']}"
+    return f"`{described['path']}`" if described.get("path") else "-"
+
+
+def table_of(header: Sequence[str], rows: Iterable[Sequence[Any]], right: Iterable[int] = ()) -> str:
+    """A Markdown table; the columns in `right` end at the same place."""
+    right = set(right)
+    marks = ["---:" if i in right else "---" for i in range(len(header))]
+    return "\n".join(f"| {' | '.join(one_line(str(cell)) for cell in row)} |" for row in (header, marks, *rows))
+
+
+def one_line(line: str) -> str:
+    """One line that cannot end a cell or a list."""
+    return " ".join(line.split()).replace("|", "\\|")
+
+
+def fenced(language: str, text: str) -> str:
+    """A block of code, whatever fences are in it."""
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence}{language}\n{text}\n{fence}"
