@@ -352,6 +352,7 @@ def test_keys_left_out_are_what_the_class_takes(tmp_path):
         ("Llama-2-7b", {"hidden_size": "4096"}, 'hidden_size: got "4096", expected an integer from 1'),
         ("Llama-2-7b", {"vocab_size": None}, "vocab_size: got null, expected an integer from 1"),
         ("Llama-2-7b", {"rms_norm_eps": 0}, "rms_norm_eps: got 0, expected a positive number"),
+        ("Llama-2-7b", {"rope_theta": 10**400}, "expected a positive number"),
         ("Llama-2-7b", {"tie_word_embeddings": "no"}, 'tie_word_embeddings: got "no", expected true or false'),
         ("Llama-2-7b", {"head_dim": 5}, "as d_head: got 5, expected an even number"),
         ("Qwen2.5-0.5B", {"use_sliding_window": True, "max_window_layers": 20},

@@ -32,8 +32,9 @@ CHANGES = {
     ),
     "init_from": click.option(
         "--init-from",
-        metavar="RUN|CHECKPOINT",
-        help="Begin with the parameters of another run: its gold checkpoint, else its latest, or RUN/checkpoints/STEP.",
+        metavar="RUN|CHECKPOINT|DIR",
+        help="Begin with the parameters of a run (its gold, else its latest, or RUN/checkpoints/STEP) or of a Hugging "
+        "Face folder.",
     ),
     "keep_optimizer": click.option(
         "--keep-optimizer", is_flag=True, help="With --init-from: take the optimizer's state over too."

@@ -6,8 +6,8 @@ Nothing here imports jax, so that a plan can be printed without it.
 from __future__ import annotations
 
 import json
-import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -286,7 +286,7 @@ class _Keys:
         value = self._given(key, default)
         if value is None and (default or key not in self.data):
             return default[0] if default else 1.0
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
             self.problem(key, f"got {json.dumps(value)}, expected a positive number")
             return 1.0
         return float(value)
