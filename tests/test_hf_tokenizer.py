@@ -332,8 +332,14 @@ def test_the_config_takes_a_folder(folders, tmp_path):
         TokenizerConfig(kind="hf", path="x", vocab_size=300)
     with pytest.raises(InputError, match="holds a tokenizer of kind hf; expected bpe: set tokenizer.kind: hf"):
         prepare_tokenizer(TokenizerConfig(kind="bpe", path=str(folders["gpt2"])), {}, tmp_path)
-    with pytest.raises(InputError, match="tokenizer.json: No such file"):
-        prepare_tokenizer(TokenizerConfig(kind="hf", path=str(tmp_path)), {}, tmp_path)
+    nothing = TokenizerConfig(kind="hf", path=str(tmp_path))
+    with pytest.raises(
+        InputError, match="tokenizer.json: No such file.*expected the folder of a tokenizer, saved here or"
+    ):
+        prepare_tokenizer(nothing, {}, tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    with pytest.raises(InputError, match="only a tokenizer.model, load it in transformers and save it"):
+        prepare_tokenizer(nothing, {}, tmp_path)
 
 
 def test_reading_a_folder_imports_no_tokenizer_library(folders):

@@ -278,10 +278,10 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     tokenizer library.
     """
     directory = Path(directory)
-    if is_hf_folder(directory):
+    if is_hf_folder(directory) or (directory / "tokenizer.model").exists():
         return hf_tokenizer(read_hf_files(directory))
     path = directory / SIDECAR_NAME
-    facts = read_sidecar(path, TokenizerFacts, "expected the folder of a tokenizer that curriculum saved")
+    facts = read_sidecar(path, TokenizerFacts, "expected the folder of a tokenizer, saved here or of Hugging Face")
     if facts.format_version != FORMAT_VERSION:
         raise InputError(f"{path}: format_version {facts.format_version}; expected {FORMAT_VERSION}; save it anew")
     damaged = InputError(
