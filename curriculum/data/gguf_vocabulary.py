@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
-from curriculum.data.hf_files import BLANK, CONFIG_NAME, DEFINITION_NAME, Parsed, byte_of, parts
+from curriculum.data.hf_definition import BLANK, DEFINITION_NAME, Parsed, byte_of, parts
+from curriculum.data.hf_files import CONFIG_NAME
 from curriculum.data.hf_tokenizer import hf_definition
 from curriculum.errors import InputError
 

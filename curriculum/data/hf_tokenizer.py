@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from curriculum.data.hf_files import CONFIG_NAME, DEFINITION_NAME, byte_level_letters, save_hf_files
+from curriculum.data.hf_definition import DEFINITION_NAME, byte_level_letters
+from curriculum.data.hf_files import CONFIG_NAME, save_hf_files
 
 if TYPE_CHECKING:
     from curriculum.data.tokenizer import Tokenizer

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from curriculum.data.hf_files import byte_level_letters
+from curriculum.data.hf_definition import byte_level_letters
 from curriculum.data.tokenizer import END_OF_TEXT, SMALLEST_BPE, Tokenizer
 from curriculum.errors import InputError
 

@@ -1,0 +1,231 @@
+"""What determines the ids of a tokenizer of Hugging Face, taken apart, and its encoding by `tokenizers`."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from curriculum.errors import InputError
+
+DEFINITION_NAME = "tokenizer.json"
+BLANK = "\u2581"  # stands for a blank in vocabularies made by SentencePiece
+_UNTYPABLE = "\U0010ffff"  # before the name of a special piece that unigram would find in text
+
+LARGEST_ID = 1 << 24  # a file with larger ones is taken for damaged
+# Pre-tokenizers that drop no text.
+_LOSSLESS = ("Sequence", "ByteLevel", "Metaspace", "Split", "Digits", "Punctuation", "UnicodeScripts")
+
+
+def byte_level_letters() -> dict[str, int]:
+    """The byte of each letter of a byte-level vocabulary: printable Latin-1 stands for itself, letters from
+    U+0100 on for the other bytes in order (Radford et al. 2019, GPT-2)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+class Parsed:
+    """What determines ids, of a DEFINITION_NAME, taken apart. `problems` lists what this program cannot follow."""
+
+    def __init__(self, definition: dict[str, Any]):
+        self.definition = definition
+        model = definition["model"]
+        self.is_unigram = model.get("type") == "Unigram"
+        if self.is_unigram:
+            self.vocabulary = {piece: token for token, (piece, _) in enumerate(model["vocab"])}
+        else:
+            self.vocabulary = dict(model["vocab"])
+        self.special_tokens: dict[str, int] = {}
+        self.added_tokens: dict[str, int] = {}
+        for added in definition["added_tokens"]:
+            self.vocabulary[added["content"]] = self.added_tokens[added["content"]] = added["id"]
+            if added.get("special"):
+                self.special_tokens[added["content"]] = added["id"]
+        self.is_byte_level = any(
+            part["type"] == "ByteLevel" for key in ("pre_tokenizer", "normalizer") for part in parts(definition[key])
+        )
+        self.has_bytes = bool(model.get("byte_fallback")) and not self.is_byte_level
+        self._letters = byte_level_letters()
+        self.unknown: int | None = None
+        if self.is_unigram:
+            self.unknown = model.get("unk_id")
+        elif model.get("unk_token") is not None:
+            self.unknown = self.vocabulary.get(model["unk_token"])
+        if self.is_byte_level and self._letters.keys() <= self.vocabulary.keys():
+            self.unknown = None
+
+    @property
+    def prefix(self) -> bytes:
+        """What the tokenizer puts before a document; b"" for nothing."""
+        return b" " if _without_prefix(self.definition) != self.definition else b""
+
+    def text_of(self, name: str) -> bytes:
+        """The text of an ordinary token."""
+        if self.is_byte_level:
+            if name in self.added_tokens or not self._letters.keys() >= set(name):
+                return name.encode()
+            return bytes(self._letters[letter] for letter in name)
+        if self.has_bytes and (byte := byte_of(name)) is not None:
+            return bytes([byte])
+        return name.replace(BLANK, " ").encode()
+
+    def problems(self) -> Iterator[str]:
+        """What stands in the way of ids and text that are those of the library."""
+        model = self.definition["model"]
+        kind = model.get("type", "BPE" if "merges" in model else None)
+        if kind not in ("BPE", "Unigram"):
+            yield f"model.type is {kind!r}; expected BPE or Unigram"
+            return
+        if model.get("dropout"):
+            yield f"model.dropout is {model['dropout']}; expected none: the same text has to give the same ids"
+        for name, token in self.vocabulary.items():
+            if type(token) is not int or not 0 <= token < LARGEST_ID:
+                yield f"token {name!r} has id {token!r}; expected a whole number from 0, below {LARGEST_ID}"
+                return
+        for key in ("continuing_subword_prefix", "end_of_word_suffix"):
+            if model.get(key):
+                yield f"model.{key} is {model[key]!r}; expected none"
+        for part in parts(self.definition["pre_tokenizer"]):
+            if part["type"] not in _LOSSLESS or part.get("behavior") == "Removed":
+                how = " that removes what it finds" if part["type"] in _LOSSLESS else ""
+                yield f"pre_tokenizer {part['type']}{how} drops text; expected one that keeps all of it"
+        if self.is_byte_level:
+            missing = sorted(self._letters[letter] for letter in self._letters.keys() - self.vocabulary.keys())
+        else:
+            missing = sorted(set(range(256)) - {byte_of(name) for name in self.vocabulary}) if self.has_bytes else []
+            if not self.has_bytes and self.unknown is None:
+                yield "it has neither bytes to fall back on nor an unknown token: text would vanish"
+        if missing:
+            yield f"model.vocab lacks {len(missing)} of the 256 bytes, such as 0x{missing[0]:02X}: text would vanish"
+
+
+def parts(component: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """A normalizer or pre-tokenizer and all that it is a sequence of."""
+    if component is None:
+        return
+    yield component
+    for key in ("normalizers", "pretokenizers"):
+        for part in component.get(key, ()):
+            yield from parts(part)
+
+
+def encoder_of(
+    parsed: Parsed, special_tokens: dict[str, int]
+) -> Callable[[Sequence[str], Sequence[bool]], list[np.ndarray]]:
+    """Texts, and whether each opens a document, to ids; raises InputError for text that has none.
+
+    A text that does not open a document gets no blank in front, where the tokenizer adds one.
+    """
+    opening = _built(parsed.definition, special_tokens)
+    continuing = opening
+    if parsed.prefix:
+        continuing = _built(_without_prefix(parsed.definition), special_tokens)
+    _check_built(opening, parsed, special_tokens)
+    unknown = parsed.unknown
+
+    def encode(texts: Sequence[str], opens: Sequence[bool]) -> list[np.ndarray]:
+        encoded: list[np.ndarray] = [np.empty(0, np.int64)] * len(texts)
+        for library, wanted in ((opening, True), (continuing, False)):
+            places = [i for i, opens_document in enumerate(opens) if opens_document == wanted]
+            if not places:
+                continue
+            # The only call that lets other threads work meanwhile.
+            found = library.encode_batch_fast([texts[i] for i in places], add_special_tokens=False)
+            for i, encoding in zip(places, found, strict=True):
+                encoded[i] = np.array(encoding.ids, np.int64)
+                if unknown is not None and (encoded[i] == unknown).any():
+                    raise _unknown_text(library, texts[i], unknown)
+        return encoded
+
+    return encode
+
+
+def _check_built(library: Any, parsed: Parsed, special_tokens: dict[str, int]) -> None:
+    found = library.get_vocab(with_added_tokens=True)
+    expected = _renamed(parsed.vocabulary, special_tokens, parsed.is_unigram)
+    if found != expected:
+        name = min(n for n in {*found, *expected} if found.get(n) != expected.get(n))
+        raise InputError(
+            f"{DEFINITION_NAME}: token {name!r} has id {expected.get(name)}, and the library gives it"
+            f" {found.get(name)}; mend added_tokens"
+        )
+    special = {token for token in special_tokens.values() if token != parsed.unknown}
+    names = list(special_tokens)
+    for name, encoding in zip(names, library.encode_batch_fast(names, add_special_tokens=False), strict=True):
+        if hit := special.intersection(encoding.ids):
+            raise InputError(
+                f"{DEFINITION_NAME}: the text {name!r} gives the special id {min(hit)}; expected ordinary ids, so"
+                " that no text ends a document"
+            )
+
+
+def byte_of(name: str) -> int | None:
+    """The byte of a piece such as <0x0A>."""
+    if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
+        try:
+            return int(name[3:5], 16)
+        except ValueError:
+            return None
+    return None
+
+
+def _without_prefix(definition: dict[str, Any]) -> dict[str, Any]:
+    """The definition of what follows inside a document: the same without the blank put before its start."""
+
+    def changed(component: dict[str, Any] | None) -> dict[str, Any] | None:
+        if component is None or component["type"] == "Prepend":
+            return None
+        component = dict(component)
+        if component["type"] == "ByteLevel" and component.get("add_prefix_space"):
+            component["add_prefix_space"] = False
+        if component["type"] == "Metaspace":
+            # Older files have add_prefix_space, true where left out, in the place of prepend_scheme.
+            older = "always" if component.get("add_prefix_space", True) else "never"
+            if component.get("prepend_scheme", older) != "never":
+                component = {key: value for key, value in component.items() if key != "add_prefix_space"}
+                component["prepend_scheme"] = "never"
+        for key in ("normalizers", "pretokenizers"):
+            if key in component:
+                component[key] = [part for old in component[key] if (part := changed(old)) is not None]
+        return component
+
+    return definition | {key: changed(definition[key]) for key in ("normalizer", "pre_tokenizer")}
+
+
+def _renamed(vocabulary: dict[str, int], special: dict[str, int], is_unigram: bool) -> dict[str, int]:
+    """The vocabulary as encoding has it: unigram would find the name of a special piece in text."""
+    if not is_unigram:
+        return vocabulary
+    return {_UNTYPABLE + name if name in special else name: token for name, token in vocabulary.items()}
+
+
+def _built(definition: dict[str, Any], special: dict[str, int]) -> Any:
+    """The library's tokenizer, to which special tokens in text are ordinary text."""
+    from tokenizers import Tokenizer as Library
+
+    model = definition["model"]
+    if model.get("type") == "Unigram":
+        vocabulary = [[_UNTYPABLE + piece if piece in special else piece, score] for piece, score in model["vocab"]]
+        added = [
+            token | {"content": _UNTYPABLE + token["content"]} if token["content"] in special else token
+            for token in definition["added_tokens"]
+        ]
+        definition = definition | {"model": model | {"vocab": vocabulary}, "added_tokens": added}
+    try:
+        library = Library.from_str(json.dumps(definition))
+    except Exception as error:  # the library raises nothing narrower
+        if type(error) is not Exception:
+            raise
+        raise InputError(f"{DEFINITION_NAME}: the `tokenizers` library cannot read it: {error}") from error
+    library.encode_special_tokens = True
+    return library
+
+
+def _unknown_text(library: Any, text: str, unknown: int) -> InputError:
+    encoding = library.encode(text, add_special_tokens=False)
+    start, stop = encoding.offsets[encoding.ids.index(unknown)]
+    return InputError(
+        f"{text[start:stop][:20]!r} cannot be represented: this tokenizer has no token for it and no bytes to fall back"
+        " on; take it out of the text, or use another tokenizer"
+    )
