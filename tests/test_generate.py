@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hf_folders import write_folder
 from tiny_run import last_state, record, tiny_data, tiny_train, write_corpus
 
 from curriculum.config import build_config
-from curriculum.data.tokenizer import END_OF_TEXT, Tokenizer, byte_tokenizer
+from curriculum.data.tokenizer import END_OF_TEXT, Tokenizer, byte_tokenizer, load_tokenizer
 from curriculum.errors import InputError
 from curriculum.generate import generate, load_generator, read_prompts
 from curriculum.model.continuation import Continuation, Prompt
@@ -27,6 +28,9 @@ from curriculum.model.generate import NUM_ROWS, Generator
 from curriculum.model.model import Model
 from curriculum.model.presets import ModelConfig, RopeScaling
 from curriculum.model.transformer import forward, head, init_params, transformer
+from curriculum.record.inspection import inspect_run
+from curriculum.record.inspection import text as inspection_text
+from curriculum.record.report import write_report
 from curriculum.run import load_run
 from curriculum.sampling import GenerateSection, Sampling
 from curriculum.train.mesh import MeshConfig, make_mesh
@@ -155,6 +159,7 @@ LOGITS = [
     [0.0, 3.0, 3.0, 3.0, 1.0, 1.0, 1.0, -4.0, -4.0, 2.0, 2.0, -np.inf],
     [7.0] + [-3.0] * 10 + [-np.inf],
     [0.1] * 11 + [-np.inf],
+    [0.0, -18.0, -19.0] + [-20.0] * 8 + [-np.inf],  # in float32 the sum of the odds is that of the first
 ]
 FILTERS = [
     (1.0, 0, 1.0, 0.0), (0.5, 0, 1.0, 0.0), (1.0, 1, 1.0, 0.0), (1.0, 4, 1.0, 0.0), (2.0, 12, 1.0, 0.0),
@@ -183,8 +188,10 @@ def test_draws_have_the_distribution_of_what_is_kept():
     for settings in ((0.8, 0, 1.0, 0.0), (1.5, 6, 0.9, 0.1)):
         knobs = Knobs.of(Sampling(**dict(zip(("temperature", "top_k", "top_p", "min_p"), settings, strict=True))))
         expected = kept_by_hand(LOGITS[0], *settings)
-        for position in (3, 4):
-            counts = Counter(np.asarray(run(logits_BV, keys_B2, np.full(num, position, np.int32), knobs)).tolist())
+        at = {t: np.asarray(run(logits_BV, keys_B2, np.full(num, t, np.int32), knobs)) for t in (3, 4)}
+        assert (at[3] != at[4]).mean() > 0.3  # a row draws anew at each position
+        for drawn in at.values():
+            counts = Counter(drawn.tolist())
             assert counts.keys() <= expected.keys()
             for i, share in expected.items():
                 # 5 standard deviations, in some 30 comparisons: by chance once in 60,000 such tests
@@ -330,6 +337,20 @@ def test_only_whole_characters_are_shown_and_stops_may_lie_across_tokens():
     assert whole.text == "\N{REPLACEMENT CHARACTER}a\N{REPLACEMENT CHARACTER}" and whole.ids == (1, 5, 4)
 
 
+def test_a_prompt_opens_a_document_as_the_tokenizer_does_and_a_text_without_one_begins_without_its_blank(tmp_path):
+    tokenizer = load_tokenizer(write_folder("llama2", tmp_path / "hf"))
+    assert tokenizer.bos != tokenizer.eot and tokenizer.prefix == b" "
+    words = tokenizer.encode("for the").tolist()
+    drawer = generator(counting(vocab_size=tokenizer.vocab_size), tokenizer)
+    assert drawer.prompt("for the").ids.tolist() == [tokenizer.bos, *words]
+
+    def after(prompt):
+        text = Continuation(0, Prompt("", np.int32(prompt)), np.zeros(2, np.uint32), 99, "length", ())
+        return text.add(words, tokenizer).text
+
+    assert after([tokenizer.bos]) == "for the" and after([tokenizer.bos, *words]) == " for the"
+
+
 # ---------------------------------------------------------------------------------------- errors
 
 
@@ -431,7 +452,7 @@ def test_samples_stand_in_the_record_after_the_eval_and_before_the_checkpoint(ru
     assert [generation.to_json() for generation in again] == samples[-1][:2]
 
 
-def test_samples_are_shown(runs):
+def test_samples_are_shown(runs, tmp_path):
     place, _ = runs
     lines = (place / "with/train.log").read_text().splitlines()
     shown = [line for line in lines if line.startswith("  sample at step 8: ")]
@@ -446,6 +467,12 @@ def test_samples_are_shown(runs):
         if value.tag.startswith("generation")
     }
     assert list(texts) == [4, 8, 12] and texts[8].startswith("    the ▏")
+    assert [line for line in inspection_text(inspect_run(load_run(place / "with"))) if "  sample at step 12: " in line]
+    write_report([place / "with"], tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "What it wrote" in page and page.count('<td class="text">the </td>') == 3
+    write_report([place / "without"], tmp_path / "report.html")
+    assert "What it wrote" not in (tmp_path / "report.html").read_text()
 
 
 def test_a_resume_tells_no_sample_twice(runs, tmp_path):
