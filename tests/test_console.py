@@ -286,8 +286,16 @@ def test_updates_that_were_skipped_are_said_once_with_their_reasons(tmp_path):
 
 
 def test_other_events_print_nothing(tmp_path):
-    assert verdict(stamped("generation", 5)) is None
-    assert len(printed(tmp_path, start(), stamped("generation", 5), stamped("checkpoint", 5))) == 6
+    assert verdict(stamped("of_tomorrow", 5)) is None
+    assert len(printed(tmp_path, start(), stamped("of_tomorrow", 5), stamped("checkpoint", 5))) == 6
+
+
+def test_a_sample_is_one_line_that_steers_no_terminal(tmp_path):
+    samples = [{"prompt": "x" * 50, "text": "one\n\x1b[31mtwo\té"}, {"prompt": "", "text": "y" * 200}]
+    assert printed(tmp_path, start(), stamped("generation", 5, samples=samples))[6:] == [
+        f"  sample at step 5: ...{'x' * 40} | one\\n\\x1b[31mtwo\\té",
+        f"  sample at step 5:  | {'y' * 160}...",
+    ]
 
 
 def test_into_a_pipe_progress_comes_at_a_sensible_rate(tmp_path):

@@ -146,7 +146,7 @@ def kept_by_hand(logits, temperature, top_k, top_p, min_p):
         ranked = [i for i in ranked if odds[i] >= odds[ranked[min(top_k, len(ranked)) - 1]]]
     total, before, kept = sum(odds[i] for i in ranked), 0.0, []
     for i in ranked:
-        if before >= top_p * total and odds[i] < odds[kept[-1]]:
+        if top_p < 1 and before >= top_p * total and odds[i] < odds[kept[-1]]:
             break
         kept.append(i)
         before += odds[i]
