@@ -484,6 +484,21 @@ def test_a_resume_tells_no_sample_twice(runs, tmp_path):
     assert [line["step"] for line in superseded if line.get("event") == "generation"] == [12]
 
 
+def test_a_run_from_another_first_writes_what_that_one_did(runs, tmp_path):
+    place, sampled = runs
+    changes = {
+        "adaptation": {"init_from": str(place / "with")},
+        "phases": [{"name": "only", "until": "end", "mixture": {"law": 1.0}}],
+        "train": {"steps": 1, "batch_size": 4, "seq_len": 32},
+        "optim": {"lr": 1e-3, "schedule": "constant"},
+        "logging": sampled | {"generate_every": 100},
+    }
+    tiny_train(place, tmp_path / "run", **changes)
+    told = {e["step"]: e["samples"] for e in load_run(tmp_path / "run").events if e["event"] == "generation"}
+    of_base = [e["samples"] for e in load_run(place / "with").events if e["event"] == "generation"]
+    assert list(told) == [0, 1] and told[0] == of_base[-1]
+
+
 def test_what_a_set_begins_with():
     documents = [np.frombuffer(text, np.uint8) for text in (b"0123456789", b"ab", b"ABCDEFGHIJKLMNOPQ", b"abcdefg")]
     evalset = cut_windows("x", documents, BYTES.token_bytes_V, bos=BYTES.eot, seq_len=8)
