@@ -121,6 +121,16 @@ def test_a_card_of_the_start(run_dir):
     assert rows(card["How well it does"])[1][8] == "-"
 
 
+def test_what_was_read_up_to_the_end_of_a_phase(run_dir):
+    """A mean of a phase's checkpoints, and a checkpoint where a phase ends: nothing of later phases is counted."""
+    for weights, drawn in (("mean:foundation", None), ("raw", {"web": 4_800, "code": 1_201, "law": 0})):
+        exported = dataclasses.replace(EXPORTED, step=60, weights=weights, tokens_drawn=drawn)
+        trained = sections(model_card(load_run(run_dir), exported))["What it was trained on"]
+        code = "1,201" if drawn else "1,200"  # the ledger's word counts, where there is one
+        assert rows(trained)[1] == ["foundation", "0 to 60", "web 0.8, code 0.2", f"web 4,800, code {code}"]
+        assert [row[4] for row in rows(trained)[3:]] == ["4,800", code, "0"]
+
+
 def test_averages_are_measured_as_such(tmp_path):
     averages = {"ema": lambda step: 2.5, "phase_mean": lambda step: 2.25}
     run = load_run(write_run(tmp_path / "run", {"val": lambda step: 3.0}, averages=averages))
@@ -247,7 +257,7 @@ def test_what_a_user_named_breaks_no_table(tmp_path):
     assert rows(card["How well it does"])[1][1] == "held out of web"
 
 
-def test_how_to_load_each_kind(run_dir):
+def test_how_to_load_each_kind(run_dir, tmp_path):
     run = load_run(run_dir)
     hf, gguf, peft = (
         sections(model_card(run, dataclasses.replace(EXPORTED, **kind)))["How to load it"]
@@ -257,6 +267,14 @@ def test_how_to_load_each_kind(run_dir):
     assert "[tokenizer.bos_token_id, *text]" in hf and "from peft" not in hf
     assert "llama-cli -m model.gguf" in gguf and 'from_pretrained(".", gguf_file="model.gguf")' in gguf
     assert "names a checkpoint of a run" not in peft
+    bases = {"hf": {"init_from": "pretrained", "kind": "hf", "lineage": None}}
+    bases["run"] = {"init_from": "runs/a b/gold/70", "run": "a", "step": 70, "keep_optimizer": False, "lineage": None}
+    told = {}
+    for kind, lineage in bases.items():
+        path = write_run(tmp_path / kind, {"val": lambda step: 3.0}, start={"lineage": lineage})
+        told[kind] = model_card(load_run(path), dataclasses.replace(EXPORTED, **PEFT))
+    assert "names a checkpoint of a run" not in told["hf"]
+    assert "`curriculum export 'runs/a b' --step 70 --format hf -o base`" in told["run"]
     assert "model = AutoPeftModelForCausalLM.from_pretrained" in peft and "--merge" in peft
     adapters = sections(model_card(run, dataclasses.replace(EXPORTED, **PEFT)))[""]
     assert f"of {NUM_PARAMETERS:,} parameters" in adapters
