@@ -355,7 +355,9 @@ def test_a_folder_in_half_the_size(run, tmp_path):
     assert "| stored as | bf16 |" in (tmp_path / "out/README.md").read_text()
 
 
+@pytest.mark.slow
 def test_transformers_computes_what_the_run_does(run, hf_folder):
+    """Slow is the import of the two; tests/test_parity.py has every family."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     from curriculum.model.presets import ModelConfig

@@ -55,8 +55,12 @@ def test_a_finished_run(tmp_path):
     assert domain["done"] and domain["tokens"] == {"web": 400, "law": 3_600}
     assert domain["epochs"] == {"web": 0.52, "code": 0.12, "law": 0.36}
     lines = shown(path)
+    resolved = json.loads((path / "config.resolved.json").read_text())
+    (path / "config.resolved.json").write_text(json.dumps(resolved | {"model": None}))
+    assert f"export {path} --format safetensors -o run-export" in shown(path)
     assert "progress step 100 of 100 (100.0 %), finished; 10,000 tokens" in lines
     assert "model 1,000 parameters: n_layer 1, d_model 8" in lines
+    assert f"export {path} --format hf -o run-export" in lines
     assert "domain 60 to 100 done law 0.9, web 0.1 web 400, law 3,600 web 0.52, code 0.12, law 0.36" in lines
     assert "val 100 2.0000 0.0000 0.7213 3.0000 2.0000 100 0.0213" in lines
     assert f"gold step 80: primary/loss 2.2000 ({path}/gold/80)" in lines

@@ -133,7 +133,8 @@ def _commands(run: Run) -> dict[str, str]:
             commands["train longer"] = f"{train} STEP --set train.steps=MORE"
     commands["report"] = f"{me} report {own} -o {shlex.quote(path.name + '.html')}"
     commands["compare"] = f"{me} compare {own} OTHER_RUN"
-    commands["export"] = f"{me} export {own} --format safetensors -o {shlex.quote(path.name + '-export')}"
+    format_name = "safetensors" if run.resolved["model"] is None else "hf"
+    commands["export"] = f"{me} export {own} --format {format_name} -o {shlex.quote(path.name + '-export')}"
     return commands
 
 
