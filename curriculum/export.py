@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,7 +75,7 @@ def export(
     if adapted and not merge and format == "gguf":
         raise InputError("--format gguf: the run trained adapters alone; fold them in with --merge")
     kind = "peft" if adapted and not merge else format
-    target = None if kind == "safetensors" else _target(directory, kind, dtype, merge)
+    target = None if kind == "safetensors" else _target(directory, kind, dtype)
     step, saved = find_weights(directory, step, weights)
 
     # What can be said without jax is said at once.
@@ -152,10 +152,10 @@ class _Target:
     config: ModelConfig
     tokenizer: Tokenizer
     hf_config: dict[str, Any]  # of the formats that have one
-    base: str | None  # what the adapters of a LoRA run are for
+    base: str | None  # of peft: what the adapters are for
 
 
-def _target(directory: RunDirectory, kind: str, dtype: str, merge: bool) -> _Target:
+def _target(directory: RunDirectory, kind: str, dtype: str) -> _Target:
     """Raises InputError where the format has no model like the run's."""
     resolved = directory.resolved()
     if resolved["model"] is None:
@@ -171,8 +171,7 @@ def _target(directory: RunDirectory, kind: str, dtype: str, merge: bool) -> _Tar
         hf_config = {}
     else:
         hf_config = hf_config_of(config, bos=tokenizer.bos, eos=tokenizer.eot, dtype=DTYPES[dtype])
-    config = replace(config, lora=None) if merge else config
-    base = resolved["adaptation"]["init_from"] if config.lora else None
+    base = resolved["adaptation"]["init_from"] if kind == "peft" else None
     return _Target(resolved["name"], config, tokenizer, hf_config, base)
 
 

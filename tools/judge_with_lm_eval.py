@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--sets", nargs="+", metavar="NAME", help="eval sets of the run (default: all of them)")
     parser.add_argument("--step", metavar="latest|gold|STEP", help="which checkpoint (default: gold, or latest)")
     parser.add_argument("--weights", default="raw", help="raw, ema or mean:PHASE (default: raw)")
-    parser.add_argument("--folder", type=Path, help="an export of that step as hf (default: one is made and removed)")
+    parser.add_argument("--folder", type=Path, help="an export of that step as hf (default: one is made, and removed)")
     parser.add_argument("--store-dir", type=Path, help="as of `curriculum eval`")
     parser.add_argument("--batch-size", type=int, default=16, help="windows at a time in lm-eval (default: 16)")
     parser.add_argument("--tolerance", type=float, default=1e-3, help="in bits per byte (default: 0.001)")
