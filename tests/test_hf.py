@@ -590,9 +590,12 @@ print(json.dumps({
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="peaks are read from Linux's /proc")
-def test_memory_beyond_the_parameters_is_that_of_one_array_and_its_file(tmp_path):
+@pytest.mark.parametrize(
+    ("width", "num_ids"), [(512, 8192), pytest.param(1024, 32_000, marks=pytest.mark.slow)], ids=["100 MB", "320 MB"]
+)
+def test_memory_beyond_the_parameters_is_that_of_one_array_and_its_file(tmp_path, width, num_ids):
     """On two devices, with malloc as in training: it would keep what is freed."""
-    config = ModelConfig(**vars(LLAMA) | {"d_model": 512, "d_ff": 4096, "n_layer": 3, "vocab_size": 8192})
+    config = ModelConfig(**vars(LLAMA) | {"d_model": width, "d_ff": 4096, "n_layer": 3, "vocab_size": num_ids})
     params = params_of(config)
     large = write(tmp_path / "large", config, theirs(config, params))
     small = write(tmp_path / "small", LLAMA, theirs(LLAMA, params_of(LLAMA)))
@@ -602,8 +605,8 @@ def test_memory_beyond_the_parameters_is_that_of_one_array_and_its_file(tmp_path
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["largest"] == 8192 * 512 * 4
+    assert found["largest"] == num_ids * width * 4
     file_pages = found["largest"]  # of the one array that is mapped
     assert 0 < found["beyond"] < 1.3 * found["largest"] + file_pages
-    assert found["parts"]["blocks.000.mlp.up.kernel"] == [[256, 4096]] * 2
+    assert found["parts"]["blocks.000.mlp.up.kernel"] == [[width // 2, 4096]] * 2
     assert found["sums"] == pytest.approx({name: float(np.asarray(a, np.float64).sum()) for name, a in params.items()})
