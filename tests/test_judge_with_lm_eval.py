@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from tiny_run import tiny_train, write_corpus
 
+from curriculum.data.hf_tokenizer import write_hf_tokenizer
+from curriculum.data.tokenizer import byte_tokenizer
 from evalsets.metrics import WindowResults
 
 ROOT = Path(__file__).parents[1]
@@ -72,12 +74,30 @@ def test_a_run_that_is_not_there_is_told(tool, tmp_path, capsys):
     assert ended.value.code == 2 and "holds no run" in capsys.readouterr().err
 
 
+def tokenizer_that_puts_bos_before_a_text(folder: Path) -> dict:
+    """The section of a config: the bytes as a tokenizer of Hugging Face, which opens each text by itself."""
+    folder.mkdir()
+    write_hf_tokenizer(byte_tokenizer(), folder)
+    definition = json.loads((folder / "tokenizer.json").read_text())
+    bos = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
+    definition["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [bos, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [bos, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [256], "tokens": ["<|endoftext|>"]}},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(definition))
+    return {"kind": "hf", "path": str(folder)}
+
+
 @pytest.mark.slow
-def test_lm_eval_agrees_on_a_run(tool, tmp_path, capsys):
+@pytest.mark.parametrize("kind", ["byte", "hf"])
+def test_lm_eval_agrees_on_a_run(tool, tmp_path, capsys, kind):
     pytest.importorskip("lm_eval")
     corpus = write_corpus(tmp_path)
     evalsets = {"seq_len": 128, "primary": {"held_out_of": "web"}, "sets": {"law": {"held_out_of": "law"}}}
-    tiny_train(corpus, tmp_path / "run", evalsets=evalsets)
+    tokenizer = {"kind": "byte"} if kind == "byte" else tokenizer_that_puts_bos_before_a_text(tmp_path / "tokenizer")
+    tiny_train(corpus, tmp_path / "run", evalsets=evalsets, tokenizer=tokenizer)
     arguments = [str(tmp_path / "run"), "--store-dir", str(tmp_path / "store"), "--sets", "law", "val"]
     tool.main([*arguments, "--json", str(tmp_path / "figures.json")])
     figures = json.loads((tmp_path / "figures.json").read_text())
