@@ -475,7 +475,8 @@ def test_a_file_for_llama_cpp(run, tmp_path, capsys):
     # Rows of 48 are no multiple of 32.
     told = "q8_0: 2 matrices are stored as f16, their rows being no multiple of 32: blk.0.ffn_down.weight, blk.1."
     assert told in capsys.readouterr().err
-    assert "library_name: gguf" in (tmp_path / "out/README.md").read_text()
+    card = (tmp_path / "out/README.md").read_text()
+    assert "library_name: gguf" in card and "| a | 0 to 2 of 4 | web 1 | web 256 |" in card
 
 
 def test_adapters_are_folded_into_a_gguf(runs, tmp_path):
