@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hf_folders import write_folder
 from tiny_run import tiny_train, write_corpus
 
 from curriculum.data.hf_tokenizer import write_hf_tokenizer
-from curriculum.data.tokenizer import byte_tokenizer
+from curriculum.data.tokenizer import byte_tokenizer, load_tokenizer
+from evalsets.evalset import cut_windows
 from evalsets.metrics import WindowResults
 
 ROOT = Path(__file__).parents[1]
@@ -66,6 +68,27 @@ def test_a_difference_is_told_and_so_is_that_there_is_nothing_to_compare(tool):
     expected = ["law: no document is cut alike in windows of 4 tokens: nothing to compare"]
     assert tool.problems({"law": none}, 1e-3) == expected and none["alike"]["difference"] is None
     assert tool.table({"law": none})[2] == "| law | 0, cut alike | 0 | | | |"
+
+
+def test_documents_are_judged_without_the_blank_that_a_tokenizer_puts_before_them(tool, tmp_path):
+    tokenizer = load_tokenizer(write_folder("llama2", tmp_path / "folder"))
+    tokenizer.save(tmp_path / "tokenizer")
+    texts = ["Der Wille zur Wahrheit", " behind a blank", "na\u00efve"]
+    ids = [tokenizer.encode(text) for text in texts]
+    sizes = [len(text.encode()) for text in texts]
+    sizes[2] += 1  # as of a text that was normalised: it is left out
+    evalset = cut_windows("law", ids, tokenizer.token_bytes_V, tokenizer.bos, 4, document_bytes=sizes)
+    assert tool.documents_of(tmp_path, evalset) == dict(enumerate(texts[:2]))
+
+
+def test_a_set_of_which_all_documents_are_left_out_is_told(tool, tmp_path):
+    theirs = tool.judged(tmp_path, {"law": {}}, tmp_path, Ours, 1)
+    found = tool.compared(Ours, "law", {}, theirs["law"])
+    assert found["left_out"] == 4 and found["all"]["documents"] == 0
+    assert tool.problems({"law": found}, 1e-3) == [
+        "law: no document is cut alike in windows of 4 tokens: nothing to compare"
+    ]
+    assert tool.table({"law": found})[-1].startswith("| law | 4 left out |")
 
 
 def test_a_run_that_is_not_there_is_told(tool, tmp_path, capsys):

@@ -94,7 +94,7 @@ def documents_of(run: Path, evalset) -> dict[int, str]:
         rows = evalset.document_N == document
         scored_NT = evalset.scored_NT[rows]
         ids = evalset.tokens_NT1[rows][:, 1:][scored_NT]
-        text = tokenizer.decode_bytes(ids).decode(errors="replace")
+        text = tokenizer.decode_bytes(ids, opens_document=True).decode(errors="replace")
         size = int(evalset.num_bytes_N[rows].sum())
         if len(text.encode()) == size and np.array_equal(tokenizer.encode(text), ids):
             texts[document] = text
@@ -109,6 +109,8 @@ def judged(folder: Path, documents: dict, scratch: Path, ours, batch_size: int) 
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
+    if not any(documents.values()):
+        return {name: {} for name in documents}
     seq_len = {evalset.seq_len for evalset in ours.evalsets.values()}
     model = HFLM(
         pretrained=str(folder),
@@ -118,12 +120,12 @@ def judged(folder: Path, documents: dict, scratch: Path, ours, batch_size: int) 
         batch_size=batch_size,
         add_bos_token=False,
     )
-    tasks = {f"curriculum_{name}": name for name in documents}
+    tasks = {f"curriculum_{name}": name for name, texts in documents.items() if texts}
     for task, name in tasks.items():
         write_task(scratch / "tasks", task, documents[name], scratch / "cache")
     manager = TaskManager(include_path=str(scratch / "tasks"), include_defaults=False)
     found = simple_evaluate(model, tasks=list(tasks), task_manager=manager, log_samples=True, bootstrap_iters=0)
-    nats: dict[str, dict[int, float]] = {}
+    nats: dict[str, dict[int, float]] = {name: {} for name in documents}
     for task, samples in found["samples"].items():
         nats[tasks[task]] = {sample["doc"]["document"]: -float(sample["bits_per_byte"][0]) for sample in samples}
     return nats
@@ -156,7 +158,7 @@ def compared(ours, name: str, documents: dict[int, str], their_nats: dict[int, f
         of = results.document_N == document
         sums = (array[of].sum() for array in (results.tokens_N, results.bytes_N, results.nats_N))
         rows.append((*sums, their_nats[document]))
-    tokens_D, bytes_D, ours_D, theirs_D = np.array(rows, np.float64).T
+    tokens_D, bytes_D, ours_D, theirs_D = np.array(rows, np.float64).reshape(-1, 4).T
     alike_D = (tokens_D <= seq_len) | (tokens_D % seq_len == 0)
 
     def bits_per_byte(of_D: np.ndarray) -> dict:
