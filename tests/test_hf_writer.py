@@ -91,6 +91,15 @@ def test_a_folder_is_passed_on(family, tmp_path):
     assert (again.eot, again.bos) == (load_tokenizer(source).eot, load_tokenizer(source).bos)
 
 
+def test_a_folder_whose_class_is_built_anew_names_the_one_that_reads_the_file(tmp_path):
+    source = write_folder("llama2", tmp_path / "source")
+    (source / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>"}')
+    (tmp_path / "copy").mkdir()
+    write_hf_tokenizer(load_tokenizer(source), tmp_path / "copy")
+    config = json.loads((tmp_path / "copy/tokenizer_config.json").read_text())
+    assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
+
+
 def test_a_folder_without_names_gets_them(tmp_path):
     source = write_folder("gpt2", tmp_path / "source")
     (source / "tokenizer_config.json").unlink()

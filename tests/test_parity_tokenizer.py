@@ -78,3 +78,16 @@ def test_of_a_folder_that_we_write(kind, tmp_path):
     assert theirs(SPECIAL_TEXT)["input_ids"] == ours.encode(SPECIAL_TEXT).tolist()
     for text in (*REAL_TEXTS, SPECIAL_TEXT):
         assert theirs.decode(ours.encode(text).tolist()) == text
+
+
+@pytest.mark.parametrize("name", ["LlamaTokenizer", "LlamaTokenizerFast"])
+def test_of_a_folder_of_a_class_that_transformers_builds_anew(name, tmp_path):
+    """As Llama 2 names it: the class itself puts no blank before one, as tokenizer.json does."""
+    source = write_folder("llama2", tmp_path / "source")
+    config = json.loads((source / "tokenizer_config.json").read_text()) | {"tokenizer_class": name}
+    (source / "tokenizer_config.json").write_text(json.dumps(config))
+    ours = load_tokenizer(source)
+    write_hf_tokenizer(ours, tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert_same_ids(theirs, ours)
+    assert theirs("a")["input_ids"] == [ours.bos, *ours.encode("a").tolist()]

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from curriculum.data.tokenizer import Tokenizer
 
 MAP_NAME = "special_tokens_map.json"
+# What transformers 5 makes of the vocabulary alone: without the blank that DEFINITION_NAME puts before another.
+_BUILT_ANEW = ("LlamaTokenizer", "LlamaTokenizerFast")
 _NO_MATCH = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 
 
@@ -24,8 +26,8 @@ def write_hf_tokenizer(tokenizer: Tokenizer, folder: str | Path, *, model_max_le
     With add_special_tokens=False it gives the ids of `Tokenizer.encode`, and it decodes them to the same text.
     eos_token is end-of-text and bos_token what opens a document. The kinds made here say split_special_tokens: special
     tokens in text are ordinary text there too. A tokenizer of kind hf is passed on as it was read, chat template
-    and all, with the names of eos_token and bos_token where it lacked them; there special tokens in text are what
-    its own config makes of them. A text with a character that a char tokenizer lacks is an error there too.
+    and all, with the names of eos_token and bos_token where it lacked them, and in place of Llama's own class the one
+    that reads DEFINITION_NAME as it stands; there special tokens in text are what its own config makes of them. A text with a character that a char tokenizer lacks is an error there too.
     """
     folder = Path(folder)
     names = {token: name for name, token in tokenizer.special_tokens.items()}
@@ -33,7 +35,8 @@ def write_hf_tokenizer(tokenizer: Tokenizer, folder: str | Path, *, model_max_le
     if tokenizer.hf is not None:
         save_hf_files(folder, tokenizer.hf)
         config = json.loads(tokenizer.hf.files.get(CONFIG_NAME, b"{}"))
-        config = {"tokenizer_class": "PreTrainedTokenizerFast"} | config
+        if config.get("tokenizer_class") in (None, *_BUILT_ANEW):
+            config["tokenizer_class"] = "PreTrainedTokenizerFast"
         config |= {role: name for role, name in roles.items() if config.get(role) is None}
         special = json.loads(tokenizer.hf.files.get(MAP_NAME, b"{}"))
         special |= {role: name for role, name in roles.items() if special.get(role) is None}
