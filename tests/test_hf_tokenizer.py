@@ -234,6 +234,7 @@ def test_fingerprint_is_of_what_determines_ids(folders, tokenizers, tmp_path):
         (lambda f: (f / "tokenizer_config.json").write_text("{"), "tokenizer_config.json: not JSON"),
         (lambda f: (f / "tokenizer_config.json").write_text("{}"), "no end of text: tokenizer_config.json names no eos_token"),
         (lambda f: (f / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}'), "eos_token '<eos>' is not among the tokens of tokenizer.json"),
+        (lambda f: (f / "tokenizer_config.json").write_text('{"eos_token": {"content": ["a"]}}'), r"eos_token \['a'\] is not among the tokens"),
         (lambda f: [(f / "tokenizer_config.json").unlink(), (f / "config.json").write_text('{"eos_token_id": 70000}')], "eos_token_id 70000 is no id of"),
         (lambda f: [(f / "tokenizer_config.json").unlink(), (f / "config.json").write_text('{"eos_token_id": [1, 2]}')], "does not say which one of them ends a document; add eos_token"),
         (set_in("model", "type", to="WordPiece"), "model.type is 'WordPiece'; expected BPE or Unigram"),

@@ -147,7 +147,7 @@ def _named_id(folder, role: str, vocabulary: dict[str, int], named: Sequence[dic
         token = token.get("content") if isinstance(token, dict) else token
         if token is None:
             continue
-        if token not in vocabulary:
+        if not isinstance(token, str) or token not in vocabulary:
             raise InputError(f"{folder}: {role}_token {token!r} is not among the tokens of {DEFINITION_NAME}")
         return vocabulary[token]
     for source in ids:
