@@ -552,7 +552,7 @@ RUNS = [
     Row("run with metrics nested deeply", write("run/metrics.jsonl", DEEP + "\n"), "inspect run", "run/metrics.jsonl", "restore the file from a copy"),
     Row("run whose record is cut", cut("run/events.jsonl"), RESUME + " 4", "run/events.jsonl", "restore the file from a copy"),
     Row("run without a record", both(remove("run/events.jsonl"), remove("run/metrics.jsonl")), RESUME + " 2", "run/events.jsonl", "restore the file from a copy"),
-    Row("run without its model.json", remove("run/model.json"), EXPORT, "model.json", "cannot be written"),
+    Row("run without its model.json", remove("run/model.json"), EXPORT, "run/model.json: cannot be read", "expected the JSON that this program wrote"),
     Row("run with another tokenizer's ranks", write("run/tokenizer/tokenizer.json", "{}"), EVAL, "run/tokenizer/tokenizer.json", "expected the folder of a tokenizer"),
     Row("run with results that are none", write("run/evals/4.npz", "hello"), "compare run run2", "run/evals/4.npz", "expected the arrays that this program wrote"),
     Row("run with results of one array", lambda: np.save(open("run/evals/4.npz", "wb"), np.arange(3)), "compare run run2", "run/evals/4.npz", "expected the arrays that this program wrote"),
