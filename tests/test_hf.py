@@ -275,6 +275,9 @@ def test_what_the_keys_mean(tmp_path):
         == read("Mistral-7B-v0.1", max_position_embeddings=9).sliding_window
     )
     assert read("Mistral-7B-v0.1", sliding_window=None).sliding_window is None
+    # With layer_types transformers takes it for Ministral, which goes by them.
+    assert read("Mistral-7B-v0.1", layer_types=["full_attention"] * 32).sliding_window is None
+    assert read("Mistral-7B-v0.1", layer_types=["sliding_attention"] * 32).sliding_window == 4096
     smol = read("SmolLM3-3B")
     assert smol.no_rope_every == 4 and smol.tie_embeddings and smol.rope_theta == 5e6
     assert read("SmolLM3-3B", no_rope_layers=None).no_rope_every == 4
@@ -359,6 +362,9 @@ def test_keys_left_out_are_what_the_class_takes(tmp_path):
          "use_sliding_window: 4 of 24 layers see 32768 tokens and the others all; expected all layers alike"),
         ("Qwen3-0.6B", {"layer_types": ["sliding_attention"] * 28}, "sliding_window: none, though layer_types has sliding_attention"),
         ("Qwen3-0.6B", {"layer_types": ["chunked_attention"] * 28}, "expected full_attention and sliding_attention only"),
+        ("Qwen3-0.6B", {"layer_types": ["full_attention"] * 3}, "expected full_attention and sliding_attention only, for each of 28"),
+        ("Mistral-7B-v0.1", {"layer_types": ["full_attention", "sliding_attention"] * 16},
+         "layer_types: 16 of 32 layers see 4096 tokens and the others all"),
         ("SmolLM3-3B", {"no_rope_layers": [1, 0, 1, 1] * 9}, "no_rope_layers: none in layers [1, 5, 9, 13, 17, 21, 25, 29, 33]"),
         ("SmolLM3-3B", {"no_rope_layers": [1]}, "no_rope_layers: got [1], expected a 1 or a 0 for each of 36 layers"),
         ("SmolLM3-3B", {"layer_types": None, "use_sliding_window": True, "sliding_window": 8},

@@ -198,18 +198,20 @@ def _sliding_window(keys: _Keys, model_type: str) -> int | None:
     if model_type == "llama":
         return None
     window = keys.size("sliding_window", _LEFT_OUT[model_type]["sliding_window"])
-    if model_type == "mistral":
-        return window
-    window = window if keys.truth("use_sliding_window", False) else None
-    num_layers = keys.size("num_hidden_layers")
     kinds = keys.data.get("layer_types")
+    if model_type == "mistral" and kinds is None:  # with layer_types it is Ministral to transformers
+        return window
+    if model_type != "mistral" and not keys.truth("use_sliding_window", False):
+        window = None
+    num_layers = keys.size("num_hidden_layers")
     if kinds is None and model_type == "smollm3":
         slides = [window is not None and not has_rope for has_rope in _ropes(keys, num_layers)]
     elif kinds is None:
         first = keys.size("max_window_layers", 28, least=0)
         slides = [window is not None and layer >= first for layer in range(num_layers)]
-    elif not isinstance(kinds, list) or not all(kind in _LAYER_TYPES for kind in kinds):
-        keys.problem("layer_types", f"got {json.dumps(kinds)}, expected full_attention and sliding_attention only")
+    elif not isinstance(kinds, list) or len(kinds) < num_layers or not all(kind in _LAYER_TYPES for kind in kinds):
+        expected = f"expected full_attention and sliding_attention only, for each of {num_layers} layers"
+        keys.problem("layer_types", f"got {json.dumps(kinds)}, {expected}")
         return None
     else:
         slides = [kind == "sliding_attention" for kind in kinds[:num_layers]]
