@@ -338,6 +338,14 @@ def test_a_tokenizer_that_llama_cpp_has_not_is_refused(family, change_definition
     assert not (tmp_path / "m.gguf").exists()
 
 
+@pytest.mark.parametrize("processor", [["x"], {"type": "TemplateProcessing", "single": ["x"]}, {"processors": 1}])
+def test_a_post_processor_that_is_none_is_told(processor, tmp_path):
+    source = write_folder("gpt2", tmp_path / "source")
+    change(source, lambda definition: definition.update(post_processor=processor))
+    with pytest.raises(InputError, match="tokenizer.json: post_processor: not one .*; restore it"):
+        vocabulary_of(load_tokenizer(source), tmp_path)
+
+
 def test_kinds_made_here_that_llama_cpp_has_not_are_refused(tmp_path):
     with pytest.raises(InputError, match="tokenizer.kind: char cannot be written as GGUF"):
         vocabulary_of(own_tokenizer("char"), tmp_path)

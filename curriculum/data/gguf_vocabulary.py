@@ -184,9 +184,12 @@ def _adds_bos(tokenizer: Tokenizer) -> bool:
     if isinstance(config.get("add_bos_token"), bool):
         return config["add_bos_token"]
     processor = json.loads(tokenizer.hf.files[DEFINITION_NAME]).get("post_processor") or {}
-    for part in (processor, *processor.get("processors", ())):
-        if part.get("type") == "TemplateProcessing" and part["single"]:
-            return part["single"][0].get("SpecialToken", {}).get("id") in tokenizer.special_tokens
+    try:
+        for part in (processor, *processor.get("processors", ())):
+            if part.get("type") == "TemplateProcessing" and part["single"]:
+                return part["single"][0].get("SpecialToken", {}).get("id") in tokenizer.special_tokens
+    except (AttributeError, KeyError, TypeError) as error:
+        raise InputError(f"tokenizer: {DEFINITION_NAME}: post_processor: not one ({error!r}); restore it") from error
     return False
 
 
