@@ -39,7 +39,7 @@ class Exported:
     dtype: str
     config: ModelConfig
     tokens_drawn: Mapping[str, int] | None = None
-    opens_with: str | None = None  # the token that each document of training and evals came after
+    opens_with: str | None = None  # the token that each document of the evals came after
     merged: bool = False
 
 
@@ -147,7 +147,7 @@ def _loading(run: Run, exported: Exported) -> list[str]:
         "ids = torch.tensor([[tokenizer.bos_token_id, *text]])",
         "print(tokenizer.decode(model.generate(ids, max_new_tokens=40)[0]))",
     ]
-    after = ["The prompt begins with the token that every document of training and of the evals came after."]
+    after = ["The prompt begins with the token that every document of the evals came after."]
     if exported.kind == "peft":
         after.append(
             "`adapter_config.json` names the model that the adapters are for; with `--merge`, `curriculum export` "
