@@ -27,7 +27,8 @@ def write_hf_tokenizer(tokenizer: Tokenizer, folder: str | Path, *, model_max_le
     eos_token is end-of-text and bos_token what opens a document. The kinds made here say split_special_tokens: special
     tokens in text are ordinary text there too. A tokenizer of kind hf is passed on as it was read, chat template
     and all, with the names of eos_token and bos_token where it lacked them, and in place of Llama's own class the one
-    that reads DEFINITION_NAME as it stands; there special tokens in text are what its own config makes of them. A text with a character that a char tokenizer lacks is an error there too.
+    that reads DEFINITION_NAME as it stands; there special tokens in text are what its own config makes of them. A text
+    with a character that a char tokenizer lacks is an error there too.
     """
     folder = Path(folder)
     names = {token: name for name, token in tokenizer.special_tokens.items()}
