@@ -123,9 +123,7 @@ def _merged(directory: RunDirectory, saved: Path) -> dict[str, np.ndarray]:
     like = jax.tree.map(
         lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=host), abstract_params(transformer(model))
     )
-    of_checkpoint = (saved.parent / "ledger").is_dir()  # and not a mean of several
-    ledger = read_ledger(saved.parent if of_checkpoint else find_checkpoint(directory, "latest")[1])
-    whole = whole_params(_with_record(directory).config, model, ledger["lineage"], saved, like)
+    whole = whole_params(_with_record(directory).config, model, ledger_of(directory, saved)["lineage"], saved, like)
     return merged(_by_name(whole), model)
 
 
