@@ -408,6 +408,14 @@ def test_settings_outside_the_schedule_are_told_and_change_no_data():
     assert resumed(saved, BASE)[2].changes == ()
 
 
+def test_a_run_whose_ledger_keeps_no_settings_goes_on():
+    _, saved = begun()
+    del saved["settings"]
+    assert resumed(saved, BASE)[2].changes == ()
+    edit = resumed(saved, changed(BASE, put("optim.weight_decay", 0.0), put("train.steps", 110)))[2]
+    assert [change["path"] for change in edit.changes] == ["train.steps"]
+
+
 def test_a_clock_in_tokens_counts_the_batches_that_there_were():
     _, saved = begun()
     tokens = (STEP * BATCH + 25 * 2 * BATCH) * LENGTH

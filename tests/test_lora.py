@@ -418,8 +418,8 @@ def test_without_its_base_it_does_not_go_on(copied, how):
     shutil.rmtree(copied / "base")
     told = without_its_base(copied, how)
     assert (
-        f"adaptation.init_from: '{copied / 'base'}' is gone; expected step 2 of run tiny that the run began from"
-        in told
+        f"adaptation.init_from: '{copied / 'base'}' is gone (paths are relative to the working folder); expected step 2"
+        " of run tiny that the run began from" in told
     )
     assert "adapters alone" in told and told.endswith("restore it from a copy")
 

@@ -43,7 +43,9 @@ def compare(config: Config, saved: Mapping[str, Any], *, at: int | None = None, 
     """
     step, was, now = saved["step"] if at is None else at, saved["declared"], declaration(config)
     schedule = Schedule(segments_from_json(saved["segments"]))
-    changes, others = tuple(_changes(was, now)), tuple(_changes_of_settings(saved["settings"], settings(config)))
+    changes = tuple(_changes(was, now))
+    # A run that was begun before ledgers kept them says nothing of them.
+    others = tuple(_changes_of_settings(saved.get("settings", {}), settings(config)))
     problems = [] if step == 0 else list(_of_past(was, now, schedule, step))
     if problems and not accept_past:
         how = _how_to_mend(config, was, now, problems, schedule, step)
@@ -109,7 +111,7 @@ def _changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[dict[st
 
 
 def _changes_of_settings(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    for section in now:
+    for section in was:
         yield from _differing(section, was[section], now[section])
 
 

@@ -35,11 +35,8 @@ def frozen_base(config: Config, lineage: Mapping[str, Any]) -> Base:
     run = next((run for run in runs if os.path.isfile(run.resolved_config)), None)
     expected = f"expected step {step} of run {lineage['run']}: {_FIX}; restore it from a copy"
     if run is None:
-        raise config.error([("adaptation.init_from", f"{given!r} is gone, {expected}")])
-    try:
-        return Base(given, run, *find_checkpoint(run, step, option="step"))
-    except InputError as error:
-        raise config.error(("adaptation.init_from", f"{problem}; {expected}") for problem in error.problems) from None
+        raise InputError(f"{given!r} is gone (paths are relative to the working folder)")
+    return Base(given, run, *find_checkpoint(run, step, option="step"))
 
 
 def load_frozen(config: Config, base: Base, lineage: Mapping[str, Any], like: Params) -> tuple[Params, dict[str, Any]]:
