@@ -126,7 +126,7 @@ def read_prompts(path: str | os.PathLike) -> list[str]:
     Raises InputError for a file that cannot be read or holds none, and for every line that is not what it should be.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")  # a byte order mark is no text, as in sources
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path, bytes that are no UTF-8
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"--prompts-file {path}: cannot be read: {reason}") from None
