@@ -92,7 +92,7 @@ def find_base(init_from: str | os.PathLike) -> Base:
     Raises InputError where there is none, and for one of a run that trained adapters alone.
     """
     base = _find_base(init_from)
-    if "lora" in base.architecture:
+    if isinstance(base, Base) and base.config.get("adaptation", {}).get("lora") is not None:
         raise InputError(
             f"{base.init_from!r} trained adapters alone (adaptation.lora), which are no model without the one that it "
             "began from; export it with --format hf --merge, and begin from that folder"

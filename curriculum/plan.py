@@ -91,7 +91,7 @@ def declaration(config: Config) -> dict[str, Any]:
     }
 
 
-def settings(config: Config) -> dict[str, dict[str, Any]]:
+def training_settings(config: Config) -> dict[str, dict[str, Any]]:
     """What a config says of how a run is trained and judged, the schedule apart, by section; a ledger keeps it too."""
     whole, scheduled = config.to_json(), declaration(config)
     of_model = {} if whole["model"] is None else {key: whole["model"][key] for key in HOW}

@@ -10,7 +10,7 @@ import pytest
 
 from curriculum.config import build_config
 from curriculum.errors import InputError
-from curriculum.plan import continued_schedule, declaration, resolve_schedule, settings
+from curriculum.plan import continued_schedule, declaration, resolve_schedule, training_settings
 from curriculum.train.edits import compare
 from phases.batches import DataPlan
 from phases.rollback import passed_over
@@ -54,7 +54,7 @@ def ledger_of(config, schedule, step, past=None, sources=None):
     saved = {
         "step": step,
         "declared": declaration(config),
-        "settings": settings(config),
+        "settings": training_settings(config),
         "segments": segments_to_json(schedule.segments),
         "past_end": past.end if past else 0,
         "settled": dict(past.settled) if past else {},

@@ -13,7 +13,7 @@ import yaml
 
 from curriculum.config import Config
 from curriculum.errors import InputError
-from curriculum.plan import Past, Planned, declaration, settings, unread
+from curriculum.plan import Past, Planned, declaration, training_settings, unread
 from curriculum.train import ledger
 from curriculum.train.setup import Setup
 from phases.resolve import clock_step, resolve_steps
@@ -45,7 +45,7 @@ def compare(config: Config, saved: Mapping[str, Any], *, at: int | None = None, 
     schedule = Schedule(segments_from_json(saved["segments"]))
     changes = tuple(_changes(was, now))
     # A run that was begun before ledgers kept them says nothing of them.
-    others = tuple(_changes_of_settings(saved.get("settings", {}), settings(config)))
+    others = tuple(_changes_of_settings(saved.get("settings", {}), training_settings(config)))
     problems = [] if step == 0 else list(_of_past(was, now, schedule, step))
     if problems and not accept_past:
         how = _how_to_mend(config, was, now, problems, schedule, step)

@@ -19,7 +19,7 @@ from curriculum.data.chat import ROLES
 from curriculum.data.packing import PackingConfig
 from curriculum.data.split import parse_share
 from curriculum.model.model import parameter_name
-from curriculum.plan import declaration
+from curriculum.plan import declaration, training_settings
 from curriculum.record.events import plain
 from curriculum.run import read_arrays
 from curriculum.train.optimizer import state_layout
@@ -119,7 +119,6 @@ def entry(setup: Setup, step: int, history: History, offsets: Mapping[str, int],
         "tokenizer": setup.corpus.tokenizer.fingerprint,
         "packing": asdict(setup.config.packing),
         "data": _data_settings(setup.config),
-        "settings": settings(setup.config),
         **scheduled(setup),
         "branched_from": setup.branched_from,
         "sources": {name: _source(setup, name) | {"tokens_drawn": drawn[name]} for name in setup.plan.sources},
@@ -131,9 +130,10 @@ def entry(setup: Setup, step: int, history: History, offsets: Mapping[str, int],
 
 
 def scheduled(setup: Setup) -> dict[str, Any]:
-    """What a ledger says of the schedule, and of the config that it was resolved from."""
+    """What a ledger says of the schedule, and of the config that it was resolved from and trained by."""
     return {
         "declared": declaration(setup.config),
+        "settings": training_settings(setup.config),
         "segments": segments_to_json(setup.schedule.segments),
         "past_end": setup.past.end,
         "settled": dict(setup.past.settled),
