@@ -35,6 +35,7 @@ from curriculum.run import load_run
 from curriculum.sampling import GenerateSection, Sampling
 from curriculum.train.mesh import MeshConfig, make_mesh
 from curriculum.train.samples import beginnings
+from curriculum.train.trainer import train
 from evalsets.evalset import cut_windows
 
 BYTES = byte_tokenizer()
@@ -514,6 +515,24 @@ def test_what_a_set_begins_with():
     assert texts(3, 5) == ["01234", "ABCDE", "abcde"]
     assert texts(9, 5) == ["01234", "ab", "ABCDE", "abcde"]  # a short one is a prompt where there is no other
     assert texts(1, 100) == ["0123456"]  # of one window, and not all of it
+
+    # Of a conversation the windows without an answer are not in the set: what is left of one begins in its middle.
+    scored = [np.arange(len(document)) >= at for document, at in zip(documents, (9, 1, 3, 0), strict=True)]
+    evalset = cut_windows("x", documents, BYTES.token_bytes_V, bos=BYTES.eot, seq_len=8, scored=scored)
+    assert evalset.num_documents == 4
+    assert texts(2, 5) == ["ABCDE", "abcde"] and texts(9, 5) == ["ab", "ABCDE", "abcde"]
+
+
+def test_a_set_without_a_beginning_is_told(tmp_path):
+    place = write_corpus(tmp_path)
+    messages = [{"role": "user", "content": "x" * 40}, {"role": "assistant", "content": "y"}]
+    (place / "talk.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    sets = {"talk": {"path": str(place / "talk.jsonl"), "format": "messages"}}
+    data = tiny_data(place, logging={"generate_every": 4, "generate": {"from_evalset": "talk"}})
+    data["evalsets"] |= {"sets": sets}
+    with pytest.raises(InputError, match=r"logging.generate.from_evalset: no document of talk is scored in its first"):
+        train(build_config(data), place / "run", store_dir=place / "store")
+    assert not (place / "run").exists()
 
 
 @pytest.mark.parametrize(

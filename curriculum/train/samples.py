@@ -35,10 +35,15 @@ class Samples:
                 self.generator.check_length(self.prompts[-1])
             except InputError as error:
                 problems += [(f"logging.generate.prompts[{i}]", problem) for problem in error.problems]
+        if section.evalset is not None:
+            found = beginnings(evalsets[section.evalset], section.num, section.prompt_tokens, tokenizer)
+            if not found:
+                got = f"no document of {section.evalset} is scored in its first window, and so none begins in the set"
+                fix = "name another set, give prompts, or raise evalsets.seq_len"
+                problems.append(("logging.generate.from_evalset", f"{got}; {fix}"))
+            self.prompts += found
         if problems:
             raise config.error(problems)
-        if section.evalset is not None:
-            self.prompts += beginnings(evalsets[section.evalset], section.num, section.prompt_tokens, tokenizer)
 
     def __call__(self, params: Params) -> list[dict[str, Any]]:
         """One a prompt, as the event `generation` tells it."""
@@ -48,10 +53,12 @@ class Samples:
 def beginnings(evalset: EvalSet, num: int, prompt_tokens: int, tokenizer: Tokenizer) -> list[Prompt]:
     """What `num` documents of a set begin with, in the set's order: the first that are longer than that.
 
-    Where there are not enough of them, the first of the others as well.
+    Where there are not enough of them, the first of the others as well. A conversation whose first window holds no
+    answer has no beginning in the set.
     """
     first_D = np.searchsorted(evalset.document_N, np.arange(evalset.num_documents))
-    # A window is filled up with what opens documents, which no text holds.
+    # What opens documents, no text holds; a window is filled up with it too.
+    first_D = first_D[evalset.tokens_NT1[first_D, 0] == tokenizer.bos]
     ends_DT = evalset.tokens_NT1[first_D, 1:] == tokenizer.bos
     length_D = np.where(ends_DT.any(axis=1), ends_DT.argmax(axis=1), ends_DT.shape[1])
     length = min(prompt_tokens, evalset.seq_len - 1)
