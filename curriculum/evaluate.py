@@ -103,8 +103,7 @@ def evaluate(
     from curriculum.train.mesh import MeshConfig, make_mesh
     from curriculum.train.setup import abstract_on_mesh, cache_compiled, make_suite
 
-    tune_device(config.train.deterministic)
-    cache_compiled(store_dir)
+    restored = restore(config, tokenizer.vocab_size, arrays, ledger, store_dir, make_model)
     warnings = []
     try:
         mesh = make_mesh(config.mesh)

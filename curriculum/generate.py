@@ -91,6 +91,7 @@ def load_generator(
         raise InputError(f"{run}: was trained with a model of one's own; call generate(make_model=...) from Python")
     step, arrays = find_weights(directory, step, weights)
     tokenizer = load_tokenizer(directory.tokenizer)
+    ledger = ledger_of(directory, arrays)
 
     # What can be said without these is said at once.
     from curriculum.model.generate import Generator
@@ -102,22 +103,13 @@ def load_generator(
     from curriculum.train.mesh import MeshConfig, make_mesh
     from curriculum.train.setup import abstract_on_mesh, cache_compiled, on_mesh
 
-    tune_device(config.train.deterministic)
-    cache_compiled(store_dir)
-    warnings = []
-    try:
-        mesh = make_mesh(config.mesh)
-    except InputError:
-        mesh = make_mesh(MeshConfig())
-        asked = " x ".join(f"{axis} {size}" for axis, size in asdict(config.mesh).items())
-        warnings.append(f"the run's mesh ({asked}) does not fit the devices here: each has all parameters")
-    if make_model is None:
-        model = transformer(resolve_model(config.model, tokenizer.vocab_size))
-    else:
-        model = make_model(tokenizer.vocab_size)
-    generator = Generator(on_mesh(model, mesh), tokenizer, mesh)
-    params = load_params(arrays, abstract_on_mesh(mesh, abstract_params(model)))
-    return Loaded(step, weights, generator, params, tuple(warnings))
+    restored = restore(config, tokenizer.vocab_size, arrays, ledger, store_dir, make_model)
+    warnings = ()
+    if restored.unfit_mesh is not None:
+        mesh = restored.unfit_mesh
+        warnings = (f"the run's mesh ({mesh}) does not fit the devices here: each has all parameters",)
+    generator = Generator(on_mesh(restored.model, restored.mesh), tokenizer, restored.mesh)
+    return Loaded(step, weights, generator, restored.params, warnings)
 
 
 def read_prompts(path: str | os.PathLike) -> list[str]:

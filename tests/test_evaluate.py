@@ -21,6 +21,8 @@ from curriculum.train.trainer import train
 
 WORDS = {"web": "rain falls on the quiet green hills", "law": "the party of the first part shall provide"}
 
+PADDED = {"vocab_size": 264, "num_ids": 264}  # rows beyond the tokenizer's 257 ids, which are predicted all the same
+
 
 def write_documents(path, words, count, seed):
     rng = np.random.default_rng(seed)
@@ -42,7 +44,7 @@ def trained(tmp_path_factory):
     config = build_config(
         {
             "name": "small",
-            "model": {"preset": "tiny", "n_layer": 1, "d_model": 16, "n_head": 2, "n_kv_head": 1, "d_ff": 24},
+            "model": {"preset": "tiny", "n_layer": 1, "d_model": 16, "n_head": 2, "n_kv_head": 1, "d_ff": 24} | PADDED,
             "sources": {"web": {"path": "web.jsonl", "held_out": "20%"}, "idle": {"path": "law_eval.jsonl"}},
             "phases": [{"name": "a", "until": "end", "mixture": {"web": 1}}],
             "evalsets": {
@@ -105,6 +107,17 @@ def test_every_window_is_that_of_training_bit_for_bit(folder, step, weights, ave
     for name, key in (("val", "primary"), ("web", "web"), ("law", "law")):
         assert windows(measured.results[name]) == recorded(measured.step, key, average)
     assert contents("run") == before and len(before) > 20
+
+
+def test_it_is_the_model_that_was_trained(folder):
+    """A config that leaves num_ids out meant all rows once."""
+    resolved = json.loads(Path("run/config.resolved.json").read_text())
+    resolved["model"]["num_ids"] = None
+    Path("run/config.resolved.json").write_text(json.dumps(resolved))
+    assert windows(evaluate("run", sets=["law"], store_dir="store").results["law"]) == recorded(4, "law")
+    longer = replace(load_run("run").config, train=replace(load_run("run").config.train, steps=6))
+    with pytest.raises(InputError, match=r"num_ids 257 \(was None\); with model.num_ids: 264 all rows are predicted"):
+        train(longer, "run", resume="latest", store_dir="store")
 
 
 def test_the_numbers_are_those_of_the_record(folder):
@@ -215,7 +228,8 @@ def test_a_model_of_ones_own_is_brought_again(folder):
     architecture = ModelConfig.of(json.loads(Path("run/model.json").read_text()))
 
     def make_model(vocab_size):
-        return transformer(replace(architecture, vocab_size=vocab_size))
+        assert vocab_size == 257
+        return transformer(architecture)
 
     measured = evaluate("run", store_dir="store", make_model=make_model, sets=["law"])
     assert windows(measured.results["law"]) == recorded(4, "law")

@@ -178,6 +178,8 @@ def check_past(saved: Mapping[str, Any], setup: Setup, *, accept_past: bool = Fa
     if model != saved["model"]:
         changed = [k for k in {**saved["model"], **model} if model.get(k) != saved["model"].get(k)]
         got = ", ".join(f"{k} {model.get(k)} (was {saved['model'].get(k)})" for k in changed)
+        if changed == ["num_ids"] and "num_ids" not in saved["model"]:  # as where padding was always predicted
+            got += f"; with model.num_ids: {model['vocab_size']} all rows are predicted, as they were"
         problems.append(("model", f"the architecture of a run cannot change: {got}"))
     elif (parameters := _parameters(setup)) != saved.get("parameters", parameters):
         was = saved["parameters"]

@@ -1,0 +1,63 @@
+"""A run's model and parameters, taken up after training: for evals, and for text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jax.sharding import Mesh
+
+from curriculum.adaptation import resolved_model
+from curriculum.config import Config
+from curriculum.errors import InputError
+from curriculum.model.model import Model, Params, abstract_params
+from curriculum.model.presets import HOW, ModelConfig
+from curriculum.model.transformer import transformer
+from curriculum.plan import DEFAULT_STORE_DIR
+from curriculum.train.device import tune_device
+from curriculum.train.frozen import whole_params
+from curriculum.train.mesh import MeshConfig, make_mesh
+from curriculum.train.setup import abstract_on_mesh, cache_compiled
+
+
+class Restored(NamedTuple):
+    """`unfit_mesh`: the mesh of the run, in words, where it does not fit the devices here; None: it is `mesh`."""
+
+    mesh: Mesh
+    model: Model
+    params: Params
+    unfit_mesh: str | None
+
+
+def restore(
+    config: Config,
+    vocab_size: int,
+    arrays: Path,
+    ledger: Mapping[str, Any],
+    store_dir: str | Path = DEFAULT_STORE_DIR,
+    make_model: Callable[[int], Model] | None = None,
+) -> Restored:
+    """The whole parameters saved in `arrays`, on the mesh of the run or else on one that gives each device rows.
+
+    `ledger` is the run's; `make_model` the one that it was trained with, where it was. Raises InputError where what
+    adapters were trained beside is gone.
+    """
+    tune_device(config.train.deterministic)
+    cache_compiled(store_dir)
+    unfit_mesh = None
+    try:
+        mesh = make_mesh(config.mesh)
+    except InputError:
+        mesh = make_mesh(MeshConfig())
+        unfit_mesh = " x ".join(f"{axis} {size}" for axis, size in asdict(config.mesh).items())
+    if make_model is None:
+        # What was trained, whatever its config would mean by now; how it is computed is the config's.
+        configured = resolved_model(config, vocab_size)
+        architecture = replace(ModelConfig.of(ledger["model"]), **{name: getattr(configured, name) for name in HOW})
+        model = transformer(architecture)
+    else:
+        architecture, model = None, make_model(vocab_size)
+    like = abstract_on_mesh(mesh, abstract_params(model))
+    return Restored(mesh, model, whole_params(config, architecture, ledger["lineage"], arrays, like), unfit_mesh)
