@@ -218,6 +218,14 @@ def spec(*shape, dtype=np.float32):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
+def generating(extend, empty_cache=lambda rows, positions: {"kept": jnp.zeros((rows, positions))}):
+    """What `Model` has for generation: `extend(logits, cache)` gives what it gives."""
+    return {
+        "empty_cache": empty_cache,
+        "extend": lambda p, cache, t, *_: extend(p["embed"][t] @ p["kernel"], cache),
+    }
+
+
 FIRST_ROWS = {"forward": lambda p, t, s, k: p["embed"][t][:, 1:]}
 
 
@@ -237,6 +245,11 @@ FIRST_ROWS = {"forward": lambda p, t, s, k: p["embed"][t][:, 1:]}
         ({"forward": lambda p, t, s, k: p["embed"][t]}, "forward, without a head, gave logits for 8 ids, expected at least the tokenizer's 257"),
         ({"forward": lambda p, t, s, k: p["embed"][t], "head": lambda p: p["embed"][:256]}, "head gave a kernel for 256 ids, expected at least the tokenizer's 257"),
         ({"forward": lambda p, t, s, k: p["embed"][t], "head": lambda p: p["kernel"]}, r"head gave float32\[8, 257\], expected \[V, 8\]"),
+        (generating(None, lambda rows, positions: jnp.zeros((positions, rows))), r"empty_cache gave float32\[4, 2\] for 2 rows, expected arrays whose first axis"),
+        (generating(lambda logits, cache: logits), r"extend gave float32\[2, 4, 257\], expected two: features and the cache"),
+        (generating(lambda logits, cache: (logits[:, -1], cache)), r"extend gave float32\[2, 257\] for tokens int32\[2, 4\], expected \[2, 4, 257\], as of forward"),
+        (generating(lambda logits, cache: (logits, cache["kept"])), "extend gave a cache like .*, expected one like that of empty_cache"),
+        (generating(lambda logits, cache: (logits, {"kept": cache["kept"].astype(jnp.bfloat16)})), r"extend made bfloat16\[2, 4\] of float32\[2, 4\] in the cache, expected the same shape and type"),
     ],
 )  # fmt: skip
 def test_a_model_that_breaks_its_promises_is_refused(matrices, change, message):
@@ -255,6 +268,8 @@ def test_a_good_model_passes_with_and_without_a_head(matrices):
     check_model(bigram(matrices), vocab_size=257, num_rows=4, seq_len=16)
     headed = {"forward": lambda p, t, s, k: p["embed"][t], "head": lambda p: p["embed"]}
     check_model(bigram(matrices, **headed), vocab_size=100, num_rows=4, seq_len=16)
+    going_on = generating(lambda logits, cache: (logits, cache)) | {"max_seq_len": 3}
+    check_model(bigram(matrices, **going_on), vocab_size=257, num_rows=4, seq_len=2)
 
 
 def test_what_make_model_gives_is_checked_before_a_run_is_created(tmp_path, text_folder, matrices):

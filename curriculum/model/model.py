@@ -115,6 +115,31 @@ def check_model(model: Model, vocab_size: int, num_rows: int, seq_len: int) -> N
         raise InputError(f"make_model: num_ids: got {model.num_ids}, expected {expected}")
     if num_logits < vocab_size:
         raise InputError(f"make_model: {where} for {num_logits} ids, expected at least the tokenizer's {vocab_size}")
+    if model.empty_cache is not None and model.extend is not None:
+        _check_generation(model, params, features.shape[2])
+
+
+def _check_generation(model: Model, params: Params, width: int) -> None:
+    num_rows, num_positions = 2, min(4, model.max_seq_len or 4)
+    cache = jax.eval_shape(lambda: model.empty_cache(num_rows, num_positions))
+    if wrong := [array for array in jax.tree.leaves(cache) if array.shape[:1] != (num_rows,)]:
+        got = f"empty_cache gave {_brief(wrong[0])} for {num_rows} rows"
+        raise InputError(f"make_model: {got}, expected arrays whose first axis is the row")
+    tokens_BT, row_B = (jax.ShapeDtypeStruct((num_rows, *shape), np.int32) for shape in ((num_positions,), ()))
+    given = jax.eval_shape(model.extend, params, cache, tokens_BT, row_B, row_B)
+    if not isinstance(given, tuple) or len(given) != 2:
+        raise InputError(f"make_model: extend gave {_brief(given)}, expected two: features and the cache")
+    features, extended = given
+    if getattr(features, "shape", None) != (expected := (*tokens_BT.shape, width)):
+        got = f"extend gave {_brief(features)} for tokens {_brief(tokens_BT)}"
+        raise InputError(f"make_model: {got}, expected {list(expected)}, as of forward")
+    (were, tree), (are, other) = jax.tree.flatten(cache), jax.tree.flatten(extended)
+    if tree != other:
+        raise InputError(f"make_model: extend gave a cache like {other}, expected one like that of empty_cache, {tree}")
+    for was, array in zip(were, are, strict=True):
+        if (array.shape, array.dtype) != (was.shape, was.dtype):
+            got = f"extend made {_brief(array)} of {_brief(was)} in the cache"
+            raise InputError(f"make_model: {got}, expected the same shape and type")
 
 
 def _brief(value: Any) -> str:

@@ -24,7 +24,7 @@ from curriculum.train.optimizer import state_layout
 
 @dataclass(frozen=True)
 class Start:
-    """What a run begins from. Both None: from its seed."""
+    """What a run begins from. All None: from its seed."""
 
     lineage: dict[str, Any] | None = None
     base: Base | None = None  # None too for a run that goes on from a checkpoint of its own
