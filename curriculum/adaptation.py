@@ -234,6 +234,11 @@ def heritage(init_from: str, continues: str | os.PathLike | None = None) -> Heri
 def _heritage_of(directory: RunDirectory, sections: dict[str, Any]) -> Heritage:
     tokenizer, architecture = load_tokenizer(directory.tokenizer), read_json(directory.path / "model.json")
     architecture.pop("lora", None)  # of a run that goes on: the section `model` says nothing of its adapters
+    if (model := sections["model"]) is not None and model.get(
+        "vocab_size"
+    ) is not None:  # what is padding there, is here
+        num_ids = architecture.get("num_ids", architecture["vocab_size"])
+        sections = sections | {"model": model | {"num_ids": num_ids}}
     return Heritage(str(directory.path), sections, tokenizer, architecture)
 
 

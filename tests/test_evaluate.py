@@ -118,6 +118,9 @@ def test_it_is_the_model_that_was_trained(folder):
     longer = replace(load_run("run").config, train=replace(load_run("run").config.train, steps=6))
     with pytest.raises(InputError, match=r"num_ids 257 \(was None\); with model.num_ids: 264 all rows are predicted"):
         train(longer, "run", resume="latest", store_dir="store")
+    data = longer.to_json() | {"adaptation": {"init_from": "run"}}
+    adapted = build_config({key: section for key, section in data.items() if key not in ("model", "tokenizer")})
+    assert adapted.model.num_ids == adapted.model.vocab_size == 264
 
 
 def test_the_numbers_are_those_of_the_record(folder):
