@@ -232,6 +232,7 @@ def test_fingerprint_is_of_what_determines_ids(folders, tokenizers, tmp_path):
         (lambda f: (f / "tokenizer.json").write_text('["model"]'), "tokenizer.json: holds list; expected an object"),
         (lambda f: (f / "tokenizer.json").write_text('{"model": {}}'), "tokenizer.json: not a tokenizer .KeyError"),
         (lambda f: (f / "tokenizer_config.json").write_text("{"), "tokenizer_config.json: not JSON"),
+        (lambda f: (f / "tokenizer_config.json").write_text(r'{"eos_token": "<|endoftext|>", "x": "\uD800"}'), "tokenizer_config.json: not JSON .*surrogates not allowed"),
         (lambda f: (f / "tokenizer_config.json").write_text("{}"), "no end of text: tokenizer_config.json names no eos_token"),
         (lambda f: (f / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}'), "eos_token '<eos>' is not among the tokens of tokenizer.json"),
         (lambda f: (f / "tokenizer_config.json").write_text('{"eos_token": {"content": ["a"]}}'), r"eos_token \['a'\] is not among the tokens"),

@@ -181,6 +181,8 @@ def _json(path: Path, content: bytes | None) -> dict[str, Any]:
         return {}
     try:
         found = json.loads(content)
+        if b"\\ud" in content.lower():  # half a surrogate pair is no text, and could not be written again
+            json.dumps(found, ensure_ascii=False).encode()
     except ValueError as error:
         raise InputError(f"{path}: not JSON ({error}); restore it") from error
     if not isinstance(found, dict):
