@@ -241,6 +241,7 @@ def test_fingerprint_is_of_what_determines_ids(folders, tokenizers, tmp_path):
         (set_in("model", "type", to="WordPiece"), "model.type is 'WordPiece'; expected BPE or Unigram"),
         (set_in("model", "vocab", "a", to="64"), "token 'a' has id '64'; expected a whole number from 0, below 16777216"),
         (set_in("model", "vocab", "a", to=10**12), "token 'a' has id 1000000000000; expected a whole number"),
+        (changed(lambda d: d["added_tokens"][-1].update(content=0)), "token 0 is no text"),
         (set_in("model", "vocab", "a", to=-1), "token 'a' has id -1; expected a whole number"),
         (set_in("model", "dropout", to=0.1), "model.dropout is 0.1; expected none"),
         (set_in("model", "end_of_word_suffix", to="</w>"), "model.end_of_word_suffix is '</w>'; expected none"),

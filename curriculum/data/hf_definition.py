@@ -80,6 +80,9 @@ class Parsed:
         if model.get("dropout"):
             yield f"model.dropout is {model['dropout']}; expected none: the same text has to give the same ids"
         for name, token in self.vocabulary.items():
+            if not isinstance(name, str):
+                yield f"token {name!r} is no text; restore it"
+                return
             if type(token) is not int or not 0 <= token < LARGEST_ID:
                 yield f"token {name!r} has id {token!r}; expected a whole number from 0, below {LARGEST_ID}"
                 return
