@@ -19,6 +19,9 @@ from pydantic import Field
 from curriculum.data.hf_files import DEFINITION_NAME
 from curriculum.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from curriculum.errors import InputError
+from curriculum.model.hf import checked_tensors
+from curriculum.model.hf_config import HF_CONFIG, architecture_fields, hf_model_type, read_hf_config
+from curriculum.model.hf_weights import INDEX, stored_tensors
 from curriculum.model.presets import HOW, LoraConfig, ModelConfig, ModelSection, model_problems, resolve_model
 from curriculum.run import RunDirectory, find_checkpoint, read_json, read_ledger, step_folders, undamaged
 from phases.schedule import Phase
@@ -86,10 +89,30 @@ class Base:
         }
 
 
-def find_base(init_from: str | os.PathLike) -> Base:
-    """The checkpoint that `adaptation.init_from` means.
+@dataclass(frozen=True)
+class HfBase:
+    """The Hugging Face folder that a run begins from; its weights fit its config.json."""
 
-    Raises InputError where there is none, and for one of a run that trained adapters alone.
+    init_from: str  # as it was given
+    folder: Path
+    model_type: str
+    model: ModelConfig
+
+    def lineage(self, keep_optimizer: bool) -> dict[str, Any]:
+        """Where a run that begins here comes from. `train.start` adds the fingerprint, for which all is read."""
+        return {
+            "init_from": self.init_from,
+            "kind": "hf",
+            "model_type": self.model_type,
+            "keep_optimizer": keep_optimizer,
+            "lineage": None,
+        }
+
+
+def find_base(init_from: str | os.PathLike) -> Base | HfBase:
+    """What `adaptation.init_from` means.
+
+    Raises InputError where there is nothing to begin from, and for a run that trained adapters alone.
     """
     base = _find_base(init_from)
     if isinstance(base, Base) and base.config.get("adaptation", {}).get("lora") is not None:
@@ -100,7 +123,7 @@ def find_base(init_from: str | os.PathLike) -> Base:
     return base
 
 
-def _find_base(init_from: str | os.PathLike) -> Base:
+def _find_base(init_from: str | os.PathLike) -> Base | HfBase:
     given = str(init_from)
     if not given:
         raise InputError(f"got an empty path, expected {_EXPECTED}")

@@ -23,6 +23,7 @@ from curriculum.data.tokenizer import TokenizerConfig
 from curriculum.errors import InputError
 from curriculum.model.presets import ModelSection
 from curriculum.record.wandb_log import WandbConfig
+from curriculum.run import RunDirectory
 from curriculum.sampling import GenerateSection
 from curriculum.train.mesh import MeshConfig
 from curriculum.train.optimizer import OptimConfig

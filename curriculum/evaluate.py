@@ -8,16 +8,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from curriculum.adaptation import resolved_model
 from curriculum.config import Config, build_config
 from curriculum.config_problems import no_such
 from curriculum.data.corpus import find_read_documents, load_evalsets
 from curriculum.data.tokenizer import load_tokenizer
 from curriculum.errors import InputError
-from curriculum.export import find_weights
+from curriculum.export import find_weights, ledger_of
 from curriculum.plan import DEFAULT_STORE_DIR
 from curriculum.record.events import config_name, record_name
-from curriculum.run import RunDirectory, find_checkpoint, load_run, read_ledger
+from curriculum.run import RunDirectory, load_run
 from curriculum.yaml12 import Origin
 from evalsets.evalset import PRIMARY, EvalSet
 from evalsets.metrics import Summary, WindowResults, summarise
@@ -84,8 +83,7 @@ def evaluate(
     if config.model is None and make_model is None:
         raise InputError(f"{run}: was trained with a model of one's own; call evaluate(make_model=...) from Python")
     step, arrays = find_weights(directory, step, weights)
-    of_checkpoint = (arrays.parent / "ledger").is_dir()  # and not a mean of several
-    ledger = read_ledger(arrays.parent if of_checkpoint else find_checkpoint(directory, "latest")[1])
+    ledger = ledger_of(directory, arrays)
     tokenizer = load_tokenizer(directory.tokenizer)
     evalsets = {}
     for origin, some in ((own, [n for n in names if n not in new]), (config, [n for n in names if n in new])):
@@ -96,31 +94,18 @@ def evaluate(
     found = {name: find_read_documents(config, store_dir, tokenizer, name, read) for name in new if name in names}
 
     # What can be said without these is said at once.
-    from curriculum.model.model import abstract_params
-    from curriculum.model.transformer import transformer
-    from curriculum.train.device import tune_device
-    from curriculum.train.frozen import whole_params
-    from curriculum.train.mesh import MeshConfig, make_mesh
-    from curriculum.train.setup import abstract_on_mesh, cache_compiled, make_suite
+    from curriculum.train.restored import restore
+    from curriculum.train.setup import make_suite
 
     restored = restore(config, tokenizer.vocab_size, arrays, ledger, store_dir, make_model)
     warnings = []
-    try:
-        mesh = make_mesh(config.mesh)
-    except InputError:
-        mesh = make_mesh(MeshConfig())
-        asked = " x ".join(f"{axis} {size}" for axis, size in asdict(config.mesh).items())
+    if restored.unfit_mesh is not None:
         warnings.append(
-            f"the run's mesh ({asked}) does not fit the devices here: measured with data {mesh.size}; sums may differ "
-            "from training's in the last digits"
+            f"the run's mesh ({restored.unfit_mesh}) does not fit the devices here: measured with data "
+            f"{restored.mesh.size}; sums may differ from training's in the last digits"
         )
-    if make_model is None:
-        model = transformer(resolved_model(config, tokenizer.vocab_size))
-    else:
-        model = make_model(tokenizer.vocab_size)
-    suite = make_suite(config, mesh, model, evalsets.values())
-    like = abstract_on_mesh(mesh, abstract_params(model))
-    results = suite.run(whole_params(config, ledger.get("lineage"), arrays, like))
+    suite = make_suite(config, restored.mesh, restored.model, evalsets.values())
+    results = suite.run(restored.params)
     return Evaluation(
         run=str(run),
         step=step,

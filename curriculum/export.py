@@ -299,3 +299,9 @@ def find_weights(directory: RunDirectory, step: str | int | None, weights: str) 
             "averages.ema_decay keeps; expected raw, or mean:PHASE"
         )
     return step, checkpoint / item
+
+
+def ledger_of(directory: RunDirectory, arrays: Path) -> dict[str, Any]:
+    """The ledger of the checkpoint that some weights are of; of a mean of several, that of the run's latest."""
+    of_checkpoint = (arrays.parent / "ledger").is_dir()
+    return read_ledger(arrays.parent if of_checkpoint else find_checkpoint(directory, "latest")[1])

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from curriculum.data.tokenizer import load_tokenizer
 from curriculum.errors import InputError
-from curriculum.export import find_weights
+from curriculum.export import find_weights, ledger_of
 from curriculum.plan import DEFAULT_STORE_DIR
 from curriculum.run import RunDirectory, load_run
 from curriculum.sampling import Sampling
@@ -95,13 +95,8 @@ def load_generator(
 
     # What can be said without these is said at once.
     from curriculum.model.generate import Generator
-    from curriculum.model.model import abstract_params
-    from curriculum.model.presets import resolve_model
-    from curriculum.model.transformer import transformer
-    from curriculum.train.checkpoint import load_params
-    from curriculum.train.device import tune_device
-    from curriculum.train.mesh import MeshConfig, make_mesh
-    from curriculum.train.setup import abstract_on_mesh, cache_compiled, on_mesh
+    from curriculum.train.restored import restore
+    from curriculum.train.setup import on_mesh
 
     restored = restore(config, tokenizer.vocab_size, arrays, ledger, store_dir, make_model)
     warnings = ()

@@ -12,6 +12,7 @@ from curriculum.config import Config
 from curriculum.data.corpus import find_sizes
 from curriculum.model.memory import memory_estimate
 from curriculum.model.presets import (
+    HOW,
     ModelConfig,
     model_problems,
     num_adapters,
@@ -55,7 +56,7 @@ class Plan:
     `memory` is estimated, in bytes on one device, by part and in total, for micro-steps of `rows` x `seq_len`
     tokens there; its `free_axis` names the axis of the mesh whose -1 was taken for 1. It and `num_parameters`, with
     those that are trained, are None while the vocabulary is not known. `begins_from` is the lineage of a run that
-    begins from another.
+    begins from another, or from a folder.
     """
 
     name: str

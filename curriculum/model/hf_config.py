@@ -96,8 +96,9 @@ def _read(folder: Path) -> tuple[ModelConfig, str]:
 
 
 def architecture_fields(config: ModelConfig) -> dict[str, Any]:
-    """The fields of a `model` section that name this architecture but for its vocabulary, as plain JSON."""
-    return {name: value for name, value in asdict(config).items() if name not in ("vocab_size", "num_ids", *HOW)}
+    """The fields of a `model` section that name this architecture but for vocabulary and adapters, as plain JSON."""
+    elsewhere = ("vocab_size", "num_ids", "lora", *HOW)
+    return {name: value for name, value in asdict(config).items() if name not in elsewhere}
 
 
 def _read_gpt2(keys: _Keys) -> dict[str, Any]:

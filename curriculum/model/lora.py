@@ -6,12 +6,14 @@ Nothing here imports jax. Shape suffixes: D inputs of a matrix, F its outputs, R
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from curriculum.model.hf import hf_layout
 from curriculum.model.presets import ModelConfig
 
 if TYPE_CHECKING:
@@ -67,46 +69,44 @@ def write_peft(
 ) -> None:
     """Write adapter_config.json and adapter_model.safetensors, which `peft` loads onto the model at `base`.
 
-    `adapters_by_name`: arrays by dotted name; `dtype`: the numpy type to write them as. Of GPT-2's one matrix for
-    query, key and value the adapter is one too: A has the rows of each that is adapted, one below the other, and B
-    what belongs to them in blocks, at so many times the rank and, for the same scale, so many times alpha.
+    `config` is one that transformers has a class for; `adapters_by_name`: arrays by dotted name; `dtype`: the numpy
+    type to write them as. Of GPT-2's one matrix for query, key and value the adapter is one too: A has the rows of each
+    that is adapted, one below the other, and B what belongs to them in blocks, at so many times the rank and, for the
+    same scale, so many times alpha.
     """
     from safetensors.numpy import save_file
 
-    lora, fused = config.lora, config.pos_encoding == "learned"
-    layers, modules = ("transformer.h", _GPT2) if fused else ("model.layers", _LLAMA)
-    tensors = {}
-    for layer in range(config.n_layer):
-        for module, parts in modules.items():
-            of = {
-                part: [adapters_by_name[f"blocks.{layer:03}.{part}.{name}"] for name in (A, B)]
-                for part in parts
-                if part.rpartition(".")[2] in lora.targets
-            }
-            if not of:
-                continue
-            at = f"base_model.model.{layers}.{layer}.{module}"
-            widths = [config.projections()[part.rpartition(".")[2]][1] for part in parts]
-            b_FR = np.zeros((sum(widths), lora.rank * len(of)), np.float32)
-            for column, part in enumerate(of):
-                first, place = column * lora.rank, parts.index(part)
-                rows = slice(sum(widths[:place]), sum(widths[: place + 1]))
-                b_FR[rows, first : first + lora.rank] = of[part][1].T
-            # In the order of its axes: safetensors writes what lies in memory.
-            a_RD = np.concatenate([a_DR.T for a_DR, _ in of.values()])
-            tensors |= {f"{at}.lora_A.weight": a_RD.astype(dtype, order="C"), f"{at}.lora_B.weight": b_FR.astype(dtype)}
-    targets = {m: sum(p.rpartition(".")[2] in lora.targets for p in parts) for m, parts in modules.items()}
-    several = {module: times for module, times in targets.items() if times > 1}
+    lora, shapes = config.lora, config.projections()
+    tensors: dict[str, np.ndarray] = {}
+    times: dict[str, int] = {}  # how many of our matrices a module adapts, by its name within a layer
+    for tensor in hf_layout(config):
+        parts = [name.removesuffix(".kernel") for name in tensor.parameters]
+        names = [part.rpartition(".")[2] for part in parts]
+        adapted = [i for i, name in enumerate(names) if name in lora.targets]
+        if not adapted or not tensor.parameters[0].endswith(".kernel"):
+            continue
+        module = tensor.name.removesuffix(".weight")
+        times[_LAYER.sub("", module)] = len(adapted)
+        of = [[np.asarray(adapters_by_name[f"{parts[i]}.{name}"]) for name in (A, B)] for i in adapted]
+        rows_of = np.cumsum([0, *(shapes[name][1] for name in names)])
+        b_FR = np.zeros((rows_of[-1], lora.rank * len(adapted)), dtype)
+        for column, (i, (_, b_RF)) in enumerate(zip(adapted, of, strict=True)):
+            b_FR[rows_of[i] : rows_of[i + 1], column * lora.rank : (column + 1) * lora.rank] = b_RF.T
+        # In the order of its axes: safetensors writes what lies in memory.
+        a_RD = np.concatenate([a_DR.T for a_DR, _ in of]).astype(dtype, order="C")
+        at = f"base_model.model.{module}"
+        tensors |= {f"{at}.lora_A.weight": a_RD, f"{at}.lora_B.weight": b_FR}
+    several = {module: number for module, number in times.items() if number > 1}
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": _whole(lora.alpha),
-        "target_modules": [module for module, times in targets.items() if times],
-        "rank_pattern": {module: times * lora.rank for module, times in several.items()},
-        "alpha_pattern": {module: _whole(times * lora.alpha) for module, times in several.items()},
-        "fan_in_fan_out": fused,  # GPT-2 keeps its matrices as [inputs, outputs]
+        "target_modules": list(times),
+        "rank_pattern": {module: number * lora.rank for module, number in several.items()},
+        "alpha_pattern": {module: _whole(number * lora.alpha) for module, number in several.items()},
+        "fan_in_fan_out": config.pos_encoding == "learned",  # GPT-2 keeps its matrices as [inputs, outputs]
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,
@@ -117,17 +117,7 @@ def write_peft(
     path.chmod(folder.stat().st_mode & 0o666)  # safetensors makes files for their owner alone
 
 
-# Modules of transformers' layers, and the matrices of a block that each holds.
-_LLAMA = {
-    **{f"self_attn.{name[0]}_proj": (f"attention.{name}",) for name in ("query", "key", "value", "out")},
-    **{f"mlp.{name}_proj": (f"mlp.{name}",) for name in ("gate", "up", "down")},
-}
-_GPT2 = {
-    "attn.c_attn": ("attention.query", "attention.key", "attention.value"),
-    "attn.c_proj": ("attention.out",),
-    "mlp.c_fc": ("mlp.up",),
-    "mlp.c_proj": ("mlp.down",),
-}
+_LAYER = re.compile(r"^.*\.\d+\.")  # what stands before a module's name in its layer
 
 
 def _whole(number: float) -> float | int:

@@ -15,11 +15,13 @@ import jax
 import numpy as np
 import xxhash
 
-from curriculum.adaptation import Base
+from curriculum.adaptation import Base, HfBase, find_base
 from curriculum.config import Config
 from curriculum.errors import InputError
+from curriculum.model.hf import load_hf
 from curriculum.model.lora import adapters_of, frozen_of, joined
 from curriculum.model.model import Params, parameter_name
+from curriculum.model.presets import ModelConfig
 from curriculum.run import RunDirectory, find_checkpoint
 from curriculum.train.checkpoint import load_params
 
@@ -27,24 +29,45 @@ DIGEST = "frozen"  # the digest's key in a lineage
 _FIX = "the run's checkpoints hold adapters alone, which go with the very parameters that they were trained beside"
 
 
-def frozen_base(config: Config, lineage: Mapping[str, Any]) -> Base:
+def frozen_base(config: Config, lineage: Mapping[str, Any]) -> Base | HfBase:
     """What a run began from, found again. Raises InputError where it is gone or damaged."""
-    given, step = lineage["init_from"], lineage["step"]
+    of_folder = lineage.get("kind") == "hf"
+    what = f"the {lineage['model_type']} model" if of_folder else f"step {lineage['step']} of run {lineage['run']}"
+    try:
+        return _folder(lineage["init_from"]) if of_folder else _checkpoint(lineage["init_from"], lineage["step"])
+    except InputError as error:
+        expected = f"expected {what} that the run began from: {_FIX}; restore it from a copy"
+        raise config.error(("adaptation.init_from", f"{problem}; {expected}") for problem in error.problems) from None
+
+
+def _folder(given: str) -> HfBase:
+    base = find_base(given)
+    if not isinstance(base, HfBase):
+        raise InputError(f"{given!r} is no Hugging Face folder any more")
+    return base
+
+
+def _checkpoint(given: str, step: int) -> Base:
+    """The checkpoint of that step, wherever the run keeps it now, and whatever its gold is by now."""
     path = Path(os.path.abspath(os.path.expanduser(given)))
     runs = (RunDirectory(place) for place in (path, path.parent, path.parent.parent))
     run = next((run for run in runs if os.path.isfile(run.resolved_config)), None)
-    expected = f"expected step {step} of run {lineage['run']}: {_FIX}; restore it from a copy"
     if run is None:
         raise InputError(f"{given!r} is gone (paths are relative to the working folder)")
     return Base(given, run, *find_checkpoint(run, step, option="step"))
 
 
-def load_frozen(config: Config, base: Base, lineage: Mapping[str, Any], like: Params) -> tuple[Params, dict[str, Any]]:
-    """(the frozen parameters, placed as in `like`; the lineage with their digest).
+def load_frozen(
+    config: Config, architecture: ModelConfig, base: Base | HfBase, lineage: Mapping[str, Any], like: Params
+) -> tuple[Params, dict[str, Any]]:
+    """(the frozen parameters of a model, placed as in `like`; the lineage with their digest).
 
     Raises InputError where the lineage has the digest of others.
     """
-    frozen = load_params(base.checkpoint / "params", like)
+    if isinstance(base, HfBase):
+        frozen = load_hf(base.folder, architecture, like)
+    else:
+        frozen = load_params(base.checkpoint / "params", like)
     found = digest(frozen)
     if lineage.get(DIGEST, found) != found:
         message = f"{lineage['init_from']!r} holds other parameters than it did when the run began (xxh3_128 {found}, "
@@ -53,15 +76,18 @@ def load_frozen(config: Config, base: Base, lineage: Mapping[str, Any], like: Pa
     return frozen, {**lineage, DIGEST: found}
 
 
-def whole_params(config: Config, lineage: Mapping[str, Any] | None, arrays: Path, like: Params) -> Params:
+def whole_params(
+    config: Config, architecture: ModelConfig | None, lineage: Mapping[str, Any] | None, arrays: Path, like: Params
+) -> Params:
     """The whole parameters of a run's saved ones, placed as in `like`: of adapters with what they were trained beside.
 
-    `lineage`: that of the run's ledger. Raises InputError where something is gone, or is not what it was.
+    `architecture`: the run's `resolved_model`, None for a model of one's own; `lineage`: that of the run's ledger.
+    Raises InputError where something is gone, or is not what it was.
     """
     if config.adaptation.lora is None:
         return load_params(arrays, like)
     adapters = load_params(arrays, adapters_of(like))
-    frozen, _ = load_frozen(config, frozen_base(config, lineage), lineage, frozen_of(like))
+    frozen, _ = load_frozen(config, architecture, frozen_base(config, lineage), lineage, frozen_of(like))
     return joined(frozen, adapters)
 
 

@@ -12,12 +12,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from curriculum.adaptation import resolved_model
+from curriculum.adaptation import HfBase, resolved_model
 from curriculum.config import Config
 from curriculum.config_checks import NO_ADAPTERS
 from curriculum.data.corpus import Corpus, load_corpus
 from curriculum.data.tokenizer import Tokenizer
 from curriculum.errors import InputError
+from curriculum.model.hf import load_hf
 from curriculum.model.lora import adapters_of, frozen_of, joined
 from curriculum.model.loss import nats_per_token
 from curriculum.model.model import Model, Params, abstract_params, check_model
@@ -226,7 +227,7 @@ def build(
         architecture = resolved_model(config, corpus.tokenizer.vocab_size)
         model = transformer(architecture)
     else:
-        model = make_model(corpus.tokenizer.vocab_size)
+        architecture, model = None, make_model(corpus.tokenizer.vocab_size)
         rows = config.train.batch_size // config.train.grad_accum
         check_model(model, corpus.tokenizer.vocab_size, rows, config.train.seq_len)
     if start.base is not None:
@@ -234,7 +235,7 @@ def build(
     frozen, lineage = None, start.lineage
     if start.frozen is not None:
         like = abstract_on_mesh(mesh, frozen_of(abstract_params(model)))
-        frozen, lineage = load_frozen(config, start.frozen, lineage, like)
+        frozen, lineage = load_frozen(config, architecture, start.frozen, lineage, like)
 
     def make_feed(plan: DataPlan) -> Feed:
         make_batch = partial(
@@ -284,6 +285,9 @@ def build(
         base = start.base
         if frozen is not None:
             return compiled(place_state(mesh, init_adapters(architecture, config.seed)))
+        if isinstance(base, HfBase):
+            like = abstract_state(len(plan.sources)).params
+            return compiled(load_hf(base.folder, architecture, like))
         if base is not None:
             like = abstract_state(len(base.ledger["sources"]), base.ledger["window_steps"])
             state = compiled(load_params(base.checkpoint / "params", like.params))
@@ -310,7 +314,7 @@ def build(
         make_feed=make_feed,
         suite=suite,
         samples=samples,
-        train_step=jax.jit(step, donate_argnums=0, out_shardings=shardings),
+        train_step=train_step if frozen is None else partial(train_step, frozen=frozen),
         initial_state=initial_state,
         abstract_state=abstract_state,
         device_lines=device_lines(added_flags),

@@ -27,8 +27,8 @@ class Start:
     """What a run begins from. All None: from its seed."""
 
     lineage: dict[str, Any] | None = None
-    base: Base | None = None  # None too for a run that goes on from a checkpoint of its own
-    frozen: Base | None = None  # what a run trains adapters beside, also where it goes on
+    base: Base | HfBase | None = None  # None too for a run that goes on from a checkpoint of its own
+    frozen: Base | HfBase | None = None  # what a run trains adapters beside, also where it goes on
 
 
 class Resumed(NamedTuple):
@@ -92,7 +92,10 @@ def start_of(config: Config, saved: Mapping[str, Any] | None = None) -> Start:
         if section.init_from is None:
             return Start()
         base = find_base(section.init_from)
-        return Start(base.lineage(section.keep_optimizer), base, base if section.lora else None)
+        lineage = base.lineage(section.keep_optimizer)
+        if isinstance(base, HfBase):
+            lineage["fingerprint"] = hf_fingerprint(base.folder)
+        return Start(lineage, base, base if section.lora else None)
     lineage = saved.get("lineage") or {"init_from": None, "keep_optimizer": False}
     if not same_place(section.init_from, lineage["init_from"]):
         got, was = json.dumps(section.init_from), json.dumps(lineage["init_from"])

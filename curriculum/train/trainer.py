@@ -370,7 +370,7 @@ def evaluate(run: Running, done: int, names: list[str]) -> Evaluated:
 def generate(run: Running, done: int) -> None:
     """Record what the parameters after `done` updates go on with after the prompts of `logging.generate`."""
     with run.clock.paused(run.state):
-        run.record.event("generation", done, samples=run.setup.samples(run.state.params))
+        run.record.event("generation", done, samples=run.setup.samples(run.setup.whole(run.state.params)))
 
 
 def switch_phase(run: Running, done: int) -> None:
