@@ -14,7 +14,7 @@ help:
 	@echo "make test                                    install, run the tests"
 	@echo "make parity                                  install torch, transformers, peft and lm-eval: with them the tests"
 	@echo "                                             also hold imports and exports against these"
-	@echo "make test-slow                               the slow ones: thirty kills, a browser, simulated devices"
+	@echo "make test-slow                               the slow ones: thirty kills, a browser, simulated devices, parity"
 	@echo "make test-quickstart                         the quickstart to its end, and what it is told on the way"
 	@echo "make lint                                    install, check style and format"
 	@echo "make pins                                    resolve requirements.txt again (needs uv)"

@@ -196,6 +196,7 @@ def test_a_run_of_its_own_is_not_resumed_from_another(folder):
     assert start_of(config).base.step == 4
 
 
+@pytest.mark.slow
 def test_the_first_eval_on_split_devices_is_that_of_the_base(folder):
     """Parameters go to the devices that hold them; the base was measured on one."""
     write = "train: {steps: 1, batch_size: 4, seq_len: 16}\nsources: {web: {path: web.txt, held_out: 10%}}\n"

@@ -170,6 +170,7 @@ def test_a_run_that_cannot_be_begun_or_taken_up_is_told(place, whole, tmp_path):
     assert_same_run(run_dir, whole)
 
 
+@pytest.mark.slow
 def test_a_stop_on_a_full_disk_says_what_is_saved(place, whole, tmp_path):
     run_dir = tmp_path / "run"
     code, errors = train_in_process(place, run_dir, {6: "full", 8: "stop"}, **BOARD)

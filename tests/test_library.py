@@ -86,10 +86,12 @@ def check_page(page: Path, folder: Path) -> int:
     return len(expected)
 
 
+@pytest.mark.slow
 def test_every_block_of_the_library_page_runs_and_prints_what_it_says(tmp_path):
     assert check_page(ROOT / "docs/library.md", tmp_path) >= 14
 
 
+@pytest.mark.slow
 def test_the_guides_example_runs(tmp_path, text_folder):
     config = config_data(
         text_folder, evalsets={"every": 100, "primary": OWN, "sets": {"general": OWN}}, checkpoint={"every": 100}

@@ -135,7 +135,9 @@ def test_an_adapter_adds_its_scaled_product():
     np.testing.assert_allclose(merged(by_name, LLAMA)["blocks.001.attention.value.kernel"], expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("config", [LLAMA, replace(GPT2, remat="full")], ids=["llama", "gpt2"])
+@pytest.mark.parametrize(
+    "config", [LLAMA, pytest.param(replace(GPT2, remat="full"), marks=pytest.mark.slow)], ids=["llama", "gpt2"]
+)
 def test_the_gradient_is_that_of_merged_weights(config):
     """By the chain rule through W + scale A B, which the model itself never makes."""
     config = replace(config, n_layer=1)

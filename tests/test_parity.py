@@ -14,9 +14,10 @@ from curriculum.model.model import abstract_params, parameter_name
 from curriculum.model.transformer import forward, head, transformer
 
 MISSING = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
-pytestmark = pytest.mark.skipif(
-    bool(MISSING), reason=f"{' and '.join(MISSING)} not installed: the `parity` extra has it"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(MISSING), reason=f"{' and '.join(MISSING)} not installed: the `parity` extra has it"),
+]
 
 TOLERANCE = 2e-5  # float32 products, added up in another order
 SHAPES = ((1, 6), (2, 64), (3, 29))

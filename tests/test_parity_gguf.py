@@ -1,5 +1,7 @@
 """transformers reads the GGUF files: logits and greedy text are ours, the tokenizer gives our ids."""
 
+import importlib.util
+
 import numpy as np
 import pytest
 from gguf_models import by_name, config_of, logits_of, params_of
@@ -9,14 +11,20 @@ from test_hf_writer import own_tokenizer
 from curriculum.data.tokenizer import load_tokenizer
 from curriculum.model.gguf import write_gguf
 
-transformers = pytest.importorskip("transformers", reason="parity: transformers is not installed (extra `parity`)")
-torch = pytest.importorskip("torch", reason="parity: torch is not installed (extra `parity`)")
+MISSING = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(MISSING), reason=f"{' and '.join(MISSING)} not installed: the `parity` extra has it"),
+]
+
 
 NUM_POSITIONS, NUM_NEW = 24, 12
 
 
 @pytest.fixture(autouse=True)
 def one_thread():
+    import torch
+
     torch.set_num_threads(1)
 
 
@@ -35,6 +43,9 @@ PUBLISHED = {"qwen3": {"d_head": 128}, "gpt2": {"d_ff": 256, "max_seq_len": 1024
     [("llama", "llama2"), ("qwen2", "qwen"), ("qwen3", "qwen"), ("gpt2", "bpe"), ("gpt2 with a head", "gpt2")],
 )
 def test_logits_and_greedy_text(model, kind, tmp_path):
+    import torch
+    import transformers
+
     tokenizer = tokenizer_of(kind, tmp_path)
     published = PUBLISHED.get(model.split()[0], {})
     config = config_of(model, tokenizer.vocab_size + 3, num_ids=tokenizer.vocab_size, **published)
@@ -75,6 +86,8 @@ def test_logits_and_greedy_text(model, kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["bpe", "gpt2", "llama3", "qwen", "llama2", "mistral"])
 def test_tokenizer_in_the_file(kind, tmp_path):
+    import transformers
+
     tokenizer = tokenizer_of(kind, tmp_path)
     config = config_of("llama", tokenizer.vocab_size, n_layer=1)
     write_gguf(tmp_path / "model.gguf", config, by_name(params_of(config)), tokenizer, dtype="f16", name="tiny")

@@ -18,9 +18,10 @@ from curriculum.model.presets import LoraConfig, ModelConfig
 from curriculum.model.transformer import forward, head, init_params
 
 MISSING = [name for name in ("torch", "transformers", "peft") if importlib.util.find_spec(name) is None]
-pytestmark = pytest.mark.skipif(
-    bool(MISSING), reason=f"{' and '.join(MISSING)} not installed: the `parity` extra has it"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(MISSING), reason=f"{' and '.join(MISSING)} not installed: the `parity` extra has it"),
+]
 
 TOLERANCE = 2e-5  # float32 products, added up in another order
 LLAMA = ModelConfig(

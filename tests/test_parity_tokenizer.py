@@ -1,5 +1,6 @@
 """transformers' AutoTokenizer gives the ids of ours, of folders it wrote and of folders we write."""
 
+import importlib.util
 import json
 
 import pytest
@@ -9,7 +10,12 @@ from test_hf_writer import own_tokenizer
 from curriculum.data.hf_tokenizer import write_hf_tokenizer
 from curriculum.data.tokenizer import load_tokenizer
 
-transformers = pytest.importorskip("transformers", reason="parity: transformers is not installed (extra `parity`)")
+MISSING = importlib.util.find_spec("transformers") is None
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(MISSING, reason="transformers not installed: the `parity` extra has it"),
+]
+
 
 REAL_TEXTS = [*TEXTS.values(), *corpus()]
 
@@ -25,6 +31,8 @@ def assert_same_ids(theirs, ours) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_of_a_folder(family, tmp_path):
+    import transformers
+
     source = write_folder(family, tmp_path / "source")
     theirs, ours = transformers.AutoTokenizer.from_pretrained(source), load_tokenizer(source)
     assert_same_ids(theirs, ours)
@@ -47,6 +55,8 @@ def unigram_finds_names(theirs, ours) -> list[int]:
     [("GPT2Tokenizer", "gpt2"), ("Qwen2Tokenizer", "qwen"), ("LlamaTokenizer", "mistral")],
 )
 def test_of_a_folder_that_a_class_of_transformers_saved(name, family, tmp_path):
+    import transformers
+
     model = definition_of(family)[0]["model"]
     vocabulary, merges = dict(model["vocab"]), [tuple(pair) for pair in model["merges"]]
     if family != "mistral":
@@ -62,6 +72,8 @@ def test_of_a_folder_that_a_class_of_transformers_saved(name, family, tmp_path):
 
 @pytest.mark.parametrize("kind", ["byte", "char", "bpe", "tiktoken", *FAMILIES])
 def test_of_a_folder_that_we_write(kind, tmp_path):
+    import transformers
+
     if kind in FAMILIES:
         ours = load_tokenizer(write_folder(kind, tmp_path / "source"))
     else:
@@ -83,6 +95,8 @@ def test_of_a_folder_that_we_write(kind, tmp_path):
 @pytest.mark.parametrize("name", ["LlamaTokenizer", "LlamaTokenizerFast"])
 def test_of_a_folder_of_a_class_that_transformers_builds_anew(name, tmp_path):
     """As Llama 2 names it: the class itself puts no blank before one, as tokenizer.json does."""
+    import transformers
+
     source = write_folder("llama2", tmp_path / "source")
     config = json.loads((source / "tokenizer_config.json").read_text()) | {"tokenizer_class": name}
     (source / "tokenizer_config.json").write_text(json.dumps(config))

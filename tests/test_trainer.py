@@ -576,7 +576,9 @@ def test_functions_are_traced_once_over_phases_and_sets(corpus, store, tmp_path,
     assert built[0].train_step._cache_size() == 1
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    "number, code", [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+)
 def test_a_signal_saves_and_the_run_goes_on(corpus, store, whole, tmp_path, number, code):
     import time
 
