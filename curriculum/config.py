@@ -88,7 +88,7 @@ class EvalSection:
     every: PositiveInt = 100
     """Steps between evals; also at step 0, at every phase boundary and at the end."""
     seq_len: PositiveInt | None = None
-    """Tokens of an eval window; by default train.seq_len."""
+    """Tokens of an eval window; by default the longest sequence of the run."""
     sets: dict[str, EvalSource] = field(default_factory=dict)
     """Named eval sets."""
     regression: RegressionConfig = field(default_factory=RegressionConfig)
@@ -243,8 +243,18 @@ class Config:
         return list(self.origin.options.values())
 
     @property
+    def longest_seq_len(self) -> int:
+        """Of train and of every phase; the sources are read, packed and counted in blocks of so many tokens."""
+        return max([self.train.seq_len, *(phase.seq_len or 0 for phase in self.phases)])
+
+    @property
     def eval_seq_len(self) -> int:
-        return self.evalsets.seq_len or self.train.seq_len
+        return self.evalsets.seq_len or self.longest_seq_len
+
+    def grad_accum_of(self, phase_name: str) -> int:
+        """Micro-steps per update in a phase; those of train in one that is declared no more."""
+        phase = next((phase for phase in self.phases if phase.name == phase_name), None)
+        return self.train.grad_accum if phase is None or phase.grad_accum is None else phase.grad_accum
 
     def to_json(self) -> dict:
         """The config as plain JSON, every default filled in; `config_from_json` gives an equal config back."""

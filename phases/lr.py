@@ -32,6 +32,10 @@ class LrSchedule:
     """The last update has this part of the peak (not for `constant`)."""
     allow_jump: bool = False
     """Allow changes by more than 2x between updates outside warm-up, decays and re-warming of 2 updates or more."""
+    scale_lr_by_batch: Literal["sqrt"] | None = None
+    """sqrt: every rate, a phase's own too, is meant for train.batch_size, and is multiplied by the square root of the
+    phase's batch_size over that. null: every rate is as it stands, whatever the batch.
+    """
 
 
 @dataclass(frozen=True)

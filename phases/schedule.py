@@ -33,6 +33,14 @@ class Phase:
     """Course of the ramp; step k of n (from 0) has moved (k + 1) / n of the way, through a half cosine if `cosine`."""
     lr: LrProgram | None = None
     """The phase's own learning rate."""
+    seq_len: int | None = None
+    """Tokens per sequence in this phase, a divisor of the run's longest; by default train.seq_len."""
+    batch_size: int | None = None
+    """Sequences per update in this phase, over all micro-steps and devices; by default train.batch_size."""
+    grad_accum: int | None = None
+    """Micro-steps per update in this phase; changes no data. By default train.grad_accum."""
+    rope_theta: float | None = None
+    """Base of the rotary positions in this phase, such as a larger one for long sequences; by default the model's."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +83,8 @@ class Segment:
 
     `cursors` are how far each source was read before the segment's own order begins, in tokens since the run's start;
     `skipped` are sequences of that order, whole batches, that are passed over before the first batch. The ramp's steps
-    count from the beginning of the order too.
+    count from the beginning of the order too. `rope_theta` is None where it is the model's own; the rates of `lr` are
+    multiplied by `lr_scale`.
     """
 
     start: int
@@ -88,6 +97,8 @@ class Segment:
     batch_size: int
     seq_len: int
     skipped: int = 0
+    rope_theta: float | None = None
+    lr_scale: float = 1.0
 
     @cached_property
     def quotas(self) -> Quotas:
@@ -180,12 +191,14 @@ class Schedule:
         return {name: share for name, share in self.segment_at(step).mixture_at(step).items() if share > 0}
 
     def rates(self, steps) -> np.ndarray:
-        """Learning rate (float64) of each update in `steps`, an integer or an array: by the segment that owns it."""
+        """Learning rate (float64) of each update in `steps`, an integer or an array: by the segment that owns it, its
+        scale in it.
+        """
         steps = np.asarray(steps, np.int64)
         index = np.searchsorted([s.start for s in self.segments], steps, side="right") - 1
         rates = np.empty(steps.shape, np.float64)
         for i in np.unique(index):
-            rates[index == i] = learning_rate(self.segments[i].lr, steps[index == i])
+            rates[index == i] = learning_rate(self.segments[i].lr, steps[index == i]) * self.segments[i].lr_scale
         return rates
 
     @cached_property

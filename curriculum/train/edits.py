@@ -275,7 +275,7 @@ def _how_to_mend(
         concerned = {*_ahead(names, over, current), *over}
         if any(path == "phases" for path, _ in problems):  # of the order, or of one that is gone
             concerned.add(current)
-        defaults = {"ramp_steps": 0, "ramp_shape": "linear", "lr": None}
+        defaults = {"ramp_steps": 0, "ramp_shape": "linear", **dict.fromkeys(["lr", *_SHAPE])}
         sections = {**declared, "train": {"batch_size": declared["train"]["batch_size"]}}
         sections["phases"] = [
             {key: value for key, value in phase.items() if key not in defaults or value != defaults[key]}
@@ -290,6 +290,7 @@ def _how_to_mend(
     return [*told, *shown(was)]
 
 
+_SHAPE = ("seq_len", "batch_size", "grad_accum", "rope_theta")  # of a phase, None where it has none of its own
 _OR_ACCEPT = "or keep the edit, in the record too, and go on from what was trained: --accept-past"
 
 
