@@ -1,7 +1,8 @@
 """All eval sets through one compiled function of one fixed shape."""
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,8 @@ import numpy as np
 
 from evalsets.evalset import EvalSet
 from evalsets.metrics import WindowResults
+
+NatsPerToken = Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 class Suite:
@@ -19,6 +22,8 @@ class Suite:
     micro_batch_size: rows of the compiled shape [B, T], for all sets. Results depend on it, and on the number
       of devices, by rounding only (below 1e-6 relative).
     put: places a host array, its leading axis the rows of a micro-batch, on the device or devices.
+    results_sharding: where the results of a micro-batch lie; None: where the compiler leaves them. Of a run of
+      several processes all of them must be readable by each, so replicated.
 
     Each set is padded on its own to whole micro-batches, so its results depend neither on its place in the
     suite nor on the other sets, bit for bit. Sets of the same content, under two names, are measured once.
@@ -32,9 +37,10 @@ class Suite:
     def __init__(
         self,
         evalsets: Sequence[EvalSet],
-        nats_per_token: Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, jax.Array]],
+        nats_per_token: NatsPerToken,
         micro_batch_size: int = 32,
         put: Callable[[np.ndarray], jax.Array] = jax.device_put,
+        results_sharding: jax.sharding.Sharding | None = None,
     ):
         if micro_batch_size < 1:
             raise ValueError(f"micro_batch_size is {micro_batch_size}, expected at least 1")
@@ -44,7 +50,6 @@ class Suite:
         if len({evalset.seq_len for evalset in evalsets}) > 1:
             found = ", ".join(f"{evalset.name} {evalset.seq_len}" for evalset in evalsets)
             raise ValueError(f"eval sets of different seq_len ({found}): expected one; cut them anew with it")
-        self.num_traces = 0
         self._micro_batches = {
             content_hash: [
                 (put(tokens_BT1), put(scored_BT))
@@ -57,6 +62,18 @@ class Suite:
             for content_hash, evalset in {evalset.content_hash: evalset for evalset in evalsets}.items()
         }
 
+        self._results_sharding = results_sharding
+        self._measure_by(nats_per_token)
+
+    def using(self, nats_per_token: NatsPerToken) -> Self:
+        """The same windows, where they lie, measured by another function: compiled apart, traces counted apart."""
+        other = copy.copy(self)
+        other._measure_by(nats_per_token)
+        return other
+
+    def _measure_by(self, nats_per_token: NatsPerToken) -> None:
+        self.num_traces = 0
+
         def sum_windows(params, tokens_BT1, scored_BT):
             self.num_traces += 1
             nats_BT, correct_BT = nats_per_token(params, tokens_BT1[:, :-1], tokens_BT1[:, 1:])
@@ -64,7 +81,7 @@ class Suite:
             nats_B = _sum_pairwise(jnp.where(scored_BT, nats_BT, 0))
             return nats_B, jnp.sum(scored_BT & correct_BT, axis=1, dtype=jnp.int32)
 
-        self._sum_windows = jax.jit(sum_windows)
+        self._sum_windows = jax.jit(sum_windows, out_shardings=self._results_sharding)
 
     def run(self, params: Any, names: Iterable[str] | None = None) -> dict[str, WindowResults]:
         """Measure the named sets (default: all), in that order; no names, no work and an empty result.

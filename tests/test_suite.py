@@ -181,11 +181,14 @@ def put(array):
     placed.append(jax.device_put(array, rows))
     return placed[-1]
 
-suite = Suite(here.four_evalsets(), here.tiny_nats_per_token, micro_batch_size=16, put=put)
-results = suite.run(jax.device_put(here.tiny_params(), everywhere))
+suite = Suite(here.four_evalsets(), here.tiny_nats_per_token, 16, put, results_sharding=everywhere)
+params = jax.device_put(here.tiny_params(), everywhere)
+results = suite.run(params)
+sums = [array for arrays in suite._micro_batches.values() for array in suite._sum_windows(params, *arrays[0])]
 print(json.dumps({
     "devices": min(len(array.sharding.device_set) for array in placed),
     "num_traces": suite.num_traces,
+    "sums_everywhere": [array.is_fully_replicated for array in sums],
     "nats": {name: r.nats_N.tolist() for name, r in results.items()},
 }))
 """
@@ -198,6 +201,7 @@ def test_independent_of_device_count(micro_batches_of_16):
     assert done.returncode == 0, done.stderr
     sharded = json.loads(done.stdout)
     assert (sharded["devices"], sharded["num_traces"]) == (8, 1)
+    assert sharded["sums_everywhere"] == [True] * 8
     assert list(sharded["nats"]) == list(micro_batches_of_16) == ["a", "b", "c", "d"]
     for name, results in micro_batches_of_16.items():
         assert sharded["nats"][name] == pytest.approx(results.nats_N.tolist(), rel=1e-6)
@@ -218,6 +222,33 @@ def test_traced_once_over_four_sets_and_several_evals():
     assert suite.num_traces == len(traces) == 1
     assert traces == [((8, SEQ_LEN), (8, SEQ_LEN))]
     assert summarise(first["a"]).loss != summarise(second["a"]).loss
+
+
+def test_another_function_over_the_same_windows():
+    placed, traces = [], []
+
+    def put(array):
+        placed.append(array)
+        return jax.device_put(array)
+
+    def halved(params, inputs_BT, targets_BT):
+        traces.append(inputs_BT.shape)
+        nats_BT, correct_BT = tiny_nats_per_token(params, inputs_BT, targets_BT)
+        return nats_BT / 2, correct_BT
+
+    suite = Suite(four_evalsets(), tiny_nats_per_token, micro_batch_size=8, put=put)
+    num_placed = len(placed)
+    expected = suite.run(tiny_params())
+    other = suite.using(halved)
+    assert other.num_traces == 0
+    found, again = other.run(tiny_params()), other.run(tiny_params(), ["b"])
+    assert (suite.num_traces, other.num_traces, len(traces), len(placed)) == (1, 1, 1, num_placed)
+    assert list(found) == list(expected) == ["a", "b", "c", "d"]
+    for name, results in expected.items():  # halving is exact
+        assert_equal(found[name], results._replace(nats_N=results.nats_N / 2))
+    assert_equal(again["b"], found["b"])
+    assert_equal(suite.run(tiny_params())["a"], expected["a"])
+    assert suite.num_traces == 1
 
 
 def test_one_text_under_two_names_is_measured_once():
