@@ -15,8 +15,8 @@ from curriculum.data.split import parse_share
 from curriculum.model.presets import model_problems, resolve_model
 from curriculum.train.mesh import rows_problem
 from evalsets.evalset import PRIMARY
+from phases.checks import check_phases
 from phases.lr import check_rates
-from phases.resolve import check_phases
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")  # it becomes part of a file's name
 _EXPECTED_NAME = "expected letters, digits, '_' and '-', at most 100"

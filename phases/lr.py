@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -87,6 +88,11 @@ def learning_rate(pieces: Sequence[LrPiece], steps) -> np.ndarray:
     return rates
 
 
+def lr_scale(schedule: LrSchedule, batch_size: int, meant_for: int) -> float:
+    """What every rate is multiplied by in updates of `batch_size` sequences."""
+    return math.sqrt(batch_size / meant_for) if schedule.scale_lr_by_batch == "sqrt" else 1.0
+
+
 def lr_pieces(
     schedule: LrSchedule,
     phases: Sequence[tuple[int, int, LrProgram | None]],
@@ -95,8 +101,12 @@ def lr_pieces(
     program_steps: Sequence[tuple[int, int]],
     past_end: int = 0,
     past_rate: Callable[[int], float] | None = None,
+    scales: Sequence[tuple[int, float]] = ((0, 1.0),),
 ) -> tuple[LrPiece, ...]:
     """The pieces of a run whose phases own the updates [start, end) and may have a program of their own.
+
+    They are to be multiplied by `scales`: (update, the factor from there on). A re-warming begins at the rate that the
+    phase really finds, its own factor taken out again; otherwise a rate stays what it was but for the factor.
 
     `warmup_steps`, `decay_steps` and, for each phase, `program_steps` (re-warming, decay) are resolved numbers.
     Where the updates before `past_end` had rates of their own, `past_rate(update)` tells them: a program begins at
@@ -142,7 +152,8 @@ def lr_pieces(
             continue
         peak = program.peak if program.peak is not None else (found if start else schedule.lr)
         if rewarm:
-            pieces.append(LrPiece(start, rewarm, "linear", found, peak, warmup=True))
+            rescaled = _at(scales, start - 1) / _at(scales, start)
+            pieces.append(LrPiece(start, rewarm, "linear", found * rescaled, peak, warmup=True))
         if start + rewarm < end - decay:
             hold(start + rewarm, peak)
         if decay:
@@ -151,27 +162,39 @@ def lr_pieces(
     return tuple(pieces)
 
 
+def _at(scales: Sequence[tuple[int, float]], step: int) -> float:
+    return next((scale for start, scale in reversed(scales) if start <= step), 1.0)
+
+
 def first_jump(
-    pieces: Sequence[LrPiece], past_end: int = 0, past_rate: Callable[[int], float] | None = None
+    pieces: Sequence[LrPiece],
+    past_end: int = 0,
+    past_rate: Callable[[int], float] | None = None,
+    scales: Sequence[tuple[int, float]] = ((0, 1.0),),
 ) -> tuple[int, float, float] | None:
     """(update, rate before, rate) of the first jump: a change by more than 2x from one update to the next.
+
+    The pieces and the rates of the past are to be multiplied by `scales`, as in `lr_pieces`; where the factor changes,
+    only what it changes counts inside a warm-up, a re-warming or a decay.
 
     What changes inside a warm-up, a re-warming of at least 2 updates or a decay of any length is no jump. A decay
     leaves from its own `first` rate: to come to that one by more than 2x is a jump. The pieces count from `past_end`
     on; before it the rates are those of `past_rate`, as in `lr_pieces`. A piece that was under way there with just
     the rate of the past goes on.
     """
-    for i, piece in enumerate(pieces):
-        step = max(piece.start, past_end)
-        if step == 0 or (i + 1 < len(pieces) and pieces[i + 1].start <= step):
+    begins = {max(piece.start, past_end): piece for piece in pieces}  # of those under way when the past ends the last
+    changes = {start for (_, before), (start, scale) in pairwise(scales) if before != scale and start >= past_end}
+    for step in sorted(begins.keys() | changes):
+        if step == 0:
             continue
-        before = past_rate(step - 1) if step == past_end else float(learning_rate(pieces, step - 1))
-        if piece.start == step:
+        at, here = (float(learning_rate(pieces, s)) for s in (step - 1, step))
+        before = past_rate(step - 1) if step == past_end else at
+        piece = begins.get(step)
+        if piece is not None and piece.start == step:
             now = piece.last if piece.warmup and piece.steps == 1 else piece.first
-        elif before == float(learning_rate(pieces, step - 1)):
-            continue
-        else:
-            now = float(learning_rate(pieces, step))
+        else:  # a piece that was under way there goes on
+            now = before if before == at else here
+        before, now = before * _at(scales, step - 1), now * _at(scales, step)
         if max(before, now) > 2 * min(before, now) * (1 + 1e-12):
             return step, before, now
     return None

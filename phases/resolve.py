@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from typing import NamedTuple
 
-from phases.lr import LrProgram, LrSchedule, first_jump, lr_pieces
+from phases.checks import check_bounds, check_lengths, check_phases
+from phases.clocks import EpochGoal, TokenGoal, read_clock, resolve_steps
+from phases.lr import LrProgram, LrSchedule, first_jump, lr_pieces, lr_scale
 from phases.schedule import Phase, Ramp, Schedule, Segment, SourceSupply, cut, joined
 
 
@@ -20,70 +19,6 @@ class ScheduleError(ValueError):
     def __init__(self, problems: Sequence[tuple[str, str]]):
         self.problems = tuple(problems)
         super().__init__("\n".join(f"{path}: {message}" for path, message in problems))
-
-
-_NAME = re.compile(r"[A-Za-z0-9_-]+")
-_NUMBER = r"(\d{1,18}(?:\.\d{1,18})?)"
-_PERCENT = re.compile(_NUMBER + r"\s*%")
-_TOKENS = re.compile(_NUMBER + r"\s*([KMBT]?)\s*tokens?", re.IGNORECASE)
-_EPOCHS = re.compile(_NUMBER + r"\s*epochs? of (\S+)")
-_MULTIPLES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-# Positions are int64 in units of 2**-20 sequences (phases/mixture.py), cursors int64 in tokens.
-_MOST_SEQUENCES, _MOST_TOKENS = 2**42, 2**62
-
-
-def resolve_steps(value: int | str, total_steps: int) -> int:
-    """A number of steps, given as such or as a percentage of the run (rounded up). ValueError if it is neither."""
-    if isinstance(value, int):
-        if not 0 <= value <= _MOST_SEQUENCES:
-            raise ValueError(f"got {_short(value)}, expected 0 or more steps, and at most 2**42")
-        return value
-    if match := _PERCENT.fullmatch(value.strip()):
-        return math.ceil(Fraction(match[1]) * total_steps / 100)
-    raise ValueError(f"got {_short(value)}, expected a number of steps or a percentage of train.steps such as '5%'")
-
-
-def check_phases(phases: Sequence[Phase], sources: Sequence[str]) -> list[tuple[str, str]]:
-    """What is wrong with the phases on their own, before any step is resolved: (path, message) pairs."""
-    problems: list[tuple[str, str]] = []
-    if not phases:
-        problems.append(("phases", "got none, expected at least one phase"))
-    seen: dict[str, int] = {}
-    for i, phase in enumerate(phases):
-        path = f"phases[{i}]"
-        if not _NAME.fullmatch(phase.name):
-            problems.append((f"{path}.name", f"got {phase.name!r}, expected letters, digits, '_' and '-'"))
-        elif phase.name in seen:
-            problems.append((f"{path}.name", f"{phase.name!r} is already the name of phases[{seen[phase.name]}]"))
-        seen.setdefault(phase.name, i)
-        for name, weight in phase.mixture.items():
-            where = f"{path}.mixture.{name}"
-            if name not in sources:
-                problems.append((where, _no_such_source(name, sources)))
-            if not (math.isfinite(weight) and weight >= 0):
-                problems.append((where, f"got {weight}, expected a proportion of 0 or more"))
-        if all(w == 0 for w in phase.mixture.values()):
-            problems.append((f"{path}.mixture", "got no positive proportion, expected at least one"))
-        elif all(map(math.isfinite, phase.mixture.values())) and math.isinf(sum(phase.mixture.values())):
-            message = "the proportions add up to more than a float holds; write them on a smaller scale"
-            problems.append((f"{path}.mixture", message))
-        if phase.until == "end" and i < len(phases) - 1:
-            problems.append((f"{path}.until", "'end' is for the last phase only"))
-        if i == 0 and phase.ramp_steps not in (0, "0%"):
-            problems.append((f"{path}.ramp_steps", "the first phase has no mixture before it to ramp from"))
-        if program := phase.lr:
-            if program.peak is not None and not (math.isfinite(program.peak) and program.peak > 0):
-                problems.append((f"{path}.lr.peak", f"got {program.peak}, expected a positive learning rate"))
-            if not 0 <= program.decay_to_ratio <= 1:
-                got = program.decay_to_ratio
-                problems.append((f"{path}.lr.decay_to_ratio", f"got {got}, expected 0 to 1"))
-    return problems
-
-
-def _no_such_source(name: str, sources: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, sources, 1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"no such source{hint} (sources: {', '.join(sorted(sources))})"
 
 
 def resolve(
@@ -101,6 +36,10 @@ def resolve(
 ) -> Schedule | None:
     """Turn phases into segments: every clock a step, every ramp and cap in place, every rate a number.
 
+    `batch_size` and `seq_len` are those of phases that have none of their own. Where a segment begins, the cursor of
+    each source that it reads is rounded up to a whole number of its sequences, so that none runs over the end of a
+    block: what lies between is passed over. A rate is meant for `batch_size`, as `lr.scale_lr_by_batch` says.
+
     A source of unknown size is never exhausted. A clock in epochs of one is a problem, but with `sizes_to_come` the
     phases from there on are left unresolved: all that needs no size is checked, and None is returned.
 
@@ -113,8 +52,12 @@ def resolve(
     `going_on` is the segment that follows where it is to be another; its end is the phase's.
     Raises ScheduleError with all problems that can be told apart.
     """
-    problems = check_phases(phases, list(supplies)) + _check_bounds(supplies, total_steps, batch_size, seq_len)
-    problems += _check_past(past, total_steps, seq_len)
+    batches = [batch_size if phase.batch_size is None else phase.batch_size for phase in phases]
+    lengths = [seq_len if phase.seq_len is None else phase.seq_len for phase in phases]
+    longest = max([seq_len, *lengths])
+    problems = check_phases(phases, list(supplies)) + check_lengths(phases, seq_len)
+    problems += check_bounds(supplies, total_steps, max([batch_size, *batches]), longest)
+    problems += _check_past(past, total_steps, longest)
     settled = settled or {}
 
     def read(path, reader, *arguments):
@@ -133,8 +76,7 @@ def resolve(
     clocks, ramps, programs = [], [], []
     for i, phase in enumerate(phases):
         path, program = f"phases[{i}]", phase.lr or LrProgram()
-        until = phase.until, supplies, total_steps, batch_size * seq_len, sizes_to_come, past
-        clocks.append(read(f"{path}.until", _clock, *until))
+        clocks.append(read(f"{path}.until", read_clock, phase.until, supplies, total_steps, sizes_to_come))
         ramps.append(begun(f"{path}.ramp_steps", f"{phase.name}.ramp_steps", phase.ramp_steps))
         rewarm = begun(f"{path}.lr.rewarm_steps", f"{phase.name}.lr.rewarm_steps", program.rewarm_steps)
         programs.append((rewarm, read(f"{path}.lr.decay_steps", resolve_steps, program.decay_steps, total_steps)))
@@ -158,24 +100,29 @@ def resolve(
             warnings.append(f"phase {phase.name} is never reached: the run stops at step {start}")
             continue
         path, last = f"phases[{i}]", i == len(phases) - 1
-        goal, end = (None, clock) if isinstance(clock, int) else (clock, total_steps)
+        goal, end = (clock, total_steps) if isinstance(clock, EpochGoal) else (None, clock)
         if goal and goal.tokens is None:
             resolved = False
             break
+        batch, length = batches[i], lengths[i]
+        if isinstance(clock, TokenGoal):
+            end = clock.step(segments, batch * length)
         mixture = _normalised(phase.mixture)
         weight_sum = sum(phase.mixture.values())
         if abs(weight_sum - 1) > 1e-6:
             shares = ", ".join(f"{n} {w:.4g}" for n, w in mixture.items())
             warnings.append(f"phase {phase.name}: proportions add up to {weight_sum:.6g}, normalised to {shares}")
         ramp = _ramp(before, ramp_steps, phase.ramp_shape, supplies)
-        segment = Segment(start, end, phase.name, mixture, ramp, (), cursors, batch_size, seq_len)
+        of_phase = {"rope_theta": phase.rope_theta, "lr_scale": lr_scale(lr, batch, batch_size)}
+        segment = Segment(start, end, phase.name, mixture, ramp, (), cursors, batch, length, **of_phase).aligned()
         try:
             _check_end(path, start, end, total_steps, last)
             if i == first and under_way:
                 segment = _going_on(path, segment, under_way, segments, goal, supplies, warnings)
                 start = under_way[0].start
             if i == first and going_on is not None and going_on.phase == phase.name:
-                segment, going_on = replace(going_on, cursors=_of(going_on.cursors, names)), None
+                of_phase["lr_scale"] = lr_scale(lr, going_on.batch_size, batch_size)
+                segment, going_on = replace(going_on, cursors=_of(going_on.cursors, names), **of_phase).aligned(), None
             if segment is None:
                 inside, stopped = [], True
             else:
@@ -231,84 +178,9 @@ def _ramp(before: Mapping[str, float], steps: int, shape: str, sources: Iterable
     return Ramp(before, steps, shape) if steps and before else None
 
 
-def _short(value: int | str) -> str:
-    """What was got, for a message, whatever its length."""
-    if isinstance(value, int):
-        return str(value) if abs(value) < 10**30 else "a number of more than 30 digits"
-    return repr(value if len(value) <= 60 else value[:60] + "...")
-
-
 def _normalised(mixture: Mapping[str, float]) -> dict[str, float]:
     total = math.fsum(mixture.values())
     return {name: weight / total for name, weight in mixture.items() if weight > 0}
-
-
-def _check_bounds(supplies, total_steps, batch_size, seq_len) -> list[tuple[str, str]]:
-    """Problems of numbers that the arithmetic cannot hold."""
-    problems = []
-    sequences = total_steps * batch_size
-    if sequences > _MOST_SEQUENCES or sequences * seq_len > _MOST_TOKENS:
-        got = f"got {_short(total_steps)}, with batch_size and seq_len {_short(sequences * seq_len)} tokens"
-        most = "at most 2**42 sequences and 2**62 tokens in a run"
-        problems.append(("train.steps", f"{got}, expected {most}; lower one of the three"))
-    for name, supply in supplies.items():
-        if supply.max_epochs is not None and not 0 < supply.max_epochs < math.inf:
-            got = f"got {supply.max_epochs}, expected a finite number above 0"
-            problems.append((f"sources.{name}.max_epochs", f"{got}; leave it out for no cap"))
-    return problems
-
-
-class _Goal(NamedTuple):
-    """A clock in epochs: reached once `tokens` of `source` are read since the run's start; None: size unknown."""
-
-    source: str
-    tokens: int | None
-    text: str
-
-
-def _clock(until: int | str, supplies, total_steps, tokens_per_step, sizes_to_come, past) -> int | _Goal:
-    """The exclusive end of a phase: a step, or what has to be read for it. ValueError if it is no clock."""
-    if isinstance(until, int):
-        if abs(until) > _MOST_TOKENS:
-            raise ValueError(f"got {_short(until)}, expected a step of the run")
-        return until
-    until = until.strip()
-    if until == "end":
-        return total_steps
-    if match := _PERCENT.fullmatch(until):
-        return math.ceil(Fraction(match[1]) * total_steps / 100)
-    if match := _TOKENS.fullmatch(until):
-        tokens = Fraction(match[1]) * _MULTIPLES[match[2].upper()]
-        start = 0
-        for segment in past:  # they may have had other batches
-            if tokens <= (segment.end - segment.start) * segment.batch_size * segment.seq_len:
-                return start + math.ceil(tokens / (segment.batch_size * segment.seq_len))
-            tokens -= (segment.end - segment.start) * segment.batch_size * segment.seq_len
-            start = segment.end
-        return start + math.ceil(tokens / tokens_per_step)
-    if match := _EPOCHS.fullmatch(until):
-        epochs, name = match.groups()
-        if name not in supplies:
-            raise ValueError(f"got {_short(until)}: {_no_such_source(name, supplies)}")
-        size = supplies[name].num_tokens
-        if size is None and not sizes_to_come:
-            raise ValueError(
-                f"{until!r} needs the size of {name}, which is not prepared yet; run `curriculum prepare` first"
-            )
-        return _Goal(name, None if size is None else math.ceil(Fraction(epochs) * size), until)
-    raise ValueError(
-        f"got {_short(until)}, expected a step, a percentage ('40%'), tokens ('1.5B tokens'), "
-        "epochs ('2 epochs of law') or 'end'"
-    )
-
-
-def clock_step(until: int | str, total_steps: int, past: Sequence[Segment]) -> int | None:
-    """The step that `until` means in a run of such a past; None for a clock in epochs and for what is none."""
-    try:
-        clock = _clock(until, {}, total_steps, 1, True, past)
-    except ValueError:
-        return None
-    return clock if isinstance(clock, int) else None
 
 
 def _check_end(path, start, end, total_steps, last) -> None:
@@ -367,7 +239,7 @@ def _phase_segments(path, segment, goal, supplies, warnings) -> tuple[list[Segme
         segment = _without(segment, name, step, path)
 
 
-def _check_past(past, total_steps, seq_len) -> list[tuple[str, str]]:
+def _check_past(past, total_steps, longest) -> list[tuple[str, str]]:
     """Problems of a past that cannot stand before what is declared now."""
     if not past:
         return []
@@ -375,9 +247,9 @@ def _check_past(past, total_steps, seq_len) -> list[tuple[str, str]]:
     if end > total_steps:
         message = f"the run would end at step {total_steps}, but its schedule stands already up to step {end}"
         problems.append(("train.steps", message))
-    if seq_len != past[-1].seq_len:
-        got = f"got {seq_len}, but up to step {end} the schedule stands with {past[-1].seq_len}; restore it"
-        problems.append(("train.seq_len", got))
+    if uneven := [segment for segment in past if longest % segment.seq_len]:
+        stands = f"but steps {uneven[0].start} to {uneven[0].end} stand with sequences of {uneven[0].seq_len}"
+        problems.append(("train.seq_len", f"got a longest sequence of {longest}, {stands}; restore it"))
     return problems
 
 
@@ -393,9 +265,11 @@ def _phase_after(past, phases, clocks, total_steps, warnings) -> tuple[int, list
 
     def lasts(i):
         clock = clocks[i]
-        if isinstance(clock, int):
-            return clock > end
-        return clock.tokens is None or drawn[clock.source] < clock.tokens
+        if isinstance(clock, EpochGoal):
+            return clock.tokens is None or drawn[clock.source] < clock.tokens
+        if isinstance(clock, TokenGoal):
+            return clock.tokens > Schedule(tuple(past)).tokens(end)
+        return clock > end
 
     first, under_way = max((names.index(name) + 1 for name in trained if name in names), default=0), None
     if trained[-1] in names and lasts(i := names.index(trained[-1])):
@@ -422,8 +296,8 @@ def _phase_after(past, phases, clocks, total_steps, warnings) -> tuple[int, list
 def _going_on(path, segment, under_way, past, goal, supplies, warnings) -> Segment | None:
     """`segment`, where a phase goes on that has the segments `under_way` so far; None where the run stops there.
 
-    Its ramp goes on where it stood. Where the phase as it is declared gives the very segments that there are, it goes
-    on as it would have: in the same order, and without the sources that were exhausted by then.
+    Its ramp goes on where it stood. Where the phase as it is declared gives the very data that there are, it goes on
+    as it would have: in the same order, and without the sources that were exhausted by then.
     """
     under_way = joined(under_way)
     begun, ramp = under_way[0].start, segment.ramp
@@ -470,8 +344,8 @@ def _first_exhausted(segment: Segment, supplies) -> tuple[int, str] | None:
         if supply.max_epochs is None or supply.num_tokens is None or supply.on_exhaust == "repeat":
             continue
         # By way of its digits: the float 0.7 lies below 7/10, which would take a token off the cap.
-        limit = int(Fraction(str(supply.max_epochs)) * supply.num_tokens)
-        if at_end[name] > max(limit, segment.cursors[name]):
+        limit = max(int(Fraction(str(supply.max_epochs)) * supply.num_tokens), segment.cursors[name])
+        if at_end[name] > limit:
             over = _first_step(segment, segment.end, lambda s, n=name, most=limit: segment.drawn(s)[n] > most)
             found.append((over - 1, name))
     return min(found, default=None)
@@ -509,18 +383,19 @@ def _with_rates(
     spans = [(start, end, phases[place[name]].lr if name in place else None) for name, start, end in bounds]
     program_steps = [programs[place[name]] if name in place else (0, 0) for name, _, _ in bounds]
     past, past_end = Schedule(tuple(segments[:num_past])), segments[num_past - 1].end if num_past else 0
+    scales = tuple((segment.start, segment.lr_scale) for segment in segments)
 
     def past_rate(step):
-        return float(past.rates(step))
+        return past.unscaled_rate(step)
 
-    pieces = lr_pieces(lr, spans, warmup, decay, program_steps, past_end, past_rate)
+    pieces = lr_pieces(lr, spans, warmup, decay, program_steps, past_end, past_rate, scales)
 
     def phase_at(step):
         return next((i, start) for i, (_, start, end) in enumerate(bounds) if step < end)
 
     jump = None
     if not lr.allow_jump and past_end < segments[-1].end:
-        jump = first_jump(pieces, past_end, past_rate)
+        jump = first_jump(pieces, past_end, past_rate, scales)
     if jump:
         step, rate_before, rate = jump
         i, phase_start = phase_at(step)
@@ -532,6 +407,14 @@ def _with_rates(
                 "(train.steps, optim, the phase's lr)"
             )
             raise ScheduleError([("optim.allow_jump", message)])
+        before, after = (Schedule(tuple(segments)).segment_at(s) for s in (step - 1, step))
+        if max(before.lr_scale, after.lr_scale) > 2 * min(before.lr_scale, after.lr_scale):
+            message = (
+                f"{jumps}, more than 2x: scaled from a batch of {before.batch_size} to {after.batch_size} "
+                "(optim.scale_lr_by_batch); change the batch in smaller steps, give the phase an lr with rewarm_steps, "
+                "or set optim.allow_jump: true"
+            )
+            raise ScheduleError([(f"phases[{place[bounds[i][0]]}].batch_size", message)])
         message = (
             f"{jumps}, more than 2x and not over a re-warming of at least 2 updates or a decay; give the phase "
             "rewarm_steps or another peak, or set optim.allow_jump: true"
@@ -561,8 +444,8 @@ def _given_nothing(schedule: Schedule) -> list[str]:
     """A warning for each source that has a share in a step of a phase but gets no sequence in it."""
     warnings = []
     for phase, start, end in schedule.phase_bounds:
-        before, after = schedule.drawn(start), schedule.drawn(end)
+        given = schedule.given(start, end)
         for name in sorted({n for s in schedule.segments if s.phase == phase for n in s.mean_mixture()}):
-            if after[name] == before[name]:
+            if not given[name]:
                 warnings.append(f"phase {phase}: {name} has a positive proportion but gets no sequence")
     return warnings

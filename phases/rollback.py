@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
+from itertools import pairwise
 
 import numpy as np
 
@@ -20,7 +21,8 @@ def passed_over(schedule: Schedule, supplies: Mapping[str, SourceSupply], step: 
 
     The order of data that update `step` belongs to goes on so to its end, where it reads on instead of ending early: so
     exactly the sequences of `num_steps` updates of that order are left out, a ramp is as far as its data are, and what
-    follows reads on from there. Every boundary, rate and the total stay at their steps. `supplies` are those that the
+    follows reads on from there; an order ends where the shape of a batch changes, at the latest. Every boundary, rate,
+    rope theta and the total stay at their steps. `supplies` are those that the
     schedule was resolved from. Raises RollbackRefused where there is no such update, and where a source would be read
     beyond its `max_epochs`.
     """
@@ -44,7 +46,7 @@ def passed_over(schedule: Schedule, supplies: Mapping[str, SourceSupply], step: 
         if order is None or not _same_order(segments[i - 1], segments[i]):
             cursors = out[-1].drawn_at(segments[i].start)
         order = segments[i]
-        out.append(replace(order, cursors=cursors))
+        out.append(replace(order, cursors=cursors).aligned())
     for segment in out:
         if segment.end > step:
             _check_caps(segment, supplies)
@@ -53,17 +55,19 @@ def passed_over(schedule: Schedule, supplies: Mapping[str, SourceSupply], step: 
 
 def _same_order(before: Segment, after: Segment) -> bool:
     """Whether two segments read the same order of data, whatever is passed over between them."""
-    return replace(before, start=0, end=0, lr=(), skipped=0) == replace(after, start=0, end=0, lr=(), skipped=0)
+    anywhere = {"start": 0, "end": 0, "skipped": 0, "lr": (), "lr_scale": 1.0, "rope_theta": None}
+    return replace(before, **anywhere) == replace(after, **anywhere)
 
 
 def _rated(segments: tuple[Segment, ...], moved: Segment) -> list[Segment]:
-    """A segment in pieces that each have the learning rate of the one that owns its steps."""
+    """A segment in pieces that each have the learning rate and the rope theta of the one that owns its steps."""
     pieces = [s for s in segments if s.start < moved.end and moved.start < s.end]
     out: list[Segment] = []
     for owner in pieces:
         start, end = max(owner.start, moved.start), min(owner.end, moved.end)
-        piece = replace(moved.going_on(start), end=end, lr=owner.lr)
-        if out and out[-1].lr == piece.lr:
+        own = {"lr": owner.lr, "lr_scale": owner.lr_scale, "rope_theta": owner.rope_theta}
+        piece = replace(moved.going_on(start), end=end, **own)
+        if out and all(getattr(out[-1], key) == setting for key, setting in own.items()):
             out[-1] = replace(out[-1], end=end)
         else:
             out.append(piece)
@@ -76,7 +80,8 @@ def _check_caps(segment: Segment, supplies: Mapping[str, SourceSupply]) -> None:
         supply = supplies[name]
         if supply.max_epochs is None or supply.num_tokens is None or supply.on_exhaust == "repeat":
             continue
-        if drawn[name] > int(Fraction(str(supply.max_epochs)) * supply.num_tokens):
+        limit = int(Fraction(str(supply.max_epochs)) * supply.num_tokens)
+        if drawn[name] > max(limit, segment.cursors[name]):
             raise RollbackRefused(
                 f"up to step {segment.end} more than {supply.max_epochs:g} epochs of {name} would be read"
             )
@@ -86,7 +91,7 @@ def judged_from(schedule: Schedule) -> np.ndarray:
     """The first update whose loss is comparable with that of each update: int32, by update.
 
     It is the newest start of an order of data, or end of a ramp: there the loss may rise because the data are others.
-    Data that are passed over are no such place.
+    Data that are passed over are no such place; another rope theta is.
     """
     places: list[int] = []
     before: Segment | None = None
@@ -100,6 +105,8 @@ def judged_from(schedule: Schedule) -> np.ndarray:
             if not was_over and ramp_end < segment.end:
                 places.append(max(ramp_end, segment.start))
         before = segment
+    places += [after.start for b, after in pairwise(schedule.segments) if b.rope_theta != after.rope_theta]
+    places = sorted(set(places))
     steps = np.arange(schedule.total_steps)
     return np.array(places, np.int32)[np.searchsorted(places, steps, side="right") - 1]
 

@@ -142,6 +142,12 @@ class Segment:
         """Steps of the ramp that were taken before `step`; the segment has one."""
         return self.ramp.steps_done + self._in_order(step)
 
+    def aligned(self) -> Segment:
+        """The same with the cursor of each source that it reads rounded up to a whole number of its sequences."""
+        mixtures = [self.mixture, *([self.ramp.from_mixture] if self.ramp else [])]
+        read = {name for mixture in mixtures for name, share in mixture.items() if share > 0}
+        return replace(self, cursors={n: c + (-c % self.seq_len if n in read else 0) for n, c in self.cursors.items()})
+
     def rest(self, step: int) -> Segment:
         """From `step` on, as a segment of its own: its quotas begin anew, its ramp goes on where it stood."""
         if self._in_order(step) == 0:
@@ -181,6 +187,24 @@ class Schedule:
         """Tokens drawn of each source in the first `step` updates."""
         return self.segment_at(max(step - 1, 0)).drawn_at(step)
 
+    def given(self, start: int, end: int) -> dict[str, int]:
+        """Tokens of each source in the updates [start, end): without what is passed over at a switch or a rollback."""
+        total = dict.fromkeys(self.segments[0].cursors, 0)
+        for segment in self.segments:
+            if segment.start < end and start < segment.end:
+                before, after = (segment.drawn_at(s) for s in (max(start, segment.start), min(end, segment.end)))
+                for name in segment.quotas.sources:
+                    total[name] += after[name] - before[name]
+        return total
+
+    def left_out(self, step: int) -> dict[str, int]:
+        """Tokens of each source that the order which begins at `step` passes over, to begin a sequence of its own."""
+        before, after = self.segment_at(step - 1), self.segment_at(step)
+        if step == 0 or after.start != step:
+            return {}
+        drawn = before.drawn_at(step)
+        return {n: c - drawn[n] for n, c in after.cursors.items() if c > drawn[n]}
+
     def tokens(self, step: int) -> int:
         """Token slots consumed in the first `step` updates."""
         rows = ((min(s.end, step) - s.start, s.batch_size * s.seq_len) for s in self.segments if s.start < step)
@@ -201,10 +225,14 @@ class Schedule:
             rates[index == i] = learning_rate(self.segments[i].lr, steps[index == i]) * self.segments[i].lr_scale
         return rates
 
+    def unscaled_rate(self, step: int) -> float:
+        """The rate of an update before its segment's factor."""
+        return float(learning_rate(self.segment_at(step).lr, step))
+
     @cached_property
     def lr(self) -> tuple[LrPiece, ...]:
-        """Every piece of the learning rate, in the order of the segments. Those of a frozen past and of what follows
-        may overlap: `rates` says what holds.
+        """Every piece of the learning rate, before the segments' factors, in the order of the segments. Those of a
+        frozen past and of what follows may overlap: `rates` says what holds.
         """
         return tuple(dict.fromkeys(piece for segment in self.segments for piece in segment.lr))
 
@@ -252,11 +280,11 @@ def cut(segments: Sequence[Segment], step: int) -> tuple[Segment, ...]:
 def joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
     """The same data in the fewest segments: one that only goes on with the order before it is part of that one.
 
-    They have no rates.
+    They have nothing but what the data depend on: no rates, no rope theta.
     """
     out: list[Segment] = []
     for segment in segments:
-        segment = replace(segment, lr=())
+        segment = replace(segment, lr=(), lr_scale=1.0, rope_theta=None)
         if out and replace(out[-1].going_on(segment.start), end=segment.end) == segment:
             out[-1] = replace(out[-1], end=segment.end)
         else:

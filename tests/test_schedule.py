@@ -587,7 +587,12 @@ def test_a_past_that_cannot_stand_before_what_is_declared():
     a, b, c = THREE
     for phases, kwargs, path, words in (
         (THREE, {"total": 44}, "train.steps", "would end at step 44, but its schedule stands already up to step 45"),
-        (THREE, {"length": 5}, "train.seq_len", "got 5, but up to step 45 the schedule stands with 10"),
+        (
+            THREE,
+            {"length": 5},
+            "train.seq_len",
+            "got a longest sequence of 5, but steps 0 to 30 stand with sequences of 10",
+        ),
         ((a, replace(b, until=70)), {}, "phases[1].until", "the last phase ends at step 70, before the run's end"),
         (
             (a, replace(b, until=40)),

@@ -16,7 +16,7 @@ from curriculum.errors import InputError
 from curriculum.plan import Past, Planned, declaration, training_settings, unread
 from curriculum.train import ledger
 from curriculum.train.setup import Setup
-from phases.resolve import clock_step, resolve_steps
+from phases.clocks import clock_step, resolve_steps
 from phases.schedule import Schedule, Segment, cut, segments_from_json
 
 Problem = tuple[str, str]  # path in the config, message

@@ -1,0 +1,87 @@
+"""What can be told of phases before any step is resolved: (path in the config, message) pairs."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+from phases.clocks import MOST_SEQUENCES, MOST_TOKENS, no_such_source, short
+from phases.schedule import Phase, SourceSupply
+
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+_SHAPES = {"seq_len": (2, 2**24), "batch_size": (1, 2**20), "grad_accum": (1, 10**9)}  # least and most, of a phase
+
+
+def check_phases(phases: Sequence[Phase], sources: Sequence[str]) -> list[tuple[str, str]]:
+    """What is wrong with the phases on their own, before any step is resolved: (path, message) pairs."""
+    problems: list[tuple[str, str]] = []
+    if not phases:
+        problems.append(("phases", "got none, expected at least one phase"))
+    seen: dict[str, int] = {}
+    for i, phase in enumerate(phases):
+        path = f"phases[{i}]"
+        if not _NAME.fullmatch(phase.name):
+            problems.append((f"{path}.name", f"got {phase.name!r}, expected letters, digits, '_' and '-'"))
+        elif phase.name in seen:
+            problems.append((f"{path}.name", f"{phase.name!r} is already the name of phases[{seen[phase.name]}]"))
+        seen.setdefault(phase.name, i)
+        for name, weight in phase.mixture.items():
+            where = f"{path}.mixture.{name}"
+            if name not in sources:
+                problems.append((where, no_such_source(name, sources)))
+            if not (math.isfinite(weight) and weight >= 0):
+                problems.append((where, f"got {weight}, expected a proportion of 0 or more"))
+        if all(w == 0 for w in phase.mixture.values()):
+            problems.append((f"{path}.mixture", "got no positive proportion, expected at least one"))
+        elif all(map(math.isfinite, phase.mixture.values())) and math.isinf(sum(phase.mixture.values())):
+            message = "the proportions add up to more than a float holds; write them on a smaller scale"
+            problems.append((f"{path}.mixture", message))
+        if phase.until == "end" and i < len(phases) - 1:
+            problems.append((f"{path}.until", "'end' is for the last phase only"))
+        if i == 0 and phase.ramp_steps not in (0, "0%"):
+            problems.append((f"{path}.ramp_steps", "the first phase has no mixture before it to ramp from"))
+        if program := phase.lr:
+            if program.peak is not None and not (math.isfinite(program.peak) and program.peak > 0):
+                problems.append((f"{path}.lr.peak", f"got {program.peak}, expected a positive learning rate"))
+            if not 0 <= program.decay_to_ratio <= 1:
+                got = program.decay_to_ratio
+                problems.append((f"{path}.lr.decay_to_ratio", f"got {got}, expected 0 to 1"))
+        for key, (least, most) in _SHAPES.items():
+            size = getattr(phase, key)
+            if size is not None and not least <= size <= most:
+                problems.append((f"{path}.{key}", f"got {short(size)}, expected {least} to {most}"))
+        if phase.rope_theta is not None and not 0 < phase.rope_theta < math.inf:
+            problems.append((f"{path}.rope_theta", f"got {phase.rope_theta}, expected a positive finite number"))
+    return problems
+
+
+def check_lengths(phases: Sequence[Phase], seq_len: int) -> list[tuple[str, str]]:
+    """Sequences that do not cut the blocks of the longest one evenly; `seq_len` is train's."""
+    lengths = {f"phases[{i}].seq_len": phase.seq_len for i, phase in enumerate(phases) if phase.seq_len is not None}
+    longest_path, longest = max([("train.seq_len", seq_len), *lengths.items()], key=lambda item: item[1])
+    if len(lengths) < len(phases):
+        lengths = {"train.seq_len": seq_len, **lengths}
+    fix = "sources are read in blocks of the longest, which shorter sequences cut evenly"
+    return [
+        (path, f"got {length}, expected a divisor of the longest sequence, {longest_path} ({longest}): {fix}")
+        for path, length in lengths.items()
+        if length > 0 and longest % length
+    ]
+
+
+def check_bounds(
+    supplies: Mapping[str, SourceSupply], total_steps: int, batch_size: int, seq_len: int
+) -> list[tuple[str, str]]:
+    """Numbers that the arithmetic cannot hold; batch and sequence are the largest of the run."""
+    problems = []
+    sequences = total_steps * batch_size
+    if sequences > MOST_SEQUENCES or sequences * seq_len > MOST_TOKENS:
+        got = f"got {short(total_steps)}, with batch_size and seq_len {short(sequences * seq_len)} tokens"
+        most = "at most 2**42 sequences and 2**62 tokens in a run"
+        problems.append(("train.steps", f"{got}, expected {most}; lower one of the three"))
+    for name, supply in supplies.items():
+        if supply.max_epochs is not None and not 0 < supply.max_epochs < math.inf:
+            got = f"got {supply.max_epochs}, expected a finite number above 0"
+            problems.append((f"sources.{name}.max_epochs", f"{got}; leave it out for no cap"))
+    return problems

@@ -1,0 +1,115 @@
+"""When a phase ends, as the config says it: a step, a share of the run, tokens, or epochs of a source."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+from phases.schedule import Segment, SourceSupply
+
+_NUMBER = r"(\d{1,18}(?:\.\d{1,18})?)"
+_PERCENT = re.compile(_NUMBER + r"\s*%")
+_TOKENS = re.compile(_NUMBER + r"\s*([KMBT]?)\s*tokens?", re.IGNORECASE)
+_EPOCHS = re.compile(_NUMBER + r"\s*epochs? of (\S+)")
+_MULTIPLES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+# Positions are int64 in units of 2**-20 sequences (phases/mixture.py), cursors int64 in tokens.
+MOST_SEQUENCES, MOST_TOKENS = 2**42, 2**62
+
+
+def resolve_steps(value: int | str, total_steps: int) -> int:
+    """A number of steps, given as such or as a percentage of the run (rounded up). ValueError if it is neither."""
+    if isinstance(value, int):
+        if not 0 <= value <= MOST_SEQUENCES:
+            raise ValueError(f"got {short(value)}, expected 0 or more steps, and at most 2**42")
+        return value
+    if match := _PERCENT.fullmatch(value.strip()):
+        return math.ceil(Fraction(match[1]) * total_steps / 100)
+    raise ValueError(f"got {short(value)}, expected a number of steps or a percentage of train.steps such as '5%'")
+
+
+class EpochGoal(NamedTuple):
+    """A clock in epochs: reached once `tokens` of `source` are read since the run's start; None: size unknown."""
+
+    source: str
+    tokens: int | None
+    text: str
+
+
+class TokenGoal(NamedTuple):
+    """A clock in tokens: reached once all updates since the run's start have so many slots together."""
+
+    tokens: Fraction
+
+    def step(self, segments: Sequence[Segment], tokens_per_step: int) -> int:
+        """The step at which it is reached, where updates after those segments have `tokens_per_step` slots each."""
+        tokens, start = self.tokens, 0
+        for segment in segments:
+            of_update, num_steps = segment.batch_size * segment.seq_len, segment.end - segment.start
+            if tokens <= num_steps * of_update:
+                return start + math.ceil(tokens / of_update)
+            tokens -= num_steps * of_update
+            start = segment.end
+        return start + math.ceil(tokens / tokens_per_step)
+
+
+def read_clock(
+    until: int | str, supplies: Mapping[str, SourceSupply], total_steps: int, sizes_to_come: bool
+) -> int | EpochGoal | TokenGoal:
+    """The exclusive end of a phase: a step, or what has to be read for it. ValueError if it is no clock."""
+    if isinstance(until, int):
+        if abs(until) > MOST_TOKENS:
+            raise ValueError(f"got {short(until)}, expected a step of the run")
+        return until
+    until = until.strip()
+    if until == "end":
+        return total_steps
+    if match := _PERCENT.fullmatch(until):
+        return math.ceil(Fraction(match[1]) * total_steps / 100)
+    if match := _TOKENS.fullmatch(until):
+        return TokenGoal(Fraction(match[1]) * _MULTIPLES[match[2].upper()])
+    if match := _EPOCHS.fullmatch(until):
+        epochs, name = match.groups()
+        if name not in supplies:
+            raise ValueError(f"got {short(until)}: {no_such_source(name, supplies)}")
+        size = supplies[name].num_tokens
+        if size is None and not sizes_to_come:
+            raise ValueError(
+                f"{until!r} needs the size of {name}, which is not prepared yet; run `curriculum prepare` first"
+            )
+        return EpochGoal(name, None if size is None else math.ceil(Fraction(epochs) * size), until)
+    raise ValueError(
+        f"got {short(until)}, expected a step, a percentage ('40%'), tokens ('1.5B tokens'), "
+        "epochs ('2 epochs of law') or 'end'"
+    )
+
+
+def clock_step(until: int | str, total_steps: int, past: Sequence[Segment]) -> int | None:
+    """The step that `until` means in a run of such a past.
+
+    None for a clock in epochs, for one in tokens that the past does not come to, and for what is no clock.
+    """
+    try:
+        clock = read_clock(until, {}, total_steps, True)
+    except ValueError:
+        return None
+    if isinstance(clock, TokenGoal):
+        num_tokens = sum((s.end - s.start) * s.batch_size * s.seq_len for s in past)
+        return clock.step(past, 1) if clock.tokens <= num_tokens else None
+    return clock if isinstance(clock, int) else None
+
+
+def short(value: int | str) -> str:
+    """What was got, for a message, whatever its length."""
+    if isinstance(value, int):
+        return str(value) if abs(value) < 10**30 else "a number of more than 30 digits"
+    return repr(value if len(value) <= 60 else value[:60] + "...")
+
+
+def no_such_source(name: str, sources: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, sources, 1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"no such source{hint} (sources: {', '.join(sorted(sources))})"
