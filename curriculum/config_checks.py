@@ -11,9 +11,9 @@ import shutil
 from pathlib import Path
 
 from curriculum.config_problems import no_such
+from curriculum.config_shapes import SHAPE_CHECKS, known_vocab_size
 from curriculum.data.split import parse_share
 from curriculum.model.presets import model_problems, resolve_model
-from curriculum.train.mesh import rows_problem
 from evalsets.evalset import PRIMARY
 from phases.checks import check_phases
 from phases.lr import check_rates
@@ -170,7 +170,7 @@ def _check_lora(v):
 
 
 def _check_lora_fits(v):
-    lora, vocab_size = v["adaptation"].lora, _vocab(v) or v["model"].vocab_size or 2**20
+    lora, vocab_size = v["adaptation"].lora, known_vocab_size(v) or v["model"].vocab_size or 2**20
     if lora is None or model_problems(v["model"], vocab_size):
         return
     shapes = resolve_model(v["model"], vocab_size).projections()
@@ -203,13 +203,6 @@ def _check_gold(v):
     for name in section.gold.subject_to:
         if name not in names:
             yield f"evalsets.gold.subject_to.{name}", no_such("eval set", name, names)
-
-
-def _check_train(v):
-    train = v["train"]
-    if train.batch_size % train.grad_accum:
-        got = f"got {train.grad_accum}, expected a divisor of train.batch_size ({train.batch_size})"
-        yield "train.grad_accum", got
 
 
 def _check_skip_updates(v):
@@ -246,17 +239,9 @@ def _check_mesh(v):
     yield from ((f"mesh.{key}" if key else "mesh", message) for key, message in problems)
 
 
-def _check_rows(v):
-    train, mesh = v["train"], v["mesh"]
-    if train.batch_size % train.grad_accum:
-        return
-    if problem := rows_problem(train.batch_size, train.grad_accum, mesh.row_shards):
-        yield "train.batch_size", problem
-
-
 def _check_axes(v):
     """An axis that splits no matrix would make devices do the same work twice."""
-    vocab_size = _vocab(v) or v["model"].vocab_size or 2**20
+    vocab_size = known_vocab_size(v) or v["model"].vocab_size or 2**20
     if model_problems(v["model"], vocab_size):
         return
     model = resolve_model(v["model"], vocab_size)
@@ -268,7 +253,7 @@ def _check_axes(v):
 
 
 def _check_tied(v):
-    model, vocab_size = v["model"], _vocab(v) or v["model"].vocab_size or 2**20
+    model, vocab_size = v["model"], known_vocab_size(v) or v["model"].vocab_size or 2**20
     chosen = v["optim"].name == "muon" and v["optim"].muon.allow_tied_embed
     if not chosen or model_problems(model, vocab_size):
         return
@@ -278,23 +263,10 @@ def _check_tied(v):
 
 
 def _check_model(v):
-    yield from ((f"model.{key}" if key else "model", message) for key, message in model_problems(v["model"], _vocab(v)))
-
-
-def _vocab(v) -> int | None:
-    """The tokenizer's vocabulary where the config alone tells it."""
-    tokenizer = v["tokenizer"]
-    return {"byte": 257, "bpe": tokenizer.vocab_size}.get(tokenizer.kind)
-
-
-def _check_lengths(v):
-    vocab_size = _vocab(v) or v["model"].vocab_size or 2**20
-    if model_problems(v["model"], vocab_size):
-        return
-    longest = resolve_model(v["model"], vocab_size).max_seq_len
-    for path, length in (("train.seq_len", v["train"].seq_len), ("evalsets.seq_len", v["evalsets"].seq_len)):
-        if length is not None and length > longest:
-            yield path, f"got {length}, expected at most the model's max_seq_len ({longest})"
+    yield from (
+        (f"model.{key}" if key else "model", message)
+        for key, message in model_problems(v["model"], known_vocab_size(v))
+    )
 
 
 def _check_logging(v):
@@ -318,6 +290,7 @@ def _check_generate(v):
 
 
 CHECKS = [
+    *SHAPE_CHECKS,
     ({"name"}, _check_name),
     ({"sources"}, _check_sources),
     ({"phases", "sources"}, _check_schedule),
@@ -328,21 +301,19 @@ CHECKS = [
     ({"adaptation", "model", "tokenizer"}, _check_lora_fits),
     ({"evalsets"}, _check_regression),
     ({"evalsets"}, _check_gold),
-    ({"train"}, _check_train),
     ({"train"}, _check_skip_updates),
     ({"train", "checkpoint"}, _check_rollback),
     ({"train", "model"}, _check_dropout),
     ({"optim"}, _check_optim),
     ({"mesh"}, _check_mesh),
-    ({"mesh", "train"}, _check_rows),
     ({"mesh", "model", "tokenizer"}, _check_axes),
     ({"logging"}, _check_logging),
     ({"logging", "evalsets"}, _check_generate),
     ({"model", "tokenizer"}, _check_model),
     ({"model", "tokenizer", "optim"}, _check_tied),
-    ({"model", "tokenizer", "train", "evalsets"}, _check_lengths),
 ]
 PATH_CHECKS = [
+    *SHAPE_CHECKS,
     ({"sources"}, _check_source_paths),
     ({"evalsets"}, _check_eval_paths),
     ({"evalsets"}, _check_gate_program),

@@ -295,7 +295,7 @@ def test_a_mesh_that_does_not_fit_the_devices_is_refused(told):
     assert "fsdp 1 x tensor 16, which takes 16 devices" in refused["(-1, 1, 16)"]
     assert refused["rows"] == (
         "config: train.batch_size: got 12 in 1 micro-steps of 12 rows, expected rows that the mesh's data x fsdp (8) "
-        "divides; change train.batch_size, train.grad_accum or mesh"
+        "divides; change batch_size, grad_accum or mesh"
     )
     assert told["fitted"] == [[2, 2, 2], [2, 4, 1], [1, 1, 8], [3, 1, 2]]
 

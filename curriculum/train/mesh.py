@@ -60,7 +60,7 @@ def rows_problem(batch_size: int, grad_accum: int, row_shards: int) -> str | Non
         return None
     return (
         f"got {batch_size} in {grad_accum} micro-steps of {rows} rows, expected rows that the mesh's data x fsdp "
-        f"({row_shards}) divides; change train.batch_size, train.grad_accum or mesh"
+        f"({row_shards}) divides; change batch_size, grad_accum or mesh"
     )
 
 

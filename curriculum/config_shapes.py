@@ -1,0 +1,118 @@
+"""What must agree of the phases' shapes: sequences, batches, micro-steps, and the base of rotary positions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from curriculum.model.presets import model_problems, resolve_model
+from curriculum.train.mesh import rows_problem
+from phases.checks import check_lengths
+from phases.schedule import Phase
+
+if TYPE_CHECKING:
+    from curriculum.config import TrainSection
+
+
+class _Cut(NamedTuple):
+    """How a batch is cut into micro-steps, with the places in the config that say so."""
+
+    batch_path: str
+    batch_size: int
+    accum_path: str
+    grad_accum: int
+
+
+def _cuts(train: TrainSection, phases: Sequence[Phase]) -> list[_Cut]:
+    """Every way in which a phase cuts its batch, those that are train's own once."""
+    cuts = [] if phases else [_Cut("train.batch_size", train.batch_size, "train.grad_accum", train.grad_accum)]
+    for i, phase in enumerate(phases):
+        batch, accum = ("train.batch_size", train.batch_size), ("train.grad_accum", train.grad_accum)
+        if phase.batch_size is not None:
+            batch = f"phases[{i}].batch_size", phase.batch_size
+        if phase.grad_accum is not None:
+            accum = f"phases[{i}].grad_accum", phase.grad_accum
+        cuts.append(_Cut(*batch, *accum))
+    return [cut for cut in dict.fromkeys(cuts) if cut.batch_size >= 1 and cut.grad_accum >= 1]
+
+
+def row_problems(train: TrainSection, phases: Sequence[Phase], row_shards: int) -> Iterator[tuple[str, str]]:
+    """(path, message) of each batch whose micro-steps the mesh cannot split evenly into `row_shards` parts."""
+    for cut in _cuts(train, phases):
+        if cut.batch_size % cut.grad_accum:
+            continue
+        if problem := rows_problem(cut.batch_size, cut.grad_accum, row_shards):
+            phases_own = cut.accum_path.startswith("phases") and cut.batch_path.startswith("train")
+            yield (cut.accum_path if phases_own else cut.batch_path), problem
+
+
+def _check_micro_steps(v):
+    for cut in _cuts(v["train"], v.get("phases") or ()):
+        if cut.batch_size % cut.grad_accum == 0:
+            continue
+        if cut.batch_path.startswith("phases") and cut.accum_path.startswith("train"):
+            expected = f"expected a multiple of {cut.accum_path} ({cut.grad_accum}), or a grad_accum of the phase's own"
+            yield cut.batch_path, f"got {cut.batch_size}, {expected}"
+        else:
+            expected = f"expected a divisor of {cut.batch_path} ({cut.batch_size})"
+            yield cut.accum_path, f"got {cut.grad_accum}, {expected}"
+
+
+def _check_rows(v):
+    yield from row_problems(v["train"], v.get("phases") or (), v["mesh"].row_shards)
+
+
+def _check_blocks(v):
+    yield from check_lengths(v["phases"], v["train"].seq_len)
+
+
+def _check_positions(v):
+    """Sequences, in training and in evals, that are longer than the model reads."""
+    if (model := _resolved(v)) is None:
+        return
+    lengths = [("train.seq_len", v["train"].seq_len), ("evalsets.seq_len", v["evalsets"].seq_len)]
+    lengths += [(f"phases[{i}].seq_len", phase.seq_len) for i, phase in enumerate(v.get("phases") or ())]
+    for path, length in lengths:
+        if length is not None and length > model.max_seq_len:
+            yield path, f"got {length}, expected at most the model's max_seq_len ({model.max_seq_len})"
+
+
+def _check_rope_theta(v):
+    turned = [f"phases[{i}].rope_theta" for i, phase in enumerate(v["phases"]) if phase.rope_theta is not None]
+    if not turned or "model" not in v:
+        return
+    model = None if v["model"] is None else _resolved(v)
+    if v["model"] is None:
+        message = "a model of one's own (model: null) is not given one; leave it out, and turn positions in the model"
+    elif model is None:
+        return
+    elif model.pos_encoding != "rope":
+        message = f"the model's positions are {model.pos_encoding} (model.pos_encoding), not rotary: it reads none"
+        message += "; leave it out, or train a model with pos_encoding: rope"
+    elif model.rope_scaling is not None:
+        message = "the model's wavelengths are stretched already (model.rope_scaling), and both would add up"
+        message += "; leave one of the two out"
+    else:
+        return
+    yield from ((path, message) for path in turned)
+
+
+def _resolved(v):
+    """The model of the config where its section will do, None where it will not, or where there is none."""
+    vocab_size = known_vocab_size(v) or v["model"].vocab_size or 2**20
+    return None if model_problems(v["model"], vocab_size) else resolve_model(v["model"], vocab_size)
+
+
+def known_vocab_size(v) -> int | None:
+    """The tokenizer's vocabulary where the config alone tells it."""
+    tokenizer = v["tokenizer"]
+    return {"byte": 257, "bpe": tokenizer.vocab_size}.get(tokenizer.kind)
+
+
+SHAPE_CHECKS = [
+    ({"train"}, _check_micro_steps),
+    ({"mesh", "train"}, _check_rows),
+    ({"phases", "train"}, _check_blocks),
+    ({"phases", "tokenizer"}, _check_rope_theta),
+    ({"model", "tokenizer", "train", "evalsets"}, _check_positions),
+]

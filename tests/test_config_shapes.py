@@ -1,0 +1,81 @@
+"""Phases of other shapes as a config has them: what must agree, and what a run is told by."""
+
+import pytest
+from tiny_run import tiny_data, write_corpus
+
+from curriculum.config import build_config, load_config
+from curriculum.config_shapes import row_problems
+from curriculum.errors import InputError
+
+A = {"name": "a", "until": 6, "mixture": {"web": 1.0}}
+B = {"name": "b", "until": "end", "mixture": {"law": 1.0}}
+
+
+def config(place, a=None, b=None, **sections):
+    """The tiny run, its two phases with more fields."""
+    return build_config(tiny_data(write_corpus(place), phases=[A | (a or {}), B | (b or {})], **sections))
+
+
+def test_the_longest_sequence_and_the_micro_steps_of_each_phase(tmp_path):
+    train = {"steps": 12, "batch_size": 4, "grad_accum": 2, "seq_len": 32}
+    of_phases = config(tmp_path, {"seq_len": 64, "batch_size": 6}, {"grad_accum": 4, "rope_theta": 5e5}, train=train)
+    assert of_phases.longest_seq_len == of_phases.eval_seq_len == 64
+    assert [of_phases.grad_accum_of(name) for name in ("a", "b", "gone")] == [2, 4, 2]
+    plain = config(tmp_path, {"seq_len": 16}, train=train, evalsets={"seq_len": 48, "primary": {"held_out_of": "web"}})
+    assert (plain.longest_seq_len, plain.eval_seq_len) == (32, 48)
+
+
+@pytest.mark.parametrize(
+    "a, b, sections, told",
+    [
+        ({"seq_len": 24}, {}, {}, "phases[0].seq_len: got 24, expected a divisor of the longest sequence, train.seq_len (32)"),
+        ({"seq_len": 48}, {}, {}, "train.seq_len: got 32, expected a divisor of the longest sequence, phases[0].seq_len (48)"),
+        ({"seq_len": 2048}, {}, {}, "phases[0].seq_len: got 2048, expected at most the model's max_seq_len (1024)"),
+        ({"batch_size": 9}, {}, {"grad_accum": 2}, "phases[0].batch_size: got 9, expected a multiple of train.grad_accum (2), or a grad_accum of the phase's own"),
+        ({}, {"grad_accum": 3}, {}, "phases[1].grad_accum: got 3, expected a divisor of train.batch_size (4)"),
+        ({"batch_size": 9, "grad_accum": 2}, {}, {}, "phases[0].grad_accum: got 2, expected a divisor of phases[0].batch_size (9)"),
+        ({"batch_size": 6}, {}, {"mesh": {"data": 4}}, "phases[0].batch_size: got 6 in 1 micro-steps of 6 rows, expected rows that the mesh's data x fsdp (4) divides"),
+        ({"grad_accum": 2}, {}, {"mesh": {"data": 4}}, "phases[0].grad_accum: got 4 in 2 micro-steps of 2 rows, expected rows that the mesh's data x fsdp (4) divides"),
+        ({}, {"rope_theta": 1e6}, {"model": None}, "phases[1].rope_theta: a model of one's own (model: null) is not given one"),
+        ({}, {"rope_theta": 1e6}, {"pos_encoding": "learned"}, "phases[1].rope_theta: the model's positions are learned (model.pos_encoding), not rotary: it reads none"),
+        ({}, {"rope_theta": 1e6}, {"rope_scaling": {"kind": "linear", "factor": 2}}, "phases[1].rope_theta: the model's wavelengths are stretched already (model.rope_scaling)"),
+    ],
+)  # fmt: skip
+def test_what_must_agree(tmp_path, a, b, sections, told):
+    sections = dict(sections)
+    data = tiny_data(tmp_path)
+    data["train"]["grad_accum"] = sections.pop("grad_accum", 1)
+    of_model = {key: sections.pop(key) for key in ("pos_encoding", "rope_scaling") if key in sections}
+    with pytest.raises(InputError) as error:
+        config(tmp_path, a, b, **{"train": data["train"], "model": data["model"] | of_model} | sections)
+    assert len(error.value.problems) == 1 and told in error.value.problems[0]
+
+
+def test_every_problem_at_once_with_its_place_in_the_file(tmp_path):
+    write_corpus(tmp_path)
+    text = f"""sources: {{web: {{path: {tmp_path / "web.jsonl"}, held_out: 20%}}}}
+phases:
+  - {{name: a, until: 50%, mixture: {{web: 1}}, seq_len: 100}}
+  - {{name: b, until: end, mixture: {{web: 1}}, batch_size: 7}}
+evalsets: {{primary: {{held_out_of: web}}}}
+train: {{steps: 10, batch_size: 8, grad_accum: 4, seq_len: 256}}
+model: {{preset: gpt2-124m, n_layer: 1}}
+"""
+    path = tmp_path / "c.yaml"
+    path.write_text(text.replace("batch_size: 7", "batch_size: 7, rope_theta: 1000"))
+    with pytest.raises(InputError) as error:
+        load_config(path)
+    places = [problem.removeprefix(f"{path}:").split(": ")[:2] for problem in error.value.problems]
+    assert places == [
+        ["3:46", "phases[0].seq_len"],
+        ["4:46", "phases[1].batch_size"],
+        ["4:61", "phases[1].rope_theta"],
+    ]
+
+
+def test_a_cut_that_no_phase_makes_need_not_fit(tmp_path):
+    train = {"steps": 12, "batch_size": 4, "grad_accum": 3, "seq_len": 32}
+    own = {"batch_size": 6}
+    assert config(tmp_path, own, own | {"grad_accum": 2}, train=train)
+    problems = list(row_problems(config(tmp_path, own, own, train=train).train, [], 1))
+    assert problems == []
