@@ -167,8 +167,13 @@ def _edit_in_force(
 
 
 def _declared(config: Config, name: str) -> tuple[Any, ...]:
-    """What a phase's mixtures come from."""
-    return config.adaptation.replay, [(p.mixture, p.ramp_steps, p.ramp_shape) for p in config.phases if p.name == name]
+    """What a phase's mixtures and its shape come from."""
+    train = config.train
+    return config.adaptation.replay, [
+        (p.mixture, p.ramp_steps, p.ramp_shape, p.batch_size or train.batch_size, p.seq_len or train.seq_len)
+        for p in config.phases
+        if p.name == name
+    ]
 
 
 def _step_of(trunk: Run, at: int | str) -> int:

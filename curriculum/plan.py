@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,15 +54,17 @@ class PlanRow:
 class Plan:
     """What `curriculum plan` shows. `rates` are (step, learning rate of that update) at every boundary.
 
-    `memory` is estimated, in bytes on one device, by part and in total, for micro-steps of `rows` x `seq_len`
-    tokens there; its `free_axis` names the axis of the mesh whose -1 was taken for 1. It and `num_parameters`, with
-    those that are trained, are None while the vocabulary is not known. `begins_from` is the lineage of a run that
-    begins from another, or from a folder.
+    `tokens_per_step` is None where phases differ in it; `phases` say each its own. `passed_over` tells where a phase
+    begins by leaving the rest of a longer sequence unread: {step, phase, tokens by source}.
+    `memory` is estimated, in bytes on one device, by part and in total, for the micro-steps of `phase` that need the
+    most, of `rows` x `seq_len` tokens there; its `free_axis` names the axis of the mesh whose -1 was taken for 1. It
+    and `num_parameters`, with those that are trained, are None while the vocabulary is not known. `begins_from` is the
+    lineage of a run that begins from another, or from a folder.
     """
 
     name: str
     total_steps: int
-    tokens_per_step: int
+    tokens_per_step: int | None
     total_tokens: int
     num_parameters: int | None
     num_trained: int | None
@@ -69,6 +72,7 @@ class Plan:
     phases: tuple[dict[str, Any], ...]
     rows: tuple[PlanRow, ...]
     rates: tuple[tuple[int, float], ...]
+    passed_over: tuple[dict[str, Any], ...]
     packing_mode: str
     sources: dict[str, dict[str, Any]]
     warnings: tuple[str, ...]
@@ -83,11 +87,11 @@ def declaration(config: Config) -> dict[str, Any]:
     whole = config.to_json()
     return {
         "seed": config.seed,
-        "train": {key: whole["train"][key] for key in ("steps", "batch_size")},
+        "train": {key: whole["train"][key] for key in ("steps", "batch_size", "seq_len")},
         "optim": {field.name: whole["optim"][field.name] for field in fields(LrSchedule)},
         "sources": {n: {key: s[key] for key in ("max_epochs", "on_exhaust")} for n, s in whole["sources"].items()},
         "adaptation": {"replay": whole["adaptation"]["replay"]},
-        "phases": whole["phases"],
+        "phases": [{key: value for key, value in p.items() if key != "grad_accum"} for p in whole["phases"]],
         "evalsets": {"sets": sorted(whole["evalsets"]["sets"])},
     }
 
@@ -101,7 +105,8 @@ def training_settings(config: Config) -> dict[str, dict[str, Any]]:
         for section in ("train", "optim")
     }
     judged = {key: whole["evalsets"][key] for key in ("every", "regression", "gold")}
-    return {**rest, "model": of_model, "averages": whole["averages"], "evalsets": judged}
+    micro_steps = {f"{p.name}.grad_accum": p.grad_accum for p in config.phases if p.grad_accum is not None}
+    return {**rest, "phases": micro_steps, "model": of_model, "averages": whole["averages"], "evalsets": judged}
 
 
 class Planned(NamedTuple):
@@ -146,8 +151,8 @@ def resolve_schedule(
     """
     past = past or Past()
     message = (
-        f"too few training tokens, expected at least one sequence of train.seq_len ({config.train.seq_len}) and the "
-        "token after it; add text or shorten the sequences"
+        f"too few training tokens, expected at least one of the run's longest sequences ({config.longest_seq_len}) and "
+        "the token after it; add text or shorten the sequences"
     )
     phases = with_replay(config.phases, config.adaptation.replay)
     problems = [
@@ -236,7 +241,6 @@ def plan(config: Config, *, store_dir: str | Path = DEFAULT_STORE_DIR) -> Plan:
     sizes = find_sizes(config, store_dir)
     epochs_of = sizes.tokens_per_epoch
     schedule = resolve_schedule(config, epochs_of)
-    seq_len, batch_size = config.train.seq_len, config.train.batch_size
     vocab_size = None if config.model is None else sizes.vocab_size
     if vocab_size is not None and (problems := model_problems(config.model, vocab_size)):
         raise config.error((f"model.{key}", message) for key, message in problems)
@@ -244,8 +248,8 @@ def plan(config: Config, *, store_dir: str | Path = DEFAULT_STORE_DIR) -> Plan:
 
     rows, warnings = [], list(schedule.warnings) + list(sizes.warnings)
     for phase, start, end in schedule.phase_bounds:
-        before, after = schedule.drawn(start), schedule.drawn(end)
-        total = sum(after.values()) - sum(before.values())
+        given, after = schedule.given(start, end), schedule.drawn(end)
+        total = sum(given.values())
         asked = _shares_asked(schedule, phase)
         for name in sorted(asked, key=lambda n: list(config.sources).index(n)):
             size = epochs_of[name]
@@ -256,8 +260,8 @@ def plan(config: Config, *, store_dir: str | Path = DEFAULT_STORE_DIR) -> Plan:
                     start=start,
                     end=end,
                     share_asked=asked[name],
-                    share_given=(after[name] - before[name]) / total,
-                    tokens=after[name] - before[name],
+                    share_given=given[name] / total,
+                    tokens=given[name],
                     epochs_so_far=None if size is None else after[name] / size,
                     first_repeat_step=None if size is None else _first_repeat(schedule, phase, name, size),
                 )
@@ -270,7 +274,8 @@ def plan(config: Config, *, store_dir: str | Path = DEFAULT_STORE_DIR) -> Plan:
                 "data is worth less and less (93 % of fresh data at 4 epochs, 66 % at 16: arXiv:2305.16264)"
             )
     warnings += unread(config, schedule)
-    warnings += few_scored_targets(schedule, batch_size * seq_len, sizes.details)
+    warnings += few_scored_targets(schedule, sizes.details)
+    warnings += _shapes_that_do_nothing(config)
     unknown = [name for name, size in epochs_of.items() if size is None]
     if unknown:
         warnings.append(f"not prepared yet, so epochs are unknown: {', '.join(unknown)} (run `curriculum prepare`)")
@@ -293,14 +298,19 @@ def plan(config: Config, *, store_dir: str | Path = DEFAULT_STORE_DIR) -> Plan:
     return Plan(
         name=config.name,
         total_steps=schedule.total_steps,
-        tokens_per_step=batch_size * seq_len,
-        total_tokens=batch_size * seq_len * schedule.total_steps,
+        tokens_per_step=constant_tokens_per_step(schedule),
+        total_tokens=schedule.tokens(schedule.total_steps),
         num_parameters=None if model is None else num_parameters(model),
         num_trained=None if model is None else num_trained(model),
-        memory=None if model is None else _memory(config, model),
-        phases=describe_phases(schedule),
+        memory=None if model is None else _memory(config, model, schedule),
+        phases=describe_phases(schedule, config),
         rows=tuple(rows),
         rates=rates,
+        passed_over=tuple(
+            {"step": start, "phase": phase, "tokens": tokens}
+            for phase, start, _ in schedule.phase_bounds
+            if (tokens := schedule.left_out(start))
+        ),
         packing_mode=config.packing.mode,
         sources={n: {"tokens_per_epoch": epochs_of[n], **sizes.details.get(n, {})} for n in config.sources},
         warnings=tuple(warnings),
@@ -308,14 +318,37 @@ def plan(config: Config, *, store_dir: str | Path = DEFAULT_STORE_DIR) -> Plan:
     )
 
 
-def few_scored_targets(schedule: Schedule, tokens_per_step: int, details: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def constant_tokens_per_step(schedule: Schedule) -> int | None:
+    """Token slots of an update, None where segments differ in it."""
+    found = {segment.batch_size * segment.seq_len for segment in schedule.segments}
+    return found.pop() if len(found) == 1 else None
+
+
+def _shapes_that_do_nothing(config: Config) -> list[str]:
+    """Warnings of what phases say of their shape that changes nothing, or more than may be meant."""
+    warnings = []
+    if config.optim.scale_lr_by_batch and not any(
+        phase.batch_size not in (None, config.train.batch_size) for phase in config.phases
+    ):
+        warnings.append("optim.scale_lr_by_batch does nothing: every phase has train.batch_size")
+    for before, after in pairwise(config.phases):
+        if before.rope_theta is not None and after.rope_theta is None:
+            warnings.append(
+                f"phase {after.name} goes back from a rope_theta of {before.rope_theta:g} to the model's own; to keep "
+                f"it, give the phase rope_theta: {before.rope_theta:g}"
+            )
+    return warnings
+
+
+def few_scored_targets(schedule: Schedule, details: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """A warning for each phase with conversations whose updates have few scored targets.
 
     `details` are those of a corpus. Of a source that is not prepared, and of text, every slot counts as scored.
     """
     warnings = []
-    for phase, _, _ in schedule.phase_bounds:
-        shares = _shares_asked(schedule, phase)
+    for phase, start, _ in schedule.phase_bounds:
+        shares, segment = _shares_asked(schedule, phase), schedule.segment_at(start)
+        tokens_per_step = segment.batch_size * segment.seq_len
         of_slots = {
             name: details.get(name, {}).get("scored_share", 1.0) * (details.get(name, {}).get("utilization") or 1.0)
             for name in shares
@@ -324,7 +357,7 @@ def few_scored_targets(schedule: Schedule, tokens_per_step: int, details: Mappin
         if expected < FEW_SCORED_TARGETS and any("scored_share" in details.get(name, {}) for name in shares):
             warnings.append(
                 f"updates of phase {phase} have about {expected:.1f} scored targets each, in {tokens_per_step:,} slots;"
-                " one that has none is skipped; raise train.batch_size or train.seq_len"
+                " one that has none is skipped; raise its batch_size or seq_len"
             )
     return warnings
 
@@ -342,14 +375,40 @@ def unread(config: Config, schedule: Schedule) -> list[str]:
     return warnings
 
 
-def describe_phases(schedule: Schedule) -> tuple[dict[str, Any], ...]:
-    """Each phase with its bounds, the mixture it ends in and its ramp, as the record keeps it."""
+def describe_phases(schedule: Schedule, config: Config) -> tuple[dict[str, Any], ...]:
+    """Each phase with its bounds, the mixture it ends in, its ramp and the shape it begins with, as the record keeps
+    it. A `rope_theta` of None is the model's own, and of the rates of the phase each is multiplied by `lr_scale`.
+    """
     phases = []
     for name, start, end in schedule.phase_bounds:
         segment = schedule.segment_at(start)
         ramp_steps = 0 if segment.ramp is None else segment.ramp.steps
-        phases.append({"name": name, "start": start, "end": end, "mixture": segment.mixture, "ramp_steps": ramp_steps})
+        bounds = {"name": name, "start": start, "end": end, "tokens": schedule.tokens(end) - schedule.tokens(start)}
+        phases.append({**bounds, "mixture": segment.mixture, "ramp_steps": ramp_steps, **shape_of(segment, config)})
     return tuple(phases)
+
+
+def shape_of(segment: Segment, config: Config) -> dict[str, Any]:
+    """The shape of a segment's updates, and what else of how they are computed is the phase's."""
+    return {
+        "batch_size": segment.batch_size,
+        "seq_len": segment.seq_len,
+        "grad_accum": config.grad_accum_of(segment.phase),
+        "rope_theta": segment.rope_theta,
+        "lr_scale": segment.lr_scale,
+    }
+
+
+def step_sizes(schedule: Schedule) -> list[dict[str, int]]:
+    """{start, end, tokens_per_step} of each longest stretch of updates of one size, in order."""
+    sizes: list[dict[str, int]] = []
+    for segment in schedule.segments:
+        tokens_per_step = segment.batch_size * segment.seq_len
+        if sizes and sizes[-1]["tokens_per_step"] == tokens_per_step:
+            sizes[-1]["end"] = segment.end
+        else:
+            sizes.append({"start": segment.start, "end": segment.end, "tokens_per_step": tokens_per_step})
+    return sizes
 
 
 def mean_steps(config: Config, start: int, end: int, total_steps: int) -> list[int]:
@@ -366,27 +425,35 @@ def mean_steps(config: Config, start: int, end: int, total_steps: int) -> list[i
     return planned[-config.averages.phase_mean :]
 
 
-def _memory(config: Config, model: ModelConfig) -> dict[str, Any] | None:
-    """What an update needs of a device's memory, -1 in the mesh taken for 1; None with an optimizer of one's own."""
+def _memory(config: Config, model: ModelConfig, schedule: Schedule) -> dict[str, Any] | None:
+    """What the largest update needs of a device's memory, -1 in the mesh taken for 1; None with an optimizer of one's
+    own.
+    """
     moments = _moments_per_parameter(config.optim, model)
     if moments is None:
         return None
-    train, mesh = config.train, config.mesh
-    rows = train.batch_size // train.grad_accum // mesh.row_shards
-    estimate = memory_estimate(
-        replace(model, dropout=0.0) if train.deterministic else model,
-        rows=rows,
-        seq_len=train.seq_len,
-        grad_accum=train.grad_accum,
-        moments_per_parameter=moments,
-        ema=config.averages.ema_decay is not None,
-        document_mask=config.packing.document_mask,
-        state_shards=max(mesh.fsdp, 1) * max(mesh.tensor, 1),
-        fsdp=max(mesh.fsdp, 1),
-        update_bytes=MUON_ARRAYS * 4 * (num_adapters(model) or num_projections(model)) * (config.optim.name == "muon"),
-    )
+    mesh, estimates = config.mesh, []
+    for segment in schedule.segments:
+        grad_accum = config.grad_accum_of(segment.phase)
+        rows = segment.batch_size // grad_accum // mesh.row_shards
+        estimate = memory_estimate(
+            replace(model, dropout=0.0) if config.train.deterministic else model,
+            rows=rows,
+            seq_len=segment.seq_len,
+            grad_accum=grad_accum,
+            moments_per_parameter=moments,
+            ema=config.averages.ema_decay is not None,
+            document_mask=config.packing.document_mask,
+            state_shards=max(mesh.fsdp, 1) * max(mesh.tensor, 1),
+            fsdp=max(mesh.fsdp, 1),
+            update_bytes=MUON_ARRAYS
+            * 4
+            * (num_adapters(model) or num_projections(model))
+            * (config.optim.name == "muon"),
+        )
+        estimates.append({"phase": segment.phase, "rows": rows, "seq_len": segment.seq_len, **estimate.to_json()})
     free_axis = next((axis for axis, size in asdict(mesh).items() if size == -1), None)
-    return {"rows": rows, "seq_len": train.seq_len, "free_axis": free_axis, **estimate.to_json()}
+    return {**max(estimates, key=lambda estimate: estimate["total"]), "free_axis": free_axis}
 
 
 def _moments_per_parameter(optim: OptimConfig, model: ModelConfig) -> float | None:

@@ -60,6 +60,7 @@ def ledger_of(config, schedule, step, past=None, sources=None):
         "settled": dict(past.settled) if past else {},
         "data_seed": config.seed if past is None or past.seed is None else past.seed,
         "sources": {name: {"tokens_per_epoch": EPOCHS[name], "tokens_drawn": drawn[name]} for name in drawn},
+        "block_tokens": config.longest_seq_len,
         "branched_from": None,
         "history": {},
     }
@@ -216,7 +217,8 @@ def test_a_refusal_shows_the_difference_and_what_to_put_back():
         resumed(saved, data)
     assert list(error.value.problems) == [
         "config: seed: got 3, but steps 0 to 60 were trained with 1337",
-        "config: train.batch_size: got 8, but steps 0 to 60 were trained with 4",
+        "config: train.batch_size: got 8, but steps 0 to 40 were trained with 4; let it be, and give what lies ahead a "
+        "batch_size of its own",
         'config: phases[0].mixture: got {"web": 1.0}, but steps 0 to 40 were trained with {"web": 0.7, "law": 0.3}',
     ]
     assert (
@@ -437,3 +439,116 @@ def test_another_replay_counts_from_the_phase_under_way_on():
         InputError, match="adaptation.replay.new: got 0.2, but steps 0 to 60 were trained with 0.1; name the"
     ):
         resumed(saved, more)
+
+
+def shaped(name, **shape):
+    return lambda data: phase(data, name).update(shape)
+
+
+def units(schedule, first, until):
+    """Every 4 tokens that the steps from `first` on read: (source, epoch, offset), in order."""
+    plan = DataPlan(schedule, 1337, EPOCHS, LENGTH)
+    return [
+        (plan.sources[source], int(epoch), int(offset) + k)
+        for step, draws in enumerate(plan.draws(first, until - first), first)
+        for source, epoch, offset in zip(*draws, strict=True)
+        for k in range(0, schedule.segment_at(step).seq_len, 4)
+    ]
+
+
+OTHER = {"seq_len": 4, "batch_size": 6}
+SHAPES = {
+    # what is edited: (edits, the places that a refusal names; what the refused or accepted edit makes of step 60 on)
+    "past": ([shaped("a", **OTHER)], ["phases[0].seq_len", "phases[0].batch_size"], (BATCH, LENGTH)),
+    "past theta": ([shaped("a", rope_theta=5e5)], ["phases[0].rope_theta"], (BATCH, LENGTH)),
+    "past train": ([put("train.batch_size", 6)], ["train.batch_size"], (6, LENGTH)),
+    "train with phases of their own": (
+        [put("train.batch_size", 6), shaped("a", batch_size=BATCH)], [], (6, LENGTH)),
+    "current": ([shaped("b", **OTHER)], [], (6, 4)),
+    "current theta": ([shaped("b", rope_theta=5e5)], [], (BATCH, LENGTH)),
+    "future": ([shaped("c", **OTHER)], [], (BATCH, LENGTH)),
+    "all but the past": (
+        [put("train.seq_len", 4), shaped("a", seq_len=LENGTH), shaped("c", seq_len=LENGTH)], [], (BATCH, 4)),
+    "micro-steps": ([shaped("b", grad_accum=2), shaped("a", grad_accum=4)], [], (BATCH, LENGTH)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_shape_of_a_phase_that_is_over_stands_and_others_may_change(name):
+    edits, refused, shape = SHAPES[name]
+    whole, saved = begun()
+    data = changed(BASE, *edits)
+    if refused:
+        with pytest.raises(InputError) as error:
+            resumed(saved, data)
+        places = [problem.removeprefix("config: ").split(": got")[0] for problem in error.value.problems]
+        assert sorted(places) == sorted(refused)
+        assert "but steps 0 to 40 were trained with" in error.value.problems[0]
+        assert "\n--- trained\n+++ config\n" in "\n".join(error.value.details)
+    schedule, past, edit = resumed(saved, data, accept_past=bool(refused))
+    assert edit.changes and bool(edit.accepted) == bool(refused)
+    at = schedule.segment_at(STEP)
+    assert (at.batch_size, at.seq_len) == shape
+    assert units(schedule, 0, STEP) == units(whole, 0, STEP)
+    read_of = units(schedule, 0, 100)
+    assert len(read_of) == len(set(read_of)) == schedule.tokens(100) // 4
+    if name in ("current theta", "micro-steps", "past", "past theta"):
+        assert units(schedule, 0, 100) == units(whole, 0, 100)
+    if name == "current theta":
+        assert [schedule.segment_at(s).rope_theta for s in (59, 60, 79, 80)] == [None, 5e5, 5e5, None]
+    if name == "micro-steps":
+        assert schedule.segments == whole.segments
+        assert [change["path"] for change in edit.changes] == ["phases.a.grad_accum", "phases.b.grad_accum"]
+    config = config_of(data)
+    again, _, edit = resumed(ledger_of(config, schedule, 85, past), data)
+    assert again == schedule and not edit.changes
+
+
+@pytest.mark.parametrize(
+    "edits, path, got",
+    [
+        ([put("train.seq_len", 16)], "train.seq_len", 16),
+        ([put("train.seq_len", 4)], "train.seq_len", 4),
+        ([shaped("c", seq_len=16)], "phases[2].seq_len", 16),
+    ],
+)
+def test_the_blocks_of_a_run_stay(edits, path, got):
+    _, saved = begun()
+    expected = (
+        f"config: {path}: got {got}, but the run's sources are read in blocks of 8, its longest sequence when it was "
+        "begun; expected 8 as the longest, which train.seq_len may stay while phases have shorter ones"
+    )
+    for ledger in (saved, {key: its for key, its in saved.items() if key != "block_tokens"}):
+        with pytest.raises(InputError) as error:
+            resumed(ledger, changed(BASE, *edits), accept_past=True)
+        assert error.value.problems == (expected,)
+
+
+def test_a_ledger_from_before_phases_had_shapes():
+    whole, saved = begun()
+    del saved["block_tokens"], saved["declared"]["train"]["seq_len"], saved["declared"]["optim"]["scale_lr_by_batch"]
+    saved["settings"]["train"]["seq_len"] = LENGTH
+    del saved["settings"]["phases"]
+    for declared in saved["declared"]["phases"]:
+        for key in ("seq_len", "batch_size", "rope_theta"):
+            del declared[key]
+    for segment in saved["segments"]:
+        del segment["rope_theta"], segment["lr_scale"]
+    schedule, _, edit = resumed(saved, BASE)
+    assert schedule == whole and edit.changes == ()
+    schedule, _, edit = resumed(saved, changed(BASE, shaped("c", **OTHER)))
+    assert [change["path"] for change in edit.changes] == ["phases.c.seq_len", "phases.c.batch_size"]
+    assert schedule.segment_at(80).seq_len == 4 and units(schedule, 0, 80) == units(whole, 0, 80)
+
+
+def test_a_raised_share_goes_on_with_another_batch_and_ends_with_another_phase():
+    config = config_of(BASE)
+    schedule = resolve_schedule(config, epochs_of(config))
+    raised = replace(schedule.segment_at(50).rest(50), mixture={"web": 0.8, "law": 0.2}, ramp=None)
+    past = cut(schedule.segments, 50)
+    segments = [*past, raised, *[s for s in schedule.segments if s.start >= 80]]
+    saved = ledger_of(config, replace(schedule, segments=tuple(segments)), STEP) | {"past_end": 80}
+    on, _, _ = resumed(saved, changed(BASE, put("train.batch_size", 6), shaped("a", batch_size=BATCH)))
+    assert (on.segment_at(60).batch_size, on.segment_at(60).mixture) == (6, {"web": 0.8, "law": 0.2})
+    on, _, _ = resumed(saved, changed(BASE, shaped("b", batch_size=6)))
+    assert (on.segment_at(60).batch_size, on.segment_at(60).mixture) == (6, {"web": 0.3, "law": 0.5, "code": 0.2})

@@ -130,7 +130,7 @@ def test_few_scored_targets_are_said_before_and_at_the_start(tmp_path):
     few = [w for w in p.warnings if "scored target" in w]
     assert few == [
         "updates of phase chat have about 54.4 scored targets each, in 160 slots; one that has none is skipped; raise"
-        " train.batch_size or train.seq_len"
+        " its batch_size or seq_len"
     ]
     assert "conversations: tokens that are scored: talks 12.00%" in table(p)
     wider = config_of(tmp_path, sources=sources, **{**changes, "train": {"steps": 100, "batch_size": 4, "seq_len": 48}})
@@ -139,7 +139,7 @@ def test_few_scored_targets_are_said_before_and_at_the_start(tmp_path):
     # Slots without a token are not scored: 192 x (0.25 + 0.75 x 0.12 x 0.5).
     half_full = {"law": {}, "talks": {"scored_share": 0.12, "utilization": 0.5}}
     schedule = resolve_schedule(wider, corpus.tokens_per_epoch)
-    assert "about 56.6 scored targets each, in 192 slots" in "".join(few_scored_targets(schedule, 192, half_full))
+    assert "about 56.6 scored targets each, in 192 slots" in "".join(few_scored_targets(schedule, half_full))
 
     from curriculum.train import fields
     from curriculum.train.setup import build
@@ -215,7 +215,9 @@ def test_too_much_overlap_is_an_error(tmp_path):
 def test_a_source_too_small_for_one_sequence_is_named(tmp_path):
     config = config_of(tmp_path, train={"steps": 100, "batch_size": 4, "seq_len": 1000})
     load_corpus(config, tmp_path / "store")
-    with pytest.raises(InputError, match="sources.law: too few training tokens, expected at least one sequence"):
+    with pytest.raises(
+        InputError, match="sources.law: too few training tokens, expected at least one of the run's longest"
+    ):
         plan(config, store_dir=tmp_path / "store")
 
 
@@ -238,7 +240,7 @@ def test_memory_is_of_one_micro_step_and_its_parts_add_up(tmp_path):
     load_corpus(config, tmp_path / "store")
     p = plan(config, store_dir=tmp_path / "store")
     memory = dict(p.memory)
-    assert (memory.pop("rows"), memory.pop("seq_len"), memory.pop("free_axis")) == (2, 20, "data")
+    assert [memory.pop(key) for key in ("phase", "rows", "seq_len", "free_axis")] == ["a", 2, 20, "data"]
     params = 4 * p.num_parameters
     assert memory["params"] == memory["ema"] == params > 2_000_000 and memory["moments"] == 2 * params
     assert memory["gradients"] == memory["copies"] == 2 * params

@@ -35,15 +35,18 @@ def _percent(share: float | None) -> str:
 def table(p: Plan) -> list[str]:
     """The plan as lines of text."""
     unknown = "unknown (the tokenizer is not prepared, or model is null)"
+    several = len({_shape(phase) for phase in p.phases}) > 1
     no_memory = unknown if p.num_parameters is None else "unknown for an optimizer of your own"
     lines = [
-        f"{p.name}: {p.total_steps:,} steps x {p.tokens_per_step:,} tokens = {p.total_tokens:,} tokens",
+        f"{p.name}: {_tokens(p)}",
         *([] if p.begins_from is None else [_beginning(p.begins_from)]),
         f"parameters: {unknown if p.num_parameters is None else format(p.num_parameters, ',')}"
         + ("" if p.num_trained == p.num_parameters else f", {p.num_trained:,} of them trained"),
-        f"memory per device (estimate): {no_memory if p.memory is None else _memory(p.memory)}",
+        f"memory per device (estimate): {no_memory if p.memory is None else _memory(p.memory, several)}",
         "",
     ]
+    if several:
+        lines += [*_shapes(p), ""]
     rates = dict(p.rates)
     header = ("phase", "steps", "lr at start", "source", "asked", "given", "tokens", "epochs so far", "first repeat")
     rows = []
@@ -73,8 +76,36 @@ def table(p: Plan) -> list[str]:
     scored = [f"{name} {_percent(d['scored_share'])}" for name, d in p.sources.items() if "scored_share" in d]
     if scored:
         lines.append(f"conversations: tokens that are scored: {', '.join(scored)}")
+    for place in p.passed_over:
+        tokens = ", ".join(f"{name} {count:,}" for name, count in place["tokens"].items())
+        where = f"step {place['step']:,}, where phase {place['phase']} begins with whole sequences of its own"
+        lines.append(f"passed over at {where}: {tokens} tokens")
     lines += [f"warning: {warning}" for warning in p.warnings]
     return lines
+
+
+def _tokens(p: Plan) -> str:
+    if p.tokens_per_step is not None:
+        return f"{p.total_steps:,} steps x {p.tokens_per_step:,} tokens = {p.total_tokens:,} tokens"
+    per_step = [phase["batch_size"] * phase["seq_len"] for phase in p.phases]
+    return f"{p.total_steps:,} steps of {min(per_step):,} to {max(per_step):,} tokens = {p.total_tokens:,} tokens"
+
+
+def _shape(phase: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(phase[key] for key in ("batch_size", "seq_len", "grad_accum", "rope_theta", "lr_scale"))
+
+
+def _shapes(p: Plan) -> list[str]:
+    """What the updates of each phase are like; columns in which no phase has something of its own are left out."""
+    rows = [("phase", "rows x tokens", "tokens a step", "micro-steps", "tokens", "rope theta", "rates x")]
+    for phase in p.phases:
+        batch_size, seq_len, grad_accum, rope_theta, lr_scale = _shape(phase)
+        size = f"{batch_size:,} x {seq_len:,}", f"{batch_size * seq_len:,}", f"{grad_accum:,}", f"{phase['tokens']:,}"
+        theta = "model's own" if rope_theta is None else f"{rope_theta:,g}"
+        rows.append((phase["name"], *size, theta, f"{lr_scale:.4g}"))
+    alike = {"micro-steps": "1", "rope theta": "model's own", "rates x": "1"}
+    kept = [i for i, title in enumerate(rows[0]) if any(row[i] != alike.get(title) for row in rows[1:])]
+    return columns([tuple(row[i] for i in kept) for row in rows], right=range(1, len(kept)), indent="")
 
 
 def _beginning(lineage: dict[str, Any]) -> str:
@@ -84,8 +115,9 @@ def _beginning(lineage: dict[str, Any]) -> str:
     return f"begins with {kept} of {lineage['run']}, step {lineage['step']:,} ({lineage['init_from']})"
 
 
-def _memory(memory: dict[str, Any]) -> str:
-    """Parts that round to nothing are told together, as "other"."""
+def _memory(memory: dict[str, Any], several: bool) -> str:
+    """Parts that round to nothing are told together, as "other"; with `several` shapes, which phase it is of."""
+    phase = f" of phase {memory['phase']}" if several else ""
     total = memory["total"]
     unit, unit_bytes = ("GB", 10**9) if total >= 10**10 else ("MB", 10**6)
     digits = 1 if total < 100 * unit_bytes else 0
@@ -97,6 +129,6 @@ def _memory(memory: dict[str, Any]) -> str:
     if other > smallest_bytes:
         shown["other"] = other
     parts = " + ".join(f"{name} {size / unit_bytes:,.{digits}f}" for name, size in shown.items())
-    size = f"micro-step of {memory['rows']:,} rows x {memory['seq_len']:,}"
+    size = f"micro-step of {memory['rows']:,} rows x {memory['seq_len']:,}{phase}"
     free_axis = f" (mesh.{memory['free_axis']}: -1 counted as 1)" if memory["free_axis"] else ""
     return f"{total / unit_bytes:,.{digits}f} {unit} = {parts}, {size}{free_axis}"

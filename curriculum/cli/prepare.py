@@ -52,7 +52,7 @@ def command(config_path, changes, store_dir, texts, text_format, text_key, token
         kept_out = f", {details['kept_out_tokens']:,} tokens kept out" if details["kept_out_tokens"] else ""
         packed = ""
         if config.packing.mode == "best_fit":
-            num_bins = details["tokens_per_epoch"] // config.train.seq_len
+            num_bins = details["tokens_per_epoch"] // config.longest_seq_len
             packed = f", packed into {num_bins:,} bins, {details['utilization']:.2%} full"
         scored = f", {details['scored_share']:.2%} scored" if "scored_share" in details else ""
         counts = f"{details['documents']:,} documents, {details['tokens']:,} tokens"

@@ -90,7 +90,7 @@ def load_corpus(config: Config, store_dir: str | Path, tokenizer: Tokenizer | No
         held, packing = _details(store, kept[name], dropped[name]), None
         if config.packing.mode == "best_fit" and held["tokens"]:
             packing, pieces, bins = prepare_packing(
-                held["stream"], _kept_tokens(store, kept[name]), config.train.seq_len, store_dir
+                held["stream"], _kept_tokens(store, kept[name]), config.longest_seq_len, store_dir
             )
             streams[name] = Bins(stream, tokenizer.eot, packing.block_tokens, pieces, bins, scored)
         details[name] = held | _epoch(config, held, packing)
@@ -175,7 +175,7 @@ def find_sizes(config: Config, store_dir: str | Path) -> Sizes:
     for name, store in stores.items():
         held, packing = _details(store, kept[name], dropped[name]), None
         if config.packing.mode == "best_fit" and held["tokens"]:
-            packing = find_packing(held["stream"], config.train.seq_len, store_dir)
+            packing = find_packing(held["stream"], config.longest_seq_len, store_dir)
         details[name] = held | _epoch(config, held, packing)
     warnings = _overlap_warnings(dropped)
     if stores and (missing := [name for name, store in eval_found.items() if not store]):
@@ -290,7 +290,7 @@ def _kept_tokens(store: Store, split: Split) -> np.ndarray:
 def _epoch(config: Config, details: Mapping[str, Any], packing: PackingFacts | None) -> dict[str, Any]:
     """What an epoch of a source is; None where that takes a packing and there is none yet."""
     if config.packing.mode == "stream":
-        return {"tokens_per_epoch": epoch_tokens(details["tokens"], config.train.seq_len), "utilization": 1.0}
+        return {"tokens_per_epoch": epoch_tokens(details["tokens"], config.longest_seq_len), "utilization": 1.0}
     if details["tokens"] == 0:  # nothing to pack, which the schedule refuses where it draws from it
         return {"tokens_per_epoch": 0, "utilization": 0.0}
     if packing is None:

@@ -32,7 +32,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, Sessi
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from curriculum.record.append import Appender
-from curriculum.record.console import printable, verdict
+from curriculum.record.console import printable, shape_moves, verdict
 from curriculum.record.curves import all_sets, eval_curves, row_curves
 from curriculum.record.events import number
 
@@ -144,6 +144,7 @@ def _phase_switch_markdown(event: dict[str, Any]) -> str:
     before, after = event["mixture_before"], event["mixture_after"]
     lines = [
         f"**{event['from_phase']} → {event['new_phase']}** at step {event['step']}, lr {event['lr']:.2e}",
+        *(["", "; ".join(moves)] if (moves := shape_moves(event)) else []),
         "",
         "| source | share before | share after | consumed | epochs |",
         "|---|---|---|---|---|",

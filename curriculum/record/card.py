@@ -14,7 +14,14 @@ from curriculum.record.compare import interval_text, paired
 from curriculum.record.console import skipped_line, verdict
 from curriculum.record.events import METRICS, config_name
 from curriculum.record.inspection import edits_of, loss, mixture_text, offender, signed
-from curriculum.record.queries import EvalPoint, consumption, eval_points, evalset_facts, standing_regressions
+from curriculum.record.queries import (
+    EvalPoint,
+    consumption,
+    eval_points,
+    evalset_facts,
+    planned_tokens,
+    standing_regressions,
+)
 from curriculum.run import Run, read_arrays
 
 _HAPPENED = ("eval_regression", "eval_recovered", "schedule_edit", "rollback", "diverged")
@@ -52,7 +59,7 @@ def training(run: Run, step: int, tokens_drawn: Mapping[str, int] | None, unknow
             )
         )
     by_event = (event["tokens_processed"] for event in reversed(run.events) if event["step"] == step)
-    total = next(by_event, step * plan["tokens_per_step"])
+    total = next(by_event, None) or planned_tokens(plan, step)
     parts = [
         f"{total:,} tokens up to step {step:,}.",
         table_of(("phase", "steps", "mixture", "tokens read in it"), rows),
@@ -156,7 +163,8 @@ def plan_of(run: Run) -> dict[str, Any]:
 
 
 def _eval_seq_len(run: Run) -> int:
-    return run.resolved["evalsets"]["seq_len"] or run.resolved["train"]["seq_len"]
+    of_phases = (phase.get("seq_len") or 0 for phase in run.resolved["phases"])
+    return run.resolved["evalsets"]["seq_len"] or max(run.resolved["train"]["seq_len"], *of_phases)
 
 
 def _place(described: Mapping[str, Any]) -> str:

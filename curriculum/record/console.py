@@ -279,7 +279,7 @@ def verdict(event: dict[str, Any]) -> str | None:
     match event["event"]:
         case "phase_switch":
             switch = f"phase switch at step {step}: {event['from_phase']} → {event['new_phase']}"
-            return " | ".join([switch, *_moves(event), f"lr {event['lr']:.2e}"])
+            return " | ".join([switch, *_moves(event), *shape_moves(event), f"lr {event['lr']:.2e}"])
         case "schedule_edit":
             edit = f"schedule edit at step {step}: {event['reason']}"
             return " | ".join([edit, *_moves(event), f"{event['phase']} until step {event['until']}"])
@@ -331,6 +331,35 @@ def _moves(event: dict[str, Any]) -> list[str]:
         for source in dict.fromkeys([*before, *after])
         if before.get(source, 0.0) != after.get(source, 0.0)
     ]
+
+
+def shape_moves(event: dict[str, Any]) -> list[str]:
+    """What a phase switch changes of the updates' shape, and what it passes over for that."""
+    before, after = event.get("shape_before", {}), event.get("shape_after", {})
+    moves = []
+    for key, name in _SHAPE_NAMES.items():
+        was, now = before.get(key), after.get(key)
+        if was != now:
+            moves.append(f"{name} {_of_shape(was)} → {_of_shape(now)}")
+    if passed_over := event.get("passed_over"):
+        left = ", ".join(f"{source} {tokens:,}" for source, tokens in passed_over.items())
+        moves.append(f"passed over {left} tokens")
+    return moves
+
+
+def _of_shape(number: float | None) -> str:
+    if number is None:
+        return "the model's own"
+    return f"{number:,}" if isinstance(number, int) else f"{number:,g}"
+
+
+_SHAPE_NAMES = {
+    "seq_len": "seq_len",
+    "batch_size": "batch_size",
+    "grad_accum": "grad_accum",
+    "rope_theta": "rope theta",
+    "lr_scale": "rates x",
+}
 
 
 def tensorboard_link(run_dir: Path) -> str:

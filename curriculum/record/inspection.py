@@ -12,7 +12,7 @@ from typing import Any
 from curriculum.errors import InputError
 from curriculum.record.console import program, sample_lines, skipped_line, verdict
 from curriculum.record.events import TAKEN_UP, last_gold, last_row, number
-from curriculum.record.queries import consumption, eval_points, last_detectable, standing_regressions
+from curriculum.record.queries import consumption, eval_points, last_detectable, planned_tokens, standing_regressions
 from curriculum.run import Run, checkpoint_steps
 
 _BASELINES = {"start": "start", "phase_start": "phase start", "best": "best"}
@@ -60,7 +60,7 @@ def inspect_run(run: Run) -> dict[str, Any]:
             "total_steps": plan["total_steps"],
             "phase": current,
             "finished": run.complete is not None,
-            "tokens": step * plan["tokens_per_step"],
+            "tokens": planned_tokens(plan, step),
             "elapsed_s": last["elapsed_s"],
             "started_at": start["timestamp"],
             "last_event_at": last["timestamp"],
@@ -231,9 +231,20 @@ def offender(o: Mapping[str, Any]) -> str:
     )
 
 
-def _phase_lines(phases: list[dict[str, Any]]) -> list[str]:
-    rows = [("phase", "steps", "", "mixture", "tokens read", "epochs so far")]
+def shapes_of(phases: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The shape of each phase's updates in words, empty where all are alike, or the run's record has none."""
+    shapes = []
     for phase in phases:
+        theta = phase.get("rope_theta")
+        turned = "" if theta is None else f", rope theta {theta:,g}"
+        shapes.append(f"{phase['batch_size']:,} x {phase['seq_len']:,}{turned}" if "seq_len" in phase else "")
+    return shapes if len(set(shapes)) > 1 else [""] * len(shapes)
+
+
+def _phase_lines(phases: list[dict[str, Any]]) -> list[str]:
+    shapes = shapes_of(phases)
+    rows = [("phase", "steps", "", "rows x tokens" if any(shapes) else "", "mixture", "tokens read", "epochs so far")]
+    for phase, shape in zip(phases, shapes, strict=True):
         done = "done" if phase["done"] else ""
         if not phase["done"] and phase["counted_at_step"] is not None:
             done = f"at {phase['counted_at_step']:,}"
@@ -241,8 +252,9 @@ def _phase_lines(phases: list[dict[str, Any]]) -> list[str]:
         mixture = mixture_text(phase, lambda share: f"{share:.4g}")
         tokens = ", ".join(f"{name} {tokens:,}" for name, tokens in phase["tokens"].items())
         epochs = ", ".join(f"{name} {share:.3g}" for name, share in phase["epochs"].items())
-        rows.append((phase["name"], f"{phase['start']:,} to {phase['end']:,}{ramp}", done, mixture, tokens, epochs))
-    return columns(rows, right=())
+        steps = f"{phase['start']:,} to {phase['end']:,}{ramp}"
+        rows.append((phase["name"], steps, done, shape, mixture, tokens, epochs))
+    return columns(rows if any(shapes) else [(*row[:3], *row[4:]) for row in rows], right=())
 
 
 def _eval_lines(evals: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -79,6 +79,13 @@ def standing_regressions(events: Iterable[Mapping[str, Any]]) -> list[dict[str, 
     ]
 
 
+def planned_tokens(plan: Mapping[str, Any], step: int) -> int:
+    """Token slots of the first `step` updates, by the `plan` of a run's record."""
+    if "step_sizes" not in plan:  # of a run whose updates are all alike
+        return step * plan["tokens_per_step"]
+    return sum(max(min(s["end"], step) - s["start"], 0) * s["tokens_per_step"] for s in plan["step_sizes"])
+
+
 def last_detectable(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """The smallest rise in nats per token that each set can detect, as the last eval that knew it says."""
     found: dict[str, float] = {}
@@ -98,7 +105,9 @@ def consumption(run: Run, at: tuple[str, int, Mapping[str, int]] | None = None) 
     """
     sizes = {name: source.get("tokens_per_epoch") for name, source in run.start["sources"].items()}
     starts = {phase["name"]: phase["start"] for phase in run.plan["phases"]}
-    marks = [(e["from_phase"], e["step"], e["consumed"]) for e in run.events if e["event"] == "phase_switch"]
+    switches = [event for event in run.events if event["event"] == "phase_switch"]
+    marks = [(event["from_phase"], event["step"], event["consumed"]) for event in switches]
+    passed_over = {event["step"]: event.get("passed_over", {}) for event in switches}
     last_step = run.events[-1]["step"]
     path = run.directory.path / "training_state.json"
     if at is not None:
@@ -116,5 +125,5 @@ def consumption(run: Run, at: tuple[str, int, Mapping[str, int]] | None = None) 
         epochs = {name: n / sizes[name] for name, n in drawn.items() if n and sizes.get(name)}
         row = {"phase": phase, "start": starts.get(phase), "step": step, "tokens": tokens, "epochs": epochs}
         rows.append(row)
-        before = drawn
+        before = {name: n + passed_over.get(step, {}).get(name, 0) for name, n in drawn.items()}
     return rows

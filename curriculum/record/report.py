@@ -19,7 +19,7 @@ from curriculum.record.compare import labels
 from curriculum.record.console import printable
 from curriculum.record.events import number
 from curriculum.record.figures import PALETTE, Curve, Phase
-from curriculum.record.inspection import duration, inspect_run, lineage_lines, loss, mixture_text, troubles
+from curriculum.record.inspection import duration, inspect_run, lineage_lines, loss, mixture_text, shapes_of, troubles
 from curriculum.record.page import Html, bullets, document, figure, folded, legend, note, section, table, tag, tiles
 from curriculum.record.queries import eval_points
 from curriculum.record.report_evals import eval_figures, log, set_marks, set_table, transfer_matrix
@@ -189,13 +189,15 @@ def _float(value: Any) -> float:
 
 
 def _phase_table(facts: Mapping[str, Any]) -> Html:
-    rows = []
-    for i, phase in enumerate(facts["phases"], start=1):
+    rows, shapes = [], shapes_of(facts["phases"])
+    for i, (phase, shape) in enumerate(zip(facts["phases"], shapes, strict=True), start=1):
         mixture = mixture_text(phase, lambda share: f"{100 * share:.4g} %")
         ramp = f"{phase['ramp_steps']:,}" if phase["ramp_steps"] else ""
         rows.append((f"{i}", phase["name"], tag("td", mixture, class_="text"), f"{phase['start']:,}",
-                     f"{phase['end']:,}", ramp, "done" if phase["done"] else ""))  # fmt: skip
-    return table(("", "phase", "mixture", "from step", "to step", "ramp", ""), rows, text_columns=3)
+                     f"{phase['end']:,}", ramp, *([shape] if any(shapes) else []),
+                     "done" if phase["done"] else ""))  # fmt: skip
+    shape = ["rows x tokens"] if any(shapes) else []
+    return table(("", "phase", "mixture", "from step", "to step", "ramp", *shape, ""), rows, text_columns=3)
 
 
 def _epoch_table(facts: Mapping[str, Any]) -> Html:

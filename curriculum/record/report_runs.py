@@ -11,7 +11,7 @@ from curriculum.record.compare import Comparison, compare_runs, interval_text, n
 from curriculum.record.figures import PALETTE, Curve, eval_curve
 from curriculum.record.inspection import inspect_run, lineage_lines, loss, signed
 from curriculum.record.page import Html, bullets, figure, folded, html, legend, note, section, table, tag
-from curriculum.record.queries import eval_points, evalset_facts
+from curriculum.record.queries import eval_points, evalset_facts, planned_tokens
 from curriculum.run import Run
 
 
@@ -102,7 +102,7 @@ def _overlays(runs: Sequence[Run], names: Sequence[str], colors: Mapping[str, st
 
 
 class Overlay(NamedTuple):
-    """The curves of one set over `step`, or over `tokens` where the runs' steps differ in tokens.
+    """The curves of one set over `step`, or over `tokens` where steps differ in tokens.
 
     `branch_at` are the x where a run leaves one that stands before it; its curve begins with their last joint eval.
     `left_out` are the runs that measured other text under this name than the first one that has it.
@@ -117,7 +117,8 @@ class Overlay(NamedTuple):
 
 def overlays(runs: Sequence[Run], names: Sequence[str], colors: Mapping[str, str]) -> list[Overlay]:
     """An overlay for each set that any run measured."""
-    x = "step" if len({run.plan["tokens_per_step"] for run in runs}) == 1 else "tokens"
+    of_update = {run.plan["tokens_per_step"] for run in runs}
+    x = "step" if len(runs) == 1 or (len(of_update) == 1 and None not in of_update) else "tokens"
     points = [eval_points(run.events) for run in runs]
     hashes = [{name: f.get("content_hash") for name, f in evalset_facts(run.events).items()} for run in runs]
     drawn = []
@@ -130,7 +131,7 @@ def overlays(runs: Sequence[Run], names: Sequence[str], colors: Mapping[str, str
             pasts = [s for j in having[:position] if (s := shared_past(runs[j], runs[i])) is not None]
             if pasts:
                 shared = max(pasts)
-                branch_at.append(shared if x == "step" else shared * runs[i].plan["tokens_per_step"])
+                branch_at.append(shared if x == "step" else planned_tokens(runs[i].plan, shared))
                 of_set = [*[p for p in of_set if p.step <= shared][-1:], *(p for p in of_set if p.step > shared)]
             curves.append(eval_curve(names[i], colors[names[i]], of_set, x))
         left_out = [names[i] for i in measured if i not in having]

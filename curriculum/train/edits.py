@@ -39,13 +39,16 @@ def compare(config: Config, saved: Mapping[str, Any], *, at: int | None = None, 
     """A config against the ledger of the checkpoint that the run goes on from; `at`: a later step, of a branch.
 
     Raises InputError, with the difference and the YAML that undoes it, where the config would change what is trained
-    before that step and `accept_past` is not given: phases that are over, seed, batch size, replay.
+    before that step and `accept_past` is not given: phases that are over, with their shapes, seed, replay. What a
+    run's blocks are, the longest of its sequences, is never another.
     """
-    step, was, now = saved["step"] if at is None else at, saved["declared"], declaration(config)
+    if problem := _of_blocks(config, ledger.block_tokens(saved)):
+        raise config.error([problem])
+    step, was, now = saved["step"] if at is None else at, _declared(saved), declaration(config)
     schedule = Schedule(segments_from_json(saved["segments"]))
     changes = tuple(_changes(was, now))
     # A run that was begun before ledgers kept them says nothing of them.
-    others = tuple(_changes_of_settings(saved.get("settings", {}), training_settings(config)))
+    others = tuple(_changes_of_settings(_settings(saved), training_settings(config)))
     problems = [] if step == 0 else list(_of_past(was, now, schedule, step))
     if problems and not accept_past:
         how = _how_to_mend(config, was, now, problems, schedule, step)
@@ -92,6 +95,39 @@ def edit_event(
     }
 
 
+def _of_blocks(config: Config, block_tokens: int) -> Problem | None:
+    """What is wrong with the longest sequence of a config whose run reads in blocks of so many tokens."""
+    longest = config.longest_seq_len
+    if longest == block_tokens:
+        return None
+    at = next((i for i, phase in enumerate(config.phases) if phase.seq_len == longest), None)
+    by_phase = at is not None and config.train.seq_len != longest
+    fix = f"expected {block_tokens} as the longest, which train.seq_len may stay while phases have shorter ones"
+    begun = f"the run's sources are read in blocks of {block_tokens}, its longest sequence when it was begun"
+    return f"phases[{at}].seq_len" if by_phase else "train.seq_len", f"got {longest}, but {begun}; {fix}"
+
+
+def _declared(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a ledger's config says of the schedule; all phases of older ones had the shape that train says."""
+    declared = saved["declared"]
+    seq_len = declared["train"].get("seq_len", ledger.block_tokens(saved))
+    phases = [{**phase, **{key: phase.get(key) for key in _SHAPE}} for phase in declared["phases"]]
+    return {
+        **declared,
+        "train": {**declared["train"], "seq_len": seq_len},
+        "optim": {"scale_lr_by_batch": None, **declared["optim"]},
+        "phases": phases,
+    }
+
+
+def _settings(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """What a ledger says of the settings beside the schedule, which the length of sequences is of now."""
+    settings = dict(saved.get("settings", {}))
+    if "train" in settings:
+        settings["train"] = {key: value for key, value in settings["train"].items() if key != "seq_len"}
+    return settings
+
+
 def _changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Every difference of two declarations; phases, sources and eval sets by name."""
     yield from _differing("", {"seed": was["seed"]}, {"seed": now["seed"]})
@@ -131,14 +167,17 @@ def _in_words(change: Mapping[str, Any]) -> str:
 
 def _of_past(was: Mapping[str, Any], now: Mapping[str, Any], schedule: Schedule, step: int) -> Iterator[Problem]:
     """What the declaration `now` changes of what the one `was` trained before `step`."""
-    for path, new, old in (
-        ("seed", now["seed"], was["seed"]),
-        ("train.batch_size", now["train"]["batch_size"], was["train"]["batch_size"]),
-    ):
-        if new != old:
-            yield path, f"got {new}, but steps 0 to {step} were trained with {old}"
+    if now["seed"] != was["seed"]:
+        yield "seed", f"got {now['seed']}, but steps 0 to {step} were trained with {was['seed']}"
     over, current = _phases_before(schedule, step)
     old, new = ({phase["name"]: phase for phase in declared["phases"]} for declared in (was, now))
+    for key in ("batch_size", "seq_len"):
+        got, trained = now["train"][key], was["train"][key]
+        of_train = [n for n in over if n in old and n in new and old[n][key] is None and new[n][key] is None]
+        if got != trained and of_train:
+            start, end = over[of_train[0]][0], over[of_train[-1]][1]
+            fix = f"let it be, and give what lies ahead a {key} of its own"
+            yield f"train.{key}", f"got {got}, but steps {start} to {end} were trained with {trained}; {fix}"
     place = {name: i for i, name in enumerate(new)}
     stood, stand = (_ahead(list(declared), over, current) for declared in (old, new))
     for name in stand:
@@ -153,7 +192,9 @@ def _of_past(was: Mapping[str, Any], now: Mapping[str, Any], schedule: Schedule,
             yield "phases", f"{name} is gone, but steps {start} to {end} were trained as it; put it back"
         if name in kept:
             then = f"but steps {start} to {end} were trained with"
-            for key in _fields_changed(old[name], new[name], was["train"]["steps"], end, schedule):
+            changed = [*_fields_changed(old[name], new[name], was["train"]["steps"], end, schedule)]
+            changed += _shape_changed(old[name], new[name], was["train"], now["train"])
+            for key in changed:
                 got, trained = json.dumps(new[name][key]), json.dumps(old[name][key])
                 yield f"phases[{place[name]}].{key}", f"got {got}, {then} {trained}"
     replay = was["adaptation"]["replay"], now["adaptation"]["replay"]
@@ -190,6 +231,19 @@ def _fields_changed(
         yield "until"
     before, after = (_resolved(phase, total_steps) for phase in (old, new))
     yield from (key for key in before if before[key] != after[key])
+
+
+def _shape_changed(
+    old: Mapping[str, Any], new: Mapping[str, Any], was: Mapping[str, Any], now: Mapping[str, Any]
+) -> Iterator[str]:
+    """The fields of a phase that give its updates another shape; `was` and `now` are what train says.
+
+    Where neither has one of its own, it is train's that changed.
+    """
+    for key in ("batch_size", "seq_len", "rope_theta"):
+        before, after = (p[key] if p[key] is not None else train.get(key) for p, train in ((old, was), (new, now)))
+        if before != after and (old[key], new[key]) != (None, None):
+            yield key
 
 
 def _resolved(phase: Mapping[str, Any], total_steps: int) -> dict[str, Any]:
@@ -229,10 +283,10 @@ def _frozen(
     read = {*segment.mixture, *(segment.ramp.from_mixture if segment.ramp else ())}
     if step >= until or after is None or before != after or segment.phase != name or read - now["sources"].keys():
         return step, None
-    batch_size = now["train"]["batch_size"]
-    if batch_size == segment.batch_size:
+    shape = {key: now["train"][key] if after[0][key] is None else after[0][key] for key in ("batch_size", "seq_len")}
+    if shape == {key: getattr(segment, key) for key in shape}:
         return step, segment.going_on(step)
-    return step, replace(segment.rest(step), batch_size=batch_size)
+    return step, replace(segment.rest(step), **shape).aligned()
 
 
 def _phase_of(declared: Mapping[str, Any], name: str) -> tuple[Any, ...] | None:
@@ -276,7 +330,8 @@ def _how_to_mend(
         if any(path == "phases" for path, _ in problems):  # of the order, or of one that is gone
             concerned.add(current)
         defaults = {"ramp_steps": 0, "ramp_shape": "linear", **dict.fromkeys(["lr", *_SHAPE])}
-        sections = {**declared, "train": {"batch_size": declared["train"]["batch_size"]}}
+        of_train = [path.removeprefix("train.") for path, _ in problems if path.startswith("train.")]
+        sections = {**declared, "train": {key: declared["train"][key] for key in of_train}}
         sections["phases"] = [
             {key: value for key, value in phase.items() if key not in defaults or value != defaults[key]}
             for phase in declared["phases"]
@@ -290,7 +345,7 @@ def _how_to_mend(
     return [*told, *shown(was)]
 
 
-_SHAPE = ("seq_len", "batch_size", "grad_accum", "rope_theta")  # of a phase, None where it has none of its own
+_SHAPE = ("seq_len", "batch_size", "rope_theta")  # of a declared phase, None where it has none of its own
 _OR_ACCEPT = "or keep the edit, in the record too, and go on from what was trained: --accept-past"
 
 

@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 
 from curriculum.model.model import count, num_parameters
-from curriculum.plan import describe_phases, few_scored_targets, unread
+from curriculum.plan import (
+    constant_tokens_per_step,
+    describe_phases,
+    few_scored_targets,
+    shape_of,
+    step_sizes,
+    unread,
+)
 from curriculum.record.events import record_name
 from curriculum.train.clock import TrainClock, peak_memory_gb
 from curriculum.train.divergence import Rollback
@@ -36,7 +43,7 @@ def training_start(setup: Setup) -> dict[str, Any]:
             *setup.schedule.warnings,
             *setup.corpus.warnings,
             *unread(setup.config, setup.schedule),
-            *few_scored_targets(setup.schedule, setup.tokens_at(1), setup.corpus.details),
+            *few_scored_targets(setup.schedule, setup.corpus.details),
             *no_verdicts(setup.corpus.evalsets.values()),
         ],
     }
@@ -99,9 +106,10 @@ def _evalsets(setup: Setup) -> dict[str, Any]:
 def derived(setup: Setup) -> dict[str, Any]:
     return {
         "total_steps": setup.schedule.total_steps,
-        "tokens_per_step": setup.config.train.batch_size * setup.config.train.seq_len,
+        "tokens_per_step": constant_tokens_per_step(setup.schedule),
+        "step_sizes": step_sizes(setup.schedule),
         **_sizes(setup),
-        "phases": list(describe_phases(setup.schedule)),
+        "phases": list(describe_phases(setup.schedule, setup.config)),
         "learning_rate": [asdict(piece) for piece in setup.schedule.lr],
         "lineage": setup.lineage,
         **({} if setup.branched_from is None else {"branched_from": branch_point(setup.branched_from)}),
@@ -201,7 +209,10 @@ def _losses(summaries: Mapping[str, Summary]) -> dict[str, float | None]:
 def metrics_row(setup: Setup, done: int, state: TrainState, clock: TrainClock) -> dict[str, Any]:
     segment = setup.schedule.segment_at(done - 1)
     means = read_window(state.window, setup.plan.sources)
-    filled, scored, slots = means["filled_tokens"], means["scored_tokens"], segment.batch_size * segment.seq_len
+    filled, scored = means["filled_tokens"], means["scored_tokens"]
+    row_before = (done - 1) // setup.config.logging.every * setup.config.logging.every
+    # Of an update since then: exact but where some were skipped in a row that is over updates of two sizes.
+    slots = (setup.tokens_at(done) - setup.tokens_at(row_before)) / (done - row_before)
     steps, seconds, once = clock.take()
     fields = {
         "step": done,
@@ -233,6 +244,9 @@ def phase_switch(setup: Setup, done: int) -> dict[str, Any]:
         "mixture_before": before.mixture_at(done - 1),
         "mixture_after": after.mixture,
         "ramp_steps": 0 if after.ramp is None else after.ramp.steps,
+        "shape_before": shape_of(before, setup.config),
+        "shape_after": shape_of(after, setup.config),
+        "passed_over": setup.schedule.left_out(done),
         "consumed": consumed,
         "epochs": {name: round(consumed[name] / sizes[name], 6) for name in consumed if sizes.get(name)},
         "lr": float(setup.rates[done]),

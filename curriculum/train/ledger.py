@@ -119,6 +119,7 @@ def entry(setup: Setup, step: int, history: History, offsets: Mapping[str, int],
         "tokenizer": setup.corpus.tokenizer.fingerprint,
         "packing": asdict(setup.config.packing),
         "data": _data_settings(setup.config),
+        "block_tokens": setup.config.longest_seq_len,
         **scheduled(setup),
         "branched_from": setup.branched_from,
         "sources": {name: _source(setup, name) | {"tokens_drawn": drawn[name]} for name in setup.plan.sources},
@@ -138,6 +139,12 @@ def scheduled(setup: Setup) -> dict[str, Any]:
         "past_end": setup.past.end,
         "settled": dict(setup.past.settled),
     }
+
+
+def block_tokens(saved: Mapping[str, Any]) -> int:
+    """The longest sequence of a run: its sources are read, packed and counted in blocks of so many tokens."""
+    # A run that was begun before ledgers told it had sequences of one length.
+    return saved.get("block_tokens") or max(segment["seq_len"] for segment in saved["segments"])
 
 
 def past_of(saved: Mapping[str, Any]) -> tuple[Segment, ...]:
@@ -209,7 +216,6 @@ def check_past(saved: Mapping[str, Any], setup: Setup, *, accept_past: bool = Fa
             if path in were
         ]
 
-    problems += changed(["train.seq_len"])
     contents: list[tuple[str, str]] = []
     for name, source in saved["sources"].items():
         if source["tokens_drawn"] == 0:
@@ -225,7 +231,7 @@ def check_past(saved: Mapping[str, Any], setup: Setup, *, accept_past: bool = Fa
         if evalset.content_hash != saved["history"]["eval_sets"].get(name, evalset.content_hash):
             path = "evalsets.primary" if name == PRIMARY else f"evalsets.sets.{name}"
             message = "is not the set that the run measured under this name; restore it, or add it under another name"
-            paths = ["train.seq_len", "evalsets.seq_len"]
+            paths = ["evalsets.seq_len"]
             chosen = config.eval_sources[name]
             if chosen.held_out_of is not None:
                 paths += _of_source(config, chosen.held_out_of)
@@ -245,7 +251,7 @@ _CHAT = [f"chat.{role}" for role in ROLES]
 
 def _data_settings(config: Config) -> dict[str, Any]:
     """What decides beside the files what the data are, by its place in the config."""
-    settings: dict[str, Any] = {"train.seq_len": config.train.seq_len, "evalsets.seq_len": config.evalsets.seq_len}
+    settings: dict[str, Any] = {"evalsets.seq_len": config.evalsets.seq_len}
     settings |= {f"chat.{role}": template for role, template in asdict(config.chat).items()}
     for name, source in config.sources.items():
         settings[f"sources.{name}.format"] = source.format
