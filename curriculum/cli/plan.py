@@ -101,7 +101,7 @@ def _shapes(p: Plan) -> list[str]:
     for phase in p.phases:
         batch_size, seq_len, grad_accum, rope_theta, lr_scale = _shape(phase)
         size = f"{batch_size:,} x {seq_len:,}", f"{batch_size * seq_len:,}", f"{grad_accum:,}", f"{phase['tokens']:,}"
-        theta = "model's own" if rope_theta is None else f"{rope_theta:,g}"
+        theta = "model's own" if rope_theta is None else f"{rope_theta:,.10g}"
         rows.append((phase["name"], *size, theta, f"{lr_scale:.4g}"))
     alike = {"micro-steps": "1", "rope theta": "model's own", "rates x": "1"}
     kept = [i for i, title in enumerate(rows[0]) if any(row[i] != alike.get(title) for row in rows[1:])]

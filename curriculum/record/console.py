@@ -18,6 +18,7 @@ from urllib.parse import quote
 
 from curriculum.record.append import DISK_ERRORS, Appender
 from curriculum.record.events import eval_averages, eval_sets, number
+from curriculum.record.queries import shapes_of, tokens_of
 
 _RECENT_EVALS = 5
 _LONGEST_PROMPT, _LONGEST_SAMPLE = 40, 160  # characters of a sample's line
@@ -55,6 +56,7 @@ class Console:
         self._checkpoint_step: int | None = None
         self._complete = False
         self._skipped: dict[str, int] = {}  # what the last row or event said
+        self._plan: dict[str, Any] = {}
         # (step, elapsed seconds) at the last evals of this process: the pace, evals included.
         self._marks: deque[tuple[int, float]] = deque(maxlen=_RECENT_EVALS + 1)
 
@@ -62,11 +64,11 @@ class Console:
         match event["event"]:
             case "training_start":
                 self._skipped = {}
-                self._total_steps = event["plan"]["total_steps"]
+                self._plan, self._total_steps = event["plan"], event["plan"]["total_steps"]
                 self._print(*header(event, self._run_dir), *self._device_lines)
             case "resume" | "rollback" as kind:
                 self._skipped = _skipped(event)
-                self._total_steps = event["plan"]["total_steps"]
+                self._plan, self._total_steps = event["plan"], event["plan"]["total_steps"]
                 self._checkpoint_step = event["step"]
                 self._mark(event)
                 self._print(verdict(event), *(self._device_lines if kind == "resume" else ()))
@@ -152,10 +154,13 @@ class Console:
         self._marks.append((event["step"], event["elapsed_s"]))
 
     def _seconds_left(self, step: int) -> float | None:
+        """By tokens, of which the updates of one phase may have more than those of another."""
         (first_step, first_s), (last_step, last_s) = self._marks[0], self._marks[-1]
         if first_step == last_step:
             return None
-        return (self._total_steps - step) * (last_s - first_s) / (last_step - first_step)
+        sizes = self._plan.get("step_sizes") or [{"start": 0, "end": self._total_steps, "tokens_per_step": 1}]
+        first, last, now, end = (tokens_of(sizes, s) for s in (first_step, last_step, step, self._total_steps))
+        return (end - now) * (last_s - first_s) / (last - first)
 
     def _print(self, *lines: str) -> None:
         if self._progress_open:
@@ -192,9 +197,11 @@ def header(event: dict[str, Any], run_dir: Path) -> Iterator[str]:
     yield f"  eval sets  {', '.join(sets)}"
     name_width = max(len(phase["name"]) for phase in plan["phases"])
     step_width = len(str(plan["total_steps"]))
-    for phase in plan["phases"]:
+    shapes = shapes_of(plan["phases"])
+    for phase, shape in zip(plan["phases"], shapes, strict=True):
         bounds = f"[{phase['start']:>{step_width}}, {phase['end']:>{step_width}})"
-        yield f"  phase      {phase['name']:<{name_width}} {bounds} {_mixture(phase['mixture'])}"
+        mixture = _mixture(phase["mixture"])
+        yield f"  phase      {phase['name']:<{name_width}} {bounds} {mixture}{f' | {shape}' if shape else ''}"
     if (wandb := config.get("logging", {}).get("wandb")) and wandb["mode"] == "offline":
         folder = shlex.quote(str(run_dir / "wandb"))
         yield f"  wandb      offline, {folder}; later: {program('wandb')} sync {folder}/offline-run-*"
@@ -350,7 +357,7 @@ def shape_moves(event: dict[str, Any]) -> list[str]:
 def _of_shape(number: float | None) -> str:
     if number is None:
         return "the model's own"
-    return f"{number:,}" if isinstance(number, int) else f"{number:,g}"
+    return f"{number:,.4g}" if number < 1000 else f"{number:,.10g}"
 
 
 _SHAPE_NAMES = {

@@ -12,7 +12,14 @@ from typing import Any
 from curriculum.errors import InputError
 from curriculum.record.console import program, sample_lines, skipped_line, verdict
 from curriculum.record.events import TAKEN_UP, last_gold, last_row, number
-from curriculum.record.queries import consumption, eval_points, last_detectable, planned_tokens, standing_regressions
+from curriculum.record.queries import (
+    consumption,
+    eval_points,
+    last_detectable,
+    planned_tokens,
+    shapes_of,
+    standing_regressions,
+)
 from curriculum.run import Run, checkpoint_steps
 
 _BASELINES = {"start": "start", "phase_start": "phase start", "best": "best"}
@@ -229,16 +236,6 @@ def offender(o: Mapping[str, Any]) -> str:
         f"{signed(interval[0])} to {signed(interval[1])}) against its {_BASELINES.get(o['baseline'], o['baseline'])} "
         f"at step {o['baseline_step']:,}, since step {o['first_step']:,}{later}"
     )
-
-
-def shapes_of(phases: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The shape of each phase's updates in words, empty where all are alike, or the run's record has none."""
-    shapes = []
-    for phase in phases:
-        theta = phase.get("rope_theta")
-        turned = "" if theta is None else f", rope theta {theta:,g}"
-        shapes.append(f"{phase['batch_size']:,} x {phase['seq_len']:,}{turned}" if "seq_len" in phase else "")
-    return shapes if len(set(shapes)) > 1 else [""] * len(shapes)
 
 
 def _phase_lines(phases: list[dict[str, Any]]) -> list[str]:

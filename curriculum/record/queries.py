@@ -83,7 +83,22 @@ def planned_tokens(plan: Mapping[str, Any], step: int) -> int:
     """Token slots of the first `step` updates, by the `plan` of a run's record."""
     if "step_sizes" not in plan:  # of a run whose updates are all alike
         return step * plan["tokens_per_step"]
-    return sum(max(min(s["end"], step) - s["start"], 0) * s["tokens_per_step"] for s in plan["step_sizes"])
+    return tokens_of(plan["step_sizes"], step)
+
+
+def tokens_of(step_sizes: Iterable[Mapping[str, int]], step: int) -> int:
+    """Token slots of the first `step` updates, where those of [start, end) have `tokens_per_step` each."""
+    return sum(max(min(s["end"], step) - s["start"], 0) * s["tokens_per_step"] for s in step_sizes)
+
+
+def shapes_of(phases: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The shape of each phase's updates in words, empty where all are alike, or the run's record has none."""
+    shapes = []
+    for phase in phases:
+        theta = phase.get("rope_theta")
+        turned = "" if theta is None else f", rope theta {theta:,.10g}"
+        shapes.append(f"{phase['batch_size']:,} x {phase['seq_len']:,}{turned}" if "seq_len" in phase else "")
+    return shapes if len(set(shapes)) > 1 else [""] * len(shapes)
 
 
 def last_detectable(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
