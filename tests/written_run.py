@@ -42,6 +42,7 @@ def write_run(
     averages: Mapping[str, Callable[[int], float]] | None = None,
     hashes: Mapping[str, str] | None = None,
     tokens_per_step: int = TOKENS_PER_STEP,
+    shapes: Mapping[str, Mapping] | None = None,
     train_loss: Callable[[int, str], float | None] = lambda step, source: 3.0,
     start: Mapping | None = None,
     complete: Mapping | None = None,
@@ -51,7 +52,8 @@ def write_run(
     """Every set's loss is a function of the step: a number, the windows themselves, or None where it is not measured.
 
     `until` ends an unfinished run; `more` are events by step, after that step's eval; `averages` measure each set with
-    averages of the parameters; `start`, `complete` are further fields of those events.
+    averages of the parameters; `start`, `complete` are further fields of those events; `shapes` are those of each
+    phase, {batch_size, seq_len, rope_theta}, in place of `tokens_per_step`.
     """
     total = phases[-1][2]
     last = total if until is None else until
@@ -70,13 +72,23 @@ def write_run(
     ).to_json()
     described = [{"name": n, "start": s, "end": e, "mixture": dict(m), "ramp_steps": 0} for n, s, e, m in phases]
     plan = {"total_steps": total, "tokens_per_step": tokens_per_step, "num_parameters": 1000, "phases": described}
+    sizes_of_step = [(s, e, tokens_per_step) for _, s, e, _ in phases]
+    if shapes is not None:
+        described[:] = [{**phase, **shapes[phase["name"]]} for phase in described]
+        sizes_of_step = [(p["start"], p["end"], p["batch_size"] * p["seq_len"]) for p in described]
+        step_sizes = [{"start": s, "end": e, "tokens_per_step": n} for s, e, n in sizes_of_step]
+        plan |= {"tokens_per_step": None, "step_sizes": step_sizes}
+
+    def tokens_at(step: int) -> int:
+        return sum(max(min(e, step) - s, 0) * n for s, e, n in sizes_of_step)
+
     path.mkdir(parents=True, exist_ok=True)
     (path / "evals").mkdir(exist_ok=True)
     derived = plan | ({"branched_from": dict(branched_from)} if branched_from else {})
     (path / "config.resolved.json").write_text(json.dumps({**config, "command_line": [], "derived": derived}))
     (path / "config.yaml").write_text("name: written\n")
 
-    record = Record(path, lambda step: step * tokens_per_step)
+    record = Record(path, tokens_at)
     facts = {"documents": 25, "windows": 50, "tokens": 750, "bytes": 3000}
     record.event(
         "training_start",
@@ -99,7 +111,8 @@ def write_run(
         i, (phase, *_, mixture) = next((i, p) for i, p in enumerate(phases) if max(step - 1, 0) < p[2])
         if step:
             before = steps[steps.index(step) - 1]
-            drawn = {s: n + round((step - before) * tokens_per_step * mixture.get(s, 0)) for s, n in drawn.items()}
+            read = tokens_at(step) - tokens_at(before)
+            drawn = {s: n + round(read * mixture.get(s, 0)) for s, n in drawn.items()}
             record.row(
                 {
                     "step": step,
@@ -136,7 +149,9 @@ def write_run(
                 consumed=drawn,
                 epochs={s: n / sizes[s] for s, n in drawn.items()},
                 lr=1e-3,
+                **({} if shapes is None else {"passed_over": dict.fromkeys(sources, 7)}),
             )
+            drawn = drawn if shapes is None else {s: n + 7 for s, n in drawn.items()}
         for event, fields in (more or {}).get(step, ()):
             record.event(event, step, **fields)
     (path / "training_state.json").write_text(json.dumps({"step": last, "phase": phase, "tokens_drawn": drawn}))
