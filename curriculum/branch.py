@@ -6,7 +6,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -82,12 +82,13 @@ def branch(
     undamaged(folders[step], f"--at {at}: ")
     undamaged(folders[max(folders)])
     config = _config(trunk, overrides, dataset_dirs, eval_dataset_dirs)
-    if step < at:
-        _check_steps_between(trunk.config, config, step, at, sorted(folders))
-    saved = read_ledger(folders[step])
-    check_offsets(trunk.directory.path, saved["offsets"])
     newest = read_ledger(folders[max(folders)])
     whole = Schedule(segments_from_json(newest["segments"]))
+    if step < at:
+        between = {segment.phase for segment in whole.segments if segment.start < at and step < segment.end}
+        _check_steps_between(trunk.config, config, step, at, sorted(folders), between)
+    saved = read_ledger(folders[step])
+    check_offsets(trunk.directory.path, saved["offsets"])
     edit = compare(config, newest, at=at)
     past = replace(edit.past, segments=cut(whole.segments, at), planned=None, going_on=None)
     check(config, past)
@@ -204,9 +205,18 @@ def _config(
     return load_config(path, overrides, **directories, remembered=remembered, continues=trunk.directory.path)
 
 
-def _check_steps_between(old: Config, new: Config, step: int, at: int, steps: list[int]) -> None:
-    """Raise InputError for changes beside the schedule that would act already between the checkpoint and the branch."""
+def _check_steps_between(
+    old: Config, new: Config, step: int, at: int, steps: list[int], phases: Collection[str]
+) -> None:
+    """Raise InputError for changes beside the schedule that would act already between the checkpoint and the branch.
+
+    `steps` are those of all checkpoints, `phases` those of the updates in between.
+    """
     were, now = _of_every_update(old), _of_every_update(new)
+    for i, phase in enumerate(new.phases):  # of train's the one is told that changed
+        if phase.name in phases and old.train.grad_accum == new.train.grad_accum:
+            path = f"phases[{i}].grad_accum"
+            were[path], now[path] = old.grad_accum_of(phase.name), new.grad_accum_of(phase.name)
     there = ", ".join(map(str, steps))
     message = (
         "got {}, but the branch trains steps {} to {} again as its trunk did, with {}; restore it, or branch where "

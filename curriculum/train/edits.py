@@ -195,7 +195,10 @@ def _of_past(was: Mapping[str, Any], now: Mapping[str, Any], schedule: Schedule,
             changed = [*_fields_changed(old[name], new[name], was["train"]["steps"], end, schedule)]
             changed += _shape_changed(old[name], new[name], was["train"], now["train"])
             for key in changed:
-                got, trained = json.dumps(new[name][key]), json.dumps(old[name][key])
+                got, trained = (
+                    json.dumps(train.get(key) if declared[name][key] is None else declared[name][key])
+                    for declared, train in ((new, now["train"]), (old, was["train"]))
+                )
                 yield f"phases[{place[name]}].{key}", f"got {got}, {then} {trained}"
     replay = was["adaptation"]["replay"], now["adaptation"]["replay"]
     for source in {**replay[0], **replay[1]}:
