@@ -183,6 +183,13 @@ class Schedule:
         starts = [s.start for s in self.segments]
         return self.segments[int(np.searchsorted(starts, step, side="right")) - 1]
 
+    def rope_theta_at(self, step: int) -> float | None:
+        """The rope theta of the phase that made the parameters after `step` updates; at 0, of the first phase.
+
+        None: the model's own. Whatever is done with those parameters, is done with it.
+        """
+        return self.segment_at(max(step - 1, 0)).rope_theta
+
     def drawn(self, step: int) -> dict[str, int]:
         """Tokens drawn of each source in the first `step` updates."""
         return self.segment_at(max(step - 1, 0)).drawn_at(step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,7 +27,7 @@ class Samples:
 
     def __init__(self, config: Config, mesh: Mesh, model: Model, tokenizer: Tokenizer, evalsets: Mapping[str, EvalSet]):
         section = self.sampling = config.logging.generate
-        self.generator = Generator(model, tokenizer, mesh)
+        self.mesh, self.generator = mesh, Generator(model, tokenizer, mesh)
         self.prompts: list[Prompt] = []
         problems = []
         for i, text in enumerate(section.prompts):
@@ -44,6 +45,12 @@ class Samples:
             self.prompts += found
         if problems:
             raise config.error(problems)
+
+    def using(self, model: Model) -> Samples:
+        """The same prompts for another model, which is compiled apart."""
+        other = copy.copy(self)
+        other.generator = Generator(model, self.generator.tokenizer, self.mesh)
+        return other
 
     def __call__(self, params: Params) -> list[dict[str, Any]]:
         """One a prompt, as the event `generation` tells it."""

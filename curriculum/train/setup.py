@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from curriculum.adaptation import HfBase, resolved_model
 from curriculum.config import Config
@@ -30,6 +30,7 @@ from curriculum.train.feed import Feed
 from curriculum.train.frozen import load_frozen
 from curriculum.train.guard import with_window
 from curriculum.train.mesh import (
+    ROW_AXES,
     constrain,
     gather,
     make_mesh,
@@ -41,12 +42,13 @@ from curriculum.train.mesh import (
     state_shardings,
 )
 from curriculum.train.optimizer import make_optimizer
+from curriculum.train.programs import Programs, StepShape
 from curriculum.train.samples import Samples
 from curriculum.train.start import Start, check_base, load_base_optimizer
 from curriculum.train.step import TrainState, init_state, make_train_step, window_for
 from evalsets.evalset import EvalSet
 from evalsets.suite import Suite
-from phases.batches import DataPlan
+from phases.batches import Batch, DataPlan, Draws
 from phases.replay import ReplayRefused
 from phases.rollback import judged_from, passed_over
 from phases.schedule import Schedule, Segment, SourceSupply, cut
@@ -70,9 +72,10 @@ class Setup:
     judged_from: np.ndarray  # int32, by update
     feed: Feed
     make_feed: Callable[[DataPlan], Feed]
-    suite: Suite
+    suite: Suite  # of the model itself, as `samples`: `suite_at` and `samples_at` know a phase's rope theta
     samples: Samples | None  # None: none are asked for
-    train_step: Callable
+    model_of: Callable[[float | None], Model]  # on the mesh, by rope theta; None: the model's own
+    programs: Programs  # the compiled updates
     initial_state: Callable[[], TrainState]
     # By number of sources, and the guard's window_steps (None: as configured): shapes, types and placement, no values.
     abstract_state: Callable[..., TrainState]
@@ -83,6 +86,8 @@ class Setup:
     edit: dict[str, Any] | None = None  # what the config changed of the run that goes on, as `schedule_edit` tells it
     # Of each share that this process raised: (step, the schedule and the past before it).
     before_raised: list[tuple[int, Schedule, Past]] = field(default_factory=list)
+    _suites: dict[float, Suite] = field(default_factory=dict)  # by rope theta
+    _samples: dict[float, Samples] = field(default_factory=dict)
 
     @property
     def content_hashes(self) -> dict[str, str]:
@@ -102,6 +107,48 @@ class Setup:
     def knobs(self, step: int) -> tuple[np.float32, np.int32]:
         """What update `step` is given beside its batch: the learning rate, and from where on its loss is judged."""
         return np.float32(self.rates[step]), np.int32(self.judged_from[step])
+
+    def shape_at(self, step: int) -> StepShape:
+        """The shape of update `step`."""
+        return self._shape_of(self.schedule.segment_at(step))
+
+    def update_at(self, step: int) -> Callable[..., TrainState]:
+        """Update `step`, compiled: (state, batch, *knobs) -> state. It consumes the state that it is given.
+
+        Raises what the compiler raised.
+        """
+        update = self.programs[self.shape_at(step)]
+        return update if self.frozen is None else partial(update, frozen=self.frozen)
+
+    def shapes_from(self, step: int) -> list[StepShape]:
+        """The distinct shapes of the updates from `step` on, in the order in which they are needed."""
+        return list(dict.fromkeys(self._shape_of(s) for s in self.schedule.segments if s.end > step))
+
+    def _shape_of(self, segment: Segment) -> StepShape:
+        return StepShape.of(segment, self.config.grad_accum_of(segment.phase))
+
+    def suite_at(self, step: int) -> Suite:
+        """What measures the parameters after `step` updates: with the rope theta of the phase that made them."""
+        theta = self.schedule.rope_theta_at(step)
+        if theta is None:
+            return self.suite
+        if theta not in self._suites:
+            self._suites[theta] = self.suite.using(partial(nats_per_token, self.model_of(theta)))
+        return self._suites[theta]
+
+    def samples_at(self, step: int) -> Samples | None:
+        """What writes with the parameters after `step` updates."""
+        theta = self.schedule.rope_theta_at(step)
+        if theta is None or self.samples is None:
+            return self.samples
+        if theta not in self._samples:
+            self._samples[theta] = self.samples.using(self.model_of(theta))
+        return self._samples[theta]
+
+    def close(self) -> None:
+        """End what goes on beside the run: batches and programs made ahead."""
+        self.feed.close()
+        self.programs.close()
 
     def tokens_at(self, step: int) -> int:
         """Token slots consumed in the first `step` updates."""
@@ -170,7 +217,7 @@ class Setup:
         return next((frozenset(ends) for until, ends in of_trunks if step <= until), self.schedule.phase_ends)
 
     def replan(self, schedule: Schedule, past: Sequence[Segment]) -> None:
-        """Go on by another schedule of the same sources, batch and sequence: nothing is compiled anew.
+        """Go on by another schedule of the same sources; the programs that there are stay.
 
         Batches that were made ahead are dropped. `past` is what of the schedule does not come from the config; the
         checkpoints keep it.
@@ -228,8 +275,8 @@ def build(
         model = transformer(architecture)
     else:
         architecture, model = None, make_model(corpus.tokenizer.vocab_size)
-        rows = config.train.batch_size // config.train.grad_accum
-        check_model(model, corpus.tokenizer.vocab_size, rows, config.train.seq_len)
+        for rows, seq_len in dict.fromkeys((p.batch_size // p.grad_accum, p.seq_len) for p in _phase_sizes(config)):
+            check_model(model, corpus.tokenizer.vocab_size, rows, seq_len)
     if start.base is not None:
         check_base(start.base, config, model if start.frozen is None else transformer(replace(architecture, lora=None)))
     frozen, lineage = None, start.lineage
@@ -238,35 +285,28 @@ def build(
         frozen, lineage = load_frozen(config, architecture, start.frozen, lineage, like)
 
     def make_feed(plan: DataPlan) -> Feed:
-        make_batch = partial(
-            plan.batch,
-            streams=corpus.streams,
-            eot=corpus.tokenizer.eot,
-            grad_accum=config.train.grad_accum,
-            mask_boundary_loss=config.packing.mask_boundary_loss,
-            train_on_eos=config.packing.train_on_eos,
-        )
+        def make_batch(step: int, draws: Draws) -> Batch:
+            return plan.batch(
+                step,
+                corpus.streams,
+                corpus.tokenizer.eot,
+                config.grad_accum_of(plan.schedule.segment_at(step).phase),
+                draws,
+                mask_boundary_loss=config.packing.mask_boundary_loss,
+                train_on_eos=config.packing.train_on_eos,
+            )
+
         return Feed(plan, make_batch, partial(place_batch, mesh))
+
+    @lru_cache
+    def model_of(rope_theta: float | None) -> Model:
+        return on_mesh(model if rope_theta is None else transformer(replace(architecture, rope_theta=rope_theta)), mesh)
 
     suite = make_suite(config, mesh, model, corpus.evalsets.values())
     samples = None
     if config.logging.generate_every:
-        samples = Samples(config, mesh, on_mesh(model, mesh), corpus.tokenizer, corpus.evalsets)
+        samples = Samples(config, mesh, model_of(None), corpus.tokenizer, corpus.evalsets)
     optimizer = make_optimizer(config.optim)
-    step = make_train_step(
-        on_mesh(model, mesh),
-        optimizer,
-        len(plan.sources),
-        grad_clip=config.optim.grad_clip,
-        seed=config.seed,
-        document_mask=config.packing.document_mask,
-        deterministic=config.train.deterministic is True,
-        ema_decay=config.averages.ema_decay,
-        sigmas=config.train.skip_updates and config.train.skip_updates.sigmas,
-        judge_from_steps=config.train.skip_updates.judge_from_steps if config.train.skip_updates else 0,
-        diverged_after=config.train.diverged_after,
-        place_grads=partial(constrain, mesh),
-    )
     ema = config.averages.ema_decay is not None
 
     def abstract_state(num_sources: int, window_steps: int | None = None) -> TrainState:
@@ -298,7 +338,25 @@ def build(
         params = jax.tree.map(lambda p: np.array(p) if isinstance(p, jax.Array) else p, model.init(config.seed))
         return compiled(place_state(mesh, params))
 
-    train_step = jax.jit(step, donate_argnums=0, out_shardings=shardings)
+    def compiled_update(shape: StepShape) -> Callable:
+        train_step = make_train_step(
+            model_of(shape.rope_theta),
+            optimizer,
+            len(plan.sources),
+            grad_clip=config.optim.grad_clip,
+            seed=config.seed,
+            document_mask=config.packing.document_mask,
+            deterministic=config.train.deterministic is True,
+            ema_decay=config.averages.ema_decay,
+            sigmas=config.train.skip_updates and config.train.skip_updates.sigmas,
+            judge_from_steps=config.train.skip_updates.judge_from_steps if config.train.skip_updates else 0,
+            diverged_after=config.train.diverged_after,
+            place_grads=partial(constrain, mesh),
+        )
+        inputs = [abstract_state(len(plan.sources)), abstract_batch(mesh, shape), np.float32(0), np.int32(0)]
+        beside = {} if frozen is None else {"frozen": jax.tree.map(_abstract, frozen)}
+        return jax.jit(train_step, donate_argnums=0, out_shardings=shardings).lower(*inputs, **beside).compile()
+
     return Setup(
         config=config,
         mesh=mesh,
@@ -314,7 +372,8 @@ def build(
         make_feed=make_feed,
         suite=suite,
         samples=samples,
-        train_step=train_step if frozen is None else partial(train_step, frozen=frozen),
+        model_of=model_of,
+        programs=Programs(compiled_update),
         initial_state=initial_state,
         abstract_state=abstract_state,
         device_lines=device_lines(added_flags),
@@ -345,6 +404,18 @@ def abstract_on_mesh(mesh: Mesh, shapes: Any) -> Any:
     )
 
 
+def abstract_batch(mesh: Mesh, shape: StepShape) -> Batch:
+    """Shapes and types of a batch, with their placement."""
+    A, B, T, _ = shape
+    placed = partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, PartitionSpec(None, ROW_AXES)))
+    ids_ABT, scored_ABT = placed((A, B, T), np.int32), placed((A, B, T), np.bool_)
+    return Batch(ids_ABT, ids_ABT, scored_ABT, ids_ABT, placed((A, B), np.int32))
+
+
+def _abstract(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+
+
 def make_suite(config: Config, mesh: Mesh, model: Model, evalsets: Iterable[EvalSet]) -> Suite:
     """What measures eval sets, in training and later: the same compiled function over the same micro-batches."""
     measured = partial(nats_per_token, on_mesh(model, mesh))
@@ -353,7 +424,7 @@ def make_suite(config: Config, mesh: Mesh, model: Model, evalsets: Iterable[Eval
 
 def _data_plan(config: Config, corpus: Corpus, schedule: Schedule, past: Past) -> DataPlan:
     seed = config.seed if past.seed is None else past.seed
-    return DataPlan(schedule, seed, corpus.tokens_per_epoch, config.train.seq_len)
+    return DataPlan(schedule, seed, corpus.tokens_per_epoch, config.longest_seq_len)
 
 
 def on_mesh(model: Model, mesh: Mesh) -> Model:
@@ -368,12 +439,12 @@ def on_mesh(model: Model, mesh: Mesh) -> Model:
 
 
 def _eval_rows(config: Config, mesh: Mesh) -> int:
-    """Rows of an eval micro-batch: at most twice the tokens of a training micro-step, which keeps far more of each.
+    """Rows of an eval micro-batch: at most twice the tokens of the largest micro-step, which keeps far more of each.
 
-    So what makes an update smaller (`train.grad_accum`) makes an eval smaller as well.
+    So what makes updates smaller (`train.grad_accum`) makes an eval smaller as well.
     """
-    train, shards = config.train, row_shards(mesh)
-    micro_step_tokens = train.batch_size // train.grad_accum * train.seq_len
+    shards = row_shards(mesh)
+    micro_step_tokens = max(p.batch_size // p.grad_accum * p.seq_len for p in _phase_sizes(config))
     rows = min(EVAL_ROWS * shards, max(1, 2 * micro_step_tokens // config.eval_seq_len))
     return -(-rows // shards) * shards
 
@@ -384,6 +455,32 @@ def _mesh_of(config: Config) -> Mesh:
         mesh = make_mesh(config.mesh)
     except InputError as error:
         raise config.error(("mesh", problem) for problem in error.problems) from None
-    if problem := rows_problem(config.train.batch_size, config.train.grad_accum, row_shards(mesh)):
-        raise config.error([("train.batch_size", problem)])
+    problems = {
+        (p.path, problem)
+        for p in _phase_sizes(config)
+        if (problem := rows_problem(p.batch_size, p.grad_accum, row_shards(mesh)))
+    }
+    if problems:
+        raise config.error(sorted(problems))
     return mesh
+
+
+class _PhaseSizes(NamedTuple):
+    path: str  # where the batch size stands in the config
+    batch_size: int
+    grad_accum: int
+    seq_len: int
+
+
+def _phase_sizes(config: Config) -> list[_PhaseSizes]:
+    """What each phase of a config says of its updates."""
+    train = config.train
+    return [
+        _PhaseSizes(
+            "train.batch_size" if phase.batch_size is None else f"phases[{i}].batch_size",
+            phase.batch_size or train.batch_size,
+            config.grad_accum_of(phase.name),
+            phase.seq_len or train.seq_len,
+        )
+        for i, phase in enumerate(config.phases)
+    ]

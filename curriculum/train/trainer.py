@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from curriculum.config import Config
 from curriculum.data.tokenizer import Tokenizer, load_tokenizer
 from curriculum.errors import InputError
@@ -97,7 +99,7 @@ def train_built(setup: Setup, directory: RunDirectory, resumed: Resumed | None, 
     try:
         return _run(setup, directory, checkpoints, resumed, lock)
     finally:
-        setup.feed.close()
+        setup.close()
         checkpoints.close()
 
 
@@ -107,18 +109,26 @@ def dry_run(
     store_dir: str | Path = DEFAULT_STORE_DIR,
     make_model: Callable[[int], Model] | None = None,
 ) -> dict[str, Any]:
-    """Validate, prepare, build, compile, take one step and one eval. Leaves nothing behind but prepared data."""
+    """Validate, prepare, build, compile, take one step of each shape and one eval. Leaves nothing but prepared data.
+
+    `shapes`: how long the updates of each took to compile.
+    """
     check(config)
     setup = build(config, store_dir, make_model=make_model, start=start_of(config))
     try:
         clock = time.perf_counter()
-        state = setup.train_step(setup.initial_state(), setup.feed[0], *setup.knobs(0))
+        state = setup.update_at(0)(setup.initial_state(), setup.feed[0], *setup.knobs(0))
         loss = read_window(state.window, setup.plan.sources)["loss"]
         step_s, clock = time.perf_counter() - clock, time.perf_counter()
-        eval_losses = {name: summarise(r).loss for name, r in setup.suite.run(setup.whole(state.params)).items()}
+        evaluated = setup.suite_at(1).run(setup.whole(state.params))
+        eval_losses = {name: summarise(r).loss for name, r in evaluated.items()}
         eval_s = time.perf_counter() - clock
+        for shape in setup.shapes_from(0)[1:]:  # each takes a step, so that what it needs of memory is seen too
+            step = next(s.start for s in setup.schedule.segments if setup.shape_at(s.start) == shape)
+            state = setup.update_at(step)(state, setup.feed[step], *setup.knobs(step))
+        jax.block_until_ready(state.step)
     finally:
-        setup.feed.close()
+        setup.close()
     return {
         "devices": describe_devices(setup.mesh),
         "num_parameters": num_parameters(setup.model),
@@ -128,6 +138,7 @@ def dry_run(
         "eval_losses": eval_losses,
         "first_step_s": step_s,
         "first_eval_s": eval_s,
+        "shapes": {str(shape): seconds for shape, seconds in setup.programs.seconds.items()},
         "peak_memory_gb": peak_memory_gb(),
     }
 
@@ -286,9 +297,12 @@ def _begin(run: Running, resumed_step: int | None, taken_up: Sequence[tuple[str,
 
 def _loop(run: Running, resumed_step: int | None, stop: StopSignals) -> dict[str, Any]:
     setup, config, record, clock = run.setup, run.setup.config, run.record, run.clock
-    for step in range(resumed_step or 0, setup.schedule.total_steps):
+    first = resumed_step or 0
+    for step in range(first, setup.schedule.total_steps):
         with clock.update():
-            run.state = setup.train_step(run.state, setup.feed[step], *setup.knobs(step))
+            run.state = setup.update_at(step)(run.state, setup.feed[step], *setup.knobs(step))
+        if step == first:
+            setup.programs.ahead(setup.shapes_from(step))
         done = step + 1
         run.settle(done, wait=False)
         at_end = done == setup.schedule.total_steps
@@ -346,11 +360,12 @@ def evaluate(run: Running, done: int, names: list[str]) -> Evaluated:
     setup, before = run.setup, run.history.watch
     with run.clock.paused(run.state):
         started = time.perf_counter()
-        results = setup.suite.run(setup.whole(run.state.params), names)
+        suite = setup.suite_at(done)
+        results = suite.run(setup.whole(run.state.params), names)
         if done in setup.schedule.phase_ends and setup.config.averages.phase_mean is not None:
             run.settle(done, run.checkpoints)  # the mean of a phase is of checkpoints that were saved
         averages = averages_at(setup, done, run.state, run.checkpoints, run.directory.averages)
-        averaged = {average: setup.suite.run(setup.whole(params), names) for average, params in averages.items()}
+        averaged = {average: suite.run(setup.whole(params), names) for average, params in averages.items()}
         duration_s = time.perf_counter() - started
         run.results.write(done, results, averaged)
         summaries = _summaries(results)
@@ -370,7 +385,7 @@ def evaluate(run: Running, done: int, names: list[str]) -> Evaluated:
 def generate(run: Running, done: int) -> None:
     """Record what the parameters after `done` updates go on with after the prompts of `logging.generate`."""
     with run.clock.paused(run.state):
-        run.record.event("generation", done, samples=run.setup.samples(run.setup.whole(run.state.params)))
+        run.record.event("generation", done, samples=run.setup.samples_at(done)(run.setup.whole(run.state.params)))
 
 
 def switch_phase(run: Running, done: int) -> None:
