@@ -97,7 +97,7 @@ def evaluate(
     from curriculum.train.restored import restore
     from curriculum.train.setup import make_suite
 
-    restored = restore(config, tokenizer.vocab_size, arrays, ledger, store_dir, make_model)
+    restored = restore(config, tokenizer.vocab_size, arrays, ledger, step, store_dir, make_model)
     warnings = []
     if restored.unfit_mesh is not None:
         warnings.append(

@@ -98,7 +98,7 @@ def load_generator(
     from curriculum.train.restored import restore
     from curriculum.train.setup import on_mesh
 
-    restored = restore(config, tokenizer.vocab_size, arrays, ledger, store_dir, make_model)
+    restored = restore(config, tokenizer.vocab_size, arrays, ledger, step, store_dir, make_model)
     warnings = ()
     if restored.unfit_mesh is not None:
         mesh = restored.unfit_mesh

@@ -7,6 +7,7 @@ import os
 import shutil
 import zipfile
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -287,6 +288,17 @@ def checkpoint_steps(place: Path) -> list[int]:
 def read_ledger(checkpoint: Path) -> dict[str, Any]:
     """The ledger of a checkpoint, by its folder."""
     return read_json(checkpoint / "ledger" / "metadata")
+
+
+def architecture_at(ledger: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """What a run's parameters after `step` updates are computed with, from any ledger of the run that goes so far.
+
+    It is the run's architecture, which stands in model.json, but with the rope theta of the phase that made them.
+    """
+    from phases.schedule import Schedule, segments_from_json  # brings numpy, and most views do without
+
+    theta = Schedule(segments_from_json(ledger["segments"])).rope_theta_at(step)
+    return ledger["model"] if theta is None else {**ledger["model"], "rope_theta": theta}
 
 
 def _gold_step(events: list[dict[str, Any]]) -> int | None:

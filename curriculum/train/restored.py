@@ -16,6 +16,7 @@ from curriculum.model.model import Model, Params, abstract_params
 from curriculum.model.presets import HOW, ModelConfig
 from curriculum.model.transformer import transformer
 from curriculum.plan import DEFAULT_STORE_DIR
+from curriculum.run import architecture_at
 from curriculum.train.device import tune_device
 from curriculum.train.frozen import whole_params
 from curriculum.train.mesh import MeshConfig, make_mesh
@@ -36,12 +37,13 @@ def restore(
     vocab_size: int,
     arrays: Path,
     ledger: Mapping[str, Any],
+    step: int,
     store_dir: str | Path = DEFAULT_STORE_DIR,
     make_model: Callable[[int], Model] | None = None,
 ) -> Restored:
     """The whole parameters saved in `arrays`, on the mesh of the run or else on one that gives each device rows.
 
-    `ledger` is the run's; `make_model` the one that it was trained with, where it was. Raises InputError where what
+    They are those after `step` updates; `ledger` is the run's, `make_model` the one that it was trained with, where it was. Raises InputError where what
     adapters were trained beside is gone.
     """
     tune_device(config.train.deterministic)
@@ -55,7 +57,7 @@ def restore(
     if make_model is None:
         # What was trained, whatever its config would mean by now; how it is computed is the config's.
         configured = resolved_model(config, vocab_size)
-        architecture = replace(ModelConfig.of(ledger["model"]), **{name: getattr(configured, name) for name in HOW})
+        architecture = replace(ModelConfig.of(architecture_at(ledger, step)), **{name: getattr(configured, name) for name in HOW})
         model = transformer(architecture)
     else:
         architecture, model = None, make_model(vocab_size)
