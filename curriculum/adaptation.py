@@ -23,7 +23,15 @@ from curriculum.model.hf import checked_tensors
 from curriculum.model.hf_config import HF_CONFIG, architecture_fields, hf_model_type, read_hf_config
 from curriculum.model.hf_weights import INDEX, stored_tensors
 from curriculum.model.presets import HOW, LoraConfig, ModelConfig, ModelSection, model_problems, resolve_model
-from curriculum.run import RunDirectory, find_checkpoint, read_json, read_ledger, step_folders, undamaged
+from curriculum.run import (
+    RunDirectory,
+    architecture_at,
+    find_checkpoint,
+    read_json,
+    read_ledger,
+    step_folders,
+    undamaged,
+)
 from phases.schedule import Phase
 
 if TYPE_CHECKING:
@@ -72,7 +80,8 @@ class Base:
 
     @property
     def architecture(self) -> dict[str, Any]:
-        return read_json(self.directory.path / "model.json")
+        """What its parameters are computed with."""
+        return architecture_at(self.ledger, self.step)
 
     @property
     def ledger(self) -> dict[str, Any]:
@@ -243,19 +252,23 @@ def heritage(init_from: str, continues: str | os.PathLike | None = None) -> Heri
         own = RunDirectory(Path(continues))
         resolved = own.resolved()
         if same_place(resolved.get("adaptation", {}).get("init_from"), init_from) and own.tokenizer.exists():
-            return _heritage_of(own, {name: resolved[name] for name in INHERITED})
+            its = read_json(own.path / "model.json")
+            return _heritage_of(own, {name: resolved[name] for name in INHERITED}, its)
     base = find_base(init_from)
     if isinstance(base, HfBase):
         return _hf_heritage(base)
     resolved = base.config
     kind = resolved["tokenizer"]["kind"]
     path = None if kind == "byte" else str(base.directory.tokenizer)
-    sections = {"model": resolved["model"], "tokenizer": asdict(TokenizerConfig(kind, path=path))}
-    return _heritage_of(base.directory, sections)
+    model, architecture = resolved["model"], base.architecture
+    if model is not None and architecture != base.ledger["model"]:  # a phase changed it
+        model = model | {"rope_theta": architecture["rope_theta"]}
+    sections = {"model": model, "tokenizer": asdict(TokenizerConfig(kind, path=path))}
+    return _heritage_of(base.directory, sections, architecture)
 
 
-def _heritage_of(directory: RunDirectory, sections: dict[str, Any]) -> Heritage:
-    tokenizer, architecture = load_tokenizer(directory.tokenizer), read_json(directory.path / "model.json")
+def _heritage_of(directory: RunDirectory, sections: dict[str, Any], architecture: dict[str, Any]) -> Heritage:
+    tokenizer = load_tokenizer(directory.tokenizer)
     architecture.pop("lora", None)  # of a run that goes on: the section `model` says nothing of its adapters
     if (model := sections["model"]) is not None and model.get(
         "vocab_size"

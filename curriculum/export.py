@@ -25,7 +25,7 @@ from curriculum.model.safetensors_writer import DTYPES, numpy_dtype, rounded_all
 from curriculum.model_card import Exported, model_card
 from curriculum.record.append import tell
 from curriculum.record.events import EVENTS, read_events
-from curriculum.run import Run, RunDirectory, find_checkpoint, read_json, read_ledger
+from curriculum.run import Run, RunDirectory, architecture_at, find_checkpoint, read_json, read_ledger
 
 if TYPE_CHECKING:
     from curriculum.model.model import Model, Params
@@ -75,11 +75,14 @@ def export(
     if adapted and not merge and format == "gguf":
         raise InputError("--format gguf: the run trained adapters alone; fold them in with --merge")
     kind = "peft" if adapted and not merge else format
-    target = None if kind == "safetensors" else _target(directory, kind, dtype)
+    if kind != "safetensors":
+        _check_format(directory, kind)
     step, saved = find_weights(directory, step, weights)
+    architecture = architecture_at(ledger_of(directory, saved), step)
+    target = None if kind == "safetensors" else _target(directory, kind, dtype, architecture)
 
     # What can be said without jax is said at once.
-    arrays = _merged(directory, saved) if merge else _parameters(saved)
+    arrays = _merged(directory, saved, architecture) if merge else _parameters(saved)
     metadata = {"step": str(step), "weights": weights}
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +91,7 @@ def export(
             folder.mkdir()
             if target is None:
                 write_safetensors(folder, rounded_all(arrays.items(), dtype), metadata)
-                _write_json(folder / "model.json", _without_adapters(directory))
+                _write_json(folder / "model.json", {k: v for k, v in architecture.items() if k != "lora"})
                 shutil.copytree(directory.tokenizer, folder / "tokenizer")
             else:
                 _WRITERS[kind](folder, target, arrays, dtype, metadata)
@@ -108,7 +111,7 @@ def _parameters(saved: Path) -> dict[str, np.ndarray]:
     return _by_name(load_params(saved))
 
 
-def _merged(directory: RunDirectory, saved: Path) -> dict[str, np.ndarray]:
+def _merged(directory: RunDirectory, saved: Path, architecture: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """The same of a checkpoint of adapters: the whole model with them folded in."""
     import jax
     from jax.sharding import SingleDeviceSharding
@@ -118,7 +121,7 @@ def _merged(directory: RunDirectory, saved: Path) -> dict[str, np.ndarray]:
     from curriculum.model.transformer import transformer
     from curriculum.train.frozen import whole_params
 
-    model = ModelConfig.of(read_json(directory.path / "model.json"))
+    model = ModelConfig.of(architecture)
     host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     like = jax.tree.map(
         lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=host), abstract_params(transformer(model))
@@ -136,12 +139,6 @@ def _by_name(params: Params) -> dict[str, np.ndarray]:
     return {parameter_name(path): np.asarray(array, np.float32) for path, array in leaves}
 
 
-def _without_adapters(directory: RunDirectory) -> dict[str, Any]:
-    """model.json of the run, as of a model that has none any more."""
-    architecture = read_json(directory.path / "model.json")
-    return {name: value for name, value in architecture.items() if name != "lora"}
-
-
 @dataclass(frozen=True)
 class _Target:
     """What a folder for other programs is made of, beside the parameters."""
@@ -153,15 +150,25 @@ class _Target:
     base: str | None  # of peft: what the adapters are for
 
 
-def _target(directory: RunDirectory, kind: str, dtype: str) -> _Target:
-    """Raises InputError where the format has no model like the run's."""
-    resolved = directory.resolved()
-    if resolved["model"] is None:
+def _check_format(directory: RunDirectory, kind: str) -> None:
+    """Raise InputError where the format is of other programs, and the run's model is known to none."""
+    if directory.resolved()["model"] is None:
         raise InputError(
             f"--format {kind}: {directory.path} was trained with a model of one's own, which no other program knows; "
             "expected safetensors"
         )
-    config = ModelConfig.of(read_json(directory.path / "model.json"))
+
+
+def _target(directory: RunDirectory, kind: str, dtype: str, architecture: Mapping[str, Any]) -> _Target:
+    """Raises InputError where the format has no model like that of the parameters, whose `architecture` it is."""
+    resolved, begun_with = directory.resolved(), read_json(directory.path / "model.json")
+    config = ModelConfig.of(architecture)
+    if kind == "peft" and architecture != begun_with:
+        got = f"were trained with rope_theta {config.rope_theta:g}"
+        raise InputError(
+            f"{directory.path}: the adapters {got}, the model that they are for has {begun_with['rope_theta']:g}; fold "
+            "them in with --merge"
+        )
     tokenizer = load_tokenizer(directory.tokenizer)
     if kind == "gguf":
         gguf_architecture(config)

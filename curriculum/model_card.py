@@ -104,7 +104,8 @@ def _headline(run: Run, exported: Exported) -> list[str]:
     shape["heads"] = f"{config.n_head} of width {config.head_width}"
     if config.n_kv_head != config.n_head:
         shape["key and value heads"] = config.n_kv_head
-    shape |= {"positions": f"{config.max_seq_len:,} ({config.pos_encoding})", "norm": config.norm_type}
+    base = f", theta {config.rope_theta:,g}" if config.pos_encoding == "rope" else ""
+    shape |= {"positions": f"{config.max_seq_len:,} ({config.pos_encoding}{base})", "norm": config.norm_type}
     shape |= {"vocabulary": f"{ids:,} ids, embeddings {'tied' if config.tie_embeddings else 'not tied'}"}
     shape["stored as"] = exported.dtype
     return [

@@ -405,8 +405,8 @@ def test_a_share_is_raised_in_the_middle_of_a_run_without_compiling(folder):
             if step == 11:  # within the ramp; batches up to 13 are made already
                 told = setup.raise_share(11, "web", 3.0, 0.9)
                 again = build(config, folder / "store", past=Past(ledger.past_of(_entry(setup))))
-            now = setup.train_step(now, setup.feed[step], np.float32(setup.rates[step]))
-        assert setup.train_step._cache_size() == 1
+            now = setup.update_at(step)(now, setup.feed[step], *setup.knobs(step))
+        assert len(setup.programs.seconds) == 1
         assert told["kind"] == "replay" and told["phase"] == "b" and told["until"] == 18
         assert told["mixture_after"]["web"] > told["mixture_before"]["web"] > 0.2
         assert again.schedule == setup.schedule and again.rates.tolist() == setup.rates.tolist()

@@ -618,8 +618,8 @@ def test_the_state_of_a_run_is_its_adapters(place):
     assert saved and all(np.array_equal(whole[name], array) for name, array in saved.items())
     assert whole.keys() == saved.keys() | named(state.params).keys()
     # To the compiled function it is an argument, and so is the same at every step.
-    assert setup.train_step.keywords["frozen"] is setup.frozen
-    after = setup.train_step(state, setup.feed[0], *setup.knobs(0))
+    assert setup.update_at(0).keywords["frozen"] is setup.frozen
+    after = setup.update_at(0)(state, setup.feed[0], *setup.knobs(0))
     assert named(after.params).keys() == named(setup.trained).keys() and int(after.step) == 1
     assert all(np.array_equal(array, saved[name]) for name, array in named(setup.frozen).items())
     setup.feed.close()

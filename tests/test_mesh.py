@@ -97,7 +97,7 @@ def train_on_mesh(setup, checkpoints):
         batch = setup.feed[step]
         told["rows_a_device"] = batch.inputs_ABT.addressable_shards[0].data.shape[1]
         told["batches"].append(hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in batch)).hexdigest())
-        state = setup.train_step(state, batch, np.float32(setup.rates[step]))
+        state = setup.update_at(step)(state, batch, *setup.knobs(step))
         row = read_window(state.window, setup.plan.sources)
         told["losses"].append(row["loss"])
         told["grad_norms"].append(row["grad_norm"])
@@ -108,16 +108,14 @@ def train_on_mesh(setup, checkpoints):
             checkpoints.save(state, {}, {"primary": np.zeros((3, 1), np.float32)})
             checkpoints.wait()
             saved = as_bytes(state)
-    told["programs"] = [setup.train_step._cache_size(), setup.suite.num_traces]
+    told["programs"] = [len(setup.programs.seconds), setup.suite.num_traces]
     told["parts"] = parts(state)
     return told, saved
 
 
 def compiled_step(setup):
     """What the update of a setup is before and after compilation."""
-    lowered = setup.train_step.lower(
-        setup.abstract_state(len(setup.plan.sources)), setup.feed[0], np.float32(setup.rates[0])
-    )
+    lowered = setup.lower_update(setup.shape_at(0))
     compiled = lowered.compile()
     constraints = re.findall(r"sdy.sharding_constraint.*", lowered.as_text())
     return {
@@ -147,10 +145,10 @@ def main(folder: Path):
         restored = {"equal": as_bytes(state) == saved[old], "num_arrays": len(saved[old]), "losses": []}
         restored["parts"] = parts(state)
         for step in range(SAVED_AT, STEPS):
-            state = setups[new].train_step(state, setups[new].feed[step], np.float32(setups[new].rates[step]))
+            state = setups[new].update_at(step)(state, setups[new].feed[step], *setups[new].knobs(step))
             restored["losses"].append(read_window(state.window, setups[new].plan.sources)["loss"])
             state = state._replace(window=clear_window(state.window))
-        restored["programs"] = setups[new].train_step._cache_size()
+        restored["programs"] = len(setups[new].programs.seconds)
         told[f"{old} to {new}"] = restored
     for made in setups.values():
         made.feed.close()

@@ -43,8 +43,8 @@ def restore(
 ) -> Restored:
     """The whole parameters saved in `arrays`, on the mesh of the run or else on one that gives each device rows.
 
-    They are those after `step` updates; `ledger` is the run's, `make_model` the one that it was trained with, where it was. Raises InputError where what
-    adapters were trained beside is gone.
+    They are those after `step` updates; `ledger` is the run's, `make_model` the one that it was trained with, where
+    it was. Raises InputError where what adapters were trained beside is gone.
     """
     tune_device(config.train.deterministic)
     cache_compiled(store_dir)
@@ -57,7 +57,8 @@ def restore(
     if make_model is None:
         # What was trained, whatever its config would mean by now; how it is computed is the config's.
         configured = resolved_model(config, vocab_size)
-        architecture = replace(ModelConfig.of(architecture_at(ledger, step)), **{name: getattr(configured, name) for name in HOW})
+        how = {name: getattr(configured, name) for name in HOW}
+        architecture = replace(ModelConfig.of(architecture_at(ledger, step)), **how)
         model = transformer(architecture)
     else:
         architecture, model = None, make_model(vocab_size)

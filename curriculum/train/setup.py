@@ -75,7 +75,8 @@ class Setup:
     suite: Suite  # of the model itself, as `samples`: `suite_at` and `samples_at` know a phase's rope theta
     samples: Samples | None  # None: none are asked for
     model_of: Callable[[float | None], Model]  # on the mesh, by rope theta; None: the model's own
-    programs: Programs  # the compiled updates
+    lower_update: Callable[[StepShape], jax.stages.Lowered]
+    programs: Programs  # of `lower_update`, compiled
     initial_state: Callable[[], TrainState]
     # By number of sources, and the guard's window_steps (None: as configured): shapes, types and placement, no values.
     abstract_state: Callable[..., TrainState]
@@ -338,7 +339,7 @@ def build(
         params = jax.tree.map(lambda p: np.array(p) if isinstance(p, jax.Array) else p, model.init(config.seed))
         return compiled(place_state(mesh, params))
 
-    def compiled_update(shape: StepShape) -> Callable:
+    def lower_update(shape: StepShape) -> jax.stages.Lowered:
         train_step = make_train_step(
             model_of(shape.rope_theta),
             optimizer,
@@ -355,7 +356,7 @@ def build(
         )
         inputs = [abstract_state(len(plan.sources)), abstract_batch(mesh, shape), np.float32(0), np.int32(0)]
         beside = {} if frozen is None else {"frozen": jax.tree.map(_abstract, frozen)}
-        return jax.jit(train_step, donate_argnums=0, out_shardings=shardings).lower(*inputs, **beside).compile()
+        return jax.jit(train_step, donate_argnums=0, out_shardings=shardings).lower(*inputs, **beside)
 
     return Setup(
         config=config,
@@ -373,7 +374,8 @@ def build(
         suite=suite,
         samples=samples,
         model_of=model_of,
-        programs=Programs(compiled_update),
+        lower_update=lower_update,
+        programs=Programs(lambda shape: lower_update(shape).compile()),
         initial_state=initial_state,
         abstract_state=abstract_state,
         device_lines=device_lines(added_flags),
