@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 
 import click
 
@@ -70,7 +71,24 @@ def _one_line(problem: str) -> str:
 def main() -> None:
     sys.unraisablehook = _unraisable
     try:
-        sys.exit(cli(standalone_mode=False))
+        _command()
+    except BaseException as ending:
+        programs = sys.modules.get("curriculum.train.programs")
+        if programs is None or not programs.compiling():
+            raise
+        # The interpreter would wait for the compiler, which cannot be interrupted and may take minutes.
+        status = ending.code if isinstance(ending, SystemExit) else 1
+        if not isinstance(ending, SystemExit):
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _command() -> None:
+    """Run the command and leave with its exit code."""
+    try:
+        sys.exit(cli(standalone_mode=False) or 0)
     except InputError as error:
         for problem in error.problems:
             print(f"error: {_one_line(problem)}", file=sys.stderr)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 from phases.schedule import Segment
+
+COMPILE_THREAD = "curriculum-compile"
 
 
 class StepShape(NamedTuple):
@@ -44,7 +47,7 @@ class Programs:
         self._compile = compile
         self._ready: dict[StepShape, Callable] = {}
         self._ahead: dict[StepShape, Future] = {}
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="compile")
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix=COMPILE_THREAD)
         self.seconds: dict[StepShape, float] = {}
 
     def __getitem__(self, shape: StepShape) -> Callable:
@@ -65,15 +68,11 @@ class Programs:
                 self._ahead[shape] = self._worker.submit(self._make, shape)
 
     def close(self) -> None:
-        """Begin nothing more. What is being compiled is not waited for, but by the end of the process: the compiler
-        cannot be interrupted, and a process that ends under it crashes.
+        """Begin nothing more. What is being compiled is not waited for here, but by the interpreter as it ends: the
+        compiler cannot be interrupted, and a process that is taken down under it crashes. So the `curriculum` command
+        leaves without the interpreter's end.
         """
         self._worker.shutdown(wait=False, cancel_futures=True)
-
-    @property
-    def compiling(self) -> bool:
-        """Whether a program is being compiled in the background."""
-        return any(future.running() for future in self._ahead.values())
 
     def _make(self, shape: StepShape) -> Callable:
         started = time.perf_counter()
@@ -81,6 +80,11 @@ class Programs:
             program = self._compile(shape)
         self.seconds[shape] = time.perf_counter() - started
         return program
+
+
+def compiling() -> bool:
+    """Whether something is still being compiled after all `Programs` were closed: their threads end with it."""
+    return any(thread.name.startswith(COMPILE_THREAD) for thread in threading.enumerate())
 
 
 class _Noted:

@@ -45,7 +45,7 @@ from curriculum.train.optimizer import make_optimizer
 from curriculum.train.programs import Programs, StepShape
 from curriculum.train.samples import Samples
 from curriculum.train.start import Start, check_base, load_base_optimizer
-from curriculum.train.step import TrainState, init_state, make_train_step, window_for
+from curriculum.train.step import TrainState, Window, clear_window, init_state, make_train_step, window_for
 from evalsets.evalset import EvalSet
 from evalsets.suite import Suite
 from phases.batches import Batch, DataPlan, Draws
@@ -53,6 +53,7 @@ from phases.replay import ReplayRefused
 from phases.rollback import judged_from, passed_over
 from phases.schedule import Schedule, Segment, SourceSupply, cut
 
+_NO_ROPE = "is of the config's own models only, not of one that make_model gives; leave it out"
 EVAL_ROWS = 32  # of a micro-batch on a device, at most; on 2 CPU cores 32 is 1.1x 16, and all windows at once x0.65
 
 
@@ -75,6 +76,7 @@ class Setup:
     suite: Suite  # of the model itself, as `samples`: `suite_at` and `samples_at` know a phase's rope theta
     samples: Samples | None  # None: none are asked for
     model_of: Callable[[float | None], Model]  # on the mesh, by rope theta; None: the model's own
+    clear_window: Callable[[Window], Window]  # one dispatch, where array by array they take ten times as long
     lower_update: Callable[[StepShape], jax.stages.Lowered]
     programs: Programs  # of `lower_update`, compiled
     initial_state: Callable[[], TrainState]
@@ -261,6 +263,8 @@ def build(
     if make_model is not None:
         if config.adaptation.lora is not None:
             raise config.error([("adaptation.lora", NO_ADAPTERS)])
+        if given := [f"phases[{i}].rope_theta" for i, p in enumerate(config.phases) if p.rope_theta is not None]:
+            raise config.error((path, _NO_ROPE) for path in given)
         config = replace(config, model=None)
     elif config.model is None:
         raise config.error([("model", "got null and no other model; name a preset, or call train(make_model=...)")])
@@ -374,6 +378,7 @@ def build(
         suite=suite,
         samples=samples,
         model_of=model_of,
+        clear_window=jax.jit(clear_window, out_shardings=shardings.window),
         lower_update=lower_update,
         programs=Programs(lambda shape: lower_update(shape).compile()),
         initial_state=initial_state,

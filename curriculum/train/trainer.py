@@ -37,7 +37,7 @@ from curriculum.train.running import Running
 from curriculum.train.setup import Setup, build
 from curriculum.train.signals import Stopped, StopSignals
 from curriculum.train.start import Resumed, damaged_checkpoints, start_of, to_resume
-from curriculum.train.step import TrainState, clear_window, read_window
+from curriculum.train.step import TrainState, read_window
 from curriculum.train.watch import RegressionStop, no_verdicts, transfer_matrix
 from evalsets.metrics import Summary, WindowResults, summarise
 
@@ -309,7 +309,7 @@ def _loop(run: Running, resumed_step: int | None, stop: StopSignals) -> dict[str
         if done % config.logging.every == 0 or at_end:
             row = record.row(fields.metrics_row(setup, done, run.state, clock))  # an ordinary step's only host sync
             run.history = run.history.with_row(row)
-            run.state = run.state._replace(window=clear_window(run.state.window))
+            run.state = run.state._replace(window=setup.clear_window(run.state.window))
         names = _sets_due(config, done, setup.schedule.phase_ends)
         if names or done % config.logging.every == 0:
             check_diverged(run, done, whole_state=bool(names))
