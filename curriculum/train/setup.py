@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from curriculum.adaptation import HfBase, resolved_model
 from curriculum.config import Config
 from curriculum.config_checks import NO_ADAPTERS
+from curriculum.config_shapes import row_problems
 from curriculum.data.corpus import Corpus, load_corpus
 from curriculum.data.tokenizer import Tokenizer
 from curriculum.errors import InputError
@@ -38,7 +39,6 @@ from curriculum.train.mesh import (
     place_rows,
     place_state,
     row_shards,
-    rows_problem,
     state_shardings,
 )
 from curriculum.train.optimizer import make_optimizer
@@ -280,8 +280,8 @@ def build(
         model = transformer(architecture)
     else:
         architecture, model = None, make_model(corpus.tokenizer.vocab_size)
-        for rows, seq_len in dict.fromkeys((p.batch_size // p.grad_accum, p.seq_len) for p in _phase_sizes(config)):
-            check_model(model, corpus.tokenizer.vocab_size, rows, seq_len)
+        for micro_step in dict.fromkeys(_micro_steps(config)):
+            check_model(model, corpus.tokenizer.vocab_size, *micro_step)
     if start.base is not None:
         check_base(start.base, config, model if start.frozen is None else transformer(replace(architecture, lora=None)))
     frozen, lineage = None, start.lineage
@@ -451,7 +451,7 @@ def _eval_rows(config: Config, mesh: Mesh) -> int:
     So what makes updates smaller (`train.grad_accum`) makes an eval smaller as well.
     """
     shards = row_shards(mesh)
-    micro_step_tokens = max(p.batch_size // p.grad_accum * p.seq_len for p in _phase_sizes(config))
+    micro_step_tokens = max(num_rows * seq_len for num_rows, seq_len in _micro_steps(config))
     rows = min(EVAL_ROWS * shards, max(1, 2 * micro_step_tokens // config.eval_seq_len))
     return -(-rows // shards) * shards
 
@@ -462,32 +462,20 @@ def _mesh_of(config: Config) -> Mesh:
         mesh = make_mesh(config.mesh)
     except InputError as error:
         raise config.error(("mesh", problem) for problem in error.problems) from None
-    problems = {
-        (p.path, problem)
-        for p in _phase_sizes(config)
-        if (problem := rows_problem(p.batch_size, p.grad_accum, row_shards(mesh)))
-    }
-    if problems:
-        raise config.error(sorted(problems))
+    if problems := list(row_problems(config.train, config.phases, row_shards(mesh))):
+        raise config.error(problems)
     return mesh
 
 
-class _PhaseSizes(NamedTuple):
-    path: str  # where the batch size stands in the config
-    batch_size: int
-    grad_accum: int
+class _MicroStep(NamedTuple):
+    num_rows: int
     seq_len: int
 
 
-def _phase_sizes(config: Config) -> list[_PhaseSizes]:
-    """What each phase of a config says of its updates."""
-    train = config.train
+def _micro_steps(config: Config) -> list[_MicroStep]:
+    """The micro-steps of the config's phases."""
+    batch_size, seq_len = config.train.batch_size, config.train.seq_len
     return [
-        _PhaseSizes(
-            "train.batch_size" if phase.batch_size is None else f"phases[{i}].batch_size",
-            phase.batch_size or train.batch_size,
-            config.grad_accum_of(phase.name),
-            phase.seq_len or train.seq_len,
-        )
-        for i, phase in enumerate(config.phases)
+        _MicroStep((phase.batch_size or batch_size) // config.grad_accum_of(phase.name), phase.seq_len or seq_len)
+        for phase in config.phases
     ]
