@@ -1,0 +1,275 @@
+"""Phases of other shapes: each update compiled once and ahead of need, the same numbers however a batch is cut, resume at
+and around a switch, and everything that reads a checkpoint by the rope theta that it was trained with."""
+
+import threading
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from jax import monitoring
+from test_trainer import corpus, final_state, record  # noqa: F401
+
+from curriculum.config import build_config
+from curriculum.errors import InputError
+from curriculum.evaluate import evaluate
+from curriculum.export import export
+from curriculum.model.loss import nats_per_token
+from curriculum.model.presets import ModelConfig
+from curriculum.model.transformer import transformer
+from curriculum.run import load_run, read_json
+from curriculum.train import trainer
+from curriculum.train.checkpoint import load_params
+from curriculum.train.feed import Feed
+from curriculum.train.programs import COMPILE_THREAD, Programs, StepShape, compiling
+from curriculum.train.setup import Setup, build
+from curriculum.train.signals import Stopped
+from curriculum.train.step import read_window
+from curriculum.train.trainer import dry_run, train
+from evalsets.metrics import summarise
+
+COMPILED = "/jax/core/compile/backend_compile_duration"
+THETA = 500.0
+
+
+def shaped(corpus, **changes):  # noqa: F811
+    """36 steps: shorter rows, then the model's own, then fewer rows, of another theta, in micro-steps."""
+    mixture = {"web": 0.5, "law": 0.5}
+    data = {
+        "name": "shaped",
+        "tokenizer": {"kind": "byte"},
+        "model": {"preset": "tiny", "n_layer": 1, "d_model": 16, "n_head": 2, "n_kv_head": 1, "d_ff": 32},
+        "sources": {name: {"path": str(corpus / f"{name}.jsonl"), "held_out": "10%"} for name in ("web", "law")},
+        "phases": [
+            {"name": "short", "until": 12, "mixture": mixture, "seq_len": 16, "batch_size": 8},
+            {"name": "base", "until": 24, "mixture": mixture},
+            {
+                "name": "turned", "until": "end", "mixture": mixture,
+                "batch_size": 2, "grad_accum": 2, "rope_theta": THETA,
+            },
+        ],
+        "evalsets": {"every": 6, "primary": {"held_out_of": "web", "max_sequences": 3}, "sets": {}},
+        "train": {"steps": 36, "batch_size": 4, "seq_len": 32},
+        "optim": {"lr": 3e-3, "warmup_steps": 5, "decay_steps": 10},
+        "checkpoint": {"every": 6, "keep": 9},
+        "logging": {"every": 3, "tensorboard": False},
+    }  # fmt: skip
+    return {**data, **changes}
+
+
+SHAPES = [StepShape(1, 8, 16), StepShape(1, 4, 32), StepShape(2, 1, 32, THETA)]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return tmp_path_factory.mktemp("shaped-store")
+
+
+@pytest.fixture(scope="module")
+def whole(corpus, store, tmp_path_factory):  # noqa: F811
+    """The run in one go: its directory, its setup, and what the backend made, as (step under way, thread)."""
+    run_dir = tmp_path_factory.mktemp("shaped") / "run"
+    at, setups, compiled, original = [0], [], [], Setup.update_at
+
+    def update_at(setup, step):
+        if step == 11:  # let the background be done, however slow the machine
+            for future in setup.programs._ahead.values():
+                future.result()
+        at[0], setups[:] = step, [setup]
+        return original(setup, step)
+
+    def listen(event, seconds, **_):
+        if event == COMPILED:
+            compiled.append((at[0], threading.current_thread().name))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Setup, "update_at", update_at)
+        monitoring.register_event_duration_secs_listener(listen)
+        try:
+            train(build_config(shaped(corpus)), run_dir, store_dir=store)
+        finally:
+            monitoring.unregister_event_duration_listener(listen)
+    return run_dir, setups[0], compiled
+
+
+def test_every_shape_is_compiled_once_and_ahead(whole):
+    run_dir, setup, compiled = whole
+    assert setup.shapes_from(0) == SHAPES and list(setup.programs.seconds) == SHAPES
+    background = [step for step, thread in compiled if thread.startswith(COMPILE_THREAD)]
+    assert len(background) == 2 and max(background) < 12  # before the first switch
+    # Nothing at the first switch and after it, but the evals of the other theta, whose first is at step 30.
+    assert [step for step, _ in compiled if step >= 12 and step != 29] == []
+    stalls = {row["step"]: row["switch_stall_s"] for row in load_run(run_dir).metrics if "switch_stall_s" in row}
+    assert list(stalls) == [15, 27]
+    assert all(0 < stall < min(setup.programs.seconds.values()) for stall in stalls.values())
+
+
+def test_rows_tell_the_tokens_of_each_shape(whole):
+    run_dir, _, _ = whole
+    rows = {row["step"]: row for row in load_run(run_dir).metrics}
+    assert [rows[step]["tokens_seen"] for step in (12, 24, 36)] == [12 * 128, 24 * 128, 24 * 128 + 12 * 64]
+    assert {row["packing_utilization"] for row in rows.values()} == {1.0}
+    losses = [rows[step]["loss"] for step in (3, 12, 24, 36)]
+    assert losses == sorted(losses, reverse=True) and losses[0] > 5
+
+
+def test_the_theta_of_a_phase_is_what_it_is_trained_and_measured_with(whole, store):
+    """By hand from the checkpoint at the switch: the next batch's loss is that of the model of the new theta."""
+    run_dir, setup, _ = whole
+    base = setup.config
+    setup = build(base, store)
+    try:
+        state = setup.restore(trainer.Checkpoints(run_dir / "checkpoints"), 24, setup.plan.sources)
+        batch = setup.feed[24]
+        architecture = ModelConfig.of(read_json(run_dir / "model.json"))
+        assert architecture.rope_theta == 10_000
+        losses = {}
+        for theta in (10_000.0, THETA):
+            model = transformer(replace(architecture, rope_theta=theta))
+            rows = [np.asarray(a).reshape(2, 32) for a in (batch.inputs_ABT, batch.targets_ABT)]
+            losses[theta] = float(np.asarray(nats_per_token(model, state.params, *rows)[0], np.float64).mean())
+        assert abs(losses[THETA] - losses[10_000.0]) > 1e-4
+        after = setup.update_at(24)(state, batch, *setup.knobs(24))
+        assert read_window(after.window, setup.plan.sources)["loss"] == pytest.approx(losses[THETA], rel=2e-6)
+
+        evals = {e["step"]: e["val_loss"] for e in load_run(run_dir).events if e["event"] == "eval"}
+        evalset = setup.corpus.evalsets["primary"]
+        for step, theta in ((24, 10_000.0), (36, THETA)):
+            params = load_params(run_dir / f"checkpoints/{step}/params")
+            found = {}
+            for other in (10_000.0, THETA):
+                model = transformer(replace(architecture, rope_theta=other))
+                nats_NT, _ = nats_per_token(model, params, evalset.tokens_NT1[:, :-1], evalset.tokens_NT1[:, 1:])
+                found[other] = float(np.asarray(nats_NT, np.float64)[evalset.scored_NT].mean())
+            assert evals[step] == pytest.approx(found[theta], abs=2e-6)
+            assert min(abs(evals[step] - loss) for t, loss in found.items() if t != theta) > 1e-5
+    finally:
+        setup.close()
+
+
+def test_a_checkpoint_is_measured_later_as_it_was_then(whole, store):
+    run_dir, _, _ = whole
+    for step in (24, 30, 36):
+        results = evaluate(run_dir, step=step, store_dir=store).results["val"]
+        with np.load(run_dir / f"evals/{step}.npz") as then:
+            assert len(results.nats_N) and np.array_equal(results.nats_N, then["primary.nats"])
+
+
+def test_an_export_has_the_theta_of_its_step(whole, tmp_path):
+    run_dir, _, _ = whole
+    for step, theta in ((24, 10_000.0), (36, THETA)):
+        export(run_dir, tmp_path / f"own{step}", step=step)
+        assert read_json(tmp_path / f"own{step}/model.json")["rope_theta"] == theta
+        export(run_dir, tmp_path / f"hf{step}", format="hf", step=step)
+        config = read_json(tmp_path / f"hf{step}/config.json")
+        assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == theta
+        assert f"theta {theta:,g})" in (tmp_path / f"hf{step}/README.md").read_text()
+    assert read_json(run_dir / "model.json")["rope_theta"] == 10_000
+
+
+def test_a_run_that_begins_from_a_checkpoint_has_its_theta(whole, corpus, store, tmp_path):  # noqa: F811
+    run_dir, _, _ = whole
+    for step, theta in ((24, 10_000.0), (36, THETA)):
+        data = shaped(corpus, adaptation={"init_from": str(run_dir / f"checkpoints/{step}")})
+        del data["model"], data["tokenizer"]
+        data |= {"phases": [{"name": "only", "until": "end", "mixture": {"web": 1}}]}
+        setup = build(config := build_config(data), store, start=trainer.start_of(config))
+        setup.close()
+        assert setup.model.architecture["rope_theta"] == theta
+        evals = {e["step"]: e["val_loss"] for e in load_run(run_dir).events if e["event"] == "eval"}
+        measured = setup.suite_at(0).run(setup.initial_state().params)["primary"]
+        assert summarise(measured).loss == pytest.approx(evals[step], abs=1e-6)
+
+
+@pytest.mark.parametrize("stops", [(12, 24), (7, 19, 31)])
+def test_stopped_and_resumed_equals_one_go(stops, whole, corpus, store, tmp_path, monkeypatch):  # noqa: F811
+    run_dir, resume = tmp_path / "run", None
+    take = Feed.__getitem__
+
+    def stopping(at):
+        def taken(feed, step):
+            if step == at:
+                raise Stopped(15, step, None, "")  # nothing of this step is saved
+            return take(feed, step)
+
+        return taken
+
+    for at in stops:
+        monkeypatch.setattr(Feed, "__getitem__", stopping(at))
+        with pytest.raises(Stopped):
+            train(build_config(shaped(corpus)), run_dir, resume=resume, store_dir=store)
+        resume = "latest"
+    monkeypatch.setattr(Feed, "__getitem__", take)
+    train(build_config(shaped(corpus)), run_dir, resume=resume, store_dir=store)
+    assert final_state(run_dir) == final_state(whole[0])
+    assert record(run_dir) == record(whole[0])
+
+
+def test_micro_steps_of_a_phase_change_no_data_and_the_numbers_by_rounding(whole, corpus, store, tmp_path):  # noqa: F811
+    data = shaped(corpus)
+    for phase, grad_accum in zip(data["phases"], (4, 2, 1), strict=True):
+        phase["grad_accum"] = grad_accum
+    train(build_config(data), tmp_path / "run", store_dir=store)
+    rows, expected = load_run(tmp_path / "run").metrics, load_run(whole[0]).metrics
+    assert len(rows) == len(expected) == 12
+    for row, other in zip(rows, expected, strict=True):
+        assert row["tokens_seen"] == other["tokens_seen"] and row["mixture"] == other["mixture"]
+        assert row["loss"] == pytest.approx(other["loss"], rel=1e-5)
+    ours, its = (load_params(run / "checkpoints/36/params") for run in (tmp_path / "run", whole[0]))
+    for mine, other in zip(jax.tree.leaves(ours), jax.tree.leaves(its), strict=True):
+        np.testing.assert_allclose(mine, other, atol=1e-4)
+
+
+def test_a_dry_run_takes_a_step_of_every_shape(corpus, store):  # noqa: F811
+    told = dry_run(build_config(shaped(corpus)), store_dir=store)
+    assert list(told["shapes"]) == ["1 x 8 rows of 16 tokens", "1 x 4 rows of 32 tokens", "2 x 1 rows of 32 tokens, rope_theta 500"]  # fmt: skip
+    assert all(seconds > 0 for seconds in told["shapes"].values())
+
+
+def test_a_theta_is_not_for_a_model_of_ones_own(corpus, store):  # noqa: F811
+    with pytest.raises(InputError) as raised:
+        build(build_config(shaped(corpus)), store, make_model=lambda vocab_size: None)
+    assert raised.value.problems == [
+        "config: phases[2].rope_theta: is of the config's own models only, not of one that make_model gives; leave it out"
+    ]
+
+
+def test_what_cannot_be_compiled_in_the_background_is_told_at_its_step():
+    def compile(shape):
+        if shape.T == 32:
+            raise ValueError("no room for it")
+        return shape.T
+
+    programs = Programs(compile)
+    assert programs[SHAPES[0]] == 16
+    programs.ahead(SHAPES)
+    programs._worker.submit(lambda: None).result()  # the failure has been by now, and nothing was raised
+    assert programs[SHAPES[0]] == 16
+    with pytest.raises(ValueError, match="no room for it") as raised:
+        programs[SHAPES[2]]
+    assert raised.value.__notes__ == ["while the update of 2 x 1 rows of 32 tokens, rope_theta 500 was compiled"]
+    programs.close()
+
+
+def test_a_program_is_waited_for_made_at_once_or_left():
+    begun, go_on, made = threading.Event(), threading.Event(), []
+
+    def compile(shape):
+        made.append((shape.T, threading.current_thread().name.startswith(COMPILE_THREAD)))
+        if shape.T == 1:
+            begun.set()
+            assert go_on.wait(60)
+        return shape.T
+
+    first, second, third = (StepShape(1, 1, T) for T in (1, 2, 3))
+    programs = Programs(compile)
+    programs.ahead([first, second, third])
+    assert begun.wait(60)
+    assert programs[second] == 2  # not begun: made here, while the other one is under way
+    assert made == [(1, True), (2, False)]
+    programs.close()  # does not wait, and leaves the third
+    assert compiling()
+    threading.Timer(0.05, go_on.set).start()
+    assert programs[first] == 1  # waited for
+    programs._worker.shutdown(wait=True)
+    assert not compiling() and made == [(1, True), (2, False)] and sorted(s.T for s in programs.seconds) == [1, 2]

@@ -1,0 +1,203 @@
+"""What a phase switch costs: what is compiled for it, and how long training stalls.
+
+    python tools/bench_switch.py --json bench.json
+
+Two runs of `curriculum.train.trainer.train`, as a user's but that every step is logged, so that every step is timed:
+
+    same shapes    the phases change the mixture alone: the steps right after a switch against all steps
+    other shapes   the phases change seq_len, batch_size and rope_theta: when and where each update was compiled, and
+                   how long the host took to have the first update of a phase under way, in steps of that shape
+
+The model is that of nanoGPT's CPU run, 4 layers of 128, unless --small is given.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import platform
+import sys
+import tempfile
+import threading
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+
+MODELS = {
+    False: {"n_layer": 4, "d_model": 128, "n_head": 4, "n_kv_head": 4, "d_ff": 512},
+    True: {"n_layer": 1, "d_model": 32, "n_head": 2, "n_kv_head": 2, "d_ff": 64},
+}
+COMPILED = "/jax/core/compile/backend_compile_duration"  # what jax records whenever the backend makes a program
+SHAPES = [  # of the second run, with the phase's name
+    ("short", {"seq_len": 16, "batch_size": 48}),
+    ("base", {}),
+    ("small", {"batch_size": 6}),
+    ("long", {"seq_len": 128, "batch_size": 6, "rope_theta": 50_000.0}),
+]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("--switches", type=int, default=24, help="of the run whose shapes stay the same")
+    parser.add_argument("--steps", type=int, default=12, help="of each phase of that run")
+    parser.add_argument("--steps-a-shape", type=int, default=600, help="of each phase of the other run")
+    parser.add_argument("--small", action="store_true", help="a model of one layer")
+    parser.add_argument("--json", metavar="FILE", help="write the results there as well")
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        write_sources(folder)
+        report = {
+            "machine": machine(),
+            "same_shapes": same_shapes(folder, args),
+            "other_shapes": other_shapes(folder, args),
+        }
+    print_tables(report)
+    if args.json:
+        Path(args.json).write_text(json.dumps(report, indent=2) + "\n")
+
+
+def same_shapes(folder: Path, args: argparse.Namespace) -> dict:
+    """A run of `switches` + 1 phases that have only their mixtures apart."""
+    phases = [
+        {"name": f"p{i}", "until": (i + 1) * args.steps, "mixture": {"web": 1 + i % 2, "law": 2 - i % 2}}
+        for i in range(args.switches + 1)
+    ]
+    rows, compiled, _ = run(folder, "same", phases, args)
+    by_step = {row["step"]: row["step_time_s"] for row in rows[1:]}  # the first one is compiled
+    after = [by_step[phase["until"] + 1] for phase in phases[:-1]]
+    first_switch = phases[0]["until"]
+    return {
+        "switches": args.switches,
+        "compilations_before_the_first_switch": sum(step < first_switch for step, _, _ in compiled),
+        "compilations_after_it": sum(step >= first_switch for step, _, _ in compiled),
+        "median_step_ms": ms(np.median(list(by_step.values()))),
+        "median_step_after_a_switch_ms": ms(np.median(after)),
+        "after_a_switch_over_all": round(float(np.median(after) / np.median(list(by_step.values()))), 3),
+        "median_stall_ms": ms(np.median([row["switch_stall_s"] for row in rows if "switch_stall_s" in row])),
+    }
+
+
+def other_shapes(folder: Path, args: argparse.Namespace) -> list[dict]:
+    """A run whose every phase has a shape of its own; one row a phase."""
+    num_steps = args.steps_a_shape
+    phases = [
+        {"name": name, "until": (i + 1) * num_steps, "mixture": {"web": 0.5, "law": 0.5}, **shape}
+        for i, (name, shape) in enumerate(SHAPES)
+    ]
+    rows, compiled, setup = run(folder, "other", phases, args)
+    by_step = {row["step"]: row for row in rows}
+    updates = {shape: event for shape, event in zip(setup.programs.seconds, of_updates(setup, compiled), strict=True)}
+    found = []
+    for i, phase in enumerate(phases):
+        first = i * num_steps
+        shape = setup.shape_at(first)
+        step_s = float(np.median([by_step[step]["step_time_s"] for step in range(first + 3, first + num_steps + 1)]))
+        stall_s = by_step[first + 1].get("switch_stall_s")
+        found.append(
+            {
+                "phase": phase["name"],
+                "shape": str(shape),
+                "needed_at_step": first,
+                "compiled_during_step": updates[shape][0],
+                "in": updates[shape][1],
+                "compile_s": round(setup.programs.seconds[shape], 2),
+                "median_step_ms": ms(step_s),
+                "stall_ms": None if stall_s is None else ms(stall_s),
+                "stall_in_steps": None if stall_s is None else round(stall_s / step_s, 2),
+            }
+        )
+    return found
+
+
+def of_updates(setup, compiled: list[tuple[int, str, float]]) -> list[tuple[int, str]]:
+    """(step under way, thread) of the compilation of each update, in order: the first in the foreground, then those in
+    the thread."""
+    background = [(step, "background") for step, thread, _ in compiled if thread.startswith("curriculum-compile")]
+    foreground = len(setup.programs.seconds) - len(background)
+    return [(0, "foreground")] * foreground + background
+
+
+def run(folder: Path, name: str, phases: list[dict], args: argparse.Namespace):
+    """(metrics rows, compilations as (step under way, thread, seconds), the setup) of a run."""
+    from jax import monitoring
+
+    from curriculum.config import build_config
+    from curriculum.run import load_run
+    from curriculum.train.setup import Setup
+    from curriculum.train.trainer import train
+
+    at, setups, compiled = [0], [], []
+
+    def listen(event: str, seconds: float, **_) -> None:
+        if event == COMPILED:
+            compiled.append((at[0], threading.current_thread().name, seconds))
+
+    def update_at(setup, step):
+        at[0], setups[:] = step, [setup]
+        return unwatched(setup, step)
+
+    config = build_config(
+        {
+            "name": name,
+            "tokenizer": {"kind": "byte"},
+            "model": {"preset": "tiny", **MODELS[args.small], "max_seq_len": 128},
+            "sources": {
+                source: {"path": str(folder / f"{source}.jsonl"), "held_out": "5%"} for source in ("web", "law")
+            },
+            "phases": phases,
+            "evalsets": {"every": 10**6, "primary": {"held_out_of": "web", "max_sequences": 4}, "sets": {}},
+            "train": {"steps": phases[-1]["until"], "batch_size": 12, "seq_len": 64},
+            "optim": {"lr": 1e-30},  # no eval is better than the first, so that no gold is saved where a phase ends
+            "checkpoint": {"every": 10**6},
+            "logging": {"every": 1, "tensorboard": False},
+        }
+    )
+    unwatched, Setup.update_at = Setup.update_at, update_at
+    monitoring.register_event_duration_secs_listener(listen)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            train(config, folder / name, store_dir=folder / "store")
+    finally:
+        Setup.update_at = unwatched
+        monitoring.unregister_event_duration_listener(listen)
+    return load_run(folder / name).metrics, compiled, setups[0]
+
+
+def write_sources(folder: Path) -> None:
+    random = np.random.default_rng(0)
+    letters = np.array(list("abcdefghijklmnopqrstuvwxyz"))
+    words = ["".join(random.choice(letters, int(random.integers(2, 9)))) for _ in range(1000)]
+    for name in ("web", "law"):
+        texts = [" ".join(random.choice(words, 300)) for _ in range(300)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+def ms(seconds: float) -> float:
+    return round(float(seconds) * 1e3, 3)
+
+
+def print_tables(report: dict) -> None:
+    print(", ".join(f"{key}: {setting}" for key, setting in report["machine"].items()))
+    print("\nphases of the same shapes")
+    for name, value in report["same_shapes"].items():
+        print(f"  {name:40} {value:>10}")
+    print("\nphases of other shapes")
+    table = [list(report["other_shapes"][0]), *([str(x) for x in row.values()] for row in report["other_shapes"])]
+    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+    for row in table:
+        print("  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)))
+
+
+def machine() -> dict:
+    model = platform.processor()
+    if sys.platform == "linux":
+        with open("/proc/cpuinfo") as file:
+            model = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), model)
+    return {"processor": model, "cores": os.cpu_count(), "jax": version("jax")}
+
+
+if __name__ == "__main__":
+    main()
