@@ -1,10 +1,11 @@
 """Phases of other shapes: each update compiled once and ahead of need, the same numbers however a batch is cut, resume at
 and around a switch, and everything that reads a checkpoint by the rope theta that it was trained with."""
 
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 
-import jax
 import numpy as np
 import pytest
 from jax import monitoring
@@ -29,7 +30,7 @@ from curriculum.train.trainer import dry_run, train
 from evalsets.metrics import summarise
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
-THETA = 500.0
+THETA = 3.0
 
 
 def shaped(corpus, **changes):  # noqa: F811
@@ -50,7 +51,7 @@ def shaped(corpus, **changes):  # noqa: F811
         ],
         "evalsets": {"every": 6, "primary": {"held_out_of": "web", "max_sequences": 3}, "sets": {}},
         "train": {"steps": 36, "batch_size": 4, "seq_len": 32},
-        "optim": {"lr": 3e-3, "warmup_steps": 5, "decay_steps": 10},
+        "optim": {"lr": 3e-2, "warmup_steps": 2, "decay_steps": 10},
         "checkpoint": {"every": 6, "keep": 9},
         "logging": {"every": 3, "tensorboard": False},
     }  # fmt: skip
@@ -109,10 +110,10 @@ def test_rows_tell_the_tokens_of_each_shape(whole):
     rows = {row["step"]: row for row in load_run(run_dir).metrics}
     assert [rows[step]["tokens_seen"] for step in (12, 24, 36)] == [12 * 128, 24 * 128, 24 * 128 + 12 * 64]
     assert {row["packing_utilization"] for row in rows.values()} == {1.0}
-    losses = [rows[step]["loss"] for step in (3, 12, 24, 36)]
-    assert losses == sorted(losses, reverse=True) and losses[0] > 5
+    assert rows[3]["loss"] > rows[36]["loss"] > 0
 
 
+@pytest.mark.slow
 def test_the_theta_of_a_phase_is_what_it_is_trained_and_measured_with(whole, store):
     """By hand from the checkpoint at the switch: the next batch's loss is that of the model of the new theta."""
     run_dir, setup, _ = whole
@@ -147,6 +148,7 @@ def test_the_theta_of_a_phase_is_what_it_is_trained_and_measured_with(whole, sto
         setup.close()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_measured_later_as_it_was_then(whole, store):
     run_dir, _, _ = whole
     for step in (24, 30, 36):
@@ -155,6 +157,7 @@ def test_a_checkpoint_is_measured_later_as_it_was_then(whole, store):
             assert len(results.nats_N) and np.array_equal(results.nats_N, then["primary.nats"])
 
 
+@pytest.mark.slow
 def test_an_export_has_the_theta_of_its_step(whole, tmp_path):
     run_dir, _, _ = whole
     for step, theta in ((24, 10_000.0), (36, THETA)):
@@ -167,6 +170,7 @@ def test_an_export_has_the_theta_of_its_step(whole, tmp_path):
     assert read_json(run_dir / "model.json")["rope_theta"] == 10_000
 
 
+@pytest.mark.slow
 def test_a_run_that_begins_from_a_checkpoint_has_its_theta(whole, corpus, store, tmp_path):  # noqa: F811
     run_dir, _, _ = whole
     for step, theta in ((24, 10_000.0), (36, THETA)):
@@ -181,6 +185,7 @@ def test_a_run_that_begins_from_a_checkpoint_has_its_theta(whole, corpus, store,
         assert summarise(measured).loss == pytest.approx(evals[step], abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stops", [(12, 24), (7, 19, 31)])
 def test_stopped_and_resumed_equals_one_go(stops, whole, corpus, store, tmp_path, monkeypatch):  # noqa: F811
     run_dir, resume = tmp_path / "run", None
@@ -205,33 +210,42 @@ def test_stopped_and_resumed_equals_one_go(stops, whole, corpus, store, tmp_path
     assert record(run_dir) == record(whole[0])
 
 
-def test_micro_steps_of_a_phase_change_no_data_and_the_numbers_by_rounding(whole, corpus, store, tmp_path):  # noqa: F811
+@pytest.mark.slow
+def test_micro_steps_of_a_phase_change_no_data_and_the_numbers_by_rounding(whole, corpus, store):  # noqa: F811
     data = shaped(corpus)
     for phase, grad_accum in zip(data["phases"], (4, 2, 1), strict=True):
         phase["grad_accum"] = grad_accum
-    train(build_config(data), tmp_path / "run", store_dir=store)
-    rows, expected = load_run(tmp_path / "run").metrics, load_run(whole[0]).metrics
-    assert len(rows) == len(expected) == 12
-    for row, other in zip(rows, expected, strict=True):
-        assert row["tokens_seen"] == other["tokens_seen"] and row["mixture"] == other["mixture"]
-        assert row["loss"] == pytest.approx(other["loss"], rel=1e-5)
-    ours, its = (load_params(run / "checkpoints/36/params") for run in (tmp_path / "run", whole[0]))
-    for mine, other in zip(jax.tree.leaves(ours), jax.tree.leaves(its), strict=True):
-        np.testing.assert_allclose(mine, other, atol=1e-4)
+    setups = [build(build_config(d), store) for d in (shaped(corpus), data)]
+    checkpoints = trainer.Checkpoints(whole[0] / "checkpoints")
+    assert setups[1].shapes_from(0) == [StepShape(4, 2, 16), StepShape(2, 2, 32), StepShape(1, 2, 32, THETA)]
+    for step in (6, 12, 24):  # the first two phases, and the last
+        batches, told = [], []
+        for setup in setups:
+            state = setup.restore(checkpoints, step, setup.plan.sources)
+            batches.append([np.asarray(a).reshape(-1) for a in setup.feed[step]])
+            after = setup.update_at(step)(state, setup.feed[step], *setup.knobs(step))
+            told.append(read_window(after.window, setup.plan.sources))
+        assert all(np.array_equal(*arrays) for arrays in zip(*batches, strict=True))
+        # Sums of float32 in another order.
+        assert told[0]["loss"] == pytest.approx(told[1]["loss"], rel=1e-6)
+        assert told[0]["grad_norm"] == pytest.approx(told[1]["grad_norm"], rel=1e-5)
+    for setup in setups:
+        setup.close()
 
 
+@pytest.mark.slow
 def test_a_dry_run_takes_a_step_of_every_shape(corpus, store):  # noqa: F811
     told = dry_run(build_config(shaped(corpus)), store_dir=store)
-    assert list(told["shapes"]) == ["1 x 8 rows of 16 tokens", "1 x 4 rows of 32 tokens", "2 x 1 rows of 32 tokens, rope_theta 500"]  # fmt: skip
+    assert list(told["shapes"]) == ["1 x 8 rows of 16 tokens", "1 x 4 rows of 32 tokens", "2 x 1 rows of 32 tokens, rope_theta 3"]  # fmt: skip
     assert all(seconds > 0 for seconds in told["shapes"].values())
 
 
 def test_a_theta_is_not_for_a_model_of_ones_own(corpus, store):  # noqa: F811
     with pytest.raises(InputError) as raised:
         build(build_config(shaped(corpus)), store, make_model=lambda vocab_size: None)
-    assert raised.value.problems == [
-        "config: phases[2].rope_theta: is of the config's own models only, not of one that make_model gives; leave it out"
-    ]
+    assert raised.value.problems == (
+        "config: phases[2].rope_theta: is of the config's own models only, not of one that make_model gives; leave it out",
+    )
 
 
 def test_what_cannot_be_compiled_in_the_background_is_told_at_its_step():
@@ -247,7 +261,7 @@ def test_what_cannot_be_compiled_in_the_background_is_told_at_its_step():
     assert programs[SHAPES[0]] == 16
     with pytest.raises(ValueError, match="no room for it") as raised:
         programs[SHAPES[2]]
-    assert raised.value.__notes__ == ["while the update of 2 x 1 rows of 32 tokens, rope_theta 500 was compiled"]
+    assert raised.value.__notes__ == ["while the update of 2 x 1 rows of 32 tokens, rope_theta 3 was compiled"]
     programs.close()
 
 
@@ -273,3 +287,25 @@ def test_a_program_is_waited_for_made_at_once_or_left():
     assert programs[first] == 1  # waited for
     programs._worker.shutdown(wait=True)
     assert not compiling() and made == [(1, True), (2, False)] and sorted(s.T for s in programs.seconds) == [1, 2]
+
+
+ENDS = """
+import sys, time
+from curriculum.cli import main
+from curriculum.train.programs import Programs, StepShape
+programs = Programs(lambda shape: time.sleep(300))
+programs.ahead([StepShape(1, 1, 1)])
+programs.close()
+def command():
+    print("saved")
+    {ends}
+main._command = command
+main.main()
+"""
+
+
+@pytest.mark.parametrize("ends, code, told", [("sys.exit(143)", 143, ""), ("1 / 0", 1, "ZeroDivisionError")])
+def test_the_command_ends_while_something_is_compiled(ends, code, told):
+    command = [sys.executable, "-c", ENDS.format(ends=ends)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stdout) == (code, "saved\n") and told in done.stderr
