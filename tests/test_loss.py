@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from curriculum.model import loss
-from curriculum.model.loss import nats_per_token, sample_targets, sum_nats
+from curriculum.model.loss import _nats, nats_per_token, sample_targets, sum_nats
 from curriculum.model.model import Model
 from curriculum.model.presets import ModelConfig
 from curriculum.model.transformer import forward, head, init_params, transformer
@@ -149,3 +149,9 @@ def test_sampled_targets_follow_the_models_probabilities():
     first, again = (draw(keys[:1]) for _ in range(2))
     np.testing.assert_array_equal(first, again)
     assert len(np.unique(drawn_NBT[:, 0, 0])) > 5
+
+
+def test_of_equally_likely_tokens_the_first_is_the_likeliest():
+    logits_BTV = jnp.array([[[1, 3, 3, 0], [1, 3, 3, 0], [2, 2, 2, 2], [2, 2, 2, 2], [1, 2, 3, np.nan]]], jnp.float32)
+    _, correct_BT = _nats(logits_BTV, jnp.array([[1, 2, 0, 3, 2]]))
+    assert correct_BT.tolist() == [[True, False, True, False, False]]

@@ -153,7 +153,11 @@ def _without_padding(logits_BTV: jax.Array, num_ids: int | None) -> jax.Array:
 def _nats(logits_BTV: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
     target_logits_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
     nats_BT = jax.nn.logsumexp(logits_BTV, axis=-1) - target_logits_BT
-    return nats_BT, logits_BTV.argmax(axis=-1) == targets_BT
+    # The target comes first among the likeliest, as `argmax` has it, in a reduction that XLA's CPU compiler vectorises.
+    ids_V, target_BT1 = jnp.arange(logits_BTV.shape[-1]), targets_BT[..., None]
+    below_BTV = logits_BTV < target_logits_BT[..., None]
+    tied_after_BTV = (logits_BTV == target_logits_BT[..., None]) & (ids_V >= target_BT1)
+    return nats_BT, (below_BTV | tied_after_BTV).all(axis=-1)
 
 
 def _by_chunk(function, arrays, kernel_VD):

@@ -1,0 +1,171 @@
+"""Time an eval beside the forward pass alone: what padding, sums and the fetch of results cost.
+
+    python tools/bench_eval.py [--sizes tiny medium] [--json FILE]
+
+The limit is a jitted forward pass with its mean loss over full micro-batches that lie on the device: no accuracy, no
+sum by window, nothing fetched. The eval is the one of training (`make_suite`), over sets of documents with long-tailed
+lengths, about 700 tokens on average; `limit, accuracy` is the limit with whether each target is the likeliest token,
+which an eval reports as well. All variants take turns in one process. `slots` are windows x seq_len, `tokens` those of
+them that are scored: the others are padding behind a document's last token, and in the last micro-batch of a set.
+
+Ratios are to the limit, of medians over the rounds; on a machine that others use, believe those of processor seconds.
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from importlib.metadata import version
+
+SIZES = {  # seq_len, training batch, the `model` section
+    "tiny": (128, 16, {"preset": "tiny"}),  # the quickstart's
+    "medium": (256, 16, {"preset": "tiny", "n_layer": 6, "n_head": 6, "n_kv_head": 6, "d_model": 384, "d_ff": 1536}),
+}
+VOCAB_SIZE = 4096
+SETS = ("primary", "general", "domain", "code")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["tiny"])
+    parser.add_argument("--windows", type=int, default=96, help="of each set")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", metavar="FILE", help="write the results there as well")
+    args = parser.parse_args(argv)
+    report = {"machine": machine(), "results": [r for s in args.sizes for r in measure(s, args.windows, args.rounds)]}
+    print_table(report)
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(report, file, indent=2)
+
+
+def measure(size: str, num_windows: int, num_rounds: int) -> list[dict]:
+    """A row for the limit and one for evals of three sets and of four."""
+    from curriculum.train.device import tune_malloc
+
+    tune_malloc()
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from curriculum.adaptation import resolved_model
+    from curriculum.config import build_config
+    from curriculum.model.loss import nats_per_token
+    from curriculum.model.transformer import init_params, transformer
+    from curriculum.train.mesh import make_mesh, place_rows, place_state
+    from curriculum.train.setup import make_suite
+
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, seconds, **_: compiled.append(event) if event.endswith("backend_compile_duration") else None
+    )
+    seq_len, batch_size, model_section = SIZES[size]
+    config = build_config(
+        {
+            "model": model_section,
+            "sources": {"text": {"path": "text"}},
+            "phases": [{"name": "all", "until": "end", "mixture": {"text": 1}}],
+            "evalsets": {"primary": {"path": "text"}},
+            "train": {"steps": 1, "batch_size": batch_size, "seq_len": seq_len},
+        },
+        check_paths=False,
+    )
+    mesh = make_mesh(config.mesh)
+    architecture = resolved_model(config, VOCAB_SIZE)
+    model, params = transformer(architecture), place_state(mesh, init_params(architecture, seed=0))
+    evalsets = [make_evalset(name, seed, seq_len, num_windows) for seed, name in enumerate(SETS)]
+    suites = {n: make_suite(config, mesh, model, evalsets[:n]) for n in (3, 4)}
+    num_rows = {
+        n: [arrays[0].shape[0] for some in s._micro_batches.values() for arrays in some] for n, s in suites.items()
+    }
+    rows = num_rows[3][0]
+    tokens_BT1 = np.random.default_rng(9).integers(1, VOCAB_SIZE, (rows, seq_len + 1), np.int32)
+    batches = [[place_rows(mesh, tokens_BT1[:, at]) for at in (slice(-1), slice(1, None))] for _ in num_rows[3]]
+
+    @jax.jit
+    def forward(params, inputs_BT, targets_BT):
+        return nats_per_token(model, params, inputs_BT, targets_BT)[0].mean()
+
+    @jax.jit
+    def forward_accuracy(params, inputs_BT, targets_BT):
+        return jax.tree.map(jnp.mean, nats_per_token(model, params, inputs_BT, targets_BT))
+
+    work = {
+        "limit": lambda: jax.block_until_ready([forward(params, *batch) for batch in batches]),
+        "limit, accuracy": lambda: jax.block_until_ready([forward_accuracy(params, *batch) for batch in batches]),
+        "eval of 3 sets": lambda: suites[3].run(params),
+        "eval of 4 sets": lambda: suites[4].run(params),
+    }
+    compilations = {}
+    for name, run in work.items():
+        compiled.clear()
+        run()
+        compilations[name] = len(compiled)
+    compiled.clear()
+    seconds, cpu_seconds = ({name: [] for name in work} for _ in range(2))
+    for _ in range(num_rounds):
+        for name, run in work.items():
+            before, cpu_before = time.perf_counter(), time.process_time()
+            run()
+            seconds[name].append(time.perf_counter() - before)
+            cpu_seconds[name].append(time.process_time() - cpu_before)
+    assert not compiled, "something was compiled while it was timed"
+    slots = dict.fromkeys(("limit", "limit, accuracy"), len(batches) * rows * seq_len)
+    tokens = dict(slots)
+    for n in suites:
+        slots[f"eval of {n} sets"] = sum(num_rows[n]) * seq_len
+        tokens[f"eval of {n} sets"] = sum(evalset.num_tokens for evalset in evalsets[:n])
+    results = []
+    for name in work:
+        wall, cpu = (float(np.median(taken[name])) for taken in (seconds, cpu_seconds))
+        limit, cpu_limit = (slots["limit"] / float(np.median(taken["limit"])) for taken in (seconds, cpu_seconds))
+        results.append(
+            {
+                "size": size,
+                "variant": name,
+                "compilations": compilations[name],
+                "slots": slots[name],
+                "tokens": tokens[name],
+                "ms_median": round(wall * 1e3, 2),
+                "slots_per_sec": round(slots[name] / wall),
+                "tokens_per_sec": round(tokens[name] / wall),
+                "slots_ratio": round(slots[name] / wall / limit, 3),
+                "slots_cpu_ratio": round(slots[name] / cpu / cpu_limit, 3),
+                "tokens_ratio": round(tokens[name] / wall / limit, 3),
+                "tokens_cpu_ratio": round(tokens[name] / cpu / cpu_limit, 3),
+            }
+        )
+    return results
+
+
+def make_evalset(name: str, seed: int, seq_len: int, num_windows: int):
+    import numpy as np
+
+    from evalsets.evalset import cut_windows
+
+    random = np.random.default_rng(seed)
+    lengths = random.lognormal(6, 1.1, max(30, num_windows)).astype(int) + 1
+    documents = [random.integers(1, VOCAB_SIZE, length) for length in lengths]
+    return cut_windows(name, documents, np.ones(VOCAB_SIZE, int), 0, seq_len, num_windows)
+
+
+def print_table(report: dict) -> None:
+    print(", ".join(f"{key}: {setting}" for key, setting in report["machine"].items()))
+    columns = list(report["results"][0])
+    print("  ".join(f"{name:>16}" for name in columns))
+    for row in report["results"]:
+        print("  ".join(f"{row[name]:>16}" for name in columns))
+
+
+def machine() -> dict:
+    model = platform.processor()
+    if sys.platform == "linux":
+        with open("/proc/cpuinfo") as file:
+            model = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), model)
+    return {"processor": model, "cores": os.cpu_count(), "jax": version("jax")}
+
+
+if __name__ == "__main__":
+    main()
