@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -22,7 +23,7 @@ from curriculum.evaluate import evaluate
 from curriculum.export import export
 from curriculum.manifest import damage, write_manifest
 from curriculum.run import RunDirectory, find_checkpoint, load_run, undamaged
-from curriculum.train.checkpoint import Checkpoints, NonFiniteState, load_params, save_params
+from curriculum.train.checkpoint import Checkpoints, NonFiniteState, check_finite, load_params, save_params
 from curriculum.train.start import to_resume
 from curriculum.train.step import init_state
 
@@ -351,3 +352,27 @@ def test_a_save_that_fails_in_the_background_is_raised_and_leaves_nothing(tmp_pa
     save(checkpoints, 3)
     checkpoints.close()
     assert checkpoints.steps() == [1, 3]
+
+
+def test_an_update_may_take_the_state_over_at_once(tmp_path):
+    checkpoints, state = Checkpoints(tmp_path / "checkpoints"), jax.device_put(state_at(3))
+    before = jax.tree.map(np.array, state.params)
+    checkpoints.save(state, {}, {"set": np.zeros((1, 2), np.float32)})
+    add_one = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
+    after = jax.block_until_ready(add_one(state))
+    assert jax.tree.leaves(state.params)[0].is_deleted()
+    checkpoints.close()
+    jax.tree.map(np.testing.assert_array_equal, load_params(tmp_path / "checkpoints/3/params"), before)
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y + 1), after.params, before)
+
+
+def test_what_was_found_finite_vouches_for_nothing_else():
+    state = jax.device_put(state_at(3))
+    for _ in range(2):
+        check_finite(state)
+    adam, *rest = state.opt_state
+    for value in (np.nan, np.inf, -np.inf):
+        bad = state._replace(opt_state=(adam._replace(nu={"w": adam.nu["w"].at[-1, -1].set(value)}), *rest))
+        with pytest.raises(NonFiniteState, match=r"nu\.w is not finite"):
+            check_finite(bad)
+    check_finite(state)

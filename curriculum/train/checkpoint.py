@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
@@ -28,6 +29,7 @@ from curriculum.train.quiet import quiet_failed_saves
 from curriculum.train.step import TrainState
 
 _EMA = "ema"  # an item of its own where a moving average is kept, so that it can be read alone
+_ARRAYS = ("params", "train", "baselines", _EMA)  # the items of a step that are trees of arrays
 _LEFT_OVER = re.compile(r"\.\d+\.(saving.*|deleting|adopted)")
 
 
@@ -62,7 +64,9 @@ class Checkpoints:
     @cached_property
     def _writer(self) -> ocp.AsyncCheckpointer:
         quiet_failed_saves()
-        return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+        # Compressing float32 noise saves 7 % of the disk, and takes more of the processor than all the rest of a save.
+        arrays = {name: ocp.PyTreeCheckpointHandler(use_compression=False) for name in _ARRAYS}
+        return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**arrays, ledger=ocp.JsonCheckpointHandler()))
 
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:
@@ -75,6 +79,8 @@ class Checkpoints:
     def save(self, state: TrainState, ledger: dict[str, Any], baselines: Mapping[str, np.ndarray]) -> None:
         """Start saving the state as of its step; `baselines` are float32 [B, N] by eval set.
 
+        The next update may take the state over as soon as this returns, and waits for nothing: where the device's
+        memory is the host's, what is written is a copy, which takes the state's memory again until it is on the disk.
         Raises SaveFailed where the disk does not take it, or did not take the one before, NonFiniteState before
         anything is written, and RuntimeError where a later step is there.
         """
@@ -85,16 +91,16 @@ class Checkpoints:
             raise RuntimeError(
                 f"{self.directory}: step {step} was not saved: step {newest} is there already; move the later ones away"
             )
-        items = ocp.args.Composite(
-            params=ocp.args.StandardSave(state.params),
-            train=ocp.args.StandardSave(beside_params(state)),
-            ledger=ocp.args.JsonSave(ledger),
-            baselines=ocp.args.StandardSave(dict(baselines)),
-            **({} if state.ema is None else {_EMA: ocp.args.StandardSave(state.ema)}),
-        )
+        arrays = {"params": state.params, "train": beside_params(state)}
+        if state.ema is not None:
+            arrays[_EMA] = state.ema
+        if jax.default_backend() == "cpu":  # elsewhere the writer returns once it has the arrays on the host
+            arrays = _copied(arrays)
+        saved = {name: ocp.args.PyTreeSave(tree) for name, tree in {**arrays, "baselines": dict(baselines)}.items()}
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._drop_partial()  # of a save that failed: writes that were under way then may have ended since
+            items = ocp.args.Composite(**saved, ledger=ocp.args.JsonSave(ledger))
             self._writer.save(self._partial(step), items)
         except (OSError, ValueError) as error:
             self._drop_partial()
@@ -264,18 +270,39 @@ def beside_params(state: TrainState) -> dict[str, Any]:
 
 
 def check_finite(state: TrainState) -> None:
-    """Raise NonFiniteState, naming the first of them, where parameters, optimizer state or average hold no number."""
+    """Raise NonFiniteState, naming the first of them, where parameters, optimizer state or average hold no number.
+
+    Arrays that it looked at last are not looked at again: before a save several ask.
+    """
+    global _looked_at
     parts = {"params": state.params, "opt_state": state.opt_state, _EMA: state.ema}
+    leaves = jax.tree.leaves(parts)
+    if len(leaves) == len(_looked_at) and all(seen() is leaf for seen, leaf in zip(_looked_at, leaves, strict=True)):
+        return
     finite = np.asarray(_finite(parts))
     if not finite.all():
         name = parameter_name(jax.tree.leaves_with_path(parts)[int(np.argmin(finite))][0])
         raise NonFiniteState(f"{name} is not finite after step {int(state.step)}: it is not saved")
+    _looked_at = [weakref.ref(leaf) for leaf in leaves]
+
+
+_looked_at: list[weakref.ref] = []  # arrays are never changed; a state's are finite once they were
 
 
 @jax.jit
 def _finite(tree: Any) -> jax.Array:
-    """Whether each leaf is finite everywhere."""
-    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)])
+    """Whether each leaf is finite everywhere. By the largest of each row: on CPUs that is spread over the cores, and
+    takes 0.4 of the time of `isfinite(leaf).all()`.
+    """
+    return jnp.stack(
+        [(jnp.abs(jnp.atleast_1d(leaf)).max(axis=-1, initial=0) < jnp.inf).all() for leaf in jax.tree.leaves(tree)]
+    )
+
+
+@jax.jit
+def _copied(tree: Any) -> Any:
+    """A copy by all cores. An update to which arrays are donated that are being read copies them itself, by one."""
+    return jax.tree.map(jnp.copy, tree)
 
 
 def _of_disk(error: Exception) -> Exception:

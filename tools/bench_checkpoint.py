@@ -1,0 +1,156 @@
+"""Time what a save costs training: the steps around it, the one after it included, beside a synchronous save.
+
+    python tools/bench_checkpoint.py [--megabytes 300] [--rounds 5] [--json FILE]
+
+The state is that of AdamW over a transformer, its moments random, so that nothing compresses; the loop is of the
+trainer's update on few tokens. Windows of as many steps take turns: without a save, with one that is waited for
+(`synchronous`), and with one in the background. `lost_ms` is a window's time beyond that of the windows without, the
+check for infinities before a save included; of the background save the parts that the host waits for are told apart:
+until `save` returns, and what the step after it takes beyond an ordinary one. What is left of `lost_ms` is the writer's
+threads, the checksums and the disk taking the cores from the steps meanwhile: on two cores that cannot be hidden.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+ROWS, POSITIONS = 1, 64
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("--megabytes", type=int, default=300, help="of parameters and moments, at least")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=10, help="of a window")
+    parser.add_argument("--json", metavar="FILE", help="write the results there as well")
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        report = {"machine": machine(), "results": measure(Path(folder), args.megabytes, args.rounds, args.steps)}
+    print_table(report)
+    if args.json:
+        Path(args.json).write_text(json.dumps(report, indent=2))
+
+
+def measure(folder: Path, megabytes: int, num_rounds: int, num_steps: int) -> list[dict]:
+    from curriculum.train.device import tune_malloc
+
+    tune_malloc()
+    import jax
+    import numpy as np
+
+    from curriculum.model.presets import ModelConfig
+    from curriculum.model.transformer import init_params, transformer
+    from curriculum.train.checkpoint import Checkpoints, check_finite
+    from curriculum.train.optimizer import OptimConfig, make_optimizer
+    from curriculum.train.step import init_state, make_train_step
+    from phases.batches import Batch
+
+    width = 512
+    num_layers = -(-megabytes * 10**6 // (12 * 12 * width**2))  # 12 bytes a parameter, 12 x width^2 of them a layer
+    config = ModelConfig(
+        vocab_size=512,
+        n_layer=num_layers,
+        n_head=8,
+        n_kv_head=8,
+        d_model=width,
+        d_ff=4 * width,
+        max_seq_len=POSITIONS,
+        mlp_type="gelu",
+    )
+    random = np.random.default_rng(0)
+    optimizer = make_optimizer(OptimConfig())
+    state = init_state(jax.tree.map(jax.numpy.asarray, init_params(config, seed=0)), optimizer, num_sources=1)
+    noise = jax.tree.map(
+        lambda x: x if x.ndim < 2 else np.square(random.standard_normal(x.shape, np.float32)) * 1e-4, state.opt_state
+    )
+    state = jax.device_put(state._replace(opt_state=noise))
+    step = jax.jit(make_train_step(transformer(config), optimizer, 1, grad_clip=1.0), donate_argnums=0)
+    tokens = random.integers(0, 512, (1, ROWS, POSITIONS + 1), np.int32)
+    mask, zeros_AB = np.ones((1, ROWS, POSITIONS), bool), np.zeros((1, ROWS), np.int32)
+    batch = Batch(tokens[..., :-1], tokens[..., 1:], mask, np.zeros_like(tokens[..., 1:]), zeros_AB)
+    batch, lr = jax.device_put(batch), jax.numpy.float32(1e-5)
+    checkpoints = Checkpoints(folder / "checkpoints")
+    baselines = {"primary": np.zeros((1, 8), np.float32)}
+
+    def window(save: str | None) -> dict:
+        nonlocal state
+        times, blocked_s = [], 0.0
+        started, cpu_started = time.perf_counter(), time.process_time()
+        for i in range(num_steps):
+            if i == 1 and save is not None:
+                before = time.perf_counter()
+                check_finite(state)  # as `check_diverged` does before every save
+                checkpoints.save(state, {}, baselines)
+                if save == "synchronous":
+                    checkpoints.wait()
+                blocked_s = time.perf_counter() - before
+            before = time.perf_counter()
+            state = jax.block_until_ready(step(state, batch, lr))
+            times.append(time.perf_counter() - before)
+        seconds = time.perf_counter() - started
+        checkpoints.wait()
+        cpu_seconds = time.process_time() - cpu_started
+        return {"seconds": seconds, "blocked": blocked_s, "after": times[1], "steps": times[2:], "cpu": cpu_seconds}
+
+    variants = {"no save": None, "synchronous": "synchronous", "in the background": "background"}
+    taken = {name: [] for name in variants}
+    for round_ in range(num_rounds + 1):
+        for name, save in variants.items():
+            result = window(save)
+            if round_:  # the first compiles, and takes the memory that later ones find
+                taken[name].append(result)
+    checkpoints.close()
+    median = {
+        name: {key: statistics.median(r[key] for r in results) for key in ("seconds", "blocked", "after", "cpu")}
+        for name, results in taken.items()
+    }
+    bare = median["no save"]
+    step_s = statistics.median(s for r in taken["no save"] for s in r["steps"])
+    sync_s = median["synchronous"]["blocked"]
+    state_mb = sum(x.nbytes for x in jax.tree.leaves(state) if hasattr(x, "nbytes")) / 1e6
+    rows = []
+    for name, of_window in median.items():
+        waited = 0.0 if name == "no save" else of_window["blocked"] + of_window["after"] - step_s
+        rows.append(
+            {
+                "variant": name,
+                "state_mb": round(state_mb),
+                "step_ms": round(step_s * 1e3, 1),
+                "window_ms": round(of_window["seconds"] * 1e3),
+                "lost_ms": round((of_window["seconds"] - bare["seconds"]) * 1e3),
+                "until_saved_ms": round(of_window["blocked"] * 1e3),
+                "step_after_ms": round(of_window["after"] * 1e3),
+                "waited_share": round(waited / sync_s, 3),
+                "lost_share": round((of_window["seconds"] - bare["seconds"]) / sync_s, 3),
+                "cpu_extra_ms": round((of_window["cpu"] - bare["cpu"]) * 1e3),
+                "compared_with": "the synchronous save of the same state",
+            }
+        )
+    return rows
+
+
+def print_table(report: dict) -> None:
+    print(", ".join(f"{key}: {setting}" for key, setting in report["machine"].items()))
+    columns = list(report["results"][0])
+    print("  ".join(f"{name:>17}" for name in columns))
+    for row in report["results"]:
+        print("  ".join(f"{row[name]:>17}" for name in columns))
+
+
+def machine() -> dict:
+    model = platform.processor()
+    if sys.platform == "linux":
+        with open("/proc/cpuinfo") as file:
+            model = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), model)
+    return {"processor": model, "cores": os.cpu_count(), "jax": version("jax")}
+
+
+if __name__ == "__main__":
+    main()
