@@ -21,6 +21,7 @@ from curriculum.model.presets import (
     num_projections,
     num_trained,
 )
+from curriculum.run import DEFAULT_STORE_DIR
 from curriculum.train.optimizer import MOMENTS, OptimConfig
 from phases.lr import LrSchedule
 from phases.replay import Replay, raise_share
@@ -29,7 +30,6 @@ from phases.schedule import Schedule, Segment, SourceSupply, cut
 
 # Arrays like a matrix that the compiler for CPUs holds of each at once while muon makes its update orthogonal.
 MUON_ARRAYS = 6
-DEFAULT_STORE_DIR = ".curriculum"
 # Muennighoff et al. 2023, arXiv:2305.16264: repeating a source up to 4 times is worth nearly as much as fresh data.
 MAX_EPOCHS_WORTH_FRESH = 4
 FEW_SCORED_TARGETS = 64  # of an update; answers stand together, so that with so few some updates have none

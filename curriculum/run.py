@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from curriculum.config import Config
 
+DEFAULT_STORE_DIR = ".curriculum"  # beside the runs: token stores, and compiled programs
 CHECKPOINT_ITEMS = ("params", "train", "ledger", "baselines")  # folders that a whole checkpoint has
 _SECTIONS = ("name", "tokenizer", "model", "sources", "phases", "evalsets", "train")  # of every resolved config
 

@@ -81,6 +81,8 @@ def test_quick_commands_import_nothing_heavy(arguments, quickstart_folders):
     wrong |= "no-such-file.yaml" in arguments or "--init-from" in arguments
     assert code == (2 if wrong else 0)
     assert not modules & set(HEAVY)
+    if arguments in (["--help"], ["generate", "--help"], ["eval", "--help"]):
+        assert not modules & {"numpy", "pydantic", "yaml"}
 
 
 def command(arguments: list[str], folder: Path) -> tuple[int, set[str], str]:

@@ -6,7 +6,7 @@ import functools
 
 import click
 
-from curriculum.plan import DEFAULT_STORE_DIR
+from curriculum.run import DEFAULT_STORE_DIR
 
 STORE_DIR = click.option(
     "--store-dir", default=DEFAULT_STORE_DIR, show_default=True, metavar="DIR", help="Where token stores are kept."

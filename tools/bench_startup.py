@@ -1,0 +1,195 @@
+"""Time how long commands take to start, beside `python -c pass`, and a second start of training beside the first.
+
+    python tools/bench_startup.py [--starts 10] [--layers 4 12] [--json FILE]
+
+Whole processes, taking turns: minimum and median of the wall time, and the least processor time. The config is like
+the quickstart's, its corpus prepared. A start of training is timed from the start of the process to the first row of
+metrics.jsonl, which the first finished update writes (the evals before it included): the first start with an empty
+cache of compiled programs, the second in a new run directory with what the first left there.
+
+On a machine that others use, believe the ratios of processor seconds.
+"""
+
+import argparse
+import json
+import os
+import platform
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+WORDS = "a model reads the text of every source again and again until its loss no longer falls by much".split()
+CURRICULUM = [sys.executable, "-m", "curriculum"]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("--starts", type=int, default=10)
+    parser.add_argument(
+        "--layers", type=int, nargs="*", default=[4, 12], help="of the models whose training is started"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the results there as well")
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_config(folder)
+        run([*CURRICULUM, "prepare", "c.json"], folder)
+        results = commands(folder, args.starts)
+        for num_layers in args.layers:
+            results += training(folder, num_layers)
+    report = {"machine": machine(), "results": results}
+    print_table(report)
+    if args.json:
+        Path(args.json).write_text(json.dumps(report, indent=2))
+
+
+def write_config(folder: Path) -> None:
+    """A config of three sources and four phases, as in configs/quickstart.yaml, and text for it."""
+    names = ("docs", "python", "cpp")
+    for source, name in enumerate(names):
+        lines = []
+        for i in range(300):
+            words = [WORDS[(i * k + source) % len(WORDS)] for k in range(1, 120)]
+            lines.append(json.dumps({"text": f"{name} {i} " + " ".join(words)}))
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    mixtures = [(0.6, 0.4, 0), (0.4, 0.2, 0.4), (0.01, 0.01, 0.98), (0.5, 0.2, 0.3)]
+    phases = [
+        {"name": f"phase{i}", "until": until, "mixture": {n: w for n, w in zip(names, mixture, strict=True) if w}}
+        for i, (until, mixture) in enumerate(zip(("50%", "60%", "80%", "end"), mixtures, strict=True))
+    ]
+    held_out = {"held_out_of": "docs", "max_sequences": 32}
+    data = {
+        "tokenizer": {"kind": "bpe", "vocab_size": 300},
+        "sources": {name: {"path": f"{name}.jsonl", "held_out": "10%"} for name in names},
+        "phases": phases,
+        "evalsets": {"primary": held_out, "sets": {n: {**held_out, "held_out_of": n} for n in names}},
+        "model": {"preset": "tiny"},
+        "train": {"steps": 1000, "batch_size": 16, "seq_len": 128},
+        "optim": {"lr": 2e-3, "schedule": "wsd", "warmup_steps": "3%", "decay_steps": "20%"},
+    }
+    (folder / "c.json").write_text(json.dumps(data))
+    (folder / "wrong.json").write_text(json.dumps({**data, "train": {**data["train"], "step": 10}}))
+
+
+def commands(folder: Path, num_starts: int) -> list[dict]:
+    """A row a command; ratios are to `python -c pass`."""
+    work = {
+        "python -c pass": ([sys.executable, "-c", "pass"], 0),
+        "--help": ([*CURRICULUM, "--help"], 0),
+        "generate --help": ([*CURRICULUM, "generate", "--help"], 0),
+        "plan": ([*CURRICULUM, "plan", "c.json"], 0),
+        "plan, a wrong config": ([*CURRICULUM, "plan", "wrong.json"], 2),
+    }
+    taken = {name: [] for name in work}
+    for _ in range(num_starts + 1):
+        for name, (command, expected) in work.items():
+            taken[name].append(run(command, folder, expected))
+    rows = []
+    for name, times in taken.items():
+        seconds, cpu_seconds = zip(*times[1:], strict=True)  # the first reads from the disk
+        bare = min(cpu for _, cpu in taken["python -c pass"][1:])
+        rows.append(
+            {
+                "what": name,
+                "ms_min": round(min(seconds) * 1e3),
+                "ms_median": round(statistics.median(seconds) * 1e3),
+                "cpu_ms_min": round(min(cpu_seconds) * 1e3),
+                "ratio": round(min(cpu_seconds) / bare, 1),
+                "compared_with": "processor seconds of python -c pass",
+            }
+        )
+    return rows
+
+
+def training(folder: Path, num_layers: int) -> list[dict]:
+    """A row for the first start and one for the second."""
+    shutil.rmtree(folder / ".curriculum/compiled", ignore_errors=True)
+    rows = []
+    for start in ("first", "second"):
+        seconds, cpu_seconds = first_step(folder, num_layers, folder / f"runs/{num_layers}-{start}")
+        rows.append(
+            {
+                "what": f"train, {num_layers} layers, {start} start",
+                "ms_min": round(seconds * 1e3),
+                "ms_median": round(seconds * 1e3),
+                "cpu_ms_min": round(cpu_seconds * 1e3),
+                "ratio": round(rows[0]["ms_min"] / seconds / 1e3, 2) if rows else 1.0,
+                "compared_with": "wall seconds of the first start, above 1 where it is faster",
+            }
+        )
+    return rows
+
+
+def first_step(folder: Path, num_layers: int, run_dir: Path) -> tuple[float, float]:
+    """(wall, processor) seconds from the start of the process to its first row of metrics, and it is stopped."""
+    changes = (f"model.n_layer={num_layers}", "logging.every=1", "train.steps=100000")
+    command = [*CURRICULUM, "train", "c.json", "--run-dir", str(run_dir)]
+    for change in changes:
+        command += ["--set", change]
+    started = time.perf_counter()
+    with open(folder / "train.log", "w") as log:
+        process = subprocess.Popen(command, cwd=folder, env=environment(), stdout=log, stderr=log)
+        rows = run_dir / "metrics.jsonl"
+        try:
+            while not (rows.exists() and rows.stat().st_size):
+                if process.poll() is not None:
+                    sys.exit(
+                        f"{' '.join(command)}: ended with {process.returncode}\n{(folder / 'train.log').read_text()}"
+                    )
+                time.sleep(0.005)
+            seconds, cpu_seconds = time.perf_counter() - started, processor_seconds(process.pid)
+        finally:
+            process.kill()
+            process.wait()
+    return seconds, cpu_seconds
+
+
+def processor_seconds(pid: int) -> float:
+    """Of a process that runs; NaN where the system does not tell."""
+    stat = Path(f"/proc/{pid}/stat")
+    if not stat.exists():
+        return float("nan")
+    user, system = stat.read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def run(command: list[str], folder: Path, expected: int = 0) -> tuple[float, float]:
+    """(wall, processor) seconds of a command that ends with `expected`."""
+    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True)
+    seconds, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+    if done.returncode != expected:
+        sys.exit(f"{' '.join(command)}: ended with {done.returncode}\n{done.stderr}")
+    return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def environment() -> dict[str, str]:
+    """Compiled programs are kept beside the stores, and modules as an installation has them: compiled."""
+    left_out = ("JAX_COMPILATION_CACHE_DIR", "PYTHONDONTWRITEBYTECODE")
+    return {name: setting for name, setting in os.environ.items() if name not in left_out}
+
+
+def print_table(report: dict) -> None:
+    print(", ".join(f"{key}: {setting}" for key, setting in report["machine"].items()))
+    columns = list(report["results"][0])
+    print("  ".join(f"{name:>30}" if name == "what" else f"{name:>10}" for name in columns))
+    for row in report["results"]:
+        print("  ".join(f"{row[name]:>30}" if name == "what" else f"{row[name]:>10}" for name in columns))
+
+
+def machine() -> dict:
+    model = platform.processor()
+    if sys.platform == "linux":
+        with open("/proc/cpuinfo") as file:
+            model = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), model)
+    return {"processor": model, "cores": os.cpu_count(), "python": platform.python_version(), "jax": version("jax")}
+
+
+if __name__ == "__main__":
+    main()
