@@ -1,16 +1,25 @@
-"""Time the jitted training step on a resident batch, beside the same model written naively.
+"""Time one update: as `curriculum train` makes it, bare, in plain jax, and in torch; all of the same model and batch.
 
-    python tools/bench_step.py --sizes small medium --rounds 3 --steps 30 --json bench.json
+    python tools/bench_step.py --json bench.json
+    python tools/bench_step.py --sizes small --variants step step:layers=scanned step:attention=xla step:skip=select
+    python tools/bench_step.py --sizes small --variants step:n_layer=24 step:n_layer=24,layers=scanned
 
-Variants, each in a process of its own, taking turns within a round:
+    train           `curriculum train` in a process of its own: text, logging every 10 steps, checkpoints, TensorBoard;
+                    its times are those of its record (`step_time_s`, which leaves evals and saves out), each the mean
+                    of 10 steps, without its first row
+    step            the update of curriculum.train.step on a batch that is there; after a colon fields of ModelConfig,
+                    or skip=branch|select
+    plain           tools/plain_jax.py
+    torch, torch_compile, hf, hf_trainer      tools/torch_gpt2.py
 
-    curriculum   curriculum.train.step as the trainer runs it, malloc settings included
-    untuned      the same step with malloc as it comes
-    naive        a plain-jax step of the same architecture: [B, T, D] throughout, einsum, optax.adamw
-
-Times are of steps that are waited for one by one. On a machine that others use, believe the ratios, and of those
-the ones of processor seconds first.
+Each variant is a process that stays; they take turns, a few steps at a time, and each step is waited for. Believe the
+ratios within one run: the machine may be shared. FLOPs of an update are 6 per token and number of the blocks' matrices
+and of the head, and 6 x layers x positions x width per token for attention's two products, half of them as it is
+causal; flop_share, the model FLOP utilisation, is FLOPs a second over those of a float32 product of 1,024 x 1,024
+matrices in the same run (CPU, its best), or over the dense bfloat16 figure of the card's data sheet.
 """
+
+from __future__ import annotations
 
 import argparse
 import json
@@ -19,189 +28,267 @@ import platform
 import resource
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import ExitStack
 from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
 
-SIZES = {  # nanoGPT's CPU run and its default run; rows, positions and the fields of ModelConfig that they share
-    "small": (12, 64, {"n_layer": 4, "n_head": 4, "d_model": 128}),
-    "medium": (16, 256, {"n_layer": 6, "n_head": 6, "d_model": 384}),
+VOCAB_SIZE, LEARNING_RATE, GRAD_CLIP, LOG_EVERY = 65, 1e-3, 1.0, 10
+# nanoGPT's run on a CPU and its default: rows, positions, layers, heads, width; rounds, steps of each in a round, and
+# steps of `train`. The last two are for a GPU.
+SIZES = {
+    "small": (12, 64, 4, 4, 128),
+    "medium": (16, 256, 6, 6, 384),
+    "gpt2-124m": (32, 1024, 12, 12, 768),
+    "gpt2-355m": (16, 1024, 24, 16, 1024),
 }
-VARIANTS = ("curriculum", "untuned", "naive")
-VOCAB_SIZE, LEARNING_RATE, GRAD_CLIP = 65, 1e-3, 1.0
+TURNS = {"small": (3, 50, 120), "medium": (2, 4, 20), "gpt2-124m": (3, 20, 60), "gpt2-355m": (3, 20, 60)}
+VARIANTS = ("train", "step", "plain", "torch", "torch_compile", "hf", "hf_trainer")
+TORCH_NEEDS = {"torch": ["torch"], "torch_compile": ["torch"], "hf": ["transformers"], "hf_trainer": ["accelerate"]}
+TARGETS = {  # (of the first to the second, at least) by size
+    "small": [("train", "step", 0.97), ("step", "plain", 0.97), ("step", "torch", 1.6), ("step", "torch_compile", 1.6)],
+    "medium": [
+        ("train", "step", 0.97),
+        ("step", "plain", 0.97),
+        ("step", "torch", 1.4),
+        ("step", "torch_compile", 1.4),
+    ],
+}
+DATA_SHEET = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "L4": 121e12, "4090": 165e12}
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=30, help="timed steps of each variant in each round")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["small", "medium"])
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
+    parser.add_argument("--rounds", type=int, help="turns of each variant; by default 3, of medium 2")
+    parser.add_argument("--steps", type=int, help="timed steps of a turn; by default 50, of medium 4")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of products")
     parser.add_argument("--json", metavar="FILE", help="write the results there as well")
-    parser.add_argument("--measure", nargs=2, metavar=("VARIANT", "SIZE"), help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=2, metavar=("VARIANT", "SIZE"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.measure:
-        print(json.dumps(measure(*args.measure, args.steps)))
-        return
+    if args.worker:
+        return work(*args.worker, args.dtype)
+    if unknown := [name for name in args.variants if name.partition(":")[0] not in VARIANTS]:
+        parser.error(f"--variants: no such variant: {', '.join(unknown)} (variants: {', '.join(VARIANTS)})")
 
-    results = []
+    report = {"machine": machine(), "dtype": args.dtype, "skipped": {}, "results": [], "ratios": []}
+    variants = []
+    for name in args.variants:
+        if why := missing(name):
+            report["skipped"][name] = why
+        else:
+            variants.append(name)
     for size in args.sizes:
-        runs = {variant: [] for variant in args.variants}
-        for _ in range(args.rounds):
-            for variant in args.variants:
-                command = [sys.executable, __file__, "--measure", variant, size, "--steps", str(args.steps)]
-                done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-                runs[variant].append(json.loads(done.stdout.splitlines()[-1]))
-        results += summarise(size, runs)
-    report = {"machine": machine(), "results": results}
-    print_table(report)
+        rows = measure(size, variants, args)
+        report["results"] += rows
+        report["ratios"] += ratios(size, rows)
+    print_report(report)
     if args.json:
-        with open(args.json, "w") as file:
-            json.dump(report, file, indent=2)
+        Path(args.json).write_text(json.dumps(report, indent=2) + "\n")
 
 
-def measure(variant: str, size: str, num_steps: int) -> dict:
-    """Times of one variant in this process: the first call, then `num_steps` of them after two more."""
-    import jax
+def missing(variant: str) -> str | None:
+    """Why a variant cannot run here; None where it can."""
+    for module in ["torch", *TORCH_NEEDS[variant]] if variant in TORCH_NEEDS else []:
+        if find_spec(module) is None:
+            return f"{module} is not installed (make parity; accelerate comes with the extra `judge`)"
+    if variant == "torch_compile" and not any(
+        os.access(Path(folder) / "g++", os.X_OK) for folder in os.environ.get("PATH", "").split(os.pathsep)
+    ):
+        return "torch.compile needs a C++ compiler, and there is no g++"
+    return None
+
+
+# ------------------------------------------------------------------------------------------ the process that asks
+
+
+def measure(size: str, variants: list[str], args: argparse.Namespace) -> list[dict]:
+    """A row for each variant, timed in turns."""
+    rounds, steps, train_steps = TURNS[size]
+    rounds, steps = args.rounds or rounds, args.steps or steps
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        workers = {"peak": stack.enter_context(Worker("peak", size, args.dtype))}
+        for variant in variants:
+            if variant == "train":
+                workers[variant] = TrainRuns(folder, size, args.dtype, args.steps or train_steps)
+            else:
+                workers[variant] = stack.enter_context(Worker(variant, size, args.dtype))
+        for worker in workers.values():
+            worker.turn(2)  # warm
+            worker.forget()
+        for number in range(rounds):
+            names = list(workers)
+            for name in names if number % 2 == 0 else reversed(names):
+                workers[name].turn(steps)
+                print(f"{size}: round {number + 1} of {rounds}: {name}", file=sys.stderr)
+    peak = max(workers.pop("peak").flops_per_sec)
+    return [row_of(size, variant, worker, peak) for variant, worker in workers.items()]
+
+
+class Worker:
+    """A process of one variant; `turn(n)` has it make n updates while the others wait."""
+
+    def __init__(self, variant: str, size: str, dtype: str):
+        command = [sys.executable, __file__, "--worker", variant, size, "--dtype", dtype]
+        threads = str(os.cpu_count()) if variant in TORCH_NEEDS else os.environ.get("OMP_NUM_THREADS", "")
+        environment = os.environ | ({"OMP_NUM_THREADS": threads} if threads else {})
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(command, env=environment, **pipes)
+        self.about: dict = {}
+        self.forget()
+        self.about = self._answer()
+
+    def forget(self) -> None:
+        self.seconds, self.cpu_seconds, self.flops_per_sec = [], [], []
+
+    def turn(self, num_steps: int) -> None:
+        self.process.stdin.write(f"{num_steps}\n")
+        self.process.stdin.flush()
+        answer = self._answer()
+        self.seconds += answer.get("seconds", [])
+        self.cpu_seconds += answer.get("cpu_seconds", [])
+        self.flops_per_sec += answer.get("flops_per_sec", [])
+        self.about |= {name: answer[name] for name in ("peak_memory_mb",) if name in answer}
+
+    def _answer(self) -> dict:
+        for line in self.process.stdout:  # others may print there as well
+            if line.startswith('{"bench"'):
+                return json.loads(line)["bench"]
+        raise SystemExit(f"{self.process.args[3]}: ended with exit code {self.process.wait()}; see above")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.stdin.close()
+        self.process.wait()
+
+
+class TrainRuns:
+    """`curriculum train` from its start to its end, each turn anew; its step times are those of its record."""
+
+    def __init__(self, folder: Path, size: str, dtype: str, num_steps: int):
+        self.folder, self.num_steps, self.runs = folder, max(num_steps, 2 * LOG_EVERY), 0
+        num_rows, num_positions, num_layers, num_heads, width = SIZES[size]
+        model = {"n_layer": num_layers, "n_head": num_heads, "d_model": width, "d_ff": 4 * width}
+        model |= {"max_seq_len": num_positions, "pos_encoding": "learned", "mlp_type": "gelu"}
+        model |= {"norm_type": "layernorm", "compute_dtype": dtype}
+        write_text(folder / "text")
+        config = {
+            "name": "bench",
+            "tokenizer": {"kind": "char"},
+            "model": model,
+            "sources": {"text": {"path": str(folder / "text"), "held_out": "2%"}},
+            "phases": [{"name": "only", "until": "end", "mixture": {"text": 1}}],
+            "evalsets": {"every": self.num_steps, "primary": {"held_out_of": "text", "max_sequences": 32}},
+            "train": {"steps": self.num_steps, "batch_size": num_rows, "seq_len": num_positions},
+            "optim": {"lr": LEARNING_RATE, "grad_clip": GRAD_CLIP, "warmup_steps": 5},
+            "checkpoint": {"every": self.num_steps // 2},
+            "logging": {"every": LOG_EVERY, "tensorboard": True},
+        }
+        (folder / "config.json").write_text(json.dumps(config))
+        self.about = {}
+        self.forget()
+
+    def forget(self) -> None:
+        self.seconds, self.cpu_seconds = [], []
+
+    def turn(self, _: int) -> None:
+        self.runs += 1
+        run_dir = self.folder / f"run{self.runs}"
+        command = [sys.executable, "-m", "curriculum", "train", "config.json", "--run-dir", run_dir]
+        environment = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
+        done = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(map(str, command))}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
+        rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        resolved = json.loads((run_dir / "config.resolved.json").read_text())
+        self.seconds += [row["step_time_s"] for row in rows[1:]]
+        # The compile time of the first run: later ones read the compiled program that it kept.
+        self.about = (
+            {"num_parameters": resolved["derived"]["num_parameters"]}
+            | {"compile_seconds": rows[0]["first_step_compile_time_s"]}
+            | self.about
+            | {"peak_memory_mb": round(max(row["peak_memory_gb"] for row in rows) * 1e3)}
+        )
+
+
+def write_text(folder: Path) -> None:
+    """600 documents over 65 characters, 1.2 MB, the same each time."""
     import numpy as np
 
-    from curriculum.model.presets import ModelConfig
-    from curriculum.model.transformer import init_params, transformer
-    from curriculum.train.device import tune_malloc
-    from curriculum.train.optimizer import OptimConfig, make_optimizer
-    from curriculum.train.step import init_state, make_train_step
-    from phases.batches import Batch
+    alphabet = np.array(list("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .\n"))
+    folder.mkdir()
+    for number, picked in enumerate(np.random.default_rng(0).integers(0, len(alphabet), (600, 2000))):
+        (folder / f"{number:03}.txt").write_text("".join(alphabet[picked]))
 
-    if variant == "curriculum":
-        tune_malloc()
-    num_rows, num_positions, shape = SIZES[size]
-    config = ModelConfig(
-        **shape,
-        vocab_size=VOCAB_SIZE,
-        n_kv_head=shape["n_head"],
-        d_ff=4 * shape["d_model"],
-        max_seq_len=num_positions,
-        pos_encoding="learned",
-        mlp_type="gelu",
-        norm_type="layernorm",
-    )
-    params = jax.tree.map(jax.numpy.asarray, init_params(config, seed=0))
-    tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, (1, num_rows, num_positions + 1), np.int32)
-    lr = jax.numpy.float32(LEARNING_RATE)
-    if variant == "naive":
-        step, state = naive_step(config, params)
-        batch = jax.device_put((tokens[0, :, :-1], tokens[0, :, 1:]))
-    else:
-        optimizer = make_optimizer(OptimConfig())
-        step = jax.jit(make_train_step(transformer(config), optimizer, 2, grad_clip=GRAD_CLIP), donate_argnums=0)
-        state = jax.device_put(init_state(params, optimizer, num_sources=2))
-        mask, zeros_AB = np.ones(tokens[..., 1:].shape, bool), np.zeros(tokens.shape[:2], np.int32)
-        batch = Batch(tokens[..., :-1], tokens[..., 1:], mask, np.zeros_like(tokens[..., 1:]), zeros_AB)
-        batch = jax.device_put(batch)
 
-    seconds, cpu_seconds = [], []
-    for _ in range(3 + num_steps):
-        before, cpu_before = time.perf_counter(), time.process_time()
-        state = jax.block_until_ready(step(state, batch, lr))
-        seconds.append(time.perf_counter() - before)
-        cpu_seconds.append(time.process_time() - cpu_before)
-    units_per_mb = 1 << 20 if sys.platform == "darwin" else 1 << 10  # getrusage counts in bytes there, else in KiB
+def row_of(size: str, variant: str, worker: Worker | TrainRuns, peak: float) -> dict:
+    import numpy as np
+
+    num_rows, num_positions, num_layers, _, width = SIZES[size]
+    settings = dict(part.split("=") for part in variant.partition(":")[2].split(",") if part)
+    num_layers = int(settings.get("n_layer", num_layers))
+    tokens = num_rows * num_positions
+    matrices = num_layers * 12 * width**2 + VOCAB_SIZE * width
+    flops = tokens * 6 * (matrices + num_layers * num_positions * width)
+    ms, cpu_ms = np.array(worker.seconds) * 1e3, np.array(worker.cpu_seconds) * 1e3
+    median = float(np.median(ms))
     return {
-        "tokens_per_step": num_rows * num_positions,
-        "num_parameters": sum(array.size for array in jax.tree.leaves(params)),
-        "first_step_seconds": seconds[0],
-        "step_seconds": seconds[3:],
-        "cpu_step_seconds": cpu_seconds[3:],
-        "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / units_per_mb,
+        "size": size,
+        "variant": variant,
+        "num_parameters": worker.about["num_parameters"],
+        "tokens_per_sec": round(tokens / median * 1e3, 1),
+        "ms_median": round(median, 3),
+        "ms_p10": round(float(np.percentile(ms, 10)), 3),
+        "ms_p90": round(float(np.percentile(ms, 90)), 3),
+        "cpu_ms_median": round(float(np.median(cpu_ms)), 3) if len(cpu_ms) else None,
+        "num_times": len(ms),
+        "compile_seconds": round(worker.about["compile_seconds"], 2),
+        "peak_memory_mb": worker.about["peak_memory_mb"],
+        "flop_share": round(flops / median * 1e3 / peak, 3),
+        "peak_gflops": round(peak / 1e9, 1),
+        "ms_of_tens_median": round(float(np.median(of_tens(ms))) if variant != "train" else median, 3),
     }
 
 
-def naive_step(config, params):
-    """(jitted step, state) as one writes them without measuring; the arrays are those of curriculum's model."""
-    import jax
-    import jax.numpy as jnp
-    import optax
-
-    def layer_norm(scale_D, x_BTD):
-        mean_BT1, var_BT1 = x_BTD.mean(-1, keepdims=True), x_BTD.var(-1, keepdims=True)
-        return (x_BTD - mean_BT1) / jnp.sqrt(var_BT1 + config.norm_eps) * scale_D
-
-    def attention(weights, x_BTD):
-        def heads(name):
-            kernel_DHK = weights[name]["kernel"].reshape(config.d_model, config.n_head, config.head_width)
-            return jnp.einsum("btd,dhk->bthk", x_BTD, kernel_DHK)
-
-        query_BTHK, key_BTHK, value_BTHK = heads("query"), heads("key"), heads("value")
-        scores_BHTT = jnp.einsum("bqhk,bthk->bhqt", query_BTHK, key_BTHK) / config.head_width**0.5
-        visible_TT = jnp.tril(jnp.ones(scores_BHTT.shape[-2:], bool))
-        shares_BHTT = jax.nn.softmax(jnp.where(visible_TT, scores_BHTT, -jnp.inf))
-        mixed_BTHK = jnp.einsum("bhqt,bthk->bqhk", shares_BHTT, value_BTHK)
-        kernel_HKD = weights["out"]["kernel"].reshape(config.n_head, config.head_width, config.d_model)
-        return jnp.einsum("bthk,hkd->btd", mixed_BTHK, kernel_HKD)
-
-    def mlp(weights, x_BTD):
-        inner_BTF = jax.nn.gelu(jnp.einsum("btd,df->btf", x_BTD, weights["up"]["kernel"]))
-        return jnp.einsum("btf,fd->btd", inner_BTF, weights["down"]["kernel"])
-
-    def mean_nats(params, inputs_BT, targets_BT):
-        x_BTD = params["embed"]["embedding"][inputs_BT] + params["positions"]["embedding"][: inputs_BT.shape[1]]
-        for block in params["blocks"].values():
-            x_BTD += attention(block["attention"], layer_norm(block["attention_norm"]["scale"], x_BTD))
-            x_BTD += mlp(block["mlp"], layer_norm(block["mlp_norm"]["scale"], x_BTD))
-        x_BTD = layer_norm(params["norm"]["scale"], x_BTD)
-        logits_BTV = jnp.einsum("btd,vd->btv", x_BTD, params["embed"]["embedding"])
-        return optax.softmax_cross_entropy_with_integer_labels(logits_BTV, targets_BT).mean()
-
-    def make_optimizer(lr):
-        def matrices(params):
-            return jax.tree.map(lambda array: array.ndim >= 2, params)
-
-        return optax.chain(
-            optax.clip_by_global_norm(GRAD_CLIP), optax.adamw(lr, b1=0.9, b2=0.95, weight_decay=0.1, mask=matrices)
-        )
-
-    def step(state, batch, lr):
-        params, opt_state, _ = state
-        loss, grads = jax.value_and_grad(mean_nats)(params, *batch)
-        updates, opt_state = make_optimizer(lr).update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
-    return jax.jit(step, donate_argnums=0), (params, make_optimizer(LEARNING_RATE).init(params), jnp.float32(0))
-
-
-def summarise(size: str, runs: dict[str, list[dict]]) -> list[dict]:
-    """One row a variant; ratios are against the last variant, above 1 where the row is faster."""
+def of_tens(ms):
+    """Means of ten steps each, as a run's record has them."""
     import numpy as np
 
-    rows = []
-    for variant, measured in runs.items():
-        ms = np.concatenate([run["step_seconds"] for run in measured]) * 1e3
-        cpu_ms = np.concatenate([run["cpu_step_seconds"] for run in measured]) * 1e3
-        rows.append(
-            {
-                "size": size,
-                "variant": variant,
-                "num_parameters": measured[0]["num_parameters"],
-                "tokens_per_sec": round(measured[0]["tokens_per_step"] / np.median(ms) * 1e3, 1),
-                "ms_median": round(float(np.median(ms)), 3),
-                "ms_p10": round(float(np.percentile(ms, 10)), 3),
-                "ms_p90": round(float(np.percentile(ms, 90)), 3),
-                "cpu_ms_median": round(float(np.median(cpu_ms)), 3),
-                "compile_seconds": round(float(np.median([run["first_step_seconds"] for run in measured])), 2),
-                "peak_memory_mb": round(max(run["peak_memory_mb"] for run in measured)),
-            }
+    size = min(LOG_EVERY, len(ms))
+    return np.array(ms[: len(ms) // size * size]).reshape(-1, size).mean(axis=1)
+
+
+def ratios(size: str, rows: list[dict]) -> list[dict]:
+    """Speed of the first over the second, by medians; of `train` by medians of means of ten steps."""
+    by_name = {row["variant"]: row for row in rows}
+    found = []
+    for one, other, target in TARGETS.get(size, []):
+        if one in by_name and other in by_name:
+            column = "ms_of_tens_median" if one == "train" else "ms_median"
+            ratio = by_name[other][column] / by_name[one][column]
+            found.append({"size": size, "of": one, "to": other, "ratio": round(ratio, 3), "at_least": target})
+    return found
+
+
+def print_report(report: dict) -> None:
+    print(", ".join(f"{key}: {setting}" for key, setting in report["machine"].items()), f", {report['dtype']}", sep="")
+    columns = [name for name in report["results"][0] if name not in ("num_times", "peak_gflops")]
+    widths = [max(len(name), *(len(str(row[name])) for row in report["results"])) for name in columns]
+    for cells in (columns, *([row[name] for name in columns] for row in report["results"])):
+        print(
+            "  ".join(f"{'' if cell is None else cell!s:>{width}}" for cell, width in zip(cells, widths, strict=True))
         )
-    for row in rows:
-        row["speed_ratio"] = round(rows[-1]["ms_median"] / row["ms_median"], 3)
-        row["cpu_ratio"] = round(rows[-1]["cpu_ms_median"] / row["cpu_ms_median"], 3)
-    return rows
-
-
-def print_table(report: dict) -> None:
-    print(", ".join(f"{key}: {setting}" for key, setting in report["machine"].items()))
-    columns = [name for name in report["results"][0] if name != "num_parameters"]
-    print("  ".join(f"{name:>15}" for name in columns))
-    for row in report["results"]:
-        print("  ".join(f"{row[name]:>15}" for name in columns))
+    for row in report["ratios"]:
+        told = "reached" if row["ratio"] >= row["at_least"] else "missed"
+        print(f"{row['size']}: {row['of']} / {row['to']} = {row['ratio']} (at least {row['at_least']}: {told})")
+    for name, why in report["skipped"].items():
+        print(f"{name}: skipped: {why}")
 
 
 def machine() -> dict:
@@ -209,7 +296,132 @@ def machine() -> dict:
     if sys.platform == "linux":
         with open("/proc/cpuinfo") as file:
             model = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), model)
-    return {"name": platform.node(), "processor": model, "cores": os.cpu_count(), "jax": version("jax")}
+    versions = {name: version(name) for name in ("jax", "torch", "transformers") if find_spec(name)}
+    return {"processor": model, "cores": os.cpu_count(), "python": platform.python_version(), **versions}
+
+
+# --------------------------------------------------------------------------------------- the processes that are asked
+
+
+def work(variant: str, size: str, dtype: str) -> None:
+    """Build, compile, say what was built, then make as many updates as each line of stdin says."""
+
+    def tell(answer: dict) -> None:
+        print(json.dumps({"bench": answer}), flush=True)
+
+    name, _, settings = variant.partition(":")
+    settings = dict(part.split("=") for part in settings.split(",") if part)
+    if name in TORCH_NEEDS:
+        import torch_gpt2
+
+        run, num_parameters = torch_gpt2.program(name, torch_gpt2.Shape(*SIZES[size], VOCAB_SIZE), dtype)
+        started = time.perf_counter()
+        run(1)
+        about = {"num_parameters": num_parameters, "compile_seconds": time.perf_counter() - started}
+    elif name == "peak":
+        run, about = matmul_run(), {}
+    else:
+        run, about = jax_run(name, size, dtype, settings)
+    tell(about)
+    for line in sys.stdin:
+        answer = run(int(line))
+        if name != "peak":
+            answer = {"seconds": answer[0], "cpu_seconds": answer[1], "peak_memory_mb": peak_memory_mb()}
+        tell(answer)
+
+
+def matmul_run():
+    import jax
+    import jax.numpy as jnp
+
+    kind = jax.devices()[0].device_kind
+    if jax.default_backend() != "cpu":
+        known = [figure for part, figure in DATA_SHEET.items() if part in kind]
+        if not known:
+            raise SystemExit(f"no data sheet's figure for {kind}; add it to DATA_SHEET")
+        return lambda _: {"flops_per_sec": known[:1]}
+    side = 1024
+    product, matrix = jax.jit(lambda a, b: a @ b), jnp.ones((side, side))
+    product(matrix, matrix).block_until_ready()
+
+    def run(_):
+        seconds = []
+        for _ in range(20):
+            started = time.perf_counter()
+            product(matrix, matrix).block_until_ready()
+            seconds.append(time.perf_counter() - started)
+        return {"flops_per_sec": [2 * side**3 / min(seconds)]}
+
+    return run
+
+
+def jax_run(name: str, size: str, dtype: str, settings: dict[str, str]):
+    import plain_jax
+
+    plain_jax.keep_freed_memory()  # as the trainer does it, too
+    import jax
+    import numpy as np
+
+    num_rows, num_positions, num_layers, num_heads, width = SIZES[size]
+    tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, (1, num_rows, num_positions + 1), np.int32)
+    lr = jax.numpy.float32(LEARNING_RATE)
+    if name == "plain":
+        step, state = plain_jax.make_program(plain_jax.Size(*SIZES[size], VOCAB_SIZE), dtype)
+        inputs = (*jax.device_put((tokens[0, :, :-1], tokens[0, :, 1:])), lr)
+        state_of = lambda out: out[0]  # noqa: E731
+    else:
+        from curriculum.model.presets import ModelConfig
+        from curriculum.model.transformer import init_params, transformer
+        from curriculum.train.optimizer import OptimConfig, make_optimizer
+        from curriculum.train.step import init_state, make_train_step
+        from phases.batches import Batch
+
+        skip = settings.pop("skip", None)
+        shape = {"n_layer": num_layers, "n_head": num_heads, "n_kv_head": num_heads, "d_model": width}
+        shape |= {"d_ff": 4 * width, "max_seq_len": num_positions, "vocab_size": VOCAB_SIZE}
+        shape |= {"pos_encoding": "learned", "mlp_type": "gelu", "norm_type": "layernorm", "compute_dtype": dtype}
+        shape |= {field: int(setting) if setting.isdigit() else setting for field, setting in settings.items()}
+        config = ModelConfig(**shape)
+        optimizer = make_optimizer(OptimConfig())
+        step = make_train_step(transformer(config), optimizer, 1, grad_clip=GRAD_CLIP, skip=skip)
+        step = jax.jit(step, donate_argnums=0)
+        params = jax.tree.map(jax.numpy.asarray, init_params(config, seed=0))
+        state = jax.device_put(init_state(params, optimizer, num_sources=1))
+        mask, zeros_AB = np.ones(tokens[..., 1:].shape, bool), np.zeros(tokens.shape[:2], np.int32)
+        batch = Batch(tokens[..., :-1], tokens[..., 1:], mask, np.zeros_like(tokens[..., 1:]), zeros_AB)
+        inputs = (*jax.device_put((batch, lr)), jax.numpy.int32(0))
+        state_of = lambda out: out  # noqa: E731
+    num_parameters = sum(array.size for array in jax.tree.leaves(state[0]))
+    started = time.perf_counter()
+    compiled = step.lower(state, *inputs).compile()
+    about = {"num_parameters": num_parameters, "compile_seconds": time.perf_counter() - started}
+    held = [state]
+    del state
+
+    def run(num_steps):
+        seconds, cpu_seconds = [], []
+        for _ in range(num_steps):
+            before, cpu_before = time.perf_counter(), time.process_time()
+            held[0] = jax.block_until_ready(state_of(compiled(held[0], *inputs)))
+            seconds.append(time.perf_counter() - before)
+            cpu_seconds.append(time.process_time() - cpu_before)
+        return seconds, cpu_seconds
+
+    return run, about
+
+
+def peak_memory_mb() -> int:
+    """Of the card where it tells, else of this process."""
+    if "jax" in sys.modules:
+        import jax
+
+        stats = jax.local_devices()[0].memory_stats()
+        if stats and "peak_bytes_in_use" in stats:
+            return round(stats["peak_bytes_in_use"] / 1e6)
+    elif "torch" in sys.modules and sys.modules["torch"].cuda.is_available():
+        return round(sys.modules["torch"].cuda.max_memory_allocated() / 1e6)
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts in bytes there, else in KiB
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6)
 
 
 if __name__ == "__main__":

@@ -172,7 +172,7 @@ def _split(arrays_BT: Any, kernel_VD: jax.Array) -> Any:
     Chunks are cut along the positions, so that rows stay where a mesh has put them.
     """
     B, T = arrays_BT[0].shape[:2]
-    num_chunks = min(T, max(2, -(-B * T // max(CHUNK_TOKENS, CHUNK_LOGITS // kernel_VD.shape[0]))))
+    num_chunks = min(T, -(-B * T // max(CHUNK_TOKENS, CHUNK_LOGITS // kernel_VD.shape[0])))
     t = -(-T // num_chunks)
     num_chunks = -(-T // t)
 

@@ -188,5 +188,5 @@ def _dropout_bytes(model: ModelConfig) -> int:
 def _chunk_positions(rows: int, seq_len: int, vocab_size: int) -> int:
     """Positions of a chunk of the loss, as curriculum/model/loss.py cuts them."""
     tokens = max(CHUNK_TOKENS, CHUNK_LOGITS // vocab_size)
-    num_chunks = min(seq_len, max(2, -(-rows * seq_len // tokens)))
+    num_chunks = min(seq_len, -(-rows * seq_len // tokens))
     return -(-seq_len // num_chunks)

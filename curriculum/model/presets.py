@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from curriculum.errors import InputError
+from curriculum.model.formulation import cudnn_problem, scan_problem
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ class ModelConfig:
     Parameters are float32 always. In bfloat16, `compute_dtype` is that of the matrix products and of the residual
     stream; norms, softmax and loss stay in float32. `dropout` is of the embedding and of what attention and
     feed-forward add to the residual stream. `remat` is what of a block is computed again on the way back: nothing,
-    all but the products with weights (dots), or everything (full).
+    all but the products with weights (dots), or everything (full). `attention` and `layers` name a formulation of
+    `curriculum.model.formulation`; auto is what suits the backend.
     """
 
     vocab_size: int
@@ -101,6 +103,8 @@ class ModelConfig:
     dropout: float = 0.0
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     remat: Literal["none", "dots", "full"] = "none"
+    attention: Literal["auto", "plain", "xla", "cudnn"] = "auto"
+    layers: Literal["auto", "unrolled", "scanned"] = "auto"
 
     @property
     def architecture(self) -> dict[str, Any]:
@@ -207,6 +211,10 @@ class ModelSection:
     """Type of matrix products and activations; parameters, norms, softmax and loss stay in float32."""
     remat: Literal["none", "dots", "full"] | None = None
     """Activation checkpointing: keep all, only products with weights, or only what enters a block."""
+    attention: Literal["auto", "plain", "xla", "cudnn"] | None = None
+    """How attention is computed: auto is plain on a CPU and NVIDIA's flash attention (cudnn) where it can be."""
+    layers: Literal["auto", "unrolled", "scanned"] | None = None
+    """How layers are computed: one after the other, or one in a loop; auto is unrolled on a CPU, scanned elsewhere."""
 
 
 PRESETS = {
@@ -272,7 +280,7 @@ PRESETS = {
     ),
 }
 
-HOW = ("dropout", "compute_dtype", "remat")  # fields of ModelConfig that are not architecture
+HOW = ("dropout", "compute_dtype", "remat", "attention", "layers")  # fields of ModelConfig that are not architecture
 RARE = ("num_ids", "d_head", "qkv_bias", "qk_norm", "rope_scaling", "no_rope_every", "sliding_window", "lora")
 
 LARGEST_SIZE = 1 << 24
@@ -341,6 +349,14 @@ def model_problems(section: ModelSection, vocab_size: int | None = None) -> list
         )
     if n_head % n_kv_head:
         problems.append(("n_kv_head", f"got {n_kv_head}, expected a divisor of n_head {n_head}"))
+    if problems:
+        return problems
+
+    config = ModelConfig(**{"vocab_size": 1} | given)
+    if section.attention == "cudnn" and (problem := cudnn_problem(config)):
+        problems.append(("attention", f"{problem}; leave it out to take what fits"))
+    if section.layers == "scanned" and (problem := scan_problem(config)):
+        problems.append(("layers", f"{problem}; leave it out to take what fits"))
     return problems
 
 

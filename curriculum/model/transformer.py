@@ -23,6 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from curriculum.errors import InputError
+from curriculum.model.formulation import attention_of, backend, layers_of
 from curriculum.model.lora import adapters_of
 from curriculum.model.model import Model
 from curriculum.model.presets import LoraConfig, ModelConfig, RopeScaling
@@ -35,7 +37,12 @@ REMAT_POLICIES = {
 
 
 def transformer(config: ModelConfig) -> Model:
-    """The transformer of a config, as the trainer takes it."""
+    """The transformer of a config, as the trainer takes it. Raises InputError where the backend cannot compute it."""
+    if config.attention == "cudnn" and backend() != "gpu":
+        expected = "expected an NVIDIA GPU for it, or auto"
+        raise InputError(
+            f"model.attention: got cudnn on a machine whose jax backend is {jax.default_backend()}, {expected}"
+        )
     return Model(
         init=partial(init_params, config),
         forward=partial(forward, config),
@@ -171,13 +178,35 @@ class Transformer(nnx.Module):
             table_TD = self.positions.embedding[: rows.visible_BTS.shape[2]]
             x_MD += table_TD[rows.positions_BT].reshape(B * T, -1) if apart else jnp.tile(table_TD, (B, 1))
         x_MD = _dropout(self.config, x_MD.astype(self.config.compute_dtype), rows, site=0)
+        if cache is None and layers_of(self.config, backend()) == "scanned":
+            return self.norm(self._scanned(x_MD, rows, B)).reshape(B, T, -1), None
         extended = {}
         for layer, name in enumerate(sorted(self.blocks)):
-            run = partial(self.blocks[name], rows=rows, num_rows=B, layer=layer)
+            run = partial(self.blocks[name], rows=rows, num_rows=B, has_rope=self.config.has_rope(layer))
             if self.config.remat != "none":
                 run = jax.checkpoint(run, policy=REMAT_POLICIES[self.config.remat])
-            x_MD, extended[name] = run(x_MD, None if cache is None else cache[name])
+            x_MD, extended[name] = run(x_MD, None if cache is None else cache[name], layer)
         return self.norm(x_MD).reshape(B, T, -1), None if cache is None else extended
+
+    def _scanned(self, x_MD: jax.Array, rows: Rows, num_rows: int) -> jax.Array:
+        """All blocks, one after the other in a loop over their stacked arrays; they are alike."""
+        graphs, states = zip(*(nnx.split(self.blocks[name]) for name in sorted(self.blocks)), strict=True)
+        has_rope = self.config.has_rope(0)
+
+        def stacked(*arrays):
+            # The matrices are used in compute_dtype alone: the copy that stacking makes is no larger than need be.
+            dtype = self.config.compute_dtype if arrays[0].ndim > 1 else arrays[0].dtype
+            return jnp.stack([array.astype(dtype) for array in arrays])
+
+        def run(x_MD, state_and_layer):
+            state, layer = state_and_layer
+            block = nnx.merge(graphs[0], state)
+            return block(x_MD, None, layer, rows=rows, num_rows=num_rows, has_rope=has_rope)[0], None
+
+        if self.config.remat != "none":
+            run = jax.checkpoint(run, policy=REMAT_POLICIES[self.config.remat], prevent_cse=False)
+        blocks = jax.tree.map(stacked, *map(nnx.to_pure_dict, states))
+        return jax.lax.scan(run, x_MD, (blocks, jnp.arange(len(states))))[0]
 
 
 class Rows(NamedTuple):
@@ -233,9 +262,8 @@ class Block(nnx.Module):
         self.mlp = MLP(config, rngs)
 
     def __call__(
-        self, x_MD: jax.Array, cache: tuple | None, *, rows: Rows, num_rows: int, layer: int
+        self, x_MD: jax.Array, cache: tuple | None, layer: int | jax.Array, *, rows: Rows, num_rows: int, has_rope: bool
     ) -> tuple[jax.Array, tuple | None]:
-        has_rope = self.config.has_rope(layer)
         mixed_MD, cache = self.attention(self.attention_norm(x_MD), cache, rows, num_rows, has_rope)
         x_MD += _dropout(self.config, mixed_MD, rows, site=2 * layer + 1)
         return x_MD + _dropout(self.config, self.mlp(self.mlp_norm(x_MD)), rows, site=2 * layer + 2), cache
@@ -267,6 +295,11 @@ class Attention(nnx.Module):
         if has_rope:
             query_BTHK, key_BTJK = rotate(query_BTHK, *rows.rope_BTK), rotate(key_BTJK, *rows.rope_BTK)
 
+        attention = attention_of(self.config, backend(), seq_len=T, has_document_mask=rows.positions_BT is not None)
+        if cache is None and attention != "plain":
+            mixed_BTHK = self._library_attention(attention, query_BTHK, key_BTJK, value_BTJK, rows)
+            return self.out(mixed_BTHK.reshape(B * T, -1)), None
+
         # The queries of a group stand below one another, so that no key or value is repeated, and both products
         # have the one batch axis in front that XLA's fast routine wants.
         query_PGTK = (query_BTHK * K**-0.5).transpose(0, 2, 1, 3).reshape(B * J, G * T, K)
@@ -283,6 +316,14 @@ class Attention(nnx.Module):
         shares_PGTS = jax.nn.softmax(scores_BJGTS.reshape(scores_PGTS.shape), axis=-1).astype(value_PSK.dtype)
         mixed_PGTK = jnp.einsum("pqt,ptk->pqk", shares_PGTS, value_PSK)
         return self.out(mixed_PGTK.reshape(B, J * G, T, K).transpose(0, 2, 1, 3).reshape(B * T, -1)), cache
+
+    def _library_attention(self, name: str, query_BTHK, key_BTJK, value_BTJK, rows: Rows) -> jax.Array:
+        """mixed_BTHK by jax.nn.dot_product_attention."""
+        attend = partial(jax.nn.dot_product_attention, query_BTHK, key_BTJK, value_BTJK, implementation=name)
+        if rows.positions_BT is not None:  # documents: each row sees otherwise
+            return attend(mask=rows.visible_BTS[:, None])
+        window = self.config.sliding_window
+        return attend(is_causal=True, local_window_size=None if window is None else (window - 1, 0))
 
 
 def _write(cache_BJSK: jax.Array, new_BJTK: jax.Array, starts_B: jax.Array) -> jax.Array:
@@ -332,7 +373,7 @@ def rotate(x_BTHK: jax.Array, cos_BTK: jax.Array, sin_BTK: jax.Array) -> jax.Arr
     return turned.astype(x_BTHK.dtype)
 
 
-def _dropout(config: ModelConfig, x_MD: jax.Array, rows: Rows, site: int) -> jax.Array:
+def _dropout(config: ModelConfig, x_MD: jax.Array, rows: Rows, site: int | jax.Array) -> jax.Array:
     """Dropout of what is added to the residual stream. `site` tells the draws of one row apart.
 
     A row's draws come from its own key, so that they do not depend on what else is in the batch.

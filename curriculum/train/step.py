@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from curriculum.model.formulation import BY_BACKEND, backend
 from curriculum.model.lora import joined
 from curriculum.model.loss import sample_targets, sum_nats
 from curriculum.model.model import Model, Params
@@ -89,6 +90,7 @@ def make_train_step(
     sigmas: float | None = 6.0,
     judge_from_steps: int = 64,
     diverged_after: int = 128,
+    skip: Literal["branch", "select"] | None = None,
     place_grads: Callable[[Params], Params] = lambda grads: grads,
 ) -> TrainStep:
     """The pure function train_step(state, batch, lr, judged_from=0, frozen=None) -> state, to be jitted with its state
@@ -106,6 +108,7 @@ def make_train_step(
     `document_mask` a token sees its own document only.
     The moving average `state.ema` has a decay of min(ema_decay, (1 + step) / (10 + step)), so that the first
     parameters are forgotten. `place_grads` pins the gradients to the devices that hold the parameters.
+    `skip` names how an update that is not taken is left out (`curriculum.model.formulation`), None the backend's way.
     `frozen` are the parameters of the model that the state has not, of one that trains its adapters alone: they have
     no gradient, and stay with the caller.
     """
@@ -137,8 +140,11 @@ def make_train_step(
             tokens_B = micro.loss_mask_ABT.sum(axis=1, dtype=jnp.int32)
             nats_S = jax.ops.segment_sum(nats_B, micro.source_ids_AB, num_sources)
             tokens_S = jax.ops.segment_sum(tokens_B, micro.source_ids_AB, num_sources)
-            return jax.tree.map(jnp.add, sums, (place_grads(grads), nats_S, tokens_S)), None
+            own = (place_grads(grads), nats_S, tokens_S)
+            return own if sums is None else jax.tree.map(jnp.add, sums, own), None
 
+        if keys_AB.shape[0] == 1:  # nothing to add to
+            return micro_step(None, jax.tree.map(lambda array: array[0], (batch, keys_AB)))[0]
         zeros = (
             place_grads(jax.tree.map(jnp.zeros_like, params)),
             jnp.zeros(num_sources, jnp.float32),
@@ -176,35 +182,34 @@ def make_train_step(
             sampled, _, _ = batch_gradient(state.params, frozen, batch, keys_AB, sampled=True)
             return jax.tree.map(lambda g: g * g / num_tokens, sampled)
 
-        if grad_clip:
-            shrink = grad_clip / jnp.maximum(grad_norm, grad_clip)
-            grads = jax.tree.map(lambda g: g * shrink, grads)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params, hessian_diagonal=hessian_diagonal)
-        params = jax.tree.map(lambda p, u: p + lr * u, state.params, updates)
-        ema = state.ema
-        if ema_decay is not None:
-            decay = jnp.minimum(ema_decay, (1 + state.step) / (10 + state.step))
-            ema = jax.tree.map(lambda average, p: decay * average + (1 - decay) * p, ema, params)
-        window = Window(
-            nats_S2=_add(state.window.nats_S2, nats_S),
-            tokens_S2=_add(state.window.tokens_S2, tokens_S.astype(jnp.float32)),
-            filled_2=_add(state.window.filled_2, (batch.segment_ids_ABT >= 0).sum().astype(jnp.float32)),
-            grad_norm_2=_add(state.window.grad_norm_2, grad_norm),
-            num_updates=state.window.num_updates + 1,
-        )
+        def moved() -> TrainState:
+            shrink = grad_clip / jnp.maximum(grad_norm, grad_clip) if grad_clip else 1.0
+            clipped = jax.tree.map(lambda g: g * shrink, grads)
+            updates, opt_state = optimizer.update(
+                clipped, state.opt_state, state.params, hessian_diagonal=hessian_diagonal
+            )
+            params = jax.tree.map(lambda p, u: p + lr * u, state.params, updates)
+            ema = state.ema
+            if ema_decay is not None:
+                decay = jnp.minimum(ema_decay, (1 + state.step) / (10 + state.step))
+                ema = jax.tree.map(lambda average, p: decay * average + (1 - decay) * p, ema, params)
+            window = Window(
+                nats_S2=_add(state.window.nats_S2, nats_S),
+                tokens_S2=_add(state.window.tokens_S2, tokens_S.astype(jnp.float32)),
+                filled_2=_add(state.window.filled_2, (batch.segment_ids_ABT >= 0).sum().astype(jnp.float32)),
+                grad_norm_2=_add(state.window.grad_norm_2, grad_norm),
+                num_updates=state.window.num_updates + 1,
+            )
+            return state._replace(params=params, opt_state=opt_state, ema=ema, window=window)
 
-        def unless_skipped(new, old):
-            return jax.tree.map(lambda n, o: jnp.where(taken, n, o), new, old)
+        def skipped() -> TrainState:
+            return state._replace(skipped_updates=state.skipped_updates + 1)
 
-        return TrainState(
-            params=unless_skipped(params, state.params),
-            opt_state=unless_skipped(opt_state, state.opt_state),
-            step=state.step + 1,
-            window=unless_skipped(window, state.window),
-            skipped_updates=state.skipped_updates + jnp.where(taken, 0, 1),
-            guard=guard,
-            ema=unless_skipped(ema, state.ema),
-        )
+        if (skip or BY_BACKEND[backend()].skip) == "branch":
+            chosen = jax.lax.cond(taken, moved, skipped)
+        else:
+            chosen = jax.tree.map(lambda new, old: jnp.where(taken, new, old), moved(), skipped())
+        return chosen._replace(step=state.step + 1, guard=guard)
 
     return train_step
 

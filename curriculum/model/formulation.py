@@ -1,0 +1,94 @@
+"""How a transformer is computed on each backend: one formulation of its attention, its layers and its skipped updates.
+
+All of them compute the same function, up to the rounding of sums taken in another order. `tools/bench_step.py
+--variants step step:layers=scanned step:attention=xla step:skip=select` measures them beside one another; docs/gpu.md
+says what was never run. What every backend shares: tokens are the rows of one matrix [B*T, D] (1.63x of [B, T, D] on a CPU, where
+XLA copies a transposed cotangent for each weight's gradient), and glibc keeps what is freed (`tune_malloc`; 1.3x).
+
+Nothing here imports jax when it is read: a config is checked with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from curriculum.model.presets import ModelConfig
+
+
+@dataclass(frozen=True)
+class Formulation:
+    """What a backend is given where the config leaves it to us.
+
+    `attention`: `plain`, two batched products [B*J, G*T, K] x [B*J, T, K] with the softmax between them; `xla`,
+    jax.nn.dot_product_attention in its portable form; `cudnn`, NVIDIA's flash attention through the same function.
+
+    `layers`: `unrolled`, one after the other in the program; `scanned`, one layer in a loop over stacked parameters,
+    which compiles in the time of one.
+
+    `skip`, how an update that is not taken leaves the state as it was: `branch` computes the new state only where it is
+    taken; `select` always does, and picks each array.
+    """
+
+    attention: Literal["plain", "xla", "cudnn"]
+    layers: Literal["unrolled", "scanned"]
+    skip: Literal["branch", "select"]
+
+
+BY_BACKEND = {
+    "cpu": Formulation(attention="plain", layers="unrolled", skip="branch"),
+    # Not measured: flash attention keeps no [B, H, T, T]; a loop compiles long models soon; a branch would make the
+    # host wait for every update.
+    "gpu": Formulation(attention="cudnn", layers="scanned", skip="select"),
+    "other": Formulation(attention="plain", layers="scanned", skip="select"),
+}
+
+CUDNN_DTYPES = ("bfloat16", "float16")
+CUDNN_LARGEST_HEAD, CUDNN_HEAD_STEP = 128, 8  # widths that it takes on every card
+
+
+def backend() -> str:
+    """A key of BY_BACKEND: what jax computes on by default. Starts the jax backend."""
+    import jax
+
+    platform = jax.default_backend()
+    if platform == "gpu" and "cuda" not in jax.devices()[0].client.platform_version:
+        return "other"  # cuDNN is NVIDIA's
+    return platform if platform in BY_BACKEND else "other"
+
+
+def attention_of(config: ModelConfig, backend: str, *, seq_len: int, has_document_mask: bool) -> str:
+    """The attention of a config on a backend: its own choice, or the backend's as far as that one's limits allow."""
+    if config.attention != "auto":
+        return config.attention
+    chosen = BY_BACKEND[backend].attention
+    if chosen == "cudnn" and (cudnn_problem(config) is not None or (has_document_mask and seq_len % 2)):
+        return "plain"
+    return chosen
+
+
+def layers_of(config: ModelConfig, backend: str) -> str:
+    """`unrolled` or `scanned`, likewise: layers that differ are not scanned."""
+    if config.layers != "auto":
+        return config.layers
+    return "unrolled" if scan_problem(config) is not None else BY_BACKEND[backend].layers
+
+
+def cudnn_problem(config: ModelConfig) -> str | None:
+    """Why cuDNN's flash attention cannot compute a config's; None where it can."""
+    if config.compute_dtype not in CUDNN_DTYPES:
+        return f"got cudnn with compute_dtype {config.compute_dtype}, expected compute_dtype bfloat16 for it"
+    if config.head_width > CUDNN_LARGEST_HEAD or config.head_width % CUDNN_HEAD_STEP:
+        expected = f"a multiple of {CUDNN_HEAD_STEP} up to {CUDNN_LARGEST_HEAD} for it"
+        return f"got cudnn with a head width of {config.head_width}, expected {expected}"
+    return None
+
+
+def scan_problem(config: ModelConfig) -> str | None:
+    """Why a config's layers cannot be scanned; None where they are alike."""
+    if config.no_rope_every is not None and config.pos_encoding == "rope":
+        return (
+            f"got scanned, expected layers that are alike, and no_rope_every {config.no_rope_every} makes them differ"
+        )
+    return None

@@ -1,0 +1,256 @@
+"""Every formulation computes the same function; which one is taken where."""
+
+from dataclasses import replace
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from curriculum.errors import InputError
+from curriculum.model.formulation import BY_BACKEND, attention_of, backend, layers_of
+from curriculum.model.loss import sum_nats
+from curriculum.model.presets import HOW, LoraConfig, ModelConfig, ModelSection, resolve_model
+from curriculum.model.transformer import init_params, transformer
+from curriculum.train.optimizer import OptimConfig, make_optimizer
+from curriculum.train.step import init_state, make_train_step
+from phases.batches import Batch
+
+V, B, T = 13, 2, 6
+GROUPED = ModelConfig(vocab_size=V, n_layer=2, n_head=4, n_kv_head=2, d_model=16, d_ff=12, max_seq_len=8)
+CONFIGS = {  # and whether documents are kept apart
+    "grouped, dropout": (replace(GROUPED, dropout=0.3), True),
+    "adapters, full": (
+        replace(GROUPED, qk_norm=True, lora=LoraConfig(rank=2, targets=("query", "down")), remat="full"),
+        False,
+    ),
+    "gpt-2, window, bfloat16, dots": (
+        replace(
+            GROUPED,
+            n_kv_head=4,
+            pos_encoding="learned",
+            mlp_type="gelu",
+            norm_type="layernorm",
+            bias=True,
+            sliding_window=2,
+            compute_dtype="bfloat16",
+            tie_embeddings=False,
+            remat="dots",
+        ),
+        False,
+    ),
+}
+TOKENS_BT = np.array([[1, 5, 0, 12, 7, 7], [3, 2, 11, 12, 0, 4]], np.int32)
+DOCUMENTS_BT = np.array([[0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 2]], np.int32)
+
+
+@cache
+def loss_and_gradient(config, documents):
+    """(nats of the batch, their gradient) at parameters moved enough that every array shows."""
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda array: (array + rng.normal(0, 0.2, array.shape)).astype(np.float32), init_params(config, 0)
+    )
+    segment_ids_BT = DOCUMENTS_BT if documents else None
+
+    def nats(params, keys_B):
+        targets_BT = np.roll(TOKENS_BT, -1, axis=1)
+        return sum_nats(transformer(config), params, TOKENS_BT, targets_BT, targets_BT > 0, segment_ids_BT, keys_B)[0]
+
+    keys_B = jax.random.split(jax.random.key(0), B) if config.dropout else None
+    return jax.jit(jax.value_and_grad(nats))(params, keys_B)
+
+
+def assert_alike(config, other, documents):
+    (loss, grads), (other_loss, other_grads) = (loss_and_gradient(c, documents) for c in (config, other))
+    # Sums in another order; bfloat16 has 8 bits, and activations are rounded to it at other places.
+    share = 1e-5 if config.compute_dtype == "float32" else 0.03
+    np.testing.assert_allclose(other_loss, loss, rtol=share)
+    assert jax.tree.structure(other_grads) == jax.tree.structure(grads)
+    for one, another in zip(jax.tree.leaves(grads), jax.tree.leaves(other_grads), strict=True):
+        assert np.abs(one).max() > 0
+        np.testing.assert_allclose(another, one, atol=share * np.abs(one).max())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_scanned_layers_compute_what_unrolled_ones_do(name):
+    config, documents = CONFIGS[name]
+    plain = replace(config, layers="unrolled", attention="plain")
+    assert_alike(plain, replace(plain, layers="scanned"), documents)
+
+
+@pytest.mark.parametrize("name", ["grouped, dropout", "gpt-2, window, bfloat16, dots"])
+def test_the_librarys_attention_computes_what_the_plain_one_does(name):
+    config, documents = CONFIGS[name]
+    plain = replace(config, layers="unrolled", attention="plain")
+    assert_alike(plain, replace(plain, attention="xla"), documents)
+
+
+def test_a_scanned_program_holds_one_layer_however_many_there_are():
+    def num_products(num_layers, layers):
+        config = replace(GROUPED, n_layer=num_layers, layers=layers)
+        lowered = jax.jit(transformer(config).forward).lower(init_params(config, 0), TOKENS_BT, None, None)
+        return lowered.as_text().count("dot_general")
+
+    assert num_products(2, "scanned") == num_products(5, "scanned") > 0
+    assert num_products(5, "unrolled") == 2.5 * num_products(2, "unrolled")
+
+
+def needs_nvidia(name):
+    no_card = name == "cudnn" and backend() != "gpu"
+    return pytest.param(name, marks=pytest.mark.skipif(no_card, reason="cuDNN computes on NVIDIA GPUs alone"))
+
+
+@pytest.mark.parametrize("attention", ["plain", "xla", needs_nvidia("cudnn")])
+def test_documents_stay_apart_in_every_attention(attention):
+    """A token that is changed changes no bit of another document, and one of each token after it in its own."""
+    dtype = "bfloat16" if attention == "cudnn" else "float32"
+    config = replace(GROUPED, n_layer=1, attention=attention, compute_dtype=dtype, max_seq_len=32, d_model=64)
+    segment_ids_BT = np.repeat([0, 1, 2], [6, 7, 3])[None].astype(np.int32)
+    tokens_BT = np.random.default_rng(0).integers(0, V, segment_ids_BT.shape, np.int32)
+    params = jax.tree.map(lambda array: array * 5, init_params(config, 0))
+    run = jax.jit(partial(transformer(config).forward, params, segment_ids_BT=segment_ids_BT, keys_B=None))
+    before_BTD = np.asarray(run(tokens_BT), np.float32)
+    for t in (2, 6, 13):
+        changed_BT = tokens_BT.copy()
+        changed_BT[0, t] = (changed_BT[0, t] + 1) % V
+        same_T = (np.asarray(run(changed_BT), np.float32) == before_BTD).all(axis=-1)[0]
+        seen_T = (segment_ids_BT[0] == segment_ids_BT[0, t]) & (np.arange(16) >= t)
+        np.testing.assert_array_equal(same_T, ~seen_T)
+
+
+# ------------------------------------------------------------------------------------------- what is taken where
+
+
+@pytest.mark.parametrize(
+    ("changed", "on", "documents", "expected"),
+    [
+        ({}, "cpu", False, "plain"),
+        ({"compute_dtype": "bfloat16"}, "cpu", False, "plain"),
+        ({"compute_dtype": "bfloat16"}, "gpu", True, "cudnn"),
+        ({}, "gpu", False, "plain"),  # float32
+        ({"compute_dtype": "bfloat16", "d_head": 12}, "gpu", False, "plain"),
+        ({"compute_dtype": "bfloat16", "d_head": 256}, "gpu", False, "plain"),
+        ({"compute_dtype": "bfloat16"}, "other", False, "plain"),
+        ({"compute_dtype": "bfloat16", "attention": "xla"}, "gpu", False, "xla"),
+    ],
+)
+def test_attention_by_backend(changed, on, documents, expected):
+    config = replace(GROUPED, d_model=64, **changed)
+    assert attention_of(config, on, seq_len=8, has_document_mask=documents) == expected
+
+
+def test_an_odd_number_of_positions_with_documents_is_beyond_cudnn():
+    config = replace(GROUPED, d_model=64, compute_dtype="bfloat16")
+    assert attention_of(config, "gpu", seq_len=7, has_document_mask=True) == "plain"
+    assert attention_of(config, "gpu", seq_len=7, has_document_mask=False) == "cudnn"
+
+
+@pytest.mark.parametrize(
+    ("changed", "on", "expected"),
+    [
+        ({}, "cpu", "unrolled"),
+        ({}, "gpu", "scanned"),
+        ({"no_rope_every": 2}, "gpu", "unrolled"),
+        ({"layers": "unrolled"}, "gpu", "unrolled"),
+        ({"layers": "scanned"}, "cpu", "scanned"),
+    ],
+)
+def test_layers_by_backend(changed, on, expected):
+    assert layers_of(replace(GROUPED, **changed), on) == expected
+
+
+def test_the_backend_of_this_process_has_a_formulation():
+    assert backend() in BY_BACKEND
+    if jax.default_backend() == "cpu":
+        assert backend() == "cpu"
+
+
+def test_how_a_model_is_computed_is_no_part_of_what_it_is():
+    assert {"attention", "layers"} <= set(HOW)
+    assert replace(GROUPED, attention="xla", layers="scanned").architecture == GROUPED.architecture
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        (
+            {"attention": "cudnn"},
+            "model.attention: got cudnn with compute_dtype float32, expected compute_dtype bfloat16 for it; leave it "
+            "out to take what fits",
+        ),
+        (
+            {"attention": "cudnn", "compute_dtype": "bfloat16", "d_head": 20},
+            "model.attention: got cudnn with a head width of 20, expected a multiple of 8 up to 128 for it; leave it "
+            "out to take what fits",
+        ),
+        (
+            {"layers": "scanned", "no_rope_every": 4},
+            "model.layers: got scanned, expected layers that are alike, and no_rope_every 4 makes them differ; leave "
+            "it out to take what fits",
+        ),
+    ],
+)
+def test_a_choice_that_does_not_fit_is_refused(section, expected):
+    with pytest.raises(InputError) as caught:
+        resolve_model(ModelSection(preset="tiny", **section), V)
+    assert caught.value.problems == (expected,)
+
+
+@pytest.mark.skipif(backend() == "gpu", reason="this machine has such a card")
+def test_cudnn_without_an_nvidia_card_is_refused():
+    config = resolve_model(ModelSection(preset="tiny", attention="cudnn", compute_dtype="bfloat16"), V)
+    with pytest.raises(InputError) as caught:
+        transformer(config)
+    (problem,) = caught.value.problems
+    expected = f"got cudnn on a machine whose jax backend is {jax.default_backend()}, expected an NVIDIA GPU for it"
+    assert problem == f"model.attention: {expected}, or auto"
+
+
+# ------------------------------------------------------------------------------------------------ skipped updates
+
+
+@cache
+def updates(skip):
+    """(the compiled update, the states after each of four: the third has no target, and is skipped)."""
+    optimizer = make_optimizer(OptimConfig())
+    step = make_train_step(transformer(GROUPED), optimizer, 1, grad_clip=1.0, skip=skip)
+    state = jax.tree.map(jnp.asarray, init_state(init_params(GROUPED, 0), optimizer, 1))
+    zeros = np.zeros((1, B, T), np.int32)
+    batch = Batch(TOKENS_BT[None], TOKENS_BT[None, :, ::-1], zeros == 0, zeros, np.zeros((1, B), np.int32))
+    unscored = batch._replace(loss_mask_ABT=zeros != 0)
+    compiled = jax.jit(step, donate_argnums=0).lower(state, batch, np.float32(0.01), np.int32(0)).compile()
+    states = []
+    for one in (batch, batch, unscored, batch):
+        state = compiled(state, one, np.float32(0.01), np.int32(0))
+        states.append(jax.device_get(state))
+    return compiled, states
+
+
+@pytest.mark.parametrize("skip", ["branch", "select"])
+def test_a_skipped_update_changes_no_bit(skip):
+    _, (_, before, after, later) = updates(skip)
+    assert (int(before.skipped_updates), int(after.skipped_updates), int(later.skipped_updates)) == (0, 1, 1)
+    assert [int(state.step) for state in (before, after, later)] == [2, 3, 4]
+    kept, still = (jax.tree.leaves((s.params, s.opt_state, s.window)) for s in (before, after))
+    assert len(kept) > 10
+    for one, another in zip(kept, still, strict=True):
+        np.testing.assert_array_equal(one, another)
+    assert any(
+        (a != b).any() for a, b in zip(jax.tree.leaves(after.params), jax.tree.leaves(later.params), strict=True)
+    )
+
+
+def test_branch_and_select_train_alike():
+    (_, branched), (_, selected) = map(updates, ("branch", "select"))
+    for one, another in zip(jax.tree.leaves(branched[-1].params), jax.tree.leaves(selected[-1].params), strict=True):
+        np.testing.assert_allclose(one, another, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(backend() != "cpu", reason="what the compiler for CPUs copies")
+def test_a_branch_copies_no_moments():
+    """Selecting makes it copy each of them: the parameter's update reads the old one after the new one is written."""
+    num_moments = 2 * len(jax.tree.leaves(init_params(GROUPED, 0)))
+    branch, select = (updates(skip)[0].as_text().count(" copy(") for skip in ("branch", "select"))
+    assert select - branch >= num_moments

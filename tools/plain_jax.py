@@ -1,0 +1,149 @@
+"""GPT-2's update in plain jax, without any of our modules, as fast as it could be written: what ours is held against.
+
+    python tools/plain_jax.py FILE --steps 2000        trains on the file's bytes, at the size of nanoGPT's CPU run
+
+What makes it fast, by `tools/bench_step.py` on two CPU cores: tokens are the rows of one matrix, query, key and value
+are one product, attention is two batched products, a norm has its own way back, the state is donated and one pass over
+each array updates it, and glibc keeps what is freed. On an NVIDIA GPU with bfloat16 attention is cuDNN's.
+
+Shape suffixes: B rows, T positions, M = B*T, D width, H heads, K head width, P = B*H, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import platform
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Size(NamedTuple):
+    num_rows: int
+    num_positions: int
+    num_layers: int
+    num_heads: int
+    width: int
+    vocab_size: int
+
+
+def keep_freed_memory() -> None:
+    """Of glibc alone; before jax starts. XLA's temporaries otherwise go back to the kernel after every update."""
+    if platform.libc_ver()[0] == "glibc":
+        for option, number in ((-4, 0), (-1, 2**31 - 1), (-2, 64 << 20), (-8, 1)):
+            ctypes.CDLL(None).mallopt(option, number)
+
+
+def make_program(size: Size, dtype: str = "float32", *, b1=0.9, b2=0.95, eps=1e-8, decay=0.1, clip=1.0):
+    """(step, state): step(state, inputs_BT, targets_BT, lr) -> (state, loss), compiled, its state donated."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    B, T, L, H, D, V = size
+    K, M = D // H, B * T
+    causal_TT = np.tril(np.ones((T, T), bool))
+    flash = dtype == "bfloat16" and jax.default_backend() == "gpu"
+
+    def normed_forward(x_MD, scale_D):
+        x_MD = x_MD.astype(jnp.float32)
+        centred_MD = x_MD - x_MD.mean(-1, keepdims=True)
+        rate_M1 = jax.lax.rsqrt((centred_MD * centred_MD).mean(-1, keepdims=True) + 1e-5)
+        unit_MD = centred_MD * rate_M1
+        return (unit_MD * scale_D).astype(dtype), (unit_MD, rate_M1, scale_D)
+
+    def normed_backward(kept, dout_MD):
+        unit_MD, rate_M1, scale_D = kept
+        dout_MD = dout_MD.astype(jnp.float32)
+        dunit_MD = dout_MD * scale_D
+        along_M1 = (dunit_MD * unit_MD).mean(-1, keepdims=True)
+        dx_MD = rate_M1 * (dunit_MD - dunit_MD.mean(-1, keepdims=True) - unit_MD * along_M1)
+        return dx_MD.astype(dtype), (dout_MD * unit_MD).sum(0)
+
+    normed = jax.custom_vjp(lambda x_MD, scale_D: normed_forward(x_MD, scale_D)[0])
+    normed.defvjp(normed_forward, normed_backward)
+
+    def attention(block, x_MD):
+        qkv_M3D = x_MD @ block["qkv"].astype(dtype)
+        if flash:
+            query, key, value = (part.reshape(B, T, H, K) for part in jnp.split(qkv_M3D, 3, -1))
+            mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
+            return mixed.reshape(M, D) @ block["out"].astype(dtype)
+        query_PTK, key_PTK, value_PTK = qkv_M3D.reshape(B, T, 3, H, K).transpose(2, 0, 3, 1, 4).reshape(3, B * H, T, K)
+        scores_PTT = jnp.einsum("pqk,ptk->pqt", query_PTK * K**-0.5, key_PTK, preferred_element_type=jnp.float32)
+        shares_PTT = jax.nn.softmax(jnp.where(causal_TT, scores_PTT, -jnp.inf)).astype(dtype)
+        mixed_PTK = jnp.einsum("pqt,ptk->pqk", shares_PTT, value_PTK)
+        return mixed_PTK.reshape(B, H, T, K).transpose(0, 2, 1, 3).reshape(M, D) @ block["out"].astype(dtype)
+
+    def mean_nats(params, inputs_BT, targets_BT):
+        x_MD = (params["embed"][inputs_BT.reshape(M)] + jnp.tile(params["positions"], (B, 1))).astype(dtype)
+        for block in params["blocks"]:
+            x_MD += attention(block, normed(x_MD, block["attention_norm"]))
+            inner_MF = jax.nn.gelu(normed(x_MD, block["mlp_norm"]) @ block["up"].astype(dtype), approximate=True)
+            x_MD += inner_MF @ block["down"].astype(dtype)
+        features_MD = normed(x_MD, params["norm"])
+        embed_VD = params["embed"].astype(dtype)
+        logits_MV = jnp.einsum("md,vd->mv", features_MD, embed_VD, preferred_element_type=jnp.float32)
+        target_M = jnp.take_along_axis(logits_MV, targets_BT.reshape(M, 1), axis=-1)[:, 0]
+        return (jax.nn.logsumexp(logits_MV, axis=-1) - target_M).mean()
+
+    def step(state, inputs_BT, targets_BT, lr):
+        params, firsts, seconds, count = state
+        loss, grads = jax.value_and_grad(mean_nats)(params, inputs_BT, targets_BT)
+        norm = jnp.sqrt(sum((g * g).sum() for g in jax.tree.leaves(grads)))
+        shrink, count = clip / jnp.maximum(norm, clip), count + 1
+        first_rate, second_rate = 1 / (1 - b1**count), 1 / (1 - b2**count)
+        firsts = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * (g * shrink), firsts, grads)
+        seconds = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * (g * shrink) ** 2, seconds, grads)
+
+        def moved(p, m, v):
+            update = m * first_rate / (jnp.sqrt(v * second_rate) + eps)
+            return p - lr * (update + decay * p if p.ndim > 1 else update)
+
+        return (jax.tree.map(moved, params, firsts, seconds), firsts, seconds, count), loss
+
+    random = np.random.default_rng(0)
+
+    def normal(*shape, std=0.02):
+        return jnp.asarray(random.standard_normal(shape, np.float32) * np.float32(std))
+
+    def ones():
+        return jnp.ones(D, jnp.float32)
+
+    last = 0.02 / (2 * L) ** 0.5  # of the products that are added to the residual stream
+    blocks = [
+        {"attention_norm": ones(), "qkv": normal(D, 3 * D), "out": normal(D, D, std=last)}
+        | {"mlp_norm": ones(), "up": normal(D, 4 * D), "down": normal(4 * D, D, std=last)}
+        for _ in range(L)
+    ]
+    params = {"embed": normal(V, D), "positions": normal(T, D), "blocks": blocks, "norm": ones()}
+    zeros = [jax.tree.map(jnp.zeros_like, params) for _ in range(2)]
+    return jax.jit(step, donate_argnums=0), (params, *zeros, jnp.float32(0))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--steps", type=int, default=2000)
+    args = parser.parse_args(argv)
+    keep_freed_memory()
+    import numpy as np
+
+    corpus = np.frombuffer(args.file.read_bytes(), np.uint8).astype(np.int32)
+    size = Size(num_rows=12, num_positions=64, num_layers=4, num_heads=4, width=128, vocab_size=256)
+    step, state = make_program(size)
+    random, started, losses = np.random.default_rng(0), time.perf_counter(), []
+    for done in range(1, args.steps + 1):
+        starts_B1 = random.integers(0, len(corpus) - size.num_positions, (size.num_rows, 1))
+        rows = corpus[starts_B1 + np.arange(size.num_positions + 1)]
+        lr = 1e-3 * min(done / 100, max(0.1, 1 - done / args.steps))
+        state, loss = step(state, rows[:, :-1], rows[:, 1:], np.float32(lr))
+        losses.append(loss)
+        if done % 100 == 0 or done == args.steps:
+            mean, losses = float(np.mean(losses)), []
+            print(f"step {done}  loss {mean:.4f}  {time.perf_counter() - started:.1f} s")
+
+
+if __name__ == "__main__":
+    main()
