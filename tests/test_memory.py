@@ -45,34 +45,33 @@ def test_the_parts_by_hand():
     )  # fmt: skip
     assert num_parameters(config) == 600
     parts = memory_estimate(config, rows=3, seq_len=6, grad_accum=2).to_json()
-    # 18 tokens. A norm keeps 4 x 8 numbers and 2 a token; attention 4 x 8; scores of 2 heads a row of 6 x (4+4+4+1)
-    # bytes and 2 numbers; gelu 6 x 12: 2 * 34 * 4 + 128 + 2 * (78 + 8) + 288 = 860 bytes. Outside of the block: an id
-    # and a norm's 3 x 8 + 2 numbers: 108 bytes.
+    # 18 tokens. A norm keeps 2 x 8 numbers and 1 a token; attention 4 x 8; scores of 2 heads a row of 6 x (4+4+4+1)
+    # bytes and 2 numbers; gelu 6 x 12: 2 * 17 * 4 + 128 + 2 * (78 + 8) + 288 = 724 bytes. Outside of the block: an id
+    # and a norm's 8 + 1 numbers: 40 bytes.
     assert parts == {
         "params": 2400,
         "gradients": 4800,
         "moments": 4800,
         "ema": 0,
-        "copies": 2400,
-        "activations": 18 * (860 + 108),
-        "logits": 2 * 18 * 8 * 4 + 2 * 4 * 3 * 3 * 10,  # chunks of 3 of the 6 positions of 3 rows
+        "activations": 18 * (724 + 40),
+        "logits": 2 * 18 * 8 * 4 + 2 * 4 * 3 * 6 * 10,  # all positions in one chunk
         "gathered": 0,
         "update": 0,
         "batch": 2 * (18 * 13 + 3 * 4),
-        "total": 2400 + 4800 + 4800 + 2400 + 17_424 + 1872 + 492,
+        "total": 2400 + 4800 + 4800 + 13_752 + 2592 + 492,
     }
 
 
 def test_the_state_follows_optimizer_average_and_shards():
     one = memory_estimate(TINY, rows=2, seq_len=64)
     params = 4 * num_parameters(TINY)
-    assert (one.params, one.gradients, one.moments, one.ema, one.copies) == (params, params, 2 * params, 0, params)
+    assert (one.params, one.gradients, one.moments, one.ema) == (params, params, 2 * params, 0)
     lion = memory_estimate(TINY, rows=2, seq_len=64, moments_per_parameter=1, ema=True)
-    assert (lion.moments, lion.ema, lion.copies) == (params, params, params)
+    assert (lion.moments, lion.ema) == (params, params)
     bare = memory_estimate(TINY, rows=2, seq_len=64, moments_per_parameter=0)
-    assert (bare.moments, bare.copies) == (0, 0)
+    assert bare.moments == 0
     mixed = memory_estimate(TINY, rows=2, seq_len=64, moments_per_parameter=1.25)
-    assert mixed.moments == 1.25 * params and mixed.copies == 0.25 * params
+    assert mixed.moments == 1.25 * params
     split = memory_estimate(TINY, rows=2, seq_len=64, state_shards=4)
     assert (split.params, split.moments) == (params // 4, params // 2)
     assert split.activations == one.activations > 0
@@ -143,7 +142,7 @@ def test_a_block_computed_again_takes_the_place_of_the_logits():
     block = memory.block_bytes(TINY, 8, 256, "none")
     assert memory_estimate(many, rows=8, seq_len=256).activations == kept_bytes(many, 8, 256)
     estimate = memory_estimate(few, rows=8, seq_len=256)
-    chunk = 2 * 4 * 8 * 128 * 64  # two chunks at the least
+    chunk = 2 * 4 * 8 * 256 * 64  # all in one
     assert estimate.activations == kept_bytes(few, 8, 256) + block - chunk
     assert estimate.logits == 2 * 8 * 256 * 128 * 4 + chunk
     low = memory_estimate(replace(few, compute_dtype="bfloat16"), rows=8, seq_len=256)
@@ -200,7 +199,7 @@ def test_only_adapters_have_gradients_moments_and_averages():
     assert adapters == 4 * TINY.n_layer * 8 * (128 + 128 + 128 + 64) and whole == 4 * num_parameters(TINY) + adapters
     one = memory_estimate(config, rows=2, seq_len=64, grad_accum=2, ema=True)
     assert (one.params, one.gradients, one.moments, one.ema) == (whole, 2 * adapters, 2 * adapters, adapters)
-    assert one.copies == 2 * adapters and one.logits == memory_estimate(TINY, rows=2, seq_len=64).logits
+    assert one.logits == memory_estimate(TINY, rows=2, seq_len=64).logits
     split = memory_estimate(config, rows=2, seq_len=64, state_shards=4, fsdp=4)
     assert split.params == whole // 4 and split.gathered == whole + adapters
 

@@ -121,8 +121,8 @@ def _memory(memory: dict[str, Any], several: bool) -> str:
     total = memory["total"]
     unit, unit_bytes = ("GB", 10**9) if total >= 10**10 else ("MB", 10**6)
     digits = 1 if total < 100 * unit_bytes else 0
-    named = {**memory, "parameters": memory["params"], "copies in the update": memory["copies"]}
-    names = ("parameters", "gradients", "moments", "ema", "copies in the update", "activations", "logits", "batch")
+    named = {**memory, "parameters": memory["params"]}
+    names = ("parameters", "gradients", "moments", "ema", "activations", "logits", "batch")
     smallest_bytes = unit_bytes / 10**digits / 2
     shown = {name: named[name] for name in names if named[name] > smallest_bytes}
     other = sum(named[name] for name in names) - sum(shown.values())

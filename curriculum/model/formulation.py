@@ -2,8 +2,9 @@
 
 All of them compute the same function, up to the rounding of sums taken in another order. `tools/bench_step.py
 --variants step step:layers=scanned step:attention=xla step:skip=select` measures them beside one another; docs/gpu.md
-says what was never run. What every backend shares: tokens are the rows of one matrix [B*T, D] (1.63x of [B, T, D] on a CPU, where
-XLA copies a transposed cotangent for each weight's gradient), and glibc keeps what is freed (`tune_malloc`; 1.3x).
+says what was never run. What every backend shares: tokens are the rows of one matrix [B*T, D] (1.63x of [B, T, D] on a
+CPU, where XLA copies a transposed cotangent for each weight's gradient), and glibc keeps what is freed (`tune_malloc`;
+1.3x to 1.8x).
 
 Nothing here imports jax when it is read: a config is checked with it.
 """

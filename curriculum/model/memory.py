@@ -29,14 +29,11 @@ class MemoryEstimate:
     """Float32 parameters, trained or not."""
     gradients: int
     """A micro-step's own, the head's among them, and with more than one micro-step the sum over them. This and what
-    follows up to the copies is of trained parameters alone."""
+    follows up to the average is of trained parameters alone."""
     moments: int
     """The optimizer's numbers."""
     ema: int
     """The moving average of the parameters."""
-    copies: int
-    """Moments and average of which the update holds the old and the new at once, as the compiler for CPUs works out
-    the new parameters from the old moments; less what fits into the gradients' room."""
     activations: int
     """Kept from the way forward to the way back; and what of one block computed again does not fit into the room of
     the logits, which is free by then."""
@@ -96,15 +93,12 @@ def memory_estimate(
     if model.compute_dtype != "float32":
         loss += width_bytes * -(-model.vocab_size * model.d_model // state_shards)
     computed_again = 0 if model.remat == "none" else block_bytes(model, rows, seq_len, "none")
-    # A state of n numbers a parameter besides the parameters is copied n times; one copy fits into the gradients' room.
-    copies = max(moments_per_parameter + ema - 1, 0)
     activations = kept_bytes(model, rows, seq_len, document_mask) + max(computed_again - chunk, 0)
     return MemoryEstimate(
         params=params,
         gradients=trained * (1 if grad_accum == 1 else 2),
         moments=round(trained * moments_per_parameter),
         ema=trained if ema else 0,
-        copies=round(trained * copies),
         activations=activations,
         logits=loss + chunk,
         gathered=(params + trained) * fsdp if fsdp > 1 else 0,
@@ -116,12 +110,12 @@ def memory_estimate(
 def kept_bytes(model: ModelConfig, rows: int, seq_len: int, document_mask: bool = False) -> int:
     """All that the way forward hands to the way back, parameters apart.
 
-    Beside the blocks: the tokens; of the last norm three [M, D] in float32 (2x, x - mean, and that by its deviation;
-    what comes out is the loss's); of the embedding's dropout what a block has of its own two. For computing blocks
+    Beside the blocks: the tokens; of the last norm one [M, D] in float32 (x - mean by its deviation; what comes out is
+    the loss's); of the embedding's dropout what a block has of its own two. For computing blocks
     again, what all of them share: which positions are visible, [B, T, T] with a document mask and [T, T] without.
     """
     num_tokens = rows * seq_len
-    last_norm = (3 * model.d_model + 2) * FLOAT32_BYTES
+    last_norm = (model.d_model + 1) * FLOAT32_BYTES
     outside = num_tokens * (4 + last_norm + _dropout_bytes(model))
     if document_mask and model.pos_encoding == "rope":
         # Cosines and sines of each row's own positions; kept by each rotation (two a block, two of each).
@@ -139,7 +133,7 @@ def block_bytes(model: ModelConfig, rows: int, seq_len: int, remat: str) -> int:
     |---|---|---|---|---|
     | full | what comes in | | | |
     | dots | what comes in, query, attention's out | key, value | up; swiglu: gate as well | |
-    | none | query, mixed; each norm: 2x, x - mean, that by its deviation (float32), and what comes out | key, value | \
+    | none | query, mixed; each norm: x - mean by its deviation (float32), and what comes out | key, value | \
 gelu: up and five steps of its tanh form; swiglu: gate, three of silu, up, their product | scores' other branch \
 (zeros) and exponentials in float32, shares, and a byte that says what is visible |
 
@@ -163,13 +157,13 @@ gelu: up and five steps of its tanh form; swiglu: gate, three of silu, up, their
         return model.lora is None or not set(readers).isdisjoint(targets)
 
     low = model.compute_dtype != "float32"
-    # Layernorm and rmsnorm alike: flax subtracts a mean of 0 from the latter.
-    norm = (3 * model.d_model + 2) * FLOAT32_BYTES
+    norm = (model.d_model + 1) * FLOAT32_BYTES
     num_normed = is_kept("query", "key", "value") + is_kept("gate", "up")
     attention = ((1 + is_kept("out")) * query_width + 2 * kv_width) * width_bytes
     if model.qk_norm:
-        # Of each query and key what a norm keeps: twice, less the mean, that by its deviation, and what comes out.
-        attention += (query_width + kv_width) * (3 * FLOAT32_BYTES + width_bytes)
+        # Of each query and key what a norm keeps: by its deviation; and each head's deviation.
+        attention += (query_width + kv_width) * FLOAT32_BYTES
+        attention += (model.n_head + model.n_kv_head) * FLOAT32_BYTES
     of_score = 2 * FLOAT32_BYTES + width_bytes + 1
     scores = model.n_head * (seq_len * of_score + 2 * FLOAT32_BYTES)
     mlp = (5 + is_kept("down")) * model.d_ff * width_bytes

@@ -412,14 +412,52 @@ def _linear(config: ModelConfig, name: str, bias: bool, rngs: nnx.Rngs) -> nnx.L
     return nnx.Linear(inputs, outputs, **settings)
 
 
-def _norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm | nnx.LayerNorm:
-    """Statistics in float32, whatever the type of what is normed."""
-    if config.norm_type == "rmsnorm":
-        return _rms_norm(config, config.d_model, rngs)
-    common = {"epsilon": config.norm_eps, "dtype": config.compute_dtype, "rngs": rngs}
-    # Fast variance is E[x^2] - E[x]^2, which cancels.
-    return nnx.LayerNorm(config.d_model, use_bias=config.bias, use_fast_variance=False, **common)
+def _norm(config: ModelConfig, rngs: nnx.Rngs) -> Norm:
+    is_layernorm = config.norm_type == "layernorm"
+    return Norm(config, config.d_model, centred=is_layernorm, bias=is_layernorm and config.bias, rngs=rngs)
 
 
-def _rms_norm(config: ModelConfig, width: int, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    return nnx.RMSNorm(width, epsilon=config.norm_eps, dtype=config.compute_dtype, rngs=rngs)
+def _rms_norm(config: ModelConfig, width: int, rngs: nnx.Rngs) -> Norm:
+    return Norm(config, width, centred=False, bias=False, rngs=rngs)
+
+
+class Norm(nnx.Module):
+    """Layernorm (`centred`) or rmsnorm of the last axis. In float32, whatever the type of what is normed."""
+
+    def __init__(self, config: ModelConfig, width: int, *, centred: bool, bias: bool, rngs: nnx.Rngs):
+        self.scale = nnx.Param(jnp.ones(width, jnp.float32))
+        self.bias = nnx.Param(jnp.zeros(width, jnp.float32)) if bias else None
+        self.centred, self.eps, self.dtype = centred, config.norm_eps, config.compute_dtype
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        normed = _normed(self.centred, self.eps, x, self.scale[...])
+        return (normed if self.bias is None else normed + self.bias[...]).astype(self.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _normed(centred: bool, eps: float, x: jax.Array, scale_D: jax.Array) -> jax.Array:
+    """x over its deviation, times the scale, in float32. Its own way back keeps one array and takes two sums a row:
+    autodiff keeps three (1.01x to 1.03x of a step on two CPU cores).
+    """
+    return _normed_forward(centred, eps, x, scale_D)[0]
+
+
+def _normed_forward(centred, eps, x, scale_D):
+    dtype, x = x.dtype, x.astype(jnp.float32)
+    if centred:  # first: E[x^2] - E[x]^2 would cancel
+        x -= x.mean(axis=-1, keepdims=True)
+    rate = jax.lax.rsqrt((x * x).mean(axis=-1, keepdims=True) + eps)
+    unit = x * rate
+    return unit * scale_D, (unit, rate, scale_D, jnp.zeros((), dtype))
+
+
+def _normed_backward(centred, eps, kept, dnormed):
+    unit, rate, scale_D, like = kept
+    dunit = dnormed * scale_D
+    dx = dunit - unit * (dunit * unit).mean(axis=-1, keepdims=True)
+    if centred:
+        dx -= dunit.mean(axis=-1, keepdims=True)
+    return (rate * dx).astype(like.dtype), (dnormed * unit).sum(axis=tuple(range(unit.ndim - 1)))
+
+
+_normed.defvjp(_normed_forward, _normed_backward)

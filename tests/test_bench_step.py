@@ -1,0 +1,104 @@
+"""tools/bench_step.py: the arithmetic of its table, and that its programs are the same model."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+TOOLS = Path(__file__).resolve().parent.parent / "tools"
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+bench_step, plain_jax = script("bench_step"), script("plain_jax")
+
+
+def test_a_row_by_hand():
+    """Medium: 4,096 tokens; matrices 6 x 12 x 384^2 + 65 x 384; attention 6 x 256 x 384, all of it times 6."""
+    about = {"num_parameters": 7, "compile_seconds": 1.234, "peak_memory_mb": 5}
+    worker = SimpleNamespace(seconds=[0.5] * 9 + [9.0], cpu_seconds=[1.0], about=about)
+    row = bench_step.row_of("medium", "step", worker, peak=1e12)
+    flops = 4096 * 6 * (10_616_832 + 24_960 + 589_824)
+    assert row["flop_share"] == pytest.approx(flops / 0.5 / 1e12, abs=5e-4)
+    assert (row["tokens_per_sec"], row["ms_median"], row["compile_seconds"]) == (8192.0, 500.0, 1.23)
+    assert row["ms_of_tens_median"] == 1350.0
+    deep = bench_step.row_of("medium", "step:n_layer=12,layers=scanned", worker, peak=1e12)
+    assert deep["flop_share"] == pytest.approx(4096 * 6 * (2 * 11_206_656 + 24_960) / 0.5 / 1e12, abs=5e-4)
+
+
+def test_ratios_say_how_much_faster_and_compare_a_run_by_tens():
+    times = {"train": (12.0, 12.0), "step": (10.0, 11.4), "plain": (9.0, 9.0)}
+    rows = [{"variant": name, "ms_median": ms, "ms_of_tens_median": tens} for name, (ms, tens) in times.items()]
+    found = bench_step.ratios("small", rows)
+    assert [(one["of"], one["to"], one["ratio"]) for one in found] == [("train", "step", 0.95), ("step", "plain", 0.9)]
+
+
+def test_what_cannot_run_is_told(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(bench_step, "find_spec", lambda name: None if name == "accelerate" else object())
+    assert bench_step.missing("step") is None is bench_step.missing("hf")
+    assert bench_step.missing("torch_compile") == "torch.compile needs a C++ compiler, and there is no g++"
+    assert bench_step.missing("hf_trainer").startswith("accelerate is not installed")
+
+
+def test_an_unknown_variant_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        bench_step.main(["--variants", "step", "torhc"])
+    assert "no such variant: torhc (variants: train, step, plain" in capsys.readouterr().err
+
+
+def test_the_plain_program_makes_the_update_that_ours_makes(monkeypatch):
+    """From the same parameters, the same loss and the same parameters after one update."""
+    monkeypatch.setitem(bench_step.SIZES, "test", (2, 8, 2, 2, 16))
+    monkeypatch.setitem(sys.modules, "plain_jax", plain_jax)
+    monkeypatch.setattr(plain_jax, "keep_freed_memory", lambda: None)  # of this process it is no business
+
+    from curriculum.model.presets import ModelConfig
+    from curriculum.model.transformer import init_params, transformer
+    from curriculum.train.optimizer import OptimConfig, make_optimizer
+    from curriculum.train.step import init_state, make_train_step, read_window
+    from phases.batches import Batch
+
+    config = ModelConfig(
+        vocab_size=65, n_layer=2, n_head=2, n_kv_head=2, d_model=16, d_ff=64, max_seq_len=8, pos_encoding="learned",
+        mlp_type="gelu", norm_type="layernorm",
+    )  # fmt: skip
+    params, optimizer = init_params(config, 0), make_optimizer(OptimConfig())
+    tokens = np.random.default_rng(0).integers(0, 65, (1, 2, 9), np.int32)
+    inputs, targets, zeros_AB = tokens[..., :-1], tokens[..., 1:], np.zeros((1, 2), np.int32)
+    batch = Batch(inputs, targets, np.ones_like(inputs, bool), np.zeros_like(inputs), zeros_AB)
+    step = jax.jit(make_train_step(transformer(config), optimizer, 1, grad_clip=1.0))
+    after = step(init_state(params, optimizer, 1), batch, np.float32(0.01))
+
+    def as_plain(params):
+        blocks = [
+            {
+                "attention_norm": block["attention_norm"]["scale"],
+                "qkv": np.concatenate([block["attention"][name]["kernel"] for name in ("query", "key", "value")], 1),
+                "out": block["attention"]["out"]["kernel"],
+                "mlp_norm": block["mlp_norm"]["scale"],
+                "up": block["mlp"]["up"]["kernel"],
+                "down": block["mlp"]["down"]["kernel"],
+            }
+            for block in params["blocks"].values()
+        ]
+        embeddings = {name: params[of]["embedding"] for name, of in (("embed", "embed"), ("positions", "positions"))}
+        return embeddings | {"blocks": blocks, "norm": params["norm"]["scale"]}
+
+    plain, (_, *moments) = plain_jax.make_program(plain_jax.Size(2, 8, 2, 2, 16, 65))
+    (moved, *_), loss = plain((as_plain(params), *moments), inputs[0], targets[0], np.float32(0.01))
+    assert float(loss) == pytest.approx(read_window(after.window, ["only"])["loss"], rel=1e-5)
+    leaves = list(zip(jax.tree.leaves(moved), jax.tree.leaves(as_plain(after.params)), strict=True))
+    assert len(leaves) == 15
+    for one, another in leaves:
+        # Adam divides by the root of the square: where a gradient is next to nothing its rounding shows.
+        np.testing.assert_allclose(one, another, atol=2e-4)
