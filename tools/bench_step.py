@@ -118,8 +118,9 @@ def measure(size: str, variants: list[str], args: argparse.Namespace) -> list[di
             else:
                 workers[variant] = stack.enter_context(Worker(variant, size, args.dtype))
         for worker in workers.values():
-            worker.turn(2)  # warm
-            worker.forget()
+            if isinstance(worker, Worker):
+                worker.turn(2)  # warm
+                worker.forget()
         for number in range(rounds):
             names = list(workers)
             for name in names if number % 2 == 0 else reversed(names):
@@ -192,9 +193,6 @@ class TrainRuns:
         }
         (folder / "config.json").write_text(json.dumps(config))
         self.about = {}
-        self.forget()
-
-    def forget(self) -> None:
         self.seconds, self.cpu_seconds = [], []
 
     def turn(self, _: int) -> None:
