@@ -72,7 +72,7 @@ def assert_alike(config, other, documents):
     for one, another in zip(jax.tree.leaves(grads), jax.tree.leaves(other_grads), strict=True):
         assert np.abs(one).max() > 0
         # A bias of keys changes no softmax: its gradient is rounding alone.
-        np.testing.assert_allclose(another, one, atol=share * max(np.abs(one).max(), 0.001 * largest))
+        np.testing.assert_allclose(another, one, atol=share * max(np.abs(one).max(), 0.02 * largest))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
