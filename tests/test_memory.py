@@ -217,10 +217,12 @@ def test_only_adapters_have_gradients_moments_and_averages():
     ],
 )
 def test_the_compiler_says_nearly_the_same_of_the_whole_update(config, rows, seq_len, options):
-    """The estimate is above it: half of gelu's inner arrays, a sum of gradients in a dead moment's place."""
+    """The estimate is above it by half of gelu's inner arrays, and below it by the gradient of a tied embedding's second
+    use, which few activations leave no room for.
+    """
     compiled = check_memory.compiled_bytes(config, rows, seq_len, **options)
     estimate = memory_estimate(config, rows=rows, seq_len=seq_len, **options).total
-    assert 0.95 < estimate / compiled < 1.2
+    assert 0.9 < estimate / compiled < 1.2
 
 
 @pytest.mark.parametrize(
