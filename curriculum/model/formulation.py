@@ -38,6 +38,9 @@ class Formulation:
 
 
 BY_BACKEND = {
+    # Of the speed of what is chosen, on two cores, small models, single readings: scanned layers 0.77 to 0.90, xla
+    # attention 0.82 to 0.89. Selecting has the compiler copy each moment: 84 copies in an update of 4 layers, with a
+    # branch 10.
     "cpu": Formulation(attention="plain", layers="unrolled", skip="branch"),
     # Not measured: flash attention keeps no [B, H, T, T]; a loop compiles long models soon; a branch would make the
     # host wait for every update.
