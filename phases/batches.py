@@ -41,7 +41,11 @@ class Row(NamedTuple):
 
 
 class RowStream(Protocol):
-    """A stream whose rows are more than consecutive tokens that are all scored."""
+    """A stream whose rows are more than consecutive tokens that are all scored.
+
+    One that has `read_rows(offsets_R, length) -> Row` too, with the columns of all those rows [R, T], is asked for the
+    rows of a batch in one call.
+    """
 
     def read(self, offset: int, length: int) -> Row:
         """The `length` slots from slot `offset` on; they never run over the end of a block."""
@@ -150,48 +154,72 @@ class DataPlan:
         *,
         mask_boundary_loss: bool = False,
         train_on_eos: bool = True,
+        documents: bool = True,
+        rows: slice | None = None,
     ) -> Batch:
         """The batch of update `step`, from each source's stream: an array or memory map of tokens, or a RowStream.
 
         `mask_boundary_loss` leaves the first token of each document unscored: the target of an end-of-text. Without
-        `train_on_eos` the targets that are end-of-text are not scored. `draws` may hand in this step's rows where
-        they were worked out many steps at a time.
+        `train_on_eos` the targets that are end-of-text are not scored. Without `documents` the segment ids of plain
+        arrays are all 0, for those who ask of them only which slots hold a token. `draws` may hand in this step's rows
+        where they were worked out many steps at a time.
+
+        `rows` are those of the B rows of each micro-step that are wanted: only they are read, and the batch is
+        `[:, rows]` of the whole one.
         """
         segment = self.schedule.segment_at(step)
         draws = self.draws(step)[0] if draws is None else draws
+        num_micro = math.gcd(grad_accum, segment.batch_size)  # steps of another batch size may be trained again
+        draws_AB = Draws(*(column.reshape(num_micro, -1)[:, rows or slice(None)] for column in draws))
+        draws = Draws(*(column.reshape(-1) for column in draws_AB))
         by_source = [streams.get(name) for name in self.sources]
-        read = _rows if any(hasattr(stream, "read") for stream in by_source) else _consecutive_rows
-        inputs_BT, targets_BT, scored_BT, segment_ids_BT = read(by_source, draws, segment.seq_len, eot)
+        if any(hasattr(stream, "read") for stream in by_source):
+            inputs_BT, targets_BT, scored_BT, segment_ids_BT = _rows(by_source, draws, segment.seq_len, eot)
+        else:
+            tokens_BT1 = _consecutive_tokens(by_source, draws, segment.seq_len)
+            inputs_BT, targets_BT = tokens_BT1[:, :-1], tokens_BT1[:, 1:]
+            scored_BT = np.ones(inputs_BT.shape, bool)
+            segment_ids_BT = document_ids(inputs_BT, eot) if documents else np.zeros(inputs_BT.shape, np.int32)
         if mask_boundary_loss:
             scored_BT &= inputs_BT != eot
         if not train_on_eos:
             scored_BT &= targets_BT != eot
-        num_micro = math.gcd(grad_accum, segment.batch_size)  # steps of another batch size may be trained again
-        shape = (num_micro, segment.batch_size // num_micro, segment.seq_len)
+        shape = (*draws_AB.source.shape, segment.seq_len)
         return Batch(
             inputs_BT.reshape(shape),
             targets_BT.reshape(shape),
             scored_BT.reshape(shape),
             segment_ids_BT.reshape(shape),
-            draws.source.astype(np.int32).reshape(shape[:2]),
+            draws_AB.source.astype(np.int32),
         )
 
 
-def _consecutive_rows(streams: Sequence, draws: Draws, length: int, eot: int) -> tuple[np.ndarray, ...]:
-    """The columns of `Row` [B, T] where every stream is an array: one copy of each row is all it takes."""
-    rows_BT1 = np.empty((len(draws.source), length + 1), np.int32)
-    for row, (source, offset) in enumerate(zip(draws.source.tolist(), draws.offset.tolist(), strict=True)):
-        rows_BT1[row] = streams[source][offset : offset + length + 1]
-    inputs_BT = rows_BT1[:, :-1]
-    return inputs_BT, rows_BT1[:, 1:], np.ones(inputs_BT.shape, bool), document_ids(inputs_BT, eot)
+def _consecutive_tokens(streams: Sequence, draws: Draws, length: int) -> np.ndarray:
+    """The tokens of rows and the one after each, int32 [B, T + 1], where every stream is an array.
+
+    One call copies and converts them all; an array that is a memory map is cut as what it is below, ten times as fast.
+    """
+    streams = [stream.view(np.ndarray) if isinstance(stream, np.memmap) else stream for stream in streams]
+    spans = zip(draws.source.tolist(), draws.offset.tolist(), strict=True)
+    tokens_B = [streams[source][offset : offset + length + 1] for source, offset in spans]
+    tokens_BT1 = np.empty((len(tokens_B), length + 1), np.int32)
+    if tokens_B:
+        np.concatenate(tokens_B, out=tokens_BT1.reshape(-1), casting="same_kind")
+    return tokens_BT1
 
 
 def _rows(streams: Sequence, draws: Draws, length: int, eot: int) -> tuple[np.ndarray, ...]:
-    """The columns of `Row` [B, T] whatever the streams are."""
+    """The columns of `Row` [B, T] whatever the streams are: those of each source in one call where it takes that."""
     shape = len(draws.source), length
     columns = tuple(np.empty(shape, dtype) for dtype in (np.int32, np.int32, bool, np.int32))
-    readers = [stream if hasattr(stream, "read") else TokenStream(stream, eot) for stream in streams]
-    for row, (source, offset) in enumerate(zip(draws.source.tolist(), draws.offset.tolist(), strict=True)):
-        for column, slots_T in zip(columns, readers[source].read(offset, length), strict=True):
-            column[row] = slots_T
+    for source in np.unique(draws.source).tolist():
+        stream = streams[source]
+        rows_R = np.flatnonzero(draws.source == source)
+        if hasattr(stream, "read_rows"):
+            read = stream.read_rows(draws.offset[rows_R], length)
+        else:
+            stream = stream if hasattr(stream, "read") else TokenStream(stream, eot)
+            read = zip(*(stream.read(offset, length) for offset in draws.offset[rows_R].tolist()), strict=True)
+        for column, slots_RT in zip(columns, read, strict=True):
+            column[rows_R] = slots_RT
     return columns

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from phases.batches import Batch, DataPlan, TokenStream, epoch_tokens
 from phases.lr import LrSchedule
 from phases.resolve import resolve
-from phases.schedule import Phase, SourceSupply
+from phases.schedule import Phase, Schedule, SourceSupply
 
 LENGTH = 8
 EOT = 0
@@ -134,6 +135,74 @@ def test_grad_accum_changes_no_data(grad_accum):
         assert np.array_equal(a.reshape(-1), b.reshape(-1))
 
 
+@pytest.mark.parametrize("wanted", [slice(0, 1), slice(1, 3), slice(2, 3), slice(0, 3), slice(3, 3)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_some_rows_are_those_of_the_whole_batch(wanted, packed):
+    plan, options = make_plan(), {"mask_boundary_loss": True, "grad_accum": 2}
+    streams = {n: TokenStream(t, 10_003) for n, t in TOKENS.items()} if packed else TOKENS
+    for step in (0, 30):
+        whole = plan.batch(step, streams, 10_003, **options)
+        part = plan.batch(step, streams, 10_003, **options, rows=wanted)
+        for a, b in zip(whole, part, strict=True):
+            assert np.array_equal(a[:, wanted], b) and a.dtype == b.dtype
+        assert part.inputs_ABT.shape == (2, wanted.stop - wanted.start, LENGTH)
+
+
+def test_rows_that_are_not_wanted_are_not_read():
+    class Counting(TokenStream):
+        def read(self, offset, length):
+            offsets.append(offset)
+            return super().read(offset, length)
+
+    plan, offsets = make_plan(), []
+    streams = {n: Counting(t, EOT) for n, t in TOKENS.items()}
+    part = plan.batch(20, streams, EOT, 2, rows=slice(1, 2))
+    assert len(offsets) == 2 and len(part.inputs_ABT[0]) == 1
+
+
+@pytest.mark.parametrize("sources", [TOKENS, {n: t.astype(np.uint16) for n, t in TOKENS.items()}])
+def test_without_documents_only_the_segment_ids_are_plainer(sources):
+    plan = make_plan()
+    with_ids = [plan.batch(step, sources, 40_003) for step in range(60)]
+    without = [plan.batch(step, sources, 40_003, documents=False) for step in range(60)]
+    assert max(batch.segment_ids_ABT.max() for batch in with_ids) == 1
+    for a, b in zip(with_ids, without, strict=True):
+        assert not b.segment_ids_ABT.any() and b.segment_ids_ABT.dtype == np.int32
+        for name in ("inputs_ABT", "targets_ABT", "loss_mask_ABT", "source_ids_AB"):
+            assert np.array_equal(getattr(a, name), getattr(b, name))
+
+
+@pytest.mark.parametrize("lengths", [(8, 2, 4, 8), (4, 8, 1, 2), (2, 2, 8, 4)])
+def test_segments_of_other_lengths_cut_the_blocks_evenly(lengths):
+    """One source over four segments, each begun at a whole row: row by row what the epochs hold, worked out by hand."""
+    plan = make_plan((Phase("a", "end", {"code": 1.0}),), total=400, batch=4)
+    order = [
+        int(o)
+        for d in make_plan((Phase("a", "end", {"code": 1.0}),), total=400, batch=4).draws(0, 400)
+        for o in d.offset
+    ]
+    slots = [block + slot for block in order for slot in range(LENGTH)]  # in the order in which the source is read
+    segment, segments, cursor, expected = plan.schedule.segments[0], [], 0, []
+    for k, length in enumerate(lengths):
+        cursor = -(-cursor // length) * length
+        segments.append(
+            replace(segment, start=7 * k, end=7 * k + 7, seq_len=length, cursors={**segment.cursors, "code": cursor})
+        )
+        for _ in range(7 * 4):
+            expected.append([TOKENS["code"][slot] for slot in slots[cursor : cursor + length]])
+            cursor += length
+    shaped = DataPlan(Schedule(tuple(segments)), 5, epochs_of(TOKENS), LENGTH)
+    got = [row for step in range(28) for row in shaped.batch(step, TOKENS, EOT).inputs_ABT[0].tolist()]
+    assert got == expected and len(got) == 112
+    planned = shaped.draws(0, 28)
+    again = [
+        row
+        for step in range(28)
+        for row in shaped.batch(step, TOKENS, EOT, draws=planned[step]).targets_ABT[0].tolist()
+    ]
+    assert again == [[token + 1 for token in row] for row in expected]
+
+
 def test_adding_or_reordering_sources_changes_no_row():
     more = {"aaa": stream(5, 9), **dict(reversed(TOKENS.items())), "zzz": stream(6, 9)}
     phases = tuple(
@@ -170,10 +239,6 @@ def test_seeds_give_other_orders():
 
 
 def test_skipped_sequences_are_passed_over():
-    from dataclasses import replace
-
-    from phases.schedule import Schedule
-
     plan = make_plan((Phase("a", "end", {"web": 1.0}),), total=10)
     segment = replace(plan.schedule.segments[0], skipped=6)
     later = DataPlan(Schedule((segment,)), 5, epochs_of(TOKENS), LENGTH)

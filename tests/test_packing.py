@@ -167,6 +167,18 @@ def test_shorter_rows_hold_what_the_bin_holds(lengths, length, with_scored):
             assert part.segment_ids_T.tolist() == np.where(ids < 0, -1, ids - ids[0]).tolist()
 
 
+@settings(max_examples=50)
+@given(lengths_of, st.sampled_from([2, 8]), st.booleans())
+def test_many_rows_at_once_are_those_read_alone(lengths, length, with_scored):
+    scored = np.random.default_rng(len(lengths)).random(sum(lengths)) < 0.5 if with_scored else None
+    bins = bins_of(lengths, scored=scored)
+    offsets_R = np.random.default_rng(1).integers(0, len(bins.bins) * BLOCK // length, 7) * length
+    together = bins.read_rows(offsets_R, length)
+    for row, offset in enumerate(offsets_R.tolist()):
+        for column_RT, column_T in zip(together, bins.read(offset, length), strict=True):
+            assert column_RT[row].tolist() == column_T.tolist() and column_RT.dtype == column_T.dtype
+
+
 @pytest.mark.parametrize("seq_len", [8, 4, 1])
 def test_every_token_is_a_target_exactly_once_an_epoch(seq_len):
     rng = np.random.default_rng(1)

@@ -34,6 +34,14 @@ def test_epochs_may_be_mixed_in_one_call():
         assert np.array_equal(mixed[epochs == epoch], alone)
 
 
+@pytest.mark.parametrize("size", [3, 17, 19_531, 1 << 40])
+def test_one_index_at_a_time_is_as_many(size):
+    """Few rows walk as plain integers, many as arrays."""
+    indices, key, epochs = np.arange(300) * 7919 % size, stream_key(3, "a"), np.arange(300) // 50
+    alone = [int(permute(int(i), size, key, int(e))) for i, e in zip(indices, epochs, strict=True)]
+    assert permute(indices, size, key, epochs).tolist() == alone
+
+
 def test_every_order_of_four_is_about_equally_likely():
     orders = Counter(
         tuple(permute(np.arange(4), 4, stream_key(seed, "a"), np.zeros(4, np.int64))) for seed in range(4800)

@@ -160,37 +160,56 @@ class Bins:
 
     def read(self, offset: int, length: int) -> Row:
         """The slots [offset, offset + length), all of one bin."""
-        index, within = divmod(offset, self.block_tokens)
-        first = int(self.bins[index - 1]) if index else 0
-        targets, firsts, scored, counts = [], [], [], []
-        slot = -within
-        for start, num_tokens, opens in self.pieces[first : int(self.bins[index])].tolist():
-            low, high = max(slot, 0), min(slot + num_tokens, length)
-            if low < high:
-                begin, stop = start + low - slot, start + high - slot
-                if opens and low == slot:
-                    firsts.append(self.eot)
-                    targets.append(self.tokens[begin:stop])
-                else:
-                    with_context = self.tokens[begin - 1 : stop]
-                    firsts.append(with_context[0])
-                    targets.append(with_context[1:])
-                if self.scored is not None:
-                    scored.append(self.scored[begin:stop])
-                counts.append(high - low)
-            slot += num_tokens
-        used = sum(counts)
-        targets_T = np.full(length, self.eot, np.int32)
-        inputs_T = np.full(length, self.eot, np.int32)
-        segment_ids_T = np.full(length, -1, np.int32)
-        scored_T = np.zeros(length, bool)
-        if used:
-            np.concatenate(targets, out=targets_T[:used], casting="same_kind")
-            inputs_T[1:used] = targets_T[: used - 1]
-            inputs_T[np.cumsum([0, *counts[:-1]])] = firsts
-            segment_ids_T[:used] = np.repeat(np.arange(len(counts)), counts)
-            scored_T[:used] = np.concatenate(scored) if scored else True
-        return Row(inputs_T, targets_T, scored_T, segment_ids_T)
+        return Row(*(column_RT[0] for column_RT in self.read_rows(np.array([offset]), length)))
+
+    def read_rows(self, offsets_R: np.ndarray, length: int) -> Row:
+        """`read` of R offsets, its columns [R, T]: P pieces of all their bins are placed at once, then copied."""
+        index_R, within_R = np.divmod(offsets_R, self.block_tokens)
+        stops_R = self.bins[index_R].astype(np.int64)
+        firsts_R = np.where(index_R > 0, self.bins[index_R - 1], 0).astype(np.int64)
+        counts_R = stops_R - firsts_R  # at least 1
+        ahead_R = np.cumsum(counts_R) - counts_R
+        row_P = np.repeat(np.arange(len(offsets_R)), counts_R)
+        pieces_P = self.pieces[np.arange(len(row_P)) + (firsts_R - ahead_R)[row_P]]
+        tokens_P = pieces_P["tokens"].astype(np.int64)
+        slot_P = np.cumsum(tokens_P) - tokens_P
+        slot_P -= (slot_P[ahead_R] + within_R)[row_P]  # within the row; negative for what begins before it
+
+        low_P, high_P = np.maximum(slot_P, 0), np.minimum(slot_P + tokens_P, length)
+        kept = np.flatnonzero(low_P < high_P)
+        row_P, pieces_P, slot_P, low_P, high_P = (a[kept] for a in (row_P, pieces_P, slot_P, low_P, high_P))
+        num_kept_R = np.bincount(row_P, minlength=len(offsets_R))
+        number_P = np.arange(len(kept)) - (np.cumsum(num_kept_R) - num_kept_R)[row_P]
+        opens_P = (pieces_P["opens"] > 0) & (low_P == slot_P)
+        begin_P = pieces_P["start"].astype(np.int64) + low_P - slot_P
+        at_P, stop_P = row_P * length + low_P, row_P * length + high_P  # in the rows, one after the other
+
+        shape = len(offsets_R), length
+        targets_RT = np.full(shape, self.eot, np.int32)
+        segment_ids_RT = np.full(shape, -1, np.int32)
+        scored_RT = np.zeros(shape, bool)
+        targets, segment_ids, scored = (array.reshape(-1) for array in (targets_RT, segment_ids_RT, scored_RT))
+        first_P = []
+        columns = (a.tolist() for a in (at_P, stop_P, begin_P, opens_P, number_P))
+        for at, stop, begin, opens, number in zip(*columns, strict=True):
+            end = begin + stop - at
+            if opens:
+                first_P.append(self.eot)
+                targets[at:stop] = self.tokens[begin:end]
+            else:
+                with_context = self.tokens[begin - 1 : end]
+                first_P.append(with_context[0])
+                targets[at:stop] = with_context[1:]
+            segment_ids[at:stop] = number
+            scored[at:stop] = True if self.scored is None else self.scored[begin:end]
+        inputs_RT = np.empty(shape, np.int32)
+        inputs = inputs_RT.reshape(-1)
+        inputs[1:] = targets[:-1]
+        used_R = np.bincount(row_P, high_P - low_P, minlength=len(offsets_R)).astype(np.int64)
+        padded_R = np.flatnonzero(used_R < length)
+        inputs_RT[padded_R, used_R[padded_R]] = self.eot  # a document's last token may be another
+        inputs[at_P] = first_P
+        return Row(inputs_RT, targets_RT, scored_RT, segment_ids_RT)
 
 
 def find_packing(stream: str, block_tokens: int, store_dir: str | Path) -> PackingFacts | None:

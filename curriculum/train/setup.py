@@ -290,17 +290,15 @@ def build(
         frozen, lineage = load_frozen(config, architecture, start.frozen, lineage, like)
 
     def make_feed(plan: DataPlan) -> Feed:
-        def make_batch(step: int, draws: Draws) -> Batch:
-            return plan.batch(
-                step,
-                corpus.streams,
-                corpus.tokenizer.eot,
-                config.grad_accum_of(plan.schedule.segment_at(step).phase),
-                draws,
-                mask_boundary_loss=config.packing.mask_boundary_loss,
-                train_on_eos=config.packing.train_on_eos,
-            )
-
+        make_batch = partial(
+            plan.batch,
+            streams=corpus.streams,
+            eot=corpus.tokenizer.eot,
+            grad_accum=config.train.grad_accum,
+            mask_boundary_loss=config.packing.mask_boundary_loss,
+            train_on_eos=config.packing.train_on_eos,
+            documents=config.packing.document_mask,
+        )
         return Feed(plan, make_batch, partial(place_batch, mesh))
 
     @lru_cache
