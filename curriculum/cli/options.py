@@ -6,7 +6,8 @@ import functools
 
 import click
 
-from curriculum.run import DEFAULT_STORE_DIR
+from curriculum.plan import DEFAULT_STORE_DIR
+from curriculum.train.launch import VARIABLES, find_launch
 
 STORE_DIR = click.option(
     "--store-dir", default=DEFAULT_STORE_DIR, show_default=True, metavar="DIR", help="Where token stores are kept."
@@ -57,3 +58,37 @@ def config_options(config_required: bool = True):
         return with_changes
 
     return decorate
+
+
+def process_options(command):
+    """How a run of several processes is told of them: the command gets `launch` and `join_seconds`."""
+
+    @functools.wraps(command)
+    def with_launch(coordinator, num_processes, process_id, **options):
+        return command(launch=find_launch(coordinator, num_processes, process_id), **options)
+
+    options = [
+        click.option(
+            "--coordinator",
+            metavar="HOST:PORT",
+            envvar=VARIABLES["--coordinator"],
+            help="Train in several processes, which meet there: the machine of process 0, and a free port of it. Under "
+            "SLURM and Open MPI the processes find together by themselves.",
+        ),
+        click.option(
+            "--num-processes", type=int, envvar=VARIABLES["--num-processes"], help="How many; 1: this one alone."
+        ),
+        click.option(
+            "--process-id", type=int, envvar=VARIABLES["--process-id"], help="Which of them this is, from 0 on."
+        ),
+        click.option(
+            "--join-seconds",
+            type=click.FloatRange(min=0),
+            default=300.0,
+            show_default=True,
+            help="How long a process waits for the others to be started.",
+        ),
+    ]
+    for option in reversed(options):
+        with_launch = option(with_launch)
+    return with_launch

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
 from curriculum.cli.exits import stopped_runs
-from curriculum.cli.options import config_options
+from curriculum.cli.options import config_options, process_options
 from curriculum.config import config_name, load_config
 from curriculum.errors import InputError
 from curriculum.run import RunDirectory
@@ -26,8 +27,9 @@ from curriculum.run import RunDirectory
     is_flag=True,
     help="With --resume: go on although CONFIG changes what is trained already; the record keeps the edit.",
 )
+@process_options
 @click.option("--dry-run", is_flag=True, help="Check, prepare, compile, take one step and one eval; leave no run.")
-def command(config_path, changes, store_dir, run_dir, resume, accept_past, dry_run):
+def command(config_path, changes, store_dir, run_dir, resume, accept_past, launch, join_seconds, dry_run):
     """Train a run through its phases, or continue one.
 
     A run remembers the options that changed its config: they need not be given again with --resume.
@@ -40,26 +42,35 @@ def command(config_path, changes, store_dir, run_dir, resume, accept_past, dry_r
     config = load_config(config_path, **changes)
     run_dir = run_dir or Path("runs") / config.name
 
-    from curriculum.train.trainer import dry_run as run_dry
-    from curriculum.train.trainer import train
+    if dry_run and resume is not None:
+        raise InputError("--dry-run: it begins nothing and continues nothing; leave --resume out")
 
-    if dry_run:
-        if resume is not None:
-            raise InputError("--dry-run: it begins nothing and continues nothing; leave --resume out")
-        done = run_dry(config, store_dir=store_dir)
-        evals = " | ".join(f"{name} {loss:.4f}" for name, loss in done["eval_losses"].items())
-        devices = done["devices"]
-        loss = "no target scored" if done["loss"] is None else f"loss {done['loss']:.4f}"
-        sizes = " x ".join(f"{axis} {size}" for axis, size in devices["mesh"].items())
-        trained, whole = done["num_trained"], done["num_parameters"]
-        of_them = "" if trained == whole else f", {trained:,} of them trained"
-        click.echo(
-            f"dry run of {config.name}: {whole:,} parameters{of_them}, {done['total_steps']} steps planned\n"
-            f"  mesh {sizes}, {devices['num']} x {devices['kind']}\n"
-            f"  first step {done['first_step_s']:.2f} s, {loss} | first eval "
-            f"{done['first_eval_s']:.2f} s, {evals}\n"
-            f"  peak memory {done['peak_memory_gb']:.2f} GB; no run was written"
-        )
-        return
-    with stopped_runs("--resume latest"):
-        train(config, run_dir, resume=resume, accept_past=accept_past, store_dir=store_dir)
+    from curriculum.train.processes import is_first, joined
+
+    with joined(launch, join_seconds):
+        from curriculum.train.trainer import dry_run as run_dry
+        from curriculum.train.trainer import train
+
+        if not dry_run:
+            with stopped_runs("--resume latest"):
+                train(config, run_dir, resume=resume, accept_past=accept_past, store_dir=store_dir)
+        elif (done := run_dry(config, store_dir=store_dir)) and is_first():
+            _tell(config.name, done)
+
+
+def _tell(name: str, done: dict[str, Any]) -> None:
+    """What a dry run found."""
+    evals = " | ".join(f"{name} {loss:.4f}" for name, loss in done["eval_losses"].items())
+    devices = done["devices"]
+    loss = "no target scored" if done["loss"] is None else f"loss {done['loss']:.4f}"
+    sizes = " x ".join(f"{axis} {size}" for axis, size in devices["mesh"].items())
+    trained, whole = done["num_trained"], done["num_parameters"]
+    of_them = "" if trained == whole else f", {trained:,} of them trained"
+    in_processes = f" in {devices['processes']} processes" if "processes" in devices else ""
+    click.echo(
+        f"dry run of {name}: {whole:,} parameters{of_them}, {done['total_steps']} steps planned\n"
+        f"  mesh {sizes}, {devices['num']} x {devices['kind']}{in_processes}\n"
+        f"  first step {done['first_step_s']:.2f} s, {loss} | first eval "
+        f"{done['first_eval_s']:.2f} s, {evals}\n"
+        f"  peak memory {done['peak_memory_gb']:.2f} GB; no run was written"
+    )

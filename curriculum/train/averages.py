@@ -21,6 +21,7 @@ from curriculum.record.append import DISK_ERRORS, tell
 from curriculum.record.events import AVERAGES
 from curriculum.train.checkpoint import Checkpoints, load_params, save_params
 from curriculum.train.mesh import place_state
+from curriculum.train.processes import count, from_first, is_first
 from curriculum.train.setup import Setup
 from curriculum.train.step import TrainState
 
@@ -41,19 +42,18 @@ def averages_at(
     phase, start = next(((name, start) for name, start, end in schedule.phase_bounds if end == done), (None, 0))
     if phase is None or setup.config.averages.phase_mean is None:
         return averages
-    if _end(folder / phase) == done:  # a run that goes on from here, with sets to measure that are new
+    if from_first(lambda: _end(folder / phase)) == done:  # a run that goes on from here, with sets to measure that are new
         averages[PHASE_MEAN] = place_state(setup.mesh, load_params(folder / phase / "params"))
         return averages
     # Of an older step that was resumed from, or of another `checkpoint.every`, some may be gone; or were not saved.
-    steps = [
-        s for s in mean_steps(setup.config, start, done, schedule.total_steps) if s == done or _whole(checkpoints, s)
-    ]
+    planned = mean_steps(setup.config, start, done, schedule.total_steps)
+    steps = from_first(lambda: [s for s in planned if s == done or _whole(checkpoints, s)])
     if len(steps) > 1:
         averages[PHASE_MEAN] = _mean(state, done, steps, checkpoints)
         try:
             _write(folder / phase, averages[PHASE_MEAN], {"steps": steps, "end": done})
         except OSError as error:
-            if error.errno not in DISK_ERRORS:
+            if error.errno not in DISK_ERRORS or count() > 1:  # others would wait for this one's part
                 raise
             tell(f"{folder / phase}: cannot be written: {error.strerror}; the mean is measured, but not kept")
     return averages
@@ -107,11 +107,14 @@ def _end(folder: Path) -> int | None:
 
 
 def _write(folder: Path, mean: Any, sidecar: dict[str, Any]) -> None:
-    """Written whole or not at all: made beside its place, and moved there."""
+    """Written whole or not at all: made beside its place, and moved there. Each process writes its part of the arrays."""
     partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    if is_first():
+        shutil.rmtree(partial, ignore_errors=True)
     try:
         save_params((partial / "params").absolute(), mean)
+        if not is_first():
+            return
         (partial / SIDECAR).write_text(json.dumps(sidecar) + "\n")
         write_manifest(partial)
     except OSError:

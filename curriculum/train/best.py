@@ -9,6 +9,7 @@ from typing import Any
 from curriculum.manifest import damage
 from curriculum.run import RunDirectory, checkpoint_steps, read_ledger
 from curriculum.train.checkpoint import Checkpoints
+from curriculum.train.processes import from_first, is_first
 from evalsets.gold import GoldState, kept_steps
 
 
@@ -38,12 +39,16 @@ class BestCheckpoints:
     def __init__(self, directory: RunDirectory, resumed: int | None):
         last = -1 if resumed is None else resumed
         self._directory = directory
+        self.gold = Checkpoints(directory.gold, keep=None)
+        self.kept = Checkpoints(directory.kept, keep=None)  # what `regression.action: checkpoint` keeps
+        self._spoken_of = {}
+        if not is_first():
+            return
         self._spoken_of = {
             step: _golds_of(read_ledger(directory.checkpoints / str(step)))
             for step in checkpoint_steps(directory.checkpoints)
             if step <= last
         }
-        self.gold = Checkpoints(directory.gold, keep=None)
         self.gold.set_aside_after(last)
         for step in self._spoken_of.get(last, set()) & set(self.gold.steps()):
             if damage(directory.gold / str(step)):
@@ -51,7 +56,6 @@ class BestCheckpoints:
         for step in sorted(self._spoken_of.get(last, set()) - set(self.gold.steps())):
             if step in checkpoint_steps(directory.checkpoints) and damage(directory.checkpoints / str(step)) is None:
                 self.gold.adopt(directory.checkpoints / str(step))  # a kill came between the two
-        self.kept = Checkpoints(directory.kept, keep=None)  # what `regression.action: checkpoint` keeps
         self.kept.set_aside_after(last)
 
     def __enter__(self) -> BestCheckpoints:
@@ -77,8 +81,10 @@ class BestCheckpoints:
 
         As the disk has it: while the newest is on its way there, the one before may be all that a kill leaves.
         """
+        for step in from_first(lambda: self._not_needed(steps)):
+            self.gold.delete(step)
+
+    def _not_needed(self, steps: set[int]) -> list[int]:
         there = {*checkpoint_steps(self._directory.checkpoints), max(self._spoken_of, default=None)}
         self._spoken_of = {step: golds for step, golds in self._spoken_of.items() if step in there}
-        for step in self.gold.steps():
-            if step not in steps.union(*self._spoken_of.values()):
-                self.gold.delete(step)
+        return [step for step in self.gold.steps() if step not in steps.union(*self._spoken_of.values())]

@@ -25,6 +25,8 @@ from curriculum.manifest import sync, sync_folder, write_manifest
 from curriculum.model.model import parameter_name
 from curriculum.record.append import DISK_ERRORS
 from curriculum.run import check_there, checkpoint_steps, step_folders
+from curriculum.train import processes
+from curriculum.train.mesh import on_host, placed
 from curriculum.train.quiet import quiet_failed_saves
 from curriculum.train.step import TrainState
 
@@ -54,6 +56,9 @@ class Checkpoints:
     (plain JSON: segments, consumption, the record's offsets), `baselines` (nats of every eval window at the evals
     that later ones are compared with) and the checksums of all of it in `manifest.json`. It gets its name when it is
     whole and on the disk, and loses it before anything of it is deleted. Nothing is made before the first save.
+
+    Of a run of several processes all call the same methods in the same order. Each writes and reads the parts of the
+    arrays that its devices hold, into one folder that all of them see; everything else of a method process 0 does.
     """
 
     def __init__(self, directory: Path, keep: int | None = 1, keep_planned: tuple[int, int] | None = None):
@@ -87,7 +92,8 @@ class Checkpoints:
         self.wait()
         check_finite(state)
         step = int(state.step)
-        if (newest := max(step_folders(self.directory), default=-1)) >= step:
+        newest = processes.from_first(lambda: max(step_folders(self.directory), default=-1))
+        if newest >= step:
             raise RuntimeError(
                 f"{self.directory}: step {step} was not saved: step {newest} is there already; move the later ones away"
             )
@@ -98,9 +104,10 @@ class Checkpoints:
             arrays = _copied(arrays)
         saved = {name: ocp.args.PyTreeSave(tree) for name, tree in {**arrays, "baselines": dict(baselines)}.items()}
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._drop_partial()  # of a save that failed: writes that were under way then may have ended since
-            items = ocp.args.Composite(**saved, ledger=ocp.args.JsonSave(ledger))
+            if processes.is_first():
+                self.directory.mkdir(parents=True, exist_ok=True)
+                self._drop_partial()  # of a save that failed: writes that were under way then may have ended since
+            processes.wait_for_all()
             self._writer.save(self._partial(step), items)
         except (OSError, ValueError) as error:
             self._drop_partial()
@@ -111,6 +118,8 @@ class Checkpoints:
         """In the background: give the step its name once it is whole and on the disk, then let old ones go."""
         try:
             self._writer.wait_until_finished()
+            if not processes.is_first():
+                return
             partial = self._partial(step)
             write_manifest(partial, step)
             sync_folder(partial)
@@ -131,13 +140,21 @@ class Checkpoints:
         return self.directory / f".{step}.saving"
 
     def _drop_partial(self) -> None:
+        if not processes.is_first():
+            return
         for path in self.directory.glob(".*.saving*"):
             shutil.rmtree(path, ignore_errors=True)
 
     def _failure(self, step: int, error: Exception) -> Exception:
-        """The error as SaveFailed, where the disk is what failed."""
+        """The error as SaveFailed, where the disk is what failed. Of several processes the others would wait for this
+        one's part: the run ends."""
         error = _of_disk(error)
         if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+            if processes.count() > 1:
+                return InputError(
+                    f"{self.directory / str(step)}: cannot be saved: {error.strerror}; mend that, and go on from the "
+                    "checkpoint before with --resume latest"
+                )
             return SaveFailed(error, f"{self.directory.name}/{step}")
         return error
 
@@ -149,6 +166,7 @@ class Checkpoints:
                 future.result()
             except (OSError, ValueError) as error:
                 raise self._failure(step, error) from None
+            processes.wait_for_all()  # for process 0, which gives it its name
 
     @property
     def settled(self) -> bool:
@@ -189,7 +207,7 @@ class Checkpoints:
         ema = None
         if like.ema is not None:
             ema = self.restore_params(step, like.params, ema=(folder / _EMA).is_dir())
-        saved_step = jax.device_put(jnp.int32(step), like.step.sharding)
+        saved_step = placed(np.int32(step), like.step.sharding)
         return TrainState(params=params, step=saved_step, ema=ema, **rest)
 
     def restore_params(self, step: int, like: Any, *, ema: bool = False) -> Any:
@@ -209,6 +227,8 @@ class Checkpoints:
         killed left half saved or half deleted is removed.
         """
         self.wait()
+        if not processes.is_first():
+            return
         for left_over in self.directory.glob(".*"):
             if _LEFT_OVER.fullmatch(left_over.name):
                 _remove(left_over)
@@ -227,6 +247,8 @@ class Checkpoints:
 
     def adopt(self, folder: Path) -> None:
         """Take in a whole checkpoint from another folder of the same disk, as hard links; one of its step stays."""
+        if not processes.is_first():
+            return
         if int(folder.name) in self.steps():
             return
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -240,7 +262,8 @@ class Checkpoints:
     def delete(self, step: int) -> None:
         """Remove a step, once it is saved."""
         self.wait()
-        self._delete(step)
+        if processes.is_first():
+            self._delete(step)
 
     def _delete(self, step: int) -> None:
         gone = self.directory / f".{step}.deleting"
@@ -250,7 +273,7 @@ class Checkpoints:
         _remove(gone)
 
     def _folder(self, step: int) -> Path:
-        if step not in (steps := self.steps()):
+        if step not in (steps := processes.from_first(self.steps)):
             there = ", ".join(map(str, steps)) or "none"
             raise InputError(f"{self.directory}: no checkpoint of step {step}; there are: {there}")
         return self.directory / str(step)
@@ -276,10 +299,7 @@ def check_finite(state: TrainState) -> None:
     """
     global _looked_at
     parts = {"params": state.params, "opt_state": state.opt_state, _EMA: state.ema}
-    leaves = jax.tree.leaves(parts)
-    if len(leaves) == len(_looked_at) and all(seen() is leaf for seen, leaf in zip(_looked_at, leaves, strict=True)):
-        return
-    finite = np.asarray(_finite(parts))
+    finite = on_host(_finite(parts))
     if not finite.all():
         name = parameter_name(jax.tree.leaves_with_path(parts)[int(np.argmin(finite))][0])
         raise NonFiniteState(f"{name} is not finite after step {int(state.step)}: it is not saved")

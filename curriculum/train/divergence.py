@@ -13,8 +13,9 @@ from curriculum.record.events import acts_of, read_events
 from curriculum.run import RunDirectory, step_folders
 from curriculum.train.checkpoint import NonFiniteState, check_finite
 from curriculum.train.guard import Guard
+from curriculum.train.processes import from_first
 from curriculum.train.running import Running
-from curriculum.train.start import Resumed, to_resume
+from curriculum.train.start import Resumed, resumed_by_first, to_resume
 from curriculum.train.step import TrainState
 from phases.rollback import RollbackRefused
 
@@ -23,6 +24,8 @@ _SHOWN = 5  # values of a row of bad updates
 
 class Diverged(Exception):
     """Training diverged beyond recovery; the message is a summary of several lines. The run's checkpoints are kept."""
+
+    in_every_process = True
 
 
 class Rollback(NamedTuple):
@@ -82,7 +85,7 @@ def _rollback(run: Running, done: int, divergence: _Divergence) -> Rollback:
     # What is done up to the first bad update is done again; of what came after, the config's edits alone stand.
     events = [
         e
-        for e in read_events(run.directory.path)
+        for e in from_first(lambda: read_events(run.directory.path))
         if e["step"] >= good and (e["step"] <= first or e.get("kind") == "config")
     ]
     acts = acts_of(e for e in events if e["step"] > good)
@@ -102,7 +105,7 @@ def _rollback(run: Running, done: int, divergence: _Divergence) -> Rollback:
 def checkpoint_before(directory: RunDirectory, rollback: Rollback) -> Resumed | None:
     """The checkpoint that a run goes back to, None where it begins anew."""
     step = _newest(directory, rollback.event["first_bad_step"])
-    return None if step is None else to_resume(directory, step)
+    return None if step is None else resumed_by_first(lambda: to_resume(directory, step))
 
 
 def _find(run: Running, done: int, whole_state: bool) -> _Divergence | None:
@@ -124,6 +127,10 @@ def _find(run: Running, done: int, whole_state: bool) -> _Divergence | None:
 
 def _newest(directory: RunDirectory, at_or_before: int) -> int | None:
     """The newest step up to there that verifies: of `checkpoints/`, or else of what is kept elsewhere."""
+    return from_first(lambda: _newest_there(directory, at_or_before))
+
+
+def _newest_there(directory: RunDirectory, at_or_before: int) -> int | None:
     for places in ((directory.checkpoints,), (directory.gold, directory.kept)):
         found = ((s, folder) for place in places for s, folder in step_folders(place).items() if s <= at_or_before)
         if (step := next((s for s, folder in sorted(found, reverse=True) if damage(folder) is None), None)) is not None:

@@ -15,7 +15,8 @@ _PLANNED_STEPS = 256  # order worked out at a time; one by one takes over 30 tim
 class Feed:
     """`feed[step]` is the batch of that update, on the device. Any step may be asked for, in order is fast.
 
-    `make_batch(step, draws=...)` is the plan's `batch` with all else that it takes.
+    `make_batch(step, draws=...)` is the plan's `batch` with all else that it takes, or what of it this process needs;
+    `place(step, batch)` puts that on the devices.
 
     The batches depend on the step alone: neither on how far ahead they were made nor on what was asked before.
     """
@@ -24,7 +25,7 @@ class Feed:
         self,
         plan: DataPlan,
         make_batch: Callable[..., Batch],
-        place: Callable[[Batch], Any],
+        place: Callable[[int, Batch], Any],
         prefetch: int = 3,
     ):
         self._plan, self._make_batch, self._place, self._prefetch = plan, make_batch, place, prefetch
@@ -52,4 +53,4 @@ class Feed:
             num_steps = max(1, min(_PLANNED_STEPS, self._plan.schedule.total_steps - step))
             self._planned = step, self._plan.draws(step, num_steps)
         first, draws = self._planned
-        return self._place(self._make_batch(step, draws=draws[step - first]))
+        return self._place(step, self._make_batch(step, draws=draws[step - first]))

@@ -24,6 +24,7 @@ from curriculum.model.model import Params, parameter_name
 from curriculum.model.presets import ModelConfig
 from curriculum.run import RunDirectory, find_checkpoint
 from curriculum.train.checkpoint import load_params
+from curriculum.train.mesh import on_host
 
 DIGEST = "frozen"  # the digest's key in a lineage
 _FIX = "the run's checkpoints hold adapters alone, which go with the very parameters that they were trained beside"
@@ -96,5 +97,5 @@ def digest(params: Params) -> str:
     checksum = xxhash.xxh3_128()
     for path, array in jax.tree.leaves_with_path(params):
         checksum.update(f"{parameter_name(path)}{list(array.shape)}".encode())
-        checksum.update(np.ascontiguousarray(array, np.float32))
+        checksum.update(np.ascontiguousarray(on_host(array), np.float32))
     return checksum.hexdigest()

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from curriculum.manifest import damage
 from curriculum.record.events import number, record_name
 from curriculum.train.gate import run_gate
+from curriculum.train.processes import from_first
 from curriculum.train.running import Running
 from curriculum.train.watch import Pair
 from evalsets import gold
@@ -128,14 +129,19 @@ def _ask_gate(run: Running, done: int, step: int) -> tuple[str | None, float | N
             run.keep_in.append(golds)
             run.keep(done)
         run.settle(done, golds)
-        if step not in golds.steps():
+        if step not in from_first(golds.steps):
             return f"its checkpoint was not saved: {run.why_not_saved}", None
-        answer = run_gate(config.gate, run.best.gold_folder(step), config.gate_timeout_seconds)
-        if why := damage(run.best.gold_folder(step)):
-            return f"it damaged the checkpoint gold/{step}: {why}", None
-        if step == done:
+
+        def answered() -> tuple[str | None, float | None, bool]:
+            answer = run_gate(config.gate, run.best.gold_folder(step), config.gate_timeout_seconds)
+            if why := damage(run.best.gold_folder(step)):
+                return f"it damaged the checkpoint gold/{step}: {why}", None, False
+            return (None if answer.accept else answer.reason), answer.score, True
+
+        reason, score, whole = from_first(answered)
+        if whole and step == done:
             golds.delete(done)  # its ledger knows nothing of the answer
-    return (None if answer.accept else answer.reason), answer.score
+    return reason, score
 
 
 def _worst(pairs: Sequence[Pair]) -> Regressed:

@@ -14,7 +14,7 @@ from curriculum.errors import InputError
 if TYPE_CHECKING:
     import jax
     import numpy as np
-    from jax.sharding import Mesh, PartitionSpec
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 AXES = ("data", "fsdp", "tensor")
 ROW_AXES = ("data", "fsdp")
@@ -75,6 +75,12 @@ def make_mesh(config: MeshConfig) -> Mesh:
     devices = jax.devices()
     sizes = _axis_sizes(config, len(devices), devices[0].device_kind)
     num_devices = math.prod(sizes)
+    without = set(range(jax.process_count())) - {device.process_index for device in devices[:num_devices]}
+    if without:
+        raise InputError(
+            f"got sizes that take {num_devices} of {len(devices)} devices and leave process {min(without)} without one; "
+            "make an axis larger, or start fewer processes"
+        )
     return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:num_devices])
 
 
@@ -102,13 +108,15 @@ def row_shards(mesh: Mesh) -> int:
 
 
 def describe_devices(mesh: Mesh) -> dict[str, Any]:
-    """The devices of a mesh, for the record: platform, kind, number, and the size of each axis."""
-    device = mesh.devices.flat[0]
+    """The devices of a mesh, for the record: platform, kind, number, and the size of each axis; of how many processes,
+    where that is more than one."""
+    device, processes = mesh.devices.flat[0], {d.process_index for d in mesh.devices.flat}
     return {
         "platform": device.platform,
         "kind": device.device_kind,
         "num": mesh.size,
         "mesh": {axis: mesh.shape[axis] for axis in AXES},
+        **({"processes": len(processes)} if len(processes) > 1 else {}),
     }
 
 
@@ -148,11 +156,24 @@ def state_shardings(mesh: Mesh, state: Any) -> Any:
     )
 
 
-def place_state(mesh: Mesh, state: Any) -> Any:
-    """A tree on the mesh by `partition_spec`. From host arrays each device gets its own part alone."""
+def placed(array: np.ndarray, sharding: Sharding) -> jax.Array:
+    """A host array, the same in every process, with a sharding: each device gets its own part alone."""
     import jax
 
-    return jax.device_put(state, state_shardings(mesh, state))
+    if sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+def place_state(mesh: Mesh, state: Any) -> Any:
+    """A tree of host arrays on the mesh by `partition_spec`; what lies there as it should stays."""
+    import jax
+
+    def place(array: Any, sharding: NamedSharding) -> jax.Array:
+        lies = isinstance(array, jax.Array) and array.sharding == sharding
+        return array if lies else placed(array, sharding)
+
+    return jax.tree.map(place, state, state_shardings(mesh, state))
 
 
 def constrain(mesh: Mesh, tree: Any) -> Any:
@@ -178,17 +199,57 @@ def gather(mesh: Mesh, params: Any) -> Any:
     return jax.lax.with_sharding_constraint(params, jax.tree.map_with_path(whole_over_fsdp, params))
 
 
-def place_batch(mesh: Mesh, batch: Any) -> Any:
-    """A batch on the mesh: rows (the second axis) split over data and fsdp."""
+def rows_here(mesh: Mesh, num_rows: int) -> slice:
+    """Those of `num_rows` rows that this process's devices take; several processes may take the same ones."""
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    indices = NamedSharding(mesh, PartitionSpec(ROW_AXES)).addressable_devices_indices_map((num_rows,))
+    spans = [index[0].indices(num_rows)[:2] for index in indices.values()]
+    return slice(min(start for start, _ in spans), max(stop for _, stop in spans))
+
+
+def place_batch(mesh: Mesh, batch: Any, num_rows: int | None = None) -> Any:
+    """A batch on the mesh: rows (the second axis) split over data and fsdp.
+
+    `num_rows`: of the whole batch, where `batch` holds only `rows_here` of them.
+    """
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
-    return jax.device_put(batch, NamedSharding(mesh, PartitionSpec(None, ROW_AXES)))
+    sharding = NamedSharding(mesh, PartitionSpec(None, ROW_AXES))
+    if sharding.is_fully_addressable:
+        return jax.device_put(batch, sharding)
+    first = rows_here(mesh, num_rows).start
+
+    def place(array: np.ndarray) -> jax.Array:
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            start, stop, _ = index[1].indices(num_rows)
+            return array[:, start - first : stop - first]
+
+        return jax.make_array_from_callback((array.shape[0], num_rows, *array.shape[2:]), sharding, part)
+
+    return jax.tree.map(place, batch)
 
 
 def place_rows(mesh: Mesh, array: np.ndarray) -> jax.Array:
     """Rows of an eval micro-batch (the first axis) split over data and fsdp."""
-    import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
-    return jax.device_put(array, NamedSharding(mesh, PartitionSpec(ROW_AXES)))
+    return placed(array, NamedSharding(mesh, PartitionSpec(ROW_AXES)))
+
+
+def everywhere(mesh: Mesh) -> NamedSharding:
+    """The sharding of what every device, and so every process, has whole."""
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def on_host(array: jax.Array) -> np.ndarray:
+    """A whole array on the host, also where other processes hold parts of it; all must ask for it."""
+    import numpy as np
+    from jax.experimental.multihost_utils import process_allgather
+
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    return process_allgather(array, tiled=True)

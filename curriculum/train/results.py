@@ -8,11 +8,12 @@ from curriculum.errors import InputError
 from curriculum.record.append import DISK_ERRORS, tell
 from curriculum.run import RunDirectory
 from curriculum.train import ledger
+from curriculum.train.processes import from_first, is_first
 from evalsets.metrics import WindowResults
 
 
 class Results:
-    """Writes and reads them; what a full disk does not take is kept in memory, and written with the next ones."""
+    """Writes and reads them, process 0 for all; what a full disk does not take is kept in memory, and written with the next ones."""
 
     def __init__(self, directory: RunDirectory):
         self._directory = directory
@@ -22,6 +23,8 @@ class Results:
         self, step: int, results: Mapping[str, WindowResults], averaged: Mapping[str, Mapping[str, WindowResults]]
     ) -> None:
         """Keep the results of an eval by set, and those of averages of the parameters by average and set."""
+        if not is_first():
+            return
         self._held.append((step, results, averaged))
         try:
             self.flush()
@@ -41,6 +44,10 @@ class Results:
 
     def read(self, step: int) -> dict[str, WindowResults]:
         """Those of the raw parameters at a step, by set; nothing where there was no eval, or they are damaged."""
+        found = from_first(lambda: {name: result._asdict() for name, result in self._found(step).items()})
+        return {name: WindowResults(**arrays) for name, arrays in found.items()}
+
+    def _found(self, step: int) -> dict[str, WindowResults]:
         found = self._on_disk(step)
         for held, results, _ in self._held:
             if held == step:

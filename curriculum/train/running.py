@@ -13,6 +13,7 @@ from curriculum.train import ledger
 from curriculum.train.best import BestCheckpoints
 from curriculum.train.checkpoint import Checkpoints, SaveFailed
 from curriculum.train.clock import TrainClock
+from curriculum.train.processes import count, from_first
 from curriculum.train.results import Results
 from curriculum.train.setup import Setup
 from curriculum.train.step import TrainState
@@ -43,8 +44,12 @@ class Running:
 
     def offsets(self) -> dict[str, int]:
         """How long the record is. Raises OSError where the disk did not take all that was recorded and measured."""
-        self.results.flush()
-        return self.record.offsets()
+
+        def on_disk() -> dict[str, int]:
+            self.results.flush()
+            return self.record.offsets()
+
+        return from_first(on_disk)
 
     def save_in(self, checkpoints: Checkpoints, done: int, offsets: Mapping[str, int]) -> None:
         """Start saving the run as it is after `done` updates, its record being as long as `offsets` say."""
@@ -57,7 +62,7 @@ class Running:
         for checkpoints in self.keep_in:
             with self.clock.paused(self.state):
                 self.settle(done, checkpoints)
-                if done in checkpoints.steps():  # of this very step, before a set was added
+                if done in from_first(checkpoints.steps):  # of this very step, before a set was added
                     checkpoints.delete(done)
                 try:
                     self.save_in(checkpoints, done, offsets or self.offsets())
@@ -68,8 +73,11 @@ class Running:
     def settle(self, done: int, *of: Checkpoints, wait: bool = True) -> None:
         """Return once the saves under way are on the disk, of all folders or `of` some; those that failed are told.
 
-        Without `wait`: only of those that are over.
+        Without `wait`: only of those that are over, which several processes do not see at the same step; they wait
+        where all of them do.
         """
+        if not wait and count() > 1:
+            return
         for checkpoints in of or (self.checkpoints, *self.best.places):
             try:
                 if wait or checkpoints.settled:
@@ -90,7 +98,7 @@ class Running:
             before = self.gold_before
             gold = replace(self.history.gold, gold=before.gold, pending=before.pending)
             self.history = replace(self.history, gold=gold)
-        elif place == "gold" and int(step) in self.best.gold.steps():
+        elif place == "gold" and int(step) in from_first(self.best.gold.steps):
             return
         self.why_not_saved = error.strerror
         every, total = self.setup.config.checkpoint.every, self.setup.schedule.total_steps
@@ -101,14 +109,14 @@ class Running:
             done,
             path=path,
             why=error.strerror,
-            last_good_step=max(self.checkpoints.steps(), default=None),
+            last_good_step=max(from_first(self.checkpoints.steps), default=None),
             next_try_step=planned if planned >= after else None,
         )
 
     def _link_gold(self, done: int, step: int) -> bool:
         """Whether a gold could be taken from the step's own checkpoint."""
         self.settle(done, self.checkpoints)
-        if step not in self.checkpoints.steps():
+        if step not in from_first(self.checkpoints.steps):
             return False
         try:
             self.best.gold.adopt(self.checkpoints.directory / str(step))
@@ -118,7 +126,7 @@ class Running:
 
     def check_saved(self, done: int) -> None:
         """Raise InputError where the run ends after `done` updates and its disk did not take that."""
-        last = max(self.checkpoints.steps(), default=None)
+        last = max(from_first(self.checkpoints.steps), default=None)
         if last != done:
             good = (
                 "there is no good one: the run begins anew" if last is None else f"the last good one is of step {last}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -10,7 +12,8 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import xxhash
+from jax.sharding import Mesh
 
 from curriculum.adaptation import HfBase, resolved_model
 from curriculum.config import Config
@@ -33,16 +36,19 @@ from curriculum.train.guard import with_window
 from curriculum.train.mesh import (
     ROW_AXES,
     constrain,
+    everywhere,
     gather,
     make_mesh,
     place_batch,
     place_rows,
     place_state,
     row_shards,
+    rows_here,
+    rows_problem,
     state_shardings,
 )
 from curriculum.train.optimizer import make_optimizer
-from curriculum.train.programs import Programs, StepShape
+from curriculum.train.processes import check_same, first_then_all
 from curriculum.train.samples import Samples
 from curriculum.train.start import Start, check_base, load_base_optimizer
 from curriculum.train.step import TrainState, Window, clear_window, init_state, make_train_step, window_for
@@ -51,7 +57,7 @@ from evalsets.suite import Suite
 from phases.batches import Batch, DataPlan, Draws
 from phases.replay import ReplayRefused
 from phases.rollback import judged_from, passed_over
-from phases.schedule import Schedule, Segment, SourceSupply, cut
+from phases.schedule import Schedule, Segment, SourceSupply, cut, segments_to_json
 
 _NO_ROPE = "is of the config's own models only, not of one that make_model gives; leave it out"
 EVAL_ROWS = 32  # of a micro-batch on a device, at most; on 2 CPU cores 32 is 1.1x 16, and all windows at once x0.65
@@ -272,7 +278,7 @@ def build(
     added_flags = tune_device(config.train.deterministic)
     cache_compiled(store_dir)
     mesh = _mesh_of(config)
-    corpus = load_corpus(config, store_dir, tokenizer)
+    corpus = first_then_all(lambda: load_corpus(config, store_dir, tokenizer))
     schedule, past = continued_schedule(config, corpus.tokens_per_epoch, past)
     plan = _data_plan(config, corpus, schedule, past)
     if make_model is None:
@@ -290,7 +296,7 @@ def build(
         frozen, lineage = load_frozen(config, architecture, start.frozen, lineage, like)
 
     def make_feed(plan: DataPlan) -> Feed:
-        make_batch = partial(
+        whole_batch = partial(
             plan.batch,
             streams=corpus.streams,
             eot=corpus.tokenizer.eot,
@@ -299,7 +305,16 @@ def build(
             train_on_eos=config.packing.train_on_eos,
             documents=config.packing.document_mask,
         )
-        return Feed(plan, make_batch, partial(place_batch, mesh))
+
+        def make_batch(step: int, draws: Draws) -> Batch:
+            rows = rows_here(mesh, num_rows(step))
+            return Batch(*(column[:, rows] for column in whole_batch(step, draws=draws)))
+
+        def num_rows(step: int) -> int:
+            batch_size = plan.schedule.segment_at(step).batch_size
+            return batch_size // math.gcd(config.train.grad_accum, batch_size)
+
+        return Feed(plan, make_batch, lambda step, batch: place_batch(mesh, batch, num_rows(step)))
 
     @lru_cache
     def model_of(rope_theta: float | None) -> Model:
@@ -341,25 +356,8 @@ def build(
         params = jax.tree.map(lambda p: np.array(p) if isinstance(p, jax.Array) else p, model.init(config.seed))
         return compiled(place_state(mesh, params))
 
-    def lower_update(shape: StepShape) -> jax.stages.Lowered:
-        train_step = make_train_step(
-            model_of(shape.rope_theta),
-            optimizer,
-            len(plan.sources),
-            grad_clip=config.optim.grad_clip,
-            seed=config.seed,
-            document_mask=config.packing.document_mask,
-            deterministic=config.train.deterministic is True,
-            ema_decay=config.averages.ema_decay,
-            sigmas=config.train.skip_updates and config.train.skip_updates.sigmas,
-            judge_from_steps=config.train.skip_updates.judge_from_steps if config.train.skip_updates else 0,
-            diverged_after=config.train.diverged_after,
-            place_grads=partial(constrain, mesh),
-        )
-        inputs = [abstract_state(len(plan.sources)), abstract_batch(mesh, shape), np.float32(0), np.int32(0)]
-        beside = {} if frozen is None else {"frozen": jax.tree.map(_abstract, frozen)}
-        return jax.jit(train_step, donate_argnums=0, out_shardings=shardings).lower(*inputs, **beside)
-
+    train_step = jax.jit(step, donate_argnums=0, out_shardings=shardings)
+    check_same(lambda: _agreed(config, corpus, schedule, lineage))
     return Setup(
         config=config,
         mesh=mesh,
@@ -385,6 +383,19 @@ def build(
         lineage=lineage,
         frozen=frozen,
     )
+
+
+def _agreed(config: Config, corpus: Corpus, schedule: Schedule, lineage: Mapping[str, Any] | None) -> dict[str, str]:
+    """Digests of what every process of a run must have alike, by what it is."""
+    found = {
+        "the config": config.to_json(),
+        "the tokenizer": corpus.tokenizer.fingerprint,
+        "the training text": {name: details["stream"] for name, details in corpus.details.items()},
+        "the eval sets": {name: evalset.content_hash for name, evalset in corpus.evalsets.items()},
+        "the schedule": segments_to_json(schedule.segments),
+        "what the run begins from": lineage,
+    }
+    return {name: xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True).encode()) for name, value in found.items()}
 
 
 def cache_compiled(store_dir: str | Path) -> None:
@@ -424,7 +435,8 @@ def _abstract(array: jax.Array) -> jax.ShapeDtypeStruct:
 def make_suite(config: Config, mesh: Mesh, model: Model, evalsets: Iterable[EvalSet]) -> Suite:
     """What measures eval sets, in training and later: the same compiled function over the same micro-batches."""
     measured = partial(nats_per_token, on_mesh(model, mesh))
-    return Suite(list(evalsets), measured, _eval_rows(config, mesh), partial(place_rows, mesh))
+    rows = _eval_rows(config, mesh)
+    return Suite(list(evalsets), measured, rows, partial(place_rows, mesh), everywhere(mesh))
 
 
 def _data_plan(config: Config, corpus: Corpus, schedule: Schedule, past: Past) -> DataPlan:

@@ -7,9 +7,13 @@ import signal
 import threading
 from typing import Any
 
+from curriculum.train.processes import agreed_stop
+
 
 class Stopped(Exception):
     """The run was stopped by a signal, after its checkpoint was saved, or `why_not`; then `last_good` is the last."""
+
+    in_every_process = True
 
     def __init__(self, signal_number: int, step: int, last_good: int | None = None, why_not: str = ""):
         self.signal_number, self.step = signal_number, step
@@ -40,6 +44,10 @@ class StopSignals:
     def __exit__(self, *_):
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def after(self, step: int) -> int | None:
+        """The signal to stop by after `step`, None to go on: the same in every process, whichever of them got it."""
+        return agreed_stop(self.received, step)
 
     def _receive(self, number, _frame):
         if self.received is not None:

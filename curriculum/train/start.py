@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from curriculum.run import RunDirectory, find_checkpoint, read_ledger, step_fold
 from curriculum.train.checkpoint import load_params
 from curriculum.train.frozen import frozen_base
 from curriculum.train.optimizer import state_layout
+from curriculum.train.processes import from_first
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,17 @@ def to_resume(directory: RunDirectory, resume: str | int | None) -> Resumed | No
     if own.is_dir() and damage(own) is None:  # its record is the one of an unbroken run
         folder = own
     return Resumed(step, folder, read_ledger(folder))
+
+
+def resumed_by_first(find: Callable[[], Resumed | None]) -> Resumed | None:
+    """What process 0 finds, in every process."""
+
+    def found() -> list[Any] | None:
+        resumed = find()
+        return resumed and [resumed.step, str(resumed.folder), resumed.ledger]
+
+    told = from_first(found)
+    return told and Resumed(told[0], Path(told[1]), told[2])
 
 
 class Damaged(NamedTuple):

@@ -33,11 +33,13 @@ from curriculum.train.divergence import GoingBack, check_diverged, checkpoint_be
 from curriculum.train.edits import compare, edit_event
 from curriculum.train.judge import Evaluated, judge
 from curriculum.train.mesh import describe_devices
+from curriculum.train.processes import from_first, is_first, leaving_on_error
 from curriculum.train.running import Running
 from curriculum.train.setup import Setup, build
 from curriculum.train.signals import Stopped, StopSignals
-from curriculum.train.start import Resumed, damaged_checkpoints, start_of, to_resume
-from curriculum.train.step import TrainState, read_window
+from curriculum.train.start import Resumed, damaged_checkpoints, resumed_by_first, start_of, to_resume
+from curriculum.train.step import TrainState, clear_window, read_window
+from curriculum.train.unwritten import Unwritten
 from curriculum.train.watch import RegressionStop, no_verdicts, transfer_matrix
 from evalsets.metrics import Summary, WindowResults, summarise
 
@@ -63,15 +65,8 @@ def train(
     diverged and going back is no way out (any more).
     """
     directory = RunDirectory(Path(run_dir) if run_dir is not None else Path("runs") / config.name)
-    directory.check_usable()
-    if directory.holds_run() and resume is None:
-        raise InputError(
-            f"{directory.path}: already holds a run; continue it with --resume latest, or choose another --run-dir"
-        )
     with RunLock(directory.path) as lock:
-        if directory.holds_run():
-            lock.take()
-        resumed = to_resume(directory, resume)
+        resumed = resumed_by_first(lambda: _taken_up(directory, lock, resume))
         if resumed is None:
             check(config)
             tokenizer = kept_tokenizer(directory, config) if resume is not None else None
@@ -85,6 +80,18 @@ def train(
         accepted = ledger.check_past(saved, setup, accept_past=accept_past)
         setup.edit = edit_event(edit, saved, setup, accepted)
         return train_built(setup, directory, resumed, lock)
+
+
+def _taken_up(directory: RunDirectory, lock: RunLock, resume: str | int | None) -> Resumed | None:
+    """What the run of a directory goes on from, None where it begins; a run that is there is locked."""
+    directory.check_usable()
+    if directory.holds_run() and resume is None:
+        raise InputError(
+            f"{directory.path}: already holds a run; continue it with --resume latest, or choose another --run-dir"
+        )
+    if directory.holds_run():
+        lock.take()
+    return to_resume(directory, resume)
 
 
 def train_built(setup: Setup, directory: RunDirectory, resumed: Resumed | None, lock: RunLock) -> dict[str, Any]:
@@ -147,8 +154,9 @@ def _run(
     setup: Setup, directory: RunDirectory, checkpoints: Checkpoints, resumed: Resumed | None, lock: RunLock
 ) -> dict[str, Any]:
     """Begin or continue the run of a directory, up to its `training_complete` event; go back where it diverges."""
-    if resumed is not None and (complete := _finished(setup, directory, checkpoints, resumed)):
-        return complete
+    if resumed is not None:
+        if complete := from_first(lambda: _finished(setup, directory, checkpoints, resumed)):
+            return complete
     record, rollback, damaged = None, None, []
     edits = [] if setup.edit is None else [setup.edit]
     with StopSignals() as stop:
@@ -156,26 +164,22 @@ def _run(
             while True:
                 step = None if resumed is None else resumed.step
                 state, history = _restored(setup, directory, resumed)
-                lost = {} if resumed is None else lost_golds(directory, resumed.step, resumed.ledger)
+                lost = {} if resumed is None else _lost_golds(directory, resumed)
                 history = replace(history, gold=history.gold.without(lost))
                 if rollback is not None:
                     history = replace(history, rollbacks=rollback.rollbacks)
                 last = -1 if step is None else step
                 with _told(directory):
                     if rollback is None:
-                        _begin_in(directory, lock)
-                        damaged = _set_damaged_aside(directory, checkpoints, resumed)
+                        damaged = from_first(lambda: _begin_in(directory, lock, checkpoints, resumed))
                     if resumed is not None:
                         checkpoints.adopt(resumed.folder)
                     # First of all: after a kill in what follows no checkpoint is found that speaks of what was moved.
                     checkpoints.set_aside_after(last)
                     best = BestCheckpoints(directory, step)
-                    directory.set_aside_evals_after(last)
-                    set_aside_means_after(directory.averages, last, directory.superseded / "averages")
-                    directory.create(setup.config, fields.derived(setup), plain(dict(setup.model.architecture)))
-                    write_tokenizer(directory, setup.corpus.tokenizer)
+                    from_first(lambda: _describe(setup, directory, last))
                     record = _record(setup, directory, resumed, record)
-                with best:
+                with best, leaving_on_error():
                     run = Running(setup, directory, record, checkpoints, best, state, history)
                     try:
                         _begin(run, step, fields.taken_up(setup, state, step, rollback, damaged, lost, edits))
@@ -211,7 +215,7 @@ def _restored(setup: Setup, directory: RunDirectory, resumed: Resumed | None) ->
     if resumed is None:
         return setup.initial_state(), ledger.History.begin(setup)
     step, folder, saved = resumed
-    check_offsets(directory.path, saved["offsets"])
+    from_first(lambda: check_offsets(directory.path, saved["offsets"]))
     source = Checkpoints(folder.parent)
     state = setup.restore(source, step, tuple(saved["sources"]), saved["window_steps"])
     return state, ledger.History.of(saved, source.baselines(step))
@@ -229,12 +233,28 @@ def _told(directory: RunDirectory) -> Iterator[None]:
         ) from None
 
 
-def _begin_in(directory: RunDirectory, lock: RunLock) -> None:
-    """Take the lock of a directory that had no run, and so none to take, until now."""
+def _begin_in(
+    directory: RunDirectory, lock: RunLock, checkpoints: Checkpoints, resumed: Resumed | None
+) -> list[dict[str, Any]]:
+    """Take the lock of a directory that had no run, and so none to take, until now; set aside what is damaged of one."""
     if not lock.held:
         lock.take()
         if directory.holds_run():
             raise InputError(f"{directory.path}: another process began a run here; choose another --run-dir")
+    return _set_damaged_aside(directory, checkpoints, resumed)
+
+
+def _describe(setup: Setup, directory: RunDirectory, last: int) -> None:
+    """Write what the run is that goes on after step `last`, and move away what came after it."""
+    directory.set_aside_evals_after(last)
+    set_aside_means_after(directory.averages, last, directory.superseded / "averages")
+    directory.create(setup.config, fields.derived(setup), plain(dict(setup.model.architecture)))
+    write_tokenizer(directory, setup.corpus.tokenizer)
+
+
+def _lost_golds(directory: RunDirectory, resumed: Resumed) -> dict[int, str]:
+    """`lost_golds` as process 0 finds them."""
+    return dict(from_first(lambda: list(lost_golds(directory, resumed.step, resumed.ledger).items())))
 
 
 def _set_damaged_aside(
@@ -260,13 +280,15 @@ def _record(setup: Setup, directory: RunDirectory, resumed: Resumed | None, reco
     if record is not None:
         record.cut_back(offsets)
         return record
+    elapsed_before_s = 0.0 if resumed is None else resumed.ledger["elapsed_s"]
+    if not is_first():
+        return Unwritten(directory.path, setup.tokens_at, elapsed_before_s)
     views = [
         Console(directory.path, _resume_command(setup.config, directory), device_lines=setup.device_lines),
         *([Board(directory.path)] if setup.config.logging.tensorboard else []),
     ]
     if wandb := setup.config.logging.wandb:
         views.append(WandbLog(directory.path, wandb, setup.config.to_json()))
-    elapsed_before_s = 0.0 if resumed is None else resumed.ledger["elapsed_s"]
     return Record.resume(directory.path, offsets, setup.tokens_at, elapsed_before_s, views)
 
 
@@ -322,14 +344,14 @@ def _loop(run: Running, resumed_step: int | None, stop: StopSignals) -> dict[str
         worse = judge(run, done, evaluated) if evaluated else []
         for edit in fields.edits_again(setup, run.history, done):
             record.event("schedule_edit", done, **edit)
-        stopped_by, planned = stop.received, done % config.checkpoint.every == 0 or at_end
+        stopped_by, planned = stop.after(done), done % config.checkpoint.every == 0 or at_end
         ends_here = stopped_by is not None or (bool(worse) and config.evalsets.regression.action == "stop")
         offsets = save(run, done, planned) if planned or ends_here else None
         run.keep(done, offsets)
         if ends_here and not at_end:
             run.settle(done)
             if stopped_by is not None:
-                last_good = max(run.checkpoints.steps(), default=None)
+                last_good = max(from_first(run.checkpoints.steps), default=None)
                 raise Stopped(stopped_by, done, last_good, "" if last_good == done else run.why_not_saved)
             run.check_saved(done)
             raise RegressionStop(done, worse)
@@ -415,7 +437,8 @@ def save(run: Running, done: int, planned: bool) -> dict[str, int] | None:
             run.save_failed(done, error, f"checkpoints/{done}")
             return None
         run.best.spoken_of(done, run.history.gold)
-        run.directory.write_training_state(fields.training_state(run.setup, done, run.history))
+        if is_first():
+            run.directory.write_training_state(fields.training_state(run.setup, done, run.history))
     return offsets
 
 

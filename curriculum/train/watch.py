@@ -38,6 +38,8 @@ _NO_ERROR_LEFT = "(no error is left)"  # no name of a set
 class RegressionStop(Exception):
     """The run ended as `regression.action: stop` asks for, after its checkpoint was saved."""
 
+    in_every_process = True
+
     def __init__(self, step: int, sets: Iterable[str]):
         self.step = step
         super().__init__(f"stopped at step {step}, which was saved: {', '.join(map(record_name, sets))} got worse")

@@ -1,0 +1,150 @@
+"""How the processes of a run are told of each other: by options, by their environment variables, or by a launcher."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from curriculum.errors import InputError
+
+# What several launchers and programs of the field set; the options of `curriculum train` read them too.
+VARIABLES = {
+    "--coordinator": "JAX_COORDINATOR_ADDRESS",
+    "--num-processes": "JAX_NUM_PROCESSES",
+    "--process-id": "JAX_PROCESS_ID",
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One process of several. `local_devices`: the devices of its machine that it takes, None for all of them."""
+
+    host: str
+    port: int
+    num_processes: int
+    process_id: int
+    local_devices: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class _Launcher:
+    """What a launcher tells of its own accord; None what it does not."""
+
+    name: str
+    num_processes: int | None
+    process_id: int
+    coordinator: str | None
+    local_devices: tuple[int, ...] | None = None
+
+
+def find_launch(
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> Launch | None:
+    """Of which processes this one is one: None where it is alone.
+
+    What is given counts, then what SLURM, Open MPI or an indexed Job of Kubernetes says. `num_processes` 1 keeps the
+    tasks of a launcher apart: each is a run of its own. Raises InputError with all that is missing or does not fit.
+    """
+    if num_processes == 1 and coordinator is None and process_id in (None, 0):
+        return None
+    launcher = _slurm(environ) or _open_mpi(environ) or _indexed_job(environ)
+    if (coordinator, num_processes, process_id) == (None, None, None):
+        if launcher is None or launcher.num_processes in (None, 1):
+            return None
+        if launcher.coordinator is None:
+            raise InputError(
+                f"{launcher.name} started this process as one of {launcher.num_processes}, but does not say where they "
+                "meet; give --coordinator HOST:PORT, the same to all: the machine of process 0 and a free port of it "
+                "(or --num-processes 1, where each is a run of its own)"
+            )
+    local_devices = None
+    if launcher is not None:
+        coordinator = launcher.coordinator if coordinator is None else coordinator
+        num_processes = launcher.num_processes if num_processes is None else num_processes
+        local_devices = launcher.local_devices if process_id in (None, launcher.process_id) else None
+        process_id = launcher.process_id if process_id is None else process_id
+    given = dict(zip(VARIABLES, (coordinator, num_processes, process_id), strict=True))
+    if missing := [option for option, value in given.items() if value is None]:
+        there = [option for option in given if option not in missing]
+        raise InputError(
+            f"{' and '.join(there)}: got no {' and no '.join(missing)}; the processes of a run need all three (or the "
+            f"environment variables {', '.join(VARIABLES[option] for option in missing)}), unless SLURM or Open MPI "
+            "starts them"
+        )
+    host, port, problems = *_address(coordinator), []
+    if port is None:
+        problems.append(
+            f"--coordinator {coordinator}: expected HOST:PORT, the machine of process 0 and a free port of it (1 to "
+            "65535), the same for all processes"
+        )
+    if num_processes < 1:
+        problems.append(f"--num-processes {num_processes}: expected 1 or more")
+    elif not 0 <= process_id < num_processes:
+        problems.append(
+            f"--process-id {process_id}: expected 0 to {num_processes - 1}, each once, as there are --num-processes "
+            f"{num_processes}"
+        )
+    if problems:
+        raise InputError(*problems)
+    return None if num_processes == 1 else Launch(host, port, num_processes, process_id, local_devices)
+
+
+def _address(text: str) -> tuple[str, int | None]:
+    """(host, port) of HOST:PORT or [IPV6]:PORT; no port where it is neither."""
+    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\s:\[\]]+)):([0-9]{1,5})", text)
+    if match is None or not 0 < int(match[3]) < 65536:
+        return "", None
+    return match[1] or match[2], int(match[3])
+
+
+def _slurm(environ: Mapping[str, str]) -> _Launcher | None:
+    """A task of `srun`. The batch script itself, and a step of one task, stand in an allocation of many but are alone.
+
+    The address is that of the first machine of the step, and a port by the number of the job, as jax has it.
+    """
+    if not {"SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID"} <= environ.keys():
+        return None
+    num_tasks = int(environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or 1)
+    nodes = environ["SLURM_STEP_NODELIST"]  # such as node3, node3,gpu1, node[003-007,9],gpu1
+    first = re.match(r"[^,\[]+(\[[0-9]+)?", nodes)
+    port = environ.get("JAX_COORDINATOR_PORT") or 61440 + int(environ["SLURM_JOB_ID"]) % 4096
+    devices = None
+    if re.sub(r"\(x[0-9]+\)", "", environ.get("SLURM_STEP_TASKS_PER_NODE", "1")) != "1":
+        devices = _one_device(environ, environ.get("SLURM_LOCALID"))
+    coordinator = f"{first[0].replace('[', '')}:{port}" if first else None
+    return _Launcher("SLURM", num_tasks, int(environ["SLURM_PROCID"]), coordinator, devices)
+
+
+def _open_mpi(environ: Mapping[str, str]) -> _Launcher | None:
+    """A process of `mpirun`. Up to version 4 it says where it was started, which is where process 0 is; later not."""
+    if not {"OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"} <= environ.keys():
+        return None
+    uri = environ.get("OMPI_MCA_orte_hnp_uri", "")  # such as 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911
+    found = re.search(r"^([0-9]+)\..*?(?:tcp://([^,:]+)|tcp6://(\[[^,\]]+))", uri)
+    coordinator = None
+    if found:
+        host = found[2] or f"{found[3]}]"
+        port = environ.get("JAX_COORDINATOR_PORT") or 61440 + int(found[1]) // 4096 % 4096
+        coordinator = f"{host}:{port}"
+    size, rank = int(environ["OMPI_COMM_WORLD_SIZE"]), int(environ["OMPI_COMM_WORLD_RANK"])
+    devices = None
+    if environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1") != "1":
+        devices = _one_device(environ, environ.get("OMPI_COMM_WORLD_LOCAL_RANK"))
+    return _Launcher("Open MPI", size, rank, coordinator, devices)
+
+
+def _indexed_job(environ: Mapping[str, str]) -> _Launcher | None:
+    """A pod of an indexed Job, or of a JobSet of one: it knows its own number only. Many such Jobs are no one run."""
+    index = environ.get("JOB_COMPLETION_INDEX")
+    return _Launcher("Kubernetes", None, int(index), None) if index else None
+
+
+def _one_device(environ: Mapping[str, str], local_id: str | None) -> tuple[int, ...] | None:
+    """Of the tasks of one machine each takes one device, unless the launcher or the user shares them out."""
+    shared_out = len(environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")) == 1 or "JAX_LOCAL_DEVICE_IDS" in environ
+    return None if shared_out or local_id is None else (int(local_id),)

@@ -1,0 +1,399 @@
+"""The processes of a run in touch with each other, by a connection of each to process 0.
+
+Over it goes what all must decide alike, and the end of one is noticed by all at once: its operating system closes the
+connection, however it ended. jax alone would take up to its heartbeat's timeout, or say it in a stack trace.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import queue
+import socket
+import struct
+import sys
+import threading
+import time
+from typing import Any
+
+from curriculum.errors import InputError
+from curriculum.train.launch import Launch
+
+GRACE_SECONDS = 5.0  # for a process to end by itself where another one ends with an error, which may be its own too
+_TELL_AFTER_SECONDS = 10.0
+_LONGEST_BYTES = 1 << 31
+_GO_ON = "go on from the newest checkpoint with --resume latest, with as many processes as there are then"
+# A machine that is gone closes nothing: after 10 s of silence, three questions 5 s apart.
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+
+
+class Peers:
+    """What one process knows of the others. One thread, the main one, uses `from_first` and `gather`, in every process
+    in the same order.
+
+    Raises InputError where they do not find together within `join_seconds`.
+    """
+
+    def __init__(self, launch: Launch, join_seconds: float):
+        self.index, self.count = launch.process_id, launch.num_processes
+        self._names = {self.index: f"{socket.gethostname()}, pid {os.getpid()}"}
+        self._sockets: dict[int, socket.socket] = {}
+        self._inbox = {i: queue.SimpleQueue() for i in range(self.count)}  # by sender
+        self._sending = threading.Lock()
+        self._changed = threading.Condition()  # guards all that follows
+        self._closed = self._left = self._ending = False
+        self._next_look = 0  # the first step at which the main thread asks whether to stop
+        self._looks: dict[int, int] = {}  # of process 0: the same by process, once a stop is asked for
+        self._stop_signal: int | None = None
+        self._stop_step: int | None = None
+        self._waits_for_stop = self._asking = False
+        if self.index == 0:
+            self.jax_address = self._meet(launch, join_seconds)
+        else:
+            self.jax_address = self._come(launch, join_seconds)
+        for index in self._sockets:
+            threading.Thread(target=self._receive, args=(index,), name=f"process-{index}", daemon=True).start()
+
+    def from_first(self, value: Any = None) -> Any:
+        """What process 0 calls it with; the others' values are not looked at. Plain JSON and numpy arrays."""
+        if self._left:
+            return value
+        if self.index:
+            return self._inbox[0].get()
+        self._send_all({"kind": "value", "value": value})
+        return value
+
+    def gather(self, value: Any = None) -> list[Any]:
+        """What each process calls it with, by index. Returns once all of them have called it."""
+        if self._left:
+            return [value] * self.count
+        if self.index:
+            self._send(0, {"kind": "value", "value": value})
+            return self._inbox[0].get()
+        values = [value, *(self._inbox[i].get() for i in range(1, self.count))]
+        self._send_all({"kind": "value", "value": values})
+        return values
+
+    def agreed_stop(self, received: int | None, step: int) -> int | None:
+        """The signal to stop by after `step`, None to go on; the same in all processes.
+
+        Asked after every step. `received`: the signal that this process got. No process waits for another until a stop
+        is asked for; then all stop at the first step that none has passed.
+        """
+        if self._left:
+            return received
+        with self._changed:
+            asks = received is not None and self._stop_signal is None
+            if self._stop_signal is None:
+                self._next_look = step + 1
+            # Once this process has said that it looks at `_next_look`, it must learn there when to stop.
+            if self._waits_for_stop and step >= self._next_look:
+                self._changed.wait_for(lambda: self._stop_step is not None)
+            if self._stop_step is not None and step >= self._stop_step:
+                return self._stop_signal
+        if asks:
+            if self.index:
+                self._send(0, {"kind": "stop", "signal": received})
+            else:
+                self._asked_to_stop(received)
+        return None
+
+    def leave(self, why: str) -> None:
+        """Tell the others that this process ends by an error, so that they do too. From then on it is alone."""
+        with self._changed:
+            if self._left or self._closed:
+                return
+            self._left = self._ending = True
+            self._changed.notify_all()
+        message = {"kind": "gone", "index": self.index, "why": why}
+        for index in self._sockets:
+            try:
+                self._send(index, message)
+            except OSError:  # it is gone as well
+                pass
+
+    def wait_for_news(self, seconds: float) -> None:
+        """Give the receiving threads time to hear why something between the processes failed; they end this one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._left or self._closed, seconds)
+
+    def close(self) -> None:
+        """Part in good order, all at once."""
+        if not self._left:
+            if self.index:
+                self._send(0, {"kind": "value", "value": None})
+                self._inbox[0].get()
+            else:
+                for index in self._sockets:
+                    self._inbox[index].get()
+                self._closed = True
+                self._send_all({"kind": "end"})
+        self._closed = True
+        for connection in self._sockets.values():
+            connection.close()
+
+    def _meet(self, launch: Launch, join_seconds: float) -> str:
+        """Of process 0: wait for all the others; the address where jax's own service is to listen."""
+        where, began, told = _written(launch.host, launch.port), time.monotonic(), False
+        try:
+            server = _server(launch.host, launch.port)
+        except OSError as error:
+            raise InputError(
+                f"--coordinator {where}: process 0 cannot listen there: {error.strerror or error}; expected an address "
+                "of this machine, where process 0 runs, and a port that is free"
+            ) from None
+        jax_address = _written(launch.host, _free_port(launch.host))
+        with server:
+            while len(self._sockets) < self.count - 1:
+                waited = time.monotonic() - began
+                missing = ", ".join(str(i) for i in range(1, self.count) if i not in self._sockets)
+                if waited > join_seconds:
+                    self._refuse_all(f"process 0 gave up after {join_seconds:g} s: {missing} of {self.count} never came")
+                    raise InputError(
+                        f"--coordinator {where}: waited {join_seconds:g} s for {self.count} processes, of which these "
+                        f"did not come: {missing}; start all of them with this address, --num-processes {self.count} "
+                        "and each with its own --process-id (or give them longer: --join-seconds)"
+                    )
+                if waited > _TELL_AFTER_SECONDS and not told:
+                    told = True
+                    print(f"waiting at {where} for processes {missing} of {self.count}", file=sys.stderr, flush=True)
+                server.settimeout(min(1.0, max(join_seconds - waited, 0.01)))
+                try:
+                    connection, _ = server.accept()
+                except TimeoutError:
+                    continue
+                self._welcome(connection)
+        for index in self._sockets:
+            self._send(index, {"kind": "welcome", "jax": jax_address, "names": list(self._names.items())})
+        return jax_address
+
+    def _welcome(self, connection: socket.socket) -> None:
+        """Take a process in, or refuse it. What is no process of a run is passed over."""
+        _keep_alive(connection)
+        connection.settimeout(5.0)
+        try:
+            hello = _read(connection)
+            index, count, name = hello["index"], hello["count"], str(hello["name"])
+        except (OSError, ValueError, KeyError, TypeError):
+            connection.close()
+            return
+        problem = None
+        if count != self.count:
+            problem = f"process {index} ({name}) was started with --num-processes {count}, process 0 with {self.count}"
+        elif index in self._names:
+            problem = f"two processes were started with --process-id {index}: {self._names[index]}, and {name}"
+        if problem:
+            fix = f"{problem}; give all the same number, and each an id of its own"
+            connection.sendall(_frame({"kind": "refused", "why": fix}))
+            self._refuse_all(fix)
+            raise InputError(fix)
+        connection.settimeout(None)
+        self._sockets[index], self._names[index] = connection, name
+
+    def _refuse_all(self, why: str) -> None:
+        for connection in self._sockets.values():
+            connection.sendall(_frame({"kind": "refused", "why": why}))
+            connection.close()
+
+    def _come(self, launch: Launch, join_seconds: float) -> str:
+        """Of the others: find process 0, which may be started later; the address of jax's own service."""
+        where, began, told = _written(launch.host, launch.port), time.monotonic(), False
+        while True:
+            try:
+                connection = socket.create_connection((launch.host, launch.port), timeout=5.0)
+                break
+            except OSError as error:
+                why, waited = error.strerror or str(error), time.monotonic() - began
+            if waited > join_seconds:
+                raise InputError(
+                    f"--coordinator {where}: process {self.index} of {self.count} could not reach it for "
+                    f"{join_seconds:g} s: {why}; expected process 0 to listen there: the address of the machine that it "
+                    "runs on, as this one can reach it (or give it longer: --join-seconds)"
+                )
+            if waited > _TELL_AFTER_SECONDS and not told:
+                told = True
+                print(f"process {self.index}: waiting for {where}: {why}", file=sys.stderr, flush=True)
+            time.sleep(0.2)
+        _keep_alive(connection)
+        try:
+            hello = {"index": self.index, "count": self.count, "name": self._names[self.index]}
+            connection.sendall(_frame(hello))
+            connection.settimeout(join_seconds + 5.0)
+            answer = _read(connection)
+            refused = answer["why"] if answer["kind"] == "refused" else None
+            if refused is None:
+                self._names |= {index: name for index, name in answer["names"]}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            refused = f"is no process 0 of a run, or it ended: {error}; look there for why"
+        if refused:
+            raise InputError(f"--coordinator {where}: {refused}")
+        connection.settimeout(None)
+        self._sockets[0] = connection
+        return answer["jax"]
+
+    def _receive(self, sender: int) -> None:
+        """A thread for each connection: to the inbox what the main thread waits for; the rest is answered here."""
+        while True:
+            try:
+                message = _read(self._sockets[sender])
+            except (OSError, ValueError):
+                return self._lost(sender, None)
+            kind = message["kind"]
+            if kind == "value":
+                self._inbox[sender].put(message["value"])
+            elif kind == "end":
+                self._closed = True
+                self._inbox[sender].put(None)
+                return None
+            elif kind == "gone":
+                self._lost(message["index"], message["why"])
+            elif kind == "stop":
+                self._asked_to_stop(message["signal"])
+            elif kind == "stopping":
+                self._send(0, {"kind": "look", "step": self._promise(message["signal"])})
+            elif kind == "look":
+                self._looked(sender, message["step"])
+            elif kind == "stop_at":
+                self._stop_after(message["step"])
+
+    def _asked_to_stop(self, signal_number: int) -> None:
+        """Of process 0: ask every process for the first step at which it can stop."""
+        with self._changed:
+            if self._asking:
+                return
+            self._asking = True
+        self._send_all({"kind": "stopping", "signal": signal_number})
+        self._looked(0, self._promise(signal_number))
+
+    def _promise(self, signal_number: int) -> int:
+        with self._changed:
+            self._waits_for_stop, self._stop_signal = True, signal_number
+            return self._next_look
+
+    def _looked(self, index: int, step: int) -> None:
+        with self._changed:
+            self._looks[index] = step
+            agreed = max(self._looks.values()) if len(self._looks) == self.count else None
+        if agreed is not None:
+            self._send_all({"kind": "stop_at", "step": agreed})
+            self._stop_after(agreed)
+
+    def _stop_after(self, step: int) -> None:
+        with self._changed:
+            self._stop_step = step
+            self._changed.notify_all()
+
+    def _lost(self, index: int, why: str | None) -> None:
+        """End this process, as another one is gone: `why` it said itself, None where its connection broke."""
+        with self._changed:
+            if self._closed or self._left:
+                return
+            first, self._ending = not self._ending, True
+        if not first:
+            return
+        if self.index == 0:
+            for other in self._sockets:
+                if other != index:
+                    try:
+                        self._send(other, {"kind": "gone", "index": index, "why": why})
+                    except OSError:
+                        pass
+        if why is not None:
+            with self._changed:
+                if self._changed.wait_for(lambda: self._left or self._closed, GRACE_SECONDS):
+                    return
+        ended = "is gone: it was killed, or its machine cannot be reached" if why is None else f"ended: {why}"
+        name = self._names.get(index, "?")
+        line = f"process {index} of {self.count} ({name}) {ended}. Process {self.index} ends as well; {_GO_ON}\n"
+        try:
+            os.write(2, line.encode())
+        finally:
+            os._exit(1)
+
+    def _send_all(self, message: dict[str, Any]) -> None:
+        for index in self._sockets:
+            self._send(index, message)
+
+    def _send(self, index: int, message: dict[str, Any]) -> None:
+        frame = _frame(message)
+        with self._sending:
+            try:
+                self._sockets[index].sendall(frame)
+            except OSError:
+                if self._left or self._ending:
+                    return
+                threading.Event().wait(GRACE_SECONDS)  # the receiving thread has noticed, and ends this process
+                raise
+
+
+def _server(host: str, port: int) -> socket.socket:
+    """What listens on a loopback address alone where that is given, else on all addresses of the machine."""
+    if _is_loopback(host):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def _free_port(host: str) -> int:
+    with _server(host, 0) as server:
+        return server.getsockname()[1]
+
+
+def _written(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEP_ALIVE.items():
+        if hasattr(socket, name):  # of Linux
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _frame(message: dict[str, Any]) -> bytes:
+    content = json.dumps(message, default=_array_to_json).encode()
+    return struct.pack("!Q", len(content)) + content
+
+
+def _read(connection: socket.socket) -> dict[str, Any]:
+    """The next message. Raises OSError at the connection's end, ValueError for what is no message."""
+    (num_bytes,) = struct.unpack("!Q", _exactly(connection, 8))
+    if num_bytes > _LONGEST_BYTES:
+        raise ValueError(f"a message of {num_bytes} bytes")
+    message = json.loads(_exactly(connection, num_bytes), object_hook=_array_of_json)
+    if not isinstance(message, dict):
+        raise ValueError("no object")
+    return message
+
+
+def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < num_bytes:
+        part = connection.recv(min(num_bytes - len(parts), 1 << 20))
+        if not part:
+            raise ConnectionResetError("the connection was closed")
+        parts += part
+    return bytes(parts)
+
+
+def _array_to_json(array: Any) -> dict[str, Any]:
+    if not hasattr(array, "dtype"):
+        raise TypeError(f"{type(array).__name__} does not go from process to process")
+    return {"__array__": base64.b64encode(array.tobytes()).decode(), "dtype": array.dtype.str, "shape": array.shape}
+
+
+def _array_of_json(found: dict[str, Any]) -> Any:
+    if "__array__" not in found:
+        return found
+    import numpy as np
+
+    array = np.frombuffer(base64.b64decode(found["__array__"]), np.dtype(found["dtype"]))
+    return array.reshape(found["shape"]).copy()
