@@ -1,0 +1,447 @@
+"""A run in two real processes over the loopback, which this file is run as too; and how processes find together."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from curriculum.config import build_config
+from curriculum.errors import InputError
+from curriculum.run import load_run
+from curriculum.train.launch import Launch, find_launch
+from curriculum.train.peers import Peers
+from curriculum.train.processes import count, first_then_all, from_first, is_first, joined
+from command_line import run
+
+ROOT = Path(__file__).parents[1]
+STEPS, SHOWN = 12, 4
+# Float32 sums in another order, as between meshes of one process: see test_mesh.py.
+LOSS_ATOL, NATS_RTOL = 6e-6, 2e-6
+
+
+def config_data(folder, mesh=(-1, 1, 1), steps=STEPS):
+    """Two phases, the second of which forgets the first; 8 rows an update in two micro-steps."""
+    return {
+        "name": "processes",
+        "model": {
+            "preset": "tiny", "vocab_size": 264, "n_layer": 1, "d_model": 32, "n_head": 2, "n_kv_head": 1, "d_ff": 48,
+            "max_seq_len": 32,
+        },
+        "sources": {name: {"path": f"{folder}/{name}.jsonl", "held_out": "20%"} for name in ("code", "web")},
+        "phases": [
+            {"name": "first", "until": "8", "mixture": {"web": 0.9, "code": 0.1}},
+            {"name": "second", "until": "end", "mixture": {"code": 1.0}, "ramp_steps": 2},
+        ],
+        "evalsets": {
+            "every": 4, "primary": {"held_out_of": "web"}, "sets": {"code": {"held_out_of": "code"}},
+            "regression": {"tolerance": 0.0, "confidence": 0.6},
+        },
+        "train": {"steps": steps, "batch_size": 8, "grad_accum": 2, "seq_len": 32},
+        "optim": {"lr": 3e-2, "warmup_steps": 2},
+        "mesh": dict(zip(("data", "fsdp", "tensor"), mesh, strict=True)),
+        "checkpoint": {"every": 4, "keep": 2},
+        "logging": {"every": 1},
+    }  # fmt: skip
+
+
+def write_sources(folder):
+    rng = np.random.default_rng(0)
+    for name, words in (("web", "rain falls on the quiet green hills"), ("code", "def f ( x ) : return x + 1")):
+        documents = [" ".join(rng.choice(words.split(), int(rng.integers(20, 60)))) for _ in range(100)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def main(folder: Path, run_name: str, mesh: str, port: str, num_processes: str, process_id: str):
+    """What this process reads of the first batches, told by the row it is of; and then the run."""
+    from curriculum.train.setup import build
+    from curriculum.train.trainer import train
+
+    config = build_config(config_data(folder, tuple(map(int, mesh.split("x")))))
+    with joined(find_launch(f"127.0.0.1:{port}", int(num_processes), int(process_id)), 60):
+        setup = build(config, folder / "store")
+        rows = {}
+        for step in range(SHOWN):
+            for shard in setup.feed[step].inputs_ABT.addressable_shards:
+                part_ABT = np.asarray(shard.data)
+                for b in range(part_ABT.shape[1]):
+                    rows[f"{step}/{(shard.index[1].start or 0) + b}"] = part_ABT[:, b]
+        setup.feed.close()
+        np.savez(folder / f"rows-{run_name}-{process_id}.npz", **rows)
+        train(config, folder / run_name, store_dir=folder / "store")
+
+
+def environment(**more):
+    quick = "--xla_backend_optimization_level=0"
+    return os.environ | {"XLA_FLAGS": quick, "PYTHONPATH": str(ROOT)} | more
+
+
+def start(arguments, **more):
+    """(process, a list that its lines come to) of a Python program."""
+    begun = subprocess.Popen(
+        [sys.executable, *map(str, arguments)],
+        env=environment(**more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    lines = []
+
+    def read():
+        for line in iter(begun.stdout.readline, ""):
+            lines.append(line)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    begun.reader, begun.lines = reader, lines
+    return begun
+
+
+def ended(begun, seconds=120):
+    """(exit code, all that was printed) of a process."""
+    code = begun.wait(timeout=seconds)
+    begun.reader.join(10)
+    return code, "".join(begun.lines)
+
+
+def start_train(folder, num_processes, *arguments):
+    port = free_port()
+    command = ["-m", "curriculum", "train", folder / "long.json", "--run-dir", folder / "long", "--store-dir"]
+    command += [folder / "store", "--resume", "latest", *arguments]
+    several = [[f"--coordinator=127.0.0.1:{port}", f"--num-processes={num_processes}"]] if num_processes > 1 else [[]]
+    return [
+        start([*command, *several[0], *([f"--process-id={i}"] if num_processes > 1 else [])])
+        for i in range(num_processes)
+    ]
+
+
+def wait_for_rows(folder, num_rows):
+    """Until the run has so many metrics rows."""
+    path = folder / "long/metrics.jsonl"
+    for _ in range(1200):
+        if path.exists() and len(path.read_text().splitlines()) >= num_rows:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{path}: has no {num_rows} rows after two minutes")
+
+
+def num_rows(folder):
+    return len((folder / "long/metrics.jsonl").read_text().splitlines())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("processes")
+    write_sources(folder)
+    (folder / "long.json").write_text(json.dumps(config_data(folder, steps=5000)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(folder):
+    """The same run in one process, and in two of two devices each that share out the rows and the state."""
+    alone = start([__file__, folder, "one", "1x1x1", free_port(), 1, 0])
+    assert ended(alone)[0] == 0, ended(alone)[1]
+    port = free_port()
+    two = [start([__file__, folder, "two", "2x2x1", port, 2, i], JAX_NUM_CPU_DEVICES="2") for i in range(2)]
+    said = [ended(process) for process in two]
+    assert [code for code, _ in said] == [0, 0], said
+    return load_run(folder / "one"), load_run(folder / "two"), [text for _, text in said]
+
+
+@pytest.mark.slow
+def test_two_processes_read_the_rows_of_one_and_each_only_its_own(runs, folder):
+    one = np.load(folder / "rows-one-0.npz")
+    parts = [np.load(folder / f"rows-two-{i}.npz") for i in range(2)]
+    assert len(one.files) == SHOWN * 4 and [len(part.files) for part in parts] == [SHOWN * 2] * 2
+    assert sorted([*parts[0].files, *parts[1].files]) == sorted(one.files)
+    for part in parts:
+        assert all(np.array_equal(part[name], one[name]) for name in part.files)
+
+
+@pytest.mark.slow
+def test_two_processes_train_and_evaluate_as_one_does(runs, folder):
+    one, two, _ = runs
+    assert [row["step"] for row in two.metrics] == list(range(1, STEPS + 1))  # written once
+    for name in ("loss", "loss_web", "loss_code"):
+        of_one, of_two = ([row[name] for row in run.metrics] for run in (one, two))
+        assert [x is None for x in of_one] == [x is None for x in of_two]
+        assert [x for x in of_two if x] == pytest.approx([x for x in of_one if x], abs=LOSS_ATOL)
+    for step in (0, 4, 8, 12):
+        of_one, of_two = (np.load(run.directory.results(step)) for run in (one, two))
+        assert set(of_one.files) == set(of_two.files) and "primary.nats" in of_one.files
+        for name in of_one.files:
+            if name.endswith("nats"):
+                np.testing.assert_allclose(of_two[name], of_one[name], rtol=NATS_RTOL)
+            elif not name.endswith("correct"):
+                np.testing.assert_array_equal(of_two[name], of_one[name])
+
+
+@pytest.mark.slow
+def test_two_processes_come_to_the_same_verdicts(runs):
+    one, two, _ = runs
+    assert [(e["event"], e["step"]) for e in two.events] == [(e["event"], e["step"]) for e in one.events]
+    worse = [[e for e in run.events if e["event"] == "eval_regression"] for run in (one, two)]
+    assert worse[0] and [[p["set"] for p in e["offenders"]] for e in worse[0]] == [
+        [p["set"] for p in e["offenders"]] for e in worse[1]
+    ]
+    assert two.gold_step == one.gold_step is not None
+    assert two.start["devices"] | {"mesh": None} == {
+        "platform": "cpu", "kind": "cpu", "num": 4, "mesh": None, "processes": 2
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_process_0_alone_speaks_and_both_write_checkpoints(runs, folder):
+    _, two, (first, second) = runs
+    assert "complete: 12 steps" in first
+    assert [line for line in second.splitlines() if "[Gloo]" not in line] == []
+    assert sorted(path.name for path in two.directory.checkpoints.iterdir()) == ["12", "8"]
+    assert (two.directory.checkpoints / "12/params/ocdbt.process_1").is_dir()
+
+
+@pytest.fixture(scope="module")
+def course(folder):
+    """A run of two processes one of which is killed; resumed by one that gets SIGTERM; and by two, one of which does."""
+    told = {}
+    killed = start_train(folder, 2)
+    wait_for_rows(folder, 9)
+    began = time.monotonic()
+    killed[1].send_signal(signal.SIGKILL)
+    told["killed"] = [ended(process) for process in killed]
+    told["killed_seconds"] = time.monotonic() - began
+    told["rows"] = [num_rows(folder)]
+    alone = start_train(folder, 1)
+    wait_for_rows(folder, told["rows"][0] + 8)
+    alone[0].send_signal(signal.SIGTERM)
+    told["alone"] = [ended(process) for process in alone]
+    told["rows"].append(num_rows(folder))
+    again = start_train(folder, 2)
+    wait_for_rows(folder, told["rows"][1] + 40)
+    again[1].send_signal(signal.SIGTERM)
+    told["again"] = [ended(process) for process in again]
+    return told
+
+
+@pytest.mark.slow
+def test_the_end_of_one_process_ends_the_other_with_a_line_that_says_so(course):
+    (code, text), (killed, _) = course["killed"]
+    assert (code, killed) == (1, -signal.SIGKILL) and course["killed_seconds"] < 20
+    line = next(line for line in text.splitlines() if line.startswith("process 1 of 2"))
+    assert "is gone: it was killed, or its machine cannot be reached. Process 0 ends as well; go on" in line
+    assert line.endswith("with --resume latest, with as many processes as there are then")
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_in_another_number_of_processes(course, folder):
+    run = load_run(folder / "long")
+    assert [code for code, _ in course["alone"]] == [143]
+    resumed = [e for e in run.events if e["event"] == "resume"]
+    assert [e["devices"].get("processes", 1) for e in resumed] == [1, 2]
+    assert 8 <= resumed[0]["step"] <= course["rows"][0] and resumed[1]["step"] == course["rows"][1]
+    steps = [row["step"] for row in run.metrics]
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) >= course["rows"][1] + 40
+    losses = [row["loss"] for row in run.metrics]
+    assert losses[-1] < losses[0] - 1
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_process_stops_both_at_one_step(course, folder):
+    (first, text), (second, silent) = course["again"]
+    assert (first, second) == (143, 143)
+    last = load_run(folder / "long").metrics[-1]["step"]
+    assert f"stopped by SIGTERM at step {last}, which was saved; go on with --resume latest" in text
+    assert "stopped" not in silent
+    assert (folder / f"long/checkpoints/{last}").is_dir()
+
+
+SLURM = {
+    "SLURM_JOB_ID": "8200", "SLURM_STEP_NODELIST": "node[003-004],gpu1", "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_PROCID": "2", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
+}  # fmt: skip
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "environ", "expected"),
+    [
+        ((None, None, None), {}, None),
+        (("h:1", 1, 0), {}, None),
+        (("h:81", 2, 1), {}, Launch("h", 81, 2, 1)),
+        (("[fe80::1]:81", 2, 0), {}, Launch("fe80::1", 81, 2, 0)),
+        # 61440 + 8200 % 4096
+        ((None, None, None), SLURM, Launch("node003", 61448, 3, 2)),
+        ((None, None, None), SLURM | {"SLURM_STEP_NODELIST": "a,b"}, Launch("a", 61448, 3, 2)),
+        ((None, None, None), SLURM | {"SLURM_STEP_NODELIST": "a-1"}, Launch("a-1", 61448, 3, 2)),
+        ((None, None, None), SLURM | {"JAX_COORDINATOR_PORT": "99"}, Launch("node003", 99, 3, 2)),
+        (("x:5", None, None), SLURM, Launch("x", 5, 3, 2)),
+        ((None, None, None), SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2,1"}, Launch("node003", 61448, 3, 2, (0,))),
+        ((None, None, None), SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, None),
+        ((None, None, None), {k: v for k, v in SLURM.items() if "STEP" not in k} | {"SLURM_NTASKS": "8"}, None),
+        ((None, 1, None), SLURM, None),
+        # 1531576320 / 4096 = 373920, which is 1184 more than a multiple of 4096
+        ((None, None, None), OPEN_MPI, Launch("10.96.0.1", 62624, 4, 3, (1,))),
+        ((None, None, None), OPEN_MPI | {"CUDA_VISIBLE_DEVICES": "3"}, Launch("10.96.0.1", 62624, 4, 3)),
+        (("x:5", 4, None), {"JOB_COMPLETION_INDEX": "2"}, Launch("x", 5, 4, 2)),
+        ((None, None, None), {"JOB_COMPLETION_INDEX": "2"}, None),
+    ],
+)
+def test_a_launch_is_found(given, environ, expected):
+    assert find_launch(*given, environ=environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "environ", "expected"),
+    [
+        (("h:1", None, None), {}, ["--coordinator: got no --num-processes and no --process-id; the processes of a run"]),
+        ((None, 2, None), {}, ["--num-processes: got no --coordinator and no --process-id; the processes"]),
+        ((None, None, 1), {}, ["--process-id: got no --coordinator and no --num-processes; the"]),
+        ((None, 2, 1), {}, ["--num-processes and --process-id: got no --coordinator; the processes of a run need all"]),
+        (("h", 2, 2), {}, ["--coordinator h: expected HOST:PORT", "--process-id 2: expected 0 to 1, each once"]),
+        (("h:0", 0, 0), {}, ["--coordinator h:0: expected HOST:PORT", "--num-processes 0: expected 1 or more"]),
+        (
+            (None, None, None),
+            {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"},
+            ["Open MPI started this process as one of 2, but does not say where they meet; give --coordinator HOST:PORT"],
+        ),
+    ],
+)
+def test_a_launch_that_cannot_be_is_refused(given, environ, expected):
+    with pytest.raises(InputError) as error:
+        find_launch(*given, environ=environ)
+    assert len(error.value.problems) == len(expected)
+    for problem, start_of in zip(error.value.problems, expected, strict=True):
+        assert problem.startswith(start_of)
+
+
+def test_options_and_environment_variables_of_the_command(tmp_path, monkeypatch):
+    done = run(tmp_path, "train", ROOT / "configs/quickstart.yaml", "--coordinator", "somewhere:12")
+    assert done.returncode == 2 and done.stderr.startswith("error: --coordinator: got no --num-processes")
+    monkeypatch.setenv("JAX_PROCESS_ID", "5")
+    done = run(tmp_path, "train", ROOT / "configs/quickstart.yaml", "--coordinator", "somewhere:12")
+    assert done.stderr.startswith("error: --coordinator and --process-id: got no --num-processes; the processes of a")
+    assert "JAX_NUM_PROCESSES" in done.stderr
+
+
+def test_a_single_process_decides_for_itself():
+    with joined(None):
+        assert (count(), is_first(), from_first(lambda: {1: (2,)}), first_then_all(lambda: 3)) == (1, True, {1: (2,)}, 3)
+
+
+def meet(*launches, seconds=20.0):
+    """What each of several processes, which are threads here, has of the others, or by what it ends."""
+    met = {}
+
+    def join(number, launch):
+        try:
+            met[number] = Peers(launch, seconds)
+        except InputError as error:
+            met[number] = str(error)
+
+    threads = [threading.Thread(target=join, args=numbered) for numbered in enumerate(launches)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [met[number] for number in range(len(launches))]
+
+
+def together(*calls):
+    """What each call returns, all of them made at once."""
+    found = {}
+    threads = [threading.Thread(target=lambda i=i, c=c: found.update({i: c()})) for i, c in enumerate(calls)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return [found[i] for i in range(len(calls))]
+
+
+def test_processes_tell_each_other_what_they_have():
+    port = free_port()
+    peers = meet(*(Launch("127.0.0.1", port, 3, i) for i in range(3)))
+    array = np.arange(6, dtype=np.float64).reshape(2, 3) / 7
+    got = together(*(lambda p=p: p.from_first({"a": [array, 0.1, None]} if p.index == 0 else None) for p in peers))
+    assert all(found["a"][1:] == [0.1, None] and np.array_equal(found["a"][0], array) for found in got)
+    assert together(*(lambda p=p: p.gather(p.index * 10) for p in peers)) == [[0, 10, 20]] * 3
+    # Asked to stop after different steps; process 2 got the signal. No one waits until it is known.
+    assert [p.agreed_stop(None, step) for p, step in zip(peers, (7, 5, 6), strict=True)] == [None] * 3
+    assert peers[2].agreed_stop(signal.SIGTERM, 7) is None
+
+    def stops(p, step):
+        while (received := p.agreed_stop(None, step)) is None:
+            step += 1
+            time.sleep(0.01)
+        return received, step
+
+    stopped = together(*(lambda p=p, s=s: stops(p, s) for p, s in zip(peers, (8, 6, 8), strict=True)))
+    assert len(set(stopped)) == 1 and stopped[0][0] == signal.SIGTERM and stopped[0][1] >= 8
+    together(*(p.close for p in peers))
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        ([(3, 1)], "was started with --num-processes 3, process 0 with 2; give all the same number"),
+        ([(2, 0)], "two processes were started with --process-id 0"),
+    ],
+)
+def test_processes_that_do_not_fit_are_refused_at_once(others, expected):
+    port = free_port()
+    if others == [(2, 0)]:  # it would listen itself: told as the other one sees it
+        [first] = meet(Launch("127.0.0.1", port, 1, 0))
+        assert first.count == 1
+        with socket.create_server(("127.0.0.1", port)):
+            [second] = meet(Launch("127.0.0.1", port, 2, 0))
+        assert second.startswith(f"--coordinator 127.0.0.1:{port}: process 0 cannot listen there: Address already in use")
+        return
+    began = time.monotonic()
+    told = meet(Launch("127.0.0.1", port, 2, 0), *(Launch("127.0.0.1", port, n, i) for n, i in others))
+    assert all(expected in message for message in told) and time.monotonic() - began < 10
+
+
+def test_a_process_that_never_comes_is_named():
+    port = free_port()
+    [first] = meet(Launch("127.0.0.1", port, 2, 0), seconds=0.3)
+    assert first.startswith(f"--coordinator 127.0.0.1:{port}: waited 0.3 s for 2 processes, of which these did not come: 1")
+    [second] = meet(Launch("127.0.0.1", port, 2, 1), seconds=0.3)
+    assert second.startswith(
+        f"--coordinator 127.0.0.1:{port}: process 1 of 2 could not reach it for 0.3 s: Connection refused"
+    )
+
+
+def test_the_launch_files_are_what_they_seem():
+    done = subprocess.run(["bash", "-n", ROOT / "docs/launch/slurm.sbatch"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    text = (ROOT / "docs/launch/slurm.sbatch").read_text()
+    assert text.startswith("#!/bin/bash\n#SBATCH ") and "srun" in text
+    jobset = yaml.safe_load((ROOT / "docs/launch/jobset.yaml").read_text())
+    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    [replicated] = jobset["spec"]["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    assert job["completionMode"] == "Indexed" and job["parallelism"] == job["completions"] == 4
+    container = job["template"]["spec"]["containers"][0]
+    environ = {entry["name"]: entry["value"] for entry in container["env"]}
+    name, host = jobset["metadata"]["name"], environ["JAX_COORDINATOR_ADDRESS"].partition(":")[0]
+    assert host == f"{name}-{replicated['name']}-0-0.{name}"  # what JobSet names the first pod
+    found = find_launch(
+        environ["JAX_COORDINATOR_ADDRESS"], int(environ["JAX_NUM_PROCESSES"]), environ={"JOB_COMPLETION_INDEX": "3"}
+    )
+    assert (found.num_processes, found.process_id) == (job["parallelism"], 3)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])
