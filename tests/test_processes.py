@@ -38,7 +38,7 @@ def config_data(folder, mesh=(-1, 1, 1), steps=STEPS):
         },
         "sources": {name: {"path": f"{folder}/{name}.jsonl", "held_out": "20%"} for name in ("code", "web")},
         "phases": [
-            {"name": "first", "until": "8", "mixture": {"web": 0.9, "code": 0.1}},
+            {"name": "first", "until": 8, "mixture": {"web": 0.9, "code": 0.1}},
             {"name": "second", "until": "end", "mixture": {"code": 1.0}, "ramp_steps": 2},
         ],
         "evalsets": {
