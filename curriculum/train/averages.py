@@ -42,7 +42,8 @@ def averages_at(
     phase, start = next(((name, start) for name, start, end in schedule.phase_bounds if end == done), (None, 0))
     if phase is None or setup.config.averages.phase_mean is None:
         return averages
-    if from_first(lambda: _end(folder / phase)) == done:  # a run that goes on from here, with sets to measure that are new
+    # A run that goes on from here, with sets to measure that are new.
+    if from_first(lambda: _end(folder / phase)) == done:
         averages[PHASE_MEAN] = place_state(setup.mesh, load_params(folder / phase / "params"))
         return averages
     # Of an older step that was resumed from, or of another `checkpoint.every`, some may be gone; or were not saved.
@@ -107,7 +108,7 @@ def _end(folder: Path) -> int | None:
 
 
 def _write(folder: Path, mean: Any, sidecar: dict[str, Any]) -> None:
-    """Written whole or not at all: made beside its place, and moved there. Each process writes its part of the arrays."""
+    """Written whole or not at all: made beside its place, and moved there. Each process writes its part."""
     partial = folder.with_name(f".{folder.name}.partial")
     if is_first():
         shutil.rmtree(partial, ignore_errors=True)

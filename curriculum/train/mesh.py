@@ -78,8 +78,8 @@ def make_mesh(config: MeshConfig) -> Mesh:
     without = set(range(jax.process_count())) - {device.process_index for device in devices[:num_devices]}
     if without:
         raise InputError(
-            f"got sizes that take {num_devices} of {len(devices)} devices and leave process {min(without)} without one; "
-            "make an axis larger, or start fewer processes"
+            f"got sizes that take {num_devices} of {len(devices)} devices and leave process {min(without)} without "
+            "one; make an axis larger, or start fewer processes"
         )
     return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:num_devices])
 

@@ -149,7 +149,7 @@ class Peers:
                 waited = time.monotonic() - began
                 missing = ", ".join(str(i) for i in range(1, self.count) if i not in self._sockets)
                 if waited > join_seconds:
-                    self._refuse_all(f"process 0 gave up after {join_seconds:g} s: {missing} of {self.count} never came")
+                    self._refuse_all(f"process 0 gave up after {join_seconds:g} s: {missing} never came")
                     raise InputError(
                         f"--coordinator {where}: waited {join_seconds:g} s for {self.count} processes, of which these "
                         f"did not come: {missing}; start all of them with this address, --num-processes {self.count} "
@@ -208,8 +208,8 @@ class Peers:
             if waited > join_seconds:
                 raise InputError(
                     f"--coordinator {where}: process {self.index} of {self.count} could not reach it for "
-                    f"{join_seconds:g} s: {why}; expected process 0 to listen there: the address of the machine that it "
-                    "runs on, as this one can reach it (or give it longer: --join-seconds)"
+                    f"{join_seconds:g} s: {why}; expected process 0 to listen there: the address of the machine that "
+                    "it runs on, as this one can reach it (or give it longer: --join-seconds)"
                 )
             if waited > _TELL_AFTER_SECONDS and not told:
                 told = True

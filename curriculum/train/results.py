@@ -13,7 +13,10 @@ from evalsets.metrics import WindowResults
 
 
 class Results:
-    """Writes and reads them, process 0 for all; what a full disk does not take is kept in memory, and written with the next ones."""
+    """Writes and reads them, process 0 for all.
+
+    What a full disk does not take is kept in memory, and written with the next ones.
+    """
 
     def __init__(self, directory: RunDirectory):
         self._directory = directory

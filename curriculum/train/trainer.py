@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -171,13 +172,13 @@ def _run(
                 last = -1 if step is None else step
                 with _told(directory):
                     if rollback is None:
-                        damaged = from_first(lambda: _begin_in(directory, lock, checkpoints, resumed))
+                        damaged = from_first(partial(_begin_in, directory, lock, checkpoints, resumed))
                     if resumed is not None:
                         checkpoints.adopt(resumed.folder)
                     # First of all: after a kill in what follows no checkpoint is found that speaks of what was moved.
                     checkpoints.set_aside_after(last)
                     best = BestCheckpoints(directory, step)
-                    from_first(lambda: _describe(setup, directory, last))
+                    from_first(partial(_describe, setup, directory, last))
                     record = _record(setup, directory, resumed, record)
                 with best, leaving_on_error():
                     run = Running(setup, directory, record, checkpoints, best, state, history)
@@ -236,7 +237,7 @@ def _told(directory: RunDirectory) -> Iterator[None]:
 def _begin_in(
     directory: RunDirectory, lock: RunLock, checkpoints: Checkpoints, resumed: Resumed | None
 ) -> list[dict[str, Any]]:
-    """Take the lock of a directory that had no run, and so none to take, until now; set aside what is damaged of one."""
+    """Take the lock of a directory that had no run, and so none to take, until now, and set what is damaged aside."""
     if not lock.held:
         lock.take()
         if directory.holds_run():
