@@ -419,7 +419,7 @@ def test_a_port_that_is_taken_is_told():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         [first] = meet(Launch("127.0.0.1", port, 2, 0))
-    assert first.startswith(f"--coordinator 127.0.0.1:{port}: process 0 cannot listen there: Address already in use;")
+    assert first.startswith(f"--coordinator 127.0.0.1:{port}: process 0 cannot listen there: Address already in use")
 
 
 def test_a_process_that_never_comes_is_named():
