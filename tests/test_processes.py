@@ -231,7 +231,7 @@ def course(folder):
     told["alone"] = [ended(process) for process in alone]
     told["rows"].append(num_rows(folder))
     again = start_train(folder, 2)
-    wait_for_rows(folder, told["rows"][1] + 40)
+    wait_for_rows(folder, told["rows"][1] + 8)
     again[1].send_signal(signal.SIGTERM)
     told["again"] = [ended(process) for process in again]
     return told
@@ -254,7 +254,7 @@ def test_a_run_goes_on_in_another_number_of_processes(course, folder):
     assert [e["devices"].get("processes", 1) for e in resumed] == [1, 2]
     assert 8 <= resumed[0]["step"] <= course["rows"][0] and resumed[1]["step"] == course["rows"][1]
     steps = [row["step"] for row in run.metrics]
-    assert steps == list(range(1, len(steps) + 1)) and len(steps) >= course["rows"][1] + 40
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) >= course["rows"][1] + 8
     losses = [row["loss"] for row in run.metrics]
     assert losses[-1] < losses[0] - 1
 
