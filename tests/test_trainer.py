@@ -382,7 +382,6 @@ def test_a_setting_that_changed_the_data_is_named(corpus, store, tmp_path):
             check_past(saved, set_up(**changes))
         return [problem.removeprefix("config: ") for problem in error.value.problems]
 
-    lengths = {"steps": 60, "batch_size": 8, "seq_len": 16}
     begun = "but the run was begun with"
     assistant = (
         'chat.assistant: got "A{content};", ' + begun + r' "<|im_start|>assistant\n{content}<|im_end|>\n"; restore it'
@@ -393,7 +392,6 @@ def test_a_setting_that_changed_the_data_is_named(corpus, store, tmp_path):
         ({"chat": {"assistant": "A{content};"}}, assistant),
         ({"sources": {"web": fewer, "talks": talks}}, f"sources.web.held_out: got 0.2, {begun} 0.1; restore it"),
         ({"sources": {"web": web, "talks": pairs}}, f'sources.talks.format: got "completion", {begun} "messages"; restore it'),
-        ({"train": lengths}, f"train.seq_len: got 16, {begun} 32; restore it"),
         ({"evalsets": renamed}, f"evalsets.seq_len: got 16, {begun} null; restore it"),
     ):  # fmt: skip
         assert problems(saved, **changes) == [expected]
