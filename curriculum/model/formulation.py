@@ -62,14 +62,20 @@ def backend() -> str:
     return platform if platform in BY_BACKEND else "other"
 
 
-def attention_of(config: ModelConfig, backend: str, *, seq_len: int, has_document_mask: bool) -> str:
-    """The attention of a config on a backend: its own choice, or the backend's as far as that one's limits allow."""
+def attention_of(
+    config: ModelConfig, backend: str, *, seq_len: int, has_document_mask: bool, heads_split: bool = False
+) -> str:
+    """The attention of a config on a backend: its own choice, or the backend's as far as that one's limits allow.
+
+    Where the heads are split over devices, the plain form, whose one batch axis is of rows and heads, would have all of
+    them gathered on each (tests/test_scaling.py counts): xla's has an axis for each.
+    """
     if config.attention != "auto":
         return config.attention
     chosen = BY_BACKEND[backend].attention
     if chosen == "cudnn" and (cudnn_problem(config) is not None or (has_document_mask and seq_len % 2)):
-        return "plain"
-    return chosen
+        chosen = "plain"
+    return "xla" if chosen == "plain" and heads_split else chosen
 
 
 def layers_of(config: ModelConfig, backend: str) -> str:

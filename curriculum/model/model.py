@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -13,6 +13,17 @@ from jax.tree_util import SequenceKey, keystr
 from curriculum.errors import InputError
 
 Params = Any  # nested dicts, keyed by strings, and lists of float32 arrays
+
+
+class Placement(NamedTuple):
+    """How parameters lie on devices, for a model that is told, as it comes to use them.
+
+    `gather(params)`: parameters, or those of some modules by their names, as a product takes them: whole but for what
+    is split over heads, feed-forward and vocabulary. `heads_split`: whether the heads lie on several devices.
+    """
+
+    gather: Callable[[Params], Params] = lambda params: params
+    heads_split: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,6 +56,9 @@ class Model:
     from 0; from lengths_B[b] on the row is filled up, and what stands there must leave no trace in what comes later.
 
     `max_seq_len`: positions that the model has at most; None: there is no limit.
+
+    `placed(placement)`: the same model, gathering its parameters part by part, each where it is used; without it all of
+    them are gathered before any is.
     """
 
     init: Callable[[int], Params]
@@ -56,6 +70,7 @@ class Model:
     empty_cache: Callable[[int, int], Any] | None = None
     extend: Callable[[Params, Any, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]] | None = None
     max_seq_len: int | None = None
+    placed: Callable[[Placement], Model] | None = None
 
 
 def abstract_params(model: Model) -> Params:

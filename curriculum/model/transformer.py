@@ -26,8 +26,10 @@ from flax import nnx
 from curriculum.errors import InputError
 from curriculum.model.formulation import attention_of, backend, layers_of
 from curriculum.model.lora import adapters_of
-from curriculum.model.model import Model
+from curriculum.model.model import Model, Placement
 from curriculum.model.presets import LoraConfig, ModelConfig, RopeScaling
+
+_HERE = Placement()
 
 # What is kept of a block from the way forward to the way back; the rest is computed again.
 REMAT_POLICIES = {
@@ -36,7 +38,7 @@ REMAT_POLICIES = {
 }
 
 
-def transformer(config: ModelConfig) -> Model:
+def transformer(config: ModelConfig, placement: Placement = _HERE) -> Model:
     """The transformer of a config, as the trainer takes it. Raises InputError where the backend cannot compute it."""
     if config.attention == "cudnn" and backend() != "gpu":
         expected = "expected an NVIDIA GPU for it, or auto"
@@ -45,14 +47,17 @@ def transformer(config: ModelConfig) -> Model:
         )
     return Model(
         init=partial(init_params, config),
-        forward=partial(forward, config),
-        head=head,
+        forward=partial(forward, config, placement=placement),
+        head=lambda params: head(_without_blocks(params, placement)),
         empty_cache=partial(empty_cache, config),
-        extend=lambda params, cache, tokens_BT, starts_B, _: extend(config, params, cache, tokens_BT, starts_B),
+        extend=lambda params, cache, tokens_BT, starts_B, _: extend(
+            config, params, cache, tokens_BT, starts_B, placement
+        ),
         max_seq_len=config.max_seq_len,
         architecture=config.architecture,
         num_ids=config.num_ids,
         shapes=lambda: _blueprint(config)[1],
+        placed=partial(transformer, config),
     )
 
 
@@ -94,6 +99,8 @@ def forward(
     tokens_BT: jax.Array,
     segment_ids_BT: jax.Array | None = None,
     keys_B: jax.Array | None = None,
+    *,
+    placement: Placement = _HERE,
 ) -> jax.Array:
     """features_BTD in compute_dtype, to be multiplied by `head`; pure and jittable, `config` static.
 
@@ -104,8 +111,8 @@ def forward(
     num_positions = tokens_BT.shape[1]
     if num_positions > config.max_seq_len:
         raise ValueError(f"got {num_positions} positions, expected at most max_seq_len {config.max_seq_len}")
-    graph, _ = _blueprint(config)
-    features_BTD, _ = nnx.merge(graph, params)(tokens_BT, segment_ids_BT, keys_B)
+    model = _modules(config, params, placement)
+    features_BTD, _ = model(tokens_BT, segment_ids_BT, keys_B, placement)
     return features_BTD
 
 
@@ -122,7 +129,12 @@ def empty_cache(config: ModelConfig, num_rows: int, num_positions: int) -> Cache
 
 
 def extend(
-    config: ModelConfig, params: dict[str, Any], cache: Cache, tokens_BT: jax.Array, starts_B: jax.Array
+    config: ModelConfig,
+    params: dict[str, Any],
+    cache: Cache,
+    tokens_BT: jax.Array,
+    starts_B: jax.Array,
+    placement: Placement = _HERE,
 ) -> tuple[jax.Array, Cache]:
     """(features_BTD, the cache with these tokens): what `forward` gives for them after the tokens in the cache.
 
@@ -130,13 +142,22 @@ def extend(
     on is overwritten. So a row may be filled up with anything: nothing before it sees it, and it is gone before what
     comes next would.
     """
-    graph, _ = _blueprint(config)
-    return nnx.merge(graph, params)(tokens_BT, None, None, starts_B, cache)
+    return _modules(config, params, placement)(tokens_BT, None, None, placement, starts_B, cache)
 
 
 def head(params: dict[str, Any]) -> jax.Array:
     """kernel_VD of the output layer: logits are features @ kernel.T. The embedding where the two are tied."""
     return params["head"]["kernel"].T if "head" in params else params["embed"]["embedding"]
+
+
+def _without_blocks(params: dict[str, Any], placement: Placement) -> dict[str, Any]:
+    """Embeddings, last norm and head, as they are used."""
+    return placement.gather({name: part for name, part in params.items() if name != "blocks"})
+
+
+def _modules(config: ModelConfig, params: dict[str, Any], placement: Placement) -> Transformer:
+    """The modules with these parameters; those of the blocks are still as they are placed."""
+    return nnx.merge(_blueprint(config)[0], {**_without_blocks(params, placement), "blocks": params["blocks"]})
 
 
 @lru_cache
@@ -163,6 +184,7 @@ class Transformer(nnx.Module):
         tokens_BT: jax.Array,
         segment_ids_BT: jax.Array | None,
         keys_B: jax.Array | None,
+        placement: Placement,
         starts_B: jax.Array | None = None,
         cache: Cache | None = None,
     ) -> tuple[jax.Array, Cache | None]:
@@ -179,18 +201,18 @@ class Transformer(nnx.Module):
             x_MD += table_TD[rows.positions_BT].reshape(B * T, -1) if apart else jnp.tile(table_TD, (B, 1))
         x_MD = _dropout(self.config, x_MD.astype(self.config.compute_dtype), rows, site=0)
         if cache is None and layers_of(self.config, backend()) == "scanned":
-            return self.norm(self._scanned(x_MD, rows, B)).reshape(B, T, -1), None
+            return self.norm(self._scanned(x_MD, rows, B, placement)).reshape(B, T, -1), None
         extended = {}
         for layer, name in enumerate(sorted(self.blocks)):
-            run = partial(self.blocks[name], rows=rows, num_rows=B, has_rope=self.config.has_rope(layer))
+            run = partial(_run_block, *_split(self.blocks[name]), placement, rows, B, self.config.has_rope(layer))
             if self.config.remat != "none":
                 run = jax.checkpoint(run, policy=REMAT_POLICIES[self.config.remat])
             x_MD, extended[name] = run(x_MD, None if cache is None else cache[name], layer)
         return self.norm(x_MD).reshape(B, T, -1), None if cache is None else extended
 
-    def _scanned(self, x_MD: jax.Array, rows: Rows, num_rows: int) -> jax.Array:
+    def _scanned(self, x_MD: jax.Array, rows: Rows, num_rows: int, placement: Placement) -> jax.Array:
         """All blocks, one after the other in a loop over their stacked arrays; they are alike."""
-        graphs, states = zip(*(nnx.split(self.blocks[name]) for name in sorted(self.blocks)), strict=True)
+        graphs, params = zip(*(_split(self.blocks[name]) for name in sorted(self.blocks)), strict=True)
         has_rope = self.config.has_rope(0)
 
         def stacked(*arrays):
@@ -198,15 +220,35 @@ class Transformer(nnx.Module):
             dtype = self.config.compute_dtype if arrays[0].ndim > 1 else arrays[0].dtype
             return jnp.stack([array.astype(dtype) for array in arrays])
 
-        def run(x_MD, state_and_layer):
-            state, layer = state_and_layer
-            block = nnx.merge(graphs[0], state)
-            return block(x_MD, None, layer, rows=rows, num_rows=num_rows, has_rope=has_rope)[0], None
+        def run(x_MD, params_and_layer):
+            params, layer = params_and_layer
+            return _run_block(graphs[0], params, placement, rows, num_rows, has_rope, x_MD, None, layer)[0], None
 
         if self.config.remat != "none":
             run = jax.checkpoint(run, policy=REMAT_POLICIES[self.config.remat], prevent_cse=False)
-        blocks = jax.tree.map(stacked, *map(nnx.to_pure_dict, states))
-        return jax.lax.scan(run, x_MD, (blocks, jnp.arange(len(states))))[0]
+        return jax.lax.scan(run, x_MD, (jax.tree.map(stacked, *params), jnp.arange(len(params))))[0]
+
+
+def _split(block: Block) -> tuple[nnx.GraphDef, dict[str, Any]]:
+    graph, state = nnx.split(block)
+    return graph, nnx.to_pure_dict(state)
+
+
+def _run_block(
+    graph: nnx.GraphDef,
+    params: dict[str, Any],
+    placement: Placement,
+    rows: Rows,
+    num_rows: int,
+    has_rope: bool,
+    x_MD: jax.Array,
+    cache: tuple | None,
+    layer: int | jax.Array,
+) -> tuple[jax.Array, tuple | None]:
+    """A block on parameters that are gathered here: where it is computed again, so is what it gathered."""
+    block = nnx.merge(graph, placement.gather(params))
+    split = placement.heads_split
+    return block(x_MD, cache, layer, rows=rows, num_rows=num_rows, has_rope=has_rope, heads_split=split)
 
 
 class Rows(NamedTuple):
@@ -262,9 +304,17 @@ class Block(nnx.Module):
         self.mlp = MLP(config, rngs)
 
     def __call__(
-        self, x_MD: jax.Array, cache: tuple | None, layer: int | jax.Array, *, rows: Rows, num_rows: int, has_rope: bool
+        self,
+        x_MD: jax.Array,
+        cache: tuple | None,
+        layer: int | jax.Array,
+        *,
+        rows: Rows,
+        num_rows: int,
+        has_rope: bool,
+        heads_split: bool,
     ) -> tuple[jax.Array, tuple | None]:
-        mixed_MD, cache = self.attention(self.attention_norm(x_MD), cache, rows, num_rows, has_rope)
+        mixed_MD, cache = self.attention(self.attention_norm(x_MD), cache, rows, num_rows, has_rope, heads_split)
         x_MD += _dropout(self.config, mixed_MD, rows, site=2 * layer + 1)
         return x_MD + _dropout(self.config, self.mlp(self.mlp_norm(x_MD)), rows, site=2 * layer + 2), cache
 
@@ -283,7 +333,7 @@ class Attention(nnx.Module):
         self.out = _linear(config, "out", config.bias, rngs)
 
     def __call__(
-        self, x_MD: jax.Array, cache: tuple | None, rows: Rows, num_rows: int, has_rope: bool
+        self, x_MD: jax.Array, cache: tuple | None, rows: Rows, num_rows: int, has_rope: bool, heads_split: bool
     ) -> tuple[jax.Array, tuple | None]:
         B, T, K = num_rows, x_MD.shape[0] // num_rows, self.config.head_width
         J, G = self.config.n_kv_head, self.config.n_head // self.config.n_kv_head
@@ -295,7 +345,10 @@ class Attention(nnx.Module):
         if has_rope:
             query_BTHK, key_BTJK = rotate(query_BTHK, *rows.rope_BTK), rotate(key_BTJK, *rows.rope_BTK)
 
-        attention = attention_of(self.config, backend(), seq_len=T, has_document_mask=rows.positions_BT is not None)
+        has_document_mask = rows.positions_BT is not None
+        attention = attention_of(
+            self.config, backend(), seq_len=T, has_document_mask=has_document_mask, heads_split=heads_split
+        )
         if cache is None and attention != "plain":
             mixed_BTHK = self._library_attention(attention, query_BTHK, key_BTJK, value_BTJK, rows)
             return self.out(mixed_BTHK.reshape(B * T, -1)), None

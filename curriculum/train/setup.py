@@ -25,7 +25,7 @@ from curriculum.errors import InputError
 from curriculum.model.hf import load_hf
 from curriculum.model.lora import adapters_of, frozen_of, joined
 from curriculum.model.loss import nats_per_token
-from curriculum.model.model import Model, Params, abstract_params, check_model
+from curriculum.model.model import Model, Params, Placement, abstract_params, check_model
 from curriculum.model.transformer import init_adapters, transformer
 from curriculum.plan import Past, continued_schedule, kept_order, replay_schedule
 from curriculum.train.checkpoint import Checkpoints, beside_params, load_params
@@ -447,6 +447,8 @@ def _data_plan(config: Config, corpus: Corpus, schedule: Schedule, past: Past) -
 def on_mesh(model: Model, mesh: Mesh) -> Model:
     """The same model, its parameters whole over fsdp while it uses them."""
     whole = partial(gather, mesh)
+    if model.placed is not None:
+        return model.placed(Placement(whole, heads_split=mesh.shape["tensor"] > 1))
 
     def using_whole(function: Callable | None) -> Callable | None:
         return None if function is None else lambda params, *inputs: function(whole(params), *inputs)

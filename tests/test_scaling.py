@@ -1,0 +1,95 @@
+"""What the compiled update holds on a device and sends between devices, by the compiler's own account of it."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[1]
+FSDP = [(1, n, 1) for n in (1, 2, 4, 8)]
+DATA, TENSOR, ALL = (8, 1, 1), (1, 1, 2), (2, 2, 2)
+# Of the tool's model: preset tiny with 2 layers, 8 rows x 64 tokens. Gradients of these, [inputs, outputs].
+LAYERS, WIDTH, INNER, KV, VOCAB = 2, 128, 256, 64, 4096
+PROJECTIONS = [(WIDTH, WIDTH)] * 2 + [(WIDTH, KV)] * 2 + [(WIDTH, INNER)] * 2 + [(INNER, WIDTH)]
+MATRICES = LAYERS * PROJECTIONS + [(VOCAB, WIDTH)]
+NUM_PARAMETERS = sum(a * b for a, b in MATRICES) + (2 * LAYERS + 1) * WIDTH
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """What the tool says, by mesh and remat."""
+    folder, found = tmp_path_factory.mktemp("scaling"), {}
+    # What is counted does not need the optimizations, which take longer than all the rest.
+    environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONPATH": str(ROOT)}
+    for remat, meshes in (("none", [*FSDP, DATA, TENSOR, ALL]), ("full", [FSDP[-1]])):
+        command = [sys.executable, ROOT / "tools/check_scaling.py", "--layers", str(LAYERS), "--seq-len", "64"]
+        command += [text for mesh in meshes for text in ("--mesh", *map(str, mesh))]
+        command += ["--remat", remat, "--json", folder / "found.json"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert f"{NUM_PARAMETERS:,} parameters" in done.stdout
+        found |= {(remat, *row["mesh"]): row for row in json.loads((folder / "found.json").read_text())}
+    return found
+
+
+def sent(row, kind):
+    """{sorted dimensions of what a device gets: how often}, of float arrays of two axes and more."""
+    shapes = Counter()
+    for shape, count in row["collectives"].get(kind, {}).items():
+        dtype, _, dims = shape.rstrip("]").partition("[")
+        if "," in dims:
+            assert dtype == "f32"
+            shapes[tuple(sorted(map(int, dims.split(","))))] += count
+    return dict(shapes)
+
+
+def counted(*lists):
+    return dict(Counter(tuple(sorted(shape)) for shapes in lists for shape in shapes))
+
+
+def test_state_falls_with_the_devices_that_share_it(measured):
+    for mesh, parts in [*zip(FSDP, (1, 2, 4, 8), strict=True), (DATA, 1), (TENSOR, 2), (ALL, 4)]:
+        whole = 3 * 4 * NUM_PARAMETERS  # parameters and two moments
+        small = 3 * 4 * (2 * LAYERS + 1) * WIDTH  # norms: every device has all of them
+        state = measured["none", *mesh]["state_bytes"]
+        assert (whole - small) / parts + small <= state < (whole - small) / parts + small + 4096  # counters, the guard
+
+
+def test_one_device_sends_nothing(measured):
+    assert measured["none", 1, 1, 1]["collectives"] == {}
+
+
+def test_data_parallel_sums_each_gradient_once(measured):
+    """The embedding's is two: of what it reads, and of what it predicts."""
+    row = measured["none", *DATA]
+    assert list(row["collectives"]) == ["all-reduce"]
+    assert sent(row, "all-reduce") == counted(MATRICES, [(VOCAB, WIDTH)])
+    rest = {shape: n for shape, n in row["collectives"]["all-reduce"].items() if "," not in shape}
+    # Norms; nats and tokens by source; tokens that are filled.
+    assert rest == {f"f32[{WIDTH}]": 2 * LAYERS + 1, "f32[2]": 1, "s32[2]": 1, "s32[]": 1}
+
+
+def test_fsdp_gathers_each_matrix_once_and_again_where_blocks_are_computed_again(measured):
+    row = measured["none", *FSDP[-1]]
+    assert set(row["collectives"]) == {"all-gather", "all-reduce"}
+    assert sent(row, "all-gather") == counted(MATRICES)
+    assert sent(row, "all-reduce") == counted(MATRICES, [(VOCAB, WIDTH)])  # for GPUs: reduce-scatter
+    again = measured["full", *FSDP[-1]]
+    assert sent(again, "all-gather") == counted(MATRICES, LAYERS * PROJECTIONS)
+    assert sent(again, "all-reduce") == sent(row, "all-reduce")
+
+
+def test_tensor_parallel_sends_the_residual_stream_alone(measured):
+    row = measured["none", *TENSOR]
+    assert set(row["collectives"]) == {"all-reduce"}
+    tokens = (WIDTH, 8 * 64)
+    # A block: 2 on the way forward; on the way back one for each matrix that reads the stream. And two more: what the embedding reads, and the gradient of what the head multiplies.
+    assert sent(row, "all-reduce")[tokens] == LAYERS * (2 + 5) + 2
+    assert all("all-to-all" not in found["collectives"] for found in measured.values())
+    assert set(measured["none", *ALL]["collectives"]) == {"all-gather", "all-reduce"}

@@ -1,0 +1,130 @@
+"""What one update holds on a device and sends between devices, by the compiler: nothing is trained.
+
+    python tools/check_scaling.py --preset llama-1b --mesh 1 8 1 --rows 8 --seq-len 2048
+
+The update of `curriculum train` (AdamW, state donated) is compiled for shapes alone, over simulated devices of the CPU,
+for each mesh given as DATA FSDP TENSOR. `state`: parameters, moments and counters on one device. `peak`: all that the
+program holds there at once beside code, by the compiler's own analysis. Then each kind of collective: how many, and how
+many bytes a device gets of them. The compiler for CPUs knows no reduce-scatter: it sums whole gradients, of which each
+device keeps its part; one for GPUs makes a reduce-scatter of the two, which sends half.
+"""
+
+import argparse
+import json
+import math
+import re
+import time
+from collections import defaultdict
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from curriculum.model.model import abstract_params
+from curriculum.model.presets import PRESETS, ModelConfig, num_parameters
+from curriculum.model.transformer import transformer
+from curriculum.train.mesh import AXES, ROW_AXES, MeshConfig, constrain, make_mesh, state_shardings
+from curriculum.train.optimizer import OptimConfig, make_optimizer
+from curriculum.train.setup import abstract_on_mesh, on_mesh
+from curriculum.train.step import init_state, make_train_step
+from phases.batches import Batch
+
+NUM_SOURCES = 2
+# One instruction of the compiled program: its result (a shape, or a tuple of them), and what it is.
+_COLLECTIVE = re.compile(
+    r"= (\(.*?\)|\S+) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+)
+_SHAPE = re.compile(r"\b(pred|[subf]+\d+)\[([\d,]*)\]")
+_BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8}
+
+
+def compiled_update(
+    config: ModelConfig, mesh: Mesh, rows: int, seq_len: int, grad_accum: int = 1
+) -> jax.stages.Compiled:
+    """The update of `rows` x `seq_len` tokens in `grad_accum` micro-steps, over all devices of the mesh."""
+    model, optimizer = transformer(config), make_optimizer(OptimConfig())
+    first_state = partial(init_state, optimizer=optimizer, num_sources=NUM_SOURCES)
+    state = abstract_on_mesh(mesh, jax.eval_shape(first_state, abstract_params(model)))
+    step = make_train_step(
+        on_mesh(model, mesh), optimizer, NUM_SOURCES, grad_clip=1.0, place_grads=partial(constrain, mesh)
+    )
+
+    def array(*shape: int, dtype=jnp.int32) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, PartitionSpec(None, ROW_AXES))
+        return jax.ShapeDtypeStruct((grad_accum, rows // grad_accum, *shape), dtype, sharding=sharding)
+
+    slots = array(seq_len)
+    batch = Batch(slots, slots, array(seq_len, dtype=jnp.bool_), slots, array())
+    lr = jax.ShapeDtypeStruct((), jnp.float32)
+    return jax.jit(step, donate_argnums=0, out_shardings=state_shardings(mesh, state)).lower(state, batch, lr).compile()
+
+
+def collectives(program: str) -> dict[str, dict[str, int]]:
+    """{kind: {shape of the result: how often}} of a compiled program's text; what is in a loop counts once."""
+    found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for result, kind in _COLLECTIVE.findall(program):
+        for dtype, dims in _SHAPE.findall(result):
+            found[kind][f"{dtype}[{dims}]"] += 1
+    return {kind: dict(sorted(shapes.items())) for kind, shapes in sorted(found.items())}
+
+
+def num_bytes(shape: str) -> int:
+    dtype, dims = _SHAPE.fullmatch(shape).groups()
+    return _BYTES[dtype] * math.prod(int(size) for size in dims.split(",") if size)
+
+
+def measure(config: ModelConfig, sizes: tuple[int, int, int], rows: int, seq_len: int, grad_accum: int = 1) -> dict:
+    """Bytes on one device and collectives of the update on a mesh of these sizes."""
+    started = time.perf_counter()
+    compiled = compiled_update(config, make_mesh(MeshConfig(*sizes)), rows, seq_len, grad_accum)
+    memory = compiled.memory_analysis()
+    not_in_place = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    sent = collectives(compiled.as_text())
+    return {
+        "mesh": list(sizes),
+        "num_parameters": num_parameters(config),
+        "state_bytes": memory.alias_size_in_bytes,  # what is donated is all of the state
+        "temp_bytes": memory.temp_size_in_bytes,
+        "peak_bytes": memory.argument_size_in_bytes + memory.temp_size_in_bytes + not_in_place,
+        "collectives": sent,
+        "compile_seconds": round(time.perf_counter() - started, 1),
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("--preset", choices=PRESETS, default="tiny")
+    parser.add_argument("--layers", type=int, help="blocks, in the place of the preset's")
+    parser.add_argument("--compute-dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--remat", choices=("none", "dots", "full"), default="none")
+    parser.add_argument("--mesh", type=int, nargs=3, action="append", metavar=("DATA", "FSDP", "TENSOR"))
+    parser.add_argument("--rows", type=int, default=8, help="of the whole update")
+    parser.add_argument("--grad-accum", type=int, default=1)
+    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(argv)
+    meshes = [tuple(sizes) for sizes in options.mesh or [(1, n, 1) for n in (1, 2, 4, 8)]]
+    jax.config.update("jax_num_cpu_devices", max(map(math.prod, meshes)))
+    config = replace(PRESETS[options.preset], compute_dtype=options.compute_dtype, remat=options.remat)
+    config = config if options.layers is None else replace(config, n_layer=options.layers)
+    size = f"{num_parameters(config):,} parameters, {options.rows} x {options.seq_len}"
+    print(f"{options.preset}, {size}, jax {jax.__version__}")
+    results = []
+    for sizes in meshes:
+        found = measure(config, sizes, options.rows, options.seq_len, options.grad_accum)
+        results.append(found)
+        mesh = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, sizes, strict=True))
+        state, peak = (f"{found[key] / 1e6:,.1f} MB" for key in ("state_bytes", "peak_bytes"))
+        print(f"{mesh}: state {state} a device, peak {peak} (compiled in {found['compile_seconds']} s)")
+        for kind, shapes in found["collectives"].items():
+            size = sum(num_bytes(shape) * count for shape, count in shapes.items())
+            print(f"    {sum(shapes.values()):4} {kind:19} {size / 1e6:10,.2f} MB")
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()
