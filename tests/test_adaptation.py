@@ -267,7 +267,7 @@ def test_what_nothing_can_begin_from_is_told(folder, init_from, words):
         ("model={preset: tiny, d_ff: 32}", "model: the architecture is not that of base: n_layer 4 (there 1), n_head 4 "
          "(there 2), n_kv_head 2 (there 1), d_model 128 (there 16), d_ff 32 (there 24); leave the section out"),
         ("model.d_ff=32", "model: the architecture is not that of base: d_ff 32 (there 24); leave the section out to take "
-         "what it has, or give no preset and only what may differ (dropout, compute_dtype, remat)"),
+         "what it has, or give no preset and only what may differ (dropout, compute_dtype, remat, attention, layers)"),
     ],
 )  # fmt: skip
 def test_a_section_that_is_given_must_agree(folder, override, words):

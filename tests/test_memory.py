@@ -21,7 +21,7 @@ from curriculum.model.presets import (
     resolve_model,
 )
 from curriculum.model.transformer import transformer
-from curriculum.plan import MUON_ARRAYS
+from curriculum.plan import MUON_ARRAYS, resolve_schedule
 from curriculum.plan import _memory as plan_memory
 from curriculum.train.optimizer import OptimConfig, make_optimizer
 
@@ -103,7 +103,7 @@ def test_the_plan_counts_the_moments_that_the_optimizer_keeps(optim, tmp_path):
     }
     config = build_config(data, check_paths=False)
     model = resolve_model(config.model, 257)
-    found = plan_memory(config, model)
+    found = plan_memory(config, model, resolve_schedule(config, {"web": None}))
     assert (found["rows"], found["seq_len"]) == (4, 64)
     state = jax.eval_shape(make_optimizer(config.optim).init, transformer(model).shapes())
     moments_bytes = sum(4 * array.size for array in jax.tree.leaves(state))
@@ -126,6 +126,10 @@ def test_under_fsdp_a_device_holds_parameters_and_gradient_whole_as_well():
     one, split = (memory_estimate(config, rows=1, seq_len=64, state_shards=n, fsdp=n) for n in (1, 8))
     assert one.gathered == 0 and split.gathered == pytest.approx(2 * one.params, abs=16)
     assert split.params == pytest.approx(one.params / 8, abs=2)
+    # Blocks that are computed again gather theirs again: one at a time, beside what is outside of all blocks.
+    again = memory_estimate(replace(config, remat="dots"), rows=1, seq_len=64, state_shards=8, fsdp=8)
+    others = 11 * (4 * 768 * 768 + 2 * 768 * 3072)
+    assert again.gathered == pytest.approx(2 * (one.params - 4 * others), rel=1e-6)
 
 
 def test_seven_billion_parameters_need_more_than_a_card_of_80_gb():

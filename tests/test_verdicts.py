@@ -279,7 +279,9 @@ def test_a_gold_that_is_lost_is_told_and_searched_anew(told, texts, store, tmp_p
     shutil.rmtree(run_dir / "checkpoints" / str(gold), ignore_errors=True)
     array = next((run_dir / "gold" / str(gold) / "params/d").iterdir())
     array.write_bytes(array.read_bytes()[:-1] + bytes([array.read_bytes()[-1] ^ 1]))
-    train(forgetful(texts), run_dir, resume=BACK, store_dir=store)
+    # A limit on the set that comes back before the end: so that there is another gold.
+    gold_of_code = {"gold": {"subject_to": {"code": {"max_increase": 1.0}}}}
+    train(forgetful(texts, evalsets=gold_of_code), run_dir, resume=BACK, store_dir=store)
     run = load_run(run_dir)
     (lost,) = next(e for e in run.events if e["event"] == "resume")["gold_lost"]
     assert lost["step"] == gold and "checksum" in lost["why"]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from curriculum.model.presets import ModelConfig, num_adapters, num_parameters, num_trained
+from curriculum.model.presets import ModelConfig, num_adapters, num_parameters, num_projections, num_trained
 
 FLOAT32_BYTES = 4
 BYTES_OF = {"float32": 4, "bfloat16": 2}
@@ -41,7 +41,8 @@ class MemoryEstimate:
     """The loss: a chunk of logits and its exponentials, the features cut into chunks, their gradient, and in bfloat16
     the head in that type."""
     gathered: int
-    """Under fsdp: the parameters whole while the model uses them, and their gradient before it is split."""
+    """Under fsdp: parameters whole while the model uses them, and their gradient before it is split. Of blocks that are
+    computed again, one at a time."""
     update: int
     """The optimizer's own temporaries, so far as they do not fit into the room of activations and logits."""
     batch: int
@@ -94,6 +95,9 @@ def memory_estimate(
         loss += width_bytes * -(-model.vocab_size * model.d_model // state_shards)
     computed_again = 0 if model.remat == "none" else block_bytes(model, rows, seq_len, "none")
     activations = kept_bytes(model, rows, seq_len, document_mask) + max(computed_again - chunk, 0)
+    gathered_at_once = 1.0
+    if model.remat != "none":  # all blocks but one are not gathered yet, or are not any more
+        gathered_at_once -= num_projections(model) * (1 - 1 / model.n_layer) / num_parameters(model)
     return MemoryEstimate(
         params=params,
         gradients=trained * (1 if grad_accum == 1 else 2),
@@ -101,7 +105,7 @@ def memory_estimate(
         ema=trained if ema else 0,
         activations=activations,
         logits=loss + chunk,
-        gathered=(params + trained) * fsdp if fsdp > 1 else 0,
+        gathered=round((params + trained) * fsdp * gathered_at_once) if fsdp > 1 else 0,
         update=max(update_bytes - activations - loss - chunk, 0),
         batch=grad_accum * (num_tokens * (3 * 4 + 1) + rows * 4),
     )
