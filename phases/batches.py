@@ -170,8 +170,8 @@ class DataPlan:
         segment = self.schedule.segment_at(step)
         draws = self.draws(step)[0] if draws is None else draws
         num_micro = math.gcd(grad_accum, segment.batch_size)  # steps of another batch size may be trained again
-        draws_AB = Draws(*(column.reshape(num_micro, -1)[:, rows or slice(None)] for column in draws))
-        draws = Draws(*(column.reshape(-1) for column in draws_AB))
+        if rows is not None:
+            draws = Draws(*(column.reshape(num_micro, -1)[:, rows].reshape(-1) for column in draws))
         by_source = [streams.get(name) for name in self.sources]
         if any(hasattr(stream, "read") for stream in by_source):
             inputs_BT, targets_BT, scored_BT, segment_ids_BT = _rows(by_source, draws, segment.seq_len, eot)
@@ -184,13 +184,13 @@ class DataPlan:
             scored_BT &= inputs_BT != eot
         if not train_on_eos:
             scored_BT &= targets_BT != eot
-        shape = (*draws_AB.source.shape, segment.seq_len)
+        shape = (num_micro, len(draws.source) // num_micro, segment.seq_len)
         return Batch(
             inputs_BT.reshape(shape),
             targets_BT.reshape(shape),
             scored_BT.reshape(shape),
             segment_ids_BT.reshape(shape),
-            draws_AB.source.astype(np.int32),
+            draws.source.astype(np.int32).reshape(shape[:2]),
         )
 
 

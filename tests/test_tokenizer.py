@@ -197,6 +197,19 @@ def test_a_published_encoding_gives_tiktokens_ids(published_encoding, corpus, tm
     assert tokenizer.token_bytes_V[[699, 700, 701, 702]].tolist() == [0, 0, 0, 0]
 
 
+@pytest.mark.parametrize("with_end_of_text", [False, True])
+def test_many_texts_at_once_have_the_ids_of_each_alone(published_encoding, corpus, with_end_of_text):
+    """Their ends as well: blanks that end a text, or begin it, meet nothing of the neighbour's."""
+    tokenizer = tiktoken_tokenizer("toy")
+    texts = [t for t in [*corpus, "", "<|fim_prefix|> it", "", "  ", "ends in blanks  ", "\n \n", "  begins", ""]]
+    if not with_end_of_text:
+        texts = [t for t in texts if "<|endoftext|>" not in t]
+    ids = tokenizer.encode_batch(texts, [True] * len(texts))
+    assert len(texts) > 15 and all(part.dtype == tokenizer.dtype for part in ids)
+    assert [part.tolist() for part in ids] == [published_encoding.encode_ordinary(text) for text in texts]
+    assert tokenizer.encode_batch([""], [True])[0].tolist() == []
+
+
 def test_a_loaded_tokenizer_needs_neither_network_nor_cache(published_encoding, tmp_path):
     tiktoken_tokenizer("toy").save(tmp_path)
     program = (

@@ -1,14 +1,19 @@
-"""Time the data plan: batches in sequence planned ahead, random access, bins, and a plain copy of as many tokens.
+"""Time the data plan: batches in sequence planned ahead, random access, bins, against a copy and random windows.
 
     python tools/bench_data.py [--json FILE]
 
-Four sources as memory maps of u16, batches of 32 x 1,024. `planned` works the order out 256 steps at a time, as
-training does; `alone` asks for each step on its own, `random` for steps in any order. `bins` is `planned` where the
-same tokens are documents packed by best fit. Last, the packing of a million documents itself.
+Four sources as memory maps of u16, documents of about 700 tokens, batches of 32 x 1,024; the rows take turns, and each
+is the median of its rounds. `planned` works the order out 256 steps at a time, as training does, from token stores;
+`documents` with the segment ids that document_mask reads; `quarter` makes a quarter of each batch's rows, as one of
+four processes does. `alone` asks for each step on its own, `random` for steps in any order. `bins` is `planned` where
+the same tokens are documents packed by best fit. `windows` draws as nanoGPT's get_batch does, in numpy: 32 windows at
+random places of one memory map, which promises no epoch, no mixture and no resume. `copy` converts as many tokens that
+lie in the cache. Last, the packing of a million documents itself.
 """
 
 import argparse
 import json
+import os
 import platform
 import tempfile
 import time
@@ -17,12 +22,15 @@ from pathlib import Path
 import numpy as np
 
 from curriculum.data.packing import Bins, pack
+from curriculum.data.view import TokenView
+from curriculum.train.device import tune_malloc
 from phases.batches import DataPlan, epoch_tokens
 from phases.lr import LrSchedule
 from phases.resolve import resolve
 from phases.schedule import Phase, SourceSupply
 
-BATCH, LENGTH, STEPS, PLANNED = 32, 1024, 1024, 256
+BATCH, LENGTH, STEPS, PLANNED, ROUNDS = 32, 1024, 512, 256, 9
+EOT = 50_000
 MIXTURE = {"web": 0.5, "code": 0.25, "law": 0.15, "books": 0.1}
 
 
@@ -31,14 +39,14 @@ def document_lengths(num_documents: int) -> np.ndarray:
     return np.random.default_rng(0).lognormal(6, 1.1, num_documents).astype(np.int64) + 1
 
 
-def make_bins(tokens: dict[str, np.ndarray]) -> dict[str, Bins]:
+def make_bins(tokens: dict[str, TokenView]) -> dict[str, Bins]:
     """The streams as documents packed into bins; the last document is cut off."""
     lengths = document_lengths(60_000)
     ends = np.cumsum(lengths)
     bins = {}
     for name, stream in tokens.items():
         kept = lengths[ends <= len(stream)]
-        bins[name] = Bins(stream, 0, LENGTH, *pack(kept, LENGTH))
+        bins[name] = Bins(stream, EOT, LENGTH, *pack(kept, LENGTH))
     return bins
 
 
@@ -51,77 +59,118 @@ def make_plan(tokens_per_epoch: dict[str, int]) -> DataPlan:
 
 def make_tokens(folder: Path) -> dict[str, np.ndarray]:
     tokens = {}
-    for name in MIXTURE:
-        path = folder / f"{name}.bin"
-        np.random.default_rng(0).integers(0, 50_000, 20_000_000, np.uint16).tofile(path)
+    for number, name in enumerate(MIXTURE):
+        path, rng = folder / f"{name}.bin", np.random.default_rng(number)
+        ids = rng.integers(0, EOT, 20_000_000, np.uint16)
+        ids[rng.integers(0, len(ids), len(ids) // 700)] = EOT
+        ids.tofile(path)
         tokens[name] = np.memmap(path, np.uint16, "r")
     return tokens
 
 
-def seconds_a_batch(function, rounds=5) -> float:
-    """Median over rounds of the time for STEPS batches, a batch."""
-    times = []
-    for _ in range(rounds):
-        started = time.perf_counter()
-        function()
-        times.append((time.perf_counter() - started) / STEPS)
-    return float(np.median(times))
+def processor() -> str:
+    """What Linux calls the processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
+
+
+def seconds_a_batch(functions) -> dict[str, float]:
+    """Median over rounds, in which the functions take turns, of the time for STEPS batches, a batch."""
+    times = {function.__name__: [] for function in functions}
+    for _ in range(ROUNDS):
+        for function in functions:
+            started = time.perf_counter()
+            function()
+            times[function.__name__].append((time.perf_counter() - started) / STEPS)
+    return {name: float(np.median(seconds)) for name, seconds in times.items()}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    tune_malloc()  # as training does: without it glibc gives each batch's memory back and takes it page by page
     with tempfile.TemporaryDirectory() as folder:
         tokens = make_tokens(Path(folder))
+        stores = {
+            name: TokenView([t.view(np.ndarray)], np.array([0]), np.array([len(t)])) for name, t in tokens.items()
+        }
         plan = make_plan({name: epoch_tokens(len(stream), LENGTH) for name, stream in tokens.items()})
-        packed = make_bins(tokens)
+        packed = make_bins(stores)
         packed_plan = make_plan({name: len(bins.bins) * LENGTH for name, bins in packed.items()})
-        order = np.random.default_rng(0).integers(0, 10_000, STEPS).tolist()
-        flat = np.random.default_rng(0).integers(0, 50_000, (BATCH, LENGTH + 1), np.uint16)
+        rng = np.random.default_rng(0)
+        order = rng.integers(0, 10_000, STEPS).tolist()
+        flat = rng.integers(0, EOT, (BATCH, LENGTH + 1), np.uint16)
         target = np.empty((BATCH, LENGTH + 1), np.int32)
 
-        def planned():
-            for first in range(4500, 4500 + STEPS, PLANNED):  # over the switch and into the ramp
+        def in_sequence(plan, streams, **options):
+            for first in range(4750, 4750 + STEPS, PLANNED):  # over the switch and into the ramp
                 for i, draws in enumerate(plan.draws(first, PLANNED)):
-                    plan.batch(first + i, tokens, 0, draws=draws)
+                    plan.batch(first + i, streams, EOT, draws=draws, **options)
+
+        def planned():
+            in_sequence(plan, stores, documents=False)
+
+        def documents():
+            in_sequence(plan, stores)
+
+        def quarter():
+            in_sequence(plan, stores, documents=False, rows=slice(0, BATCH // 4))
 
         def bins():
-            for first in range(4500, 4500 + STEPS, PLANNED):
-                for i, draws in enumerate(packed_plan.draws(first, PLANNED)):
-                    packed_plan.batch(first + i, packed, 0, draws=draws)
+            in_sequence(packed_plan, packed)
 
         def alone():
-            for step in range(4500, 4500 + STEPS):
-                plan.batch(step, tokens, 0)
+            for step in range(4750, 4750 + STEPS):
+                plan.batch(step, stores, EOT, documents=False)
 
         def random():
             for step in order:
-                plan.batch(step, tokens, 0)
+                plan.batch(step, stores, EOT, documents=False)
 
         def order_planned():
-            for first in range(4500, 4500 + STEPS, PLANNED):
+            for first in range(4750, 4750 + STEPS, PLANNED):
                 plan.draws(first, PLANNED)
 
         def order_alone():
-            for step in range(4500, 4500 + STEPS):
+            for step in range(4750, 4750 + STEPS):
                 plan.draws(step)
+
+        def windows():
+            stream = tokens["web"]
+            for _ in range(STEPS):
+                at = rng.integers(0, len(stream) - LENGTH, BATCH)
+                np.stack([stream[i : i + LENGTH].astype(np.int64) for i in at])
+                np.stack([stream[i + 1 : i + 1 + LENGTH].astype(np.int64) for i in at])
 
         def copy():
             for _ in range(STEPS):
                 target[:] = flat
 
         planned()
-        functions = (planned, alone, random, bins, order_planned, order_alone, copy)
-        times = {function.__name__: seconds_a_batch(function) for function in functions}
-    results = {"machine": platform.node(), "processor": platform.processor() or platform.machine()}
+        bins()
+        functions = (planned, documents, quarter, alone, random, bins, order_planned, order_alone, windows, copy)
+        times = seconds_a_batch(functions)
+    results = {"processor": processor(), "cores": os.cpu_count()}
     for name, seconds in times.items():
-        results[name] = {"ms_a_batch": seconds * 1e3, "M_tokens_per_s": BATCH * LENGTH / seconds / 1e6}
-    print(f"{'':>14} {'ms a batch':>11} {'M tokens/s':>11} {'x copy':>8}")
+        rows = BATCH // 4 if name == "quarter" else BATCH
+        results[name] = {
+            "ms_a_batch": seconds * 1e3,
+            "M_tokens_per_s": rows * LENGTH / seconds / 1e6,
+            "x_copy": times["copy"] / seconds * rows / BATCH,
+            "x_windows": times["windows"] / seconds * rows / BATCH,
+        }
+    print(f"{results['processor']}, {results['cores']} cores")
+    print(f"{'':>14} {'ms a batch':>11} {'M tokens/s':>11} {'x copy':>8} {'x windows':>10}")
     for name in times:
         row = results[name]
-        ratio = times["copy"] / times[name]
-        print(f"{name:>14} {row['ms_a_batch']:>11.4f} {row['M_tokens_per_s']:>11.0f} {ratio:>8.3f}")
+        print(
+            f"{name:>14} {row['ms_a_batch']:>11.4f} {row['M_tokens_per_s']:>11.0f} {row['x_copy']:>8.3f}"
+            f" {row['x_windows']:>10.2f}"
+        )
     lengths = document_lengths(1_000_000)
     started = time.perf_counter()
     num_bins = len(pack(lengths, LENGTH)[1])

@@ -166,12 +166,11 @@ class Tokenizer:
         return np.frombuffer(b"".join(self.tokens), np.uint8), starts_V
 
     @cached_property
-    def _encode(self) -> Callable[[str], np.ndarray]:
+    def _encode(self) -> Callable[[Sequence[str]], list[np.ndarray]]:
         if self.pattern is not None:
             return _byte_pair_encoder(self)
-        if self.kind == "char":
-            return _character_encoder(self)
-        return lambda text: np.frombuffer(text.encode(), np.uint8)
+        encode = _character_encoder(self) if self.kind == "char" else _encode_bytes
+        return lambda texts: [encode(text).astype(self.dtype) for text in texts]
 
     def encode(self, text: str, opens_document: bool = True) -> np.ndarray:
         """The ids of `text`, all of it ordinary: the string "<|endoftext|>" in it is not end-of-text.
@@ -187,7 +186,7 @@ class Tokenizer:
         """`encode` of each text; one of kind hf does them on all cores."""
         if self.hf is not None:
             return [ids.astype(self.dtype) for ids in self.hf.encoder(texts, opens_document)]
-        return [self._encode(text).astype(self.dtype) for text in texts]
+        return self._encode(texts)
 
     def decode_bytes(self, ids: np.ndarray, opens_document: bool = False) -> bytes:
         """The text of `ids` as UTF-8 bytes (part of a character where the ids are part of a text).
@@ -220,7 +219,11 @@ class Tokenizer:
         write_sidecar(directory / SIDECAR_NAME, self.facts)
 
 
-def _byte_pair_encoder(tokenizer: Tokenizer) -> Callable[[str], np.ndarray]:
+def _encode_bytes(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode(), np.uint8)
+
+
+def _byte_pair_encoder(tokenizer: Tokenizer) -> Callable[[Sequence[str]], list[np.ndarray]]:
     import tiktoken
 
     encoding = tiktoken.Encoding(
@@ -230,14 +233,27 @@ def _byte_pair_encoder(tokenizer: Tokenizer) -> Callable[[str], np.ndarray]:
         special_tokens=tokenizer.special_tokens,
     )
 
-    def encode(text: str) -> np.ndarray:
+    def encode(text: str, special: frozenset[str] = frozenset()) -> np.ndarray:
         try:
-            return encoding.encode_to_numpy(text, disallowed_special=())
+            ids = encoding.encode_to_numpy(text, allowed_special=special, disallowed_special=())
         except ValueError as error:
             # The pattern backtracks over white space; its matcher gives up near a million characters.
             raise InputError(f"{error}; is there a very long run of blanks or empty lines? shorten it") from error
+        return ids.astype(tokenizer.dtype)
 
-    return encode
+    def encode_all(texts: Sequence[str]) -> list[np.ndarray]:
+        """One call for many short texts: each call has to get the interpreter's lock back, which a reader may hold.
+
+        Between end-of-text, taken as special, tiktoken encodes each stretch as if it stood alone.
+        """
+        if any(END_OF_TEXT in text for text in texts):
+            return [encode(text) for text in texts]
+        ids = encode(END_OF_TEXT.join(texts), between)
+        at = np.flatnonzero(ids == tokenizer.eot).tolist()
+        return [ids[start:stop] for start, stop in zip([0, *(i + 1 for i in at)], [*at, len(ids)], strict=True)]
+
+    between = frozenset([END_OF_TEXT])
+    return encode_all
 
 
 def _character_encoder(tokenizer: Tokenizer) -> Callable[[str], np.ndarray]:

@@ -25,11 +25,11 @@ class TokenView:
 
         shard = np.searchsorted(shard_starts, starts, side="right") - 1
         self.dtype = shards[0].dtype
-        self._shards = shards
         # Plain lists: bisecting and indexing them is several times faster than numpy on single numbers.
         self._starts: list[int] = (np.cumsum(lengths) - lengths).tolist()
-        self._shard: list[int] = shard.tolist()
-        self._offset: list[int] = (starts - shard_starts[shard]).tolist()
+        self._shard: list[np.ndarray] = [shards[i] for i in shard.tolist()]
+        # From a place in the view to the one in the file.
+        self._shift: list[int] = (starts - shard_starts[shard] - np.array(self._starts, np.int64)).tolist()
         self._len = int(lengths.sum())
 
     def __len__(self) -> int:
@@ -43,14 +43,12 @@ class TokenView:
             return np.empty(0, self.dtype)
         span = bisect_right(self._starts, start) - 1
         if span + 1 == len(self._starts) or stop <= self._starts[span + 1]:
-            return self._read(span, start, stop)
+            shift = self._shift[span]
+            return self._shard[span][start + shift : stop + shift]
         parts = []
         while start < stop:
             end = self._starts[span + 1] if span + 1 < len(self._starts) else self._len
-            parts.append(self._read(span, start, min(stop, end)))
+            shift = self._shift[span]
+            parts.append(self._shard[span][start + shift : min(stop, end) + shift])
             start, span = end, span + 1
         return np.concatenate(parts)
-
-    def _read(self, span: int, start: int, stop: int) -> np.ndarray:
-        offset = self._offset[span] - self._starts[span]
-        return self._shards[self._shard[span]][start + offset : stop + offset]
