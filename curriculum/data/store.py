@@ -29,6 +29,7 @@ DOCUMENTS_NAME = "documents.bin"
 FORMAT_VERSION = 3
 SHARD_TOKENS = 1 << 28
 SCORED_DTYPE = np.dtype("u1")
+READ_BYTES = 1 << 22
 DAMAGED = "delete the folder, and it is prepared again"
 
 # `end` is where the document's tokens end in the stream, its end-of-text included; `bytes` those of its UTF-8
@@ -237,7 +238,7 @@ class Store:
         if facts.checksum != facts.own_checksum() or checksums.keys() != written:
             raise InputError(f"{self.directory / SIDECAR_NAME}: its checksum does not fit what it says; {DAMAGED}")
         for name, expected in checksums.items():
-            found = xxhash.xxh3_128(_map_file(self.directory / name, np.dtype("u1"))).hexdigest()
+            found = _checksum(self.directory / name)
             if found != expected:
                 raise InputError(f"{self.directory / name}: checksum {found}; the sidecar says {expected}; {DAMAGED}")
 
@@ -305,12 +306,28 @@ def _remove_span(starts, stops, start: int, stop: int) -> tuple[np.ndarray, np.n
     return starts[starts < stops], stops[starts < stops]
 
 
+def _checksum(path: Path) -> str:
+    """xxh3_128 of a file, read block by block: a map of it would count as memory of the process."""
+    checksum = xxhash.xxh3_128()
+    try:
+        with open(path, "rb", buffering=0) as stream:
+            while block := stream.read(READ_BYTES):
+                checksum.update(block)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    return checksum.hexdigest()
+
+
+def _unreadable(path: Path, error: OSError) -> InputError:
+    return InputError(f"{path}: {error.strerror or error}; expected a readable file")
+
+
 def _map_file(path: Path, dtype: np.dtype) -> np.ndarray:
     """A file as a plain read-only array: slicing np.memmap itself costs several times as much."""
     try:
         return np.memmap(path, dtype, mode="r").view(np.ndarray)
     except OSError as error:
-        raise InputError(f"{path}: {error.strerror or error}; expected a readable file") from error
+        raise _unreadable(path, error) from error
 
 
 def is_store(directory: str | Path) -> bool:

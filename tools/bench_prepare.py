@@ -1,0 +1,208 @@
+"""Time preparing text, JSONL, parquet and arrow against tiktoken's own rates, and weigh the memory it takes.
+
+    python tools/bench_prepare.py [--text DIR] [--encoding gpt2] [--megabytes N] [--json FILE]
+
+The corpus is the text below DIR, by default the modules of Python's standard library, cut into documents of about
+4,000 characters, in an order drawn once and repeated to N megabytes; the tokenizer is tiktoken's encoding of that name
+or, by default, byte pairs trained on the corpus. Each format is prepared into a new store: reading, hashing, encoding,
+writing, checksums and the reading back that verifies them. The rows take turns; each is the median of its rounds.
+
+`one thread` is encode_to_numpy, document by document, in one thread; its rate times the cores is the limit that the
+first ratio is held against, which shared caches and clocks keep any program from quite reaching. `all threads` is
+encode_ordinary_batch with a thread a core, what a user of tiktoken would call; the second ratio. `x CPU` is bytes a
+second of processor time against that of one thread: what a row costs beside encoding, however busy the machine is.
+Memory: the peak of a process that prepares N/2 megabytes, and of one that prepares 2N.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from curriculum.data.documents import SourceConfig
+from curriculum.data.prepare import prepare_store
+from curriculum.data.tokenizer import END_OF_TEXT, NUM_THREADS, Tokenizer, load_tokenizer
+from curriculum.data.vocabulary import tiktoken_tokenizer, train_bpe
+
+FORMATS = ("text", "jsonl", "parquet", "arrow")
+DOCUMENT_CHARACTERS, FILES, ROUNDS = 4000, 8, 3
+
+
+def read_documents(folder: Path) -> list[str]:
+    """The text below a folder in documents, shuffled; of JSONL the rows' `text`."""
+    documents = []
+    for path in sorted(folder.rglob("*")):
+        if path.suffix == ".jsonl":
+            rows = path.read_text(encoding="utf-8").splitlines()
+            documents += [json.loads(row)["text"] for row in rows]
+        elif path.suffix in (".txt", ".py") and "site-packages" not in path.parts:
+            text = path.read_text(encoding="utf-8", errors="replace").replace("\0", "")
+            documents += [text[i : i + DOCUMENT_CHARACTERS] for i in range(0, len(text), DOCUMENT_CHARACTERS)]
+    order = np.random.default_rng(0).permutation(len(documents))
+    return [documents[i] for i in order]
+
+
+def repeat(documents: list[str], megabytes: float) -> list[str]:
+    out, left = [], megabytes * 1e6
+    while left > 0:
+        for document in documents:
+            out.append(document)
+            left -= len(document.encode())
+            if left <= 0:
+                break
+    return out
+
+
+def write_corpus(documents: list[str], folder: Path) -> None:
+    """The documents in each format: plain text a file for an eighth of them, the others one file."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for name in FORMATS:
+        (folder / name).mkdir(parents=True)
+    for i in range(FILES):
+        (folder / "text" / f"{i}.txt").write_text("\n".join(documents[i::FILES]), encoding="utf-8")
+    with open(folder / "jsonl" / "rows.jsonl", "w", encoding="utf-8") as stream:
+        stream.writelines(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(documents))
+    table = pa.table({"id": range(len(documents)), "text": documents})
+    pq.write_table(table, folder / "parquet" / "rows.parquet", row_group_size=1000)
+    with pa.OSFile(str(folder / "arrow" / "rows.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=1000)
+
+
+def prepare(source: Path, tokenizer: Tokenizer) -> None:
+    with tempfile.TemporaryDirectory() as store_dir:
+        prepare_store("bench", SourceConfig(path=str(source)), tokenizer, store_dir)
+
+
+def tiktoken_encoding(tokenizer: Tokenizer):
+    import tiktoken
+
+    ranks = {token: token_id for token_id, token in enumerate(tokenizer.tokens) if token}
+    return tiktoken.Encoding(
+        "bench", pat_str=tokenizer.pattern, mergeable_ranks=ranks, special_tokens=tokenizer.special_tokens
+    )
+
+
+def measure_rates(
+    documents: list[str], tokenizer: Tokenizer, folder: Path
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Bytes of text by row a second, and a second of processor time: medians of rounds in which the rows take turns."""
+    encoding = tiktoken_encoding(tokenizer)
+    num_bytes = sum(len(document.encode()) for document in documents)
+
+    def one_thread():
+        for document in documents:
+            encoding.encode_to_numpy(document, disallowed_special=())
+
+    rows = {
+        "one thread": one_thread,
+        "all threads": lambda: encoding.encode_ordinary_batch(documents, num_threads=NUM_THREADS),
+        **{name: (lambda name=name: prepare(folder / name, tokenizer)) for name in FORMATS},
+    }
+    seconds, cpu_seconds = {name: [] for name in rows}, {name: [] for name in rows}
+    for number in range(ROUNDS + 1):
+        for name, run in rows.items():
+            started, cpu_started = time.perf_counter(), time.process_time()
+            run()
+            if number:  # the first round imports libraries and fills the disk's cache
+                seconds[name].append(time.perf_counter() - started)
+                cpu_seconds[name].append(time.process_time() - cpu_started)
+    by_wall, by_cpu = (
+        {name: num_bytes / statistics.median(values) for name, values in times.items()}
+        for times in (seconds, cpu_seconds)
+    )
+    return by_wall, by_cpu
+
+
+def peak_memory_bytes(source: Path, tokenizer_dir: Path) -> int:
+    """Of a process of its own, libraries and tokenizer included."""
+    command = [sys.executable, __file__, "--weigh", str(source), str(tokenizer_dir)]
+    return int(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split()[-1])
+
+
+def weigh(source: str, tokenizer_dir: str) -> None:
+    prepare(Path(source), load_tokenizer(tokenizer_dir))
+    # Not ru_maxrss, which begins at what the parent weighed when it forked.
+    status = Path("/proc/self/status").read_text().splitlines()
+    print(next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM")))
+
+
+def processor() -> str:
+    """What Linux calls the processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--text", type=Path, default=Path(sysconfig.get_paths()["stdlib"]))
+    parser.add_argument("--encoding", help="of tiktoken; by default 4,096 byte pairs are trained on the corpus")
+    parser.add_argument("--megabytes", type=float, default=16)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--weigh", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.weigh:
+        weigh(*arguments.weigh)
+        return
+    documents = [text for text in read_documents(arguments.text) if text.strip() and END_OF_TEXT not in text]
+    if arguments.encoding:
+        tokenizer = tiktoken_tokenizer(arguments.encoding)
+    else:
+        tokenizer = train_bpe(repeat(documents, 4), 4096)
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        tokenizer.save(folder / "tokenizer")
+        measured = repeat(documents, arguments.megabytes)
+        write_corpus(measured, folder / "rates")
+        rates, cpu_rates = measure_rates(measured, tokenizer, folder / "rates")
+        sizes = (arguments.megabytes / 2, arguments.megabytes * 2)
+        for size in sizes:
+            write_corpus(repeat(documents, size), folder / f"{size:g}")
+        peaks = {
+            name: [peak_memory_bytes(folder / f"{size:g}" / name, folder / "tokenizer") for size in sizes]
+            for name in FORMATS
+        }
+    limit = rates["one thread"] * NUM_THREADS
+    results = {
+        "processor": processor(),
+        "cores": NUM_THREADS,
+        "vocab_size": tokenizer.vocab_size,
+        "documents": len(measured),
+        "sizes_MB": sizes,
+        "rows": {
+            name: {
+                "MB_per_s": rate / 1e6,
+                "x_one_thread_times_cores": rate / limit,
+                "x_all_threads": rate / rates["all threads"],
+                "x_cpu": cpu_rates[name] / cpu_rates["one thread"],
+                "peak_memory_MB": [peak / 1e6 for peak in peaks.get(name, [])],
+            }
+            for name, rate in rates.items()
+        },
+    }
+    print(f"{results['processor']}, {os.cpu_count()} cores; {tokenizer.vocab_size:,} ids; {len(measured):,} documents")
+    heads = f"{'':>12} {'MB/s':>7} {'x one thread x cores':>21} {'x all threads':>14} {'x CPU':>6}"
+    print(f"{heads}   peak MB of {sizes[0]:g}, {sizes[1]:g} MB")
+    for name, row in results["rows"].items():
+        memory = "  ".join(f"{peak:.0f}" for peak in row["peak_memory_MB"])
+        ratios = f"{row['x_one_thread_times_cores']:>21.3f} {row['x_all_threads']:>14.3f} {row['x_cpu']:>6.3f}"
+        print(f"{name:>12} {row['MB_per_s']:>7.2f} {ratios}   {memory}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
