@@ -20,6 +20,8 @@ import numpy as np
 from phases.schedule import Schedule
 from phases.shuffle import permute, stream_key
 
+_EVERY_BYTE = np.uint64(0x0101010101010101)
+
 
 class Batch(NamedTuple):
     """One update's sequences: A micro-steps of B rows of T tokens."""
@@ -87,7 +89,19 @@ def document_ids(inputs_BT: np.ndarray, eot: int) -> np.ndarray:
 
     As an input, end-of-text opens the next document, as in evals; as a target it closes the one before.
     """
-    ids_BT = np.cumsum(inputs_BT == eot, axis=-1, dtype=np.int32)
+    opens_BT = inputs_BT == eot
+    if opens_BT.shape[-1] % 8 == 0:
+        # Eight slots at a time, a byte each: the product's byte k is the sum of the bytes 0..k.
+        words_BW = opens_BT.view("<u8") * _EVERY_BYTE
+        totals_BW = words_BW >> np.uint64(56)
+        ends_BW = np.cumsum(totals_BW, axis=-1)
+        if ends_BW[..., -1:].max(initial=0) < 256:
+            ends_BW -= totals_BW
+            ends_BW -= opens_BT[..., :1]  # the row's first slot opens document 0
+            ends_BW *= _EVERY_BYTE
+            words_BW += ends_BW
+            return words_BW.view(np.uint8).astype(np.int32)
+    ids_BT = np.cumsum(opens_BT, axis=-1, dtype=np.int32)
     ids_BT -= ids_BT[..., :1].copy()
     return ids_BT
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from phases.batches import Batch, DataPlan, TokenStream, epoch_tokens
+from phases.batches import Batch, DataPlan, TokenStream, document_ids, epoch_tokens
 from phases.lr import LrSchedule
 from phases.resolve import resolve
 from phases.schedule import Phase, Schedule, SourceSupply
@@ -269,6 +269,20 @@ def test_end_of_text_as_an_input_opens_the_next_document(scored):
     assert batch.loss_mask_ABT.all() and batch.loss_mask_ABT.shape == (2, LENGTH)
     dtypes = [array.dtype for array in batch]
     assert dtypes == [np.int32, np.int32, bool, np.int32, np.int32]
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 256, 264, 1024])
+@pytest.mark.parametrize("share", [0, 0.002, 0.1, 0.9, 1])
+def test_documents_are_counted_slot_by_slot(length, share):
+    inputs = np.where(np.random.default_rng(length).random((2, 3, length)) < share, EOT, 7).astype(np.int32)
+    ids = document_ids(inputs, EOT)
+    for row, found in zip(inputs.reshape(-1, length).tolist(), ids.reshape(-1, length).tolist(), strict=True):
+        document, expected = 0, []
+        for slot, token in enumerate(row):
+            document += slot > 0 and token == EOT
+            expected.append(document)
+        assert found == expected
+    assert ids.dtype == np.int32 and ids.shape == inputs.shape
 
 
 @pytest.mark.parametrize("scored", [None, {}], ids=["array", "stream"])

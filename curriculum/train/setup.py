@@ -303,7 +303,6 @@ def build(
             grad_accum=config.train.grad_accum,
             mask_boundary_loss=config.packing.mask_boundary_loss,
             train_on_eos=config.packing.train_on_eos,
-            documents=config.packing.document_mask,
         )
 
         def make_batch(step: int, draws: Draws) -> Batch:
