@@ -6,9 +6,9 @@ Four sources as memory maps of u16, documents of about 700 tokens, batches of 32
 is the median of its rounds. `planned` works the order out 256 steps at a time, as training does, from token stores;
 `plain` without the segment ids, which document_mask alone reads; `quarter` makes a quarter of each batch's rows, as one
 of four processes does. `alone` asks for each step on its own, `random` for steps in any order. `bins` is `planned`
-where the same tokens are documents packed by best fit. `windows` draws as nanoGPT's get_batch does, in numpy: 32 windows at
-random places of one memory map, which promises no epoch, no mixture and no resume. `copy` converts as many tokens that
-lie in the cache. Last, the packing of a million documents itself.
+where the same tokens are documents packed by best fit. `windows` draws as nanoGPT's get_batch does, in numpy: 32
+windows at random places of one memory map, which promises no epoch, no mixture and no resume. `copy` converts as many
+tokens that lie in the cache. Last, the packing of a million documents itself.
 """
 
 import argparse
