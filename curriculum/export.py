@@ -69,17 +69,19 @@ def export(
     _check_dtype(dtype, format)
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise InputError(f"-o {output}: is there already; expected a new or an empty folder")
-    adapted = "lora" in read_json(directory.path / "model.json")
+    begun_with = read_json(directory.path / "model.json")
+    adapted = "lora" in begun_with
     if merge and not adapted:
         raise InputError(f"--merge: {directory.path} trained no adapters (adaptation.lora); leave it out")
     if adapted and not merge and format == "gguf":
         raise InputError("--format gguf: the run trained adapters alone; fold them in with --merge")
     kind = "peft" if adapted and not merge else format
-    if kind != "safetensors":
-        _check_format(directory, kind)
+    # What the format has no class for is told before the checkpoint is looked at.
+    target = None if kind == "safetensors" else _target(directory, kind, dtype, begun_with)
     step, saved = find_weights(directory, step, weights)
     architecture = architecture_at(ledger_of(directory, saved), step)
-    target = None if kind == "safetensors" else _target(directory, kind, dtype, architecture)
+    if target is not None and architecture != begun_with:
+        target = _target(directory, kind, dtype, architecture)
 
     # What can be said without jax is said at once.
     arrays = _merged(directory, saved, architecture) if merge else _parameters(saved)
@@ -150,18 +152,14 @@ class _Target:
     base: str | None  # of peft: what the adapters are for
 
 
-def _check_format(directory: RunDirectory, kind: str) -> None:
-    """Raise InputError where the format is of other programs, and the run's model is known to none."""
-    if directory.resolved()["model"] is None:
+def _target(directory: RunDirectory, kind: str, dtype: str, architecture: Mapping[str, Any]) -> _Target:
+    """Raises InputError where the format has no model like that of the parameters, whose `architecture` it is."""
+    resolved, begun_with = directory.resolved(), read_json(directory.path / "model.json")
+    if resolved["model"] is None:
         raise InputError(
             f"--format {kind}: {directory.path} was trained with a model of one's own, which no other program knows; "
             "expected safetensors"
         )
-
-
-def _target(directory: RunDirectory, kind: str, dtype: str, architecture: Mapping[str, Any]) -> _Target:
-    """Raises InputError where the format has no model like that of the parameters, whose `architecture` it is."""
-    resolved, begun_with = directory.resolved(), read_json(directory.path / "model.json")
     config = ModelConfig.of(architecture)
     if kind == "peft" and architecture != begun_with:
         got = f"were trained with rope_theta {config.rope_theta:g}"
