@@ -6,7 +6,7 @@ import functools
 
 import click
 
-from curriculum.plan import DEFAULT_STORE_DIR
+from curriculum.run import DEFAULT_STORE_DIR
 from curriculum.train.launch import VARIABLES, find_launch
 
 STORE_DIR = click.option(

@@ -108,6 +108,7 @@ class Checkpoints:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 self._drop_partial()  # of a save that failed: writes that were under way then may have ended since
             processes.wait_for_all()
+            items = ocp.args.Composite(**saved, ledger=ocp.args.JsonSave(ledger))
             self._writer.save(self._partial(step), items)
         except (OSError, ValueError) as error:
             self._drop_partial()
@@ -299,6 +300,9 @@ def check_finite(state: TrainState) -> None:
     """
     global _looked_at
     parts = {"params": state.params, "opt_state": state.opt_state, _EMA: state.ema}
+    leaves = jax.tree.leaves(parts)
+    if len(leaves) == len(_looked_at) and all(seen() is leaf for seen, leaf in zip(_looked_at, leaves, strict=True)):
+        return
     finite = on_host(_finite(parts))
     if not finite.all():
         name = parameter_name(jax.tree.leaves_with_path(parts)[int(np.argmin(finite))][0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import xxhash
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from curriculum.adaptation import HfBase, resolved_model
 from curriculum.config import Config
@@ -44,11 +43,11 @@ from curriculum.train.mesh import (
     place_state,
     row_shards,
     rows_here,
-    rows_problem,
     state_shardings,
 )
 from curriculum.train.optimizer import make_optimizer
 from curriculum.train.processes import check_same, first_then_all
+from curriculum.train.programs import Programs, StepShape
 from curriculum.train.samples import Samples
 from curriculum.train.start import Start, check_base, load_base_optimizer
 from curriculum.train.step import TrainState, Window, clear_window, init_state, make_train_step, window_for
@@ -296,24 +295,23 @@ def build(
         frozen, lineage = load_frozen(config, architecture, start.frozen, lineage, like)
 
     def make_feed(plan: DataPlan) -> Feed:
-        whole_batch = partial(
-            plan.batch,
-            streams=corpus.streams,
-            eot=corpus.tokenizer.eot,
-            grad_accum=config.train.grad_accum,
-            mask_boundary_loss=config.packing.mask_boundary_loss,
-            train_on_eos=config.packing.train_on_eos,
-        )
+        def shape_at(step: int) -> StepShape:
+            segment = plan.schedule.segment_at(step)
+            return StepShape.of(segment, config.grad_accum_of(segment.phase))
 
         def make_batch(step: int, draws: Draws) -> Batch:
-            rows = rows_here(mesh, num_rows(step))
-            return Batch(*(column[:, rows] for column in whole_batch(step, draws=draws)))
+            return plan.batch(
+                step,
+                corpus.streams,
+                corpus.tokenizer.eot,
+                shape_at(step).A,
+                draws,
+                mask_boundary_loss=config.packing.mask_boundary_loss,
+                train_on_eos=config.packing.train_on_eos,
+                rows=rows_here(mesh, shape_at(step).B),
+            )
 
-        def num_rows(step: int) -> int:
-            batch_size = plan.schedule.segment_at(step).batch_size
-            return batch_size // math.gcd(config.train.grad_accum, batch_size)
-
-        return Feed(plan, make_batch, lambda step, batch: place_batch(mesh, batch, num_rows(step)))
+        return Feed(plan, make_batch, lambda step, batch: place_batch(mesh, batch, shape_at(step).B))
 
     @lru_cache
     def model_of(rope_theta: float | None) -> Model:
@@ -355,7 +353,25 @@ def build(
         params = jax.tree.map(lambda p: np.array(p) if isinstance(p, jax.Array) else p, model.init(config.seed))
         return compiled(place_state(mesh, params))
 
-    train_step = jax.jit(step, donate_argnums=0, out_shardings=shardings)
+    def lower_update(shape: StepShape) -> jax.stages.Lowered:
+        train_step = make_train_step(
+            model_of(shape.rope_theta),
+            optimizer,
+            len(plan.sources),
+            grad_clip=config.optim.grad_clip,
+            seed=config.seed,
+            document_mask=config.packing.document_mask,
+            deterministic=config.train.deterministic is True,
+            ema_decay=config.averages.ema_decay,
+            sigmas=config.train.skip_updates and config.train.skip_updates.sigmas,
+            judge_from_steps=config.train.skip_updates.judge_from_steps if config.train.skip_updates else 0,
+            diverged_after=config.train.diverged_after,
+            place_grads=partial(constrain, mesh),
+        )
+        inputs = [abstract_state(len(plan.sources)), abstract_batch(mesh, shape), np.float32(0), np.int32(0)]
+        beside = {} if frozen is None else {"frozen": jax.tree.map(_abstract, frozen)}
+        return jax.jit(train_step, donate_argnums=0, out_shardings=shardings).lower(*inputs, **beside)
+
     check_same(lambda: _agreed(config, corpus, schedule, lineage))
     return Setup(
         config=config,

@@ -39,7 +39,7 @@ from curriculum.train.running import Running
 from curriculum.train.setup import Setup, build
 from curriculum.train.signals import Stopped, StopSignals
 from curriculum.train.start import Resumed, damaged_checkpoints, resumed_by_first, start_of, to_resume
-from curriculum.train.step import TrainState, clear_window, read_window
+from curriculum.train.step import TrainState, read_window
 from curriculum.train.unwritten import Unwritten
 from curriculum.train.watch import RegressionStop, no_verdicts, transfer_matrix
 from evalsets.metrics import Summary, WindowResults, summarise
