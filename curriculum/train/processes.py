@@ -179,7 +179,8 @@ def _start_jax(launch: Launch, address: str) -> None:
     del multihost
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # Exchanges that do not wait for each other a CPU may begin in another order here than there, which gloo takes for a
-    # mismatch and ends the process: within 100 steps in five runs of six without these two, in no run of 200 with them.
+    # mismatch and ends the process: seen within 100 steps in most runs without these two, not yet with them, in runs of
+    # a few hundred. Why it happens was not found.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     given = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = " ".join([*given.split(), *missing_flags(given, [_IN_ORDER])])
