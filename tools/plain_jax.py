@@ -2,9 +2,9 @@
 
     python tools/plain_jax.py FILE --steps 2000        trains on the file's bytes, at the size of nanoGPT's CPU run
 
-What makes it fast, by `tools/bench_step.py` on two CPU cores: tokens are the rows of one matrix, query, key and value
-are one product, attention is two batched products, a norm has its own way back, the state is donated and one pass over
-each array updates it, and glibc keeps what is freed. On an NVIDIA GPU with bfloat16 attention is cuDNN's.
+What is meant to make it fast on a CPU: tokens are the rows of one matrix, query, key and value are one product,
+attention is two batched products, a norm has its own way back, the state is donated and one pass over each array
+updates it, and glibc keeps what is freed. On an NVIDIA GPU with bfloat16 attention is cuDNN's.
 
 Shape suffixes: B rows, T positions, M = B*T, D width, H heads, K head width, P = B*H, V vocabulary.
 """

@@ -2,9 +2,8 @@
 
 All of them compute the same function, up to the rounding of sums taken in another order. `tools/bench_step.py
 --variants step step:layers=scanned step:attention=xla step:skip=select` measures them beside one another; docs/gpu.md
-says what was never run. What every backend shares: tokens are the rows of one matrix [B*T, D] (1.63x of [B, T, D] on a
-CPU, where XLA copies a transposed cotangent for each weight's gradient), and glibc keeps what is freed (`tune_malloc`;
-1.3x to 1.8x).
+says what was never run. What every backend shares: tokens are the rows of one matrix [B*T, D] (of [B, T, D] XLA copies
+a transposed cotangent for each weight's gradient on a CPU), and glibc keeps what is freed (`tune_malloc`).
 
 Nothing here imports jax when it is read: a config is checked with it.
 """
@@ -38,9 +37,9 @@ class Formulation:
 
 
 BY_BACKEND = {
-    # Of the speed of what is chosen, on two cores, small models, single readings: scanned layers 0.77 to 0.90, xla
-    # attention 0.82 to 0.89. Selecting has the compiler copy each moment: 84 copies in an update of 4 layers, with a
-    # branch 10.
+    # Of the speed of what is chosen, two cores, 0.8M parameters, three rounds of one run: scanned layers 0.83; xla
+    # attention 1.03 and selecting 1.09, which is what two runs of the same differ by there. Selecting has the compiler
+    # copy each moment: 84 copies in an update of 4 layers, with a branch 10.
     "cpu": Formulation(attention="plain", layers="unrolled", skip="branch"),
     # Not measured: flash attention keeps no [B, H, T, T]; a loop compiles long models soon; a branch would make the
     # host wait for every update.
