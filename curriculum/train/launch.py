@@ -146,5 +146,7 @@ def _indexed_job(environ: Mapping[str, str]) -> _Launcher | None:
 
 def _one_device(environ: Mapping[str, str], local_id: str | None) -> tuple[int, ...] | None:
     """Of the tasks of one machine each takes one device, unless the launcher or the user shares them out."""
-    shared_out = len(environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")) == 1 or "JAX_LOCAL_DEVICE_IDS" in environ
+    # With --gpus-per-task SLURM shows a task its own GPUs alone, however many, and numbers them from 0.
+    shared_out = {"JAX_LOCAL_DEVICE_IDS", "SLURM_GPUS_PER_TASK"} & environ.keys()
+    shared_out = shared_out or len(environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")) == 1
     return None if shared_out or local_id is None else (int(local_id),)
