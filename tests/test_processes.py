@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ from curriculum.config import build_config
 from curriculum.errors import InputError
 from curriculum.run import load_run
 from curriculum.train.launch import Launch, find_launch
-from curriculum.train.peers import Peers
+from curriculum.train.peers import Peers, _frame
 from curriculum.train.processes import count, first_then_all, from_first, is_first, joined
 
 ROOT = Path(__file__).parents[1]
@@ -293,6 +294,21 @@ OPEN_MPI = {
         ((None, None, None), SLURM | {"JAX_COORDINATOR_PORT": "99"}, Launch("node003", 99, 3, 2)),
         (("x:5", None, None), SLURM, Launch("x", 5, 3, 2)),
         ((None, None, None), SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2,1"}, Launch("node003", 61448, 3, 2, (0,))),
+        (
+            (None, None, None),
+            # Four tasks of two GPUs each: task 2 of the machine sees its own two as 0 and 1.
+            SLURM
+            | {"SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_LOCALID": "2", "SLURM_GPUS_PER_TASK": "2"}
+            | {"CUDA_VISIBLE_DEVICES": "0,1"},
+            Launch("node003", 61448, 3, 2),
+        ),
+        (
+            (None, None, None),
+            SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4", "JAX_LOCAL_DEVICE_IDS": "4,5"},
+            Launch("node003", 61448, 3, 2),
+        ),
+        # An id of one's own is not that of the launcher, and says nothing of devices.
+        (("x:5", 8, 7), SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4"}, Launch("x", 5, 8, 7)),
         ((None, None, None), SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, None),
         ((None, None, None), {k: v for k, v in SLURM.items() if "STEP" not in k} | {"SLURM_NTASKS": "8"}, None),
         ((None, 1, None), SLURM, None),
@@ -319,6 +335,7 @@ def test_a_launch_is_found(given, environ, expected):
         ((None, None, 1), {}, ["--process-id: got no --coordinator and no --num-processes; the"]),
         ((None, 2, 1), {}, ["--num-processes and --process-id: got no --coordinator; the processes of a run need all"]),
         (("h", 2, 2), {}, ["--coordinator h: expected HOST:PORT", "--process-id 2: expected 0 to 1, each once"]),
+        ((None, 1, 3), {}, ["--num-processes and --process-id: got no --coordinator; the processes of a run need all"]),
         (("h:0", 0, 0), {}, ["--coordinator h:0: expected HOST:PORT", "--num-processes 0: expected 1 or more"]),
         (
             (None, None, None),
@@ -413,6 +430,42 @@ def test_processes_that_do_not_fit_are_refused_at_once(others, expected):
     began = time.monotonic()
     told = meet(Launch("127.0.0.1", port, 3, 0), *(Launch("127.0.0.1", port, n, i) for n, i in others))
     assert all(expected in message for message in told) and time.monotonic() - began < 10
+
+
+HELLO = {"index": 1, "count": 2, "name": "stranger"}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        _frame({"index": [1]} | {"count": 2, "name": ""}),
+        _frame(HELLO | {"index": 7}),
+        _frame(HELLO | {"index": -1}),
+        _frame(HELLO | {"count": None}),
+        _frame({"index": 1}),
+        struct.pack("!Q", 2) + b"[]",
+        struct.pack("!Q", 2) + b"\xff{",
+    ],
+)
+def test_what_is_no_process_of_a_run_is_passed_over(said):
+    port = free_port()
+    first = threading.Thread(target=lambda: peers.extend(meet(Launch("127.0.0.1", port, 2, 0))))
+    peers = []
+    first.start()
+    for _ in range(200):
+        try:
+            stranger = socket.create_connection(("127.0.0.1", port), timeout=5)
+            break
+        except OSError:
+            time.sleep(0.05)
+    stranger.sendall(said)
+    stranger.close()
+    peers += meet(Launch("127.0.0.1", port, 2, 1))
+    first.join(20)
+    assert sorted(p.index for p in peers) == [0, 1] and all(p._names[1] != "stranger" for p in peers)
+    together(*(p.close for p in peers))
 
 
 def test_a_port_that_is_taken_is_told():

@@ -175,7 +175,9 @@ class Peers:
         try:
             hello = _read(connection)
             index, count, name = hello["index"], hello["count"], str(hello["name"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError):
+            index = count = name = None
+        if not (isinstance(index, int) and isinstance(count, int) and 0 <= index < count):
             connection.close()
             return
         problem = None
