@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from phases.batches import DataPlan
+from phases.clocks import clock_step
 from phases.lr import LrProgram, LrSchedule
 from phases.replay import raise_share
 from phases.resolve import ScheduleError, resolve
@@ -146,6 +147,29 @@ def test_a_clock_in_tokens_counts_the_updates_of_each_phase(until, step):
         assert resolved(phases, past=cut(schedule.segments, past)).phase_bounds == schedule.phase_bounds
 
 
+@pytest.mark.parametrize(
+    "until, step",
+    [
+        ("640 tokens", 2),  # of 5 x 64
+        ("641 tokens", 3),
+        ("4160 tokens", 13),
+        ("4161 tokens", 14),  # and one of 3 x 128
+        ("6848 tokens", 20),
+        ("6849 tokens", None),  # the past does not come to it
+        ("30%", 21),
+        ("2 epochs of web", None),
+        ("soon", None),
+    ],
+)
+def test_what_a_clock_means_in_a_run_that_was_trained_so_far(until, step):
+    assert clock_step(until, 70, cut(resolved().segments, 20)) == step
+
+
+def test_a_run_has_no_more_sequences_than_its_largest_batch_may_draw():
+    ((path, message),) = problems(Phase("a", "end", MIX, batch_size=2**20), total=2**22 + 1)
+    assert path == "train.steps" and "expected at most 2**42 sequences and 2**62 tokens in a run" in message
+
+
 def test_an_epoch_clock_and_a_cap_count_what_is_passed_over():
     # 3 rows of 64 are 192 tokens of law; at 128 it goes on from 256 of its 384, so that one row is all there is.
     phases = (Phase("a", 3, {"law": 1.0}, seq_len=64, batch_size=1), Phase("b", "end", {"law": 1.0}, batch_size=1))
@@ -227,6 +251,8 @@ def test_a_batch_that_makes_the_rate_jump_is_refused():
     allowed = resolved(phases, lr=replace(lr, allow_jump=True))
     assert math.isclose(allowed.rates(10), 1e-3 * math.sqrt(17 / 4))
     assert resolved((phases[0], replace(phases[1], lr=LrProgram(rewarm_steps=2))), lr=lr)
+    # What is trained stands, its jumps as well.
+    assert resolved(phases, lr=lr, past=cut(allowed.segments, 11)).rates(11) == allowed.rates(11)
     # Inside a decay only what the batch changes counts: over the last of the 6 updates the rate falls to a third.
     falling = LrSchedule(lr=1e-3, decay_steps=6, min_lr_ratio=0.01, scale_lr_by_batch="sqrt")
     assert resolved((Phase("a", 69, MIX), Phase("b", "end", MIX, batch_size=5)), lr=falling)
@@ -245,6 +271,7 @@ def test_a_batch_that_makes_the_rate_jump_is_refused():
         ({"batch_size": 0}, "phases[0].batch_size", "got 0, expected 1 to 1048576"),
         ({"grad_accum": 0}, "phases[0].grad_accum", "got 0, expected 1 to 1000000000"),
         ({"rope_theta": 0.0}, "phases[0].rope_theta", "got 0.0, expected a positive finite number"),
+        ({"rope_theta": math.inf}, "phases[0].rope_theta", "got inf, expected a positive finite number"),
     ],
 )
 def test_a_shape_that_cannot_be(phase, path, words):
@@ -255,6 +282,16 @@ def test_a_shape_that_cannot_be(phase, path, words):
 def test_a_train_length_that_no_phase_takes_need_not_fit():
     phases = [Phase("a", 10, MIX, seq_len=96), Phase("b", "end", MIX, seq_len=192)]
     assert [s.seq_len for s in resolved(phases, length=128).segments] == [96, 192]
+
+
+def test_data_that_are_passed_over_leave_each_step_its_theta():
+    phases = (PHASES[0], replace(PHASES[1], rope_theta=5e5), *PHASES[2:])
+    turned = resolved(phases, past=cut(resolved().segments, 20))
+    thetas = [None] * 20 + [5e5] * 10 + [None] * 40
+    assert [turned.segment_at(step).rope_theta for step in range(70)] == thetas
+    for step in (15, 19, 20, 24):
+        passed = passed_over(turned, SUPPLIES, step, 3)
+        assert [passed.segment_at(step).rope_theta for step in range(70)] == thetas
 
 
 @pytest.mark.parametrize("step", [0, 5, 20, 30, 50, 60])
