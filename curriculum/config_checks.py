@@ -313,7 +313,6 @@ CHECKS = [
     ({"model", "tokenizer", "optim"}, _check_tied),
 ]
 PATH_CHECKS = [
-    *SHAPE_CHECKS,
     ({"sources"}, _check_source_paths),
     ({"evalsets"}, _check_eval_paths),
     ({"evalsets"}, _check_gate_program),

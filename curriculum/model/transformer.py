@@ -4,8 +4,8 @@ The modules are built once, abstractly, to learn the graph and the shapes. From 
 of float32 arrays, which goes through jit, optax and a checkpoint without any of them knowing flax.
 
 Inside, the tokens are the rows of one matrix, `x_MD`: the gradient of a weight is then one plain product, where a
-third axis would make XLA copy a transposed cotangent for each of them. Layers are unrolled. Both were the faster
-way on a CPU.
+third axis would make XLA copy a transposed cotangent for each of them. How attention and layers are computed is chosen
+by `curriculum.model.formulation`.
 
 Shape suffixes: B rows, T positions, M = B*T tokens, D width, V vocabulary, H heads, K head width; H = J*G heads
 in J groups that share keys and values, P = B*J such groups in a batch; S positions that are seen: the T of the batch
