@@ -21,7 +21,8 @@ from curriculum.errors import InputError
 from curriculum.run import load_run
 from curriculum.train.launch import Launch, find_launch
 from curriculum.train.peers import Peers, _frame
-from curriculum.train.processes import count, first_then_all, from_first, is_first, joined
+from curriculum.train.processes import _exit_code, count, first_then_all, from_first, is_first, joined
+from curriculum.train.unwritten import Unwritten
 
 ROOT = Path(__file__).parents[1]
 STEPS, SHOWN = 12, 4
@@ -416,6 +417,116 @@ def test_processes_tell_each_other_what_they_have():
     stopped = together(*(lambda p=p, s=s: stops(p, s) for p, s in zip(peers, (8, 6, 8), strict=True)))
     assert len(set(stopped)) == 1 and stopped[0][0] == signal.SIGTERM and stopped[0][1] >= 8
     together(*(p.close for p in peers))
+
+
+def test_a_signal_that_all_get_stops_them_at_one_step():
+    """As SLURM sends it, each process being at another step; one that has promised a step waits there."""
+    port = free_port()
+    peers = meet(*(Launch("127.0.0.1", port, 3, i) for i in range(3)))
+    assert [p._names for p in peers] == [peers[0]._names] * 3 and len(peers[0]._names) == 3
+    assert [p.agreed_stop(None, step) for p, step in zip(peers, (2, 9, 4), strict=True)] == [None] * 3
+
+    def stops(p, step):
+        while (received := p.agreed_stop(signal.SIGTERM, step)) is None:
+            step += 1
+            time.sleep(0.01)
+        return received, step
+
+    stopped = together(*(lambda p=p, s=s: stops(p, s) for p, s in zip(peers, (3, 10, 5), strict=True)))
+    # The second looks at step 10, and again at 11 where it has passed 10 before it heard of the others.
+    assert len(set(stopped)) == 1 and stopped[0][0] == signal.SIGTERM and stopped[0][1] in (10, 11)
+    together(*(p.close for p in peers))
+
+
+def test_a_step_that_was_promised_is_not_passed():
+    port = free_port()
+    peers = meet(*(Launch("127.0.0.1", port, 2, i) for i in range(2)))
+    assert peers[1].agreed_stop(None, 6) is None and peers[1]._promise(signal.SIGTERM) == 7
+    found = []
+    waits = threading.Thread(target=lambda: found.append(peers[1].agreed_stop(None, 7)))
+    waits.start()
+    waits.join(0.3)
+    assert waits.is_alive()
+    peers[1]._stop_after(8)
+    waits.join(20)
+    assert found == [None] and peers[1].agreed_stop(None, 8) == signal.SIGTERM
+    together(*(p.close for p in peers))
+
+
+DECIDE = """
+import errno, json, sys, time
+from curriculum.errors import InputError
+from curriculum.train import peers, processes
+from curriculum.train.launch import Launch
+
+port, index = int(sys.argv[1]), int(sys.argv[2])
+peers.GRACE_SECONDS = processes._NEWS_SECONDS = 0.2
+processes._peers = peers.Peers(Launch("127.0.0.1", port, 2, index), 30)
+told, made = {}, []
+
+def attempt(name, function, *arguments):
+    try:
+        told[name] = function(*arguments)
+    except (InputError, OSError) as error:
+        told[name] = [type(error).__name__, str(error), getattr(error, "in_every_process", False)]
+
+def wrong():
+    raise InputError("a: wrong")
+
+def full():
+    raise OSError(errno.ENOSPC, "No space left on device", "x/y")
+
+attempt("value", processes.from_first, lambda: {"of": index})
+attempt("wrong", processes.from_first, wrong)
+attempt("full", processes.from_first, full)
+attempt("made", processes.first_then_all, lambda: made.append(time.time()) or index)
+told["when"] = made
+attempt("same", processes.check_same, lambda: {"the text": "t"})
+attempt("differ", processes.check_same, lambda: {"the config": f"c{index}", "the text": "t"})
+print(json.dumps(told), flush=True)
+if index == 0:
+    time.sleep(60)
+processes.leave(RuntimeError("has lost its way\\nand more"))
+sys.exit(5)
+"""
+
+
+def test_what_two_processes_decide_together():
+    port = free_port()
+    two = [start(["-c", DECIDE, port, i]) for i in range(2)]
+    (code, first), (left, second) = (ended(process, 60) for process in two)
+    first, *last_line = first.splitlines()
+    first, second = json.loads(first), json.loads(second)
+    assert first["value"] == second["value"] == {"of": 0}
+    assert first["wrong"] == ["InputError", "a: wrong", True] and second["wrong"] == ["InputError", "", True]
+    assert first["full"] == second["full"] == ["OSError", "[Errno 28] No space left on device: 'x/y'", False]
+    assert (first["made"], second["made"]) == (0, 1)
+    assert (len(first["when"]), len(second["when"])) == (1, 1) and first["when"] < second["when"]
+    assert first["same"] is second["same"] is None
+    told = "process 1 has c1 as the config, process 0 c0; start all processes with the same command on the same files"
+    assert first["differ"] == ["InputError", told, True] and second["differ"] == ["InputError", "", True]
+    assert (code, left) == (1, 5) and len(last_line) == 1
+    assert last_line[0].startswith("process 1 of 2 (") and (
+        "ended: RuntimeError: has lost its way. Process 0 ends as well; go on from the newest checkpoint"
+        in last_line[0]
+    )
+
+
+def test_the_exit_code_of_a_process_that_ends_by_an_error():
+    errors = [InputError("x"), KeyboardInterrupt(), SystemExit(143), SystemExit("x"), RuntimeError()]
+    assert [_exit_code(error) for error in errors] == [2, 130, 143, 1, 1]
+
+
+def test_the_record_of_the_others_tells_what_it_is_given_and_writes_nothing(tmp_path):
+    record = Unwritten(tmp_path, lambda step: 10 * step)
+    event = record.event("eval", 3, val_loss=2.5)
+    assert (event["event"], event["tokens_processed"], event["val_loss"]) == ("eval", 30, 2.5)
+    assert record.row({"step": 3, "loss": 1.5}) == {"step": 3, "loss": 1.5}
+    before = record.offsets()
+    record.cut_back({"events.jsonl": 10**6, "metrics.jsonl": 10**6})  # of files that process 0 has
+    assert record.offsets() == before == {"events.jsonl": 0, "metrics.jsonl": 0}
+    record.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
