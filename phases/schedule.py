@@ -184,11 +184,12 @@ class Schedule:
         return self.segments[int(np.searchsorted(starts, step, side="right")) - 1]
 
     def rope_theta_at(self, step: int) -> float | None:
-        """The rope theta of the phase that made the parameters after `step` updates; at 0, of the first phase.
+        """The rope theta of the phase that made the parameters after `step` updates.
 
-        None: the model's own. Whatever is done with those parameters, is done with it.
+        None: the model's own, as at 0, where no phase has: what a run begins from may have been trained with it.
+        Whatever is done with those parameters, is done with it.
         """
-        return self.segment_at(max(step - 1, 0)).rope_theta
+        return self.segment_at(step - 1).rope_theta if step else None
 
     def drawn(self, step: int) -> dict[str, int]:
         """Tokens drawn of each source in the first `step` updates."""

@@ -215,6 +215,19 @@ def test_the_shape_of_the_phase_under_way_may_change_where_the_past_ends():
     assert judged_from(turned)[[19, 20, 29, 30]].tolist() == [13, 20, 20, 30]
 
 
+def test_parameters_have_the_theta_of_the_phase_that_made_them():
+    schedule = resolved((replace(PHASES[0], rope_theta=2.0), replace(PHASES[1], rope_theta=3.0), *PHASES[2:]))
+    assert [schedule.rope_theta_at(step) for step in (0, 1, 13, 14, 30, 31, 70)] == [
+        None,
+        2.0,
+        2.0,
+        3.0,
+        3.0,
+        None,
+        None,
+    ]
+
+
 def test_what_a_ledger_without_the_new_fields_says():
     rows = segments_to_json(resolved().segments)
     for row in rows:

@@ -28,6 +28,7 @@ from curriculum.train.signals import Stopped
 from curriculum.train.step import read_window
 from curriculum.train.trainer import dry_run, train
 from evalsets.metrics import summarise
+from phases.schedule import Segment
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 THETA = 3.0
@@ -176,7 +177,8 @@ def test_a_run_that_begins_from_a_checkpoint_has_its_theta(whole, corpus, store,
     for step, theta in ((24, 10_000.0), (36, THETA)):
         data = shaped(corpus, adaptation={"init_from": str(run_dir / f"checkpoints/{step}")})
         del data["model"], data["tokenizer"]
-        data |= {"phases": [{"name": "only", "until": "end", "mixture": {"web": 1}}]}
+        # Before the first update it is that of the base still, so that its loss there is what training may lose.
+        data |= {"phases": [{"name": "only", "until": "end", "mixture": {"web": 1}, "rope_theta": 7.0}]}
         setup = build(config := build_config(data), store, start=trainer.start_of(config))
         setup.close()
         assert setup.model.architecture["rope_theta"] == theta
@@ -263,6 +265,29 @@ def test_what_cannot_be_compiled_in_the_background_is_told_at_its_step():
         programs[SHAPES[2]]
     assert raised.value.__notes__ == ["while the update of 2 x 1 rows of 32 tokens, rope_theta 3 was compiled"]
     programs.close()
+
+
+def test_what_is_under_way_is_not_begun_again():
+    go_on, made = threading.Event(), []
+
+    def compile(shape):
+        assert go_on.wait(60)
+        made.append(shape)
+        return shape.T
+
+    programs = Programs(compile)
+    programs.ahead(SHAPES)
+    programs.ahead(SHAPES)  # as after a rollback
+    go_on.set()
+    assert [programs[shape] for shape in SHAPES] == [16, 32, 32]
+    programs.ahead(SHAPES)
+    programs._worker.shutdown(wait=True)
+    assert sorted(made) == sorted(SHAPES)
+
+
+def test_a_batch_that_the_micro_steps_do_not_divide_is_cut_into_fewer():
+    segment = Segment(0, 9, "a", {"web": 1.0}, None, (), {"web": 0}, batch_size=6, seq_len=32)
+    assert [StepShape.of(segment, n) for n in (1, 4, 5, 6)] == [(1, 6, 32, None), (2, 3, 32, None), (1, 6, 32, None), (6, 1, 32, None)]  # fmt: skip
 
 
 def test_a_program_is_waited_for_made_at_once_or_left():
