@@ -34,6 +34,8 @@ def test_the_longest_sequence_and_the_micro_steps_of_each_phase(tmp_path):
         ({"batch_size": 9}, {}, {"grad_accum": 2}, "phases[0].batch_size: got 9, expected a multiple of train.grad_accum (2), or a grad_accum of the phase's own"),
         ({}, {"grad_accum": 3}, {}, "phases[1].grad_accum: got 3, expected a divisor of train.batch_size (4)"),
         ({"batch_size": 9, "grad_accum": 2}, {}, {}, "phases[0].grad_accum: got 2, expected a divisor of phases[0].batch_size (9)"),
+        ({"grad_accum": 0}, {}, {}, "phases[0].grad_accum: got 0, expected 1 to 1000000000"),
+        ({"batch_size": 0}, {}, {}, "phases[0].batch_size: got 0, expected 1 to 1048576"),
         ({"batch_size": 6}, {}, {"mesh": {"data": 4}}, "phases[0].batch_size: got 6 in 1 micro-steps of 6 rows, expected rows that the mesh's data x fsdp (4) divides"),
         ({"grad_accum": 2}, {}, {"mesh": {"data": 4}}, "phases[0].grad_accum: got 4 in 2 micro-steps of 2 rows, expected rows that the mesh's data x fsdp (4) divides"),
         ({"batch_size": 6, "grad_accum": 2}, {}, {"mesh": {"data": 4}}, "phases[0].batch_size: got 6 in 2 micro-steps of 3 rows, expected rows that the mesh's data x fsdp (4) divides"),

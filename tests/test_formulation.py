@@ -143,6 +143,14 @@ def test_attention_by_backend(changed, on, documents, expected):
     assert attention_of(config, on, seq_len=8, has_document_mask=documents) == expected
 
 
+def test_heads_that_are_split_are_not_gathered():
+    config = replace(GROUPED, d_model=64)
+    split = {"seq_len": 8, "has_document_mask": False, "heads_split": True}
+    assert [attention_of(config, on, **split) for on in ("cpu", "gpu", "other")] == ["xla"] * 3
+    assert attention_of(replace(config, compute_dtype="bfloat16"), "gpu", **split) == "cudnn"
+    assert attention_of(replace(config, attention="plain"), "cpu", **split) == "plain"
+
+
 def test_an_odd_number_of_positions_with_documents_is_beyond_cudnn():
     config = replace(GROUPED, d_model=64, compute_dtype="bfloat16")
     assert attention_of(config, "gpu", seq_len=7, has_document_mask=True) == "plain"
