@@ -163,6 +163,7 @@ def test_an_odd_number_of_positions_with_documents_is_beyond_cudnn():
         ({}, "cpu", "unrolled"),
         ({}, "gpu", "scanned"),
         ({"no_rope_every": 2}, "gpu", "unrolled"),
+        ({"no_rope_every": 2, "pos_encoding": "learned"}, "gpu", "scanned"),  # no layer turns positions
         ({"layers": "unrolled"}, "gpu", "unrolled"),
         ({"layers": "scanned"}, "cpu", "scanned"),
     ],
