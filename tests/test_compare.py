@@ -250,6 +250,26 @@ def test_the_past_that_branches_share(tmp_path):
     assert "trunk and at_60 are one run up to step 60 and differ after it" in table(comparison)
 
 
+def test_a_trunk_that_went_another_way_before_the_branching_shares_less(tmp_path):
+    """Resumed from step 40, otherwise, after a branch at 60; and where a row of the metrics alone says so."""
+    losses = {"val": lambda step: 3 - step / 1000}
+    trunk = write_run(tmp_path / "trunk", losses)
+    leaf = load_run(branch(trunk, tmp_path / "leaf", 60, losses))
+    other = {"val": lambda step: 3 - step / 1000 + (step > 40)}
+    begun = (trunk / "events.jsonl").read_text().splitlines(keepends=True)[0]
+    trunk.rename(tmp_path / "before")
+    events = write_run(trunk, other) / "events.jsonl"
+    events.write_text(begun + "".join(events.read_text().splitlines(keepends=True)[1:]))
+    assert shared_past(load_run(trunk), leaf) == 40 == shared_past(leaf, load_run(trunk))
+    assert "trunk and leaf are one run up to step 40 and differ after it" in table(compare([trunk, tmp_path / "leaf"]))
+    metrics = trunk / "metrics.jsonl"
+    rows = [json.loads(row) for row in metrics.read_text().splitlines()]
+    assert [row["step"] for row in rows][:2] == [20, 40]
+    rows[1]["loss"] += 1
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert shared_past(load_run(trunk), leaf) == 20
+
+
 def test_runs_of_one_name_are_called_by_their_paths(tmp_path):
     a = write_run(tmp_path / "a" / "run", {"val": lambda step: 3.0})
     b = write_run(tmp_path / "b" / "run", {"val": lambda step: 3.0})
