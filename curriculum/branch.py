@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import shutil
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 from curriculum.config import Config, changed_config, load_config
 from curriculum.errors import InputError
 from curriculum.lock import RunLock
-from curriculum.manifest import update_manifest
+from curriculum.manifest import damage, update_manifest
 from curriculum.model.model import Model
 from curriculum.plan import DEFAULT_STORE_DIR
 from curriculum.record.board import Board
@@ -63,10 +64,10 @@ def branch(
 ) -> dict[str, Any]:
     """Begin a run in `run_dir` that is `run`, the trunk, up to step `at`, and train it to its end.
 
-    It starts from the trunk's newest checkpoint at or before `at`, takes over the record up to there, trains the steps
-    in between exactly as the trunk did, and goes on by the trunk's config, changed by `overrides` (`a.b=value`) and
-    directories as in `load_config`. A share that the trunk raised is raised to the end of its phase here too, unless
-    the phase's mixture is changed. Without a change all of the run is the trunk's.
+    It starts from the trunk's newest checkpoint at or before `at` that verifies, takes over the record up to there,
+    trains the steps in between exactly as the trunk did, and goes on by the trunk's config, changed by `overrides`
+    (`a.b=value`) and directories as in `load_config`. A share that the trunk raised is raised to the end of its phase
+    here too, unless the phase's mixture is changed. Without a change all of the run is the trunk's.
     It needs nothing of the trunk afterwards; `make_model` as in `train`.
     Returns its `training_complete` event. Raises InputError for what the user can mend, before anything is created,
     and Stopped after a signal: `train(..., resume="latest")` then goes on.
@@ -75,19 +76,19 @@ def branch(
     _check_new(directory)
     at = _step_of(trunk, at)
     folders = _checkpoints(trunk.directory)
-    step = max((s for s in folders if s <= at), default=None)
-    if step is None:
+    before = [s for s in folders if s <= at]
+    if not before:
         there = ", ".join(map(str, sorted(folders))) or "none"
         raise InputError(f"--at {at}: {trunk.directory.path} has no checkpoint at or before it; there are: {there}")
-    undamaged(folders[step], f"--at {at}: ")
-    undamaged(folders[max(folders)])
+    checkpoint = _newest_whole(folders, before) or undamaged(folders[max(before)][0], f"--at {at}: ")
+    step = int(checkpoint.name)
     config = _config(trunk, overrides, dataset_dirs, eval_dataset_dirs)
-    newest = read_ledger(folders[max(folders)])
+    newest = read_ledger(_newest_whole(folders, [s for s in folders if s > at]) or checkpoint)
     whole = Schedule(segments_from_json(newest["segments"]))
     if step < at:
         between = {segment.phase for segment in whole.segments if segment.start < at and step < segment.end}
         _check_steps_between(trunk.config, config, step, at, sorted(folders), between)
-    saved = read_ledger(folders[step])
+    saved = read_ledger(checkpoint)
     check_offsets(trunk.directory.path, saved["offsets"])
     edit = compare(config, newest, at=at)
     past = replace(edit.past, segments=cut(whole.segments, at), planned=None, going_on=None)
@@ -120,7 +121,7 @@ def branch(
         setup.config = replace(setup.config, origin=origin)
     setup.begins_branch = True
     told = [] if step == at else [e for e in trunk.events if e["step"] == step and _came_after(e, at)]
-    _create(directory, trunk.directory, setup, step, folders[step], told, rollbacks)
+    _create(directory, trunk.directory, setup, step, checkpoint, told, rollbacks)
     with RunLock(directory.path) as lock:
         lock.take()
         return train_built(setup, directory, to_resume(directory, "latest"), lock)
@@ -187,10 +188,24 @@ def _step_of(trunk: Run, at: int | str) -> int:
     return int(at)
 
 
-def _checkpoints(directory: RunDirectory) -> dict[int, Path]:
-    """Every whole checkpoint of a run by its step, wherever it is kept."""
-    places = (directory.kept, directory.gold, directory.checkpoints)
-    return {step: place / str(step) for place in places for step in checkpoint_steps(place)}
+def _checkpoints(directory: RunDirectory) -> dict[int, list[Path]]:
+    """The folders of every checkpoint of a run by its step, wherever it is kept."""
+    folders: dict[int, list[Path]] = {}
+    for place in (directory.checkpoints, directory.gold, directory.kept):
+        for step in checkpoint_steps(place):
+            folders.setdefault(step, []).append(place / str(step))
+    return folders
+
+
+def _newest_whole(folders: Mapping[int, Sequence[Path]], steps: Iterable[int]) -> Path | None:
+    """The newest checkpoint of these steps that verifies; those that do not are told on stderr."""
+    for step in sorted(steps, reverse=True):
+        for folder in folders[step]:
+            if (why := damage(folder)) is None:
+                return folder
+            if folder.exists():  # else the trunk, which trains, deleted it just now
+                print(f"{folder}: is damaged: {why}; the branch begins without it", file=sys.stderr)
+    return None
 
 
 def _config(

@@ -302,10 +302,30 @@ def test_a_trunk_whose_record_is_cut_short_is_refused(trunk, folder, tmp_path):
     assert metrics.exists() and not (tmp_path / "new").exists()
 
 
-def test_a_checkpoint_that_goes_away_while_it_is_copied(trunk, folder, tmp_path):
+def test_a_damaged_checkpoint_is_told_and_the_one_before_serves(whole, trunk, folder, tmp_path, capsys):
+    array = next((trunk / "checkpoints/12/params/d").iterdir())
+    array.write_bytes(array.read_bytes()[:-1])
+    shutil.rmtree(trunk / "gold/12", ignore_errors=True)
+    branch(trunk, 13, tmp_path / "new", overrides=["train.steps=20"], store_dir=folder / "store")
+    assert f"{trunk}/checkpoints/12: is damaged: params/d/" in capsys.readouterr().err
+    assert record(tmp_path / "new", 13) == record(whole, 13)
+    assert sorted(int(p.name) for p in (tmp_path / "new/checkpoints").iterdir())[:2] == [10, 12]
+    assert state(tmp_path / "new", 12) == state(whole, 12)
+
+
+def test_a_damaged_checkpoint_has_another_place_beside_it(trunk, folder, tmp_path):
+    shutil.copytree(trunk / "checkpoints/12", trunk / "kept/12")
     (trunk / "checkpoints/12/params/_METADATA").unlink()
-    (trunk / "checkpoints/12/params/_METADATA").symlink_to("nowhere")
-    with pytest.raises(InputError, match="12: is damaged: .*_METADATA: no checksum can be taken: No such file"):
+    branch(trunk, 12, tmp_path / "new", overrides=["train.steps=20"], store_dir=folder / "store")
+    assert sorted(int(p.name) for p in (tmp_path / "new/checkpoints").iterdir()) == [12, 14, 16, 18, 20]
+
+
+def test_a_trunk_without_a_checkpoint_that_verifies_is_refused(trunk, folder, tmp_path):
+    shutil.rmtree(trunk / "gold", ignore_errors=True)
+    for checkpoint in (trunk / "checkpoints").iterdir():
+        (checkpoint / "params/_METADATA").unlink()
+        (checkpoint / "params/_METADATA").symlink_to("nowhere")
+    with pytest.raises(InputError, match="12: is damaged: .*_METADATA: no checksum can be taken: No such .* none"):
         branch(trunk, 12, tmp_path / "new", overrides=["train.steps=20"], store_dir=folder / "store")
     assert [p.name for p in tmp_path.iterdir()] == ["trunk"]
 
