@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -201,9 +201,10 @@ def replay_schedule(
     source: str,
     factor: float,
     max_share: float,
+    spared: Collection[str],
 ) -> Replay:
     """`raise_share` of a schedule of this config after a past. Raises ReplayRefused."""
-    edit = {"step": step, "source": source, "factor": factor, "max_share": max_share}
+    edit = {"step": step, "source": source, "factor": factor, "max_share": max_share, "spared": spared}
     return raise_share(schedule, **_declared(config, tokens_per_epoch, past), **edit)
 
 

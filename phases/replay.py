@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from phases.lr import LrSchedule
@@ -10,6 +11,7 @@ from phases.resolve import ScheduleError, resolve
 from phases.schedule import Phase, Schedule, Segment, SourceSupply, cut
 
 _SMALLEST_SHARE = 0.01  # what the factor works on at least: a source with no share has to get one
+_ROUNDING = 1e-12  # of shares
 
 
 class ReplayRefused(ScheduleError):
@@ -51,14 +53,16 @@ def raise_share(
     source: str,
     factor: float,
     max_share: float,
+    spared: Collection[str] = (),
     settled: Mapping[str, int] | None = None,
 ) -> Replay:
     """Raise the share of `source` to min(max_share, factor x max(share, 0.01)) from update `step` on.
 
     It lasts to the end of the phase that owns the update; the other sources keep their proportions to each other,
-    and both ends of a ramp under way are raised alike. A share is never lowered. The phases, supplies and numbers are
-    those that `schedule` was resolved from. Raises ReplayRefused where there is nothing to raise, and where the
-    edited schedule would not resolve (a cap exceeded, an epoch clock missed) or would end the run at another step.
+    `spared` ones their shares, and both ends of a ramp under way are raised alike, so far as what is not spared can
+    give it. A share is never lowered. The phases, supplies and numbers are those that `schedule` was resolved from.
+    Raises ReplayRefused where there is nothing to raise or to give for it, and where the edited schedule would not
+    resolve (a cap exceeded, an epoch clock missed) or would end the run at another step.
     """
 
     if source not in supplies:
@@ -70,17 +74,28 @@ def raise_share(
     old = schedule.segment_at(step)
     rest = old.rest(step)
 
-    def raised(mixture: Mapping[str, float]) -> dict[str, float]:
+    def missing(mixture: Mapping[str, float]) -> float:
         share = mixture.get(source, 0.0)
-        target = max(share, min(max_share, factor * max(share, _SMALLEST_SHARE)))
-        if target == share:
+        return max(0.0, min(max_share, factor * max(share, _SMALLEST_SHARE)) - share)
+
+    def raised(mixture: Mapping[str, float]) -> dict[str, float]:
+        more = missing(mixture)
+        givers = {name: weight for name, weight in mixture.items() if name != source and name not in spared}
+        room = math.fsum(givers.values())
+        left = room - more
+        if more == 0 or left < -_ROUNDING:
             return dict(mixture)
-        others = {name: weight * (1 - target) / (1 - share) for name, weight in mixture.items() if name != source}
-        return {name: weight for name, weight in {**others, source: target}.items() if weight > 0}
+        given = {name: weight * left / room if left > _ROUNDING else 0.0 for name, weight in givers.items()}
+        edited = {**mixture, **given, source: mixture.get(source, 0.0) + more}
+        return {name: weight for name, weight in edited.items() if weight > 0}
 
     ramp = rest.ramp and replace(rest.ramp, from_mixture=raised(rest.ramp.from_mixture))
     edited = replace(rest, mixture=raised(rest.mixture), ramp=ramp)
     if edited == rest:
+        ends = [rest.mixture, *([rest.ramp.from_mixture] if rest.ramp else [])]
+        if any(missing(mixture) for mixture in ends):
+            worse = ", ".join(sorted(name for name in spared if any(name in mixture for mixture in ends)))
+            raise ReplayRefused(f"it would take from {worse}, whose sets got worse too")
         share = schedule.shares(step).get(source, 0.0)
         raise ReplayRefused(f"its share is {share:.4g} already, and {factor:g} times that or {max_share:g} no more")
     numbers = {"total_steps": total_steps, "batch_size": batch_size, "seq_len": seq_len, "settled": settled}

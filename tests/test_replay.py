@@ -52,7 +52,7 @@ def resolved(phases=PHASES, supplies=SUPPLIES, past=(), lr=LR):
     return resolve(phases, supplies, lr, total_steps=TOTAL, batch_size=BATCH, seq_len=LENGTH, past=past)
 
 
-def raised(schedule, step, source, factor=2.0, max_share=0.5, *, phases=PHASES, supplies=SUPPLIES, lr=LR):
+def raised(schedule, step, source, factor=2.0, max_share=0.5, *, spared=(), phases=PHASES, supplies=SUPPLIES, lr=LR):
     return raise_share(
         schedule,
         phases,
@@ -65,6 +65,7 @@ def raised(schedule, step, source, factor=2.0, max_share=0.5, *, phases=PHASES, 
         source=source,
         factor=factor,
         max_share=max_share,
+        spared=spared,
     )
 
 
@@ -115,6 +116,29 @@ def test_the_share_is_raised_to_the_end_of_its_phase_and_no_further():
     assert before[: 60 * BATCH] == after[: 60 * BATCH] and before[60 * BATCH :] != after[60 * BATCH :]
     web = [sum(name == "web" for name, _ in drawn[60 * BATCH : 80 * BATCH]) for drawn in (before, after)]
     assert abs(web[0] - 12) < 2 and abs(web[1] - 24) < 2  # of 120
+
+
+def test_a_share_is_not_raised_at_the_cost_of_a_source_that_is_spared():
+    """Of law, web and code at 0.5, 0.3 and 0.2: what law is to have more comes from code alone."""
+    phases = (Phase("a", "end", {"law": 0.5, "web": 0.3, "code": 0.2}),)
+    schedule = resolved(phases)
+    edit = raised(schedule, 60, "law", 1.2, 0.9, spared={"web", "new"}, phases=phases)
+    assert edit.mixture_after == pytest.approx({"law": 0.6, "web": 0.3, "code": 0.1})
+    assert edit.mixture_after["web"] == 0.3
+    check_counts(edit.schedule)
+    all_of_code = raised(schedule, 60, "law", 1.4, 0.9, spared={"web", "new"}, phases=phases)
+    assert all_of_code.mixture_after == pytest.approx({"law": 0.7, "web": 0.3})
+    with pytest.raises(ReplayRefused, match="^it would take from web, whose sets got worse too$"):
+        raised(schedule, 60, "law", 1.5, 0.9, spared={"web", "new"}, phases=phases)
+    with pytest.raises(ReplayRefused, match="^it would take from code, web, whose sets got worse too$"):
+        raised(schedule, 60, "law", 1.2, 0.9, spared={"web", "code"}, phases=phases)
+    with pytest.raises(ReplayRefused, match="^its share is 0.5 already"):
+        raised(schedule, 60, "law", 1.2, 0.4, spared={"web", "code"}, phases=phases)
+    # A ramp under way: where it comes from nothing can be given, where it goes to it can.
+    edit = raised(resolved(), 40, "web", 2.0, 0.9, spared={"code"})
+    segment = edit.schedule.segment_at(40)
+    assert segment.ramp.from_mixture == {"web": 0.7, "code": 0.3}
+    assert segment.mixture == pytest.approx({"law": 0.8, "web": 0.2})
 
 
 @pytest.mark.parametrize("step", [0, 13, 29, 30, 31, 40, 49, 50, 65, 79, 80, 81, 89, 119])

@@ -66,7 +66,10 @@ def _act(run: Running, done: int, evaluated: Evaluated) -> tuple[list[dict[str, 
 
 
 def _replay(run: Running, done: int, evaluated: Evaluated) -> tuple[list[dict[str, Any]], str | None]:
-    """Raise the share of the source of each set that had no alarm before: once a source, whatever else it is told."""
+    """Raise the share of the source of each set that had no alarm before: once a source, whatever else it is told.
+
+    Never at the cost of the source of another set that has an alarm.
+    """
     setup, regression = run.setup, run.setup.config.evalsets.regression
     edits, told, sets_of = [], [], {}
     for name in evaluated.newly:
@@ -77,9 +80,12 @@ def _replay(run: Running, done: int, evaluated: Evaluated) -> tuple[list[dict[st
             told.append(f"{shown} is held out of no source: nothing to replay")
         else:
             sets_of.setdefault(source, []).append(shown)
+    evalsets = setup.config.eval_sources
+    worse = {evalsets[name].held_out_of for name in evaluated.standing if name in evalsets} - {None}
     for source, names in sets_of.items():
+        raised = (done, source, regression.replay_factor, regression.replay_max_share)
         try:
-            edit = setup.raise_share(done, source, regression.replay_factor, regression.replay_max_share)
+            edit = setup.raise_share(*raised, spared=worse - {source})
         except ReplayRefused as refusal:
             told.append(f"{source} is not replayed more: {refusal}")
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -162,7 +162,9 @@ class Setup:
         """Token slots consumed in the first `step` updates."""
         return self.schedule.tokens(step)
 
-    def raise_share(self, step: int, source: str, factor: float, max_share: float) -> dict[str, Any]:
+    def raise_share(
+        self, step: int, source: str, factor: float, max_share: float, spared: Collection[str] = ()
+    ) -> dict[str, Any]:
         """Replay more of a source from update `step` on to the end of its phase, as `phases.replay` says.
 
         What `schedule_edit` records of it. Raises ReplayRefused where it cannot be; the schedule is then as it was.
@@ -178,6 +180,7 @@ class Setup:
             source=source,
             factor=factor,
             max_share=max_share,
+            spared=spared,
         )
         self.before_raised.append((step, self.schedule, self.past))
         self.replan(replay.schedule, replay.past)
