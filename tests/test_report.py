@@ -136,6 +136,12 @@ def test_what_the_page_of_a_run_says(rich):
     ]  # fmt: skip
 
 
+def test_a_set_that_was_added_later_has_its_own_start(tmp_path):
+    losses = {"val": lambda step: 3 - step / 100, "law": lambda step: 4.0 if step >= 40 else None}
+    page = Checked(report([load_run(write_run(tmp_path / "run", losses, until=80))]))
+    assert page.has_row("start", "0", "3.0000", "4.0000", "at 40")
+
+
 def test_an_unfinished_run_shows_the_losses_of_the_phases_that_ended(tmp_path):
     path = write_run(tmp_path / "run", {"val": lambda step: 3 - step / 100}, until=80)
     page = Checked(report([load_run(path)]))

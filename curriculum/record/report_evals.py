@@ -159,7 +159,9 @@ def transfer_matrix(run: Run, points: Mapping[str, Sequence[EvalPoint]]) -> list
         return []
     names = list(told["sets"])
     spans = {name: _span(told["sets"][name]["loss"]) for name in names}
-    rows: list[Sequence[Any]] = [("start", "0", *(loss(told["sets"][name]["start"]) for name in names))]
+    rows: list[Sequence[Any]] = [
+        ("start", "0", *(_start(told["sets"][name]["start"], points[name][0]) for name in names))
+    ]
     for i, (phase, step) in enumerate(zip(told["phases"], told["steps"], strict=True)):
         cells = [_heat(told["sets"][name]["loss"][i], spans[name]) for name in names]
         rows.append((phase, f"{step:,}", *cells))
@@ -198,6 +200,11 @@ def _heat(value: Any, span: tuple[float, float]) -> Html:
         return tag("td", loss(value), class_="n heat")
     strength = (as_float - low) / (high - low)
     return tag("td", loss(value), class_="n heat", style=f"background:rgba(213,94,0,{0.3 * strength:.2f})")
+
+
+def _start(value: Any, first: EvalPoint) -> Html:
+    """A set's loss at its start, which for a set that was added later is not the run's."""
+    return tag("td", loss(value), tag("small", f" at {first.step:,}") if first.step else "", class_="n")
 
 
 def _change(told: Mapping[str, Any]) -> Html:
