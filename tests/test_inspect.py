@@ -152,6 +152,10 @@ def test_regressions_stand_until_they_recover_or_their_phase_ends():
     # At a boundary the verdicts come after the switch and speak of the phase that closed.
     closing = regressed(20, "a", ("law", "phase_start"), ("law", "best"))
     assert standing(first_eval, switch, closing) == [("law", "best")]
+    # One whose set was not measured with the others has the step that it was measured at.
+    early = {**offender("law", "best", 0, first_step=10), "step": 15}
+    (stale,) = standing_regressions([first_eval, event("eval_regression", 20, phase="a", offenders=[early])])
+    assert stale["step"] == 15 and standing_regressions([first_eval, closing])[0]["step"] == 20
     # Of the phase that runs the alarm stands, and the newest numbers are told.
     again = regressed(40, "b", ("law", "phase_start"))
     assert standing(first_eval, switch, closing, again) == [("law", "phase_start"), ("law", "best")]

@@ -142,6 +142,20 @@ def test_a_set_that_was_added_later_has_its_own_start(tmp_path):
     assert page.has_row("start", "0", "3.0000", "4.0000", "at 40")
 
 
+def test_an_alarm_that_stands_has_the_step_at_which_its_set_was_measured(tmp_path):
+    pairs = [
+        {**offender("law", "best", 20, first_step=40), "step": 40},
+        {**offender("val", "best", 20, first_step=60), "step": 60},
+    ]
+    alarm = {"phase": "foundation", "action": None, "offenders": pairs}
+    path = write_run(
+        tmp_path / "run", {n: lambda step: 3.0 for n in ("val", "law")}, more={60: [("eval_regression", alarm)]}
+    )
+    page = Checked(report([load_run(path)]))
+    (row,) = [row for row in page.rows if row.startswith("60 | ▲ regression")]
+    assert "law 2.1000 → 2.6000 at step 40 (+0.5000" in row and "val 2.1000 → 2.6000 (+0.5000" in row
+
+
 def test_an_unfinished_run_shows_the_losses_of_the_phases_that_ended(tmp_path):
     path = write_run(tmp_path / "run", {"val": lambda step: 3 - step / 100}, until=80)
     page = Checked(report([load_run(path)]))

@@ -99,6 +99,7 @@ def test_nothing_is_said_while_all_is_well_and_forgetting_is_told_at_once(told):
     assert first["baseline"] == "phase_start" and first["baseline_step"] == SWITCH
     assert first["mixture_change"] == {"web": [0.45, 0.0], "code": [0.45, 0.0], "law": [0.1, 1.0]}
     assert first["first_step"] in (SWITCH + 5, SWITCH + 10) and first["tolerance"] == 0.01
+    assert all(pair["step"] == step for step, pair in alarms)  # every set is measured at every eval
 
 
 def test_what_an_alarm_says_is_what_the_windows_say(told):

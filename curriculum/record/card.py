@@ -13,7 +13,7 @@ from curriculum.errors import InputError
 from curriculum.record.compare import interval_text, paired
 from curriculum.record.console import skipped_line, verdict
 from curriculum.record.events import METRICS, config_name
-from curriculum.record.inspection import edits_of, loss, mixture_text, offender, signed
+from curriculum.record.inspection import edits_of, loss, mixture_text, offender_in, signed
 from curriculum.record.queries import (
     EvalPoint,
     consumption,
@@ -147,7 +147,7 @@ def happened(run: Run, step: int) -> list[str]:
             continue
         lines.append(verdict(event))
         if event["event"] == "eval_regression":
-            lines += [f"  - {offender(o)}" for o in event["offenders"] if o["first_step"] == event["step"]]
+            lines += [f"  - {offender_in(event, o)}" for o in event["offenders"] if o["first_step"] == event["step"]]
     rows = run.metrics if (run.directory.path / METRICS).exists() else []
     last = next((row for row in reversed(rows) if row["step"] <= step), None)
     if last is not None and (skipped := skipped_line(last, {})):

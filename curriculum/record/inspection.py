@@ -238,6 +238,11 @@ def offender(o: Mapping[str, Any]) -> str:
     )
 
 
+def offender_in(event: Mapping[str, Any], o: Mapping[str, Any]) -> str:
+    """The same within what its event says: with a step only where its set was not measured then, but before."""
+    return offender({key: value for key, value in o.items() if key != "step" or value != event["step"]})
+
+
 def _phase_lines(phases: list[dict[str, Any]]) -> list[str]:
     shapes = shapes_of(phases)
     rows = [("phase", "steps", "", "rows x tokens" if any(shapes) else "", "mixture", "tokens read", "epochs so far")]

@@ -54,8 +54,8 @@ def evalset_facts(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, An
 def standing_regressions(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The offenders of `eval_regression` events that have not recovered, as last told.
 
-    Each with the `phase` and the `step` of that eval, and as `now` the {step, loss} of its set's last one. Alarms
-    against the start of a phase end with it.
+    Each with the `phase` of that event, the `step` that it was measured at, and as `now` the {step, loss} of its set's
+    last eval. Alarms against the start of a phase end with it.
     """
     standing: dict[tuple[str, str], dict[str, Any]] = {}
     phase, last = None, {}
@@ -68,7 +68,7 @@ def standing_regressions(events: Iterable[Mapping[str, Any]]) -> list[dict[str, 
                 phase = event["new_phase"]
             case "eval_regression":
                 for o in event["offenders"]:
-                    standing[o["set"], o["baseline"]] = {**o, "phase": event["phase"], "step": event["step"]}
+                    standing[o["set"], o["baseline"]] = {"step": event["step"], **o, "phase": event["phase"]}
             case "eval_recovered":
                 for o in event["offenders"]:
                     standing.pop((o["set"], o["baseline"]), None)

@@ -10,7 +10,7 @@ from curriculum.record import figures
 from curriculum.record.console import verdict
 from curriculum.record.events import number, record_name
 from curriculum.record.figures import PALETTE, Mark, Phase, eval_curve
-from curriculum.record.inspection import loss, offender, signed
+from curriculum.record.inspection import loss, offender_in, signed
 from curriculum.record.page import Html, figure, folded, html, note, table, tag
 from curriculum.record.queries import EvalPoint, evalset_facts
 from curriculum.run import Run
@@ -114,10 +114,10 @@ def log(run: Run) -> Html:
         match event["event"]:
             case "eval_regression":
                 what = tag("span", "▲ regression", class_="bad")
-                lines = [offender(o) + _mixture_change(o) for o in event["offenders"]]
+                lines = [offender_in(event, o) + _mixture_change(o) for o in event["offenders"]]
                 lines += [f"done: {event['action']}"] if event.get("action") else []
             case "eval_recovered":
-                what, lines = "○ recovered", [offender(o) for o in event["offenders"]]
+                what, lines = "○ recovered", [offender_in(event, o) for o in event["offenders"]]
             case "gold_checkpoint":
                 before = "" if event["previous"] is None else f", before {loss(event['previous'])}"
                 what, lines = "★ gold", [f"{event['metric']} {loss(event['value'])}{before}"]

@@ -246,6 +246,7 @@ def _pair(setup: Setup, step: int, name: str, comparison: Comparison, b: int) ->
     then, now = (setup.schedule.segment_at(update).mixture_at(update) for update in updates)
     return {
         "set": record_name(name),
+        "step": step,  # an alarm that stands is told again with those of later evals, which may not measure its set
         "baseline": BASELINES[b],
         "baseline_step": baseline_step,
         "loss": float(comparison.loss),
