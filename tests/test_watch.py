@@ -1,7 +1,9 @@
 """What is remembered of the eval sets, told as plain data."""
 
 import numpy as np
+from tiny_run import tiny_train, write_corpus
 
+from curriculum.run import load_run
 from curriculum.train.watch import Watch, transfer_matrix
 from evalsets.metrics import WindowResults
 from evalsets.regressions import begin, observe
@@ -34,3 +36,29 @@ def test_a_set_without_a_standard_error_has_no_intervals():
     }
     best_last = transfer_matrix([("a", 0, 1)], Watch({"primary": watched}), {1: {"primary": results(1)}})
     assert best_last["sets"]["val"]["forgetting"] == {"value": 0.0, "interval": [0.0, 0.0], "best_phase": "a"}
+
+
+def test_a_set_too_small_for_its_tolerance_is_told_once_in_the_life_of_a_run(tmp_path):
+    sections = {
+        "phases": [{"name": "a", "until": "end", "mixture": {"web": 1.0}}],
+        "evalsets": {
+            "every": 1,
+            "primary": {"held_out_of": "web", "tolerance": 9.0},
+            "sets": {"law": {"held_out_of": "law", "tolerance": 1e-7}},
+        },
+        "optim": {"lr": 3e-3, "schedule": "constant"},
+        "checkpoint": {"every": 7},
+    }
+
+    def told():
+        notes = [(e["step"], note) for e in load_run(tmp_path / "run").events for note in e.get("notes", [])]
+        return [(step, note) for step, note in notes if not note.startswith("worse, but it may be chance")]
+
+    write_corpus(tmp_path)
+    tiny_train(tmp_path, tmp_path / "run", **sections, train={"steps": 7, "batch_size": 4, "seq_len": 32})
+    (rise_step, rise), (step, small) = found = told()
+    assert rise_step == step == 7 and rise.startswith("smallest rise that an eval finds with 80 % power, in nats: val ")
+    assert small.startswith("eval set law is too small for its tolerance of 1e-07 nats: the choice of its ")
+    assert small.endswith(" alone hides rises of twice that; give it more text, or a higher tolerance")
+    tiny_train(tmp_path, tmp_path / "run", "latest", **sections, train={"steps": 14, "batch_size": 4, "seq_len": 32})
+    assert len(load_run(tmp_path / "run").evals()) == 15 and told() == found
