@@ -371,7 +371,11 @@ def test_a_gate_may_veto_and_score(texts, store, tmp_path):
         "folder = pathlib.Path(sys.argv[1])\n"
         "assert all((folder / item).is_dir() for item in ('params', 'train', 'ledger', 'baselines'))\n"
         "step = int(folder.name)\n"
-        "print(json.dumps({'accept': step != 10, 'reason': 'ten is no good', 'score': {20: 1.0, 25: 3.0}.get(step, 2.0)}))\n"
+        "if step == 25:\n"
+        "    sys.exit('out of memory')\n"
+        "if step == 30:\n"
+        "    (folder / 'notes.txt').write_text('mine')\n"
+        "print(json.dumps({'accept': step != 10, 'reason': 'ten is no good', 'score': 1.0 if step >= 20 else 2.0}))\n"
     )
     run_dir = tmp_path / "run"
     config = forgetful(
@@ -386,10 +390,11 @@ def test_a_gate_may_veto_and_score(texts, store, tmp_path):
     assert reasons == [
         (10, "gate", "gate: ten is no good"),
         (15, "gate", "gate: score 2 is not below 2, the gold's of step 5"),
-        (25, "gate", "gate: score 3 is not below 1, the gold's of step 20"),
-        (30, "gate", "gate: score 2 is not below 1, the gold's of step 20"),
+        (25, "gate", "gate: exit code 1: out of memory"),
+        (30, "gate", "gate: it damaged the checkpoint gold/30: notes.txt is not in the checksum manifest"),
     ]
-    assert 20 in checkpoint_steps(run_dir / "gold") and 10 not in checkpoint_steps(run_dir / "gold")
+    assert 20 in checkpoint_steps(run_dir / "gold") and not {10, 25, 30} & set(checkpoint_steps(run_dir / "gold"))
+    assert (run_dir / "superseded/gold/30/notes.txt").is_file()
     saved = read_ledger(run_dir / "gold/20")["history"]["gold"]["gold"]
     assert saved == {
         "step": 20,

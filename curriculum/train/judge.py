@@ -141,6 +141,8 @@ def _ask_gate(run: Running, done: int, step: int) -> tuple[str | None, float | N
         def answered() -> tuple[str | None, float | None, bool]:
             answer = run_gate(config.gate, run.best.gold_folder(step), config.gate_timeout_seconds)
             if why := damage(run.best.gold_folder(step)):
+                if run.best.gold_folder(step).exists():
+                    golds.set_aside(step)  # else it stays among those that are whole
                 return f"it damaged the checkpoint gold/{step}: {why}", None, False
             return (None if answer.accept else answer.reason), answer.score, True
 
