@@ -250,6 +250,22 @@ def test_the_mixture_has_an_edge_at_a_switch(tmp_path):
     assert shares["other"] == pytest.approx([1, 1, 0.1, 0.1])
 
 
+def test_the_mixture_has_an_edge_at_an_edit(tmp_path):
+    before, after = {"law": 0.9, "web": 0.1}, {"law": 0.5, "web": 0.5}
+    edit = {
+        "kind": "replay",
+        "phase": "domain",
+        "mixture_before": before,
+        "mixture_after": after,
+        "until": 100,
+        "reason": "",
+    }
+    more = {80: [("schedule_edit", edit), ("schedule_edit", {**edit, "mixture_before": after})]}
+    run = load_run(write_run(tmp_path / "run", {"val": lambda step: 3.0}, until=80, more=more))
+    steps, shares = _mixture_course(run, dict.fromkeys(("web", "code", "law"), ""))
+    assert steps == [0, 60, 60, 80, 80] and shares["web"] == [0.8, 0.8, 0.1, 0.1, 0.5]
+
+
 def test_numbers_of_the_axes():
     assert [short_count(x) for x in (0, 950, 1200, 75_000, 1.5e9)] == ["0", "950", "1,200", "75k", "1.5B"]
     assert [short_rate(x) for x in (0, 0.00175, 2e-3, 1e-10)] == ["0", "1.75e-3", "2e-3", "1e-10"]

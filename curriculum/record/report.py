@@ -159,8 +159,8 @@ def _training_figures(run: Run, label: str, phases: Sequence[Phase], colors: dic
 
 
 def _mixture_course(run: Run, colors: Mapping[str, str]) -> tuple[list[float], dict[str, list[float]]]:
-    """(steps, shares by source) from the metrics rows, with an edge at each phase switch; points that say nothing new
-    are left out."""
+    """(steps, shares by source) from the metrics rows, with an edge at each phase switch and edit; points that say
+    nothing new are left out."""
     first = run.plan["phases"][0]
     course: list[tuple[int, int, Mapping[str, float]]] = [(0, 0, first["mixture"])] if not first["ramp_steps"] else []
     course += [(row["step"], 0, row["mixture"]) for row in run.metrics]
@@ -168,6 +168,8 @@ def _mixture_course(run: Run, colors: Mapping[str, str]) -> tuple[list[float], d
         if event["event"] == "phase_switch":
             after = event["mixture_before"] if event.get("ramp_steps") else event["mixture_after"]
             course += [(event["step"], 1, event["mixture_before"]), (event["step"], 2, after)]
+        elif event["event"] == "schedule_edit" and event["mixture_before"] != event["mixture_after"]:
+            course += [(event["step"], 3, event["mixture_before"]), (event["step"], 4, event["mixture_after"])]
     course.sort(key=lambda point: point[:2])
     shares = []
     for _, _, mixture in course:
