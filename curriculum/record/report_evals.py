@@ -204,7 +204,7 @@ def _heat(value: Any, span: tuple[float, float]) -> Html:
 
 def _start(value: Any, first: EvalPoint) -> Html:
     """A set's loss at its start, which for a set that was added later is not the run's."""
-    return tag("td", loss(value), tag("small", f" at {first.step:,}") if first.step else "", class_="n")
+    return tag("td", loss(value), tag("small", f" at {first.step:,}") if first.step else "", class_="n heat")
 
 
 def _change(told: Mapping[str, Any]) -> Html:
