@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -23,7 +24,7 @@ from curriculum.evaluate import evaluate
 from curriculum.export import export
 from curriculum.manifest import damage, write_manifest
 from curriculum.run import RunDirectory, find_checkpoint, load_run, undamaged
-from curriculum.train.checkpoint import Checkpoints, NonFiniteState, check_finite, load_params, save_params
+from curriculum.train.checkpoint import Checkpoints, NonFiniteState, _in_turn, check_finite, load_params, save_params
 from curriculum.train.start import to_resume
 from curriculum.train.step import init_state
 
@@ -357,13 +358,32 @@ def test_a_save_that_fails_in_the_background_is_raised_and_leaves_nothing(tmp_pa
 def test_an_update_may_take_the_state_over_at_once(tmp_path):
     checkpoints, state = Checkpoints(tmp_path / "checkpoints"), jax.device_put(state_at(3))
     before = jax.tree.map(np.array, state.params)
+    started, go_on = threading.Event(), threading.Event()
+    _in_turn.submit(lambda: started.set() or go_on.wait(60))
+    assert started.wait(60)
     checkpoints.save(state, {}, {"set": np.zeros((1, 2), np.float32)})
     add_one = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
     after = jax.block_until_ready(add_one(state))
     assert jax.tree.leaves(state.params)[0].is_deleted()
+    assert not (tmp_path / "checkpoints").exists()  # nothing of the save was begun until now
+    go_on.set()
     checkpoints.close()
     jax.tree.map(np.testing.assert_array_equal, load_params(tmp_path / "checkpoints/3/params"), before)
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y + 1), after.params, before)
+
+
+def test_saves_of_several_folders_follow_one_another(tmp_path):
+    """None waits for the other in the foreground, and none takes another's temporary folders for its own."""
+    places = [Checkpoints(tmp_path / name, keep=None) for name in ("checkpoints", "gold", "kept")]
+    for step in range(1, 9):
+        for place in places:
+            save(place, step)
+        save_params(tmp_path / f"mean{step}", {"w": np.full(3, step)})
+    for place in places:
+        place.close()
+        assert place.steps() == list(range(1, 9))
+        assert all(damage(place.directory / str(step)) is None for step in place.steps())
+    assert [load_params(tmp_path / f"mean{step}")["w"][0] for step in range(1, 9)] == list(range(1, 9))
 
 
 def test_what_was_found_finite_vouches_for_nothing_else():

@@ -32,6 +32,8 @@ from curriculum.train.step import TrainState
 
 _EMA = "ema"  # an item of its own where a moving average is kept, so that it can be read alone
 _ARRAYS = ("params", "train", "baselines", _EMA)  # the items of a step that are trees of arrays
+# All saves of a process, one after the other: what orbax begins it tells from other saves by one number for them all.
+_in_turn = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 _LEFT_OVER = re.compile(r"\.\d+\.(saving.*|deleting|adopted)")
 
 
@@ -73,10 +75,6 @@ class Checkpoints:
         arrays = {name: ocp.PyTreeCheckpointHandler(use_compression=False) for name in _ARRAYS}
         return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**arrays, ledger=ocp.JsonCheckpointHandler()))
 
-    @cached_property
-    def _thread(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-
     def steps(self) -> list[int]:
         """Steps whose checkpoints are whole, ascending; one that is being saved is not."""
         return checkpoint_steps(self.directory)
@@ -100,24 +98,36 @@ class Checkpoints:
         arrays = {"params": state.params, "train": beside_params(state)}
         if state.ema is not None:
             arrays[_EMA] = state.ema
-        if jax.default_backend() == "cpu":  # elsewhere the writer returns once it has the arrays on the host
+        on_host = jax.default_backend() == "cpu"
+        if on_host:
             arrays = _copied(arrays)
         saved = {name: ocp.args.PyTreeSave(tree) for name, tree in {**arrays, "baselines": dict(baselines)}.items()}
+        items = ocp.args.Composite(**saved, ledger=ocp.args.JsonSave(ledger))
+        if on_host and processes.count() == 1:
+            self._pending = step, _in_turn.submit(self._write, step, items)
+            return
         try:
-            if processes.is_first():
-                self.directory.mkdir(parents=True, exist_ok=True)
-                self._drop_partial()  # of a save that failed: writes that were under way then may have ended since
-            processes.wait_for_all()
-            items = ocp.args.Composite(**saved, ledger=ocp.args.JsonSave(ledger))
-            self._writer.save(self._partial(step), items)
+            self._begin(step, items)  # returns once the writer has the arrays on the host
         except (OSError, ValueError) as error:
             self._drop_partial()
             raise self._failure(step, error) from None
-        self._pending = step, self._thread.submit(self._finish, step)
+        self._pending = step, _in_turn.submit(self._write, step)
 
-    def _finish(self, step: int) -> None:
-        """In the background: give the step its name once it is whole and on the disk, then let old ones go."""
+    def _begin(self, step: int, items: ocp.args.Composite) -> None:
+        if processes.is_first():
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._drop_partial()  # of a save that failed: writes that were under way then may have ended since
+        processes.wait_for_all()
+        self._writer.save(self._partial(step), items)
+
+    def _write(self, step: int, items: ocp.args.Composite | None = None) -> None:
+        """In the background: give the step its name once it is whole and on the disk, then let old ones go.
+
+        `items`: what is to be written, None where that was begun before.
+        """
         try:
+            if items is not None:
+                self._begin(step, items)
             self._writer.wait_until_finished()
             if not processes.is_first():
                 return
@@ -180,14 +190,13 @@ class Checkpoints:
             self.wait()
         finally:
             if "_writer" in self.__dict__:
-                self._thread.shutdown()
                 try:
                     self._writer.close()
                 except (OSError, ValueError) as error:  # tells again of a save that failed, which `wait` told
                     if not isinstance(failure := self._failure(-1, error), SaveFailed):
                         raise failure from None
                 finally:
-                    del self._thread, self._writer
+                    del self._writer
                     self._drop_partial()
 
     def baselines(self, step: int) -> dict[str, np.ndarray]:
@@ -325,7 +334,11 @@ def _finite(tree: Any) -> jax.Array:
 
 @jax.jit
 def _copied(tree: Any) -> Any:
-    """A copy by all cores. An update to which arrays are donated that are being read copies them itself, by one."""
+    """A copy by all cores. An update to which arrays are donated that are being read copies them itself, by one.
+
+    One that takes no donation, and so could leave them to the save, is slower by as much as the copy takes: of 154 MB
+    on 2 cores 22 ms of their time, and the copy 25.
+    """
     return jax.tree.map(jnp.copy, tree)
 
 
@@ -336,13 +349,20 @@ def _of_disk(error: Exception) -> Exception:
 
 
 def save_params(folder: Path, params: Any) -> None:
-    """Save a tree of arrays, so that `load_params` reads it. Raises OSError where the disk does not take it."""
-    with ocp.StandardCheckpointer() as checkpointer:
-        try:
+    """Save a tree of arrays, so that `load_params` reads it, once the saves under way are over.
+
+    Raises OSError where the disk does not take it.
+    """
+
+    def save() -> None:
+        with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(folder, params)
             checkpointer.wait_until_finished()
-        except (OSError, ValueError) as error:
-            raise _of_disk(error) from None
+
+    try:
+        _in_turn.submit(save).result()
+    except (OSError, ValueError) as error:
+        raise _of_disk(error) from None
 
 
 def load_params(folder: str | os.PathLike, like: Any = None) -> Any:
