@@ -71,6 +71,11 @@ class Suite:
         other._measure_by(nats_per_token)
         return other
 
+    def compile(self, params: Any) -> None:
+        """Compile for parameters like `params`, arrays or jax.ShapeDtypeStruct: `run` takes no others from then on."""
+        arrays = next(iter(self._micro_batches.values()))[0]
+        self._sum_windows = self._sum_windows.lower(params, *arrays).compile()
+
     def _measure_by(self, nats_per_token: NatsPerToken) -> None:
         self.num_traces = 0
 

@@ -24,9 +24,9 @@ from curriculum.model.presets import ModelConfig, RopeScaling, num_parameters
 from curriculum.model.transformer import transformer
 from curriculum.plan import plan
 from curriculum.run import load_run
+from curriculum.train.abstract import abstract_on_mesh
 from curriculum.train.checkpoint import load_params
 from curriculum.train.mesh import MeshConfig, make_mesh
-from curriculum.train.setup import abstract_on_mesh
 from curriculum.train.trainer import train
 
 NUM_TOKENS, NUM_ROWS = 270, 272  # the tokenizer's ids and the embedding's rows: as in Qwen's folders there are more

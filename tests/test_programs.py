@@ -75,8 +75,7 @@ def whole(corpus, store, tmp_path_factory):  # noqa: F811
 
     def update_at(setup, step):
         if step == 11:  # let the background be done, however slow the machine
-            for future in setup.programs._ahead.values():
-                future.result()
+            setup.programs._worker.submit(lambda: None).result()
         at[0], setups[:] = step, [setup]
         return original(setup, step)
 
@@ -98,9 +97,9 @@ def test_every_shape_is_compiled_once_and_ahead(whole):
     run_dir, setup, compiled = whole
     assert setup.shapes_from(0) == SHAPES and list(setup.programs.seconds) == SHAPES
     background = [step for step, thread in compiled if thread.startswith(COMPILE_THREAD)]
-    assert len(background) == 2 and max(background) < 12  # before the first switch
-    # Nothing at the first switch and after it, but the evals of the other theta, whose first is at step 30.
-    assert [step for step, _ in compiled if step >= 12 and step != 29] == []
+    assert len(background) == 3 and max(background) < 12  # two updates and an eval, before the first switch
+    assert [step for step, _ in compiled if step >= 12] == []
+    assert list(setup.suites.seconds) == [THETA] and setup.suites[THETA].num_traces == 1
     stalls = {row["step"]: row["switch_stall_s"] for row in load_run(run_dir).metrics if "switch_stall_s" in row}
     assert list(stalls) == [15, 27]
     assert all(0 < stall < min(setup.programs.seconds.values()) for stall in stalls.values())
@@ -312,6 +311,26 @@ def test_a_program_is_waited_for_made_at_once_or_left():
     assert programs[first] == 1  # waited for
     programs._worker.shutdown(wait=True)
     assert not compiling() and made == [(1, True), (2, False)] and sorted(s.T for s in programs.seconds) == [1, 2]
+
+
+def test_what_is_made_ahead_is_warmed_and_shares_a_thread():
+    warmed, threads = [], set()
+
+    def compile(key):
+        threads.add(threading.get_ident())
+        return key
+
+    programs = Programs(compile, lambda key, program: warmed.append((key, program)))
+    others = Programs(compile, of="the eval with", beside=programs)
+    first, second = (StepShape(1, 1, T) for T in (1, 2))
+    assert programs[first] == first
+    programs.ahead([first, second])
+    others.ahead([3.0])
+    programs._worker.submit(lambda: None).result()
+    assert warmed == [(second, second)]  # the first is run at once anyway
+    assert len(threads) == 2 and threading.get_ident() in threads
+    assert programs[second] == second and others[3.0] == 3.0 and list(others.seconds) == [3.0]
+    programs.close()
 
 
 ENDS = """

@@ -251,6 +251,20 @@ def test_another_function_over_the_same_windows():
     assert suite.num_traces == 1
 
 
+def test_compiled_before_there_are_parameters():
+    evalsets = four_evalsets()
+    expected = Suite(evalsets, tiny_nats_per_token, 16).run(tiny_params())
+    suite = Suite(evalsets, tiny_nats_per_token, 16)
+    suite.compile(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tiny_params()))
+    assert suite.num_traces == 1
+    results = suite.run(tiny_params())
+    for name in expected:
+        assert_equal(results[name], expected[name])
+    assert suite.num_traces == 1
+    with pytest.raises(TypeError, match="float32.*float16"):  # nothing is compiled for others behind one's back
+        suite.run(jax.tree.map(np.float16, tiny_params()))
+
+
 def test_one_text_under_two_names_is_measured_once():
     a, b, *_ = four_evalsets()
     calls = []

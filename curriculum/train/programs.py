@@ -1,13 +1,13 @@
-"""The compiled updates of a run: one a shape, made before it is needed, and never twice."""
+"""The compiled programs of a run: one a shape, made before it is needed, and never twice."""
 
 from __future__ import annotations
 
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from phases.schedule import Segment
 
@@ -37,20 +37,28 @@ class StepShape(NamedTuple):
 
 
 class Programs:
-    """`programs[shape]` is the compiled update of that shape. To be asked by one thread.
+    """`programs[shape]` is the compiled update of that shape, or what else of a run is compiled by what it is for.
+    To be asked by one thread.
 
-    `compile(shape)` makes one, and is called once a shape, in whatever thread.
+    `compile(shape)` makes one, and is called once a shape, in whatever thread; `warm(shape, program)` is called after
+    it in the background alone. `of` says in a message what the programs are. `beside`: those that share the thread.
     `seconds`: how long each took, in the order in which they were ready.
     """
 
-    def __init__(self, compile: Callable[[StepShape], Callable]):
-        self._compile = compile
-        self._ready: dict[StepShape, Callable] = {}
-        self._ahead: dict[StepShape, Future] = {}
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix=COMPILE_THREAD)
-        self.seconds: dict[StepShape, float] = {}
+    def __init__(
+        self,
+        compile: Callable[[Any], Any],
+        warm: Callable[[Any, Any], None] = lambda shape, program: None,
+        of: str = "the update of",
+        beside: Programs | None = None,
+    ):
+        self._compile, self._warm, self._of = compile, warm, of
+        self._ready: dict[Hashable, Any] = {}
+        self._ahead: dict[Hashable, Future] = {}
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix=COMPILE_THREAD) if beside is None else beside._worker
+        self.seconds: dict[Hashable, float] = {}
 
-    def __getitem__(self, shape: StepShape) -> Callable:
+    def __getitem__(self, shape: Hashable) -> Any:
         """Waits for a program that is being compiled; one that nothing was begun of is compiled here and now.
 
         Raises what the compiler raised, in the background too, with the shape as a note.
@@ -61,11 +69,11 @@ class Programs:
             self._ready[shape] = future.result() if begun else self._make(shape)
         return self._ready[shape]
 
-    def ahead(self, shapes: Iterable[StepShape]) -> None:
+    def ahead(self, shapes: Iterable[Hashable]) -> None:
         """Begin to compile in the background, in this order, what is not yet there; returns at once."""
         for shape in shapes:
             if shape not in self._ready and shape not in self._ahead:
-                self._ahead[shape] = self._worker.submit(self._make, shape)
+                self._ahead[shape] = self._worker.submit(self._make_ahead, shape)
 
     def close(self) -> None:
         """Begin nothing more. What is being compiled is not waited for here, but by the interpreter as it ends: the
@@ -74,11 +82,16 @@ class Programs:
         """
         self._worker.shutdown(wait=False, cancel_futures=True)
 
-    def _make(self, shape: StepShape) -> Callable:
+    def _make(self, shape: Hashable) -> Any:
         started = time.perf_counter()
-        with _Noted(f"while the update of {shape} was compiled"):
+        with _Noted(f"while {self._of} {shape} was compiled"):
             program = self._compile(shape)
         self.seconds[shape] = time.perf_counter() - started
+        return program
+
+    def _make_ahead(self, shape: Hashable) -> Any:
+        program = self._make(shape)
+        self._warm(shape, program)
         return program
 
 

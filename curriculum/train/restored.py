@@ -17,10 +17,11 @@ from curriculum.model.presets import HOW, ModelConfig
 from curriculum.model.transformer import transformer
 from curriculum.plan import DEFAULT_STORE_DIR
 from curriculum.run import architecture_at
+from curriculum.train.abstract import abstract_on_mesh
 from curriculum.train.device import tune_device
 from curriculum.train.frozen import whole_params
 from curriculum.train.mesh import MeshConfig, make_mesh
-from curriculum.train.setup import abstract_on_mesh, cache_compiled
+from curriculum.train.setup import cache_compiled
 
 
 class Restored(NamedTuple):

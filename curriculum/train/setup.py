@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import xxhash
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from curriculum.adaptation import HfBase, resolved_model
 from curriculum.config import Config
@@ -27,13 +27,13 @@ from curriculum.model.loss import nats_per_token
 from curriculum.model.model import Model, Params, Placement, abstract_params, check_model
 from curriculum.model.transformer import init_adapters, transformer
 from curriculum.plan import Past, continued_schedule, kept_order, replay_schedule
+from curriculum.train.abstract import abstract_batch, abstract_of, abstract_on_mesh, num_bytes, zeros
 from curriculum.train.checkpoint import Checkpoints, beside_params, load_params
 from curriculum.train.device import device_lines, tune_device
 from curriculum.train.feed import Feed
 from curriculum.train.frozen import load_frozen
 from curriculum.train.guard import with_window
 from curriculum.train.mesh import (
-    ROW_AXES,
     constrain,
     everywhere,
     gather,
@@ -59,6 +59,9 @@ from phases.rollback import judged_from, passed_over
 from phases.schedule import Schedule, Segment, SourceSupply, cut, segments_to_json
 
 _NO_ROPE = "is of the config's own models only, not of one that make_model gives; leave it out"
+# Of a state: up to here a program that is compiled ahead runs once, on zeros. Of one layer, 32 wide, the first run took
+# 30 to 60 ms of a CPU's time, later ones 3 to 5. It takes the state's memory again meanwhile.
+WARMED_BYTES = 256 << 20
 EVAL_ROWS = 32  # of a micro-batch on a device, at most; on 2 CPU cores 32 is 1.1x 16, and all windows at once x0.65
 
 
@@ -84,6 +87,7 @@ class Setup:
     clear_window: Callable[[Window], Window]  # one dispatch, where array by array they take ten times as long
     lower_update: Callable[[StepShape], jax.stages.Lowered]
     programs: Programs  # of `lower_update`, compiled
+    suites: Programs  # what measures with a rope theta of a phase's own, by that
     initial_state: Callable[[], TrainState]
     # By number of sources, and the guard's window_steps (None: as configured): shapes, types and placement, no values.
     abstract_state: Callable[..., TrainState]
@@ -94,8 +98,7 @@ class Setup:
     edit: dict[str, Any] | None = None  # what the config changed of the run that goes on, as `schedule_edit` tells it
     # Of each share that this process raised: (step, the schedule and the past before it).
     before_raised: list[tuple[int, Schedule, Past]] = field(default_factory=list)
-    _suites: dict[float, Suite] = field(default_factory=dict)  # by rope theta
-    _samples: dict[float, Samples] = field(default_factory=dict)
+    _samples: dict[float, Samples] = field(default_factory=dict)  # by rope theta
 
     @property
     def content_hashes(self) -> dict[str, str]:
@@ -132,17 +135,19 @@ class Setup:
         """The distinct shapes of the updates from `step` on, in the order in which they are needed."""
         return list(dict.fromkeys(self._shape_of(s) for s in self.schedule.segments if s.end > step))
 
+    def compile_ahead(self, step: int) -> None:
+        """Begin to compile in the background what the updates and evals from `step` on need; returns at once."""
+        shapes = self.shapes_from(step)
+        self.programs.ahead(shapes)
+        self.suites.ahead(dict.fromkeys(shape.rope_theta for shape in shapes if shape.rope_theta is not None))
+
     def _shape_of(self, segment: Segment) -> StepShape:
         return StepShape.of(segment, self.config.grad_accum_of(segment.phase))
 
     def suite_at(self, step: int) -> Suite:
         """What measures the parameters after `step` updates: with the rope theta of the phase that made them."""
         theta = self.schedule.rope_theta_at(step)
-        if theta is None:
-            return self.suite
-        if theta not in self._suites:
-            self._suites[theta] = self.suite.using(partial(nats_per_token, self.model_of(theta)))
-        return self._suites[theta]
+        return self.suite if theta is None else self.suites[theta]
 
     def samples_at(self, step: int) -> Samples | None:
         """What writes with the parameters after `step` updates."""
@@ -356,6 +361,8 @@ def build(
         params = jax.tree.map(lambda p: np.array(p) if isinstance(p, jax.Array) else p, model.init(config.seed))
         return compiled(place_state(mesh, params))
 
+    beside = {} if frozen is None else {"frozen": frozen}
+
     def lower_update(shape: StepShape) -> jax.stages.Lowered:
         train_step = make_train_step(
             model_of(shape.rope_theta),
@@ -372,8 +379,24 @@ def build(
             place_grads=partial(constrain, mesh),
         )
         inputs = [abstract_state(len(plan.sources)), abstract_batch(mesh, shape), np.float32(0), np.int32(0)]
-        beside = {} if frozen is None else {"frozen": jax.tree.map(_abstract, frozen)}
-        return jax.jit(train_step, donate_argnums=0, out_shardings=shardings).lower(*inputs, **beside)
+        jitted = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
+        return jitted.lower(*inputs, **jax.tree.map(abstract_of, beside))
+
+    def warm_update(shape: StepShape, update: Callable) -> None:
+        like = abstract_state(len(plan.sources))
+        if mesh.size > 1 or num_bytes(like) > WARMED_BYTES:  # beside a run's own no other may talk between devices
+            return
+        state, batch = (jax.tree.map(zeros, shapes) for shapes in (like, abstract_batch(mesh, shape)))
+        jax.block_until_ready(update(state, batch, np.float32(0), np.int32(0), **beside).step)
+
+    def suite_of(rope_theta: float) -> Suite:
+        measuring = suite.using(partial(nats_per_token, model_of(rope_theta)))
+        if mesh.size == 1:  # over several devices the averages of parameters may lie otherwise than they do
+            params = abstract_state(len(plan.sources)).params
+            measuring.compile(params if frozen is None else joined(jax.tree.map(abstract_of, frozen), params))
+        return measuring
+
+    programs = Programs(lambda shape: lower_update(shape).compile(), warm_update)
 
     check_same(lambda: _agreed(config, corpus, schedule, lineage))
     return Setup(
@@ -394,7 +417,8 @@ def build(
         model_of=model_of,
         clear_window=jax.jit(clear_window, out_shardings=shardings.window),
         lower_update=lower_update,
-        programs=Programs(lambda shape: lower_update(shape).compile()),
+        programs=programs,
+        suites=Programs(suite_of, of="the eval with rope_theta", beside=programs),
         initial_state=initial_state,
         abstract_state=abstract_state,
         device_lines=device_lines(added_flags),
@@ -427,27 +451,6 @@ def cache_compiled(store_dir: str | Path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(Path(store_dir).absolute() / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def abstract_on_mesh(mesh: Mesh, shapes: Any) -> Any:
-    """Shapes and types of a state or of parameters, with their placement."""
-    return jax.tree.map(
-        lambda array, sharding: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding),
-        shapes,
-        state_shardings(mesh, shapes),
-    )
-
-
-def abstract_batch(mesh: Mesh, shape: StepShape) -> Batch:
-    """Shapes and types of a batch, with their placement."""
-    A, B, T, _ = shape
-    placed = partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, PartitionSpec(None, ROW_AXES)))
-    ids_ABT, scored_ABT = placed((A, B, T), np.int32), placed((A, B, T), np.bool_)
-    return Batch(ids_ABT, ids_ABT, scored_ABT, ids_ABT, placed((A, B), np.int32))
-
-
-def _abstract(array: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
 def make_suite(config: Config, mesh: Mesh, model: Model, evalsets: Iterable[EvalSet]) -> Suite:
