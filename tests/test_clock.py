@@ -22,8 +22,7 @@ def test_clock_counts_training_only():
     assert steps == 2 and training <= seconds <= elapsed - compiling - pause + 0.001  # of rounding, like the others
     assert compiling - 0.001 <= compile_s <= elapsed - training - pause + 0.001
 
-    clock.switched()
-    stall = slept(clock.update(), 0.02)
+    stall = slept(clock.switching(), 0.02) + slept(clock.update(), 0.02)
     steps, seconds, once = clock.take()
     elapsed = time.perf_counter() - taking
     assert steps == 1 and once.keys() == {"switch_stall_s"} and stall <= seconds <= elapsed

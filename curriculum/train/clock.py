@@ -20,7 +20,8 @@ class TrainClock:
         self._seconds = 0.0
         self._steps = 0
         self._compile_s: float | None = None
-        self._switching, self._stall_s = False, None
+        self._switch_s: float | None = None  # of a switch whose first update is to come
+        self._stall_s: float | None = None
 
     @contextmanager
     def paused(self, state: TrainState):
@@ -40,15 +41,18 @@ class TrainClock:
         waited_s = time.perf_counter() - started
         if self._steps == 0 and self._compile_s is None:
             self._compile_s = waited_s
-        if self._switching:
-            self._switching, self._stall_s = False, waited_s
+        if self._switch_s is not None:
+            self._stall_s, self._switch_s = self._switch_s + waited_s, None
         self._steps += 1
 
-    def switched(self) -> None:
-        """The next update is the first of another phase: its stall is how long the host takes to have it under way,
-        the wait for its batch and a compilation, should there be one, included.
+    @contextmanager
+    def switching(self):
+        """Around what a switch of phase asks for. Its stall is that, and how long the host then takes to have the next
+        update under way: the wait for its batch and a compilation, should there be one, included.
         """
-        self._switching = True
+        started = time.perf_counter()
+        yield
+        self._switch_s = time.perf_counter() - started
 
     def take(self) -> tuple[int, float, dict[str, float]]:
         """(updates, seconds) since the last call, and what is told once: the compile time, a switch's stall."""

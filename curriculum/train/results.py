@@ -21,6 +21,7 @@ class Results:
     def __init__(self, directory: RunDirectory):
         self._directory = directory
         self._held: list[tuple[int, Mapping[str, WindowResults], Mapping[str, Mapping[str, WindowResults]]]] = []
+        self._newest: tuple[int | None, Mapping[str, WindowResults]] = (None, {})  # all that there is of a step
 
     def write(
         self, step: int, results: Mapping[str, WindowResults], averaged: Mapping[str, Mapping[str, WindowResults]]
@@ -28,6 +29,7 @@ class Results:
         """Keep the results of an eval by set, and those of averages of the parameters by average and set."""
         if not is_first():
             return
+        self._newest = (None, {}) if self._directory.results(step).exists() else (step, results)
         self._held.append((step, results, averaged))
         try:
             self.flush()
@@ -50,7 +52,9 @@ class Results:
         found = from_first(lambda: {name: result._asdict() for name, result in self._found(step).items()})
         return {name: WindowResults(**arrays) for name, arrays in found.items()}
 
-    def _found(self, step: int) -> dict[str, WindowResults]:
+    def _found(self, step: int) -> Mapping[str, WindowResults]:
+        if step == self._newest[0]:
+            return self._newest[1]
         found = self._on_disk(step)
         for held, results, _ in self._held:
             if held == step:

@@ -315,7 +315,6 @@ def _begin(run: Running, resumed_step: int | None, taken_up: Sequence[tuple[str,
         run.keep(step)
     if switches:
         switch_phase(run, step)
-        run.clock.switched()
 
 
 def _loop(run: Running, resumed_step: int | None, stop: StopSignals) -> dict[str, Any]:
@@ -333,15 +332,13 @@ def _loop(run: Running, resumed_step: int | None, stop: StopSignals) -> dict[str
             row = record.row(fields.metrics_row(setup, done, run.state, clock))  # an ordinary step's only host sync
             run.history = run.history.with_row(row)
             run.state = run.state._replace(window=setup.clear_window(run.state.window))
+            check_diverged(run, done)
         names = _sets_due(config, done, setup.schedule.phase_ends)
-        if names or done % config.logging.every == 0:
-            check_diverged(run, done, whole_state=bool(names))
         evaluated = evaluate(run, done, names) if names else None
         if setup.samples and (done % config.logging.generate_every == 0 or at_end):
             generate(run, done)
         if done in setup.schedule.phase_ends and not at_end:
             switch_phase(run, done)
-            clock.switched()
         worse = judge(run, done, evaluated) if evaluated else []
         for edit in fields.edits_again(setup, run.history, done):
             record.event("schedule_edit", done, **edit)
@@ -379,9 +376,14 @@ def _complete(run: Running) -> dict[str, Any]:
 
 
 def evaluate(run: Running, done: int, names: list[str]) -> Evaluated:
-    """Measure the named sets after `done` updates, and compare them with what they were."""
+    """Measure the named sets after `done` updates, and compare them with what they were.
+
+    Nothing is measured of training that diverged: raises what `check_diverged` does.
+    """
     setup, before = run.setup, run.history.watch
     with run.clock.paused(run.state):
+        if done:
+            check_diverged(run, done, whole_state=True)
         started = time.perf_counter()
         suite = setup.suite_at(done)
         results = suite.run(setup.whole(run.state.params), names)
@@ -413,9 +415,10 @@ def generate(run: Running, done: int) -> None:
 
 def switch_phase(run: Running, done: int) -> None:
     """Tell the switch after `done` updates, to whose eval the new phase will be compared."""
-    event = run.record.event("phase_switch", done, **fields.phase_switch(run.setup, done))
-    results = run.results.read(done)
-    run.history = run.history.with_phase(event["new_phase"], done, results)
+    with run.clock.switching():
+        event = run.record.event("phase_switch", done, **fields.phase_switch(run.setup, done))
+        results = run.results.read(done)
+        run.history = run.history.with_phase(event["new_phase"], done, results)
 
 
 def save(run: Running, done: int, planned: bool) -> dict[str, int] | None:
@@ -424,8 +427,8 @@ def save(run: Running, done: int, planned: bool) -> dict[str, int] | None:
     None where the disk did not take it, which is told. Nothing is saved of a run that diverged: raises what
     `check_diverged` does.
     """
-    check_diverged(run, done, whole_state=True)
     with run.clock.paused(run.state):
+        check_diverged(run, done, whole_state=True)
         # The golds that the ledger names are whole before it is; the gold of `done` itself comes after.
         run.settle(done)
         try:
