@@ -4,9 +4,12 @@
 
 Two runs of `curriculum.train.trainer.train`, as a user's but that every step is logged, so that every step is timed:
 
-    same shapes    the phases change the mixture alone: the steps right after a switch against all steps
-    other shapes   the phases change seq_len, batch_size and rope_theta: when and where each update was compiled, and
-                   how long the host took to have the first update of a phase under way, in steps of that shape
+    same shapes    the phases change the mixture alone: the steps right after a switch against all steps, and beside
+                   them those after an eval in the middle of a phase, as there is an eval at every switch too
+    other shapes   the phases change seq_len, batch_size and rope_theta: when and where each update was compiled; how
+                   much longer the first update of a phase took than the others of that shape, and, of that, how long
+                   the host took to have it under way (`switch_stall_s`). What is compiled in the background is done
+                   by the first switch: the last update before it waits for that, should it be necessary
 
 The model is that of nanoGPT's CPU run, 4 layers of 128, unless --small is given.
 """
@@ -65,9 +68,10 @@ def same_shapes(folder: Path, args: argparse.Namespace) -> dict:
         {"name": f"p{i}", "until": (i + 1) * args.steps, "mixture": {"web": 1 + i % 2, "law": 2 - i % 2}}
         for i in range(args.switches + 1)
     ]
-    rows, compiled, _ = run(folder, "same", phases, args)
+    rows, compiled, _ = run(folder, "same", phases, args, evals_every=args.steps // 2)
     by_step = {row["step"]: row["step_time_s"] for row in rows[1:]}  # the first one is compiled
     after = [by_step[phase["until"] + 1] for phase in phases[:-1]]
+    after_eval = [by_step[phase["until"] - args.steps // 2 + 1] for phase in phases]
     first_switch = phases[0]["until"]
     return {
         "switches": args.switches,
@@ -75,7 +79,9 @@ def same_shapes(folder: Path, args: argparse.Namespace) -> dict:
         "compilations_after_it": sum(step >= first_switch for step, _, _ in compiled),
         "median_step_ms": ms(np.median(list(by_step.values()))),
         "median_step_after_a_switch_ms": ms(np.median(after)),
+        "median_step_after_another_eval_ms": ms(np.median(after_eval)),
         "after_a_switch_over_all": round(float(np.median(after) / np.median(list(by_step.values()))), 3),
+        "after_a_switch_over_after_another_eval": round(float(np.median(after) / np.median(after_eval)), 3),
         "median_stall_ms": ms(np.median([row["switch_stall_s"] for row in rows if "switch_stall_s" in row])),
     }
 
@@ -94,7 +100,8 @@ def other_shapes(folder: Path, args: argparse.Namespace) -> list[dict]:
     for i, phase in enumerate(phases):
         first = i * num_steps
         shape = setup.shape_at(first)
-        step_s = float(np.median([by_step[step]["step_time_s"] for step in range(first + 3, first + num_steps + 1)]))
+        steps_s = [by_step[step]["step_time_s"] for step in range(first + 3, first + num_steps + 1)]
+        step_s = float(np.median(steps_s))
         stall_s = by_step[first + 1].get("switch_stall_s")
         found.append(
             {
@@ -105,8 +112,10 @@ def other_shapes(folder: Path, args: argparse.Namespace) -> list[dict]:
                 "in": updates[shape][1],
                 "compile_s": round(setup.programs.seconds[shape], 2),
                 "median_step_ms": ms(step_s),
-                "stall_ms": None if stall_s is None else ms(stall_s),
-                "stall_in_steps": None if stall_s is None else round(stall_s / step_s, 2),
+                "p95_step_ms": ms(np.quantile(steps_s, 0.95)),
+                "first_step_ms": None if stall_s is None else ms(by_step[first + 1]["step_time_s"]),
+                "stall_in_steps": None if stall_s is None else round(by_step[first + 1]["step_time_s"] / step_s - 1, 2),
+                "switch_stall_ms": None if stall_s is None else ms(stall_s),
             }
         )
     return found
@@ -116,11 +125,10 @@ def of_updates(setup, compiled: list[tuple[int, str, float]]) -> list[tuple[int,
     """(step under way, thread) of the compilation of each update, in order: the first in the foreground, then those in
     the thread."""
     background = [(step, "background") for step, thread, _ in compiled if thread.startswith("curriculum-compile")]
-    foreground = len(setup.programs.seconds) - len(background)
-    return [(0, "foreground")] * foreground + background
+    return [(0, "foreground"), *background][: len(setup.programs.seconds)]  # evals are compiled after them
 
 
-def run(folder: Path, name: str, phases: list[dict], args: argparse.Namespace):
+def run(folder: Path, name: str, phases: list[dict], args: argparse.Namespace, evals_every: int = 10**6):
     """(metrics rows, compilations as (step under way, thread, seconds), the setup) of a run."""
     from jax import monitoring
 
@@ -137,6 +145,8 @@ def run(folder: Path, name: str, phases: list[dict], args: argparse.Namespace):
 
     def update_at(setup, step):
         at[0], setups[:] = step, [setup]
+        if step == phases[0]["until"] - 1:
+            setup.programs._worker.submit(lambda: None).result()  # all that is compiled ahead was asked for before
         return unwatched(setup, step)
 
     config = build_config(
@@ -148,7 +158,7 @@ def run(folder: Path, name: str, phases: list[dict], args: argparse.Namespace):
                 source: {"path": str(folder / f"{source}.jsonl"), "held_out": "5%"} for source in ("web", "law")
             },
             "phases": phases,
-            "evalsets": {"every": 10**6, "primary": {"held_out_of": "web", "max_sequences": 4}, "sets": {}},
+            "evalsets": {"every": evals_every, "primary": {"held_out_of": "web", "max_sequences": 4}, "sets": {}},
             "train": {"steps": phases[-1]["until"], "batch_size": 12, "seq_len": 64},
             "optim": {"lr": 1e-30},  # no eval is better than the first, so that no gold is saved where a phase ends
             "checkpoint": {"every": 10**6},
