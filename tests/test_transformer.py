@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from curriculum.model.presets import ModelConfig
-from curriculum.model.transformer import _dropout, _rows, forward, head, init_params, transformer
+from curriculum.model.transformer import Block, _dropout, _rows, forward, head, init_params, transformer
 
 SMALL = ModelConfig(vocab_size=13, n_layer=2, n_head=4, n_kv_head=2, d_model=16, d_ff=12, max_seq_len=8)
 TOKENS_BT = np.array([[1, 5, 0, 12, 7, 7], [3, 2, 11, 12, 0, 4]], np.int32)
@@ -230,6 +230,20 @@ def test_less_is_kept_the_more_is_computed_again():
     stream_bytes, params_bytes = 4 * 128 * 64 * 4, 4 * sum(a.size for a in jax.tree.leaves(shapes[0]))
     assert full < params_bytes + 10 * stream_bytes  # what enters each block, and what the last norm keeps
     assert full < 0.5 * dots < 0.25 * none
+
+
+def test_blocks_that_are_alike_are_traced_once(monkeypatch):
+    config = replace(SMALL, n_layer=5, d_ff=28)
+    traced, run = [], Block.__call__
+
+    def counted(*inputs, **settings):
+        traced.append(1)
+        return run(*inputs, **settings)
+
+    monkeypatch.setattr(Block, "__call__", counted)
+    program = str(jax.make_jaxpr(partial(forward, config))(init_params(config, 0), TOKENS_BT))
+    assert program.count("28] = dot_general[") in (5, 10)  # in all five: up, and with swiglu gate
+    assert len(traced) == 1
 
 
 def test_bfloat16_is_of_products_and_parameters_stay_float32():

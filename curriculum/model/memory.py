@@ -122,9 +122,8 @@ def kept_bytes(model: ModelConfig, rows: int, seq_len: int, document_mask: bool 
     last_norm = (model.d_model + 1) * FLOAT32_BYTES
     outside = num_tokens * (4 + last_norm + _dropout_bytes(model))
     if document_mask and model.pos_encoding == "rope":
-        # Cosines and sines of each row's own positions; kept by each rotation (two a block, two of each).
-        rotations = 4 * model.n_layer if model.remat == "none" else 2
-        outside += num_tokens * rotations * (model.head_width // 2) * FLOAT32_BYTES
+        # Cosines and sines of each row's own positions, which all rotations share.
+        outside += num_tokens * 2 * (model.head_width // 2) * FLOAT32_BYTES
     if model.remat != "none":
         outside += (rows if document_mask else 1) * seq_len**2
     return outside + model.n_layer * block_bytes(model, rows, seq_len, model.remat)
