@@ -1,5 +1,6 @@
 """The command as a person meets it: exit codes, messages, no traceback, nothing left behind."""
 
+import gc
 import json
 import subprocess
 import sys
@@ -8,6 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 from command_line import run
+
+from curriculum.cli.lasting import lasting
 
 CURRICULUM = str(Path(sys.executable).parent / "curriculum")
 
@@ -243,3 +246,17 @@ main.main()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (130, "")
     assert done.stderr == "interrupted; a run that had begun goes on with --resume latest\n"
+
+
+def test_what_is_imported_is_not_looked_through_for_garbage():
+    before = gc.get_freeze_count()
+    try:
+        with lasting():
+            assert not gc.isenabled()
+            made = [[] for _ in range(1000)]
+        assert gc.isenabled() and gc.get_freeze_count() >= before + len(made)
+        with pytest.raises(ImportError), lasting():
+            raise ImportError
+        assert gc.isenabled()
+    finally:
+        gc.unfreeze()

@@ -8,6 +8,7 @@ import traceback
 
 import click
 
+from curriculum.cli.lasting import lasting
 from curriculum.errors import InputError
 
 _INTERRUPTED = "interrupted; a run that had begun goes on with --resume latest"
@@ -35,7 +36,8 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx, name):
         if name not in _COMMANDS:
             return None
-        module = __import__(_COMMANDS[name][0], fromlist=["command"])
+        with lasting():
+            module = __import__(_COMMANDS[name][0], fromlist=["command"])
         return module.command
 
     def format_commands(self, ctx, formatter):

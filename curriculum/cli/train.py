@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from curriculum.cli.exits import stopped_runs
+from curriculum.cli.lasting import lasting
 from curriculum.cli.options import config_options, process_options
 from curriculum.config import config_name, load_config
 from curriculum.errors import InputError
@@ -45,11 +46,13 @@ def command(config_path, changes, store_dir, run_dir, resume, accept_past, launc
     if dry_run and resume is not None:
         raise InputError("--dry-run: it begins nothing and continues nothing; leave --resume out")
 
-    from curriculum.train.processes import is_first, joined
+    with lasting():
+        from curriculum.train.processes import is_first, joined
 
     with joined(launch, join_seconds):
-        from curriculum.train.trainer import dry_run as run_dry
-        from curriculum.train.trainer import train
+        with lasting():
+            from curriculum.train.trainer import dry_run as run_dry
+            from curriculum.train.trainer import train
 
         if not dry_run:
             with stopped_runs("--resume latest"):
