@@ -13,9 +13,7 @@ from evalsets.gold import (
     Blocked,
     Candidate,
     Gold,
-    GoldConfig,
     GoldState,
-    Limit,
     Measured,
     Pending,
     Regressed,
@@ -24,6 +22,7 @@ from evalsets.gold import (
     kept_steps,
     vetoed,
 )
+from evalsets.gold_config import GoldConfig, Limit
 from evalsets.metrics import Summary
 
 OFF = GoldConfig(overfit_ratio=None, consecutive_rises=None)
