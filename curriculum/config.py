@@ -8,6 +8,7 @@ import os
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -30,7 +31,7 @@ from curriculum.train.optimizer import OptimConfig
 from curriculum.variables import substitute
 from curriculum.yaml12 import Origin, read_override, read_yaml
 from evalsets.evalset import PRIMARY
-from evalsets.gold import GoldConfig
+from evalsets.gold_config import GoldConfig
 from evalsets.regressions import RegressionConfig
 from phases.lr import LrSchedule
 from phases.schedule import Phase
@@ -405,7 +406,12 @@ def sections() -> list[dataclasses.Field]:
 
 def section_adapter(section: str) -> TypeAdapter:
     """What validates one section."""
-    return TypeAdapter(typing.get_type_hints(Config, include_extras=True)[section])
+    return TypeAdapter(_section_types()[section])
+
+
+@lru_cache
+def _section_types() -> dict[str, Any]:
+    return typing.get_type_hints(Config, include_extras=True)
 
 
 def _plain(value):

@@ -229,7 +229,7 @@ class Schedule:
         steps = np.asarray(steps, np.int64)
         index = np.searchsorted([s.start for s in self.segments], steps, side="right") - 1
         rates = np.empty(steps.shape, np.float64)
-        for i in np.unique(index):
+        for i in set(index.ravel().tolist()):  # np.unique would import numpy.ma: 4 % of a plan
             rates[index == i] = learning_rate(self.segments[i].lr, steps[index == i]) * self.segments[i].lr_scale
         return rates
 

@@ -7,7 +7,6 @@ import functools
 import click
 
 from curriculum.run import DEFAULT_STORE_DIR
-from curriculum.train.launch import VARIABLES, find_launch
 
 STORE_DIR = click.option(
     "--store-dir", default=DEFAULT_STORE_DIR, show_default=True, metavar="DIR", help="Where token stores are kept."
@@ -62,6 +61,7 @@ def config_options(config_required: bool = True):
 
 def process_options(command):
     """How a run of several processes is told of them: the command gets `launch` and `join_seconds`."""
+    from curriculum.train.launch import VARIABLES, find_launch
 
     @functools.wraps(command)
     def with_launch(coordinator, num_processes, process_id, **options):
