@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import re
 import shutil
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
 from curriculum.errors import InputError
@@ -30,11 +31,21 @@ from curriculum.train.mesh import on_host, placed
 from curriculum.train.quiet import quiet_failed_saves
 from curriculum.train.step import TrainState
 
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
+
 _EMA = "ema"  # an item of its own where a moving average is kept, so that it can be read alone
 _ARRAYS = ("params", "train", "baselines", _EMA)  # the items of a step that are trees of arrays
 # All saves of a process, one after the other: what orbax begins it tells from other saves by one number for them all.
 _in_turn = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 _LEFT_OVER = re.compile(r"\.\d+\.(saving.*|deleting|adopted)")
+
+
+def import_ahead() -> threading.Thread:
+    """Begin to import what saves and restores need, which takes half a second: the first of them waits for it."""
+    thread = threading.Thread(target=importlib.import_module, args=("orbax.checkpoint",), name="import")
+    thread.start()
+    return thread
 
 
 class SaveFailed(OSError):
@@ -70,6 +81,8 @@ class Checkpoints:
 
     @cached_property
     def _writer(self) -> ocp.AsyncCheckpointer:
+        import orbax.checkpoint as ocp
+
         quiet_failed_saves()
         # Compressing float32 noise saves 7 % of the disk, and takes more of the processor than all the rest of a save.
         arrays = {name: ocp.PyTreeCheckpointHandler(use_compression=False) for name in _ARRAYS}
@@ -87,6 +100,8 @@ class Checkpoints:
         Raises SaveFailed where the disk does not take it, or did not take the one before, NonFiniteState before
         anything is written, and RuntimeError where a later step is there.
         """
+        import orbax.checkpoint as ocp
+
         self.wait()
         check_finite(state)
         step = int(state.step)
@@ -349,13 +364,11 @@ def _of_disk(error: Exception) -> Exception:
 
 
 def save_params(folder: Path, params: Any) -> None:
-    """Save a tree of arrays, so that `load_params` reads it, once the saves under way are over.
+    """Save a tree of arrays, so that `load_params` reads it. Raises OSError where the disk does not take it."""
+    import orbax.checkpoint as ocp
 
-    Raises OSError where the disk does not take it.
-    """
-
-    def save() -> None:
-        with ocp.StandardCheckpointer() as checkpointer:
+    with ocp.StandardCheckpointer() as checkpointer:
+        try:
             checkpointer.save(folder, params)
             checkpointer.wait_until_finished()
 
@@ -380,6 +393,8 @@ def load_params(folder: str | os.PathLike, like: Any = None) -> Any:
 
 
 def _restore(folder: Path, like: Any) -> Any:
+    import orbax.checkpoint as ocp
+
     saved = ocp.StandardCheckpointHandler().metadata(folder).tree
     if like is None:
         host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])

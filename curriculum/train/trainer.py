@@ -28,7 +28,7 @@ from curriculum.run import RunDirectory, load_run, read_json, write_tokenizer
 from curriculum.train import fields, ledger
 from curriculum.train.averages import averages_at, set_aside_means_after
 from curriculum.train.best import BestCheckpoints, lost_golds
-from curriculum.train.checkpoint import Checkpoints
+from curriculum.train.checkpoint import Checkpoints, import_ahead
 from curriculum.train.clock import peak_memory_gb
 from curriculum.train.divergence import GoingBack, check_diverged, checkpoint_before
 from curriculum.train.edits import compare, edit_event
@@ -324,7 +324,8 @@ def _loop(run: Running, resumed_step: int | None, stop: StopSignals) -> dict[str
         with clock.update():
             run.state = setup.update_at(step)(run.state, setup.feed[step], *setup.knobs(step))
         if step == first:
-            setup.compile_ahead(step)
+            setup.programs.ahead(setup.shapes_from(step))
+            import_ahead()
         done = step + 1
         run.settle(done, wait=False)
         at_end = done == setup.schedule.total_steps
