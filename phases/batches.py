@@ -20,8 +20,6 @@ import numpy as np
 from phases.schedule import Schedule
 from phases.shuffle import permute, stream_key
 
-_EVERY_BYTE = np.uint64(0x0101010101010101)
-
 
 class Batch(NamedTuple):
     """One update's sequences: A micro-steps of B rows of T tokens."""
@@ -90,18 +88,12 @@ def document_ids(inputs_BT: np.ndarray, eot: int) -> np.ndarray:
     As an input, end-of-text opens the next document, as in evals; as a target it closes the one before.
     """
     opens_BT = inputs_BT == eot
-    if opens_BT.shape[-1] % 8 == 0:
-        # Eight slots at a time, a byte each: the product's byte k is the sum of the bytes 0..k.
-        words_BW = opens_BT.view("<u8") * _EVERY_BYTE
-        totals_BW = words_BW >> np.uint64(56)
-        ends_BW = np.cumsum(totals_BW, axis=-1)
-        if ends_BW[..., -1:].max(initial=0) < 256:
-            ends_BW -= totals_BW
-            ends_BW -= opens_BT[..., :1]  # the row's first slot opens document 0
-            ends_BW *= _EVERY_BYTE
-            words_BW += ends_BW
-            return words_BW.view(np.uint8).astype(np.int32)
-    ids_BT = np.cumsum(opens_BT, axis=-1, dtype=np.int32)
+    opens_BT[..., 0] = True  # a row begins with its document 0
+    # Documents are long: to lay each down whole is quicker than to count from slot to slot.
+    starts_N = opens_BT.reshape(-1).nonzero()[0]
+    ends_N = np.empty_like(starts_N)
+    ends_N[:-1], ends_N[-1:] = starts_N[1:], opens_BT.size
+    ids_BT = np.arange(len(starts_N), dtype=np.int32).repeat(ends_N - starts_N).reshape(opens_BT.shape)
     ids_BT -= ids_BT[..., :1].copy()
     return ids_BT
 
@@ -168,15 +160,13 @@ class DataPlan:
         *,
         mask_boundary_loss: bool = False,
         train_on_eos: bool = True,
-        documents: bool = True,
         rows: slice | None = None,
     ) -> Batch:
         """The batch of update `step`, from each source's stream: an array or memory map of tokens, or a RowStream.
 
         `mask_boundary_loss` leaves the first token of each document unscored: the target of an end-of-text. Without
-        `train_on_eos` the targets that are end-of-text are not scored. Without `documents` the segment ids of plain
-        arrays are all 0, for those who ask of them only which slots hold a token. `draws` may hand in this step's rows
-        where they were worked out many steps at a time.
+        `train_on_eos` the targets that are end-of-text are not scored. `draws` may hand in this
+        step's rows where they were worked out many steps at a time.
 
         `rows` are those of the B rows of each micro-step that are wanted: only they are read, and the batch is
         `[:, rows]` of the whole one.
@@ -193,7 +183,7 @@ class DataPlan:
             tokens_BT1 = _consecutive_tokens(by_source, draws, segment.seq_len)
             inputs_BT, targets_BT = tokens_BT1[:, :-1], tokens_BT1[:, 1:]
             scored_BT = np.ones(inputs_BT.shape, bool)
-            segment_ids_BT = document_ids(inputs_BT, eot) if documents else np.zeros(inputs_BT.shape, np.int32)
+            segment_ids_BT = document_ids(inputs_BT, eot)
         if mask_boundary_loss:
             scored_BT &= inputs_BT != eot
         if not train_on_eos:

@@ -160,18 +160,6 @@ def test_rows_that_are_not_wanted_are_not_read():
     assert len(offsets) == 2 and len(part.inputs_ABT[0]) == 1
 
 
-@pytest.mark.parametrize("sources", [TOKENS, {n: t.astype(np.uint16) for n, t in TOKENS.items()}])
-def test_without_documents_only_the_segment_ids_are_plainer(sources):
-    plan = make_plan()
-    with_ids = [plan.batch(step, sources, 40_003) for step in range(60)]
-    without = [plan.batch(step, sources, 40_003, documents=False) for step in range(60)]
-    assert max(batch.segment_ids_ABT.max() for batch in with_ids) == 1
-    for a, b in zip(with_ids, without, strict=True):
-        assert not b.segment_ids_ABT.any() and b.segment_ids_ABT.dtype == np.int32
-        for name in ("inputs_ABT", "targets_ABT", "loss_mask_ABT", "source_ids_AB"):
-            assert np.array_equal(getattr(a, name), getattr(b, name))
-
-
 @pytest.mark.parametrize("lengths", [(8, 2, 4, 8), (4, 8, 1, 2), (2, 2, 8, 4)])
 def test_segments_of_other_lengths_cut_the_blocks_evenly(lengths):
     """One source over four segments, each begun at a whole row: row by row what the epochs hold, worked out by hand."""

@@ -4,11 +4,11 @@
 
 Four sources as memory maps of u16, documents of about 700 tokens, batches of 32 x 1,024; the rows take turns, and each
 is the median of its rounds. `planned` works the order out 256 steps at a time, as training does, from token stores;
-`plain` without the segment ids, which document_mask alone reads; `quarter` makes a quarter of each batch's rows, as one
-of four processes does. `alone` asks for each step on its own, `random` for steps in any order. `bins` is `planned`
-where the same tokens are documents packed by best fit. `windows` draws as nanoGPT's get_batch does, in numpy: 32
-windows at random places of one memory map, which promises no epoch, no mixture and no resume. `copy` converts as many
-tokens that lie in the cache. Last, the packing of a million documents itself.
+`quarter` makes a quarter of each batch's rows, as one of four processes does. `alone` asks for each step on its own,
+`random` for steps in any order. `bins` is `planned` where the same tokens are documents packed by best fit. `windows`
+draws as nanoGPT's get_batch does, in numpy: 32 windows at random places of one memory map, which promises no epoch, no
+mixture and no resume. `copy` converts as many tokens that lie in the cache. Last, the packing of a million documents
+itself.
 """
 
 import argparse
@@ -114,9 +114,6 @@ def main():
         def planned():
             in_sequence(plan, stores)
 
-        def plain():
-            in_sequence(plan, stores, documents=False)
-
         def quarter():
             in_sequence(plan, stores, rows=slice(0, BATCH // 4))
 
@@ -152,7 +149,7 @@ def main():
 
         planned()
         bins()
-        functions = (planned, plain, quarter, alone, random, bins, order_planned, order_alone, windows, copy)
+        functions = (planned, quarter, alone, random, bins, order_planned, order_alone, windows, copy)
         times = seconds_a_batch(functions)
     results = {"processor": processor(), "cores": os.cpu_count()}
     for name, seconds in times.items():

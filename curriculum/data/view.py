@@ -36,11 +36,14 @@ class TokenView:
         return self._len
 
     def __getitem__(self, index: slice) -> np.ndarray:
-        start, stop, step = index.indices(self._len)
-        if step != 1:
-            raise ValueError(f"step {step}; a view of tokens gives contiguous slices only")
-        if start >= stop:
-            return np.empty(0, self.dtype)
+        start, stop = index.start, index.stop
+        if index.step is not None or start is None or stop is None or not 0 <= start < stop <= self._len:
+            # Rows of a batch never are such slices: to ask this of them too would take as long as reading one.
+            start, stop, step = index.indices(self._len)
+            if step != 1:
+                raise ValueError(f"step {step}; a view of tokens gives contiguous slices only")
+            if start >= stop:
+                return np.empty(0, self.dtype)
         span = bisect_right(self._starts, start) - 1
         if span + 1 == len(self._starts) or stop <= self._starts[span + 1]:
             shift = self._shift[span]
