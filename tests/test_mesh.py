@@ -39,8 +39,8 @@ from evalsets.metrics import summarise
 ROOT = Path(__file__).parents[1]
 # What is asked of the compiler here does not need its optimizations, which take longer than all the rest.
 ENVIRONMENT = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-ONE, FSDP = (1, 1, 1), (1, 8, 1)
-MESHES = [ONE, (2, 1, 1), (8, 1, 1), (1, 4, 1), FSDP, (1, 1, 2), (2, 2, 2)]
+ONE, FOUR, FSDP = (1, 1, 1), (1, 4, 1), (1, 8, 1)
+MESHES = [ONE, (2, 1, 1), (8, 1, 1), FOUR, FSDP, (1, 1, 2), (2, 2, 2)]
 STEPS, SAVED_AT = 6, 3
 # Float32 sums in another order: losses of 5 nats are one unit in the last place apart, 9e-8, after six updates.
 TRAIN_RTOL, EVAL_RTOL = 1e-6, 1e-6
@@ -126,7 +126,7 @@ def compiled_step(setup):
 
 
 def main(folder: Path):
-    """On 8 devices: every mesh by hand, checkpoints from 8 to 1 and back, and a run that changes its mesh."""
+    """On 8 devices: every mesh by hand, checkpoints from 8 to 4 to 1 to 8, and a run that changes its mesh."""
     jax.config.update("jax_num_cpu_devices", 8)
     write_sources(folder)
     store, told, setups, saves, saved = folder / "store", {}, {}, {}, {}
@@ -140,16 +140,20 @@ def main(folder: Path):
         state = setups[mesh].restore(saves[mesh], SAVED_AT, setups[mesh].plan.sources)
         told[str(mesh)]["samples"] = setups[mesh].samples(state.params)
         told[str(mesh)]["samples_again"] = setups[mesh].samples(state.params)
-    for old, new in ((FSDP, ONE), (ONE, FSDP)):
-        state = setups[new].restore(saves[old], SAVED_AT, setups[new].plan.sources)
-        restored = {"equal": as_bytes(state) == saved[old], "num_arrays": len(saved[old]), "losses": []}
-        restored["parts"] = parts(state)
-        for step in range(SAVED_AT, STEPS):
-            state = setups[new].update_at(step)(state, setups[new].feed[step], *setups[new].knobs(step))
-            restored["losses"].append(read_window(state.window, setups[new].plan.sources)["loss"])
-            state = state._replace(window=clear_window(state.window))
-        restored["programs"] = len(setups[new].programs.seconds)
-        told[f"{old} to {new}"] = restored
+    # A step and a checkpoint on each: what 8 devices saved goes on with 4, then with one, and again with 8.
+    told["handed_on"], source, step, held = [], saves[FSDP], SAVED_AT, saved[FSDP]
+    for mesh in (FOUR, ONE, FSDP):
+        state = setups[mesh].restore(source, step, setups[mesh].plan.sources)
+        handed = {"mesh": mesh, "equal": as_bytes(state) == held, "num_arrays": len(held), "parts": parts(state)}
+        state = setups[mesh].update_at(step)(state, setups[mesh].feed[step], *setups[mesh].knobs(step))
+        handed["loss"] = read_window(state.window, setups[mesh].plan.sources)["loss"]
+        handed["programs"] = len(setups[mesh].programs.seconds)
+        told["handed_on"].append(handed)
+        step, state = step + 1, state._replace(window=clear_window(state.window))
+        source = saves[f"after {mesh}"] = Checkpoints(folder / "checkpoints" / f"handed on {step}")
+        source.save(state, {}, {"primary": np.zeros((3, 1), np.float32)})
+        source.wait()
+        held = as_bytes(state)
     for made in setups.values():
         made.feed.close()
     for checkpoints in saves.values():
@@ -239,13 +243,13 @@ def test_gradients_are_split_and_each_device_takes_its_rows(told):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "split"), [(f"{FSDP} to {ONE}", 1), (f"{ONE} to {FSDP}", 8)])
-def test_a_checkpoint_goes_on_with_another_number_of_devices(told, way, split):
-    restored = told[way]
-    assert restored["equal"] and restored["num_arrays"] > 40
-    assert restored["parts"]["params/embed/embedding"] == restored["parts"]["opt_state/0/mu/head/kernel"] == split
-    assert restored["losses"] == pytest.approx(told[str(ONE)]["losses"][SAVED_AT:], rel=TRAIN_RTOL)
-    assert restored["programs"] == 1
+@pytest.mark.parametrize(("at", "mesh", "split"), [(0, FOUR, 4), (1, ONE, 1), (2, FSDP, 8)])
+def test_a_checkpoint_goes_on_with_another_number_of_devices(told, at, mesh, split):
+    handed = told["handed_on"][at]
+    assert handed["mesh"] == list(mesh) and handed["equal"] and handed["num_arrays"] > 40
+    assert handed["parts"]["params/embed/embedding"] == handed["parts"]["opt_state/0/mu/head/kernel"] == split
+    assert handed["loss"] == pytest.approx(told[str(ONE)]["losses"][SAVED_AT + at], rel=TRAIN_RTOL)
+    assert handed["programs"] == 1
 
 
 @pytest.mark.slow

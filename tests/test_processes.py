@@ -1,4 +1,5 @@
-"""A run in two real processes over the loopback, which this file is run as too; and how processes find together."""
+"""A run in two real processes over the loopback, and on simulated devices in one, both of which this file is run as too;
+and how processes find together."""
 
 import json
 import os
@@ -68,31 +69,25 @@ def free_port():
         return server.getsockname()[1]
 
 
-def main(folder: Path, run_name: str, mesh: str, port: str, num_processes: str, process_id: str):
-    """What this process reads of the first batches, told by the row it is of; and then the run."""
+def main(folder: Path, port: str, num_processes: str, process_id: str, *runs: str):
+    """Runs, each as its name and its mesh: what this process reads of the first batches, told by the row it is of; and
+    then the run."""
     from curriculum.train.setup import build
     from curriculum.train.trainer import train
 
-    config = build_config(config_data(folder, tuple(map(int, mesh.split("x")))))
     with joined(find_launch(f"127.0.0.1:{port}", int(num_processes), int(process_id)), 60):
-        setup = build(config, folder / "store")
-        rows, made, make = {}, [], setup.plan.batch
-
-        def counted(*arguments, **options):
-            batch = make(*arguments, **options)
-            made.append(batch.inputs_ABT.shape[1])
-            return batch
-
-        setup.plan.batch = counted
-        for step in range(SHOWN):
-            for shard in setup.feed[step].inputs_ABT.addressable_shards:
-                part_ABT = np.asarray(shard.data)
-                for b in range(part_ABT.shape[1]):
-                    rows[f"{step}/{(shard.index[1].start or 0) + b}"] = part_ABT[:, b]
-        setup.feed.close()
-        np.savez(folder / f"rows-{run_name}-{process_id}.npz", **rows)
-        (folder / f"made-{run_name}-{process_id}.json").write_text(json.dumps(made))
-        train(config, folder / run_name, store_dir=folder / "store")
+        for run_name, mesh in (run.split("=") for run in runs):
+            config = build_config(config_data(folder, tuple(map(int, mesh.split("x")))))
+            setup = build(config, folder / "store")
+            rows = {}
+            for step in range(SHOWN):
+                for shard in setup.feed[step].inputs_ABT.addressable_shards:
+                    part_ABT = np.asarray(shard.data)
+                    for b in range(part_ABT.shape[1]):
+                        rows[f"{step}/{(shard.index[1].start or 0) + b}"] = part_ABT[:, b]
+            setup.feed.close()
+            np.savez(folder / f"rows-{run_name}-{process_id}.npz", **rows)
+            train(config, folder / run_name, store_dir=folder / "store")
 
 
 def environment(**more):
@@ -163,19 +158,35 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(folder):
-    """The same run in one process, and in two of two devices each that share out the rows and the state."""
-    alone = start([__file__, folder, "one", "1x1x1", free_port(), 1, 0])
+    """The same run on one device, on 2, 4 and 8 of one process, and in two processes of two devices each; by name, with
+    what the two processes said."""
+    alone = start([__file__, folder, free_port(), 1, 0, "1=1x1x1"])
     assert ended(alone)[0] == 0, ended(alone)[1]
+    simulated = start([__file__, folder, free_port(), 1, 0, "2=2x1x1", "4=1x4x1", "8=2x2x2"], JAX_NUM_CPU_DEVICES="8")
+    assert ended(simulated)[0] == 0, ended(simulated)[1]
     port = free_port()
-    two = [start([__file__, folder, "two", "2x2x1", port, 2, i], JAX_NUM_CPU_DEVICES="2") for i in range(2)]
+    two = [start([__file__, folder, port, 2, i, "two=2x2x1"], JAX_NUM_CPU_DEVICES="2") for i in range(2)]
     said = [ended(process) for process in two]
     assert [code for code, _ in said] == [0, 0], said
-    return load_run(folder / "one"), load_run(folder / "two"), [text for _, text in said]
+    return {name: load_run(folder / name) for name in ("1", "2", "4", "8", "two")} | {
+        "said": [text for _, text in said]
+    }
+
+
+MANY = [("2", 2, 1), ("4", 4, 1), ("8", 8, 1), ("two", 4, 2)]  # name, devices, processes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["2", "4", "8"])
+def test_simulated_devices_read_the_rows_of_one(runs, folder, name):
+    one, many = (np.load(folder / f"rows-{run}-0.npz") for run in ("1", name))
+    assert len(one.files) == SHOWN * 4 and sorted(many.files) == sorted(one.files)
+    assert all(np.array_equal(many[row], one[row]) for row in one.files)
 
 
 @pytest.mark.slow
 def test_two_processes_read_the_rows_of_one_and_each_only_its_own(runs, folder):
-    one = np.load(folder / "rows-one-0.npz")
+    one = np.load(folder / "rows-1-0.npz")
     parts = [np.load(folder / f"rows-two-{i}.npz") for i in range(2)]
     assert len(one.files) == SHOWN * 4 and [len(part.files) for part in parts] == [SHOWN * 2] * 2
     assert sorted([*parts[0].files, *parts[1].files]) == sorted(one.files)
@@ -188,40 +199,41 @@ def test_two_processes_read_the_rows_of_one_and_each_only_its_own(runs, folder):
 
 
 @pytest.mark.slow
-def test_two_processes_train_and_evaluate_as_one_does(runs, folder):
-    one, two, _ = runs
-    assert [row["step"] for row in two.metrics] == list(range(1, STEPS + 1))  # written once
-    for name in ("loss", "loss_web", "loss_code"):
-        of_one, of_two = ([row[name] for row in run.metrics] for run in (one, two))
-        assert [x is None for x in of_one] == [x is None for x in of_two]
-        assert [x for x in of_two if x] == pytest.approx([x for x in of_one if x], rel=LOSS_RTOL)
+@pytest.mark.parametrize("name", [name for name, *_ in MANY])
+def test_many_devices_train_and_evaluate_as_one_does(runs, name):
+    one, many = runs["1"], runs[name]
+    assert [row["step"] for row in many.metrics] == list(range(1, STEPS + 1))  # written once
+    for column in ("loss", "loss_web", "loss_code"):
+        of_one, of_many = ([row[column] for row in run.metrics] for run in (one, many))
+        assert [x is None for x in of_one] == [x is None for x in of_many]
+        assert [x for x in of_many if x] == pytest.approx([x for x in of_one if x], rel=LOSS_RTOL)
     for step in (0, 4, 8, 12):
-        of_one, of_two = (np.load(run.directory.results(step)) for run in (one, two))
-        assert set(of_one.files) == set(of_two.files) and "primary.nats" in of_one.files
-        for name in of_one.files:
-            if name.endswith("nats"):
-                np.testing.assert_allclose(of_two[name], of_one[name], rtol=NATS_RTOL)
-            elif not name.endswith("correct"):
-                np.testing.assert_array_equal(of_two[name], of_one[name])
+        of_one, of_many = (np.load(run.directory.results(step)) for run in (one, many))
+        assert set(of_one.files) == set(of_many.files) and "primary.nats" in of_one.files
+        for array in of_one.files:
+            if array.endswith("nats"):
+                np.testing.assert_allclose(of_many[array], of_one[array], rtol=NATS_RTOL)
+            elif not array.endswith("correct"):
+                np.testing.assert_array_equal(of_many[array], of_one[array])
 
 
 @pytest.mark.slow
-def test_two_processes_come_to_the_same_verdicts(runs):
-    one, two, _ = runs
-    assert [(e["event"], e["step"]) for e in two.events] == [(e["event"], e["step"]) for e in one.events]
-    worse = [[e for e in run.events if e["event"] == "eval_regression"] for run in (one, two)]
+@pytest.mark.parametrize(("name", "num_devices", "num_processes"), MANY)
+def test_many_devices_come_to_the_same_verdicts(runs, name, num_devices, num_processes):
+    one, many = runs["1"], runs[name]
+    assert [(e["event"], e["step"]) for e in many.events] == [(e["event"], e["step"]) for e in one.events]
+    worse = [[e for e in run.events if e["event"] == "eval_regression"] for run in (one, many)]
     assert worse[0] and [[p["set"] for p in e["offenders"]] for e in worse[0]] == [
         [p["set"] for p in e["offenders"]] for e in worse[1]
     ]
-    assert two.gold_step == one.gold_step is not None
-    assert two.start["devices"] | {"mesh": None} == {
-        "platform": "cpu", "kind": "cpu", "num": 4, "mesh": None, "processes": 2
-    }  # fmt: skip
+    assert many.gold_step == one.gold_step is not None
+    devices = {"platform": "cpu", "kind": "cpu", "num": num_devices, "mesh": None}
+    assert many.start["devices"] | {"mesh": None} == devices | ({"processes": 2} if num_processes == 2 else {})
 
 
 @pytest.mark.slow
 def test_process_0_alone_speaks_and_both_write_checkpoints(runs, folder):
-    _, two, (first, second) = runs
+    two, (first, second) = runs["two"], runs["said"]
     assert "complete: 12 steps" in first
     assert [line for line in second.splitlines() if "[Gloo]" not in line] == []
     assert sorted(path.name for path in two.directory.checkpoints.iterdir()) == ["12", "8"]
@@ -230,7 +242,8 @@ def test_process_0_alone_speaks_and_both_write_checkpoints(runs, folder):
 
 @pytest.fixture(scope="module")
 def course(folder):
-    """A run of two processes one of which is killed; resumed by one that gets SIGTERM; and by two, one of which does."""
+    """A run of two processes the second of which is killed; resumed by one that gets SIGTERM; by two, one of which
+    does; and by two the first of which is killed."""
     told = {}
     killed = start_train(folder, 2)
     wait_for_rows(folder, 9)
@@ -248,6 +261,13 @@ def course(folder):
     wait_for_rows(folder, told["rows"][1] + 8)
     again[1].send_signal(signal.SIGTERM)
     told["again"] = [ended(process) for process in again]
+    told["rows"].append(num_rows(folder))
+    headless = start_train(folder, 2)
+    wait_for_rows(folder, told["rows"][2] + 2)
+    began = time.monotonic()
+    headless[0].send_signal(signal.SIGKILL)
+    told["headless"] = [ended(process) for process in headless]
+    told["headless_seconds"] = time.monotonic() - began
     return told
 
 
@@ -261,11 +281,19 @@ def test_the_end_of_one_process_ends_the_other_with_a_line_that_says_so(course):
 
 
 @pytest.mark.slow
+def test_the_end_of_process_0_ends_the_others_with_a_line_that_says_so(course):
+    (killed, _), (code, text) = course["headless"]
+    assert (killed, code) == (-signal.SIGKILL, 1) and course["headless_seconds"] < 20, text
+    line = next(line for line in text.splitlines() if line.startswith("process 0 of 2"))
+    assert "is gone: it was killed, or its machine cannot be reached. Process 1 ends as well; go on" in line
+
+
+@pytest.mark.slow
 def test_a_run_goes_on_in_another_number_of_processes(course, folder):
     run = load_run(folder / "long")
     assert [code for code, _ in course["alone"]] == [143]
     resumed = [e for e in run.events if e["event"] == "resume"]
-    assert [e["devices"].get("processes", 1) for e in resumed] == [1, 2]
+    assert [e["devices"].get("processes", 1) for e in resumed] == [1, 2, 2]
     assert 8 <= resumed[0]["step"] <= course["rows"][0] and resumed[1]["step"] == course["rows"][1]
     steps = [row["step"] for row in run.metrics]
     assert steps == list(range(1, len(steps) + 1)) and len(steps) >= course["rows"][1] + 8
@@ -277,7 +305,7 @@ def test_a_run_goes_on_in_another_number_of_processes(course, folder):
 def test_a_signal_to_one_process_stops_both_at_one_step(course, folder):
     (first, text), (second, silent) = course["again"]
     assert (first, second) == (143, 143)
-    last = load_run(folder / "long").metrics[-1]["step"]
+    last = course["rows"][2]
     assert f"stopped by SIGTERM at step {last}, which was saved; go on with --resume latest" in text
     assert "stopped" not in silent
     assert (folder / f"long/checkpoints/{last}").is_dir()
