@@ -24,6 +24,7 @@ class Suite:
     put: places a host array, its leading axis the rows of a micro-batch, on the device or devices.
     results_sharding: where the results of a micro-batch lie; None: where the compiler leaves them. Of a run of
       several processes all of them must be readable by each, so replicated.
+    one_at_a_time: each micro-batch is waited for before the next is begun.
 
     Each set is padded on its own to whole micro-batches, so its results depend neither on its place in the
     suite nor on the other sets, bit for bit. Sets of the same content, under two names, are measured once.
@@ -41,6 +42,7 @@ class Suite:
         micro_batch_size: int = 32,
         put: Callable[[np.ndarray], jax.Array] = jax.device_put,
         results_sharding: jax.sharding.Sharding | None = None,
+        one_at_a_time: bool = False,
     ):
         if micro_batch_size < 1:
             raise ValueError(f"micro_batch_size is {micro_batch_size}, expected at least 1")
@@ -62,7 +64,7 @@ class Suite:
             for content_hash, evalset in {evalset.content_hash: evalset for evalset in evalsets}.items()
         }
 
-        self._results_sharding = results_sharding
+        self._results_sharding, self._one_at_a_time = results_sharding, one_at_a_time
         self._measure_by(nats_per_token)
 
     def using(self, nats_per_token: NatsPerToken) -> Self:
@@ -91,7 +93,8 @@ class Suite:
     def run(self, params: Any, names: Iterable[str] | None = None) -> dict[str, WindowResults]:
         """Measure the named sets (default: all), in that order; no names, no work and an empty result.
 
-        Every micro-batch is dispatched before the one wait, at the end, for all the results. A Python loop
+        Every micro-batch is dispatched before the one wait, at the end, for all the results, if not
+        `one_at_a_time`. A Python loop
         over micro-batches rather than `lax.map`: a mapped function's shape holds the number of micro-batches,
         so that each set would need a compilation of its own, or as much padding as the largest set.
 
@@ -104,7 +107,7 @@ class Suite:
         contents = dict.fromkeys(self.evalsets[name].content_hash for name in names)
         sums = jax.device_get(
             {
-                content: [self._sum_windows(params, *arrays) for arrays in self._micro_batches[content]]
+                content: [self._dispatched(params, *arrays) for arrays in self._micro_batches[content]]
                 for content in contents
             }
         )
@@ -123,6 +126,10 @@ class Suite:
                 document_N=evalset.document_N.astype(np.int64),
             )
         return results
+
+    def _dispatched(self, params: Any, tokens_BT1: jax.Array, scored_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        sums = self._sum_windows(params, tokens_BT1, scored_BT)
+        return jax.block_until_ready(sums) if self._one_at_a_time else sums
 
 
 def _micro_batches(array_N: np.ndarray, micro_batch_size: int) -> list[np.ndarray]:

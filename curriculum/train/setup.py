@@ -46,7 +46,7 @@ from curriculum.train.mesh import (
     state_shardings,
 )
 from curriculum.train.optimizer import make_optimizer
-from curriculum.train.processes import check_same, first_then_all
+from curriculum.train.processes import by_gloo, check_same, first_then_all
 from curriculum.train.programs import Programs, StepShape
 from curriculum.train.samples import Samples
 from curriculum.train.start import Start, check_base, load_base_optimizer
@@ -457,7 +457,7 @@ def make_suite(config: Config, mesh: Mesh, model: Model, evalsets: Iterable[Eval
     """What measures eval sets, in training and later: the same compiled function over the same micro-batches."""
     measured = partial(nats_per_token, on_mesh(model, mesh))
     rows = _eval_rows(config, mesh)
-    return Suite(list(evalsets), measured, rows, partial(place_rows, mesh), everywhere(mesh))
+    return Suite(list(evalsets), measured, rows, partial(place_rows, mesh), everywhere(mesh), by_gloo())
 
 
 def _data_plan(config: Config, corpus: Corpus, schedule: Schedule, past: Past) -> DataPlan:
