@@ -51,6 +51,7 @@ def config_data(folder, mesh=(-1, 1, 1), steps=STEPS):
         },
         "train": {"steps": steps, "batch_size": 8, "grad_accum": 2, "seq_len": 32},
         "optim": {"lr": 3e-2, "warmup_steps": 2},
+        "averages": {"ema_decay": 0.9, "phase_mean": 2},
         "mesh": dict(zip(("data", "fsdp", "tensor"), mesh, strict=True)),
         "checkpoint": {"every": 4, "keep": 2},
         "logging": {"every": 1},
@@ -158,14 +159,14 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(folder):
-    """The same run on one device, on 2, 4 and 8 of one process, and in two processes of two devices each; by name, with
-    what the two processes said."""
+    """The same run on one device, on 2, 4 and 8 of one process, and in two processes of two devices each, which send each
+    other all that fsdp sends; by name, with what the two processes said."""
     alone = start([__file__, folder, free_port(), 1, 0, "1=1x1x1"])
     assert ended(alone)[0] == 0, ended(alone)[1]
     simulated = start([__file__, folder, free_port(), 1, 0, "2=2x1x1", "4=1x4x1", "8=2x2x2"], JAX_NUM_CPU_DEVICES="8")
     assert ended(simulated)[0] == 0, ended(simulated)[1]
     port = free_port()
-    two = [start([__file__, folder, port, 2, i, "two=2x2x1"], JAX_NUM_CPU_DEVICES="2") for i in range(2)]
+    two = [start([__file__, folder, port, 2, i, "two=1x2x2"], JAX_NUM_CPU_DEVICES="2") for i in range(2)]
     said = [ended(process) for process in two]
     assert [code for code, _ in said] == [0, 0], said
     return {name: load_run(folder / name) for name in ("1", "2", "4", "8", "two")} | {
@@ -382,6 +383,11 @@ def test_a_launch_is_found(given, environ, expected):
             (None, None, None),
             {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"},
             ["Open MPI started this process as one of 2, but does not say where they meet; give --coordinator"],
+        ),
+        (
+            ("h:1", 2, None),
+            {"JOB_COMPLETION_INDEX": "two"},
+            ["JOB_COMPLETION_INDEX: got 'two', expected the whole number that a launcher sets; unset it"],
         ),
     ],
 )

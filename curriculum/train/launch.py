@@ -109,15 +109,15 @@ def _slurm(environ: Mapping[str, str]) -> _Launcher | None:
     """
     if not {"SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID"} <= environ.keys():
         return None
-    num_tasks = int(environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or 1)
+    num_tasks = _number(environ, "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS", 1)
     nodes = environ["SLURM_STEP_NODELIST"]  # such as node3, node3,gpu1, node[003-007,9],gpu1
     first = re.match(r"[^,\[]+(\[[0-9]+)?", nodes)
-    port = environ.get("JAX_COORDINATOR_PORT") or 61440 + int(environ["SLURM_JOB_ID"]) % 4096
+    port = environ.get("JAX_COORDINATOR_PORT") or 61440 + _number(environ, "SLURM_JOB_ID") % 4096
     devices = None
     if re.sub(r"\(x[0-9]+\)", "", environ.get("SLURM_STEP_TASKS_PER_NODE", "1")) != "1":
-        devices = _one_device(environ, environ.get("SLURM_LOCALID"))
+        devices = _one_device(environ, "SLURM_LOCALID")
     coordinator = f"{first[0].replace('[', '')}:{port}" if first else None
-    return _Launcher("SLURM", num_tasks, int(environ["SLURM_PROCID"]), coordinator, devices)
+    return _Launcher("SLURM", num_tasks, _number(environ, "SLURM_PROCID"), coordinator, devices)
 
 
 def _open_mpi(environ: Mapping[str, str]) -> _Launcher | None:
@@ -131,22 +131,34 @@ def _open_mpi(environ: Mapping[str, str]) -> _Launcher | None:
         host = found[2] or f"{found[3]}]"
         port = environ.get("JAX_COORDINATOR_PORT") or 61440 + int(found[1]) // 4096 % 4096
         coordinator = f"{host}:{port}"
-    size, rank = int(environ["OMPI_COMM_WORLD_SIZE"]), int(environ["OMPI_COMM_WORLD_RANK"])
+    size, rank = _number(environ, "OMPI_COMM_WORLD_SIZE"), _number(environ, "OMPI_COMM_WORLD_RANK")
     devices = None
     if environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1") != "1":
-        devices = _one_device(environ, environ.get("OMPI_COMM_WORLD_LOCAL_RANK"))
+        devices = _one_device(environ, "OMPI_COMM_WORLD_LOCAL_RANK")
     return _Launcher("Open MPI", size, rank, coordinator, devices)
 
 
 def _indexed_job(environ: Mapping[str, str]) -> _Launcher | None:
     """A pod of an indexed Job, or of a JobSet of one: it knows its own number only. Many such Jobs are no one run."""
-    index = environ.get("JOB_COMPLETION_INDEX")
-    return _Launcher("Kubernetes", None, int(index), None) if index else None
+    index = _number(environ, "JOB_COMPLETION_INDEX")
+    return None if index is None else _Launcher("Kubernetes", None, index, None)
 
 
-def _one_device(environ: Mapping[str, str], local_id: str | None) -> tuple[int, ...] | None:
+def _one_device(environ: Mapping[str, str], local_id: str) -> tuple[int, ...] | None:
     """Of the tasks of one machine each takes one device, unless the launcher or the user shares them out."""
     # With --gpus-per-task SLURM shows a task its own GPUs alone, however many, and numbers them from 0.
     shared_out = {"JAX_LOCAL_DEVICE_IDS", "SLURM_GPUS_PER_TASK"} & environ.keys()
     shared_out = shared_out or len(environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")) == 1
-    return None if shared_out or local_id is None else (int(local_id),)
+    number = _number(environ, local_id)
+    return None if shared_out or number is None else (number,)
+
+
+def _number(environ: Mapping[str, str], variable: str, default: int | None = None) -> int | None:
+    """The number that a launcher's environment variable holds, `default` where it is not there or empty."""
+    value = environ.get(variable) or default
+    try:
+        return None if value is None else int(value)
+    except ValueError:
+        raise InputError(
+            f"{variable}: got {value!r}, expected the whole number that a launcher sets; unset it"
+        ) from None

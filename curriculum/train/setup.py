@@ -430,7 +430,7 @@ def build(
 def _agreed(config: Config, corpus: Corpus, schedule: Schedule, lineage: Mapping[str, Any] | None) -> dict[str, str]:
     """Digests of what every process of a run must have alike, by what it is."""
     found = {
-        "the config": config.to_json(),
+        **{f"the config's {section}": value for section, value in config.to_json().items()},
         "the tokenizer": corpus.tokenizer.fingerprint,
         "the training text": {name: details["stream"] for name, details in corpus.details.items()},
         "the eval sets": {name: evalset.content_hash for name, evalset in corpus.evalsets.items()},
