@@ -17,7 +17,6 @@ import pytest
 from tiny_run import assert_same_run, flip_bit, last_state, tiny_data, tiny_train, write_corpus
 
 from curriculum.adaptation import find_base
-from curriculum.branch import branch
 from curriculum.config import build_config
 from curriculum.errors import InputError
 from curriculum.evaluate import evaluate
@@ -150,7 +149,6 @@ def test_nothing_is_made_from_a_damaged_checkpoint(run, place, tmp_path):
         lambda: find_base(run),
         lambda: find_base(run / "gold/12"),
         lambda: train_new(config, tmp_path / "new", place),
-        lambda: branch(run, 12, tmp_path / "branched", overrides=["train.steps=14"], store_dir=place / "store"),
     ):
         with pytest.raises(InputError, match="/12: is damaged: params/.*checksum"):
             refused()
