@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -180,8 +181,11 @@ class Schedule:
 
     def segment_at(self, step: int) -> Segment:
         """The segment that owns update `step`; the last one for the step after the end."""
-        starts = [s.start for s in self.segments]
-        return self.segments[int(np.searchsorted(starts, step, side="right")) - 1]
+        return self.segments[bisect_right(self._starts, step) - 1]
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [segment.start for segment in self.segments]
 
     def rope_theta_at(self, step: int) -> float | None:
         """The rope theta of the phase that made the parameters after `step` updates.

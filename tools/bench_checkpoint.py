@@ -14,15 +14,13 @@ the checksums and the disk take of the cores from the steps meanwhile, which two
 
 import argparse
 import json
-import os
-import platform
 import statistics
-import sys
 import tempfile
 import threading
 import time
-from importlib.metadata import version
 from pathlib import Path
+
+from bench_report import machine, print_machine, print_table
 
 ROWS, POSITIONS = 1, 64
 
@@ -35,8 +33,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", metavar="FILE", help="write the results there as well")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(dir=".") as folder:
-        report = {"machine": machine(), "results": measure(Path(folder), args.megabytes, args.rounds, args.steps)}
-    print_table(report)
+        report = {"machine": machine("jax"), "results": measure(Path(folder), args.megabytes, args.rounds, args.steps)}
+    print_machine(report["machine"])
+    print_table(report["results"])
     if args.json:
         Path(args.json).write_text(json.dumps(report, indent=2))
 
@@ -143,22 +142,6 @@ def measure(folder: Path, megabytes: int, num_rounds: int, num_steps: int) -> li
             }
         )
     return rows
-
-
-def print_table(report: dict) -> None:
-    print(", ".join(f"{key}: {setting}" for key, setting in report["machine"].items()))
-    columns = list(report["results"][0])
-    print("  ".join(f"{name:>17}" for name in columns))
-    for row in report["results"]:
-        print("  ".join(f"{row[name]:>17}" for name in columns))
-
-
-def machine() -> dict:
-    model = platform.processor()
-    if sys.platform == "linux":
-        with open("/proc/cpuinfo") as file:
-            model = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), model)
-    return {"processor": model, "cores": os.cpu_count(), "jax": version("jax")}
 
 
 if __name__ == "__main__":

@@ -14,12 +14,12 @@ itself.
 import argparse
 import json
 import os
-import platform
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
+from bench_report import processor
 
 from curriculum.data.packing import Bins, pack
 from curriculum.data.view import TokenView
@@ -66,15 +66,6 @@ def make_tokens(folder: Path) -> dict[str, np.ndarray]:
         ids.tofile(path)
         tokens[name] = np.memmap(path, np.uint16, "r")
     return tokens
-
-
-def processor() -> str:
-    """What Linux calls the processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
 
 
 def seconds_a_batch(functions) -> dict[str, float]:

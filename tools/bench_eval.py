@@ -13,11 +13,9 @@ Ratios are to the limit, of medians over the rounds; on a machine that others us
 
 import argparse
 import json
-import os
-import platform
-import sys
 import time
-from importlib.metadata import version
+
+from bench_report import machine, print_machine, print_table
 
 SIZES = {  # seq_len, training batch, the `model` section
     "tiny": (128, 16, {"preset": "tiny"}),  # the quickstart's
@@ -34,8 +32,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", metavar="FILE", help="write the results there as well")
     args = parser.parse_args(argv)
-    report = {"machine": machine(), "results": [r for s in args.sizes for r in measure(s, args.windows, args.rounds)]}
-    print_table(report)
+    report = {
+        "machine": machine("jax"),
+        "results": [r for s in args.sizes for r in measure(s, args.windows, args.rounds)],
+    }
+    print_machine(report["machine"])
+    print_table(report["results"])
     if args.json:
         with open(args.json, "w") as file:
             json.dump(report, file, indent=2)
@@ -149,22 +151,6 @@ def make_evalset(name: str, seed: int, seq_len: int, num_windows: int):
     lengths = random.lognormal(6, 1.1, max(30, num_windows)).astype(int) + 1
     documents = [random.integers(1, VOCAB_SIZE, length) for length in lengths]
     return cut_windows(name, documents, np.ones(VOCAB_SIZE, int), 0, seq_len, num_windows)
-
-
-def print_table(report: dict) -> None:
-    print(", ".join(f"{key}: {setting}" for key, setting in report["machine"].items()))
-    columns = list(report["results"][0])
-    print("  ".join(f"{name:>16}" for name in columns))
-    for row in report["results"]:
-        print("  ".join(f"{row[name]:>16}" for name in columns))
-
-
-def machine() -> dict:
-    model = platform.processor()
-    if sys.platform == "linux":
-        with open("/proc/cpuinfo") as file:
-            model = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), model)
-    return {"processor": model, "cores": os.cpu_count(), "jax": version("jax")}
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ Memory: the peak of a process that prepares N/2 megabytes, and of one that prepa
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -27,6 +26,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from bench_report import processor
 
 from curriculum.data.documents import SourceConfig
 from curriculum.data.prepare import prepare_store
@@ -135,15 +135,6 @@ def weigh(source: str, tokenizer_dir: str) -> None:
     # Not ru_maxrss, which begins at what the parent weighed when it forked.
     status = Path("/proc/self/status").read_text().splitlines()
     print(next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM")))
-
-
-def processor() -> str:
-    """What Linux calls the processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
 
 
 def main():

@@ -13,7 +13,6 @@ On a machine that others use, believe the ratios of processor seconds.
 import argparse
 import json
 import os
-import platform
 import resource
 import shutil
 import statistics
@@ -21,8 +20,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
+
+from bench_report import machine, print_machine, print_table
 
 WORDS = "a model reads the text of every source again and again until its loss no longer falls by much".split()
 CURRICULUM = [sys.executable, "-m", "curriculum"]
@@ -43,8 +43,9 @@ def main(argv: list[str] | None = None) -> None:
         results = commands(folder, args.starts)
         for num_layers in args.layers:
             results += training(folder, num_layers)
-    report = {"machine": machine(), "results": results}
-    print_table(report)
+    report = {"machine": machine("jax"), "results": results}
+    print_machine(report["machine"])
+    print_table(report["results"])
     if args.json:
         Path(args.json).write_text(json.dumps(report, indent=2))
 
@@ -173,22 +174,6 @@ def environment() -> dict[str, str]:
     """Compiled programs are kept beside the stores, and modules as an installation has them: compiled."""
     left_out = ("JAX_COMPILATION_CACHE_DIR", "PYTHONDONTWRITEBYTECODE")
     return {name: setting for name, setting in os.environ.items() if name not in left_out}
-
-
-def print_table(report: dict) -> None:
-    print(", ".join(f"{key}: {setting}" for key, setting in report["machine"].items()))
-    columns = list(report["results"][0])
-    print("  ".join(f"{name:>30}" if name == "what" else f"{name:>10}" for name in columns))
-    for row in report["results"]:
-        print("  ".join(f"{row[name]:>30}" if name == "what" else f"{row[name]:>10}" for name in columns))
-
-
-def machine() -> dict:
-    model = platform.processor()
-    if sys.platform == "linux":
-        with open("/proc/cpuinfo") as file:
-            model = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), model)
-    return {"processor": model, "cores": os.cpu_count(), "python": platform.python_version(), "jax": version("jax")}
 
 
 if __name__ == "__main__":

@@ -24,16 +24,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import resource
 import subprocess
 import sys
 import tempfile
 import time
 from contextlib import ExitStack
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+
+from bench_report import machine, print_machine, print_table
 
 VOCAB_SIZE, LEARNING_RATE, GRAD_CLIP, LOG_EVERY = 65, 1e-3, 1.0, 10
 # nanoGPT's run on a CPU and its default: rows, positions, layers, heads, width; rounds, steps of each in a round, and
@@ -74,7 +74,13 @@ def main(argv: list[str] | None = None) -> None:
     if unknown := [name for name in args.variants if name.partition(":")[0] not in VARIANTS]:
         parser.error(f"--variants: no such variant: {', '.join(unknown)} (variants: {', '.join(VARIANTS)})")
 
-    report = {"machine": machine(), "dtype": args.dtype, "skipped": {}, "results": [], "ratios": []}
+    report = {
+        "machine": machine("jax", "torch", "transformers"),
+        "dtype": args.dtype,
+        "skipped": {},
+        "results": [],
+        "ratios": [],
+    }
     variants = []
     for name in args.variants:
         if why := missing(name):
@@ -275,27 +281,14 @@ def ratios(size: str, rows: list[dict]) -> list[dict]:
 
 
 def print_report(report: dict) -> None:
-    print(", ".join(f"{key}: {setting}" for key, setting in report["machine"].items()), f", {report['dtype']}", sep="")
-    columns = [name for name in report["results"][0] if name not in ("num_times", "peak_gflops")]
-    widths = [max(len(name), *(len(str(row[name])) for row in report["results"])) for name in columns]
-    for cells in (columns, *([row[name] for name in columns] for row in report["results"])):
-        print(
-            "  ".join(f"{'' if cell is None else cell!s:>{width}}" for cell, width in zip(cells, widths, strict=True))
-        )
+    print_machine(report["machine"] | {"products": report["dtype"]})
+    left_out = ("num_times", "peak_gflops")
+    print_table([{name: row[name] for name in row if name not in left_out} for row in report["results"]])
     for row in report["ratios"]:
         told = "reached" if row["ratio"] >= row["at_least"] else "missed"
         print(f"{row['size']}: {row['of']} / {row['to']} = {row['ratio']} (at least {row['at_least']}: {told})")
     for name, why in report["skipped"].items():
         print(f"{name}: skipped: {why}")
-
-
-def machine() -> dict:
-    model = platform.processor()
-    if sys.platform == "linux":
-        with open("/proc/cpuinfo") as file:
-            model = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), model)
-    versions = {name: version(name) for name in ("jax", "torch", "transformers") if find_spec(name)}
-    return {"processor": model, "cores": os.cpu_count(), "python": platform.python_version(), **versions}
 
 
 # --------------------------------------------------------------------------------------- the processes that are asked

@@ -18,15 +18,12 @@ import argparse
 import contextlib
 import io
 import json
-import os
-import platform
-import sys
 import tempfile
 import threading
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
+from bench_report import machine, print_machine, print_table
 
 MODELS = {
     False: {"n_layer": 4, "d_model": 128, "n_head": 4, "n_kv_head": 4, "d_ff": 512},
@@ -53,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
         folder = Path(scratch)
         write_sources(folder)
         report = {
-            "machine": machine(),
+            "machine": machine("jax"),
             "same_shapes": same_shapes(folder, args),
             "other_shapes": other_shapes(folder, args),
         }
@@ -190,23 +187,12 @@ def ms(seconds: float) -> float:
 
 
 def print_tables(report: dict) -> None:
-    print(", ".join(f"{key}: {setting}" for key, setting in report["machine"].items()))
+    print_machine(report["machine"])
     print("\nphases of the same shapes")
     for name, value in report["same_shapes"].items():
         print(f"  {name:40} {value:>10}")
     print("\nphases of other shapes")
-    table = [list(report["other_shapes"][0]), *([str(x) for x in row.values()] for row in report["other_shapes"])]
-    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-    for row in table:
-        print("  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)))
-
-
-def machine() -> dict:
-    model = platform.processor()
-    if sys.platform == "linux":
-        with open("/proc/cpuinfo") as file:
-            model = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), model)
-    return {"processor": model, "cores": os.cpu_count(), "jax": version("jax")}
+    print_table(report["other_shapes"])
 
 
 if __name__ == "__main__":

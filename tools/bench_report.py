@@ -1,0 +1,36 @@
+"""What every benchmark says of the machine, and how it prints its table."""
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+
+def machine(*packages: str) -> dict[str, Any]:
+    """Processor, cores, Python and the versions of those of the packages that are installed; never the host's name."""
+    versions = {name: version(name) for name in packages if find_spec(name)}
+    return {"processor": processor(), "cores": os.cpu_count(), "python": platform.python_version(), **versions}
+
+
+def processor() -> str:
+    """What Linux calls the processor; elsewhere what Python knows of it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
+
+
+def print_machine(machine: Mapping[str, Any]) -> None:
+    print(", ".join(f"{key}: {value}" for key, value in machine.items()))
+
+
+def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
+    """A line a row under the names of the columns, all as wide as they need; None is an empty cell."""
+    cells = [list(rows[0]), *(["" if cell is None else str(cell) for cell in row.values()] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    for row in cells:
+        print("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)))
