@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -117,6 +118,7 @@ def test_dry_run_leaves_no_run_behind(folder):
     done = run(folder, "train", "c.yaml", "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "first step" in done.stdout and "first eval" in done.stdout and "no run was written" in done.stdout
+    assert re.search(r"\n  updates of 1 x \d+ rows of \d+ tokens compiled in \d+\.\d\d s\n", done.stdout)
     assert not (folder / "runs").exists()
 
 

@@ -70,10 +70,14 @@ def _tell(name: str, done: dict[str, Any]) -> None:
     trained, whole = done["num_trained"], done["num_parameters"]
     of_them = "" if trained == whole else f", {trained:,} of them trained"
     in_processes = f" in {devices['processes']} processes" if "processes" in devices else ""
+    compiled = "".join(
+        f"  updates of {shape} compiled in {seconds:.2f} s\n" for shape, seconds in done["shapes"].items()
+    )
     click.echo(
         f"dry run of {name}: {whole:,} parameters{of_them}, {done['total_steps']} steps planned\n"
         f"  mesh {sizes}, {devices['num']} x {devices['kind']}{in_processes}\n"
         f"  first step {done['first_step_s']:.2f} s, {loss} | first eval "
         f"{done['first_eval_s']:.2f} s, {evals}\n"
+        f"{compiled}"
         f"  peak memory {done['peak_memory_gb']:.2f} GB; no run was written"
     )
