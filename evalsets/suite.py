@@ -93,10 +93,9 @@ class Suite:
     def run(self, params: Any, names: Iterable[str] | None = None) -> dict[str, WindowResults]:
         """Measure the named sets (default: all), in that order; no names, no work and an empty result.
 
-        Every micro-batch is dispatched before the one wait, at the end, for all the results, if not
-        `one_at_a_time`. A Python loop
-        over micro-batches rather than `lax.map`: a mapped function's shape holds the number of micro-batches,
-        so that each set would need a compilation of its own, or as much padding as the largest set.
+        If not `one_at_a_time`, every micro-batch is dispatched before the one wait, at the end, for all the
+        results. A Python loop over micro-batches rather than `lax.map`: a mapped function's shape holds the number
+        of micro-batches, so that each set would need a compilation of its own, or as much padding as the largest set.
 
         Raises ValueError on a name that is not in the suite.
         """

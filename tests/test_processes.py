@@ -80,7 +80,14 @@ def main(folder: Path, port: str, num_processes: str, process_id: str, *runs: st
         for run_name, mesh in (run.split("=") for run in runs):
             config = build_config(config_data(folder, tuple(map(int, mesh.split("x")))))
             setup = build(config, folder / "store")
-            rows = {}
+            rows, made, make = {}, [], setup.plan.batch
+
+            def counted(*arguments, make=make, made=made, **options):
+                batch = make(*arguments, **options)
+                made.append(batch.inputs_ABT.shape[1])
+                return batch
+
+            setup.plan.batch = counted
             for step in range(SHOWN):
                 for shard in setup.feed[step].inputs_ABT.addressable_shards:
                     part_ABT = np.asarray(shard.data)
@@ -88,6 +95,7 @@ def main(folder: Path, port: str, num_processes: str, process_id: str, *runs: st
                         rows[f"{step}/{(shard.index[1].start or 0) + b}"] = part_ABT[:, b]
             setup.feed.close()
             np.savez(folder / f"rows-{run_name}-{process_id}.npz", **rows)
+            (folder / f"made-{run_name}-{process_id}.json").write_text(json.dumps(made))
             train(config, folder / run_name, store_dir=folder / "store")
 
 
@@ -194,7 +202,7 @@ def test_two_processes_read_the_rows_of_one_and_each_only_its_own(runs, folder):
     for part in parts:
         assert all(np.array_equal(part[name], one[name]) for name in part.files)
     # Not only what lies on its devices: no process so much as makes the rows of another. Of each micro-step's four.
-    for name, num_rows in (("one-0", 4), ("two-0", 2), ("two-1", 2)):
+    for name, num_rows in (("1-0", 4), ("two-0", 2), ("two-1", 2)):
         made = json.loads((folder / f"made-{name}.json").read_text())
         assert len(made) >= SHOWN and set(made) == {num_rows}
 

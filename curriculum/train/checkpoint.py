@@ -85,8 +85,14 @@ class Checkpoints:
 
         quiet_failed_saves()
         # Compressing float32 noise saves 7 % of the disk, and takes more of the processor than all the rest of a save.
-        arrays = {name: ocp.PyTreeCheckpointHandler(use_compression=False) for name in _ARRAYS}
-        return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**arrays, ledger=ocp.JsonCheckpointHandler()))
+        # Where processes save one step in two folders at once, those who save the one wait for each other alone.
+        apart = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=self.directory.name)
+        own = {"multiprocessing_options": apart}
+        arrays = {name: ocp.PyTreeCheckpointHandler(use_compression=False, **own) for name in _ARRAYS}
+        items = ocp.CompositeCheckpointHandler(
+            composite_options=ocp.CompositeOptions(**own), **arrays, ledger=ocp.JsonCheckpointHandler(**own)
+        )
+        return ocp.AsyncCheckpointer(items, **own)
 
     def steps(self) -> list[int]:
         """Steps whose checkpoints are whole, ascending; one that is being saved is not."""
@@ -364,11 +370,14 @@ def _of_disk(error: Exception) -> Exception:
 
 
 def save_params(folder: Path, params: Any) -> None:
-    """Save a tree of arrays, so that `load_params` reads it. Raises OSError where the disk does not take it."""
+    """Save a tree of arrays, so that `load_params` reads it, once the saves under way are over.
+
+    Raises OSError where the disk does not take it.
+    """
     import orbax.checkpoint as ocp
 
-    with ocp.StandardCheckpointer() as checkpointer:
-        try:
+    def save() -> None:
+        with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(folder, params)
             checkpointer.wait_until_finished()
 

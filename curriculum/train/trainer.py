@@ -324,7 +324,7 @@ def _loop(run: Running, resumed_step: int | None, stop: StopSignals) -> dict[str
         with clock.update():
             run.state = setup.update_at(step)(run.state, setup.feed[step], *setup.knobs(step))
         if step == first:
-            setup.programs.ahead(setup.shapes_from(step))
+            setup.compile_ahead(step)
             import_ahead()
         done = step + 1
         run.settle(done, wait=False)
