@@ -198,13 +198,14 @@ def _checkpoints(directory: RunDirectory) -> dict[int, list[Path]]:
 
 
 def _newest_whole(folders: Mapping[int, Sequence[Path]], steps: Iterable[int]) -> Path | None:
-    """The newest checkpoint of these steps that verifies; those that do not are told on stderr."""
-    for step in sorted(steps, reverse=True):
-        for folder in folders[step]:
-            if (why := damage(folder)) is None:
-                return folder
-            if folder.exists():  # else the trunk, which trains, deleted it just now
-                print(f"{folder}: is damaged: {why}; the branch begins without it", file=sys.stderr)
+    """The newest checkpoint of these steps that verifies; those passed over for it are told on stderr."""
+    passed_over = []
+    for folder in (folder for step in sorted(steps, reverse=True) for folder in folders[step]):
+        if (why := damage(folder)) is None:
+            print(*passed_over, sep="", end="", file=sys.stderr)
+            return folder
+        if folder.exists():  # else the trunk, which trains, deleted it just now
+            passed_over.append(f"{folder}: is damaged: {why}; the branch begins without it\n")
     return None
 
 

@@ -69,6 +69,8 @@ def test_a_checkpoint_that_cannot_go_on_is_told(folder):  # noqa: F811
     with pytest.raises(InputError, match="--resume 4: .*checkpoints/4: is damaged: train/.*checksum"):
         train(config, "run", resume=4, store_dir="store")
     assert sorted(Path("run").rglob("*")) == before
+    damage("run/checkpoints/2/train")
+    damage("run/gold/2/train")
     with pytest.raises(InputError, match="checkpoints/4: is damaged"):
         branch("run", 4, "branched", overrides=["train.steps=6"], store_dir="store")
     assert not Path("branched").exists()
