@@ -7,7 +7,8 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,8 @@ def branch(
         setup.config = replace(setup.config, origin=origin)
     setup.begins_branch = True
     told = [] if step == at else [e for e in trunk.events if e["step"] == step and _came_after(e, at)]
-    _create(directory, trunk.directory, setup, step, checkpoint, told, rollbacks)
+    with _made_whole(directory, trunk.directory) as made:
+        _copy(made, trunk.directory, setup, step, checkpoint, told, rollbacks)
     with RunLock(directory.path) as lock:
         lock.take()
         return train_built(setup, directory, to_resume(directory, "latest"), lock)
@@ -265,25 +267,15 @@ def _of_every_update(config: Config) -> dict[str, Any]:
     return {path: value for path, value in flat.items() if path not in schedule}
 
 
-def _create(
-    directory: RunDirectory,
-    trunk: RunDirectory,
-    setup: Setup,
-    step: int,
-    checkpoint: Path,
-    told: Sequence[Mapping[str, Any]],
-    rollbacks: Sequence[Mapping[str, Any]],
-) -> None:
-    """Make the branch's directory as of the checkpoint: beside its place, and moved there when it is whole.
-
-    `told` is what the trunk recorded when it went on from there, `rollbacks` are all of the branch's part of the trunk.
-    """
+@contextmanager
+def _made_whole(directory: RunDirectory, trunk: RunDirectory) -> Iterator[RunDirectory]:
+    """A directory beside the branch's place to make it in; it is moved there when that is done, or is gone."""
     place = Path(os.path.abspath(directory.path))
     beside = place.with_name(f".{place.name}.branch")
     shutil.rmtree(beside, ignore_errors=True)  # of a call that was killed
     made = RunDirectory(beside / place.name)
     try:
-        _copy(made, trunk, setup, step, checkpoint, told, rollbacks)
+        yield made
         made.path.rename(place)
     except (OSError, shutil.Error) as error:
         raise InputError(f"{trunk.path}: could not be copied to {directory.path}: {error}; try again") from None
@@ -300,6 +292,10 @@ def _copy(
     told: Sequence[Mapping[str, Any]],
     rollbacks: Sequence[Mapping[str, Any]],
 ) -> None:
+    """Make the branch as of the trunk's checkpoint.
+
+    `told` is what the trunk recorded when it went on from there, `rollbacks` are all of the branch's part of the trunk.
+    """
     offsets = read_ledger(checkpoint)["offsets"]
     made.create(setup.config, derived(setup), plain(dict(setup.model.architecture)))
     write_tokenizer(made, setup.corpus.tokenizer)
