@@ -118,6 +118,14 @@ def test_eta_after_a_resume_counts_this_process_only(tmp_path):
     assert lines[1] == "step 30100/75000 (40.1%) | 14:45:12 | 10.1h | ETA 24.9h | 0 tokens"  # 44900 x 2 s
 
 
+def test_eta_after_a_rollback_counts_what_comes_after_it(tmp_path):
+    back = stamped("rollback", 1000, 300.0, told_at_step=1400, first_bad_step=1390, plan=PLAN)
+    back |= {"skip_steps": 20, "number": 1, "max": 3, "reason": "bad luck"}
+    before = (evaluated(step, step / 5, val=4.0) for step in (1000, 1100, 1200, 1300))
+    lines = printed(tmp_path, start(), *before, back, evaluated(1100, 500.0, val=4.0))
+    assert lines[-2].split(" | ")[3] == "ETA 41.1h"  # 73900 x 2 s
+
+
 @pytest.mark.parametrize(("wandb", "shown"), [(None, False), ({"mode": "online"}, False), ({"mode": "offline"}, True)])
 def test_the_header_says_where_an_offline_run_of_wandb_lies(tmp_path, wandb, shown):
     event = start()

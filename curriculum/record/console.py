@@ -70,6 +70,7 @@ class Console:
                 self._skipped = _skipped(event)
                 self._plan, self._total_steps = event["plan"], event["plan"]["total_steps"]
                 self._checkpoint_step = event["step"]
+                self._marks.clear()  # a rollback's lie ahead of it
                 self._mark(event)
                 self._print(verdict(event), *(self._device_lines if kind == "resume" else ()))
             case "eval":
