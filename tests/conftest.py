@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import os
 import shutil
+import signal
 import tempfile
 
 import pytest
@@ -38,6 +39,8 @@ COMPILED, WRITTEN = pytest.StashKey[str](), pytest.StashKey[str]()
 
 def pytest_configure(config):
     """Compiling is most of what runs cost here. The folder is new, so that no session depends on one before it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's job in the background, and so all that it starts
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):  # of xdist: the environment is that of the process that started it
         return
     if os.environ.get("REQUIRE_PARITY") == "1" and (missing := not_installed()):

@@ -292,7 +292,7 @@ def test_a_share_that_was_raised_on_the_way_is_not_raised_once_more(place, tmp_p
     """Its eval comes between the checkpoint and the first bad update: what followed from it is done again, once."""
     evalsets = {
         "every": 1,
-        "primary": {"held_out_of": "law"},
+        "primary": {"held_out_of": "web"},  # none of law, whose share pays
         "sets": {"web": {"held_out_of": "web"}},
         "regression": {"action": "replay", "replay_factor": 10.0, "replay_max_share": 0.9},
     }
