@@ -95,8 +95,8 @@ def load_generator(
 
     # What can be said without these is said at once.
     from curriculum.model.generate import Generator
+    from curriculum.train.mesh import on_mesh
     from curriculum.train.restored import restore
-    from curriculum.train.setup import on_mesh
 
     restored = restore(config, tokenizer.vocab_size, arrays, ledger, step, store_dir, make_model)
     warnings = ()

@@ -27,9 +27,8 @@ from curriculum.model.model import abstract_params
 from curriculum.model.presets import PRESETS, ModelConfig, num_parameters
 from curriculum.model.transformer import transformer
 from curriculum.train.abstract import abstract_on_mesh
-from curriculum.train.mesh import AXES, ROW_AXES, MeshConfig, constrain, make_mesh, state_shardings
+from curriculum.train.mesh import AXES, ROW_AXES, MeshConfig, constrain, make_mesh, on_mesh, state_shardings
 from curriculum.train.optimizer import OptimConfig, make_optimizer
-from curriculum.train.setup import on_mesh
 from curriculum.train.step import init_state, make_train_step
 from phases.batches import Batch
 

@@ -36,6 +36,21 @@ def tune_device(deterministic: bool | None, root: Path = Path("/")) -> list[str]
     return added
 
 
+def cache_compiled(store_dir: str | Path) -> None:
+    """Keep compiled programs beside the stores: a second start reads them instead of compiling again.
+
+    A folder that jax has been given already (JAX_COMPILATION_CACHE_DIR) stays, with jax's own limits of what it keeps,
+    and so does that of an earlier run in this process: jax opens only one.
+    """
+    import jax
+
+    if jax.config.jax_compilation_cache_dir is not None:
+        return
+    jax.config.update("jax_compilation_cache_dir", str(Path(store_dir).absolute() / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
 def missing_flags(given: str, flags: Sequence[str]) -> list[str]:
     """Those of `flags` whose name does not stand in `given`, the content of XLA_FLAGS."""
     names = {flag.partition("=")[0] for flag in given.split()}

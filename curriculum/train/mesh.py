@@ -6,7 +6,9 @@ Nothing heavy is imported with this module: the config reads its settings here.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from curriculum.errors import InputError
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     import jax
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+    from curriculum.model.model import Model
 
 AXES = ("data", "fsdp", "tensor")
 ROW_AXES = ("data", "fsdp")
@@ -197,6 +201,21 @@ def gather(mesh: Mesh, params: Any) -> Any:
         return NamedSharding(mesh, PartitionSpec(*(None if axis == "fsdp" else axis for axis in spec)))
 
     return jax.lax.with_sharding_constraint(params, jax.tree.map_with_path(whole_over_fsdp, params))
+
+
+def on_mesh(model: Model, mesh: Mesh) -> Model:
+    """The same model, its parameters whole over fsdp while it uses them."""
+    from curriculum.model.model import Placement
+
+    whole = partial(gather, mesh)
+    if model.placed is not None:
+        return model.placed(Placement(whole, heads_split=mesh.shape["tensor"] > 1))
+
+    def using_whole(function: Callable | None) -> Callable | None:
+        return None if function is None else lambda params, *inputs: function(whole(params), *inputs)
+
+    names = ("forward", "head", "extend")
+    return replace(model, **{name: using_whole(getattr(model, name)) for name in names})
 
 
 def rows_here(mesh: Mesh, num_rows: int) -> slice:

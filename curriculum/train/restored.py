@@ -18,10 +18,9 @@ from curriculum.model.transformer import transformer
 from curriculum.plan import DEFAULT_STORE_DIR
 from curriculum.run import architecture_at
 from curriculum.train.abstract import abstract_on_mesh
-from curriculum.train.device import tune_device
+from curriculum.train.device import cache_compiled, tune_device
 from curriculum.train.frozen import whole_params
 from curriculum.train.mesh import MeshConfig, make_mesh
-from curriculum.train.setup import cache_compiled
 
 
 class Restored(NamedTuple):

@@ -24,20 +24,20 @@ from curriculum.errors import InputError
 from curriculum.model.hf import load_hf
 from curriculum.model.lora import adapters_of, frozen_of, joined
 from curriculum.model.loss import nats_per_token
-from curriculum.model.model import Model, Params, Placement, abstract_params, check_model
+from curriculum.model.model import Model, Params, abstract_params, check_model
 from curriculum.model.transformer import init_adapters, transformer
 from curriculum.plan import Past, continued_schedule, kept_order, replay_schedule
 from curriculum.train.abstract import abstract_batch, abstract_of, abstract_on_mesh, num_bytes, zeros
 from curriculum.train.checkpoint import Checkpoints, beside_params, load_params
-from curriculum.train.device import device_lines, tune_device
+from curriculum.train.device import cache_compiled, device_lines, tune_device
 from curriculum.train.feed import Feed
 from curriculum.train.frozen import load_frozen
 from curriculum.train.guard import with_window
 from curriculum.train.mesh import (
     constrain,
     everywhere,
-    gather,
     make_mesh,
+    on_mesh,
     place_batch,
     place_rows,
     place_state,
@@ -440,19 +440,6 @@ def _agreed(config: Config, corpus: Corpus, schedule: Schedule, lineage: Mapping
     return {name: xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True).encode()) for name, value in found.items()}
 
 
-def cache_compiled(store_dir: str | Path) -> None:
-    """Keep compiled programs beside the stores: a second start reads them instead of compiling again.
-
-    A folder that jax has been given already (JAX_COMPILATION_CACHE_DIR) stays, with jax's own limits of what it keeps,
-    and so does that of an earlier run in this process: jax opens only one.
-    """
-    if jax.config.jax_compilation_cache_dir is not None:
-        return
-    jax.config.update("jax_compilation_cache_dir", str(Path(store_dir).absolute() / "compiled"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
 def make_suite(config: Config, mesh: Mesh, model: Model, evalsets: Iterable[EvalSet]) -> Suite:
     """What measures eval sets, in training and later: the same compiled function over the same micro-batches."""
     measured = partial(nats_per_token, on_mesh(model, mesh))
@@ -463,19 +450,6 @@ def make_suite(config: Config, mesh: Mesh, model: Model, evalsets: Iterable[Eval
 def _data_plan(config: Config, corpus: Corpus, schedule: Schedule, past: Past) -> DataPlan:
     seed = config.seed if past.seed is None else past.seed
     return DataPlan(schedule, seed, corpus.tokens_per_epoch, config.longest_seq_len)
-
-
-def on_mesh(model: Model, mesh: Mesh) -> Model:
-    """The same model, its parameters whole over fsdp while it uses them."""
-    whole = partial(gather, mesh)
-    if model.placed is not None:
-        return model.placed(Placement(whole, heads_split=mesh.shape["tensor"] > 1))
-
-    def using_whole(function: Callable | None) -> Callable | None:
-        return None if function is None else lambda params, *inputs: function(whole(params), *inputs)
-
-    names = ("forward", "head", "extend")
-    return replace(model, **{name: using_whole(getattr(model, name)) for name in names})
 
 
 def _eval_rows(config: Config, mesh: Mesh) -> int:
