@@ -112,10 +112,10 @@ def branch(
     rollbacks = [r for r in newest["history"].get("rollbacks", ()) if r["first_bad_step"] < at]
     passed_over = bool(rollbacks) and at < newest["past_end"]
     if on := _edit_in_force(trunk, config, whole, step, at, passed_over):
-        if setup.schedule.segment_at(at).phase == on.phase:
-            setup.keep_edit(on)
+        if setup.course.schedule.segment_at(at).phase == on.phase:
+            setup.course.keep_edit(on)
     ledger.check_past(saved, setup)
-    if setup.schedule.total_steps <= at:
+    if setup.course.schedule.total_steps <= at:
         raise config.error([("train.steps", f"the run ends at step {at}, where the branch begins; give it more")])
     if config.origin.text is not None:  # the branch has its own copy of the file
         origin = replace(config.origin, file=str(directory.path / "config.yaml"))
@@ -309,10 +309,10 @@ def _copy(
         if json.loads(path.read_text())["end"] <= step:
             _copy_to(made.averages / path.parent.name, path.parent)
     events = [(event["event"], {k: v for k, v in event.items() if k not in STAMPS}) for event in told]
-    if setup.branched_from["step"] == step:  # else it is told when the branch gets there
+    if setup.course.branched_from["step"] == step:  # else it is told when the branch gets there
         events.append(("schedule_edit", branch_edit(setup)))
     if events:
-        record = Record(made.path, setup.tokens_at, read_ledger(checkpoint)["elapsed_s"])
+        record = Record(made.path, setup.course.tokens_at, read_ledger(checkpoint)["elapsed_s"])
         for name, event in events:
             record.event(name, step, **event)
         offsets = record.offsets()
@@ -340,7 +340,7 @@ def _copy_checkpoint(
     """A checkpoint that goes on as the branch; `rollbacks` where it has more than its ledger knows."""
     _copy_to(to, checkpoint)
     saved = read_ledger(checkpoint)
-    changed = {**ledger.scheduled(setup), "branched_from": setup.branched_from, "offsets": offsets}
+    changed = {**ledger.scheduled(setup), "branched_from": setup.course.branched_from, "offsets": offsets}
     if rollbacks:
         changed["history"] = {**saved["history"], "rollbacks": list(rollbacks)}
     write_text(to / "ledger" / "metadata", json.dumps({**saved, **changed}))

@@ -94,8 +94,8 @@ def evaluate(
     found = {name: find_read_documents(config, store_dir, tokenizer, name, read) for name in new if name in names}
 
     # What can be said without these is said at once.
+    from curriculum.train.compiled import make_suite
     from curriculum.train.restored import restore
-    from curriculum.train.setup import make_suite
 
     restored = restore(config, tokenizer.vocab_size, arrays, ledger, step, store_dir, make_model)
     warnings = []

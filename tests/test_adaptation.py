@@ -106,8 +106,8 @@ def same(trees, others):
 
 def first_state(config):
     setup = build(config, "store", start=start_of(config))
-    setup.feed.close()
-    return setup.initial_state()
+    setup.course.feed.close()
+    return setup.states.first()
 
 
 def test_a_run_begins_with_the_parameters_alone(folder):

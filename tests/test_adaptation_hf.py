@@ -122,8 +122,8 @@ def test_the_first_parameters_are_the_folders_bit_for_bit(folder):
 
     config = adapted("model.vocab_size=320", "mesh.fsdp=1")
     setup = build(config, "store", start=start_of(config))
-    setup.feed.close()
-    state = setup.initial_state()
+    setup.course.feed.close()
+    state = setup.states.first()
     assert setup.model.num_ids == NUM_ROWS and int(state.step) == 0
     params = {parameter_name(path): np.asarray(a) for path, a in jax.tree.leaves_with_path(state.params)}
     assert params["embed.embedding"].shape == (320, 16) and not params["embed.embedding"][NUM_ROWS:].any()

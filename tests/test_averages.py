@@ -90,13 +90,13 @@ def test_averages_are_measured_beside_the_raw_parameters_under_their_own_names(r
     setup = build(build_config(config_data(folder)), folder / "store")
     try:
         for name, saved in (("ema", "checkpoints/14/ema"), ("phase_mean", "averages/last/params")):
-            results = setup.suite.run(load_params(run / saved))
+            results = setup.suite_at(0).run(load_params(run / saved))
             assert event[name]["eval_web"] == round(summarise(results["web"]).loss, 6)
             with np.load(run / "evals/14.npz") as windows:
                 np.testing.assert_allclose(windows[f"web@{name}.nats"], results["web"].nats_N, rtol=1e-6)
                 assert not np.array_equal(windows[f"web@{name}.nats"], windows["web.nats"])
     finally:
-        setup.feed.close()
+        setup.course.feed.close()
 
 
 def test_views_show_every_average(run):

@@ -422,32 +422,37 @@ def test_a_share_is_raised_in_the_middle_of_a_run_without_compiling(folder):
     config = load_config(folder / "trunk.yaml")
     setup = build(config, folder / "store")
     try:
-        now = setup.initial_state()
+        now = setup.states.first()
         for step in range(24):
             if step == 11:  # within the ramp; batches up to 13 are made already
-                told = setup.raise_share(11, "web", 3.0, 0.9)
+                told = setup.course.raise_share(11, "web", 3.0, 0.9)
                 again = build(config, folder / "store", past=Past(ledger.past_of(_entry(setup))))
-            now = setup.update_at(step)(now, setup.feed[step], *setup.knobs(step))
-        assert len(setup.programs.seconds) == 1
+            now = setup.update_at(step)(now, setup.course.feed[step], *setup.course.knobs(step))
+        assert len(setup.compiled.updates.seconds) == 1
         assert told["kind"] == "replay" and told["phase"] == "b" and told["until"] == 18
         assert told["mixture_after"]["web"] > told["mixture_before"]["web"] > 0.2
-        assert again.schedule == setup.schedule and again.rates.tolist() == setup.rates.tolist()
-        assert [s.start for s in again.schedule.segments] == [0, 8, 11, 18] and len(again.past.segments) == 3
+        assert (
+            again.course.schedule == setup.course.schedule
+            and again.course.rates.tolist() == setup.course.rates.tolist()
+        )
+        assert [s.start for s in again.course.schedule.segments] == [0, 8, 11, 18] and len(
+            again.course.past.segments
+        ) == 3
         for step in range(24):
-            for mine, other in zip(setup.feed[step], again.feed[step], strict=True):
+            for mine, other in zip(setup.course.feed[step], again.course.feed[step], strict=True):
                 assert np.array_equal(np.asarray(mine), np.asarray(other))
-        standing = setup.schedule
+        standing = setup.course.schedule
         with pytest.raises(ReplayRefused, match="^there is no source elsewhere$"):
-            setup.raise_share(12, "elsewhere", 2.0, 0.5)
-        setup.branched_from = {"run": "runs/trunk", "step": 14, "acts": {}, "phase_ends": []}
+            setup.course.raise_share(12, "elsewhere", 2.0, 0.5)
+        setup.course.branched_from = {"run": "runs/trunk", "step": 14, "acts": {}, "phase_ends": []}
         with pytest.raises(ReplayRefused, match="^up to step 14 the schedule is the trunk's$"):
-            setup.raise_share(12, "web", 2.0, 0.95)
-        assert setup.schedule is standing
-        setup.raise_share(14, "web", 2.0, 0.95)
-        assert setup.schedule != standing
-        again.feed.close()
+            setup.course.raise_share(12, "web", 2.0, 0.95)
+        assert setup.course.schedule is standing
+        setup.course.raise_share(14, "web", 2.0, 0.95)
+        assert setup.course.schedule != standing
+        again.course.feed.close()
     finally:
-        setup.feed.close()
+        setup.course.feed.close()
 
 
 def _entry(setup):

@@ -16,6 +16,7 @@ from curriculum.lock import RunLock
 from curriculum.run import RunDirectory, load_run
 from curriculum.train import divergence, trainer
 from curriculum.train.checkpoint import Checkpoints
+from curriculum.train.course import Course
 from curriculum.train.divergence import Diverged
 from curriculum.train.setup import build
 from curriculum.train.trainer import train, train_built
@@ -70,8 +71,8 @@ def place(tmp_path_factory):
     for name, values in tokens.items():
         values.astype("<u2").tofile(folder / f"{name}.bin")
     setup = build(build_config(config_data(folder)), folder / "store")
-    setup.feed.close()
-    offsets = np.concatenate([draws.offset for draws in setup.plan.draws(BAD[0], len(BAD))])
+    setup.course.feed.close()
+    offsets = np.concatenate([draws.offset for draws in setup.course.plan.draws(BAD[0], len(BAD))])
     for offset in offsets:
         tokens["law"][offset : offset + LENGTH + 1] = rng.integers(130, 256, LENGTH + 1)
     (folder / "noisy").mkdir()
@@ -99,7 +100,7 @@ def gone_back(place):
 def from_the_start(place):
     """A run whose schedule was that of `gone_back` from the start."""
     setup = build(build_config(config_data(place / "noisy", **ROLLBACK)), place / "store")
-    setup.pass_over(BAD[0], 5)
+    setup.course.pass_over(BAD[0], 5)
     directory = RunDirectory(place / "from_the_start")
     with RunLock(directory.path) as lock:
         train_built(setup, directory, None, lock)
@@ -230,7 +231,7 @@ class Killed(BaseException):
 @pytest.mark.parametrize("where", ["before the record is cut", "after it"])
 def test_killed_while_it_goes_back_it_comes_to_the_same(place, gone_back, tmp_path, monkeypatch, where):
     data, run_dir = config_data(place / "noisy", **ROLLBACK), tmp_path / "run"
-    begin, knobs = trainer.BestCheckpoints.__init__, trainer.Setup.knobs
+    begin, knobs = trainer.BestCheckpoints.__init__, Course.knobs
 
     def dies_or(call):
         def called(self, *arguments):
@@ -242,7 +243,7 @@ def test_killed_while_it_goes_back_it_comes_to_the_same(place, gone_back, tmp_pa
 
     with monkeypatch.context() as patch:
         if where == "after it":
-            patch.setattr(trainer.Setup, "knobs", dies_or(knobs))
+            patch.setattr(Course, "knobs", dies_or(knobs))
         else:
             patch.setattr(trainer.BestCheckpoints, "__init__", dies_or(begin))
         with pytest.raises(Killed):
@@ -334,7 +335,7 @@ def test_data_that_cannot_be_passed_over_end_the_run(place, tmp_path):
     data = config_data(place / "noisy", **ROLLBACK)
     drawn = (STEPS - SWITCH) * ROWS * LENGTH
     setup = build(build_config(data), place / "store")
-    setup.feed.close()
+    setup.course.feed.close()
     size = setup.corpus.tokens_per_epoch["law"]
     data["sources"]["law"] |= {"max_epochs": (drawn + ROWS * LENGTH) / size}
     with pytest.raises(

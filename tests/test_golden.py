@@ -69,10 +69,11 @@ def course(folder: Path) -> dict:
     setup = build(config, folder / "store")
     try:
         batches = [
-            hashlib.sha256(b"".join(np.asarray(array).tobytes() for array in setup.feed[step])) for step in range(STEPS)
+            hashlib.sha256(b"".join(np.asarray(array).tobytes() for array in setup.course.feed[step]))
+            for step in range(STEPS)
         ]
     finally:
-        setup.feed.close()
+        setup.course.feed.close()
     train(config, folder / "run", store_dir=folder / "store")
     run = load_run(folder / "run")
     return {

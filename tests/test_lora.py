@@ -609,17 +609,17 @@ def test_it_is_written_in_half_the_size_too(tmp_path):
 def test_the_state_of_a_run_is_its_adapters(place):
     config = build_config(adapting(place))
     setup = build(config, place / "store", start=start_of(config))
-    state = setup.initial_state()
-    assert isinstance(state, TrainState) and named(state.params).keys() == named(setup.trained).keys()
+    state = setup.states.first()
+    assert isinstance(state, TrainState) and named(state.params).keys() == named(setup.states.like.params).keys()
     first = named(init_adapters(resolved_model(config, 257), config.seed))
     assert all(np.array_equal(array, first[name]) for name, array in named(state.params).items())
-    whole = named(setup.whole(state.params))
+    whole = named(setup.states.whole(state.params))
     saved = params_of(place, "base/checkpoints/2/params")
     assert saved and all(np.array_equal(whole[name], array) for name, array in saved.items())
     assert whole.keys() == saved.keys() | named(state.params).keys()
     # To the compiled function it is an argument, and so is the same at every step.
-    assert setup.update_at(0).keywords["frozen"] is setup.frozen
-    after = setup.update_at(0)(state, setup.feed[0], *setup.knobs(0))
-    assert named(after.params).keys() == named(setup.trained).keys() and int(after.step) == 1
-    assert all(np.array_equal(array, saved[name]) for name, array in named(setup.frozen).items())
-    setup.feed.close()
+    assert setup.update_at(0).keywords["frozen"] is setup.states.frozen
+    after = setup.update_at(0)(state, setup.course.feed[0], *setup.course.knobs(0))
+    assert named(after.params).keys() == named(setup.states.like.params).keys() and int(after.step) == 1
+    assert all(np.array_equal(array, saved[name]) for name, array in named(setup.states.frozen).items())
+    setup.course.feed.close()

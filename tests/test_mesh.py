@@ -91,31 +91,31 @@ def parts(state):
 
 def train_on_mesh(setup, checkpoints):
     """6 updates and two evals by hand, with a checkpoint after 3; what was seen, as JSON."""
-    state = setup.initial_state()
+    state = setup.states.first()
     told = {"devices": describe_devices(setup.mesh), "losses": [], "grad_norms": [], "batches": [], "evals": []}
     for step in range(STEPS):
-        batch = setup.feed[step]
+        batch = setup.course.feed[step]
         told["rows_a_device"] = batch.inputs_ABT.addressable_shards[0].data.shape[1]
         told["batches"].append(hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in batch)).hexdigest())
-        state = setup.update_at(step)(state, batch, *setup.knobs(step))
-        row = read_window(state.window, setup.plan.sources)
+        state = setup.update_at(step)(state, batch, *setup.course.knobs(step))
+        row = read_window(state.window, setup.course.plan.sources)
         told["losses"].append(row["loss"])
         told["grad_norms"].append(row["grad_norm"])
         state = state._replace(window=clear_window(state.window))
         if step + 1 in (SAVED_AT, STEPS):
-            told["evals"].append({name: summarise(r).loss for name, r in setup.suite.run(state.params).items()})
+            told["evals"].append({name: summarise(r).loss for name, r in setup.suite_at(0).run(state.params).items()})
         if step + 1 == SAVED_AT:
             checkpoints.save(state, {}, {"primary": np.zeros((3, 1), np.float32)})
             checkpoints.wait()
             saved = as_bytes(state)
-    told["programs"] = [len(setup.programs.seconds), setup.suite.num_traces]
+    told["programs"] = [len(setup.compiled.updates.seconds), setup.suite_at(0).num_traces]
     told["parts"] = parts(state)
     return told, saved
 
 
 def compiled_step(setup):
     """What the update of a setup is before and after compilation."""
-    lowered = setup.lower_update(setup.shape_at(0))
+    lowered = setup.compiled.lower_update(setup.course.shape_at(0))
     compiled = lowered.compile()
     constraints = re.findall(r"sdy.sharding_constraint.*", lowered.as_text())
     return {
@@ -137,17 +137,18 @@ def main(folder: Path):
     for mesh in (ONE, FSDP):
         told[str(mesh)] |= compiled_step(setups[mesh])
     for mesh in (ONE, FSDP, MESHES[-1]):
-        state = setups[mesh].restore(saves[mesh], SAVED_AT, setups[mesh].plan.sources)
-        told[str(mesh)]["samples"] = setups[mesh].samples(state.params)
-        told[str(mesh)]["samples_again"] = setups[mesh].samples(state.params)
+        state = setups[mesh].states.restored(saves[mesh], SAVED_AT, setups[mesh].course.plan.sources)
+        told[str(mesh)]["samples"] = setups[mesh].samples_at(SAVED_AT)(state.params)
+        told[str(mesh)]["samples_again"] = setups[mesh].samples_at(SAVED_AT)(state.params)
     # A step and a checkpoint on each: what 8 devices saved goes on with 4, then with one, and again with 8.
     told["handed_on"], source, step, held = [], saves[FSDP], SAVED_AT, saved[FSDP]
     for mesh in (FOUR, ONE, FSDP):
-        state = setups[mesh].restore(source, step, setups[mesh].plan.sources)
+        setup = setups[mesh]
+        state = setup.states.restored(source, step, setup.course.plan.sources)
         handed = {"mesh": mesh, "equal": as_bytes(state) == held, "num_arrays": len(held), "parts": parts(state)}
-        state = setups[mesh].update_at(step)(state, setups[mesh].feed[step], *setups[mesh].knobs(step))
-        handed["loss"] = read_window(state.window, setups[mesh].plan.sources)["loss"]
-        handed["programs"] = len(setups[mesh].programs.seconds)
+        state = setup.update_at(step)(state, setup.course.feed[step], *setup.course.knobs(step))
+        handed["loss"] = read_window(state.window, setup.course.plan.sources)["loss"]
+        handed["programs"] = len(setup.compiled.updates.seconds)
         told["handed_on"].append(handed)
         step, state = step + 1, state._replace(window=clear_window(state.window))
         source = saves[f"after {mesh}"] = Checkpoints(folder / "checkpoints" / f"handed on {step}")
@@ -155,7 +156,7 @@ def main(folder: Path):
         source.wait()
         held = as_bytes(state)
     for made in setups.values():
-        made.feed.close()
+        made.course.feed.close()
     for checkpoints in saves.values():
         checkpoints.close()
     train(build_config(config_data(folder, FSDP)), folder / "run", store_dir=store)

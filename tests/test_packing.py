@@ -485,7 +485,7 @@ def test_a_run_packs_resumes_bit_equal_and_keeps_its_packing(folder, tmp_path):
     train(config_of(folder, packing), tmp_path / "parts", resume="latest", store_dir=tmp_path / "store")
 
     setup = build(config_of(folder, packing), tmp_path / "store")
-    like = setup.initial_state()
+    like = setup.states.first()
     arrays = []
     for name in ("whole", "parts"):
         checkpoints = Checkpoints(tmp_path / name / "checkpoints")
@@ -495,8 +495,8 @@ def test_a_run_packs_resumes_bit_equal_and_keeps_its_packing(folder, tmp_path):
     del saved["packing"]
     with pytest.raises(InputError, match=r'packing\.mode: got "best_fit", but the run was trained with "stream"'):
         check_past(saved, setup)
-    batch = setup.feed[0]
-    setup.feed.close()
+    batch = setup.course.feed[0]
+    setup.course.feed.close()
     assert arrays[0] == arrays[1] and len(arrays[0]) > 10
     inputs, targets, mask = (np.asarray(a) for a in (batch.inputs_ABT, batch.targets_ABT, batch.loss_mask_ABT))
     eot = setup.corpus.tokenizer.eot

@@ -145,7 +145,7 @@ def test_few_scored_targets_are_said_before_and_at_the_start(tmp_path):
     from curriculum.train.setup import build
 
     setup = build(config, tmp_path / "store")
-    setup.feed.close()
+    setup.course.feed.close()
     assert [w for w in fields.training_start(setup)["warnings"] if "scored target" in w] == few
 
 

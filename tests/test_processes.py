@@ -80,20 +80,20 @@ def main(folder: Path, port: str, num_processes: str, process_id: str, *runs: st
         for run_name, mesh in (run.split("=") for run in runs):
             config = build_config(config_data(folder, tuple(map(int, mesh.split("x")))))
             setup = build(config, folder / "store")
-            rows, made, make = {}, [], setup.plan.batch
+            rows, made, make = {}, [], setup.course.plan.batch
 
             def counted(*arguments, make=make, made=made, **options):
                 batch = make(*arguments, **options)
                 made.append(batch.inputs_ABT.shape[1])
                 return batch
 
-            setup.plan.batch = counted
+            setup.course.plan.batch = counted
             for step in range(SHOWN):
-                for shard in setup.feed[step].inputs_ABT.addressable_shards:
+                for shard in setup.course.feed[step].inputs_ABT.addressable_shards:
                     part_ABT = np.asarray(shard.data)
                     for b in range(part_ABT.shape[1]):
                         rows[f"{step}/{(shard.index[1].start or 0) + b}"] = part_ABT[:, b]
-            setup.feed.close()
+            setup.course.feed.close()
             np.savez(folder / f"rows-{run_name}-{process_id}.npz", **rows)
             (folder / f"made-{run_name}-{process_id}.json").write_text(json.dumps(made))
             train(config, folder / run_name, store_dir=folder / "store")

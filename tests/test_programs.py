@@ -75,7 +75,7 @@ def whole(corpus, store, tmp_path_factory):  # noqa: F811
 
     def update_at(setup, step):
         if step == 11:  # let the background be done, however slow the machine
-            setup.programs._worker.submit(lambda: None).result()
+            setup.compiled.updates._worker.submit(lambda: None).result()
         at[0], setups[:] = step, [setup]
         return original(setup, step)
 
@@ -95,14 +95,14 @@ def whole(corpus, store, tmp_path_factory):  # noqa: F811
 
 def test_every_shape_is_compiled_once_and_ahead(whole):
     run_dir, setup, compiled = whole
-    assert setup.shapes_from(0) == SHAPES and list(setup.programs.seconds) == SHAPES
+    assert setup.course.shapes_from(0) == SHAPES and list(setup.compiled.updates.seconds) == SHAPES
     background = [step for step, thread in compiled if thread.startswith(COMPILE_THREAD)]
     assert len(background) == 3 and max(background) < 12  # two updates and an eval, before the first switch
     assert [step for step, _ in compiled if step >= 12] == []
-    assert list(setup.suites.seconds) == [THETA] and setup.suites[THETA].num_traces == 1
+    assert list(setup.compiled.suites.seconds) == [THETA] and setup.compiled.suites[THETA].num_traces == 1
     stalls = {row["step"]: row["switch_stall_s"] for row in load_run(run_dir).metrics if "switch_stall_s" in row}
     assert list(stalls) == [15, 27]
-    assert all(0 < stall < min(setup.programs.seconds.values()) for stall in stalls.values())
+    assert all(0 < stall < min(setup.compiled.updates.seconds.values()) for stall in stalls.values())
 
 
 def test_rows_tell_the_tokens_of_each_shape(whole):
@@ -120,8 +120,8 @@ def test_the_theta_of_a_phase_is_what_it_is_trained_and_measured_with(whole, sto
     base = setup.config
     setup = build(base, store)
     try:
-        state = setup.restore(trainer.Checkpoints(run_dir / "checkpoints"), 24, setup.plan.sources)
-        batch = setup.feed[24]
+        state = setup.states.restored(trainer.Checkpoints(run_dir / "checkpoints"), 24, setup.course.plan.sources)
+        batch = setup.course.feed[24]
         architecture = ModelConfig.of(read_json(run_dir / "model.json"))
         assert architecture.rope_theta == 10_000
         losses = {}
@@ -130,8 +130,8 @@ def test_the_theta_of_a_phase_is_what_it_is_trained_and_measured_with(whole, sto
             rows = [np.asarray(a).reshape(2, 32) for a in (batch.inputs_ABT, batch.targets_ABT)]
             losses[theta] = float(np.asarray(nats_per_token(model, state.params, *rows)[0], np.float64).mean())
         assert abs(losses[THETA] - losses[10_000.0]) > 1e-4
-        after = setup.update_at(24)(state, batch, *setup.knobs(24))
-        assert read_window(after.window, setup.plan.sources)["loss"] == pytest.approx(losses[THETA], rel=2e-6)
+        after = setup.update_at(24)(state, batch, *setup.course.knobs(24))
+        assert read_window(after.window, setup.course.plan.sources)["loss"] == pytest.approx(losses[THETA], rel=2e-6)
 
         evals = {e["step"]: e["val_loss"] for e in load_run(run_dir).events if e["event"] == "eval"}
         evalset = setup.corpus.evalsets["primary"]
@@ -182,7 +182,7 @@ def test_a_run_that_begins_from_a_checkpoint_has_its_theta(whole, corpus, store,
         setup.close()
         assert setup.model.architecture["rope_theta"] == theta
         evals = {e["step"]: e["val_loss"] for e in load_run(run_dir).events if e["event"] == "eval"}
-        measured = setup.suite_at(0).run(setup.initial_state().params)["primary"]
+        measured = setup.suite_at(0).run(setup.states.first().params)["primary"]
         assert summarise(measured).loss == pytest.approx(evals[step], abs=1e-6)
 
 
@@ -218,14 +218,14 @@ def test_micro_steps_of_a_phase_change_no_data_and_the_numbers_by_rounding(whole
         phase["grad_accum"] = grad_accum
     setups = [build(build_config(d), store) for d in (shaped(corpus), data)]
     checkpoints = trainer.Checkpoints(whole[0] / "checkpoints")
-    assert setups[1].shapes_from(0) == [StepShape(4, 2, 16), StepShape(2, 2, 32), StepShape(1, 2, 32, THETA)]
+    assert setups[1].course.shapes_from(0) == [StepShape(4, 2, 16), StepShape(2, 2, 32), StepShape(1, 2, 32, THETA)]
     for step in (6, 12, 24):  # the first two phases, and the last
         batches, told = [], []
         for setup in setups:
-            state = setup.restore(checkpoints, step, setup.plan.sources)
-            batches.append([np.asarray(a).reshape(-1) for a in setup.feed[step]])
-            after = setup.update_at(step)(state, setup.feed[step], *setup.knobs(step))
-            told.append(read_window(after.window, setup.plan.sources))
+            state = setup.states.restored(checkpoints, step, setup.course.plan.sources)
+            batches.append([np.asarray(a).reshape(-1) for a in setup.course.feed[step]])
+            after = setup.update_at(step)(state, setup.course.feed[step], *setup.course.knobs(step))
+            told.append(read_window(after.window, setup.course.plan.sources))
         assert all(np.array_equal(*arrays) for arrays in zip(*batches, strict=True))
         # Sums of float32 in another order.
         assert told[0]["loss"] == pytest.approx(told[1]["loss"], rel=1e-6)

@@ -369,11 +369,14 @@ def test_a_setting_that_changed_the_data_is_named(corpus, store, tmp_path):
 
     def set_up(**changes):
         setup = build(build_config(config_data(corpus, **{**base, **changes})), store)
-        setup.feed.close()
+        setup.course.feed.close()
         return setup
 
+    def content_hashes(setup):
+        return {name: evalset.content_hash for name, evalset in setup.corpus.evalsets.items()}
+
     first = set_up()
-    history = History("now", "a", eval_sets=dict(first.content_hashes))
+    history = History("now", "a", eval_sets=content_hashes(first))
     saved = json.loads(json.dumps(entry(first, 10, history, {}, 1.0)))
     check_past(saved, first)
 
@@ -399,7 +402,7 @@ def test_a_setting_that_changed_the_data_is_named(corpus, store, tmp_path):
     text = {"sources": {"web": web}, "phases": [{"name": "a", "until": "end", "mixture": {"web": 1.0}}],
             "evalsets": {"primary": {"held_out_of": "web"}}}  # fmt: skip
     plain = set_up(**text)
-    kept = json.loads(json.dumps(entry(plain, 10, replace(history, eval_sets=dict(plain.content_hashes)), {}, 1.0)))
+    kept = json.loads(json.dumps(entry(plain, 10, replace(history, eval_sets=content_hashes(plain)), {}, 1.0)))
     check_past(kept, set_up(**{**text, "chat": {"user": "Q{content}"}, "sources": {"web": {**web, "held_out": 0.1}}}))
     # A ledger that says nothing of it is told as before.
     del saved["data"]
@@ -505,9 +508,9 @@ def test_a_save_that_would_not_be_made_is_an_error(corpus, store, whole, tmp_pat
     setup = build(build_config(config_data(corpus)), store)
     with pytest.raises(RuntimeError, match="step 0 was not saved: step 60 is there already"):
         Checkpoints(run_dir / "checkpoints", 3).save(
-            setup.initial_state(), {"step": 0}, {"primary": np.zeros((3, 1), np.float32)}
+            setup.states.first(), {"step": 0}, {"primary": np.zeros((3, 1), np.float32)}
         )
-    setup.feed.close()
+    setup.course.feed.close()
 
 
 def test_updates_that_are_not_finite_are_counted_and_said(corpus, store, tmp_path, capsys):
@@ -534,11 +537,10 @@ def test_resume_at_a_step_sets_later_checkpoints_aside(corpus, store, whole, tmp
 
 
 def test_functions_are_traced_once_over_phases_and_sets(corpus, store, tmp_path, monkeypatch):
-    from curriculum.train import setup, trainer
+    from curriculum.train import compiled, trainer
 
     traces, built = [], []
-    forward = setup.nats_per_token
-    build = setup.build
+    forward = compiled.nats_per_token
 
     def kept(*arguments):
         built.append(build(*arguments))
@@ -559,9 +561,9 @@ def test_functions_are_traced_once_over_phases_and_sets(corpus, store, tmp_path,
 
         return counted_step
 
-    unwrapped = setup.make_train_step
-    monkeypatch.setattr(setup, "nats_per_token", counted)
-    monkeypatch.setattr(setup, "make_train_step", make_step)
+    unwrapped = compiled.make_train_step
+    monkeypatch.setattr(compiled, "nats_per_token", counted)
+    monkeypatch.setattr(compiled, "make_train_step", make_step)
     data = config_data(corpus, train__steps=40)
     data["phases"] = [
         {"name": f"p{i}", "until": 10 * (i + 1), "mixture": {"web": 1.0, "law": i + 0.5}} for i in range(4)
@@ -570,7 +572,7 @@ def test_functions_are_traced_once_over_phases_and_sets(corpus, store, tmp_path,
     train(build_config(data), tmp_path / "run", store_dir=store)
     assert len(load_run(tmp_path / "run").events[0]["evalsets"]) == 4
     assert sorted(traces) == ["eval", "train"]
-    assert len(built[0].programs.seconds) == 1
+    assert len(built[0].compiled.updates.seconds) == 1
 
 
 @pytest.mark.parametrize(
@@ -642,26 +644,26 @@ def test_a_phase_of_conversations_learns_from_answers_alone(corpus, tmp_path):
         for answer in re.finditer(r"\[([^]]*\]\n)", "".join(map(chr, np.where(stream == 256, 10, stream)))):
             expected_N[answer.start(1) : answer.end(1)] = True
         assert 0.2 < expected_N.mean() < 0.8 and expected_N[stream == 256].all()
-        offsets_of = {step: setup.plan.draws(step)[0] for step in range(8)}
+        offsets_of = {step: setup.course.plan.draws(step)[0] for step in range(8)}
         for step, draws in offsets_of.items():
-            batch = setup.feed[step]
+            batch = setup.course.feed[step]
             mask_MT = np.asarray(batch.loss_mask_ABT).reshape(8, 32)
             assert run.metrics[step]["scored_share"] == pytest.approx(mask_MT.mean(), abs=1e-6)
-            sources = [setup.plan.sources[s] for s in draws.source]
+            sources = [setup.course.plan.sources[s] for s in draws.source]
             assert sources.count("talks") == (6 if step >= 4 else 0)
             for row, (source, offset) in enumerate(zip(sources, draws.offset.tolist(), strict=True)):
                 expected_T = expected_N[offset + 1 : offset + 33] if source == "talks" else np.ones(32, bool)
                 assert mask_MT[row].tolist() == expected_T.tolist()
 
         # The loss of the last batch at the first parameters: the mean over those targets and no others.
-        params = setup.initial_state().params
+        params = setup.states.first().params
         inputs_MT, targets_MT = (np.asarray(a).reshape(8, 32) for a in (batch.inputs_ABT, batch.targets_ABT))
         nats_MT = np.asarray(nats_per_token(setup.model, params, inputs_MT, targets_MT)[0], np.float64)
-        state = setup.update_at(0)(setup.initial_state(), batch, np.float32(0), np.int32(0))
+        state = setup.update_at(0)(setup.states.first(), batch, np.float32(0), np.int32(0))
         assert np.sum(state.window.tokens_S2) == mask_MT.sum() < 8 * 32
-        found = read_window(state.window, setup.plan.sources)
+        found = read_window(state.window, setup.course.plan.sources)
         assert found["loss"] == pytest.approx(nats_MT[mask_MT].mean(), rel=1e-6)
         talks_M = np.array([source == "talks" for source in sources])
         assert found["source_loss"]["talks"] == pytest.approx(nats_MT[talks_M][mask_MT[talks_M]].mean(), rel=1e-6)
     finally:
-        setup.feed.close()
+        setup.course.feed.close()

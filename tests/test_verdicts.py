@@ -182,11 +182,11 @@ def test_the_gold_is_the_best_that_no_guard_objects_to_and_its_checkpoint_is_who
     try:
         kept = Checkpoints(told / "gold", keep=None)
         assert gold["step"] in kept.steps()
-        state = setup.restore(kept, gold["step"], setup.plan.sources)
+        state = setup.states.restored(kept, gold["step"], setup.course.plan.sources)
         kept.close()
-        results = setup.suite.run(state.params)
+        results = setup.suite_at(0).run(state.params)
     finally:
-        setup.feed.close()
+        setup.course.feed.close()
     for name, result in results.items():
         assert np.array_equal(result.nats_N, windows(told, name, gold["step"])[0])
 

@@ -56,8 +56,8 @@ def measure(size: str, num_windows: int, num_rounds: int) -> list[dict]:
     from curriculum.config import build_config
     from curriculum.model.loss import nats_per_token
     from curriculum.model.transformer import init_params, transformer
+    from curriculum.train.compiled import make_suite
     from curriculum.train.mesh import make_mesh, place_rows, place_state
-    from curriculum.train.setup import make_suite
 
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(

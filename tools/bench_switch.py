@@ -92,11 +92,12 @@ def other_shapes(folder: Path, args: argparse.Namespace) -> list[dict]:
     ]
     rows, compiled, setup = run(folder, "other", phases, args)
     by_step = {row["step"]: row for row in rows}
-    updates = {shape: event for shape, event in zip(setup.programs.seconds, of_updates(setup, compiled), strict=True)}
+    compile_s = setup.compiled.updates.seconds
+    updates = dict(zip(compile_s, of_updates(setup, compiled), strict=True))
     found = []
     for i, phase in enumerate(phases):
         first = i * num_steps
-        shape = setup.shape_at(first)
+        shape = setup.course.shape_at(first)
         steps_s = [by_step[step]["step_time_s"] for step in range(first + 3, first + num_steps + 1)]
         step_s = float(np.median(steps_s))
         stall_s = by_step[first + 1].get("switch_stall_s")
@@ -107,7 +108,7 @@ def other_shapes(folder: Path, args: argparse.Namespace) -> list[dict]:
                 "needed_at_step": first,
                 "compiled_during_step": updates[shape][0],
                 "in": updates[shape][1],
-                "compile_s": round(setup.programs.seconds[shape], 2),
+                "compile_s": round(compile_s[shape], 2),
                 "median_step_ms": ms(step_s),
                 "p95_step_ms": ms(np.quantile(steps_s, 0.95)),
                 "first_step_ms": None if stall_s is None else ms(by_step[first + 1]["step_time_s"]),
@@ -122,7 +123,7 @@ def of_updates(setup, compiled: list[tuple[int, str, float]]) -> list[tuple[int,
     """(step under way, thread) of the compilation of each update, in order: the first in the foreground, then those in
     the thread."""
     background = [(step, "background") for step, thread, _ in compiled if thread.startswith("curriculum-compile")]
-    return [(0, "foreground"), *background][: len(setup.programs.seconds)]  # evals are compiled after them
+    return [(0, "foreground"), *background][: len(setup.compiled.updates.seconds)]  # evals are compiled after them
 
 
 def run(folder: Path, name: str, phases: list[dict], args: argparse.Namespace, evals_every: int = 10**6):
@@ -143,7 +144,8 @@ def run(folder: Path, name: str, phases: list[dict], args: argparse.Namespace, e
     def update_at(setup, step):
         at[0], setups[:] = step, [setup]
         if step == phases[0]["until"] - 1:
-            setup.programs._worker.submit(lambda: None).result()  # all that is compiled ahead was asked for before
+            # All that is compiled ahead was asked for before.
+            setup.compiled.updates._worker.submit(lambda: None).result()
         return unwatched(setup, step)
 
     config = build_config(

@@ -38,7 +38,7 @@ def averages_at(
     full disk it is only measured. No save of `checkpoints` may be under way.
     """
     averages = {EMA: state.ema} if state.ema is not None and done else {}
-    schedule = setup.schedule
+    schedule = setup.course.schedule
     phase, start = next(((name, start) for name, start, end in schedule.phase_bounds if end == done), (None, 0))
     if phase is None or setup.config.averages.phase_mean is None:
         return averages

@@ -67,7 +67,7 @@ def check_diverged(run: Running, done: int, *, whole_state: bool = False) -> Non
     why = None
     if config is not None and len(rollbacks) < config.max:
         try:
-            run.setup.pass_over(divergence.first_bad_step, config.skip_steps)
+            run.setup.course.pass_over(divergence.first_bad_step, config.skip_steps)
         except RollbackRefused as refused:
             why = f"the data of {config.skip_steps} steps cannot be passed over: {refused}"
         else:
@@ -139,13 +139,13 @@ def _newest_there(directory: RunDirectory, at_or_before: int) -> int | None:
 
 
 def _summary(run: Running, done: int, divergence: _Divergence, why: str | None) -> str:
-    setup, state = run.setup, run.state
-    config, guard = setup.config.train, jax.device_get(state.guard)
+    course, state = run.setup.course, run.state
+    config, guard = run.setup.config.train, jax.device_get(state.guard)
     first, update = divergence.found_step, done - 1
-    phase, rate = setup.schedule.segment_at(update).phase, float(setup.rates[update])
+    phase, rate = course.schedule.segment_at(update).phase, float(course.rates[update])
     name = run.directory.path
     lines = [
-        f"training diverged at step {done} of {setup.schedule.total_steps} (phase {phase}, learning rate {rate:.3g}): "
+        f"training diverged at step {done} of {course.schedule.total_steps} (phase {phase}, learning rate {rate:.3g}): "
         + divergence.reason,
         f"  skipped      {_counts(state)}",
         f"  loss         {_course(guard.losses_W, first, done)}",

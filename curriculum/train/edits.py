@@ -80,7 +80,7 @@ def edit_event(
     changes = [*edit.changes, *ledger.changed_contents(saved, setup)]
     if not changes:
         return None
-    step, before, after = edit.step, Schedule(segments_from_json(saved["segments"])), setup.schedule
+    step, before, after = edit.step, Schedule(segments_from_json(saved["segments"])), setup.course.schedule
     phase = after.segment_at(step).phase
     return {
         "kind": "config",

@@ -31,6 +31,7 @@ from evalsets.regressions import Comparison
 
 
 def training_start(setup: Setup) -> dict[str, Any]:
+    schedule = setup.course.schedule
     return {
         "config": setup.config.to_json(),
         "model": {**setup.model.architecture, **_sizes(setup)},
@@ -40,10 +41,10 @@ def training_start(setup: Setup) -> dict[str, Any]:
         "sources": setup.corpus.details,
         "evalsets": _evalsets(setup),
         "warnings": [
-            *setup.schedule.warnings,
+            *schedule.warnings,
             *setup.corpus.warnings,
-            *unread(setup.config, setup.schedule),
-            *few_scored_targets(setup.schedule, setup.corpus.details),
+            *unread(setup.config, schedule),
+            *few_scored_targets(schedule, setup.corpus.details),
             *no_verdicts(setup.corpus.evalsets.values()),
         ],
     }
@@ -104,22 +105,23 @@ def _evalsets(setup: Setup) -> dict[str, Any]:
 
 
 def derived(setup: Setup) -> dict[str, Any]:
+    schedule, branch = setup.course.schedule, setup.course.branched_from
     return {
-        "total_steps": setup.schedule.total_steps,
-        "tokens_per_step": constant_tokens_per_step(setup.schedule),
-        "step_sizes": step_sizes(setup.schedule),
+        "total_steps": schedule.total_steps,
+        "tokens_per_step": constant_tokens_per_step(schedule),
+        "step_sizes": step_sizes(schedule),
         **_sizes(setup),
-        "phases": list(describe_phases(setup.schedule, setup.config)),
-        "learning_rate": [asdict(piece) for piece in setup.schedule.lr],
+        "phases": list(describe_phases(schedule, setup.config)),
+        "learning_rate": [asdict(piece) for piece in schedule.lr],
         "lineage": setup.lineage,
-        **({} if setup.branched_from is None else {"branched_from": branch_point(setup.branched_from)}),
+        **({} if branch is None else {"branched_from": branch_point(branch)}),
     }
 
 
 def _sizes(setup: Setup) -> dict[str, int]:
     """Numbers of the model; and those that are trained, where that is not all of them."""
     sizes = {"num_parameters": num_parameters(setup.model)}
-    return sizes if setup.frozen is None else {**sizes, "num_trained": count(setup.trained)}
+    return sizes if setup.states.frozen is None else {**sizes, "num_trained": count(setup.states.like.params)}
 
 
 def branch_point(branched_from: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,34 +134,36 @@ def edits_again(setup: Setup, history: History, done: int) -> list[dict[str, Any
 
     Where a branch leaves its trunk, and what the config changed, of a trunk or of a run on its way from a rollback.
     """
-    if setup.branched_from and done == setup.branched_from["step"]:
+    course = setup.course
+    if course.branched_from and done == course.branched_from["step"]:
         return [branch_edit(setup)]
-    if acts := setup.of_trunk(done):
+    if acts := course.of_trunk(done):
         return [edit for edit in acts["edits"] if edit["kind"] != "replay"]
     return history.edits_before(done)
 
 
 def branch_edit(setup: Setup) -> dict[str, Any]:
     """What a branch tells where it leaves its trunk."""
-    branch = setup.branched_from
+    schedule, branch = setup.course.schedule, setup.course.branched_from
     return {
         "kind": "branch",
-        "phase": setup.schedule.segment_at(branch["step"]).phase,
+        "phase": schedule.segment_at(branch["step"]).phase,
         "mixture_before": branch["mixture_before"],
-        "mixture_after": setup.schedule.shares(branch["step"]),
-        "until": setup.schedule.total_steps,
+        "mixture_after": schedule.shares(branch["step"]),
+        "until": schedule.total_steps,
         "reason": branch["reason"],
     }
 
 
 def training_state(setup: Setup, step: int, history: History) -> dict[str, Any]:
     """Where the run stands, for people and scripts that watch it; resuming never reads it."""
+    schedule = setup.course.schedule
     return {
         "step": step,
-        "total_steps": setup.schedule.total_steps,
-        "phase": setup.schedule.segment_at(max(step - 1, 0)).phase,
+        "total_steps": schedule.total_steps,
+        "phase": schedule.segment_at(max(step - 1, 0)).phase,
         "checkpoint": f"checkpoints/{step}",
-        "tokens_drawn": setup.schedule.drawn(step),
+        "tokens_drawn": schedule.drawn(step),
         **{key: value for key, value in history.to_json().items() if key not in ("phase", "watch", "gold")},
         "gold_step": history.gold.gold and history.gold.gold.step,
     }
@@ -175,11 +179,11 @@ def eval_event(
     duration_s: float,
 ) -> dict[str, Any]:
     """The sets' losses, by average of the parameters the same again, and the smallest rise that each set can tell."""
-    update = max(step - 1, 0)
+    course, update = setup.course, max(step - 1, 0)
     fields: dict[str, Any] = {
-        "progress_pct": round(100 * step / setup.schedule.total_steps, 4),
-        "lr": float(setup.rates[update]),
-        "phase": setup.schedule.segment_at(update).phase,
+        "progress_pct": round(100 * step / course.schedule.total_steps, 4),
+        "lr": float(course.rates[update]),
+        "phase": course.schedule.segment_at(update).phase,
     }
     fields |= _losses(summaries) | {average: _losses(of_sets) for average, of_sets in averaged.items()}
     if comparisons:
@@ -207,21 +211,22 @@ def _losses(summaries: Mapping[str, Summary]) -> dict[str, float | None]:
 
 
 def metrics_row(setup: Setup, done: int, state: TrainState, clock: TrainClock) -> dict[str, Any]:
-    segment = setup.schedule.segment_at(done - 1)
-    means = read_window(state.window, setup.plan.sources)
+    course = setup.course
+    segment = course.schedule.segment_at(done - 1)
+    means = read_window(state.window, course.plan.sources)
     filled, scored = means["filled_tokens"], means["scored_tokens"]
     row_before = (done - 1) // setup.config.logging.every * setup.config.logging.every
     # Of an update since then: exact but where some were skipped in a row that is over updates of two sizes.
-    slots = (setup.tokens_at(done) - setup.tokens_at(row_before)) / (done - row_before)
+    slots = (course.tokens_at(done) - course.tokens_at(row_before)) / (done - row_before)
     steps, seconds, once = clock.take()
     fields = {
         "step": done,
         "loss": means["loss"],
         **{f"loss_{name}": loss for name, loss in means["source_loss"].items()},
         "grad_norm": means["grad_norm"],
-        "lr": float(setup.rates[done - 1]),
-        "tokens_seen": setup.tokens_at(done),
-        "tokens_per_sec": round((setup.tokens_at(done) - setup.tokens_at(done - steps)) / seconds, 1),
+        "lr": float(course.rates[done - 1]),
+        "tokens_seen": course.tokens_at(done),
+        "tokens_per_sec": round((course.tokens_at(done) - course.tokens_at(done - steps)) / seconds, 1),
         "step_time_s": round(seconds / steps, 6),
         "phase": segment.phase,
         "mixture": {name: segment.mixture_at(done - 1).get(name, 0.0) for name in setup.config.sources},
@@ -235,9 +240,10 @@ def metrics_row(setup: Setup, done: int, state: TrainState, clock: TrainClock) -
 
 
 def phase_switch(setup: Setup, done: int) -> dict[str, Any]:
-    before, after = setup.schedule.segment_at(done - 1), setup.schedule.segment_at(done)
-    consumed = setup.schedule.drawn(done)
-    sizes = setup.plan.tokens_per_epoch
+    schedule = setup.course.schedule
+    before, after = schedule.segment_at(done - 1), schedule.segment_at(done)
+    consumed = schedule.drawn(done)
+    sizes = setup.course.plan.tokens_per_epoch
     return {
         "from_phase": before.phase,
         "new_phase": after.phase,
@@ -246,18 +252,18 @@ def phase_switch(setup: Setup, done: int) -> dict[str, Any]:
         "ramp_steps": 0 if after.ramp is None else after.ramp.steps,
         "shape_before": shape_of(before, setup.config),
         "shape_after": shape_of(after, setup.config),
-        "passed_over": setup.schedule.left_out(done),
+        "passed_over": schedule.left_out(done),
         "consumed": consumed,
         "epochs": {name: round(consumed[name] / sizes[name], 6) for name in consumed if sizes.get(name)},
-        "lr": float(setup.rates[done]),
+        "lr": float(setup.course.rates[done]),
     }
 
 
 def training_complete(
     setup: Setup, history: History, transfer: dict[str, Any], elapsed_s: float, state: TrainState
 ) -> dict[str, Any]:
-    total = setup.schedule.total_steps
-    total_tokens, gold = setup.tokens_at(total), history.gold.gold
+    total = setup.course.schedule.total_steps
+    total_tokens, gold = setup.course.tokens_at(total), history.gold.gold
     return {
         "started_at": history.started_at,
         "total_elapsed_s": round(elapsed_s, 3),

@@ -33,7 +33,7 @@ class Evaluated(NamedTuple):
 def judge(run: Running, done: int, evaluated: Evaluated) -> Sequence[str]:
     """Record the verdicts of the eval after `done` updates and act on them; the sets that newly got worse."""
     setup, worse = run.setup, evaluated.worse
-    phase = setup.schedule.segment_at(max(done - 1, 0)).phase
+    phase = setup.course.schedule.segment_at(max(done - 1, 0)).phase
     if evaluated.recovered:
         run.record.event("eval_recovered", done, phase=phase, offenders=evaluated.recovered)
     if worse:
@@ -50,17 +50,17 @@ def judge(run: Running, done: int, evaluated: Evaluated) -> Sequence[str]:
 
 def _act(run: Running, done: int, evaluated: Evaluated) -> tuple[list[dict[str, Any]], str | None]:
     """(the schedule's edits, what is done in words), as `regression.action` asks for where sets got worse."""
-    setup, action = run.setup, run.setup.config.evalsets.regression.action
-    acts = setup.of_trunk(done) or run.history.done_before(done)
+    course, action = run.setup.course, run.setup.config.evalsets.regression.action
+    acts = course.of_trunk(done) or run.history.done_before(done)
     if acts:  # its edits are in the schedule already
         return [edit for edit in acts["edits"] if edit["kind"] == "replay"], acts["action"]
     if action == "checkpoint":
         return [], f"kept as kept/{done}"
-    if done == setup.schedule.total_steps or action == "log":
+    if done == course.schedule.total_steps or action == "log":
         return [], None
     if action == "stop":
         return [], "the run stops here"
-    if done in setup.schedule.phase_ends:
+    if done in course.schedule.phase_ends:
         return [], "nothing is replayed more: the phase is over"
     return _replay(run, done, evaluated)
 
@@ -85,7 +85,7 @@ def _replay(run: Running, done: int, evaluated: Evaluated) -> tuple[list[dict[st
     for source, names in sets_of.items():
         raised = (done, source, regression.replay_factor, regression.replay_max_share)
         try:
-            edit = setup.raise_share(*raised, spared=worse - {source})
+            edit = setup.course.raise_share(*raised, spared=worse - {source})
         except ReplayRefused as refusal:
             told.append(f"{source} is not replayed more: {refusal}")
         else:
@@ -103,8 +103,8 @@ def _judge_gold(run: Running, done: int, evaluated: Evaluated) -> None:
         step=done,
         summaries=evaluated.summaries,
         train_loss=number(run.history.train_loss),
-        regressed={name: _worst(pairs) for name, pairs in evaluated.standing.items() if name in setup.suite.evalsets},
-        is_last=done == setup.schedule.total_steps,
+        regressed={name: _worst(pairs) for name, pairs in evaluated.standing.items() if name in setup.corpus.evalsets},
+        is_last=done == setup.course.schedule.total_steps,
         is_candidate=done > 0 or setup.lineage is not None,
         limits_from_start=setup.lineage is not None,
     )

@@ -51,7 +51,7 @@ class History:
     @staticmethod
     def begin(setup: Setup) -> History:
         started_at = datetime.now().astimezone().isoformat(timespec="seconds")
-        return History(started_at, setup.schedule.segments[0].phase)
+        return History(started_at, setup.course.schedule.segments[0].phase)
 
     @staticmethod
     def of(saved: Mapping[str, Any], baselines: Mapping[str, np.ndarray]) -> History:
@@ -86,7 +86,7 @@ class History:
         self, setup: Setup, step: int, results: Mapping[str, WindowResults], summaries: Mapping[str, Summary]
     ) -> tuple[History, dict[str, Comparison]]:
         """After an eval of some sets, and how each of them stands that was measured before."""
-        measured = {name: setup.content_hashes[name] for name in results}
+        measured = {name: setup.corpus.evalsets[name].content_hash for name in results}
         watch, comparisons = self.watch.with_eval(setup, step, results)
         history = replace(self, eval_sets={**self.eval_sets, **measured}, watch=watch)
         if PRIMARY not in summaries:
@@ -107,11 +107,12 @@ class History:
 
 def entry(setup: Setup, step: int, history: History, offsets: Mapping[str, int], elapsed_s: float) -> dict[str, Any]:
     """The ledger of a checkpoint, as plain JSON."""
-    drawn = setup.schedule.drawn(step)
+    course = setup.course
+    drawn = course.schedule.drawn(step)
     return {
         "step": step,
         "seed": setup.config.seed,
-        "data_seed": setup.plan.seed,
+        "data_seed": course.plan.seed,
         "model": plain(dict(setup.model.architecture)),
         "parameters": _parameters(setup),
         "optimizer": state_layout(setup.config.optim),
@@ -121,8 +122,8 @@ def entry(setup: Setup, step: int, history: History, offsets: Mapping[str, int],
         "data": _data_settings(setup.config),
         "block_tokens": setup.config.longest_seq_len,
         **scheduled(setup),
-        "branched_from": setup.branched_from,
-        "sources": {name: _source(setup, name) | {"tokens_drawn": drawn[name]} for name in setup.plan.sources},
+        "branched_from": course.branched_from,
+        "sources": {name: _source(setup, name) | {"tokens_drawn": drawn[name]} for name in course.plan.sources},
         "lineage": setup.lineage,
         "history": history.to_json(),
         "offsets": dict(offsets),
@@ -132,12 +133,13 @@ def entry(setup: Setup, step: int, history: History, offsets: Mapping[str, int],
 
 def scheduled(setup: Setup) -> dict[str, Any]:
     """What a ledger says of the schedule, and of the config that it was resolved from and trained by."""
+    course = setup.course
     return {
         "declared": declaration(setup.config),
         "settings": training_settings(setup.config),
-        "segments": segments_to_json(setup.schedule.segments),
-        "past_end": setup.past.end,
-        "settled": dict(setup.past.settled),
+        "segments": segments_to_json(course.schedule.segments),
+        "past_end": course.past.end,
+        "settled": dict(course.past.settled),
     }
 
 
@@ -155,7 +157,7 @@ def past_of(saved: Mapping[str, Any]) -> tuple[Segment, ...]:
 def _source(setup: Setup, name: str) -> dict[str, Any]:
     """The fingerprint of a source's training text, and what was left out of it."""
     if name not in setup.corpus.details:  # the run went on without it
-        return dict(setup.past.sources[name])
+        return dict(setup.course.past.sources[name])
     details = setup.corpus.details[name]
     return {key: details[key] for key in ("stream", "tokens_per_epoch", "dropped_documents")}
 
@@ -170,7 +172,7 @@ def changed_contents(saved: Mapping[str, Any], setup: Setup) -> Iterator[dict[st
 
 def _parameters(setup: Setup) -> dict[str, list[int]]:
     """The shape of each parameter that is trained, by its dotted name."""
-    shapes = jax.tree.leaves_with_path(setup.trained)
+    shapes = jax.tree.leaves_with_path(setup.states.like.params)
     return {parameter_name(path): list(array.shape) for path, array in shapes}
 
 

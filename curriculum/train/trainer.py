@@ -125,28 +125,28 @@ def dry_run(
     setup = build(config, store_dir, make_model=make_model, start=start_of(config))
     try:
         clock = time.perf_counter()
-        state = setup.update_at(0)(setup.initial_state(), setup.feed[0], *setup.knobs(0))
-        loss = read_window(state.window, setup.plan.sources)["loss"]
+        state = setup.update_at(0)(setup.states.first(), setup.course.feed[0], *setup.course.knobs(0))
+        loss = read_window(state.window, setup.course.plan.sources)["loss"]
         step_s, clock = time.perf_counter() - clock, time.perf_counter()
-        evaluated = setup.suite_at(1).run(setup.whole(state.params))
+        evaluated = setup.suite_at(1).run(setup.states.whole(state.params))
         eval_losses = {name: summarise(r).loss for name, r in evaluated.items()}
         eval_s = time.perf_counter() - clock
-        for shape in setup.shapes_from(0)[1:]:  # each takes a step, so that what it needs of memory is seen too
-            step = next(s.start for s in setup.schedule.segments if setup.shape_at(s.start) == shape)
-            state = setup.update_at(step)(state, setup.feed[step], *setup.knobs(step))
+        for shape in setup.course.shapes_from(0)[1:]:  # each takes a step, so that what it needs of memory is seen too
+            step = next(s.start for s in setup.course.schedule.segments if setup.course.shape_at(s.start) == shape)
+            state = setup.update_at(step)(state, setup.course.feed[step], *setup.course.knobs(step))
         jax.block_until_ready(state.step)
     finally:
         setup.close()
     return {
         "devices": describe_devices(setup.mesh),
         "num_parameters": num_parameters(setup.model),
-        "num_trained": count(setup.trained),
-        "total_steps": setup.schedule.total_steps,
+        "num_trained": count(setup.states.like.params),
+        "total_steps": setup.course.schedule.total_steps,
         "loss": loss,
         "eval_losses": eval_losses,
         "first_step_s": step_s,
         "first_eval_s": eval_s,
-        "shapes": {str(shape): seconds for shape, seconds in setup.programs.seconds.items()},
+        "shapes": {str(shape): seconds for shape, seconds in setup.compiled.updates.seconds.items()},
         "peak_memory_gb": peak_memory_gb(),
     }
 
@@ -199,10 +199,10 @@ def _finished(
 ) -> dict[str, Any] | None:
     """The `training_complete` event of a run that has nothing left to train, which is said; None for others."""
     step, own = resumed.step, resumed.folder.parent == directory.checkpoints
-    if not own or not step == setup.schedule.total_steps == max(checkpoints.steps(), default=None):
+    if not own or not step == setup.course.schedule.total_steps == max(checkpoints.steps(), default=None):
         return None
     if complete := load_run(directory.path).complete:
-        added = [name for name in setup.suite.evalsets if name not in resumed.ledger["history"]["eval_sets"]]
+        added = [name for name in setup.corpus.evalsets if name not in resumed.ledger["history"]["eval_sets"]]
         unsaid = f" Not measured: {', '.join(added)} (give it more train.steps)." if added else ""
         changes = [] if setup.edit is None else setup.edit["changes"]
         if any(not change["path"].startswith("evalsets.") for change in changes):
@@ -214,11 +214,11 @@ def _finished(
 def _restored(setup: Setup, directory: RunDirectory, resumed: Resumed | None) -> tuple[TrainState, ledger.History]:
     """What the run goes on from; nothing is changed where InputError is raised."""
     if resumed is None:
-        return setup.initial_state(), ledger.History.begin(setup)
+        return setup.states.first(), ledger.History.begin(setup)
     step, folder, saved = resumed
     from_first(lambda: check_offsets(directory.path, saved["offsets"]))
     source = Checkpoints(folder.parent)
-    state = setup.restore(source, step, tuple(saved["sources"]), saved["window_steps"])
+    state = setup.states.restored(source, step, tuple(saved["sources"]), saved["window_steps"])
     return state, ledger.History.of(saved, source.baselines(step))
 
 
@@ -283,14 +283,14 @@ def _record(setup: Setup, directory: RunDirectory, resumed: Resumed | None, reco
         return record
     elapsed_before_s = 0.0 if resumed is None else resumed.ledger["elapsed_s"]
     if not is_first():
-        return Unwritten(directory.path, setup.tokens_at, elapsed_before_s)
+        return Unwritten(directory.path, setup.course.tokens_at, elapsed_before_s)
     views = [
         Console(directory.path, _resume_command(setup.config, directory), device_lines=setup.device_lines),
         *([Board(directory.path)] if setup.config.logging.tensorboard else []),
     ]
     if wandb := setup.config.logging.wandb:
         views.append(WandbLog(directory.path, wandb, setup.config.to_json()))
-    return Record.resume(directory.path, offsets, setup.tokens_at, elapsed_before_s, views)
+    return Record.resume(directory.path, offsets, setup.course.tokens_at, elapsed_before_s, views)
 
 
 def _begin(run: Running, resumed_step: int | None, taken_up: Sequence[tuple[str, dict[str, Any]]]) -> None:
@@ -298,19 +298,19 @@ def _begin(run: Running, resumed_step: int | None, taken_up: Sequence[tuple[str,
     setup, step = run.setup, resumed_step or 0
     if resumed_step is None:
         run.record.event("training_start", 0, **fields.training_start(setup))
-        judge(run, 0, evaluate(run, 0, list(setup.suite.evalsets)))
-        if setup.samples and setup.lineage is not None:  # what the model wrote that it begins from
+        judge(run, 0, evaluate(run, 0, list(setup.corpus.evalsets)))
+        if setup.config.logging.generate_every and setup.lineage:  # what the model wrote that it begins from
             generate(run, 0)
         run.keep(0)
     for name, event in taken_up:
         run.record.event(name, step, **event)
-    if resumed_step is None or step == setup.schedule.total_steps:
+    if resumed_step is None or step == setup.course.schedule.total_steps:
         switches = False
     else:  # to a phase that the record does not tell yet: the run ended here before, or the config begins one here
-        switches = run.history.phase != setup.schedule.segment_at(step).phase
+        switches = run.history.phase != setup.course.schedule.segment_at(step).phase
     measured = run.results.read(step) if switches else None
     there = run.history.watch.sets if measured is None else measured
-    if missing := [name for name in setup.suite.evalsets if name not in there]:
+    if missing := [name for name in setup.corpus.evalsets if name not in there]:
         judge(run, step, evaluate(run, step, missing))
         run.keep(step)
     if switches:
@@ -319,26 +319,27 @@ def _begin(run: Running, resumed_step: int | None, taken_up: Sequence[tuple[str,
 
 def _loop(run: Running, resumed_step: int | None, stop: StopSignals) -> dict[str, Any]:
     setup, config, record, clock = run.setup, run.setup.config, run.record, run.clock
+    course = setup.course
     first = resumed_step or 0
-    for step in range(first, setup.schedule.total_steps):
+    for step in range(first, course.schedule.total_steps):
         with clock.update():
-            run.state = setup.update_at(step)(run.state, setup.feed[step], *setup.knobs(step))
+            run.state = setup.update_at(step)(run.state, course.feed[step], *course.knobs(step))
         if step == first:
             setup.compile_ahead(step)
             import_ahead()
         done = step + 1
         run.settle(done, wait=False)
-        at_end = done == setup.schedule.total_steps
+        at_end = done == course.schedule.total_steps
         if done % config.logging.every == 0 or at_end:
             row = record.row(fields.metrics_row(setup, done, run.state, clock))  # an ordinary step's only host sync
             run.history = run.history.with_row(row)
-            run.state = run.state._replace(window=setup.clear_window(run.state.window))
+            run.state = run.state._replace(window=setup.compiled.clear_window(run.state.window))
             check_diverged(run, done)
-        names = _sets_due(config, done, setup.schedule.phase_ends)
+        names = _sets_due(config, done, course.schedule.phase_ends)
         evaluated = evaluate(run, done, names) if names else None
-        if setup.samples and (done % config.logging.generate_every == 0 or at_end):
+        if config.logging.generate_every and (done % config.logging.generate_every == 0 or at_end):
             generate(run, done)
-        if done in setup.schedule.phase_ends and not at_end:
+        if done in course.schedule.phase_ends and not at_end:
             switch_phase(run, done)
         worse = judge(run, done, evaluated) if evaluated else []
         for edit in fields.edits_again(setup, run.history, done):
@@ -359,11 +360,11 @@ def _loop(run: Running, resumed_step: int | None, stop: StopSignals) -> dict[str
 
 def _complete(run: Running) -> dict[str, Any]:
     """Close a run that is trained to its end, once all of it is on the disk."""
-    setup, total_steps = run.setup, run.setup.schedule.total_steps
+    setup, total_steps = run.setup, run.setup.course.schedule.total_steps
     run.settle(total_steps)
     run.check_saved(total_steps)
-    results = {end: run.results.read(end) for end in setup.schedule.phase_ends}
-    transfer = transfer_matrix(setup.schedule.phase_bounds, run.history.watch, results)
+    results = {end: run.results.read(end) for end in setup.course.schedule.phase_ends}
+    transfer = transfer_matrix(setup.course.schedule.phase_bounds, run.history.watch, results)
     complete = fields.training_complete(setup, run.history, transfer, run.record.elapsed_s, run.state)
     event = run.record.event("training_complete", total_steps, **complete)
     try:
@@ -387,11 +388,11 @@ def evaluate(run: Running, done: int, names: list[str]) -> Evaluated:
             check_diverged(run, done, whole_state=True)
         started = time.perf_counter()
         suite = setup.suite_at(done)
-        results = suite.run(setup.whole(run.state.params), names)
-        if done in setup.schedule.phase_ends and setup.config.averages.phase_mean is not None:
+        results = suite.run(setup.states.whole(run.state.params), names)
+        if done in setup.course.schedule.phase_ends and setup.config.averages.phase_mean is not None:
             run.settle(done, run.checkpoints)  # the mean of a phase is of checkpoints that were saved
         averages = averages_at(setup, done, run.state, run.checkpoints, run.directory.averages)
-        averaged = {average: suite.run(setup.whole(params), names) for average, params in averages.items()}
+        averaged = {average: suite.run(setup.states.whole(params), names) for average, params in averages.items()}
         duration_s = time.perf_counter() - started
         run.results.write(done, results, averaged)
         summaries = _summaries(results)
@@ -401,7 +402,7 @@ def evaluate(run: Running, done: int, names: list[str]) -> Evaluated:
         watch, notes = watch.with_notes(setup, done, comparisons)
         run.history = replace(run.history, watch=watch)
         if done:  # those of the first eval stand in `training_start`
-            notes += no_verdicts(setup.suite.evalsets[name] for name in names if name not in before.sets)
+            notes += no_verdicts(setup.corpus.evalsets[name] for name in names if name not in before.sets)
         event = fields.eval_event(setup, done, summaries, of_averages, comparisons, notes, duration_s)
         run.record.event("eval", done, **event)
     newly = [name for name in worse if name not in before.standing]
@@ -411,7 +412,8 @@ def evaluate(run: Running, done: int, names: list[str]) -> Evaluated:
 def generate(run: Running, done: int) -> None:
     """Record what the parameters after `done` updates go on with after the prompts of `logging.generate`."""
     with run.clock.paused(run.state):
-        run.record.event("generation", done, samples=run.setup.samples_at(done)(run.setup.whole(run.state.params)))
+        params = run.setup.states.whole(run.state.params)
+        run.record.event("generation", done, samples=run.setup.samples_at(done)(params))
 
 
 def switch_phase(run: Running, done: int) -> None:

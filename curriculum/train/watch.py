@@ -87,7 +87,7 @@ class Watch:
         sets, comparisons = dict(self.sets), {}
         planned, left = (num_comparisons(setup, after, step) for after in (0, step - 1))
         level = error_level(setup.config.evalsets.regression.confidence, self.spent, planned, left) if left else 0.0
-        bounds = setup.schedule.phase_bounds
+        bounds = setup.course.schedule.phase_bounds
         phase = next((i for i, (_, _, end) in enumerate(bounds) if step <= end), len(bounds) - 1)
         for name, result in results.items():
             if name not in sets:
@@ -137,7 +137,7 @@ class Watch:
             for name, c in tested.items()
             if name not in told
             and c.nu >= MIN_NU
-            and (step in setup.schedule.phase_ends or self.sets[name].history_phases_H[0] >= 0)
+            and (step in setup.course.schedule.phase_ends or self.sets[name].history_phases_H[0] >= 0)
         }
         if new:
             shown = ", ".join(f"{record_name(name)} {c.detectable:.4f}" for name, c in new.items())
@@ -186,7 +186,7 @@ def _arrays(memory: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 def num_comparisons(setup: Setup, after: int, now: int) -> int:
     """Comparisons planned, at step `now`, at the evals after `after`, step 0 aside: one a set, eval and baseline."""
-    ends, every = setup.phase_ends_at(now), setup.config.evalsets.every
+    ends, every = setup.course.phase_ends_at(now), setup.config.evalsets.every
     total = max(ends)
     steps_of_sets = (
         ends | set(range(0, total + 1, source.every or every)) for source in setup.config.eval_sources.values()
@@ -243,7 +243,7 @@ def no_verdicts(evalsets: Iterable[EvalSet]) -> Iterator[str]:
 def _pair(setup: Setup, step: int, name: str, comparison: Comparison, b: int) -> Pair:
     baseline_step = int(comparison.baseline_steps_B[b])
     updates = (max(s - 1, 0) for s in (baseline_step, step))
-    then, now = (setup.schedule.segment_at(update).mixture_at(update) for update in updates)
+    then, now = (setup.course.schedule.segment_at(update).mixture_at(update) for update in updates)
     return {
         "set": record_name(name),
         "step": step,  # an alarm that stands is told again with those of later evals, which may not measure its set

@@ -1,0 +1,149 @@
+"""What of a run is compiled: its updates, its evals, and the text that it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from curriculum.config import Config
+from curriculum.data.corpus import Corpus
+from curriculum.model.lora import joined
+from curriculum.model.loss import nats_per_token
+from curriculum.model.model import Model
+from curriculum.model.transformer import transformer
+from curriculum.train.abstract import abstract_batch, abstract_of, num_bytes, zeros
+from curriculum.train.mesh import constrain, everywhere, on_mesh, place_rows, row_shards
+from curriculum.train.processes import by_gloo
+from curriculum.train.programs import Programs, StepShape
+from curriculum.train.samples import Samples
+from curriculum.train.states import States
+from curriculum.train.step import TrainState, clear_window, make_train_step
+from evalsets.evalset import EvalSet
+from evalsets.suite import Suite
+
+# Of a state: up to here a program that is compiled ahead runs once, on zeros. Of one layer, 32 wide, the first run took
+# 30 to 60 ms of a CPU's time, later ones 3 to 5. It takes the state's memory again meanwhile.
+WARMED_BYTES = 256 << 20
+EVAL_ROWS = 32  # of a micro-batch on a device, at most; on 2 CPU cores 32 is 1.1x 16, and all windows at once x0.65
+
+
+class Compiled:
+    """The functions of a run. Those of one phase serve every other one of the same shape and rope theta.
+
+    updates: by shape, (state, batch, *knobs) -> state. An update consumes the state that it is given.
+    suites: what measures, by the rope theta of a phase; a theta of None is the model's own, and not among them.
+    clear_window: one dispatch, where array by array they take ten times as long.
+
+    Raises InputError where prompts of `logging.generate` will not do.
+    """
+
+    def __init__(self, states: States, corpus: Corpus):
+        config, self._states = states.config, states
+        self.updates = Programs(self._update, self._warm)
+        self.suites = Programs(self._suite, of="the eval with rope_theta", beside=self.updates)
+        self.clear_window = jax.jit(clear_window, out_shardings=states.shardings.window)
+        self._own_suite = make_suite(config, states.mesh, states.model, corpus.evalsets.values())
+        self._samples: dict[float | None, Samples] = {}
+        if config.logging.generate_every:
+            self._samples[None] = Samples(config, states.mesh, self._model(None), corpus.tokenizer, corpus.evalsets)
+
+    def suite(self, rope_theta: float | None) -> Suite:
+        """What measures the eval sets."""
+        return self._own_suite if rope_theta is None else self.suites[rope_theta]
+
+    def samples(self, rope_theta: float | None) -> Samples:
+        """What writes, where `logging.generate_every` asks for it."""
+        if rope_theta not in self._samples:
+            self._samples[rope_theta] = self._samples[None].using(self._model(rope_theta))
+        return self._samples[rope_theta]
+
+    def ahead(self, shapes: Iterable[StepShape]) -> None:
+        """Begin to compile in the background what updates and evals of these shapes need; returns at once."""
+        shapes = list(shapes)
+        self.updates.ahead(shapes)
+        self.suites.ahead(dict.fromkeys(shape.rope_theta for shape in shapes if shape.rope_theta is not None))
+
+    def close(self) -> None:
+        """Compile no more ahead."""
+        self.updates.close()
+
+    def lower_update(self, shape: StepShape) -> jax.stages.Lowered:
+        """The update of a shape, as the compiler gets it."""
+        states, config, mesh = self._states, self._states.config, self._states.mesh
+        skipping = config.train.skip_updates
+        train_step = make_train_step(
+            self._model(shape.rope_theta),
+            states.optimizer,
+            len(states.sources),
+            grad_clip=config.optim.grad_clip,
+            seed=config.seed,
+            document_mask=config.packing.document_mask,
+            deterministic=config.train.deterministic is True,
+            ema_decay=config.averages.ema_decay,
+            sigmas=skipping and skipping.sigmas,
+            judge_from_steps=skipping.judge_from_steps if skipping else 0,
+            diverged_after=config.train.diverged_after,
+            place_grads=partial(constrain, mesh),
+        )
+        inputs = [states.like, abstract_batch(mesh, shape), np.float32(0), np.int32(0)]
+        frozen = {} if states.frozen is None else {"frozen": jax.tree.map(abstract_of, states.frozen)}
+        return jax.jit(train_step, donate_argnums=0, out_shardings=states.shardings).lower(*inputs, **frozen)
+
+    def _update(self, shape: StepShape) -> Callable[..., TrainState]:
+        update, frozen = self.lower_update(shape).compile(), self._states.frozen
+        return update if frozen is None else partial(update, frozen=frozen)
+
+    def _warm(self, shape: StepShape, update: Callable[..., TrainState]) -> None:
+        """Run an update once, on zeros."""
+        mesh, like = self._states.mesh, self._states.like
+        if mesh.size > 1 or num_bytes(like) > WARMED_BYTES:  # beside a run's own no other may talk between devices
+            return
+        state, batch = (jax.tree.map(zeros, shapes) for shapes in (like, abstract_batch(mesh, shape)))
+        jax.block_until_ready(update(state, batch, np.float32(0), np.int32(0)).step)
+
+    def _suite(self, rope_theta: float) -> Suite:
+        suite, states = self._own_suite.using(partial(nats_per_token, self._model(rope_theta))), self._states
+        if states.mesh.size == 1:  # over several devices the averages of parameters may lie otherwise than they do
+            params, frozen = states.like.params, states.frozen
+            suite.compile(params if frozen is None else joined(jax.tree.map(abstract_of, frozen), params))
+        return suite
+
+    def _model(self, rope_theta: float | None) -> Model:
+        """The model on the mesh."""
+        model = self._states.model
+        if rope_theta is not None:
+            model = transformer(replace(self._states.architecture, rope_theta=rope_theta))
+        return on_mesh(model, self._states.mesh)
+
+
+def make_suite(config: Config, mesh: Mesh, model: Model, evalsets: Iterable[EvalSet]) -> Suite:
+    """What measures eval sets, in training and later: the same compiled function over the same micro-batches."""
+    measured = partial(nats_per_token, on_mesh(model, mesh))
+    rows = _eval_rows(config, mesh)
+    return Suite(list(evalsets), measured, rows, partial(place_rows, mesh), everywhere(mesh), by_gloo())
+
+
+def _eval_rows(config: Config, mesh: Mesh) -> int:
+    """Rows of an eval micro-batch: at most twice the tokens of the largest micro-step, which keeps far more of each.
+
+    So what makes updates smaller (`train.grad_accum`) makes an eval smaller as well.
+    """
+    shards = row_shards(mesh)
+    micro_step_tokens = max(num_rows * seq_len for num_rows, seq_len in micro_steps(config))
+    rows = min(EVAL_ROWS * shards, max(1, 2 * micro_step_tokens // config.eval_seq_len))
+    return -(-rows // shards) * shards
+
+
+def micro_steps(config: Config) -> list[tuple[int, int]]:
+    """(rows, tokens of a row) of each micro-step that a phase has, once."""
+    batch_size, seq_len = config.train.batch_size, config.train.seq_len
+    found = (
+        ((phase.batch_size or batch_size) // config.grad_accum_of(phase.name), phase.seq_len or seq_len)
+        for phase in config.phases
+    )
+    return list(dict.fromkeys(found))

@@ -1,0 +1,168 @@
+"""What a run trains on at each step, and at which rate: its course, which may be changed from a step on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from curriculum.config import Config
+from curriculum.data.corpus import Corpus
+from curriculum.plan import Past, continued_schedule, kept_order, replay_schedule
+from curriculum.train.feed import Feed
+from curriculum.train.mesh import place_batch, rows_here
+from curriculum.train.programs import StepShape
+from phases.batches import Batch, DataPlan, Draws
+from phases.replay import ReplayRefused
+from phases.rollback import judged_from, passed_over
+from phases.schedule import Schedule, Segment, SourceSupply, cut
+
+
+class Course:
+    """The schedule of a run and all that follows from it.
+
+    schedule: as it is planned now.
+    past: what of `schedule` does not come from the config; checkpoints keep it.
+    branched_from: what `curriculum.branch` says of a branch's trunk, None for a run that is no branch.
+    plan: the order in which the sources are read.
+    rates: the learning rate by update, float64.
+    judged_from: from where on an update's loss is judged, by update, int32.
+    feed: the batches, on the mesh.
+
+    Raises InputError where the config's schedule does not resolve after `past`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        corpus: Corpus,
+        mesh: Mesh,
+        past: Past | None = None,
+        branched_from: Mapping[str, Any] | None = None,
+    ):
+        self._config, self._corpus, self._mesh = config, corpus, mesh
+        self._before_raised: list[tuple[int, Schedule, Past]] = []  # a share: its step, and what was before it
+        self.branched_from = branched_from
+        self._follow(*continued_schedule(config, corpus.tokens_per_epoch, past or Past()))
+
+    def _follow(self, schedule: Schedule, past: Past) -> None:
+        self.schedule, self.past = schedule, past
+        seed = self._config.seed if past.seed is None else past.seed
+        self.plan = DataPlan(schedule, seed, self._corpus.tokens_per_epoch, self._config.longest_seq_len)
+        self.rates = schedule.rates(np.arange(schedule.total_steps))
+        self.judged_from = judged_from(schedule)
+        self.feed = Feed(self.plan, self._batch)
+
+    def _batch(self, step: int, draws: Draws) -> Batch:
+        """The batch of update `step`, each process bringing to the mesh what its devices take of it."""
+        shape = self.shape_at(step)
+        batch = self.plan.batch(
+            step,
+            self._corpus.streams,
+            self._corpus.tokenizer.eot,
+            shape.A,
+            draws,
+            mask_boundary_loss=self._config.packing.mask_boundary_loss,
+            train_on_eos=self._config.packing.train_on_eos,
+            rows=rows_here(self._mesh, shape.B),
+        )
+        return place_batch(self._mesh, batch, shape.B)
+
+    def close(self) -> None:
+        """Make no more batches ahead."""
+        self.feed.close()
+
+    def knobs(self, step: int) -> tuple[np.float32, np.int32]:
+        """What update `step` is given beside its batch: the learning rate, and from where on its loss is judged."""
+        return np.float32(self.rates[step]), np.int32(self.judged_from[step])
+
+    def shape_at(self, step: int) -> StepShape:
+        """The shape of update `step`."""
+        return self._shape_of(self.schedule.segment_at(step))
+
+    def shapes_from(self, step: int) -> list[StepShape]:
+        """The distinct shapes of the updates from `step` on, in the order in which they are needed."""
+        return list(dict.fromkeys(self._shape_of(s) for s in self.schedule.segments if s.end > step))
+
+    def _shape_of(self, segment: Segment) -> StepShape:
+        return StepShape.of(segment, self._config.grad_accum_of(segment.phase))
+
+    def tokens_at(self, step: int) -> int:
+        """Token slots consumed in the first `step` updates."""
+        return self.schedule.tokens(step)
+
+    def phase_ends_at(self, step: int) -> frozenset[int]:
+        """The phase ends that are planned after `step` updates: those of its trunk while a branch is it."""
+        of_trunks = self.branched_from["phase_ends"] if self.branched_from else []
+        return next((frozenset(ends) for until, ends in of_trunks if step <= until), self.schedule.phase_ends)
+
+    def of_trunk(self, step: int) -> Mapping[str, Any] | None:
+        """What a branch's trunk did after `step` updates, before the two part: {action, edits}, None if nothing.
+
+        action: that of its `eval_regression`; edits: what it recorded as `schedule_edit`.
+        """
+        if self.branched_from is None or step >= self.branched_from["step"]:
+            return None
+        return self.branched_from["acts"].get(str(step))
+
+    def raise_share(
+        self, step: int, source: str, factor: float, max_share: float, spared: Collection[str] = ()
+    ) -> dict[str, Any]:
+        """Replay more of a source from update `step` on to the end of its phase, as `phases.replay` says.
+
+        What `schedule_edit` records of it. Raises ReplayRefused where it cannot be; the schedule is then as it was.
+        """
+        if self.branched_from and step < self.branched_from["step"]:
+            raise ReplayRefused(f"up to step {self.branched_from['step']} the schedule is the trunk's")
+        replay = replay_schedule(
+            self._config,
+            self._corpus.tokens_per_epoch,
+            self.schedule,
+            self.past,
+            step=step,
+            source=source,
+            factor=factor,
+            max_share=max_share,
+            spared=spared,
+        )
+        self._before_raised.append((step, self.schedule, self.past))
+        self._replan(replay.schedule, replay.past)
+        return {
+            "kind": "replay",
+            "phase": replay.phase,
+            "mixture_before": replay.mixture_before,
+            "mixture_after": replay.mixture_after,
+            "until": replay.until,
+        }
+
+    def pass_over(self, step: int, num_steps: int) -> None:
+        """Go on by a schedule without the data of `num_steps` updates from `step` on, as `phases.rollback` says.
+
+        A share that was raised after that step is not: what raised it will come otherwise.
+        Raises RollbackRefused where it cannot be; the schedule is then as it was.
+        """
+        epochs = self._corpus.tokens_per_epoch
+        supplies = {n: SourceSupply(epochs[n], s.max_epochs, s.on_exhaust) for n, s in self._config.sources.items()}
+        raised_later = [before for before in self._before_raised if before[0] > step]
+        _, whole, past = raised_later[0] if raised_later else (step, self.schedule, self.past)
+        schedule = passed_over(whole, supplies, step, num_steps)
+        phase_end = next(end for _, start, end in schedule.phase_bounds if step < end)
+        until = max(phase_end, past.end)
+        self._before_raised = [before for before in self._before_raised if before[0] <= step]
+        self._replan(schedule, cut(schedule.segments, until))
+
+    def keep_edit(self, segment: Segment) -> None:
+        """Let a segment that an edit made begin where the past ends, and last to the end of its phase."""
+        schedule, past = kept_order(self._config, self._corpus.tokens_per_epoch, self.past, segment)
+        self._replan(schedule, past.segments)
+
+    def _replan(self, schedule: Schedule, past: Sequence[Segment]) -> None:
+        """Go on by another schedule of the same sources; batches that were made ahead are dropped.
+
+        `past` is what of the schedule does not come from the config.
+        """
+        self.feed.close()  # and waits: none is made by two schedules
+        self._follow(schedule, replace(self.past, segments=tuple(past)))

@@ -1,0 +1,104 @@
+"""The state of a run: its shapes and where they lie, the first one, and one that a checkpoint kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from curriculum.adaptation import Base, HfBase
+from curriculum.config import Config
+from curriculum.model.hf import load_hf
+from curriculum.model.lora import adapters_of, joined
+from curriculum.model.model import Model, Params, abstract_params
+from curriculum.model.presets import ModelConfig
+from curriculum.model.transformer import init_adapters
+from curriculum.train.abstract import abstract_on_mesh
+from curriculum.train.checkpoint import Checkpoints, beside_params, load_params
+from curriculum.train.guard import with_window
+from curriculum.train.mesh import place_state, state_shardings
+from curriculum.train.optimizer import make_optimizer
+from curriculum.train.start import load_base_optimizer
+from curriculum.train.step import TrainState, init_state, window_for
+
+
+@dataclass
+class States:
+    """What makes the states of a run. Its parameters are those of `model`, or the adapters beside `frozen` alone."""
+
+    config: Config
+    mesh: Mesh
+    model: Model
+    architecture: ModelConfig | None  # None: of a model of one's own
+    frozen: Params | None  # None: all parameters are trained
+    base: Base | HfBase | None  # where the first parameters come from, None: the seed
+    sources: Sequence[str]  # what a metrics window counts by, in its order
+
+    @cached_property
+    def optimizer(self) -> Any:
+        return make_optimizer(self.config.optim)
+
+    @cached_property
+    def like(self) -> TrainState:
+        """Shapes, types and placement of a state, no values."""
+        return self._like(len(self.sources))
+
+    @cached_property
+    def shardings(self) -> TrainState:
+        return state_shardings(self.mesh, self.like)
+
+    def whole(self, params: Params) -> Params:
+        """The model's parameters, as evals and generation take them, from those of a state or from an average."""
+        return params if self.frozen is None else joined(self.frozen, params)
+
+    def first(self) -> TrainState:
+        """The state at step 0."""
+        # Compiled, so that the moments are made where they belong: no device ever holds all of them.
+        compiled = jax.jit(self._begun(len(self.sources)), donate_argnums=0, out_shardings=self.shardings)
+        if self.frozen is not None:
+            return compiled(place_state(self.mesh, init_adapters(self.architecture, self.config.seed)))
+        if isinstance(self.base, HfBase):
+            return compiled(load_hf(self.base.folder, self.architecture, self.like.params))
+        if self.base is not None:
+            saved = self.base.ledger
+            like = self._like(len(saved["sources"]), saved["window_steps"])
+            state = compiled(load_params(self.base.checkpoint / "params", like.params))
+            if not self.config.adaptation.keep_optimizer:
+                return state
+            return state._replace(opt_state=load_base_optimizer(self.base, beside_params(like)))
+        # The run takes its parameters over; what a model of one's own keeps of them stays its own.
+        params = self.model.init(self.config.seed)
+        params = jax.tree.map(lambda p: np.array(p) if isinstance(p, jax.Array) else p, params)
+        return compiled(place_state(self.mesh, params))
+
+    def restored(
+        self, checkpoints: Checkpoints, step: int, sources: Sequence[str], window_steps: int | None = None
+    ) -> TrainState:
+        """The state of a checkpoint whose metrics window was over `sources`, and whose guard had `window_steps`.
+
+        None: as many as are configured.
+        """
+        state = checkpoints.restore(step, self._like(len(sources), window_steps))
+        window = window_for(state.window, sources, self.sources)
+        guard = with_window(state.guard, step, self.config.train.window_steps)
+        return state._replace(window=place_state(self.mesh, window), guard=place_state(self.mesh, guard))
+
+    def _like(self, num_sources: int, window_steps: int | None = None) -> TrainState:
+        params = abstract_params(self.model)
+        trained = params if self.frozen is None else adapters_of(params)
+        return abstract_on_mesh(self.mesh, jax.eval_shape(self._begun(num_sources, window_steps), trained))
+
+    def _begun(self, num_sources: int, window_steps: int | None = None) -> Callable[[Params], TrainState]:
+        """What makes a state of parameters. Its guard looks back on `window_steps`, None: as many as are configured."""
+        return partial(
+            init_state,
+            optimizer=self.optimizer,
+            num_sources=num_sources,
+            ema=self.config.averages.ema_decay is not None,
+            window_steps=window_steps or self.config.train.window_steps,
+        )
