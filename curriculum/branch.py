@@ -45,9 +45,10 @@ from curriculum.train import ledger
 from curriculum.train.averages import SIDECAR
 from curriculum.train.edits import compare
 from curriculum.train.fields import branch_edit, derived
-from curriculum.train.setup import Setup, build
+from curriculum.train.opening import kept_tokenizer
+from curriculum.train.setup import Setup, build, check
 from curriculum.train.start import start_of, to_resume
-from curriculum.train.trainer import check, kept_tokenizer, train_built
+from curriculum.train.trainer import train_built
 from phases.lr import LrSchedule
 from phases.schedule import Schedule, Segment, cut, segments_from_json
 

@@ -22,7 +22,8 @@ from curriculum.model.safetensors_writer import write_safetensors
 from curriculum.plan import plan
 from curriculum.run import load_run
 from curriculum.train.checkpoint import load_params
-from curriculum.train.trainer import dry_run, train
+from curriculum.train.dry_run import dry_run
+from curriculum.train.trainer import train
 
 ROOT = Path(__file__).parents[1]
 

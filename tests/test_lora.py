@@ -37,11 +37,12 @@ from curriculum.plan import plan
 from curriculum.record.inspection import inspect_run, text
 from curriculum.run import load_run
 from curriculum.train.checkpoint import load_params, save_params
+from curriculum.train.dry_run import dry_run
 from curriculum.train.mesh import AXES, state_shardings
 from curriculum.train.setup import build
 from curriculum.train.start import start_of
 from curriculum.train.step import TrainState, init_state, make_train_step
-from curriculum.train.trainer import dry_run, train
+from curriculum.train.trainer import train
 from phases.batches import Batch
 
 ALL = ("query", "key", "value", "out", "gate", "up", "down")

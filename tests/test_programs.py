@@ -21,12 +21,13 @@ from curriculum.model.transformer import transformer
 from curriculum.run import load_run, read_json
 from curriculum.train import trainer
 from curriculum.train.checkpoint import load_params
+from curriculum.train.dry_run import dry_run
 from curriculum.train.feed import Feed
 from curriculum.train.programs import COMPILE_THREAD, Programs, StepShape, compiling
 from curriculum.train.setup import Setup, build
 from curriculum.train.signals import Stopped
 from curriculum.train.step import read_window
-from curriculum.train.trainer import dry_run, train
+from curriculum.train.trainer import train
 from evalsets.metrics import summarise
 from phases.schedule import Segment
 

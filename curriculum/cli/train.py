@@ -51,7 +51,7 @@ def command(config_path, changes, store_dir, run_dir, resume, accept_past, launc
 
     with joined(launch, join_seconds):
         with lasting():
-            from curriculum.train.trainer import dry_run as run_dry
+            from curriculum.train.dry_run import dry_run as run_dry
             from curriculum.train.trainer import train
 
         if not dry_run:

@@ -21,7 +21,8 @@ from curriculum.errors import InputError
 from curriculum.model.lora import frozen_of
 from curriculum.model.model import Model, abstract_params, check_model
 from curriculum.model.transformer import transformer
-from curriculum.plan import Past
+from curriculum.plan import Past, check_schedule
+from curriculum.record.wandb_log import check_wandb
 from curriculum.train.abstract import abstract_on_mesh
 from curriculum.train.compiled import Compiled, micro_steps
 from curriculum.train.course import Course
@@ -78,6 +79,13 @@ class Setup:
         """End what goes on beside the run: batches and programs made ahead."""
         self.course.close()
         self.compiled.close()
+
+
+def check(config: Config, past: Past | None = None) -> None:
+    """Raise InputError for what can be told of a config before anything is prepared."""
+    if config.logging.wandb:
+        check_wandb(config.logging.wandb)
+    check_schedule(config, past)
 
 
 def build(

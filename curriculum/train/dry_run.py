@@ -1,0 +1,61 @@
+"""A run tried out: everything that it does once, and nothing kept of it but prepared data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from curriculum.config import Config
+from curriculum.model.model import Model, count, num_parameters
+from curriculum.plan import DEFAULT_STORE_DIR
+from curriculum.train.clock import peak_memory_gb
+from curriculum.train.mesh import describe_devices
+from curriculum.train.setup import build, check
+from curriculum.train.start import start_of
+from curriculum.train.step import read_window
+from evalsets.metrics import summarise
+
+
+def dry_run(
+    config: Config,
+    *,
+    store_dir: str | Path = DEFAULT_STORE_DIR,
+    make_model: Callable[[int], Model] | None = None,
+) -> dict[str, Any]:
+    """Validate, prepare, build, compile, take one step of each shape and one eval. Leaves nothing but prepared data.
+
+    `shapes`: how long the updates of each took to compile.
+    """
+    check(config)
+    setup = build(config, store_dir, make_model=make_model, start=start_of(config))
+    course, states = setup.course, setup.states
+    try:
+        clock = time.perf_counter()
+        state = setup.update_at(0)(states.first(), course.feed[0], *course.knobs(0))
+        loss = read_window(state.window, states.sources)["loss"]
+        step_s, clock = time.perf_counter() - clock, time.perf_counter()
+        evaluated = setup.suite_at(1).run(states.whole(state.params))
+        eval_losses = {name: summarise(r).loss for name, r in evaluated.items()}
+        eval_s = time.perf_counter() - clock
+        for shape in course.shapes_from(0)[1:]:  # each takes a step, so that what it needs of memory is seen too
+            step = next(s.start for s in course.schedule.segments if course.shape_at(s.start) == shape)
+            state = setup.update_at(step)(state, course.feed[step], *course.knobs(step))
+        jax.block_until_ready(state.step)
+    finally:
+        setup.close()
+    return {
+        "devices": describe_devices(setup.mesh),
+        "num_parameters": num_parameters(setup.model),
+        "num_trained": count(states.like.params),
+        "total_steps": course.schedule.total_steps,
+        "loss": loss,
+        "eval_losses": eval_losses,
+        "first_step_s": step_s,
+        "first_eval_s": eval_s,
+        "shapes": {str(shape): seconds for shape, seconds in setup.compiled.updates.seconds.items()},
+        "peak_memory_gb": peak_memory_gb(),
+    }

@@ -1,0 +1,155 @@
+"""How the directory of a run is opened: what the run goes on from, what is moved away first, and its record."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from curriculum.config import Config
+from curriculum.data.tokenizer import Tokenizer, load_tokenizer
+from curriculum.errors import InputError
+from curriculum.lock import RunLock
+from curriculum.record.board import Board
+from curriculum.record.console import Console, program
+from curriculum.record.events import EVENTS, METRICS, Record, check_offsets, plain
+from curriculum.record.wandb_log import WandbLog
+from curriculum.run import RunDirectory, load_run, read_json, write_tokenizer
+from curriculum.train import fields, ledger
+from curriculum.train.averages import set_aside_means_after
+from curriculum.train.best import lost_golds
+from curriculum.train.checkpoint import Checkpoints
+from curriculum.train.processes import from_first, is_first
+from curriculum.train.setup import Setup
+from curriculum.train.start import Resumed, damaged_checkpoints, to_resume
+from curriculum.train.step import TrainState
+from curriculum.train.unwritten import Unwritten
+
+
+def taken_up(directory: RunDirectory, lock: RunLock, resume: str | int | None) -> Resumed | None:
+    """What the run of a directory goes on from, None where it begins; a run that is there is locked."""
+    directory.check_usable()
+    if directory.holds_run() and resume is None:
+        raise InputError(
+            f"{directory.path}: already holds a run; continue it with --resume latest, or choose another --run-dir"
+        )
+    if directory.holds_run():
+        lock.take()
+    return to_resume(directory, resume)
+
+
+def kept_tokenizer(directory: RunDirectory, config: Config) -> Tokenizer | None:
+    """The tokenizer kept with the run, unless the config now asks for another: new sources do not train it anew."""
+    if not directory.tokenizer.exists() or not directory.resolved_config.exists():
+        return None
+    same = read_json(directory.resolved_config).get("tokenizer") == config.to_json()["tokenizer"]
+    return load_tokenizer(directory.tokenizer) if same else None
+
+
+def finished(
+    setup: Setup, directory: RunDirectory, checkpoints: Checkpoints, resumed: Resumed
+) -> dict[str, Any] | None:
+    """The `training_complete` event of a run that has nothing left to train, which is said; None for others."""
+    step, own = resumed.step, resumed.folder.parent == directory.checkpoints
+    if not own or not step == setup.course.schedule.total_steps == max(checkpoints.steps(), default=None):
+        return None
+    if complete := load_run(directory.path).complete:
+        added = [name for name in setup.corpus.evalsets if name not in resumed.ledger["history"]["eval_sets"]]
+        unsaid = f" Not measured: {', '.join(added)} (give it more train.steps)." if added else ""
+        changes = [] if setup.edit is None else setup.edit["changes"]
+        if any(not change["path"].startswith("evalsets.") for change in changes):
+            unsaid += " What the config changes is not taken up: no step lies ahead."
+        print(f"{directory.path} is finished: {step} of {step} steps. Nothing to do.{unsaid}")
+    return complete
+
+
+def restored(
+    setup: Setup, directory: RunDirectory, resumed: Resumed | None
+) -> tuple[TrainState, ledger.History, dict[int, str]]:
+    """What the run goes on from: its state, its history without the golds that are gone, and those, by step with why.
+
+    Nothing is changed where InputError is raised.
+    """
+    if resumed is None:
+        return setup.states.first(), ledger.History.begin(setup), {}
+    step, folder, saved = resumed
+    from_first(lambda: check_offsets(directory.path, saved["offsets"]))
+    source = Checkpoints(folder.parent)
+    state = setup.states.restored(source, step, tuple(saved["sources"]), saved["window_steps"])
+    history = ledger.History.of(saved, source.baselines(step))
+    lost = dict(from_first(lambda: list(lost_golds(directory, step, saved).items())))
+    return state, replace(history, gold=history.gold.without(lost)), lost
+
+
+@contextmanager
+def writable(directory: RunDirectory) -> Iterator[None]:
+    """Raise InputError where a run cannot be begun, or taken up, because its folder cannot be written to."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"{error.filename or directory.path}: {error.strerror or error}: nothing was trained; mend that (make "
+            "room, give the right to write), then begin again, or go on with --resume latest"
+        ) from None
+
+
+def begin_in(
+    directory: RunDirectory, lock: RunLock, checkpoints: Checkpoints, resumed: Resumed | None
+) -> list[dict[str, Any]]:
+    """Take the lock of a directory that had no run, and so none to take, until now, and set what is damaged aside.
+
+    {step, why, moved_to} of each checkpoint that was.
+    """
+    if not lock.held:
+        lock.take()
+        if directory.holds_run():
+            raise InputError(f"{directory.path}: another process began a run here; choose another --run-dir")
+    moved = []
+    for s, folder, why in damaged_checkpoints(directory, resumed):
+        to = checkpoints.set_aside(s).relative_to(checkpoints.directory.parent)
+        moved.append({"step": s, "why": why, "moved_to": str(to)})
+        print(f"{folder}: is damaged: {why}; moved to {directory.path / to}", file=sys.stderr)
+    if moved:
+        where = "no checkpoint verifies: the run begins anew"
+        if resumed is not None:
+            where = f"the run goes on from step {resumed.step}"
+        print(f"{directory.path}: {where}", file=sys.stderr)
+    return moved
+
+
+def describe(setup: Setup, directory: RunDirectory, last: int) -> None:
+    """Write what the run is that goes on after step `last`, and move away what came after it."""
+    directory.set_aside_evals_after(last)
+    set_aside_means_after(directory.averages, last, directory.superseded / "averages")
+    directory.create(setup.config, fields.derived(setup), plain(dict(setup.model.architecture)))
+    write_tokenizer(directory, setup.corpus.tokenizer)
+
+
+def record_as_of(setup: Setup, directory: RunDirectory, resumed: Resumed | None, record: Record | None) -> Record:
+    """The record as of what the run goes on from; `record` is the one that this process has open already."""
+    offsets = {EVENTS: 0, METRICS: 0} if resumed is None else resumed.ledger["offsets"]
+    if record is not None:
+        record.cut_back(offsets)
+        return record
+    elapsed_before_s = 0.0 if resumed is None else resumed.ledger["elapsed_s"]
+    tokens_at = setup.course.tokens_at
+    if not is_first():
+        return Unwritten(directory.path, tokens_at, elapsed_before_s)
+    views = [
+        Console(directory.path, _resume_command(setup.config, directory), device_lines=setup.device_lines),
+        *([Board(directory.path)] if setup.config.logging.tensorboard else []),
+    ]
+    if wandb := setup.config.logging.wandb:
+        views.append(WandbLog(directory.path, wandb, setup.config.to_json()))
+    return Record.resume(directory.path, offsets, tokens_at, elapsed_before_s, views)
+
+
+def _resume_command(config: Config, directory: RunDirectory) -> str | None:
+    """What to type to go on with a run, None where its config came from no file."""
+    if config.origin.text is None:
+        return None
+    config_file, run_dir = shlex.quote(config.origin.file), shlex.quote(str(directory.path))
+    return f"{program('curriculum')} train {config_file} --run-dir {run_dir} --resume latest"
