@@ -6,6 +6,7 @@ import sys
 import threading
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 from jax import monitoring
@@ -16,6 +17,7 @@ from curriculum.errors import InputError
 from curriculum.evaluate import evaluate
 from curriculum.export import export
 from curriculum.model.loss import nats_per_token
+from curriculum.model.model import Model
 from curriculum.model.presets import ModelConfig
 from curriculum.model.transformer import transformer
 from curriculum.run import load_run, read_json
@@ -332,6 +334,40 @@ def test_what_is_made_ahead_is_warmed_and_shares_a_thread():
     assert len(threads) == 2 and threading.get_ident() in threads
     assert programs[second] == second and others[3.0] == 3.0 and list(others.seconds) == [3.0]
     programs.close()
+
+
+def test_an_update_that_is_compiled_ahead_has_run_once_on_zeros(corpus, store, monkeypatch):  # noqa: F811
+    """Seen from inside the model: what tokens an update was given."""
+    seen = []
+
+    def forward(params, tokens_BT, segment_ids_BT, keys_B):
+        jax.debug.callback(lambda tokens_BT: seen.append(np.array(tokens_BT)), tokens_BT)
+        return params["embed"][tokens_BT] @ params["embed"].T
+
+    model = Model(init=lambda seed: {"embed": np.ones((257, 4), np.float32)}, forward=forward)
+    data = shaped(corpus)
+    data["phases"] = [data["phases"][0], {**data["phases"][1], "until": "end"}]
+    setup = build(build_config(data), store, make_model=lambda vocab_size: model)
+    try:
+        first = setup.update_at(0)
+        setup.compile_ahead(0)
+        setup.compiled.updates._worker.submit(lambda: None).result()
+        jax.effects_barrier()
+        assert list(setup.compiled.updates.seconds) == SHAPES[:2]
+        assert [tokens_BT.shape for tokens_BT in seen] == [(4, 32)]  # the first is run at once anyway
+        assert not seen[0].any()
+        first(setup.states.first(), setup.course.feed[0], *setup.course.knobs(0))
+        jax.effects_barrier()
+        assert seen[1].shape == (8, 16) and seen[1].any()
+
+        monkeypatch.setattr(
+            "curriculum.train.compiled.WARMED_BYTES", 0
+        )  # a state that is too large for a second one beside it
+        setup.compiled._warm(SHAPES[0], first)
+        jax.effects_barrier()
+        assert len(seen) == 2
+    finally:
+        setup.close()
 
 
 ENDS = """
