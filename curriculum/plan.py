@@ -281,7 +281,7 @@ def plan(config: Config, *, store_dir: str | Path = DEFAULT_STORE_DIR) -> Plan:
     if unknown:
         warnings.append(f"not prepared yet, so epochs are unknown: {', '.join(unknown)} (run `curriculum prepare`)")
     last = schedule.lr[-1]
-    falls = [p for p in schedule.lr if p.last < p.first]
+    falls = [p for p in schedule.lr if p.last < p.first and not p.warmup]
     if last.last == last.first and falls and falls[-1].start + falls[-1].steps < schedule.total_steps:
         ended = falls[-1].start + falls[-1].steps
         warnings.append(

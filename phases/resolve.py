@@ -428,6 +428,11 @@ def _with_rates(
         warnings.append(
             "optim.warmup_steps does nothing: the first phase has a learning rate of its own (phases[0].lr)"
         )
+    last = bounds[-1][0]
+    if lr.schedule == "wsd" and decay and all(program for _, end, program in spans if end > segments[-1].end - decay):
+        what = f"the last phase has a learning rate of its own (phases[{place[last]}].lr)"
+        mending = "" if program_steps[-1][1] else ", which does not decay; give it decay_steps"
+        warnings.append(f"optim.decay_steps does nothing: {what}{mending}")
     for piece in pieces:
         if piece.warmup and piece.first == piece.last and (name := bounds[phase_at(piece.start)[0]][0]) in place:
             where = f"phases[{place[name]}].lr"

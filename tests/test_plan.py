@@ -106,6 +106,10 @@ def test_warnings(tmp_path):
     assert any("law is read 8.2 times; above 4 epochs" in w and "2305.16264" in w for w in warnings)
     assert any("stops decaying at step 50, 50 steps before the end" in w for w in warnings)
 
+    phases[0]["lr"], phases[1]["lr"] = {"peak": 1e-3}, {"rewarm_steps": 5, "peak": 8e-4}  # down, but no decay
+    warnings = plan(config_of(tmp_path, phases=phases), store_dir=tmp_path / "store").warnings
+    assert not any("stops decaying" in w for w in warnings)
+
 
 def test_few_scored_targets_are_said_before_and_at_the_start(tmp_path):
     # As bytes a prompt of 88, an answer of 9 that is closed by 2 and by end-of-text: 12 of 100 are scored.

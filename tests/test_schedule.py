@@ -238,6 +238,19 @@ def test_rates_that_do_nothing_are_warnings():
     assert resolved(Phase("a", 50, web), Phase("b", "end", web, lr=LrProgram(5, 2e-3))).warnings == ()
 
 
+def test_a_final_decay_that_a_phase_stands_in_the_way_of_is_a_warning():
+    first, decay = Phase("a", 50, {"web": 1.0}), LrSchedule(decay_steps=20)
+
+    def told(until, program):
+        last = (Phase("c", "end", {"web": 1.0}),) if until != "end" else ()
+        return list(resolved(first, Phase("b", until, {"web": 1.0}, lr=program), *last, lr=decay).warnings)
+
+    nothing = "optim.decay_steps does nothing: the last phase has a learning rate of its own (phases[1].lr)"
+    assert told("end", LrProgram(5, 2e-3)) == [f"{nothing}, which does not decay; give it decay_steps"]
+    assert told("end", LrProgram(5, 2e-3, decay_steps=10)) == [nothing]
+    assert told(90, LrProgram(5, 2e-3)) == []  # c decays from 90 to 100
+
+
 def test_a_jump_names_the_peak_and_its_way_out():
     web = {"web": 1.0}
 
