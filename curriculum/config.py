@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from curriculum.adaptation import INHERITED, AdaptationSection, Heritage, heritage, model_from
-from curriculum.config_checks import CHECKS, PATH_CHECKS, TOKENIZER_PATH_CHECKS
+from curriculum.config_checks import CHECKS, EXPECTED_NAME, NAME, PATH_CHECKS, TOKENIZER_PATH_CHECKS
 from curriculum.config_problems import field_key, no_such, translate
 from curriculum.data.chat import ChatConfig
 from curriculum.data.documents import SourceConfig
@@ -469,6 +469,8 @@ def named_directory(flag: str, item: str) -> tuple[str, str]:
     name, equals, directory = item.partition("=")
     if not equals:
         name, directory = os.path.basename(os.path.abspath(item)), item
+        if name and not NAME.fullmatch(name):
+            raise InputError(f"{flag} {item}: got the name {name!r}, {EXPECTED_NAME}; give another: {flag} NAME={item}")
     if not name or not directory:
         raise InputError(f"{flag} {item}: expected DIR or NAME=DIR")
     return name, directory

@@ -18,14 +18,14 @@ from evalsets.evalset import PRIMARY
 from phases.checks import check_phases
 from phases.lr import check_rates
 
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")  # it becomes part of a file's name
-_EXPECTED_NAME = "expected letters, digits, '_' and '-', at most 100"
+NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")  # it becomes part of a file's name
+EXPECTED_NAME = "expected letters, digits, '_' and '-', at most 100"
 NO_ADAPTERS = "a model of one's own (model: null) has no adapters; leave lora out, and freeze within the model itself"
 
 
 def _check_name(v):
-    if not _NAME.fullmatch(v["name"]):
-        yield "name", f"got {v['name']!r}, {_EXPECTED_NAME}"
+    if not NAME.fullmatch(v["name"]):
+        yield "name", f"got {v['name']!r}, {EXPECTED_NAME}"
 
 
 def _check_sources(v):
@@ -33,8 +33,8 @@ def _check_sources(v):
         yield "sources", "got none, expected at least one source"
     for name, source in v["sources"].items():
         path = f"sources.{name}"
-        if not _NAME.fullmatch(name):
-            yield path, f"got the name {name!r}, {_EXPECTED_NAME}"
+        if not NAME.fullmatch(name):
+            yield path, f"got the name {name!r}, {EXPECTED_NAME}"
         if source.max_epochs is not None and not source.max_epochs > 0:
             yield f"{path}.max_epochs", f"got {source.max_epochs}, expected more than 0"
 
@@ -99,8 +99,8 @@ def _check_evalsets(v):
     section = v["evalsets"]
     for name, source in section.sets.items():
         path = f"evalsets.sets.{name}"
-        if not _NAME.fullmatch(name):
-            yield path, f"got the name {name!r}, {_EXPECTED_NAME}"
+        if not NAME.fullmatch(name):
+            yield path, f"got the name {name!r}, {EXPECTED_NAME}"
         elif name in (PRIMARY, "val", "duration_s") or name.endswith(("_bpb", "_sem")):
             yield path, f"the name {name!r} is taken by the record; expected another one"
         if source.every is not None and source.every % section.every:

@@ -210,7 +210,7 @@ def find_checkpoint(
     found = {folder.name: list(step_folders(folder)) for folder in directory.places}
     there = _listed(found)
     if not there:
-        raise InputError(f"{directory.path}: has no checkpoint yet")
+        raise InputError(f"{directory.path}: has no checkpoint yet; train it up to its first save (checkpoint.every)")
     if wanted is None or wanted == "gold":
         gold = _gold_step(read_events(directory.path)) if (directory.path / EVENTS).exists() else None
         if gold in found["gold"]:

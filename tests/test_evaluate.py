@@ -150,8 +150,8 @@ def test_a_new_set_needs_neither_sources_nor_phases(folder):
     with pytest.raises(InputError) as told:
         evaluate("run", eval_dataset_dirs={"new": "new.jsonl"}, store_dir="store")
     assert told.value.problems == tuple(
-        f"config.resolved.json: {place}: source web, which it is held out of, 'web.jsonl' is not there; "
-        "restore it, or measure other sets"
+        f"config.resolved.json: {place}: source web, which it is held out of, 'web.jsonl' is not there (paths are "
+        "relative to the working folder); restore it, or measure other sets"
         for place in ("evalsets.primary", "evalsets.sets.web")
     )
 
@@ -202,7 +202,7 @@ def test_a_name_stays_with_its_content(folder):
         ({"sets": []}, "--sets: got none, expected names of eval sets (val, web, law)"),
         ({"eval_dataset_dirs": {"a b": "new.jsonl"}}, "evalsets.sets.a b: got the name 'a b', expected letters"),
         ({"eval_dataset_dirs": {"new": "nowhere"}}, "--eval-dataset-dir new=nowhere: evalsets.sets.new: 'nowhere' is not "
-         "there; restore it"),
+         "there (paths are relative"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_measured_is_told(folder, options, words):

@@ -117,7 +117,8 @@ def load_evalsets(
         source = evalset.own_source() or config.sources[held_out_of]
         if source.path is not None and not os.path.exists(os.path.expanduser(source.path)):
             whose = f"source {held_out_of}, which it is held out of, " if held_out_of else ""
-            problems.append((_place(name), f"{whose}{source.path!r} is not there; restore it, or measure other sets"))
+            missing = f"{whose}{source.path!r} is not there (paths are relative to the working folder)"
+            problems.append((_place(name), f"{missing}; restore it, or measure other sets"))
             continue
         into, key, label = (
             (eval_stores, name, f"eval-{name}") if held_out_of is None else (stores, held_out_of, held_out_of)
