@@ -12,7 +12,7 @@ from test_compare import branch
 from written_run import PHASES, command, offender, windows, write_run
 
 from curriculum.errors import InputError
-from curriculum.record.figures import RED, Curve, Mark, eval_chart, short_count, short_rate, thinned
+from curriculum.record.figures import PANEL, RED, WIDE, Curve, Mark, eval_chart, short_count, short_rate, thinned
 from curriculum.record.report import _mixture_course, report, write_report
 from curriculum.record.report_runs import overlays
 from curriculum.run import load_run
@@ -184,6 +184,15 @@ def test_odd_runs_are_drawn(tmp_path, losses, until):
     assert len([t for t in titles if "eval loss of" in t and "every" not in t]) == (len(losses) if measured else 0)
     assert ("run: eval loss of every set" in titles) == (1 < len(losses) <= 7)
     assert ("the loss was not finite" in page) == (measured and not math.isfinite(_loss_at(losses["val"](100))))
+
+
+def test_the_only_set_of_a_run_has_the_width_of_the_page(tmp_path):
+    losses = {"val": lambda step: 3 - step / 100, "law": lambda step: 3.0}
+    for sets, width in ((["val"], WIDE[0]), (["val", "law"], PANEL[0])):
+        path = write_run(tmp_path / f"{len(sets)}", {name: losses[name] for name in sets})
+        tags = Checked(report([load_run(path)])).tags
+        (drawn,) = [a for name, a in tags if name == "svg" and a["aria-label"].endswith("eval loss of val")]
+        assert drawn["viewbox"].split()[2] == str(width)
 
 
 def _loss_at(value) -> float:

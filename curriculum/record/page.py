@@ -117,7 +117,7 @@ p { margin: 6px 0; max-width: 78ch; }
 .tiles dt { color: var(--muted); font-size: 13px; }
 .tiles dd { margin: 0; font-size: 21px; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
 .tiles small { display: block; line-height: 1.35; }
-.panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 430px), 1fr)); gap: 18px 28px; }
+.panels { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 430px), 1fr)); gap: 18px 28px; }
 figure { margin: 12px 0 0; min-width: 0; }
 figcaption { font-size: 14px; color: var(--ink); font-weight: 600; }
 figcaption small { font-weight: 400; margin-left: 6px; }

@@ -60,16 +60,18 @@ def eval_figures(
         curves = [eval_curve(name, colors[name], points[name], marks=marks.get(name, ())) for name in names]
         svg = figures.eval_chart(f"{label}: eval loss of every set", curves, phases, size=figures.WIDE)
         drawn.append(figure(svg, "Every set", wide=True))
-    panels = []
+    alone, panels = len(names) == 1, []
     for name in names:
         curves = [eval_curve(name, colors[name], points[name], marks=marks.get(name, ()))]
         for average, style in (("ema", (0, (4, 2))), ("phase_mean", "D")):
             if of_average := points.get(f"{name}@{average}"):
                 curves.append(eval_curve(average, colors[name], of_average, style=style)._replace(sems=()))
         last = points[name][-1]
-        svg = figures.eval_chart(f"{label}: eval loss of {name}", curves, phases)
-        panels.append(figure(svg, Html(f"{html(name)} {tag('small', f'{loss(last.loss)} at step {last.step:,}')}")))
-    return [*drawn, tag("div", *panels, class_="panels")]
+        size = figures.WIDE if alone else figures.PANEL
+        svg = figures.eval_chart(f"{label}: eval loss of {name}", curves, phases, size=size)
+        caption = Html(f"{html(name)} {tag('small', f'{loss(last.loss)} at step {last.step:,}')}")
+        panels.append(figure(svg, caption, wide=alone))
+    return [*drawn, *panels] if alone else [*drawn, tag("div", *panels, class_="panels")]
 
 
 def set_table(run: Run, facts: Mapping[str, Any]) -> Html:
