@@ -33,7 +33,7 @@ import click
 )
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="A new or an empty folder.")
 def command(run, format_name, step, weights, dtype, merge, output):
-    """Write the parameters of RUN, with its tokenizer, into a folder of their own; for hf and gguf with a model card."""
+    """Write the parameters of RUN, with its tokenizer, into a folder of their own; hf and gguf with a model card."""
     from curriculum.export import export
 
     exported = export(run, output, format=format_name, step=step, weights=weights, dtype=dtype, merge=merge)
