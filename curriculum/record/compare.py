@@ -318,14 +318,15 @@ def _verdict(run: str, against: str, now: EvalPoint, before: EvalPoint, between:
             "single document of few windows, which shows no error"
         )
     low, high = between.interval
-    span = f"95 % {signed(low)} to {signed(high)}"
     if low <= 0 <= high:
+        span = f"95 % {signed(low)} to {signed(high)}"
         return f"no difference shown between {ours} and {theirs}: {signed(between.delta)} ({span}; {_SCOPE})"
-    better = "better" if high < 0 else "worse"
+    better, (least, most) = ("better", (-high, -low)) if high < 0 else ("worse", (low, high))
     # Twice the spread of the difference of two seeds of one recipe.
     by_seed = abs(between.delta) <= 2 * math.sqrt(2) * SEED_SPREAD_NATS
     caution = "; so small that another seed could turn it round" if by_seed else ""
-    return f"{ours} is {better} than {theirs} by {abs(between.delta):.4f} nats per token ({span}; {_SCOPE}{caution})"
+    amount = f"{abs(between.delta):.4f} nats per token (95 % {least:.4f} to {most:.4f}"
+    return f"{ours} is {better} than {theirs} by {amount}; {_SCOPE}{caution})"
 
 
 def table(comparison: Comparison) -> list[str]:
