@@ -195,6 +195,26 @@ def test_the_only_set_of_a_run_has_the_width_of_the_page(tmp_path):
         assert drawn["viewbox"].split()[2] == str(width)
 
 
+def test_golds_that_follow_each_other_are_one_row_of_what_happened(tmp_path):
+    def golden(step):
+        return "gold_checkpoint", {
+            **GOLD,
+            "value": 3 - step / 100,
+            "previous": (3.02 - step / 100) if step > 2 else None,
+        }
+
+    more = {step: [golden(step)] for step in range(2, 101, 2)}
+    more[60].append(("gold_blocked", BLOCKED))
+    more[100][0][1]["metric"] = "val/loss"  # another search
+    page = Checked(
+        report([load_run(write_run(tmp_path / "run", {"val": lambda step: 3 - step / 100}, every=2, more=more))])
+    )
+    assert page.has_row("2 to 60", "★ gold", "law/loss 2.4000; 30 in a row")
+    assert page.has_row("62 to 98", "★ gold", "law/loss 2.0200, before 2.4000; 19 in a row")
+    assert page.has_row("100", "★ gold", "val/loss 2.0000, before 2.0200")
+    assert "earlier ones" not in "".join(page.text)
+
+
 def _loss_at(value) -> float:
     return value if isinstance(value, float) else float((value.nats_N / value.tokens_N).mean())
 

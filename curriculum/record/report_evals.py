@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from curriculum.record import figures
@@ -107,29 +108,29 @@ def set_table(run: Run, facts: Mapping[str, Any]) -> Html:
 
 
 def log(run: Run) -> Html:
-    """Verdicts and edits, a row each; where there are many the middle is folded away."""
+    """Verdicts and edits, a row each, golds that follow each other in one; of many the first are folded."""
     rows = []
-    for event in run.events:
-        if event["event"] not in _SHOWN:
+    shown = [event for event in run.events if event["event"] in _SHOWN]
+    for (kind, _), together in groupby(shown, key=lambda event: (event["event"], event.get("metric"))):
+        if kind == "gold_checkpoint":
+            rows.append(_gold_row(list(together)))
             continue
-        step, lines = f"{event['step']:,}", [verdict(event) or ""]
-        match event["event"]:
-            case "eval_regression":
-                what = tag("span", "▲ regression", class_="bad")
-                lines = [offender_in(event, o) + _mixture_change(o) for o in event["offenders"]]
-                lines += [f"done: {event['action']}"] if event.get("action") else []
-            case "eval_recovered":
-                what, lines = "○ recovered", [offender_in(event, o) for o in event["offenders"]]
-            case "gold_checkpoint":
-                before = "" if event["previous"] is None else f", before {loss(event['previous'])}"
-                what, lines = "★ gold", [f"{event['metric']} {loss(event['value'])}{before}"]
-            case "gold_blocked":
-                what, lines = "gold blocked", [event["reason"]]
-            case "schedule_edit":
-                what, lines = "schedule edited", [event.get("reason") or event["kind"]]
-            case other:
-                what = other
-        rows.append((step, what, tag("td", *_broken(lines), class_="text")))
+        for event in together:
+            lines = [verdict(event) or ""]
+            match kind:
+                case "eval_regression":
+                    what = tag("span", "▲ regression", class_="bad")
+                    lines = [offender_in(event, o) + _mixture_change(o) for o in event["offenders"]]
+                    lines += [f"done: {event['action']}"] if event.get("action") else []
+                case "eval_recovered":
+                    what, lines = "○ recovered", [offender_in(event, o) for o in event["offenders"]]
+                case "gold_blocked":
+                    what, lines = "gold blocked", [event["reason"]]
+                case "schedule_edit":
+                    what, lines = "schedule edited", [event.get("reason") or event["kind"]]
+                case other:
+                    what = other
+            rows.append((f"{event['step']:,}", what, tag("td", *_broken(lines), class_="text")))
     if not rows:
         return Html("")
     header = ("step", "event", "what it says")
@@ -137,6 +138,17 @@ def log(run: Run) -> Html:
         return table(header, rows, text_columns=3)
     earlier = folded(f"{len(rows) - MAX_LISTED} earlier ones", table(header, rows[:-MAX_LISTED], text_columns=3))
     return Html(earlier + table(header, rows[-MAX_LISTED:], text_columns=3))
+
+
+def _gold_row(golds: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
+    first, last = golds[0], golds[-1]
+    said = f"{last['metric']} {loss(last['value'])}"
+    said += "" if first["previous"] is None else f", before {loss(first['previous'])}"
+    steps = f"{first['step']:,}"
+    if len(golds) > 1:
+        steps += f" to {last['step']:,}"
+        said += f"; {len(golds)} in a row"
+    return steps, "★ gold", tag("td", said, class_="text")
 
 
 def _mixture_change(o: Mapping[str, Any]) -> str:
