@@ -119,12 +119,15 @@ def edits_of(events: Iterable[Mapping[str, Any]], phase: Mapping[str, Any]) -> l
 
 def mixture_text(phase: Mapping[str, Any], share: Callable[[float], str]) -> str:
     """The mixture of a phase as `inspect_run` gives it, and those that it was changed to."""
+    return "; ".join(_mixtures(phase, share))
 
+
+def _mixtures(phase: Mapping[str, Any], share: Callable[[float], str]) -> list[str]:
     def text_of(mixture):
         return ", ".join(f"{name} {share(part)}" for name, part in mixture.items() if part)
 
     edited = (f"from step {edit['step']:,} {text_of(edit['mixture'])}" for edit in phase["edits"])
-    return "; ".join([text_of(phase["mixture"]), *edited])
+    return [text_of(phase["mixture"]), *edited]
 
 
 def _commands(run: Run) -> dict[str, str]:
@@ -251,11 +254,12 @@ def _phase_lines(phases: list[dict[str, Any]]) -> list[str]:
         if not phase["done"] and phase["counted_at_step"] is not None:
             done = f"at {phase['counted_at_step']:,}"
         ramp = f" (ramp {phase['ramp_steps']:,})" if phase["ramp_steps"] else ""
-        mixture = mixture_text(phase, lambda share: f"{share:.4g}")
+        mixture, *edited = _mixtures(phase, lambda share: f"{share:.4g}")
         tokens = ", ".join(f"{name} {tokens:,}" for name, tokens in phase["tokens"].items())
         epochs = ", ".join(f"{name} {share:.3g}" for name, share in phase["epochs"].items())
         steps = f"{phase['start']:,} to {phase['end']:,}{ramp}"
         rows.append((phase["name"], steps, done, shape, mixture, tokens, epochs))
+        rows += [("", "", "", "", later, "", "") for later in edited]
     return columns(rows if any(shapes) else [(*row[:3], *row[4:]) for row in rows], right=())
 
 
