@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -130,12 +131,18 @@ def branch(
         return train_built(setup, directory, to_resume(directory, "latest"), lock)
 
 
+def go_on_command(run_dir: Path) -> str:
+    """What to type to go on with a branch that was begun."""
+    path = str(run_dir)
+    return shlex.join(["curriculum", "train", f"{path}/config.yaml", "--run-dir", path, "--resume", "latest"])
+
+
 def _check_new(directory: RunDirectory) -> None:
     directory.check_usable()
     if directory.holds_run():
         raise InputError(
             f"--run-dir {directory.path}: holds a run already; choose another, or go on with a branch that was begun: "
-            f"curriculum train {directory.path / 'config.yaml'} --run-dir {directory.path} --resume latest"
+            f"{go_on_command(directory.path)}"
         )
     within = next((p for p in directory.path.absolute().parents if RunDirectory(p).resolved_config.is_file()), None)
     if within is not None:

@@ -409,13 +409,13 @@ def test_a_branch_of_a_branch_tells_of_both_and_shares_the_pasts_of_both(replayi
 
 
 def test_a_branch_that_a_regression_stops_says_how_to_go_on(whole, folder, tmp_path):
-    new = tmp_path / "new"
+    new = tmp_path / "a new one"
     edits = ["phases[2].lr={rewarm_steps: 2, peak: 30.0}", "evalsets.regression.action=stop"]
     arguments = ["branch", str(whole), "--at", "16", "--run-dir", str(new), *(f"--set={edit}" for edit in edits)]
     done = CliRunner().invoke(cli, [*arguments, "--store-dir", str(folder / "store")])
     assert done.exception is None and done.exit_code == 0
     assert "stopped at step 20, which was saved" in done.output
-    assert f"go on with `curriculum train {new / 'config.yaml'} --run-dir {new} --resume latest`" in done.output
+    assert f"go on with `curriculum train '{new / 'config.yaml'}' --run-dir '{new}' --resume latest`" in done.output
 
 
 def test_a_share_is_raised_in_the_middle_of_a_run_without_compiling(folder):

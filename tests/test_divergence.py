@@ -264,14 +264,15 @@ def exploding(place, **changes):
 
 
 def test_a_rate_that_explodes_ends_with_exit_code_3_and_a_summary(place, tmp_path):
+    run = tmp_path / "a run"
     (tmp_path / "config.yaml").write_text(json.dumps({**exploding(place, **ROLLBACK), "name": "explodes"}))
-    command = ["train", str(tmp_path / "config.yaml"), "--run-dir", str(tmp_path / "run"), "--store-dir"]
+    command = ["train", str(tmp_path / "config.yaml"), "--run-dir", str(run), "--store-dir"]
     done = CliRunner().invoke(cli, [*command, str(place / "store")])
     assert done.exit_code == 3, done.output
-    *_, last = load_run(tmp_path / "run").events
+    *_, last = load_run(run).events
     assert last["event"] == "diverged" and [r["skip_steps"] for r in last["rollbacks"]] == [5, 5]
     first, good = last["first_bad_step"], last["last_good_step"]
-    assert SWITCH < first < STEPS and good <= first and good in Checkpoints(tmp_path / "run/checkpoints").steps()
+    assert SWITCH < first < STEPS and good <= first and good in Checkpoints(run / "checkpoints").steps()
     told = done.stderr
     for words in (
         f"training diverged at step {last['step']} of 150 (phase second, learning rate ",
@@ -281,7 +282,7 @@ def test_a_rate_that_explodes_ends_with_exit_code_3_and_a_summary(place, tmp_pat
         "  rollbacks    2 of 2: to step ",
         f"  last good    step {good} of ",
         "  what to try  a lower optim.lr (or the phase's lr.peak)",
-        f"curriculum branch {tmp_path / 'run'} --at {good} --run-dir NEW --set ",
+        f"curriculum branch '{run}' --at {good} --run-dir NEW --set ",
     ):
         assert words in told
     assert f"diverged at step {last['step']}: " in done.stdout and "rollback 2 of 2 at step" in done.stdout

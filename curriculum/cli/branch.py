@@ -23,8 +23,8 @@ def command(run, at, run_dir, overrides, dataset_dirs, eval_dataset_dirs, store_
 
     It begins at RUN's newest checkpoint at or before that step and trains what lies between exactly as RUN did.
     """
-    from curriculum.branch import branch
+    from curriculum.branch import branch, go_on_command
 
     changes = {"overrides": overrides, "dataset_dirs": dataset_dirs, "eval_dataset_dirs": eval_dataset_dirs}
-    with stopped_runs(f"`curriculum train {run_dir / 'config.yaml'} --run-dir {run_dir} --resume latest`"):
+    with stopped_runs(f"`{go_on_command(run_dir)}`"):
         branch(run, at, run_dir, **changes, store_dir=store_dir)

@@ -11,6 +11,7 @@ from curriculum.cli.options import config_options
 from curriculum.config import load_config
 from curriculum.plan import Plan, plan
 from curriculum.record.inspection import columns
+from curriculum.record.queries import beginning
 
 
 @click.command()
@@ -39,7 +40,7 @@ def table(p: Plan) -> list[str]:
     no_memory = unknown if p.num_parameters is None else "unknown for an optimizer of your own"
     lines = [
         f"{p.name}: {_tokens(p)}",
-        *([] if p.begins_from is None else [_beginning(p.begins_from)]),
+        *([] if p.begins_from is None else [beginning(p.begins_from)]),
         f"parameters: {unknown if p.num_parameters is None else format(p.num_parameters, ',')}"
         + ("" if p.num_trained == p.num_parameters else f", {p.num_trained:,} of them trained"),
         f"memory per device (estimate): {no_memory if p.memory is None else _memory(p.memory, several)}",
@@ -106,13 +107,6 @@ def _shapes(p: Plan) -> list[str]:
     alike = {"micro-steps": "1", "rope theta": "model's own", "rates x": "1"}
     kept = [i for i, title in enumerate(rows[0]) if any(row[i] != alike.get(title) for row in rows[1:])]
     return columns([tuple(row[i] for i in kept) for row in rows], right=range(1, len(kept)), indent="")
-
-
-def _beginning(lineage: dict[str, Any]) -> str:
-    if lineage.get("kind") == "hf":
-        return f"begins with the parameters of a {lineage['model_type']} model ({lineage['init_from']})"
-    kept = "parameters and optimizer state" if lineage["keep_optimizer"] else "the parameters"
-    return f"begins with {kept} of {lineage['run']}, step {lineage['step']:,} ({lineage['init_from']})"
 
 
 def _memory(memory: dict[str, Any], several: bool) -> str:

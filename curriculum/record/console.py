@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 from curriculum.record.append import DISK_ERRORS, Appender
 from curriculum.record.events import eval_averages, eval_sets, number
-from curriculum.record.queries import shapes_of, tokens_of
+from curriculum.record.queries import beginning, shapes_of, tokens_of
 
 _RECENT_EVALS = 5
 _LONGEST_PROMPT, _LONGEST_SAMPLE = 40, 160  # characters of a sample's line
@@ -193,6 +193,8 @@ def header(event: dict[str, Any], run_dir: Path) -> Iterator[str]:
     num_parameters, num_trained = (event["model"].get(key) for key in ("num_parameters", "num_trained"))
     trained = "" if num_trained is None else f", {_count(num_trained, 10)} of them trained"
     yield f"{config['name']}: {_count(num_parameters, 10)} parameters{trained}, {plan['total_steps']} steps"
+    if lineage := event.get("lineage"):
+        yield f"  {beginning(lineage)}"
     yield f"  run        {run_dir}"
     yield f"  sources    {', '.join(config['sources'])}"
     yield f"  eval sets  {', '.join(sets)}"

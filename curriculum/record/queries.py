@@ -24,6 +24,14 @@ class EvalPoint(NamedTuple):
     sem: float | None
 
 
+def beginning(lineage: Mapping[str, Any]) -> str:
+    """Where the parameters of a run come from that begins with those of another, as `lineage` tells it."""
+    if lineage.get("kind") == "hf":
+        return f"begins with the parameters of a {lineage['model_type']} model ({lineage['init_from']})"
+    kept = "parameters and optimizer state" if lineage["keep_optimizer"] else "the parameters"
+    return f"begins with {kept} of {lineage['run']}, step {lineage['step']:,} ({lineage['init_from']})"
+
+
 def eval_points(events: Iterable[Mapping[str, Any]]) -> dict[str, list[EvalPoint]]:
     """Every eval of every set, `val` the primary one; those with an average of the parameters as `<set>@<average>`."""
     points: dict[str, list[EvalPoint]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -166,7 +167,7 @@ def _summary(run: Running, done: int, divergence: _Divergence, why: str | None) 
         data += ", and let the run pass over such data (train.rollback)"
     lines.append(f"               {data}")
     if good:
-        command = f"curriculum branch {name} --at {good} --run-dir NEW --set KEY=VALUE"
+        command = f"curriculum branch {shlex.quote(str(name))} --at {good} --run-dir NEW --set KEY=VALUE"
         lines.append(f"               from the last good step on: {command}")
     return "\n".join(lines)
 
