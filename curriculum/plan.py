@@ -267,33 +267,11 @@ def plan(config: Config, *, store_dir: str | Path = DEFAULT_STORE_DIR) -> Plan:
                     first_repeat_step=None if size is None else _first_repeat(schedule, phase, name, size),
                 )
             )
-    drawn = schedule.drawn(schedule.total_steps)
-    for name, size in epochs_of.items():
-        if size is not None and drawn[name] > MAX_EPOCHS_WORTH_FRESH * size:
-            warnings.append(
-                f"{name} is read {drawn[name] / size:.1f} times; above {MAX_EPOCHS_WORTH_FRESH} epochs repeated "
-                "data is worth less and less (93 % of fresh data at 4 epochs, 66 % at 16: arXiv:2305.16264)"
-            )
-    warnings += unread(config, schedule)
+    warnings += schedule_warnings(config, schedule, epochs_of)
     warnings += few_scored_targets(schedule, sizes.details)
-    warnings += _shapes_that_do_nothing(config)
     unknown = [name for name, size in epochs_of.items() if size is None]
     if unknown:
         warnings.append(f"not prepared yet, so epochs are unknown: {', '.join(unknown)} (run `curriculum prepare`)")
-    last = schedule.lr[-1]
-    falls = [p for p in schedule.lr if p.last < p.first and not p.warmup]
-    if last.last == last.first and falls and falls[-1].start + falls[-1].steps < schedule.total_steps:
-        ended = falls[-1].start + falls[-1].steps
-        warnings.append(
-            f"the learning rate stops decaying at step {ended}, {schedule.total_steps - ended} steps before the end"
-        )
-    wanted = config.averages.phase_mean
-    for phase, start, end in schedule.phase_bounds if wanted else ():
-        found = len(mean_steps(config, start, end, schedule.total_steps))
-        if found < 2:
-            warnings.append(f"phase {phase} has {found} checkpoint{'' if found == 1 else 's'}: no mean is taken")
-        elif found < wanted:
-            warnings.append(f"the mean of phase {phase} will be of {found} checkpoints, not {wanted}")
     bounds = [start for _, start, _ in schedule.phase_bounds] + [schedule.total_steps - 1]
     rates = tuple((step, float(schedule.rates(step))) for step in dict.fromkeys(bounds))
     return Plan(
@@ -317,6 +295,34 @@ def plan(config: Config, *, store_dir: str | Path = DEFAULT_STORE_DIR) -> Plan:
         warnings=tuple(warnings),
         begins_from=base_lineage(config),
     )
+
+
+def schedule_warnings(config: Config, schedule: Schedule, epochs_of: Mapping[str, int | None]) -> list[str]:
+    """What of a config will do nothing, or more than may be meant, by its schedule; epochs of so many tokens."""
+    warnings, drawn = [], schedule.drawn(schedule.total_steps)
+    for name, size in epochs_of.items():
+        if size is not None and drawn[name] > MAX_EPOCHS_WORTH_FRESH * size:
+            warnings.append(
+                f"{name} is read {drawn[name] / size:.1f} times; above {MAX_EPOCHS_WORTH_FRESH} epochs repeated "
+                "data is worth less and less (93 % of fresh data at 4 epochs, 66 % at 16: arXiv:2305.16264)"
+            )
+    warnings += unread(config, schedule)
+    warnings += _shapes_that_do_nothing(config)
+    last = schedule.lr[-1]
+    falls = [p for p in schedule.lr if p.last < p.first and not p.warmup]
+    if last.last == last.first and falls and falls[-1].start + falls[-1].steps < schedule.total_steps:
+        ended = falls[-1].start + falls[-1].steps
+        warnings.append(
+            f"the learning rate stops decaying at step {ended}, {schedule.total_steps - ended} steps before the end"
+        )
+    wanted = config.averages.phase_mean
+    for phase, start, end in schedule.phase_bounds if wanted else ():
+        found = len(mean_steps(config, start, end, schedule.total_steps))
+        if found < 2:
+            warnings.append(f"phase {phase} has {found} checkpoint{'' if found == 1 else 's'}: no mean is taken")
+        elif found < wanted:
+            warnings.append(f"the mean of phase {phase} will be of {found} checkpoints, not {wanted}")
+    return warnings
 
 
 def constant_tokens_per_step(schedule: Schedule) -> int | None:

@@ -111,7 +111,7 @@ def test_warnings(tmp_path):
     assert not any("stops decaying" in w for w in warnings)
 
 
-def test_few_scored_targets_are_said_before_and_at_the_start(tmp_path):
+def test_what_the_plan_warns_of_is_said_at_the_start_too(tmp_path):
     # As bytes a prompt of 88, an answer of 9 that is closed by 2 and by end-of-text: 12 of 100 are scored.
     talk = [{"role": "user", "content": "u" * 86}, {"role": "assistant", "content": "a" * 9}]
     talks = [[{**talk[0], "content": f"{i:02}" + "u" * 84}, talk[1]] for i in range(40)]
@@ -150,7 +150,11 @@ def test_few_scored_targets_are_said_before_and_at_the_start(tmp_path):
 
     setup = build(config, tmp_path / "store")
     setup.course.feed.close()
-    assert [w for w in fields.training_start(setup)["warnings"] if "scored target" in w] == few
+    warnings = fields.training_start(setup)["warnings"]
+    assert [w for w in warnings if "scored target" in w] == few
+    assert any("is read" in w and "above 4 epochs" in w for w in warnings)
+    *planned, no_verdict = warnings
+    assert planned == list(plan(config, store_dir=tmp_path / "store").warnings) and "no verdict" in no_verdict
 
 
 def test_a_source_without_a_share_in_any_step_has_no_row(tmp_path):

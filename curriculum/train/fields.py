@@ -13,9 +13,9 @@ from curriculum.plan import (
     constant_tokens_per_step,
     describe_phases,
     few_scored_targets,
+    schedule_warnings,
     shape_of,
     step_sizes,
-    unread,
 )
 from curriculum.record.events import record_name
 from curriculum.train.clock import TrainClock, peak_memory_gb
@@ -43,7 +43,7 @@ def training_start(setup: Setup) -> dict[str, Any]:
         "warnings": [
             *schedule.warnings,
             *setup.corpus.warnings,
-            *unread(setup.config, schedule),
+            *schedule_warnings(setup.config, schedule, setup.corpus.tokens_per_epoch),
             *few_scored_targets(schedule, setup.corpus.details),
             *no_verdicts(setup.corpus.evalsets.values()),
         ],
