@@ -203,7 +203,7 @@ OFFENDERS = [
     pair("code", "start", 0, 2.6, 0.1, [0.01, 0.19], 500, law=[0.1, 0.9]),
     pair("code", "phase_start", 400, 2.6, 0.5, [0.46, 0.54], 500, **MOVED),
     pair("code", "best", 400, 2.6, 0.5, [0.46, 0.54], 500, **MOVED),
-    pair("law", "best", 450, "NaN", "NaN", ["NaN", "NaN"], 500),
+    *(pair("law", baseline, 450, "NaN", "NaN", ["NaN", "NaN"], 500) for baseline in ("start", "phase_start", "best")),
     pair("web", "best", 300, 3.0, 0.25, [0.2, 0.3], 450),
 ]
 VERDICTS = [
@@ -215,7 +215,7 @@ VERDICTS = [
         stamped("eval_regression", 500, offenders=OFFENDERS, action=None),
         "eval regression at step 500: code 2.6000: +0.1000 (95 % +0.0100 to +0.1900) against start at step 0, "
         "+0.5000 (95 % +0.4600 to +0.5400) against phase_start and best at step 400 "
-        "(since step 400: web 0.8 → 0.1, law 0 → 0.9); law nan: +nan (95 % +nan to +nan) against best at step 450; "
+        "(since step 400: web 0.8 → 0.1, law 0 → 0.9); law nan: not finite against start, phase_start and best at step 450; "
         "still worse: web (since step 450)",
     ),
     (
@@ -224,7 +224,7 @@ VERDICTS = [
         "(since step 400: web 0.8 → 0.1, law 0 → 0.9) | kept as kept/500",
     ),
     (
-        stamped("eval_recovered", 600, offenders=OFFENDERS[4:]),
+        stamped("eval_recovered", 600, offenders=OFFENDERS[-1:]),
         "eval recovered at step 600: web 3.0000: +0.2500 (95 % +0.2000 to +0.3000) against best at step 300",
     ),
     (

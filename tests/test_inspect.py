@@ -180,7 +180,10 @@ def test_evals_of_averages_and_what_is_not_finite(tmp_path):
         "val": lambda step: 3.0 if step else math.nan,
         "law": lambda step: math.nan if step > 50 else 4 - step / 100,
     }
-    path = write_run(tmp_path / "run", losses, averages={"ema": lambda step: 2.5})
+    lost = {**offender("law", "best", 40, first_step=60), "baseline_loss": 3.6, "interval": ["NaN", "NaN"]}
+    alarm = ("eval_regression", {"phase": "domain", "offenders": [lost | {"loss": "NaN", "delta": "NaN"}]})
+    path = write_run(tmp_path / "run", losses, averages={"ema": lambda step: 2.5}, more={60: [alarm]})
+    assert "regressed law 3.6000 → nan at step 60 against its best at step 40, since step 60" in shown(path)
     points = eval_points(load_run(path).events)
     assert set(points) == {"val", "law", "val@ema", "law@ema"}
     assert [p.step for p in points["val@ema"]] == [20, 40, 60, 80, 100] and points["val@ema"][0].loss == 2.5

@@ -4,6 +4,7 @@ Two lines an eval, one line a verdict, a header, a sign of life between evals, a
 from, what to deploy and how to open TensorBoard.
 """
 
+import math
 import os
 import re
 import shlex
@@ -394,7 +395,7 @@ def _offenders(offenders: Iterable[dict[str, Any]]) -> str:
         for pair in pairs:
             names.setdefault(pair["baseline_step"], []).append(pair["baseline"])
         by_step = {pair["baseline_step"]: pair for pair in pairs}
-        changes = [f"{_change(by_step[s])} against {' and '.join(names[s])} at step {s}" for s in sorted(names)]
+        changes = [f"{_change(by_step[s])} against {_listed(names[s])} at step {s}" for s in sorted(names)]
         lines.append(f"{name} {_loss(pairs[0]['loss'])}: {', '.join(changes)}")
         newest = by_step[max(names)]
         if moved := [f"{s} {then:.4g} → {now:.4g}" for s, (then, now) in newest["mixture_change"].items()]:
@@ -402,9 +403,15 @@ def _offenders(offenders: Iterable[dict[str, Any]]) -> str:
     return "; ".join(lines)
 
 
+def _listed(names: list[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
+
+
 def _change(pair: dict[str, Any]) -> str:
-    """A difference in nats per token and its interval."""
+    """A difference in nats per token and its interval, where there is one."""
     delta, low, high = (number(value) for value in (pair["delta"], *pair["interval"]))
+    if not math.isfinite(delta):
+        return "not finite"
     return f"{delta:+.4f} (95 % {low:+.4f} to {high:+.4f})"
 
 

@@ -5,6 +5,7 @@ Reads a run in progress. Without jax and without numpy: to look at a run must be
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -230,14 +231,17 @@ def offender(o: Mapping[str, Any]) -> str:
 
     Of one that stands also the step of these numbers, and its loss now where that is later.
     """
-    interval = o.get("interval") or (None, None)
+    delta, interval = number(o["delta"]), o.get("interval") or (None, None)
+    risen = f" ({signed(delta)}, 95 % {signed(interval[0])} to {signed(interval[1])})"
+    if delta is not None and not math.isfinite(delta):  # the losses say it
+        risen = ""
     measured = f" at step {o['step']:,}" if "step" in o else ""
     now = o.get("now")
     later = f"; now {loss(now['loss'])} at step {now['step']:,}" if now and now["step"] > o["step"] else ""
     return (
-        f"{o['set']} {loss(o['baseline_loss'])} → {loss(o['loss'])}{measured} ({signed(o['delta'])}, 95 % "
-        f"{signed(interval[0])} to {signed(interval[1])}) against its {_BASELINES.get(o['baseline'], o['baseline'])} "
-        f"at step {o['baseline_step']:,}, since step {o['first_step']:,}{later}"
+        f"{o['set']} {loss(o['baseline_loss'])} → {loss(o['loss'])}{measured}{risen} against its "
+        f"{_BASELINES.get(o['baseline'], o['baseline'])} at step {o['baseline_step']:,}, since step "
+        f"{o['first_step']:,}{later}"
     )
 
 
