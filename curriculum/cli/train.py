@@ -63,7 +63,9 @@ def command(config_path, changes, store_dir, run_dir, resume, accept_past, launc
 
 def _tell(name: str, done: dict[str, Any]) -> None:
     """What a dry run found."""
-    evals = " | ".join(f"{name} {loss:.4f}" for name, loss in done["eval_losses"].items())
+    from curriculum.record.events import record_name
+
+    evals = " | ".join(f"{record_name(name)} {loss:.4f}" for name, loss in done["eval_losses"].items())
     devices = done["devices"]
     loss = "no target scored" if done["loss"] is None else f"loss {done['loss']:.4f}"
     sizes = " x ".join(f"{axis} {size}" for axis, size in devices["mesh"].items())
