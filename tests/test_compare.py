@@ -70,6 +70,17 @@ def test_a_difference_beyond_its_interval_is_told_with_what_it_does_not_say(tmp_
     assert ("another seed could turn it round" in verdict) == seed
 
 
+def test_a_difference_of_roundings_is_called_that(tmp_path):
+    runs = [
+        write_run(tmp_path / name, {"val": lambda _, by=by: by_document(*(3 - by - by * (i % 3) for i in range(25)))})
+        for name, by in (("one", 0.0), ("two", 1e-8))
+    ]
+    comparison = compare(runs)
+    assert only(comparison).difference.interval[1] < 0  # beyond its own error, as nothing else moves
+    less = "two at step 100 and one at step 100 differ by less than 0.0001 nats per token, which another device's"
+    assert only(comparison).verdict.startswith(less) and "-0.0000" not in "".join(table(comparison))
+
+
 def test_the_same_run_twice_differs_by_exactly_nothing(pair):
     comparison = compare([pair[1], pair[1]])
     m = only(comparison)
@@ -225,8 +236,8 @@ def test_a_branching_is_one_note_however_many_runs_share_it(tmp_path):
     comparison = compare([trunk, *at_60, at_20])
     assert len(comparison.shared) == 10
     assert [note for note in notes(comparison) if "one run" in note] == [
-        "trunk, b0, b1, b2 and early are one run up to step 20 and differ after it",
-        "trunk, b0, b1 and b2 are one run up to step 60 and differ after it",
+        "trunk, b0, b1, b2 and early are one run up to step 20 and go their own ways after it",
+        "trunk, b0, b1 and b2 are one run up to step 60 and go their own ways after it",
     ]
 
 
@@ -248,7 +259,7 @@ def test_the_past_that_branches_share(tmp_path):
     assert shared_past(runs["at_60"], of_branch) == 80 and shared_past(runs["at_20"], of_branch) == 20
     comparison = compare([trunk, at_60])
     assert comparison.shared == ({"runs": ("trunk", "at_60"), "step": 60},)
-    assert "trunk and at_60 are one run up to step 60 and differ after it" in table(comparison)
+    assert "trunk and at_60 are one run up to step 60 and go their own ways after it" in table(comparison)
 
 
 def test_a_trunk_that_went_another_way_before_the_branching_shares_less(tmp_path):
@@ -262,7 +273,9 @@ def test_a_trunk_that_went_another_way_before_the_branching_shares_less(tmp_path
     events = write_run(trunk, other) / "events.jsonl"
     events.write_text(begun + "".join(events.read_text().splitlines(keepends=True)[1:]))
     assert shared_past(load_run(trunk), leaf) == 40 == shared_past(leaf, load_run(trunk))
-    assert "trunk and leaf are one run up to step 40 and differ after it" in table(compare([trunk, tmp_path / "leaf"]))
+    assert "trunk and leaf are one run up to step 40 and go their own ways after it" in table(
+        compare([trunk, tmp_path / "leaf"])
+    )
     metrics = trunk / "metrics.jsonl"
     rows = [json.loads(row) for row in metrics.read_text().splitlines()]
     assert [row["step"] for row in rows][:2] == [20, 40]

@@ -23,6 +23,7 @@ from evalsets.regressions import paired_difference, student_quantile
 
 # Standard deviation of the final validation loss over seeds, in nats per token, of a GPT-2 of 124M parameters.
 SEED_SPREAD_NATS = 0.002
+_SHOWN_NATS = 0.0001  # the last decimal that is shown
 _SCOPE = "of these two checkpoints, not of the recipe"
 
 
@@ -318,6 +319,9 @@ def _verdict(run: str, against: str, now: EvalPoint, before: EvalPoint, between:
             "single document of few windows, which shows no error"
         )
     low, high = between.interval
+    if max(abs(low), abs(high)) < _SHOWN_NATS / 2:
+        rounding = f"differ by less than {_SHOWN_NATS} nats per token, which another device's roundings do too"
+        return f"{ours} and {theirs} {rounding} ({_SCOPE})"
     if low <= 0 <= high:
         span = f"95 % {signed(low)} to {signed(high)}"
         return f"no difference shown between {ours} and {theirs}: {signed(between.delta)} ({span}; {_SCOPE})"
@@ -357,7 +361,8 @@ def notes(comparison: Comparison) -> list[str]:
     lines = [f"{name}: refused: {why}" for name, whys in comparison.refused.items() for why in whys]
     lines += [f"{name}: measured only by {', '.join(who)}" for name, who in comparison.only.items()]
     lines += [
-        f"{_listed(runs)} are one run up to step {step:,} and differ after it" for step, runs in _families(comparison)
+        f"{_listed(runs)} are one run up to step {step:,} and go their own ways after it"
+        for step, runs in _families(comparison)
     ]
     unequal = [
         f"{compared.name} ({', '.join(f'{m.run} {m.tokens:,}' for m in compared.runs)})"

@@ -299,7 +299,7 @@ def loss(value: Any) -> str:
 def signed(value: Any) -> str:
     """A difference in four decimals, its sign always shown."""
     as_float = number(value)
-    return "-" if as_float is None else f"{as_float:+.4f}"
+    return "-" if as_float is None else f"{round(as_float, 4) + 0.0:+.4f}"  # no -0.0000
 
 
 def duration(seconds: float) -> str:
