@@ -180,6 +180,24 @@ def main(folder: Path):
     (folder / "told.json").write_text(json.dumps(told))
 
 
+def many_evals(folder: Path):
+    """A hundred micro-batches of evals on 2 devices, each of which gathers the parameters."""
+    jax.config.update("jax_num_cpu_devices", 2)
+    write_sources(folder)
+    data = config_data(folder, (1, 2, 1)) | {"train": {"steps": 6, "batch_size": 2, "seq_len": 16}}
+    data["sources"]["web"]["held_out"] = "50%"
+    setup = build(build_config(data), folder / "store")
+    results = setup.suite.run(setup.initial_state().params)
+    setup.close()
+    assert len(results["primary"].nats_N) > 4 * 90 and all(np.isfinite(r.nats_N).all() for r in results.values())
+
+
+def test_evals_of_many_micro_batches_on_simulated_devices_come_to_an_end(tmp_path):
+    command = [sys.executable, __file__, tmp_path, "many_evals"]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)  # XLA ends it after a minute
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mesh")
@@ -417,4 +435,4 @@ def test_the_settings_need_no_jax():
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    {"main": main, "many_evals": many_evals}[sys.argv[2] if sys.argv[2:] else "main"](Path(sys.argv[1]))

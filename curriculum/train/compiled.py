@@ -18,7 +18,6 @@ from curriculum.model.model import Model
 from curriculum.model.transformer import transformer
 from curriculum.train.abstract import abstract_batch, abstract_of, num_bytes, zeros
 from curriculum.train.mesh import constrain, everywhere, on_mesh, place_rows, row_shards
-from curriculum.train.processes import by_gloo
 from curriculum.train.programs import Programs, StepShape
 from curriculum.train.samples import Samples
 from curriculum.train.states import States
@@ -125,7 +124,11 @@ def make_suite(config: Config, mesh: Mesh, model: Model, evalsets: Iterable[Eval
     """What measures eval sets, in training and later: the same compiled function over the same micro-batches."""
     measured = partial(nats_per_token, on_mesh(model, mesh))
     rows = _eval_rows(config, mesh)
-    return Suite(list(evalsets), measured, rows, partial(place_rows, mesh), everywhere(mesh), by_gloo())
+    # On CPUs no two evals that exchange anything may be under way at once. The devices of a process share a thread a
+    # core, and hold it while they wait for each other: dozens of evals on one device hold all threads, and nothing goes
+    # on. Between processes gloo takes the messages of two for each other's, and all wait for ever.
+    one_at_a_time = mesh.size > 1 and jax.default_backend() == "cpu"
+    return Suite(list(evalsets), measured, rows, partial(place_rows, mesh), everywhere(mesh), one_at_a_time)
 
 
 def _eval_rows(config: Config, mesh: Mesh) -> int:

@@ -37,14 +37,6 @@ def count() -> int:
     return 1 if _peers is None else _peers.count
 
 
-def by_gloo() -> bool:
-    """Whether this run's processes exchange by gloo, as on CPUs: the messages of two computations under way at once,
-    neither of which waits for the other, are taken for each other's, and all wait for ever."""
-    import jax
-
-    return count() > 1 and jax.default_backend() == "cpu"
-
-
 def is_first() -> bool:
     """Whether this process keeps the record."""
     return _peers is None or _peers.index == 0
@@ -188,7 +180,7 @@ def _start_jax(launch: Launch, address: str) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # Exchanges of one computation that do not wait for each other a CPU may begin in another order here than there,
     # which gloo takes for a mismatch and ends the process: seen within 100 steps in most runs without these two. Two
-    # computations at once are not kept apart by them (`by_gloo`).
+    # computations at once are not kept apart by them (`make_suite`).
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     given = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = " ".join([*given.split(), *missing_flags(given, [_IN_ORDER])])
