@@ -376,8 +376,9 @@ def unread(config: Config, schedule: Schedule) -> list[str]:
         if all(name in phase.mixture for phase in config.phases):
             warnings.append(f"adaptation.replay.{name} changes nothing: the mixture of every phase names {name} itself")
     measured = {source.held_out_of for source in config.eval_sources.values()}
+    given = {name for segment in schedule.segments for name, share in segment.mean_mixture().items() if share > 0}
     for name, drawn in schedule.drawn(schedule.total_steps).items():
-        if drawn == 0 and name not in measured:
+        if drawn == 0 and name not in measured | given:
             warnings.append(f"nothing of source {name} is read: no phase gives it a share, and no eval set is of it")
     return warnings
 

@@ -86,6 +86,7 @@ def test_what_is_never_read_and_replay_that_changes_nothing_are_told(tmp_path):
     assert told() == []
     assert told(phases=alone) == told(phases=[{**alone[0], "mixture": {"web": 1, "law": 0}}]) == [nothing_of_law]
     assert told(phases=alone, adaptation=replay) == []
+    assert told(phases=alone, adaptation={"replay": {"law": 1e-6}}) == []  # too small a share is told as that
     useless = "adaptation.replay.law changes nothing: the mixture of every phase names law itself"
     assert told(phases=everywhere, adaptation=replay) == [useless]
     sources = {name: {"path": str(tmp_path / f"{name}.jsonl"), "held_out": "20%"} for name in ("web", "law")}
