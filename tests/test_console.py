@@ -170,6 +170,8 @@ def test_header_says_what_is_about_to_be_trained(tmp_path):
         "  phase      foundation [    0, 45000) web 0.8, code 0.2",
         "  phase      domain     [45000, 75000) law 0.9, web 0.1",
     ]
+    one = {**start(), "plan": {**PLAN, "total_steps": 1}}
+    assert printed(tmp_path, one)[0] == "example: 124M parameters, 1 step"
     base = {"init_from": "runs/base", "run": "base", "step": 1500, "keep_optimizer": False, "lineage": None}
     begun = "  begins with the parameters of base, step 1,500 (runs/base)"
     assert printed(tmp_path, {**start(), "lineage": base})[1:3] == [begun, f"  run        {tmp_path}"]

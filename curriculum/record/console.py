@@ -127,7 +127,7 @@ class Console:
         if skipped := event.get("skipped_updates", 0):
             yield f"{skipped} of {event['total_steps']} updates were skipped: {_why(_skipped(event))}"
         yield (
-            f"complete: {event['total_steps']} steps, {_count(event['total_tokens'], 10)} tokens in "
+            f"complete: {_steps(event['total_steps'])}, {_count(event['total_tokens'], 10)} tokens in "
             f"{_duration(event['total_elapsed_s'])} ({_count(event['tokens_per_sec'], 100)} tok/s) | "
             f"train {_loss(event['final_train_loss'])} | val {_loss(event['final_val_loss'])}, "
             f"best {_loss(event['best_val_loss'])}"
@@ -193,7 +193,7 @@ def header(event: dict[str, Any], run_dir: Path) -> Iterator[str]:
     sets = ["val", *config["evalsets"]["sets"]]
     num_parameters, num_trained = (event["model"].get(key) for key in ("num_parameters", "num_trained"))
     trained = "" if num_trained is None else f", {_count(num_trained, 10)} of them trained"
-    yield f"{config['name']}: {_count(num_parameters, 10)} parameters{trained}, {plan['total_steps']} steps"
+    yield f"{config['name']}: {_count(num_parameters, 10)} parameters{trained}, {_steps(plan['total_steps'])}"
     if lineage := event.get("lineage"):
         yield f"  {beginning(lineage)}"
     yield f"  run        {run_dir}"
@@ -433,6 +433,10 @@ def _gold(event: dict[str, Any]) -> str:
 def _loss(value: Any) -> str:
     number_or_none = number(value)
     return "-" if number_or_none is None else f"{number_or_none:.4f}"
+
+
+def _steps(number: int) -> str:
+    return f"{number} step{'' if number == 1 else 's'}"
 
 
 def _duration(seconds: float) -> str:
