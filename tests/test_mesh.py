@@ -187,7 +187,7 @@ def many_evals(folder: Path):
     data = config_data(folder, (1, 2, 1)) | {"train": {"steps": 6, "batch_size": 2, "seq_len": 16}}
     data["sources"]["web"]["held_out"] = "50%"
     setup = build(build_config(data), folder / "store")
-    results = setup.suite.run(setup.initial_state().params)
+    results = setup.suite_at(0).run(setup.states.first().params)
     setup.close()
     assert len(results["primary"].nats_N) > 4 * 90 and all(np.isfinite(r.nats_N).all() for r in results.values())
 
