@@ -14,8 +14,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import Field
-
 from curriculum.data.hf_files import DEFINITION_NAME
 from curriculum.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from curriculum.errors import InputError
@@ -32,6 +30,7 @@ from curriculum.run import (
     step_folders,
     undamaged,
 )
+from curriculum.typed import Limits
 from phases.schedule import Phase
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class AdaptationSection:
     """A run: its gold checkpoint, else its latest; RUN/gold; RUN/{checkpoints,gold,kept}/N; a Hugging Face folder."""
     keep_optimizer: bool = False
     """Take the optimizer's state over too, not the parameters alone; the step is 0 either way."""
-    replay: dict[str, Annotated[float, Field(gt=0, lt=1)]] = field(default_factory=dict)
+    replay: dict[str, Annotated[float, Limits(gt=0, lt=1)]] = field(default_factory=dict)
     """Source to share, above 0 and below 1, mixed into every phase whose mixture does not name the source."""
     lora: LoraConfig | None = None
     """Train adapters alone, such as `{rank: 16, alpha: 32, targets: [query, value]}`; null: all of the model."""

@@ -5,18 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
-
 from curriculum.adaptation import INHERITED, AdaptationSection, Heritage, heritage, model_from
 from curriculum.config_checks import CHECKS, EXPECTED_NAME, NAME, PATH_CHECKS, TOKENIZER_PATH_CHECKS
-from curriculum.config_problems import field_key, no_such, translate
+from curriculum.config_problems import field_key, no_such
 from curriculum.data.chat import ChatConfig
 from curriculum.data.documents import SourceConfig
 from curriculum.data.packing import PackingConfig
@@ -28,6 +24,7 @@ from curriculum.run import RunDirectory
 from curriculum.sampling import GenerateSection
 from curriculum.train.mesh import MeshConfig
 from curriculum.train.optimizer import OptimConfig
+from curriculum.typed import Limits, Problems, annotations, read
 from curriculum.variables import substitute
 from curriculum.yaml12 import Origin, read_override, read_yaml
 from evalsets.evalset import PRIMARY
@@ -36,10 +33,8 @@ from evalsets.regressions import RegressionConfig
 from phases.lr import LrSchedule
 from phases.schedule import Phase
 
-PositiveInt = Annotated[int, Field(ge=1, le=10**9)]
+PositiveInt = Annotated[int, Limits(ge=1, le=10**9)]
 _STRICT = {"extra": "forbid"}
-_MODEL = "The transformer: a preset, single fields, or both; null where `train(make_model=...)` brings another model."
-_MODEL += " Begun from another run or from a folder, single fields change what that has."
 _ALL_REPLAYED = (  # of `phases`
     "missing, and all that --dataset-dir gives is replayed (adaptation.replay), so that no phase is made of it; give "
     "the text to adapt to as well, or phases"
@@ -68,7 +63,7 @@ class EvalSource:
     """Whole documents in hash order, up to this many windows; all of them by default."""
     every: PositiveInt | None = None
     """A multiple of `evalsets.every`, not for the primary set; boundaries, step 0 and the end always count."""
-    tolerance: Annotated[float, Field(ge=0, le=100)] | None = None
+    tolerance: Annotated[float, Limits(ge=0, le=100)] | None = None
     """Nats per token that this set may rise by before it counts as worse; by default evalsets.regression.tolerance."""
 
     def own_source(self) -> SourceConfig | None:
@@ -104,11 +99,11 @@ class SkipUpdates:
 
     __pydantic_config__: ClassVar = _STRICT
 
-    sigmas: Annotated[float, Field(gt=0, le=1e6)] = 6.0
+    sigmas: Annotated[float, Limits(gt=0, le=1e6)] = 6.0
     """Those whose loss or gradient norm is more than so many standard deviations above the mean of the window."""
-    window_steps: Annotated[int, Field(ge=2, le=2**20)] = 128
+    window_steps: Annotated[int, Limits(ge=2, le=2**20)] = 128
     """Updates before this one in the window; it begins anew at each segment and at the end of a ramp."""
-    judge_from_steps: Annotated[int, Field(ge=2, le=2**20)] = 64
+    judge_from_steps: Annotated[int, Limits(ge=2, le=2**20)] = 64
     """How many finite values the window holds at least before it is judged by."""
 
 
@@ -122,7 +117,7 @@ class RollbackSection:
     """Updates in a row that are bad: not finite, or beyond train.skip_updates."""
     skip_steps: PositiveInt = 20
     """How many steps of data are passed over, from the first bad update on."""
-    max: Annotated[int, Field(ge=1, le=1000)] = 3
+    max: Annotated[int, Limits(ge=1, le=1000)] = 3
     """How often in a run; then it ends with exit code 3."""
 
 
@@ -134,11 +129,11 @@ class TrainSection:
 
     steps: PositiveInt
     """Updates of the whole run."""
-    batch_size: Annotated[int, Field(ge=1, le=2**20)] = 32
+    batch_size: Annotated[int, Limits(ge=1, le=2**20)] = 32
     """Sequences per update, over all micro-steps and devices."""
     grad_accum: PositiveInt = 1
     """Micro-steps per update: trades time for memory, changes no data."""
-    seq_len: Annotated[int, Field(ge=2, le=2**24)] = 256
+    seq_len: Annotated[int, Limits(ge=2, le=2**24)] = 256
     """Tokens per sequence."""
     deterministic: bool | None = None
     """true: no dropout, and on a GPU deterministic kernels only; false: `model.dropout` is needed; null: as it is."""
@@ -164,9 +159,9 @@ class AveragesSection:
 
     __pydantic_config__: ClassVar = _STRICT
 
-    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    ema_decay: Annotated[float, Limits(gt=0, lt=1)] | None = None
     """Of a moving average of the parameters, `ema`; a step's decay is min(this, (1 + step) / (10 + step))."""
-    phase_mean: Annotated[int, Field(ge=2, le=1000)] | None = None
+    phase_mean: Annotated[int, Limits(ge=2, le=1000)] | None = None
     """At a phase's end, the mean of its last so many checkpoints; as many are kept, whatever checkpoint.keep says."""
 
 
@@ -201,7 +196,7 @@ class LoggingSection:
     """Write TensorBoard files into the run directory."""
     wandb: WandbConfig | None = None
     """Also log to Weights & Biases; null for not."""
-    generate_every: Annotated[int, Field(ge=0, le=10**9)] = 0
+    generate_every: Annotated[int, Limits(ge=0, le=10**9)] = 0
     """Steps between samples of what the model writes, which the end has too; 0 for none."""
     generate: GenerateSection = field(default_factory=GenerateSection)
     """What the samples go on from, and how they are drawn."""
@@ -215,15 +210,16 @@ class Config:
     phases: tuple[Phase, ...]
     evalsets: EvalSection
     train: TrainSection
-    name: Annotated[str, Field(description="The run's name, and its folder below runs/.")] = "run"
-    seed: Annotated[int, Field(ge=0, lt=2**31, description="Of the data order, the first parameters and dropout.")] = (
-        1337
-    )
+    name: str = "run"
+    """The run's name, and its folder below runs/."""
+    seed: Annotated[int, Limits(ge=0, lt=2**31)] = 1337
+    """Of the data order, the first parameters and dropout."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     chat: ChatConfig = field(default_factory=ChatConfig)
-    model: Annotated[ModelSection | None, Field(description=_MODEL)] = field(
-        default_factory=lambda: ModelSection(preset="tiny")
-    )
+    model: ModelSection | None = field(default_factory=lambda: ModelSection(preset="tiny"))
+    """The transformer: a preset, single fields, or both; null where `train(make_model=...)` brings another model. Begun
+    from another run or from a folder, single fields change what that has.
+    """
     packing: PackingConfig = field(default_factory=PackingConfig)
     adaptation: AdaptationSection = field(default_factory=AdaptationSection)
     optim: OptimSection = field(default_factory=OptimSection)
@@ -352,10 +348,11 @@ def build_config(
         data = inherited.under(data)
     for name, section in known.items():
         if name in data:
-            try:
-                values[name] = section_adapter(name).validate_json(json.dumps(data[name]), strict=True)
-            except ValidationError as error:
-                problems += translate(name, typing.get_type_hints(Config)[name], data[name], error)
+            wrong: Problems = []
+            value = read(annotations(Config)[name], json.loads(json.dumps(data[name])), name, wrong)
+            problems += wrong
+            if not wrong:
+                values[name] = value
         elif section.default is not dataclasses.MISSING:
             values[name] = section.default
         elif section.default_factory is not dataclasses.MISSING:
@@ -402,16 +399,6 @@ def _heritage(data: dict, continues: str | os.PathLike | None) -> tuple[Heritage
 def sections() -> list[dataclasses.Field]:
     """The fields of Config that a file may have."""
     return [f for f in dataclasses.fields(Config) if f.name != "origin"]
-
-
-def section_adapter(section: str) -> TypeAdapter:
-    """What validates one section."""
-    return TypeAdapter(_section_types()[section])
-
-
-@lru_cache
-def _section_types() -> dict[str, Any]:
-    return typing.get_type_hints(Config, include_extras=True)
 
 
 def _plain(value):

@@ -12,8 +12,10 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from curriculum.config import Config, section_adapter, sections
+from curriculum.config import Config, OptimSection, sections
 from curriculum.config_problems import field_key
+from curriculum.train.optimizer import OPTIMIZERS
+from curriculum.typed import annotations
 
 _USE = {
     "type": "string",
@@ -49,15 +51,19 @@ def _or_variable(schema: dict) -> dict:
 
 
 def _schema() -> dict:
-    adapters = [(f.name, "validation", section_adapter(f.name)) for f in sections()]
+    adapters = [(f.name, "validation", TypeAdapter(annotations(Config)[f.name])) for f in sections()]
     schemas, definitions = TypeAdapter.json_schemas(adapters)
     for f in sections():
         if isinstance(f.default, str | int):
             schemas[f.name, "validation"]["default"] = f.default
+    for name, text in _meanings(Config).items():
+        schemas[name, "validation"]["description"] = text
     by_title = {t.__name__: t for t in _dataclasses_below(Config)}
     for title, schema in definitions["$defs"].items():
+        schema["properties"] = {field_key(name): value for name, value in schema["properties"].items()}
         for name, text in _meanings(by_title[title]).items():
             schema["properties"][name]["description"] = text
+    definitions["$defs"][OptimSection.__name__]["properties"]["name"]["enum"] = list(OPTIMIZERS)
     required = [
         f.name for f in sections() if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
     ]
@@ -96,5 +102,5 @@ def _meanings(section: type) -> dict[str, str]:
     body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0].body
     for statement, text in zip(body, body[1:], strict=False):
         if isinstance(statement, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-            meanings[field_key(statement.target.id)] = text.value.value
+            meanings[field_key(statement.target.id)] = " ".join(text.value.value.split())
     return meanings

@@ -118,9 +118,9 @@ def test_a_plan_of_what_is_prepared_imports_nothing_heavy(quickstart_folders):
     assert command(["prepare", "c.json"], quickstart_folders)[0] == 0
     code, modules, shown = command(["plan", "c.json"], quickstart_folders)
     assert code == 0 and not modules & set(HEAVY)
-    # Nor what costs a plan time and is of no use to it: `np.unique` imports the first.
+    # Nor what costs a plan time and is of no use to it: `np.unique` imports the first, and the JSON schema the second.
     assert "curriculum.plan" in modules
-    assert not modules & {"numpy.ma", "evalsets.gold", "curriculum.train.launch"}
+    assert not modules & {"numpy.ma", "pydantic", "evalsets.gold", "curriculum.train.launch"}
     assert "slots that hold text: docs 9" in shown and "not prepared" not in shown
 
 

@@ -340,5 +340,5 @@ def test_plan_as_a_command_is_quick_and_gives_json(tmp_path):
     taken, printed = processor.command_seconds(command)
     shown = json.loads(printed)
     assert shown["total_steps"] == 100 and shown["memory"]["total"] > 10 * shown["num_parameters"]
-    bare, _ = processor.command_seconds([sys.executable, "-c", "import numpy, pydantic, yaml, click"])
-    assert taken < 3 * bare, (taken, bare)  # takes about 2.1 times as long; an import of jax makes it 4
+    bare, _ = processor.command_seconds([sys.executable, "-c", "import numpy, yaml, click"])
+    assert taken < 3 * bare, (taken, bare)  # takes about 1.8 times as long; an import of jax makes it 4

@@ -293,8 +293,8 @@ def altered(field, value):
     [
         (lambda directory: (directory / "tokenizer.json").unlink(), "tokenizer.json: No such file"),
         (lambda directory: (directory / "tokenizer.json").write_text("{"), "Invalid JSON"),
-        (lambda directory: (directory / "tokenizer.json").write_text('{"tokens": {}}'), "format_version: Field req"),
-        (altered("vocab_size", "700"), "vocab_size: Input should be a valid integer"),
+        (lambda directory: (directory / "tokenizer.json").write_text('{"tokens": {}}'), "format_version: missing"),
+        (altered("vocab_size", "700"), 'vocab_size: got "700", expected an integer'),
         (altered("format_version", 99), "format_version 99; expected 1"),
         (altered("eot", 5), "do not fit its fingerprint"),
         (altered("vocab_size", 701), "do not fit its fingerprint"),

@@ -72,8 +72,6 @@ def _one_line(problem: str) -> str:
 
 def main() -> None:
     sys.unraisablehook = _unraisable
-    # Pydantic would look through every installed package for plugins of its own: 15 ms of a plan's start.
-    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:
         _command()
     except BaseException as ending:

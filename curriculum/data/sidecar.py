@@ -3,11 +3,11 @@
 import dataclasses
 import json
 import os
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from curriculum.errors import InputError
+from curriculum.typed import read
 
 Record = TypeVar("Record")
 
@@ -23,22 +23,16 @@ def write_sidecar(path: Path, record: object) -> None:
 
 def read_sidecar(path: Path, record_type: type[Record], remedy: str) -> Record:
     """Read what `write_sidecar` wrote; `remedy` ends the InputError raised where it is missing or damaged."""
-    from pydantic import ValidationError
-
     try:
         content = path.read_bytes()
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}; {remedy}") from error
     try:
-        return _adapter(record_type).validate_json(content, strict=True)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise InputError(f"{path}: {place + ': ' if place else ''}{first['msg']}; {remedy}") from error
-
-
-@lru_cache
-def _adapter(record_type: type) -> Any:
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(record_type)
+        given = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: Invalid JSON: {error}; {remedy}") from error
+    record = read(record_type, given, "", problems := [])
+    if problems:
+        place, message = problems[0]
+        raise InputError(f"{path}: {place + ': ' if place else ''}{message}; {remedy}")
+    return record

@@ -8,10 +8,9 @@ from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
-
 from curriculum.errors import InputError
 from curriculum.model.formulation import cudnn_problem, scan_problem
+from curriculum.typed import Limits
 
 
 @dataclass(frozen=True)
@@ -22,13 +21,13 @@ class RopeScaling:
 
     kind: Literal["linear", "llama3"]
     """All wavelengths alike, or only the long ones, as Llama 3.1 does."""
-    factor: Annotated[float, Field(ge=1, le=1e6)]
+    factor: Annotated[float, Limits(ge=1, le=1e6)]
     """How many times longer."""
-    original_max_seq_len: Annotated[int, Field(ge=1, le=1 << 24)] | None = None
+    original_max_seq_len: Annotated[int, Limits(ge=1, le=1 << 24)] | None = None
     """For llama3: the positions that the model was trained with before."""
-    low_freq_factor: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    low_freq_factor: Annotated[float, Limits(gt=0, le=1e6)] = 1.0
     """For llama3: wavelengths above original_max_seq_len / this are stretched by the whole factor."""
-    high_freq_factor: Annotated[float, Field(gt=0, le=1e6)] = 4.0
+    high_freq_factor: Annotated[float, Limits(gt=0, le=1e6)] = 4.0
     """For llama3: wavelengths below original_max_seq_len / this stay; between the two it goes over smoothly."""
 
     def __post_init__(self):
@@ -45,9 +44,9 @@ class LoraConfig:
 
     __pydantic_config__: ClassVar = {"extra": "forbid"}
 
-    rank: Annotated[int, Field(ge=1, le=1 << 16)] = 16
+    rank: Annotated[int, Limits(ge=1, le=1 << 16)] = 16
     """Columns of A and rows of B; at most the narrower side of each matrix that is adapted."""
-    alpha: Annotated[float, Field(gt=0, le=1e6)] = 32.0
+    alpha: Annotated[float, Limits(gt=0, le=1e6)] = 32.0
     """What the adapters add is scaled by alpha / rank, so that another rank needs no other learning rate."""
     targets: tuple[Literal["query", "key", "value", "out", "gate", "up", "down"], ...] = ("query", "value")
     """Matrices of every block that get an adapter: query, key, value, out, gate (of swiglu), up, down."""
@@ -161,7 +160,7 @@ class ModelSection:
 
     preset: str | None = None
     """A named shape: tiny, gpt2-124m, llama-360m, llama-1b, llama-3b, llama-7b."""
-    from_: Annotated[str | None, Field(alias="from")] = None
+    from_: str | None = None
     """A Hugging Face folder: the shape of its config.json, in place of a preset. Its weights: adaptation.init_from."""
     vocab_size: int | None = None
     """Rows of the embedding; by default the tokenizer's ids, and never fewer. More pad it up, which can be faster."""

@@ -6,9 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
-
-from pydantic import Field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from curriculum.config_problems import no_such
 from curriculum.errors import InputError
@@ -93,7 +91,7 @@ class OptimConfig:
 
     __pydantic_config__: ClassVar = _STRICT
 
-    name: Annotated[str, Field(json_schema_extra=lambda schema: schema.update(enum=list(OPTIMIZERS)))] = "adamw"
+    name: str = "adamw"
     """The update rule."""
     b1: float = 0.9
     """AdamW: decay of the first moment."""

@@ -1,0 +1,142 @@
+"""Plain data, as JSON has it, read as the dataclasses of a config or of a sidecar: every problem told with its place.
+
+What a field may be stands in its annotation: text, a number, true or false, `Literal`, another dataclass, dict[str, X],
+tuple[X, ...], list[X], `X | None`, and numbers within `Limits`. Pydantic reads all of it in the same way and makes the
+JSON schema of it; to import it here would be a third of what a plan takes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import types
+import typing
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Annotated, Any, Literal, NamedTuple
+
+from curriculum.config_problems import field_key, no_such
+
+Problems = list[tuple[str, str]]  # (path, message)
+_WORDS = {str: "text", int: "an integer", float: "a number", bool: "true or false", dict: "a mapping"}
+_WORDS |= {tuple: "a list", list: "a list"}
+
+
+class Limits(NamedTuple):
+    """What a number may be, as in `Annotated[int, Limits(ge=1, le=9)]`."""
+
+    le: float | None = None
+    lt: float | None = None
+    ge: float | None = None
+    gt: float | None = None
+
+    def broken_by(self, number: float) -> str | None:
+        """What is expected instead, None where the number is within; NaN is within no limits."""
+        of = type(number)
+        if self.le is not None and not number <= self.le:
+            return f"at most {of(self.le)}"
+        if self.lt is not None and not number < self.lt:
+            return f"less than {of(self.lt)}"
+        if self.ge is not None and not number >= self.ge:
+            return f"at least {of(self.ge)}"
+        if self.gt is not None and not number > self.gt:
+            return f"more than {of(self.gt)}"
+        return None
+
+    def __get_pydantic_core_schema__(self, kind: Any, handler: Callable[[Any], dict]) -> dict:
+        """What pydantic asks for."""
+        return handler(kind) | {name: limit for name, limit in self._asdict().items() if limit is not None}
+
+
+def read(kind: Any, given: Any, path: str, problems: Problems) -> Any:
+    """`given` as the annotation `kind` has it. What is wrong is added to `problems`, and the result is then of no use.
+
+    A dataclass whose `__pydantic_config__` does not forbid other keys than its own passes over them.
+    """
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        known = len(problems)
+        number = read(arguments[0], given, path, problems)
+        if len(problems) == known and (expected := arguments[1].broken_by(number)):
+            problems.append((path, _message(given, expected)))
+        return number
+    if origin in (typing.Union, types.UnionType):
+        return _any_of(arguments, given, path, problems)
+    if origin is Literal:
+        if isinstance(given, str) and given in arguments:
+            return given
+        problems.append((path, _message(given, _one_of(arguments, given))))
+    elif origin is dict and isinstance(given, dict):
+        return {key: read(arguments[1], item, f"{path}.{key}", problems) for key, item in given.items()}
+    elif origin in (tuple, list) and isinstance(given, list):
+        return origin(read(arguments[0], item, f"{path}[{i}]", problems) for i, item in enumerate(given))
+    elif dataclasses.is_dataclass(kind) and isinstance(given, dict):
+        return _dataclass(kind, given, path, problems)
+    elif type(given) is kind:
+        return given
+    elif kind is float and type(given) is int:
+        return _as_float(given)
+    else:
+        problems.append((path, _message(given, _WORDS[origin or (dict if dataclasses.is_dataclass(kind) else kind)])))
+    return None
+
+
+def _any_of(kinds: tuple[Any, ...], given: Any, path: str, problems: Problems) -> Any:
+    """As the first of the kinds that takes it. Two or more beside None are plain: what they expect is told as one."""
+    if given is None and types.NoneType in kinds:
+        return None
+    kinds = tuple(kind for kind in kinds if kind is not types.NoneType)
+    if len(kinds) == 1:
+        return read(kinds[0], given, path, problems)
+    for kind in kinds:
+        value = read(kind, given, path, wrong := [])
+        if not wrong:
+            return value
+    problems.append((path, _message(given, " or ".join(_WORDS[kind] for kind in kinds))))
+    return None
+
+
+def _dataclass(kind: type, given: dict[str, Any], path: str, problems: Problems) -> Any:
+    """Its fields in their order, then keys that are none; what its `__post_init__` refuses where all of that fits."""
+    known, values, below = len(problems), {}, f"{path}." if path else ""
+    keys = {field_key(field.name): field for field in dataclasses.fields(kind)}
+    for key, field in keys.items():
+        if key in given:
+            values[field.name] = read(annotations(kind)[field.name], given[key], below + key, problems)
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            problems.append((below + key, "missing; this key is needed"))
+    if getattr(kind, "__pydantic_config__", {}).get("extra") == "forbid":
+        problems += [(below + key, no_such("key", key, keys)) for key in given if key not in keys]
+    if len(problems) > known:
+        return None
+    try:
+        return kind(**values)
+    except ValueError as error:
+        problems.append((path, str(error)))
+        return None
+
+
+@lru_cache
+def annotations(kind: type) -> dict[str, Any]:
+    """The annotation of each field of a dataclass, its limits included."""
+    return typing.get_type_hints(kind, include_extras=True)
+
+
+def _as_float(number: int) -> float:
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf
+
+
+def _message(given: Any, expected: str) -> str:
+    return f"got {json.dumps(given)[:80]}, expected {expected}"
+
+
+def _one_of(choices: tuple[str, ...], given: Any) -> str:
+    *others, last = map(repr, choices)
+    near = difflib.get_close_matches(str(given), choices, 1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    return (f"{', '.join(others)} or {last}" if others else last) + hint
