@@ -26,10 +26,12 @@ class TokenView:
         shard = np.searchsorted(shard_starts, starts, side="right") - 1
         self.dtype = shards[0].dtype
         # Plain lists: bisecting and indexing them is several times faster than numpy on single numbers.
-        self._starts: list[int] = (np.cumsum(lengths) - lengths).tolist()
-        self._shard: list[np.ndarray] = [shards[i] for i in shard.tolist()]
-        # From a place in the view to the one in the file.
-        self._shift: list[int] = (starts - shard_starts[shard] - np.array(self._starts, np.int64)).tolist()
+        span_stops = np.cumsum(lengths)
+        self._starts: list[int] = (span_stops - lengths).tolist()
+        # Of each span: where it ends, its file, and the way from a place in the view to the one in the file.
+        shifts = starts - shard_starts[shard] - (span_stops - lengths)
+        files = [shards[i] for i in shard.tolist()]
+        self._spans = list(zip(span_stops.tolist(), files, shifts.tolist(), strict=True))
         self._len = int(lengths.sum())
 
     def __len__(self) -> int:
@@ -38,20 +40,22 @@ class TokenView:
     def __getitem__(self, index: slice) -> np.ndarray:
         start, stop = index.start, index.stop
         if index.step is not None or start is None or stop is None or not 0 <= start < stop <= self._len:
-            # Rows of a batch never are such slices: to ask this of them too would take as long as reading one.
             start, stop, step = index.indices(self._len)
             if step != 1:
                 raise ValueError(f"step {step}; a view of tokens gives contiguous slices only")
             if start >= stop:
                 return np.empty(0, self.dtype)
+        return self.between(start, stop)
+
+    def between(self, start: int, stop: int) -> np.ndarray:
+        """The slice of 0 <= start < stop <= len: a row of a batch, which to check would take as long as reading it."""
         span = bisect_right(self._starts, start) - 1
-        if span + 1 == len(self._starts) or stop <= self._starts[span + 1]:
-            shift = self._shift[span]
-            return self._shard[span][start + shift : stop + shift]
-        parts = []
-        while start < stop:
-            end = self._starts[span + 1] if span + 1 < len(self._starts) else self._len
-            shift = self._shift[span]
-            parts.append(self._shard[span][start + shift : min(stop, end) + shift])
+        end, file, shift = self._spans[span]
+        if stop <= end:
+            return file[start + shift : stop + shift]
+        parts = [file[start + shift : end + shift]]
+        while end < stop:
             start, span = end, span + 1
+            end, file, shift = self._spans[span]
+            parts.append(file[start + shift : min(stop, end) + shift])
         return np.concatenate(parts)
