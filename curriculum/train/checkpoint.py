@@ -345,12 +345,16 @@ _looked_at: list[weakref.ref] = []  # arrays are never changed; a state's are fi
 
 @jax.jit
 def _finite(tree: Any) -> jax.Array:
-    """Whether each leaf is finite everywhere. By the largest of each row: on CPUs that is spread over the cores, and
-    takes 0.4 of the time of `isfinite(leaf).all()`.
+    """Whether each leaf is finite everywhere."""
+    return jnp.stack([_finite_leaf(leaf) for leaf in jax.tree.leaves(tree)])
+
+
+@jax.jit  # of its own, so that leaves of one shape are traced and lowered once: blocks have many
+def _finite_leaf(leaf: jax.Array) -> jax.Array:
+    """By a sum of each row of what is 0 of every number: on CPUs that is spread over the cores, and takes 0.8 of the
+    time of `isfinite(leaf).all()`. A largest number tells of no NaN: XLA's for CPUs passes over it in a matrix.
     """
-    return jnp.stack(
-        [(jnp.abs(jnp.atleast_1d(leaf)).max(axis=-1, initial=0) < jnp.inf).all() for leaf in jax.tree.leaves(tree)]
-    )
+    return ((jnp.atleast_1d(leaf) * 0).sum(axis=-1) == 0).all()
 
 
 @jax.jit
