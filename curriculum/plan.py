@@ -8,6 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from curriculum.adaptation import base_lineage, resolved_model, with_replay
 from curriculum.config import Config
 from curriculum.data.corpus import find_sizes
@@ -33,6 +35,7 @@ MUON_ARRAYS = 6
 # Muennighoff et al. 2023, arXiv:2305.16264: repeating a source up to 4 times is worth nearly as much as fresh data.
 MAX_EPOCHS_WORTH_FRESH = 4
 FEW_SCORED_TARGETS = 64  # of an update; answers stand together, so that with so few some updates have none
+_PARTS = 32  # steps that are looked at together where one is searched for; alone each would take as long
 
 
 @dataclass(frozen=True)
@@ -489,12 +492,13 @@ def _shares_asked(schedule: Schedule, phase: str) -> dict[str, float]:
 def _first_repeat(schedule: Schedule, phase: str, name: str, epoch: int) -> int | None:
     """The first update of a phase that reads something of the source again; None if none does."""
     for segment in (s for s in schedule.segments if s.phase == phase):
-        if segment.drawn(segment.end)[name] <= max(epoch, segment.cursors[name]):
+        within = max(epoch, segment.cursors[name])
+        if segment.drawn(segment.end)[name] <= within:
             continue
         low, high = segment.start, segment.end  # drawn(high) is beyond one epoch; find the first such step
         while high - low > 1:
-            middle = (low + high) // 2
-            beyond = segment.drawn(middle)[name] > max(epoch, segment.cursors[name])
-            low, high = (low, middle) if beyond else (middle, high)
+            steps = low + (high - low) * np.arange(_PARTS + 1) // _PARTS  # from low to high
+            first = int((segment.drawn(steps)[name] > within).argmax())
+            low, high = int(steps[first - 1]), int(steps[first])
         return high - 1
     return None
