@@ -87,6 +87,12 @@ def test_each_problem_has_its_place_and_what_is_expected(given, expected):
     assert problems(given) == expected
 
 
+def test_an_integer_too_large_for_a_float_is_infinite():
+    assert problems({"count": 1, "share": 10**400}) == [("here.share", f"got {10**79}, expected less than 1.0")]
+    values = [read(Outer, {"count": 1, "held_out": sign * 10**400}, "", []).held_out for sign in (1, -1)]
+    assert values == [float("inf"), float("-inf")]
+
+
 def test_keys_of_its_own_alone_where_they_are_all_that_a_dataclass_takes():
     found = []
     assert read(Outer, {"count": 2, "other": 1}, "", found) == Outer(2) and found == []
