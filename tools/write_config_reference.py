@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from curriculum.config_schema import json_schema
+from config_schema import json_schema
 
 ROOT = Path(__file__).parents[1]
 HEAD = """\
