@@ -63,6 +63,7 @@ def ledger_of(config, schedule, step, past=None, sources=None):
         "block_tokens": config.longest_seq_len,
         "branched_from": None,
         "history": {},
+        "model": {"rope_theta": 1e4},
     }
     return json.loads(json.dumps(saved))
 
@@ -502,6 +503,23 @@ def test_the_shape_of_a_phase_that_is_over_stands_and_others_may_change(name):
     config = config_of(data)
     again, _, edit = resumed(ledger_of(config, schedule, 85, past), data)
     assert again == schedule and not edit.changes
+
+
+@pytest.mark.parametrize("written", [["a"], ["b"], ["a", "b", "c"]], ids=str)
+def test_the_models_own_rope_theta_may_be_written_out_and_left_out_again(written):
+    """Of the phase under way too, in which a share was raised: it goes on."""
+    plain, told = BASE, changed(BASE, *(shaped(name, rope_theta=1e4) for name in written))
+    for was, now in ((plain, told), (told, plain)):
+        config = config_of(was)
+        whole = resolve_schedule(config, epochs_of(config))
+        schedule, _, edit = resumed(ledger_of(config, whole, STEP), now)
+        assert schedule == whole and edit.changes == ()
+        saved = ledger_of(config, whole, STEP) | {"past_end": 80}
+        assert compare(config_of(now), saved).past.segments == compare(config, saved).past.segments
+        other = changed(now, shaped("c", batch_size=6))
+        schedule, _, edit = resumed(saved, other)
+        assert [change["path"] for change in edit.changes] == ["phases.c.batch_size"]
+        assert schedule.segment_at(60).end == 80 and compare(config_of(other), saved).past.going_on is not None
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,9 @@ def compare(config: Config, saved: Mapping[str, Any], *, at: int | None = None, 
     """
     if problem := _of_blocks(config, ledger.block_tokens(saved)):
         raise config.error([problem])
-    step, was, now = saved["step"] if at is None else at, _declared(saved), declaration(config)
+    theta = saved["model"].get("rope_theta")
+    was, now = (_without_theta(declared, theta) for declared in (_declared(saved), declaration(config)))
+    step = saved["step"] if at is None else at
     schedule = Schedule(segments_from_json(saved["segments"]))
     changes = tuple(_changes(was, now))
     # A run that was begun before ledgers kept them says nothing of them.
@@ -118,6 +120,12 @@ def _declared(saved: Mapping[str, Any]) -> Mapping[str, Any]:
         "optim": {"scale_lr_by_batch": None, **declared["optim"]},
         "phases": phases,
     }
+
+
+def _without_theta(declared: Mapping[str, Any], theta: float | None) -> dict[str, Any]:
+    """A declaration in which no phase writes out `theta`, the model's own rope theta: without one it has the same."""
+    own = {"rope_theta": None}
+    return {**declared, "phases": [p if p["rope_theta"] != theta else {**p, **own} for p in declared["phases"]]}
 
 
 def _settings(saved: Mapping[str, Any]) -> dict[str, Any]:
