@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ import numpy as np
 from curriculum.adaptation import base_lineage, resolved_model, with_replay
 from curriculum.config import Config
 from curriculum.data.corpus import find_sizes
+from curriculum.model.formulation import BY_BACKEND, layers_of
 from curriculum.model.memory import memory_estimate
 from curriculum.model.presets import (
     HOW,
@@ -438,17 +439,19 @@ def mean_steps(config: Config, start: int, end: int, total_steps: int) -> list[i
 
 def _memory(config: Config, model: ModelConfig, schedule: Schedule) -> dict[str, Any] | None:
     """What the largest update needs of a device's memory, -1 in the mesh taken for 1; None with an optimizer of one's
-    own.
+    own. Layers of `auto` are taken as the backend takes them with which the update needs more.
     """
     moments = _moments_per_parameter(config.optim, model)
     if moments is None:
         return None
     mesh, estimates = config.mesh, []
-    for segment in schedule.segments:
+    model = replace(model, dropout=0.0) if config.train.deterministic else model
+    computed = [replace(model, layers=layers) for layers in {layers_of(model, backend) for backend in BY_BACKEND}]
+    for segment, model in product(schedule.segments, computed):
         grad_accum = config.grad_accum_of(segment.phase)
         rows = segment.batch_size // grad_accum // mesh.row_shards
         estimate = memory_estimate(
-            replace(model, dropout=0.0) if config.train.deterministic else model,
+            model,
             rows=rows,
             seq_len=segment.seq_len,
             grad_accum=grad_accum,

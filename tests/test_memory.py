@@ -55,6 +55,7 @@ def test_the_parts_by_hand():
         "ema": 0,
         "activations": 18 * (724 + 40),
         "logits": 2 * 18 * 8 * 4 + 2 * 4 * 3 * 6 * 10,  # all positions in one chunk
+        "stacked": 0,
         "gathered": 0,
         "update": 0,
         "batch": 2 * (18 * 13 + 3 * 4),
@@ -105,6 +106,7 @@ def test_the_plan_counts_the_moments_that_the_optimizer_keeps(optim, tmp_path):
     model = resolve_model(config.model, 257)
     found = plan_memory(config, model, resolve_schedule(config, {"web": None}))
     assert (found["rows"], found["seq_len"]) == (4, 64)
+    assert found["stacked"] == 4 * num_projections(model)  # as a GPU takes auto, which needs more here
     state = jax.eval_shape(make_optimizer(config.optim).init, transformer(model).shapes())
     moments_bytes = sum(4 * array.size for array in jax.tree.leaves(state))
     assert found["moments"] == pytest.approx(moments_bytes, rel=0.01)  # vectors, counts
@@ -184,6 +186,22 @@ def test_what_is_kept_is_what_autodiff_keeps(shape, compute_dtype, remat):
         assert expected > 200_000
 
 
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", ["tiny", "gpt2"])
+def test_scanned_layers_keep_a_stacked_copy_and_once_what_is_alike(shape, compute_dtype, remat):
+    config = replace(SHAPES[shape], compute_dtype=compute_dtype, remat=remat, layers="scanned", n_layer=3)
+    stacked = memory_estimate(config, rows=2, seq_len=96).stacked
+    assert stacked == num_projections(config) * (4 if compute_dtype == "float32" else 2) > 800_000
+    assert memory_estimate(config, rows=2, seq_len=96, state_shards=4).stacked == stacked // 4
+    assert memory_estimate(replace(config, layers="unrolled"), rows=2, seq_len=96).stacked == 0
+    for dropout, document_mask in ((0.0, False), (0.1, True)):
+        config = replace(config, dropout=dropout)
+        expected = check_memory.residual_bytes(config, 2, 96, document_mask=document_mask)
+        # Vectors, which are stacked too, are not counted.
+        assert kept_bytes(config, 2, 96, document_mask) + stacked == pytest.approx(expected, rel=0.003)
+
+
 @pytest.mark.parametrize(
     ("shape", "targets"), [("tiny", ("query", "gate")), ("gpt2", ("down",)), ("gpt2", ("key", "out", "up"))], ids=str
 )
@@ -218,6 +236,8 @@ def test_only_adapters_have_gradients_moments_and_averages():
         (replace(GPT2, n_layer=2), 4, 256, {"grad_accum": 2}),
         (replace(PRESETS["llama-360m"], n_layer=2, tie_embeddings=False), 2, 512, {}),
         (replace(TINY, n_layer=4, lora=LoraConfig(8, 16.0)), 8, 256, {"grad_accum": 2}),
+        (replace(TINY, n_layer=4, layers="scanned"), 1, 64, {}),
+        (replace(GPT2, n_layer=2, vocab_size=1000, layers="scanned"), 1, 64, {}),
     ],
 )
 def test_the_compiler_says_nearly_the_same_of_the_whole_update(config, rows, seq_len, options):

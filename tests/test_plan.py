@@ -254,10 +254,11 @@ def test_memory_is_of_one_micro_step_and_its_parts_add_up(tmp_path):
     assert memory["params"] == memory["ema"] == params > 2_000_000 and memory["moments"] == 2 * params
     assert memory["gradients"] == 2 * params
     assert memory.pop("total") == sum(memory.values())
-    train["deterministic"] = True  # no dropout: nine masks and nine arrays of zeros are not kept, 40 x 128 each
+    # No dropout: nine masks and three arrays of zeros, of which all blocks have two, are not kept, 40 x 128 each.
+    train["deterministic"] = True
     config = config_of(tmp_path, train=train, model={"preset": "tiny", "dropout": 0.1})
     firm = plan(config, store_dir=tmp_path / "store").memory
-    assert memory["activations"] - firm["activations"] == 9 * 40 * 128 * (1 + 4)
+    assert memory["activations"] - firm["activations"] == 40 * 128 * (9 * 1 + 3 * 4)
 
 
 def test_memory_in_the_table(tmp_path):
@@ -275,7 +276,7 @@ def test_memory_in_the_table(tmp_path):
     total, parts = line.removeprefix("memory per device (estimate): ").partition(",")[0].split(" MB = ")
     assert float(total) == pytest.approx(p.memory["total"] / 1e6, abs=0.05)
     assert [part.rpartition(" ")[0] for part in parts.split(" + ")] == [
-        "parameters", "gradients", "moments", "activations", "logits"
+        "parameters", "gradients", "moments", "activations", "logits", "stacked"
     ]  # fmt: skip
     assert sum(float(part.rpartition(" ")[2]) for part in parts.split(" + ")) == pytest.approx(float(total), abs=0.4)
     large = {name: 0 for name in p.memory} | {
@@ -298,7 +299,8 @@ def test_small_parts_of_the_memory_are_told_together_and_a_free_axis_with_its_na
     load_corpus(config, tmp_path / "store")
     p = plan(config, store_dir=tmp_path / "store")
     assert p.memory["free_axis"] == "fsdp" and table(p)[2].endswith(" (mesh.fsdp: -1 counted as 1)")
-    parts = {"params": 40_000, "gradients": 40_000, "moments": 45_000, "activations": 800_000, "logits": 300_000}
+    parts = {"params": 10_000, "gradients": 10_000, "moments": 5_000, "activations": 800_000, "logits": 300_000}
+    parts |= {"stacked": 50_000, "gathered": 50_000}
     small = {name: 0 for name in p.memory} | parts | {"free_axis": None, "rows": 2, "seq_len": 8, "total": 1_225_000}
     assert table(replace(p, memory=small))[2] == (
         "memory per device (estimate): 1.2 MB = activations 0.8 + logits 0.3 + other 0.1, micro-step of 2 rows x 8"

@@ -3,9 +3,9 @@
     python tools/check_memory.py --rows 4 --seq-len 512
 
 For each preset: the whole jitted update (AdamW, state donated), compiled for shapes only, by the compiler's own
-analysis; and for each remat policy what automatic differentiation keeps for the way back, from jax.vjp. The compiler
-for CPUs merges what is computed again with what was there and works bfloat16 products out in float32, so it is asked
-about float32 without remat alone.
+analysis; and for each remat policy what automatic differentiation keeps for the way back, from jax.vjp, with --scanned
+the stacked copy of the blocks' matrices among it. The compiler for CPUs merges what is computed again with what was
+there and works bfloat16 products out in float32, so it is asked about float32 without remat alone.
 """
 
 import argparse
@@ -33,6 +33,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--layers", type=int, help="blocks, in the place of the preset's")
+    parser.add_argument("--scanned", action="store_true", help="layers in a loop, as on GPUs")
     options = parser.parse_args(argv)
     rows, seq_len = options.rows, options.seq_len
     print(f"MB, {rows} rows x {seq_len}, jax {jax.__version__} on {jax.default_backend()}\n")
@@ -43,12 +44,13 @@ def main(argv: list[str] | None = None) -> None:
     for name in options.presets:
         config = PRESETS[name]
         config = config if options.layers is None else replace(config, n_layer=options.layers)
-        estimate = memory_estimate(config, rows=rows, seq_len=seq_len).total
+        config = replace(config, layers="scanned" if options.scanned else "unrolled")
+        estimate = memory_estimate(config, rows=rows, seq_len=seq_len)
         compiled = compiled_bytes(config, rows, seq_len)
         policies = [replace(config, remat=remat) for remat in ("none", "dots", "full")]
-        kept = [megabytes(kept_bytes(policy, rows, seq_len)) for policy in policies]
+        kept = [megabytes(kept_bytes(policy, rows, seq_len) + estimate.stacked) for policy in policies]
         by_jax = ", ".join(megabytes(residual_bytes(policy, rows, seq_len)) for policy in policies)
-        sizes = [megabytes(estimate), megabytes(compiled), f"{estimate / compiled:.2f}", *kept, by_jax]
+        sizes = [megabytes(estimate.total), megabytes(compiled), f"{estimate.total / compiled:.2f}", *kept, by_jax]
         print(f"| {name} | {config.n_layer} | {' | '.join(sizes)} |", flush=True)
 
 
@@ -109,7 +111,8 @@ def _parts(config: ModelConfig) -> tuple[Params, Params | None]:
 
 
 def residual_bytes(config: ModelConfig, rows: int, seq_len: int, *, document_mask: bool = False) -> int:
-    """What jax.vjp of the way forward holds on to, less what it was given and constants of the program."""
+    """What jax.vjp of the way forward holds on to, less what it was given and constants of the program. The stacked
+    copy of scanned layers is among it."""
     params, frozen = _parts(config)
     tokens_BT = jax.ShapeDtypeStruct((rows, seq_len), jnp.int32)
 

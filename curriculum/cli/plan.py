@@ -116,7 +116,18 @@ def _memory(memory: dict[str, Any], several: bool) -> str:
     unit, unit_bytes = ("GB", 10**9) if total >= 10**10 else ("MB", 10**6)
     digits = 1 if total < 100 * unit_bytes else 0
     named = {**memory, "parameters": memory["params"]}
-    names = ("parameters", "gradients", "moments", "ema", "activations", "logits", "batch")
+    names = (
+        "parameters",
+        "gradients",
+        "moments",
+        "ema",
+        "activations",
+        "logits",
+        "stacked",
+        "gathered",
+        "update",
+        "batch",
+    )
     smallest_bytes = unit_bytes / 10**digits / 2
     shown = {name: named[name] for name in names if named[name] > smallest_bytes}
     other = sum(named[name] for name in names) - sum(shown.values())

@@ -40,6 +40,8 @@ class MemoryEstimate:
     logits: int
     """The loss: a chunk of logits and its exponentials, the features cut into chunks, their gradient, and in bfloat16
     the head in that type."""
+    stacked: int
+    """Where layers are scanned: the copy of the blocks' matrices in compute_dtype that the loop runs over."""
     gathered: int
     """Under fsdp: parameters whole while the model uses them, and their gradient before it is split. Of blocks that are
     computed again, one at a time."""
@@ -77,7 +79,8 @@ def memory_estimate(
     trained parameters.
     `state_shards`: devices that parameters, gradients, moments and average are split over; activations are counted
     whole. `fsdp`: how many of these hold the parameters whole while the model uses them. `update_bytes`: temporaries
-    of the optimizer's update. Raises ValueError where a size is below 1 or the moments below 0.
+    of the optimizer's update. Layers count as scanned where the model says so itself, not with auto. Raises ValueError
+    where a size is below 1 or the moments below 0.
     """
     sizes = {"rows": rows, "seq_len": seq_len, "grad_accum": grad_accum, "state_shards": state_shards}
     for name, size in sizes.items():
@@ -98,6 +101,7 @@ def memory_estimate(
     gathered_at_once = 1.0
     if model.remat != "none":  # all blocks but one are not gathered yet, or are not any more
         gathered_at_once -= num_projections(model) * (1 - 1 / model.n_layer) / num_parameters(model)
+    stacked = num_projections(model) + num_adapters(model) if model.layers == "scanned" else 0
     return MemoryEstimate(
         params=params,
         gradients=trained * (1 if grad_accum == 1 else 2),
@@ -105,6 +109,7 @@ def memory_estimate(
         ema=trained if ema else 0,
         activations=activations,
         logits=loss + chunk,
+        stacked=-(-width_bytes * stacked // state_shards),
         gathered=round((params + trained) * fsdp * gathered_at_once) if fsdp > 1 else 0,
         update=max(update_bytes - activations - loss - chunk, 0),
         batch=grad_accum * (num_tokens * (3 * 4 + 1) + rows * 4),
@@ -117,6 +122,7 @@ def kept_bytes(model: ModelConfig, rows: int, seq_len: int, document_mask: bool 
     Beside the blocks: the tokens; of the last norm one [M, D] in float32 (x - mean by its deviation; what comes out is
     the loss's); of the embedding's dropout what a block has of its own two. For computing blocks
     again, what all of them share: which positions are visible, [B, T, T] with a document mask and [T, T] without.
+    A loop over scanned layers keeps once what is the same in all of them.
     """
     num_tokens = rows * seq_len
     last_norm = (model.d_model + 1) * FLOAT32_BYTES
@@ -126,7 +132,17 @@ def kept_bytes(model: ModelConfig, rows: int, seq_len: int, document_mask: bool 
         outside += num_tokens * 2 * (model.head_width // 2) * FLOAT32_BYTES
     if model.remat != "none":
         outside += (rows if document_mask else 1) * seq_len**2
-    return outside + model.n_layer * block_bytes(model, rows, seq_len, model.remat)
+    blocks = model.n_layer * block_bytes(model, rows, seq_len, model.remat)
+    if model.layers == "scanned" and model.remat == "none":
+        blocks -= (model.n_layer - 1) * _alike_bytes(model, rows, seq_len)
+    return outside + blocks
+
+
+def _alike_bytes(model: ModelConfig, rows: int, seq_len: int) -> int:
+    """What of a block is the same in each: what is visible, and the zeros of scores and dropouts."""
+    scores = model.n_head * seq_len * (FLOAT32_BYTES + 1)
+    zeros = 2 * model.d_model * BYTES_OF[model.compute_dtype] if model.dropout else 0
+    return rows * seq_len * (scores + zeros)
 
 
 def block_bytes(model: ModelConfig, rows: int, seq_len: int, remat: str) -> int:
@@ -141,8 +157,9 @@ gelu: up and five steps of its tanh form; swiglu: gate, three of silu, up, their
 (zeros) and exponentials in float32, shares, and a byte that says what is visible |
 
     With none there are also small float32 numbers a row of these arrays, dropout's mask and zeros, and in bfloat16 a
-    copy of each weight. With adapters what comes out of a norm, mixed and the input of down are handed over where an
-    adapter reads them; each adapter adds its inner [M, rank], and with dots its result, but that of down.
+    copy of each weight, but of scanned layers, which have one. With adapters what comes out of a norm, mixed and the
+    input of down are handed over where an adapter reads them; each adapter adds its inner [M, rank], and with dots its
+    result, but that of down.
     """
     num_tokens, width_bytes = rows * seq_len, BYTES_OF[model.compute_dtype]
     query_width, kv_width = model.n_head * model.head_width, model.n_kv_head * model.head_width
@@ -174,7 +191,7 @@ gelu: up and five steps of its tanh form; swiglu: gate, three of silu, up, their
     weights += num_adapters(model) // model.n_layer
     per_token = 2 * norm + attention + scores + mlp + 2 * _dropout_bytes(model)
     per_token += (num_normed * model.d_model + inner) * width_bytes
-    return num_tokens * per_token + (weights * width_bytes if low else 0)
+    return num_tokens * per_token + (weights * width_bytes if low and model.layers != "scanned" else 0)
 
 
 def _dropout_bytes(model: ModelConfig) -> int:
