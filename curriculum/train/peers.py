@@ -21,6 +21,7 @@ from curriculum.errors import InputError
 from curriculum.train.launch import Launch
 
 GRACE_SECONDS = 5.0  # for a process to end by itself where another one ends with an error, which may be its own too
+_OFF_SECONDS = 3.0  # that the end of a process takes after that
 _TELL_AFTER_SECONDS = 10.0
 _LONGEST_BYTES = 1 << 31
 _GO_ON = "go on from the newest checkpoint with --resume latest, with as many processes as there are then"
@@ -52,8 +53,12 @@ class Peers:
             self.jax_address = self._meet(launch, join_seconds)
         else:
             self.jax_address = self._come(launch, join_seconds)
-        for index in self._sockets:
-            threading.Thread(target=self._receive, args=(index,), name=f"process-{index}", daemon=True).start()
+        self._receiving = [
+            threading.Thread(target=self._receive, args=(index,), name=f"process-{index}", daemon=True)
+            for index in self._sockets
+        ]
+        for thread in self._receiving:
+            thread.start()
 
     def from_first(self, value: Any = None) -> Any:
         """What process 0 calls it with; the others' values are not looked at. Plain JSON and numpy arrays."""
@@ -99,19 +104,27 @@ class Peers:
                 self._asked_to_stop(received)
         return None
 
-    def leave(self, why: str) -> None:
-        """Tell the others that this process ends by an error, so that they do too. From then on it is alone."""
+    def leave(self, why: str, exit_code: int) -> None:
+        """Tell the others that this process ends by an error, so that they do too, with the same exit code. From then
+        on it is alone."""
         with self._changed:
             if self._left or self._closed:
                 return
             self._left = self._ending = True
             self._changed.notify_all()
-        message = {"kind": "gone", "index": self.index, "why": why}
+        message = {"kind": "gone", "index": self.index, "why": why, "exit_code": exit_code}
         for index in self._sockets:
             try:
                 self._send(index, message)
             except OSError:  # it is gone as well
                 pass
+
+    def see_off(self) -> None:
+        """Of process 0, which left: wait a while for the others to end. jax's service ends with it, and a process that
+        still needs it is aborted, whatever it was about to say."""
+        until = time.monotonic() + GRACE_SECONDS + _OFF_SECONDS
+        for thread in self._receiving if self.index == 0 else ():
+            thread.join(max(until - time.monotonic(), 0))
 
     def wait_for_news(self, seconds: float) -> None:
         """Give the receiving threads time to hear why something between the processes failed; they end this one."""
@@ -240,7 +253,7 @@ class Peers:
             try:
                 message = _read(self._sockets[sender])
             except (OSError, ValueError):
-                return self._lost(sender, None)
+                return self._lost(sender, None, 1)
             kind = message["kind"]
             if kind == "value":
                 self._inbox[sender].put(message["value"])
@@ -249,7 +262,7 @@ class Peers:
                 self._inbox[sender].put(None)
                 return None
             elif kind == "gone":
-                self._lost(message["index"], message["why"])
+                self._lost(message["index"], message["why"], message["exit_code"])
             elif kind == "stop":
                 self._asked_to_stop(message["signal"])
             elif kind == "stopping":
@@ -286,7 +299,7 @@ class Peers:
             self._stop_step = step
             self._changed.notify_all()
 
-    def _lost(self, index: int, why: str | None) -> None:
+    def _lost(self, index: int, why: str | None, exit_code: int) -> None:
         """End this process, as another one is gone: `why` it said itself, None where its connection broke."""
         with self._changed:
             if self._closed or self._left:
@@ -298,7 +311,7 @@ class Peers:
             for other in self._sockets:
                 if other != index:
                     try:
-                        self._send(other, {"kind": "gone", "index": index, "why": why})
+                        self._send(other, {"kind": "gone", "index": index, "why": why, "exit_code": exit_code})
                     except OSError:
                         pass
         if why is not None:
@@ -311,7 +324,7 @@ class Peers:
         try:
             os.write(2, line.encode())
         finally:
-            os._exit(1)
+            os._exit(exit_code)
 
     def _send_all(self, message: dict[str, Any]) -> None:
         for index in self._sockets:

@@ -138,7 +138,7 @@ def joined(launch: Launch | None, join_seconds: float = JOIN_SECONDS) -> Iterato
     except BaseException as error:
         if not _is_agreed(error):
             leave(error)
-            atexit.register(_exit_at_once, _exit_code(error))
+            atexit.register(_exit_at_once, _exit_code(error), _peers)
         raise
     finally:
         _peers = None
@@ -160,8 +160,8 @@ def leave(error: BaseException) -> None:
     if _peers is None or _is_agreed(error) or isinstance(error, GeneratorExit):
         return
     _peers.wait_for_news(_NEWS_SECONDS)  # it may be that another one is gone, which then ends this one
-    _peers.leave(f"{type(error).__name__}: {error}".partition("\n")[0][:300])
-    late = threading.Timer(_LEAVE_SECONDS, _exit_late, (error,))
+    _peers.leave(f"{type(error).__name__}: {error}".partition("\n")[0][:300], _exit_code(error))
+    late = threading.Timer(_LEAVE_SECONDS, _exit_late, (error, _peers))
     late.daemon = True
     late.start()
 
@@ -221,13 +221,14 @@ def _exit_code(error: BaseException) -> int:
     return 130 if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, InputError) else 1
 
 
-def _exit_at_once(code: int) -> None:
+def _exit_at_once(code: int, peers: Peers) -> None:
     """At the interpreter's exit, before jax waits there for processes that are gone."""
     sys.stdout.flush()
     sys.stderr.flush()
+    peers.see_off()
     os._exit(code)
 
 
-def _exit_late(error: BaseException) -> None:
+def _exit_late(error: BaseException, peers: Peers) -> None:
     traceback.print_exception(error)
-    _exit_at_once(_exit_code(error))
+    _exit_at_once(_exit_code(error), peers)
