@@ -224,7 +224,8 @@ def evaluate(run: Running, done: int, names: list[str]) -> Evaluated:
         suite = setup.suite_at(done)
         results = suite.run(setup.states.whole(run.state.params), names)
         if done in setup.course.schedule.phase_ends and setup.config.averages.phase_mean is not None:
-            run.settle(done, run.checkpoints)  # the mean of a phase is of checkpoints that were saved
+            # The mean of a phase is of checkpoints that were saved; and it is saved after what is being saved.
+            run.settle(done)
         averages = averages_at(setup, done, run.state, run.checkpoints, run.directory.averages)
         averaged = {average: suite.run(setup.states.whole(params), names) for average, params in averages.items()}
         duration_s = time.perf_counter() - started
