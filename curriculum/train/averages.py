@@ -54,9 +54,12 @@ def averages_at(
         try:
             _write(folder / phase, averages[PHASE_MEAN], {"steps": steps, "end": done})
         except OSError as error:
-            if error.errno not in DISK_ERRORS or count() > 1:  # others would wait for this one's part
+            if error.errno not in DISK_ERRORS:
                 raise
-            tell(f"{folder / phase}: cannot be written: {error.strerror}; the mean is measured, but not kept")
+            why = f"{folder / phase}: cannot be written: {error.strerror}"
+            if count() > 1:  # others wait for this one's part
+                raise InputError(f"{why}; mend that, and go on with --resume latest") from None
+            tell(f"{why}; the mean is measured, but not kept")
     return averages
 
 

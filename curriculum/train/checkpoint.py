@@ -181,7 +181,7 @@ class Checkpoints:
         """The error as SaveFailed, where the disk is what failed. Of several processes the others would wait for this
         one's part: the run ends."""
         error = _of_disk(error)
-        if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+        if _is_of_disk(error):
             if processes.count() > 1:
                 return InputError(
                     f"{self.directory / str(step)}: cannot be saved: {error.strerror}; mend that, and go on from the "
@@ -200,6 +200,11 @@ class Checkpoints:
                 raise self._failure(step, error) from None
             processes.wait_for_all()  # for process 0, which gives it its name
 
+    def check(self) -> None:
+        """Raise what made a save fail, if that is known by now; no process waits for another."""
+        if self._pending is not None and self._pending[1].done() and self._pending[1].exception() is not None:
+            self.wait()
+
     @property
     def settled(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
@@ -214,8 +219,8 @@ class Checkpoints:
                 try:
                     self._writer.close()
                 except (OSError, ValueError) as error:  # tells again of a save that failed, which `wait` told
-                    if not isinstance(failure := self._failure(-1, error), SaveFailed):
-                        raise failure from None
+                    if not _is_of_disk(error := _of_disk(error)):
+                        raise error from None
                 finally:
                     del self._writer
                     self._drop_partial()
@@ -371,6 +376,10 @@ def _of_disk(error: Exception) -> Exception:
     """The error of the disk behind one of tensorstore, which has its number in the message; or the error itself."""
     number = None if isinstance(error, OSError) else re.search(r"os_error_code='(\d+)'", str(error))
     return OSError(int(number[1]), os.strerror(int(number[1]))) if number else error
+
+
+def _is_of_disk(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno in DISK_ERRORS
 
 
 def save_params(folder: Path, params: Any) -> None:

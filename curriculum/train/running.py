@@ -73,14 +73,14 @@ class Running:
     def settle(self, done: int, *of: Checkpoints, wait: bool = True) -> None:
         """Return once the saves under way are on the disk, of all folders or `of` some; those that failed are told.
 
-        Without `wait`: only of those that are over, which several processes do not see at the same step; they wait
-        where all of them do.
+        Without `wait`: only of those that are over. Several processes do not see that at the same step: they wait where
+        all of them do, and a save that failed, which ends them, is told at once.
         """
-        if not wait and count() > 1:
-            return
         for checkpoints in of or (self.checkpoints, *self.best.places):
             try:
-                if wait or checkpoints.settled:
+                if not wait and count() > 1:
+                    checkpoints.check()
+                elif wait or checkpoints.settled:
                     checkpoints.wait()
             except SaveFailed as failure:
                 self.save_failed(done, failure, failure.path)
@@ -119,7 +119,7 @@ class Running:
         if step not in from_first(self.checkpoints.steps):
             return False
         try:
-            self.best.gold.adopt(self.checkpoints.directory / str(step))
+            from_first(lambda: self.best.gold.adopt(self.checkpoints.directory / str(step)))
         except OSError:
             return False
         return True
