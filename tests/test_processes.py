@@ -3,6 +3,8 @@ and how processes find together."""
 
 import json
 import os
+import re
+import resource
 import signal
 import socket
 import struct
@@ -32,9 +34,10 @@ STEPS, SHOWN = 12, 4
 LOSS_RTOL, NATS_RTOL = 2e-5, 2e-5
 
 
-def config_data(folder, mesh=(-1, 1, 1), steps=STEPS):
-    """Two phases, the second of which forgets the first; 8 rows an update in two micro-steps."""
-    return {
+def config_data(folder, mesh=(-1, 1, 1), steps=STEPS, **changes):
+    """Two phases, the second of which forgets the first; 8 rows an update in two micro-steps. `changes` by section, or
+    section__key."""
+    data = {
         "name": "processes",
         "model": {
             "preset": "tiny", "vocab_size": 264, "n_layer": 1, "d_model": 32, "n_head": 2, "n_kv_head": 1, "d_ff": 48,
@@ -56,6 +59,61 @@ def config_data(folder, mesh=(-1, 1, 1), steps=STEPS):
         "checkpoint": {"every": 4, "keep": 2},
         "logging": {"every": 1},
     }  # fmt: skip
+    for name, value in changes.items():
+        section, _, key = name.partition("__")
+        data[section] = {**data[section], key: value} if key else value
+    return data
+
+
+# Runs in two processes that do not end as planned, by how.
+ENDS = {
+    # From step 8 on the rate rises to what no parameter survives.
+    "diverges": {
+        "phases": [
+            {"name": "first", "until": 8, "mixture": {"web": 0.9, "code": 0.1}},
+            {"name": "second", "until": "end", "mixture": {"code": 1.0}, "lr": {"rewarm_steps": 2, "peak": 1e30}},
+        ],
+        "optim": {"lr": 1e-2, "warmup_steps": 0, "schedule": "constant", "allow_jump": True},
+        "train__rollback": {"after": 1, "skip_steps": 2, "max": 1},
+    },
+    "stops": {"evalsets__regression": {"tolerance": 0.0, "confidence": 0.6, "action": "stop"}},
+    # What the first phase taught is forgotten in the middle of the second.
+    "replays": {
+        "phases": [
+            {"name": "first", "until": 4, "mixture": {"web": 1.0}},
+            {"name": "second", "until": "end", "mixture": {"code": 1.0}},
+        ],
+        "evalsets__regression": {"tolerance": 0.0, "confidence": 0.6, "action": "replay"},
+    },
+    "full": {},
+}
+
+
+def end_as(folder: Path, port: str, num_processes: str, process_id: str, *names: str):
+    """Runs of ENDS, of each of which is kept by what it ended; the disk of process 0 is full after six updates."""
+    from curriculum.train.divergence import Diverged
+    from curriculum.train.feed import Feed
+    from curriculum.train.trainer import train
+    from curriculum.train.watch import RegressionStop
+
+    make = Feed.__getitem__
+
+    def full_at_6(self, step):
+        if step == 6 and process_id == "0":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (600, resource.RLIM_INFINITY))
+        return make(self, step)
+
+    with joined(find_launch(f"127.0.0.1:{port}", int(num_processes), int(process_id)), 60):
+        for name in names:
+            told = "complete"
+            if name == "full":
+                Feed.__getitem__ = full_at_6
+            try:
+                config = build_config(config_data(folder, (1, int(num_processes), 1), **ENDS[name]))
+                train(config, folder / f"{name}-{num_processes}", store_dir=folder / "store")
+            except (Diverged, RegressionStop) as ended:
+                told = f"{type(ended).__name__}: {ended}"
+            (folder / f"{name}-{num_processes}-{process_id}.txt").write_text(told)
 
 
 def write_sources(folder):
@@ -320,6 +378,66 @@ def test_a_signal_to_one_process_stops_both_at_one_step(course, folder):
     assert f"stopped by SIGTERM at step {last}, which was saved; go on with --resume latest" in text
     assert "stopped" not in silent
     assert (folder / f"long/checkpoints/{last}").is_dir()
+
+
+@pytest.fixture(scope="module")
+def ends(folder):
+    """(exit code, all that was printed) of each of two processes after the runs of ENDS; one of them was trained by one
+    process as well."""
+    alone = start([__file__, folder, free_port(), 1, 0, "replays"])
+    assert ended(alone)[0] == 0, ended(alone)[1]
+    port = free_port()
+    return [ended(process) for process in [start([__file__, folder, port, 2, i, *ENDS]) for i in range(2)]]
+
+
+def told(folder, name):
+    """By what a run of ENDS ended in both processes."""
+    first, second = ((folder / f"{name}-2-{i}.txt").read_text() for i in range(2))
+    assert first == second
+    return first
+
+
+@pytest.mark.slow
+def test_two_processes_go_back_together_and_end_alike_where_that_is_no_way_out(ends, folder):
+    summary = told(folder, "diverges")
+    assert summary.startswith("Diverged: training diverged at step 10 of 12 (phase second, learning rate 1e+30): ")
+    assert "\n  rollbacks    1 of 1: to step 8 (bad from 9)\n  last good    step 8 of " in summary
+    run = load_run(folder / "diverges-2")
+    (rollback,) = [e for e in run.events if e["event"] == "rollback"]
+    assert (rollback["step"], rollback["told_at_step"], rollback["first_bad_step"]) == (8, 10, 9)
+    assert run.events[-1]["event"] == "diverged" and [row["step"] for row in run.metrics] == list(range(1, 11))
+    lines = [json.loads(line)["line"] for line in (folder / "diverges-2/superseded.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [9, 10]
+
+
+@pytest.mark.slow
+def test_two_processes_stop_alike_after_a_regression(ends, folder):
+    assert told(folder, "stops") == "RegressionStop: stopped at step 8, which was saved: code got worse"
+    assert (folder / "stops-2/checkpoints/8").is_dir()
+
+
+@pytest.mark.slow
+def test_two_processes_raise_a_share_as_one_does(ends, folder):
+    assert told(folder, "replays") == "complete"
+    one, two = (load_run(folder / f"replays-{n}") for n in (1, 2))
+    edits = [[{k: e[k] for k in ("step", "kind", "mixture_after")} for e in run.events if e["event"] == "schedule_edit"]
+             for run in (one, two)]  # fmt: skip
+    assert edits[0] == edits[1] and [(e["step"], e["kind"]) for e in edits[0]] == [(8, "replay")]
+    for column in ("loss", "loss_web", "loss_code"):
+        of_one, of_two = ([row[column] for row in run.metrics] for run in (one, two))
+        assert [x is None for x in of_one] == [x is None for x in of_two]
+        assert [x for x in of_two if x] == pytest.approx([x for x in of_one if x], rel=LOSS_RTOL)
+    assert any(row["loss_web"] for row in two.metrics[8:])
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_both_processes_alike_and_both_say_why(ends, folder):
+    (first, text), (second, others) = ends
+    assert (first, second) == (2, 2), text + others
+    why = re.search(rf"InputError: {folder}/full-2/\S+: cannot be (saved|written): File too large; mend that", text)
+    line = next(line for line in others.splitlines() if line.startswith("process 0 of 2"))
+    assert f" ended: {why[0]}, and go on" in line and "Process 1 ends as well" in line
+    assert 4 in [int(path.name) for path in (folder / "full-2/checkpoints").iterdir() if path.name.isdecimal()]
 
 
 SLURM = {
@@ -675,4 +793,5 @@ def test_the_launch_files_are_what_they_seem():
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    run_them = end_as if sys.argv[-1] in ENDS else main
+    run_them(Path(sys.argv[1]), *sys.argv[2:])
