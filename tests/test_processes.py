@@ -28,7 +28,7 @@ from curriculum.train.processes import _exit_code, count, first_then_all, from_f
 from curriculum.train.unwritten import Unwritten
 
 ROOT = Path(__file__).parents[1]
-STEPS, SHOWN = 12, 4
+STEPS, SHOWN, BUILT = 12, 4, "the run is built"
 # Float32 sums in another order, as between meshes of one process (test_mesh.py); twelve updates at a high rate make more
 # of them: 7e-6 was seen. Losses are recorded in six decimals.
 LOSS_RTOL, NATS_RTOL = 2e-5, 2e-5
@@ -138,6 +138,8 @@ def main(folder: Path, port: str, num_processes: str, process_id: str, *runs: st
         for run_name, mesh in (run.split("=") for run in runs):
             config = build_config(config_data(folder, tuple(map(int, mesh.split("x")))))
             setup = build(config, folder / "store")
+            if is_first():
+                print(BUILT, flush=True)
             rows, made, make = {}, [], setup.course.plan.batch
 
             def counted(*arguments, make=make, made=made, **options):
@@ -305,6 +307,14 @@ def test_process_0_alone_speaks_and_both_write_checkpoints(runs, folder):
     assert [line for line in second.splitlines() if "[Gloo]" not in line] == []
     assert sorted(path.name for path in two.directory.checkpoints.iterdir()) == ["12", "8"]
     assert (two.directory.checkpoints / "12/params/ocdbt.process_1").is_dir()
+
+
+@pytest.mark.slow
+def test_gloo_knows_all_groups_of_devices_before_any_program_needs_them(runs):
+    """A process that comes to a group's first exchange 30 s after another one would end both."""
+    before, after = runs["said"][0].split(BUILT)
+    assert before.count("[Gloo]") >= 3  # over fsdp, over tensor, over both
+    assert "[Gloo]" not in after and "complete: 12 steps" in after
 
 
 @pytest.fixture(scope="module")

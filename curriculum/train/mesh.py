@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import combinations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from curriculum.errors import InputError
@@ -104,6 +105,26 @@ def _axis_sizes(config: MeshConfig, num_present: int, kind: str) -> tuple[int, .
             "to use fewer devices"
         )
     return tuple(num_present // given if size == -1 else size for size in sizes.values())
+
+
+def introduce(mesh: Mesh) -> None:
+    """Exchange something over every group of devices that the axes make; all processes come here at about one time.
+
+    Gloo waits at a group's first exchange for 30 s and no longer, at others as long as it takes. Without this the first
+    would be that of a program which one process reads from its cache while another compiles it.
+    """
+    import jax
+    import numpy as np
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    zeros = placed(np.zeros(mesh.devices.shape, np.float32), NamedSharding(mesh, PartitionSpec(*AXES)))
+    split = [axis for axis in AXES if mesh.shape[axis] > 1]
+    for num in range(1, len(split) + 1):
+        for axes in combinations(split, num):
+            left = PartitionSpec(*(None if axis in axes else axis for axis in AXES))
+            total = partial(jax.lax.psum, axis_name=axes)
+            exchanged = jax.jit(jax.shard_map(total, mesh=mesh, in_specs=PartitionSpec(*AXES), out_specs=left))(zeros)
+            jax.block_until_ready(exchanged)
 
 
 def row_shards(mesh: Mesh) -> int:

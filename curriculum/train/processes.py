@@ -37,6 +37,13 @@ def count() -> int:
     return 1 if _peers is None else _peers.count
 
 
+def by_gloo() -> bool:
+    """Whether this run's processes exchange by gloo, as on CPUs."""
+    import jax
+
+    return count() > 1 and jax.default_backend() == "cpu"
+
+
 def is_first() -> bool:
     """Whether this process keeps the record."""
     return _peers is None or _peers.index == 0

@@ -28,8 +28,8 @@ from curriculum.train.compiled import Compiled, micro_steps
 from curriculum.train.course import Course
 from curriculum.train.device import cache_compiled, device_lines, tune_device
 from curriculum.train.frozen import load_frozen
-from curriculum.train.mesh import make_mesh, row_shards
-from curriculum.train.processes import check_same, first_then_all
+from curriculum.train.mesh import introduce, make_mesh, row_shards
+from curriculum.train.processes import by_gloo, check_same, first_then_all
 from curriculum.train.samples import Samples
 from curriculum.train.start import Start, check_base
 from curriculum.train.states import States
@@ -127,6 +127,8 @@ def build(
     states = States(config, mesh, model, architecture, frozen, start.base, course.plan.sources)
     compiled = Compiled(states, corpus)
     check_same(lambda: _agreed(config, corpus, course.schedule, lineage))
+    if by_gloo():
+        introduce(mesh)
     return Setup(config, mesh, corpus, model, course, states, compiled, lineage, device_lines(added_flags))
 
 
