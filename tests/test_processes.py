@@ -671,6 +671,7 @@ print(json.dumps(told), flush=True)
 if index == 0:
     time.sleep(60)
 processes.leave(RuntimeError("has lost its way\\nand more"))
+time.sleep(2)
 sys.exit(5)
 """
 
@@ -678,7 +679,9 @@ sys.exit(5)
 def test_what_two_processes_decide_together():
     port = free_port()
     two = [start(["-c", DECIDE, port, i]) for i in range(2)]
-    (code, first), (left, second) = (ended(process, 60) for process in two)
+    code, first = ended(two[0], 60)
+    two[1].wait(1)  # process 0 ended after it
+    left, second = ended(two[1], 60)
     first, *last_line = first.splitlines()
     first, second = json.loads(first), json.loads(second)
     assert first["value"] == second["value"] == {"of": 0}

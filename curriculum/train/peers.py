@@ -120,7 +120,7 @@ class Peers:
                 pass
 
     def see_off(self) -> None:
-        """Of process 0, which left: wait a while for the others to end. jax's service ends with it, and a process that
+        """Of process 0, before it ends: wait a while for the others to. jax's service ends with it, and a process that
         still needs it is aborted, whatever it was about to say."""
         until = time.monotonic() + GRACE_SECONDS + _OFF_SECONDS
         for thread in self._receiving if self.index == 0 else ():
@@ -262,7 +262,8 @@ class Peers:
                 self._inbox[sender].put(None)
                 return None
             elif kind == "gone":
-                self._lost(message["index"], message["why"], message["exit_code"])
+                lost = (message["index"], message["why"], message["exit_code"])
+                threading.Thread(target=self._lost, args=lost, daemon=True).start()  # which waits
             elif kind == "stop":
                 self._asked_to_stop(message["signal"])
             elif kind == "stopping":
@@ -323,6 +324,8 @@ class Peers:
         line = f"process {index} of {self.count} ({name}) {ended}. Process {self.index} ends as well; {_GO_ON}\n"
         try:
             os.write(2, line.encode())
+            if why is not None:
+                self.see_off()
         finally:
             os._exit(exit_code)
 
