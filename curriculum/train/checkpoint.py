@@ -242,7 +242,8 @@ class Checkpoints:
         rest = load_params(folder / "train", beside_params(like))
         ema = None
         if like.ema is not None:
-            ema = self.restore_params(step, like.params, ema=(folder / _EMA).is_dir())
+            has_average = processes.from_first((folder / _EMA).is_dir)
+            ema = self.restore_params(step, like.params, ema=has_average)
         saved_step = placed(np.int32(step), like.step.sharding)
         return TrainState(params=params, step=saved_step, ema=ema, **rest)
 
