@@ -3,7 +3,6 @@ and how processes find together."""
 
 import json
 import os
-import re
 import resource
 import signal
 import socket
@@ -85,29 +84,40 @@ ENDS = {
         ],
         "evalsets__regression": {"tolerance": 0.0, "confidence": 0.6, "action": "replay"},
     },
+    "mean": {},
     "full": {},
 }
+# From which update on the disk of process 0 takes no longer files than that, the saves before it being over. What is next
+# is to save the mean of the first phase, while the record waits; and the checkpoint of step 12, beside a record of 13 kB.
+FULL_AT = {"mean": (7, 600), "full": (8, 20_000)}
 
 
 def end_as(folder: Path, port: str, num_processes: str, process_id: str, *names: str):
-    """Runs of ENDS, of each of which is kept by what it ended; the disk of process 0 is full after six updates."""
+    """Runs of ENDS, of each of which is kept by what it ended."""
+    from curriculum.train.checkpoint import Checkpoints
     from curriculum.train.divergence import Diverged
     from curriculum.train.feed import Feed
     from curriculum.train.trainer import train
     from curriculum.train.watch import RegressionStop
 
-    make = Feed.__getitem__
+    make, init, folders = Feed.__getitem__, Checkpoints.__init__, []
 
-    def full_at_6(self, step):
-        if step == 6 and process_id == "0":
-            resource.setrlimit(resource.RLIMIT_FSIZE, (600, resource.RLIM_INFINITY))
+    def noted(self, *arguments, **options):
+        folders.append(self)
+        init(self, *arguments, **options)
+
+    def fills(self, step):
+        full_at, longest = FULL_AT.get(name, (None, None))
+        if step == full_at and process_id == "0":
+            while not all(saving.settled for saving in folders):
+                time.sleep(0.01)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (longest, resource.RLIM_INFINITY))
         return make(self, step)
 
+    Feed.__getitem__, Checkpoints.__init__ = fills, noted
     with joined(find_launch(f"127.0.0.1:{port}", int(num_processes), int(process_id)), 60):
         for name in names:
             told = "complete"
-            if name == "full":
-                Feed.__getitem__ = full_at_6
             try:
                 config = build_config(config_data(folder, (1, int(num_processes), 1), **ENDS[name]))
                 train(config, folder / f"{name}-{num_processes}", store_dir=folder / "store")
@@ -392,12 +402,16 @@ def test_a_signal_to_one_process_stops_both_at_one_step(course, folder):
 
 @pytest.fixture(scope="module")
 def ends(folder):
-    """(exit code, all that was printed) of each of two processes after the runs of ENDS; one of them was trained by one
-    process as well."""
+    """(exit code, all that was printed) of each of two processes, by the last of the runs of ENDS that they trained; one
+    of these one process trained as well."""
     alone = start([__file__, folder, free_port(), 1, 0, "replays"])
     assert ended(alone)[0] == 0, ended(alone)[1]
-    port = free_port()
-    return [ended(process) for process in [start([__file__, folder, port, 2, i, *ENDS]) for i in range(2)]]
+    found = {}
+    for names in (["diverges", "stops", "replays", "mean"], ["full"]):
+        port = free_port()
+        two = [start([__file__, folder, port, 2, i, *names]) for i in range(2)]
+        found[names[-1]] = [ended(process) for process in two]
+    return found
 
 
 def told(folder, name):
@@ -441,13 +455,25 @@ def test_two_processes_raise_a_share_as_one_does(ends, folder):
 
 
 @pytest.mark.slow
-def test_a_full_disk_ends_both_processes_alike_and_both_say_why(ends, folder):
-    (first, text), (second, others) = ends
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("mean", "averages/first: cannot be written: File too large; mend that, and go on with --resume latest"),
+        (
+            "full",
+            "checkpoints/12: cannot be saved: File too large; mend that, and go on from the checkpoint before with",
+        ),
+    ],
+)
+def test_a_full_disk_ends_both_processes_alike_and_both_say_why(ends, folder, name, why):
+    (first, text), (second, others) = ends[name]
     assert (first, second) == (2, 2), text + others
-    why = re.search(rf"InputError: {folder}/full-2/\S+: cannot be (saved|written): File too large; mend that", text)
+    why = f"InputError: {folder}/{name}-2/{why}"
+    assert why in text
     line = next(line for line in others.splitlines() if line.startswith("process 0 of 2"))
-    assert f" ended: {why[0]}, and go on" in line and "Process 1 ends as well" in line
-    assert 4 in [int(path.name) for path in (folder / "full-2/checkpoints").iterdir() if path.name.isdecimal()]
+    assert f" ended: {why}" in line and "Process 1 ends as well" in line
+    kept = [path.name for path in (folder / f"{name}-2/checkpoints").iterdir()]
+    assert kept and all(step.isdecimal() for step in kept), "what was half saved is gone"
 
 
 SLURM = {
