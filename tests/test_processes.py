@@ -725,6 +725,44 @@ def test_what_two_processes_decide_together():
     )
 
 
+LEAVES = """
+import sys, time
+from curriculum.cli import main
+from curriculum.train import peers, processes
+from curriculum.train.launch import Launch
+from curriculum.train.programs import Programs, StepShape
+
+port, index = int(sys.argv[1]), int(sys.argv[2])
+peers.GRACE_SECONDS, processes._NEWS_SECONDS = 4.0, 0.2
+processes._peers = peers.Peers(Launch("127.0.0.1", port, 2, index), 30)
+if index:
+    time.sleep(60)
+programs = Programs(lambda shape: time.sleep(300))
+programs.ahead([StepShape(1, 1, 1)])
+programs.close()
+
+def command():
+    processes.leave(SystemExit(2))
+    sys.exit(2)
+
+main._command = command
+main.main()
+"""
+
+
+def test_process_0_sees_the_others_off_while_something_is_compiled_too():
+    """It leaves without the interpreter's end then, and jax's service would end before the other has said why."""
+    port = free_port()
+    first, second = (start(["-c", LEAVES, port, i]) for i in range(2))
+    try:
+        assert first.wait(60) == 2
+        second.wait(1)  # process 0 ended after it
+    finally:
+        first.kill()
+        code, said = ended(second)
+    assert code == 2 and "process 0 of 2" in said and "Process 1 ends as well" in said
+
+
 def test_the_exit_code_of_a_process_that_ends_by_an_error():
     errors = [InputError("x"), KeyboardInterrupt(), SystemExit(143), SystemExit("x"), RuntimeError()]
     assert [_exit_code(error) for error in errors] == [2, 130, 143, 1, 1]

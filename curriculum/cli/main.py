@@ -84,6 +84,8 @@ def main() -> None:
             traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
+        if processes := sys.modules.get("curriculum.train.processes"):
+            processes.see_off()  # which it else does at the interpreter's end
         os._exit(status)
 
 

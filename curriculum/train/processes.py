@@ -30,6 +30,7 @@ _LEAVE_SECONDS = 10.0  # for a process that ends by an error to give back what i
 _IN_ORDER = "--xla_cpu_multi_thread_eigen=false"
 
 _peers: Peers | None = None
+_left: Peers | None = None  # those whom this process told of the error by which it ends
 
 
 def count() -> int:
@@ -145,7 +146,7 @@ def joined(launch: Launch | None, join_seconds: float = JOIN_SECONDS) -> Iterato
     except BaseException as error:
         if not _is_agreed(error):
             leave(error)
-            atexit.register(_exit_at_once, _exit_code(error), _peers)
+            atexit.register(_exit_at_once, _exit_code(error))
         raise
     finally:
         _peers = None
@@ -164,13 +165,21 @@ def leaving_on_error() -> Iterator[None]:
 
 def leave(error: BaseException) -> None:
     """Tell the other processes of an error by which this one ends, unless they end by the same."""
+    global _left
     if _peers is None or _is_agreed(error) or isinstance(error, GeneratorExit):
         return
     _peers.wait_for_news(_NEWS_SECONDS)  # it may be that another one is gone, which then ends this one
     _peers.leave(f"{type(error).__name__}: {error}".partition("\n")[0][:300], _exit_code(error))
-    late = threading.Timer(_LEAVE_SECONDS, _exit_late, (error, _peers))
+    _left = _peers
+    late = threading.Timer(_LEAVE_SECONDS, _exit_late, (error,))
     late.daemon = True
     late.start()
+
+
+def see_off() -> None:
+    """Last of all, of a process that leaves by an error: what `Peers.see_off` says."""
+    if _left is not None:
+        _left.see_off()
 
 
 def _start_jax(launch: Launch, address: str) -> None:
@@ -228,14 +237,14 @@ def _exit_code(error: BaseException) -> int:
     return 130 if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, InputError) else 1
 
 
-def _exit_at_once(code: int, peers: Peers) -> None:
+def _exit_at_once(code: int) -> None:
     """At the interpreter's exit, before jax waits there for processes that are gone."""
     sys.stdout.flush()
     sys.stderr.flush()
-    peers.see_off()
+    see_off()
     os._exit(code)
 
 
-def _exit_late(error: BaseException, peers: Peers) -> None:
+def _exit_late(error: BaseException) -> None:
     traceback.print_exception(error)
-    _exit_at_once(_exit_code(error), peers)
+    _exit_at_once(_exit_code(error))
