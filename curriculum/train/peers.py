@@ -261,6 +261,8 @@ class Peers:
                 self._closed = True
                 self._inbox[sender].put(None)
                 return None
+            elif kind == "gone" and message["why"] is None:  # process 0 ends at once, and is not the one that was lost
+                self._lost(message["index"], None, message["exit_code"])
             elif kind == "gone":
                 lost = (message["index"], message["why"], message["exit_code"])
                 threading.Thread(target=self._lost, args=lost, daemon=True).start()  # which waits
