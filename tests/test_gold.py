@@ -7,8 +7,8 @@ from itertools import count
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import TypeAdapter
 
+from curriculum.typed import read
 from evalsets.gold import (
     Blocked,
     Candidate,
@@ -496,7 +496,8 @@ def test_a_state_through_json_decides_the_same(config, evals, answers):
     ],
 )  # fmt: skip
 def test_problems_of_a_config(given_config, problem):
-    config = TypeAdapter(GoldConfig).validate_python(given_config)
+    config = read(GoldConfig, given_config, "", wrong := [])
+    assert not wrong
     found = [f"{path}: {message}" for path, message in config.problems()]
     assert len(found) == (problem is not None)
     if problem is not None:
