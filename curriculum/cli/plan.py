@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from typing import Any
 
 import click
 
 from curriculum.cli.options import config_options
 from curriculum.config import load_config
+from curriculum.model.memory import MemoryEstimate
 from curriculum.plan import Plan, plan
 from curriculum.record.inspection import columns
 from curriculum.record.queries import beginning
@@ -116,18 +118,7 @@ def _memory(memory: dict[str, Any], several: bool) -> str:
     unit, unit_bytes = ("GB", 10**9) if total >= 10**10 else ("MB", 10**6)
     digits = 1 if total < 100 * unit_bytes else 0
     named = {**memory, "parameters": memory["params"]}
-    names = (
-        "parameters",
-        "gradients",
-        "moments",
-        "ema",
-        "activations",
-        "logits",
-        "stacked",
-        "gathered",
-        "update",
-        "batch",
-    )
+    names = ["parameters" if part.name == "params" else part.name for part in fields(MemoryEstimate)]
     smallest_bytes = unit_bytes / 10**digits / 2
     shown = {name: named[name] for name in names if named[name] > smallest_bytes}
     other = sum(named[name] for name in names) - sum(shown.values())
