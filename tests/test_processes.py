@@ -763,6 +763,34 @@ def test_process_0_sees_the_others_off_while_something_is_compiled_too():
     assert code == 2 and "process 0 of 2" in said and "Process 1 ends as well" in said
 
 
+BOTH_LEAVE = """
+import atexit, os, sys, time
+from curriculum.train import peers, processes
+from curriculum.train.launch import Launch
+
+port, index = int(sys.argv[1]), int(sys.argv[2])
+peers.GRACE_SECONDS, processes._NEWS_SECONDS = 4.0, 0.2
+processes._peers = peers.Peers(Launch("127.0.0.1", port, 2, index), 30)
+time.sleep(index)
+processes.leave(RuntimeError(f"error {index}"))
+if index:
+    time.sleep(1.5)
+    os._exit(1)
+atexit.register(processes._exit_at_once, 2)
+"""
+
+
+def test_process_0_sees_off_one_that_tells_an_error_of_its_own_meanwhile():
+    """At the interpreter's end, where Python 3.12 starts no thread."""
+    port = free_port()
+    first, second = (start(["-c", BOTH_LEAVE, port, i]) for i in range(2))
+    try:
+        assert ended(first, 60) == (2, "")
+        assert second.wait(0.5) == 1  # process 0 ended after it
+    finally:
+        second.kill()
+
+
 def test_the_exit_code_of_a_process_that_ends_by_an_error():
     errors = [InputError("x"), KeyboardInterrupt(), SystemExit(143), SystemExit("x"), RuntimeError()]
     assert [_exit_code(error) for error in errors] == [2, 130, 143, 1, 1]

@@ -263,7 +263,7 @@ class Peers:
                 return None
             elif kind == "gone" and message["why"] is None:  # process 0 ends at once, and is not the one that was lost
                 self._lost(message["index"], None, message["exit_code"])
-            elif kind == "gone":
+            elif kind == "gone" and not self._left:  # at the interpreter's end no thread can be started
                 lost = (message["index"], message["why"], message["exit_code"])
                 threading.Thread(target=self._lost, args=lost, daemon=True).start()  # which waits
             elif kind == "stop":
