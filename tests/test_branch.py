@@ -431,16 +431,12 @@ def test_a_share_is_raised_in_the_middle_of_a_run_without_compiling(folder):
         assert len(setup.compiled.updates.seconds) == 1
         assert told["kind"] == "replay" and told["phase"] == "b" and told["until"] == 18
         assert told["mixture_after"]["web"] > told["mixture_before"]["web"] > 0.2
-        assert (
-            again.course.schedule == setup.course.schedule
-            and again.course.rates.tolist() == setup.course.rates.tolist()
-        )
-        assert [s.start for s in again.course.schedule.segments] == [0, 8, 11, 18] and len(
-            again.course.past.segments
-        ) == 3
+        one, other = setup.course, again.course
+        assert other.schedule == one.schedule and other.rates.tolist() == one.rates.tolist()
+        assert [s.start for s in other.schedule.segments] == [0, 8, 11, 18] and len(other.past.segments) == 3
         for step in range(24):
-            for mine, other in zip(setup.course.feed[step], again.course.feed[step], strict=True):
-                assert np.array_equal(np.asarray(mine), np.asarray(other))
+            for mine, its in zip(one.feed[step], other.feed[step], strict=True):
+                assert np.array_equal(np.asarray(mine), np.asarray(its))
         standing = setup.course.schedule
         with pytest.raises(ReplayRefused, match="^there is no source elsewhere$"):
             setup.course.raise_share(12, "elsewhere", 2.0, 0.5)

@@ -360,9 +360,8 @@ def test_an_update_that_is_compiled_ahead_has_run_once_on_zeros(corpus, store, m
         jax.effects_barrier()
         assert seen[1].shape == (8, 16) and seen[1].any()
 
-        monkeypatch.setattr(
-            "curriculum.train.compiled.WARMED_BYTES", 0
-        )  # a state that is too large for a second one beside it
+        # A state that is too large for a second one beside it.
+        monkeypatch.setattr("curriculum.train.compiled.WARMED_BYTES", 0)
         setup.compiled._warm(SHAPES[0], first)
         jax.effects_barrier()
         assert len(seen) == 2
