@@ -1,15 +1,20 @@
 """Plain data read by the annotations of dataclasses: as pydantic reads it, and each problem at its place."""
 
 import json
-from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from dataclasses import dataclass, field, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from curriculum.typed import Limits, read
+from curriculum.config import Config, sections
+from curriculum.data.packing import PackingFacts
+from curriculum.data.store import StoreFacts
+from curriculum.data.tokenizer import TokenizerFacts
+from curriculum.typed import Limits, annotations, read
 
 
 @dataclass(frozen=True)
@@ -131,3 +136,41 @@ def renamed(given):
         swapped = {"from": "from_", "from_": "from"}
         return {swapped.get(key, key): renamed(item) for key, item in given.items()}
     return [renamed(item) for item in given] if isinstance(given, list) else given
+
+
+PLAIN = {str, int, float, bool}
+
+
+def unreadable(kind, where):
+    """Where an annotation says what `read` does not know, and would take for something else."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if is_dataclass(kind):
+        for f in fields(kind):
+            yield from unreadable(annotations(kind)[f.name], f"{kind.__name__}.{f.name}")
+    elif origin in (Union, UnionType):
+        one, *more = (argument for argument in arguments if argument is not NoneType)
+        if not more:
+            yield from unreadable(one, where)
+        elif not {one, *more} <= PLAIN:
+            yield where
+    elif origin in (list, dict) or origin is tuple and arguments[1:] == (...,):
+        yield from unreadable(arguments[0 if origin is not dict else 1], where)
+    elif origin is Annotated:
+        if arguments[0] not in (int, float) or [type(limits) for limits in arguments[1:]] != [Limits]:
+            yield where
+    elif origin is Literal:
+        if not all(isinstance(argument, str) for argument in arguments):
+            yield where
+    elif kind not in PLAIN:
+        yield where
+
+
+@pytest.mark.parametrize("kind", [Any, tuple[int, int], Literal[1], dict[str, Any], Inner | str, Annotated[str, 1]])
+def test_what_it_does_not_know_is_found(kind):
+    assert list(unreadable(kind, "here")) == ["here"]
+
+
+def test_it_knows_every_annotation_of_a_config_and_of_what_lies_beside_the_data():
+    kinds = {f.name: annotations(Config)[f.name] for f in sections()}
+    kinds |= {kind.__name__: kind for kind in (TokenizerFacts, StoreFacts, PackingFacts)}
+    assert len(kinds) > 15 and [where for name, kind in kinds.items() for where in unreadable(kind, name)] == []
