@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from curriculum.adaptation import INHERITED, AdaptationSection, Heritage, heritage, model_from
 from curriculum.config_checks import CHECKS, EXPECTED_NAME, NAME, PATH_CHECKS, TOKENIZER_PATH_CHECKS
-from curriculum.config_problems import field_key, no_such
+from curriculum.config_keys import field_key, no_such
 from curriculum.data.chat import ChatConfig
 from curriculum.data.documents import SourceConfig
 from curriculum.data.packing import PackingConfig

@@ -10,7 +10,7 @@ import shlex
 import shutil
 from pathlib import Path
 
-from curriculum.config_problems import no_such
+from curriculum.config_keys import no_such
 from curriculum.config_shapes import SHAPE_CHECKS, known_vocab_size
 from curriculum.data.split import parse_share
 from curriculum.model.presets import model_problems, resolve_model

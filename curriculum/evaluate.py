@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from curriculum.config import Config, build_config
-from curriculum.config_problems import no_such
+from curriculum.config_keys import no_such
 from curriculum.data.corpus import find_read_documents, load_evalsets
 from curriculum.data.tokenizer import load_tokenizer
 from curriculum.errors import InputError

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Annotated, Any, Literal, NamedTuple
 
-from curriculum.config_problems import field_key, no_such
+from curriculum.config_keys import field_key, no_such
 
 Problems = list[tuple[str, str]]  # (path, message)
 _WORDS = {str: "text", int: "an integer", float: "a number", bool: "true or false", dict: "a mapping"}

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from curriculum.config import Config, OptimSection, sections
-from curriculum.config_problems import field_key
+from curriculum.config_keys import field_key
 from curriculum.train.optimizer import OPTIMIZERS
 from curriculum.typed import annotations
 
