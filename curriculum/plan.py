@@ -310,7 +310,7 @@ def schedule_warnings(config: Config, schedule: Schedule, epochs_of: Mapping[str
                 f"{name} is read {drawn[name] / size:.1f} times; above {MAX_EPOCHS_WORTH_FRESH} epochs repeated "
                 "data is worth less and less (93 % of fresh data at 4 epochs, 66 % at 16: arXiv:2305.16264)"
             )
-    warnings += unread(config, schedule)
+    warnings += _unread(config, schedule)
     warnings += _shapes_that_do_nothing(config)
     last = schedule.lr[-1]
     falls = [p for p in schedule.lr if p.last < p.first and not p.warmup]
@@ -373,7 +373,7 @@ def few_scored_targets(schedule: Schedule, details: Mapping[str, Mapping[str, An
     return warnings
 
 
-def unread(config: Config, schedule: Schedule) -> list[str]:
+def _unread(config: Config, schedule: Schedule) -> list[str]:
     """A warning for each replay that no phase takes, and for each source that is neither read nor measured."""
     warnings = []
     for name in config.adaptation.replay:

@@ -315,6 +315,7 @@ def test_what_would_change_the_past_is_refused_and_the_future_is_free(corpus, st
     more = {**data, "train": longer, "phases": [*phases[:1], {**phases[1], "until": 20}, {
         "name": "c", "until": "end", "mixture": {"law": 1.0}}]}  # fmt: skip
     more["evalsets"] = {**data["evalsets"], "sets": {**data["evalsets"]["sets"], "late": {"held_out_of": "law"}}}
+    more["optim"] = {**optim, "scale_lr_by_batch": "sqrt"}
     train(build_config(more), run_dir, resume="latest", store_dir=store)
     after = load_run(run_dir).events
     assert len(after) > events and after[-1]["total_steps"] == 30
@@ -322,8 +323,12 @@ def test_what_would_change_the_past_is_refused_and_the_future_is_free(corpus, st
     resumed = next(i for i, e in enumerate(after) if e["event"] == "resume")
     assert after[resumed]["step"] == 20 and after[resumed + 2]["eval_late"] > 0 and "val_loss" not in after[resumed + 2]
     assert after[resumed + 1]["event"] == "schedule_edit" and not after[resumed + 1]["accepted_past"]
+    assert after[resumed + 1]["warnings"] == ["optim.scale_lr_by_batch does nothing: every phase has train.batch_size"]
     reason = after[resumed + 1]["reason"]
-    assert reason == 'train.steps 20 → 30; phases.b.until "end" → 20; phases.c added; evalsets.sets.late added'
+    assert reason == (
+        'train.steps 20 → 30; optim.scale_lr_by_batch null → "sqrt"; phases.b.until "end" → 20; phases.c added; '
+        "evalsets.sets.late added"
+    )
 
 
 def test_an_added_set_keeps_what_was_measured_at_its_first_step(corpus, store, whole, tmp_path):

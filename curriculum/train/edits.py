@@ -13,7 +13,7 @@ import yaml
 
 from curriculum.config import Config
 from curriculum.errors import InputError
-from curriculum.plan import Past, Planned, declaration, training_settings, unread
+from curriculum.plan import Past, Planned, declaration, schedule_warnings, training_settings
 from curriculum.train import ledger
 from curriculum.train.setup import Setup
 from phases.clocks import clock_step, resolve_steps
@@ -93,7 +93,10 @@ def edit_event(
         "reason": "; ".join(map(_in_words, changes)),
         "changes": list(changes),
         "accepted_past": bool(edit.accepted or accepted),
-        "warnings": [*after.warnings, *unread(setup.config, after)],
+        "warnings": [
+            *after.warnings,
+            *schedule_warnings(setup.config, after, setup.corpus.tokens_per_epoch),
+        ],
     }
 
 
