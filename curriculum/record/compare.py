@@ -17,7 +17,7 @@ import numpy as np
 from curriculum.errors import InputError
 from curriculum.record.events import config_name, eval_sets, plain
 from curriculum.record.inspection import columns, loss, signed
-from curriculum.record.queries import EvalPoint, eval_points, evalset_facts
+from curriculum.record.queries import EvalPoint, eval_points, evalset_facts, listed
 from curriculum.run import Run, load_run, read_arrays
 from evalsets.regressions import paired_difference, student_quantile
 
@@ -361,7 +361,7 @@ def notes(comparison: Comparison) -> list[str]:
     lines = [f"{name}: refused: {why}" for name, whys in comparison.refused.items() for why in whys]
     lines += [f"{name}: measured only by {', '.join(who)}" for name, who in comparison.only.items()]
     lines += [
-        f"{_listed(runs)} are one run up to step {step:,} and go their own ways after it"
+        f"{listed(runs)} are one run up to step {step:,} and go their own ways after it"
         for step, runs in _families(comparison)
     ]
     unequal = [
@@ -393,10 +393,6 @@ def _families(comparison: Comparison) -> list[tuple[int, list[str]]]:
         families = [f for f in families if f not in touching]
         families.append((step, [name for name in names if name in members]))
     return families
-
-
-def _listed(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def interval_text(interval: tuple[float, float] | None) -> str:

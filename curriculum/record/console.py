@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 from curriculum.record.append import DISK_ERRORS, Appender
 from curriculum.record.events import eval_averages, eval_sets, number
-from curriculum.record.queries import beginning, shapes_of, tokens_of
+from curriculum.record.queries import beginning, listed, shapes_of, tokens_of
 
 _RECENT_EVALS = 5
 _LONGEST_PROMPT, _LONGEST_SAMPLE = 40, 160  # characters of a sample's line
@@ -395,16 +395,12 @@ def _offenders(offenders: Iterable[dict[str, Any]]) -> str:
         for pair in pairs:
             names.setdefault(pair["baseline_step"], []).append(pair["baseline"])
         by_step = {pair["baseline_step"]: pair for pair in pairs}
-        changes = [f"{_change(by_step[s])} against {_listed(names[s])} at step {s}" for s in sorted(names)]
+        changes = [f"{_change(by_step[s])} against {listed(names[s])} at step {s}" for s in sorted(names)]
         lines.append(f"{name} {_loss(pairs[0]['loss'])}: {', '.join(changes)}")
         newest = by_step[max(names)]
         if moved := [f"{s} {then:.4g} → {now:.4g}" for s, (then, now) in newest["mixture_change"].items()]:
             lines[-1] += f" (since step {newest['baseline_step']}: {', '.join(moved)})"
     return "; ".join(lines)
-
-
-def _listed(names: list[str]) -> str:
-    return " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
 
 
 def _change(pair: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ Without jax and without numpy: to look at a run must be quick.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from curriculum.errors import InputError
@@ -150,3 +150,8 @@ def consumption(run: Run, at: tuple[str, int, Mapping[str, int]] | None = None) 
         rows.append(row)
         before = {name: n + passed_over.get(step, {}).get(name, 0) for name, n in drawn.items()}
     return rows
+
+
+def listed(names: Sequence[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    return " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
