@@ -4,6 +4,7 @@ import json
 import random
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 
 from curriculum.data import documents
 from curriculum.data.documents import SourceConfig, read_pieces
-from curriculum.data.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, load_tokenizer
+from curriculum.data.tokenizer import SHARED_CHARACTERS, Tokenizer, TokenizerConfig, byte_tokenizer, load_tokenizer
 from curriculum.data.vocabulary import char_tokenizer, tiktoken_tokenizer, train_bpe
 from curriculum.errors import InputError
 
@@ -140,6 +141,14 @@ def test_bpe_says_how_many_ids_a_small_corpus_allows():
         train_bpe(["abab", "abab", "abab"], 300)
     tokenizer = train_bpe(["abab", "abab", "abab"], 259)
     assert [tokenizer.tokens[token_id] for token_id in tokenizer.encode("ababab")] == [b"abab", b"ab"]
+
+
+def test_a_thread_that_encodes_much_gives_the_same_ids_by_an_encoding_of_its_own(bpe):
+    text = "So it goes, and goes on; it does.\n" * 10_000
+    ids = bpe.encode(text)
+    with ThreadPoolExecutor(1) as thread:
+        many = list(thread.map(bpe.encode, [text] * (SHARED_CHARACTERS // len(text) + 2)))
+    assert all(np.array_equal(again, ids) for again in many)
 
 
 def test_a_run_of_a_million_blanks_is_refused_not_fatal(bpe):
