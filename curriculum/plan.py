@@ -23,6 +23,7 @@ from curriculum.model.presets import (
     num_parameters,
     num_projections,
     num_trained,
+    own_rope_theta,
 )
 from curriculum.run import DEFAULT_STORE_DIR
 from curriculum.train.optimizer import MOMENTS, OptimConfig
@@ -342,8 +343,9 @@ def _shapes_that_do_nothing(config: Config) -> list[str]:
         phase.batch_size not in (None, config.train.batch_size) for phase in config.phases
     ):
         warnings.append("optim.scale_lr_by_batch does nothing: every phase has train.batch_size")
+    own = None if config.model is None else own_rope_theta(config.model)
     for before, after in pairwise(config.phases):
-        if before.rope_theta is not None and after.rope_theta is None:
+        if before.rope_theta not in (None, own) and after.rope_theta is None:
             warnings.append(
                 f"phase {after.name} goes back from a rope_theta of {before.rope_theta:g} to the model's own; to keep "
                 f"it, give the phase rope_theta: {before.rope_theta:g}"

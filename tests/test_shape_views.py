@@ -95,6 +95,8 @@ def test_what_does_nothing_and_what_may_not_be_meant_is_warned_of(tmp_path):
         "phase after goes back from a rope_theta of 500000 to the model's own; to keep it, give the phase rope_theta: "
         "500000" in warnings
     )
+    phases[0]["rope_theta"] = 1e4  # the model's own, written out
+    assert not [w for w in plan(build_config(data), store_dir=place / "store").warnings if "goes back" in w]
 
 
 STEPS = (("foundation", 0, 60, {"web": 0.8, "code": 0.2}), ("domain", 60, 100, {"law": 1.0}))

@@ -372,6 +372,11 @@ def resolve_model(section: ModelSection, vocab_size: int) -> ModelConfig:
     return ModelConfig(**given | {"num_ids": given["num_ids"] if padded else None})
 
 
+def own_rope_theta(section: ModelSection) -> float:
+    """The rope theta of the model that a `model` section names, for any tokenizer."""
+    return _merged(section).get("rope_theta", ModelConfig.rope_theta)
+
+
 def num_trained(config: ModelConfig) -> int:
     """Numbers that training changes: all of the model, or its adapters alone."""
     return num_parameters(config) if config.lora is None else num_adapters(config)
