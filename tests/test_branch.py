@@ -23,6 +23,7 @@ from curriculum.record.compare import shared_past
 from curriculum.record.inspection import inspect_run
 from curriculum.run import RunDirectory, checkpoint_steps, load_run, read_ledger
 from curriculum.train import ledger
+from curriculum.train.history import History
 from curriculum.train.setup import build
 from curriculum.train.trainer import train
 from phases.replay import ReplayRefused
@@ -452,5 +453,5 @@ def test_a_share_is_raised_in_the_middle_of_a_run_without_compiling(folder):
 
 
 def _entry(setup):
-    history = ledger.History.begin(setup)
+    history = History.begin(setup)
     return json.loads(json.dumps(ledger.entry(setup, 11, history, {}, 0.0)))

@@ -16,7 +16,7 @@ from curriculum.export import export
 from curriculum.manifest import write_manifest
 from curriculum.run import CHECKPOINT_ITEMS, load_run
 from curriculum.train.checkpoint import load_params
-from curriculum.train.ledger import read_results
+from curriculum.train.results import read_results
 from curriculum.train.trainer import train
 
 

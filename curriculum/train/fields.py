@@ -20,7 +20,7 @@ from curriculum.plan import (
 from curriculum.record.events import record_name
 from curriculum.train.clock import TrainClock, peak_memory_gb
 from curriculum.train.divergence import Rollback
-from curriculum.train.ledger import History
+from curriculum.train.history import History
 from curriculum.train.mesh import describe_devices
 from curriculum.train.setup import Setup
 from curriculum.train.step import TrainState, read_window

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
-import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
-from datetime import datetime
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import jax
-import numpy as np
 
 from curriculum.config import Config
 from curriculum.data.chat import ROLES
@@ -21,88 +16,11 @@ from curriculum.data.split import parse_share
 from curriculum.model.model import parameter_name
 from curriculum.plan import declaration, training_settings
 from curriculum.record.events import plain
-from curriculum.run import read_arrays
+from curriculum.train.history import History
 from curriculum.train.optimizer import state_layout
 from curriculum.train.setup import Setup
-from curriculum.train.watch import Watch
 from evalsets.evalset import PRIMARY
-from evalsets.gold import GoldState
-from evalsets.metrics import Summary, WindowResults
-from evalsets.regressions import Comparison
 from phases.schedule import Segment, cut, segments_from_json, segments_to_json
-
-
-@dataclass(frozen=True)
-class History:
-    """What a run remembers of its course; it goes into every checkpoint."""
-
-    started_at: str
-    phase: str  # the one that the record is in: the last that it tells a switch to
-    watch: Watch = field(default_factory=Watch)
-    gold: GoldState = field(default_factory=GoldState)
-    eval_sets: dict[str, str] = field(default_factory=dict)  # content hash of every set that was ever measured
-    train_loss: float | None = None
-    val_loss: float | None = None
-    best_val_loss: float | None = None
-    best_val_step: int | None = None
-    # {step gone back to, first_bad_step, skip_steps, acts: what is done again on the way, as `acts_of`}, in order
-    rollbacks: tuple[dict[str, Any], ...] = ()
-
-    @staticmethod
-    def begin(setup: Setup) -> History:
-        started_at = datetime.now().astimezone().isoformat(timespec="seconds")
-        return History(started_at, setup.course.schedule.segments[0].phase)
-
-    @staticmethod
-    def of(saved: Mapping[str, Any], baselines: Mapping[str, np.ndarray]) -> History:
-        """From a ledger, and the baselines of the eval sets in the same checkpoint."""
-        history = saved["history"]
-        watch = Watch.of(history["watch"], baselines)
-        rollbacks = tuple(history.get("rollbacks", ()))
-        gold = GoldState.from_json(history["gold"])
-        return History(**{**history, "watch": watch, "gold": gold, "rollbacks": rollbacks})
-
-    def done_before(self, step: int) -> Mapping[str, Any] | None:
-        """What the run did at a step that it trains again after a rollback as before: the schedule has it already.
-
-        {action, edits}, None for any other step.
-        """
-        for rollback in reversed(self.rollbacks):
-            if rollback["step"] < step <= rollback["first_bad_step"]:
-                return rollback.get("acts", {}).get(str(step), {"action": None, "edits": []})
-        return None
-
-    def edits_before(self, step: int) -> list[Mapping[str, Any]]:
-        """What the config changed at a step that is trained again after a rollback, even after the first bad update."""
-        of_steps = [r["acts"].get(str(step)) for r in reversed(self.rollbacks) if r["step"] < step and "acts" in r]
-        acts = next(filter(None, of_steps), {"edits": []})
-        return [edit for edit in acts["edits"] if edit["kind"] != "replay"]
-
-    def to_json(self) -> dict[str, Any]:
-        own = {f.name: getattr(self, f.name) for f in fields(self)}
-        return own | {"watch": self.watch.to_json(), "gold": self.gold.to_json()}
-
-    def with_eval(
-        self, setup: Setup, step: int, results: Mapping[str, WindowResults], summaries: Mapping[str, Summary]
-    ) -> tuple[History, dict[str, Comparison]]:
-        """After an eval of some sets, and how each of them stands that was measured before."""
-        measured = {name: setup.corpus.evalsets[name].content_hash for name in results}
-        watch, comparisons = self.watch.with_eval(setup, step, results)
-        history = replace(self, eval_sets={**self.eval_sets, **measured}, watch=watch)
-        if PRIMARY not in summaries:
-            return history, comparisons
-        loss = summaries[PRIMARY].loss
-        if math.isfinite(loss) and (self.best_val_loss is None or loss < self.best_val_loss):
-            history = replace(history, best_val_loss=loss, best_val_step=step)
-        return replace(history, val_loss=loss), comparisons
-
-    def with_phase(self, phase: str, step: int, results: Mapping[str, WindowResults]) -> History:
-        """After a phase switch, the eval at its step being what the new phase starts from."""
-        return replace(self, phase=phase, watch=self.watch.with_phase(step, results))
-
-    def with_row(self, row: Mapping[str, Any]) -> History:
-        """After a metrics row."""
-        return replace(self, train_loss=row["loss"])
 
 
 def entry(setup: Setup, step: int, history: History, offsets: Mapping[str, int], elapsed_s: float) -> dict[str, Any]:
@@ -275,45 +193,3 @@ def _why_changed(saved: Mapping[str, Any], details: Mapping[str, Any]) -> str:
             "would change what it read; take them out of the set"
         )
     return "its training text is not what it was when the run read from it; restore it"
-
-
-def write_results(
-    path: Path, results: Mapping[str, WindowResults], averaged: Mapping[str, Mapping[str, WindowResults]]
-) -> None:
-    """Every window's sums of one eval, as `<set>.<field>` arrays of an .npz file, replaced at once.
-
-    Those of an average of the parameters are `<set>@<average>.<field>`. Sets that the file has already, measured at
-    this step before, stay in it.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    arrays = {}
-    if path.exists():
-        arrays = read_arrays(path)
-    named = dict(results) | {f"{name}@{a}": result for a, sets in averaged.items() for name, result in sets.items()}
-    arrays |= {
-        f"{name}.{column.removesuffix('_N')}": array
-        for name, result in named.items()
-        for column, array in result._asdict().items()
-    }
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with open(temporary, "wb") as file:
-            np.savez_compressed(file, **arrays)
-            file.flush()
-            os.fsync(file.fileno())  # a checkpoint, which is on the disk when it has its name, is never ahead of them
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def read_results(path: Path) -> dict[str, WindowResults]:
-    """What `write_results` wrote of the raw parameters, by set; nothing where there is no such file."""
-    if not path.exists():
-        return {}
-    arrays = read_arrays(path)
-    names = dict.fromkeys(key.rpartition(".")[0] for key in arrays if "@" not in key)
-    return {
-        name: WindowResults(**{c: arrays[f"{name}.{c.removesuffix('_N')}"] for c in WindowResults._fields})
-        for name in names
-    }

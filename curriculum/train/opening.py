@@ -18,10 +18,11 @@ from curriculum.record.console import Console, program
 from curriculum.record.events import EVENTS, METRICS, Record, check_offsets, plain
 from curriculum.record.wandb_log import WandbLog
 from curriculum.run import RunDirectory, load_run, read_json, write_tokenizer
-from curriculum.train import fields, ledger
+from curriculum.train import fields
 from curriculum.train.averages import set_aside_means_after
 from curriculum.train.best import lost_golds
 from curriculum.train.checkpoint import Checkpoints
+from curriculum.train.history import History
 from curriculum.train.processes import from_first, is_first
 from curriculum.train.setup import Setup
 from curriculum.train.start import Resumed, damaged_checkpoints, to_resume
@@ -68,18 +69,18 @@ def finished(
 
 def restored(
     setup: Setup, directory: RunDirectory, resumed: Resumed | None
-) -> tuple[TrainState, ledger.History, dict[int, str]]:
+) -> tuple[TrainState, History, dict[int, str]]:
     """What the run goes on from: its state, its history without the golds that are gone, and those, by step with why.
 
     Nothing is changed where InputError is raised.
     """
     if resumed is None:
-        return setup.states.first(), ledger.History.begin(setup), {}
+        return setup.states.first(), History.begin(setup), {}
     step, folder, saved = resumed
     from_first(lambda: check_offsets(directory.path, saved["offsets"]))
     source = Checkpoints(folder.parent)
     state = setup.states.restored(source, step, tuple(saved["sources"]), saved["window_steps"])
-    history = ledger.History.of(saved, source.baselines(step))
+    history = History.of(saved, source.baselines(step))
     lost = dict(from_first(lambda: list(lost_golds(directory, step, saved).items())))
     return state, replace(history, gold=history.gold.without(lost)), lost
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
 
 from curriculum.errors import InputError
 from curriculum.record.append import DISK_ERRORS, tell
-from curriculum.run import RunDirectory
-from curriculum.train import ledger
+from curriculum.run import RunDirectory, read_arrays
 from curriculum.train.processes import from_first, is_first
 from evalsets.metrics import WindowResults
 
@@ -44,7 +47,7 @@ class Results:
         while self._held:
             step, results, averaged = self._held[0]
             self._on_disk(step)
-            ledger.write_results(self._directory.results(step), results, averaged)
+            write_results(self._directory.results(step), results, averaged)
             self._held.pop(0)
 
     def read(self, step: int) -> dict[str, WindowResults]:
@@ -65,10 +68,52 @@ class Results:
         """What the disk has. A file that cannot be read is moved to `superseded/`, which is told: the run goes on."""
         path = self._directory.results(step)
         try:
-            return ledger.read_results(path)
+            return read_results(path)
         except InputError as error:
             target = self._directory.superseded / "evals" / path.name
             target.parent.mkdir(parents=True, exist_ok=True)
             path.replace(target)
             tell(f"{error}; moved to {target}: what is worked out from it is left out")
             return {}
+
+
+def write_results(
+    path: Path, results: Mapping[str, WindowResults], averaged: Mapping[str, Mapping[str, WindowResults]]
+) -> None:
+    """Every window's sums of one eval, as `<set>.<field>` arrays of an .npz file, replaced at once.
+
+    Those of an average of the parameters are `<set>@<average>.<field>`. Sets that the file has already, measured at
+    this step before, stay in it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    arrays = {}
+    if path.exists():
+        arrays = read_arrays(path)
+    named = dict(results) | {f"{name}@{a}": result for a, sets in averaged.items() for name, result in sets.items()}
+    arrays |= {
+        f"{name}.{column.removesuffix('_N')}": array
+        for name, result in named.items()
+        for column, array in result._asdict().items()
+    }
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            np.savez_compressed(file, **arrays)
+            file.flush()
+            os.fsync(file.fileno())  # a checkpoint, which is on the disk when it has its name, is never ahead of them
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_results(path: Path) -> dict[str, WindowResults]:
+    """What `write_results` wrote of the raw parameters, by set; nothing where there is no such file."""
+    if not path.exists():
+        return {}
+    arrays = read_arrays(path)
+    names = dict.fromkeys(key.rpartition(".")[0] for key in arrays if "@" not in key)
+    return {
+        name: WindowResults(**{c: arrays[f"{name}.{c.removesuffix('_N')}"] for c in WindowResults._fields})
+        for name in names
+    }

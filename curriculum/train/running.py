@@ -13,6 +13,7 @@ from curriculum.train import ledger
 from curriculum.train.best import BestCheckpoints
 from curriculum.train.checkpoint import Checkpoints, SaveFailed
 from curriculum.train.clock import TrainClock
+from curriculum.train.history import History
 from curriculum.train.processes import count, from_first
 from curriculum.train.results import Results
 from curriculum.train.setup import Setup
@@ -30,13 +31,12 @@ class Running:
     checkpoints: Checkpoints
     best: BestCheckpoints
     state: TrainState
-    history: ledger.History
+    history: History
     keep_in: list[Checkpoints] = field(default_factory=list)  # beside `checkpoints`, what this step goes to
     clock: TrainClock = field(default_factory=TrainClock)
     results: Results = field(init=False)
-    gold_before: GoldState = field(
-        default_factory=GoldState
-    )  # before the gold that may still be on its way to the disk
+    # As it was before the gold that may still be on its way to the disk.
+    gold_before: GoldState = field(default_factory=GoldState)
     why_not_saved: str = ""  # of the save that failed last
 
     def __post_init__(self):

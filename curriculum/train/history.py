@@ -1,0 +1,91 @@
+"""What a run remembers of its course, from update to update and from checkpoint to checkpoint."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from datetime import datetime
+from typing import Any
+
+import numpy as np
+
+from curriculum.train.setup import Setup
+from curriculum.train.watch import Watch
+from evalsets.evalset import PRIMARY
+from evalsets.gold import GoldState
+from evalsets.metrics import Summary, WindowResults
+from evalsets.regressions import Comparison
+
+
+@dataclass(frozen=True)
+class History:
+    """What a run remembers of its course; it goes into every checkpoint."""
+
+    started_at: str
+    phase: str  # the one that the record is in: the last that it tells a switch to
+    watch: Watch = field(default_factory=Watch)
+    gold: GoldState = field(default_factory=GoldState)
+    eval_sets: dict[str, str] = field(default_factory=dict)  # content hash of every set that was ever measured
+    train_loss: float | None = None
+    val_loss: float | None = None
+    best_val_loss: float | None = None
+    best_val_step: int | None = None
+    # {step gone back to, first_bad_step, skip_steps, acts: what is done again on the way, as `acts_of`}, in order
+    rollbacks: tuple[dict[str, Any], ...] = ()
+
+    @staticmethod
+    def begin(setup: Setup) -> History:
+        started_at = datetime.now().astimezone().isoformat(timespec="seconds")
+        return History(started_at, setup.course.schedule.segments[0].phase)
+
+    @staticmethod
+    def of(saved: Mapping[str, Any], baselines: Mapping[str, np.ndarray]) -> History:
+        """From a ledger, and the baselines of the eval sets in the same checkpoint."""
+        history = saved["history"]
+        watch = Watch.of(history["watch"], baselines)
+        rollbacks = tuple(history.get("rollbacks", ()))
+        gold = GoldState.from_json(history["gold"])
+        return History(**{**history, "watch": watch, "gold": gold, "rollbacks": rollbacks})
+
+    def done_before(self, step: int) -> Mapping[str, Any] | None:
+        """What the run did at a step that it trains again after a rollback as before: the schedule has it already.
+
+        {action, edits}, None for any other step.
+        """
+        for rollback in reversed(self.rollbacks):
+            if rollback["step"] < step <= rollback["first_bad_step"]:
+                return rollback.get("acts", {}).get(str(step), {"action": None, "edits": []})
+        return None
+
+    def edits_before(self, step: int) -> list[Mapping[str, Any]]:
+        """What the config changed at a step that is trained again after a rollback, even after the first bad update."""
+        of_steps = [r["acts"].get(str(step)) for r in reversed(self.rollbacks) if r["step"] < step and "acts" in r]
+        acts = next(filter(None, of_steps), {"edits": []})
+        return [edit for edit in acts["edits"] if edit["kind"] != "replay"]
+
+    def to_json(self) -> dict[str, Any]:
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        return own | {"watch": self.watch.to_json(), "gold": self.gold.to_json()}
+
+    def with_eval(
+        self, setup: Setup, step: int, results: Mapping[str, WindowResults], summaries: Mapping[str, Summary]
+    ) -> tuple[History, dict[str, Comparison]]:
+        """After an eval of some sets, and how each of them stands that was measured before."""
+        measured = {name: setup.corpus.evalsets[name].content_hash for name in results}
+        watch, comparisons = self.watch.with_eval(setup, step, results)
+        history = replace(self, eval_sets={**self.eval_sets, **measured}, watch=watch)
+        if PRIMARY not in summaries:
+            return history, comparisons
+        loss = summaries[PRIMARY].loss
+        if math.isfinite(loss) and (self.best_val_loss is None or loss < self.best_val_loss):
+            history = replace(history, best_val_loss=loss, best_val_step=step)
+        return replace(history, val_loss=loss), comparisons
+
+    def with_phase(self, phase: str, step: int, results: Mapping[str, WindowResults]) -> History:
+        """After a phase switch, the eval at its step being what the new phase starts from."""
+        return replace(self, phase=phase, watch=self.watch.with_phase(step, results))
+
+    def with_row(self, row: Mapping[str, Any]) -> History:
+        """After a metrics row."""
+        return replace(self, train_loss=row["loss"])
