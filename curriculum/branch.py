@@ -19,7 +19,6 @@ from curriculum.errors import InputError
 from curriculum.lock import RunLock
 from curriculum.manifest import damage, update_manifest
 from curriculum.model.model import Model
-from curriculum.plan import DEFAULT_STORE_DIR
 from curriculum.record.board import Board
 from curriculum.record.events import (
     EVENTS,
@@ -33,6 +32,7 @@ from curriculum.record.events import (
     read_metrics,
 )
 from curriculum.run import (
+    DEFAULT_STORE_DIR,
     Run,
     RunDirectory,
     checkpoint_steps,

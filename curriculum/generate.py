@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from curriculum.data.tokenizer import load_tokenizer
 from curriculum.errors import InputError
 from curriculum.export import find_weights, ledger_of
-from curriculum.plan import DEFAULT_STORE_DIR
-from curriculum.run import RunDirectory, load_run
+from curriculum.run import DEFAULT_STORE_DIR, RunDirectory, load_run
 from curriculum.sampling import Sampling
 
 if TYPE_CHECKING:

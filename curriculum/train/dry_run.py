@@ -11,7 +11,7 @@ import jax
 
 from curriculum.config import Config
 from curriculum.model.model import Model, count, num_parameters
-from curriculum.plan import DEFAULT_STORE_DIR
+from curriculum.run import DEFAULT_STORE_DIR
 from curriculum.train.clock import peak_memory_gb
 from curriculum.train.mesh import describe_devices
 from curriculum.train.setup import build, check

@@ -15,8 +15,7 @@ from curriculum.errors import InputError
 from curriculum.model.model import Model, Params, abstract_params
 from curriculum.model.presets import HOW, ModelConfig
 from curriculum.model.transformer import transformer
-from curriculum.plan import DEFAULT_STORE_DIR
-from curriculum.run import architecture_at
+from curriculum.run import DEFAULT_STORE_DIR, architecture_at
 from curriculum.train.abstract import abstract_on_mesh
 from curriculum.train.device import cache_compiled, tune_device
 from curriculum.train.frozen import whole_params

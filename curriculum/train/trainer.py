@@ -13,8 +13,7 @@ from curriculum.config import Config
 from curriculum.errors import InputError
 from curriculum.lock import RunLock
 from curriculum.model.model import Model
-from curriculum.plan import DEFAULT_STORE_DIR
-from curriculum.run import RunDirectory
+from curriculum.run import DEFAULT_STORE_DIR, RunDirectory
 from curriculum.train import fields, ledger, opening
 from curriculum.train.averages import averages_at
 from curriculum.train.best import BestCheckpoints
