@@ -18,10 +18,10 @@ from curriculum.cli.main import cli
 from curriculum.config import build_config, load_config
 from curriculum.errors import InputError
 from curriculum.manifest import write_manifest
-from curriculum.plan import Past
 from curriculum.record.compare import shared_past
 from curriculum.record.inspection import inspect_run
 from curriculum.run import RunDirectory, checkpoint_steps, load_run, read_ledger
+from curriculum.scheduling import Past
 from curriculum.train import ledger
 from curriculum.train.history import History
 from curriculum.train.setup import build

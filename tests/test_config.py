@@ -10,7 +10,7 @@ import pytest
 
 from curriculum.config import build_config, config_from_json, load_config
 from curriculum.errors import InputError
-from curriculum.plan import check_schedule
+from curriculum.scheduling import check_schedule
 from curriculum.yaml12 import read_yaml
 
 ROOT = Path(__file__).parents[1]

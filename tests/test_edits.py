@@ -10,7 +10,7 @@ import pytest
 
 from curriculum.config import build_config
 from curriculum.errors import InputError
-from curriculum.plan import continued_schedule, declaration, resolve_schedule, training_settings
+from curriculum.scheduling import continued_schedule, declaration, resolve_schedule, training_settings
 from curriculum.train.edits import compare
 from phases.batches import DataPlan
 from phases.rollback import passed_over

@@ -21,8 +21,9 @@ from curriculum.model.presets import (
     resolve_model,
 )
 from curriculum.model.transformer import transformer
-from curriculum.plan import MUON_ARRAYS, resolve_schedule
+from curriculum.plan import MUON_ARRAYS
 from curriculum.plan import _memory as plan_memory
+from curriculum.scheduling import resolve_schedule
 from curriculum.train.optimizer import OptimConfig, make_optimizer
 
 SCRIPT = Path(__file__).resolve().parent.parent / "tools" / "check_memory.py"

@@ -420,7 +420,7 @@ def test_prepare_says_how_full_the_bins_are(folder, tmp_path):
 
 
 def test_a_source_without_training_text_is_refused_in_one_line(folder, tmp_path):
-    from curriculum.plan import resolve_schedule
+    from curriculum.scheduling import resolve_schedule
 
     texts = [f"text {i}" for i in range(400)]
     (tmp_path / "few.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

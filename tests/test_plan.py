@@ -12,7 +12,9 @@ from curriculum.cli.plan import table
 from curriculum.config import build_config
 from curriculum.data.corpus import load_corpus
 from curriculum.errors import InputError
-from curriculum.plan import check_schedule, few_scored_targets, mean_steps, plan, resolve_schedule
+from curriculum.plan import plan
+from curriculum.plan_warnings import few_scored_targets
+from curriculum.scheduling import check_schedule, mean_steps, resolve_schedule
 
 
 def config_of(folder, **changes):

@@ -42,7 +42,7 @@ def command(config_path, changes, store_dir, texts, text_format, text_key, token
 
     from curriculum.config import load_config
     from curriculum.data.corpus import load_corpus
-    from curriculum.plan import check_schedule
+    from curriculum.scheduling import check_schedule
 
     config = load_config(config_path, **changes)
     check_schedule(config)

@@ -16,9 +16,9 @@ import jax
 from curriculum.errors import InputError
 from curriculum.manifest import damage, write_manifest
 from curriculum.model.model import Params
-from curriculum.plan import mean_steps
 from curriculum.record.append import DISK_ERRORS, tell
 from curriculum.record.events import AVERAGES
+from curriculum.scheduling import mean_steps
 from curriculum.train.checkpoint import Checkpoints, load_params, save_params
 from curriculum.train.mesh import place_state
 from curriculum.train.processes import count, from_first, is_first

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from curriculum.config import Config
 from curriculum.data.corpus import Corpus
-from curriculum.plan import Past, continued_schedule, kept_order, replay_schedule
+from curriculum.scheduling import Past, continued_schedule, kept_order, replay_schedule
 from curriculum.train.feed import Feed
 from curriculum.train.mesh import place_batch, rows_here
 from curriculum.train.programs import StepShape

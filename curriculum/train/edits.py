@@ -13,7 +13,8 @@ import yaml
 
 from curriculum.config import Config
 from curriculum.errors import InputError
-from curriculum.plan import Past, Planned, declaration, schedule_warnings, training_settings
+from curriculum.plan_warnings import schedule_warnings
+from curriculum.scheduling import Past, Planned, declaration, training_settings
 from curriculum.train import ledger
 from curriculum.train.setup import Setup
 from phases.clocks import clock_step, resolve_steps

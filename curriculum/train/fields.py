@@ -12,11 +12,10 @@ from curriculum.model.model import count, num_parameters
 from curriculum.plan import (
     constant_tokens_per_step,
     describe_phases,
-    few_scored_targets,
-    schedule_warnings,
     shape_of,
     step_sizes,
 )
+from curriculum.plan_warnings import few_scored_targets, schedule_warnings
 from curriculum.record.events import record_name
 from curriculum.train.clock import TrainClock, peak_memory_gb
 from curriculum.train.divergence import Rollback

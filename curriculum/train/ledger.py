@@ -14,8 +14,8 @@ from curriculum.data.chat import ROLES
 from curriculum.data.packing import PackingConfig
 from curriculum.data.split import parse_share
 from curriculum.model.model import parameter_name
-from curriculum.plan import declaration, training_settings
 from curriculum.record.events import plain
+from curriculum.scheduling import declaration, training_settings
 from curriculum.train.history import History
 from curriculum.train.optimizer import state_layout
 from curriculum.train.setup import Setup

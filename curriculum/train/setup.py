@@ -21,8 +21,8 @@ from curriculum.errors import InputError
 from curriculum.model.lora import frozen_of
 from curriculum.model.model import Model, abstract_params, check_model
 from curriculum.model.transformer import transformer
-from curriculum.plan import Past, check_schedule
 from curriculum.record.wandb_log import check_wandb
+from curriculum.scheduling import Past, check_schedule
 from curriculum.train.abstract import abstract_on_mesh
 from curriculum.train.compiled import Compiled, micro_steps
 from curriculum.train.course import Course

@@ -1,0 +1,108 @@
+"""What to beware of in a schedule: what of a config does nothing, or more than may be meant."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+from curriculum.config import Config
+from curriculum.model.presets import own_rope_theta
+from curriculum.scheduling import mean_steps
+from phases.schedule import Schedule
+
+# Muennighoff et al. 2023, arXiv:2305.16264: repeating a source up to 4 times is worth nearly as much as fresh data.
+MAX_EPOCHS_WORTH_FRESH = 4
+FEW_SCORED_TARGETS = 64  # of an update; answers stand together, so that with so few some updates have none
+
+
+def schedule_warnings(config: Config, schedule: Schedule, epochs_of: Mapping[str, int | None]) -> list[str]:
+    """What of a config will do nothing, or more than may be meant, by its schedule; epochs of so many tokens."""
+    warnings, drawn = [], schedule.drawn(schedule.total_steps)
+    for name, size in epochs_of.items():
+        if size is not None and drawn[name] > MAX_EPOCHS_WORTH_FRESH * size:
+            warnings.append(
+                f"{name} is read {drawn[name] / size:.1f} times; above {MAX_EPOCHS_WORTH_FRESH} epochs repeated "
+                "data is worth less and less (93 % of fresh data at 4 epochs, 66 % at 16: arXiv:2305.16264)"
+            )
+    warnings += _unread(config, schedule)
+    warnings += _shapes_that_do_nothing(config)
+    last = schedule.lr[-1]
+    falls = [p for p in schedule.lr if p.last < p.first and not p.warmup]
+    if last.last == last.first and falls and falls[-1].start + falls[-1].steps < schedule.total_steps:
+        ended = falls[-1].start + falls[-1].steps
+        warnings.append(
+            f"the learning rate stops decaying at step {ended}, {schedule.total_steps - ended} steps before the end"
+        )
+    wanted = config.averages.phase_mean
+    for phase, start, end in schedule.phase_bounds if wanted else ():
+        found = len(mean_steps(config, start, end, schedule.total_steps))
+        if found < 2:
+            warnings.append(f"phase {phase} has {found} checkpoint{'' if found == 1 else 's'}: no mean is taken")
+        elif found < wanted:
+            warnings.append(f"the mean of phase {phase} will be of {found} checkpoints, not {wanted}")
+    return warnings
+
+
+def _shapes_that_do_nothing(config: Config) -> list[str]:
+    """Warnings of what phases say of their shape that changes nothing, or more than may be meant."""
+    warnings = []
+    if config.optim.scale_lr_by_batch and not any(
+        phase.batch_size not in (None, config.train.batch_size) for phase in config.phases
+    ):
+        warnings.append("optim.scale_lr_by_batch does nothing: every phase has train.batch_size")
+    own = None if config.model is None else own_rope_theta(config.model)
+    for before, after in pairwise(config.phases):
+        if before.rope_theta not in (None, own) and after.rope_theta is None:
+            warnings.append(
+                f"phase {after.name} goes back from a rope_theta of {before.rope_theta:g} to the model's own; to keep "
+                f"it, give the phase rope_theta: {before.rope_theta:g}"
+            )
+    return warnings
+
+
+def few_scored_targets(schedule: Schedule, details: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A warning for each phase with conversations whose updates have few scored targets.
+
+    `details` are those of a corpus. Of a source that is not prepared, and of text, every slot counts as scored.
+    """
+    warnings = []
+    for phase, start, _ in schedule.phase_bounds:
+        shares, segment = shares_asked(schedule, phase), schedule.segment_at(start)
+        tokens_per_step = segment.batch_size * segment.seq_len
+        of_slots = {
+            name: details.get(name, {}).get("scored_share", 1.0) * (details.get(name, {}).get("utilization") or 1.0)
+            for name in shares
+        }
+        expected = tokens_per_step * sum(share * of_slots[name] for name, share in shares.items())
+        if expected < FEW_SCORED_TARGETS and any("scored_share" in details.get(name, {}) for name in shares):
+            warnings.append(
+                f"updates of phase {phase} have about {expected:.1f} scored targets each, in {tokens_per_step:,} slots;"
+                " one that has none is skipped; raise its batch_size or seq_len"
+            )
+    return warnings
+
+
+def _unread(config: Config, schedule: Schedule) -> list[str]:
+    """A warning for each replay that no phase takes, and for each source that is neither read nor measured."""
+    warnings = []
+    for name in config.adaptation.replay:
+        if all(name in phase.mixture for phase in config.phases):
+            warnings.append(f"adaptation.replay.{name} changes nothing: the mixture of every phase names {name} itself")
+    measured = {source.held_out_of for source in config.eval_sources.values()}
+    given = {name for segment in schedule.segments for name, share in segment.mean_mixture().items() if share > 0}
+    for name, drawn in schedule.drawn(schedule.total_steps).items():
+        if drawn == 0 and name not in measured | given:
+            warnings.append(f"nothing of source {name} is read: no phase gives it a share, and no eval set is of it")
+    return warnings
+
+
+def shares_asked(schedule: Schedule, phase: str) -> dict[str, float]:
+    """Exact mean proportion of each source over a phase, its ramp included."""
+    segments = [s for s in schedule.segments if s.phase == phase]
+    num_steps = sum(s.end - s.start for s in segments)
+    total: dict[str, float] = {}
+    for segment in segments:
+        for name, share in segment.mean_mixture().items():
+            total[name] = total.get(name, 0.0) + share * (segment.end - segment.start) / num_steps
+    return total

@@ -1,0 +1,184 @@
+"""The schedule of a config: resolved from its phases and, of a run that goes on, from what stands of it already."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
+
+from curriculum.adaptation import with_replay
+from curriculum.config import Config
+from curriculum.model.presets import HOW
+from phases.lr import LrSchedule
+from phases.replay import Replay, raise_share
+from phases.resolve import ScheduleError, resolve
+from phases.schedule import Schedule, Segment, SourceSupply, cut
+
+
+def declaration(config: Config) -> dict[str, Any]:
+    """What a config says of the schedule, as plain JSON; a run's ledger keeps it."""
+    whole = config.to_json()
+    return {
+        "seed": config.seed,
+        "train": {key: whole["train"][key] for key in ("steps", "batch_size", "seq_len")},
+        "optim": {field.name: whole["optim"][field.name] for field in fields(LrSchedule)},
+        "sources": {n: {key: s[key] for key in ("max_epochs", "on_exhaust")} for n, s in whole["sources"].items()},
+        "adaptation": {"replay": whole["adaptation"]["replay"]},
+        "phases": [{key: value for key, value in p.items() if key != "grad_accum"} for p in whole["phases"]],
+        "evalsets": {"sets": sorted(whole["evalsets"]["sets"])},
+    }
+
+
+def training_settings(config: Config) -> dict[str, dict[str, Any]]:
+    """What a config says of how a run is trained and judged, the schedule apart, by section; a ledger keeps it too."""
+    whole, scheduled = config.to_json(), declaration(config)
+    of_model = {} if whole["model"] is None else {key: whole["model"][key] for key in HOW}
+    rest = {
+        section: {key: value for key, value in whole[section].items() if key not in scheduled[section]}
+        for section in ("train", "optim")
+    }
+    judged = {key: whole["evalsets"][key] for key in ("every", "regression", "gold")}
+    micro_steps = {f"{p.name}.grad_accum": p.grad_accum for p in config.phases if p.grad_accum is not None}
+    return {**rest, "phases": micro_steps, "model": of_model, "averages": whole["averages"], "evalsets": judged}
+
+
+class Planned(NamedTuple):
+    """A whole schedule, the part of it that is frozen, and the epochs (tokens by source) that it was resolved for."""
+
+    schedule: Schedule
+    past: tuple[Segment, ...]
+    epochs: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Past:
+    """What stands of a run's schedule, whatever its config says.
+
+    `segments` are frozen: the config decides from their end on. `settled` is as in `resolve`. `planned` is there where
+    the config is as it was: the schedule is too, if the epochs are. `seed` is that of the order in which the sources
+    are read, None: the config's. `sources` is what the ledger says of each source, those that are gone among them.
+    `going_on` is a segment with data of its own (a raised share, a rollback), which goes on where `segments` end.
+    """
+
+    segments: tuple[Segment, ...] = ()
+    settled: Mapping[str, int] = field(default_factory=dict)
+    planned: Planned | None = None
+    seed: int | None = None
+    sources: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    going_on: Segment | None = None
+
+    @property
+    def end(self) -> int:
+        return self.segments[-1].end if self.segments else 0
+
+
+def resolve_schedule(
+    config: Config,
+    tokens_per_epoch: Mapping[str, int | None],
+    past: Past | None = None,
+    going_on: Segment | None = None,
+) -> Schedule:
+    """The config's phases, replay mixed in, as segments, for epochs of so many tokens (None: not prepared).
+
+    After a `past` the phases decide from its end on, but for `going_on`, as in `resolve`. Raises InputError.
+    """
+    past = past or Past()
+    message = (
+        f"too few training tokens, expected at least one of the run's longest sequences ({config.longest_seq_len}) and "
+        "the token after it; add text or shorten the sequences"
+    )
+    phases = with_replay(config.phases, config.adaptation.replay)
+    problems = [
+        (f"sources.{name}", message)
+        for name, num_tokens in tokens_per_epoch.items()
+        if num_tokens == 0 and any(p.mixture.get(name) for p in phases)
+    ]
+    if problems:
+        raise config.error(problems)
+    return _resolve(config, tokens_per_epoch, past, going_on=going_on)
+
+
+def continued_schedule(config: Config, tokens_per_epoch: Mapping[str, int], past: Past) -> tuple[Schedule, Past]:
+    """The schedule of a run that goes on, and what of it is frozen: as it was planned, where nothing changed."""
+    if past.planned is not None and past.planned.epochs == tokens_per_epoch:
+        return past.planned.schedule, replace(past, segments=past.planned.past, planned=None)
+    segment, past = past.going_on, replace(past, planned=None, going_on=None)
+    schedule = resolve_schedule(config, tokens_per_epoch, past)
+    if segment is None or schedule.total_steps <= past.end or schedule.segment_at(past.end).phase != segment.phase:
+        return schedule, past
+    return kept_order(config, tokens_per_epoch, past, segment)
+
+
+def kept_order(
+    config: Config, tokens_per_epoch: Mapping[str, int], past: Past, segment: Segment
+) -> tuple[Schedule, Past]:
+    """The schedule where a segment of one's own begins at the past's end, and the past with it, to its phase's end."""
+    whole = resolve_schedule(config, tokens_per_epoch, past, segment)
+    until = next(end for name, _, end in whole.phase_bounds if name == segment.phase)
+    past = replace(past, segments=cut(whole.segments, until))
+    return resolve_schedule(config, tokens_per_epoch, past), past
+
+
+def check_schedule(config: Config, past: Past | None = None) -> None:
+    """Raise InputError with every problem of the phases and the learning rate that needs no source's size."""
+    _resolve(config, dict.fromkeys(config.sources), past or Past(), sizes_to_come=True)
+
+
+def replay_schedule(
+    config: Config,
+    tokens_per_epoch: Mapping[str, int],
+    schedule: Schedule,
+    past: Past,
+    *,
+    step: int,
+    source: str,
+    factor: float,
+    max_share: float,
+    spared: Collection[str],
+) -> Replay:
+    """`raise_share` of a schedule of this config after a past. Raises ReplayRefused."""
+    edit = {"step": step, "source": source, "factor": factor, "max_share": max_share, "spared": spared}
+    return raise_share(schedule, **_declared(config, tokens_per_epoch, past), **edit)
+
+
+def _declared(config: Config, epochs: Mapping[str, int | None], past: Past) -> dict[str, Any]:
+    """What a schedule is resolved from, by the names that `resolve` has for it."""
+    return {
+        "phases": with_replay(config.phases, config.adaptation.replay),
+        "supplies": {n: SourceSupply(epochs[n], s.max_epochs, s.on_exhaust) for n, s in config.sources.items()},
+        "lr": config.optim,
+        "total_steps": config.train.steps,
+        "batch_size": config.train.batch_size,
+        "seq_len": config.train.seq_len,
+        "settled": past.settled,
+    }
+
+
+def _resolve(
+    config: Config,
+    epochs: Mapping[str, int | None],
+    past: Past,
+    *,
+    sizes_to_come: bool = False,
+    going_on: Segment | None = None,
+) -> Schedule | None:
+    """The schedule for epochs of so many tokens; None only where sizes are still to come."""
+    try:
+        declared = _declared(config, epochs, past)
+        return resolve(**declared, past=past.segments, sizes_to_come=sizes_to_come, going_on=going_on)
+    except ScheduleError as error:
+        raise config.error(error.problems) from None
+
+
+def mean_steps(config: Config, start: int, end: int, total_steps: int) -> list[int]:
+    """The checkpoints, oldest first, whose mean is taken at the end of a phase of steps `start` to `end`.
+
+    Only those that the schedule asks for count, so that a run that was stopped in between has the same mean.
+    """
+    if config.averages.phase_mean is None:
+        return []
+    every = config.checkpoint.every
+    planned = [*range((start // every + 1) * every, end + 1, every)]
+    if end == total_steps and end % every:
+        planned.append(end)
+    return planned[-config.averages.phase_mean :]
