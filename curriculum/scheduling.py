@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
@@ -10,7 +10,6 @@ from curriculum.adaptation import with_replay
 from curriculum.config import Config
 from curriculum.model.presets import HOW
 from phases.lr import LrSchedule
-from phases.replay import Replay, raise_share
 from phases.resolve import ScheduleError, resolve
 from phases.schedule import Schedule, Segment, SourceSupply, cut
 
@@ -112,7 +111,8 @@ def continued_schedule(config: Config, tokens_per_epoch: Mapping[str, int], past
 def kept_order(
     config: Config, tokens_per_epoch: Mapping[str, int], past: Past, segment: Segment
 ) -> tuple[Schedule, Past]:
-    """The schedule where a segment of one's own begins at the past's end, and the past with it, to its phase's end."""
+    """(the schedule in which `segment`, whose data are its own, goes on from the past's end to the end of its phase;
+    the past with that in it)."""
     whole = resolve_schedule(config, tokens_per_epoch, past, segment)
     until = next(end for name, _, end in whole.phase_bounds if name == segment.phase)
     past = replace(past, segments=cut(whole.segments, until))
@@ -124,25 +124,8 @@ def check_schedule(config: Config, past: Past | None = None) -> None:
     _resolve(config, dict.fromkeys(config.sources), past or Past(), sizes_to_come=True)
 
 
-def replay_schedule(
-    config: Config,
-    tokens_per_epoch: Mapping[str, int],
-    schedule: Schedule,
-    past: Past,
-    *,
-    step: int,
-    source: str,
-    factor: float,
-    max_share: float,
-    spared: Collection[str],
-) -> Replay:
-    """`raise_share` of a schedule of this config after a past. Raises ReplayRefused."""
-    edit = {"step": step, "source": source, "factor": factor, "max_share": max_share, "spared": spared}
-    return raise_share(schedule, **_declared(config, tokens_per_epoch, past), **edit)
-
-
-def _declared(config: Config, epochs: Mapping[str, int | None], past: Past) -> dict[str, Any]:
-    """What a schedule is resolved from, by the names that `resolve` has for it."""
+def resolve_inputs(config: Config, epochs: Mapping[str, int | None], past: Past) -> dict[str, Any]:
+    """What a schedule is resolved from, by the names that `resolve` and `raise_share` have for it."""
     return {
         "phases": with_replay(config.phases, config.adaptation.replay),
         "supplies": {n: SourceSupply(epochs[n], s.max_epochs, s.on_exhaust) for n, s in config.sources.items()},
@@ -164,8 +147,8 @@ def _resolve(
 ) -> Schedule | None:
     """The schedule for epochs of so many tokens; None only where sizes are still to come."""
     try:
-        declared = _declared(config, epochs, past)
-        return resolve(**declared, past=past.segments, sizes_to_come=sizes_to_come, going_on=going_on)
+        inputs = resolve_inputs(config, epochs, past)
+        return resolve(**inputs, past=past.segments, sizes_to_come=sizes_to_come, going_on=going_on)
     except ScheduleError as error:
         raise config.error(error.problems) from None
 

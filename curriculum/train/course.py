@@ -11,14 +11,14 @@ from jax.sharding import Mesh
 
 from curriculum.config import Config
 from curriculum.data.corpus import Corpus
-from curriculum.scheduling import Past, continued_schedule, kept_order, replay_schedule
+from curriculum.scheduling import Past, continued_schedule, kept_order, resolve_inputs
 from curriculum.train.feed import Feed
 from curriculum.train.mesh import place_batch, rows_here
 from curriculum.train.programs import StepShape
 from phases.batches import Batch, DataPlan, Draws
-from phases.replay import ReplayRefused
+from phases.replay import ReplayRefused, raise_share
 from phases.rollback import judged_from, passed_over
-from phases.schedule import Schedule, Segment, SourceSupply, cut
+from phases.schedule import Schedule, Segment, cut
 
 
 class Course:
@@ -117,16 +117,9 @@ class Course:
         """
         if self.branched_from and step < self.branched_from["step"]:
             raise ReplayRefused(f"up to step {self.branched_from['step']} the schedule is the trunk's")
-        replay = replay_schedule(
-            self._config,
-            self._corpus.tokens_per_epoch,
-            self.schedule,
-            self.past,
-            step=step,
-            source=source,
-            factor=factor,
-            max_share=max_share,
-            spared=spared,
+        inputs = resolve_inputs(self._config, self._corpus.tokens_per_epoch, self.past)
+        replay = raise_share(
+            self.schedule, **inputs, step=step, source=source, factor=factor, max_share=max_share, spared=spared
         )
         self._before_raised.append((step, self.schedule, self.past))
         self._replan(replay.schedule, replay.past)
@@ -144,8 +137,7 @@ class Course:
         A share that was raised after that step is not: what raised it will come otherwise.
         Raises RollbackRefused where it cannot be; the schedule is then as it was.
         """
-        epochs = self._corpus.tokens_per_epoch
-        supplies = {n: SourceSupply(epochs[n], s.max_epochs, s.on_exhaust) for n, s in self._config.sources.items()}
+        supplies = resolve_inputs(self._config, self._corpus.tokens_per_epoch, self.past)["supplies"]
         raised_later = [before for before in self._before_raised if before[0] > step]
         _, whole, past = raised_later[0] if raised_later else (step, self.schedule, self.past)
         schedule = passed_over(whole, supplies, step, num_steps)
