@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from curriculum.config_sections import TrainSection
 from curriculum.model.presets import model_problems, resolve_model
 from curriculum.train.mesh import rows_problem
 from phases.checks import check_lengths
 from phases.schedule import Phase
-
-if TYPE_CHECKING:
-    from curriculum.config import TrainSection
 
 
 class _Cut(NamedTuple):
