@@ -11,9 +11,9 @@ import shutil
 from pathlib import Path
 
 from curriculum.config_keys import no_such
-from curriculum.config_shapes import SHAPE_CHECKS, known_vocab_size
+from curriculum.config_shapes import SHAPE_CHECKS, known_vocab_size, model_of
 from curriculum.data.split import parse_share
-from curriculum.model.presets import model_problems, resolve_model
+from curriculum.model.presets import model_problems
 from evalsets.evalset import PRIMARY
 from phases.checks import check_phases
 from phases.lr import check_rates
@@ -170,10 +170,10 @@ def _check_lora(v):
 
 
 def _check_lora_fits(v):
-    lora, vocab_size = v["adaptation"].lora, known_vocab_size(v) or v["model"].vocab_size or 2**20
-    if lora is None or model_problems(v["model"], vocab_size):
+    lora = v["adaptation"].lora
+    if lora is None or (model := model_of(v)) is None:
         return
-    shapes = resolve_model(v["model"], vocab_size).projections()
+    shapes = model.projections()
     for name in dict.fromkeys(lora.targets):
         if name not in shapes:
             expected = f"gelu has no gate; expected of {', '.join(shapes)}"
@@ -241,10 +241,8 @@ def _check_mesh(v):
 
 def _check_axes(v):
     """An axis that splits no matrix would make devices do the same work twice."""
-    vocab_size = known_vocab_size(v) or v["model"].vocab_size or 2**20
-    if model_problems(v["model"], vocab_size):
+    if (model := model_of(v)) is None:
         return
-    model = resolve_model(v["model"], vocab_size)
     for axis in ("fsdp", "tensor"):
         size = getattr(v["mesh"], axis)
         if size > 1 and model.d_model % size and model.d_ff % size:
@@ -253,11 +251,8 @@ def _check_axes(v):
 
 
 def _check_tied(v):
-    model, vocab_size = v["model"], known_vocab_size(v) or v["model"].vocab_size or 2**20
     chosen = v["optim"].name == "muon" and v["optim"].muon.allow_tied_embed
-    if not chosen or model_problems(model, vocab_size):
-        return
-    if not resolve_model(model, vocab_size).tie_embeddings:
+    if chosen and (model := model_of(v)) is not None and not model.tie_embeddings:
         message = "the model has a head of its own, so that no embedding is tied to it (model.tie_embeddings: false)"
         yield "optim.muon.allow_tied_embed", f"{message}; leave it out, or set allow_all_2d"
 

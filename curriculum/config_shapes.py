@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from curriculum.config_sections import TrainSection
-from curriculum.model.presets import model_problems, resolve_model
+from curriculum.model.presets import ModelConfig, model_problems, resolve_model
 from curriculum.train.mesh import rows_problem
 from phases.checks import check_lengths
 from phases.schedule import Phase
@@ -66,7 +66,7 @@ def _check_blocks(v):
 
 def _check_positions(v):
     """Sequences, in training and in evals, that are longer than the model reads."""
-    if (model := _resolved(v)) is None:
+    if (model := model_of(v)) is None:
         return
     lengths = [("train.seq_len", v["train"].seq_len), ("evalsets.seq_len", v["evalsets"].seq_len)]
     lengths += [(f"phases[{i}].seq_len", phase.seq_len) for i, phase in enumerate(v.get("phases") or ())]
@@ -79,7 +79,7 @@ def _check_rope_theta(v):
     turned = [f"phases[{i}].rope_theta" for i, phase in enumerate(v["phases"]) if phase.rope_theta is not None]
     if not turned or "model" not in v:
         return
-    model = None if v["model"] is None else _resolved(v)
+    model = None if v["model"] is None else model_of(v)
     if v["model"] is None:
         message = "a model of one's own (model: null) is not given one; leave it out, and turn positions in the model"
     elif model is None:
@@ -95,8 +95,11 @@ def _check_rope_theta(v):
     yield from ((path, message) for path in turned)
 
 
-def _resolved(v):
-    """The model of the config where its section will do, None where it will not, or where there is none."""
+def model_of(v) -> ModelConfig | None:
+    """The model that the section describes, None where it does not fit together, which is told elsewhere.
+
+    A vocabulary that is not known yet is taken for a large one.
+    """
     vocab_size = known_vocab_size(v) or v["model"].vocab_size or 2**20
     return None if model_problems(v["model"], vocab_size) else resolve_model(v["model"], vocab_size)
 
