@@ -1,0 +1,128 @@
+"""How processes are told of each other, and the files of docs/launch."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from command_line import run
+
+from curriculum.errors import InputError
+from curriculum.train.launch import Launch, find_launch
+
+ROOT = Path(__file__).parents[1]
+
+SLURM = {
+    "SLURM_JOB_ID": "8200", "SLURM_STEP_NODELIST": "node[003-004],gpu1", "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_PROCID": "2", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
+}  # fmt: skip
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "environ", "expected"),
+    [
+        ((None, None, None), {}, None),
+        (("h:1", 1, 0), {}, None),
+        (("h:81", 2, 1), {}, Launch("h", 81, 2, 1)),
+        (("[fe80::1]:81", 2, 0), {}, Launch("fe80::1", 81, 2, 0)),
+        # 61440 + 8200 % 4096
+        ((None, None, None), SLURM, Launch("node003", 61448, 3, 2)),
+        ((None, None, None), SLURM | {"SLURM_STEP_NODELIST": "a,b"}, Launch("a", 61448, 3, 2)),
+        ((None, None, None), SLURM | {"SLURM_STEP_NODELIST": "a-1"}, Launch("a-1", 61448, 3, 2)),
+        ((None, None, None), SLURM | {"JAX_COORDINATOR_PORT": "99"}, Launch("node003", 99, 3, 2)),
+        (("x:5", None, None), SLURM, Launch("x", 5, 3, 2)),
+        ((None, None, None), SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2,1"}, Launch("node003", 61448, 3, 2, (0,))),
+        (
+            (None, None, None),
+            # Four tasks of two GPUs each: task 2 of the machine sees its own two as 0 and 1.
+            SLURM
+            | {"SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_LOCALID": "2", "SLURM_GPUS_PER_TASK": "2"}
+            | {"CUDA_VISIBLE_DEVICES": "0,1"},
+            Launch("node003", 61448, 3, 2),
+        ),
+        (
+            (None, None, None),
+            SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4", "JAX_LOCAL_DEVICE_IDS": "4,5"},
+            Launch("node003", 61448, 3, 2),
+        ),
+        # An id of one's own is not that of the launcher, and says nothing of devices.
+        (("x:5", 8, 7), SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4"}, Launch("x", 5, 8, 7)),
+        ((None, None, None), SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, None),
+        ((None, None, None), {k: v for k, v in SLURM.items() if "STEP" not in k} | {"SLURM_NTASKS": "8"}, None),
+        ((None, 1, None), SLURM, None),
+        # 1531576320 / 4096 = 373920, which is 1184 more than a multiple of 4096
+        ((None, None, None), OPEN_MPI, Launch("10.96.0.1", 62624, 4, 3, (1,))),
+        ((None, None, None), OPEN_MPI | {"CUDA_VISIBLE_DEVICES": "3"}, Launch("10.96.0.1", 62624, 4, 3)),
+        (("x:5", 4, None), {"JOB_COMPLETION_INDEX": "2"}, Launch("x", 5, 4, 2)),
+        ((None, None, None), {"JOB_COMPLETION_INDEX": "2"}, None),
+    ],
+)
+def test_a_launch_is_found(given, environ, expected):
+    assert find_launch(*given, environ=environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "environ", "expected"),
+    [
+        (
+            ("h:1", None, None),
+            {},
+            ["--coordinator: got no --num-processes and no --process-id; the processes of a run"],
+        ),
+        ((None, 2, None), {}, ["--num-processes: got no --coordinator and no --process-id; the processes"]),
+        ((None, None, 1), {}, ["--process-id: got no --coordinator and no --num-processes; the"]),
+        ((None, 2, 1), {}, ["--num-processes and --process-id: got no --coordinator; the processes of a run need all"]),
+        (("h", 2, 2), {}, ["--coordinator h: expected HOST:PORT", "--process-id 2: expected 0 to 1, each once"]),
+        ((None, 1, 3), {}, ["--num-processes and --process-id: got no --coordinator; the processes of a run need all"]),
+        (("h:0", 0, 0), {}, ["--coordinator h:0: expected HOST:PORT", "--num-processes 0: expected 1 or more"]),
+        (
+            (None, None, None),
+            {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"},
+            ["Open MPI started this process as one of 2, but does not say where they meet; give --coordinator"],
+        ),
+        (
+            ("h:1", 2, None),
+            {"JOB_COMPLETION_INDEX": "two"},
+            ["JOB_COMPLETION_INDEX: got 'two', expected the whole number that a launcher sets; unset it"],
+        ),
+    ],
+)
+def test_a_launch_that_cannot_be_is_refused(given, environ, expected):
+    with pytest.raises(InputError) as error:
+        find_launch(*given, environ=environ)
+    assert len(error.value.problems) == len(expected)
+    for problem, start_of in zip(error.value.problems, expected, strict=True):
+        assert problem.startswith(start_of)
+
+
+def test_options_and_environment_variables_of_the_command(tmp_path, monkeypatch):
+    done = run(tmp_path, "train", ROOT / "configs/quickstart.yaml", "--coordinator", "somewhere:12")
+    assert done.returncode == 2 and done.stderr.startswith("error: --coordinator: got no --num-processes")
+    monkeypatch.setenv("JAX_PROCESS_ID", "5")
+    done = run(tmp_path, "train", ROOT / "configs/quickstart.yaml", "--coordinator", "somewhere:12")
+    assert done.stderr.startswith("error: --coordinator and --process-id: got no --num-processes; the processes of a")
+    assert "JAX_NUM_PROCESSES" in done.stderr
+
+
+def test_the_launch_files_are_what_they_seem():
+    done = subprocess.run(["bash", "-n", ROOT / "docs/launch/slurm.sbatch"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    text = (ROOT / "docs/launch/slurm.sbatch").read_text()
+    assert text.startswith("#!/bin/bash\n#SBATCH ") and "srun" in text
+    jobset = yaml.safe_load((ROOT / "docs/launch/jobset.yaml").read_text())
+    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    [replicated] = jobset["spec"]["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    assert job["completionMode"] == "Indexed" and job["parallelism"] == job["completions"] == 4
+    container = job["template"]["spec"]["containers"][0]
+    environ = {entry["name"]: entry["value"] for entry in container["env"]}
+    name, host = jobset["metadata"]["name"], environ["JAX_COORDINATOR_ADDRESS"].partition(":")[0]
+    assert host == f"{name}-{replicated['name']}-0-0.{name}"  # what JobSet names the first pod
+    found = find_launch(
+        environ["JAX_COORDINATOR_ADDRESS"], int(environ["JAX_NUM_PROCESSES"]), environ={"JOB_COMPLETION_INDEX": "3"}
+    )
+    assert (found.num_processes, found.process_id) == (job["parallelism"], 3)

@@ -1,0 +1,147 @@
+"""What two processes decide together, and how both end where one of them does."""
+
+import json
+
+from started import ended, free_port, start
+
+from curriculum.errors import InputError
+from curriculum.train.processes import _exit_code, count, first_then_all, from_first, is_first, joined
+
+
+def test_a_single_process_decides_for_itself():
+    with joined(None):
+        assert count() == 1 and is_first()
+        assert from_first(lambda: {1: (2,)}) == {1: (2,)} and first_then_all(lambda: 3) == 3
+
+
+DECIDE = """
+import errno, json, sys, time
+from curriculum.errors import InputError
+from curriculum.train import peers, processes
+from curriculum.train.launch import Launch
+
+port, index = int(sys.argv[1]), int(sys.argv[2])
+peers.GRACE_SECONDS = processes._NEWS_SECONDS = 0.2
+processes._peers = peers.Peers(Launch("127.0.0.1", port, 2, index), 30)
+told, made = {}, []
+
+def attempt(name, function, *arguments):
+    try:
+        told[name] = function(*arguments)
+    except (InputError, OSError) as error:
+        told[name] = [type(error).__name__, str(error), getattr(error, "in_every_process", False)]
+
+def wrong():
+    raise InputError("a: wrong")
+
+def full():
+    raise OSError(errno.ENOSPC, "No space left on device", "x/y")
+
+attempt("value", processes.from_first, lambda: {"of": index})
+attempt("wrong", processes.from_first, wrong)
+attempt("full", processes.from_first, full)
+attempt("made", processes.first_then_all, lambda: made.append(time.time()) or index)
+told["when"] = made
+attempt("same", processes.check_same, lambda: {"the text": "t"})
+attempt("differ", processes.check_same, lambda: {"the config": f"c{index}", "the text": "t"})
+print(json.dumps(told), flush=True)
+if index == 0:
+    time.sleep(60)
+processes.leave(RuntimeError("has lost its way\\nand more"))
+time.sleep(2)
+sys.exit(5)
+"""
+
+
+def test_what_two_processes_decide_together():
+    port = free_port()
+    two = [start(["-c", DECIDE, port, i]) for i in range(2)]
+    code, first = ended(two[0], 60)
+    two[1].wait(1)  # process 0 ended after it
+    left, second = ended(two[1], 60)
+    first, *last_line = first.splitlines()
+    first, second = json.loads(first), json.loads(second)
+    assert first["value"] == second["value"] == {"of": 0}
+    assert first["wrong"] == ["InputError", "a: wrong", True] and second["wrong"] == ["InputError", "", True]
+    assert first["full"] == second["full"] == ["OSError", "[Errno 28] No space left on device: 'x/y'", False]
+    assert (first["made"], second["made"]) == (0, 1)
+    assert (len(first["when"]), len(second["when"])) == (1, 1) and first["when"] < second["when"]
+    assert first["same"] is second["same"] is None
+    told = "process 1 has c1 as the config, process 0 c0; start all processes with the same command on the same files"
+    assert first["differ"] == ["InputError", told, True] and second["differ"] == ["InputError", "", True]
+    assert (code, left) == (1, 5) and len(last_line) == 1
+    assert last_line[0].startswith("process 1 of 2 (") and (
+        "ended: RuntimeError: has lost its way. Process 0 ends as well; go on from the newest checkpoint"
+        in last_line[0]
+    )
+
+
+LEAVES = """
+import sys, time
+from curriculum.cli import main
+from curriculum.train import peers, processes
+from curriculum.train.launch import Launch
+from curriculum.train.programs import Programs, StepShape
+
+port, index = int(sys.argv[1]), int(sys.argv[2])
+peers.GRACE_SECONDS, processes._NEWS_SECONDS = 4.0, 0.2
+processes._peers = peers.Peers(Launch("127.0.0.1", port, 2, index), 30)
+if index:
+    time.sleep(60)
+programs = Programs(lambda shape: time.sleep(300))
+programs.ahead([StepShape(1, 1, 1)])
+programs.close()
+
+def command():
+    processes.leave(SystemExit(2))
+    sys.exit(2)
+
+main._command = command
+main.main()
+"""
+
+
+def test_process_0_sees_the_others_off_while_something_is_compiled_too():
+    """It leaves without the interpreter's end then, and jax's service would end before the other has said why."""
+    port = free_port()
+    first, second = (start(["-c", LEAVES, port, i]) for i in range(2))
+    try:
+        assert first.wait(60) == 2
+        second.wait(1)  # process 0 ended after it
+    finally:
+        first.kill()
+        code, said = ended(second)
+    assert code == 2 and "process 0 of 2" in said and "Process 1 ends as well" in said
+
+
+BOTH_LEAVE = """
+import atexit, os, sys, time
+from curriculum.train import peers, processes
+from curriculum.train.launch import Launch
+
+port, index = int(sys.argv[1]), int(sys.argv[2])
+peers.GRACE_SECONDS, processes._NEWS_SECONDS = 4.0, 0.2
+processes._peers = peers.Peers(Launch("127.0.0.1", port, 2, index), 30)
+time.sleep(index)
+processes.leave(RuntimeError(f"error {index}"))
+if index:
+    time.sleep(1.5)
+    os._exit(1)
+atexit.register(processes._exit_at_once, 2)
+"""
+
+
+def test_process_0_sees_off_one_that_tells_an_error_of_its_own_meanwhile():
+    """At the interpreter's end, where Python 3.12 starts no thread."""
+    port = free_port()
+    first, second = (start(["-c", BOTH_LEAVE, port, i]) for i in range(2))
+    try:
+        assert ended(first, 60) == (2, "")
+        assert second.wait(0.5) == 1  # process 0 ended after it
+    finally:
+        second.kill()
+
+
+def test_the_exit_code_of_a_process_that_ends_by_an_error():
+    errors = [InputError("x"), KeyboardInterrupt(), SystemExit(143), SystemExit("x"), RuntimeError()]
+    assert [_exit_code(error) for error in errors] == [2, 130, 143, 1, 1]

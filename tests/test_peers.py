@@ -1,0 +1,169 @@
+"""How processes find together and what they tell each other; they are threads here."""
+
+import signal
+import socket
+import struct
+import threading
+import time
+
+import numpy as np
+import pytest
+from started import free_port
+
+from curriculum.errors import InputError
+from curriculum.train.launch import Launch
+from curriculum.train.peers import Peers, _frame
+
+
+def meet(*launches, seconds=20.0):
+    """What each of several processes, which are threads here, has of the others, or by what it ends."""
+    met = {}
+
+    def join(number, launch):
+        try:
+            met[number] = Peers(launch, seconds)
+        except InputError as error:
+            met[number] = str(error)
+
+    threads = [threading.Thread(target=join, args=numbered) for numbered in enumerate(launches)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [met[number] for number in range(len(launches))]
+
+
+def together(*calls):
+    """What each call returns, all of them made at once."""
+    found = {}
+    threads = [threading.Thread(target=lambda i=i, c=c: found.update({i: c()})) for i, c in enumerate(calls)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return [found[i] for i in range(len(calls))]
+
+
+def test_processes_tell_each_other_what_they_have():
+    port = free_port()
+    peers = meet(*(Launch("127.0.0.1", port, 3, i) for i in range(3)))
+    array = np.arange(6, dtype=np.float64).reshape(2, 3) / 7
+    got = together(*(lambda p=p: p.from_first({"a": [array, 0.1, None]} if p.index == 0 else None) for p in peers))
+    assert all(found["a"][1:] == [0.1, None] and np.array_equal(found["a"][0], array) for found in got)
+    assert together(*(lambda p=p: p.gather(p.index * 10) for p in peers)) == [[0, 10, 20]] * 3
+    # Asked to stop after different steps; process 2 got the signal. No one waits until it is known.
+    assert [p.agreed_stop(None, step) for p, step in zip(peers, (7, 5, 6), strict=True)] == [None] * 3
+    assert peers[2].agreed_stop(signal.SIGTERM, 7) is None
+
+    def stops(p, step):
+        while (received := p.agreed_stop(None, step)) is None:
+            step += 1
+            time.sleep(0.01)
+        return received, step
+
+    stopped = together(*(lambda p=p, s=s: stops(p, s) for p, s in zip(peers, (8, 6, 8), strict=True)))
+    assert len(set(stopped)) == 1 and stopped[0][0] == signal.SIGTERM and stopped[0][1] >= 8
+    together(*(p.close for p in peers))
+
+
+def test_a_signal_that_all_get_stops_them_at_one_step():
+    """As SLURM sends it, each process being at another step; one that has promised a step waits there."""
+    port = free_port()
+    peers = meet(*(Launch("127.0.0.1", port, 3, i) for i in range(3)))
+    assert [p._names for p in peers] == [peers[0]._names] * 3 and len(peers[0]._names) == 3
+    assert [p.agreed_stop(None, step) for p, step in zip(peers, (2, 9, 4), strict=True)] == [None] * 3
+
+    def stops(p, step):
+        while (received := p.agreed_stop(signal.SIGTERM, step)) is None:
+            step += 1
+            time.sleep(0.01)
+        return received, step
+
+    stopped = together(*(lambda p=p, s=s: stops(p, s) for p, s in zip(peers, (3, 10, 5), strict=True)))
+    # The second looks at step 10, and again at 11 where it has passed 10 before it heard of the others.
+    assert len(set(stopped)) == 1 and stopped[0][0] == signal.SIGTERM and stopped[0][1] in (10, 11)
+    together(*(p.close for p in peers))
+
+
+def test_a_step_that_was_promised_is_not_passed():
+    port = free_port()
+    peers = meet(*(Launch("127.0.0.1", port, 2, i) for i in range(2)))
+    assert peers[1].agreed_stop(None, 6) is None and peers[1]._promise(signal.SIGTERM) == 7
+    found = []
+    waits = threading.Thread(target=lambda: found.append(peers[1].agreed_stop(None, 7)))
+    waits.start()
+    waits.join(0.3)
+    assert waits.is_alive()
+    peers[1]._stop_after(8)
+    waits.join(20)
+    assert found == [None] and peers[1].agreed_stop(None, 8) == signal.SIGTERM
+    together(*(p.close for p in peers))
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        ([(2, 1)], "was started with --num-processes 2, process 0 with 3; give all the same number"),
+        ([(3, 1), (3, 1)], "two processes were started with --process-id 1: "),
+    ],
+)
+def test_processes_that_do_not_fit_are_refused_at_once(others, expected):
+    port = free_port()
+    began = time.monotonic()
+    told = meet(Launch("127.0.0.1", port, 3, 0), *(Launch("127.0.0.1", port, n, i) for n, i in others))
+    assert all(expected in message for message in told) and time.monotonic() - began < 10
+
+
+HELLO = {"index": 1, "count": 2, "name": "stranger"}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        _frame({"index": [1]} | {"count": 2, "name": ""}),
+        _frame(HELLO | {"index": 7}),
+        _frame(HELLO | {"index": -1}),
+        _frame(HELLO | {"count": None}),
+        _frame({"index": 1}),
+        struct.pack("!Q", 2) + b"[]",
+        struct.pack("!Q", 2) + b"\xff{",
+    ],
+)
+def test_what_is_no_process_of_a_run_is_passed_over(said):
+    port = free_port()
+    first = threading.Thread(target=lambda: peers.extend(meet(Launch("127.0.0.1", port, 2, 0))))
+    peers = []
+    first.start()
+    for _ in range(200):
+        try:
+            stranger = socket.create_connection(("127.0.0.1", port), timeout=5)
+            break
+        except OSError:
+            time.sleep(0.05)
+    stranger.sendall(said)
+    stranger.close()
+    peers += meet(Launch("127.0.0.1", port, 2, 1))
+    first.join(20)
+    assert sorted(p.index for p in peers) == [0, 1] and all(p._names[1] != "stranger" for p in peers)
+    together(*(p.close for p in peers))
+
+
+def test_a_port_that_is_taken_is_told():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        [first] = meet(Launch("127.0.0.1", port, 2, 0))
+    assert first.startswith(f"--coordinator 127.0.0.1:{port}: process 0 cannot listen there: Address already in use")
+
+
+def test_a_process_that_never_comes_is_named():
+    port = free_port()
+    [first] = meet(Launch("127.0.0.1", port, 2, 0), seconds=0.3)
+    assert first.startswith(
+        f"--coordinator 127.0.0.1:{port}: waited 0.3 s for 2 processes, of which these did not come: 1"
+    )
+    [second] = meet(Launch("127.0.0.1", port, 2, 1), seconds=0.3)
+    assert second.startswith(
+        f"--coordinator 127.0.0.1:{port}: process 1 of 2 could not reach it for 0.3 s: Connection refused"
+    )
