@@ -94,17 +94,17 @@ def evaluate(
 
     # What can be said without these is said at once.
     from curriculum.train.compiled import make_suite
-    from curriculum.train.restored import restore
+    from curriculum.train.trained import load_trained
 
-    restored = restore(config, tokenizer.vocab_size, arrays, ledger, step, store_dir, make_model)
+    trained = load_trained(config, tokenizer.vocab_size, arrays, ledger, step, store_dir, make_model)
     warnings = []
-    if restored.unfit_mesh is not None:
+    if trained.unfit_mesh is not None:
         warnings.append(
-            f"the run's mesh ({restored.unfit_mesh}) does not fit the devices here: measured with data "
-            f"{restored.mesh.size}; sums may differ from training's in the last digits"
+            f"the run's mesh ({trained.unfit_mesh}) does not fit the devices here: measured with data "
+            f"{trained.mesh.size}; sums may differ from training's in the last digits"
         )
-    suite = make_suite(config, restored.mesh, restored.model, evalsets.values())
-    results = suite.run(restored.params)
+    suite = make_suite(config, trained.mesh, trained.model, evalsets.values())
+    results = suite.run(trained.params)
     return Evaluation(
         run=str(run),
         step=step,

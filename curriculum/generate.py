@@ -95,15 +95,15 @@ def load_generator(
     # What can be said without these is said at once.
     from curriculum.model.generate import Generator
     from curriculum.train.mesh import on_mesh
-    from curriculum.train.restored import restore
+    from curriculum.train.trained import load_trained
 
-    restored = restore(config, tokenizer.vocab_size, arrays, ledger, step, store_dir, make_model)
+    trained = load_trained(config, tokenizer.vocab_size, arrays, ledger, step, store_dir, make_model)
     warnings = ()
-    if restored.unfit_mesh is not None:
-        mesh = restored.unfit_mesh
+    if trained.unfit_mesh is not None:
+        mesh = trained.unfit_mesh
         warnings = (f"the run's mesh ({mesh}) does not fit the devices here: each has all parameters",)
-    generator = Generator(on_mesh(restored.model, restored.mesh), tokenizer, restored.mesh)
-    return Loaded(step, weights, generator, restored.params, warnings)
+    generator = Generator(on_mesh(trained.model, trained.mesh), tokenizer, trained.mesh)
+    return Loaded(step, weights, generator, trained.params, warnings)
 
 
 def read_prompts(path: str | os.PathLike) -> list[str]:

@@ -49,17 +49,7 @@ def training_start(setup: Setup) -> dict[str, Any]:
     }
 
 
-def resume(setup: Setup, state: TrainState) -> dict[str, Any]:
-    return {
-        **skipped(state),
-        "devices": describe_devices(setup.mesh),
-        "plan": derived(setup),
-        "evalsets": _evalsets(setup),
-        **({"begins_branch": True} if setup.begins_branch else {}),
-    }
-
-
-def taken_up(
+def resumption(
     setup: Setup,
     state: TrainState,
     step: int | None,
@@ -68,15 +58,23 @@ def taken_up(
     lost: Mapping[int, str],
     edits: Sequence[Mapping[str, Any]],
 ) -> list[tuple[str, dict[str, Any]]]:
-    """The events, by name, that tell how training is taken up after `step`: None where a run begins."""
-    events = []
+    """The events, by name, that tell how training goes on after `step`; none where a run begins, whose step is None."""
+    if step is None and rollback is None:
+        return []
+    going_on = {
+        **skipped(state),
+        "devices": describe_devices(setup.mesh),
+        "plan": derived(setup),
+        "evalsets": _evalsets(setup),
+        **({"begins_branch": True} if setup.begins_branch else {}),
+    }
     if rollback is not None:
-        events.append(("rollback", {**rollback.event, **resume(setup, state)}))
-    elif step is not None:
+        event = "rollback", {**rollback.event, **going_on}
+    else:
         gold_lost = [{"step": gold, "why": why} for gold, why in lost.items()]
         told = {"damaged": list(damaged), "gold_lost": gold_lost}
-        events.append(("resume", {**resume(setup, state), **{key: found for key, found in told.items() if found}}))
-    return [*events, *(("schedule_edit", dict(edit)) for edit in edits)]
+        event = "resume", {**going_on, **{key: found for key, found in told.items() if found}}
+    return [event, *(("schedule_edit", dict(edit)) for edit in edits)]
 
 
 def skipped(state: TrainState) -> dict[str, int]:

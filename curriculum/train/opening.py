@@ -30,8 +30,12 @@ from curriculum.train.step import TrainState
 from curriculum.train.unwritten import Unwritten
 
 
-def taken_up(directory: RunDirectory, lock: RunLock, resume: str | int | None) -> Resumed | None:
-    """What the run of a directory goes on from, None where it begins; a run that is there is locked."""
+def claim(directory: RunDirectory, lock: RunLock, resume: str | int | None) -> Resumed | None:
+    """Lock the run of a directory, if there is one, and find the checkpoint that it goes on from; None: it begins.
+
+    Raises InputError for a directory that will not do, for a run that is to go on without `resume`, and for one that
+    another process trains.
+    """
     directory.check_usable()
     if directory.holds_run() and resume is None:
         raise InputError(
@@ -67,7 +71,7 @@ def finished(
     return complete
 
 
-def restored(
+def state_as_of(
     setup: Setup, directory: RunDirectory, resumed: Resumed | None
 ) -> tuple[TrainState, History, dict[int, str]]:
     """What the run goes on from: its state, its history without the golds that are gone, and those, by step with why.

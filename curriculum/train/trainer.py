@@ -52,7 +52,7 @@ def train(
     """
     directory = RunDirectory(Path(run_dir) if run_dir is not None else Path("runs") / config.name)
     with RunLock(directory.path) as lock:
-        resumed = resumed_by_first(lambda: opening.taken_up(directory, lock, resume))
+        resumed = resumed_by_first(lambda: opening.claim(directory, lock, resume))
         if resumed is None:
             check(config)
             tokenizer = opening.kept_tokenizer(directory, config) if resume is not None else None
@@ -97,7 +97,7 @@ def _run(
         try:
             while True:
                 step = None if resumed is None else resumed.step
-                state, history, lost = opening.restored(setup, directory, resumed)
+                state, history, lost = opening.state_as_of(setup, directory, resumed)
                 if rollback is not None:
                     history = replace(history, rollbacks=rollback.rollbacks)
                 last = -1 if step is None else step
@@ -114,7 +114,7 @@ def _run(
                 with best, leaving_on_error():
                     run = Running(setup, directory, record, checkpoints, best, state, history)
                     try:
-                        _begin(run, step, fields.taken_up(setup, state, step, rollback, damaged, lost, edits))
+                        _begin(run, step, fields.resumption(setup, state, step, rollback, damaged, lost, edits))
                         return _loop(run, step, stop)
                     except GoingBack as going:
                         rollback = going.rollback
@@ -125,8 +125,11 @@ def _run(
                 record.close()
 
 
-def _begin(run: Running, resumed_step: int | None, taken_up: Sequence[tuple[str, dict[str, Any]]]) -> None:
-    """What is recorded and measured before the first update, and before the one after `resumed_step`."""
+def _begin(run: Running, resumed_step: int | None, resumption: Sequence[tuple[str, dict[str, Any]]]) -> None:
+    """Record and measure what is due before the first update, or before the one after `resumed_step`.
+
+    `resumption`: the events, by name, that tell how the run goes on.
+    """
     setup, schedule, step = run.setup, run.setup.course.schedule, resumed_step or 0
     if resumed_step is None:
         run.record.event("training_start", 0, **fields.training_start(setup))
@@ -134,7 +137,7 @@ def _begin(run: Running, resumed_step: int | None, taken_up: Sequence[tuple[str,
         if setup.lineage is not None and setup.config.logging.generate_every:
             generate(run, 0)  # what the model wrote that it begins from
         run.keep(0)
-    for name, event in taken_up:
+    for name, event in resumption:
         run.record.event(name, step, **event)
     if resumed_step is None or step == schedule.total_steps:
         switches = False

@@ -1,4 +1,4 @@
-"""A run's model and parameters, taken up after training: for evals, and for text."""
+"""A run's model and parameters, loaded after training: for evals, and for text."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ from curriculum.train.frozen import whole_params
 from curriculum.train.mesh import MeshConfig, make_mesh
 
 
-class Restored(NamedTuple):
-    """`unfit_mesh`: the mesh of the run, in words, where it does not fit the devices here; None: it is `mesh`."""
+class Trained(NamedTuple):
+    """A run's whole parameters and what computes with them.
+
+    `unfit_mesh`: the mesh of the run, in words, where it does not fit the devices here; None: it is `mesh`.
+    """
 
     mesh: Mesh
     model: Model
@@ -31,7 +34,7 @@ class Restored(NamedTuple):
     unfit_mesh: str | None
 
 
-def restore(
+def load_trained(
     config: Config,
     vocab_size: int,
     arrays: Path,
@@ -39,11 +42,11 @@ def restore(
     step: int,
     store_dir: str | Path = DEFAULT_STORE_DIR,
     make_model: Callable[[int], Model] | None = None,
-) -> Restored:
-    """The whole parameters saved in `arrays`, on the mesh of the run or else on one that gives each device rows.
+) -> Trained:
+    """The whole parameters saved in `arrays`, on the mesh of the run or, where that does not fit, on one of data alone.
 
-    They are those after `step` updates; `ledger` is the run's, `make_model` the one that it was trained with, where
-    it was. Raises InputError where what adapters were trained beside is gone.
+    They are those after `step` updates; `ledger` is the run's, `make_model` the function that gave its model, where one
+    did. Raises InputError where what adapters were trained beside is gone.
     """
     tune_device(config.train.deterministic)
     cache_compiled(store_dir)
@@ -62,4 +65,4 @@ def restore(
     else:
         architecture, model = None, make_model(vocab_size)
     like = abstract_on_mesh(mesh, abstract_params(model))
-    return Restored(mesh, model, whole_params(config, architecture, ledger["lineage"], arrays, like), unfit_mesh)
+    return Trained(mesh, model, whole_params(config, architecture, ledger["lineage"], arrays, like), unfit_mesh)
