@@ -47,8 +47,9 @@ from curriculum.train.averages import SIDECAR
 from curriculum.train.edits import compare
 from curriculum.train.fields import branch_edit, derived
 from curriculum.train.opening import kept_tokenizer
+from curriculum.train.resumed import to_resume
 from curriculum.train.setup import Setup, build, check
-from curriculum.train.start import start_of, to_resume
+from curriculum.train.start import start_of
 from curriculum.train.trainer import train_built
 from phases.lr import LrSchedule
 from phases.schedule import Schedule, Segment, cut, segments_from_json

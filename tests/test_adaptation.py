@@ -22,8 +22,9 @@ from curriculum.errors import InputError
 from curriculum.manifest import update_manifest, write_manifest
 from curriculum.plan import plan
 from curriculum.run import RunDirectory, load_run, read_ledger
+from curriculum.train.resumed import to_resume
 from curriculum.train.setup import build
-from curriculum.train.start import start_of, to_resume
+from curriculum.train.start import start_of
 from curriculum.train.trainer import train
 from phases.schedule import Phase
 

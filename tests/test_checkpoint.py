@@ -24,7 +24,7 @@ from curriculum.export import export
 from curriculum.manifest import damage, write_manifest
 from curriculum.run import RunDirectory, find_checkpoint, load_run, undamaged
 from curriculum.train.checkpoint import Checkpoints, NonFiniteState, _in_turn, check_finite, load_params, save_params
-from curriculum.train.start import to_resume
+from curriculum.train.resumed import to_resume
 from curriculum.train.step import init_state
 
 
@@ -199,7 +199,7 @@ def test_what_may_not_be_read_is_not_taken_for_damaged(run, path, mode):
 import os, sys
 from pathlib import Path
 from curriculum.run import RunDirectory
-from curriculum.train.start import to_resume
+from curriculum.train.resumed import to_resume
 if os.geteuid() == 0:
     os.setuid(65534)
 to_resume(RunDirectory(Path(".")), "latest")

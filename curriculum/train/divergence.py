@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from curriculum.manifest import damage
 from curriculum.record.events import acts_of, read_events
-from curriculum.run import RunDirectory, step_folders
+from curriculum.run import RunDirectory
 from curriculum.train.checkpoint import NonFiniteState, check_finite
 from curriculum.train.guard import Guard
 from curriculum.train.processes import from_first
+from curriculum.train.resumed import Resumed, newest_whole, resumed_by_first, to_resume
 from curriculum.train.running import Running
-from curriculum.train.start import Resumed, resumed_by_first, to_resume
 from curriculum.train.step import TrainState
 from phases.rollback import RollbackRefused
 
@@ -127,16 +126,13 @@ def _find(run: Running, done: int, whole_state: bool) -> _Divergence | None:
 
 
 def _newest(directory: RunDirectory, at_or_before: int) -> int | None:
-    """The newest step up to there that verifies: of `checkpoints/`, or else of what is kept elsewhere."""
-    return from_first(lambda: _newest_there(directory, at_or_before))
+    """The newest step up to there that verifies, None where there is none."""
 
+    def newest() -> int | None:
+        found = newest_whole(directory, at_or_before)
+        return found and found[0]
 
-def _newest_there(directory: RunDirectory, at_or_before: int) -> int | None:
-    for places in ((directory.checkpoints,), (directory.gold, directory.kept)):
-        found = ((s, folder) for place in places for s, folder in step_folders(place).items() if s <= at_or_before)
-        if (step := next((s for s, folder in sorted(found, reverse=True) if damage(folder) is None), None)) is not None:
-            return step
-    return None
+    return from_first(newest)
 
 
 def _summary(run: Running, done: int, divergence: _Divergence, why: str | None) -> str:

@@ -7,25 +7,27 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from curriculum.config import Config
 from curriculum.data.tokenizer import Tokenizer, load_tokenizer
 from curriculum.errors import InputError
 from curriculum.lock import RunLock
+from curriculum.manifest import damage
 from curriculum.record.board import Board
 from curriculum.record.console import Console, program
 from curriculum.record.events import EVENTS, METRICS, Record, check_offsets, plain
 from curriculum.record.wandb_log import WandbLog
-from curriculum.run import RunDirectory, load_run, read_json, write_tokenizer
+from curriculum.run import RunDirectory, load_run, read_json, step_folders, write_tokenizer
 from curriculum.train import fields
 from curriculum.train.averages import set_aside_means_after
 from curriculum.train.best import lost_golds
 from curriculum.train.checkpoint import Checkpoints
 from curriculum.train.history import History
 from curriculum.train.processes import from_first, is_first
+from curriculum.train.resumed import Resumed, to_resume
 from curriculum.train.setup import Setup
-from curriculum.train.start import Resumed, damaged_checkpoints, to_resume
 from curriculum.train.step import TrainState
 from curriculum.train.unwritten import Unwritten
 
@@ -33,8 +35,8 @@ from curriculum.train.unwritten import Unwritten
 def claim(directory: RunDirectory, lock: RunLock, resume: str | int | None) -> Resumed | None:
     """Lock the run of a directory, if there is one, and find the checkpoint that it goes on from; None: it begins.
 
-    Raises InputError for a directory that will not do, for a run that is to go on without `resume`, and for one that
-    another process trains.
+    Raises InputError for a directory that will not do, for one that holds a run where `resume` is None, and for a run
+    that another process trains.
     """
     directory.check_usable()
     if directory.holds_run() and resume is None:
@@ -113,7 +115,7 @@ def begin_in(
         if directory.holds_run():
             raise InputError(f"{directory.path}: another process began a run here; choose another --run-dir")
     moved = []
-    for s, folder, why in damaged_checkpoints(directory, resumed):
+    for s, folder, why in _damaged(directory, resumed):
         to = checkpoints.set_aside(s).relative_to(checkpoints.directory.parent)
         moved.append({"step": s, "why": why, "moved_to": str(to)})
         print(f"{folder}: is damaged: {why}; moved to {directory.path / to}", file=sys.stderr)
@@ -123,6 +125,20 @@ def begin_in(
             where = f"the run goes on from step {resumed.step}"
         print(f"{directory.path}: {where}", file=sys.stderr)
     return moved
+
+
+def _damaged(directory: RunDirectory, resumed: Resumed | None) -> list[tuple[int, Path, str]]:
+    """(step, folder, why) of the damaged ones in `checkpoints/`; the one that the run goes on from has verified.
+
+    Of those that are older, only the ledger is read: it says which golds must stay.
+    """
+    found = []
+    for step, folder in step_folders(directory.checkpoints).items():
+        older = resumed is not None and step < resumed.step
+        verified = resumed is not None and folder == resumed.folder
+        if not verified and (why := damage(folder, "ledger/" if older else "")):
+            found.append((step, folder, why))
+    return found
 
 
 def describe(setup: Setup, directory: RunDirectory, last: int) -> None:

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from curriculum.adaptation import Base, HfBase, differences, find_base, same_place
 from curriculum.config import Config
-from curriculum.manifest import damage
 from curriculum.model.hf_weights import hf_fingerprint
 from curriculum.model.model import Model, abstract_params, parameter_name
 from curriculum.record.events import plain
-from curriculum.run import RunDirectory, find_checkpoint, read_ledger, step_folders
 from curriculum.train.checkpoint import load_params
 from curriculum.train.frozen import frozen_base
 from curriculum.train.optimizer import state_layout
-from curriculum.train.processes import from_first
 
 
 @dataclass(frozen=True)
@@ -30,68 +26,6 @@ class Start:
     lineage: dict[str, Any] | None = None
     base: Base | HfBase | None = None  # None too for a run that goes on from a checkpoint of its own
     frozen: Base | HfBase | None = None  # what a run trains adapters beside, also where it goes on
-
-
-class Resumed(NamedTuple):
-    """The checkpoint that a run goes on from; it verified."""
-
-    step: int
-    folder: Path
-    ledger: dict[str, Any]
-
-
-def to_resume(directory: RunDirectory, resume: str | int | None) -> Resumed | None:
-    """What `resume` means of a run, None where the run begins. Raises InputError for a checkpoint that is not there.
-
-    "latest" is the newest of `checkpoints/` that verifies; where none does, the newest of `gold/` and `kept/`.
-    """
-    if resume is None:
-        return None
-    if resume == "latest":
-        for places in ((directory.checkpoints,), (directory.gold, directory.kept)):
-            found = sorted((step, folder) for place in places for step, folder in step_folders(place).items())
-            for step, folder in reversed(found):
-                if damage(folder) is None:
-                    return Resumed(step, folder, read_ledger(folder))
-        return None
-    step, folder = find_checkpoint(directory, resume, option="--resume")
-    own = directory.checkpoints / str(step)
-    if own.is_dir() and damage(own) is None:  # its record is the one of an unbroken run
-        folder = own
-    return Resumed(step, folder, read_ledger(folder))
-
-
-def resumed_by_first(find: Callable[[], Resumed | None]) -> Resumed | None:
-    """What process 0 finds, in every process."""
-
-    def found() -> list[Any] | None:
-        resumed = find()
-        return resumed and [resumed.step, str(resumed.folder), resumed.ledger]
-
-    told = from_first(found)
-    return told and Resumed(told[0], Path(told[1]), told[2])
-
-
-class Damaged(NamedTuple):
-    """A checkpoint that is not as it was saved."""
-
-    step: int
-    folder: Path
-    why: str
-
-
-def damaged_checkpoints(directory: RunDirectory, resumed: Resumed | None) -> list[Damaged]:
-    """The damaged ones among the `checkpoints/` of a run that goes on from one of its own, or begins anew.
-
-    Of those that are older, only the ledger is read: it says which golds must stay.
-    """
-    found = []
-    for s, folder in step_folders(directory.checkpoints).items():
-        older = resumed is not None and s < resumed.step
-        verified = resumed is not None and folder == resumed.folder
-        if not verified and (why := damage(folder, "ledger/" if older else "")):
-            found.append(Damaged(s, folder, why))
-    return found
 
 
 def start_of(config: Config, saved: Mapping[str, Any] | None = None) -> Start:

@@ -22,10 +22,11 @@ from curriculum.train.divergence import GoingBack, check_diverged, checkpoint_be
 from curriculum.train.edits import compare, edit_event
 from curriculum.train.judge import Evaluated, judge
 from curriculum.train.processes import from_first, is_first, leaving_on_error
+from curriculum.train.resumed import Resumed, resumed_by_first
 from curriculum.train.running import Running
 from curriculum.train.setup import Setup, build, check
 from curriculum.train.signals import Stopped, StopSignals
-from curriculum.train.start import Resumed, resumed_by_first, start_of
+from curriculum.train.start import start_of
 from curriculum.train.watch import RegressionStop, no_verdicts, transfer_matrix
 from evalsets.metrics import Summary, WindowResults, summarise
 
