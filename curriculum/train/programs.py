@@ -84,8 +84,11 @@ class Programs:
 
     def _make(self, shape: Hashable) -> Any:
         started = time.perf_counter()
-        with _Noted(f"while {self._of} {shape} was compiled"):
+        try:
             program = self._compile(shape)
+        except BaseException as error:
+            error.add_note(f"while {self._of} {shape} was compiled")
+            raise
         self.seconds[shape] = time.perf_counter() - started
         return program
 
@@ -98,17 +101,3 @@ class Programs:
 def compiling() -> bool:
     """Whether something is still being compiled after all `Programs` were closed: their threads end with it."""
     return any(thread.name.startswith(COMPILE_THREAD) for thread in threading.enumerate())
-
-
-class _Noted:
-    """Add a line to whatever is raised inside."""
-
-    def __init__(self, note: str):
-        self._note = note
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind, error, traceback) -> None:
-        if error is not None:
-            error.add_note(self._note)
