@@ -19,7 +19,8 @@ class TrainClock:
         self._running_since = time.perf_counter()
         self._seconds = 0.0
         self._steps = 0
-        self._compile_s: float | None = None
+        self._compiled = False  # whether the first update is over, which compiles
+        self._compile_s: float | None = None  # of that update, until it is told
         self._switch_s: float | None = None  # of a switch whose first update is to come
         self._stall_s: float | None = None
 
@@ -39,8 +40,8 @@ class TrainClock:
         started = time.perf_counter()
         yield
         waited_s = time.perf_counter() - started
-        if self._steps == 0 and self._compile_s is None:
-            self._compile_s = waited_s
+        if not self._compiled:
+            self._compiled, self._compile_s = True, waited_s
         if self._switch_s is not None:
             self._stall_s, self._switch_s = self._switch_s + waited_s, None
         self._steps += 1
@@ -59,9 +60,9 @@ class TrainClock:
         now = time.perf_counter()
         steps, seconds = self._steps, self._seconds + now - self._running_since
         once = {}
-        if self._compile_s is not None and self._compile_s >= 0:
+        if self._compile_s is not None:
             once["first_step_compile_time_s"] = round(self._compile_s, 3)
-            seconds, self._compile_s = seconds - self._compile_s, -1.0
+            seconds, self._compile_s = seconds - self._compile_s, None
         if self._stall_s is not None:
             once["switch_stall_s"], self._stall_s = round(self._stall_s, 6), None
         self._steps, self._seconds, self._running_since = 0, 0.0, now
