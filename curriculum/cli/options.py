@@ -61,7 +61,7 @@ def config_options(config_required: bool = True):
 
 def process_options(command):
     """How a run of several processes is told of them: the command gets `launch` and `join_seconds`."""
-    from curriculum.train.launch import VARIABLES, find_launch
+    from curriculum.train.launch import JOIN_SECONDS, VARIABLES, find_launch
 
     @functools.wraps(command)
     def with_launch(coordinator, num_processes, process_id, **options):
@@ -84,7 +84,7 @@ def process_options(command):
         click.option(
             "--join-seconds",
             type=click.FloatRange(min=0),
-            default=300.0,
+            default=JOIN_SECONDS,
             show_default=True,
             help="How long a process waits for the others to be started.",
         ),

@@ -16,6 +16,8 @@ VARIABLES = {
     "--process-id": "JAX_PROCESS_ID",
 }
 
+JOIN_SECONDS = 300.0  # that a process waits for the others to be started
+
 
 @dataclass(frozen=True)
 class Launch:

@@ -18,10 +18,9 @@ from typing import Any
 
 from curriculum.errors import InputError
 from curriculum.train.device import missing_flags
-from curriculum.train.launch import Launch
+from curriculum.train.launch import JOIN_SECONDS, Launch
 from curriculum.train.peers import Peers
 
-JOIN_SECONDS = 300.0
 # Of jax's own service, where a process hangs whose machine still answers; the end of a process is noticed at once.
 _HEARTBEAT_SECONDS = 60
 _NEWS_SECONDS = 2.0
