@@ -23,7 +23,8 @@ from curriculum.evaluate import evaluate
 from curriculum.export import export
 from curriculum.manifest import damage, write_manifest
 from curriculum.run import RunDirectory, find_checkpoint, load_run, undamaged
-from curriculum.train.checkpoint import Checkpoints, NonFiniteState, _in_turn, check_finite, load_params, save_params
+from curriculum.train.checkpoint import Checkpoints, _in_turn, load_params, save_params
+from curriculum.train.finite import NonFiniteState, check_finite
 from curriculum.train.resumed import to_resume
 from curriculum.train.step import init_state
 

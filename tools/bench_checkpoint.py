@@ -50,7 +50,8 @@ def measure(folder: Path, megabytes: int, num_rounds: int, num_steps: int) -> li
     from curriculum.model.presets import ModelConfig
     from curriculum.model.transformer import init_params, transformer
     from curriculum.train import checkpoint
-    from curriculum.train.checkpoint import Checkpoints, check_finite
+    from curriculum.train.checkpoint import Checkpoints
+    from curriculum.train.finite import check_finite
     from curriculum.train.optimizer import OptimConfig, make_optimizer
     from curriculum.train.step import init_state, make_train_step
     from phases.batches import Batch

@@ -9,7 +9,6 @@ import re
 import shutil
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
@@ -27,7 +26,8 @@ from curriculum.model.model import parameter_name
 from curriculum.record.append import DISK_ERRORS
 from curriculum.run import check_there, checkpoint_steps, step_folders
 from curriculum.train import processes
-from curriculum.train.mesh import on_host, placed
+from curriculum.train.finite import check_finite
+from curriculum.train.mesh import placed
 from curriculum.train.quiet import quiet_failed_saves
 from curriculum.train.step import TrainState
 
@@ -54,10 +54,6 @@ class SaveFailed(OSError):
     def __init__(self, error: OSError, path: str):
         super().__init__(error.errno, os.strerror(error.errno))
         self.path = path
-
-
-class NonFiniteState(ArithmeticError):
-    """The state that was to be saved holds an infinity or NaN."""
 
 
 class Checkpoints:
@@ -327,40 +323,6 @@ def _remove(path: Path) -> None:
 def beside_params(state: TrainState) -> dict[str, Any]:
     """What a checkpoint keeps as `train`."""
     return {name: part for name, part in state._asdict().items() if name not in ("params", "step", _EMA)}
-
-
-def check_finite(state: TrainState) -> None:
-    """Raise NonFiniteState, naming the first of them, where parameters, optimizer state or average hold no number.
-
-    Arrays that it looked at last are not looked at again: before a save several ask.
-    """
-    global _looked_at
-    parts = {"params": state.params, "opt_state": state.opt_state, _EMA: state.ema}
-    leaves = jax.tree.leaves(parts)
-    if len(leaves) == len(_looked_at) and all(seen() is leaf for seen, leaf in zip(_looked_at, leaves, strict=True)):
-        return
-    finite = on_host(_finite(parts))
-    if not finite.all():
-        name = parameter_name(jax.tree.leaves_with_path(parts)[int(np.argmin(finite))][0])
-        raise NonFiniteState(f"{name} is not finite after step {int(state.step)}: it is not saved")
-    _looked_at = [weakref.ref(leaf) for leaf in leaves]
-
-
-_looked_at: list[weakref.ref] = []  # arrays are never changed; a state's are finite once they were
-
-
-@jax.jit
-def _finite(tree: Any) -> jax.Array:
-    """Whether each leaf is finite everywhere."""
-    return jnp.stack([_finite_leaf(leaf) for leaf in jax.tree.leaves(tree)])
-
-
-@jax.jit  # of its own, so that leaves of one shape are traced and lowered once: blocks have many
-def _finite_leaf(leaf: jax.Array) -> jax.Array:
-    """By a sum of each row of what is 0 of every number: on CPUs that is spread over the cores, and takes 0.8 of the
-    time of `isfinite(leaf).all()`. A largest number tells of no NaN: XLA's for CPUs passes over it in a matrix.
-    """
-    return ((jnp.atleast_1d(leaf) * 0).sum(axis=-1) == 0).all()
 
 
 @jax.jit

@@ -11,7 +11,7 @@ import numpy as np
 
 from curriculum.record.events import acts_of, read_events
 from curriculum.run import RunDirectory
-from curriculum.train.checkpoint import NonFiniteState, check_finite
+from curriculum.train.finite import NonFiniteState, check_finite
 from curriculum.train.guard import Guard
 from curriculum.train.processes import from_first
 from curriculum.train.resumed import Resumed, newest_whole, resumed_by_first, to_resume

@@ -1,0 +1,54 @@
+"""Whether a state holds numbers alone: one that does not is neither saved nor gone on from."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from curriculum.model.model import parameter_name
+from curriculum.train.mesh import on_host
+from curriculum.train.step import TrainState
+
+
+class NonFiniteState(ArithmeticError):
+    """The state that was to be saved holds an infinity or NaN."""
+
+
+_looked_at: list[weakref.ref] = []  # the leaves last found finite; arrays are never changed
+
+
+def check_finite(state: TrainState) -> None:
+    """Raise NonFiniteState where parameters, optimizer state or average hold an infinity or NaN, naming the first.
+
+    A state that was found finite by the last call is not read again: before a save several ask.
+    """
+    global _looked_at
+    parts = {"params": state.params, "opt_state": state.opt_state, "ema": state.ema}
+    leaves = jax.tree.leaves(parts)
+    if len(leaves) == len(_looked_at) and all(seen() is leaf for seen, leaf in zip(_looked_at, leaves, strict=True)):
+        return
+    finite = on_host(_finite(parts))
+    if not finite.all():
+        name = parameter_name(jax.tree.leaves_with_path(parts)[int(np.argmin(finite))][0])
+        raise NonFiniteState(f"{name} is not finite after step {int(state.step)}: it is not saved")
+    _looked_at = [weakref.ref(leaf) for leaf in leaves]
+
+
+@jax.jit
+def _finite(tree: Any) -> jax.Array:
+    """Whether each leaf is finite everywhere."""
+    return jnp.stack([_finite_leaf(leaf) for leaf in jax.tree.leaves(tree)])
+
+
+@jax.jit  # of its own, so that leaves of one shape are traced and lowered once: blocks have many
+def _finite_leaf(leaf: jax.Array) -> jax.Array:
+    """Whether a leaf is finite everywhere: times 0 a number is 0, an infinity or NaN is NaN.
+
+    XLA spreads the sums of rows over the cores of a CPU: 0.8 of the time of `isfinite(leaf).all()`. A maximum would not
+    do: on CPUs that of a matrix passes over NaN.
+    """
+    return ((jnp.atleast_1d(leaf) * 0).sum(axis=-1) == 0).all()
