@@ -12,7 +12,8 @@ from started import free_port
 
 from curriculum.errors import InputError
 from curriculum.train.launch import Launch
-from curriculum.train.peers import Peers, _frame
+from curriculum.train.messages import frame
+from curriculum.train.peers import Peers
 
 
 def meet(*launches, seconds=20.0):
@@ -122,11 +123,11 @@ HELLO = {"index": 1, "count": 2, "name": "stranger"}
     [
         b"",
         b"GET / HTTP/1.1\r\n\r\n",
-        _frame({"index": [1]} | {"count": 2, "name": ""}),
-        _frame(HELLO | {"index": 7}),
-        _frame(HELLO | {"index": -1}),
-        _frame(HELLO | {"count": None}),
-        _frame({"index": 1}),
+        frame({"index": [1]} | {"count": 2, "name": ""}),
+        frame(HELLO | {"index": 7}),
+        frame(HELLO | {"index": -1}),
+        frame(HELLO | {"count": None}),
+        frame({"index": 1}),
         struct.pack("!Q", 2) + b"[]",
         struct.pack("!Q", 2) + b"\xff{",
     ],

@@ -6,12 +6,9 @@ connection, however it ended. jax alone would take up to its heartbeat's timeout
 
 from __future__ import annotations
 
-import base64
-import json
 import os
 import queue
 import socket
-import struct
 import sys
 import threading
 import time
@@ -19,11 +16,11 @@ from typing import Any
 
 from curriculum.errors import InputError
 from curriculum.train.launch import Launch
+from curriculum.train.messages import frame, read_message
 
 GRACE_SECONDS = 5.0  # for a process to end by itself where another one ends with an error, which may be its own too
 _OFF_SECONDS = 3.0  # that the end of a process takes after that
 _TELL_AFTER_SECONDS = 10.0
-_LONGEST_BYTES = 1 << 31
 _GO_ON = "go on from the newest checkpoint with --resume latest, with as many processes as there are then"
 # A machine that is gone closes nothing: after 10 s of silence, three questions 5 s apart.
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
@@ -186,7 +183,7 @@ class Peers:
         _keep_alive(connection)
         connection.settimeout(5.0)
         try:
-            hello = _read(connection)
+            hello = read_message(connection)
             index, count, name = hello["index"], hello["count"], str(hello["name"])
         except (OSError, ValueError, KeyError):
             index = count = name = None
@@ -200,7 +197,7 @@ class Peers:
             problem = f"two processes were started with --process-id {index}: {self._names[index]}, and {name}"
         if problem:
             fix = f"{problem}; give all the same number, and each an id of its own"
-            connection.sendall(_frame({"kind": "refused", "why": fix}))
+            connection.sendall(frame({"kind": "refused", "why": fix}))
             self._refuse_all(fix)
             raise InputError(fix)
         connection.settimeout(None)
@@ -208,7 +205,7 @@ class Peers:
 
     def _refuse_all(self, why: str) -> None:
         for connection in self._sockets.values():
-            connection.sendall(_frame({"kind": "refused", "why": why}))
+            connection.sendall(frame({"kind": "refused", "why": why}))
             connection.close()
 
     def _come(self, launch: Launch, join_seconds: float) -> str:
@@ -233,9 +230,9 @@ class Peers:
         _keep_alive(connection)
         try:
             hello = {"index": self.index, "count": self.count, "name": self._names[self.index]}
-            connection.sendall(_frame(hello))
+            connection.sendall(frame(hello))
             connection.settimeout(join_seconds + 5.0)
-            answer = _read(connection)
+            answer = read_message(connection)
             refused = answer["why"] if answer["kind"] == "refused" else None
             if refused is None:
                 self._names |= {index: name for index, name in answer["names"]}
@@ -251,7 +248,7 @@ class Peers:
         """A thread for each connection: to the inbox what the main thread waits for; the rest is answered here."""
         while True:
             try:
-                message = _read(self._sockets[sender])
+                message = read_message(self._sockets[sender])
             except (OSError, ValueError):
                 return self._lost(sender, None, 1)
             kind = message["kind"]
@@ -336,10 +333,10 @@ class Peers:
             self._send(index, message)
 
     def _send(self, index: int, message: dict[str, Any]) -> None:
-        frame = _frame(message)
+        framed = frame(message)
         with self._sending:
             try:
-                self._sockets[index].sendall(frame)
+                self._sockets[index].sendall(framed)
             except OSError:
                 if self._left or self._ending:
                     return
@@ -376,44 +373,3 @@ def _keep_alive(connection: socket.socket) -> None:
     for name, value in _KEEP_ALIVE.items():
         if hasattr(socket, name):  # of Linux
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def _frame(message: dict[str, Any]) -> bytes:
-    content = json.dumps(message, default=_array_to_json).encode()
-    return struct.pack("!Q", len(content)) + content
-
-
-def _read(connection: socket.socket) -> dict[str, Any]:
-    """The next message. Raises OSError at the connection's end, ValueError for what is no message."""
-    (num_bytes,) = struct.unpack("!Q", _exactly(connection, 8))
-    if num_bytes > _LONGEST_BYTES:
-        raise ValueError(f"a message of {num_bytes} bytes")
-    message = json.loads(_exactly(connection, num_bytes), object_hook=_array_of_json)
-    if not isinstance(message, dict):
-        raise ValueError("no object")
-    return message
-
-
-def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < num_bytes:
-        part = connection.recv(min(num_bytes - len(parts), 1 << 20))
-        if not part:
-            raise ConnectionResetError("the connection was closed")
-        parts += part
-    return bytes(parts)
-
-
-def _array_to_json(array: Any) -> dict[str, Any]:
-    if not hasattr(array, "dtype"):
-        raise TypeError(f"{type(array).__name__} does not go from process to process")
-    return {"__array__": base64.b64encode(array.tobytes()).decode(), "dtype": array.dtype.str, "shape": array.shape}
-
-
-def _array_of_json(found: dict[str, Any]) -> Any:
-    if "__array__" not in found:
-        return found
-    import numpy as np
-
-    array = np.frombuffer(base64.b64decode(found["__array__"]), np.dtype(found["dtype"]))
-    return array.reshape(found["shape"]).copy()

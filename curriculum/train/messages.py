@@ -1,0 +1,53 @@
+"""Messages between processes: JSON objects, which may hold numpy arrays, over a connection."""
+
+from __future__ import annotations
+
+import base64
+import json
+import socket
+import struct
+from typing import Any
+
+_LONGEST_BYTES = 1 << 31
+
+
+def frame(message: dict[str, Any]) -> bytes:
+    """The bytes of a message: its length, 8 bytes, and its JSON. Raises TypeError for what does not go into it."""
+    content = json.dumps(message, default=_array_to_json).encode()
+    return struct.pack("!Q", len(content)) + content
+
+
+def read_message(connection: socket.socket) -> dict[str, Any]:
+    """The next message. Raises OSError at the connection's end, ValueError for what is no message."""
+    (num_bytes,) = struct.unpack("!Q", _exactly(connection, 8))
+    if num_bytes > _LONGEST_BYTES:
+        raise ValueError(f"a message of {num_bytes} bytes")
+    message = json.loads(_exactly(connection, num_bytes), object_hook=_array_of_json)
+    if not isinstance(message, dict):
+        raise ValueError("no object")
+    return message
+
+
+def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < num_bytes:
+        part = connection.recv(min(num_bytes - len(parts), 1 << 20))
+        if not part:
+            raise ConnectionResetError("the connection was closed")
+        parts += part
+    return bytes(parts)
+
+
+def _array_to_json(array: Any) -> dict[str, Any]:
+    if not hasattr(array, "dtype"):
+        raise TypeError(f"{type(array).__name__} does not go from process to process")
+    return {"__array__": base64.b64encode(array.tobytes()).decode(), "dtype": array.dtype.str, "shape": array.shape}
+
+
+def _array_of_json(found: dict[str, Any]) -> Any:
+    if "__array__" not in found:
+        return found
+    import numpy as np
+
+    array = np.frombuffer(base64.b64decode(found["__array__"]), np.dtype(found["dtype"]))
+    return array.reshape(found["shape"]).copy()
