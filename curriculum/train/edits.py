@@ -16,11 +16,10 @@ from curriculum.errors import InputError
 from curriculum.plan_warnings import schedule_warnings
 from curriculum.scheduling import Past, Planned, declaration, training_settings
 from curriculum.train import ledger
+from curriculum.train.ledger import Problem
 from curriculum.train.setup import Setup
 from phases.clocks import clock_step, resolve_steps
 from phases.schedule import Schedule, Segment, cut, segments_from_json
-
-Problem = tuple[str, str]  # path in the config, message
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -21,6 +21,8 @@ from curriculum.train.optimizer import state_layout
 from curriculum.train.setup import Setup
 from evalsets.evalset import PRIMARY
 from phases.schedule import Segment, cut, segments_from_json, segments_to_json
+
+Problem = tuple[str, str]  # path in the config, message
 
 
 def entry(setup: Setup, step: int, history: History, offsets: Mapping[str, int], elapsed_s: float) -> dict[str, Any]:
@@ -94,75 +96,96 @@ def _parameters(setup: Setup) -> dict[str, list[int]]:
     return {parameter_name(path): list(array.shape) for path, array in shapes}
 
 
-def check_past(saved: Mapping[str, Any], setup: Setup, *, accept_past: bool = False) -> list[tuple[str, str]]:
+def check_past(saved: Mapping[str, Any], setup: Setup, *, accept_past: bool = False) -> list[Problem]:
     """Raise InputError where the built run is not the one that the ledger is of.
 
     Of the training text of a source that was read `accept_past` takes it that it is gone or another one now; such
     changes, as (path, message), are returned.
     """
-    config, details, model = setup.config, setup.corpus.details, plain(dict(setup.model.architecture))
-    problems: list[tuple[str, str]] = []
+    problems = [*_model_changed(saved, setup), *_settings_changed(saved, setup)]
+    changed = _changed_data_settings(saved, setup.config)
+    # With another tokenizer or packing every text is another one.
+    contents = list(_text_changed(saved, setup, changed, compare=not problems))
+    problems += _evalsets_changed(saved, setup, changed)
+    if problems:
+        raise setup.config.error(dict.fromkeys([*contents, *problems]))
+    if contents and not accept_past:
+        raise setup.config.error((path, message + _OR_ACCEPT) for path, message in dict.fromkeys(contents))
+    return contents
+
+
+def _model_changed(saved: Mapping[str, Any], setup: Setup) -> Iterator[Problem]:
+    model = plain(dict(setup.model.architecture))
     if model != saved["model"]:
         changed = [k for k in {**saved["model"], **model} if model.get(k) != saved["model"].get(k)]
         got = ", ".join(f"{k} {model.get(k)} (was {saved['model'].get(k)})" for k in changed)
         if changed == ["num_ids"] and "num_ids" not in saved["model"]:  # as where padding was always predicted
             got += f"; with model.num_ids: {model['vocab_size']} all rows are predicted, as they were"
-        problems.append(("model", f"the architecture of a run cannot change: {got}"))
+        yield "model", f"the architecture of a run cannot change: {got}"
     elif (parameters := _parameters(setup)) != saved.get("parameters", parameters):
         was = saved["parameters"]
         name = next(n for n in sorted({**was, **parameters}) if parameters.get(n) != was.get(n))
         got = f"{name} {parameters.get(name)} (was {was.get(name)})"
-        problems.append(("model", f"the parameters of a run cannot change: {got}"))
+        yield "model", f"the parameters of a run cannot change: {got}"
+
+
+def _settings_changed(saved: Mapping[str, Any], setup: Setup) -> Iterator[Problem]:
+    """What of the optimizer, the tokenizer and the packing is not as it was."""
+    config = setup.config
     optimizer = state_layout(config.optim)
     saved_optimizer = saved.get("optimizer", {"name": "adamw"})  # there was no other before ledgers told it
     for key, was in saved_optimizer.items():
         if optimizer.get(key, was) != was:
-            problems.append((f"optim.{key}", f"got {optimizer[key]}, but the run's optimizer state is of {was}"))
+            yield f"optim.{key}", f"got {optimizer[key]}, but the run's optimizer state is of {was}"
     if setup.corpus.tokenizer.fingerprint != saved["tokenizer"]:
-        message = "is not the one that the run was trained with; restore it, or start a new --run-dir"
-        problems.append(("tokenizer", message))
+        yield "tokenizer", "is not the one that the run was trained with; restore it, or start a new --run-dir"
     packing = saved.get("packing", asdict(PackingConfig()))  # a ledger that says nothing is of a run like that
     for key, value in asdict(config.packing).items():
         if value != packing[key]:
             got = f"got {json.dumps(value)}, but the run was trained with {json.dumps(packing[key])}"
-            problems.append((f"packing.{key}", got))
-    settings = _data_settings(config)
-    were = {path: was for path, was in saved.get("data", {}).items() if settings.get(path, was) != was}
+            yield f"packing.{key}", got
 
-    def changed(paths: Iterable[str]) -> list[tuple[str, str]]:
-        return [
-            (path, f"got {json.dumps(settings[path])}, but the run was begun with {json.dumps(were[path])}; restore it")
-            for path in paths
-            if path in were
-        ]
 
-    contents: list[tuple[str, str]] = []
+def _text_changed(
+    saved: Mapping[str, Any], setup: Setup, changed: Mapping[str, str], *, compare: bool
+) -> Iterator[Problem]:
+    """Each source that was read and whose training text is gone or, to be told with `compare` alone, another one.
+
+    `changed`: the settings to blame first, by place in the config.
+    """
+    details = setup.corpus.details
     for name, source in saved["sources"].items():
         if source["tokens_drawn"] == 0:
             continue
         if name not in details:
             if name in saved["declared"]["sources"]:
                 drawn = f"{source['tokens_drawn']:,} of its tokens were trained on"
-                contents.append(("sources", f"{name} is gone, but {drawn}; restore it"))
-        elif details[name]["stream"] != source["stream"] and not problems:
-            found = changed(_of_source(config, name)) or [(f"sources.{name}", _why_changed(source, details[name]))]
-            contents += found
+                yield "sources", f"{name} is gone, but {drawn}; restore it"
+        elif compare and details[name]["stream"] != source["stream"]:
+            settings = [path for path in _of_source(setup.config, name) if path in changed]
+            yield from ((path, changed[path]) for path in settings)
+            if not settings:
+                yield f"sources.{name}", _why_changed(source, details[name])
+
+
+def _evalsets_changed(saved: Mapping[str, Any], setup: Setup, changed: Mapping[str, str]) -> Iterator[Problem]:
+    """Each eval set that is not the one that the run measured under its name; `changed` as above."""
+    config = setup.config
     for name, evalset in setup.corpus.evalsets.items():
-        if evalset.content_hash != saved["history"]["eval_sets"].get(name, evalset.content_hash):
+        if evalset.content_hash == saved["history"]["eval_sets"].get(name, evalset.content_hash):
+            continue
+        chosen = config.eval_sources[name]
+        paths = ["evalsets.seq_len"]
+        if chosen.held_out_of is not None:
+            paths += _of_source(config, chosen.held_out_of)
+        elif chosen.format != "text":
+            paths += _CHAT
+        settings = [path for path in paths if path in changed]
+        yield from ((path, changed[path]) for path in settings)
+        if not settings:
             path = "evalsets.primary" if name == PRIMARY else f"evalsets.sets.{name}"
             message = "is not the set that the run measured under this name; restore it, or add it under another name"
-            paths = ["evalsets.seq_len"]
-            chosen = config.eval_sources[name]
-            if chosen.held_out_of is not None:
-                paths += _of_source(config, chosen.held_out_of)
-            elif chosen.format != "text":
-                paths += _CHAT
-            problems += changed(paths) or [(path, message)]
-    if problems:
-        raise config.error(dict.fromkeys([*contents, *problems]))
-    if contents and not accept_past:
-        raise config.error((path, message + _OR_ACCEPT) for path, message in dict.fromkeys(contents))
-    return contents
+            yield path, message
 
 
 _OR_ACCEPT = ", or go on from the counts of what was read: --accept-past"
@@ -177,6 +200,16 @@ def _data_settings(config: Config) -> dict[str, Any]:
         settings[f"sources.{name}.format"] = source.format
         settings[f"sources.{name}.held_out"] = parse_share(source.held_out)
     return settings
+
+
+def _changed_data_settings(saved: Mapping[str, Any], config: Config) -> dict[str, str]:
+    """What to say of each of them that is not as it was, by its place in the config."""
+    settings = _data_settings(config)
+    return {
+        path: f"got {json.dumps(settings[path])}, but the run was begun with {json.dumps(was)}; restore it"
+        for path, was in saved.get("data", {}).items()
+        if settings.get(path, was) != was
+    }
 
 
 def _of_source(config: Config, name: str) -> list[str]:
