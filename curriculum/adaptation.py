@@ -1,5 +1,4 @@
-"""Begin from what was learned before: a run's checkpoint or a Hugging Face folder, the sections taken from it, and
-replay of what it knew.
+"""Begin from what was learned before, a run's checkpoint or a Hugging Face folder, and keep what it knew by replay.
 
 Nothing here imports jax: a plan needs it too.
 """
@@ -9,23 +8,21 @@ from __future__ import annotations
 import difflib
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from curriculum.data.hf_files import DEFINITION_NAME
-from curriculum.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from curriculum.errors import InputError
 from curriculum.model.hf import checked_tensors
-from curriculum.model.hf_config import HF_CONFIG, architecture_fields, hf_model_type, read_hf_config
+from curriculum.model.hf_config import HF_CONFIG, hf_model_type, read_hf_config
 from curriculum.model.hf_weights import INDEX, stored_tensors
-from curriculum.model.presets import HOW, LoraConfig, ModelConfig, ModelSection, model_problems, resolve_model
+from curriculum.model.presets import LoraConfig, ModelConfig, resolve_model
 from curriculum.run import (
     RunDirectory,
     architecture_at,
     find_checkpoint,
-    read_json,
     read_ledger,
     step_folders,
     undamaged,
@@ -35,8 +32,6 @@ from phases.schedule import Phase
 
 if TYPE_CHECKING:
     from curriculum.config import Config
-
-INHERITED = ("model", "tokenizer")  # sections that a config may leave to what it begins from
 
 
 @dataclass(frozen=True)
@@ -186,131 +181,6 @@ def _hf_base(folder: Path, given: str) -> HfBase:
 
 def _as_given(path: Path, given: str) -> Path:
     return path if os.path.isabs(os.path.expanduser(given)) else Path(os.path.relpath(path))
-
-
-@dataclass(frozen=True)
-class Heritage:
-    """The `model` and `tokenizer` sections that a config takes from a run or a folder, and may not contradict.
-
-    The vocabulary of a folder's model may be padded up.
-    """
-
-    run: str  # as messages name it
-    sections: dict[str, Any]
-    tokenizer: Tokenizer
-    architecture: dict[str, Any]
-    is_hf: bool = False
-
-    def under(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """The data of a config with what it leaves out taken over: a section, or of `model` single fields.
-
-        A `model` with a preset is a whole one.
-        """
-        merged, model, its = self.sections | data, data.get("model"), self.sections["model"]
-        if isinstance(model, dict) and its is not None and model.get("preset") is None:
-            merged["model"] = its | model
-        return merged
-
-    def problems(self, model: ModelSection | None, tokenizer: TokenizerConfig) -> Iterator[tuple[str, str]]:
-        """(path, message) for everything in which sections that a config gives differ from the run's."""
-        fix = "leave the section out to take what it has"
-        if tokenizer.kind not in (self.tokenizer.kind, self.sections["tokenizer"]["kind"]):
-            yield "tokenizer.kind", f"got {tokenizer.kind}, but {self.run} has {self.tokenizer.kind}; {fix}"
-        for key, its in (("vocab_size", self.tokenizer.vocab_size), ("name", self.tokenizer.name)):
-            if getattr(tokenizer, key) not in (None, its):
-                yield f"tokenizer.{key}", f"got {getattr(tokenizer, key)}, but {self.run} has {its}; {fix}"
-        if tokenizer.path not in (None, self.sections["tokenizer"]["path"]):
-            try:
-                found = load_tokenizer(os.path.expanduser(tokenizer.path))
-                if found.fingerprint != self.tokenizer.fingerprint:
-                    yield "tokenizer.path", f"{tokenizer.path} holds another tokenizer than {self.run}; {fix}"
-            except InputError as error:
-                yield "tokenizer.path", str(error)
-        if self.is_hf and model is not None and model.vocab_size is not None:
-            rows = self.sections["model"]["num_ids"] or self.sections["model"]["vocab_size"]
-            if model.vocab_size < rows:
-                got = f"got {model.vocab_size}, but {self.run} has {rows} rows"
-                yield "model.vocab_size", f"{got}; expected as many, or more to pad it up"
-        if model is None or model_problems(model, self.tokenizer.vocab_size):
-            return
-        resolved = resolve_model(model, self.tokenizer.vocab_size)
-        if self.is_hf:
-            resolved = replace(resolved, vocab_size=resolved.num_ids or resolved.vocab_size, num_ids=None)
-        if different := differences(resolved.architecture, self.architecture):
-            only = f"or give no preset and only what may differ ({', '.join(HOW)})"
-            yield "model", f"the architecture is not that of {self.run}: {different}; {fix}, {only}"
-
-
-def heritage(init_from: str, continues: str | os.PathLike | None = None) -> Heritage:
-    """What a config that begins from `init_from` takes from there.
-
-    A run that goes on has its own copy of all of it: with `continues`, the directory of one that began from there,
-    nothing else is looked at. Raises InputError where there is no checkpoint to begin from.
-    """
-    if continues is not None and RunDirectory(Path(continues)).resolved_config.exists():
-        own = RunDirectory(Path(continues))
-        resolved = own.resolved()
-        if same_place(resolved.get("adaptation", {}).get("init_from"), init_from) and own.tokenizer.exists():
-            its = read_json(own.path / "model.json")
-            return _heritage_of(own, {name: resolved[name] for name in INHERITED}, its)
-    base = find_base(init_from)
-    if isinstance(base, HfBase):
-        return _hf_heritage(base)
-    resolved = base.config
-    kind = resolved["tokenizer"]["kind"]
-    path = None if kind == "byte" else str(base.directory.tokenizer)
-    model, architecture = resolved["model"], base.architecture
-    if model is not None and architecture != base.ledger["model"]:  # a phase changed it
-        model = model | {"rope_theta": architecture["rope_theta"]}
-    sections = {"model": model, "tokenizer": asdict(TokenizerConfig(kind, path=path))}
-    return _heritage_of(base.directory, sections, architecture)
-
-
-def _heritage_of(directory: RunDirectory, sections: dict[str, Any], architecture: dict[str, Any]) -> Heritage:
-    tokenizer = load_tokenizer(directory.tokenizer)
-    architecture.pop("lora", None)  # of a run that goes on: the section `model` says nothing of its adapters
-    if (model := sections["model"]) is not None and model.get(
-        "vocab_size"
-    ) is not None:  # what is padding there, is here
-        num_ids = architecture.get("num_ids", architecture["vocab_size"])
-        sections = sections | {"model": model | {"num_ids": num_ids}}
-    return Heritage(str(directory.path), sections, tokenizer, architecture)
-
-
-def _hf_heritage(base: HfBase) -> Heritage:
-    """All rows of the folder's embedding are ids, whether its tokenizer has them or not: its model predicts them."""
-    tokenizer, num_ids = load_tokenizer(base.folder), base.model.vocab_size
-    if num_ids < tokenizer.vocab_size:
-        got = f"got {num_ids}, but its tokenizer.json has {tokenizer.vocab_size} ids"
-        raise InputError(f"{base.folder / HF_CONFIG}: vocab_size: {got}; expected a row for each")
-    sections = {
-        "model": architecture_fields(base.model) | {"vocab_size": num_ids, "num_ids": num_ids},
-        "tokenizer": asdict(TokenizerConfig("hf", path=str(base.folder))),
-    }
-    return Heritage(str(base.folder), sections, tokenizer, base.model.architecture, is_hf=True)
-
-
-def model_from(data: dict[str, Any], continues: str | os.PathLike | None = None) -> dict[str, Any]:
-    """The data of a config whose `model.from` is replaced by the fields that it stands for, its own fields on top.
-
-    A run that goes on, in the directory `continues`, needs the folder no more: its own model is taken where the folder
-    is gone, and has the same architecture. Raises InputError for a folder that will not do.
-    """
-    model = data.get("model")
-    if not isinstance(model, dict) or not isinstance(model.get("from"), str):
-        return data
-    if model.get("preset") is not None:
-        raise InputError(f"got {model['from']!r} beside the preset {model['preset']!r}; expected one of the two")
-    folder = Path(os.path.expanduser(model["from"]))
-    own = None if continues is None else RunDirectory(Path(continues))
-    if own is not None and own.resolved_config.exists() and not folder.exists():
-        its = own.resolved()["model"] or {}
-    else:
-        its = architecture_fields(read_hf_config(folder))
-    given = {key: setting for key, setting in model.items() if key != "from"}
-    if "n_head" in given and its.get("n_kv_head") == its.get("n_head"):
-        given.setdefault("n_kv_head", given["n_head"])
-    return data | {"model": its | given}
 
 
 def base_lineage(config: Config) -> dict[str, Any] | None:

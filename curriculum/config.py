@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from curriculum.adaptation import INHERITED, AdaptationSection, Heritage, heritage, model_from
+from curriculum.adaptation import AdaptationSection
 from curriculum.config_checks import CHECKS, EXPECTED_NAME, NAME, PATH_CHECKS, TOKENIZER_PATH_CHECKS
 from curriculum.config_keys import field_key, no_such
 from curriculum.config_sections import (
@@ -27,6 +27,7 @@ from curriculum.data.documents import SourceConfig
 from curriculum.data.packing import PackingConfig
 from curriculum.data.tokenizer import TokenizerConfig
 from curriculum.errors import InputError
+from curriculum.heritage import INHERITED, Heritage, heritage, model_from
 from curriculum.model.presets import ModelSection
 from curriculum.run import RunDirectory
 from curriculum.train.mesh import MeshConfig
