@@ -21,6 +21,8 @@ from curriculum.train.setup import Setup
 from phases.clocks import clock_step, resolve_steps
 from phases.schedule import Schedule, Segment, cut, segments_from_json
 
+Bounds = tuple[int, int]  # start and end of a phase
+
 
 @dataclass(frozen=True)
 class Edit:
@@ -144,7 +146,7 @@ def _changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[dict[st
     yield from _differing("", {"seed": was["seed"]}, {"seed": now["seed"]})
     for section in ("train", "optim", "adaptation"):
         yield from _differing(section, was[section], now[section])
-    old, new = ({phase["name"]: phase for phase in declared["phases"]} for declared in (was, now))
+    old, new = _phases_by_name(was), _phases_by_name(now)
     if [name for name in old if name in new] != [name for name in new if name in old]:
         yield {"path": "phases", "was": list(old), "now": list(new)}
     for section, its, others in (("sources", was["sources"], now["sources"]), ("phases", old, new)):
@@ -181,7 +183,15 @@ def _of_past(was: Mapping[str, Any], now: Mapping[str, Any], schedule: Schedule,
     if now["seed"] != was["seed"]:
         yield "seed", f"got {now['seed']}, but steps 0 to {step} were trained with {was['seed']}"
     over, current = _phases_before(schedule, step)
-    old, new = ({phase["name"]: phase for phase in declared["phases"]} for declared in (was, now))
+    yield from _train_changed(was, now, over)
+    yield from _order_changed(was, now, over, current, step)
+    yield from _phases_changed(was, now, over, schedule)
+    yield from _replay_changed(was, now, over, step)
+
+
+def _train_changed(was: Mapping[str, Any], now: Mapping[str, Any], over: Mapping[str, Bounds]) -> Iterator[Problem]:
+    """Of train's shape, where phases that are `over` have none of their own."""
+    old, new = _phases_by_name(was), _phases_by_name(now)
     for key in ("batch_size", "seq_len"):
         got, trained = now["train"][key], was["train"][key]
         of_train = [n for n in over if n in old and n in new and old[n][key] is None and new[n][key] is None]
@@ -189,37 +199,65 @@ def _of_past(was: Mapping[str, Any], now: Mapping[str, Any], schedule: Schedule,
             start, end = over[of_train[0]][0], over[of_train[-1]][1]
             fix = f"let it be, and give what lies ahead a {key} of its own"
             yield f"train.{key}", f"got {got}, but steps {start} to {end} were trained with {trained}; {fix}"
-    place = {name: i for i, name in enumerate(new)}
+
+
+def _order_changed(
+    was: Mapping[str, Any], now: Mapping[str, Any], over: Mapping[str, Bounds], current: str | None, step: int
+) -> Iterator[Problem]:
+    """Phases that are new among those trained, and another order of these."""
+    old, new = _phases_by_name(was), _phases_by_name(now)
     stood, stand = (_ahead(list(declared), over, current) for declared in (old, new))
-    for name in stand:
+    for i, name in enumerate(stand):
         if name not in stood:
             got = f"got {name}, which stands before what was trained up to step {step}; let it follow"
-            yield f"phases[{place[name]}].name", got
+            yield f"phases[{i}].name", got
     kept = [name for name in over if name in old and name in new]
     if [name for name in stood if name in kept] != [name for name in stand if name in kept]:
         yield "phases", f"got the order {', '.join(new)}, but {', '.join(stood)} were trained first, in this order"
+
+
+def _phases_changed(
+    was: Mapping[str, Any], now: Mapping[str, Any], over: Mapping[str, Bounds], schedule: Schedule
+) -> Iterator[Problem]:
+    """Phases that are `over` and gone by now, or other ones."""
+    old, new = _phases_by_name(was), _phases_by_name(now)
+    place = {name: i for i, name in enumerate(new)}
     for name, (start, end) in over.items():
-        if name in old and name not in new:
+        if name not in old:
+            continue
+        if name not in new:
             yield "phases", f"{name} is gone, but steps {start} to {end} were trained as it; put it back"
-        if name in kept:
-            then = f"but steps {start} to {end} were trained with"
-            changed = [*_fields_changed(old[name], new[name], was["train"]["steps"], end, schedule)]
-            changed += _shape_changed(old[name], new[name], was["train"], now["train"])
-            for key in changed:
-                got, trained = (
-                    json.dumps(train.get(key) if declared[name][key] is None else declared[name][key])
-                    for declared, train in ((new, now["train"]), (old, was["train"]))
-                )
-                yield f"phases[{place[name]}].{key}", f"got {got}, {then} {trained}"
-    replay = was["adaptation"]["replay"], now["adaptation"]["replay"]
-    for source in {**replay[0], **replay[1]}:
-        share, trained = replay[1].get(source), replay[0].get(source)
+            continue
+        changed = [*_fields_changed(old[name], new[name], was["train"]["steps"], end, schedule)]
+        changed += _shape_changed(old[name], new[name], was["train"], now["train"])
+        for key in changed:
+            got, trained = (
+                json.dumps(train.get(key) if phase[key] is None else phase[key])
+                for phase, train in ((new[name], now["train"]), (old[name], was["train"]))
+            )
+            then = f"but steps {start} to {end} were trained with {trained}"
+            yield f"phases[{place[name]}].{key}", f"got {got}, {then}"
+
+
+def _replay_changed(
+    was: Mapping[str, Any], now: Mapping[str, Any], over: Mapping[str, Bounds], step: int
+) -> Iterator[Problem]:
+    """Shares of replay that a phase has which is `over`."""
+    old, new = _phases_by_name(was), _phases_by_name(now)
+    before, after = was["adaptation"]["replay"], now["adaptation"]["replay"]
+    kept = [name for name in over if name in old and name in new]
+    for source in {**before, **after}:
+        share, trained = after.get(source), before.get(source)
         if share != trained and any(source not in old[name]["mixture"] for name in kept):
             got = f"got {json.dumps(share)}, but steps 0 to {step} were trained with {json.dumps(trained)}"
             yield f"adaptation.replay.{source}", f"{got}; name the source in the mixtures of what lies ahead instead"
 
 
-def _phases_before(schedule: Schedule, step: int) -> tuple[dict[str, tuple[int, int]], str | None]:
+def _phases_by_name(declared: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    return {phase["name"]: phase for phase in declared["phases"]}
+
+
+def _phases_before(schedule: Schedule, step: int) -> tuple[dict[str, Bounds], str | None]:
     """(start and end of each phase that is over by `step`, the one under way): the last one of a run may go on."""
     over, current = {}, None
     for name, start, end in schedule.phase_bounds:
@@ -305,7 +343,7 @@ def _frozen(
 
 def _phase_of(declared: Mapping[str, Any], name: str) -> tuple[Any, ...] | None:
     """What a declaration says of a phase, None where it has none."""
-    phase = next((phase for phase in declared["phases"] if phase["name"] == name), None)
+    phase = _phases_by_name(declared).get(name)
     return phase and (phase, declared["adaptation"]["replay"])
 
 
