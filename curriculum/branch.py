@@ -44,7 +44,7 @@ from curriculum.run import (
 )
 from curriculum.train import ledger
 from curriculum.train.averages import SIDECAR
-from curriculum.train.edits import compare
+from curriculum.train.edits import find_edit
 from curriculum.train.fields import branch_edit, derived
 from curriculum.train.opening import kept_tokenizer
 from curriculum.train.resumed import to_resume
@@ -94,7 +94,7 @@ def branch(
         _check_steps_between(trunk.config, config, step, at, sorted(folders), between)
     saved = read_ledger(checkpoint)
     check_offsets(trunk.directory.path, saved["offsets"])
-    edit = compare(config, newest, at=at)
+    edit = find_edit(config, newest, at=at)
     past = replace(edit.past, segments=cut(whole.segments, at), planned=None, going_on=None)
     check(config, past)
     remembered = trunk.directory.command_line()

@@ -11,7 +11,7 @@ import pytest
 from curriculum.config import build_config
 from curriculum.errors import InputError
 from curriculum.scheduling import continued_schedule, declaration, resolve_schedule, training_settings
-from curriculum.train.edits import compare
+from curriculum.train.edits import find_edit
 from phases.batches import DataPlan
 from phases.rollback import passed_over
 from phases.schedule import SourceSupply, cut, segments_from_json, segments_to_json
@@ -49,7 +49,7 @@ def epochs_of(config):
 
 
 def ledger_of(config, schedule, step, past=None, sources=None):
-    """What `compare` reads of a ledger, as a checkpoint would keep it."""
+    """What `find_edit` reads of a ledger, as a checkpoint would keep it."""
     drawn = schedule.drawn(step)
     saved = {
         "step": step,
@@ -78,7 +78,7 @@ def begun(data=BASE, step=STEP):
 def resumed(saved, data, accept_past=False):
     """(schedule, past, edit) of the run as another config goes on with it."""
     config = config_of(data)
-    edit = compare(config, saved, accept_past=accept_past)
+    edit = find_edit(config, saved, accept_past=accept_past)
     schedule, past = continued_schedule(config, epochs_of(config), edit.past)
     return schedule, past, edit
 
@@ -515,11 +515,11 @@ def test_the_models_own_rope_theta_may_be_written_out_and_left_out_again(written
         schedule, _, edit = resumed(ledger_of(config, whole, STEP), now)
         assert schedule == whole and edit.changes == ()
         saved = ledger_of(config, whole, STEP) | {"past_end": 80}
-        assert compare(config_of(now), saved).past.segments == compare(config, saved).past.segments
+        assert find_edit(config_of(now), saved).past.segments == find_edit(config, saved).past.segments
         other = changed(now, shaped("c", batch_size=6))
         schedule, _, edit = resumed(saved, other)
         assert [change["path"] for change in edit.changes] == ["phases.c.batch_size"]
-        assert schedule.segment_at(60).end == 80 and compare(config_of(other), saved).past.going_on is not None
+        assert schedule.segment_at(60).end == 80 and find_edit(config_of(other), saved).past.going_on is not None
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,8 @@ class Edit:
     accepted: tuple[Problem, ...] = ()
 
 
-def compare(config: Config, saved: Mapping[str, Any], *, at: int | None = None, accept_past: bool = False) -> Edit:
-    """A config against the ledger of the checkpoint that the run goes on from; `at`: a later step, of a branch.
+def find_edit(config: Config, saved: Mapping[str, Any], *, at: int | None = None, accept_past: bool = False) -> Edit:
+    """What a config changes of the ledger of the checkpoint that the run goes on from; `at`: a later step, of a branch.
 
     Raises InputError, with the difference and the YAML that undoes it, where the config would change what is trained
     before that step and `accept_past` is not given: phases that are over, with their shapes, seed, replay. What a

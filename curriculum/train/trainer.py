@@ -19,7 +19,7 @@ from curriculum.train.averages import averages_at
 from curriculum.train.best import BestCheckpoints
 from curriculum.train.checkpoint import Checkpoints, import_ahead
 from curriculum.train.divergence import GoingBack, check_diverged, checkpoint_before
-from curriculum.train.edits import compare, edit_event
+from curriculum.train.edits import edit_event, find_edit
 from curriculum.train.judge import Evaluated, judge
 from curriculum.train.processes import from_first, is_first, leaving_on_error
 from curriculum.train.resumed import Resumed, resumed_by_first
@@ -60,7 +60,7 @@ def train(
             setup = build(config, store_dir, tokenizer, make_model, start_of(config))
             return train_built(setup, directory, None, lock)
         saved = resumed.ledger
-        edit = compare(config, saved, accept_past=accept_past)
+        edit = find_edit(config, saved, accept_past=accept_past)
         check(config, edit.past)
         tokenizer, start = opening.kept_tokenizer(directory, config), start_of(config, saved)
         setup = build(config, store_dir, tokenizer, make_model, start, edit.past, saved["branched_from"])
