@@ -153,7 +153,7 @@ def _check_new(directory: RunDirectory) -> None:
 
 
 def _came_after(event: Mapping[str, Any], at: int) -> bool:
-    """Whether an event of a checkpoint's step was told when the trunk went on from it, and is of a branch at `at`."""
+    """Whether an event of a checkpoint's step was recorded after it was saved, and concerns a branch at `at` too."""
     if event["event"] == "rollback":
         return event["first_bad_step"] < at
     return event["event"] == "schedule_edit" and event["kind"] == "config"

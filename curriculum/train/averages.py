@@ -42,11 +42,11 @@ def averages_at(
     phase, start = next(((name, start) for name, start, end in schedule.phase_bounds if end == done), (None, 0))
     if phase is None or setup.config.averages.phase_mean is None:
         return averages
-    # A run that goes on from here, with sets to measure that are new.
+    # It is there where a run goes on from here and has new sets to measure.
     if from_first(lambda: _end(folder / phase)) == done:
         averages[PHASE_MEAN] = place_state(setup.mesh, load_params(folder / phase / "params"))
         return averages
-    # Of an older step that was resumed from, or of another `checkpoint.every`, some may be gone; or were not saved.
+    # Some may be missing: not saved on a full disk, or deleted before the run went back or changed checkpoint.every.
     planned = mean_steps(setup.config, start, done, schedule.total_steps)
     steps = from_first(lambda: [s for s in planned if s == done or _whole(checkpoints, s)])
     if len(steps) > 1:

@@ -174,8 +174,8 @@ class Checkpoints:
             shutil.rmtree(path, ignore_errors=True)
 
     def _failure(self, step: int, error: Exception) -> Exception:
-        """The error as SaveFailed, where the disk is what failed. Of several processes the others would wait for this
-        one's part: the run ends."""
+        """What to raise for an error of a save: SaveFailed where the disk is what failed, or of several processes
+        InputError, which ends the run, as the others would wait for this one's part; else the error itself."""
         error = _of_disk(error)
         if _is_of_disk(error):
             if processes.count() > 1:

@@ -35,8 +35,8 @@ class Compiled:
     """The functions of a run. Those of one phase serve every other one of the same shape and rope theta.
 
     updates: by shape, (state, batch, *knobs) -> state. An update consumes the state that it is given.
-    suites: what measures, by the rope theta of a phase; a theta of None is the model's own, and not among them.
-    clear_window: one dispatch, where array by array they take ten times as long.
+    suites: the evals of phases with a rope theta of their own, by it; `suite` gives that of any phase.
+    clear_window: empties the metrics window in one dispatch, a tenth of the time that one an array takes.
 
     Raises InputError where prompts of `logging.generate` will not do.
     """

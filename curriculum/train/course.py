@@ -95,7 +95,7 @@ class Course:
         return self.schedule.tokens(step)
 
     def phase_ends_at(self, step: int) -> frozenset[int]:
-        """The phase ends that are planned after `step` updates: those of its trunk while a branch is it."""
+        """The phase ends as planned after `step` updates: up to where a branch leaves its trunk, the trunk's."""
         of_trunks = self.branched_from["phase_ends"] if self.branched_from else []
         return next((frozenset(ends) for until, ends in of_trunks if step <= until), self.schedule.phase_ends)
 
@@ -134,7 +134,7 @@ class Course:
     def pass_over(self, step: int, num_steps: int) -> None:
         """Go on by a schedule without the data of `num_steps` updates from `step` on, as `phases.rollback` says.
 
-        A share that was raised after that step is not: what raised it will come otherwise.
+        A share that was raised after that step is raised no more: the eval that asked for it will come out otherwise.
         Raises RollbackRefused where it cannot be; the schedule is then as it was.
         """
         supplies = resolve_inputs(self._config, self._corpus.tokens_per_epoch, self.past)["supplies"]

@@ -178,10 +178,10 @@ def _in_words(change: Mapping[str, Any]) -> str:
 def _frozen(
     saved: Mapping[str, Any], was: Mapping[str, Any], now: Mapping[str, Any], schedule: Schedule, step: int
 ) -> tuple[int, Segment | None]:
-    """(up to where the schedule stands, the segment that goes on there where the config alone does not say which).
+    """(the step up to which the schedule is kept, the segment that goes on there; None where the config says which).
 
-    Something else than the config decided it, such as a raised share or a rollback. It lasts to its phase's end, unless
-    the phase is edited now; rates, batches and the end itself are what the config says.
+    There is one where something else than the config decided it, such as a raised share or a rollback. It lasts to its
+    phase's end, unless the phase is edited now; rates, batches and the end itself are what the config says.
     """
     until = saved["past_end"]
     if until <= step:

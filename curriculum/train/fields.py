@@ -127,9 +127,9 @@ def branch_point(branched_from: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def edits_again(setup: Setup, history: History, done: int) -> list[dict[str, Any]]:
-    """What is told after `done` updates of the schedule's edits that are in it already.
+    """The edits to record after `done` updates though the schedule has them already, as the run comes there again.
 
-    Where a branch leaves its trunk, and what the config changed, of a trunk or of a run on its way from a rollback.
+    That a branch leaves its trunk here, or what the config changed here: of the trunk, or of the run before a rollback.
     """
     course = setup.course
     if course.branched_from and done == course.branched_from["step"]:

@@ -49,9 +49,9 @@ class History:
         return History(**{**history, "watch": watch, "gold": gold, "rollbacks": rollbacks})
 
     def done_before(self, step: int) -> Mapping[str, Any] | None:
-        """What the run did at a step that it trains again after a rollback as before: the schedule has it already.
+        """What the run did after an eval at `step` before it went back, where it now trains that step again as before.
 
-        {action, edits}, None for any other step.
+        {action, edits}, the edits being in the schedule already; None for any other step.
         """
         for rollback in reversed(self.rollbacks):
             if rollback["step"] < step <= rollback["first_bad_step"]:
@@ -59,7 +59,7 @@ class History:
         return None
 
     def edits_before(self, step: int) -> list[Mapping[str, Any]]:
-        """What the config changed at a step that is trained again after a rollback, even after the first bad update."""
+        """What the config changed at a step that is trained again after a rollback, also past the first bad update."""
         of_steps = [r["acts"].get(str(step)) for r in reversed(self.rollbacks) if r["step"] < step and "acts" in r]
         acts = next(filter(None, of_steps), {"edits": []})
         return [edit for edit in acts["edits"] if edit["kind"] != "replay"]

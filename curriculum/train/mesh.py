@@ -202,7 +202,8 @@ def place_state(mesh: Mesh, state: Any) -> Any:
 
 
 def constrain(mesh: Mesh, tree: Any) -> Any:
-    """The same inside a compiled function; the compiler may otherwise keep a gradient whole on every device."""
+    """Inside a compiled function: a tree laid out as `state_shardings` says, such as gradients, of which the compiler
+    may otherwise keep all on every device."""
     import jax
 
     return jax.lax.with_sharding_constraint(tree, state_shardings(mesh, tree))

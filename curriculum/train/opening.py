@@ -106,9 +106,9 @@ def writable(directory: RunDirectory) -> Iterator[None]:
 def begin_in(
     directory: RunDirectory, lock: RunLock, checkpoints: Checkpoints, resumed: Resumed | None
 ) -> list[dict[str, Any]]:
-    """Take the lock of a directory that had no run, and so none to take, until now, and set what is damaged aside.
+    """Lock a directory that had no run to lock until now, and move damaged checkpoints into `superseded/`.
 
-    {step, why, moved_to} of each checkpoint that was.
+    Returns {step, why, moved_to} of each of these.
     """
     if not lock.held:
         lock.take()

@@ -58,7 +58,7 @@ class Peers:
             thread.start()
 
     def from_first(self, value: Any = None) -> Any:
-        """What process 0 calls it with; the others' values are not looked at. Plain JSON and numpy arrays."""
+        """The value that process 0 passes, in every process; plain JSON and numpy arrays. The others' are ignored."""
         if self._left:
             return value
         if self.index:
@@ -67,7 +67,7 @@ class Peers:
         return value
 
     def gather(self, value: Any = None) -> list[Any]:
-        """What each process calls it with, by index. Returns once all of them have called it."""
+        """The values that the processes pass, by index. Returns once all of them have called it."""
         if self._left:
             return [value] * self.count
         if self.index:

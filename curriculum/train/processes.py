@@ -50,10 +50,10 @@ def is_first() -> bool:
 
 
 def from_first(make: Callable[[], Any]) -> Any:
-    """What `make` returns in process 0, in every process; it is called in no other. All must come here.
+    """Call `make` in process 0 alone, and return its result in every process. All processes must call this.
 
-    It returns plain JSON with numpy arrays: tuples come as lists, keys of mappings as strings. InputError and OSError
-    are raised in every process; the former says something in process 0 alone.
+    The result is plain JSON with numpy arrays: in the others tuples are lists, keys of mappings strings. InputError and
+    OSError are raised in every process; the message of the former is in process 0 alone.
     """
     if _peers is None:
         return make()
@@ -80,7 +80,7 @@ def from_first(make: Callable[[], Any]) -> Any:
 
 
 def first_then_all(make: Callable[[], Any]) -> Any:
-    """What `make` returns here, process 0 having called it before the others: it prepares what they then find."""
+    """Call `make` in process 0 first, then in the others, which find what it prepared; what it returned here."""
     if _peers is None:
         return make()
     made: list[Any] = []
@@ -98,7 +98,7 @@ def wait_for_all() -> None:
 
 
 def agreed_stop(received: int | None, step: int) -> int | None:
-    """The signal to stop by after `step`, where this process received one or another did: at the same step in all."""
+    """The signal that stops the run after `step`, None to go on: the same in all, whichever process `received` it."""
     return received if _peers is None else _peers.agreed_stop(received, step)
 
 

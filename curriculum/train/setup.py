@@ -53,7 +53,7 @@ class Setup:
     compiled: Compiled
     lineage: dict[str, Any] | None  # the run that this one began from, back to the first
     device_lines: list[str]  # for the console
-    begins_branch: bool = False  # what goes on from a checkpoint is a branch that begins
+    begins_branch: bool = False  # the run goes on from a checkpoint of its trunk, for the first time
     edit: dict[str, Any] | None = None  # what the config changed of the run that goes on, as `schedule_edit` tells it
 
     def update_at(self, step: int) -> Callable[..., TrainState]:
