@@ -264,7 +264,7 @@ def test_a_gold_stays_while_the_newest_checkpoint_is_on_its_way(told, tmp_path):
         if step != 50:
             shutil.rmtree(directory.checkpoints / str(step))
     with BestCheckpoints(directory, 50) as best:
-        best.spoken_of(75, ledgers[75])
+        best.note_saving(75, ledgers[75])
         best.drop_all_but(kept_steps(ledgers[75]))
         assert ledgers[50].gold.step in best.gold.steps()
         (directory.checkpoints / "50").rename(directory.checkpoints / "75")

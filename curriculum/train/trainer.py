@@ -281,7 +281,7 @@ def save(run: Running, done: int, planned: bool) -> dict[str, int] | None:
         except OSError as error:
             run.save_failed(done, error, f"checkpoints/{done}")
             return None
-        run.best.spoken_of(done, run.history.gold)
+        run.best.note_saving(done, run.history.gold)
         if is_first():
             run.directory.write_training_state(fields.training_state(run.setup, done, run.history))
     return offsets
