@@ -124,23 +124,21 @@ def _lineage(run: Run) -> list[str]:
 
 
 def _loading(run: Run, exported: Exported) -> list[str]:
-    if exported.kind == "gguf":
-        before = [
-            "With llama.cpp, or in this folder with transformers:",
-            fenced("", "llama-cli -m model.gguf -p 'Once'"),
-        ]
+    kind = exported.kind
+    library = "peft" if kind == "peft" else "transformers"
+    before = [f"In this folder, with {library}:"]
+    where = '"."'
+    if kind == "gguf":
+        run_it = fenced("", "llama-cli -m model.gguf -p 'Once'")
+        before = ["With llama.cpp, or in this folder with transformers:", run_it]
         where = '".", gguf_file="model.gguf"'
-    else:
-        before, where = [f"In this folder, with {'peft' if exported.kind == 'peft' else 'transformers'}:"], '"."'
-    package, loader = "transformers", "AutoModelForCausalLM"
-    if exported.kind == "peft":
-        package, loader = "peft", "AutoPeftModelForCausalLM"
-    together = "AutoModelForCausalLM, AutoTokenizer" if package == "transformers" else "AutoTokenizer"
-    first = [] if package == "transformers" else [f"from {package} import {loader}"]
+    loader, imports = "AutoModelForCausalLM", ["from transformers import AutoModelForCausalLM, AutoTokenizer"]
+    if kind == "peft":
+        loader = "AutoPeftModelForCausalLM"
+        imports = [f"from peft import {loader}", "from transformers import AutoTokenizer"]
     code = [
         "import torch",
-        *first,
-        f"from transformers import {together}",
+        *imports,
         "",
         f"model = {loader}.from_pretrained({where})",
         f"tokenizer = AutoTokenizer.from_pretrained({where})",
@@ -149,7 +147,7 @@ def _loading(run: Run, exported: Exported) -> list[str]:
         "print(tokenizer.decode(model.generate(ids, max_new_tokens=40)[0]))",
     ]
     after = ["The prompt begins with the token that every document of the evals came after."]
-    if exported.kind == "peft":
+    if kind == "peft":
         after.append(
             "`adapter_config.json` names the model that the adapters are for; with `--merge`, `curriculum export` "
             "writes that model with them folded in."
@@ -159,35 +157,21 @@ def _loading(run: Run, exported: Exported) -> list[str]:
             directory = re.sub(r"/(checkpoints|gold|kept)(/\d+)?/?$", "", base["init_from"])
             export = f"curriculum export {shlex.quote(directory)} --step {base['step']} --format hf -o base"
             after.append(f"It names a checkpoint of a run, which peft does not read: `{export}`, and name that folder.")
-    if exported.kind == "hf":
+    if kind == "hf":
         after.append("With vllm, and for llama.cpp by its converter (or by `curriculum export RUN --format gguf`):")
         after.append(fenced("", "vllm serve .\npython convert_hf_to_gguf.py ."))
     return [*before, fenced("python", "\n".join(code)), *after]
 
 
 def _reproducing(run: Run, exported: Exported) -> list[str]:
-    name = shlex.quote(run.resolved["name"])
-    options = [f"{option} {shlex.quote(value)}".rstrip() for option, _, value in
-               (given.partition(" ") for given in run.directory.command_line())]  # fmt: skip
-    branch = run.branched_from
-    if branch is None:
-        train = ["curriculum train run.yaml", f"--run-dir runs/{name}", *options]
-    else:
-        trunk = shlex.quote(str(branch["run"]))
-        train = [f"curriculum branch {trunk}", f"--at {branch['step']}", f"--run-dir runs/{name}", *options]
-    export = [f"curriculum export runs/{name}", "--format", "gguf" if exported.kind == "gguf" else "hf"]
-    export += ["--merge"] if exported.merged else []
-    if exported.weights.startswith("mean:"):
-        export.append(f"--weights {exported.weights}")
-    else:
-        export.append(f"--step {exported.step} --weights {exported.weights}")
-    export.append(f"--dtype {exported.dtype} -o {name}-export")
-    parts = [fenced("", f"{' '.join(train)}\n{' '.join(export)}")]
-    if branch is not None:
+    parts = [fenced("", "\n".join(_commands(run, exported)))]
+    if run.branched_from is not None:
         parts.append("The run is a branch: up to that step it is the run that it left, which has to be there.")
     if any(e["event"] in ("schedule_edit", "resume") for e in run.events if e["step"] <= exported.step):
-        parts.append("It was taken up or edited on its way; the config is the last one. A run begun with it does not "
-                     "repeat the edits.")  # fmt: skip
+        parts.append(
+            "It was taken up or edited on its way; the config is the last one. A run begun with it does not repeat the "
+            "edits."
+        )
     if run.events:
         devices = [e["devices"] for e in run.events if "devices" in e][-1]
         mesh = " x ".join(f"{axis} {size}" for axis, size in devices["mesh"].items())
@@ -201,6 +185,27 @@ def _reproducing(run: Run, exported: Exported) -> list[str]:
         config = {key: value for key, value in run.resolved.items() if key not in ("derived", "command_line")}
         text, which = yaml.safe_dump(config, sort_keys=False, allow_unicode=True), "run.yaml, every default filled in"
     return [*parts, f"<details><summary>{which}</summary>", fenced("yaml", text.rstrip("\n")), "</details>"]
+
+
+def _commands(run: Run, exported: Exported) -> list[str]:
+    """What to type to train the run again, and to export it as it was."""
+    name = shlex.quote(run.resolved["name"])
+    given = (option.partition(" ") for option in run.directory.command_line())
+    options = [f"{flag} {shlex.quote(value)}".rstrip() for flag, _, value in given]
+    branch = run.branched_from
+    if branch is None:
+        train = ["curriculum train run.yaml"]
+    else:
+        train = [f"curriculum branch {shlex.quote(str(branch['run']))}", f"--at {branch['step']}"]
+    train += [f"--run-dir runs/{name}", *options]
+    export = [f"curriculum export runs/{name}", "--format", "gguf" if exported.kind == "gguf" else "hf"]
+    export += ["--merge"] if exported.merged else []
+    if exported.weights.startswith("mean:"):
+        export.append(f"--weights {exported.weights}")
+    else:
+        export.append(f"--step {exported.step} --weights {exported.weights}")
+    export.append(f"--dtype {exported.dtype} -o {name}-export")
+    return [" ".join(train), " ".join(export)]
 
 
 def _not_known(run: Run, unknown: Iterable[str]) -> list[str]:
