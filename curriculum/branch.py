@@ -80,11 +80,7 @@ def branch(
     _check_new(directory)
     at = _step_of(trunk, at)
     folders = _checkpoints(trunk.directory)
-    before = [s for s in folders if s <= at]
-    if not before:
-        there = ", ".join(map(str, sorted(folders))) or "none"
-        raise InputError(f"--at {at}: {trunk.directory.path} has no checkpoint at or before it; there are: {there}")
-    checkpoint = _newest_whole(folders, before) or undamaged(folders[max(before)][0], f"--at {at}: ")
+    checkpoint = _checkpoint_before(trunk, folders, at)
     step = int(checkpoint.name)
     config = _config(trunk, overrides, dataset_dirs, eval_dataset_dirs)
     newest = read_ledger(_newest_whole(folders, [s for s in folders if s > at]) or checkpoint)
@@ -97,20 +93,8 @@ def branch(
     edit = find_edit(config, newest, at=at)
     past = replace(edit.past, segments=cut(whole.segments, at), planned=None, going_on=None)
     check(config, past)
-    remembered = trunk.directory.command_line()
-    changes = [option for option in config.command_line if option not in remembered]
-    branched_from = {
-        "run": str(run),
-        "step": at,
-        "id": secrets.token_hex(8),
-        "branched_from": trunk.branched_from,
-        "mixture_before": whole.shares(at),
-        "reason": " ".join([f"branched from {run} at step {at}", *changes]),
-        "acts": acts_of(event for event in trunk.events if event["step"] < at),
-        "phase_ends": [*(saved.get("branched_from") or {}).get("phase_ends", []), (at, sorted(whole.phase_ends))],
-    }
-    start = start_of(config, saved)
-    tokenizer = kept_tokenizer(trunk.directory, config)
+    start, tokenizer = start_of(config, saved), kept_tokenizer(trunk.directory, config)
+    branched_from = _branching(run, trunk, at, config, whole, saved)
     setup = build(config, store_dir, tokenizer, make_model, start, past, branched_from)
     rollbacks = [r for r in newest["history"].get("rollbacks", ()) if r["first_bad_step"] < at]
     passed_over = bool(rollbacks) and at < newest["past_end"]
@@ -208,6 +192,15 @@ def _checkpoints(directory: RunDirectory) -> dict[int, list[Path]]:
     return folders
 
 
+def _checkpoint_before(trunk: Run, folders: Mapping[int, Sequence[Path]], at: int) -> Path:
+    """The newest checkpoint at or before `at` that verifies. Raises InputError where there is none."""
+    before = [step for step in folders if step <= at]
+    if not before:
+        there = ", ".join(map(str, sorted(folders))) or "none"
+        raise InputError(f"--at {at}: {trunk.directory.path} has no checkpoint at or before it; there are: {there}")
+    return _newest_whole(folders, before) or undamaged(folders[max(before)][0], f"--at {at}: ")
+
+
 def _newest_whole(folders: Mapping[int, Sequence[Path]], steps: Iterable[int]) -> Path | None:
     """The newest checkpoint of these steps that verifies; those passed over for it are told on stderr."""
     passed_over = []
@@ -230,6 +223,28 @@ def _config(
         return changed_config(trunk.config, overrides, **directories, continues=trunk.directory.path)
     remembered = trunk.directory.command_line()
     return load_config(path, overrides, **directories, remembered=remembered, continues=trunk.directory.path)
+
+
+def _branching(
+    run: str | Path, trunk: Run, at: int, config: Config, whole: Schedule, saved: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What the branch remembers of its trunk, as its ledgers keep it: `Course` says what for.
+
+    `whole` is the trunk's schedule, `saved` the ledger that the branch begins with.
+    """
+    remembered = trunk.directory.command_line()
+    changes = [option for option in config.command_line if option not in remembered]
+    of_trunks = (saved.get("branched_from") or {}).get("phase_ends", [])
+    return {
+        "run": str(run),
+        "step": at,
+        "id": secrets.token_hex(8),
+        "branched_from": trunk.branched_from,
+        "mixture_before": whole.shares(at),
+        "reason": " ".join([f"branched from {run} at step {at}", *changes]),
+        "acts": acts_of(event for event in trunk.events if event["step"] < at),
+        "phase_ends": [*of_trunks, (at, sorted(whole.phase_ends))],
+    }
 
 
 def _check_steps_between(

@@ -26,7 +26,7 @@ class Course:
 
     schedule: as it is planned now.
     past: what of `schedule` does not come from the config; checkpoints keep it.
-    branched_from: what `curriculum.branch` says of a branch's trunk, None for a run that is no branch.
+    branched_from: what a branch remembers of its trunk (`curriculum.branch`), None for a run that is no branch.
     plan: the order in which the sources are read.
     rates: the learning rate by update, float64.
     judged_from: from where on an update's loss is judged, by update, int32.
