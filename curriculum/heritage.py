@@ -71,7 +71,7 @@ class Heritage:
             yield "model", f"the architecture is not that of {self.run}: {different}; {fix}, {only}"
 
 
-def heritage(init_from: str, continues: str | os.PathLike | None = None) -> Heritage:
+def heritage(init_from: str, continues: str | os.PathLike | None) -> Heritage:
     """What a config that begins from `init_from` takes from there.
 
     A run that goes on has its own copy of all of it: with `continues`, the directory of one that began from there,
@@ -120,7 +120,7 @@ def _hf_heritage(base: HfBase) -> Heritage:
     return Heritage(str(base.folder), sections, tokenizer, base.model.architecture, is_hf=True)
 
 
-def model_from(data: dict[str, Any], continues: str | os.PathLike | None = None) -> dict[str, Any]:
+def model_from(data: dict[str, Any], continues: str | os.PathLike | None) -> dict[str, Any]:
     """The data of a config whose `model.from` is replaced by the fields that it stands for, its own fields on top.
 
     A run that goes on, in the directory `continues`, needs the folder no more: its own model is taken where the folder

@@ -123,7 +123,9 @@ def test_the_theta_of_a_phase_is_what_it_is_trained_and_measured_with(whole, sto
     base = setup.config
     setup = build(base, store)
     try:
-        state = setup.states.restored(trainer.Checkpoints(run_dir / "checkpoints"), 24, setup.course.plan.sources)
+        state = setup.states.restored(
+            trainer.Checkpoints(run_dir / "checkpoints"), 24, setup.course.plan.sources, setup.config.train.window_steps
+        )
         batch = setup.course.feed[24]
         architecture = ModelConfig.of(read_json(run_dir / "model.json"))
         assert architecture.rope_theta == 10_000
@@ -225,7 +227,7 @@ def test_micro_steps_of_a_phase_change_no_data_and_the_numbers_by_rounding(whole
     for step in (6, 12, 24):  # the first two phases, and the last
         batches, told = [], []
         for setup in setups:
-            state = setup.states.restored(checkpoints, step, setup.course.plan.sources)
+            state = setup.states.restored(checkpoints, step, setup.course.plan.sources, setup.config.train.window_steps)
             batches.append([np.asarray(a).reshape(-1) for a in setup.course.feed[step]])
             after = setup.update_at(step)(state, setup.course.feed[step], *setup.course.knobs(step))
             told.append(read_window(after.window, setup.course.plan.sources))

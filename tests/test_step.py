@@ -283,7 +283,7 @@ def test_one_program_whatever_the_rate_the_sources_and_the_window():
     for i, lr in enumerate(np.linspace(0, 1e-2, 5, dtype=np.float32)):
         batch = make_batch(seed=i)
         batch = batch._replace(source_ids_AB=np.full_like(batch.source_ids_AB, i % 3))
-        state = step(state, place_batch(mesh, batch), lr)
+        state = step(state, place_batch(mesh, batch, batch.inputs_ABT.shape[1]), lr)
         assert read_window(state.window, SOURCES)["loss"] > 0
         state = state._replace(window=clear_window(state.window))
     assert int(state.step) == 5

@@ -182,7 +182,7 @@ def test_the_gold_is_the_best_that_no_guard_objects_to_and_its_checkpoint_is_who
     try:
         kept = Checkpoints(told / "gold", keep=None)
         assert gold["step"] in kept.steps()
-        state = setup.states.restored(kept, gold["step"], setup.course.plan.sources)
+        state = setup.states.restored(kept, gold["step"], setup.course.plan.sources, setup.config.train.window_steps)
         kept.close()
         results = setup.suite_at(0).run(state.params)
     finally:

@@ -72,7 +72,7 @@ def find_edit(config: Config, saved: Mapping[str, Any], *, at: int | None = None
 
 
 def edit_event(
-    edit: Edit, saved: Mapping[str, Any], setup: Setup, accepted: Sequence[Problem] = ()
+    edit: Edit, saved: Mapping[str, Any], setup: Setup, accepted: Sequence[Problem]
 ) -> dict[str, Any] | None:
     """What `schedule_edit` records of an edit whose run is built, None where nothing was changed.
 

@@ -249,10 +249,10 @@ def rows_here(mesh: Mesh, num_rows: int) -> slice:
     return slice(min(start for start, _ in spans), max(stop for _, stop in spans))
 
 
-def place_batch(mesh: Mesh, batch: Any, num_rows: int | None = None) -> Any:
+def place_batch(mesh: Mesh, batch: Any, num_rows: int) -> Any:
     """A batch on the mesh: rows (the second axis) split over data and fsdp.
 
-    `num_rows`: of the whole batch, where `batch` holds only `rows_here` of them.
+    The whole batch has `num_rows` of them, of which `batch` holds `rows_here`.
     """
     import jax
     from jax.sharding import NamedSharding, PartitionSpec

@@ -46,7 +46,7 @@ class States:
     @cached_property
     def like(self) -> TrainState:
         """Shapes, types and placement of a state, no values."""
-        return self._like(len(self.sources))
+        return self._like(len(self.sources), self.config.train.window_steps)
 
     @cached_property
     def shardings(self) -> TrainState:
@@ -59,7 +59,8 @@ class States:
     def first(self) -> TrainState:
         """The state at step 0."""
         # Compiled, so that the moments are made where they belong: no device ever holds all of them.
-        compiled = jax.jit(self._begun(len(self.sources)), donate_argnums=0, out_shardings=self.shardings)
+        begun = self._begun(len(self.sources), self.config.train.window_steps)
+        compiled = jax.jit(begun, donate_argnums=0, out_shardings=self.shardings)
         if self.frozen is not None:
             return compiled(place_state(self.mesh, init_adapters(self.architecture, self.config.seed)))
         if isinstance(self.base, HfBase):
@@ -76,29 +77,24 @@ class States:
         params = jax.tree.map(lambda p: np.array(p) if isinstance(p, jax.Array) else p, params)
         return compiled(place_state(self.mesh, params))
 
-    def restored(
-        self, checkpoints: Checkpoints, step: int, sources: Sequence[str], window_steps: int | None = None
-    ) -> TrainState:
-        """The state of a checkpoint whose metrics window was over `sources`, and whose guard had `window_steps`.
-
-        None: as many as are configured.
-        """
+    def restored(self, checkpoints: Checkpoints, step: int, sources: Sequence[str], window_steps: int) -> TrainState:
+        """The state of a checkpoint whose metrics window was over `sources`, and whose guard had `window_steps`."""
         state = checkpoints.restore(step, self._like(len(sources), window_steps))
         window = window_for(state.window, sources, self.sources)
         guard = with_window(state.guard, step, self.config.train.window_steps)
         return state._replace(window=place_state(self.mesh, window), guard=place_state(self.mesh, guard))
 
-    def _like(self, num_sources: int, window_steps: int | None = None) -> TrainState:
+    def _like(self, num_sources: int, window_steps: int) -> TrainState:
         params = abstract_params(self.model)
         trained = params if self.frozen is None else adapters_of(params)
         return abstract_on_mesh(self.mesh, jax.eval_shape(self._begun(num_sources, window_steps), trained))
 
-    def _begun(self, num_sources: int, window_steps: int | None = None) -> Callable[[Params], TrainState]:
-        """What makes a state of parameters. Its guard looks back on `window_steps`, None: as many as are configured."""
+    def _begun(self, num_sources: int, window_steps: int) -> Callable[[Params], TrainState]:
+        """What makes the first state of parameters; its guard looks back on `window_steps`."""
         return partial(
             init_state,
             optimizer=self.optimizer,
             num_sources=num_sources,
             ema=self.config.averages.ema_decay is not None,
-            window_steps=window_steps or self.config.train.window_steps,
+            window_steps=window_steps,
         )

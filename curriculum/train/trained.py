@@ -15,7 +15,7 @@ from curriculum.errors import InputError
 from curriculum.model.model import Model, Params, abstract_params
 from curriculum.model.presets import HOW, ModelConfig
 from curriculum.model.transformer import transformer
-from curriculum.run import DEFAULT_STORE_DIR, architecture_at
+from curriculum.run import architecture_at
 from curriculum.train.abstract import abstract_on_mesh
 from curriculum.train.device import cache_compiled, tune_device
 from curriculum.train.frozen import whole_params
@@ -40,8 +40,8 @@ def load_trained(
     arrays: Path,
     ledger: Mapping[str, Any],
     step: int,
-    store_dir: str | Path = DEFAULT_STORE_DIR,
-    make_model: Callable[[int], Model] | None = None,
+    store_dir: str | Path,
+    make_model: Callable[[int], Model] | None,
 ) -> Trained:
     """The whole parameters saved in `arrays`, on the mesh of the run or, where that does not fit, on one of data alone.
 
