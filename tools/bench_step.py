@@ -25,6 +25,7 @@ import argparse
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -101,9 +102,7 @@ def missing(variant: str) -> str | None:
     for module in ["torch", *TORCH_NEEDS[variant]] if variant in TORCH_NEEDS else []:
         if find_spec(module) is None:
             return f"{module} is not installed (make parity; accelerate comes with the extra `judge`)"
-    if variant == "torch_compile" and not any(
-        os.access(Path(folder) / "g++", os.X_OK) for folder in os.environ.get("PATH", "").split(os.pathsep)
-    ):
+    if variant == "torch_compile" and shutil.which("g++") is None:
         return "torch.compile needs a C++ compiler, and there is no g++"
     return None
 
@@ -145,7 +144,6 @@ class Worker:
         environment = os.environ | ({"OMP_NUM_THREADS": threads} if threads else {})
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(command, env=environment, **pipes)
-        self.about: dict = {}
         self.forget()
         self.about = self._answer()
 
