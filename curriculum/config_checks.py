@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 
 from curriculum.config_keys import no_such
+from curriculum.config_sections import EvalSource
 from curriculum.config_shapes import SHAPE_CHECKS, known_vocab_size, model_of
 from curriculum.data.split import parse_share
 from curriculum.model.presets import model_problems
@@ -113,11 +114,8 @@ def _check_evalsets(v):
         if len(given) != 1:
             got = " and ".join(given) or "none"
             yield path, f"got {got}, expected exactly one of 'held_out_of', 'path' and 'hf'"
-        if source.held_out_of is not None and (source.text_key, source.glob, source.format) != (
-            type(source).text_key,
-            type(source).glob,
-            type(source).format,
-        ):
+        of_own_text = any(getattr(source, key) != getattr(EvalSource, key) for key in ("text_key", "glob", "format"))
+        if source.held_out_of is not None and of_own_text:
             reason = "are read with 'path' or 'hf' only; held-out text comes from its source"
             yield path, f"text_key, glob and format {reason}"
         elif len(given) == 1:
