@@ -24,7 +24,7 @@ from curriculum.export import export
 from curriculum.manifest import damage, write_manifest
 from curriculum.run import RunDirectory, find_checkpoint, load_run, undamaged
 from curriculum.train.checkpoint import Checkpoints, _in_turn, load_params, save_params
-from curriculum.train.finite import NonFiniteState, check_finite
+from curriculum.train.finite import NonFiniteState
 from curriculum.train.resumed import to_resume
 from curriculum.train.step import init_state
 
@@ -383,27 +383,3 @@ def test_saves_of_several_folders_follow_one_another(tmp_path):
         assert place.steps() == list(range(1, 9))
         assert all(damage(place.directory / str(step)) is None for step in place.steps())
     assert [load_params(tmp_path / f"mean{step}")["w"][0] for step in range(1, 9)] == list(range(1, 9))
-
-
-@pytest.mark.parametrize("shape", [(), (5,), (7, 5), (64, 128), (3, 4, 40)])
-def test_what_is_no_number_is_found_wherever_it_stands(shape):
-    state, w = state_at(3), np.full(shape, np.finfo(np.float32).max, np.float32)
-    check_finite(state._replace(params={"w": jax.device_put(w)}))
-    for value in (np.nan, np.inf, -np.inf):
-        for place in (0, w.size // 3, w.size - 1):
-            bad = w.copy()
-            bad.reshape(-1)[place] = value
-            with pytest.raises(NonFiniteState, match=r"params\.w is not finite"):
-                check_finite(state._replace(params={"w": jax.device_put(bad)}))
-
-
-def test_what_was_found_finite_vouches_for_nothing_else():
-    state = jax.device_put(state_at(3))
-    for _ in range(2):
-        check_finite(state)
-    adam, *rest = state.opt_state
-    for value in (np.nan, np.inf, -np.inf):
-        bad = state._replace(opt_state=(adam._replace(nu={"w": adam.nu["w"].at[-1, -1].set(value)}), *rest))
-        with pytest.raises(NonFiniteState, match=r"nu\.w is not finite"):
-            check_finite(bad)
-    check_finite(state)
