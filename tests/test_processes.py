@@ -21,11 +21,10 @@ def start_train(folder, num_processes, *arguments):
     port = free_port()
     command = ["-m", "curriculum", "train", folder / "long.json", "--run-dir", folder / "long", "--store-dir"]
     command += [folder / "store", "--resume", "latest", *arguments]
-    several = [[f"--coordinator=127.0.0.1:{port}", f"--num-processes={num_processes}"]] if num_processes > 1 else [[]]
-    return [
-        start([*command, *several[0], *([f"--process-id={i}"] if num_processes > 1 else [])])
-        for i in range(num_processes)
-    ]
+    if num_processes == 1:
+        return [start(command)]
+    command += [f"--coordinator=127.0.0.1:{port}", f"--num-processes={num_processes}"]
+    return [start([*command, f"--process-id={i}"]) for i in range(num_processes)]
 
 
 def wait_for_rows(folder, num_rows):
