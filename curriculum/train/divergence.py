@@ -73,9 +73,14 @@ def check_diverged(run: Running, done: int, *, whole_state: bool = False) -> Non
         else:
             raise GoingBack(_rollback(run, done, divergence))
     told = [{key: value for key, value in rollback.items() if key != "acts"} for rollback in rollbacks]
-    last_good = {"last_good_step": divergence.good_step}
-    fields = {"reason": divergence.reason, "first_bad_step": divergence.first_bad_step, "rollbacks": told}
-    run.record.event("diverged", done, **fields, **last_good)
+    run.record.event(
+        "diverged",
+        done,
+        reason=divergence.reason,
+        first_bad_step=divergence.first_bad_step,
+        rollbacks=told,
+        last_good_step=divergence.good_step,
+    )
     raise Diverged(_summary(run, done, divergence, why))
 
 
@@ -89,7 +94,8 @@ def _rollback(run: Running, done: int, divergence: _Divergence) -> Rollback:
         if e["step"] >= good and (e["step"] <= first or e.get("kind") == "config")
     ]
     acts = acts_of(e for e in events if e["step"] > good)
-    edits = acts_of(e for e in events if e["step"] == good and e.get("kind") == "config").get(str(good), {"edits": []})
+    at_good = acts_of(e for e in events if e["step"] == good and e.get("kind") == "config")
+    edits = at_good[str(good)]["edits"] if at_good else []
     now = {"step": good, "first_bad_step": first, "skip_steps": config.skip_steps, **({"acts": acts} if acts else {})}
     event = {
         "told_at_step": done,
@@ -99,7 +105,7 @@ def _rollback(run: Running, done: int, divergence: _Divergence) -> Rollback:
         "max": config.max,
         "reason": divergence.reason,
     }
-    return Rollback(event, (*before, now), tuple(edits["edits"]))
+    return Rollback(event, (*before, now), tuple(edits))
 
 
 def checkpoint_before(directory: RunDirectory, rollback: Rollback) -> Resumed | None:
