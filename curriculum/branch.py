@@ -186,7 +186,7 @@ def _step_of(trunk: Run, at: int | str) -> int:
 def _checkpoints(directory: RunDirectory) -> dict[int, list[Path]]:
     """The folders of every checkpoint of a run by its step, wherever it is kept."""
     folders: dict[int, list[Path]] = {}
-    for place in (directory.checkpoints, directory.gold, directory.kept):
+    for place in directory.places:
         for step in checkpoint_steps(place):
             folders.setdefault(step, []).append(place / str(step))
     return folders
