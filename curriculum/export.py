@@ -25,7 +25,7 @@ from curriculum.model.safetensors_writer import DTYPES, numpy_dtype, rounded_all
 from curriculum.model_card import Exported, model_card
 from curriculum.record.append import tell
 from curriculum.record.events import EVENTS, read_events
-from curriculum.run import Run, RunDirectory, architecture_at, find_checkpoint, read_json, read_ledger
+from curriculum.run import Run, RunDirectory, architecture_at, find_checkpoint, read_ledger
 
 if TYPE_CHECKING:
     from curriculum.model.model import Model, Params
@@ -69,7 +69,7 @@ def export(
     _check_dtype(dtype, format)
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise InputError(f"-o {output}: is there already; expected a new or an empty folder")
-    begun_with = read_json(directory.path / "model.json")
+    begun_with = directory.architecture()
     adapted = "lora" in begun_with
     if merge and not adapted:
         raise InputError(f"--merge: {directory.path} trained no adapters (adaptation.lora); leave it out")
@@ -154,7 +154,7 @@ class _Target:
 
 def _target(directory: RunDirectory, kind: str, dtype: str, architecture: Mapping[str, Any]) -> _Target:
     """Raises InputError where the format has no model like that of the parameters, whose `architecture` it is."""
-    resolved, begun_with = directory.resolved(), read_json(directory.path / "model.json")
+    resolved, begun_with = directory.resolved(), directory.architecture()
     if resolved["model"] is None:
         raise InputError(
             f"--format {kind}: {directory.path} was trained with a model of one's own, which no other program knows; "

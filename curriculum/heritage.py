@@ -13,7 +13,7 @@ from curriculum.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from curriculum.errors import InputError
 from curriculum.model.hf_config import HF_CONFIG, architecture_fields, read_hf_config
 from curriculum.model.presets import HOW, ModelSection, model_problems, resolve_model
-from curriculum.run import RunDirectory, read_json
+from curriculum.run import RunDirectory
 
 INHERITED = ("model", "tokenizer")  # sections that a config may leave to what it begins from
 
@@ -81,8 +81,7 @@ def heritage(init_from: str, continues: str | os.PathLike | None) -> Heritage:
         own = RunDirectory(Path(continues))
         resolved = own.resolved()
         if same_place(resolved.get("adaptation", {}).get("init_from"), init_from) and own.tokenizer.exists():
-            its = read_json(own.path / "model.json")
-            return _heritage_of(own, {name: resolved[name] for name in INHERITED}, its)
+            return _heritage_of(own, {name: resolved[name] for name in INHERITED}, own.architecture())
     base = find_base(init_from)
     if isinstance(base, HfBase):
         return _hf_heritage(base)

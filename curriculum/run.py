@@ -39,6 +39,10 @@ class RunDirectory:
         return self.path / "config.resolved.json"
 
     @property
+    def _architecture(self) -> Path:
+        return self.path / "model.json"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -91,6 +95,10 @@ class RunDirectory:
             )
         return resolved
 
+    def architecture(self) -> dict[str, Any]:
+        """What the run's model was when it was begun; `architecture_at` tells of later steps. Raises InputError."""
+        return read_json(self._architecture)
+
     def create(self, config: Config, derived: dict[str, Any], model: dict[str, Any]) -> None:
         """Write what describes the run; harmless to repeat."""
         self.path.mkdir(parents=True, exist_ok=True)
@@ -98,7 +106,7 @@ class RunDirectory:
             write_text(self.path / "config.yaml", config.origin.text)
         resolved = {**config.to_json(), "command_line": config.command_line, "derived": derived}
         write_text(self.resolved_config, json.dumps(resolved, indent=2) + "\n")
-        write_text(self.path / "model.json", json.dumps(model, indent=2) + "\n")
+        write_text(self._architecture, json.dumps(model, indent=2) + "\n")
 
     def write_training_state(self, state: dict[str, Any]) -> None:
         """Rewrite the summary of where the run stands. On a full disk the old one stays, and that is told."""
