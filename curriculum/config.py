@@ -171,11 +171,8 @@ def build_config(
     if not isinstance(data, dict):
         raise InputError(origin.problem("", f"got {type(data).__name__}, expected a mapping of sections"))
     data, problems = substitute(data)
-    known = {f.name: f for f in sections()}
-    for key in data:
-        if key not in known:
-            problems.append((str(key), no_such("key", str(key), known)))
-    values: dict[str, Any] = {}
+    known = [f.name for f in sections()]
+    problems += [(str(key), no_such("key", str(key), known)) for key in data if key not in known]
     try:
         data = model_from(data, continues)
     except InputError as error:
@@ -183,23 +180,12 @@ def build_config(
         data = {key: section for key, section in data.items() if key != "model"}
     inherited = None
     if check_paths or not set(INHERITED) <= data.keys():
-        inherited, wrong = _heritage(data, continues)
+        inherited, wrong = _inherited(data, continues)
         problems += wrong
     if inherited is not None:
         data = inherited.under(data)
-    for name, section in known.items():
-        if name in data:
-            wrong: Problems = []
-            value = read(annotations(Config)[name], json.loads(json.dumps(data[name])), name, wrong)
-            problems += wrong
-            if not wrong:
-                values[name] = value
-        elif section.default is not dataclasses.MISSING:
-            values[name] = section.default
-        elif section.default_factory is not dataclasses.MISSING:
-            values[name] = section.default_factory()
-        else:
-            problems.append((name, _ALL_REPLAYED if name in origin.made_of else "missing; this section is needed"))
+    values, wrong = _read_sections(data, origin)
+    problems += wrong
     if inherited is not None and set(INHERITED) <= values.keys():
         problems += inherited.problems(values["model"], values["tokenizer"])
         values["tokenizer"] = TokenizerConfig(**inherited.sections["tokenizer"])
@@ -221,7 +207,28 @@ def _keeps_tokenizer(values: Mapping[str, Any], continues: str | os.PathLike | N
     return "tokenizer" in values and own.resolved()["tokenizer"] == _plain(values["tokenizer"])
 
 
-def _heritage(data: dict, continues: str | os.PathLike | None) -> tuple[Heritage | None, list[tuple[str, str]]]:
+def _read_sections(data: Mapping[str, Any], origin: Origin) -> tuple[dict[str, Any], Problems]:
+    """(the sections by name, those left out by their defaults; what is wrong with those that are not among them)."""
+    values: dict[str, Any] = {}
+    problems: Problems = []
+    for section in sections():
+        name = section.name
+        if name in data:
+            wrong: Problems = []
+            value = read(annotations(Config)[name], json.loads(json.dumps(data[name])), name, wrong)
+            problems += wrong
+            if not wrong:
+                values[name] = value
+        elif section.default is not dataclasses.MISSING:
+            values[name] = section.default
+        elif section.default_factory is not dataclasses.MISSING:
+            values[name] = section.default_factory()
+        else:
+            problems.append((name, _ALL_REPLAYED if name in origin.made_of else "missing; this section is needed"))
+    return values, problems
+
+
+def _inherited(data: dict, continues: str | os.PathLike | None) -> tuple[Heritage | None, list[tuple[str, str]]]:
     """What the config takes from the run it begins from, if it does, and what is wrong with that run."""
     section = data.get("adaptation")
     init_from = section.get("init_from") if isinstance(section, dict) else None
