@@ -76,7 +76,7 @@ FULL_AT = {"mean": (7, 600), "full": (8, 20_000)}
 
 def end_as(folder: Path, port: str, num_processes: str, process_id: str, *names: str):
     """Runs of ENDS, of each of which is kept by what it ended."""
-    from curriculum.train.checkpoint import Checkpoints
+    from curriculum.train.checkpoint_folder import Checkpoints
     from curriculum.train.divergence import Diverged
     from curriculum.train.feed import Feed
     from curriculum.train.trainer import train

@@ -23,7 +23,8 @@ from curriculum.evaluate import evaluate
 from curriculum.export import export
 from curriculum.manifest import damage, write_manifest
 from curriculum.run import RunDirectory, find_checkpoint, load_run, undamaged
-from curriculum.train.checkpoint import Checkpoints, _in_turn, load_params, save_params
+from curriculum.train.checkpoint import in_turn, load_params, save_params
+from curriculum.train.checkpoint_folder import Checkpoints
 from curriculum.train.finite import NonFiniteState
 from curriculum.train.resumed import to_resume
 from curriculum.train.step import init_state
@@ -341,7 +342,7 @@ def test_a_save_that_fails_in_the_background_is_raised_and_leaves_nothing(tmp_pa
     checkpoints = Checkpoints(tmp_path / "checkpoints", 2)
     save(checkpoints, 1)
     checkpoints.wait()
-    broken = "curriculum.train.checkpoint.write_manifest"
+    broken = "curriculum.train.checkpoint_folder.write_manifest"
     monkeypatch.setattr(broken, lambda *_: (_ for _ in ()).throw(ZeroDivisionError("broken")))
     save(checkpoints, 2)
     with pytest.raises(ZeroDivisionError, match="broken"):
@@ -358,7 +359,7 @@ def test_an_update_may_take_the_state_over_at_once(tmp_path):
     checkpoints, state = Checkpoints(tmp_path / "checkpoints"), jax.device_put(state_at(3))
     before = jax.tree.map(np.array, state.params)
     started, go_on = threading.Event(), threading.Event()
-    _in_turn.submit(lambda: started.set() or go_on.wait(60))
+    in_turn.submit(lambda: started.set() or go_on.wait(60))
     assert started.wait(60)
     checkpoints.save(state, {}, {"set": np.zeros((1, 2), np.float32)})
     add_one = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)

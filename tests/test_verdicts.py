@@ -15,7 +15,7 @@ from curriculum.config import build_config
 from curriculum.record.events import last_gold
 from curriculum.run import RunDirectory, checkpoint_steps, load_run, read_ledger
 from curriculum.train.best import BestCheckpoints
-from curriculum.train.checkpoint import Checkpoints
+from curriculum.train.checkpoint_folder import Checkpoints
 from curriculum.train.setup import build
 from curriculum.train.trainer import train
 from evalsets.gold import GoldState, kept_steps

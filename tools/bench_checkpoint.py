@@ -49,8 +49,8 @@ def measure(folder: Path, megabytes: int, num_rounds: int, num_steps: int) -> li
 
     from curriculum.model.presets import ModelConfig
     from curriculum.model.transformer import init_params, transformer
-    from curriculum.train import checkpoint
-    from curriculum.train.checkpoint import Checkpoints
+    from curriculum.train.checkpoint import in_turn
+    from curriculum.train.checkpoint_folder import Checkpoints
     from curriculum.train.finite import check_finite
     from curriculum.train.optimizer import OptimConfig, make_optimizer
     from curriculum.train.step import init_state, make_train_step
@@ -90,7 +90,7 @@ def measure(folder: Path, megabytes: int, num_rounds: int, num_steps: int) -> li
         for i in range(num_steps):
             if i == 1 and save is not None:
                 if save == "blocked":
-                    checkpoint._in_turn.submit(updated.wait)
+                    in_turn.submit(updated.wait)
                 before = time.perf_counter()
                 check_finite(state)  # as `check_diverged` does before every save
                 checkpoints.save(state, {}, baselines)

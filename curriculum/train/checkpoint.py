@@ -1,347 +1,36 @@
-"""Checkpoints: parameters, the rest of the training state, and the run's ledger as JSON, saved in the background."""
+"""Trees of arrays on the disk, such as the parameters of a checkpoint: saved, and loaded where they are needed."""
 
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 import re
-import shutil
 import sys
-import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from curriculum.errors import InputError
-from curriculum.manifest import sync, sync_folder, write_manifest
 from curriculum.model.model import parameter_name
 from curriculum.record.append import DISK_ERRORS
-from curriculum.run import check_there, checkpoint_steps, step_folders
-from curriculum.train import processes
-from curriculum.train.finite import check_finite
-from curriculum.train.mesh import placed
-from curriculum.train.quiet import quiet_failed_saves
-from curriculum.train.step import TrainState
+from curriculum.run import check_there
 
-if TYPE_CHECKING:
-    import orbax.checkpoint as ocp
-
-_EMA = "ema"  # an item of its own where a moving average is kept, so that it can be read alone
-_ARRAYS = ("params", "train", "baselines", _EMA)  # the items of a step that are trees of arrays
 # All saves of a process, one after the other: what orbax begins it tells from other saves by one number for them all.
-_in_turn = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-_LEFT_OVER = re.compile(r"\.\d+\.(saving.*|deleting|adopted)")
+in_turn = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
 
-def import_ahead() -> threading.Thread:
-    """Begin to import what saves and restores need, which takes half a second: the first of them waits for it."""
-    thread = threading.Thread(target=importlib.import_module, args=("orbax.checkpoint",), name="import")
-    thread.start()
-    return thread
-
-
-class SaveFailed(OSError):
-    """The disk did not take a checkpoint; nothing of it is left. `path` is that of the step in the run directory."""
-
-    def __init__(self, error: OSError, path: str):
-        super().__init__(error.errno, os.strerror(error.errno))
-        self.path = path
-
-
-class Checkpoints:
-    """The checkpoints of one folder, the newest `keep` of them; None: all, until they are deleted.
-
-    With `keep_planned` = (every, n) also the newest n whose step is a multiple of `every`.
-
-    A step's folder holds `params` (restorable alone), `train` (optimizer state and accumulators), `ledger`
-    (plain JSON: segments, consumption, the record's offsets), `baselines` (nats of every eval window at the evals
-    that later ones are compared with) and the checksums of all of it in `manifest.json`. It gets its name when it is
-    whole and on the disk, and loses it before anything of it is deleted. Nothing is made before the first save.
-
-    Of a run of several processes all call the same methods in the same order. Each writes and reads the parts of the
-    arrays that its devices hold, into one folder that all of them see; everything else of a method process 0 does.
-    """
-
-    def __init__(self, directory: Path, keep: int | None = 1, keep_planned: tuple[int, int] | None = None):
-        self.directory = Path(directory).absolute()
-        self._keep, self._keep_planned = keep, keep_planned
-        self._pending: tuple[int, Future] | None = None
-
-    @cached_property
-    def _writer(self) -> ocp.AsyncCheckpointer:
-        import orbax.checkpoint as ocp
-
-        quiet_failed_saves()
-        # Compressing float32 noise saves 7 % of the disk, and takes more of the processor than all the rest of a save.
-        # Where processes save one step in two folders at once, those who save the one wait for each other alone.
-        apart = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=self.directory.name)
-        own = {"multiprocessing_options": apart}
-        arrays = {name: ocp.PyTreeCheckpointHandler(use_compression=False, **own) for name in _ARRAYS}
-        items = ocp.CompositeCheckpointHandler(
-            composite_options=ocp.CompositeOptions(**own), **arrays, ledger=ocp.JsonCheckpointHandler(**own)
-        )
-        return ocp.AsyncCheckpointer(items, **own)
-
-    def steps(self) -> list[int]:
-        """Steps whose checkpoints are whole, ascending; one that is being saved is not."""
-        return checkpoint_steps(self.directory)
-
-    def save(self, state: TrainState, ledger: dict[str, Any], baselines: Mapping[str, np.ndarray]) -> None:
-        """Start saving the state as of its step; `baselines` are float32 [B, N] by eval set.
-
-        The next update may take the state over as soon as this returns, and waits for nothing: where the device's
-        memory is the host's, what is written is a copy, which takes the state's memory again until it is on the disk.
-        Raises SaveFailed where the disk does not take it, or did not take the one before, NonFiniteState before
-        anything is written, and RuntimeError where a later step is there.
-        """
-        import orbax.checkpoint as ocp
-
-        self.wait()
-        check_finite(state)
-        step = int(state.step)
-        newest = processes.from_first(lambda: max(step_folders(self.directory), default=-1))
-        if newest >= step:
-            raise RuntimeError(
-                f"{self.directory}: step {step} was not saved: step {newest} is there already; move the later ones away"
-            )
-        arrays = {"params": state.params, "train": beside_params(state)}
-        if state.ema is not None:
-            arrays[_EMA] = state.ema
-        on_host = jax.default_backend() == "cpu"
-        if on_host:
-            arrays = _copied(arrays)
-        saved = {name: ocp.args.PyTreeSave(tree) for name, tree in {**arrays, "baselines": dict(baselines)}.items()}
-        items = ocp.args.Composite(**saved, ledger=ocp.args.JsonSave(ledger))
-        if on_host and processes.count() == 1:
-            self._pending = step, _in_turn.submit(self._write, step, items)
-            return
-        try:
-            self._begin(step, items)  # returns once the writer has the arrays on the host
-        except (OSError, ValueError) as error:
-            self._drop_partial()
-            raise self._failure(step, error) from None
-        self._pending = step, _in_turn.submit(self._write, step)
-
-    def _begin(self, step: int, items: ocp.args.Composite) -> None:
-        if processes.is_first():
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._drop_partial()  # of a save that failed: writes that were under way then may have ended since
-        processes.wait_for_all()
-        self._writer.save(self._partial(step), items)
-
-    def _write(self, step: int, items: ocp.args.Composite | None = None) -> None:
-        """In the background: give the step its name once it is whole and on the disk, then let old ones go.
-
-        `items`: what is to be written, None where that was begun before.
-        """
-        try:
-            if items is not None:
-                self._begin(step, items)
-            self._writer.wait_until_finished()
-            if not processes.is_first():
-                return
-            partial = self._partial(step)
-            write_manifest(partial, step)
-            sync_folder(partial)
-            partial.rename(self.directory / str(step))
-            sync(self.directory)
-        except BaseException:
-            self._drop_partial()
-            raise
-        steps = self.steps()
-        kept = set(steps if self._keep is None else steps[-self._keep :])
-        if self._keep_planned is not None:
-            every, num = self._keep_planned
-            kept.update([s for s in steps if s % every == 0][-num:])
-        for old in set(steps) - kept:
-            self._delete(old)
-
-    def _partial(self, step: int) -> Path:
-        return self.directory / f".{step}.saving"
-
-    def _drop_partial(self) -> None:
-        if not processes.is_first():
-            return
-        for path in self.directory.glob(".*.saving*"):
-            shutil.rmtree(path, ignore_errors=True)
-
-    def _failure(self, step: int, error: Exception) -> Exception:
-        """What to raise for an error of a save: SaveFailed where the disk is what failed, or of several processes
-        InputError, which ends the run, as the others would wait for this one's part; else the error itself."""
-        error = _of_disk(error)
-        if _is_of_disk(error):
-            if processes.count() > 1:
-                return InputError(
-                    f"{self.directory / str(step)}: cannot be saved: {error.strerror}; mend that, and go on from the "
-                    "checkpoint before with --resume latest"
-                )
-            return SaveFailed(error, f"{self.directory.name}/{step}")
-        return error
-
-    def wait(self) -> None:
-        """Return once every save has reached the disk. Raises what made one fail, once."""
-        if self._pending is not None:
-            (step, future), self._pending = self._pending, None
-            try:
-                future.result()
-            except (OSError, ValueError) as error:
-                raise self._failure(step, error) from None
-            processes.wait_for_all()  # for process 0, which gives it its name
-
-    def check(self) -> None:
-        """Raise what made a save fail, if that is known by now; no process waits for another."""
-        if self._pending is not None and self._pending[1].done() and self._pending[1].exception() is not None:
-            self.wait()
-
-    @property
-    def settled(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
-        return self._pending is None or self._pending[1].done()
-
-    def close(self) -> None:
-        """Wait, and give back what saving took. Raises what made a save fail."""
-        try:
-            self.wait()
-        finally:
-            if "_writer" in self.__dict__:
-                try:
-                    self._writer.close()
-                except (OSError, ValueError) as error:  # tells again of a save that failed, which `wait` told
-                    if not _is_of_disk(error := _of_disk(error)):
-                        raise error from None
-                finally:
-                    del self._writer
-                    self._drop_partial()
-
-    def baselines(self, step: int) -> dict[str, np.ndarray]:
-        """What `save` got as such, on the host."""
-        saved = load_params(self._folder(step) / "baselines")
-        return {name: np.asarray(nats_BN) for name, nats_BN in saved.items()}
-
-    def restore(self, step: int, like: TrainState) -> TrainState:
-        """The state of a step, with the placement of `like`: arrays, or jax.ShapeDtypeStruct.
-
-        It may have been saved from another mesh: each device reads its own part. A moving average that `like` has
-        and the checkpoint has not begins with the parameters. Raises InputError where it cannot be read, or an array
-        has another shape or type than in `like`.
-        """
-        folder = self._folder(step)
-        params = load_params(folder / "params", like.params)
-        rest = load_params(folder / "train", beside_params(like))
-        ema = None
-        if like.ema is not None:
-            has_average = processes.from_first((folder / _EMA).is_dir)
-            ema = self.restore_params(step, like.params, ema=has_average)
-        saved_step = placed(np.int32(step), like.step.sharding)
-        return TrainState(params=params, step=saved_step, ema=ema, **rest)
-
-    def restore_params(self, step: int, like: Any, *, ema: bool = False) -> Any:
-        """The parameters of a step alone, or their moving average; nothing else is read.
-
-        Raises InputError where the step has no moving average, cannot be read, or is not of the shapes of `like`.
-        """
-        item = self._folder(step) / (_EMA if ema else "params")
-        if not item.is_dir():
-            raise InputError(f"{self.directory}: step {step} was saved without a moving average (averages.ema_decay)")
-        return load_params(item, like)
-
-    def set_aside_after(self, step: int) -> None:
-        """Move the steps after `step`, and what has a step's name but is none, into `superseded/` beside this folder.
-
-        Those of `checkpoints` go there directly, those of another folder below its name. What a process that was
-        killed left half saved or half deleted is removed.
-        """
-        self.wait()
-        if not processes.is_first():
-            return
-        for left_over in self.directory.glob(".*"):
-            if _LEFT_OVER.fullmatch(left_over.name):
-                _remove(left_over)
-        named = [path for path in self.directory.glob("*") if path.name.isascii() and path.name.isdecimal()]
-        files = {int(path.name) for path in named if not path.is_dir()}
-        for s in files | set(step_folders(self.directory)) - {s for s in self.steps() if s <= step}:
-            self.set_aside(s)
-
-    def set_aside(self, step: int) -> Path:
-        """Move one step into `superseded/`, and tell where it is now."""
-        below = "" if self.directory.name == "checkpoints" else self.directory.name
-        target = self.directory.parent / "superseded" / below / str(step)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(target, ignore_errors=True)
-        return (self.directory / str(step)).rename(target)
-
-    def adopt(self, folder: Path) -> None:
-        """Take in a whole checkpoint from another folder of the same disk, as hard links; one of its step stays."""
-        if not processes.is_first():
-            return
-        if int(folder.name) in self.steps():
-            return
-        self.directory.mkdir(parents=True, exist_ok=True)
-        partial = self.directory / f".{folder.name}.adopted"
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(self.directory / folder.name, ignore_errors=True)
-        shutil.copytree(folder, partial, copy_function=os.link)
-        partial.rename(self.directory / folder.name)
-        sync(self.directory)
-
-    def delete(self, step: int) -> None:
-        """Remove a step, once it is saved."""
-        self.wait()
-        if processes.is_first():
-            self._delete(step)
-
-    def _delete(self, step: int) -> None:
-        gone = self.directory / f".{step}.deleting"
-        _remove(gone)  # of a deletion that failed
-        (self.directory / str(step)).rename(gone)
-        sync(self.directory)
-        _remove(gone)
-
-    def _folder(self, step: int) -> Path:
-        if step not in (steps := processes.from_first(self.steps)):
-            there = ", ".join(map(str, steps)) or "none"
-            raise InputError(f"{self.directory}: no checkpoint of step {step}; there are: {there}")
-        return self.directory / str(step)
-
-
-def _remove(path: Path) -> None:
-    """Remove a folder with all that is in it; of a link to one, as of a file, only itself."""
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    elif path.exists():
-        shutil.rmtree(path)
-
-
-def beside_params(state: TrainState) -> dict[str, Any]:
-    """What a checkpoint keeps as `train`."""
-    return {name: part for name, part in state._asdict().items() if name not in ("params", "step", _EMA)}
-
-
-@jax.jit
-def _copied(tree: Any) -> Any:
-    """A copy by all cores. An update to which arrays are donated that are being read copies them itself, by one.
-
-    One that takes no donation, and so could leave them to the save, is slower by as much as the copy takes: of 154 MB
-    on 2 cores 22 ms of their time, and the copy 25.
-    """
-    return jax.tree.map(jnp.copy, tree)
-
-
-def _of_disk(error: Exception) -> Exception:
+def disk_error(error: Exception) -> Exception:
     """The error of the disk behind one of tensorstore, which has its number in the message; or the error itself."""
     number = None if isinstance(error, OSError) else re.search(r"os_error_code='(\d+)'", str(error))
     return OSError(int(number[1]), os.strerror(int(number[1]))) if number else error
 
 
-def _is_of_disk(error: Exception) -> bool:
+def is_disk_error(error: Exception) -> bool:
+    """Whether the disk is what failed: it is full, cannot be written to, or has errors."""
     return isinstance(error, OSError) and error.errno in DISK_ERRORS
 
 
@@ -358,9 +47,9 @@ def save_params(folder: Path, params: Any) -> None:
             checkpointer.wait_until_finished()
 
     try:
-        _in_turn.submit(save).result()
+        in_turn.submit(save).result()
     except (OSError, ValueError) as error:
-        raise _of_disk(error) from None
+        raise disk_error(error) from None
 
 
 def load_params(folder: str | os.PathLike, like: Any = None) -> Any:

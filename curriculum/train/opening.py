@@ -23,7 +23,7 @@ from curriculum.run import RunDirectory, load_run, read_json, step_folders, writ
 from curriculum.train import fields
 from curriculum.train.averages import set_aside_means_after
 from curriculum.train.best import lost_golds
-from curriculum.train.checkpoint import Checkpoints
+from curriculum.train.checkpoint_folder import Checkpoints
 from curriculum.train.history import History
 from curriculum.train.processes import from_first, is_first
 from curriculum.train.resumed import Resumed, to_resume

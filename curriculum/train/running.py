@@ -11,7 +11,7 @@ from curriculum.record.events import Record
 from curriculum.run import RunDirectory
 from curriculum.train import ledger
 from curriculum.train.best import BestCheckpoints
-from curriculum.train.checkpoint import Checkpoints, SaveFailed
+from curriculum.train.checkpoint_folder import Checkpoints, SaveFailed
 from curriculum.train.clock import TrainClock
 from curriculum.train.history import History
 from curriculum.train.processes import count, from_first

@@ -19,7 +19,8 @@ from curriculum.model.model import Model, Params, abstract_params
 from curriculum.model.presets import ModelConfig
 from curriculum.model.transformer import init_adapters
 from curriculum.train.abstract import abstract_on_mesh
-from curriculum.train.checkpoint import Checkpoints, beside_params, load_params
+from curriculum.train.checkpoint import load_params
+from curriculum.train.checkpoint_folder import Checkpoints, beside_params
 from curriculum.train.guard import with_window
 from curriculum.train.mesh import place_state, state_shardings
 from curriculum.train.optimizer import make_optimizer

@@ -17,7 +17,7 @@ from curriculum.run import DEFAULT_STORE_DIR, RunDirectory
 from curriculum.train import fields, ledger, opening
 from curriculum.train.averages import averages_at
 from curriculum.train.best import BestCheckpoints
-from curriculum.train.checkpoint import Checkpoints, import_ahead
+from curriculum.train.checkpoint_folder import Checkpoints, import_ahead
 from curriculum.train.divergence import GoingBack, check_diverged, checkpoint_before
 from curriculum.train.edits import edit_event, find_edit
 from curriculum.train.judge import Evaluated, judge
