@@ -141,8 +141,8 @@ def _damaged(directory: RunDirectory, resumed: Resumed | None) -> list[tuple[int
     return found
 
 
-def describe(setup: Setup, directory: RunDirectory, last: int) -> None:
-    """Write what the run is that goes on after step `last`, and move away what came after it."""
+def directory_as_of(setup: Setup, directory: RunDirectory, last: int) -> None:
+    """Move away the results of evals after step `last`, and write what the run is that goes on from there."""
     directory.set_aside_evals_after(last)
     set_aside_means_after(directory.averages, last, directory.superseded / "averages")
     directory.create(setup.config, fields.derived(setup), plain(dict(setup.model.architecture)))

@@ -110,7 +110,7 @@ def _run(
                     # First of all: after a kill in what follows no checkpoint is found that speaks of what was moved.
                     checkpoints.set_aside_after(last)
                     best = BestCheckpoints(directory, step)
-                    from_first(partial(opening.describe, setup, directory, last))
+                    from_first(partial(opening.directory_as_of, setup, directory, last))
                     record = opening.record_as_of(setup, directory, resumed, record)
                 with best, leaving_on_error():
                     run = Running(setup, directory, record, checkpoints, best, state, history)
