@@ -213,7 +213,9 @@ def gather(mesh: Mesh, params: Any) -> Any:
     """Inside a compiled function: parameters as a model uses them, whole over fsdp and still split over tensor.
 
     Without it the compiler splits the products along the width instead of the rows and sums activations of every
-    row over all devices. The gradient through it is whole too; `constrain` then leaves each device its part.
+    row over all devices. The gradient through it lies as the parameters do, where jax would have it whole too: of a sum
+    over all devices that is asked for whole, the compiler for GPUs makes no reduce-scatter. Not so beside `tensor`:
+    there the compiler then copies matrices whole to every device and back.
     """
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
@@ -222,7 +224,14 @@ def gather(mesh: Mesh, params: Any) -> Any:
         spec = partition_spec(path, array.shape, mesh)
         return NamedSharding(mesh, PartitionSpec(*(None if axis == "fsdp" else axis for axis in spec)))
 
-    return jax.lax.with_sharding_constraint(params, jax.tree.map_with_path(whole_over_fsdp, params))
+    def gathered(params):
+        return jax.lax.with_sharding_constraint(params, jax.tree.map_with_path(whole_over_fsdp, params))
+
+    if mesh.shape["fsdp"] == 1 or mesh.shape["tensor"] > 1:
+        return gathered(params)
+    scattered = jax.custom_vjp(gathered)
+    scattered.defvjp(lambda params: (gathered(params), None), lambda _, grads: (constrain(mesh, grads),))
+    return scattered(params)
 
 
 def on_mesh(model: Model, mesh: Mesh) -> Model:
