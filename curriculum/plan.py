@@ -12,7 +12,6 @@ import numpy as np
 from curriculum.adaptation import base_lineage, resolved_model
 from curriculum.config import Config
 from curriculum.data.corpus import find_sizes
-from curriculum.model.formulation import BY_BACKEND, layers_of
 from curriculum.model.memory import memory_estimate
 from curriculum.model.presets import (
     ModelConfig,
@@ -183,22 +182,22 @@ def step_sizes(schedule: Schedule) -> list[dict[str, int]]:
 
 
 def _memory(config: Config, model: ModelConfig, schedule: Schedule) -> dict[str, Any] | None:
-    """What the largest update needs of a device's memory, -1 in the mesh taken for 1; None with an optimizer of one's
-    own. Layers of `auto` are taken as the backend takes them with which the update needs more.
+    """What the largest update needs of a CPU's memory, and `on_gpu`, the total of the largest on an NVIDIA GPU. -1 in
+    the mesh is taken for 1. None with an optimizer of one's own.
     """
     moments = _moments_per_parameter(config.optim, model)
     if moments is None:
         return None
-    mesh, estimates = config.mesh, []
+    mesh, estimates = config.mesh, {"cpu": [], "gpu": []}
     model = replace(model, dropout=0.0) if config.train.deterministic else model
-    computed = [replace(model, layers=layers) for layers in {layers_of(model, backend) for backend in BY_BACKEND}]
-    for segment, model in product(schedule.segments, computed):
+    for segment, backend in product(schedule.segments, estimates):
         grad_accum = config.grad_accum_of(segment.phase)
         rows = segment.batch_size // grad_accum // mesh.row_shards
         estimate = memory_estimate(
             model,
             rows=rows,
             seq_len=segment.seq_len,
+            backend=backend,
             grad_accum=grad_accum,
             moments_per_parameter=moments,
             ema=config.averages.ema_decay is not None,
@@ -210,9 +209,11 @@ def _memory(config: Config, model: ModelConfig, schedule: Schedule) -> dict[str,
             * (num_adapters(model) or num_projections(model))
             * (config.optim.name == "muon"),
         )
-        estimates.append({"phase": segment.phase, "rows": rows, "seq_len": segment.seq_len, **estimate.to_json()})
+        shape = {"phase": segment.phase, "rows": rows, "seq_len": segment.seq_len}
+        estimates[backend].append(shape | estimate.to_json())
     free_axis = next((axis for axis, size in asdict(mesh).items() if size == -1), None)
-    return {**max(estimates, key=lambda estimate: estimate["total"]), "free_axis": free_axis}
+    on_cpu, on_gpu = (max(found, key=lambda estimate: estimate["total"]) for found in estimates.values())
+    return {**on_cpu, "on_gpu": on_gpu["total"], "free_axis": free_axis}
 
 
 def _moments_per_parameter(optim: OptimConfig, model: ModelConfig) -> float | None:

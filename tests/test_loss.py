@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from curriculum.model import loss
+from curriculum.model import formulation
+from curriculum.model.formulation import BY_BACKEND, backend
 from curriculum.model.loss import _nats, nats_per_token, sample_targets, sum_nats
 from curriculum.model.model import Model
 from curriculum.model.presets import ModelConfig
@@ -40,8 +41,8 @@ def float64_nats(config, params, targets_BT=TARGETS_BT):
 @pytest.fixture(params=[1, 5], ids="{} tokens a chunk".format)
 def chunk_tokens(request, monkeypatch):
     """One position at a time; or two, and a last one alone, filled up."""
-    monkeypatch.setattr(loss, "CHUNK_TOKENS", request.param)
-    monkeypatch.setattr(loss, "CHUNK_LOGITS", request.param * V)
+    monkeypatch.setitem(BY_BACKEND, backend(), replace(BY_BACKEND[backend()], loss_tokens=request.param))
+    monkeypatch.setattr(formulation, "LOSS_LOGITS", request.param * V)
 
 
 def test_nats_and_correctness_against_float64(chunk_tokens):

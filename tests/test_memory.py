@@ -10,6 +10,7 @@ import pytest
 
 from curriculum.config import build_config
 from curriculum.model import loss, memory
+from curriculum.model.formulation import backend, loss_positions
 from curriculum.model.memory import kept_bytes, memory_estimate
 from curriculum.model.presets import (
     PRESETS,
@@ -159,9 +160,12 @@ def test_a_block_computed_again_takes_the_place_of_the_logits():
 @pytest.mark.parametrize("vocab_size", [64, 4096, 50_257])
 @pytest.mark.parametrize(("rows", "seq_len"), [(1, 2), (3, 7), (16, 128), (2, 4096)])
 def test_chunks_are_those_of_the_loss(vocab_size, rows, seq_len):
-    assert (memory.CHUNK_TOKENS, memory.CHUNK_LOGITS) == (loss.CHUNK_TOKENS, loss.CHUNK_LOGITS)
-    (chunks_CBt,) = loss._split((jnp.zeros((rows, seq_len), jnp.int8),), jnp.zeros((vocab_size, 1), jnp.int8))
-    assert chunks_CBt.shape[2] == memory._chunk_positions(rows, seq_len, vocab_size)
+    """On each of the devices that share the rows, so that none adds small parts to the head's gradient."""
+    expected = loss_positions(rows, seq_len, vocab_size, backend())
+    for devices in (1, 4):
+        whole_BT = jnp.zeros((rows * devices, seq_len), jnp.int8)
+        (chunks_CBt,) = loss._split((whole_BT,), jnp.zeros((vocab_size, 1), jnp.int8), devices)
+        assert chunks_CBt.shape[1:] == (rows * devices, expected)
 
 
 SHAPES = {

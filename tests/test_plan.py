@@ -252,15 +252,16 @@ def test_memory_is_of_one_micro_step_and_its_parts_add_up(tmp_path):
     p = plan(config, store_dir=tmp_path / "store")
     memory = dict(p.memory)
     assert [memory.pop(key) for key in ("phase", "rows", "seq_len", "free_axis")] == ["a", 2, 20, "data"]
+    assert 0.5 * memory["total"] < memory.pop("on_gpu") < 2 * memory["total"]
     params = 4 * p.num_parameters
     assert memory["params"] == memory["ema"] == params > 2_000_000 and memory["moments"] == 2 * params
     assert memory["gradients"] == 2 * params
     assert memory.pop("total") == sum(memory.values())
-    # No dropout: nine masks and three arrays of zeros, of which all blocks have two, are not kept, 40 x 128 each.
+    # No dropout: nine masks and nine arrays of zeros are not kept, 40 x 128 each.
     train["deterministic"] = True
     config = config_of(tmp_path, train=train, model={"preset": "tiny", "dropout": 0.1})
     firm = plan(config, store_dir=tmp_path / "store").memory
-    assert memory["activations"] - firm["activations"] == 40 * 128 * (9 * 1 + 3 * 4)
+    assert memory["activations"] - firm["activations"] == 40 * 128 * 9 * (1 + 4)
 
 
 def test_memory_in_the_table(tmp_path):
@@ -278,7 +279,7 @@ def test_memory_in_the_table(tmp_path):
     total, parts = line.removeprefix("memory per device (estimate): ").partition(",")[0].split(" MB = ")
     assert float(total) == pytest.approx(p.memory["total"] / 1e6, abs=0.05)
     assert [part.rpartition(" ")[0] for part in parts.split(" + ")] == [
-        "parameters", "gradients", "moments", "activations", "logits", "stacked"
+        "parameters", "gradients", "moments", "activations", "logits"
     ]  # fmt: skip
     assert sum(float(part.rpartition(" ")[2]) for part in parts.split(" + ")) == pytest.approx(float(total), abs=0.4)
     large = {name: 0 for name in p.memory} | {
@@ -288,11 +289,13 @@ def test_memory_in_the_table(tmp_path):
         "params": 12 * 10**9,
         "ema": 999_000_000,
     }
-    large |= {"moments": 1_500 * 10**9, "total": 1_512_999_000_000}
-    assert table(replace(p, memory=large))[2] == (
+    large |= {"moments": 1_500 * 10**9, "total": 1_512_999_000_000, "on_gpu": 1_400 * 10**9}
+    expected = (
         "memory per device (estimate): 1,513 GB = parameters 12 + moments 1,500 + ema 1, micro-step of 1,024 rows x "
         "2,048"
     )
+    assert table(replace(p, memory=large))[2] == expected
+    assert table(replace(p, memory=large | {"on_gpu": 900 * 10**9}))[2] == f"{expected}; 900 on an NVIDIA GPU"
 
 
 def test_small_parts_of_the_memory_are_told_together_and_a_free_axis_with_its_name(tmp_path):
@@ -304,6 +307,7 @@ def test_small_parts_of_the_memory_are_told_together_and_a_free_axis_with_its_na
     parts = {"params": 10_000, "gradients": 10_000, "moments": 5_000, "activations": 800_000, "logits": 300_000}
     parts |= {"stacked": 50_000, "gathered": 50_000}
     small = {name: 0 for name in p.memory} | parts | {"free_axis": None, "rows": 2, "seq_len": 8, "total": 1_225_000}
+    small |= {"on_gpu": 1_200_000}
     assert table(replace(p, memory=small))[2] == (
         "memory per device (estimate): 1.2 MB = activations 0.8 + logits 0.3 + other 0.1, micro-step of 2 rows x 8"
     )

@@ -127,4 +127,6 @@ def _memory(memory: dict[str, Any], several: bool) -> str:
     parts = " + ".join(f"{name} {size / unit_bytes:,.{digits}f}" for name, size in shown.items())
     size = f"micro-step of {memory['rows']:,} rows x {memory['seq_len']:,}{phase}"
     free_axis = f" (mesh.{memory['free_axis']}: -1 counted as 1)" if memory["free_axis"] else ""
-    return f"{total / unit_bytes:,.{digits}f} {unit} = {parts}, {size}{free_axis}"
+    alike = 0.9 < memory["on_gpu"] / total < 1.1
+    on_gpu = "" if alike else f"; {memory['on_gpu'] / unit_bytes:,.{digits}f} on an NVIDIA GPU"
+    return f"{total / unit_bytes:,.{digits}f} {unit} = {parts}, {size}{on_gpu}{free_axis}"

@@ -1,4 +1,4 @@
-"""How a transformer is computed on each backend: one formulation of its attention, its layers and its skipped updates.
+"""How a transformer is computed on each backend: its attention, its layers, its loss and its skipped updates.
 
 All of them compute the same function, up to the rounding of sums taken in another order. `tools/bench_step.py
 --variants step step:layers=scanned step:attention=xla step:skip=select` measures them beside one another; docs/gpu.md
@@ -34,17 +34,25 @@ class Formulation:
     attention: Literal["plain", "xla", "cudnn"]
     layers: Literal["unrolled", "scanned"]
     skip: Literal["branch", "select"]
+    loss_tokens: int
+    """Tokens of a device whose logits are worked out at once, at least (`loss_positions`)."""
 
 
+# On a CPU a small vocabulary takes more tokens at once than `loss_tokens`: as many as have so many logits.
+LOSS_LOGITS = 1 << 22
 BY_BACKEND = {
     # Of the speed of what is chosen, two cores, 0.8M parameters, three rounds of one run: scanned layers 0.83; xla
     # attention 1.03 and selecting 1.09, which is what two runs of the same differ by there. Selecting has the compiler
-    # copy each moment: 84 copies in an update of 4 layers, with a branch 10.
-    "cpu": Formulation(attention="plain", layers="unrolled", skip="branch"),
-    # Not measured: flash attention keeps no [B, H, T, T]; a loop compiles long models soon; a branch would make the
-    # host wait for every update.
-    "gpu": Formulation(attention="cudnn", layers="scanned", skip="select"),
-    "other": Formulation(attention="plain", layers="scanned", skip="select"),
+    # copy each moment: 84 copies in an update of 4 layers, with a branch 10. 2,048 tokens of D = 512, V = 16,384: their
+    # loss 512 at a time took 1.0x of all at once, 64 at a time 2.2x, and computing logits again on the way back 1.3x.
+    "cpu": Formulation(attention="plain", layers="unrolled", skip="branch", loss_tokens=512),
+    # Not run, but compiled for an H100 and counted (tools/check_gpu_program.py; docs/gpu.md has the table): at the
+    # limits of its data sheet an update of 124M parameters takes 49 ms; 75 with scanned layers, as what each hands to
+    # the way back is copied twice more; 106 with xla's attention, which keeps [B, H, T, T]; and 60 with the loss of 512
+    # tokens at a time, each adding its part to the head's gradient. A branch would make the host wait for each update.
+    "gpu": Formulation(attention="cudnn", layers="unrolled", skip="select", loss_tokens=4096),
+    # Nothing is known of these: a loop compiles in the time of one layer.
+    "other": Formulation(attention="plain", layers="scanned", skip="select", loss_tokens=4096),
 }
 
 CUDNN_DTYPES = ("bfloat16", "float16")
@@ -82,6 +90,13 @@ def layers_of(config: ModelConfig, backend: str) -> str:
     if config.layers != "auto":
         return config.layers
     return "unrolled" if scan_problem(config) is not None else BY_BACKEND[backend].layers
+
+
+def loss_positions(rows: int, seq_len: int, vocab_size: int, backend: str) -> int:
+    """Of how many positions at a time, in all of a device's `rows`, the logits are worked out."""
+    tokens = max(BY_BACKEND[backend].loss_tokens, LOSS_LOGITS // vocab_size)
+    num_chunks = min(seq_len, -(-rows * seq_len // tokens))
+    return -(-seq_len // num_chunks)
 
 
 def cudnn_problem(config: ModelConfig) -> str | None:

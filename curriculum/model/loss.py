@@ -14,13 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from curriculum.model.formulation import backend, loss_positions
 from curriculum.model.model import Model, Params
-
-# Tokens of a chunk: enough that adding its part to the kernel's gradient, V x D numbers read and written, is little
-# beside the three products; and, for a small vocabulary, enough that its logits are as many as CHUNK_LOGITS. With
-# 2,048 tokens on two CPU cores (D = 512, V = 16,384) 512 at a time took 1.0x of all at once, 64 at a time 2.2x, and
-# computing the logits again on the way back 1.3x.
-CHUNK_TOKENS, CHUNK_LOGITS = 512, 1 << 22
 
 
 def nats_per_token(
@@ -36,7 +31,7 @@ def nats_per_token(
         features_BtD, targets_Bt = chunk
         return _nats(_logits(features_BtD, kernel_VD, model.num_ids), targets_Bt)
 
-    return _by_chunk(chunk_nats, (features_BTD, targets_BT), kernel_VD)
+    return _by_chunk(chunk_nats, (features_BTD, targets_BT), kernel_VD, model.row_shards)
 
 
 def sum_nats(
@@ -54,7 +49,7 @@ def sum_nats(
         nats_BT, _ = _nats(_without_padding(features_BTD.astype(jnp.float32), model.num_ids), targets_BT)
         nats_BT = jnp.where(loss_mask_BT, nats_BT, 0)
         return nats_BT.sum(), jax.lax.stop_gradient(nats_BT).sum(axis=1)
-    return _sum_nats(model.num_ids, features_BTD, model.head(params), targets_BT, loss_mask_BT)
+    return _sum_nats(model.num_ids, model.row_shards, features_BTD, model.head(params), targets_BT, loss_mask_BT)
 
 
 def sample_targets(
@@ -78,7 +73,7 @@ def sample_targets(
         features_BtD, positions_Bt = chunk
         return draw(keys_B, positions_Bt, _logits(features_BtD, kernel_VD, model.num_ids))
 
-    return _by_chunk(chunk_draw, (features_BTD, positions_BT), kernel_VD)
+    return _by_chunk(chunk_draw, (features_BTD, positions_BT), kernel_VD, model.row_shards)
 
 
 def next_logits(model: Model, params: Params, features_BD: jax.Array) -> jax.Array:
@@ -89,19 +84,19 @@ def next_logits(model: Model, params: Params, features_BD: jax.Array) -> jax.Arr
     return _logits(features_BD[:, None], kernel_VD, model.num_ids)[:, 0]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sum_nats(num_ids, features_BTD, kernel_VD, targets_BT, loss_mask_BT):
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _sum_nats(num_ids, row_shards, features_BTD, kernel_VD, targets_BT, loss_mask_BT):
     kernel_VD = kernel_VD.astype(features_BTD.dtype)
 
     def chunk_nats(chunk):
         features_BtD, targets_Bt = chunk
         return _nats(_logits(features_BtD, kernel_VD, num_ids), targets_Bt)[0]
 
-    nats_BT = jnp.where(loss_mask_BT, _by_chunk(chunk_nats, (features_BTD, targets_BT), kernel_VD), 0)
+    nats_BT = jnp.where(loss_mask_BT, _by_chunk(chunk_nats, (features_BTD, targets_BT), kernel_VD, row_shards), 0)
     return nats_BT.sum(), nats_BT.sum(axis=1)
 
 
-def _sum_nats_forward(num_ids, features_BTD, kernel_VD, targets_BT, loss_mask_BT):
+def _sum_nats_forward(num_ids, row_shards, features_BTD, kernel_VD, targets_BT, loss_mask_BT):
     dtype, V = features_BTD.dtype, kernel_VD.shape[0]
     low_VD = kernel_VD.astype(dtype)
 
@@ -122,14 +117,16 @@ def _sum_nats_forward(num_ids, features_BTD, kernel_VD, targets_BT, loss_mask_BT
         dkernel_VD += jnp.einsum("mv,md->vd", dlogits_mV, features_mD, preferred_element_type=jnp.float32)
         return dkernel_VD, (jnp.where(mask_Bt, nats_Bt, 0).sum(axis=1), dfeatures_BtD)
 
-    chunks = _split((features_BTD, targets_BT, loss_mask_BT), low_VD)
+    # Each chunk adds its part to the kernel's gradient, V x D numbers read and written: little beside its three
+    # products where it is long enough.
+    chunks = _split((features_BTD, targets_BT, loss_mask_BT), low_VD, row_shards)
     dkernel_VD, (nats_CB, dfeatures_CBtD) = jax.lax.scan(chunk_step, jnp.zeros(kernel_VD.shape, jnp.float32), chunks)
     nats_B = nats_CB.sum(axis=0)
     dfeatures_BTD = _join(dfeatures_CBtD, features_BTD.shape[1])
     return (nats_B.sum(), nats_B), (dfeatures_BTD, dkernel_VD.astype(kernel_VD.dtype))
 
 
-def _sum_nats_backward(num_ids, saved, cotangents):
+def _sum_nats_backward(num_ids, row_shards, saved, cotangents):
     dfeatures_BTD, dkernel_VD = saved
     return (cotangents[0] * dfeatures_BTD).astype(dfeatures_BTD.dtype), cotangents[0] * dkernel_VD, None, None
 
@@ -160,20 +157,19 @@ def _nats(logits_BTV: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.
     return nats_BT, (below_BTV | tied_after_BTV).all(axis=-1)
 
 
-def _by_chunk(function, arrays, kernel_VD):
+def _by_chunk(function, arrays, kernel_VD, row_shards):
     """function over chunks of positions, the results as [B, T] again."""
     T = arrays[0].shape[1]
-    return jax.tree.map(lambda array: _join(array, T), jax.lax.map(function, _split(arrays, kernel_VD)))
+    return jax.tree.map(lambda array: _join(array, T), jax.lax.map(function, _split(arrays, kernel_VD, row_shards)))
 
 
-def _split(arrays_BT: Any, kernel_VD: jax.Array) -> Any:
+def _split(arrays_BT: Any, kernel_VD: jax.Array, row_shards: int) -> Any:
     """[C, B, t, ...] of each [B, T, ...]; positions are added at the end, as zeros, to make the chunks whole.
 
     Chunks are cut along the positions, so that rows stay where a mesh has put them.
     """
     B, T = arrays_BT[0].shape[:2]
-    num_chunks = min(T, -(-B * T // max(CHUNK_TOKENS, CHUNK_LOGITS // kernel_VD.shape[0])))
-    t = -(-T // num_chunks)
+    t = loss_positions(-(-B // row_shards), T, kernel_VD.shape[0], backend())
     num_chunks = -(-T // t)
 
     def split(array_BT):

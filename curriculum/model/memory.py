@@ -11,14 +11,13 @@ Shape suffixes: B rows of a micro-step, T positions, M = B*T, D width, F ffn, H 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
+from curriculum.model.formulation import attention_of, layers_of, loss_positions
 from curriculum.model.presets import ModelConfig, num_adapters, num_parameters, num_projections, num_trained
 
 FLOAT32_BYTES = 4
 BYTES_OF = {"float32": 4, "bfloat16": 2}
-# Mirrors of curriculum/model/loss.py, which imports jax; a test holds them equal.
-CHUNK_TOKENS, CHUNK_LOGITS = 512, 1 << 22
 
 
 @dataclass(frozen=True)
@@ -64,6 +63,7 @@ def memory_estimate(
     *,
     rows: int,
     seq_len: int,
+    backend: str = "cpu",
     grad_accum: int = 1,
     moments_per_parameter: float = 2,
     ema: bool = False,
@@ -72,15 +72,14 @@ def memory_estimate(
     fsdp: int = 1,
     update_bytes: int = 0,
 ) -> MemoryEstimate:
-    """Bytes of one update on one device.
+    """Bytes of one update on one device of a `backend`, a key of BY_BACKEND, computed as that one has it.
 
     `rows`: those of one micro-step on this device, batch_size / grad_accum / (devices the rows are split over).
     `moments_per_parameter`: float32 numbers that the optimizer keeps, 2 for AdamW; the mean where parameters differ. Of
     trained parameters.
     `state_shards`: devices that parameters, gradients, moments and average are split over; activations are counted
     whole. `fsdp`: how many of these hold the parameters whole while the model uses them. `update_bytes`: temporaries
-    of the optimizer's update. Layers count as scanned where the model says so itself, not with auto. Raises ValueError
-    where a size is below 1 or the moments below 0.
+    of the optimizer's update. Raises ValueError where a size is below 1 or the moments below 0.
     """
     sizes = {"rows": rows, "seq_len": seq_len, "grad_accum": grad_accum, "state_shards": state_shards}
     for name, size in sizes.items():
@@ -89,10 +88,12 @@ def memory_estimate(
     if moments_per_parameter < 0:
         raise ValueError(f"moments_per_parameter: got {moments_per_parameter}, expected 0 or more")
 
+    attention = attention_of(model, backend, seq_len=seq_len, has_document_mask=document_mask)
+    model = replace(model, attention=attention, layers=layers_of(model, backend))
     params, trained = (-(-FLOAT32_BYTES * num // state_shards) for num in (num_parameters(model), num_trained(model)))
     num_tokens, width_bytes = rows * seq_len, BYTES_OF[model.compute_dtype]
 
-    chunk = 2 * FLOAT32_BYTES * rows * _chunk_positions(rows, seq_len, model.vocab_size) * model.vocab_size
+    chunk = 2 * FLOAT32_BYTES * rows * loss_positions(rows, seq_len, model.vocab_size, backend) * model.vocab_size
     loss = 2 * num_tokens * model.d_model * width_bytes
     if model.compute_dtype != "float32":
         loss += width_bytes * -(-model.vocab_size * model.d_model // state_shards)
@@ -121,7 +122,8 @@ def kept_bytes(model: ModelConfig, rows: int, seq_len: int, document_mask: bool 
 
     Beside the blocks: the tokens; of the last norm one [M, D] in float32 (x - mean by its deviation; what comes out is
     the loss's); of the embedding's dropout what a block has of its own two. For computing blocks
-    again, what all of them share: which positions are visible, [B, T, T] with a document mask and [T, T] without.
+    again, what all of them share: which positions are visible, [B, T, T] with a document mask and [T, T] without. For
+    cuDNN a document mask is an array of compute_dtype.
     A loop over scanned layers keeps once what is the same in all of them.
     """
     num_tokens = rows * seq_len
@@ -132,6 +134,8 @@ def kept_bytes(model: ModelConfig, rows: int, seq_len: int, document_mask: bool 
         outside += num_tokens * 2 * (model.head_width // 2) * FLOAT32_BYTES
     if model.remat != "none":
         outside += (rows if document_mask else 1) * seq_len**2
+    if document_mask and model.attention == "cudnn":
+        outside += rows * seq_len**2 * BYTES_OF[model.compute_dtype]
     blocks = model.n_layer * block_bytes(model, rows, seq_len, model.remat)
     if model.layers == "scanned" and model.remat == "none":
         blocks -= (model.n_layer - 1) * _alike_bytes(model, rows, seq_len)
@@ -140,7 +144,7 @@ def kept_bytes(model: ModelConfig, rows: int, seq_len: int, document_mask: bool 
 
 def _alike_bytes(model: ModelConfig, rows: int, seq_len: int) -> int:
     """What of a block is the same in each: what is visible, and the zeros of scores and dropouts."""
-    scores = model.n_head * seq_len * (FLOAT32_BYTES + 1)
+    scores = 0 if model.attention == "cudnn" else model.n_head * seq_len * (FLOAT32_BYTES + 1)
     zeros = 2 * model.d_model * BYTES_OF[model.compute_dtype] if model.dropout else 0
     return rows * seq_len * (scores + zeros)
 
@@ -154,7 +158,7 @@ def block_bytes(model: ModelConfig, rows: int, seq_len: int, remat: str) -> int:
     | dots | what comes in, query, attention's out | key, value | up; swiglu: gate as well | |
     | none | query, mixed; each norm: x - mean by its deviation (float32), and what comes out | key, value | \
 gelu: up and five steps of its tanh form; swiglu: gate, three of silu, up, their product | scores' other branch \
-(zeros) and exponentials in float32, shares, and a byte that says what is visible |
+(zeros) and exponentials in float32, shares, and a byte that says what is visible; cudnn: none, and mixed in any case |
 
     With none there are also small float32 numbers a row of these arrays, dropout's mask and zeros, and in bfloat16 a
     copy of each weight, but of scanned layers, which have one. With adapters what comes out of a norm, mixed and the
@@ -179,13 +183,14 @@ gelu: up and five steps of its tanh form; swiglu: gate, three of silu, up, their
     low = model.compute_dtype != "float32"
     norm = (model.d_model + 1) * FLOAT32_BYTES
     num_normed = is_kept("query", "key", "value") + is_kept("gate", "up")
-    attention = ((1 + is_kept("out")) * query_width + 2 * kv_width) * width_bytes
+    flash = model.attention == "cudnn"
+    attention = ((1 + (flash or is_kept("out"))) * query_width + 2 * kv_width) * width_bytes
     if model.qk_norm:
         # Of each query and key what a norm keeps: by its deviation; and each head's deviation.
         attention += (query_width + kv_width) * FLOAT32_BYTES
         attention += (model.n_head + model.n_kv_head) * FLOAT32_BYTES
     of_score = 2 * FLOAT32_BYTES + width_bytes + 1
-    scores = model.n_head * (seq_len * of_score + 2 * FLOAT32_BYTES)
+    scores = model.n_head * (FLOAT32_BYTES if flash else seq_len * of_score + 2 * FLOAT32_BYTES)
     mlp = (5 + is_kept("down")) * model.d_ff * width_bytes
     weights = 2 * model.d_model * (query_width + kv_width) + (3 if gated else 2) * model.d_model * model.d_ff
     weights += num_adapters(model) // model.n_layer
@@ -197,10 +202,3 @@ gelu: up and five steps of its tanh form; swiglu: gate, three of silu, up, their
 def _dropout_bytes(model: ModelConfig) -> int:
     """Of one position at one dropout: a byte that says what is kept, and the zeros in the other's place."""
     return model.d_model * (1 + BYTES_OF[model.compute_dtype]) if model.dropout else 0
-
-
-def _chunk_positions(rows: int, seq_len: int, vocab_size: int) -> int:
-    """Positions of a chunk of the loss, as curriculum/model/loss.py cuts them."""
-    tokens = max(CHUNK_TOKENS, CHUNK_LOGITS // vocab_size)
-    num_chunks = min(seq_len, -(-rows * seq_len // tokens))
-    return -(-seq_len // num_chunks)

@@ -59,6 +59,8 @@ class Model:
 
     `placed(placement)`: the same model, gathering its parameters part by part, each where it is used; without it all of
     them are gathered before any is.
+
+    `row_shards`: over how many devices the rows of a batch lie.
     """
 
     init: Callable[[int], Params]
@@ -71,6 +73,7 @@ class Model:
     extend: Callable[[Params, Any, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]] | None = None
     max_seq_len: int | None = None
     placed: Callable[[Placement], Model] | None = None
+    row_shards: int = 1
 
 
 def abstract_params(model: Model) -> Params:

@@ -240,13 +240,14 @@ def on_mesh(model: Model, mesh: Mesh) -> Model:
 
     whole = partial(gather, mesh)
     if model.placed is not None:
-        return model.placed(Placement(whole, heads_split=mesh.shape["tensor"] > 1))
+        model = model.placed(Placement(whole, heads_split=mesh.shape["tensor"] > 1))
+        return replace(model, row_shards=row_shards(mesh))
 
     def using_whole(function: Callable | None) -> Callable | None:
         return None if function is None else lambda params, *inputs: function(whole(params), *inputs)
 
     names = ("forward", "head", "extend")
-    return replace(model, **{name: using_whole(getattr(model, name)) for name in names})
+    return replace(model, row_shards=row_shards(mesh), **{name: using_whole(getattr(model, name)) for name in names})
 
 
 def rows_here(mesh: Mesh, num_rows: int) -> slice:
