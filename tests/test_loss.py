@@ -115,6 +115,26 @@ def test_a_model_without_a_head_gives_the_same_numbers():
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
+@pytest.mark.parametrize("num_ids", [None, 30])
+def test_a_head_that_is_filled_up_gives_the_same_numbers(monkeypatch, num_ids):
+    """Where all rows are ids, and where some are padding already."""
+    params, model = noisy_params(CONFIG), transformer(replace(CONFIG, num_ids=num_ids))
+    targets_BT = np.minimum(TARGETS_BT, 29)
+
+    def numbers():
+        (_, nats_B), grads = jax.value_and_grad(partial(sum_nats, model), has_aux=True)(
+            params, INPUTS_BT, targets_BT, MASK_BT
+        )
+        return *nats_per_token(model, params, INPUTS_BT, targets_BT), nats_B, grads
+
+    expected = numbers()
+    monkeypatch.setitem(BY_BACKEND, backend(), replace(BY_BACKEND[backend()], head_rows=16))
+    program = str(jax.make_jaxpr(partial(sum_nats, model))(params, INPUTS_BT, targets_BT, MASK_BT))
+    assert "f32[48,8]" in program  # 37 rows
+    for a, b in zip(jax.tree.leaves(numbers()), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 def array_sizes(compiled) -> list[int]:
     """Numbers in each array of a compiled program."""
     shapes = re.findall(r"\b(?:f32|bf16|f16|s32|u32|pred)\[([\d,]+)\]", compiled.as_text())

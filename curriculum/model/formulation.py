@@ -36,6 +36,8 @@ class Formulation:
     skip: Literal["branch", "select"]
     loss_tokens: int
     """Tokens of a device whose logits are worked out at once, at least (`loss_positions`)."""
+    head_rows: int
+    """The loss fills the head up to a multiple of so many rows."""
 
 
 # On a CPU a small vocabulary takes more tokens at once than `loss_tokens`: as many as have so many logits.
@@ -45,14 +47,15 @@ BY_BACKEND = {
     # attention 1.03 and selecting 1.09, which is what two runs of the same differ by there. Selecting has the compiler
     # copy each moment: 84 copies in an update of 4 layers, with a branch 10. 2,048 tokens of D = 512, V = 16,384: their
     # loss 512 at a time took 1.0x of all at once, 64 at a time 2.2x, and computing logits again on the way back 1.3x.
-    "cpu": Formulation(attention="plain", layers="unrolled", skip="branch", loss_tokens=512),
+    "cpu": Formulation(attention="plain", layers="unrolled", skip="branch", loss_tokens=512, head_rows=1),
     # Not run, but compiled for an H100 and counted (tools/check_gpu_program.py; docs/gpu.md has the table): at the
     # limits of its data sheet an update of 124M parameters takes 49 ms; 75 with scanned layers, as what each hands to
-    # the way back is copied twice more; 106 with xla's attention, which keeps [B, H, T, T]; and 60 with the loss of 512
+    # the way back is copied twice more; 106 with plain attention, which keeps [B, H, T, T]; and 55 with the loss of 512
     # tokens at a time, each adding its part to the head's gradient. A branch would make the host wait for each update.
-    "gpu": Formulation(attention="cudnn", layers="unrolled", skip="select", loss_tokens=4096),
+    # Of GPT-2's 50,257 ids no row of logits begins at a multiple of 16 bytes, as tensor cores want it.
+    "gpu": Formulation(attention="cudnn", layers="unrolled", skip="select", loss_tokens=4096, head_rows=128),
     # Nothing is known of these: a loop compiles in the time of one layer.
-    "other": Formulation(attention="plain", layers="scanned", skip="select", loss_tokens=4096),
+    "other": Formulation(attention="plain", layers="scanned", skip="select", loss_tokens=4096, head_rows=128),
 }
 
 CUDNN_DTYPES = ("bfloat16", "float16")

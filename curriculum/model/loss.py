@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from curriculum.model.formulation import backend, loss_positions
+from curriculum.model.formulation import BY_BACKEND, backend, loss_positions
 from curriculum.model.model import Model, Params
 
 
@@ -25,11 +25,11 @@ def nats_per_token(
     features_BTD = model.forward(params, inputs_BT, None, None)
     if model.head is None:
         return _nats(_without_padding(features_BTD.astype(jnp.float32), model.num_ids), targets_BT)
-    kernel_VD = model.head(params).astype(features_BTD.dtype)
+    kernel_VD, num_ids = _head(model, params, features_BTD.dtype)
 
     def chunk_nats(chunk):
         features_BtD, targets_Bt = chunk
-        return _nats(_logits(features_BtD, kernel_VD, model.num_ids), targets_Bt)
+        return _nats(_logits(features_BtD, kernel_VD, num_ids), targets_Bt)
 
     return _by_chunk(chunk_nats, (features_BTD, targets_BT), kernel_VD, model.row_shards)
 
@@ -49,7 +49,8 @@ def sum_nats(
         nats_BT, _ = _nats(_without_padding(features_BTD.astype(jnp.float32), model.num_ids), targets_BT)
         nats_BT = jnp.where(loss_mask_BT, nats_BT, 0)
         return nats_BT.sum(), jax.lax.stop_gradient(nats_BT).sum(axis=1)
-    return _sum_nats(model.num_ids, model.row_shards, features_BTD, model.head(params), targets_BT, loss_mask_BT)
+    kernel_VD, num_ids = _head(model, params)
+    return _sum_nats(num_ids, model.row_shards, features_BTD, kernel_VD, targets_BT, loss_mask_BT)
 
 
 def sample_targets(
@@ -67,11 +68,11 @@ def sample_targets(
 
     if model.head is None:
         return draw(keys_B, positions_BT, _without_padding(features_BTD.astype(jnp.float32), model.num_ids))
-    kernel_VD = model.head(params).astype(features_BTD.dtype)
+    kernel_VD, num_ids = _head(model, params, features_BTD.dtype)
 
     def chunk_draw(chunk):
         features_BtD, positions_Bt = chunk
-        return draw(keys_B, positions_Bt, _logits(features_BtD, kernel_VD, model.num_ids))
+        return draw(keys_B, positions_Bt, _logits(features_BtD, kernel_VD, num_ids))
 
     return _by_chunk(chunk_draw, (features_BTD, positions_BT), kernel_VD, model.row_shards)
 
@@ -81,7 +82,17 @@ def next_logits(model: Model, params: Params, features_BD: jax.Array) -> jax.Arr
     if model.head is None:
         return _without_padding(features_BD.astype(jnp.float32), model.num_ids)
     kernel_VD = model.head(params).astype(features_BD.dtype)
-    return _logits(features_BD[:, None], kernel_VD, model.num_ids)[:, 0]
+    return _without_padding(_logits(features_BD[:, None], kernel_VD, None)[:, 0], model.num_ids)
+
+
+def _head(model: Model, params: Params, dtype: Any = None) -> tuple[jax.Array, int | None]:
+    """(kernel_VD, how many of its rows are ids, None: all), filled up with rows of zeros as the backend has it."""
+    kernel_VD = model.head(params).astype(dtype)
+    V = kernel_VD.shape[0]
+    missing = -V % BY_BACKEND[backend()].head_rows
+    if not missing:
+        return kernel_VD, model.num_ids
+    return jnp.pad(kernel_VD, ((0, missing), (0, 0))), model.num_ids or V
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -97,7 +108,7 @@ def _sum_nats(num_ids, row_shards, features_BTD, kernel_VD, targets_BT, loss_mas
 
 
 def _sum_nats_forward(num_ids, row_shards, features_BTD, kernel_VD, targets_BT, loss_mask_BT):
-    dtype, V = features_BTD.dtype, kernel_VD.shape[0]
+    dtype, num_rows = features_BTD.dtype, kernel_VD.shape[0]
     low_VD = kernel_VD.astype(dtype)
 
     def chunk_step(dkernel_VD, chunk):
@@ -109,9 +120,10 @@ def _sum_nats_forward(num_ids, row_shards, features_BTD, kernel_VD, targets_BT, 
         total_Bt1 = exp_BtV.sum(axis=-1, keepdims=True)
         target_Bt1, mask_Bt1 = targets_Bt[..., None], mask_Bt[..., None]
         nats_Bt = (jnp.log(total_Bt1) + top_Bt1 - jnp.take_along_axis(logits_BtV, target_Bt1, axis=-1))[..., 0]
+        V = logits_BtV.shape[-1]
         onehot_BtV = target_Bt1 == jnp.arange(V)
         dlogits_BtV = jnp.where(mask_Bt1, exp_BtV / total_Bt1 - onehot_BtV, 0).astype(dtype)
-        dlogits_mV = dlogits_BtV.reshape(-1, V)
+        dlogits_mV = jnp.pad(dlogits_BtV.reshape(-1, V), ((0, 0), (0, num_rows - V)))
         dfeatures_BtD = (dlogits_mV @ low_VD).reshape(features_BtD.shape)
         features_mD = features_BtD.reshape(-1, features_BtD.shape[-1])
         dkernel_VD += jnp.einsum("mv,md->vd", dlogits_mV, features_mD, preferred_element_type=jnp.float32)
@@ -137,14 +149,15 @@ _sum_nats.defvjp(_sum_nats_forward, _sum_nats_backward)
 def _logits(features_BtD: jax.Array, kernel_VD: jax.Array, num_ids: int | None) -> jax.Array:
     B, t, D = features_BtD.shape
     logits_mV = jnp.einsum("md,vd->mv", features_BtD.reshape(B * t, D), kernel_VD, preferred_element_type=jnp.float32)
-    return _without_padding(logits_mV.reshape(B, t, -1), num_ids)
+    # A slice is read in place; what is set to -inf would be written once more.
+    return logits_mV.reshape(B, t, -1)[..., :num_ids]
 
 
-def _without_padding(logits_BTV: jax.Array, num_ids: int | None) -> jax.Array:
-    """No probability for ids from `num_ids` on; None: all are meant."""
+def _without_padding(logits_V: jax.Array, num_ids: int | None) -> jax.Array:
+    """No probability for ids from `num_ids` on, along the last axis; None: all are meant."""
     if num_ids is None:
-        return logits_BTV
-    return jnp.where(jnp.arange(logits_BTV.shape[-1]) < num_ids, logits_BTV, -jnp.inf)
+        return logits_V
+    return jnp.where(jnp.arange(logits_V.shape[-1]) < num_ids, logits_V, -jnp.inf)
 
 
 def _nats(logits_BTV: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
