@@ -42,14 +42,19 @@ _BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2, 
 
 
 def compiled_update(
-    config: ModelConfig, mesh: Mesh, rows: int, seq_len: int, grad_accum: int = 1
+    config: ModelConfig, mesh: Mesh, rows: int, seq_len: int, grad_accum: int = 1, document_mask: bool = False
 ) -> jax.stages.Compiled:
     """The update of `rows` x `seq_len` tokens in `grad_accum` micro-steps, over all devices of the mesh."""
     model, optimizer = transformer(config), make_optimizer(OptimConfig())
     first_state = partial(init_state, optimizer=optimizer, num_sources=NUM_SOURCES)
     state = abstract_on_mesh(mesh, jax.eval_shape(first_state, abstract_params(model)))
     step = make_train_step(
-        on_mesh(model, mesh), optimizer, NUM_SOURCES, grad_clip=1.0, place_grads=partial(constrain, mesh)
+        on_mesh(model, mesh),
+        optimizer,
+        NUM_SOURCES,
+        grad_clip=1.0,
+        document_mask=document_mask,
+        place_grads=partial(constrain, mesh),
     )
 
     def array(*shape: int, dtype=jnp.int32) -> jax.ShapeDtypeStruct:

@@ -1,0 +1,114 @@
+"""What tools/hlo_traffic.py counts of a compiled program, on one that is worked out by hand."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+TOOLS = Path(__file__).parents[1] / "tools"
+_SPEC = importlib.util.spec_from_file_location("hlo_traffic", TOOLS / "hlo_traffic.py")
+hlo_traffic = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(hlo_traffic)
+
+PROGRAM = """HloModule jit_step, is_scheduled=true
+
+%fused_dot (p0: bf16[8,4], p1: bf16[4,16]) -> bf16[8,16] {
+  %p0 = bf16[8,4]{1,0} parameter(0)
+  %p1 = bf16[4,16]{1,0} parameter(1)
+  ROOT %dot.1 = bf16[8,16]{1,0} dot(%p0, %p1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%fused_slice (stacked: f32[12,8,16], layer: s32[]) -> f32[8,16] {
+  %layer = s32[] parameter(1)
+  %stacked = f32[12,8,16]{2,1,0} parameter(0)
+  %zero = s32[] constant(0)
+  %one = f32[1,8,16]{2,1,0} dynamic-slice(%stacked, %layer, %zero, %zero), dynamic_slice_sizes={1,8,16}
+  ROOT %flat = f32[8,16]{1,0} bitcast(%one)
+}
+
+%fused_update (stacked: f32[12,8,16], new: f32[8,16], layer: s32[]) -> f32[12,8,16] {
+  %stacked = f32[12,8,16]{2,1,0} parameter(0)
+  %new = f32[8,16]{1,0} parameter(1)
+  %layer = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  %one = f32[1,8,16]{2,1,0} bitcast(%new)
+  %updated = f32[12,8,16]{2,1,0} dynamic-update-slice(%stacked, %one, %layer, %zero, %zero)
+  ROOT %again = f32[12,8,16]{2,1,0} bitcast(%updated)
+}
+
+%body (state: (s32[], f32[12,8,16])) -> (s32[], f32[12,8,16]) {
+  %state = (s32[], f32[12,8,16]{2,1,0}) parameter(0)
+  %layer = s32[] get-tuple-element(%state), index=0
+  %stacked = f32[12,8,16]{2,1,0} get-tuple-element(%state), index=1
+  %read = f32[8,16]{1,0} fusion(%stacked, %layer), kind=kLoop, calls=%fused_slice
+  %written = f32[12,8,16]{2,1,0} fusion(%stacked, %read, %layer), kind=kLoop, calls=%fused_update
+  ROOT %next = (s32[], f32[12,8,16]{2,1,0}) tuple(%layer, %written)
+}
+
+%condition (state: (s32[], f32[12,8,16])) -> pred[] {
+  %state = (s32[], f32[12,8,16]{2,1,0}) parameter(0)
+  ROOT %more = pred[] constant(true)
+}
+
+ENTRY %main.1 (x: bf16[8,4], w: bf16[4,16], /*index=2*/all: (s32[], f32[12,8,16]), q: bf16[2,8,3,4]) -> bf16[8,16] {
+  %x = bf16[8,4]{1,0} parameter(0)
+  %w = bf16[4,16]{1,0} parameter(1)
+  %all = (s32[], f32[12,8,16]{2,1,0}) parameter(2)
+  %q = bf16[2,8,3,4]{3,2,1,0} parameter(3)
+  %product = bf16[8,16]{1,0} fusion(%x, %w), kind=kCustom, calls=%fused_dot, metadata={op_name="jit(step)/dot"}
+  %loop = (s32[], f32[12,8,16]{2,1,0}) while(%all), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"12"}}
+  %attention = bf16[2,8,3,4]{3,2,1,0} custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmax"
+  %gathering = (bf16[4,16]{1,0}, bf16[32,16]{1,0}) all-gather-start(%w), dimensions={0}
+  %gathered = bf16[32,16]{1,0} all-gather-done(%gathering)
+  %summed = bf16[4,16]{1,0} all-reduce(%w), to_apply=%add
+  ROOT %copy = bf16[8,16]{1,0} copy(%product)
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def found():
+    return {cost.instruction.name: cost for cost in hlo_traffic.costs(PROGRAM)}
+
+
+def test_a_product_counts_its_flops_and_what_it_reads_and_writes(found):
+    assert found["product"].flops == 2 * 8 * 16 * 4
+    assert found["product"].num_bytes == 2 * (8 * 4 + 4 * 16 + 8 * 16)
+    assert found["product"].source == "jit(step)/dot" and found["copy"].source == ""
+    assert (found["copy"].flops, found["copy"].num_bytes) == (0, 2 * 2 * 8 * 16)
+
+
+def test_a_loop_counts_its_rounds_and_of_stacked_arrays_one_layer(found):
+    index, layer = 4, 4 * 8 * 16
+    assert found["read"][1:] == (12, 0, layer + index + layer, 0)
+    assert found["written"][1:] == (12, 0, layer + index + layer, 0)  # in place: what it updates is not read
+
+
+def test_attention_counts_two_products_of_half_a_square(found):
+    assert found["attention"].flops == 2 * 2 * (2 * 3) * 8 * 8 * 4 / 2
+    for target, times in (("fmhaScaleBiasSoftmax", 1), ("fmhaSoftmaxBackward", 5 / 2)):
+        other = {cost.instruction.name: cost for cost in hlo_traffic.costs(PROGRAM.replace("fmhaSoftmax", target))}
+        assert other["attention"].flops == times * found["attention"].flops
+
+
+def test_what_is_sent_is_counted_apart(found):
+    assert (found["gathering"].num_bytes, found["gathering"].sent_bytes) == (0, 2 * 32 * 16)
+    assert (found["summed"].num_bytes, found["summed"].sent_bytes) == (0, 2 * 2 * 4 * 16)
+    assert set(found) == {"product", "read", "written", "attention", "gathering", "summed", "copy"}
+
+
+@pytest.mark.skipif(find_spec("jax_plugins") is not None, reason="the compiler for NVIDIA cards may be installed")
+def test_where_the_compiler_is_missing_the_tool_says_how_to_get_it():
+    command = [sys.executable, TOOLS / "check_gpu_program.py", "--preset", "tiny"]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(TOOLS.parent)}, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("the compiler for NVIDIA cards is not installed: pip install 'jax[")
+
+
+def test_a_loop_of_unknown_length_is_an_error():
+    with pytest.raises(ValueError, match="loop: a loop of an unknown number of rounds"):
+        hlo_traffic.costs(PROGRAM.replace("known_trip_count", "induction"))

@@ -1,0 +1,214 @@
+"""Compile the update for NVIDIA cards that are not there, and say what it needs of them at the least.
+
+    pip install 'jax[cuda13]==VERSION'    # of the jax that is installed: the compiler; no card, no driver
+    python tools/check_gpu_program.py --preset gpt2-124m --rows 32 --seq-len 1024
+    python tools/check_gpu_program.py --preset llama-1b --mesh 1 8 1 --rows 32 --seq-len 2048 --remat dots --most 20
+
+The update of `curriculum train` (AdamW, state donated, products in bfloat16) is compiled for shapes alone, as on a GPU
+(curriculum/model/formulation.py; --attention, --layers and --loss-tokens take others), and its program is counted
+(tools/hlo_traffic.py) against the card's data sheet: `least ms` is what it takes where every instruction reaches the
+limit of its products or of the memory, whichever is longer; MFU is the model's FLOPs, as tools/bench_step.py counts
+them, in that time. Nothing is run, so that nothing is known of launches, caches, and how near kernels come to these
+limits; without a card the compiler chooses them by rules where it would otherwise time them. What the cards send to
+each other is told apart, at the rate of NVLink: it may be hidden behind the rest.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from unittest import mock
+
+# The plugin asks the driver for versions, and there is none. Both are read as it is loaded.
+os.environ |= {"CUDA_VISIBLE_DEVICES": "-1", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "JAX_PLATFORMS": "cpu"}
+
+import jax
+import numpy as np
+from check_scaling import collectives, compiled_update
+from hlo_traffic import Cost, costs
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
+
+from curriculum.model import formulation, loss, memory, transformer
+from curriculum.model.presets import PRESETS, ModelConfig, num_parameters, num_projections
+from curriculum.train import step
+from curriculum.train.mesh import AXES
+
+
+@dataclass(frozen=True)
+class Card:
+    """NVIDIA's data sheet: dense products of bfloat16, the memory, and NVLink one way, a second."""
+
+    flops: float
+    memory_bytes_per_second: float
+    memory_bytes: float
+    sent_bytes_per_second: float
+
+
+CARDS = {"H100": Card(989e12, 3.35e12, 80e9, 450e9), "H200": Card(989e12, 4.8e12, 141e9, 450e9)}
+# What the compiler asks a card for; compute capability 9.0, 132 multiprocessors.
+_DESCRIPTION = """
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  memory_bandwidth: {bandwidth:.0f} device_memory_size: {memory:.0f} cuda_compute_capability {{ major: 9 }}
+}}
+platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} runtime_version {{ major: 13 minor: 0 }}
+device_description_str: "NVIDIA {name}"
+"""
+
+
+def cards_mesh(name: str, sizes: tuple[int, int, int]) -> Mesh:
+    """data x fsdp x tensor of cards that are not there; exits where the compiler for them is not installed."""
+    card, num = CARDS[name], math.prod(sizes)
+    description = _DESCRIPTION.format(name=name, bandwidth=card.memory_bytes_per_second, memory=card.memory_bytes)
+    hosts = -(-num // 8)
+    try:
+        topology = topologies.get_topology_desc(
+            platform="cuda", target_config=description, topology=f"1x{hosts}x{num // hosts}"
+        )
+    except NotImplementedError:
+        sys.exit(f"the compiler for NVIDIA cards is not installed: pip install 'jax[cuda13]=={jax.__version__}'")
+    return Mesh(np.array(topology.devices).reshape(sizes), AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def as_on_a_gpu(loss_tokens: int | None) -> ExitStack:
+    """While it is open everything is traced as where jax has such a card."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    stack = ExitStack()
+    for module in (transformer, step, loss):
+        stack.enter_context(mock.patch.object(module, "backend", lambda: "gpu"))
+    chosen = formulation.BY_BACKEND["gpu"]
+    chosen = replace(chosen, loss_tokens=loss_tokens or chosen.loss_tokens)
+    stack.enter_context(mock.patch.dict(formulation.BY_BACKEND, {"gpu": chosen}))
+    # jax asks the card whether it is a Hopper or newer, and whether it is a Blackwell of one kind.
+    stack.enter_context(mock.patch.object(cudnn, "check_compute_capability", lambda least: float(least) <= 9.0))
+    stack.enter_context(mock.patch.object(cudnn, "is_cuda_compute_capability_equal", lambda exact: exact == "9.0"))
+    return stack
+
+
+def least_seconds(cost: Cost, card: Card) -> float:
+    """Of all its times together, sending left out."""
+    return cost.times * max(cost.flops / card.flops, cost.num_bytes / card.memory_bytes_per_second)
+
+
+def model_flops(config: ModelConfig, num_tokens: int, seq_len: int) -> float:
+    """6 a token and number of the blocks' matrices and of the head, 6 x layers x positions x width / 2 a token for the
+    two products of attention, which is causal."""
+    matrices = num_projections(config) + config.vocab_size * config.d_model
+    width = config.n_head * config.head_width
+    return num_tokens * (6 * matrices + 6 * config.n_layer * seq_len * width)
+
+
+def measure(config: ModelConfig, card_name: str, options: argparse.Namespace) -> tuple[dict, list[Cost]]:
+    """What is told of an update, by name; and the cost of each instruction."""
+    card, sizes = CARDS[card_name], tuple(options.mesh)
+    rows, seq_len = options.rows, options.seq_len
+    started = time.perf_counter()
+    with as_on_a_gpu(options.loss_tokens):
+        mesh = cards_mesh(card_name, sizes)
+        compiled = compiled_update(config, mesh, rows, seq_len, options.grad_accum, options.document_mask)
+        estimate = memory.memory_estimate(
+            config,
+            rows=rows // options.grad_accum // (sizes[0] * sizes[1]),
+            seq_len=seq_len,
+            backend="gpu",
+            grad_accum=options.grad_accum,
+            document_mask=options.document_mask,
+            state_shards=sizes[1] * sizes[2],
+            fsdp=sizes[1],
+        )
+    compile_seconds = time.perf_counter() - started
+    program, needed = compiled.as_text(), compiled.memory_analysis()
+    if options.program:
+        options.program.write_text(program)
+    found = costs(program)
+    seconds = sum(least_seconds(cost, card) for cost in found)
+    in_products = sum(least_seconds(cost, card) for cost in found if cost.flops)
+    num_cards = math.prod(sizes)
+    flops = model_flops(config, rows * seq_len, seq_len) / num_cards
+    report = {
+        "preset": options.preset,
+        "num_parameters": num_parameters(config),
+        "cards": f"{num_cards} x {card_name}",
+        "mesh": list(sizes),
+        "rows": rows,
+        "seq_len": seq_len,
+        "least_ms": round(seconds * 1e3, 1),
+        "of_products_ms": round(in_products * 1e3, 1),
+        "mfu_at_most": round(flops / seconds / card.flops, 2),
+        "moved_gb": round(sum(cost.times * cost.num_bytes for cost in found) / 1e9, 1),
+        "sent_ms": round(sum(cost.times * cost.sent_bytes for cost in found) / card.sent_bytes_per_second * 1e3, 1),
+        "instructions": sum(cost.times for cost in found),
+        "memory_gb": round(needed.peak_memory_in_bytes / 1e9, 2),
+        "memory_estimate_gb": round(estimate.total / 1e9, 2),
+        "collectives": {kind: sum(shapes.values()) for kind, shapes in collectives(program).items()},
+        "attention": dict(
+            Counter(c.instruction.name.split(".")[0] for c in found if "fmha" in c.instruction.attributes)
+        ),
+        "compile_seconds": round(compile_seconds, 1),
+    }
+    return report, found
+
+
+def print_most(found: list[Cost], card: Card, num: int) -> None:
+    """The instructions that take longest at the least, those of one kind and one source together."""
+    together: dict[tuple[str, str], list[float]] = {}
+    for cost in found:
+        kind = cost.instruction.name.rstrip("0123456789.")
+        sums = together.setdefault((kind, cost.source), [0.0, 0.0, 0.0])
+        sums[0] += least_seconds(cost, card) * 1e3
+        sums[1] += cost.times * cost.flops / 1e12
+        sums[2] += cost.times * cost.num_bytes / 1e9
+    print(f"{'ms':>7} {'TFLOP':>7} {'GB':>7}")
+    for (kind, source), (ms, tflop, gb) in sorted(together.items(), key=lambda item: -item[1][0])[:num]:
+        print(f"{ms:7.2f} {tflop:7.2f} {gb:7.1f}  {kind}: {source}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("--preset", choices=PRESETS, default="gpt2-124m")
+    parser.add_argument("--card", choices=CARDS, default="H100")
+    parser.add_argument("--mesh", type=int, nargs=3, default=(1, 1, 1), metavar=("DATA", "FSDP", "TENSOR"))
+    parser.add_argument("--rows", type=int, default=32, help="of the whole update")
+    parser.add_argument("--seq-len", type=int, default=1024)
+    parser.add_argument("--grad-accum", type=int, default=1)
+    parser.add_argument("--remat", choices=("none", "dots", "full"), default="none")
+    parser.add_argument("--attention", choices=("auto", "cudnn", "xla", "plain"), default="auto")
+    parser.add_argument("--layers", choices=("auto", "unrolled", "scanned"), default="auto")
+    parser.add_argument("--document-mask", action="store_true")
+    parser.add_argument("--loss-tokens", type=int, help="whose logits are worked out at once")
+    parser.add_argument("--vocab-size", type=int, help="rows of the embedding, in the place of the preset's")
+    parser.add_argument("--most", type=int, default=0, help="how many kinds of instruction to list, the longest first")
+    parser.add_argument("--program", type=Path, help="write the compiled program there")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(argv)
+    config = replace(
+        PRESETS[options.preset],
+        compute_dtype="bfloat16",
+        remat=options.remat,
+        attention=options.attention,
+        layers=options.layers,
+    )
+    if options.vocab_size:
+        config = replace(config, vocab_size=options.vocab_size)
+    report, found = measure(config, options.card, options)
+    for name, value in report.items():
+        print(f"{name:>20}  {value:,}" if isinstance(value, int) else f"{name:>20}  {value}")
+    if options.most:
+        print_most(found, CARDS[options.card], options.most)
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""What each instruction of a compiled program computes, moves in memory and sends, read off its text.
+
+The least a program can take is the sum over its instructions of the longer of two times: FLOPs of its products over the
+card's rate, and bytes that it reads and writes over the memory's (the roofline: Williams et al., CACM 52(4), 2009).
+What is not counted: launches, caches, kernels that do not reach these rates.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+BYTES = {"pred": 1, "bf16": 2, "f16": 2, "f32": 4, "f64": 8} | {
+    f"{s}{n}": n // 8 for s in "su" for n in (8, 16, 32, 64)
+}
+_ARRAY = re.compile(rf"\b({'|'.join(BYTES)})\[([\d,]*)\]")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
+_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "iota"}
+_SENT = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """A line of a computation. `attributes`: what stands behind its operands."""
+
+    name: str
+    type: str
+    opcode: str
+    operands: list[str]
+    argument: str
+    attributes: str
+    is_root: bool
+
+
+class Cost(NamedTuple):
+    """Of one instruction, made `times` times in a run of the program."""
+
+    instruction: Instruction
+    times: int
+    flops: float
+    num_bytes: int
+    sent_bytes: int
+
+    @property
+    def source(self) -> str:
+        """Where in the traced function it comes from, as jax names it."""
+        found = re.search(r'op_name="([^"]*)"', self.instruction.attributes)
+        return found[1] if found else ""
+
+
+def size_bytes(type: str) -> int:
+    """Of an array, or of all arrays of a tuple."""
+    return sum(BYTES[dtype] * math.prod(_dims(dims)) for dtype, dims in _ARRAY.findall(type))
+
+
+def costs(program: str) -> list[Cost]:
+    """The cost of each instruction that computes, moves or sends something. What is in a loop counts as often as the
+    compiler knows it to run, of a branch the first.
+
+    Raises ValueError for a loop whose number of rounds the compiler does not know.
+    """
+    computations, entry = _parsed(program)
+    return list(_walk(computations, entry, 1))
+
+
+def _parsed(program: str) -> tuple[dict[str, dict[str, Instruction]], str]:
+    computations, current, entry = {}, {}, ""
+    for line in re.sub(r"/\*index=\d+\*/", "", program).splitlines():
+        if head := _COMPUTATION.match(line.rstrip()):
+            current = computations.setdefault(head[2], {})
+            entry = head[2] if head[1] else entry
+        elif found := _INSTRUCTION.match(line):
+            root, name, type, opcode, rest = found.groups()
+            depth, end = 1, 0
+            while depth:
+                depth += {"(": 1, ")": -1}.get(rest[end], 0)
+                end += 1
+            argument = rest[: end - 1]
+            operands = re.findall(r"%([\w.\-]+)", argument)
+            current[name] = Instruction(name, type, opcode, operands, argument, rest[end:], bool(root))
+    return computations, entry
+
+
+def _walk(computations: dict, name: str, times: int) -> Iterator[Cost]:
+    here = computations[name]
+    for instruction in here.values():
+        opcode, attributes = instruction.opcode, instruction.attributes
+        if opcode in _FREE or opcode.endswith("-done"):
+            continue
+        if opcode == "while":
+            rounds = re.search(r'"known_trip_count":\{"n":"(\d+)"', attributes)
+            if rounds is None:
+                raise ValueError(f"{instruction.name}: a loop of an unknown number of rounds")
+            yield from _walk(computations, _called("body", attributes), times * int(rounds[1]))
+        elif opcode == "conditional":
+            branches = re.search(r"branch_computations=\{%([\w.\-]+)", attributes)
+            yield from _walk(computations, branches[1] if branches else _called("true_computation", attributes), times)
+        elif opcode in ("call", "async-start"):
+            yield from _walk(computations, _called("calls|to_apply", attributes), times)
+        elif opcode.removesuffix("-start") in _SENT:
+            yield Cost(instruction, times, 0, 0, _sent(instruction, here))
+        else:
+            flops, num_bytes = _flops(instruction, here, computations), _moved(instruction, here, computations)
+            yield Cost(instruction, times, flops, num_bytes, 0)
+
+
+def _called(attribute: str, attributes: str) -> str:
+    return re.search(rf"\b(?:{attribute})=%?([\w.\-]+)", attributes)[1]
+
+
+def _flops(instruction: Instruction, here: dict, computations: dict) -> float:
+    """Of products alone: 2 for each number of the result and of what is summed over. Attention counts as causal."""
+    if instruction.opcode == "dot":
+        left = _dims(_ARRAY.search(here[instruction.operands[0]].type)[2])
+        axes = _dims(re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)[1])
+        result = _dims(_ARRAY.search(instruction.type)[2])
+        return 2.0 * math.prod(result) * math.prod(left[axis] for axis in axes)
+    if instruction.opcode == "fusion":
+        inner = computations[_called("calls", instruction.attributes)]
+        return sum(_flops(one, inner, computations) for one in inner.values())
+    if "__cudnn$fmha" in instruction.attributes:  # [B, T, H, K]: two products there, five back
+        B, T, H, K = _dims(_ARRAY.search(here[instruction.operands[0]].type)[2])
+        return (5 if "Backward" in instruction.attributes else 2) * 2.0 * B * H * T * T * K / 2
+    return 0.0
+
+
+def _moved(instruction: Instruction, here: dict, computations: dict) -> int:
+    """Bytes read and written: of what is sliced the slice, of what is updated in place the update."""
+    given = [here[operand].type for operand in instruction.operands]
+    if instruction.opcode == "dynamic-slice":
+        return 2 * size_bytes(instruction.type)
+    if instruction.opcode == "dynamic-update-slice":
+        return 2 * size_bytes(given[1])
+    if instruction.opcode != "fusion":
+        return sum(map(size_bytes, given)) + size_bytes(instruction.type)
+    inner = computations[_called("calls", instruction.attributes)]
+    parameters = sorted((one for one in inner.values() if one.opcode == "parameter"), key=lambda one: int(one.argument))
+    read = sum(_read(one, size_bytes(type), inner) for one, type in zip(parameters, given, strict=True))
+    root = next(one for one in inner.values() if one.is_root)
+    results = [inner[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    return read + sum(_written(result, inner) for result in results)
+
+
+def _read(value: Instruction, whole: int, inner: dict) -> int:
+    """Bytes that are read of a value: of what is cut out of it, or looked up in it, no more than that."""
+    total = 0
+    for user in inner.values():
+        if value.name not in user.operands:
+            continue
+        first = user.operands[0] == value.name
+        if user.opcode == "bitcast":
+            total += _read(user, whole, inner)
+        elif user.opcode in ("slice", "dynamic-slice") and first:
+            total += _read(user, size_bytes(user.type), inner)
+        elif user.opcode == "gather" and first:
+            total += size_bytes(user.type)
+        elif not (user.opcode == "dynamic-update-slice" and first):
+            return whole
+    return whole if value.is_root else min(whole, total)
+
+
+def _written(result: Instruction, inner: dict) -> int:
+    while result.opcode == "bitcast":
+        result = inner[result.operands[0]]
+    if result.opcode == "dynamic-update-slice":
+        return size_bytes(inner[result.operands[1]].type)
+    return size_bytes(result.type)
+
+
+def _sent(instruction: Instruction, here: dict) -> int:
+    """Bytes that a device sends in a ring, less its own part, which is 1/N of them: the larger of what goes in and
+    what comes out; of an all-reduce twice that.
+    """
+    given = sum(size_bytes(here[operand].type) for operand in instruction.operands)
+    kind = instruction.opcode.removesuffix("-start")
+    whole = size_bytes(instruction.type)
+    if instruction.opcode.endswith("-start") and kind in ("all-gather", "collective-permute"):
+        whole -= given  # what begins one names what goes in beside what comes out
+    return 2 * given if kind == "all-reduce" else max(given, whole)
+
+
+def _dims(text: str) -> list[int]:
+    return [int(size) for size in text.split(",") if size]
