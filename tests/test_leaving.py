@@ -16,11 +16,14 @@ def test_a_single_process_decides_for_itself():
 
 DECIDE = """
 import errno, json, sys, time
+from pathlib import Path
 from curriculum.errors import InputError
-from curriculum.train import peers, processes
+from curriculum.lock import RunLock
+from curriculum.train import opening, peers, processes
 from curriculum.train.launch import Launch
 
-port, index = int(sys.argv[1]), int(sys.argv[2])
+port, index, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+opening._SEEN_SECONDS = 0.2
 peers.GRACE_SECONDS = processes._NEWS_SECONDS = 0.2
 processes._peers = peers.Peers(Launch("127.0.0.1", port, 2, index), 30)
 told, made = {}, []
@@ -43,6 +46,10 @@ attempt("full", processes.from_first, full)
 attempt("made", processes.first_then_all, lambda: made.append(time.time()) or index)
 told["when"] = made
 attempt("same", processes.check_same, lambda: {"the text": "t"})
+for name, place in ("shared", folder / "run"), ("apart", folder / str(index) / "run"):
+    lock = RunLock(place)
+    lock.take() if index == 0 else time.sleep(0.1)
+    attempt(name, opening.check_shared, lock)
 attempt("differ", processes.check_same, lambda: {"the config": f"c{index}", "the text": "t"})
 print(json.dumps(told), flush=True)
 if index == 0:
@@ -53,9 +60,9 @@ sys.exit(5)
 """
 
 
-def test_what_two_processes_decide_together():
+def test_what_two_processes_decide_together(tmp_path):
     port = free_port()
-    two = [start(["-c", DECIDE, port, i]) for i in range(2)]
+    two = [start(["-c", DECIDE, port, i, tmp_path]) for i in range(2)]
     code, first = ended(two[0], 60)
     two[1].wait(1)  # process 0 ended after it
     left, second = ended(two[1], 60)
@@ -67,6 +74,10 @@ def test_what_two_processes_decide_together():
     assert (first["made"], second["made"]) == (0, 1)
     assert (len(first["when"]), len(second["when"])) == (1, 1) and first["when"] < second["when"]
     assert first["same"] is second["same"] is None
+    assert first["shared"] is second["shared"] is None
+    kind, apart, in_every_process = first["apart"]
+    assert (kind, in_every_process) == ("InputError", True) and second["apart"] == ["InputError", "", True]
+    assert apart.startswith(f"{tmp_path}/1/run: on ") and "is not the folder that process 0 has the run in" in apart
     told = "process 1 has c1 as the config, process 0 c0; start all processes with the same command on the same files"
     assert first["differ"] == ["InputError", told, True] and second["differ"] == ["InputError", "", True]
     assert (code, left) == (1, 5) and len(last_line) == 1

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import socket
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +17,7 @@ from curriculum.config import Config
 from curriculum.data.tokenizer import Tokenizer, load_tokenizer
 from curriculum.errors import InputError
 from curriculum.lock import RunLock
-from curriculum.manifest import damage
+from curriculum.manifest import damage, sync
 from curriculum.record.board import Board
 from curriculum.record.console import Console, program
 from curriculum.record.events import EVENTS, METRICS, Record, check_offsets, plain
@@ -25,11 +28,13 @@ from curriculum.train.averages import set_aside_means_after
 from curriculum.train.best import lost_golds
 from curriculum.train.checkpoint_folder import Checkpoints
 from curriculum.train.history import History
-from curriculum.train.processes import from_first, is_first
+from curriculum.train.processes import check_in_each, count, from_first, is_first
 from curriculum.train.resumed import Resumed, to_resume
 from curriculum.train.setup import Setup
 from curriculum.train.step import TrainState
 from curriculum.train.unwritten import Unwritten
+
+_SEEN_SECONDS = 30.0  # that a network's folder may show a file late by
 
 
 def claim(directory: RunDirectory, lock: RunLock, resume: str | int | None) -> Resumed | None:
@@ -139,6 +144,32 @@ def _damaged(directory: RunDirectory, resumed: Resumed | None) -> list[tuple[int
         if not verified and (why := damage(folder, "ledger/" if older else "")):
             found.append((step, folder, why))
     return found
+
+
+def check_shared(lock: RunLock) -> None:
+    """Raise InputError in every process where one does not see the folder in which process 0 has taken the lock."""
+    if count() == 1:
+        return
+
+    def written() -> str:
+        sync(lock.path)  # of a network's folder others may read only what is out of this machine's cache
+        return lock.path.read_text()
+
+    said = from_first(written)
+
+    def unseen() -> list[str]:
+        until = time.monotonic() + _SEEN_SECONDS
+        while not lock.path.is_file() or lock.path.read_text() != said:
+            if time.monotonic() > until:
+                return [
+                    f"{lock.path.parent.absolute()}: on {socket.gethostname()} (pid {os.getpid()}) this is not the "
+                    "folder that process 0 has the run in; give all processes the same --run-dir, on a disk that all "
+                    "of them see"
+                ]
+            time.sleep(0.1)
+        return []
+
+    check_in_each(unseen)
 
 
 def directory_as_of(setup: Setup, directory: RunDirectory, last: int) -> None:

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -114,6 +114,17 @@ def check_same(find: Callable[[], Mapping[str, str]]) -> None:
         for name, mine in of_processes[0].items()
         if other.get(name) != mine
     ]
+    _refuse(problems)
+
+
+def check_in_each(find: Callable[[], Sequence[str]]) -> None:
+    """Raise InputError in every process where one finds problems; process 0 says them all. One alone looks for none."""
+    if _peers is not None:
+        _refuse([problem for found in _peers.gather(list(find())) for problem in found])
+
+
+def _refuse(problems: Sequence[str]) -> None:
+    """Raise InputError for problems that every process knows of, if there are any."""
     if problems:
         error = InputError(*(problems if is_first() else ()))
         error.in_every_process = True

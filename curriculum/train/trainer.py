@@ -105,6 +105,7 @@ def _run(
                 with opening.writable(directory):
                     if rollback is None:
                         damaged = from_first(partial(opening.begin_in, directory, lock, checkpoints, resumed))
+                        opening.check_shared(lock)
                     if resumed is not None:
                         checkpoints.adopt(resumed.folder)
                     # First of all: after a kill in what follows no checkpoint is found that speaks of what was moved.
