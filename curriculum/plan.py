@@ -148,13 +148,17 @@ def constant_tokens_per_step(schedule: Schedule) -> int | None:
 def describe_phases(schedule: Schedule, config: Config) -> tuple[dict[str, Any], ...]:
     """Each phase with its bounds, the mixture it ends in, its ramp and the shape it begins with, as the record keeps
     it. A `rope_theta` of None is the model's own, and of the rates of the phase each is multiplied by `lr_scale`.
+    `reshaped`, of a phase whose shape was edited on its way: {step, ...} of each that it went on with.
     """
     phases = []
     for name, start, end in schedule.phase_bounds:
         segment = schedule.segment_at(start)
         ramp_steps = 0 if segment.ramp is None else segment.ramp.steps
         bounds = {"name": name, "start": start, "end": end, "tokens": schedule.tokens(end) - schedule.tokens(start)}
-        phases.append({**bounds, "mixture": segment.mixture, "ramp_steps": ramp_steps, **shape_of(segment, config)})
+        shapes = [(s.start, shape_of(s, config)) for s in schedule.segments if start <= s.start < end]
+        turns = [{"step": at, **now} for (_, was), (at, now) in pairwise(shapes) if now != was]
+        phase = {**bounds, "mixture": segment.mixture, "ramp_steps": ramp_steps, **shapes[0][1]}
+        phases.append({**phase, "reshaped": turns} if turns else phase)
     return tuple(phases)
 
 

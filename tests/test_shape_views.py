@@ -4,7 +4,7 @@ import io
 import json
 
 import pytest
-from tiny_run import tiny_data, write_corpus
+from tiny_run import tiny_data, tiny_train, write_corpus
 from written_run import write_run
 
 from curriculum.cli.plan import table
@@ -162,6 +162,26 @@ def test_a_switch_says_what_changes_of_the_shape():
     assert _phase_switch_markdown(SWITCH).splitlines()[2] == moves.format("; ")
     older = {key: value for key, value in SWITCH.items() if key not in ("shape_before", "shape_after", "passed_over")}
     assert verdict(older) == "phase switch at step 60: foundation → domain | lr 3.00e-04"
+
+
+def test_a_length_that_was_edited_on_the_way(tmp_path, capsys):
+    """Three updates of 3 x 16 are 2.25 blocks of 64: three quarters of one are passed over."""
+    place, run_dir = write_corpus(tmp_path), tmp_path / "run"
+    optim = {"lr": 1e-3, "schedule": "constant"}
+
+    def go_on(steps, seq_len, resume=None):
+        phases = [{"name": "only", "until": "end", "mixture": {"law": 1.0}, "seq_len": seq_len, "batch_size": 3}]
+        tiny_train(place, run_dir, resume, phases=phases, train={"steps": steps, "seq_len": 64}, optim=optim)
+
+    go_on(3, 16)
+    go_on(5, 64, resume="latest")
+    run = load_run(run_dir)
+    (edit,) = [event for event in run.events if event["event"] == "schedule_edit"]
+    assert (edit["step"], edit["passed_over"]) == (3, {"law": 48})
+    assert "phases.only.seq_len 16 → 64 | passed over law 48 tokens | only until step 5" in capsys.readouterr().out
+    (only,) = inspect_run(run)["phases"]
+    assert only["tokens"] == {"law": 3 * 3 * 16 + 2 * 3 * 64} and run.complete["total_tokens"] == 528
+    assert list(header(run.start | {"plan": run.plan}, tmp_path))[-1].endswith("law 1 | 3 x 16, from step 3 3 x 64")
 
 
 def test_the_time_left_goes_by_tokens(written, tmp_path):

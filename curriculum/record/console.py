@@ -293,7 +293,9 @@ def verdict(event: dict[str, Any]) -> str | None:
             return " | ".join([switch, *_moves(event), *shape_moves(event), f"lr {event['lr']:.2e}"])
         case "schedule_edit":
             edit = f"schedule edit at step {step}: {event['reason']}"
-            return " | ".join([edit, *_moves(event), f"{event['phase']} until step {event['until']}"])
+            return " | ".join(
+                [edit, *_moves(event), *_left_out(event), f"{event['phase']} until step {event['until']}"]
+            )
         case "eval_regression":
             action = f" | {event['action']}" if event["action"] else ""
             new = [pair for pair in event["offenders"] if pair["first_step"] == step]
@@ -352,10 +354,14 @@ def shape_moves(event: dict[str, Any]) -> list[str]:
         was, now = before.get(key), after.get(key)
         if was != now:
             moves.append(f"{name} {_of_shape(was)} → {_of_shape(now)}")
-    if passed_over := event.get("passed_over"):
-        left = ", ".join(f"{source} {tokens:,}" for source, tokens in passed_over.items())
-        moves.append(f"passed over {left} tokens")
-    return moves
+    return [*moves, *_left_out(event)]
+
+
+def _left_out(event: dict[str, Any]) -> list[str]:
+    """What a switch or an edit passes over, to begin a longer sequence."""
+    passed_over = event.get("passed_over")
+    left = ", ".join(f"{source} {tokens:,}" for source, tokens in (passed_over or {}).items())
+    return [f"passed over {left} tokens"] if left else []
 
 
 def _of_shape(number: float | None) -> str:

@@ -100,13 +100,19 @@ def tokens_of(step_sizes: Iterable[Mapping[str, int]], step: int) -> int:
 
 
 def shapes_of(phases: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The shape of each phase's updates in words, empty where all are alike, or the run's record has none."""
-    shapes = []
+    """The shapes of each phase's updates in words, empty where there is one alone, or the run's record has none."""
+    words = []
     for phase in phases:
-        theta = phase.get("rope_theta")
-        turned = "" if theta is None else f", rope theta {theta:,.10g}"
-        shapes.append(f"{phase['batch_size']:,} x {phase['seq_len']:,}{turned}" if "seq_len" in phase else "")
-    return shapes if len(set(shapes)) > 1 else [""] * len(shapes)
+        turns = [f"from step {turn['step']:,} {_shape_text(turn)}" for turn in phase.get("reshaped", ())]
+        words.append([_shape_text(phase), *turns] if "seq_len" in phase else [])
+    several = len({shape for shapes in words for shape in shapes}) > 1
+    return [", ".join(shapes) if several else "" for shapes in words]
+
+
+def _shape_text(shape: Mapping[str, Any]) -> str:
+    theta = shape.get("rope_theta")
+    turned = "" if theta is None else f", rope theta {theta:,.10g}"
+    return f"{shape['batch_size']:,} x {shape['seq_len']:,}{turned}"
 
 
 def last_detectable(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
@@ -121,8 +127,9 @@ def last_detectable(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 def consumption(run: Run, at: tuple[str, int, Mapping[str, int]] | None = None) -> list[dict[str, Any]]:
     """What each phase that has begun has read: {phase, start, step, tokens, epochs}, in order.
 
-    `tokens` are of the phase alone up to `step`, by source; `epochs` since the run's start. The record knows them where
-    a phase ends, and `training_state.json` at the last checkpoint: of the phase that is running, `step` is that one.
+    `tokens` are of the phase alone up to `step`, by source, without what a change of length passed over; `epochs` since
+    the run's start. The record knows them where a phase ends, and `training_state.json` at the last checkpoint: of the
+    phase that is running, `step` is that one.
     Raises InputError where that file is damaged. With `at`, (phase, step, tokens drawn by then) as the ledger of a
     checkpoint has them, it is what was read up to that step.
     """
@@ -130,7 +137,9 @@ def consumption(run: Run, at: tuple[str, int, Mapping[str, int]] | None = None) 
     starts = {phase["name"]: phase["start"] for phase in run.plan["phases"]}
     switches = [event for event in run.events if event["event"] == "phase_switch"]
     marks = [(event["from_phase"], event["step"], event["consumed"]) for event in switches]
-    passed_over = {event["step"]: event.get("passed_over", {}) for event in switches}
+    # An edit where a phase begins comes after the switch, and says what is passed over there now.
+    turns = [event for event in run.events if event["event"] in ("phase_switch", "schedule_edit")]
+    passed_over = {event["step"]: event["passed_over"] for event in turns if "passed_over" in event}
     last_step = run.events[-1]["step"]
     path = run.directory.path / "training_state.json"
     if at is not None:
@@ -142,13 +151,15 @@ def consumption(run: Run, at: tuple[str, int, Mapping[str, int]] | None = None) 
         # After a resume from an older step the file may speak of a future that was set aside.
         if (marks[-1][1] if marks else 0) < state["step"] <= last_step:
             marks.append((state["phase"], state["step"], state["tokens_drawn"]))
-    rows, before = [], {}
+    rows, before, began = [], {}, 0
     for phase, step, drawn in marks:
-        tokens = {name: n - before.get(name, 0) for name, n in drawn.items() if n > before.get(name, 0)}
+        left = [tokens for at, tokens in passed_over.items() if began <= at < step]
+        read = {name: n - before.get(name, 0) - sum(over.get(name, 0) for over in left) for name, n in drawn.items()}
+        tokens = {name: n for name, n in read.items() if n > 0}
         epochs = {name: n / sizes[name] for name, n in drawn.items() if n and sizes.get(name)}
         row = {"phase": phase, "start": starts.get(phase), "step": step, "tokens": tokens, "epochs": epochs}
         rows.append(row)
-        before = {name: n + passed_over.get(step, {}).get(name, 0) for name, n in drawn.items()}
+        before, began = drawn, step
     return rows
 
 

@@ -147,6 +147,7 @@ def branch_edit(setup: Setup) -> dict[str, Any]:
         "phase": schedule.segment_at(branch["step"]).phase,
         "mixture_before": branch["mixture_before"],
         "mixture_after": schedule.shares(branch["step"]),
+        "passed_over": schedule.left_out(branch["step"]),
         "until": schedule.total_steps,
         "reason": branch["reason"],
     }
