@@ -1,6 +1,7 @@
 """The memory estimate: its parts by hand, what autodiff keeps, and what the compiler says of the whole update."""
 
 import importlib.util
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -112,6 +113,17 @@ def test_the_plan_counts_the_moments_that_the_optimizer_keeps(optim, tmp_path):
     state = jax.eval_shape(make_optimizer(config.optim).init, transformer(model).shapes())
     moments_bytes = sum(4 * array.size for array in jax.tree.leaves(state))
     assert found["moments"] == pytest.approx(moments_bytes, rel=0.01)  # vectors, counts
+
+
+def test_the_tool_writes_what_it_shows(tmp_path, capsys):
+    arguments = ["--presets", "tiny", "--layers", "1", "--rows", "2", "--seq-len", "64", "--json"]
+    check_memory.main([*arguments, str(tmp_path / "found.json")])
+    (found,) = json.loads((tmp_path / "found.json").read_text())
+    assert (found["preset"], found["n_layer"]) == ("tiny", 1)
+    none, dots, full = found["kept_bytes"]
+    assert found["jax_vjp_bytes"] == pytest.approx([none, dots, full], rel=0.02) and none > dots > full > 0
+    shown = capsys.readouterr().out.splitlines()[-1]
+    assert f"| tiny | 1 | {found['estimate_bytes'] / 1e6:.0f} | {found['compiler_bytes'] / 1e6:.0f} |" in shown
 
 
 def test_muon_needs_room_of_its_own_where_activations_leave_little():

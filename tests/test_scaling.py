@@ -38,6 +38,25 @@ def measured(tmp_path_factory):
     return found
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (
+            ["--mesh", "3", "2", "1"],
+            "--mesh 3 2 1, --rows: got 8 in 1 micro-steps of 8 rows, expected rows that the mesh's",
+        ),
+        (["--mesh", "2", "-1", "1"], "--mesh 2 -1 1: expected three sizes of 1 or more; as many devices are simulated"),
+        (["--grad-accum", "3"], "--rows 8: expected a multiple of --grad-accum (3), both 1 or more"),
+        (["--rows", "0"], "--rows 0: expected a multiple of --grad-accum (1), both 1 or more"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_told(options, told):
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, ROOT / "tools/check_scaling.py", *options]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and f"error: {told}" in done.stderr and "Traceback" not in done.stderr
+
+
 def sent(row, kind):
     """{sorted dimensions of what a device gets: how often}, of float arrays of two axes and more."""
     shapes = Counter()

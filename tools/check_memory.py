@@ -9,7 +9,9 @@ there and works bfloat16 products out in float32, so it is asked about float32 w
 """
 
 import argparse
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +36,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--layers", type=int, help="blocks, in the place of the preset's")
     parser.add_argument("--scanned", action="store_true", help="layers in a loop, as on GPUs")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well, in bytes")
     options = parser.parse_args(argv)
+    results = []
     rows, seq_len = options.rows, options.seq_len
     print(f"MB, {rows} rows x {seq_len}, jax {jax.__version__} on {jax.default_backend()}\n")
     print(
@@ -48,10 +52,17 @@ def main(argv: list[str] | None = None) -> None:
         estimate = memory_estimate(config, rows=rows, seq_len=seq_len)
         compiled = compiled_bytes(config, rows, seq_len)
         policies = [replace(config, remat=remat) for remat in ("none", "dots", "full")]
-        kept = [megabytes(kept_bytes(policy, rows, seq_len) + estimate.stacked) for policy in policies]
-        by_jax = ", ".join(megabytes(residual_bytes(policy, rows, seq_len)) for policy in policies)
-        sizes = [megabytes(estimate.total), megabytes(compiled), f"{estimate.total / compiled:.2f}", *kept, by_jax]
+        kept = [kept_bytes(policy, rows, seq_len) + estimate.stacked for policy in policies]
+        by_jax = [residual_bytes(policy, rows, seq_len) for policy in policies]
+        sizes = [megabytes(estimate.total), megabytes(compiled), f"{estimate.total / compiled:.2f}"]
+        sizes += [*map(megabytes, kept), ", ".join(map(megabytes, by_jax))]
         print(f"| {name} | {config.n_layer} | {' | '.join(sizes)} |", flush=True)
+        totals = {"estimate_bytes": estimate.total, "compiler_bytes": compiled}
+        results.append(
+            {"preset": name, "n_layer": config.n_layer, **totals, "kept_bytes": kept, "jax_vjp_bytes": by_jax}
+        )
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=2) + "\n")
 
 
 def compiled_bytes(

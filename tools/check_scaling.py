@@ -27,7 +27,16 @@ from curriculum.model.model import abstract_params
 from curriculum.model.presets import PRESETS, ModelConfig, num_parameters
 from curriculum.model.transformer import transformer
 from curriculum.train.abstract import abstract_on_mesh
-from curriculum.train.mesh import AXES, ROW_AXES, MeshConfig, constrain, make_mesh, on_mesh, state_shardings
+from curriculum.train.mesh import (
+    AXES,
+    ROW_AXES,
+    MeshConfig,
+    constrain,
+    make_mesh,
+    on_mesh,
+    rows_problem,
+    state_shardings,
+)
 from curriculum.train.optimizer import OptimConfig, make_optimizer
 from curriculum.train.step import init_state, make_train_step
 from phases.batches import Batch
@@ -112,14 +121,23 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
     meshes = [tuple(sizes) for sizes in options.mesh or [(1, n, 1) for n in (1, 2, 4, 8)]]
+    rows, grad_accum = options.rows, options.grad_accum
+    if min(rows, grad_accum) < 1 or rows % grad_accum:
+        parser.error(f"--rows {rows}: expected a multiple of --grad-accum ({grad_accum}), both 1 or more")
+    for sizes in meshes:
+        given = f"--mesh {' '.join(map(str, sizes))}"
+        if min(sizes) < 1:
+            parser.error(f"{given}: expected three sizes of 1 or more; as many devices are simulated")
+        if problem := rows_problem(rows, grad_accum, sizes[0] * sizes[1]):
+            parser.error(f"{given}, --rows: {problem}")
     jax.config.update("jax_num_cpu_devices", max(map(math.prod, meshes)))
     config = replace(PRESETS[options.preset], compute_dtype=options.compute_dtype, remat=options.remat)
     config = config if options.layers is None else replace(config, n_layer=options.layers)
-    size = f"{num_parameters(config):,} parameters, {options.rows} x {options.seq_len}"
+    size = f"{num_parameters(config):,} parameters, {rows} x {options.seq_len}"
     print(f"{options.preset}, {size}, jax {jax.__version__}")
     results = []
     for sizes in meshes:
-        found = measure(config, sizes, options.rows, options.seq_len, options.grad_accum)
+        found = measure(config, sizes, rows, options.seq_len, grad_accum)
         results.append(found)
         mesh = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, sizes, strict=True))
         state, peak = (f"{found[key] / 1e6:,.1f} MB" for key in ("state_bytes", "peak_bytes"))
