@@ -143,6 +143,17 @@ def test_gloo_knows_all_groups_of_devices_before_any_program_needs_them(runs):
     assert "[Gloo]" not in after and "complete: 12 steps" in after
 
 
+@pytest.mark.slow
+def test_a_dry_run_of_one_process_alone_is_refused(folder):
+    command = ["-m", "curriculum", "train", folder / "long.json", "--run-dir", folder / "dry"]
+    command += ["--store-dir", folder / "store", f"--coordinator=127.0.0.1:{free_port()}", "--num-processes=2"]
+    two = [start([*command, "--process-id=0", "--dry-run"]), start([*command, "--process-id=1"])]
+    (code, text), (other, silent) = (ended(process, 120) for process in two)
+    assert (code, other) == (2, 2) and not (folder / "dry").exists()
+    assert "error: process 1 has no as --dry-run, process 0 yes; start all processes with the same command" in text
+    assert "error" not in silent
+
+
 @pytest.fixture(scope="module")
 def course(folder):
     """A run of two processes the second of which is killed; resumed by one that gets SIGTERM; by two, one of which

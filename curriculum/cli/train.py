@@ -47,13 +47,14 @@ def command(config_path, changes, store_dir, run_dir, resume, accept_past, launc
         raise InputError("--dry-run: it begins nothing and continues nothing; leave --resume out")
 
     with lasting():
-        from curriculum.train.processes import is_first, joined
+        from curriculum.train.processes import check_same, is_first, joined
 
     with joined(launch, join_seconds):
         with lasting():
             from curriculum.train.dry_run import dry_run as run_dry
             from curriculum.train.trainer import train
 
+        check_same(lambda: {"--dry-run": "yes" if dry_run else "no"})
         if not dry_run:
             with stopped_runs("--resume latest"):
                 train(config, run_dir, resume=resume, accept_past=accept_past, store_dir=store_dir)
