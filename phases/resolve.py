@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from fractions import Fraction
 
 from phases.checks import check_bounds, check_lengths, check_phases
 from phases.clocks import EpochGoal, TokenGoal, read_clock, resolve_steps
@@ -340,11 +339,9 @@ def _first_exhausted(segment: Segment, supplies) -> tuple[int, str] | None:
     found = []
     at_end = segment.drawn_at(segment.end)
     for name in segment.quotas.sources:
-        supply = supplies[name]
-        if supply.max_epochs is None or supply.num_tokens is None or supply.on_exhaust == "repeat":
+        if (cap := supplies[name].cap_tokens) is None:
             continue
-        # By way of its digits: the float 0.7 lies below 7/10, which would take a token off the cap.
-        limit = max(int(Fraction(str(supply.max_epochs)) * supply.num_tokens), segment.cursors[name])
+        limit = max(cap, segment.cursors[name])
         if at_end[name] > limit:
             over = _first_step(segment, segment.end, lambda s, n=name, most=limit: segment.drawn(s)[n] > most)
             found.append((over - 1, name))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from fractions import Fraction
 from itertools import pairwise
 
 import numpy as np
@@ -77,14 +76,10 @@ def _rated(segments: tuple[Segment, ...], moved: Segment) -> list[Segment]:
 def _check_caps(segment: Segment, supplies: Mapping[str, SourceSupply]) -> None:
     drawn = segment.drawn_at(segment.end)
     for name in segment.quotas.sources:
-        supply = supplies[name]
-        if supply.max_epochs is None or supply.num_tokens is None or supply.on_exhaust == "repeat":
-            continue
-        limit = int(Fraction(str(supply.max_epochs)) * supply.num_tokens)
-        if drawn[name] > max(limit, segment.cursors[name]):
-            raise RollbackRefused(
-                f"up to step {segment.end} more than {supply.max_epochs:g} epochs of {name} would be read"
-            )
+        cap = supplies[name].cap_tokens
+        if cap is not None and drawn[name] > max(cap, segment.cursors[name]):
+            epochs = f"{supplies[name].max_epochs:g} epochs"
+            raise RollbackRefused(f"up to step {segment.end} more than {epochs} of {name} would be read")
 
 
 def judged_from(schedule: Schedule) -> np.ndarray:

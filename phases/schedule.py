@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from fractions import Fraction
 from functools import cached_property
 from typing import ClassVar, Literal
 
@@ -51,6 +52,14 @@ class SourceSupply:
     num_tokens: int | None = None
     max_epochs: float | None = None
     on_exhaust: OnExhaust = "error"
+
+    @property
+    def cap_tokens(self) -> int | None:
+        """Most tokens that may be read of the source in the whole run; None where nothing limits them."""
+        if self.max_epochs is None or self.num_tokens is None or self.on_exhaust == "repeat":
+            return None
+        # By way of its digits: the float 0.7 lies below 7/10, which would take a token off the cap.
+        return int(Fraction(str(self.max_epochs)) * self.num_tokens)
 
 
 @dataclass(frozen=True)
