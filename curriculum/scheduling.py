@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 from curriculum.adaptation import with_replay
 from curriculum.config import Config
 from curriculum.model.presets import HOW
+from phases.checks import ScheduleError
 from phases.lr import LrSchedule
-from phases.resolve import ScheduleError, resolve
+from phases.resolve import resolve
 from phases.schedule import Schedule, Segment, SourceSupply, cut
 
 

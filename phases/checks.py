@@ -13,6 +13,14 @@ _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _SHAPES = {"seq_len": (2, 2**24), "batch_size": (1, 2**20), "grad_accum": (1, 10**9)}  # least and most, of a phase
 
 
+class ScheduleError(ValueError):
+    """The phases cannot be resolved. `problems` are (path in the config, message) pairs, all that were found."""
+
+    def __init__(self, problems: Sequence[tuple[str, str]]):
+        self.problems = tuple(problems)
+        super().__init__("\n".join(f"{path}: {message}" for path, message in problems))
+
+
 def check_phases(phases: Sequence[Phase], sources: Sequence[str]) -> list[tuple[str, str]]:
     """What is wrong with the phases on their own, before any step is resolved: (path, message) pairs."""
     problems: list[tuple[str, str]] = []

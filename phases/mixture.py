@@ -17,6 +17,7 @@ the same sum is kept small at both ends and between them; `Quotas.error_bound` t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -25,6 +26,12 @@ import numpy as np
 # never drift, and 2**33 sequences still fit a float64 product.
 _UNIT_BITS = 20
 _HALF = 1 << (_UNIT_BITS - 1)
+
+
+def normalised(mixture: Mapping[str, float]) -> dict[str, float]:
+    """The shares of a mixture of any scale: they add up to 1, and what has none is left out."""
+    total = math.fsum(mixture.values())
+    return {name: weight / total for name, weight in mixture.items() if weight > 0}
 
 
 class _Split:

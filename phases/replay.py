@@ -6,8 +6,9 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from phases.checks import ScheduleError
 from phases.lr import LrSchedule
-from phases.resolve import ScheduleError, resolve
+from phases.resolve import resolve
 from phases.schedule import Phase, Schedule, Segment, SourceSupply, cut
 
 _SMALLEST_SHARE = 0.01  # what the factor works on at least: a source with no share has to get one

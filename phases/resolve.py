@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
-from phases.checks import check_bounds, check_lengths, check_phases
+from phases.caps import phase_segments
+from phases.checks import ScheduleError, check_bounds, check_lengths, check_phases
 from phases.clocks import EpochGoal, TokenGoal, read_clock, resolve_steps
-from phases.lr import LrProgram, LrSchedule, first_jump, lr_pieces, lr_scale
+from phases.lr import LrProgram, LrSchedule, lr_scale
+from phases.mixture import normalised
+from phases.rates import with_rates
 from phases.schedule import Phase, Ramp, Schedule, Segment, SourceSupply, cut, joined
 
 
-class ScheduleError(ValueError):
-    """The phases cannot be resolved. `problems` are (path in the config, message) pairs, all that were found."""
+class _Numbers(NamedTuple):
+    """What the config gives as a number, a share of the run, tokens or epochs: as steps, so far as these can be told
+    before it is known where each phase starts.
 
-    def __init__(self, problems: Sequence[tuple[str, str]]):
-        self.problems = tuple(problems)
-        super().__init__("\n".join(f"{path}: {message}" for path, message in problems))
+    `clocks`, `ramp_steps` and `program_steps`, the (re-warming, decay) steps, are of each phase.
+    """
+
+    warmup_steps: int
+    decay_steps: int
+    clocks: list[int | EpochGoal | TokenGoal]
+    ramp_steps: list[int]
+    program_steps: list[tuple[int, int]]
 
 
 def resolve(
@@ -57,28 +66,8 @@ def resolve(
     problems = check_phases(phases, list(supplies)) + check_lengths(phases, seq_len)
     problems += check_bounds(supplies, total_steps, max([batch_size, *batches]), longest)
     problems += _check_past(past, total_steps, longest)
-    settled = settled or {}
-
-    def read(path, reader, *arguments):
-        try:
-            return reader(*arguments)
-        except ValueError as error:
-            problems.append((path, str(error)))
-            return 0
-
-    def begun(path, key, value):
-        return settled[key] if key in settled else read(path, resolve_steps, value, total_steps)
-
-    warmup = begun("optim.warmup_steps", "optim.warmup_steps", lr.warmup_steps)
-    decay = read("optim.decay_steps", resolve_steps, lr.decay_steps, total_steps)
-    decay = decay if lr.schedule == "wsd" else 0
-    clocks, ramps, programs = [], [], []
-    for i, phase in enumerate(phases):
-        path, program = f"phases[{i}]", phase.lr or LrProgram()
-        clocks.append(read(f"{path}.until", read_clock, phase.until, supplies, total_steps, sizes_to_come))
-        ramps.append(begun(f"{path}.ramp_steps", f"{phase.name}.ramp_steps", phase.ramp_steps))
-        rewarm = begun(f"{path}.lr.rewarm_steps", f"{phase.name}.lr.rewarm_steps", program.rewarm_steps)
-        programs.append((rewarm, read(f"{path}.lr.decay_steps", resolve_steps, program.decay_steps, total_steps)))
+    numbers, unread = _read_numbers(phases, supplies, lr, total_steps, sizes_to_come, settled or {})
+    problems += unread
     if problems:
         raise ScheduleError(problems)
 
@@ -91,8 +80,8 @@ def resolve(
     if past:
         start, cursors = past[-1].end, segments[-1].drawn_at(past[-1].end)
         before = past[-1].mixture_at(start - 1)
-        first, under_way = _phase_after(segments, phases, clocks, total_steps, warnings)
-    for i, (phase, clock, ramp_steps) in enumerate(zip(phases, clocks, ramps, strict=True)):
+        first, under_way = _phase_after(segments, phases, numbers.clocks, total_steps, warnings)
+    for i, (phase, clock, ramp_steps) in enumerate(zip(phases, numbers.clocks, numbers.ramp_steps, strict=True)):
         if i < first:
             continue
         if stopped:
@@ -106,7 +95,7 @@ def resolve(
         batch, length = batches[i], lengths[i]
         if isinstance(clock, TokenGoal):
             end = clock.step(segments, batch * length)
-        mixture = _normalised(phase.mixture)
+        mixture = normalised(phase.mixture)
         weight_sum = sum(phase.mixture.values())
         if abs(weight_sum - 1) > 1e-6:
             shares = ", ".join(f"{n} {w:.4g}" for n, w in mixture.items())
@@ -126,7 +115,7 @@ def resolve(
                 inside, stopped = [], True
             else:
                 segment = replace(segment, end=end, lr=())
-                inside, stopped = _phase_segments(path, segment, goal, supplies, warnings)
+                inside, stopped = phase_segments(path, segment, goal, supplies, warnings)
             if goal and not stopped:
                 end = inside[-1].end
                 _check_end(path, start, end, total_steps, last)
@@ -143,9 +132,9 @@ def resolve(
             resolved = False
             break
         end = segments[-1].end
-        rewarm, down = programs[i]
-        if inside and rewarm + down > end - start:
-            got = f"rewarm_steps ({rewarm}) and decay_steps ({down}) are more than the phase's {end - start} steps"
+        rewarm, decay = numbers.program_steps[i]
+        if inside and rewarm + decay > end - start:
+            got = f"rewarm_steps ({rewarm}) and decay_steps ({decay}) are more than the phase's {end - start} steps"
             problems.append((f"{path}.lr", f"{got}; shorten them"))
         start, cursors, before = end, segments[-1].drawn_at(end), segments[-1].mixture_at(end - 1)
 
@@ -153,6 +142,7 @@ def resolve(
         message = f"phase {going_on.phase} is not declared to go on at step {going_on.start}"
         problems.append(("phases", message))
     num_steps = start if resolved else total_steps
+    warmup, decay = numbers.warmup_steps, numbers.decay_steps
     if warmup + decay > num_steps:
         got = f"warm-up ({warmup}) and decay ({decay}) steps are more than the run's {num_steps}"
         problems.append(("optim.warmup_steps", f"{got}; shorten them"))
@@ -160,9 +150,45 @@ def resolve(
         raise ScheduleError(problems)
     if not resolved:
         return None
-    segments, lr_warnings = _with_rates(segments, phases, lr, warmup, decay, programs, len(past))
+    segments, lr_warnings = with_rates(segments, len(past), phases, lr, warmup, decay, numbers.program_steps)
     schedule = Schedule(segments)
     return replace(schedule, warnings=(*warnings, *lr_warnings, *_given_nothing(schedule)))
+
+
+def _read_numbers(
+    phases: Sequence[Phase],
+    supplies: Mapping[str, SourceSupply],
+    lr: LrSchedule,
+    total_steps: int,
+    sizes_to_come: bool,
+    settled: Mapping[str, int],
+) -> tuple[_Numbers, list[tuple[str, str]]]:
+    """(the numbers, problems) with 0 in the place of each that cannot be read; arguments as of `resolve`."""
+    problems: list[tuple[str, str]] = []
+
+    def read(path, reader, *arguments):
+        try:
+            return reader(*arguments)
+        except ValueError as error:
+            problems.append((path, str(error)))
+            return 0
+
+    def steps_of(path, value, key=None):
+        return settled[key] if key in settled else read(path, resolve_steps, value, total_steps)
+
+    warmup_steps = steps_of("optim.warmup_steps", lr.warmup_steps, key="optim.warmup_steps")
+    decay_steps = steps_of("optim.decay_steps", lr.decay_steps)
+    clocks, ramp_steps, program_steps = [], [], []
+    for i, phase in enumerate(phases):
+        path, program = f"phases[{i}]", phase.lr or LrProgram()
+        clocks.append(read(f"{path}.until", read_clock, phase.until, supplies, total_steps, sizes_to_come))
+        ramp_steps.append(steps_of(f"{path}.ramp_steps", phase.ramp_steps, key=f"{phase.name}.ramp_steps"))
+        key = f"{phase.name}.lr.rewarm_steps"
+        rewarm_steps = steps_of(f"{path}.lr.rewarm_steps", program.rewarm_steps, key=key)
+        program_steps.append((rewarm_steps, steps_of(f"{path}.lr.decay_steps", program.decay_steps)))
+    if lr.schedule != "wsd":
+        decay_steps = 0
+    return _Numbers(warmup_steps, decay_steps, clocks, ramp_steps, program_steps), problems
 
 
 def _of(cursors: Mapping[str, int], sources: Iterable[str]) -> dict[str, int]:
@@ -173,13 +199,8 @@ def _of(cursors: Mapping[str, int], sources: Iterable[str]) -> dict[str, int]:
 def _ramp(before: Mapping[str, float], steps: int, shape: str, sources: Iterable[str]) -> Ramp | None:
     """The way from a mixture, of which only these sources are there still; None where it has no steps or no start."""
     if any(name not in sources for name in before):
-        before = _normalised({name: share for name, share in before.items() if name in sources})
+        before = normalised({name: share for name, share in before.items() if name in sources})
     return Ramp(before, steps, shape) if steps and before else None
-
-
-def _normalised(mixture: Mapping[str, float]) -> dict[str, float]:
-    total = math.fsum(mixture.values())
-    return {name: weight / total for name, weight in mixture.items() if weight > 0}
 
 
 def _check_end(path, start, end, total_steps, last) -> None:
@@ -193,49 +214,6 @@ def _check_end(path, start, end, total_steps, last) -> None:
     else:
         return
     raise ScheduleError([(f"{path}.until", message)])
-
-
-def _phase_segments(path, segment, goal, supplies, warnings) -> tuple[list[Segment], bool]:
-    """The segments of a phase that begins as `segment` and lasts until its end, or until `goal` is reached before.
-
-    A source at its cap ends a segment, and with on_exhaust `stop` the run: the second value is then True.
-    """
-
-    def fail(key, message):
-        raise ScheduleError([(key, message)])
-
-    if goal and segment.cursors[goal.source] >= goal.tokens:
-        message = f"{goal.text!r} is reached before step {segment.start}, where the phase starts"
-        fail(f"{path}.until", f"{message}; ends must increase from phase to phase")
-    segments: list[Segment] = []
-    while True:
-        step, name = _first_exhausted(segment, supplies) or (segment.end, None)
-        if goal:
-            end = _first_step(segment, step, lambda s, now=segment: now.drawn(s)[goal.source] >= goal.tokens)
-            if end is not None:
-                return [*segments, replace(segment, end=end)], False
-            if name is None:
-                fail(f"{path}.until", f"{goal.text!r} is not reached before the run's end at step {segment.end}")
-        if name is None:
-            return [*segments, segment], False
-        supply = supplies[name]
-        if supply.on_exhaust == "error":
-            message = (
-                f"step {step} (phase {segment.phase}) would read more than {supply.max_epochs:g} epochs of {name} "
-                f"({supply.num_tokens:,} tokens an epoch); shorten the phase, lower its proportion, raise "
-                "max_epochs, or set on_exhaust to stop, renormalise or repeat"
-            )
-            fail(f"sources.{name}.max_epochs", message)
-        if step > segment.start:
-            segments.append(replace(segment, end=step))
-        if supply.on_exhaust == "stop":
-            warnings.append(f"the run stops at step {step}: {name} has no more than {supply.max_epochs:g} epochs")
-            return segments, True
-        if goal and name == goal.source:
-            message = f"{goal.text!r} is never reached: {name} is exhausted at step {step}"
-            fail(f"{path}.until", f"{message}, after max_epochs {supply.max_epochs:g}; ask for fewer or raise it")
-        warnings.append(f"from step {step} on, phase {segment.phase} goes on without {name}: it is exhausted")
-        segment = _without(segment, name, step, path)
 
 
 def _check_past(past, total_steps, longest) -> list[tuple[str, str]]:
@@ -312,7 +290,7 @@ def _going_on(path, segment, under_way, past, goal, supplies, warnings) -> Segme
     for i, now in enumerate(under_way):  # it may have been cut and gone on before
         told: list[str] = []
         try:
-            inside, _ = _phase_segments(path, declared(now.start, now.cursors), goal, supplies, told)
+            inside, _ = phase_segments(path, declared(now.start, now.cursors), goal, supplies, told)
         except ScheduleError:
             continue  # whatever is wrong ahead will be met again
         if joined(cut(inside, segment.start)) == under_way[i:]:
@@ -321,125 +299,6 @@ def _going_on(path, segment, under_way, past, goal, supplies, warnings) -> Segme
                 return None
             return Schedule(tuple(inside)).segment_at(segment.start).going_on(segment.start)
     return declared(segment.start, segment.cursors)
-
-
-def _first_step(segment: Segment, end: int, reached) -> int | None:
-    """The first step in (start, end] at which a condition that stays true once it is true holds, by bisection."""
-    low, high = segment.start, end
-    if low == high or not reached(high):
-        return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if reached(middle) else (middle, high)
-    return high
-
-
-def _first_exhausted(segment: Segment, supplies) -> tuple[int, str] | None:
-    """(update, source) of the first batch that would exceed a source's max_epochs, or None."""
-    found = []
-    at_end = segment.drawn_at(segment.end)
-    for name in segment.quotas.sources:
-        if (cap := supplies[name].cap_tokens) is None:
-            continue
-        limit = max(cap, segment.cursors[name])
-        if at_end[name] > limit:
-            over = _first_step(segment, segment.end, lambda s, n=name, most=limit: segment.drawn(s)[n] > most)
-            found.append((over - 1, name))
-    return min(found, default=None)
-
-
-def _without(segment: Segment, name: str, step: int, path: str) -> Segment:
-    """The rest of a segment from `step` on, with one source taken out of both ends of its mixture."""
-    mixture = {n: w for n, w in segment.mixture.items() if n != name}
-    if not mixture:
-        message = f"{name} is exhausted at step {step} and nothing else is in the mixture"
-        raise ScheduleError([(f"{path}.mixture", f"{message}; add a source or shorten the phase")])
-    ramp = segment.ramp
-    if ramp is not None:
-        done = segment.ramp_steps_done(step)
-        from_mixture = {n: w for n, w in ramp.from_mixture.items() if n != name}
-        left = math.fsum(from_mixture.values())
-        if done >= ramp.steps or left == 0:
-            ramp = None
-        else:
-            ratio = ramp.mass_ratio * math.fsum(mixture.values()) / left
-            ramp = replace(ramp, from_mixture=_normalised(from_mixture), steps_done=done, mass_ratio=ratio)
-    cursors = segment.drawn_at(step)
-    return replace(segment, start=step, mixture=_normalised(mixture), ramp=ramp, cursors=cursors, skipped=0)
-
-
-def _with_rates(
-    segments, phases, lr: LrSchedule, warmup, decay, programs, num_past
-) -> tuple[tuple[Segment, ...], list[str]]:
-    """The segments with the learning-rate pieces that reach into them, and warnings of what does nothing.
-
-    The first `num_past` have theirs already. A phase that only they know of has no program.
-    """
-    place = {phase.name: i for i, phase in enumerate(phases)}
-    bounds = Schedule(tuple(segments)).phase_bounds
-    spans = [(start, end, phases[place[name]].lr if name in place else None) for name, start, end in bounds]
-    program_steps = [programs[place[name]] if name in place else (0, 0) for name, _, _ in bounds]
-    past, past_end = Schedule(tuple(segments[:num_past])), segments[num_past - 1].end if num_past else 0
-    scales = tuple((segment.start, segment.lr_scale) for segment in segments)
-
-    def past_rate(step):
-        return past.unscaled_rate(step)
-
-    pieces = lr_pieces(lr, spans, warmup, decay, program_steps, past_end, past_rate, scales)
-
-    def phase_at(step):
-        return next((i, start) for i, (_, start, end) in enumerate(bounds) if step < end)
-
-    jump = None
-    if not lr.allow_jump and past_end < segments[-1].end:
-        jump = first_jump(pieces, past_end, past_rate, scales)
-    if jump:
-        step, rate_before, rate = jump
-        i, phase_start = phase_at(step)
-        jumps = f"the learning rate jumps from {rate_before:.3g} to {rate:.3g} at step {step}"
-        if step == past_end > phase_start:
-            message = (
-                f"{jumps}, up to which the schedule stands: more than 2x; let a phase begin there with an lr of its "
-                "own (rewarm_steps, peak), set optim.allow_jump: true, or restore what the rate depends on "
-                "(train.steps, optim, the phase's lr)"
-            )
-            raise ScheduleError([("optim.allow_jump", message)])
-        before, after = (Schedule(tuple(segments)).segment_at(s) for s in (step - 1, step))
-        if max(before.lr_scale, after.lr_scale) > 2 * min(before.lr_scale, after.lr_scale):
-            message = (
-                f"{jumps}, more than 2x: scaled from a batch of {before.batch_size} to {after.batch_size} "
-                "(optim.scale_lr_by_batch); change the batch in smaller steps, give the phase an lr with rewarm_steps, "
-                "or set optim.allow_jump: true"
-            )
-            raise ScheduleError([(f"phases[{place[bounds[i][0]]}].batch_size", message)])
-        message = (
-            f"{jumps}, more than 2x and not over a re-warming of at least 2 updates or a decay; give the phase "
-            "rewarm_steps or another peak, or set optim.allow_jump: true"
-        )
-        raise ScheduleError([(f"phases[{place[bounds[i][0]]}].lr.peak", message)])
-    warnings = []
-    if lr.schedule == "wsd" and decay == 0 and any(program is None for _, _, program in spans):
-        mending = "set optim.decay_steps, such as 20%, or optim.schedule: constant"
-        warnings.append(f"schedule wsd with decay_steps 0 never decays, and min_lr_ratio is not used; {mending}")
-    if warmup and spans[0][2] is not None:
-        warnings.append(
-            "optim.warmup_steps does nothing: the first phase has a learning rate of its own (phases[0].lr)"
-        )
-    last = bounds[-1][0]
-    if lr.schedule == "wsd" and decay and all(program for _, end, program in spans if end > segments[-1].end - decay):
-        what = f"the last phase has a learning rate of its own (phases[{place[last]}].lr)"
-        mending = "" if program_steps[-1][1] else ", which does not decay; give it decay_steps"
-        warnings.append(f"optim.decay_steps does nothing: {what}{mending}")
-    for piece in pieces:
-        if piece.warmup and piece.first == piece.last and (name := bounds[phase_at(piece.start)[0]][0]) in place:
-            where = f"phases[{place[name]}].lr"
-            warnings.append(f"{where}.rewarm_steps does nothing: the rate found is the peak; set {where}.peak")
-    out = list(segments[:num_past])
-    for segment in segments[num_past:]:
-        inside = [p for p in pieces if p.start < segment.end]
-        first = max(i for i, p in enumerate(inside) if p.start <= segment.start)
-        out.append(replace(segment, lr=tuple(inside[first:])))
-    return tuple(out), warnings
 
 
 def _given_nothing(schedule: Schedule) -> list[str]:

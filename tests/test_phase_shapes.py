@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from phases.batches import DataPlan
+from phases.checks import ScheduleError
 from phases.clocks import clock_step
 from phases.lr import LrProgram, LrSchedule
 from phases.replay import raise_share
-from phases.resolve import ScheduleError, resolve
+from phases.resolve import resolve
 from phases.rollback import judged_from, passed_over
 from phases.schedule import Phase, SourceSupply, cut, segments_from_json, segments_to_json
 

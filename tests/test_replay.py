@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from phases.batches import DataPlan, epoch_tokens
+from phases.checks import ScheduleError
 from phases.lr import LrProgram, LrSchedule
 from phases.replay import ReplayRefused, raise_share
-from phases.resolve import ScheduleError, resolve
+from phases.resolve import resolve
 from phases.schedule import (
     Phase,
     SourceSupply,

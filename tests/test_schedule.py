@@ -8,8 +8,10 @@ import numpy as np
 import processor
 import pytest
 
+from phases.checks import ScheduleError, check_phases
+from phases.clocks import resolve_steps
 from phases.lr import LrProgram, LrSchedule
-from phases.resolve import ScheduleError, check_phases, resolve, resolve_steps
+from phases.resolve import resolve
 from phases.schedule import Phase, Ramp, SourceSupply, cut, segments_from_json, segments_to_json
 
 CONSTANT = LrSchedule(lr=1e-3, schedule="constant")

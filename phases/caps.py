@@ -1,0 +1,104 @@
+"""The segments of one phase: where a source comes to its cap the phase goes on without it, or the run stops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from phases.checks import ScheduleError
+from phases.clocks import EpochGoal
+from phases.mixture import normalised
+from phases.schedule import Segment, SourceSupply
+
+
+def phase_segments(
+    path: str, segment: Segment, goal: EpochGoal | None, supplies: Mapping[str, SourceSupply], warnings: list[str]
+) -> tuple[list[Segment], bool]:
+    """The segments of the phase at `path` of the config, and whether the run stops with the last of them.
+
+    The phase begins as `segment` and lasts until its end, or until `goal` is reached before. A source at its cap ends
+    a segment; what follows is what its on_exhaust says. Adds to `warnings`. Raises ScheduleError where a cap would be
+    exceeded, or the goal is not reached.
+    """
+
+    def fail(key, message):
+        raise ScheduleError([(key, message)])
+
+    if goal and segment.cursors[goal.source] >= goal.tokens:
+        message = f"{goal.text!r} is reached before step {segment.start}, where the phase starts"
+        fail(f"{path}.until", f"{message}; ends must increase from phase to phase")
+    segments: list[Segment] = []
+    while True:
+        step, name = _first_exhausted(segment, supplies) or (segment.end, None)
+        if goal:
+            end = _first_step(segment, step, lambda s, now=segment: now.drawn(s)[goal.source] >= goal.tokens)
+            if end is not None:
+                return [*segments, replace(segment, end=end)], False
+            if name is None:
+                fail(f"{path}.until", f"{goal.text!r} is not reached before the run's end at step {segment.end}")
+        if name is None:
+            return [*segments, segment], False
+        supply = supplies[name]
+        if supply.on_exhaust == "error":
+            message = (
+                f"step {step} (phase {segment.phase}) would read more than {supply.max_epochs:g} epochs of {name} "
+                f"({supply.num_tokens:,} tokens an epoch); shorten the phase, lower its proportion, raise "
+                "max_epochs, or set on_exhaust to stop, renormalise or repeat"
+            )
+            fail(f"sources.{name}.max_epochs", message)
+        if step > segment.start:
+            segments.append(replace(segment, end=step))
+        if supply.on_exhaust == "stop":
+            warnings.append(f"the run stops at step {step}: {name} has no more than {supply.max_epochs:g} epochs")
+            return segments, True
+        if goal and name == goal.source:
+            message = f"{goal.text!r} is never reached: {name} is exhausted at step {step}"
+            fail(f"{path}.until", f"{message}, after max_epochs {supply.max_epochs:g}; ask for fewer or raise it")
+        warnings.append(f"from step {step} on, phase {segment.phase} goes on without {name}: it is exhausted")
+        segment = _without(segment, name, step, path)
+
+
+def _first_exhausted(segment: Segment, supplies: Mapping[str, SourceSupply]) -> tuple[int, str] | None:
+    """(update, source) of the first batch that would exceed a source's cap, or None."""
+    found = []
+    at_end = segment.drawn_at(segment.end)
+    for name in segment.quotas.sources:
+        if (cap := supplies[name].cap_tokens) is None:
+            continue
+        limit = max(cap, segment.cursors[name])
+        if at_end[name] > limit:
+            over = _first_step(segment, segment.end, lambda s, n=name, most=limit: segment.drawn(s)[n] > most)
+            found.append((over - 1, name))
+    return min(found, default=None)
+
+
+def _first_step(segment: Segment, end: int, reached: Callable[[int], bool]) -> int | None:
+    """The first step in (start, end] at which a condition that stays true once it is true holds, by bisection."""
+    low, high = segment.start, end
+    if low == high or not reached(high):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if reached(middle) else (middle, high)
+    return high
+
+
+def _without(segment: Segment, name: str, step: int, path: str) -> Segment:
+    """The rest of a segment from `step` on, with one source taken out of both ends of its mixture."""
+    mixture = {n: w for n, w in segment.mixture.items() if n != name}
+    if not mixture:
+        message = f"{name} is exhausted at step {step} and nothing else is in the mixture"
+        raise ScheduleError([(f"{path}.mixture", f"{message}; add a source or shorten the phase")])
+    ramp = segment.ramp
+    if ramp is not None:
+        done = segment.ramp_steps_done(step)
+        from_mixture = {n: w for n, w in ramp.from_mixture.items() if n != name}
+        left = math.fsum(from_mixture.values())
+        if done >= ramp.steps or left == 0:
+            ramp = None
+        else:
+            ratio = ramp.mass_ratio * math.fsum(mixture.values()) / left
+            ramp = replace(ramp, from_mixture=normalised(from_mixture), steps_done=done, mass_ratio=ratio)
+    cursors = segment.drawn_at(step)
+    return replace(segment, start=step, mixture=normalised(mixture), ramp=ramp, cursors=cursors, skipped=0)
