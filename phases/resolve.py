@@ -45,19 +45,21 @@ def resolve(
     """Turn phases into segments: every clock a step, every ramp and cap in place, every rate a number.
 
     `batch_size` and `seq_len` are those of phases that have none of their own. Where a segment begins, the cursor of
-    each source that it reads is rounded up to a whole number of its sequences, so that none runs over the end of a
-    block: what lies between is passed over. A rate is meant for `batch_size`, as `lr.scale_lr_by_batch` says.
+    each source that it reads is rounded up to a whole number of its sequences, so that no sequence runs over the end
+    of a block; the tokens between are passed over. Rates are meant for `batch_size`: see `lr.scale_lr_by_batch`.
 
-    A source of unknown size is never exhausted. A clock in epochs of one is a problem, but with `sizes_to_come` the
-    phases from there on are left unresolved: all that needs no size is checked, and None is returned.
+    A source of unknown size is never exhausted, and an `until` in epochs of it is a problem. With `sizes_to_come` it
+    is none: the phases from there on stay unresolved, all that needs no size is checked, and None is returned.
 
-    `past` is frozen: what lies before its end comes from it as it stands, data and rates, and what follows from the
-    phases. The last phase of the past goes on, if it is declared to end later; else the next one begins. Where the
-    phases give the very data of the past, it goes on with its order, so that all of the data are the phases' own; else
-    in a new segment, by the declared mixture and with its ramp where it stood. Caps and clocks count what the past has
-    read, of sources that are declared no more as well. `settled` are the steps that shares of the run came to before
-    `total_steps` changed, of what has begun: `optim.warmup_steps`, `PHASE.ramp_steps`, `PHASE.lr.rewarm_steps`.
-    `going_on` is the segment that follows where it is to be another; its end is the phase's.
+    `past` is what stands already: its segments are taken over with their data and rates, and the phases say what
+    follows. The last phase of the past goes on if it is declared to end later; else the next one begins. A phase that
+    goes on continues the past's own order of data where that is the very order that it would have had from its
+    beginning; else a new segment begins, by the declared mixture and with the ramp as far as it had come. Caps and
+    clocks count what the past has read, also of sources that are no longer declared.
+
+    `settled` are numbers of steps that were given as a share of the run, and keep the value that they had before
+    `total_steps` changed because they have begun: `optim.warmup_steps`, `PHASE.ramp_steps`, `PHASE.lr.rewarm_steps`.
+    `going_on` takes the place of the segment that follows the past, up to the end of its phase.
     Raises ScheduleError with all problems that can be told apart.
     """
     batches = [batch_size if phase.batch_size is None else phase.batch_size for phase in phases]
@@ -73,10 +75,11 @@ def resolve(
 
     gone = {name for s in past for name in s.quotas.sources} - supplies.keys()
     names = [*supplies, *sorted(gone)]
-    segments = [replace(s, cursors=_of(s.cursors, names)) for s in past]
+    segments = [replace(s, cursors=_cursors_of(s.cursors, names)) for s in past]
     warnings: list[str] = []
-    start, cursors, before, stopped, resolved = 0, dict.fromkeys(names, 0), {}, False, True
-    first, under_way = 0, None
+    start, cursors, before = 0, dict.fromkeys(names, 0), {}  # where the next phase begins, and the mixture until there
+    first, under_way = 0, None  # the phase that follows the past, and its segments so far
+    stopped, resolved = False, True  # by a source at its cap; as far as sizes are known
     if past:
         start, cursors = past[-1].end, segments[-1].drawn_at(past[-1].end)
         before = past[-1].mixture_at(start - 1)
@@ -87,7 +90,7 @@ def resolve(
         if stopped:
             warnings.append(f"phase {phase.name} is never reached: the run stops at step {start}")
             continue
-        path, last = f"phases[{i}]", i == len(phases) - 1
+        path, is_last = f"phases[{i}]", i == len(phases) - 1
         goal, end = (clock, total_steps) if isinstance(clock, EpochGoal) else (None, clock)
         if goal and goal.tokens is None:
             resolved = False
@@ -104,13 +107,14 @@ def resolve(
         of_phase = {"rope_theta": phase.rope_theta, "lr_scale": lr_scale(lr, batch, batch_size)}
         segment = Segment(start, end, phase.name, mixture, ramp, (), cursors, batch, length, **of_phase).aligned()
         try:
-            _check_end(path, start, end, total_steps, last)
+            _check_end(path, start, end, total_steps, is_last)
             if i == first and under_way:
                 segment = _going_on(path, segment, under_way, segments, goal, supplies, warnings)
                 start = under_way[0].start
             if i == first and going_on is not None and going_on.phase == phase.name:
                 of_phase["lr_scale"] = lr_scale(lr, going_on.batch_size, batch_size)
-                segment, going_on = replace(going_on, cursors=_of(going_on.cursors, names), **of_phase).aligned(), None
+                cursors = _cursors_of(going_on.cursors, names)
+                segment, going_on = replace(going_on, cursors=cursors, **of_phase).aligned(), None
             if segment is None:
                 inside, stopped = [], True
             else:
@@ -118,7 +122,7 @@ def resolve(
                 inside, stopped = phase_segments(path, segment, goal, supplies, warnings)
             if goal and not stopped:
                 end = inside[-1].end
-                _check_end(path, start, end, total_steps, last)
+                _check_end(path, start, end, total_steps, is_last)
         except ScheduleError as error:
             problems += error.problems
             resolved = False
@@ -191,7 +195,7 @@ def _read_numbers(
     return _Numbers(warmup_steps, decay_steps, clocks, ramp_steps, program_steps), problems
 
 
-def _of(cursors: Mapping[str, int], sources: Iterable[str]) -> dict[str, int]:
+def _cursors_of(cursors: Mapping[str, int], sources: Iterable[str]) -> dict[str, int]:
     """Cursors of these sources, 0 of one that has come."""
     return {name: cursors.get(name, 0) for name in sources}
 
@@ -203,13 +207,13 @@ def _ramp(before: Mapping[str, float], steps: int, shape: str, sources: Iterable
     return Ramp(before, steps, shape) if steps and before else None
 
 
-def _check_end(path, start, end, total_steps, last) -> None:
+def _check_end(path: str, start: int, end: int, total_steps: int, is_last: bool) -> None:
     """Raise ScheduleError where a phase that starts at `start` cannot end at `end`."""
     if end <= start:
         message = f"ends at step {end} but starts at step {start}; ends must increase from phase to phase"
     elif end > total_steps:
         message = f"ends at step {end}, after the run's end at step {total_steps} (train.steps)"
-    elif last and end < total_steps:
+    elif is_last and end < total_steps:
         message = f"the last phase ends at step {end}, before the run's end at step {total_steps}; use 'end'"
     else:
         return
@@ -236,16 +240,19 @@ def _phase_after(past, phases, clocks, total_steps, warnings) -> tuple[int, list
     The last phase of the past goes on if it is declared to end later. Else the next one begins: the first that is
     declared after the past's phases and ends later.
     """
-    end, drawn = past[-1].end, past[-1].drawn_at(past[-1].end)
-    trained = [name for name, _, _ in Schedule(tuple(past)).phase_bounds]
+    schedule = Schedule(tuple(past))
+    end = schedule.total_steps
+    drawn, num_tokens = schedule.drawn(end), schedule.tokens(end)
+    trained = [name for name, _, _ in schedule.phase_bounds]
     names = [phase.name for phase in phases]
 
     def lasts(i):
+        """Whether a phase is declared to end after the past."""
         clock = clocks[i]
         if isinstance(clock, EpochGoal):
             return clock.tokens is None or drawn[clock.source] < clock.tokens
         if isinstance(clock, TokenGoal):
-            return clock.tokens > Schedule(tuple(past)).tokens(end)
+            return clock.tokens > num_tokens
         return clock > end
 
     first, under_way = max((names.index(name) + 1 for name in trained if name in names), default=0), None
