@@ -12,12 +12,12 @@ the bit. Losses, differences and errors are in nats per token.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 
-from evalsets.metrics import clustered_ratio, clusters
+from evalsets.metrics import clustered_ratio, clusters, paired_difference
+from evalsets.student import student_quantile
 
 BASELINES = ("start", "phase_start", "best")
 START, PHASE_START, BEST = range(3)
@@ -274,24 +274,6 @@ def error_level(confidence: float, spent: float, planned: int, left: int) -> flo
     return min(error / planned, rest / left) if rest > 1e-9 * error else 0.0
 
 
-class Paired(NamedTuple):
-    """Rise of a set's loss between two checkpoints [...], and the standard error that the choice of documents gives it
-    (NaN with one cluster), with `num_clusters` - 1 degrees of freedom. No jitter: it speaks of these two alone."""
-
-    delta: np.ndarray
-    sem: np.ndarray
-    num_clusters: int
-    clusters: str
-
-
-def paired_difference(now_N: np.ndarray, before_N: np.ndarray, tokens_N: np.ndarray, document_N: np.ndarray) -> Paired:
-    """Nats of the same windows under two checkpoints, compared; exactly 0.0 +- 0.0 where they are equal."""
-    cluster_N, kind = clusters(document_N)
-    with np.errstate(invalid="ignore"):
-        difference_XN = np.asarray(now_N, np.float64) - np.asarray(before_N, np.float64)
-    return Paired(*clustered_ratio(difference_XN, tokens_N, cluster_N), int(cluster_N.max()) + 1, kind)
-
-
 class Change(NamedTuple):
     """A difference of losses and its 95 % interval; NaN where it is not known."""
 
@@ -340,58 +322,6 @@ def transfer(
     else:
         forgetting = change(last_N, ends[best])
     return Transfer(float(_loss(start_N, tokens_N)), losses, forgetting, best, change(start_N, last_N))
-
-
-def student_quantile(tail: float, df: np.ndarray | int) -> np.ndarray:
-    """The t that Student's variable with `df` degrees of freedom (integers) exceeds with probability `tail`.
-
-    [..., as df]; inf for a tail of 0, NaN for df below 1. Raises ValueError unless 0 <= tail <= 0.5.
-    """
-    if not 0 <= tail <= 0.5:
-        raise ValueError(f"student_quantile: the tail is {tail}, expected 0 to 0.5")
-    df = np.asarray(df)
-    distinct, inverse = np.unique(df, return_inverse=True)
-    quantiles = np.array([_student_quantile(float(tail), int(one)) for one in distinct])
-    return quantiles[inverse].reshape(df.shape)
-
-
-@lru_cache(maxsize=4096)
-def _student_quantile(tail: float, df: int) -> float:
-    """By bisection down to neighbouring floats; the tail falls strictly in t."""
-    if df < 1:
-        return math.nan
-    if tail == 0:
-        return math.inf
-    low, high = 0.0, 1.0
-    while student_tail(high, df) > tail:
-        low, high = high, 2 * high
-    while low < (middle := (low + high) / 2) < high:
-        low, high = (middle, high) if student_tail(middle, df) > tail else (low, middle)
-    return high
-
-
-def student_tail(t: float, df: int) -> float:
-    """P(T > t) for Student's T with a whole number of degrees of freedom, t >= 0.
-
-    With angle = atan(t / sqrt(df)) and x = cos^2, P(|T| > t) = sin * sum over j = df, df + 2, ... of c_j cos^j,
-    c_j = Gamma((j+1)/2) / (sqrt(pi) Gamma(j/2 + 1)): what Abramowitz & Stegun 26.7.3 and 26.7.4 leave out of the series
-    of 1 (even df) or of 2/pi (pi/2 - angle) (odd df), of which they are the first terms. A difference of near equals
-    has no digits in a far tail: there the rest is summed, whose terms are all positive and fall at least as x^k.
-    """
-    root, side = math.sqrt(df), math.hypot(t, math.sqrt(df))
-    sin, cos, x = t / side, root / side, df / (df + t * t)
-    odd, num_first = df % 2, df // 2
-    first, whole = (2 / math.pi * cos, 2 / math.pi * math.atan2(root, t)) if odd else (1.0, 1.0)
-
-    def terms(number: int) -> np.ndarray:
-        j = odd + 2 * np.arange(number)
-        return first * np.cumprod(np.concatenate([[1.0], (j + 1) / (j + 2) * x]))
-
-    both_sides = whole - sin * float(np.sum(terms(num_first)[:num_first]))
-    if both_sides < 1e-3:
-        num_rest = math.ceil(40 / -math.log(x)) if 0 < x else 0
-        both_sides = sin * float(np.sum(terms(num_first + num_rest)[num_first:]))
-    return both_sides / 2
 
 
 def _errors(

@@ -19,7 +19,8 @@ from curriculum.record.events import config_name, eval_sets, plain
 from curriculum.record.inspection import columns, loss, signed
 from curriculum.record.queries import EvalPoint, eval_points, evalset_facts, listed
 from curriculum.run import Run, load_run, read_arrays
-from evalsets.regressions import paired_difference, student_quantile
+from evalsets.metrics import paired_difference
+from evalsets.student import student_quantile
 
 # Standard deviation of the final validation loss over seeds, in nats per token, of a GPT-2 of 124M parameters.
 SEED_SPREAD_NATS = 0.002
