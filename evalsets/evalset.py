@@ -107,23 +107,10 @@ def cut_windows(
     vocab_size = len(token_bytes_V)
     if not 0 <= bos < vocab_size:
         raise ValueError(f"{where}: the id that opens documents is {bos}, expected 0 to {vocab_size - 1}")
-
     documents = [np.asarray(document) for document in documents]
-    for i, document in enumerate(documents):
-        if document.ndim != 1 or (document.size and document.dtype.kind not in "iu"):
-            raise ValueError(f"{where}: document {i} is {document.dtype}{list(document.shape)}, expected 1-D integers")
-    if document_hashes is not None and len(document_hashes) != len(documents):
-        raise ValueError(f"{where}: {len(document_hashes)} document hashes, expected {len(documents)}, one a document")
-    if document_bytes is not None and len(document_bytes) != len(documents):
-        raise ValueError(f"{where}: {len(document_bytes)} document_bytes, expected {len(documents)}, one a document")
-    scored = [None] * len(documents) if scored is None else list(scored)
-    if len(scored) != len(documents):
-        raise ValueError(f"{where}: scored is given for {len(scored)} documents, expected {len(documents)}")
-    for i, document in enumerate(documents):
-        scored[i] = np.ones(len(document), bool) if scored[i] is None else np.asarray(scored[i], bool)
-        if scored[i].shape != document.shape:
-            raise ValueError(f"{where}: document {i}: scored is {list(scored[i].shape)}, expected {[len(document)]}")
-    lengths = np.fromiter((len(document) for document in documents), np.int64, len(documents))
+    _check_documents(where, documents, document_hashes, document_bytes)
+    scored = _checked_scored(where, documents, scored)
+
     # Windows with a scored token; a document without one holds nothing to score.
     windows = np.array([_num_scored_windows(scored_t, seq_len) for scored_t in scored], np.int64)
     chosen_D = np.flatnonzero(windows)
@@ -135,23 +122,12 @@ def cut_windows(
     if max_sequences is not None:
         if document_hashes is None:
             document_hashes = [_hash_document(document) for document in documents]
-        order_D = _hash_order(document_hashes)
-        order_D = order_D[windows[order_D] > 0]
-        windows_so_far = np.cumsum(windows[order_D])
-        fitting = np.searchsorted(windows_so_far, max_sequences, side="right")
-        chosen_D = np.sort(order_D[: max(1, fitting)])
-
-    length_D = lengths[chosen_D]
+        chosen_D = _smallest_hashes(document_hashes, windows, max_sequences)
+    length_D = np.array([len(documents[i]) for i in chosen_D], np.int64)
     targets = np.concatenate([documents[i] for i in chosen_D])
-    if targets.min() < 0 or targets.max() >= vocab_size:
-        at = int(np.argmax((targets < 0) | (targets >= vocab_size)))
-        before_D = np.cumsum(length_D) - length_D
-        d = int(np.searchsorted(before_D, at, side="right")) - 1
-        raise ValueError(
-            f"{where}: document {chosen_D[d]}, token {at - before_D[d]}: id {targets[at]}, "
-            f"expected 0 to {vocab_size - 1}; was it made with another tokenizer?"
-        )
+    _check_ids(where, targets, vocab_size, chosen_D, length_D)
     targets = targets.astype(np.int32, copy=False)
+    scored_targets = np.concatenate([scored[i] for i in chosen_D])
 
     windows_D = -(-length_D // seq_len)
     document_N = np.repeat(np.arange(len(length_D), dtype=np.int32), windows_D)
@@ -161,7 +137,6 @@ def cut_windows(
     tokens_NT1 = np.full((len(document_N), seq_len + 1), bos, np.int32)
     scored_NT = np.arange(seq_len) < (length_D[document_N] - k_N * seq_len)[:, None]  # at first, all but padding
     # Row by row, these are the documents' tokens in order.
-    scored_targets = np.concatenate([scored[i] for i in chosen_D])
     tokens_NT1[:, 1:][scored_NT] = targets
     tokens_NT1[1:, 0] = tokens_NT1[:-1, -1]
     tokens_NT1[first_D, 0] = bos
@@ -169,15 +144,8 @@ def cut_windows(
         scored_NT[scored_NT] = scored_targets
         kept_N = scored_NT.any(axis=1)
         tokens_NT1, scored_NT, document_N = tokens_NT1[kept_N], scored_NT[kept_N], document_N[kept_N]
-    targets_NT = tokens_NT1[:, 1:]
     num_tokens_N = scored_NT.sum(axis=1, dtype=np.int32)
-
-    token_bytes_V = np.asarray(token_bytes_V)
-    num_bytes_N = np.zeros(len(document_N), np.int64)
-    # A few windows at a time: one look-up for all of them would take several times their memory.
-    for start in range(0, len(document_N), 1024):
-        some = slice(start, start + 1024)
-        num_bytes_N[some] = np.sum(token_bytes_V[targets_NT[some]], axis=1, where=scored_NT[some])
+    num_bytes_N = _window_bytes(np.asarray(token_bytes_V), tokens_NT1[:, 1:], scored_NT)
     if document_bytes is not None:
         num_bytes_N = _shared_bytes(num_bytes_N, document_N, np.asarray(document_bytes, np.int64)[chosen_D])
 
@@ -190,6 +158,68 @@ def cut_windows(
     for array in (tokens_NT1, scored_NT, num_tokens_N, num_bytes_N, document_N):
         array.flags.writeable = False
     return EvalSet(name, tokens_NT1, scored_NT, num_tokens_N, num_bytes_N, document_N, content.hexdigest())
+
+
+def _check_documents(
+    where: str,
+    documents: Sequence[np.ndarray],
+    document_hashes: np.ndarray | Sequence[bytes] | None,
+    document_bytes: Sequence[int] | None,
+) -> None:
+    for i, document in enumerate(documents):
+        if document.ndim != 1 or (document.size and document.dtype.kind not in "iu"):
+            raise ValueError(f"{where}: document {i} is {document.dtype}{list(document.shape)}, expected 1-D integers")
+    if document_hashes is not None and len(document_hashes) != len(documents):
+        raise ValueError(f"{where}: {len(document_hashes)} document hashes, expected {len(documents)}, one a document")
+    if document_bytes is not None and len(document_bytes) != len(documents):
+        raise ValueError(f"{where}: {len(document_bytes)} document_bytes, expected {len(documents)}, one a document")
+
+
+def _checked_scored(
+    where: str, documents: Sequence[np.ndarray], scored: Sequence[np.ndarray | None] | None
+) -> list[np.ndarray]:
+    """Whether each token of each document is scored, as arrays of bool."""
+    scored = [None] * len(documents) if scored is None else list(scored)
+    if len(scored) != len(documents):
+        raise ValueError(f"{where}: scored is given for {len(scored)} documents, expected {len(documents)}")
+    for i, document in enumerate(documents):
+        scored[i] = np.ones(len(document), bool) if scored[i] is None else np.asarray(scored[i], bool)
+        if scored[i].shape != document.shape:
+            raise ValueError(f"{where}: document {i}: scored is {list(scored[i].shape)}, expected {[len(document)]}")
+    return scored
+
+
+def _check_ids(where: str, targets: np.ndarray, vocab_size: int, chosen_D: np.ndarray, length_D: np.ndarray) -> None:
+    """Raise ValueError for the first id outside the vocabulary, naming its document and place."""
+    if targets.min() < 0 or targets.max() >= vocab_size:
+        at = int(np.argmax((targets < 0) | (targets >= vocab_size)))
+        before_D = np.cumsum(length_D) - length_D
+        d = int(np.searchsorted(before_D, at, side="right")) - 1
+        raise ValueError(
+            f"{where}: document {chosen_D[d]}, token {at - before_D[d]}: id {targets[at]}, "
+            f"expected 0 to {vocab_size - 1}; was it made with another tokenizer?"
+        )
+
+
+def _smallest_hashes(
+    document_hashes: np.ndarray | Sequence[bytes], windows: np.ndarray, max_sequences: int
+) -> np.ndarray:
+    """The documents with `windows` that are taken of a set of at most `max_sequences`, in the documents' order."""
+    order_D = _hash_order(document_hashes)
+    order_D = order_D[windows[order_D] > 0]
+    windows_so_far = np.cumsum(windows[order_D])
+    fitting = np.searchsorted(windows_so_far, max_sequences, side="right")
+    return np.sort(order_D[: max(1, fitting)])
+
+
+def _window_bytes(token_bytes_V: np.ndarray, targets_NT: np.ndarray, scored_NT: np.ndarray) -> np.ndarray:
+    """UTF-8 bytes of the scored targets of each window, int64."""
+    num_bytes_N = np.zeros(len(targets_NT), np.int64)
+    # A few windows at a time: one look-up for all of them would take several times their memory.
+    for start in range(0, len(targets_NT), 1024):
+        some = slice(start, start + 1024)
+        num_bytes_N[some] = np.sum(token_bytes_V[targets_NT[some]], axis=1, where=scored_NT[some])
+    return num_bytes_N
 
 
 def _num_scored_windows(scored_t: np.ndarray, seq_len: int) -> int:
