@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from curriculum.model.modules import Block, _dropout, _rows
 from curriculum.model.presets import ModelConfig
-from curriculum.model.transformer import Block, _dropout, _rows, forward, head, init_params, transformer
+from curriculum.model.transformer import forward, head, init_params, transformer
 
 SMALL = ModelConfig(vocab_size=13, n_layer=2, n_head=4, n_kv_head=2, d_model=16, d_ff=12, max_seq_len=8)
 TOKENS_BT = np.array([[1, 5, 0, 12, 7, 7], [3, 2, 11, 12, 0, 4]], np.int32)

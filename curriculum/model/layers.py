@@ -1,0 +1,106 @@
+"""What a block is made of: norms, linear layers with and without an adapter, the feed-forward.
+
+Shape suffixes as in `curriculum.model.transformer`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from curriculum.model.presets import LoraConfig, ModelConfig
+
+
+class Norm(nnx.Module):
+    """Layernorm (`centred`) or rmsnorm of the last axis. In float32, whatever the type of what is normed."""
+
+    def __init__(self, config: ModelConfig, width: int, *, centred: bool, bias: bool, rngs: nnx.Rngs):
+        self.scale = nnx.Param(jnp.ones(width, jnp.float32))
+        self.bias = nnx.Param(jnp.zeros(width, jnp.float32)) if bias else None
+        self.centred, self.eps, self.dtype = centred, config.norm_eps, config.compute_dtype
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        normed = _normed(self.centred, self.eps, x, self.scale[...])
+        return (normed if self.bias is None else normed + self.bias[...]).astype(self.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _normed(centred: bool, eps: float, x: jax.Array, scale_D: jax.Array) -> jax.Array:
+    """x over its deviation, times the scale, in float32. Its own way back keeps one array and takes two sums a row:
+    autodiff keeps three.
+    """
+    return _normed_forward(centred, eps, x, scale_D)[0]
+
+
+def _normed_forward(centred, eps, x, scale_D):
+    dtype, x = x.dtype, x.astype(jnp.float32)
+    if centred:  # first: E[x^2] - E[x]^2 would cancel
+        x -= x.mean(axis=-1, keepdims=True)
+    rate = jax.lax.rsqrt((x * x).mean(axis=-1, keepdims=True) + eps)
+    unit = x * rate
+    return unit * scale_D, (unit, rate, scale_D, jnp.zeros((), dtype))
+
+
+def _normed_backward(centred, eps, kept, dnormed):
+    unit, rate, scale_D, like = kept
+    dunit = dnormed * scale_D
+    dx = dunit - unit * (dunit * unit).mean(axis=-1, keepdims=True)
+    if centred:
+        dx -= dunit.mean(axis=-1, keepdims=True)
+    return (rate * dx).astype(like.dtype), (dnormed * unit).sum(axis=tuple(range(unit.ndim - 1)))
+
+
+_normed.defvjp(_normed_forward, _normed_backward)
+
+
+def norm(config: ModelConfig, rngs: nnx.Rngs) -> Norm:
+    is_layernorm = config.norm_type == "layernorm"
+    return Norm(config, config.d_model, centred=is_layernorm, bias=is_layernorm and config.bias, rngs=rngs)
+
+
+def rms_norm(config: ModelConfig, width: int, rngs: nnx.Rngs) -> Norm:
+    return Norm(config, width, centred=False, bias=False, rngs=rngs)
+
+
+class AdaptedLinear(nnx.Linear):
+    """x W + scale (x A) B: a linear layer whose matrix W stays and whose adapter A, B of low rank is trained.
+
+    R is the rank. The two products with A and B are small; W + scale A B is never made.
+    """
+
+    def __init__(self, inputs: int, outputs: int, lora: LoraConfig, rngs: nnx.Rngs, **settings: Any):
+        super().__init__(inputs, outputs, rngs=rngs, **settings)
+        self.lora_a = nnx.Param(jnp.zeros((inputs, lora.rank), jnp.float32))
+        self.lora_b = nnx.Param(jnp.zeros((lora.rank, outputs), jnp.float32))
+        self.scale = lora.scale
+
+    def __call__(self, x_MD: jax.Array) -> jax.Array:
+        a_DR, b_RF = (array[...].astype(self.dtype) for array in (self.lora_a, self.lora_b))
+        return super().__call__(x_MD) + self.scale * ((x_MD.astype(self.dtype) @ a_DR) @ b_RF)
+
+
+def linear(config: ModelConfig, name: str, bias: bool, rngs: nnx.Rngs) -> nnx.Linear:
+    """The matrix of a block that the config's `projections` names so, adapted where `lora` asks for it."""
+    inputs, outputs = config.projections()[name]
+    settings = {"use_bias": bias, "dtype": config.compute_dtype, "rngs": rngs}
+    if config.lora is not None and name in config.lora.targets:
+        return AdaptedLinear(inputs, outputs, config.lora, **settings)
+    return nnx.Linear(inputs, outputs, **settings)
+
+
+class MLP(nnx.Module):
+    """gelu in its tanh form, or swiglu (arXiv:2002.05202)."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        self.gate = linear(config, "gate", config.bias, rngs) if config.mlp_type == "swiglu" else None
+        self.up = linear(config, "up", config.bias, rngs)
+        self.down = linear(config, "down", config.bias, rngs)
+
+    def __call__(self, x_MD: jax.Array) -> jax.Array:
+        if self.gate is None:
+            return self.down(nnx.gelu(self.up(x_MD), approximate=True))
+        return self.down(nnx.silu(self.gate(x_MD)) * self.up(x_MD))

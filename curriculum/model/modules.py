@@ -1,0 +1,279 @@
+"""The modules of a decoder-only transformer: the whole, a block, its attention, and what all blocks share of a batch.
+
+Shape suffixes as in `curriculum.model.transformer`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from curriculum.model.formulation import attention_of, backend, layers_of
+from curriculum.model.layers import MLP, linear, norm, rms_norm
+from curriculum.model.model import Placement
+from curriculum.model.presets import ModelConfig
+from curriculum.model.rope import rope_angles
+
+Cache = dict[str, tuple[jax.Array, jax.Array]]  # by block: its keys and its values, [B, J, S, K] in compute_dtype
+
+# What is kept of a block from the way forward to the way back; the rest is computed again.
+REMAT_POLICIES = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+class Transformer(nnx.Module):
+    """Embedding, then blocks that are alike and are not its own, and a norm; `head` is a matrix that `forward`'s caller
+    multiplies by, where it is not tied.
+    """
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        learned, tied = config.pos_encoding == "learned", config.tie_embeddings
+        self.config = config
+        self.embed = nnx.Embed(config.vocab_size, config.d_model, rngs=rngs)
+        self.positions = nnx.Embed(config.max_seq_len, config.d_model, rngs=rngs) if learned else None
+        self.norm = norm(config, rngs)
+        self.head = None if tied else nnx.Linear(config.d_model, config.vocab_size, use_bias=False, rngs=rngs)
+
+    def __call__(
+        self,
+        block_graph: nnx.GraphDef,
+        blocks: dict[str, Any],
+        placement: Placement,
+        tokens_BT: jax.Array,
+        segment_ids_BT: jax.Array | None,
+        keys_B: jax.Array | None,
+        starts_B: jax.Array | None = None,
+        cache: Cache | None = None,
+    ) -> tuple[jax.Array, Cache | None]:
+        B, T = tokens_BT.shape
+        if cache is None:
+            rows = _rows(self.config, T, segment_ids_BT, keys_B if self.config.dropout else None)
+        else:
+            rows = _rows_after(self.config, T, starts_B, next(iter(cache.values()))[0].shape[2])
+        # The tables are read in float32, so that their gradients are added up in it.
+        x_MD = self.embed(tokens_BT.reshape(B * T))
+        if self.positions is not None:
+            apart = rows.positions_BT is not None
+            table_TD = self.positions.embedding[: rows.visible_BTS.shape[2]]
+            x_MD += table_TD[rows.positions_BT].reshape(B * T, -1) if apart else jnp.tile(table_TD, (B, 1))
+        x_MD = _dropout(self.config, x_MD.astype(self.config.compute_dtype), rows, site=0)
+        if cache is None and layers_of(self.config, backend()) == "scanned":
+            return self.norm(self._scanned(block_graph, blocks, x_MD, rows, B, placement)).reshape(B, T, -1), None
+        extended = {}
+        for layer, name in enumerate(sorted(blocks)):
+            run = partial(_run_block, block_graph, blocks[name], placement, rows, B, self.config.has_rope(layer))
+            if self.config.remat != "none":
+                run = jax.checkpoint(run, policy=REMAT_POLICIES[self.config.remat])
+            x_MD, extended[name] = run(x_MD, None if cache is None else cache[name], layer)
+        return self.norm(x_MD).reshape(B, T, -1), None if cache is None else extended
+
+    def _scanned(
+        self,
+        block_graph: nnx.GraphDef,
+        blocks: dict[str, Any],
+        x_MD: jax.Array,
+        rows: Rows,
+        num_rows: int,
+        placement: Placement,
+    ) -> jax.Array:
+        """All blocks, one after the other in a loop over their stacked arrays."""
+        params = [blocks[name] for name in sorted(blocks)]
+        has_rope = self.config.has_rope(0)
+
+        def stacked(*arrays):
+            # The matrices are used in compute_dtype alone: the copy that stacking makes is no larger than need be.
+            dtype = self.config.compute_dtype if arrays[0].ndim > 1 else arrays[0].dtype
+            return jnp.stack([array.astype(dtype) for array in arrays])
+
+        def run(x_MD, params_and_layer):
+            params, layer = params_and_layer
+            return _run_block(block_graph, params, placement, rows, num_rows, has_rope, x_MD, None, layer)[0], None
+
+        if self.config.remat != "none":
+            run = jax.checkpoint(run, policy=REMAT_POLICIES[self.config.remat], prevent_cse=False)
+        return jax.lax.scan(run, x_MD, (jax.tree.map(stacked, *params), jnp.arange(len(params))))[0]
+
+
+@partial(jax.jit, static_argnames=("graph", "placement", "num_rows", "has_rope"), inline=True)
+def _run_block(
+    graph: nnx.GraphDef,
+    params: dict[str, Any],
+    placement: Placement,
+    rows: Rows,
+    num_rows: int,
+    has_rope: bool,
+    x_MD: jax.Array,
+    cache: tuple | None,
+    layer: int | jax.Array,
+) -> tuple[jax.Array, tuple | None]:
+    """A block on parameters that are gathered here: where it is computed again, so is what it gathered.
+
+    Blocks are alike, and jax traces them once for all of them. Inlined, so that nothing else is changed: were it not,
+    they would be differentiated and lowered once as well (for the update of 24 layers 42 % less work, not 26 %), but
+    each would keep arrays for the way back that it now shares with the others.
+    """
+    block = nnx.merge(graph, placement.gather(params))
+    split = placement.heads_split
+    return block(x_MD, cache, layer, rows=rows, num_rows=num_rows, has_rope=has_rope, heads_split=split)
+
+
+class Rows(NamedTuple):
+    """What all blocks are told of the rows of a batch. A leading axis of 1 stands for all rows alike."""
+
+    positions_BT: jax.Array | None  # None: 0..T-1 in every row
+    visible_BTS: jax.Array  # bool: whether position t of the row sees position s
+    rope_BTHK: tuple[Any, Any] | None  # cosine and sine, H being 1 and K half a head; None: learned positions
+    keys_B: jax.Array | None  # None: no dropout
+
+
+def _rows(config: ModelConfig, T: int, segment_ids_BT: jax.Array | None, keys_B: jax.Array | None) -> Rows:
+    count_T, positions_BT = jnp.arange(T), None
+    visible_BTS = (count_T[:, None] >= count_T)[None]
+    if config.sliding_window is not None:
+        visible_BTS &= count_T[:, None] - count_T < config.sliding_window
+    if segment_ids_BT is not None:
+        opens_BT = jnp.diff(segment_ids_BT, axis=1, prepend=segment_ids_BT[:, :1]) != 0
+        first_BT = jax.lax.cummax(jnp.where(opens_BT, count_T, 0), axis=1)
+        visible_BTS &= first_BT[..., None] <= count_T
+        positions_BT = count_T - first_BT
+    return Rows(positions_BT, visible_BTS, _rope(config, T, positions_BT), keys_B)
+
+
+def _rows_after(config: ModelConfig, T: int, starts_B: jax.Array, S: int) -> Rows:
+    """The rows of tokens that come after others: each row at a position of its own, of S."""
+    positions_BT, count_S = starts_B[:, None] + jnp.arange(T), jnp.arange(S)
+    visible_BTS = positions_BT[..., None] >= count_S
+    if config.sliding_window is not None:
+        visible_BTS &= positions_BT[..., None] - count_S < config.sliding_window
+    return Rows(positions_BT, visible_BTS, _rope(config, S, positions_BT), None)
+
+
+def _rope(config: ModelConfig, num_positions: int, positions_BT: jax.Array | None) -> tuple[Any, Any] | None:
+    """`Rows.rope_BTHK` of positions below `num_positions`; None for positions: all of them, in every row."""
+    if config.pos_encoding != "rope":
+        return None
+    angles_TK = rope_angles(num_positions, config.head_width, config.rope_theta, config.rope_scaling)
+    cos_TK, sin_TK = np.cos(angles_TK).astype(np.float32), np.sin(angles_TK).astype(np.float32)
+    if positions_BT is None:
+        return cos_TK[None, :, None], sin_TK[None, :, None]
+    return jnp.asarray(cos_TK)[positions_BT][:, :, None], jnp.asarray(sin_TK)[positions_BT][:, :, None]
+
+
+class Block(nnx.Module):
+    """Attention, then the feed-forward, each normed before and added to what came in."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        self.config = config
+        self.attention_norm = norm(config, rngs)
+        self.attention = Attention(config, rngs)
+        self.mlp_norm = norm(config, rngs)
+        self.mlp = MLP(config, rngs)
+
+    def __call__(
+        self,
+        x_MD: jax.Array,
+        cache: tuple | None,
+        layer: int | jax.Array,
+        *,
+        rows: Rows,
+        num_rows: int,
+        has_rope: bool,
+        heads_split: bool,
+    ) -> tuple[jax.Array, tuple | None]:
+        mixed_MD, cache = self.attention(self.attention_norm(x_MD), cache, rows, num_rows, has_rope, heads_split)
+        x_MD += _dropout(self.config, mixed_MD, rows, site=2 * layer + 1)
+        return x_MD + _dropout(self.config, self.mlp(self.mlp_norm(x_MD)), rows, site=2 * layer + 2), cache
+
+
+class Attention(nnx.Module):
+    """Causal self-attention; n_head / n_kv_head query heads in turn share a key and a value head."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        self.config = config
+        qkv_bias = config.bias or config.qkv_bias
+        self.query = linear(config, "query", qkv_bias, rngs)
+        self.key = linear(config, "key", qkv_bias, rngs)
+        self.value = linear(config, "value", qkv_bias, rngs)
+        self.query_norm = rms_norm(config, config.head_width, rngs) if config.qk_norm else None
+        self.key_norm = rms_norm(config, config.head_width, rngs) if config.qk_norm else None
+        self.out = linear(config, "out", config.bias, rngs)
+
+    def __call__(
+        self, x_MD: jax.Array, cache: tuple | None, rows: Rows, num_rows: int, has_rope: bool, heads_split: bool
+    ) -> tuple[jax.Array, tuple | None]:
+        B, T, K = num_rows, x_MD.shape[0] // num_rows, self.config.head_width
+        J, G = self.config.n_kv_head, self.config.n_head // self.config.n_kv_head
+        query_BTHK = self.query(x_MD).reshape(B, T, J * G, K)
+        key_BTJK = self.key(x_MD).reshape(B, T, J, K)
+        value_BTJK = self.value(x_MD).reshape(B, T, J, K)
+        if self.query_norm is not None:
+            query_BTHK, key_BTJK = self.query_norm(query_BTHK), self.key_norm(key_BTJK)
+        if has_rope:
+            query_BTHK, key_BTJK = rotate(query_BTHK, *rows.rope_BTHK), rotate(key_BTJK, *rows.rope_BTHK)
+
+        has_document_mask = rows.positions_BT is not None
+        attention = attention_of(
+            self.config, backend(), seq_len=T, has_document_mask=has_document_mask, heads_split=heads_split
+        )
+        if cache is None and attention != "plain":
+            mixed_BTHK = self._library_attention(attention, query_BTHK, key_BTJK, value_BTJK, rows)
+            return self.out(mixed_BTHK.reshape(B * T, -1)), None
+
+        # The queries of a group stand below one another, so that no key or value is repeated, and both products
+        # have the one batch axis in front that XLA's fast routine wants.
+        query_PGTK = (query_BTHK * K**-0.5).transpose(0, 2, 1, 3).reshape(B * J, G * T, K)
+        key_PSK = key_BTJK.transpose(0, 2, 1, 3).reshape(B * J, T, K)
+        value_PSK = value_BTJK.transpose(0, 2, 1, 3).reshape(B * J, T, K)
+        if cache is not None:
+            new = (key_PSK.reshape(B, J, T, K), value_PSK.reshape(B, J, T, K))
+            cache = tuple(_write(*pair, rows.positions_BT[:, 0]) for pair in zip(cache, new, strict=True))
+            key_PSK, value_PSK = (array_BJSK.reshape(B * J, -1, K) for array_BJSK in cache)
+        S = key_PSK.shape[1]
+        scores_PGTS = jnp.einsum("pqk,ptk->pqt", query_PGTK, key_PSK, preferred_element_type=jnp.float32)
+        scores_BJGTS = scores_PGTS.reshape(B, J, G, T, S)
+        scores_BJGTS = jnp.where(rows.visible_BTS[:, None, None], scores_BJGTS, -jnp.inf)
+        shares_PGTS = jax.nn.softmax(scores_BJGTS.reshape(scores_PGTS.shape), axis=-1).astype(value_PSK.dtype)
+        mixed_PGTK = jnp.einsum("pqt,ptk->pqk", shares_PGTS, value_PSK)
+        return self.out(mixed_PGTK.reshape(B, J * G, T, K).transpose(0, 2, 1, 3).reshape(B * T, -1)), cache
+
+    def _library_attention(self, name: str, query_BTHK, key_BTJK, value_BTJK, rows: Rows) -> jax.Array:
+        """mixed_BTHK by jax.nn.dot_product_attention."""
+        attend = partial(jax.nn.dot_product_attention, query_BTHK, key_BTJK, value_BTJK, implementation=name)
+        if rows.positions_BT is not None:  # documents: each row sees otherwise
+            return attend(mask=rows.visible_BTS[:, None])
+        window = self.config.sliding_window
+        return attend(is_causal=True, local_window_size=None if window is None else (window - 1, 0))
+
+
+def _write(cache_BJSK: jax.Array, new_BJTK: jax.Array, starts_B: jax.Array) -> jax.Array:
+    """The cache with each row's new keys, or values, from its own start on."""
+    return jax.vmap(lambda cache_JSK, new_JTK, start: jax.lax.dynamic_update_slice(cache_JSK, new_JTK, (0, start, 0)))(
+        cache_BJSK, new_BJTK, starts_B
+    )
+
+
+def rotate(x_BTHK: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Each head turned by its position's angles, its first half paired with its second, as in Llama."""
+    first, second = jnp.split(x_BTHK, 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x_BTHK.dtype)
+
+
+def _dropout(config: ModelConfig, x_MD: jax.Array, rows: Rows, site: int | jax.Array) -> jax.Array:
+    """Dropout of what is added to the residual stream. `site` tells the draws of one row apart.
+
+    A row's draws come from its own key, so that they do not depend on what else is in the batch.
+    """
+    if rows.keys_B is None:
+        return x_MD
+    shape_TD = (x_MD.shape[0] // len(rows.keys_B), x_MD.shape[1])
+    keep = 1 - config.dropout
+    kept_BTD = jax.vmap(lambda key: jax.random.bernoulli(jax.random.fold_in(key, site), keep, shape_TD))(rows.keys_B)
+    return jnp.where(kept_BTD.reshape(x_MD.shape), x_MD / keep, 0)
