@@ -11,6 +11,7 @@ import numpy as np
 from curriculum.data.gguf_vocabulary import GgufVocabulary, gguf_vocabulary
 from curriculum.errors import InputError
 from curriculum.model.presets import ModelConfig
+from curriculum.model.rope import unscaled_share
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFWriter
@@ -218,11 +219,8 @@ def _rope_factors(config: ModelConfig) -> np.ndarray | None:
     scaling = config.rope_scaling
     if config.pos_encoding != "rope" or scaling is None or scaling.kind != "llama3":
         return None
-    frequencies = config.rope_theta ** (-np.arange(0, config.head_width, 2) / config.head_width)
-    turns = scaling.original_max_seq_len * frequencies / (2 * np.pi)
-    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = np.clip(kept, 0, 1)
-    return (1 / (kept + (1 - kept) / scaling.factor)).astype(np.float32)
+    kept_K = unscaled_share(config.head_width, config.rope_theta, scaling)
+    return (1 / (kept_K + (1 - kept_K) / scaling.factor)).astype(np.float32)
 
 
 def _add_shape(writer: GGUFWriter, architecture: str, config: ModelConfig, num_rows: int) -> None:

@@ -1,4 +1,7 @@
-"""Rotary positions: by which angle each pair of a head is turned. Nothing here imports jax."""
+"""Rotary positions: by which angle each pair of a head is turned. Nothing here imports jax.
+
+Shape suffixes: T positions, K pairs of a head, half its width.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,31 @@ from curriculum.model.presets import RopeScaling
 
 
 def rope_angles(num_positions: int, head_width: int, theta: float, scaling: RopeScaling | None = None) -> np.ndarray:
-    """angles_TK, K being half a head: position t times theta^(-2k / head_width) (arXiv:2104.09864), float64.
+    """angles_TK: position t times the frequency theta^(-2k / head_width) (arXiv:2104.09864), float64.
 
-    Scaled, a frequency is divided by the factor. With kind llama3 (arXiv:2407.21783, as released with Llama 3.1) that
-    holds for wavelengths above original_max_seq_len / low_freq_factor, those below original_max_seq_len /
-    high_freq_factor stay, and between them it goes over linearly in 1 / wavelength.
+    Scaled, a frequency is divided by the factor, so far as `unscaled_share` leaves it.
     """
-    frequencies_K = theta ** (-np.arange(0, head_width, 2) / head_width)
+    frequencies_K = _frequencies(head_width, theta)
     if scaling is not None:
-        kept_K = np.zeros_like(frequencies_K)
-        if scaling.kind == "llama3":
-            turns_K = scaling.original_max_seq_len * frequencies_K / (2 * np.pi)
-            low, high = scaling.low_freq_factor, scaling.high_freq_factor
-            kept_K = np.clip((turns_K - low) / (high - low), 0, 1)
+        kept_K = unscaled_share(head_width, theta, scaling)
         frequencies_K = kept_K * frequencies_K + (1 - kept_K) * frequencies_K / scaling.factor
     return np.outer(np.arange(num_positions), frequencies_K)
+
+
+def unscaled_share(head_width: int, theta: float, scaling: RopeScaling) -> np.ndarray:
+    """share_K of each frequency that scaling leaves as it is: 0 where all of it is divided by the factor, 1 where none.
+
+    Of kind linear it is 0 throughout. With kind llama3 (arXiv:2407.21783, as released with Llama 3.1) it is 0 for
+    wavelengths above original_max_seq_len / low_freq_factor, 1 for those below original_max_seq_len /
+    high_freq_factor, and between them linear in 1 / wavelength.
+    """
+    frequencies_K = _frequencies(head_width, theta)
+    if scaling.kind == "linear":
+        return np.zeros_like(frequencies_K)
+    turns_K = scaling.original_max_seq_len * frequencies_K / (2 * np.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    return np.clip((turns_K - low) / (high - low), 0, 1)
+
+
+def _frequencies(head_width: int, theta: float) -> np.ndarray:
+    return theta ** (-np.arange(0, head_width, 2) / head_width)
