@@ -15,6 +15,7 @@ import numpy as np
 
 from curriculum.model.hf import hf_layout
 from curriculum.model.presets import ModelConfig
+from curriculum.model.safetensors_writer import save_arrays
 
 if TYPE_CHECKING:
     from curriculum.model.model import Params
@@ -74,8 +75,6 @@ def write_peft(
     that is adapted, one below the other, and B what belongs to them in blocks, at so many times the rank and, for the
     same scale, so many times alpha.
     """
-    from safetensors.numpy import save_file
-
     lora, shapes = config.lora, config.projections()
     tensors: dict[str, np.ndarray] = {}
     times: dict[str, int] = {}  # how many of our matrices a module adapts, by its name within a layer
@@ -112,9 +111,7 @@ def write_peft(
         "inference_mode": True,
     }
     (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    path = folder / "adapter_model.safetensors"
-    save_file(tensors, path, {"format": "pt"})
-    path.chmod(folder.stat().st_mode & 0o666)  # safetensors makes files for their owner alone
+    save_arrays(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
 
 
 _LAYER = re.compile(r"^.*\.\d+\.")  # what stands before a module's name in its layer

@@ -30,7 +30,7 @@ def write_safetensors(
 
     def save() -> None:
         files.append(list(shard))
-        _save(shard, folder / f"{len(files)}.part", metadata)
+        save_arrays(shard, folder / f"{len(files)}.part", metadata)
         shard.clear()
 
     for name, array in arrays:
@@ -51,8 +51,8 @@ def write_safetensors(
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _save(arrays: dict[str, np.ndarray], path: Path, metadata: Mapping[str, str]) -> None:
-    """As `save_file`, readable by whom the folder is: safetensors makes files for their owner alone."""
+def save_arrays(arrays: dict[str, np.ndarray], path: Path, metadata: Mapping[str, str]) -> None:
+    """One file, readable by those who may read its folder: safetensors itself makes files for their owner alone."""
     from safetensors.numpy import save_file
 
     save_file(arrays, path, dict(metadata))
