@@ -19,7 +19,8 @@ from curriculum.data.tokenizer import Tokenizer, load_tokenizer
 from curriculum.errors import InputError
 from curriculum.model.gguf import gguf_architecture, write_gguf
 from curriculum.model.hf import hf_tensors
-from curriculum.model.hf_config import HF_CONFIG, hf_config_of
+from curriculum.model.hf_config import HF_CONFIG
+from curriculum.model.hf_config_writer import hf_config_of
 from curriculum.model.presets import ModelConfig
 from curriculum.model.safetensors_writer import DTYPES, numpy_dtype, rounded_all, write_safetensors
 from curriculum.model_card import Exported, model_card

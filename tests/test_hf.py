@@ -14,7 +14,8 @@ from safetensors.numpy import save_file
 
 from curriculum.errors import InputError
 from curriculum.model.hf import checked_tensors, hf_layout, hf_tensors, load_hf
-from curriculum.model.hf_config import hf_config_of, hf_model_type, read_hf_config
+from curriculum.model.hf_config import hf_model_type, read_hf_config
+from curriculum.model.hf_config_writer import hf_config_of
 from curriculum.model.hf_weights import hf_fingerprint, stored_tensors
 from curriculum.model.model import abstract_params, parameter_name
 from curriculum.model.presets import ModelConfig, RopeScaling, num_parameters

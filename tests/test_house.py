@@ -142,7 +142,7 @@ def test_a_plan_that_begins_from_a_hugging_face_folder_imports_nothing_heavy(qui
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     from curriculum.model.hf import hf_layout
-    from curriculum.model.hf_config import hf_config_of
+    from curriculum.model.hf_config_writer import hf_config_of
     from curriculum.model.presets import ModelConfig
 
     folder = quickstart_folders / "hf"

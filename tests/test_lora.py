@@ -27,7 +27,7 @@ from curriculum.errors import InputError
 from curriculum.evaluate import evaluate
 from curriculum.manifest import update_manifest, write_manifest
 from curriculum.model.hf import hf_tensors
-from curriculum.model.hf_config import hf_config_of
+from curriculum.model.hf_config_writer import hf_config_of
 from curriculum.model.lora import adapters_of, frozen_of, joined, merged, write_peft
 from curriculum.model.loss import sum_nats
 from curriculum.model.model import parameter_name

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from curriculum.model.hf import hf_tensors
-from curriculum.model.hf_config import hf_config_of
+from curriculum.model.hf_config_writer import hf_config_of
 from curriculum.model.lora import adapters_of, merged, write_peft
 from curriculum.model.model import parameter_name
 from curriculum.model.presets import LoraConfig, ModelConfig

@@ -1,4 +1,4 @@
-"""config.json of Hugging Face folders, there and back; each key means what it does in transformers' class.
+"""config.json of Hugging Face folders, read; each key means what it does in transformers' class.
 
 Nothing here imports jax, so that a plan can be printed without it.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,7 @@ def _read(folder: Path) -> tuple[ModelConfig, str]:
             keys.problem("", f"as {name or 'a model'}: {message}")
     if keys.problems:
         raise InputError(*keys.problems)
-    return _shortest(resolve_model(section, fields["vocab_size"])), model_type
+    return shortest(resolve_model(section, fields["vocab_size"])), model_type
 
 
 def architecture_fields(config: ModelConfig) -> dict[str, Any]:
@@ -249,7 +249,7 @@ def _no_rope_every(keys: _Keys, num_layers: int) -> int | None:
     return every
 
 
-def _shortest(config: ModelConfig) -> ModelConfig:
+def shortest(config: ModelConfig) -> ModelConfig:
     """The same model, without a head's width where it follows from the others."""
     follows = config.d_head is not None and config.d_head * config.n_head == config.d_model
     return replace(config, d_head=None) if follows else config
@@ -317,122 +317,3 @@ def _read_object(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise InputError(f"{path}: got {type(data).__name__}, expected a JSON object")
     return data
-
-
-def hf_config_of(
-    config: ModelConfig, *, bos: int | None, eos: int | Sequence[int] | None, dtype: str = "float32"
-) -> dict[str, Any]:
-    """config.json of the class of transformers that computes this model. `dtype`: float32, float16 or bfloat16.
-
-    A padded vocabulary is written without its padding. Raises InputError that names the fields of a combination that
-    no class has. Rope stands there twice, for transformers 5 and as it was before.
-    """
-    model_type = _class_for(config)
-    common = {
-        "architectures": [CLASSES[model_type]],
-        "model_type": model_type,
-        "vocab_size": config.num_ids or config.vocab_size,
-        "tie_word_embeddings": config.tie_embeddings,
-        "bos_token_id": bos,
-        "eos_token_id": eos if eos is None or isinstance(eos, int) else list(eos),
-        "dtype": dtype,
-        "torch_dtype": dtype,
-    }
-    if model_type == "gpt2":
-        return common | {
-            "n_embd": config.d_model,
-            "n_layer": config.n_layer,
-            "n_head": config.n_head,
-            "n_inner": config.d_ff,
-            "n_positions": config.max_seq_len,
-            "activation_function": "gelu_new",
-            "layer_norm_epsilon": config.norm_eps,
-            "attn_pdrop": 0.0,
-            "embd_pdrop": config.dropout,
-            "resid_pdrop": config.dropout,
-        }
-    written = common | {
-        "hidden_size": config.d_model,
-        "num_hidden_layers": config.n_layer,
-        "num_attention_heads": config.n_head,
-        "num_key_value_heads": config.n_kv_head,
-        "head_dim": config.head_width,
-        "intermediate_size": config.d_ff,
-        "max_position_embeddings": config.max_seq_len,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.norm_eps,
-        **_written_rope(config),
-    }
-    if model_type in ("llama", "qwen3", "smollm3"):
-        written["attention_bias"] = config.bias
-    if model_type in ("llama", "smollm3"):
-        written["mlp_bias"] = config.bias
-    if model_type != "llama":
-        written["sliding_window"] = config.sliding_window
-    if model_type in ("qwen2", "qwen3", "smollm3"):
-        slides = config.sliding_window is not None
-        written["use_sliding_window"] = slides
-        written["layer_types"] = ["sliding_attention" if slides else "full_attention"] * config.n_layer
-    if model_type in ("qwen2", "qwen3"):
-        written["max_window_layers"] = 0 if config.sliding_window is not None else config.n_layer
-    if model_type == "smollm3":
-        written["no_rope_layers"] = [int(config.has_rope(layer)) for layer in range(config.n_layer)]
-        written["no_rope_layer_interval"] = config.no_rope_every or config.n_layer + 1
-        written["pad_token_id"] = None  # the class has one of its own, of another vocabulary
-    return written
-
-
-def _written_rope(config: ModelConfig) -> dict[str, Any]:
-    scaling = config.rope_scaling
-    if scaling is None:
-        default = {"rope_type": "default", "rope_theta": config.rope_theta}
-        return {"rope_theta": config.rope_theta, "rope_parameters": default}
-    stretched: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
-    if scaling.kind == "llama3":
-        stretched |= {
-            "original_max_position_embeddings": scaling.original_max_seq_len,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-        }
-    parameters = stretched | {"rope_theta": config.rope_theta}
-    return {"rope_theta": config.rope_theta, "rope_scaling": stretched, "rope_parameters": parameters}
-
-
-def _class_for(config: ModelConfig) -> str:
-    """The model_type that computes a model; Mistral and SmolLM3 also do what Llama does, and more."""
-    config = _shortest(config)
-    if config.pos_encoding == "learned":
-        wanted = {
-            "mlp_type": "gelu",
-            "norm_type": "layernorm",
-            "bias": True,
-            "qk_norm": False,
-            "sliding_window": None,
-            "n_kv_head": config.n_head,
-            "d_head": None,
-        }
-        _refuse_unlike(config, wanted, "GPT-2, the class with learned positions,")
-        return "gpt2"
-    _refuse_unlike(config, {"mlp_type": "swiglu", "norm_type": "rmsnorm"}, "the Llama family, the classes with rope,")
-    has_qkv_bias = config.qkv_bias and not config.bias
-    if config.qk_norm:
-        wanted = {"bias": False, "qkv_bias": config.qkv_bias and config.bias, "no_rope_every": None}
-        _refuse_unlike(config, wanted, "Qwen3, the class with qk_norm,")
-        return "qwen3"
-    if has_qkv_bias:
-        _refuse_unlike(config, {"no_rope_every": None}, "Qwen2, the class with qkv_bias alone,")
-        return "qwen2"
-    odd_width = config.d_model % config.n_head != 0  # Llama's class refuses that, whatever the width of a head
-    if config.no_rope_every is not None or (config.bias and (config.sliding_window is not None or odd_width)):
-        return "smollm3"
-    return "mistral" if config.sliding_window is not None or odd_width else "llama"
-
-
-def _refuse_unlike(config: ModelConfig, wanted: Mapping[str, Any], who: str) -> None:
-    problems = []
-    for name, its in wanted.items():
-        if (ours := getattr(config, name)) != its:
-            expected = "none" if its is None else json.dumps(its)
-            problems.append(f"model.{name}: got {json.dumps(ours)}, but {who} has {expected}; no class has both")
-    if problems:
-        raise InputError(*problems)
