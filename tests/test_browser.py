@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from curriculum.config import build_config
-from curriculum.record.console import verdict
 from curriculum.record.curves import all_sets
 from curriculum.record.events import number, read_events, read_metrics
+from curriculum.record.sentences import verdict
 from curriculum.train.feed import Feed
 from curriculum.train.trainer import train
 

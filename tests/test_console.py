@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from curriculum.record.console import Console, tensorboard_link, verdict
+from curriculum.record.console import Console, tensorboard_link
+from curriculum.record.sentences import verdict
 
 PLAN = {
     "total_steps": 75000,

@@ -13,10 +13,11 @@ from curriculum.data.corpus import load_corpus
 from curriculum.plan import plan
 from curriculum.record.board import _phase_switch_markdown
 from curriculum.record.card import training
-from curriculum.record.console import Console, header, verdict
+from curriculum.record.console import Console, header
 from curriculum.record.inspection import inspect_run, text
 from curriculum.record.report import report
 from curriculum.record.report_runs import overlays
+from curriculum.record.sentences import verdict
 from curriculum.run import load_run
 
 PHASES = [

@@ -43,7 +43,7 @@ def command(run, step, weights, eval_dataset_dirs, sets, as_json, store_dir):
 
 def table(measured) -> list[str]:
     """An `Evaluation` as lines of text."""
-    from curriculum.record.inspection import columns
+    from curriculum.record.wording import columns
 
     rows = [("set", "loss", "± sem", "perplexity", "bpb", "accuracy", "windows", "documents")]
     for name, summary in measured.summaries.items():

@@ -109,7 +109,7 @@ def _write(text, bold=False):
     if not text:
         return
     if sys.stdout.isatty():
-        from curriculum.record.console import printable
+        from curriculum.record.wording import printable
 
         text = click.style(printable(text, also="\n\t"), bold=bold)
     encoding = sys.stdout.encoding or "utf-8"

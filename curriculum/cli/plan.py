@@ -12,8 +12,8 @@ from curriculum.cli.options import config_options
 from curriculum.config import load_config
 from curriculum.model.memory import MemoryEstimate
 from curriculum.plan import Plan, plan
-from curriculum.record.inspection import columns
 from curriculum.record.queries import beginning
+from curriculum.record.wording import columns
 
 
 @click.command()

@@ -32,9 +32,10 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, Sessi
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from curriculum.record.append import Appender
-from curriculum.record.console import printable, shape_moves, verdict
 from curriculum.record.curves import all_sets, eval_curves, row_curves
 from curriculum.record.events import number
+from curriculum.record.sentences import shape_moves, verdict
+from curriculum.record.wording import loss, printable
 
 _MAIN = "."
 _HPARAM_SECTIONS = ("seed", "tokenizer", "model", "packing", "train", "optim", "averages", "mesh")
@@ -168,9 +169,9 @@ def _samples_markdown(event: dict[str, Any]) -> str:
 def _transfer_markdown(transfer: dict[str, Any]) -> str:
     """Every set's loss at every phase end, and what was forgotten and gained, as `training_complete` tells it."""
     sets = transfer["sets"]
-    rows = [("start", 0, *(_loss(of_set["start"]) for of_set in sets.values()))]
+    rows = [("start", 0, *(loss(of_set["start"]) for of_set in sets.values()))]
     for i, (phase, step) in enumerate(zip(transfer["phases"], transfer["steps"], strict=True)):
-        rows.append((phase, step, *(_loss(of_set["loss"][i]) for of_set in sets.values())))
+        rows.append((phase, step, *(loss(of_set["loss"][i]) for of_set in sets.values())))
     for what in ("forgetting", "gain"):
         rows.append((f"**{what}**", "", *(_change(of_set.get(what)) for of_set in sets.values())))
     lines = [
@@ -194,11 +195,6 @@ def _change(told: dict[str, Any] | None) -> str:
     interval = f" (95 % {low:+.4f} to {high:+.4f})" if known else ""
     since = f" since {told['best_phase']}" if value and told.get("best_phase") else ""
     return f"{value:+.4f}{interval}{since}"
-
-
-def _loss(value: Any) -> str:
-    as_float = number(value)
-    return "-" if as_float is None else f"{as_float:.4f}"
 
 
 def _flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | float | str]]:

@@ -10,10 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from curriculum.errors import InputError
-from curriculum.record.compare import interval_text, paired
-from curriculum.record.console import skipped_line, verdict
+from curriculum.record.compare import paired
 from curriculum.record.events import METRICS, config_name
-from curriculum.record.inspection import edits_of, loss, mixture_text, offender_in, signed
+from curriculum.record.inspection import edits_of, mixture_text, offender_in
 from curriculum.record.queries import (
     EvalPoint,
     consumption,
@@ -22,6 +21,8 @@ from curriculum.record.queries import (
     planned_tokens,
     standing_regressions,
 )
+from curriculum.record.sentences import skipped_line, verdict
+from curriculum.record.wording import interval_text, loss, signed
 from curriculum.run import Run, read_arrays
 
 _HAPPENED = ("eval_regression", "eval_recovered", "schedule_edit", "rollback", "diverged")

@@ -16,8 +16,8 @@ import numpy as np
 
 from curriculum.errors import InputError
 from curriculum.record.events import config_name, eval_sets, plain
-from curriculum.record.inspection import columns, loss, signed
-from curriculum.record.queries import EvalPoint, eval_points, evalset_facts, listed
+from curriculum.record.queries import EvalPoint, eval_points, evalset_facts
+from curriculum.record.wording import columns, interval_text, listed, loss, signed
 from curriculum.run import Run, load_run, read_arrays
 from evalsets.metrics import paired_difference
 from evalsets.student import student_quantile
@@ -394,7 +394,3 @@ def _families(comparison: Comparison) -> list[tuple[int, list[str]]]:
         families = [f for f in families if f not in touching]
         families.append((step, [name for name in names if name in members]))
     return families
-
-
-def interval_text(interval: tuple[float, float] | None) -> str:
-    return "-" if interval is None else f"{signed(interval[0])} to {signed(interval[1])}"

@@ -4,7 +4,6 @@ Two lines an eval, one line a verdict, a header, a sign of life between evals, a
 from, what to deploy and how to open TensorBoard.
 """
 
-import math
 import os
 import re
 import shlex
@@ -19,10 +18,11 @@ from urllib.parse import quote
 
 from curriculum.record.append import DISK_ERRORS, Appender
 from curriculum.record.events import eval_averages, eval_sets, number
-from curriculum.record.queries import beginning, listed, shapes_of, tokens_of
+from curriculum.record.queries import beginning, shapes_of, tokens_of
+from curriculum.record.sentences import sample_lines, skipped_counts, skipped_line, skipped_why, verdict
+from curriculum.record.wording import loss
 
 _RECENT_EVALS = 5
-_LONGEST_PROMPT, _LONGEST_SAMPLE = 40, 160  # characters of a sample's line
 
 
 class Console:
@@ -68,7 +68,7 @@ class Console:
                 self._plan, self._total_steps = event["plan"], event["plan"]["total_steps"]
                 self._print(*header(event, self._run_dir), *self._device_lines)
             case "resume" | "rollback" as kind:
-                self._skipped = _skipped(event)
+                self._skipped = skipped_counts(event)
                 self._plan, self._total_steps = event["plan"], event["plan"]["total_steps"]
                 self._checkpoint_step = event["step"]
                 self._marks.clear()  # a rollback's lie ahead of it
@@ -94,7 +94,7 @@ class Console:
     def row(self, row: dict[str, Any]) -> None:
         if line := skipped_line(row, self._skipped):
             self._print(line)
-        self._skipped = _skipped(row)
+        self._skipped = skipped_counts(row)
         line = progress_line(row, self._total_steps)
         due = self._clock() >= self._progress_due
         if due:
@@ -125,12 +125,12 @@ class Console:
 
     def _closing(self, event: dict[str, Any]) -> Iterator[str]:
         if skipped := event.get("skipped_updates", 0):
-            yield f"{skipped} of {event['total_steps']} updates were skipped: {_why(_skipped(event))}"
+            yield f"{skipped} of {event['total_steps']} updates were skipped: {skipped_why(skipped_counts(event))}"
         yield (
             f"complete: {_steps(event['total_steps'])}, {_count(event['total_tokens'], 10)} tokens in "
             f"{_duration(event['total_elapsed_s'])} ({_count(event['tokens_per_sec'], 100)} tok/s) | "
-            f"train {_loss(event['final_train_loss'])} | val {_loss(event['final_val_loss'])}, "
-            f"best {_loss(event['best_val_loss'])}"
+            f"train {loss(event['final_train_loss'])} | val {loss(event['final_val_loss'])}, "
+            f"best {loss(event['best_val_loss'])}"
         )
         if forgotten := [
             f"{name} {number(lost['value']):+.4f} since {lost['best_phase']}"
@@ -227,156 +227,21 @@ def eval_lines(event: dict[str, Any], total_steps: int, seconds_left: float | No
             f"{_count(event['tokens_processed'], 10)} tokens",
         )
     )
-    losses = {name: f"{name} {_loss(loss)}" for name, (loss, _) in eval_sets(event).items()}
+    losses = {name: f"{name} {loss(nats)}" for name, (nats, _) in eval_sets(event).items()}
     val = [losses.pop("val")] if "val" in losses else []
     yield "  " + " | ".join([*val, f"lr {event['lr']:.2e}", f"phase: {event['phase']}", *losses.values()])
     for average, sets in eval_averages(event).items():
-        yield f"  {average}: " + " | ".join(f"{name} {_loss(loss)}" for name, (loss, _) in sets.items())
+        yield f"  {average}: " + " | ".join(f"{name} {loss(nats)}" for name, (nats, _) in sets.items())
     for note in event.get("notes", []):
         yield f"  {note}"
-
-
-def sample_lines(event: dict[str, Any]) -> Iterator[str]:
-    """A line for each sample of a `generation` event, its beginning where it is long."""
-    for sample in event["samples"]:
-        prompt, text = (printable(sample[key]) for key in ("prompt", "text"))
-        prompt = prompt if len(prompt) <= _LONGEST_PROMPT else f"...{prompt[-_LONGEST_PROMPT:]}"
-        text = text if len(text) <= _LONGEST_SAMPLE else f"{text[:_LONGEST_SAMPLE]}..."
-        yield f"  sample at step {event['step']}: {prompt} | {text}"
-
-
-def printable(text: str, also: str = "") -> str:
-    """What a model or a document says, with nothing in it that steers a terminal; `also`: what else stays as it is."""
-    return "".join(c if c.isprintable() or c in also else repr(c)[1:-1] for c in text)
 
 
 def progress_line(row: dict[str, Any], total_steps: int) -> str:
     """The sign of life of a metrics row."""
     return (
-        f"step {row['step']}/{total_steps} | loss {_loss(row['loss'])} | lr {row['lr']:.1e} | "
+        f"step {row['step']}/{total_steps} | loss {loss(row['loss'])} | lr {row['lr']:.1e} | "
         f"{_count(row['tokens_per_sec'], 100)} tok/s | phase {row['phase']}"
     )
-
-
-def skipped_line(row: dict[str, Any], before: dict[str, int]) -> str | None:
-    """What a metrics row says of updates that were skipped since the counts were `before`; None where none was."""
-    now = _skipped(row)
-    more = {key: now[key] - before.get(key, 0) for key in now}
-    if not more.get("skipped_updates"):
-        return None
-    num = more["skipped_updates"]
-    return f"skipped {num} update{'s' if num > 1 else ''} up to step {row['step']}: {_why(more)}"
-
-
-def _skipped(line: dict[str, Any]) -> dict[str, int]:
-    keys = ("skipped_updates", "skipped_nonfinite", "skipped_outliers")
-    return {key: line[key] for key in keys if key in line}
-
-
-def _why(skipped: dict[str, int]) -> str:
-    """The reasons of skipped updates, each with its count."""
-    nonfinite, outliers = skipped.get("skipped_nonfinite", 0), skipped.get("skipped_outliers", 0)
-    reasons = {
-        "not finite": nonfinite,
-        "beyond the window's standard deviations": outliers,
-        "without a scored target": skipped["skipped_updates"] - nonfinite - outliers,
-    }
-    return ", ".join(f"{count} {reason}" for reason, count in reasons.items() if count)
-
-
-def verdict(event: dict[str, Any]) -> str | None:
-    """The line of an event that says something happened; None for the others."""
-    step = event["step"]
-    match event["event"]:
-        case "phase_switch":
-            switch = f"phase switch at step {step}: {event['from_phase']} → {event['new_phase']}"
-            return " | ".join([switch, *_moves(event), *shape_moves(event), f"lr {event['lr']:.2e}"])
-        case "schedule_edit":
-            edit = f"schedule edit at step {step}: {event['reason']}"
-            return " | ".join(
-                [edit, *_moves(event), *_left_out(event), f"{event['phase']} until step {event['until']}"]
-            )
-        case "eval_regression":
-            action = f" | {event['action']}" if event["action"] else ""
-            new = [pair for pair in event["offenders"] if pair["first_step"] == step]
-            since = {pair["set"]: pair["first_step"] for pair in event["offenders"] if pair["first_step"] < step}
-            old = [f"{name} (since step {first})" for name, first in since.items() if name not in _sets(new)]
-            still = f"; still worse: {', '.join(old)}" if old else ""
-            return f"eval regression at step {step}: {_offenders(new)}{still}{action}"
-        case "eval_recovered":
-            return f"eval recovered at step {step}: {_offenders(event['offenders'])}"
-        case "gold_checkpoint":
-            known = event["previous"] is not None
-            previous = f", before {_loss(event['previous'])} at step {event['previous_step']}" if known else ""
-            return f"gold checkpoint at step {step}: {event['metric']} {_loss(event['value'])}{previous}"
-        case "gold_blocked":
-            return f"gold blocked at step {step}: {event['reason']}"
-        case "checkpoint_failed":
-            last, then = event["last_good_step"], event["next_try_step"]
-            good = "there is no good one yet" if last is None else f"the last good one is of step {last}"
-            again = "" if then is None else f"; the next is tried at step {then}"
-            return f"checkpoint failed: {event['path']} was not saved: {event['why']}; {good}{again}"
-        case "rollback":
-            number, first, steps = event["number"], event["first_bad_step"], event["skip_steps"]
-            told = f"rollback {number} of {event['max']} at step {event['told_at_step']}, to step {step}"
-            return f"{told}: {event['reason']} | the data of {steps} steps from step {first} on are passed over"
-        case "diverged":
-            good = event["last_good_step"]
-            kept = "there is no checkpoint" if good is None else f"the last good checkpoint is of step {good}"
-            return f"diverged at step {step}: {event['reason']} | {kept}"
-        case "resume":
-            back = [
-                f"step {d['step']} is damaged ({d['why']}), moved to {d['moved_to']}" for d in event.get("damaged", [])
-            ]
-            back += [
-                f"gold/{gold['step']} is lost ({gold['why']}): the search for a gold checkpoint begins anew"
-                for gold in event.get("gold_lost", [])
-            ]
-            return "; ".join([f"resumed at step {step} of {event['plan']['total_steps']}", *back])
-    return None
-
-
-def _moves(event: dict[str, Any]) -> list[str]:
-    """The sources whose share changes."""
-    before, after = event["mixture_before"], event["mixture_after"]
-    return [
-        f"{source} {before.get(source, 0.0):.4g} → {after.get(source, 0.0):.4g}"
-        for source in dict.fromkeys([*before, *after])
-        if before.get(source, 0.0) != after.get(source, 0.0)
-    ]
-
-
-def shape_moves(event: dict[str, Any]) -> list[str]:
-    """What a phase switch changes of the updates' shape, and what it passes over for that."""
-    before, after = event.get("shape_before", {}), event.get("shape_after", {})
-    moves = []
-    for key, name in _SHAPE_NAMES.items():
-        was, now = before.get(key), after.get(key)
-        if was != now:
-            moves.append(f"{name} {_of_shape(was)} → {_of_shape(now)}")
-    return [*moves, *_left_out(event)]
-
-
-def _left_out(event: dict[str, Any]) -> list[str]:
-    """What a switch or an edit passes over, to begin a longer sequence."""
-    passed_over = event.get("passed_over")
-    left = ", ".join(f"{source} {tokens:,}" for source, tokens in (passed_over or {}).items())
-    return [f"passed over {left} tokens"] if left else []
-
-
-def _of_shape(number: float | None) -> str:
-    if number is None:
-        return "the model's own"
-    return f"{number:,.4g}" if number < 1000 else f"{number:,.10g}"
-
-
-_SHAPE_NAMES = {
-    "seq_len": "seq_len",
-    "batch_size": "batch_size",
-    "grad_accum": "grad_accum",
-    "rope_theta": "rope theta",
-    "lr_scale": "rates x",
-}
 
 
 def tensorboard_link(run_dir: Path) -> str:
@@ -384,37 +249,6 @@ def tensorboard_link(run_dir: Path) -> str:
     run_filter = "^" + re.sub(r"([^\w-])", r"\\\1", run_dir.resolve().name) + "/"
     query = f"runFilter={quote(run_filter, safe='')}&tagFilter=eval_sets&smoothing=0"
     return f"http://127.0.0.1:6006/?{query}#timeseries"
-
-
-def _sets(pairs: Iterable[dict[str, Any]]) -> set[str]:
-    return {pair["set"] for pair in pairs}
-
-
-def _offenders(offenders: Iterable[dict[str, Any]]) -> str:
-    """Each set that an event names with what it is compared to, and how the mixture changed since the newest."""
-    sets: dict[str, list[dict[str, Any]]] = {}
-    for pair in offenders:
-        sets.setdefault(pair["set"], []).append(pair)
-    lines = []
-    for name, pairs in sets.items():
-        names: dict[int, list[str]] = {}  # of the baselines at a step; they are one eval and one difference
-        for pair in pairs:
-            names.setdefault(pair["baseline_step"], []).append(pair["baseline"])
-        by_step = {pair["baseline_step"]: pair for pair in pairs}
-        changes = [f"{_change(by_step[s])} against {listed(names[s])} at step {s}" for s in sorted(names)]
-        lines.append(f"{name} {_loss(pairs[0]['loss'])}: {', '.join(changes)}")
-        newest = by_step[max(names)]
-        if moved := [f"{s} {then:.4g} → {now:.4g}" for s, (then, now) in newest["mixture_change"].items()]:
-            lines[-1] += f" (since step {newest['baseline_step']}: {', '.join(moved)})"
-    return "; ".join(lines)
-
-
-def _change(pair: dict[str, Any]) -> str:
-    """A difference in nats per token and its interval, where there is one."""
-    delta, low, high = (number(value) for value in (pair["delta"], *pair["interval"]))
-    if not math.isfinite(delta):
-        return "not finite"
-    return f"{delta:+.4f} (95 % {low:+.4f} to {high:+.4f})"
 
 
 def _mixture(mixture: dict[str, float]) -> str:
@@ -429,12 +263,7 @@ def program(name: str) -> str:
 
 
 def _gold(event: dict[str, Any]) -> str:
-    return f"step {event['gold_step']}, {event['gold_metric']} {_loss(event['gold_value'])}"
-
-
-def _loss(value: Any) -> str:
-    number_or_none = number(value)
-    return "-" if number_or_none is None else f"{number_or_none:.4f}"
+    return f"step {event['gold_step']}, {event['gold_metric']} {loss(event['gold_value'])}"
 
 
 def _steps(number: int) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from curriculum.errors import InputError
-from curriculum.record.console import program, sample_lines, skipped_line, verdict
+from curriculum.record.console import program
 from curriculum.record.events import TAKEN_UP, last_gold, last_row, number
 from curriculum.record.queries import (
     consumption,
@@ -21,6 +21,8 @@ from curriculum.record.queries import (
     shapes_of,
     standing_regressions,
 )
+from curriculum.record.sentences import sample_lines, skipped_line, verdict
+from curriculum.record.wording import columns, duration, loss, signed
 from curriculum.run import Run, checkpoint_steps
 
 _BASELINES = {"start": "start", "phase_start": "phase start", "best": "best"}
@@ -277,32 +279,3 @@ def _eval_lines(evals: Mapping[str, Mapping[str, Any]]) -> list[str]:
         rows.append((name, f"{e['step']:,}", loss(e["loss"]), loss(e["sem"]), loss(e["bpb"]), loss(e["first"]), *best))
         rows[-1] += (detects,)
     return columns(rows, right=range(1, 9))
-
-
-def columns(rows: list[tuple[str, ...]], right: Iterable[int], indent: str = "  ") -> list[str]:
-    """Rows of equal length as lines with aligned columns; those in `right` end at the same place."""
-    right = set(right)
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = (c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-        lines.append((indent + "  ".join(cells)).rstrip())
-    return lines
-
-
-def loss(value: Any) -> str:
-    """Nats or bits in four decimals; `-` for what there is not."""
-    as_float = number(value)
-    return "-" if as_float is None else f"{as_float:.4f}"
-
-
-def signed(value: Any) -> str:
-    """A difference in four decimals, its sign always shown."""
-    as_float = number(value)
-    return "-" if as_float is None else f"{round(as_float, 4) + 0.0:+.4f}"  # no -0.0000
-
-
-def duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -5,7 +5,7 @@ Without jax and without numpy: to look at a run must be quick.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from curriculum.errors import InputError
@@ -161,8 +161,3 @@ def consumption(run: Run, at: tuple[str, int, Mapping[str, int]] | None = None) 
         rows.append(row)
         before, began = drawn, step
     return rows
-
-
-def listed(names: Sequence[str]) -> str:
-    """`a`, `a and b`, `a, b and c`."""
-    return " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)

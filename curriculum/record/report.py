@@ -16,14 +16,14 @@ import yaml
 from curriculum.errors import InputError
 from curriculum.record import figures
 from curriculum.record.compare import labels
-from curriculum.record.console import printable
 from curriculum.record.events import number
 from curriculum.record.figures import PALETTE, Curve, Phase
-from curriculum.record.inspection import duration, inspect_run, lineage_lines, loss, mixture_text, troubles
+from curriculum.record.inspection import inspect_run, lineage_lines, mixture_text, troubles
 from curriculum.record.page import Html, bullets, document, figure, folded, legend, note, section, table, tag, tiles
 from curriculum.record.queries import eval_points, shapes_of
 from curriculum.record.report_evals import eval_figures, log, set_marks, set_table, transfer_matrix
 from curriculum.record.report_runs import of_runs
+from curriculum.record.wording import duration, loss, printable
 from curriculum.run import Run, load_run, write_text
 
 MAX_SOURCES = 7  # with a colour of their own; the others together are "other"

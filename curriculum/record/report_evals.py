@@ -8,12 +8,13 @@ from itertools import groupby
 from typing import Any
 
 from curriculum.record import figures
-from curriculum.record.console import verdict
 from curriculum.record.events import number, record_name
 from curriculum.record.figures import PALETTE, Mark, Phase, eval_curve
-from curriculum.record.inspection import loss, offender_in, signed
+from curriculum.record.inspection import offender_in
 from curriculum.record.page import Html, figure, folded, html, note, table, tag
 from curriculum.record.queries import EvalPoint, evalset_facts
+from curriculum.record.sentences import verdict
+from curriculum.record.wording import loss, signed
 from curriculum.run import Run
 
 MAX_OVERLAID = 7  # more lines in one drawing cannot be told apart

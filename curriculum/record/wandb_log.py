@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from curriculum.errors import InputError
-from curriculum.record.console import verdict
 from curriculum.record.curves import eval_curves, row_curves
 from curriculum.record.events import EVENTS
+from curriculum.record.sentences import verdict
 
 _TEXT = {
     "phase_switch": "phase_switch",

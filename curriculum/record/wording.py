@@ -1,0 +1,53 @@
+"""How every view writes numbers of the record, lists of names, text that is not ours, and tables of plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from curriculum.record.events import number
+
+
+def loss(value: Any) -> str:
+    """Nats or bits in four decimals; `-` for what there is not."""
+    as_float = number(value)
+    return "-" if as_float is None else f"{as_float:.4f}"
+
+
+def signed(value: Any) -> str:
+    """A difference in four decimals, its sign always shown."""
+    as_float = number(value)
+    return "-" if as_float is None else f"{round(as_float, 4) + 0.0:+.4f}"  # no -0.0000
+
+
+def interval_text(interval: tuple[float, float] | None) -> str:
+    """The two ends of an interval of differences."""
+    return "-" if interval is None else f"{signed(interval[0])} to {signed(interval[1])}"
+
+
+def duration(seconds: float) -> str:
+    """`90 s`, `45 min`, `3.2 h`."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def listed(names: Sequence[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    return " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
+
+
+def printable(text: str, also: str = "") -> str:
+    """What a model or a document says, with nothing in it that steers a terminal; `also`: what else stays as it is."""
+    return "".join(c if c.isprintable() or c in also else repr(c)[1:-1] for c in text)
+
+
+def columns(rows: list[tuple[str, ...]], right: Iterable[int], indent: str = "  ") -> list[str]:
+    """Rows of equal length as lines with aligned columns; those in `right` end at the same place."""
+    right = set(right)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = (c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        lines.append((indent + "  ".join(cells)).rstrip())
+    return lines
