@@ -9,7 +9,9 @@ import pytest
 from written_run import command, windows, write_run
 
 from curriculum.errors import InputError
-from curriculum.record.compare import compare, notes, shared_past, table
+from curriculum.record.compare import compare
+from curriculum.record.compare_text import notes, table
+from curriculum.record.shared_past import shared_past
 from curriculum.run import load_run
 
 

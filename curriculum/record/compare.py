@@ -9,15 +9,17 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import combinations
 from typing import Any
 
 import numpy as np
 
 from curriculum.errors import InputError
-from curriculum.record.events import config_name, eval_sets, plain
+from curriculum.record.events import config_name, plain
 from curriculum.record.queries import EvalPoint, eval_points, evalset_facts
-from curriculum.record.wording import columns, interval_text, listed, loss, signed
+from curriculum.record.shared_past import shared_past
+from curriculum.record.wording import signed
 from curriculum.run import Run, load_run, read_arrays
 from evalsets.metrics import paired_difference
 from evalsets.student import student_quantile
@@ -102,54 +104,35 @@ def compare_runs(runs: Sequence[Run], *, at: str = "tokens") -> Comparison:
         raise InputError(f"got {len(runs)} run, expected two or more to compare")
     if at not in ("tokens", "step"):
         raise InputError(f"--at {at}: expected tokens or step")
-    names = labels(runs)
-    points = [_raw_points(run) for run in runs]
-    for run, of_run in zip(runs, points, strict=True):
-        if not of_run:
-            raise InputError(f"{run.directory.path}: has no eval yet; compare it once it has one")
-    facts = [evalset_facts(run.events) for run in runs]
-    hashes = [
-        {name: told.get(name, {}).get("content_hash") for name in of_run}
-        for told, of_run in zip(facts, points, strict=True)
-    ]
-    groups = _same_text(dict.fromkeys(name for of_run in points for name in of_run), hashes)
-    sharing = {i for of_set in groups.values() for group in of_set if len(group) > 1 for i in group}
-    last = {i: max(getattr(p, at) for of_set in points[i].values() for p in of_set) for i in range(len(runs))}
-    common = min(last[i] for i in sharing or last)
-    counting = [
-        {
-            name: before[-1]
-            for name, of_set in of_run.items()
-            if (before := [p for p in of_set if i not in sharing or getattr(p, at) <= common])
-        }
-        for i, of_run in enumerate(points)
-    ]
-    for run, of_run in zip(runs, counting, strict=True):
-        if not of_run:
+    sides = [_side(name, run) for name, run in zip(labels(runs), runs, strict=True)]
+    groups = _same_text(sides)
+    sharing = {side for of_set in groups.values() for group in of_set if len(group) > 1 for side in group}
+    common = min(max(getattr(p, at) for of_set in side.points.values() for p in of_set) for side in sharing or sides)
+    counting = {side: _last_points(side, at, common if side in sharing else math.inf) for side in sides}
+    for side, last in counting.items():
+        if not last:
             unit = "tokens" if at == "tokens" else "steps"
-            raise InputError(
-                f"{run.directory.path}: has no eval at or before {common:,} {unit}, where another run ends"
-            )
+            path = side.run.directory.path
+            raise InputError(f"{path}: has no eval at or before {common:,} {unit}, where another run ends")
 
-    windows = _Windows(runs)
     sets, refused, only = [], {}, {}
-    for name in dict.fromkeys(name for of_run in counting for name in of_run):
-        having = [i for i, of_run in enumerate(counting) if name in of_run]
-        if len(having) < len(runs):
-            only[name] = tuple(names[i] for i in having)
-        of_set = [[i for i in group if i in having] for group in groups[name]]
-        first = having[0]
-        different = [i for group in of_set if first not in group for i in group]
-        if different:
-            why = (_refusal(names[first], names[i], hashes[first][name], hashes[i][name]) for i in sorted(different))
-            refused[name] = tuple(why)
+    for name in dict.fromkeys(name for last in counting.values() for name in last):
+        having = [side for side in sides if name in counting[side]]
+        if len(having) < len(sides):
+            only[name] = tuple(side.name for side in having)
+        of_set = [[side for side in group if side in having] for group in groups[name]]
+        as_the_first = next(group for group in of_set if having[0] in group)
+        if different := [side for side in having if side not in as_the_first]:
+            refused[name] = tuple(_refusal(having[0], side, name) for side in different)
         for first, *others in (group for group in of_set if len(group) > 1):
-            measured = [_measured(names[first], counting[first][name], None, None)]
-            for i in others:
-                between = windows.difference(name, names, (i, counting[i][name]), (first, counting[first][name]))
-                verdict = _verdict(names[i], names[first], counting[i][name], counting[first][name], between)
-                measured.append(_measured(names[i], counting[i][name], between, verdict))
-            sets.append(ComparedSet(name, hashes[first][name], tuple(measured)))
+            before = counting[first][name]
+            measured = [_measured(first, before)]
+            for side in others:
+                now = counting[side][name]
+                between = _difference(name, side, now, first, before)
+                verdict = _verdict(side.name, first.name, now, before, between)
+                measured.append(_measured(side, now, between, verdict))
+            sets.append(ComparedSet(name, first.hashes[name], tuple(measured)))
     if not sets:
         reasons = [f"{name}: {why}" for name, whys in refused.items() for why in whys]
         reasons += [f"{name}: only {' and '.join(who)} measured it" for name, who in only.items()]
@@ -159,22 +142,21 @@ def compare_runs(runs: Sequence[Run], *, at: str = "tokens") -> Comparison:
         common=common,
         runs=tuple(
             {
-                "name": label,
-                "path": str(run.directory.path),
-                "step": max(p.step for p in of_run.values()),
-                "tokens": max(p.tokens for p in of_run.values()),
-                "finished": run.complete is not None,
+                "name": side.name,
+                "path": str(side.run.directory.path),
+                "step": max(p.step for p in last.values()),
+                "tokens": max(p.tokens for p in last.values()),
+                "finished": side.run.complete is not None,
             }
-            for label, run, of_run in zip(names, runs, counting, strict=True)
+            for side, last in counting.items()
         ),
         sets=tuple(sets),
         refused=refused,
         only=only,
         shared=tuple(
-            {"runs": (names[i], names[j]), "step": step}
-            for i in range(len(runs))
-            for j in range(i + 1, len(runs))
-            if (step := shared_past(runs[i], runs[j])) is not None
+            {"runs": (first.name, second.name), "step": step}
+            for first, second in combinations(sides, 2)
+            if (step := shared_past(first.run, second.run)) is not None
         ),
     )
 
@@ -190,107 +172,76 @@ def labels(runs: Sequence[Run]) -> list[str]:
     return [f"{name} ({long[: i + 1].count(name)})" if long.count(name) > 1 else name for i, name in enumerate(long)]
 
 
-def shared_past(first: Run, second: Run) -> int | None:
-    """The step up to which two runs are one: one branched off the other, or both off a third. None where they are not.
+@dataclass(frozen=True, eq=False)
+class _Side:
+    """One of the runs, under its name in the comparison: by set its evals, and the content hash of the set's text.
 
-    A branch begins with a copy of its trunk's events, so related runs begin with the same event. Where one of them went
-    another way since, such as a trunk that was resumed from before the branching, it is the last step up to which
-    their records agree.
+    The evals are those of the parameters themselves, not of their averages. A hash is None where the record has none.
     """
-    if first.directory.path.resolve() == second.directory.path.resolve() or first.start != second.start:
-        return None
-    points = _branchings(first) ^ _branchings(second)
-    return _agreed(first, second, min(step for step, _ in points)) if points else None
+
+    name: str
+    run: Run
+    points: dict[str, list[EvalPoint]]
+    hashes: dict[str, str | None]
+    _files: dict[int, Mapping[str, np.ndarray]] = field(default_factory=dict)  # by step: each is read once
+
+    def windows(self, name: str, step: int) -> dict[str, np.ndarray]:
+        """Arrays nats, tokens and document of a set at an eval. Raises InputError where they are not on file."""
+        path = self.run.directory.results(step)
+        if step not in self._files:
+            if not path.exists():
+                raise InputError(f"{path}: no such file; the paired difference needs the windows of that eval")
+            self._files[step] = read_arrays(path)
+        key = config_name(name)
+        if f"{key}.nats" not in self._files[step]:
+            raise InputError(f"{path}: has no windows of {name}, which the record says was measured then")
+        return {array: self._files[step][f"{key}.{array}"] for array in ("nats", "tokens", "document")}
 
 
-def _agreed(first: Run, second: Run, step: int) -> int:
-    """`step`, or the last one before it that both records have and up to which they say the same losses."""
-    ours, theirs = _recorded(first), _recorded(second)
-    agreed = 0
-    for at in sorted(s for s in ours.keys() & theirs.keys() if s <= step):
-        if any(ours[at][key] != theirs[at][key] for key in ours[at].keys() & theirs[at].keys()):
-            return agreed
-        agreed = at
-    return step
+def _side(name: str, run: Run) -> _Side:
+    points = {name: of_set for name, of_set in eval_points(run.events).items() if "@" not in name}
+    if not points:
+        raise InputError(f"{run.directory.path}: has no eval yet; compare it once it has one")
+    facts = evalset_facts(run.events)
+    return _Side(name, run, points, {name: facts.get(name, {}).get("content_hash") for name in points})
 
 
-def _recorded(run: Run) -> dict[int, dict[str, Any]]:
-    """Every loss of a run's record, by its step and what it is of."""
-    found: dict[int, dict[str, Any]] = {}
-    for event in run.events:
-        if event["event"] == "eval":
-            losses = {f"eval {name}": loss for name, (loss, _) in eval_sets(event).items()}
-            found.setdefault(event["step"], {}).update(losses)
-    for row in run.metrics:
-        found.setdefault(row["step"], {})["train"] = row["loss"]
-    return found
-
-
-def _branchings(run: Run) -> set[tuple[int, str]]:
-    """(step, id) of every branching on the way to a run."""
-    points, branching = set(), run.branched_from
-    while branching is not None:
-        points.add((branching["step"], branching["id"]))
-        branching = branching["branched_from"]
-    return points
-
-
-def _raw_points(run: Run) -> dict[str, list[EvalPoint]]:
-    """The evals of the parameters themselves."""
-    return {name: of_set for name, of_set in eval_points(run.events).items() if "@" not in name}
-
-
-def _same_text(names: Iterable[str], hashes: Sequence[Mapping[str, str]]) -> dict[str, list[list[int]]]:
+def _same_text(sides: Iterable[_Side]) -> dict[str, list[list[_Side]]]:
     """By set, the runs that measured the same text, together; one whose record has no content hash is alone."""
-    groups: dict[str, dict[str | int, list[int]]] = {name: {} for name in names}
-    for i, of_run in enumerate(hashes):
-        for name, content_hash in of_run.items():
-            groups[name].setdefault(content_hash or i, []).append(i)
+    groups: dict[str, dict[Any, list[_Side]]] = {}
+    for side in sides:
+        for name, content_hash in side.hashes.items():
+            groups.setdefault(name, {}).setdefault(content_hash or side, []).append(side)
     return {name: list(of_set.values()) for name, of_set in groups.items()}
 
 
-def _measured(run: str, point: EvalPoint, difference: Difference | None, verdict: str | None) -> Measured:
-    return Measured(run, point.step, point.tokens, point.loss, point.bpb, point.sem, difference, verdict)
+def _last_points(side: _Side, at: str, most: float) -> dict[str, EvalPoint]:
+    """The last eval of each set at or before `most` tokens or steps, where there is one."""
+    before = {name: [p for p in of_set if getattr(p, at) <= most] for name, of_set in side.points.items()}
+    return {name: of_set[-1] for name, of_set in before.items() if of_set}
 
 
-def _refusal(first: str, other: str, hash_first: str | None, hash_other: str | None) -> str:
-    if hash_first is None or hash_other is None:
-        unknown = " and ".join(name for name, h in ((first, hash_first), (other, hash_other)) if h is None)
-        return f"{first} and {other}: the record of {unknown} has no content hash of it"
+def _measured(side: _Side, point: EvalPoint, between: Difference | None = None, verdict: str | None = None) -> Measured:
+    return Measured(side.name, point.step, point.tokens, point.loss, point.bpb, point.sem, between, verdict)
+
+
+def _refusal(first: _Side, other: _Side, name: str) -> str:
+    if unknown := [side.name for side in (first, other) if side.hashes[name] is None]:
+        without = " and ".join(unknown)
+        return f"{first.name} and {other.name}: the record of {without} has no content hash of it"
+    contents = f"{first.hashes[name][:12]} and {other.hashes[name][:12]}"
     return (
-        f"{first} measured other text than {other} (content {hash_first[:12]} and {hash_other[:12]}): other documents, "
-        "another tokenizer or another evalsets.seq_len"
+        f"{first.name} measured other text than {other.name} (content {contents}): other documents, another tokenizer "
+        "or another evalsets.seq_len"
     )
 
 
-class _Windows:
-    """The results per window of several runs' evals, each file read once."""
-
-    def __init__(self, runs: Sequence[Run]):
-        self._runs = runs
-        self._files: dict[tuple[int, int], Mapping[str, np.ndarray]] = {}
-
-    def of(self, i: int, step: int, name: str) -> dict[str, np.ndarray]:
-        """Arrays nats, tokens and document of a set. Raises InputError where the file does not have them."""
-        path = self._runs[i].directory.path / "evals" / f"{step}.npz"
-        if (i, step) not in self._files:
-            if not path.exists():
-                raise InputError(f"{path}: no such file; the paired difference needs the windows of that eval")
-            self._files[i, step] = read_arrays(path)
-        key = config_name(name)
-        if f"{key}.nats" not in self._files[i, step]:
-            raise InputError(f"{path}: has no windows of {name}, which the record says was measured then")
-        return {field: self._files[i, step][f"{key}.{field}"] for field in ("nats", "tokens", "document")}
-
-    def difference(
-        self, name: str, names: Sequence[str], now: tuple[int, EvalPoint], before: tuple[int, EvalPoint]
-    ) -> Difference:
-        (i, now_point), (j, before_point) = now, before
-        ours, theirs = self.of(i, now_point.step, name), self.of(j, before_point.step, name)
-        if not np.array_equal(ours["tokens"], theirs["tokens"]):
-            where = f"evals/{now_point.step}.npz of {names[i]} and evals/{before_point.step}.npz of {names[j]}"
-            raise InputError(f"{name}: {where} differ in windows though the content is the same; one is damaged")
-        return paired(names[j], ours["nats"], theirs["nats"], ours["tokens"], ours["document"])
+def _difference(name: str, side: _Side, now: EvalPoint, first: _Side, before: EvalPoint) -> Difference:
+    ours, theirs = side.windows(name, now.step), first.windows(name, before.step)
+    if not np.array_equal(ours["tokens"], theirs["tokens"]):
+        where = f"evals/{now.step}.npz of {side.name} and evals/{before.step}.npz of {first.name}"
+        raise InputError(f"{name}: {where} differ in windows though the content is the same; one is damaged")
+    return paired(first.name, ours["nats"], theirs["nats"], ours["tokens"], ours["document"])
 
 
 def paired(
@@ -332,65 +283,3 @@ def _verdict(run: str, against: str, now: EvalPoint, before: EvalPoint, between:
     caution = "; so small that another seed could turn it round" if by_seed else ""
     amount = f"{abs(between.delta):.4f} nats per token (95 % {least:.4f} to {most:.4f}"
     return f"{ours} is {better} than {theirs} by {amount}; {_SCOPE}{caution})"
-
-
-def table(comparison: Comparison) -> list[str]:
-    """The comparison as lines of text."""
-    unit = "tokens" if comparison.at == "tokens" else "steps"
-    lines = [f"the last evals at or before {comparison.common:,} {unit}, the fewest that a run was measured at", ""]
-    rows = [("run", "step", "tokens", "", "directory")]
-    for run in comparison.runs:
-        state = "finished" if run["finished"] else "not finished"
-        rows.append((run["name"], f"{run['step']:,}", f"{run['tokens']:,}", state, run["path"]))
-    lines += [*columns(rows, right=(1, 2)), ""]
-    rows = [("eval set", "run", "step", "loss", "± sem", "bpb", "difference", "95 % interval")]
-    for compared in comparison.sets:
-        for i, m in enumerate(compared.runs):
-            numbers = (f"{m.step:,}", loss(m.loss), loss(m.sem), loss(m.bpb))
-            d = m.difference
-            between = ("", "") if d is None else (signed(d.delta), interval_text(d.interval))
-            rows.append((compared.name if i == 0 else "", m.run, *numbers, *between))
-    lines += [*columns(rows, right=range(2, 8)), ""]
-    for compared in comparison.sets:
-        lines += [f"{compared.name}: {m.verdict}" for m in compared.runs if m.verdict]
-    lines += notes(comparison)
-    return lines
-
-
-def notes(comparison: Comparison) -> list[str]:
-    """What else has to be said: sets left out, shared pasts, and what no difference here can tell."""
-    lines = [f"{name}: refused: {why}" for name, whys in comparison.refused.items() for why in whys]
-    lines += [f"{name}: measured only by {', '.join(who)}" for name, who in comparison.only.items()]
-    lines += [
-        f"{listed(runs)} are one run up to step {step:,} and go their own ways after it"
-        for step, runs in _families(comparison)
-    ]
-    unequal = [
-        f"{compared.name} ({', '.join(f'{m.run} {m.tokens:,}' for m in compared.runs)})"
-        for compared in comparison.sets
-        if len({m.tokens for m in compared.runs}) > 1
-    ]
-    if unequal:
-        lines.append(f"measured after unequal numbers of tokens, which is part of the difference: {', '.join(unequal)}")
-    few = [c.name for c in comparison.sets if any(m.difference and m.difference.clusters == "blocks" for m in c.runs)]
-    if few:
-        lines.append(f"{', '.join(few)}: fewer than 20 documents; the intervals speak of more text from these few")
-    lines.append(
-        "Differences are nats per token of each run minus the first, over the same windows; below 0 is better. They "
-        "speak of these checkpoints, not of the recipes: the seed alone moves a final loss by about "
-        f"{SEED_SPREAD_NATS} nats (standard deviation at 124M parameters)."
-    )
-    return lines
-
-
-def _families(comparison: Comparison) -> list[tuple[int, list[str]]]:
-    """(step, runs) for every step up to which runs are one: a line a branching, however many pairs share it."""
-    names = [run["name"] for run in comparison.runs]
-    families: list[tuple[int, list[str]]] = []
-    for pair in sorted(comparison.shared, key=lambda pair: pair["step"]):
-        step, members = pair["step"], set(pair["runs"])
-        touching = [f for f in families if f[0] == step and members & set(f[1])]
-        members = members.union(*(f[1] for f in touching))
-        families = [f for f in families if f not in touching]
-        families.append((step, [name for name in names if name in members]))
-    return families

@@ -7,11 +7,13 @@ from typing import NamedTuple
 
 from curriculum.errors import InputError
 from curriculum.record import figures
-from curriculum.record.compare import Comparison, compare_runs, notes, shared_past
+from curriculum.record.compare import Comparison, compare_runs
+from curriculum.record.compare_text import notes
 from curriculum.record.figures import PALETTE, Curve, eval_curve
 from curriculum.record.inspection import inspect_run, lineage_lines
 from curriculum.record.page import Html, bullets, figure, folded, html, legend, note, section, table, tag
 from curriculum.record.queries import eval_points, evalset_facts, planned_tokens
+from curriculum.record.shared_past import shared_past
 from curriculum.record.wording import interval_text, loss, signed
 from curriculum.run import Run
 
