@@ -25,12 +25,12 @@ from curriculum.record.events import (
     METRICS,
     STAMPS,
     Record,
-    acts_of,
     check_offsets,
     plain,
     read_events,
     read_metrics,
 )
+from curriculum.record.queries import acts_of
 from curriculum.run import (
     DEFAULT_STORE_DIR,
     Run,

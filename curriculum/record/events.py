@@ -33,19 +33,6 @@ _UNROUNDED = ("lr", "grad_norm")
 _TAIL_BYTES = 1 << 16  # more than a metrics row has
 
 
-def acts_of(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What a run did after evals, by step: {action: that of its `eval_regression`, edits: its `schedule_edit`s}."""
-    acts: dict[str, dict[str, Any]] = {}
-    for event in events:
-        if event["event"] in ("eval_regression", "schedule_edit"):
-            of_step = acts.setdefault(str(event["step"]), {"action": None, "edits": []})
-            if event["event"] == "eval_regression":
-                of_step["action"] = event["action"]
-            else:
-                of_step["edits"].append({key: value for key, value in event.items() if key not in STAMPS})
-    return acts
-
-
 class View(Protocol):
     """Shows the record as it grows. Both methods get exactly what the line in the file says."""
 

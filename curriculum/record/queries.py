@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from curriculum.errors import InputError
-from curriculum.record.events import AVERAGES, eval_sets, number, record_name
+from curriculum.record.events import AVERAGES, STAMPS, eval_sets, number, record_name
 from curriculum.run import Run, read_json
 
 
@@ -113,6 +113,19 @@ def _shape_text(shape: Mapping[str, Any]) -> str:
     theta = shape.get("rope_theta")
     turned = "" if theta is None else f", rope theta {theta:,.10g}"
     return f"{shape['batch_size']:,} x {shape['seq_len']:,}{turned}"
+
+
+def acts_of(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What a run did after evals, by step: {action: that of its `eval_regression`, edits: its `schedule_edit`s}."""
+    acts: dict[str, dict[str, Any]] = {}
+    for event in events:
+        if event["event"] in ("eval_regression", "schedule_edit"):
+            of_step = acts.setdefault(str(event["step"]), {"action": None, "edits": []})
+            if event["event"] == "eval_regression":
+                of_step["action"] = event["action"]
+            else:
+                of_step["edits"].append({key: value for key, value in event.items() if key not in STAMPS})
+    return acts
 
 
 def last_detectable(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:

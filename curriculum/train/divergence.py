@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from curriculum.record.events import acts_of, read_events
+from curriculum.record.events import read_events
+from curriculum.record.queries import acts_of
 from curriculum.run import RunDirectory
 from curriculum.train.finite import NonFiniteState, check_finite
 from curriculum.train.guard import Guard
