@@ -6,9 +6,9 @@ import tracemalloc
 
 import pytest
 
-from curriculum.data import documents
 from curriculum.data.chat import ChatConfig
-from curriculum.data.documents import SourceConfig, read_pieces, source_files
+from curriculum.data.documents import SourceConfig, source_files
+from curriculum.data.pieces import PIECE_BYTES, read_pieces
 from curriculum.errors import InputError
 
 AWKWARD = "naïve — 汉字。\r\nline two\r\n\t\x01 \x7f 👩‍👩‍👧 <|endoftext|> e\u0301\u2028end  \n\n"
@@ -97,7 +97,7 @@ def test_a_json_row_is_a_document_and_empty_ones_are_passed_over(tmp_path):
 
 
 def test_a_long_file_comes_in_pieces_that_join_to_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "PIECE_BYTES", 64)
+    monkeypatch.setattr("curriculum.data.pieces.PIECE_BYTES", 64)
     text = (AWKWARD + "some words in between. ") * 40
     path = write(tmp_path / "a.txt", text)
     pieces = list(read_pieces(SourceConfig(path=str(path))))
@@ -120,7 +120,7 @@ def test_a_long_file_is_not_held_in_memory(tmp_path):
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert total == 21_000_000
-    assert peak_bytes < 8 * documents.PIECE_BYTES  # block, text and the joined piece, with room
+    assert peak_bytes < 8 * PIECE_BYTES  # block, text and the joined piece, with room
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
@@ -340,7 +340,7 @@ def test_unreadable_text_is_refused_with_its_place(tmp_path, name, content, expe
 
 
 def test_offsets_of_bad_bytes_count_from_the_start_of_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "PIECE_BYTES", 8)
+    monkeypatch.setattr("curriculum.data.pieces.PIECE_BYTES", 8)
     assert "byte 21 is not valid UTF-8" in refused(write(tmp_path / "a.txt", b"a" * 21 + b"\xff rest"))
     # The character that is cut short begins in the block before.
     assert "byte 7 is not valid UTF-8" in refused(write(tmp_path / "b.txt", b"a" * 7 + b"\xe6\xb1 rest"))

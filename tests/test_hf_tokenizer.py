@@ -12,9 +12,10 @@ from hf_folders import FAMILIES, SPECIAL_TEXT, TEXTS, corpus, definition_of, wri
 from curriculum.config import build_config
 from curriculum.data import flat
 from curriculum.data.corpus import load_corpus
-from curriculum.data.documents import PIECE_BYTES, Piece, SourceConfig
+from curriculum.data.documents import SourceConfig
 from curriculum.data.encode import encode_pieces
 from curriculum.data.held_out import eval_documents
+from curriculum.data.pieces import PIECE_BYTES, Piece
 from curriculum.data.prepare import prepare_documents, prepare_store, prepare_tokenizer
 from curriculum.data.tokenizer import TokenizerConfig, byte_tokenizer, load_tokenizer
 from curriculum.errors import InputError

@@ -20,10 +20,11 @@ import numpy as np
 import pytest
 import xxhash
 
-from curriculum.data import documents, flat, prepare
+from curriculum.data import flat, prepare
 from curriculum.data.cache import building, digest
 from curriculum.data.chat import ChatConfig
-from curriculum.data.documents import Piece, SourceConfig, read_pieces
+from curriculum.data.documents import SourceConfig
+from curriculum.data.pieces import Piece, read_pieces
 from curriculum.data.prepare import (
     find_store,
     find_tokenizer,
@@ -98,7 +99,7 @@ def everything_in(directory):
 @pytest.mark.parametrize("kind", ["byte", "char", "bpe"])
 @pytest.mark.parametrize("piece_bytes", [64, 1 << 20])
 def test_the_tokens_are_those_of_a_plain_loop(sources, store_dir, kind, piece_bytes, monkeypatch):
-    monkeypatch.setattr(documents, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr("curriculum.data.pieces.PIECE_BYTES", piece_bytes)
     config = TokenizerConfig(kind=kind, vocab_size=300 if kind == "bpe" else None)
     tokenizer = prepare_tokenizer(config, sources, store_dir)
     for name, source in sources.items():
@@ -813,7 +814,7 @@ def test_an_iterator_of_documents_is_not_held_in_memory(tmp_path, monkeypatch):
 
 
 def test_progress_counts_the_bytes_of_the_files(sources, store_dir, monkeypatch):
-    monkeypatch.setattr(documents, "PIECE_BYTES", 64)
+    monkeypatch.setattr("curriculum.data.pieces.PIECE_BYTES", 64)
     monkeypatch.setattr("curriculum.data.encode.PIECE_BYTES", 64)
     total_bytes = sum(path.stat().st_size for path in Path(sources["web"].path).iterdir())
     progress = Recorder()

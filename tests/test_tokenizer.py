@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from curriculum.data import documents
-from curriculum.data.documents import SourceConfig, read_pieces
+from curriculum.data.documents import SourceConfig
+from curriculum.data.pieces import read_pieces
 from curriculum.data.tokenizer import SHARED_CHARACTERS, Tokenizer, TokenizerConfig, byte_tokenizer, load_tokenizer
 from curriculum.data.vocabulary import char_tokenizer, tiktoken_tokenizer, train_bpe
 from curriculum.errors import InputError
@@ -262,7 +262,7 @@ def test_pieces_are_cut_where_no_published_pattern_notices(name, bpe, corpus, tm
     expected = encoding.encode_ordinary(text)
     num_pieces = 0
     for piece_bytes in (50, 61, 200):
-        monkeypatch.setattr(documents, "PIECE_BYTES", piece_bytes)
+        monkeypatch.setattr("curriculum.data.pieces.PIECE_BYTES", piece_bytes)
         pieces = [piece.text for piece in read_pieces(SourceConfig(path=str(tmp_path / "a.txt")))]
         assert [token_id for piece in pieces for token_id in encoding.encode_ordinary(piece)] == expected
         num_pieces += len(pieces)

@@ -34,7 +34,7 @@ def source_signature(source: SourceConfig) -> str:
     if source.hf is not None:
         return digest("hf", source.hf)
     files = [(file.relative, file.size_bytes, file.mtime_ns, file.ctime_ns) for file in source_files(source)]
-    return digest(os.path.realpath(os.path.expanduser(source.path)), files)
+    return digest(os.path.realpath(source.local_path), files)
 
 
 def find_content(source: SourceConfig, store_dir: Path) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,7 +114,7 @@ def load_evalsets(
     for name, evalset in wanted.items():
         held_out_of = evalset.held_out_of
         source = evalset.own_source() or config.sources[held_out_of]
-        if source.path is not None and not os.path.exists(os.path.expanduser(source.path)):
+        if source.is_missing:
             whose = f"source {held_out_of}, which it is held out of, " if held_out_of else ""
             missing = f"{whose}{source.path!r} is not there (paths are relative to the working folder)"
             problems.append((_place(name), f"{missing}; restore it, or measure other sets"))
@@ -145,7 +144,7 @@ def find_read_documents(
     found = {}
     for name in sources:
         source = config.sources[name]
-        if source.path is not None and not os.path.exists(os.path.expanduser(source.path)):
+        if source.is_missing:
             continue
         read = find_store(name, source, tokenizer, store_dir, config.chat)
         if store is None or read is None:

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from curriculum.data.documents import PIECE_BYTES, Piece
+from curriculum.data.pieces import PIECE_BYTES, Piece
 from curriculum.data.tokenizer import NUM_THREADS, Tokenizer
 from curriculum.errors import InputError
 

@@ -18,12 +18,13 @@ from pathlib import Path
 import numpy as np
 
 from curriculum.data.cache import building, content_of, digest, find_content, is_there, source_signature, sweep, writing
-from curriculum.data.chat import CHATML, ChatConfig, render
-from curriculum.data.documents import COLUMNAR, Piece, SourceConfig, conversation_pieces, read_pieces, source_files
+from curriculum.data.chat import CHATML, ChatConfig
+from curriculum.data.documents import COLUMNAR, SourceConfig, source_files
 from curriculum.data.encode import encode_pieces
 from curriculum.data.flat import index_flat
+from curriculum.data.pieces import Piece, document_pieces, read_pieces
 from curriculum.data.progress import ConsoleProgress, Progress
-from curriculum.data.rows import checked_text, type_name
+from curriculum.data.rows import type_name
 from curriculum.data.store import FORMAT_VERSION as STORE_VERSION
 from curriculum.data.store import SHARD_TOKENS, Store, StoreWriter, is_store, open_store
 from curriculum.data.tokenizer import FORMAT_VERSION as TOKENIZER_VERSION
@@ -278,7 +279,7 @@ def prepare_documents(
             " give it"
         )
     _check_new(Path(output_dir))
-    pieces = _document_pieces(documents, chat)
+    pieces = document_pieces(documents, chat)
     return _write_folder(pieces, tokenizer, output_dir, progress, shard_tokens, "documents", None, chat)
 
 
@@ -288,33 +289,6 @@ def _is_iterable(value: object) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _document_pieces(documents: Iterable[str] | Iterable[list[dict]], chat: ChatConfig | None) -> Iterator[Piece]:
-    for number, document in _numbered(documents):
-        where = f"document {number}"
-        if chat is None:
-            if isinstance(document, list):
-                raise InputError(f"{where} holds a list; expected text; for a conversation give chat, its template")
-            text = checked_text(document, where)
-            yield Piece(text, True, len(text), where)
-            continue
-        if isinstance(document, Mapping) and "messages" in document:
-            raise InputError(f"{where} holds an object; expected a list of messages: give its 'messages'")
-        try:
-            stretches = render(document, chat)
-        except InputError as error:
-            raise InputError(f"{where}: {error}") from error
-        yield from conversation_pieces(stretches, sum(len(text) for text, _ in stretches), where)
-
-
-def _numbered(documents: Iterable) -> Iterator[tuple[int, object]]:
-    number = 0
-    try:
-        for number, document in enumerate(documents, start=1):
-            yield number, document
-    except OSError as error:  # which would be taken for one of writing
-        raise InputError(f"documents: after {number:,} of them: {error}; expected all of them readable") from error
 
 
 def _check_new(output_dir: Path) -> None:
@@ -356,11 +330,11 @@ def _verified(store: Store, store_dir: Path) -> Store:
 
 
 def _is_prepared(source: SourceConfig) -> bool:
-    return source.path is not None and is_store(os.path.expanduser(source.path))
+    return source.path is not None and is_store(source.local_path)
 
 
 def _open_prepared(name: str, source: SourceConfig, tokenizer: Tokenizer, chat: ChatConfig) -> Store:
-    store = open_store(os.path.expanduser(source.path))
+    store = open_store(source.local_path)
     if store.facts.tokenizer_fingerprint != tokenizer.fingerprint:
         raise InputError(
             f"source {name!r}: {source.path} was prepared with tokenizer {store.facts.tokenizer_fingerprint},"
@@ -397,7 +371,7 @@ def _store_directory(
     name: str, source: SourceConfig, tokenizer: Tokenizer, store_dir: Path, content: str, chat: ChatConfig
 ) -> Path:
     # A flat file is used where it lies, so that its place is part of what the store is.
-    place = os.path.realpath(os.path.expanduser(source.path)) if source.is_flat else None
+    place = os.path.realpath(source.local_path) if source.is_flat else None
     key = digest(STORE_VERSION, content, tokenizer.fingerprint, *_reading(source, chat), source.dtype, place)
     return store_dir / "stores" / f"{name}-{key[:16]}"
 

@@ -1,0 +1,265 @@
+"""Documents in pieces, as they are read from the files of a source, from the hub, or from an iterator."""
+
+import codecs
+import glob
+import json
+import logging
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from curriculum.data.chat import CHATML, ChatConfig, Stretch, render, render_completion
+from curriculum.data.documents import COLUMNAR, FLAT, JSON_LINES, SourceConfig, SourceFile, source_files
+from curriculum.data.rows import checked_text, found_keys, similar_key, type_name
+from curriculum.errors import InputError
+
+PIECE_BYTES = 1 << 20  # a plain-text file is read and encoded in pieces of about this size
+ROWS_PER_BATCH = 256
+
+# A place where a text may be cut without changing the ids of any published byte-pair pattern: between two
+# words, before the blank, or at the start of a line that begins with a letter. Each of those patterns starts
+# a new token there whatever stands further left, and none looks back.
+_CUT = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])|(?<=\S\n)(?=[^\W\d_])")
+
+
+class Piece(NamedTuple):
+    """A stretch of one document. The pieces of a document follow each other and join to its text.
+
+    In a conversation a piece is either part of an answer or not; in a text all are scored alike.
+    """
+
+    text: str  # "" only as the single piece of an empty document
+    ends_document: bool
+    source_bytes: int  # what was read from the source since the piece before, for progress
+    where: str  # file, file:line or file:row, for error messages
+    scored: bool = True
+
+
+def read_pieces(source: SourceConfig, chat: ChatConfig = CHATML) -> Iterator[Piece]:
+    """The documents of a source in pieces, empty ones included, a file after the other in sorted order.
+
+    JSONL, parquet and arrow: a row is a document, in a format other than text a conversation as `chat` renders
+    it, a piece a stretch; any other file is plain UTF-8 text and one document. A byte-order mark at the start of
+    a file is dropped, nothing else is changed. Memory: a plain-text file is held one piece at a time (about
+    PIECE_BYTES, more only where that long a stretch has no two words), JSONL one line, parquet and arrow one
+    batch of rows as `datasets` streams them.
+
+    Raises InputError with file and line, row or byte offset for text that cannot be read, and for a conversation
+    without an answer.
+    """
+    if source.hf is not None:
+        yield from _hub_rows(source, chat)
+        return
+    for file in source_files(source):
+        suffix = os.path.splitext(file.path)[1].lower()
+        try:
+            if suffix in JSON_LINES:
+                yield from _json_lines(file, source, chat)
+            elif suffix in COLUMNAR:
+                yield from _columnar_rows(file, COLUMNAR[suffix], source, chat)
+            elif source.format == "text":
+                yield from _plain_text(file)
+            else:
+                raise InputError(
+                    f"{file.path}: plain text has no rows; format {source.format} reads"
+                    f" {', '.join((*JSON_LINES, *COLUMNAR))}; leave the file out with glob:, or set format: text"
+                )
+        except OSError as error:
+            raise InputError(f"{file.path}: {error.strerror or error}; expected a readable file") from error
+
+
+def conversation_pieces(stretches: list[Stretch], source_bytes: int, where: str) -> Iterator[Piece]:
+    """A rendered conversation in pieces, a stretch each; raises InputError where none of them is scored."""
+    if not any(scored for _, scored in stretches):
+        raise InputError(
+            f"{where}: no answer in it, so nothing to score; expected an assistant's turn or a completion that is not"
+            " empty; take it out of the data"
+        )
+    last = len(stretches) - 1
+    for number, (text, scored) in enumerate(stretches):
+        yield Piece(text, number == last, 0 if number else source_bytes, where, scored)
+
+
+def _plain_text(file: SourceFile) -> Iterator[Piece]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    parts: list[str] = []  # what has been read and not yet given out
+    offset_bytes = unreported_bytes = 0
+    with open(file.path, "rb") as stream:
+        while True:
+            block = stream.read(PIECE_BYTES)
+            if (nul := block.find(b"\0")) >= 0:
+                raise InputError(
+                    f"{file.path}: byte {offset_bytes + nul} is NUL; expected plain UTF-8 text (a binary"
+                    f" or compressed file? leave it out with glob:, or give a flat {FLAT} as the path itself)"
+                )
+            undecoded_bytes = len(decoder.getstate()[0])
+            try:
+                text = decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                raise InputError(
+                    f"{file.path}: byte {offset_bytes - undecoded_bytes + error.start} is not valid UTF-8"
+                    f" ({error.reason}); convert the file to UTF-8 or leave it out with glob:"
+                ) from error
+            if offset_bytes == 0:
+                text = text.removeprefix("\ufeff")
+            offset_bytes += len(block)
+            unreported_bytes += len(block)
+            if not block:
+                yield Piece("".join(parts), True, unreported_bytes, file.path)
+                return
+            if len(block) == PIECE_BYTES and (cut := _last_cut(text)):
+                parts.append(text[:cut])
+                yield Piece("".join(parts), False, unreported_bytes, file.path)
+                parts, unreported_bytes = [text[cut:]], 0
+            else:
+                parts.append(text)
+
+
+def _last_cut(text: str) -> int:
+    """The last place where `text` may be cut, 0 where there is none."""
+    for start in (max(0, len(text) - 4096), 0):
+        cuts = [match.start() for match in _CUT.finditer(text[start:])]
+        if cuts:
+            return start + cuts[-1]
+    return 0
+
+
+def _json_lines(file: SourceFile, source: SourceConfig, chat: ChatConfig) -> Iterator[Piece]:
+    with open(file.path, "rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            where = f"{file.path}:{number}"
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            if line.isspace() or not line:
+                continue
+            try:
+                row = _ROW.decode(line.decode())
+            except (ValueError, RecursionError) as error:
+                raise InputError(f"{where}: not JSON ({error}); expected an object a line") from error
+            if not isinstance(row, dict):
+                keys = " and ".join(map(repr, source.keys))
+                raise InputError(f"{where}: {type_name(row)}; expected a JSON object with key {keys}")
+            _check_keys(source, row, where)
+            yield from _row_pieces(row, source, chat, len(line), where)
+
+
+def _row_of(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """An object of JSON; raises ValueError for a key that stands twice, of which readers take the one or the other."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"the key {twice!r} stands twice")
+    return row
+
+
+_ROW = json.JSONDecoder(object_pairs_hook=_row_of)  # kept: to make one costs as much as to read a row
+
+
+def _columnar_rows(file: SourceFile, builder: str, source: SourceConfig, chat: ChatConfig) -> Iterator[Piece]:
+    # `datasets` takes a file's name for a pattern, and the size of the first row group, even 0, for a batch's.
+    options = {"data_files": glob.escape(file.path)}
+    if builder == "parquet":
+        options["batch_size"] = ROWS_PER_BATCH
+    return _dataset_rows((builder,), options, source, chat, file.path, f"expected a whole {builder} file")
+
+
+def _hub_rows(source: SourceConfig, chat: ChatConfig) -> Iterator[Piece]:
+    name, _, configuration = source.hf.partition(":")
+    remedy = "check the name and the network, or fetch it where there is one and give its folder as path:"
+    return _dataset_rows((name, configuration or None), {}, source, chat, source.location, remedy)
+
+
+def _dataset_rows(
+    arguments: tuple, options: dict, source: SourceConfig, chat: ChatConfig, where: str, remedy: str
+) -> Iterator[Piece]:
+    import datasets
+
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # what it logs it raises too
+    number = 0
+    try:
+        rows = datasets.load_dataset(*arguments, split="train", streaming=True, **options)
+        if rows.column_names:  # none at all: a table without rows
+            _check_keys(source, rows.column_names, where)
+            rows = rows.select_columns(list(source.keys))
+        for batch in rows.iter(batch_size=ROWS_PER_BATCH):
+            _check_keys(source, batch, where)
+            for values in zip(*(batch[key] for key in source.keys), strict=True):
+                number += 1
+                row = dict(zip(source.keys, values, strict=True))
+                yield from _row_pieces(row, source, chat, None, f"{where}: row {number}")
+    except InputError:
+        raise
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:  # RuntimeError: a script
+        raise InputError(f"{where}: {error}; {remedy}") from error
+
+
+def _row_pieces(
+    row: Mapping, source: SourceConfig, chat: ChatConfig, source_bytes: int | None, where: str
+) -> Iterator[Piece]:
+    """The pieces of a row that has the keys; by default its characters count as what was read."""
+    values = [row[key] for key in source.keys]
+    try:
+        if source.format == "text":
+            stretches = [(checked_text(values[0], repr(source.keys[0])), True)]
+        elif source.format == "messages":
+            stretches = render(values[0], chat, source.keys[0])
+        else:
+            stretches = render_completion(*values, chat)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from error
+    if source_bytes is None:
+        source_bytes = sum(len(text) for text, _ in stretches)
+    if source.format == "text":
+        yield Piece(stretches[0][0], True, source_bytes, where)
+    else:
+        yield from conversation_pieces(stretches, source_bytes, where)
+
+
+def _check_keys(source: SourceConfig, keys: Iterable[str], where: str) -> None:
+    missing = next((key for key in source.keys if key not in keys), None)
+    if missing is None:
+        return
+    if source.format != "messages" and "messages" in keys:
+        hint = "is a row a conversation? set format: messages"
+    elif {"prompt", "completion"} <= set(keys):
+        hint = "is a row a prompt and its completion? set format: completion"
+    elif source.format == "completion":
+        hint = "rename the keys of the data to 'prompt' and 'completion'"
+    elif guess := similar_key(missing, keys):
+        hint = f"did you mean text_key: {guess}?"
+    else:
+        hint = f"name the key of the {source.format} with text_key:"
+    raise InputError(f"{where}: no key {missing!r}; found {found_keys(keys)}; {hint}")
+
+
+def document_pieces(documents: Iterable[str] | Iterable[list[dict]], chat: ChatConfig | None) -> Iterator[Piece]:
+    """Documents from an iterator in pieces: texts, or with `chat` conversations that it renders.
+
+    Raises InputError naming the document (the first is 1) for what is neither, and where the iterator meets an OSError.
+    """
+    for number, document in _numbered(documents):
+        where = f"document {number}"
+        if chat is None:
+            if isinstance(document, list):
+                raise InputError(f"{where} holds a list; expected text; for a conversation give chat, its template")
+            text = checked_text(document, where)
+            yield Piece(text, True, len(text), where)
+            continue
+        if isinstance(document, Mapping) and "messages" in document:
+            raise InputError(f"{where} holds an object; expected a list of messages: give its 'messages'")
+        try:
+            stretches = render(document, chat)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from error
+        yield from conversation_pieces(stretches, sum(len(text) for text, _ in stretches), where)
+
+
+def _numbered(documents: Iterable) -> Iterator[tuple[int, object]]:
+    number = 0
+    try:
+        for number, document in enumerate(documents, start=1):
+            yield number, document
+    except OSError as error:  # which would be taken for one of writing
+        raise InputError(f"documents: after {number:,} of them: {error}; expected all of them readable") from error
