@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 import xxhash
 
-from curriculum.data import flat, prepare
+from curriculum.data import flat, prepare, vocabulary
 from curriculum.data.cache import building, digest
-from curriculum.data.chat import ChatConfig
+from curriculum.data.chat import CHATML, ChatConfig
 from curriculum.data.documents import SourceConfig
 from curriculum.data.pieces import Piece, read_pieces
 from curriculum.data.prepare import (
@@ -234,7 +234,7 @@ def test_finding_imports_no_heavy_library(sources, store_dir):
 
 
 def test_the_tokenizer_depends_on_content_not_on_names_or_order(sources, store_dir, monkeypatch):
-    monkeypatch.setattr(prepare, "TRAIN_BYTES", 900)  # so that the sample is cut
+    monkeypatch.setattr(vocabulary, "TRAIN_BYTES", 900)  # so that the sample is cut
     tokenizer = prepare_tokenizer(BPE, sources, store_dir)
     renamed = {"b": sources["code"], "a": sources["web"]}
     assert find_tokenizer(BPE, renamed, store_dir).fingerprint == tokenizer.fingerprint
@@ -248,11 +248,15 @@ def test_the_training_sample_takes_turns_and_stops(tmp_path):
     for name, row in (("a", "a" * 10), ("b", "b" * 25)):
         (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "{row}"}}\n' * 100)
     sources = [SourceConfig(path=str(tmp_path / f"{name}.jsonl")) for name in "ab"]
+
+    def sample(limit_bytes):
+        return "".join(text[0] for text in vocabulary._sample(sources, limit_bytes, lambda *_: None, CHATML))
+
     # Bytes given after each turn: a 10, b 25, a 20, a 30, b 50, a 40, a 50: a hundred.
-    assert "".join(text[0] for text in prepare._sample(sources, 100)) == "abaabaa"
+    assert sample(100) == "abaabaa"
     # When one has no more, the other goes on to the end.
     (tmp_path / "a.jsonl").write_text('{"text": "aaaaaaaaaa"}\n')
-    assert "".join(text[0] for text in prepare._sample(sources, 10**6)) == "a" + "b" * 100
+    assert sample(10**6) == "a" + "b" * 100
 
 
 def test_a_char_tokenizer_meets_an_unknown_character(sources, store_dir, tmp_path):

@@ -10,7 +10,7 @@ most TRAIN_BYTES of text.
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing, suppress
 from dataclasses import asdict, astuple
 from pathlib import Path
@@ -23,17 +23,14 @@ from curriculum.data.documents import COLUMNAR, SourceConfig, source_files
 from curriculum.data.encode import encode_pieces
 from curriculum.data.flat import index_flat
 from curriculum.data.pieces import Piece, document_pieces, read_pieces
-from curriculum.data.progress import ConsoleProgress, Progress
+from curriculum.data.progress import Progress
 from curriculum.data.rows import type_name
 from curriculum.data.store import FORMAT_VERSION as STORE_VERSION
 from curriculum.data.store import SHARD_TOKENS, Store, StoreWriter, is_store, open_store
 from curriculum.data.tokenizer import FORMAT_VERSION as TOKENIZER_VERSION
 from curriculum.data.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, load_tokenizer
-from curriculum.data.vocabulary import char_tokenizer, tiktoken_tokenizer, train_bpe
+from curriculum.data.vocabulary import make_tokenizer
 from curriculum.errors import InputError
-
-TRAIN_BYTES = 1 << 27  # what `tokenizers` keeps of more would pass a gigabyte
-
 
 # --- tokenizers ---------------------------------------------------------------------------------------------
 
@@ -76,7 +73,7 @@ def prepare_tokenizer(
             sweep(directory.parent, store_dir / "locks")
             with building(directory, store_dir / "locks" / directory.name) as partial:
                 if partial is not None:
-                    _make_tokenizer(config, list(ordered.values()), chat).save(partial)
+                    make_tokenizer(config, list(ordered.values()), chat).save(partial)
         tokenizer = load_tokenizer(directory)
     return _checked(config, tokenizer)
 
@@ -118,35 +115,6 @@ def _reading(source: SourceConfig, chat: ChatConfig) -> tuple:
 def _tokenizer_directory(config: TokenizerConfig, ordered: dict[tuple, SourceConfig], store_dir: Path) -> Path:
     key = digest(TOKENIZER_VERSION, config.kind, config.name, config.vocab_size, list(ordered))
     return store_dir / "tokenizers" / f"{config.kind}-{key[:16]}"
-
-
-def _make_tokenizer(config: TokenizerConfig, sources: list[SourceConfig], chat: ChatConfig) -> Tokenizer:
-    if config.kind == "tiktoken":
-        return tiktoken_tokenizer(config.name)
-    if config.kind == "char":
-        return char_tokenizer(piece.text for source in sources for piece in read_pieces(source, chat))
-    progress = ConsoleProgress(f"training a tokenizer of {config.vocab_size:,} ids")
-    return train_bpe(_sample(sources, TRAIN_BYTES, progress, chat), config.vocab_size)
-
-
-def _sample(
-    sources: list[SourceConfig], limit_bytes: int, progress: Progress | None = None, chat: ChatConfig = CHATML
-) -> Iterator[str]:
-    """Texts of all sources in turn, the one that has given fewest bytes first, up to a limit."""
-    readers = {i: read_pieces(source, chat) for i, source in enumerate(sources)}
-    given_bytes = dict.fromkeys(readers, 0)
-    while readers and sum(given_bytes.values()) < limit_bytes:
-        turn = min(readers, key=lambda i: (given_bytes[i], i))
-        piece = next(readers[turn], None)
-        if piece is None:
-            del readers[turn]
-            continue
-        given_bytes[turn] += len(piece.text.encode())
-        if progress is not None:
-            progress(sum(given_bytes.values()), None)
-        yield piece.text
-    if progress is not None:
-        progress(sum(given_bytes.values()), sum(given_bytes.values()))
 
 
 def _checked(config: TokenizerConfig, tokenizer: Tokenizer) -> Tokenizer:

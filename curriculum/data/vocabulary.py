@@ -1,13 +1,45 @@
 """Where vocabularies come from: the characters of texts, byte pairs trained on them, published encodings."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from curriculum.data.chat import ChatConfig
+from curriculum.data.documents import SourceConfig
 from curriculum.data.hf_definition import byte_level_letters
-from curriculum.data.tokenizer import END_OF_TEXT, SMALLEST_BPE, Tokenizer
+from curriculum.data.pieces import read_pieces
+from curriculum.data.progress import ConsoleProgress, Progress
+from curriculum.data.tokenizer import END_OF_TEXT, SMALLEST_BPE, Tokenizer, TokenizerConfig
 from curriculum.errors import InputError
+
+TRAIN_BYTES = 1 << 27  # what `tokenizers` keeps of more would pass a gigabyte
+
+
+def make_tokenizer(config: TokenizerConfig, sources: list[SourceConfig], chat: ChatConfig) -> Tokenizer:
+    """The tokenizer of a config whose kind is char, bpe or tiktoken and that names no folder of a saved one."""
+    if config.kind == "tiktoken":
+        return tiktoken_tokenizer(config.name)
+    if config.kind == "char":
+        return char_tokenizer(piece.text for source in sources for piece in read_pieces(source, chat))
+    progress = ConsoleProgress(f"training a tokenizer of {config.vocab_size:,} ids")
+    return train_bpe(_sample(sources, TRAIN_BYTES, progress, chat), config.vocab_size)
+
+
+def _sample(sources: list[SourceConfig], limit_bytes: int, progress: Progress, chat: ChatConfig) -> Iterator[str]:
+    """Texts of all sources in turn, the one that has given fewest bytes first, up to a limit."""
+    readers = {i: read_pieces(source, chat) for i, source in enumerate(sources)}
+    given_bytes = dict.fromkeys(readers, 0)
+    while readers and sum(given_bytes.values()) < limit_bytes:
+        turn = min(readers, key=lambda i: (given_bytes[i], i))
+        piece = next(readers[turn], None)
+        if piece is None:
+            del readers[turn]
+            continue
+        given_bytes[turn] += len(piece.text.encode())
+        progress(sum(given_bytes.values()), None)
+        yield piece.text
+    progress(sum(given_bytes.values()), sum(given_bytes.values()))
 
 
 def char_tokenizer(texts: Iterable[str]) -> Tokenizer:
