@@ -181,10 +181,9 @@ def prepare_store(
             if source.is_flat:
                 index_flat(source, tokenizer, partial, progress)
             else:
-                pieces, marks_scored = read_pieces(source, chat), source.format != "text"
-                with closing(StoreWriter(partial, tokenizer.dtype_name, shard_tokens, marks_scored)) as writer:
-                    _write_pieces(pieces, tokenizer, writer, progress, _size_bytes([source]))
-                    writer.finish(source.location, tokenizer, asdict(chat) if marks_scored else None)
+                pieces, template = read_pieces(source, chat), None if source.format == "text" else chat
+                total_bytes = _size_bytes([source])
+                _write_store(partial, pieces, tokenizer, template, source.location, shard_tokens, progress, total_bytes)
             if source_signature(source) != signature or find_content(source, store_dir) != content:
                 raise InputError(
                     f"source {name!r}: {source.location} changed while it was prepared; start again when it is complete"
@@ -216,9 +215,9 @@ def prepare_folder(
     except ValueError as error:
         raise InputError(f"text: {error}") from None
     pieces = (piece for source in sources for piece in read_pieces(source, chat))
-    label, total_bytes = ", ".join(source.location for source in sources), _size_bytes(sources)
     template = None if format == "text" else chat
-    return _write_folder(pieces, tokenizer, output_dir, progress, shard_tokens, label, total_bytes, template)
+    origin = ", ".join(source.location for source in sources)
+    return _write_folder(output_dir, pieces, tokenizer, template, origin, shard_tokens, progress, _size_bytes(sources))
 
 
 def prepare_documents(
@@ -248,7 +247,7 @@ def prepare_documents(
         )
     _check_new(Path(output_dir))
     pieces = document_pieces(documents, chat)
-    return _write_folder(pieces, tokenizer, output_dir, progress, shard_tokens, "documents", None, chat)
+    return _write_folder(output_dir, pieces, tokenizer, chat, "documents", shard_tokens, progress, None)
 
 
 def _is_iterable(value: object) -> bool:
@@ -266,23 +265,22 @@ def _check_new(output_dir: Path) -> None:
 
 
 def _write_folder(
+    output_dir: str | Path,
     pieces: Iterable[Piece],
     tokenizer: Tokenizer,
-    output_dir: str | Path,
-    progress: Progress | None,
+    template: ChatConfig | None,
+    origin: str,
     shard_tokens: int,
-    label: str,
+    progress: Progress | None,
     total_bytes: int | None,
-    chat: ChatConfig | None,
 ) -> Store:
+    """A new folder with the tokenizer and what `_write_store` writes."""
     output_dir = Path(output_dir)
     with building(output_dir, output_dir.absolute().parent) as partial:
         if partial is None:
             raise InputError(f"{output_dir}: another process has just written it; name a new folder")
         tokenizer.save(partial)
-        with closing(StoreWriter(partial, tokenizer.dtype_name, shard_tokens, chat is not None)) as writer:
-            _write_pieces(pieces, tokenizer, writer, progress, total_bytes)
-            writer.finish(label, tokenizer, None if chat is None else asdict(chat))
+        _write_store(partial, pieces, tokenizer, template, origin, shard_tokens, progress, total_bytes)
     return open_store(output_dir)
 
 
@@ -342,6 +340,22 @@ def _store_directory(
     place = os.path.realpath(source.local_path) if source.is_flat else None
     key = digest(STORE_VERSION, content, tokenizer.fingerprint, *_reading(source, chat), source.dtype, place)
     return store_dir / "stores" / f"{name}-{key[:16]}"
+
+
+def _write_store(
+    directory: Path,
+    pieces: Iterable[Piece],
+    tokenizer: Tokenizer,
+    template: ChatConfig | None,
+    origin: str,
+    shard_tokens: int,
+    progress: Progress | None,
+    total_bytes: int | None,
+) -> None:
+    """A store of pieces that come from `origin`. `template` rendered them where they are conversations, else None."""
+    with closing(StoreWriter(directory, tokenizer.dtype_name, shard_tokens, template is not None)) as writer:
+        _write_pieces(pieces, tokenizer, writer, progress, total_bytes)
+        writer.finish(origin, tokenizer, None if template is None else asdict(template))
 
 
 def _write_pieces(
