@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from curriculum.config import PRIMARY, Config
+from curriculum.config import PRIMARY, Config, EvalSource
 from curriculum.data.documents import SourceConfig
 from curriculum.data.held_out import eval_documents, held_out_piece, split_store
 from curriculum.data.packing import Bins, PackingFacts, find_packing, prepare_packing
 from curriculum.data.prepare import find_store, find_tokenizer, prepare_store, prepare_tokenizer
 from curriculum.data.progress import ConsoleProgress
-from curriculum.data.split import Split, drop_overlap, parse_share
+from curriculum.data.split import Split, drop_overlap, overlapping, parse_share
 from curriculum.data.store import Store, TokenView
 from curriculum.data.tokenizer import Tokenizer
 from curriculum.model.presets import resolve_model
@@ -66,13 +66,10 @@ def load_corpus(config: Config, store_dir: str | Path, tokenizer: Tokenizer | No
     if config.model is not None:
         resolve_model(config.model, tokenizer.vocab_size)
     stores = {
-        name: prepare_store(name, source, tokenizer, store_dir, ConsoleProgress(f"preparing {name}"), chat=config.chat)
-        for name, source in config.sources.items()
+        name: _prepared(config, name, name, source, tokenizer, store_dir) for name, source in config.sources.items()
     }
     eval_stores = {
-        name: prepare_store(
-            f"eval-{name}", source, tokenizer, store_dir, ConsoleProgress(f"preparing {name}"), chat=config.chat
-        )
+        name: _prepared(config, name, _store_name(name), source, tokenizer, store_dir)
         for name, source in _own_sources(config).items()
     }
     splits = _hold_out(config, tokenizer, stores)
@@ -112,19 +109,16 @@ def load_evalsets(
     problems, stores, eval_stores = [], {}, {}
     wanted = {name: config.eval_sources[name] for name in names}
     for name, evalset in wanted.items():
-        held_out_of = evalset.held_out_of
-        source = evalset.own_source() or config.sources[held_out_of]
+        held_out_of, own = evalset.held_out_of, evalset.own_source()
+        source = config.sources[held_out_of] if own is None else own
         if source.is_missing:
-            whose = f"source {held_out_of}, which it is held out of, " if held_out_of else ""
+            whose = f"source {held_out_of}, which it is held out of, " if own is None else ""
             missing = f"{whose}{source.path!r} is not there (paths are relative to the working folder)"
             problems.append((_place(name), f"{missing}; restore it, or measure other sets"))
-            continue
-        into, key, label = (
-            (eval_stores, name, f"eval-{name}") if held_out_of is None else (stores, held_out_of, held_out_of)
-        )
-        if key not in into:
-            progress = ConsoleProgress(f"preparing {key}")
-            into[key] = prepare_store(label, source, tokenizer, store_dir, progress, chat=config.chat)
+        elif own is not None:
+            eval_stores[name] = _prepared(config, name, _store_name(name), own, tokenizer, store_dir)
+        elif held_out_of not in stores:
+            stores[held_out_of] = _prepared(config, held_out_of, held_out_of, source, tokenizer, store_dir)
     if problems:
         raise config.error(problems)
     splits = _hold_out(config, tokenizer, stores)
@@ -140,7 +134,8 @@ def find_read_documents(
 
     By content hash, from what is prepared already; a source whose text is gone or was never prepared here is left out.
     """
-    store = find_store(f"eval-{evalset}", config.eval_sources[evalset].own_source(), tokenizer, store_dir, config.chat)
+    own = config.eval_sources[evalset].own_source()
+    store = find_store(_store_name(evalset), own, tokenizer, store_dir, config.chat)
     found = {}
     for name in sources:
         source = config.sources[name]
@@ -150,8 +145,7 @@ def find_read_documents(
         if store is None or read is None:
             continue
         kept_N = _hold_out(config, tokenizer, {name: read})[name].keep_N
-        in_training = set(map(tuple, read.documents["hash"][kept_N].tolist()))
-        if count := sum(tuple(document) in in_training for document in store.documents["hash"].tolist()):
+        if count := int(overlapping(store.documents["hash"], read.documents["hash"][kept_N]).sum()):
             found[name] = count
     return found
 
@@ -164,7 +158,7 @@ def find_sizes(config: Config, store_dir: str | Path) -> Sizes:
         for name, source in config.sources.items()
     }
     eval_found = {
-        name: tokenizer and find_store(f"eval-{name}", source, tokenizer, store_dir, config.chat)
+        name: tokenizer and find_store(_store_name(name), source, tokenizer, store_dir, config.chat)
         for name, source in _own_sources(config).items()
     }
     stores = {name: store for name, store in found.items() if store}
@@ -192,6 +186,19 @@ def _own_sources(config: Config) -> dict[str, SourceConfig]:
     """Where the text of each eval set lies that is not held out of a source."""
     sources = {name: evalset.own_source() for name, evalset in config.eval_sources.items()}
     return {name: source for name, source in sources.items() if source is not None}
+
+
+def _store_name(evalset: str) -> str:
+    """What the store of an eval set's own text is called: a source may have the set's name."""
+    return f"eval-{evalset}"
+
+
+def _prepared(
+    config: Config, name: str, store_name: str, source: SourceConfig, tokenizer: Tokenizer, store_dir: str | Path
+) -> Store:
+    """The store of a source or an eval set; where it takes long, progress is shown under `name`."""
+    progress = ConsoleProgress(f"preparing {name}")
+    return prepare_store(store_name, source, tokenizer, store_dir, progress, chat=config.chat)
 
 
 def _place(evalset: str) -> str:
@@ -238,7 +245,15 @@ def _drop_overlap(
     return kept, dropped
 
 
-def _evalset(config, name, source, tokenizer, stores, eval_stores, splits) -> EvalSet:
+def _evalset(
+    config: Config,
+    name: str,
+    source: EvalSource,
+    tokenizer: Tokenizer,
+    stores: Mapping[str, Store],
+    eval_stores: Mapping[str, Store],
+    splits: Mapping[str, Split],
+) -> EvalSet:
     if source.held_out_of is not None:
         documents = list(eval_documents(stores[source.held_out_of], tokenizer, splits[source.held_out_of]))
     else:

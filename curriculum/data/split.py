@@ -145,14 +145,14 @@ def _tail(document_tokens_N, wanted_tokens: int, starts_character, whole: bool) 
     return Split(keep_N, (document, token) if token < length - 1 else None)
 
 
-def overlapping(document_hashes_N2: np.ndarray, eval_hashes_M2: np.ndarray) -> np.ndarray:
-    """A mask over N documents: those whose hash is among the M of the eval sets."""
-    if not len(eval_hashes_M2):
+def overlapping(document_hashes_N2: np.ndarray, other_hashes_M2: np.ndarray) -> np.ndarray:
+    """A mask over N documents: those whose hash is among those of M others."""
+    if not len(other_hashes_M2):
         return np.zeros(len(document_hashes_N2), bool)
     # Quicker than np.isin, which sorts the N.
-    high_N, high_M = document_hashes_N2[:, 0], np.sort(eval_hashes_M2[:, 0])
+    high_N, high_M = document_hashes_N2[:, 0], np.sort(other_hashes_M2[:, 0])
     overlap_N = high_M[np.searchsorted(high_M[:-1], high_N)] == high_N
-    known = set(map(tuple, eval_hashes_M2.tolist()))
+    known = set(map(tuple, other_hashes_M2.tolist()))
     for document in np.flatnonzero(overlap_N):
         overlap_N[document] = tuple(document_hashes_N2[document].tolist()) in known
     return overlap_N
