@@ -252,9 +252,14 @@ def _write(directory: Path, document_tokens_N: np.ndarray, block_tokens: int) ->
     pieces, bins = pack(document_tokens_N, block_tokens)
     pieces.tofile(directory / PIECES_NAME)
     bins.tofile(directory / BINS_NAME)
-    num_tokens = int(document_tokens_N.sum())
-    content_hash = _content_hash(pieces, bins)
-    facts = PackingFacts(FORMAT_VERSION, block_tokens, len(bins), len(pieces), num_tokens, content_hash)
+    facts = PackingFacts(
+        format_version=FORMAT_VERSION,
+        block_tokens=block_tokens,
+        num_bins=len(bins),
+        num_pieces=len(pieces),
+        num_tokens=int(document_tokens_N.sum()),
+        content_hash=_content_hash(pieces, bins),
+    )
     write_sidecar(directory / SIDECAR_NAME, facts)
 
 

@@ -144,11 +144,22 @@ class StoreWriter:
         if self.marks_scored:
             self._content.update(self._scored_hash.digest())
         facts = StoreFacts(
-            FORMAT_VERSION, source, tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eot, self._dtype,
-            self.num_tokens, self.num_documents, self.num_bytes, self.num_empty, self._content.hexdigest(),
-            self.shards, self._num_scored if self.marks_scored else None, chat,
-            {name: checksum.hexdigest() for name, checksum in self._checksums.items()},
-        )  # fmt: skip
+            format_version=FORMAT_VERSION,
+            source=source,
+            tokenizer_fingerprint=tokenizer.fingerprint,
+            vocab_size=tokenizer.vocab_size,
+            eot=tokenizer.eot,
+            dtype=self._dtype,
+            num_tokens=self.num_tokens,
+            num_documents=self.num_documents,
+            num_bytes=self.num_bytes,
+            num_empty=self.num_empty,
+            content_hash=self._content.hexdigest(),
+            shards=self.shards,
+            num_scored=self._num_scored if self.marks_scored else None,
+            chat=chat,
+            checksums={name: checksum.hexdigest() for name, checksum in self._checksums.items()},
+        )
         write_sidecar(self.directory / SIDECAR_NAME, replace(facts, checksum=facts.own_checksum()))
 
     def close(self) -> None:

@@ -144,11 +144,19 @@ class Tokenizer:
 
     @property
     def facts(self) -> TokenizerFacts:
-        characters = [token.decode() for token in self.tokens if token] if self.kind == "char" else None
         return TokenizerFacts(
-            FORMAT_VERSION, self.kind, self.name, self.vocab_size, self.eot, self.fingerprint, self.pattern,
-            self.special_tokens, characters, *(() if self.hf is None else (self.hf.bos, self.hf.file_digests)),
-        )  # fmt: skip
+            format_version=FORMAT_VERSION,
+            kind=self.kind,
+            name=self.name,
+            vocab_size=self.vocab_size,
+            eot=self.eot,
+            fingerprint=self.fingerprint,
+            pattern=self.pattern,
+            special_tokens=self.special_tokens,
+            characters=[token.decode() for token in self.tokens if token] if self.kind == "char" else None,
+            bos=None if self.hf is None else self.hf.bos,
+            files=None if self.hf is None else self.hf.file_digests,
+        )
 
     @cached_property
     def token_bytes_V(self) -> np.ndarray:
