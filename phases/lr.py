@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -93,24 +93,37 @@ def lr_scale(schedule: LrSchedule, batch_size: int, meant_for: int) -> float:
     return math.sqrt(batch_size / meant_for) if schedule.scale_lr_by_batch == "sqrt" else 1.0
 
 
+class Standing(NamedTuple):
+    """What the pieces of a run have to fit: rates that stand already, and factors.
+
+    The updates before `past_end` had rates of their own, which `past_rate(update)` tells: pieces count from `past_end`
+    on only. `scales` are (update, the factor from there on) pairs, by which all these rates are multiplied.
+    """
+
+    past_end: int = 0
+    past_rate: Callable[[int], float] | None = None  # where past_end is above 0
+    scales: Sequence[tuple[int, float]] = ((0, 1.0),)
+
+    def scale(self, step: int) -> float:
+        return next((scale for start, scale in reversed(self.scales) if start <= step), 1.0)
+
+
+NOTHING_STANDS = Standing()
+
+
 def lr_pieces(
     schedule: LrSchedule,
     phases: Sequence[tuple[int, int, LrProgram | None]],
     warmup_steps: int,
     decay_steps: int,
     program_steps: Sequence[tuple[int, int]],
-    past_end: int = 0,
-    past_rate: Callable[[int], float] | None = None,
-    scales: Sequence[tuple[int, float]] = ((0, 1.0),),
+    standing: Standing = NOTHING_STANDS,
 ) -> tuple[LrPiece, ...]:
     """The pieces of a run whose phases own the updates [start, end) and may have a program of their own.
 
-    They are to be multiplied by `scales`: (update, the factor from there on). A re-warming begins at the rate that the
-    phase really finds, its own factor taken out again; otherwise a rate stays what it was but for the factor.
-
-    `warmup_steps`, `decay_steps` and, for each phase, `program_steps` (re-warming, decay) are resolved numbers.
-    Where the updates before `past_end` had rates of their own, `past_rate(update)` tells them: a program begins at
-    the rate that it really finds, and the pieces count from `past_end` on only.
+    `warmup_steps`, `decay_steps` and, for each phase, `program_steps` (re-warming, decay) are resolved numbers. A
+    re-warming begins at the rate that the phase really finds, the phase's own factor taken out again; otherwise a rate
+    stays what it was but for the factor.
     """
     total = phases[-1][1]
     floor = schedule.lr * schedule.min_lr_ratio
@@ -141,8 +154,8 @@ def lr_pieces(
     for (start, end, program), (rewarm, decay) in zip(phases, program_steps, strict=True):
         if program is None and not programmed:
             continue
-        if 0 < start <= past_end:
-            found = past_rate(start - 1)
+        if 0 < start <= standing.past_end:
+            found = standing.past_rate(start - 1)
         else:
             found = float(learning_rate(pieces, start - 1)) if start else 0.0
         pieces = [p for p in pieces if p.start < start]
@@ -152,7 +165,7 @@ def lr_pieces(
             continue
         peak = program.peak if program.peak is not None else (found if start else schedule.lr)
         if rewarm:
-            rescaled = _at(scales, start - 1) / _at(scales, start)
+            rescaled = standing.scale(start - 1) / standing.scale(start)
             pieces.append(LrPiece(start, rewarm, "linear", found * rescaled, peak, warmup=True))
         if start + rewarm < end - decay:
             hold(start + rewarm, peak)
@@ -162,39 +175,27 @@ def lr_pieces(
     return tuple(pieces)
 
 
-def _at(scales: Sequence[tuple[int, float]], step: int) -> float:
-    return next((scale for start, scale in reversed(scales) if start <= step), 1.0)
-
-
-def first_jump(
-    pieces: Sequence[LrPiece],
-    past_end: int = 0,
-    past_rate: Callable[[int], float] | None = None,
-    scales: Sequence[tuple[int, float]] = ((0, 1.0),),
-) -> tuple[int, float, float] | None:
+def first_jump(pieces: Sequence[LrPiece], standing: Standing = NOTHING_STANDS) -> tuple[int, float, float] | None:
     """(update, rate before, rate) of the first jump: a change by more than 2x from one update to the next.
 
-    The pieces and the rates of the past are to be multiplied by `scales`, as in `lr_pieces`; where the factor changes,
-    only what it changes counts inside a warm-up, a re-warming or a decay.
-
-    What changes inside a warm-up, a re-warming of at least 2 updates or a decay of any length is no jump. A decay
-    leaves from its own `first` rate: to come to that one by more than 2x is a jump. The pieces count from `past_end`
-    on; before it the rates are those of `past_rate`, as in `lr_pieces`. A piece that was under way there with just
-    the rate of the past goes on.
+    What changes inside a warm-up, a re-warming of at least 2 updates or a decay of any length is no jump, but for what
+    a change of the factor does there. A decay leaves from its own `first` rate: to come to that one by more than 2x is
+    a jump. A piece that was under way where the past ends, with just the rate of the past, goes on.
     """
+    past_end, scales = standing.past_end, standing.scales
     begins = {max(piece.start, past_end): piece for piece in pieces}  # of those under way when the past ends the last
     changes = {start for (_, before), (start, scale) in pairwise(scales) if before != scale and start >= past_end}
     for step in sorted(begins.keys() | changes):
         if step == 0:
             continue
         at, here = (float(learning_rate(pieces, s)) for s in (step - 1, step))
-        before = past_rate(step - 1) if step == past_end else at
+        before = standing.past_rate(step - 1) if step == past_end else at
         piece = begins.get(step)
         if piece is not None and piece.start == step:
             now = piece.last if piece.warmup and piece.steps == 1 else piece.first
         else:  # a piece that was under way there goes on
             now = before if before == at else here
-        before, now = before * _at(scales, step - 1), now * _at(scales, step)
+        before, now = before * standing.scale(step - 1), now * standing.scale(step)
         if max(before, now) > 2 * min(before, now) * (1 + 1e-12):
             return step, before, now
     return None

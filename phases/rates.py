@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from phases.checks import ScheduleError
-from phases.lr import LrPiece, LrProgram, LrSchedule, first_jump, lr_pieces
+from phases.lr import LrPiece, LrProgram, LrSchedule, Standing, first_jump, lr_pieces
 from phases.schedule import Phase, Schedule, Segment
 
 
@@ -47,21 +47,21 @@ def with_rates(
             spans.append(_Span(f"phases[{i}]", start, end, phases[i].lr, *program_steps[i]))
         else:
             spans.append(_Span(None, start, end, None, 0, 0))
-    past_end = segments[num_past - 1].end if num_past else 0
-    past_rate = Schedule(tuple(segments[:num_past])).unscaled_rate
-    scales = tuple((segment.start, segment.lr_scale) for segment in segments)
+    standing = Standing(
+        past_end=segments[num_past - 1].end if num_past else 0,
+        past_rate=Schedule(tuple(segments[:num_past])).unscaled_rate,
+        scales=tuple((segment.start, segment.lr_scale) for segment in segments),
+    )
     pieces = lr_pieces(
         lr,
         [(span.start, span.end, span.program) for span in spans],
         warmup_steps,
         decay_steps,
         [(span.rewarm_steps, span.decay_steps) for span in spans],
-        past_end,
-        past_rate,
-        scales,
+        standing,
     )
-    if not lr.allow_jump and past_end < segments[-1].end:
-        _check_jump(pieces, segments, spans, past_end, past_rate, scales)
+    if not lr.allow_jump and standing.past_end < segments[-1].end:
+        _check_jump(pieces, standing, segments, spans)
 
     out = list(segments[:num_past])
     for segment in segments[num_past:]:
@@ -76,22 +76,17 @@ def _span_at(spans: Sequence[_Span], step: int) -> _Span:
 
 
 def _check_jump(
-    pieces: Sequence[LrPiece],
-    segments: Sequence[Segment],
-    spans: Sequence[_Span],
-    past_end: int,
-    past_rate: Callable[[int], float],
-    scales: Sequence[tuple[int, float]],
+    pieces: Sequence[LrPiece], standing: Standing, segments: Sequence[Segment], spans: Sequence[_Span]
 ) -> None:
     """Raise ScheduleError for the first jump of the rate, at the setting that mends it."""
-    jump = first_jump(pieces, past_end, past_rate, scales)
+    jump = first_jump(pieces, standing)
     if jump is None:
         return
     step, rate_before, rate = jump
     span = _span_at(spans, step)
     jumps = f"the learning rate jumps from {rate_before:.3g} to {rate:.3g} at step {step}"
     before, after = (Schedule(tuple(segments)).segment_at(s) for s in (step - 1, step))
-    if step == past_end > span.start:
+    if step == standing.past_end > span.start:
         where = "optim.allow_jump"
         message = (
             f"{jumps}, up to which the schedule stands: more than 2x; let a phase begin there with an lr of its "
