@@ -35,7 +35,8 @@ from curriculum.data.prepare import (
 )
 from curriculum.data.progress import ConsoleProgress, progress_text
 from curriculum.data.store import FORMAT_VERSION as STORE_VERSION
-from curriculum.data.store import StoreWriter, open_store
+from curriculum.data.store import open_store
+from curriculum.data.store_writer import StoreWriter
 from curriculum.data.tokenizer import NUM_THREADS, TokenizerConfig, byte_tokenizer, load_tokenizer
 from curriculum.errors import InputError
 

@@ -7,8 +7,8 @@ import numpy as np
 
 from curriculum.data.documents import SourceConfig, source_files
 from curriculum.data.progress import Progress
-from curriculum.data.store import DTYPES, StoreWriter
-from curriculum.data.tokenizer import Tokenizer
+from curriculum.data.store_writer import StoreWriter
+from curriculum.data.tokenizer import DTYPES, Tokenizer
 from curriculum.errors import InputError
 
 SCAN_TOKENS = 1 << 20

@@ -26,7 +26,8 @@ from curriculum.data.pieces import Piece, document_pieces, read_pieces
 from curriculum.data.progress import Progress
 from curriculum.data.rows import type_name
 from curriculum.data.store import FORMAT_VERSION as STORE_VERSION
-from curriculum.data.store import SHARD_TOKENS, Store, StoreWriter, is_store, open_store
+from curriculum.data.store import Store, is_store, open_store
+from curriculum.data.store_writer import SHARD_TOKENS, StoreWriter
 from curriculum.data.tokenizer import FORMAT_VERSION as TOKENIZER_VERSION
 from curriculum.data.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, load_tokenizer
 from curriculum.data.vocabulary import make_tokenizer

@@ -10,24 +10,22 @@ A store is a folder:
 import json
 import mmap
 import os
-import struct
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Literal
 
 import numpy as np
 import xxhash
 
-from curriculum.data.sidecar import read_sidecar, write_sidecar
-from curriculum.data.tokenizer import DTYPES, Tokenizer
+from curriculum.data.sidecar import read_sidecar
+from curriculum.data.tokenizer import DTYPES
 from curriculum.data.view import TokenView
 from curriculum.errors import InputError
 
 SIDECAR_NAME = "store.json"
 DOCUMENTS_NAME = "documents.bin"
 FORMAT_VERSION = 3
-SHARD_TOKENS = 1 << 28
 SCORED_DTYPE = np.dtype("u1")
 READ_BYTES = 1 << 22
 DAMAGED = "delete the folder, and it is prepared again"
@@ -72,124 +70,8 @@ class StoreFacts:
         return xxhash.xxh3_128(json.dumps(asdict(replace(self, checksum=None)), sort_keys=True).encode()).hexdigest()
 
 
-class StoreWriter:
-    """Writes a store into an empty folder, front to back, in bounded memory; `finish` makes it one.
-
-    `marks_scored`: whether it says of each token if it is scored.
-    """
-
-    def __init__(self, directory: Path, dtype: str, shard_tokens: int = SHARD_TOKENS, marks_scored: bool = False):
-        self.directory = directory
-        self.shards: list[Shard] = []
-        self.num_tokens = self.num_documents = self.num_bytes = self.num_empty = 0
-        self._dtype = dtype
-        self._shard_tokens = shard_tokens
-        self._tokens = self._scored = None
-        self.marks_scored = marks_scored
-        self._num_scored = 0
-        self._scored_hash = xxhash.xxh3_128()
-        self._checksums: dict[str, xxhash.xxh3_128] = {}
-        self._documents = self._open(DOCUMENTS_NAME)
-        self._content = xxhash.xxh3_128()
-        self._text = xxhash.xxh3_128()
-        self._text_bytes = self._scored_bytes = 0
-
-    def add_tokens(self, tokens: np.ndarray, scored: np.ndarray | None = None) -> None:
-        """Append ids to the stream, end-of-text like any other; `scored`, one a token, in a store that marks them."""
-        tokens = np.ascontiguousarray(tokens, DTYPES[self._dtype])
-        if self.marks_scored:
-            scored = np.ascontiguousarray(scored, SCORED_DTYPE)
-            self._num_scored += int(scored.sum(dtype=np.int64))
-            self._scored_hash.update(scored.data)
-        while len(tokens):
-            if self._tokens is None or self.shards[-1].num_tokens == self._shard_tokens:
-                self._open_shard()
-            room = self._shard_tokens - self.shards[-1].num_tokens
-            written, tokens = tokens[:room], tokens[room:]
-            self._write(self._tokens, written.data)
-            if self.marks_scored:
-                self._write(self._scored, scored[:room].data)
-                scored = scored[room:]
-            self.shards[-1] = Shard(self.shards[-1].path, self.shards[-1].num_tokens + len(written))
-
-    def add_shard_in_place(self, path: Path, num_tokens: int) -> None:
-        """Let the stream be that of a file that stays where it lies."""
-        self.shards.append(Shard(str(path), num_tokens))
-
-    def add_text(self, utf8: bytes, scored: bool = True) -> None:
-        """Append to the text of the document that is being written."""
-        self._text.update(utf8)
-        self._text_bytes += len(utf8)
-        self._scored_bytes += len(utf8) if scored else 0
-
-    def end_document(self, num_tokens: int) -> None:
-        """Close the document of the texts added, `num_tokens` of the stream with its end-of-text."""
-        self.num_tokens += num_tokens
-        self.num_documents += 1
-        self.num_bytes += self._text_bytes
-        sizes = (self._text_bytes, self._scored_bytes)
-        record = struct.pack("<5Q", self.num_tokens, *sizes, *split_hash(self._text))
-        self._write(self._documents, record)
-        self._content.update(self._text.digest())
-        self._text.reset()
-        self._text_bytes = self._scored_bytes = 0
-
-    def finish(self, source: str, tokenizer: Tokenizer, chat: dict[str, str | None] | None = None) -> None:
-        """Write the sidecar, with the template by role where one was used. Raises InputError where no document was
-        added."""
-        self.close()
-        if self.num_documents == 0:
-            skipped = f" ({self.num_empty:,} empty documents)" if self.num_empty else ""
-            raise InputError(f"{source}: no text in it{skipped}; expected at least one document that is not empty")
-        if self.marks_scored:
-            self._content.update(self._scored_hash.digest())
-        facts = StoreFacts(
-            format_version=FORMAT_VERSION,
-            source=source,
-            tokenizer_fingerprint=tokenizer.fingerprint,
-            vocab_size=tokenizer.vocab_size,
-            eot=tokenizer.eot,
-            dtype=self._dtype,
-            num_tokens=self.num_tokens,
-            num_documents=self.num_documents,
-            num_bytes=self.num_bytes,
-            num_empty=self.num_empty,
-            content_hash=self._content.hexdigest(),
-            shards=self.shards,
-            num_scored=self._num_scored if self.marks_scored else None,
-            chat=chat,
-            checksums={name: checksum.hexdigest() for name, checksum in self._checksums.items()},
-        )
-        write_sidecar(self.directory / SIDECAR_NAME, replace(facts, checksum=facts.own_checksum()))
-
-    def close(self) -> None:
-        """Close the files; without `finish` the folder holds no store."""
-        self._documents.close()
-        self._close_shard()
-
-    def _open_shard(self) -> None:
-        self._close_shard()
-        name = f"tokens-{len(self.shards):05d}.bin"
-        self._tokens = self._open(name)
-        if self.marks_scored:
-            self._scored = self._open(_scored_name(len(self.shards)))
-        self.shards.append(Shard(name, 0))
-
-    def _open(self, name: str) -> BinaryIO:
-        self._checksums[name] = xxhash.xxh3_128()
-        return open(self.directory / name, "wb")
-
-    def _write(self, stream: BinaryIO, content: bytes | memoryview) -> None:
-        stream.write(content)
-        self._checksums[os.path.basename(stream.name)].update(content)
-
-    def _close_shard(self) -> None:
-        for stream in (self._tokens, self._scored):
-            if stream is not None:
-                stream.close()
-
-
-def _scored_name(shard: int) -> str:
+def scored_name(shard: int) -> str:
+    """The file beside that of a shard's tokens which says of each whether it is scored."""
     return f"scored-{shard:05d}.bin"
 
 
@@ -218,7 +100,7 @@ class Store:
 
     @cached_property
     def _scored_shards(self) -> list[np.ndarray]:
-        return [_map_file(self.directory / _scored_name(i), SCORED_DTYPE) for i in range(len(self.facts.shards))]
+        return [_map_file(self.directory / scored_name(i), SCORED_DTYPE) for i in range(len(self.facts.shards))]
 
     @cached_property
     def document_tokens_N(self) -> np.ndarray:
@@ -244,7 +126,7 @@ class Store:
         facts, written = self.facts, {DOCUMENTS_NAME}
         for number, shard in enumerate(facts.shards):
             written |= set() if os.path.isabs(shard.path) else {shard.path}
-            written |= set() if facts.num_scored is None else {_scored_name(number)}
+            written |= set() if facts.num_scored is None else {scored_name(number)}
         checksums = facts.checksums or {}
         if facts.checksum != facts.own_checksum() or checksums.keys() != written:
             raise InputError(f"{self.directory / SIDECAR_NAME}: its checksum does not fit what it says; {DAMAGED}")
@@ -368,7 +250,7 @@ def open_store(directory: str | Path) -> Store:
     for number, shard in enumerate(facts.shards):
         _check_size(directory / shard.path, shard.num_tokens * token_bytes)
         if facts.num_scored is not None:
-            _check_size(directory / _scored_name(number), shard.num_tokens * SCORED_DTYPE.itemsize)
+            _check_size(directory / scored_name(number), shard.num_tokens * SCORED_DTYPE.itemsize)
     _check_size(directory / DOCUMENTS_NAME, facts.num_documents * DOCUMENT.itemsize)
     store = Store(directory, facts)
     last_end = int(store.documents["end"][-1])
