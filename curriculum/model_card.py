@@ -16,7 +16,8 @@ from typing import Any
 
 import yaml
 
-from curriculum.model.presets import ModelConfig, num_parameters
+from curriculum.model.counts import num_parameters
+from curriculum.model.presets import ModelConfig
 from curriculum.record.card import evals, fenced, happened, one_line, plan_of, table_of, training
 from curriculum.record.inspection import lineage_lines
 from curriculum.run import Run

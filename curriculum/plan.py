@@ -12,15 +12,9 @@ import numpy as np
 from curriculum.adaptation import base_lineage, resolved_model
 from curriculum.config import Config
 from curriculum.data.corpus import find_sizes
+from curriculum.model.counts import num_adapters, num_parameters, num_projections, num_trained
 from curriculum.model.memory import memory_estimate
-from curriculum.model.presets import (
-    ModelConfig,
-    model_problems,
-    num_adapters,
-    num_parameters,
-    num_projections,
-    num_trained,
-)
+from curriculum.model.presets import ModelConfig, model_problems
 from curriculum.plan_warnings import few_scored_targets, schedule_warnings, shares_asked
 from curriculum.run import DEFAULT_STORE_DIR
 from curriculum.scheduling import resolve_schedule

@@ -16,11 +16,12 @@ from curriculum.cli.plan import table
 from curriculum.config import build_config, changed_config, config_from_json, load_config
 from curriculum.data.tokenizer import byte_tokenizer, load_tokenizer
 from curriculum.errors import InputError
+from curriculum.model.counts import num_parameters
 from curriculum.model.hf import hf_tensors, load_hf
 from curriculum.model.hf_config_writer import hf_config_of
 from curriculum.model.hf_weights import hf_fingerprint
 from curriculum.model.model import abstract_params, parameter_name
-from curriculum.model.presets import ModelConfig, RopeScaling, num_parameters
+from curriculum.model.presets import ModelConfig, RopeScaling
 from curriculum.model.transformer import transformer
 from curriculum.plan import plan
 from curriculum.run import load_run

@@ -13,12 +13,13 @@ import pytest
 from safetensors.numpy import save_file
 
 from curriculum.errors import InputError
+from curriculum.model.counts import num_parameters
 from curriculum.model.hf import checked_tensors, hf_layout, hf_tensors, load_hf
 from curriculum.model.hf_config import hf_model_type, read_hf_config
 from curriculum.model.hf_config_writer import hf_config_of
 from curriculum.model.hf_weights import hf_fingerprint, stored_tensors
 from curriculum.model.model import abstract_params, parameter_name
-from curriculum.model.presets import ModelConfig, RopeScaling, num_parameters
+from curriculum.model.presets import ModelConfig, RopeScaling
 from curriculum.model.transformer import transformer
 
 LLAMA = ModelConfig(vocab_size=11, n_layer=2, n_head=4, n_kv_head=2, d_model=8, d_ff=6, max_seq_len=32)

@@ -26,12 +26,13 @@ from curriculum.data.tokenizer import load_tokenizer
 from curriculum.errors import InputError
 from curriculum.evaluate import evaluate
 from curriculum.manifest import update_manifest, write_manifest
+from curriculum.model.counts import num_adapters, num_parameters, num_trained
 from curriculum.model.hf import hf_tensors
 from curriculum.model.hf_config_writer import hf_config_of
 from curriculum.model.lora import adapters_of, frozen_of, joined, merged, write_peft
 from curriculum.model.loss import sum_nats
 from curriculum.model.model import parameter_name
-from curriculum.model.presets import LoraConfig, ModelConfig, num_adapters, num_parameters, num_trained
+from curriculum.model.presets import LoraConfig, ModelConfig
 from curriculum.model.transformer import forward, head, init_adapters, init_params, transformer
 from curriculum.plan import plan
 from curriculum.record.inspection import inspect_run, text

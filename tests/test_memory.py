@@ -11,17 +11,10 @@ import pytest
 
 from curriculum.config import build_config
 from curriculum.model import loss, memory
+from curriculum.model.counts import num_parameters, num_projections, num_trained
 from curriculum.model.formulation import backend, loss_positions
 from curriculum.model.memory import kept_bytes, memory_estimate
-from curriculum.model.presets import (
-    PRESETS,
-    LoraConfig,
-    ModelConfig,
-    num_parameters,
-    num_projections,
-    num_trained,
-    resolve_model,
-)
+from curriculum.model.presets import PRESETS, LoraConfig, ModelConfig, resolve_model
 from curriculum.model.transformer import transformer
 from curriculum.plan import MUON_ARRAYS
 from curriculum.plan import _memory as plan_memory

@@ -6,15 +6,9 @@ import numpy as np
 import pytest
 
 from curriculum.errors import InputError
+from curriculum.model.counts import num_parameters
 from curriculum.model.model import abstract_params
-from curriculum.model.presets import (
-    PRESETS,
-    ModelConfig,
-    ModelSection,
-    model_problems,
-    num_parameters,
-    resolve_model,
-)
+from curriculum.model.presets import PRESETS, ModelConfig, ModelSection, model_problems, resolve_model
 from curriculum.model.transformer import init_params, transformer
 
 

@@ -36,7 +36,8 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 from curriculum.model import formulation, loss, memory, transformer
-from curriculum.model.presets import PRESETS, ModelConfig, num_parameters, num_projections
+from curriculum.model.counts import num_parameters, num_projections
+from curriculum.model.presets import PRESETS, ModelConfig
 from curriculum.train import step
 from curriculum.train.mesh import AXES
 

@@ -23,8 +23,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from curriculum.model.counts import num_parameters
 from curriculum.model.model import abstract_params
-from curriculum.model.presets import PRESETS, ModelConfig, num_parameters
+from curriculum.model.presets import PRESETS, ModelConfig
 from curriculum.model.transformer import transformer
 from curriculum.train.abstract import abstract_on_mesh
 from curriculum.train.mesh import (

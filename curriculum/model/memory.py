@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 
+from curriculum.model.counts import num_adapters, num_parameters, num_projections, num_trained
 from curriculum.model.formulation import attention_of, layers_of, loss_positions
-from curriculum.model.presets import ModelConfig, num_adapters, num_parameters, num_projections, num_trained
+from curriculum.model.presets import ModelConfig
 
 FLOAT32_BYTES = 4
 BYTES_OF = {"float32": 4, "bfloat16": 2}
