@@ -153,14 +153,10 @@ def _commands(run: Run) -> dict[str, str]:
 
 def text(facts: Mapping[str, Any]) -> list[str]:
     """What `inspect_run` gave, as lines of text."""
-    model, progress = facts["model"], facts["progress"]
+    progress = facts["progress"]
     share = 100 * progress["step"] / progress["total_steps"]
     state = "finished" if progress["finished"] else f"in phase {progress['phase']}, not finished"
-    sizes = ("num_parameters", "num_trained")
-    shape = ", ".join(f"{key} {value}" for key, value in model.items() if key not in sizes)
-    trained = f", {model['num_trained']:,} of them trained" if "num_trained" in model else ""
     devices = facts["devices"]
-    mesh = " x ".join(f"{axis} {size}" for axis, size in devices["mesh"].items())
     times = "once" if progress["num_resumes"] == 1 else f"{progress['num_resumes']} times"
     resumed = f", resumed {times}" if progress["num_resumes"] else ""
     lines = [
@@ -169,8 +165,8 @@ def text(facts: Mapping[str, Any]) -> list[str]:
         f"{progress['tokens']:,} tokens",
         f"  time        begun {progress['started_at']}, last event {progress['last_event_at']}, "
         f"trained for {duration(progress['elapsed_s'])}{resumed}",
-        f"  model       {model['num_parameters']:,} parameters{trained}" + (f": {shape}" if shape else ""),
-        f"  devices     {devices['num']} x {devices['kind']}, mesh {mesh}",
+        f"  model       {model_text(facts['model'])}",
+        f"  devices     {devices['num']} x {devices['kind']}, mesh {mesh_text(devices)}",
         *(f"  lineage     {line}" for line in lineage_lines(facts["lineage"])),
         "",
         *_phase_lines(facts["phases"]),
@@ -201,6 +197,18 @@ def text(facts: Mapping[str, Any]) -> list[str]:
                 "                (STEP: latest; where the learning rate has decayed, a checkpoint before that)"
             )
     return lines
+
+
+def model_text(model: Mapping[str, Any]) -> str:
+    """How many parameters a model has, how many of them are trained where that is not all, and its shape."""
+    sizes = ("num_parameters", "num_trained")
+    shape = ", ".join(f"{key} {value}" for key, value in model.items() if key not in sizes)
+    trained = f", {model['num_trained']:,} of them trained" if "num_trained" in model else ""
+    return f"{model['num_parameters']:,} parameters{trained}" + (f": {shape}" if shape else "")
+
+
+def mesh_text(devices: Mapping[str, Any]) -> str:
+    return " x ".join(f"{axis} {size}" for axis, size in devices["mesh"].items())
 
 
 def troubles(progress: Mapping[str, Any]) -> list[str]:

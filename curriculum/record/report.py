@@ -18,7 +18,7 @@ from curriculum.record import figures
 from curriculum.record.compare import labels
 from curriculum.record.events import number
 from curriculum.record.figures import PALETTE, Curve, Phase
-from curriculum.record.inspection import inspect_run, lineage_lines, mixture_text, troubles
+from curriculum.record.inspection import inspect_run, lineage_lines, mesh_text, mixture_text, model_text, troubles
 from curriculum.record.page import Html, bullets, document, figure, folded, legend, note, section, table, tag, tiles
 from curriculum.record.queries import eval_points, shapes_of
 from curriculum.record.report_evals import eval_figures, log, set_marks, set_table, transfer_matrix
@@ -243,15 +243,11 @@ def _samples(run: Run) -> list[Html]:
 
 
 def _setup(run: Run, facts: Mapping[str, Any]) -> list[Html]:
-    sizes = ("num_parameters", "num_trained")
-    model = ", ".join(f"{key} {value}" for key, value in facts["model"].items() if key not in sizes)
-    trained = f", {facts['model']['num_trained']:,} of them trained" if "num_trained" in facts["model"] else ""
     devices = facts["devices"]
-    mesh = " x ".join(f"{axis} {size}" for axis, size in devices["mesh"].items())
     rows = [
         ("directory", facts["path"]),
-        ("model", f"{facts['model']['num_parameters']:,} parameters{trained}" + (f": {model}" if model else "")),
-        ("devices", f"{devices['num']} x {devices['kind']} ({devices['platform']}), mesh {mesh}"),
+        ("model", model_text(facts["model"])),
+        ("devices", f"{devices['num']} x {devices['kind']} ({devices['platform']}), mesh {mesh_text(devices)}"),
         *(("lineage", line) for line in lineage_lines(facts["lineage"])),
         *((f"{name}", ", ".join(map(str, steps))) for name, steps in facts["checkpoints"].items() if steps),
     ]
