@@ -112,8 +112,8 @@ class GoldState:
         )
 
 
-class _Decision:
-    """One event of the record: its name, its step, which is the candidate's, and its fields."""
+class _Event:
+    """A decision that stands in the record: the event's name, its step, which is the candidate's, and its fields."""
 
     event: ClassVar[str]
 
@@ -122,7 +122,7 @@ class _Decision:
 
 
 @dataclass(frozen=True)
-class Gold(_Decision):
+class Gold(_Event):
     """The candidate of `step` is the gold now."""
 
     event: ClassVar[str] = "gold_checkpoint"
@@ -137,7 +137,7 @@ class Gold(_Decision):
 
 
 @dataclass(frozen=True)
-class Blocked(_Decision):
+class Blocked(_Event):
     """A guard objected to the candidate of `step`; where several did, `guard` is the first, `reason` holds all."""
 
     event: ClassVar[str] = "gold_blocked"
@@ -153,10 +153,10 @@ class Blocked(_Decision):
 
 @dataclass(frozen=True)
 class Candidate:
-    """No guard objects; the gate has to be asked, then `accepted` or `vetoed` called, before the next decision.
+    """An eval that no guard objects to. The gate is asked next; then `accepted` or `vetoed` is called with its answer.
 
-    `instead` is what follows should the gate veto: a pending one and the eval that confirmed it are two of which the
-    lower comes first.
+    There may be two at one eval: a pending one, and the eval that confirmed it. The lower is asked about first, and the
+    other, by then a candidate or blocked, is its `instead`: what is decided should the gate veto the first.
     """
 
     step: int

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
-from curriculum.data.hf_definition import BLANK, DEFINITION_NAME, Parsed, byte_of, parts
+from curriculum.data.hf_definition import BLANK, DEFINITION_NAME, ParsedDefinition, byte_of, parts
 from curriculum.data.hf_files import CONFIG_NAME
 from curriculum.data.hf_tokenizer import hf_definition
 from curriculum.errors import InputError
@@ -70,7 +70,7 @@ def gguf_vocabulary(tokenizer: Tokenizer, num_rows: int) -> GgufVocabulary:
             " byte or bpe, or export with --format hf"
         )
     definition = tokenizer.hf.parsed.definition if tokenizer.hf is not None else hf_definition(tokenizer)
-    parsed = Parsed(definition)
+    parsed = ParsedDefinition(definition)
     if parsed.is_byte_level:
         pre, problems = _named_pattern(definition)
     else:
@@ -98,7 +98,7 @@ def gguf_vocabulary(tokenizer: Tokenizer, num_rows: int) -> GgufVocabulary:
     )
 
 
-def _type_of(name: str, token: int, tokenizer: Tokenizer, parsed: Parsed) -> int:
+def _type_of(name: str, token: int, tokenizer: Tokenizer, parsed: ParsedDefinition) -> int:
     if token == parsed.unknown:
         return TokenType.UNKNOWN
     if name in tokenizer.special_tokens:
@@ -145,7 +145,7 @@ def _cut(part: dict[str, Any]) -> str:
     return kind
 
 
-def _sentencepiece_problems(parsed: Parsed) -> Iterator[str]:
+def _sentencepiece_problems(parsed: ParsedDefinition) -> Iterator[str]:
     if parsed.is_unigram:
         yield "its model is Unigram, which llama.cpp has only without bytes to fall back on"
         return

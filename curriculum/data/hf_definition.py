@@ -25,7 +25,7 @@ def byte_level_letters() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-class Parsed:
+class ParsedDefinition:
     """What determines ids, of a DEFINITION_NAME, taken apart. `problems` lists what this program cannot follow."""
 
     def __init__(self, definition: dict[str, Any]):
@@ -114,7 +114,7 @@ def parts(component: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 
 def encoder_of(
-    parsed: Parsed, special_tokens: dict[str, int]
+    parsed: ParsedDefinition, special_tokens: dict[str, int]
 ) -> Callable[[Sequence[str], Sequence[bool]], list[np.ndarray]]:
     """Texts, and whether each opens a document, to ids; raises InputError for text that has none.
 
@@ -144,7 +144,7 @@ def encoder_of(
     return encode
 
 
-def _check_built(library: Any, parsed: Parsed, special_tokens: dict[str, int]) -> None:
+def _check_built(library: Any, parsed: ParsedDefinition, special_tokens: dict[str, int]) -> None:
     found = library.get_vocab(with_added_tokens=True)
     expected = _renamed(parsed.vocabulary, special_tokens, parsed.is_unigram)
     if found != expected:

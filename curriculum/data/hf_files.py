@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from curriculum.data.hf_definition import DEFINITION_NAME, Parsed, encoder_of
+from curriculum.data.hf_definition import DEFINITION_NAME, ParsedDefinition, encoder_of
 from curriculum.errors import InputError
 
 CONFIG_NAME = "tokenizer_config.json"
@@ -30,7 +30,7 @@ class HfFiles:
     """
 
     files: dict[str, bytes] = field(repr=False)
-    parsed: Parsed = field(repr=False)
+    parsed: ParsedDefinition = field(repr=False)
     eot: int
     bos: int | None
 
@@ -118,7 +118,7 @@ def save_hf_files(folder: Path, files: HfFiles) -> None:
         (folder / name).write_bytes(content)
 
 
-def _parsed(folder: Path, files: dict[str, bytes]) -> Parsed:
+def _parsed(folder: Path, files: dict[str, bytes]) -> ParsedDefinition:
     path = folder / DEFINITION_NAME
     raw, config = _json(path, files[DEFINITION_NAME]), _json(folder / CONFIG_NAME, files.get(CONFIG_NAME))
     try:
@@ -131,7 +131,7 @@ def _parsed(folder: Path, files: dict[str, bytes]) -> Parsed:
         definition = {"version": "1.0", "truncation": None, "padding": None, "post_processor": None, "decoder": None}
         definition |= {"added_tokens": sorted(added, key=lambda token: token["id"]), "model": model}
         definition |= {key: raw.get(key) for key in ("normalizer", "pre_tokenizer")}
-        parsed = Parsed(definition)
+        parsed = ParsedDefinition(definition)
         problems = list(parsed.problems())
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{path}: not a tokenizer ({type(error).__name__}: {error}); restore it") from error
