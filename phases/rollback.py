@@ -16,14 +16,16 @@ class RollbackRefused(ValueError):
 
 
 def passed_over(schedule: Schedule, supplies: Mapping[str, SourceSupply], step: int, num_steps: int) -> Schedule:
-    """The schedule whose updates from `step` on read what those `num_steps` later would have read.
+    """The schedule with the data of `num_steps` updates left out: those that update `step` would have begun with.
 
-    The order of data that update `step` belongs to goes on so to its end, where it reads on instead of ending early: so
-    exactly the sequences of `num_steps` updates of that order are left out, a ramp is as far as its data are, and what
-    follows reads on from there; an order ends where the shape of a batch changes, at the latest. Every boundary, rate,
-    rope theta and the total stay at their steps. `supplies` are those that the
-    schedule was resolved from. Raises RollbackRefused where there is no such update, and where a source would be read
-    beyond its `max_epochs`.
+    From `step` on each update reads what the one `num_steps` later would have read, up to the end of the order of data
+    that `step` belongs to. The last updates of that order, which nothing stands after, read on in it instead. So
+    exactly the sequences of `num_steps` updates of that order are left out, and a ramp is as far as the data are; the
+    orders that follow read on from where it ends. An order ends where the shape of a batch changes, at the latest.
+
+    Every boundary, rate, rope theta and the total stay at their steps. `supplies` are those that the schedule was
+    resolved from. Raises RollbackRefused where there is no such update, and where a source would be read beyond its
+    `max_epochs`.
     """
     if not 0 <= step < schedule.total_steps:
         raise RollbackRefused(f"the run has no update {step}")
@@ -31,8 +33,8 @@ def passed_over(schedule: Schedule, supplies: Mapping[str, SourceSupply], step: 
         raise RollbackRefused(f"got {num_steps} steps, expected 1 or more")
     segments = schedule.segments
     first = segments.index(schedule.segment_at(step))
-    last = next((i for i in range(first, len(segments) - 1) if not _same_order(segments[i], segments[i + 1])), None)
-    last = len(segments) - 1 if last is None else last
+    ends = (i for i in range(first, len(segments) - 1) if not _same_order(segments[i], segments[i + 1]))
+    last = next(ends, len(segments) - 1)  # of the order that `step` belongs to
     out = list(cut(segments, step))
     for i in range(first, last + 1):
         begins = max(segments[i].start, step + num_steps)  # where the data come from that are read num_steps earlier
@@ -40,12 +42,11 @@ def passed_over(schedule: Schedule, supplies: Mapping[str, SourceSupply], step: 
             continue
         end = segments[i].end if i == last else segments[i].end - num_steps
         out += _rated(segments, replace(segments[i].going_on(begins), start=begins - num_steps, end=end))
-    cursors, order = {}, None
-    for i in range(last + 1, len(segments)):
-        if order is None or not _same_order(segments[i - 1], segments[i]):
-            cursors = out[-1].drawn_at(segments[i].start)
-        order = segments[i]
-        out.append(replace(order, cursors=cursors).aligned())
+    cursors: dict[str, int] = {}
+    for before, after in pairwise(segments[last:]):
+        if not _same_order(before, after):  # as with the first of them
+            cursors = out[-1].drawn_at(after.start)
+        out.append(replace(after, cursors=cursors).aligned())
     for segment in out:
         if segment.end > step:
             _check_caps(segment, supplies)
@@ -60,9 +61,8 @@ def _same_order(before: Segment, after: Segment) -> bool:
 
 def _rated(segments: tuple[Segment, ...], moved: Segment) -> list[Segment]:
     """A segment in pieces that each have the learning rate and the rope theta of the one that owns its steps."""
-    pieces = [s for s in segments if s.start < moved.end and moved.start < s.end]
     out: list[Segment] = []
-    for owner in pieces:
+    for owner in (s for s in segments if s.start < moved.end and moved.start < s.end):
         start, end = max(owner.start, moved.start), min(owner.end, moved.end)
         own = {"lr": owner.lr, "lr_scale": owner.lr_scale, "rope_theta": owner.rope_theta}
         piece = replace(moved.going_on(start), end=end, **own)

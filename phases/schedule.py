@@ -301,7 +301,7 @@ def cut(segments: Sequence[Segment], step: int) -> tuple[Segment, ...]:
 def joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
     """The same data in the fewest segments: one that only goes on with the order before it is part of that one.
 
-    They have nothing but what the data depend on: no rates, no rope theta.
+    The segments that come out hold only what the data depend on: no rates, no rope theta.
     """
     out: list[Segment] = []
     for segment in segments:

@@ -53,7 +53,7 @@ class Model:
 
     `extend(params, cache, tokens_BT, starts_B, lengths_B)`: (features_BTD, cache) of tokens that come after those in
     the cache, as `forward` gives them for all of the row. Row b's first token stands at position starts_B[b], counted
-    from 0; from lengths_B[b] on the row is filled up, and what stands there must leave no trace in what comes later.
+    from 0. Tokens from lengths_B[b] on are padding, which must leave no trace in what comes later.
 
     `max_seq_len`: positions that the model has at most; None: there is no limit.
 

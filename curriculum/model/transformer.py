@@ -129,8 +129,8 @@ def extend(
     """(features_BTD, the cache with these tokens): what `forward` gives for them after the tokens in the cache.
 
     Token t of row b stands at position starts_B[b] + t, which the cache has room for; what the cache holds from there
-    on is overwritten. So a row may be filled up with anything: nothing before it sees it, and it is gone before what
-    comes next would.
+    on is overwritten. So the end of a row may be padding of any kind: no token before it sees it, and the tokens that
+    come next are written over it.
     """
     return _run(config, params, placement, tokens_BT, None, None, starts_B, cache)
 
