@@ -118,18 +118,10 @@ def eval_chart(
         return _svg(figure, title)
 
 
-def line_chart(
-    title: str,
-    curves: Sequence[Curve],
-    phases: Sequence[Phase] = (),
-    *,
-    size: tuple[int, int] = PANEL,
-    x_label: str = "step",
-    from_zero: bool = False,
-) -> str:
+def line_chart(title: str, curves: Sequence[Curve], phases: Sequence[Phase], *, from_zero: bool = False) -> str:
     """Lines without bands: training losses, the learning rate."""
     with _styled(title):
-        figure, axes = _axes(size, top=10, left=62 if from_zero else 44)
+        figure, axes = _axes(PANEL, left=62 if from_zero else 44)
         _shade(axes, phases, _x_range(curves), names=False)
         for curve in curves:
             _draw(axes, curve)
@@ -138,7 +130,7 @@ def line_chart(
             axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: short_rate(y)))
         else:
             _fit_y(axes, curves)
-        _finish(axes, x_label)
+        _finish(axes, "step")
         return _svg(figure, title)
 
 
@@ -148,12 +140,10 @@ def mixture_chart(
     shares: Mapping[str, Sequence[float]],
     colors: Mapping[str, str],
     phases: Sequence[Phase],
-    *,
-    size: tuple[int, int] = PANEL,
 ) -> str:
     """Shares of the sources over time, stacked to 100 %; two points of one step make a sharp edge."""
     with _styled(title):
-        figure, axes = _axes(size, top=10)
+        figure, axes = _axes(PANEL)
         if steps:
             areas = axes.stackplot(steps, *shares.values(), colors=[colors[name] for name in shares], alpha=0.8)
             for area in areas:
@@ -192,8 +182,8 @@ def _styled(title: str):
     return matplotlib.rc_context({**_STYLE, "svg.hashsalt": title.encode(errors="backslashreplace").decode()})
 
 
-def _axes(size: tuple[int, int], *, left: int = 44, right: int = 22, top: int = 10, bottom: int = 40):
-    width, height = size
+def _axes(size: tuple[int, int], *, left: int = 44, right: int = 22, top: int = 10) -> tuple[Figure, Axes]:
+    (width, height), bottom = size, 40
     figure = Figure(figsize=(width / _PX, height / _PX), dpi=_PX)
     frame = (left / width, bottom / height, (width - left - right) / width, (height - top - bottom) / height)
     return figure, figure.add_axes(frame)

@@ -57,7 +57,7 @@ def table(
     return tag("div", tag("table", head, tag("tbody", *body), **look), class_="scroll")
 
 
-def figure(svg: str, caption: Any = "", *, wide: bool = False) -> Html:
+def figure(svg: str, caption: Any, *, wide: bool = False) -> Html:
     drawing = tag("div", Html(svg), class_="scroll")
     return tag("figure", tag("figcaption", caption), drawing, class_="wide" if wide else "panel")
 
