@@ -10,7 +10,7 @@ import numpy as np
 from curriculum.model.presets import RopeScaling
 
 
-def rope_angles(num_positions: int, head_width: int, theta: float, scaling: RopeScaling | None = None) -> np.ndarray:
+def rope_angles(num_positions: int, head_width: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
     """angles_TK: position t times the frequency theta^(-2k / head_width) (arXiv:2104.09864), float64.
 
     Scaled, a frequency is divided by the factor, so far as `unscaled_share` leaves it.
