@@ -244,18 +244,13 @@ def vetoed(state: GoldState, candidate: Candidate, reason: str) -> tuple[GoldSta
     return state, [blocked] if candidate.instead is None else [blocked, candidate.instead]
 
 
-def kept_steps(state: GoldState, decisions: Iterable[Decision] = ()) -> set[int]:
-    """The steps whose checkpoints `gold/` has to hold: the gold, the pending one, those the gate is to be asked about.
+def kept_steps(state: GoldState) -> set[int]:
+    """The steps whose checkpoints `gold/` has to hold between evals: the gold and the pending one.
 
     A step that is no longer among them may be dropped, once no checkpoint that could be resumed holds a state that
     names it.
     """
-    kept = {point.step for point in (state.gold, state.pending) if point is not None}
-    for decision in decisions:
-        while isinstance(decision, Candidate):
-            kept.add(decision.step)
-            decision = decision.instead
-    return kept
+    return {point.step for point in (state.gold, state.pending) if point is not None}
 
 
 def _remembered(sets: Mapping[str, SetMemory], measured: Measured) -> dict[str, SetMemory]:

@@ -55,6 +55,16 @@ def of_values(config, values, *, last=False):
     return state, [[told(d) for d in ds] for ds in decisions]
 
 
+def needed_steps(state, decisions):
+    """The steps whose checkpoints have to be there until these decisions are carried out."""
+    needed = kept_steps(state)
+    for decision in decisions:
+        while isinstance(decision, Candidate):
+            needed.add(decision.step)
+            decision = decision.instead
+    return needed
+
+
 def told(decision):
     return f"{'gold' if isinstance(decision, Gold) else 'blocked'} {decision.step}"
 
@@ -325,7 +335,7 @@ GATED = GoldConfig(overfit_ratio=None, gate="./gate")
 def test_a_gate_is_asked_before_anything_is_gold():
     state, [candidate] = judge(GATED, GoldState(), measured(10, primary=3.0))
     assert candidate == Candidate(10, "primary/loss", 3.0)
-    assert state.gold is None and kept_steps(state) == set() and kept_steps(state, [candidate]) == {10}
+    assert state.gold is None and kept_steps(state) == set() and needed_steps(state, [candidate]) == {10}
     state, [gold] = accepted(state, candidate, 0.5)
     assert gold == Gold(10, "primary/loss", 3.0, None, None, 0.5, "gold/10") and state.gold.score == 0.5
 
@@ -351,9 +361,9 @@ def test_the_gate_is_asked_about_the_dip_when_it_vetoes_what_surpassed_it():
     state, [candidate] = judge(GATED, state, measured(5, primary=2.7))
     dip = Candidate(4, "primary/loss", 2.8)
     assert candidate == Candidate(5, "primary/loss", 2.7, instead=dip)
-    assert kept_steps(state, [candidate]) == {1, 4, 5}
+    assert needed_steps(state, [candidate]) == {1, 4, 5}
     after, [blocked, following] = vetoed(state, candidate, "no")
-    assert told(blocked) == "blocked 5" and following == dip and kept_steps(after, [blocked, following]) == {1, 4}
+    assert told(blocked) == "blocked 5" and following == dip and needed_steps(after, [blocked, following]) == {1, 4}
     after, [gold] = accepted(after, following)
     assert (gold.step, gold.previous_step) == (4, 1)
     after, [gold] = accepted(state, candidate)
@@ -365,7 +375,7 @@ def test_the_gate_is_asked_about_the_confirming_eval_when_it_vetoes_the_dip():
     for confirming in (2.9, 2.8):  # a tie, too
         state, [candidate] = judge(GATED, before, measured(5, primary=confirming))
         assert candidate == Candidate(4, "primary/loss", 2.8, instead=Candidate(5, "primary/loss", confirming))
-        assert kept_steps(state, [candidate]) == {1, 4, 5}
+        assert needed_steps(state, [candidate]) == {1, 4, 5}
         after, [blocked, following] = vetoed(state, candidate, "no")
         after, [gold] = accepted(after, following)
         assert (told(blocked), gold.step, gold.previous_step) == ("blocked 4", 5, 1)
@@ -417,9 +427,11 @@ def course(config, evals, answers, *, through_json=False):
             state = GoldState.from_json(json.loads(json.dumps(state.to_json(), allow_nan=False)))
         state, decisions = judge(config, state, one)
         while decisions:
-            if one.step in kept_steps(state, decisions):
+            if one.step in needed_steps(state, decisions):
                 disk.add(one.step)
-            assert kept_steps(state, decisions) <= disk  # never one that was not saved at its own eval, or was dropped
+            assert (
+                needed_steps(state, decisions) <= disk
+            )  # never one that was not saved at its own eval, or was dropped
             decision, *decisions = decisions
             if isinstance(decision, Candidate):
                 answer = answers[next(turn) % len(answers)]
