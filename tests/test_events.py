@@ -12,7 +12,18 @@ import numpy as np
 import pytest
 
 from curriculum.errors import InputError
-from curriculum.record.events import Record, eval_sets, last_row, number, read_events, read_metrics, set_aside
+from curriculum.record.events import (
+    EVENTS,
+    METRICS,
+    Record,
+    eval_sets,
+    last_row,
+    number,
+    read_events,
+    read_metrics,
+)
+
+FROM_THE_START = {EVENTS: 0, METRICS: 0}
 
 
 class Seen:
@@ -212,12 +223,12 @@ def test_offsets_that_do_not_fit_are_refused_and_change_nothing(tmp_path, wrong)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before and len(before) == 2
 
 
-def test_set_aside_empties_the_record(tmp_path):
-    set_aside(tmp_path / "nothing-there")
-    assert not (tmp_path / "nothing-there").exists()
+def test_going_on_from_the_start_sets_the_whole_record_aside(tmp_path):
+    Record.resume(tmp_path, FROM_THE_START, tokens_at, 0.0).close()
+    assert not (tmp_path / "superseded.jsonl").exists()
     written_run(tmp_path)
     lines = read_events(tmp_path) + read_metrics(tmp_path)
-    set_aside(tmp_path)
+    Record.resume(tmp_path, FROM_THE_START, tokens_at, 0.0).close()
     assert read_events(tmp_path) == read_metrics(tmp_path) == []
     entries = [strict(line) for line in (tmp_path / "superseded.jsonl").read_text().splitlines()]
     assert [entry["line"] for entry in entries] == lines and len(lines) == 12
@@ -331,7 +342,7 @@ def test_a_cut_that_was_written_down_and_is_damaged_is_told(tmp_path, content):
     with pytest.raises(
         InputError, match=r"superseded.pending.json: is damaged, .* restore it from a copy, or remove it"
     ):
-        set_aside(tmp_path)
+        Record.resume(tmp_path, FROM_THE_START, tokens_at, 0.0)
 
 
 def test_readers_leave_out_a_line_that_is_being_written(tmp_path):

@@ -139,11 +139,6 @@ class Record:
         return line
 
 
-def set_aside(run_dir: Path) -> None:
-    """Moves the whole record to `superseded.jsonl`: the run has no usable checkpoint and starts at 0."""
-    _cut(run_dir, {EVENTS: 0, METRICS: 0})
-
-
 def read_events(run_dir: Path) -> list[dict[str, Any]]:
     """The events of a run, oldest first; a last line that is still being written is left out.
 
