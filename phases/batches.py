@@ -103,8 +103,8 @@ def document_ids(tokens_BT: np.ndarray, eot: int) -> np.ndarray:
 class DataPlan:
     """The order of all sequences of a run.
 
-    `tokens_per_epoch` gives each source's size in whole blocks (`epoch_tokens` of a plain stream). Those that no batch
-    is asked of may be absent: never drawn, or drawn before the run went on without them.
+    `tokens_per_epoch` gives each source's size in whole blocks (`epoch_tokens` of a plain stream). A source may be
+    absent where no batch that is asked for draws from it: one that is never drawn, or that the run went on without.
     """
 
     def __init__(self, schedule: Schedule, seed: int, tokens_per_epoch: Mapping[str, int], block_tokens: int):
@@ -210,9 +210,9 @@ def _consecutive_tokens(streams: Sequence, draws: Draws, length: int) -> np.ndar
 
 
 def _cut(stream: Sequence) -> Callable[[int, int], np.ndarray]:
-    """What gives the tokens [start, stop) of a stream: its own `between`, or slices of an array.
+    """The function that gives the tokens [start, stop) of a stream: its own `between`, or slices of an array.
 
-    A memory map is sliced as what it is below, ten times as fast.
+    A memory map is sliced as the plain array that it is at bottom, which is ten times as fast.
     """
     if isinstance(stream, np.memmap):
         stream = stream.view(np.ndarray)

@@ -59,13 +59,12 @@ def raise_share(
 ) -> Replay:
     """Raise the share of `source` to min(max_share, factor x max(share, 0.01)) from update `step` on.
 
-    It lasts to the end of the phase that owns the update; the other sources keep their proportions to each other,
-    `spared` ones their shares, and both ends of a ramp under way are raised alike, so far as what is not spared can
-    give it. A share is never lowered. The phases, supplies and numbers are those that `schedule` was resolved from.
-    Raises ReplayRefused where there is nothing to raise or to give for it, and where the edited schedule would not
-    resolve (a cap exceeded, an epoch clock missed) or would end the run at another step.
+    It lasts to the end of the phase that owns the update. `spared` sources keep their shares; the others give what is
+    added, and keep their proportions to each other. Both ends of a ramp under way are raised, each where the others
+    have enough to give. A share is never lowered. The phases, supplies and numbers are those that `schedule` was
+    resolved from. Raises ReplayRefused where there is nothing to raise or to give for it, and where the edited schedule
+    would not resolve (a cap exceeded, an epoch clock missed) or would end the run at another step.
     """
-
     if source not in supplies:
         raise ReplayRefused(f"there is no source {source}")
     if supplies[source].num_tokens == 0:

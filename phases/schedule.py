@@ -219,7 +219,7 @@ class Schedule:
         return total
 
     def left_out(self, step: int) -> dict[str, int]:
-        """Tokens of each source that the order which begins at `step` passes over, to begin a sequence of its own."""
+        """Tokens of each source passed over at `step`, where an order begins: up to its first whole sequence."""
         before, after = self.segment_at(step - 1), self.segment_at(step)
         if step == 0 or after.start != step:
             return {}

@@ -109,7 +109,7 @@ def _in_order_of_content(
 
 
 def _reading(source: SourceConfig, chat: ChatConfig) -> tuple:
-    """What decides, beside the content of a source, its text and what of it is scored."""
+    """What the text of a source, and what of it is scored, depend on beside the content of its files."""
     return source.keys if source.format == "text" else (*source.keys, source.format, astuple(chat))
 
 

@@ -59,7 +59,7 @@ class Generator:
                 "make_model: gave a model that cannot generate; expected Model.empty_cache and Model.extend as well, "
                 "which docs/library.md describes"
             )
-        # What the model may have beyond the tokenizer's ids says nothing.
+        # Ids that the model has beyond the tokenizer's stand for no text.
         num_ids = min(model.num_ids or tokenizer.vocab_size, tokenizer.vocab_size)
         self.model, self.tokenizer = replace(model, num_ids=num_ids), tokenizer
         self.num_prefill_traces = self.num_decode_traces = 0

@@ -149,7 +149,10 @@ def checked_tensors(folder: str | os.PathLike, config: ModelConfig) -> dict[str,
 
 
 def _full_names(stored: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
-    """Names as of the class with a head: of one without, as the first GPT-2 folders were saved, a prefix is missing."""
+    """The tensors by their names in the class with a head.
+
+    The class without one, as which the first GPT-2 folders were saved, leaves a prefix out.
+    """
     prefix = hf_layout(config)[0].name.partition(".")[0] + "."
     if any(name.startswith(prefix) for name in stored):
         return dict(stored)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ def frozen_of(params: Params) -> Params:
     return _part(params, lambda name: name not in (A, B))
 
 
-def _part(tree: Params, wanted: Any) -> Params:
+def _part(tree: Params, wanted: Callable[[str], bool]) -> Params:
     found = {
         name: _part(value, wanted) if isinstance(value, Mapping) else value
         for name, value in tree.items()

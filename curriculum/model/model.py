@@ -16,10 +16,10 @@ Params = Any  # nested dicts, keyed by strings, and lists of float32 arrays
 
 
 class Placement(NamedTuple):
-    """How parameters lie on devices, for a model that is told, as it comes to use them.
+    """How the parameters lie on devices, for a model that gathers them itself, part by part as it uses them.
 
-    `gather(params)`: parameters, or those of some modules by their names, as a product takes them: whole but for what
-    is split over heads, feed-forward and vocabulary. `heads_split`: whether the heads lie on several devices.
+    `gather(params)` gives parameters, all of them or those of some modules, as a matrix product takes them: whole but
+    for what is split over heads, feed-forward and vocabulary. `heads_split`: whether the heads lie on several devices.
     """
 
     gather: Callable[[Params], Params] = lambda params: params

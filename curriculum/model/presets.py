@@ -109,10 +109,10 @@ class ModelConfig:
     def architecture(self) -> dict[str, Any]:
         """What stays the same for the whole run; how it is computed (`HOW`) may change.
 
-        What few models have (`RARE`) is left out where they have it not.
+        Fields that few models use (`RARE`) are left out where they have their defaults.
         """
-        unlike = {f.name for f in fields(self) if f.name in RARE and getattr(self, f.name) == f.default}
-        return {name: setting for name, setting in asdict(self).items() if name not in HOW and name not in unlike}
+        unused = {f.name for f in fields(self) if f.name in RARE and getattr(self, f.name) == f.default}
+        return {name: setting for name, setting in asdict(self).items() if name not in HOW and name not in unused}
 
     @classmethod
     def of(cls, architecture: Mapping[str, Any]) -> "ModelConfig":

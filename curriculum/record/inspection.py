@@ -256,7 +256,7 @@ def offender(o: Mapping[str, Any]) -> str:
 
 
 def offender_in(event: Mapping[str, Any], o: Mapping[str, Any]) -> str:
-    """The same within what its event says: with a step only where its set was not measured then, but before."""
+    """`offender` beside its event: the step is told where it is not the event's, of a set that was measured before."""
     return offender({key: value for key, value in o.items() if key != "step" or value != event["step"]})
 
 
