@@ -213,7 +213,7 @@ class ModelSection:
     attention: Literal["auto", "plain", "xla", "cudnn"] | None = None
     """How attention is computed: auto is plain on a CPU and NVIDIA's flash attention (cudnn) where it can be."""
     layers: Literal["auto", "unrolled", "scanned"] | None = None
-    """How layers are computed: one after the other, or one in a loop; auto is unrolled on a CPU, scanned elsewhere."""
+    """How layers are computed: one after the other, or one in a loop; auto is unrolled on CPUs and NVIDIA GPUs."""
 
 
 PRESETS = {
