@@ -150,6 +150,11 @@ def test_a_bad_batch_is_skipped_counted_and_said(place, clean, tmp_path, capsys)
     assert "3 of 150 updates were skipped: 3 beyond the window's standard deviations" in out
 
 
+def test_bad_updates_in_words():
+    assert divergence._bad_updates(7, 1) == "update 7 was bad"
+    assert divergence._bad_updates(7, 2) == "2 updates in a row were bad, from update 7 on"
+
+
 def test_three_bad_batches_in_a_row_are_gone_back_from(place, clean, gone_back):
     run = load_run(gone_back)
     (rollback,) = [e for e in run.events if e["event"] == "rollback"]

@@ -5,7 +5,7 @@ import json
 from started import ended, free_port, start
 
 from curriculum.errors import InputError
-from curriculum.train.processes import _exit_code, count, first_then_all, from_first, is_first, joined
+from curriculum.train.processes import _exit_code, _in_a_line, count, first_then_all, from_first, is_first, joined
 
 
 def test_a_single_process_decides_for_itself():
@@ -156,3 +156,9 @@ def test_process_0_sees_off_one_that_tells_an_error_of_its_own_meanwhile():
 def test_the_exit_code_of_a_process_that_ends_by_an_error():
     errors = [InputError("x"), KeyboardInterrupt(), SystemExit(143), SystemExit("x"), RuntimeError()]
     assert [_exit_code(error) for error in errors] == [2, 130, 143, 1, 1]
+
+
+def test_the_others_are_told_an_error_in_a_line():
+    assert _in_a_line(KeyboardInterrupt()) == "KeyboardInterrupt"
+    assert _in_a_line(ValueError("one\ntwo")) == "ValueError: one"
+    assert len(_in_a_line(ValueError(999 * "x"))) == 300

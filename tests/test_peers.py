@@ -11,6 +11,7 @@ import pytest
 from started import free_port
 
 from curriculum.errors import InputError
+from curriculum.train import peers
 from curriculum.train.launch import Launch
 from curriculum.train.messages import frame
 from curriculum.train.peers import Peers
@@ -158,9 +159,11 @@ def test_a_port_that_is_taken_is_told():
     assert first.startswith(f"--coordinator 127.0.0.1:{port}: process 0 cannot listen there: Address already in use")
 
 
-def test_a_process_that_never_comes_is_named():
+def test_a_process_that_never_comes_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(peers, "_TELL_AFTER_SECONDS", 0.0)
     port = free_port()
     [first] = meet(Launch("127.0.0.1", port, 2, 0), seconds=0.3)
+    assert capsys.readouterr().err == f"waiting at 127.0.0.1:{port} for 1 of 2 processes\n"
     assert first.startswith(
         f"--coordinator 127.0.0.1:{port}: waited 0.3 s for 2 processes, of which these did not come: 1"
     )

@@ -115,13 +115,16 @@ def checkpoint_before(directory: RunDirectory, rollback: Rollback) -> Resumed | 
     return None if step is None else resumed_by_first(lambda: to_resume(directory, step))
 
 
+def _bad_updates(first: int, num: int) -> str:
+    return f"{num} updates in a row were bad, from update {first} on" if num > 1 else f"update {first} was bad"
+
+
 def _find(run: Running, done: int, whole_state: bool) -> _Divergence | None:
     guard = run.state.guard
     if (first := int(guard.diverged_at)) >= 0:
         after = run.setup.config.train.diverged_after
-        reason = f"{after} update{'s' if after > 1 else ''} in a row were bad, from update {first} on"
         run.settle(done)
-        return _Divergence(reason, first, _newest(run.directory, first), first)
+        return _Divergence(_bad_updates(first, after), first, _newest(run.directory, first), first)
     if whole_state:
         try:
             check_finite(run.state)

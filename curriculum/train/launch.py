@@ -74,8 +74,8 @@ def find_launch(
     if missing := [option for option, value in given.items() if value is None]:
         there = [option for option in given if option not in missing]
         raise InputError(
-            f"{' and '.join(there)}: got no {' and no '.join(missing)}; the processes of a run need all three (or the "
-            f"environment variables {', '.join(VARIABLES[option] for option in missing)}), unless SLURM or Open MPI "
+            f"{' and '.join(there)}: got no {' and no '.join(missing)}; the processes of a run need all three (or, in "
+            f"the environment, {', '.join(VARIABLES[option] for option in missing)}), unless SLURM or Open MPI "
             "starts them"
         )
     host, port, problems = *_address(coordinator), []

@@ -167,7 +167,7 @@ class Peers:
                     )
                 if waited > _TELL_AFTER_SECONDS and not told:
                     told = True
-                    print(f"waiting at {where} for processes {missing} of {self.count}", file=sys.stderr, flush=True)
+                    print(f"waiting at {where} for {missing} of {self.count} processes", file=sys.stderr, flush=True)
                 server.settimeout(min(1.0, max(join_seconds - waited, 0.01)))
                 try:
                     connection, _ = server.accept()

@@ -179,7 +179,7 @@ def leave(error: BaseException) -> None:
     if _peers is None or _is_agreed(error) or isinstance(error, GeneratorExit):
         return
     _peers.wait_for_news(_NEWS_SECONDS)  # it may be that another one is gone, which then ends this one
-    _peers.leave(f"{type(error).__name__}: {error}".partition("\n")[0][:300], _exit_code(error))
+    _peers.leave(_in_a_line(error), _exit_code(error))
     _left = _peers
     late = threading.Timer(_LEAVE_SECONDS, _exit_late, (error,))
     late.daemon = True
@@ -239,6 +239,11 @@ def _is_agreed(error: BaseException) -> bool:
     if isinstance(error, SystemExit) and error.__context__ is not None:
         return _is_agreed(error.__context__)
     return getattr(error, "in_every_process", False)
+
+
+def _in_a_line(error: BaseException) -> str:
+    said = f": {error}" if str(error) else ""
+    return f"{type(error).__name__}{said}".partition("\n")[0][:300]
 
 
 def _exit_code(error: BaseException) -> int:
