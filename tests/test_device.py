@@ -87,7 +87,7 @@ def test_the_installed_jaxlib_knows_each_flag(flag):
 
 
 def lines_of(root, **environment):
-    program = "import sys, pathlib; from curriculum.train.device import device_lines\nprint(*device_lines([], pathlib.Path(sys.argv[1])), sep='\\n')"
+    program = "import sys, pathlib; from curriculum.train.device import device_lines\nprint(*device_lines([], 'float32', pathlib.Path(sys.argv[1])), sep='\\n')"
     kept = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES")}
     done = subprocess.run(
         [sys.executable, "-c", program, str(root)], env={**kept, **environment}, capture_output=True, text=True
@@ -107,11 +107,14 @@ def test_a_cpu_is_one_line_and_a_gpu_that_jax_does_not_see_is_told(tmp_path, gpu
 
 
 def test_a_gpu_is_named_with_its_memory_and_what_was_set():
-    assert gpu_lines(2, "NVIDIA H200", 112_500_000_000, [SCHEDULER, DETERMINISTIC_FLAG]) == [
+    assert gpu_lines(2, "NVIDIA H200", 112_500_000_000, [SCHEDULER, DETERMINISTIC_FLAG], "bfloat16") == [
         "  devices    2 x NVIDIA H200, 112.5 GB of each for jax (XLA_CLIENT_MEM_FRACTION)",
         f"             added to XLA_FLAGS: {SCHEDULER} {DETERMINISTIC_FLAG} (docs/gpu.md)",
     ]
-    assert gpu_lines(1, "NVIDIA H200", None, []) == ["  devices    1 x NVIDIA H200"]
+    assert gpu_lines(1, "NVIDIA H200", None, [], None) == ["  devices    1 x NVIDIA H200"]
+    one, hint = gpu_lines(1, "NVIDIA H200", None, [], "float32")
+    assert one == "  devices    1 x NVIDIA H200"
+    assert hint.strip().startswith("model.compute_dtype: bfloat16 takes less than half of the time of float32")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="page faults are counted as Linux does, malloc is glibc's")

@@ -4,7 +4,7 @@
     python tools/check_gpu_program.py --preset gpt2-124m --rows 32 --seq-len 1024
     python tools/check_gpu_program.py --preset llama-1b --mesh 1 8 1 --rows 32 --seq-len 2048 --remat dots --most 20
 
-The update of `curriculum train` (AdamW, state donated, products in bfloat16) is compiled for shapes alone, as on a GPU
+The update of `curriculum train` (AdamW, state donated) is compiled for shapes alone, as on a GPU
 (curriculum/model/formulation.py; --attention, --layers and --loss-tokens take others), and its program is counted
 (tools/hlo_traffic.py) against the card's data sheet: `least ms` is what it takes where every instruction reaches the
 limit of its products or of the memory, whichever is longer; MFU is the model's FLOPs, as tools/bench_step.py counts
@@ -44,7 +44,8 @@ from curriculum.train.mesh import AXES
 
 @dataclass(frozen=True)
 class Card:
-    """NVIDIA's data sheet: dense products of bfloat16, the memory, and NVLink one way, a second."""
+    """NVIDIA's data sheet: dense products of bfloat16 (of float32, as TF32, half of it), the memory, and NVLink one
+    way; a second."""
 
     flops: float
     memory_bytes_per_second: float
@@ -65,6 +66,12 @@ gpu_device_info {{
 platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} runtime_version {{ major: 13 minor: 0 }}
 device_description_str: "NVIDIA {name}"
 """
+
+
+def card_of(name: str, config: ModelConfig) -> Card:
+    """A card at the rate of a config's products."""
+    card = CARDS[name]
+    return card if config.compute_dtype == "bfloat16" else replace(card, flops=card.flops / 2)
 
 
 def cards_mesh(name: str, sizes: tuple[int, int, int]) -> Mesh:
@@ -112,7 +119,7 @@ def model_flops(config: ModelConfig, num_tokens: int, seq_len: int) -> float:
 
 def measure(config: ModelConfig, card_name: str, options: argparse.Namespace) -> tuple[dict, list[Cost]]:
     """What is told of an update, by name; and the cost of each instruction."""
-    card, sizes = CARDS[card_name], tuple(options.mesh)
+    card, sizes = card_of(card_name, config), tuple(options.mesh)
     rows, seq_len = options.rows, options.seq_len
     started = time.perf_counter()
     with as_on_a_gpu(options.loss_tokens):
@@ -183,6 +190,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=32, help="of the whole update")
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--grad-accum", type=int, default=1)
+    parser.add_argument("--compute-dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--remat", choices=("none", "dots", "full"), default="none")
     parser.add_argument("--attention", choices=("auto", "cudnn", "xla", "plain"), default="auto")
     parser.add_argument("--layers", choices=("auto", "unrolled", "scanned"), default="auto")
@@ -195,7 +203,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     config = replace(
         PRESETS[options.preset],
-        compute_dtype="bfloat16",
+        compute_dtype=options.compute_dtype,
         remat=options.remat,
         attention=options.attention,
         layers=options.layers,
@@ -206,7 +214,7 @@ def main(argv: list[str] | None = None) -> None:
     for name, value in report.items():
         print(f"{name:>20}  {value:,}" if isinstance(value, int) else f"{name:>20}  {value}")
     if options.most:
-        print_most(found, CARDS[options.card], options.most)
+        print_most(found, card_of(options.card, config), options.most)
     if options.json:
         options.json.write_text(json.dumps(report, indent=2) + "\n")
 

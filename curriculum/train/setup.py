@@ -129,7 +129,8 @@ def build(
     check_same(lambda: _agreed(config, corpus, course.schedule, lineage))
     if by_gloo():
         introduce(mesh)
-    return Setup(config, mesh, corpus, model, course, states, compiled, lineage, device_lines(added_flags))
+    about_devices = device_lines(added_flags, None if architecture is None else architecture.compute_dtype)
+    return Setup(config, mesh, corpus, model, course, states, compiled, lineage, about_devices)
 
 
 def _with_model(config: Config, make_model: Callable[[int], Model] | None) -> Config:
