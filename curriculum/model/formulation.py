@@ -40,7 +40,7 @@ class Formulation:
     """The loss fills the head up to a multiple of so many rows."""
 
 
-# On a CPU a small vocabulary takes more tokens at once than `loss_tokens`: as many as have so many logits.
+# Of a small vocabulary more than `loss_tokens` at a time: as many tokens as have so many logits.
 LOSS_LOGITS = 1 << 22
 BY_BACKEND = {
     # Of the speed of what is chosen, two cores, 0.8M parameters, three rounds of one run: scanned layers 0.83; xla

@@ -25,7 +25,8 @@ def nats_per_token(
     features_BTD = model.forward(params, inputs_BT, None, None)
     if model.head is None:
         return _nats(_without_padding(features_BTD.astype(jnp.float32), model.num_ids), targets_BT)
-    kernel_VD, num_ids = _head(model, params, features_BTD.dtype)
+    kernel_VD, num_ids = _head(model, params)
+    kernel_VD = kernel_VD.astype(features_BTD.dtype)
 
     def chunk_nats(chunk):
         features_BtD, targets_Bt = chunk
@@ -68,7 +69,8 @@ def sample_targets(
 
     if model.head is None:
         return draw(keys_B, positions_BT, _without_padding(features_BTD.astype(jnp.float32), model.num_ids))
-    kernel_VD, num_ids = _head(model, params, features_BTD.dtype)
+    kernel_VD, num_ids = _head(model, params)
+    kernel_VD = kernel_VD.astype(features_BTD.dtype)
 
     def chunk_draw(chunk):
         features_BtD, positions_Bt = chunk
@@ -85,9 +87,9 @@ def next_logits(model: Model, params: Params, features_BD: jax.Array) -> jax.Arr
     return _without_padding(_logits(features_BD[:, None], kernel_VD, None)[:, 0], model.num_ids)
 
 
-def _head(model: Model, params: Params, dtype: Any = None) -> tuple[jax.Array, int | None]:
+def _head(model: Model, params: Params) -> tuple[jax.Array, int | None]:
     """(kernel_VD, how many of its rows are ids, None: all), filled up with rows of zeros as the backend has it."""
-    kernel_VD = model.head(params).astype(dtype)
+    kernel_VD = model.head(params)
     V = kernel_VD.shape[0]
     missing = -V % BY_BACKEND[backend()].head_rows
     if not missing:
