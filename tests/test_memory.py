@@ -261,6 +261,29 @@ def test_the_compiler_says_nearly_the_same_of_the_whole_update(config, rows, seq
     assert 0.9 < estimate / compiled < 1.2
 
 
+GPT2_124M, LLAMA_360M, LLAMA_1B = (
+    replace(PRESETS[name], compute_dtype="bfloat16") for name in ("gpt2-124m", "llama-360m", "llama-1b")
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "rows", "seq_len", "options", "compiled_gb"),
+    [
+        (GPT2_124M, 32, 1024, {}, 15.44),
+        (GPT2_124M, 32, 1024, {"document_mask": True}, 15.46),
+        (replace(GPT2_124M, layers="scanned"), 32, 1024, {}, 24.62),
+        (replace(GPT2_124M, remat="dots"), 32, 1024, {}, 8.56),
+        (LLAMA_360M, 16, 1024, {}, 21.36),
+        (LLAMA_1B, 4, 2048, {}, 31.57),
+        (replace(LLAMA_1B, remat="dots"), 4, 2048, {"state_shards": 8, "fsdp": 8}, 13.12),
+    ],
+)
+def test_the_estimate_for_a_gpu_is_near_what_was_compiled_for_one(config, rows, seq_len, options, compiled_gb):
+    """For an H100, by `tools/check_gpu_program.py`, which needs a compiler that is not installed here."""
+    estimate = memory_estimate(config, rows=rows, seq_len=seq_len, backend="gpu", **options).total
+    assert 0.95 < estimate / 1e9 / compiled_gb < 1.2
+
+
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [

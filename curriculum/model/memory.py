@@ -98,8 +98,8 @@ def memory_estimate(
     loss = 2 * num_tokens * model.d_model * width_bytes
     if model.compute_dtype != "float32":
         loss += width_bytes * -(-model.vocab_size * model.d_model // state_shards)
-    computed_again = 0 if model.remat == "none" else block_bytes(model, rows, seq_len, "none")
-    activations = kept_bytes(model, rows, seq_len, document_mask) + max(computed_again - chunk, 0)
+    computed_again = 0 if model.remat == "none" else block_bytes(model, rows, seq_len, "none", backend)
+    activations = kept_bytes(model, rows, seq_len, document_mask, backend) + max(computed_again - chunk, 0)
     gathered_at_once = 1.0
     if model.remat != "none":  # all blocks but one are not gathered yet, or are not any more
         gathered_at_once -= num_projections(model) * (1 - 1 / model.n_layer) / num_parameters(model)
@@ -118,7 +118,7 @@ def memory_estimate(
     )
 
 
-def kept_bytes(model: ModelConfig, rows: int, seq_len: int, document_mask: bool = False) -> int:
+def kept_bytes(model: ModelConfig, rows: int, seq_len: int, document_mask: bool = False, backend: str = "cpu") -> int:
     """All that the way forward hands to the way back, parameters apart.
 
     Beside the blocks: the tokens; of the last norm one [M, D] in float32 (x - mean by its deviation; what comes out is
@@ -137,7 +137,7 @@ def kept_bytes(model: ModelConfig, rows: int, seq_len: int, document_mask: bool 
         outside += (rows if document_mask else 1) * seq_len**2
     if document_mask and model.attention == "cudnn":
         outside += rows * seq_len**2 * BYTES_OF[model.compute_dtype]
-    blocks = model.n_layer * block_bytes(model, rows, seq_len, model.remat)
+    blocks = model.n_layer * block_bytes(model, rows, seq_len, model.remat, backend)
     if model.layers == "scanned" and model.remat == "none":
         blocks -= (model.n_layer - 1) * _alike_bytes(model, rows, seq_len)
     return outside + blocks
@@ -150,7 +150,7 @@ def _alike_bytes(model: ModelConfig, rows: int, seq_len: int) -> int:
     return rows * seq_len * (scores + zeros)
 
 
-def block_bytes(model: ModelConfig, rows: int, seq_len: int, remat: str) -> int:
+def block_bytes(model: ModelConfig, rows: int, seq_len: int, remat: str, backend: str = "cpu") -> int:
     """What one block hands to the way back. In compute_dtype where nothing else is said:
 
     | remat | [M, D] | [M, K n_kv_head] | [M, F] | [B, H, T, T] |
@@ -192,7 +192,9 @@ gelu: up and five steps of its tanh form; swiglu: gate, three of silu, up, their
         attention += (model.n_head + model.n_kv_head) * FLOAT32_BYTES
     of_score = 2 * FLOAT32_BYTES + width_bytes + 1
     scores = model.n_head * (FLOAT32_BYTES if flash else seq_len * of_score + 2 * FLOAT32_BYTES)
-    mlp = (5 + is_kept("down")) * model.d_ff * width_bytes
+    # Where layers are unrolled the compiler for GPUs works out all but two again (docs/gpu.md compares).
+    num_inner = 2 if backend == "gpu" and model.layers == "unrolled" else 5 + is_kept("down")
+    mlp = num_inner * model.d_ff * width_bytes
     weights = 2 * model.d_model * (query_width + kv_width) + (3 if gated else 2) * model.d_model * model.d_ff
     weights += num_adapters(model) // model.n_layer
     per_token = 2 * norm + attention + scores + mlp + 2 * _dropout_bytes(model)
