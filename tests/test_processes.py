@@ -10,7 +10,7 @@ import pytest
 from process_runs import BUILT, SHOWN, STEPS, config_data, write_sources
 from started import ended, free_port, start
 
-from curriculum.run import load_run
+from curriculum.run import checkpoint_steps, load_run
 
 # Float32 sums in another order, as between meshes of one process (test_mesh.py); twelve updates at a high rate make more
 # of them: 7e-6 was seen. Losses are recorded in six decimals.
@@ -27,18 +27,22 @@ def start_train(folder, num_processes, *arguments):
     return [start([*command, f"--process-id={i}"]) for i in range(num_processes)]
 
 
-def wait_for_rows(folder, num_rows):
-    """Until the run has so many metrics rows."""
-    path = folder / "long/metrics.jsonl"
+def wait_until(happened, what):
     for _ in range(3000):
-        if path.exists() and len(path.read_text().splitlines()) >= num_rows:
+        if happened():
             return
         time.sleep(0.1)
-    raise AssertionError(f"{path}: has no {num_rows} rows after five minutes")
+    raise AssertionError(f"five minutes, and not yet: {what}")
 
 
 def num_rows(folder):
-    return len((folder / "long/metrics.jsonl").read_text().splitlines())
+    """How many metrics rows the run has."""
+    path = folder / "long/metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def wait_for_rows(folder, number):
+    wait_until(lambda: num_rows(folder) >= number, f"{number} metrics rows")
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +164,8 @@ def course(folder):
     does; and by two the first of which is killed."""
     told = {}
     killed = start_train(folder, 2)
-    wait_for_rows(folder, 9)
+    # The updates go on while a checkpoint is written: how many rows there are does not tell that one is whole.
+    wait_until(lambda: max(checkpoint_steps(folder / "long/checkpoints"), default=0) >= 8, "the checkpoint of step 8")
     began = time.monotonic()
     killed[1].send_signal(signal.SIGKILL)
     told["killed"] = [ended(process) for process in killed]
@@ -188,7 +193,7 @@ def course(folder):
 @pytest.mark.slow
 def test_the_end_of_one_process_ends_the_other_with_a_line_that_says_so(course):
     (code, text), (killed, _) = course["killed"]
-    assert (code, killed) == (1, -signal.SIGKILL) and course["killed_seconds"] < 20
+    assert (code, killed) == (1, -signal.SIGKILL) and course["killed_seconds"] < 60
     line = next(line for line in text.splitlines() if line.startswith("process 1 of 2"))
     assert "is gone: it was killed, or its machine cannot be reached. Process 0 ends as well; go on" in line
     assert line.endswith("with --resume latest, with as many processes as there are then")
@@ -197,7 +202,7 @@ def test_the_end_of_one_process_ends_the_other_with_a_line_that_says_so(course):
 @pytest.mark.slow
 def test_the_end_of_process_0_ends_the_others_with_a_line_that_says_so(course):
     (killed, _), (code, text) = course["headless"]
-    assert killed == -signal.SIGKILL and course["headless_seconds"] < 20, text
+    assert killed == -signal.SIGKILL and course["headless_seconds"] < 60, text
     if code != -signal.SIGABRT:  # jax's own client may notice first, and aborts the process
         line = next(line for line in text.splitlines() if line.startswith("process 0 of 2"))
         assert "is gone: it was killed, or its machine cannot be reached. Process 1 ends as well; go on" in line
