@@ -112,12 +112,12 @@ class HfBase:
         }
 
 
-def find_base(init_from: str | os.PathLike) -> Base | HfBase:
-    """What `adaptation.init_from` means.
+def find_base(init_from: str | os.PathLike, part: str | tuple[str, ...] = "ledger/") -> Base | HfBase:
+    """What `adaptation.init_from` means; of a checkpoint `part` is verified, as by `damage`.
 
     Raises InputError where there is nothing to begin from, and for a run that trained adapters alone.
     """
-    base = _find_base(init_from)
+    base = _find_base(init_from, part)
     if isinstance(base, Base) and base.config.get("adaptation", {}).get("lora") is not None:
         raise InputError(
             f"{base.init_from!r} trained adapters alone (adaptation.lora), which are no model without the one that it "
@@ -126,7 +126,7 @@ def find_base(init_from: str | os.PathLike) -> Base | HfBase:
     return base
 
 
-def _find_base(init_from: str | os.PathLike) -> Base | HfBase:
+def _find_base(init_from: str | os.PathLike, part: str | tuple[str, ...]) -> Base | HfBase:
     given = str(init_from)
     if not given:
         raise InputError(f"got an empty path, expected {_EXPECTED}")
@@ -134,7 +134,7 @@ def _find_base(init_from: str | os.PathLike) -> Base | HfBase:
     if path.parent.name in _PLACES and (run := _run_at(path.parents[1], given)) is not None:
         steps = step_folders(path.parent)
         if path.name in map(str, steps):
-            return Base(given, run, int(path.name), undamaged(run.path / path.parent.name / path.name))
+            return Base(given, run, int(path.name), undamaged(run.path / path.parent.name / path.name, part=part))
         raise InputError(f"{given!r} is no whole checkpoint; there are: {', '.join(map(str, steps)) or 'none'}")
     if not os.path.exists(path):
         parent = next(p for p in path.parents if os.path.exists(p))
@@ -142,9 +142,9 @@ def _find_base(init_from: str | os.PathLike) -> Base | HfBase:
         hint = f"; did you mean {str(Path(given).with_name(near[0]))!r}?" if near else ""
         raise InputError(f"{given!r} does not exist{hint} (paths are relative to the working folder)")
     if (run := _run_at(path, given)) is not None:
-        return Base(given, run, *find_checkpoint(run))
+        return Base(given, run, *find_checkpoint(run, part=part))
     if path.name == "gold" and (run := _run_at(path.parent, given)) is not None:
-        return Base(given, run, *find_checkpoint(run, "gold", option=f"{given}:"))
+        return Base(given, run, *find_checkpoint(run, "gold", option=f"{given}:", part=part))
     if any((path / name).is_file() for name in (HF_CONFIG, INDEX)) or any(path.glob("*.safetensors")):
         return _hf_base(_as_given(path, given), given)
     raise InputError(f"{given!r} holds no run and is no checkpoint of one; expected {_EXPECTED}")

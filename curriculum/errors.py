@@ -1,6 +1,6 @@
 """The one exception that means: what the user gave is wrong."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 
 class InputError(ValueError):
@@ -13,3 +13,13 @@ class InputError(ValueError):
     def __init__(self, *problems: str, details: Sequence[str] = ()):
         self.problems, self.details = problems, tuple(details)
         super().__init__("\n".join([*problems, *details]))
+
+
+def check_choice(option: str, name: str, choices: Collection[str]) -> None:
+    """Raise InputError where the value of an option is not among its choices."""
+    if name not in choices:
+        from difflib import get_close_matches
+
+        near = get_close_matches(name, choices, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise InputError(f"{option} {name}: there is no such one; {hint}expected one of: {', '.join(choices)}")

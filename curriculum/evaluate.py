@@ -13,9 +13,9 @@ from curriculum.config_keys import no_such
 from curriculum.data.corpus import find_read_documents, load_evalsets
 from curriculum.data.tokenizer import load_tokenizer
 from curriculum.errors import InputError
-from curriculum.export import find_weights, ledger_of
 from curriculum.record.events import config_name, record_name
 from curriculum.run import DEFAULT_STORE_DIR, RunDirectory, load_run
+from curriculum.weights import find_weights, ledger_of
 from curriculum.yaml12 import Origin
 from evalsets.evalset import PRIMARY, EvalSet
 from evalsets.metrics import Summary, WindowResults, summarise

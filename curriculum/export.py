@@ -6,9 +6,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ import numpy as np
 
 from curriculum.data.gguf_vocabulary import gguf_vocabulary
 from curriculum.data.tokenizer import Tokenizer, load_tokenizer
-from curriculum.errors import InputError
+from curriculum.errors import InputError, check_choice
 from curriculum.model.gguf import gguf_architecture, write_gguf
 from curriculum.model.hf import hf_tensors
 from curriculum.model.hf_config import HF_CONFIG
@@ -26,7 +25,8 @@ from curriculum.model.safetensors_writer import DTYPES, numpy_dtype, rounded_all
 from curriculum.model_card import Exported, model_card
 from curriculum.record.append import tell
 from curriculum.record.events import EVENTS, read_events
-from curriculum.run import Run, RunDirectory, architecture_at, find_checkpoint, read_ledger
+from curriculum.run import Run, RunDirectory, architecture_at, read_ledger
+from curriculum.weights import find_weights, ledger_of
 
 if TYPE_CHECKING:
     from curriculum.model.model import Model, Params
@@ -66,7 +66,7 @@ def export(
     directory, output = RunDirectory(Path(run)), Path(output_dir)
     if not os.path.isfile(directory.resolved_config):
         raise InputError(f"{run}: holds no run; expected a directory made by `curriculum train`")
-    _chosen("--format", format, _FORMATS)
+    check_choice("--format", format, _FORMATS)
     _check_dtype(dtype, format)
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise InputError(f"-o {output}: is there already; expected a new or an empty folder")
@@ -268,46 +268,9 @@ def load_exported(folder: str | os.PathLike, model: Model) -> Params:
 
 _FORMATS = ("safetensors", "hf", "gguf")
 _OF_GGUF = ("q8_0",)  # types that no other format has
-_WEIGHTS = {"raw": "params", "ema": "ema", "mean:PHASE": None}  # and the item of a checkpoint that holds them
 
 
 def _check_dtype(dtype: str, format: str) -> None:
     if dtype in _OF_GGUF and format != "gguf":
         raise InputError(f"--dtype {dtype}: only --format gguf has it; expected one of: {', '.join(DTYPES)}")
-    _chosen("--dtype", dtype, (*DTYPES, *_OF_GGUF) if format == "gguf" else DTYPES)
-
-
-def _chosen(option: str, name: str, choices: Collection[str]) -> None:
-    if name not in choices:
-        near = get_close_matches(name, choices, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise InputError(f"{option} {name}: there is no such one; {hint}expected one of: {', '.join(choices)}")
-
-
-def find_weights(directory: RunDirectory, step: str | int | None, weights: str) -> tuple[int, Path]:
-    """(step, folder of the arrays) of the "raw" or "ema" weights of a checkpoint, or of "mean:PHASE".
-
-    `step` is as for `find_checkpoint`, and None for a mean. Raises InputError where there are none.
-    """
-    kind, _, phase = weights.partition(":")
-    if kind == "mean":
-        if step is not None:
-            raise InputError(f"--step {step}: the mean of a phase is of its last checkpoints; leave --step out")
-        from curriculum.train.averages import mean_of_phase
-
-        return mean_of_phase(directory.averages, phase)
-    _chosen("--weights", weights, _WEIGHTS)
-    item = _WEIGHTS[weights]
-    step, checkpoint = find_checkpoint(directory, step)
-    if not (checkpoint / item).is_dir():
-        raise InputError(
-            f"--weights {weights}: step {step} of {directory.path} was saved without a moving average, which "
-            "averages.ema_decay keeps; expected raw, or mean:PHASE"
-        )
-    return step, checkpoint / item
-
-
-def ledger_of(directory: RunDirectory, arrays: Path) -> dict[str, Any]:
-    """The ledger of the checkpoint that some weights are of; of a mean of several, that of the run's latest."""
-    of_checkpoint = (arrays.parent / "ledger").is_dir()
-    return read_ledger(arrays.parent if of_checkpoint else find_checkpoint(directory, "latest")[1])
+    check_choice("--dtype", dtype, (*DTYPES, *_OF_GGUF) if format == "gguf" else DTYPES)

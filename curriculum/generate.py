@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from curriculum.data.tokenizer import load_tokenizer
 from curriculum.errors import InputError
-from curriculum.export import find_weights, ledger_of
 from curriculum.run import DEFAULT_STORE_DIR, RunDirectory, load_run
 from curriculum.sampling import Sampling
+from curriculum.weights import find_weights, ledger_of
 
 if TYPE_CHECKING:
     from curriculum.model.continuation import Generation, Piece, Prompt

@@ -38,10 +38,11 @@ def update_manifest(folder: Path, names: Iterable[str]) -> None:
     _write(folder, manifest)
 
 
-def damage(folder: Path, part: str = "") -> str | None:
+def damage(folder: Path, part: str | tuple[str, ...] = "") -> str | None:
     """What is wrong with a folder or its manifest, in one line with the word checksum; None where all of it verifies.
 
-    `part`: read only the files whose path begins so, `ledger/` for one; of the others only the sizes are compared.
+    `part`: read only the files whose path begins so, or in one of these ways, `ledger/` for one; of the others only the
+    sizes are compared.
     Raises InputError where this process cannot read a file at all (rights, a file server that is away, too many open
     files): that says nothing of the file, and nothing may be thrown away for it.
     """
@@ -56,7 +57,7 @@ def damage(folder: Path, part: str = "") -> str | None:
         return f"{error.filename}: no checksum can be taken: {error.strerror}"
 
 
-def _damage(folder: Path, part: str) -> str | None:
+def _damage(folder: Path, part: str | tuple[str, ...]) -> str | None:
     try:
         manifest = _read(folder)
     except ValueError as error:

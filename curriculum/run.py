@@ -204,14 +204,19 @@ def load_run(run_dir: str | os.PathLike) -> Run:
 
 
 def find_checkpoint(
-    directory: RunDirectory, wanted: str | int | None = None, *, option: str = "--step"
+    directory: RunDirectory,
+    wanted: str | int | None = None,
+    *,
+    option: str = "--step",
+    part: str | tuple[str, ...] = "",
 ) -> tuple[int, Path]:
     """(step, folder) of a checkpoint that verifies: the "latest", the "gold" one, or that of a step.
 
     None is the gold one, or the latest where the record names no gold. "latest" is the newest of `checkpoints/`; a step
-    is looked for there, then in `gold/` and `kept/`. `option` is how the user gave `wanted`. Raises InputError that
-    lists the steps there are, also where the gold that the record names is gone; and where the one that is meant is
-    damaged, with those that are not.
+    is looked for there, then in `gold/` and `kept/`. `option` is how the user gave `wanted`; `part` what of the
+    checkpoint is to be read, as for `damage`: the rest is not verified. Raises InputError that lists the steps there
+    are, also where the gold that the record names is gone; and where the one that is meant is damaged, with those that
+    are not.
     """
     if isinstance(wanted, str) and wanted not in ("latest", "gold") and not _is_step(wanted):
         raise InputError(f"{option} {wanted}: expected 'latest', 'gold' or the step of a checkpoint")
@@ -222,7 +227,7 @@ def find_checkpoint(
     if wanted is None or wanted == "gold":
         gold = _gold_step(read_events(directory.path)) if (directory.path / EVENTS).exists() else None
         if gold in found["gold"]:
-            return gold, undamaged(directory.gold / str(gold), f"{option} gold: " if wanted else "")
+            return gold, undamaged(directory.gold / str(gold), f"{option} gold: " if wanted else "", part)
         if gold is not None:
             raise InputError(
                 f"{directory.gold / str(gold)}: is gone, or being saved, but the record names it as the gold "
@@ -234,29 +239,32 @@ def find_checkpoint(
         if not found["checkpoints"]:
             raise InputError(f"{option} latest: {directory.checkpoints} is empty; there are: {there}")
         newest = found["checkpoints"][-1]
-        return newest, undamaged(directory.checkpoints / str(newest), f"{option} latest: " if wanted else "")
+        return newest, undamaged(directory.checkpoints / str(newest), f"{option} latest: " if wanted else "", part)
     places = [directory.path / name for name, steps in found.items() if int(wanted) in steps]
     if not places:
         raise InputError(f"{option} {wanted}: {directory.path} has no checkpoint of that step; there are: {there}")
     folders = [place / str(int(wanted)) for place in places]
-    whole = next((folder for folder in folders if damage(folder) is None), None)
-    return int(wanted), whole or undamaged(folders[0], f"{option} {wanted}: ")
+    whole = next((folder for folder in folders if damage(folder, part) is None), None)
+    return int(wanted), whole or undamaged(folders[0], f"{option} {wanted}: ", part)
 
 
 def _is_step(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) < 20
 
 
-def undamaged(checkpoint: Path, given: str = "") -> Path:
+def undamaged(checkpoint: Path, given: str = "", part: str | tuple[str, ...] = "") -> Path:
     """The folder of a checkpoint. Raises InputError where it does not verify, with the steps that do.
 
-    `given`: what the message begins with, how the user named it.
+    `given`: what the message begins with, how the user named it. `part` is as for `damage`.
     """
-    if (why := damage(checkpoint)) is None:
+    if (why := damage(checkpoint, part)) is None:
         return checkpoint
     check_there(checkpoint)
     places = RunDirectory(checkpoint.parents[1]).places
-    whole = {place.name: [s for s, folder in step_folders(place).items() if damage(folder) is None] for place in places}
+    whole = {
+        place.name: [step for step, folder in step_folders(place).items() if damage(folder, part) is None]
+        for place in places
+    }
     raise InputError(
         f"{given}{checkpoint}: is damaged: {why}; restore it from a copy, or use another step (those that verify: "
         f"{_listed(whole) or 'none'})"

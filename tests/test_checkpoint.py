@@ -148,13 +148,28 @@ def test_nothing_is_made_from_a_damaged_checkpoint(run, place, tmp_path):
     for refused in (
         lambda: evaluate(run, store_dir=place / "store"),
         lambda: export(run, tmp_path / "exported"),
-        lambda: find_base(run),
-        lambda: find_base(run / "gold/12"),
+        lambda: find_base(run, "params/"),
+        lambda: find_base(run / "gold/12", "params/"),
         lambda: train_new(config, tmp_path / "new", place),
     ):
         with pytest.raises(InputError, match="/12: is damaged: params/.*checksum"):
             refused()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run"]
+
+
+def test_what_is_not_read_of_a_checkpoint_is_not_verified(run, place, tmp_path):
+    for folder in ("gold/12", "checkpoints/12"):
+        flip_bit(max((run / folder / "train/d").iterdir(), key=lambda path: path.stat().st_size))
+    assert evaluate(run, store_dir=place / "store").step == 12
+    assert export(run, tmp_path / "exported") == 12
+    train_new(tiny_data(place, adaptation={"init_from": str(run)}), tmp_path / "new", place)
+    both = tiny_data(place, adaptation={"init_from": str(run), "keep_optimizer": True})
+    with pytest.raises(InputError, match=r"^config: adaptation.init_from: .*gold/12: is damaged: train/.*checksum"):
+        train_new(both, tmp_path / "more", place)
+    for folder in ("gold/12", "checkpoints/12"):
+        flip_bit(run / folder / "ledger/metadata")
+    with pytest.raises(InputError, match="/12: is damaged: ledger/.*checksum"):
+        evaluate(run, store_dir=place / "store")
 
 
 def train_new(config, run_dir, place):

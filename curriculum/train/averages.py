@@ -65,10 +65,10 @@ def averages_at(
 
 
 def _whole(checkpoints: Checkpoints, step: int) -> bool:
-    """Whether a checkpoint is there and verifies; one that does not is told."""
+    """Whether the parameters of a checkpoint are there and verify; those that do not are told."""
     if step not in checkpoints.steps():
         return False
-    if why := damage(checkpoints.directory / str(step)):
+    if why := damage(checkpoints.directory / str(step), "params/"):
         tell(f"{checkpoints.directory / str(step)}: is damaged: {why}; the mean of the phase is worked out without it")
     return why is None
 

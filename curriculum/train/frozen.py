@@ -55,7 +55,7 @@ def _checkpoint(given: str, step: int) -> Base:
     run = next((run for run in runs if os.path.isfile(run.resolved_config)), None)
     if run is None:
         raise InputError(f"{given!r} is gone (paths are relative to the working folder)")
-    return Base(given, run, *find_checkpoint(run, step, option="step"))
+    return Base(given, run, *find_checkpoint(run, step, option="step", part=("ledger/", "params/")))
 
 
 def load_frozen(

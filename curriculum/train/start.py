@@ -11,12 +11,14 @@ import jax
 
 from curriculum.adaptation import Base, HfBase, differences, find_base, same_place
 from curriculum.config import Config
+from curriculum.errors import InputError
 from curriculum.model.hf_weights import hf_fingerprint
 from curriculum.model.model import Model, abstract_params, parameter_name
 from curriculum.record.events import plain
 from curriculum.train.checkpoint import load_params
 from curriculum.train.frozen import frozen_base
 from curriculum.train.optimizer import state_layout
+from curriculum.train.processes import from_first
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,11 @@ def start_of(config: Config, saved: Mapping[str, Any] | None = None) -> Start:
     if saved is None:
         if section.init_from is None:
             return Start()
-        base = find_base(section.init_from)
+        base = _base_of(config, "ledger/")
         lineage = base.lineage(section.keep_optimizer)
-        if isinstance(base, HfBase):
-            lineage["fingerprint"] = hf_fingerprint(base.folder)
+        # All that is taken from it is read for its checksums by one process, not by each.
+        if fingerprint := from_first(lambda: _verified(config)):
+            lineage["fingerprint"] = fingerprint
         return Start(lineage, base, base if section.lora else None)
     lineage = saved.get("lineage") or {"init_from": None, "keep_optimizer": False}
     if not same_place(section.init_from, lineage["init_from"]):
@@ -51,6 +54,19 @@ def start_of(config: Config, saved: Mapping[str, Any] | None = None) -> Start:
         got, was = json.dumps(section.keep_optimizer), json.dumps(lineage["keep_optimizer"])
         raise config.error([("adaptation.keep_optimizer", f"got {got}, but the run was begun with {was}; restore it")])
     return Start(saved.get("lineage"), frozen=frozen_base(config, lineage) if section.lora else None)
+
+
+def _base_of(config: Config, part: str | tuple[str, ...]) -> Base | HfBase:
+    try:
+        return find_base(config.adaptation.init_from, part)
+    except InputError as error:
+        raise config.error(("adaptation.init_from", problem) for problem in error.problems) from None
+
+
+def _verified(config: Config) -> str | None:
+    """Raise InputError where what a run begins from is damaged; return the fingerprint of a Hugging Face folder."""
+    base = _base_of(config, ("params/", "train/") if config.adaptation.keep_optimizer else "params/")
+    return hf_fingerprint(base.folder) if isinstance(base, HfBase) else None
 
 
 def check_base(base: Base | HfBase, config: Config, model: Model) -> None:
