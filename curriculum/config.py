@@ -166,10 +166,15 @@ def build_config(
     check_paths: bool = True,
     continues: str | os.PathLike | None = None,
 ) -> Config:
-    """A checked Config from plain data (for library use: the same keys as the YAML). The rest as in `load_config`."""
+    """A checked Config from data with the keys of the YAML, for library use: paths, tuples and numpy's numbers become
+    what YAML has for them. The rest as in `load_config`."""
     origin = origin or Origin()
     if not isinstance(data, dict):
         raise InputError(origin.problem("", f"got {type(data).__name__}, expected a mapping of sections"))
+    problems: Problems = []
+    data = _as_yaml(data, "", problems)
+    if problems:
+        raise InputError(*(origin.problem(*problem) for problem in problems))
     data, problems = substitute(data)
     known = [f.name for f in sections()]
     problems += [(str(key), no_such("key", str(key), known)) for key in data if key not in known]
@@ -199,6 +204,26 @@ def build_config(
     return Config(**values, origin=origin)
 
 
+def _as_yaml(given: Any, path: str, problems: Problems) -> Any:
+    """A copy of `given` as YAML has it; what YAML has not is added to `problems`."""
+    if given is None or type(given) in (str, bool, int, float):
+        return given
+    if isinstance(given, Mapping):
+        keys = {key if isinstance(key, str) else json.dumps(key, default=str): item for key, item in given.items()}
+        return {key: _as_yaml(item, f"{path}.{key}" if path else key, problems) for key, item in keys.items()}
+    if isinstance(given, list | tuple):
+        return [_as_yaml(item, f"{path}[{i}]", problems) for i, item in enumerate(given)]
+    if isinstance(given, str):
+        return str(given)
+    if isinstance(given, os.PathLike):
+        return os.fspath(given)
+    if callable(item := getattr(given, "item", None)) and getattr(given, "shape", None) == ():
+        return _as_yaml(item(), path, problems)
+    expected = "expected what YAML has: text, a number, a list or a mapping"
+    problems.append((path, f"got a {type(given).__name__}, {expected}"))
+    return None
+
+
 def _keeps_tokenizer(values: Mapping[str, Any], continues: str | os.PathLike | None) -> bool:
     """Whether a run goes on with its own copy of the tokenizer, and needs no other."""
     own = None if continues is None else RunDirectory(Path(continues))
@@ -215,7 +240,7 @@ def _read_sections(data: Mapping[str, Any], origin: Origin) -> tuple[dict[str, A
         name = section.name
         if name in data:
             wrong: Problems = []
-            value = read(annotations(Config)[name], json.loads(json.dumps(data[name])), name, wrong)
+            value = read(annotations(Config)[name], data[name], name, wrong)
             problems += wrong
             if not wrong:
                 values[name] = value

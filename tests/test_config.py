@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from curriculum.config import build_config, config_from_json, load_config
@@ -287,6 +288,27 @@ def test_plain_data_builds_a_config_for_library_use(folder):
         }
     )
     assert config.name == "run" and config.phases[0].mixture == {"web": 1.0}
+
+
+def test_what_python_has_beside_yaml_is_taken_or_refused_with_its_place(folder):
+    data = {
+        "variables": {"text": Path("web.txt")},
+        "sources": {"web": {"path": "$variables.text", "held_out": np.float64(0.1)}},
+        "phases": ({"name": np.str_("only"), "until": "end", "mixture": {"web": np.float32(0.5)}},),
+        "evalsets": {"primary": {"held_out_of": "web"}},
+        "train": {"steps": np.int64(5), "deterministic": np.bool_(True)},
+    }
+    config = build_config(data)
+    assert config.to_json() == build_config(json.loads(json.dumps(config.to_json()))).to_json()
+    assert (config.sources["web"].path, config.sources["web"].held_out) == ("web.txt", 0.1)
+    assert (config.train.steps, config.train.deterministic) == (5, True) and type(config.train.steps) is int
+    with pytest.raises(InputError) as told:
+        build_config(data | {"train": {"steps": np.arange(2), "seq_len": 1j}, "name": [{1}]})
+    assert told.value.problems == (
+        "config: train.steps: got a ndarray, expected what YAML has: text, a number, a list or a mapping",
+        "config: train.seq_len: got a complex, expected what YAML has: text, a number, a list or a mapping",
+        "config: name[0]: got a set, expected what YAML has: text, a number, a list or a mapping",
+    )
 
 
 def test_the_schema_and_the_reference_are_true():
