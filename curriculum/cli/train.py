@@ -74,7 +74,9 @@ def _tell(name: str, done: dict[str, Any]) -> None:
     of_them = "" if trained == whole else f", {trained:,} of them trained"
     in_processes = f" in {devices['processes']} processes" if "processes" in devices else ""
     compiled = "".join(
-        f"  updates of {shape} compiled in {seconds:.2f} s\n" for shape, seconds in done["shapes"].items()
+        f"  updates of {shape} compiled in {seconds:.2f} s; the compiler counts "
+        f"{done['update_bytes'][shape] / 1e9:.2f} GB of a device's memory\n"
+        for shape, seconds in done["shapes"].items()
     )
     click.echo(
         f"dry run of {name}: {whole:,} parameters{of_them}, {done['total_steps']} steps planned\n"

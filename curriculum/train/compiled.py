@@ -93,6 +93,14 @@ class Compiled:
         frozen = {} if states.frozen is None else {"frozen": jax.tree.map(abstract_of, states.frozen)}
         return jax.jit(train_step, donate_argnums=0, out_shardings=states.shardings).lower(*inputs, **frozen)
 
+    def update_bytes(self, shape: StepShape) -> int:
+        """What an update of a shape needs of a device's memory, as the compiler counts it."""
+        update = self.updates[shape]
+        compiled = update.func if isinstance(update, partial) else update
+        sizes = compiled.memory_analysis()
+        not_in_place = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+        return sizes.argument_size_in_bytes + sizes.temp_size_in_bytes + not_in_place
+
     def _update(self, shape: StepShape) -> Callable[..., TrainState]:
         update, frozen = self.lower_update(shape).compile(), self._states.frozen
         return update if frozen is None else partial(update, frozen=frozen)

@@ -28,11 +28,12 @@ def dry_run(
 ) -> dict[str, Any]:
     """Validate, prepare, build, compile, take one step of each shape and one eval. Leaves nothing but prepared data.
 
-    `shapes`: how long the updates of each took to compile.
+    `shapes`: how long the updates of each took to compile; `update_bytes`: what they need of a device's memory, as the
+    compiler counts it, where `plan` estimates it.
     """
     check(config)
     setup = build(config, store_dir, make_model=make_model, start=start_of(config))
-    course, states = setup.course, setup.states
+    course, states, compiled = setup.course, setup.states, setup.compiled
     try:
         clock = time.perf_counter()
         state = setup.update_at(0)(states.first(), course.feed[0], *course.knobs(0))
@@ -56,6 +57,7 @@ def dry_run(
         "eval_losses": eval_losses,
         "first_step_s": step_s,
         "first_eval_s": eval_s,
-        "shapes": {str(shape): seconds for shape, seconds in setup.compiled.updates.seconds.items()},
+        "shapes": {str(shape): seconds for shape, seconds in compiled.updates.seconds.items()},
+        "update_bytes": {str(shape): compiled.update_bytes(shape) for shape in compiled.updates.seconds},
         "peak_memory_gb": peak_memory_gb(),
     }
