@@ -112,7 +112,7 @@ def cut_windows(
     scored = _checked_scored(where, documents, scored)
 
     # Windows with a scored token; a document without one holds nothing to score.
-    windows = np.array([_num_scored_windows(scored_t, seq_len) for scored_t in scored], np.int64)
+    windows = np.array([num_scored_windows(scored_t, seq_len) for scored_t in scored], np.int64)
     chosen_D = np.flatnonzero(windows)
     if not chosen_D.size:
         raise ValueError(
@@ -160,6 +160,20 @@ def cut_windows(
     return EvalSet(name, tokens_NT1, scored_NT, num_tokens_N, num_bytes_N, document_N, content.hexdigest())
 
 
+def num_scored_windows(scored_t: np.ndarray, seq_len: int) -> int:
+    """Windows of a document that hold a scored token."""
+    if not len(scored_t):
+        return 0
+    return int(np.count_nonzero(np.logical_or.reduceat(scored_t, np.arange(0, len(scored_t), seq_len))))
+
+
+def hash_order(document_hashes: np.ndarray | Sequence[bytes]) -> np.ndarray:
+    """Indices of the documents in ascending hash order; equal hashes keep the documents' order."""
+    if isinstance(document_hashes, np.ndarray) and document_hashes.ndim == 2:
+        return np.lexsort(document_hashes.T[::-1])
+    return np.array(sorted(range(len(document_hashes)), key=document_hashes.__getitem__), np.int64)
+
+
 def _check_documents(
     where: str,
     documents: Sequence[np.ndarray],
@@ -205,7 +219,7 @@ def _smallest_hashes(
     document_hashes: np.ndarray | Sequence[bytes], windows: np.ndarray, max_sequences: int
 ) -> np.ndarray:
     """The documents with `windows` that are taken of a set of at most `max_sequences`, in the documents' order."""
-    order_D = _hash_order(document_hashes)
+    order_D = hash_order(document_hashes)
     order_D = order_D[windows[order_D] > 0]
     windows_so_far = np.cumsum(windows[order_D])
     fitting = np.searchsorted(windows_so_far, max_sequences, side="right")
@@ -220,13 +234,6 @@ def _window_bytes(token_bytes_V: np.ndarray, targets_NT: np.ndarray, scored_NT: 
         some = slice(start, start + 1024)
         num_bytes_N[some] = np.sum(token_bytes_V[targets_NT[some]], axis=1, where=scored_NT[some])
     return num_bytes_N
-
-
-def _num_scored_windows(scored_t: np.ndarray, seq_len: int) -> int:
-    """Windows of a document that hold a scored token."""
-    if not len(scored_t):
-        return 0
-    return int(np.count_nonzero(np.logical_or.reduceat(scored_t, np.arange(0, len(scored_t), seq_len))))
 
 
 def _shared_bytes(num_bytes_N: np.ndarray, document_N: np.ndarray, document_bytes_D: np.ndarray) -> np.ndarray:
@@ -247,10 +254,3 @@ def _shared_bytes(num_bytes_N: np.ndarray, document_N: np.ndarray, document_byte
 def _hash_document(document: np.ndarray) -> bytes:
     """Of the ids alone: the same for every integer type they are stored in."""
     return hashlib.blake2b(np.ascontiguousarray(document, "<i8"), digest_size=16).digest()
-
-
-def _hash_order(document_hashes: np.ndarray | Sequence[bytes]) -> np.ndarray:
-    """Indices of the documents in ascending hash order; equal hashes keep the documents' order."""
-    if isinstance(document_hashes, np.ndarray) and document_hashes.ndim == 2:
-        return np.lexsort(document_hashes.T[::-1])
-    return np.array(sorted(range(len(document_hashes)), key=document_hashes.__getitem__), np.int64)

@@ -12,7 +12,7 @@ import xxhash
 
 from curriculum.config import PRIMARY, Config, EvalSource
 from curriculum.data.documents import SourceConfig
-from curriculum.data.held_out import eval_documents, held_out_piece, split_store
+from curriculum.data.held_out import eval_documents, first_eval_documents, held_out_piece, split_store
 from curriculum.data.packing import Bins, PackingFacts, find_packing, prepare_packing
 from curriculum.data.prepare import find_store, find_tokenizer, prepare_store, prepare_tokenizer
 from curriculum.data.progress import ConsoleProgress
@@ -255,9 +255,13 @@ def _evalset(
     splits: Mapping[str, Split],
 ) -> EvalSet:
     if source.held_out_of is not None:
-        documents = list(eval_documents(stores[source.held_out_of], tokenizer, splits[source.held_out_of]))
+        store, split = stores[source.held_out_of], splits[source.held_out_of]
     else:
-        documents = list(eval_documents(eval_stores[name], tokenizer))
+        store, split = eval_stores[name], None
+    if source.max_sequences is None:
+        documents = list(eval_documents(store, tokenizer, split))
+    else:
+        documents = first_eval_documents(store, tokenizer, split, config.eval_seq_len, source.max_sequences)
     try:
         return cut_windows(
             name,

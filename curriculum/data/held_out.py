@@ -9,6 +9,7 @@ import xxhash
 from curriculum.data.split import Split, split_documents
 from curriculum.data.store import Store, split_hash
 from curriculum.data.tokenizer import Tokenizer
+from evalsets.evalset import hash_order, num_scored_windows
 
 _RELEASE_EVERY = 500  # documents; about 32 MB of pages
 
@@ -59,22 +60,57 @@ def held_out_piece(store: Store, tokenizer: Tokenizer, split: Split) -> EvalDocu
 def eval_documents(store: Store, tokenizer: Tokenizer, split: Split | None = None) -> Iterator[EvalDocument]:
     """What `split` holds out of a store, in the store's order; without a split all its documents.
 
-    The tail of a divided document counts as a document of its own. Each is a copy, and the pages that it was read from
-    are given back: the memory is that of the documents, wherever they lie in the store.
+    The tail of a divided document comes first, as a document of its own. The memory is that of the documents, wherever
+    they lie in the store: each is a copy, and the pages that it was read from are given back.
     """
     if split is None:
-        split = Split(np.zeros(store.facts.num_documents, bool))
+        split = _whole(store)
     if (piece := held_out_piece(store, tokenizer, split)) is not None:
         yield piece
-    for number, document in enumerate(split.held_out.tolist(), start=1):
-        record = store.documents[document]
-        scored = store.document_scored(document)
-        yield EvalDocument(
-            store.document_tokens(document).copy(),
-            int(record["scored_bytes"]),
-            tuple(record["hash"].tolist()),
-            None if scored is None else scored.copy(),
-        )
-        if number % _RELEASE_EVERY == 0:
-            store.release()
-    store.release()
+    yield from _read(store, split.held_out)
+
+
+def first_eval_documents(
+    store: Store, tokenizer: Tokenizer, split: Split | None, seq_len: int, max_sequences: int
+) -> list[EvalDocument]:
+    """The few of `eval_documents`, in their order, that make the same eval set of at most `max_sequences` windows.
+
+    `cut_windows` takes whole documents in ascending hash order up to the first that does not fit. So documents are read
+    in that order until they have that many windows; those after them are not read at all.
+    """
+    if split is None:
+        split = _whole(store)
+    documents = split.held_out
+    documents = documents[hash_order(store.documents["hash"][documents])]
+    read, num_windows = {}, 0
+    for number, document in zip(documents.tolist(), _read(store, documents), strict=True):
+        read[number] = document
+        scored = np.ones(len(document.tokens), bool) if document.scored is None else document.scored
+        num_windows += num_scored_windows(scored, seq_len)
+        if num_windows >= max_sequences:
+            break
+    piece = held_out_piece(store, tokenizer, split)
+    return [*([] if piece is None else [piece]), *(read[number] for number in sorted(read))]
+
+
+def _whole(store: Store) -> Split:
+    """The split that holds out everything."""
+    return Split(np.zeros(store.facts.num_documents, bool))
+
+
+def _read(store: Store, documents: np.ndarray) -> Iterator[EvalDocument]:
+    """Documents of a store, in the order given."""
+    try:
+        for count, document in enumerate(documents.tolist(), start=1):
+            record = store.documents[document]
+            scored = store.document_scored(document)
+            yield EvalDocument(
+                store.document_tokens(document).copy(),
+                int(record["scored_bytes"]),
+                tuple(record["hash"].tolist()),
+                None if scored is None else scored.copy(),
+            )
+            if count % _RELEASE_EVERY == 0:
+                store.release()
+    finally:
+        store.release()
