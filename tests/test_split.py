@@ -174,3 +174,17 @@ def test_a_divided_document_that_is_dropped_is_cut_no_more():
     assert kept.cut is None and not kept.keep_N[99]
     kept, _ = drop_overlap(split, hashes(range(100)), "web", {"code": hashes([98])})
     assert kept.cut == (99, 3)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_overlapping_compares_whole_hashes(seed):
+    """Of 100 copies of other hashes 64 differ in one bit each, wherever in a half it stands, and ten are twice there."""
+    generator = np.random.default_rng(seed)
+    documents, others = generator.integers(0, 2**64, (2, 300, 2), np.uint64)
+    documents[:100] = others[100:200]
+    documents[:64, seed % 2] ^= np.uint64(1) << np.arange(64, dtype=np.uint64)
+    documents[200:210] = documents[90:100]
+    known = {(int(high), int(low)) for high, low in others}
+    expected = [(int(high), int(low)) in known for high, low in documents]
+    assert overlapping(documents, others).tolist() == expected and sum(expected) == 46
+    assert overlapping(documents[:0], others).tolist() == [] and not overlapping(documents, others[:0]).any()

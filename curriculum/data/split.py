@@ -15,6 +15,7 @@ HASHED_FROM_DOCUMENTS = 100  # a source with fewer gives its tail
 MANY_DOCUMENTS = 300  # a source with at least so many gives at least FEWEST_DOCUMENTS
 FEWEST_DOCUMENTS = 30
 LARGEST_OVERLAP = 0.01  # share of a source's documents that may stand in an eval set
+_TABLE_BITS = 22  # a table of 4 MB, which a cache holds
 
 
 @dataclass(frozen=True)
@@ -146,16 +147,30 @@ def _tail(document_tokens_N, wanted_tokens: int, starts_character, whole: bool) 
 
 
 def overlapping(document_hashes_N2: np.ndarray, other_hashes_M2: np.ndarray) -> np.ndarray:
-    """A mask over N documents: those whose hash is among those of M others."""
-    if not len(other_hashes_M2):
-        return np.zeros(len(document_hashes_N2), bool)
-    # Quicker than np.isin, which sorts the N.
-    high_N, high_M = document_hashes_N2[:, 0], np.sort(other_hashes_M2[:, 0])
-    overlap_N = high_M[np.searchsorted(high_M[:-1], high_N)] == high_N
-    known = set(map(tuple, other_hashes_M2.tolist()))
-    for document in np.flatnonzero(overlap_N):
-        overlap_N[document] = tuple(document_hashes_N2[document].tolist()) in known
+    """A mask over N documents: those whose hash is among those of M others.
+
+    Two rounds, each by other bits of the hashes, leave the C documents and K others whose bits occur on the other side:
+    all those that are equal, and few more. Of them the whole hashes are compared.
+    """
+    overlap_N = np.zeros(len(document_hashes_N2), bool)
+    documents_C, hashes_C2, others_K2 = np.arange(len(overlap_N)), document_hashes_N2, other_hashes_M2
+    for shift in (64 - _TABLE_BITS, 64 - 2 * _TABLE_BITS):
+        if not len(documents_C) or not len(others_K2):
+            return overlap_N
+        bits_C, bits_K = (hashes[:, 0] >> shift & (1 << _TABLE_BITS) - 1 for hashes in (hashes_C2, others_K2))
+        occurs_C = _is_among(bits_C, bits_K)
+        others_K2 = others_K2[_is_among(bits_K, bits_C[occurs_C])]
+        documents_C, hashes_C2 = documents_C[occurs_C], hashes_C2[occurs_C]
+    known = set(map(tuple, others_K2.tolist()))
+    overlap_N[documents_C] = [tuple(both_halves) in known for both_halves in hashes_C2.tolist()]
     return overlap_N
+
+
+def _is_among(numbers: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """A mask over numbers of _TABLE_BITS bits: a look-up in a table, where np.isin would sort them."""
+    table = np.zeros(1 << _TABLE_BITS, bool)
+    table[others] = True
+    return table[numbers]
 
 
 def drop_overlap(
@@ -166,14 +181,15 @@ def drop_overlap(
     Raises InputError naming the source and the sets where that is more than LARGEST_OVERLAP of the source's
     documents, over all sets. What `split` holds out already is not counted.
     """
+    kept = np.flatnonzero(split.keep_N)
+    all_hashes_M2 = np.concatenate([np.empty((0, 2), np.uint64), *eval_hashes.values()])
+    # One look for all sets: most often nothing is found, and there is nothing to look for by set.
+    overlap = kept[overlapping(document_hashes_N2[kept], all_hashes_M2)]
+    overlap_hashes = document_hashes_N2[overlap]
+    dropped = {name: int(overlapping(overlap_hashes, hashes_M2).sum()) for name, hashes_M2 in eval_hashes.items()}
     keep_N = split.keep_N.copy()
-    dropped = {}
-    for name, hashes_M2 in eval_hashes.items():
-        overlap_N = overlapping(document_hashes_N2, hashes_M2) & split.keep_N
-        dropped[name] = int(overlap_N.sum())
-        keep_N &= ~overlap_N
-    num_dropped = int(split.keep_N.sum() - keep_N.sum())
-    if num_dropped > LARGEST_OVERLAP * len(keep_N):
+    keep_N[overlap] = False
+    if (num_dropped := len(overlap)) > LARGEST_OVERLAP * len(keep_N):
         named = [repr(name) for name, count in dropped.items() if count]
         several = len(named) > 1
         raise InputError(
