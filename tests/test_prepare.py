@@ -338,6 +338,18 @@ def test_what_another_source_left_half_way_is_swept(sources, store_dir):
         assert partial.exists()  # somebody holds its lock
 
 
+def test_all_of_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    forced, target = [], tmp_path / "target"
+    monkeypatch.setattr(os, "fsync", lambda descriptor: forced.append((os.fstat(descriptor).st_ino, target.exists())))
+    with building(target, tmp_path / "lock") as partial:
+        (partial / "hf" / "more").mkdir(parents=True)
+        for name in ("tokenizer.json", "hf/vocab.json", "hf/more/merges.txt"):
+            (partial / name).write_text("x")
+    names = (".", "tokenizer.json", "hf", "hf/vocab.json", "hf/more", "hf/more/merges.txt")
+    expected = [*((os.stat(target / name).st_ino, False) for name in names), (os.stat(tmp_path).st_ino, True)]
+    assert sorted(forced) == sorted(expected)
+
+
 def test_a_source_that_changes_meanwhile_is_refused(tmp_path, store_dir):
     path = tmp_path / "a.txt"
     path.write_text("before")

@@ -137,7 +137,7 @@ def building(target: Path, lock_path: Path) -> Iterator[Path | None]:
             partial.mkdir()
             try:
                 yield partial
-                for path in partial.iterdir():
+                for path in (*partial.rglob("*"), partial):
                     _force_to_disk(path)
                 partial.rename(target)
                 _force_to_disk(target.parent)
