@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from curriculum.data import flat, prepare, vocabulary
 from curriculum.data.cache import building, digest
 from curriculum.data.chat import CHATML, ChatConfig
 from curriculum.data.documents import SourceConfig
-from curriculum.data.pieces import Piece, read_pieces
+from curriculum.data.pieces import read_pieces
 from curriculum.data.prepare import (
     find_store,
     find_tokenizer,
@@ -784,18 +784,18 @@ def test_what_is_no_document_is_refused_and_leaves_nothing(tmp_path, given, chat
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("marks_scored", [False, True])
-def test_only_a_store_that_marks_scored_tokens_is_given_marks(tmp_path, marks_scored):
+def test_only_a_store_that_marks_scored_tokens_is_given_marks(tmp_path, monkeypatch):
     class Recording(StoreWriter):
         def add_tokens(self, tokens, scored=None):
             given.append(None if scored is None else scored.tolist())
             super().add_tokens(tokens, scored)
 
+    monkeypatch.setattr(prepare, "StoreWriter", Recording)
     given = []
-    pieces = [Piece("ab", False, 2, "x", scored=False), Piece("c", True, 1, "x")]
-    with closing(Recording(tmp_path, "u16", marks_scored=marks_scored)) as writer:
-        prepare._write_pieces(pieces, byte_tokenizer(), writer, None, None)
-    assert given == [[False, False, True, True] if marks_scored else None]
+    prepare_documents(["abc"], byte_tokenizer(), tmp_path / "text")
+    prepare_documents([TALKS[0]], byte_tokenizer(), tmp_path / "talk", chat=SHORT)
+    # Of "U:é.A:" seven bytes, then "ab;" and end-of-text.
+    assert given == [None, [False] * 7 + [True] * 4]
 
 
 def test_the_name_of_a_tokenizer_is_none(tmp_path):

@@ -10,7 +10,7 @@ import fcntl
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -145,7 +145,18 @@ def building(target: Path, lock_path: Path) -> Iterator[Path | None]:
                 shutil.rmtree(partial, ignore_errors=True)
 
 
-def sweep(parent: Path, locks: Path) -> None:
+def build_once(directory: Path, store_dir: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill `directory`, which lies below `store_dir`, unless it is there; see `building`."""
+    if is_there(directory):
+        return
+    locks = store_dir / "locks"
+    _sweep(directory.parent, locks)
+    with building(directory, locks / directory.name) as partial:
+        if partial is not None:
+            write(partial)
+
+
+def _sweep(parent: Path, locks: Path) -> None:
     """Throw away the folders that killed processes left half-built under `parent`."""
     for partial in parent.glob("*" + PARTIAL):
         lock_path = locks / partial.name.removesuffix(PARTIAL)

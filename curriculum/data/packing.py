@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 import numpy as np
 import xxhash
 
-from curriculum.data.cache import building, digest, is_there, sweep
+from curriculum.data.cache import build_once, digest, is_there
 from curriculum.data.sidecar import read_sidecar, write_sidecar
 from curriculum.data.view import TokenView
 from curriculum.errors import InputError
@@ -231,11 +231,7 @@ def prepare_packing(
     """
     store_dir = Path(store_dir)
     directory = _directory(stream, block_tokens, store_dir)
-    if not is_there(directory):
-        sweep(directory.parent, store_dir / "locks")
-        with building(directory, store_dir / "locks" / directory.name) as partial:
-            if partial is not None:
-                _write(partial, document_tokens_N, block_tokens)
+    build_once(directory, store_dir, lambda folder: _write(folder, document_tokens_N, block_tokens))
     facts, pieces, bins = _open(directory)
     if _content_hash(pieces, bins) != facts.content_hash:
         raise InputError(f"{directory}: {PIECES_NAME} or {BINS_NAME} is not what was written; {DAMAGED}")

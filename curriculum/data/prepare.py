@@ -10,14 +10,24 @@ most TRAIN_BYTES of text.
 """
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, astuple
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from curriculum.data.cache import building, content_of, digest, find_content, is_there, source_signature, sweep, writing
+from curriculum.data.cache import (
+    build_once,
+    building,
+    content_of,
+    digest,
+    find_content,
+    is_there,
+    source_signature,
+    writing,
+)
 from curriculum.data.chat import CHATML, ChatConfig
 from curriculum.data.documents import COLUMNAR, SourceConfig, source_files
 from curriculum.data.encode import encode_pieces
@@ -70,11 +80,9 @@ def prepare_tokenizer(
     else:
         ordered = _in_order_of_content(config, sources, chat, lambda name, source: content_of(name, source, store_dir))
         directory = _tokenizer_directory(config, ordered, store_dir)
-        if not is_there(directory):
-            sweep(directory.parent, store_dir / "locks")
-            with building(directory, store_dir / "locks" / directory.name) as partial:
-                if partial is not None:
-                    make_tokenizer(config, list(ordered.values()), chat).save(partial)
+        build_once(
+            directory, store_dir, lambda folder: make_tokenizer(config, list(ordered.values()), chat).save(folder)
+        )
         tokenizer = load_tokenizer(directory)
     return _checked(config, tokenizer)
 
@@ -175,20 +183,19 @@ def prepare_store(
         return _verified(found, store_dir)
     content = content_of(name, source, store_dir)
     directory = _store_directory(name, source, tokenizer, store_dir, content, chat)
-    sweep(directory.parent, store_dir / "locks")
-    with building(directory, store_dir / "locks" / directory.name) as partial:
-        if partial is not None:
-            signature = source_signature(source)
-            if source.is_flat:
-                index_flat(source, tokenizer, partial, progress)
-            else:
-                pieces, template = read_pieces(source, chat), None if source.format == "text" else chat
-                total_bytes = _size_bytes([source])
-                _write_store(partial, pieces, tokenizer, template, source.location, shard_tokens, progress, total_bytes)
-            if source_signature(source) != signature or find_content(source, store_dir) != content:
-                raise InputError(
-                    f"source {name!r}: {source.location} changed while it was prepared; start again when it is complete"
-                )
+
+    def write(folder: Path) -> None:
+        signature = source_signature(source)
+        if source.is_flat:
+            index_flat(source, tokenizer, folder, progress)
+        else:
+            _write_store(folder, _documents_of([source], chat), tokenizer, shard_tokens, progress)
+        if source_signature(source) != signature or find_content(source, store_dir) != content:
+            raise InputError(
+                f"source {name!r}: {source.location} changed while it was prepared; start again when it is complete"
+            )
+
+    build_once(directory, store_dir, write)
     return _verified(open_store(directory), store_dir)
 
 
@@ -201,24 +208,19 @@ def prepare_folder(
     shard_tokens: int = SHARD_TOKENS,
     *,
     format: str = "text",
-    chat: ChatConfig = CHATML,
 ) -> Store:
     """Write the tokenizer and the tokens of files and folders of text to a new folder, which the `path` of a
     source and that of a tokenizer accept as it is.
 
-    `format` and `text_key` are those of a source; `chat` renders conversations, as the `chat` of a run that reads
-    the folder has to be. Raises InputError where the folder exists and is not empty, or a text cannot be read or
-    encoded.
+    `format` and `text_key` are those of a source; conversations are rendered as ChatML. Raises InputError where the
+    folder exists and is not empty, or a text cannot be read or encoded.
     """
     _check_new(Path(output_dir))
     try:
         sources = [SourceConfig(path=str(path), format=format, text_key=text_key) for path in texts]
     except ValueError as error:
         raise InputError(f"text: {error}") from None
-    pieces = (piece for source in sources for piece in read_pieces(source, chat))
-    template = None if format == "text" else chat
-    origin = ", ".join(source.location for source in sources)
-    return _write_folder(output_dir, pieces, tokenizer, template, origin, shard_tokens, progress, _size_bytes(sources))
+    return _write_folder(output_dir, _documents_of(sources, CHATML), tokenizer, shard_tokens, progress)
 
 
 def prepare_documents(
@@ -247,8 +249,8 @@ def prepare_documents(
             " give it"
         )
     _check_new(Path(output_dir))
-    pieces = document_pieces(documents, chat)
-    return _write_folder(output_dir, pieces, tokenizer, chat, "documents", shard_tokens, progress, None)
+    given = _Documents(document_pieces(documents, chat), chat, "documents", None)
+    return _write_folder(output_dir, given, tokenizer, shard_tokens, progress)
 
 
 def _is_iterable(value: object) -> bool:
@@ -265,15 +267,27 @@ def _check_new(output_dir: Path) -> None:
             raise InputError(f"{output_dir}: exists already; name a new folder for the output")
 
 
+class _Documents(NamedTuple):
+    """What is to be written as a store."""
+
+    pieces: Iterable[Piece]
+    template: ChatConfig | None  # that rendered the conversations; None: they are texts
+    origin: str  # where they come from, for the sidecar and error messages
+    total_bytes: int | None  # that reading them will report, where that is known
+
+
+def _documents_of(sources: Sequence[SourceConfig], chat: ChatConfig) -> _Documents:
+    """The documents of sources of one format."""
+    return _Documents(
+        pieces=(piece for source in sources for piece in read_pieces(source, chat)),
+        template=chat if any(source.format != "text" for source in sources) else None,
+        origin=", ".join(source.location for source in sources),
+        total_bytes=_size_bytes(sources),
+    )
+
+
 def _write_folder(
-    output_dir: str | Path,
-    pieces: Iterable[Piece],
-    tokenizer: Tokenizer,
-    template: ChatConfig | None,
-    origin: str,
-    shard_tokens: int,
-    progress: Progress | None,
-    total_bytes: int | None,
+    output_dir: str | Path, documents: _Documents, tokenizer: Tokenizer, shard_tokens: int, progress: Progress | None
 ) -> Store:
     """A new folder with the tokenizer and what `_write_store` writes."""
     output_dir = Path(output_dir)
@@ -281,7 +295,7 @@ def _write_folder(
         if partial is None:
             raise InputError(f"{output_dir}: another process has just written it; name a new folder")
         tokenizer.save(partial)
-        _write_store(partial, pieces, tokenizer, template, origin, shard_tokens, progress, total_bytes)
+        _write_store(partial, documents, tokenizer, shard_tokens, progress)
     return open_store(output_dir)
 
 
@@ -344,50 +358,32 @@ def _store_directory(
 
 
 def _write_store(
-    directory: Path,
-    pieces: Iterable[Piece],
-    tokenizer: Tokenizer,
-    template: ChatConfig | None,
-    origin: str,
-    shard_tokens: int,
-    progress: Progress | None,
-    total_bytes: int | None,
+    directory: Path, documents: _Documents, tokenizer: Tokenizer, shard_tokens: int, progress: Progress | None
 ) -> None:
-    """A store of pieces that come from `origin`. `template` rendered them where they are conversations, else None."""
+    pieces, template, origin, total_bytes = documents
+    done_bytes = document_tokens = 0
     with closing(StoreWriter(directory, tokenizer.dtype_name, shard_tokens, template is not None)) as writer:
-        _write_pieces(pieces, tokenizer, writer, progress, total_bytes)
+        for group, tokens, counts in encode_pieces(pieces, tokenizer):
+            scored = np.repeat([piece.scored for piece in group], counts) if writer.marks_scored else None
+            writer.add_tokens(tokens, scored)
+            for piece, count in zip(group, counts, strict=True):
+                done_bytes += piece.source_bytes
+                if not piece.text:
+                    writer.num_empty += 1
+                    continue
+                document_tokens += count
+                writer.add_text(piece.text.encode(), piece.scored)
+                if piece.ends_document:
+                    writer.end_document(document_tokens)
+                    document_tokens = 0
+            if progress is not None:
+                progress(done_bytes, total_bytes)
+        if progress is not None and done_bytes != total_bytes:
+            progress(done_bytes, done_bytes)
         writer.finish(origin, tokenizer, None if template is None else asdict(template))
 
 
-def _write_pieces(
-    pieces: Iterable[Piece],
-    tokenizer: Tokenizer,
-    writer: StoreWriter,
-    progress: Progress | None,
-    total_bytes: int | None,
-) -> None:
-    done_bytes = 0
-    document_tokens = 0
-    for group, tokens, counts in encode_pieces(pieces, tokenizer):
-        scored = np.repeat([piece.scored for piece in group], counts) if writer.marks_scored else None
-        writer.add_tokens(tokens, scored)
-        for piece, count in zip(group, counts, strict=True):
-            done_bytes += piece.source_bytes
-            if not piece.text:
-                writer.num_empty += 1
-                continue
-            document_tokens += count
-            writer.add_text(piece.text.encode(), piece.scored)
-            if piece.ends_document:
-                writer.end_document(document_tokens)
-                document_tokens = 0
-        if progress is not None:
-            progress(done_bytes, total_bytes)
-    if progress is not None and done_bytes != total_bytes:
-        progress(done_bytes, done_bytes)
-
-
-def _size_bytes(sources: list[SourceConfig]) -> int | None:
+def _size_bytes(sources: Sequence[SourceConfig]) -> int | None:
     """Bytes that reading the sources will report; None where they are compressed or not here."""
     if any(source.hf is not None for source in sources):
         return None
