@@ -2,13 +2,10 @@
 
 import json
 
-import numpy as np
 import pytest
 
 from curriculum.config import build_config
-from curriculum.data.chat import CHATML, ChatConfig, prompt_text, prompt_tokens, render, render_completion
-from curriculum.data.tokenizer import byte_tokenizer
-from curriculum.data.vocabulary import train_bpe
+from curriculum.data.chat import CHATML, ChatConfig, render, render_completion
 from curriculum.errors import InputError
 
 SHORT = ChatConfig(system="S{content}/", user="U:{content}.", assistant="A:{content};", tool="T({content})")
@@ -75,27 +72,6 @@ def test_of_two_lists_the_answers_of_the_completion_are_scored():
         ("U:w.A:", False),
         ("c;", True),
     ]
-
-
-def test_the_prompt_ends_where_the_answer_begins():
-    messages = turns(("user", "u"), ("assistant", "a"), ("user", "v"))
-    assert prompt_text(messages, SHORT) == "U:u.A:a;U:v.A:"
-    assert prompt_text([], SHORT) == "A:"
-    assert prompt_tokens(messages, SHORT, byte_tokenizer()).tolist() == list(b"U:u.A:a;U:v.A:")
-
-
-def test_generation_sees_the_ids_that_training_saw():
-    # Blanks on both sides of the edges of an answer, which byte pairs would join.
-    blank = ChatConfig(system="{content}\n", user="u {content}\n", assistant="a {content}\n")
-    tokenizer = train_bpe(["\n\nu hello\n\n\n\na hello \n\n\n"] * 50, 265)
-    first = turns(("user", "hello\n"), ("assistant", "hello\n"), ("user", "hello\n"))
-    stretches = render([*first, *turns(("assistant", "hello"))], blank)
-    assert [scored for _, scored in stretches] == [False, True, False, True]
-    trained = [tokenizer.encode(text).tolist() for text, _ in stretches]
-    assert prompt_tokens(first, blank, tokenizer).tolist() == sum(trained[:3], [])
-    # Encoded in one go they would be others, so that the test can tell.
-    assert tokenizer.encode(prompt_text(first, blank)).tolist() != sum(trained[:3], [])
-    assert tokenizer.decode_bytes(np.array(sum(trained[:3], []))).decode() == prompt_text(first, blank)
 
 
 USER = {"role": "user", "content": "u"}

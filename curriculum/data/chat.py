@@ -4,15 +4,12 @@ An answer is what an assistant turn holds and what closes it in the template: th
 itself. What introduces a turn, and every other turn, is given to it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import ClassVar
 
-import numpy as np
-
 from curriculum.data.rows import checked_text, found_keys, type_name
-from curriculum.data.tokenizer import Tokenizer
 from curriculum.errors import InputError
 
 CONTENT = "{content}"
@@ -91,21 +88,6 @@ def render_completion(prompt: str | list[dict], completion: str | list[dict], ch
     return _joined([(checked_text(prompt, "'prompt'"), False), (checked_text(completion, "'completion'"), True)])
 
 
-def prompt_text(messages: list[dict], chat: ChatConfig) -> str:
-    """What a model is given to answer `messages`: their text and the introduction of an assistant turn."""
-    return "".join(text for text, _ in _prompt(messages, chat))
-
-
-def prompt_tokens(messages: list[dict], chat: ChatConfig, tokenizer: Tokenizer) -> np.ndarray:
-    """The ids of `prompt_text` as training has them: each stretch on its own, earlier answers among them."""
-    texts = [text for text, _ in _prompt(messages, chat)]
-    return np.concatenate(tokenizer.encode_batch(texts, [place == 0 for place in range(len(texts))]))
-
-
-def _prompt(messages: list[dict], chat: ChatConfig) -> list[Stretch]:
-    return _joined([*_turns(messages, "messages", chat), (chat.around("assistant")[0], False)])
-
-
 def _turns(messages: object, key: str, chat: ChatConfig) -> Iterator[Stretch]:
     if not isinstance(messages, list):
         raise InputError(f"{key!r} holds {type_name(messages)}; expected a list of messages with role and content")
@@ -125,6 +107,6 @@ def _turns(messages: object, key: str, chat: ChatConfig) -> Iterator[Stretch]:
         yield checked_text(message["content"], f"{place}.content") + close, role == "assistant"
 
 
-def _joined(stretches: list[Stretch] | Iterator[Stretch]) -> list[Stretch]:
+def _joined(stretches: Iterable[Stretch]) -> list[Stretch]:
     neighbours = groupby((stretch for stretch in stretches if stretch[0]), key=lambda stretch: stretch[1])
     return [("".join(text for text, _ in group), scored) for scored, group in neighbours]
