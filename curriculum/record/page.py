@@ -1,50 +1,39 @@
-"""The parts that a report's page is made of. Text is escaped here; what is HTML already is of the type Html."""
+"""The parts that a report's page is made of. Text is escaped here; what is HTML already is Markup."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from html import escape
 from typing import Any
 
-
-class Html(str):
-    """Text that is markup already; added to other text it escapes that."""
-
-    def __add__(self, other: Any) -> Html:
-        return Html(str.__add__(self, html(other)))
+from markupsafe import Markup
 
 
-def html(value: Any) -> Html:
-    """A value as markup: text escaped, Html as it is."""
-    return value if isinstance(value, Html) else Html(escape(str(value)))
-
-
-def tag(name: str, *content: Any, **attributes: str) -> Html:
+def tag(name: str, *content: Any, **attributes: str) -> Markup:
     """<name class="...">content</name>; an attribute's trailing underscore falls away."""
-    given = "".join(f' {key.rstrip("_")}="{escape(value)}"' for key, value in attributes.items())
-    return Html(f"<{name}{given}>{''.join(html(part) for part in content)}</{name}>")
+    given = Markup("").join(Markup(' {}="{}"').format(key.rstrip("_"), value) for key, value in attributes.items())
+    return Markup("<{0}{1}>{2}</{0}>").format(name, given, Markup("").join(content))
 
 
-def section(title: str, *content: Any) -> Html:
+def section(title: str, *content: Any) -> Markup:
     """A heading and what belongs to it; nothing where there is nothing."""
-    return tag("section", tag("h2", title), *content) if any(content) else Html("")
+    return tag("section", tag("h2", title), *content) if any(content) else Markup("")
 
 
-def note(text: Any) -> Html:
+def note(text: Any) -> Markup:
     return tag("p", text, class_="note")
 
 
 def table(
     header: Sequence[Any], rows: Iterable[Sequence[Any]], *, text_columns: int = 1, grouped: bool = False
-) -> Html:
+) -> Markup:
     """A table whose first `text_columns` columns are text and whose others are numbers. A cell may be a <td> already.
 
     `grouped`: rows belong together from one with a first cell to the next; lines stand only between groups. Without
     a word in `header` there is no head.
     """
 
-    def cell(kind: str, i: int, value: Any) -> Html:
-        if isinstance(value, Html) and value.startswith("<td"):
+    def cell(kind: str, i: int, value: Any) -> Markup:
+        if isinstance(value, Markup) and value.startswith("<td"):
             return value
         return tag(kind, value) if i < text_columns else tag(kind, value, class_="n")
 
@@ -57,18 +46,18 @@ def table(
     return tag("div", tag("table", head, tag("tbody", *body), **look), class_="scroll")
 
 
-def figure(svg: str, caption: Any, *, wide: bool = False) -> Html:
-    drawing = tag("div", Html(svg), class_="scroll")
+def figure(svg: str, caption: Any, *, wide: bool = False) -> Markup:
+    drawing = tag("div", Markup(svg), class_="scroll")
     return tag("figure", tag("figcaption", caption), drawing, class_="wide" if wide else "panel")
 
 
-def legend(colors: dict[str, str]) -> Html:
+def legend(colors: dict[str, str]) -> Markup:
     """A swatch and a name each."""
     entries = (tag("li", tag("i", style=f"background:{color}"), name) for name, color in colors.items())
     return tag("ul", *entries, class_="legend")
 
 
-def tiles(pairs: Iterable[tuple[str, Any, Any]]) -> Html:
+def tiles(pairs: Iterable[tuple[str, Any, Any]]) -> Markup:
     """The few numbers that matter most: (name, value, what belongs to it)."""
     return tag(
         "dl",
@@ -80,22 +69,21 @@ def tiles(pairs: Iterable[tuple[str, Any, Any]]) -> Html:
     )
 
 
-def folded(summary: Any, *content: Any, open_: bool = False) -> Html:
-    body = "".join(html(part) for part in content)
-    return Html(f"<details{' open' if open_ else ''}><summary>{html(summary)}</summary>{body}</details>")
+def folded(summary: Any, *content: Any, open_: bool = False) -> Markup:
+    return tag("details", tag("summary", summary), *content, **({"open": ""} if open_ else {}))
 
 
-def bullets(lines: Iterable[Any]) -> Html:
+def bullets(lines: Iterable[Any]) -> Markup:
     return tag("ul", *(tag("li", line) for line in lines), class_="notes")
 
 
 def document(title: str, *content: Any) -> str:
     """The whole file."""
-    body = "\n".join(html(part) for part in content)
+    body = Markup("\n").join(content)
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
+        f"{tag('title', title)}\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
     )
 
 

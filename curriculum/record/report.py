@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from markupsafe import Markup
 
 from curriculum.errors import InputError
 from curriculum.record import figures
@@ -19,7 +20,7 @@ from curriculum.record.compare import labels
 from curriculum.record.events import number
 from curriculum.record.figures import PALETTE, Curve, Phase
 from curriculum.record.inspection import inspect_run, lineage_lines, mesh_text, mixture_text, model_text, troubles
-from curriculum.record.page import Html, bullets, document, figure, folded, legend, note, section, table, tag, tiles
+from curriculum.record.page import bullets, document, figure, folded, legend, note, section, table, tag, tiles
 from curriculum.record.queries import eval_points, shapes_of
 from curriculum.record.report_evals import eval_figures, log, set_marks, set_table, transfer_matrix
 from curriculum.record.report_runs import of_runs
@@ -58,7 +59,7 @@ def report(runs: Sequence[Run]) -> str:
     return document(f"{', '.join(names)}: comparison", *of_runs(runs, names, _of_run))
 
 
-def _of_run(run: Run, label: str) -> list[Html]:
+def _of_run(run: Run, label: str) -> list[Markup]:
     facts = inspect_run(run)
     points = eval_points(run.events)
     phases = [Phase(p["name"], p["start"], p["end"]) for p in facts["phases"]]
@@ -77,7 +78,7 @@ def _of_run(run: Run, label: str) -> list[Html]:
     ]
 
 
-def _header(run: Run, facts: Mapping[str, Any], label: str) -> Html:
+def _header(run: Run, facts: Mapping[str, Any], label: str) -> Markup:
     progress, model = facts["progress"], facts["model"]
     share = 100 * progress["step"] / progress["total_steps"]
     state = "finished" if progress["finished"] else f"not finished, in phase {progress['phase']}"
@@ -123,7 +124,7 @@ def _source_colors(run: Run) -> dict[str, str]:
     return colors | ({"other": figures.OTHER} if len(names) < len(totals) else {})
 
 
-def _training_figures(run: Run, label: str, phases: Sequence[Phase], colors: dict[str, str]) -> list[Html]:
+def _training_figures(run: Run, label: str, phases: Sequence[Phase], colors: dict[str, str]) -> list[Markup]:
     rows = run.metrics
     if not rows:
         return [note("No metrics row yet.")]
@@ -145,7 +146,7 @@ def _training_figures(run: Run, label: str, phases: Sequence[Phase], colors: dic
             ),
             figure(
                 figures.line_chart(f"{label}: training loss by source", curves, phases),
-                Html(f"Training loss by source {tag('small', smoothed)}"),
+                Markup("Training loss by source ") + tag("small", smoothed),
             ),
             figure(
                 figures.line_chart(
@@ -190,7 +191,7 @@ def _float(value: Any) -> float:
     return math.nan if as_float is None else as_float
 
 
-def _phase_table(facts: Mapping[str, Any]) -> Html:
+def _phase_table(facts: Mapping[str, Any]) -> Markup:
     rows, shapes = [], shapes_of(facts["phases"])
     for i, (phase, shape) in enumerate(zip(facts["phases"], shapes, strict=True), start=1):
         mixture = mixture_text(phase, lambda share: f"{100 * share:.4g} %")
@@ -202,11 +203,11 @@ def _phase_table(facts: Mapping[str, Any]) -> Html:
     return table(("", "phase", "mixture", "from step", "to step", "ramp", *shape, ""), rows, text_columns=3)
 
 
-def _epoch_table(facts: Mapping[str, Any]) -> Html:
+def _epoch_table(facts: Mapping[str, Any]) -> Markup:
     """Tokens read in each phase and epochs since the start, a column a source."""
     read = [phase for phase in facts["phases"] if phase["tokens"] or phase["epochs"]]
     if not read:
-        return Html("")
+        return Markup("")
     names = list(dict.fromkeys(name for phase in read for name in (*phase["tokens"], *phase["epochs"])))
     rows = []
     for phase in read:
@@ -214,18 +215,18 @@ def _epoch_table(facts: Mapping[str, Any]) -> Html:
         cells = []
         for name in names:
             epochs = phase["epochs"].get(name)
-            below = "" if epochs is None else Html("<br>") + tag("small", f"{epochs:.3g} epochs")
+            below = "" if epochs is None else Markup("<br>") + tag("small", f"{epochs:.3g} epochs")
             cells.append(tag("td", figures.short_count(phase["tokens"].get(name, 0)), below, class_="n"))
         rows.append((phase["name"] + so_far, *cells))
     explained = "Tokens that each phase read of a source, and below how often it was read since the run's start."
-    return Html(tag("h3", "Epochs per source") + note(explained) + table(("phase", *names), rows))
+    return tag("h3", "Epochs per source") + note(explained) + table(("phase", *names), rows)
 
 
-def _samples(run: Run) -> list[Html]:
+def _samples(run: Run) -> list[Markup]:
     """The newest samples as a table, and those before it, from the newest on."""
     told = [event for event in run.events if event["event"] == "generation"]
 
-    def samples(events: Sequence[Mapping[str, Any]]) -> Html:
+    def samples(events: Sequence[Mapping[str, Any]]) -> Markup:
         rows = [
             (
                 f"{event['step']:,}" if i == 0 else "",
@@ -242,7 +243,7 @@ def _samples(run: Run) -> list[Html]:
     return [samples(told[-1:]), *([folded("Before that", samples(earlier))] if earlier else [])]
 
 
-def _setup(run: Run, facts: Mapping[str, Any]) -> list[Html]:
+def _setup(run: Run, facts: Mapping[str, Any]) -> list[Markup]:
     devices = facts["devices"]
     rows = [
         ("directory", facts["path"]),

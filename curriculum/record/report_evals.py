@@ -7,11 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from markupsafe import Markup, escape
+
 from curriculum.record import figures
 from curriculum.record.events import number, record_name
 from curriculum.record.figures import PALETTE, Mark, Phase, eval_curve
 from curriculum.record.inspection import offender_in
-from curriculum.record.page import Html, figure, folded, html, note, table, tag
+from curriculum.record.page import figure, folded, note, table, tag
 from curriculum.record.queries import EvalPoint, evalset_facts
 from curriculum.record.sentences import verdict
 from curriculum.record.wording import loss, signed
@@ -44,7 +46,7 @@ def set_marks(run: Run, facts: Mapping[str, Any], points: Mapping[str, Sequence[
 
 def eval_figures(
     label: str, points: Mapping[str, Sequence[EvalPoint]], phases: Sequence[Phase], marks: Mapping[str, Sequence[Mark]]
-) -> list[Html]:
+) -> list[Markup]:
     if not points:
         return [note("No eval yet.")]
     names = [name for name in points if "@" not in name]
@@ -71,12 +73,12 @@ def eval_figures(
         last = points[name][-1]
         size = figures.WIDE if alone else figures.PANEL
         svg = figures.eval_chart(f"{label}: eval loss of {name}", curves, phases, size=size)
-        caption = Html(f"{html(name)} {tag('small', f'{loss(last.loss)} at step {last.step:,}')}")
+        caption = escape(f"{name} ") + tag("small", f"{loss(last.loss)} at step {last.step:,}")
         panels.append(figure(svg, caption, wide=alone))
     return [*drawn, *panels] if alone else [*drawn, tag("div", *panels, class_="panels")]
 
 
-def set_table(run: Run, facts: Mapping[str, Any]) -> Html:
+def set_table(run: Run, facts: Mapping[str, Any]) -> Markup:
     about = evalset_facts(run.events)
     standing = {o["set"] for o in facts["regressions"]}
     rows: list[Sequence[Any]] = []
@@ -97,18 +99,18 @@ def set_table(run: Run, facts: Mapping[str, Any]) -> Html:
         )
     header = ("set", "documents", "windows", "tokens", "first", "best", "last", "± sem", "bpb", "detects a rise of")
     if not rows:
-        return Html("")
+        return Markup("")
     explained = (
         "The last column is the smallest rise, in nats per token, that an eval of this set finds with 80 % power."
     )
-    return Html(
+    return (
         table(header, rows)
         + (note(explained) if any(e["detectable"] for e in facts["evals"].values()) else "")
         + (folded("With averages of the parameters", table(header, averaged)) if averaged else "")
     )
 
 
-def log(run: Run) -> Html:
+def log(run: Run) -> Markup:
     """Verdicts and edits, a row each, golds that follow each other in one; of many the first are folded."""
     rows = []
     shown = [event for event in run.events if event["event"] in _SHOWN]
@@ -133,12 +135,12 @@ def log(run: Run) -> Html:
                     what = other
             rows.append((f"{event['step']:,}", what, tag("td", *_broken(lines), class_="text")))
     if not rows:
-        return Html("")
+        return Markup("")
     header = ("step", "event", "what it says")
     if len(rows) <= MAX_LISTED:
         return table(header, rows, text_columns=3)
     earlier = folded(f"{len(rows) - MAX_LISTED} earlier ones", table(header, rows[:-MAX_LISTED], text_columns=3))
-    return Html(earlier + table(header, rows[-MAX_LISTED:], text_columns=3))
+    return earlier + table(header, rows[-MAX_LISTED:], text_columns=3)
 
 
 def _gold_row(golds: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
@@ -158,11 +160,11 @@ def _mixture_change(o: Mapping[str, Any]) -> str:
     return f"; mixture since: {', '.join(moves)}" if moves else ""
 
 
-def _broken(lines: Iterable[str]) -> Iterable[Html]:
-    return (part for i, line in enumerate(lines) for part in ([Html("<br>")] if i else []) + [html(line)])
+def _broken(lines: Iterable[str]) -> Iterable[Markup]:
+    return (part for i, line in enumerate(lines) for part in ([Markup("<br>")] if i else []) + [escape(line)])
 
 
-def transfer_matrix(run: Run, points: Mapping[str, Sequence[EvalPoint]]) -> list[Html]:
+def transfer_matrix(run: Run, points: Mapping[str, Sequence[EvalPoint]]) -> list[Markup]:
     """Loss of every set at every phase end, and what was forgotten and gained, as `training_complete` tells it.
 
     Of a run that goes on the losses so far, from the evals.
@@ -208,7 +210,7 @@ def _span(losses: Iterable[Any]) -> tuple[float, float]:
     return (min(finite), max(finite)) if finite else (0.0, 0.0)
 
 
-def _heat(value: Any, span: tuple[float, float]) -> Html:
+def _heat(value: Any, span: tuple[float, float]) -> Markup:
     as_float = number(value)
     low, high = span
     if as_float is None or not math.isfinite(as_float) or high == low:
@@ -217,12 +219,12 @@ def _heat(value: Any, span: tuple[float, float]) -> Html:
     return tag("td", loss(value), class_="n heat", style=f"background:rgba(213,94,0,{0.3 * strength:.2f})")
 
 
-def _start(value: Any, first: EvalPoint) -> Html:
+def _start(value: Any, first: EvalPoint) -> Markup:
     """A set's loss at its start, which for a set that was added later is not the run's."""
     return tag("td", loss(value), tag("small", f" at {first.step:,}") if first.step else "", class_="n heat")
 
 
-def _change(told: Mapping[str, Any]) -> Html:
+def _change(told: Mapping[str, Any]) -> Markup:
     low, high = map(number, told.get("interval") or (None, None))
     known = low is not None and high is not None and math.isfinite(high - low)
     span = tag("small", f" [{signed(low)}, {signed(high)}]") if known else ""

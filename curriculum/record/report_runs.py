@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from markupsafe import Markup, escape
+
 from curriculum.errors import InputError
 from curriculum.record import figures
 from curriculum.record.compare import Comparison, compare_runs
 from curriculum.record.compare_text import notes
 from curriculum.record.figures import PALETTE, Curve, eval_curve
 from curriculum.record.inspection import inspect_run, lineage_lines
-from curriculum.record.page import Html, bullets, figure, folded, html, legend, note, section, table, tag
+from curriculum.record.page import bullets, figure, folded, legend, note, section, table, tag
 from curriculum.record.queries import eval_points, evalset_facts, planned_tokens
 from curriculum.record.shared_past import shared_past
 from curriculum.record.wording import interval_text, loss, signed
 from curriculum.run import Run
 
 
-def of_runs(runs: Sequence[Run], names: Sequence[str], of_run: Callable[[Run, str], list[Html]]) -> list[Html]:
+def of_runs(runs: Sequence[Run], names: Sequence[str], of_run: Callable[[Run, str], list[Markup]]) -> list[Markup]:
     """The comparison, and folded below it what `of_run` draws of each."""
     colors = {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(names)}
     facts = [inspect_run(run) for run in runs]
@@ -28,7 +30,7 @@ def of_runs(runs: Sequence[Run], names: Sequence[str], of_run: Callable[[Run, st
         rows.append(
             (
                 tag("td", tag("i", class_="swatch", style=f"background:{colors[name]}"), name),
-                tag("td", f["path"], *(Html("<br>") + tag("small", line) for line in lineage_lines(f["lineage"]))),
+                tag("td", f["path"], *(Markup("<br>") + tag("small", line) for line in lineage_lines(f["lineage"]))),
                 f"{progress['step']:,} of {progress['total_steps']:,}",
                 figures.short_count(progress["tokens"]),
                 figures.short_count(f["model"]["num_parameters"]),
@@ -53,7 +55,7 @@ def of_runs(runs: Sequence[Run], names: Sequence[str], of_run: Callable[[Run, st
     ]
 
 
-def _compare_table(comparison: Comparison) -> Html:
+def _compare_table(comparison: Comparison) -> Markup:
     unit = "tokens" if comparison.at == "tokens" else "steps"
     rows = []
     for compared in comparison.sets:
@@ -78,7 +80,7 @@ def _compare_table(comparison: Comparison) -> Html:
     verdicts = [f"{c.name}: {m.verdict}" for c in comparison.sets for m in c.runs if m.verdict]
     at = note(f"The last evals at or before {comparison.common:,} {unit}, the fewest that a run was measured at.")
     *special, closing = notes(comparison)
-    return Html(
+    return (
         at
         + table(header, rows, text_columns=2, grouped=True)
         + note(closing)
@@ -87,7 +89,7 @@ def _compare_table(comparison: Comparison) -> Html:
     )
 
 
-def _overlays(runs: Sequence[Run], names: Sequence[str], colors: Mapping[str, str]) -> list[Html]:
+def _overlays(runs: Sequence[Run], names: Sequence[str], colors: Mapping[str, str]) -> list[Markup]:
     """A drawing a set with a line a run."""
     drawn = overlays(runs, names, colors)
     if not drawn:
@@ -97,7 +99,7 @@ def _overlays(runs: Sequence[Run], names: Sequence[str], colors: Mapping[str, st
         title = f"eval loss of {overlay.name}, every run"
         svg = figures.eval_chart(title, overlay.curves, x_label=overlay.x, branch_at=overlay.branch_at)
         without = f"without {', '.join(overlay.left_out)}: other text" if overlay.left_out else ""
-        panels.append(figure(svg, html(f"{overlay.name} ") + tag("small", without)))
+        panels.append(figure(svg, escape(f"{overlay.name} ") + tag("small", without)))
     keys = "Loss in nats per token; bands: ± 1.96 standard errors over the choice of held-out text."
     if any(overlay.branch_at for overlay in drawn):
         keys += " Dotted: where a run branches off another; what lies before is theirs together and drawn once."
