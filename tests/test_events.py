@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 import time
+import tracemalloc
 from datetime import datetime
 from pathlib import Path
 
@@ -205,6 +206,24 @@ def test_resume_with_nothing_to_cut_writes_nothing(tmp_path):
     Record.resume(tmp_path, offsets, tokens_at, elapsed_before_s=0.0).close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "metrics.jsonl"]
     assert {name: (tmp_path / name).stat().st_size for name in offsets} == offsets
+
+
+def test_of_a_long_record_only_what_is_cut_is_read(tmp_path):
+    offsets = written_run(tmp_path)
+    metrics = tmp_path / "metrics.jsonl"
+    rows = metrics.read_bytes()
+    with open(metrics, "wb") as file:
+        file.seek(50_000_000)
+        file.write(rows)
+    tracemalloc.start()
+    try:
+        offsets["metrics.jsonl"] += 50_000_000
+        Record.resume(tmp_path, offsets, tokens_at, elapsed_before_s=0.0).close()
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert metrics.stat().st_size == offsets["metrics.jsonl"] < 50_000_000 + len(rows)
+    assert peak_bytes < 1e6
 
 
 @pytest.mark.parametrize("wrong", ["beyond", "inside a line"])

@@ -256,12 +256,18 @@ def check_offsets(run_dir: Path, offsets: Mapping[str, int]) -> None:
     """Raise InputError where the record ends before a checkpoint's offsets, or has no line's end there."""
     for name in (EVENTS, METRICS):
         path, offset = run_dir / name, offsets[name]
-        content = path.read_bytes() if path.exists() else b""
-        if offset > len(content) or content[:offset][-1:] not in (b"", b"\n"):
+        size_bytes = path.stat().st_size if path.exists() else 0
+        if offset > size_bytes or (offset > 0 and _read_from(path, offset - 1, 1) != b"\n"):
             raise InputError(
-                f"{path}: got {len(content)} bytes, expected a line to end at byte {offset}, where the "
+                f"{path}: got {size_bytes} bytes, expected a line to end at byte {offset}, where the "
                 "checkpoint was saved; restore the file from a copy, or start a new run directory"
             )
+
+
+def _read_from(path: Path, offset: int, num_bytes: int = -1) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(offset)
+        return file.read(num_bytes)
 
 
 def _cut(run_dir: Path, offsets: Mapping[str, int]) -> None:
@@ -275,8 +281,7 @@ def _cut(run_dir: Path, offsets: Mapping[str, int]) -> None:
     entries = []
     for name in (EVENTS, METRICS):
         path, offset = run_dir / name, offsets[name]
-        content = path.read_bytes() if path.exists() else b""
-        cut = content[offset:].removesuffix(b"\n")
+        cut = _read_from(path, offset).removesuffix(b"\n") if path.exists() else b""
         entries += [{"file": name, "line": _parsed(line)} for line in cut.split(b"\n") if cut]
     if not entries:
         return
