@@ -44,8 +44,8 @@ def verdict(event: dict[str, Any]) -> str | None:
             again = "" if then is None else f"; the next is tried at step {then}"
             return f"checkpoint failed: {event['path']} was not saved: {event['why']}; {good}{again}"
         case "rollback":
-            number, first, steps = event["number"], event["first_bad_step"], event["skip_steps"]
-            told = f"rollback {number} of {event['max']} at step {event['told_at_step']}, to step {step}"
+            told = f"rollback {event['number']} of {event['max']} at step {event['told_at_step']}, to step {step}"
+            first, steps = event["first_bad_step"], event["skip_steps"]
             return f"{told}: {event['reason']} | the data of {steps} steps from step {first} on are passed over"
         case "diverged":
             good = event["last_good_step"]
@@ -127,10 +127,10 @@ def _left_out(event: dict[str, Any]) -> list[str]:
     return [f"passed over {left} tokens"] if left else []
 
 
-def _of_shape(number: float | None) -> str:
-    if number is None:
+def _of_shape(value: float | None) -> str:
+    if value is None:
         return "the model's own"
-    return f"{number:,.4g}" if number < 1000 else f"{number:,.10g}"
+    return f"{value:,.4g}" if value < 1000 else f"{value:,.10g}"
 
 
 _SHAPE_NAMES = {
