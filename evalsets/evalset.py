@@ -20,9 +20,9 @@ class EvalSet:
     num_tokens_N: int32, scored targets of each window, 1..T.
     num_bytes_N: int64, UTF-8 bytes of those targets; over a document scored throughout they sum to its bytes.
     document_N: int32, the document of each window, 0..D-1, non-decreasing.
-    content_hash: hexadecimal, of the documents' tokens in order, T, the id that opens documents and, where not all are,
-      of which tokens are scored. Two sets may be compared window by window exactly when their hashes are equal;
-      the name takes no part.
+    content_hash: hexadecimal, of the documents' tokens in order, T, the id that opens documents and, unless all tokens
+      are scored, of which are. Two sets may be compared window by window exactly when their hashes are equal; their
+      names take no part.
     """
 
     name: str
@@ -83,16 +83,16 @@ def cut_windows(
 
     documents: 1-D integer arrays, in the order that the set keeps.
     token_bytes_V: UTF-8 bytes of each id of the vocabulary, 0 for special tokens.
-    max_sequences: most windows wanted. Whole documents are taken in ascending hash order up to the first that
+    max_sequences: the most windows wanted. Whole documents are taken in ascending hash order up to the first that
       does not fit (so a smaller set is a subset of a larger one), and keep their order among themselves. The
       first document in hash order is always taken, even if it alone has more windows than that.
-    document_hashes: one a document, empty ones included, uint64 pairs [D, 2] or bytes; default: computed from
+    document_hashes: one for each document, empty ones included, uint64 pairs [D, 2] or bytes; default: computed from
       the tokens.
-    scored: one a document, empty ones included: whether each of its tokens is scored, or None for all of them.
+    scored: one for each document, empty ones included: whether each of its tokens is scored, or None for all of them.
       Default: all tokens of all documents.
-    document_bytes: one a document, empty ones included: UTF-8 bytes of what is scored of its text, which are those of
-      its tokens unless the tokenizer normalises text or adds to it; then its windows share them in that proportion.
-      Default: the bytes of its tokens.
+    document_bytes: one for each document, empty ones included: UTF-8 bytes of what is scored of its text. They are the
+      bytes of its tokens, unless the tokenizer normalises text or adds to it; then they are divided among its windows
+      in proportion to the bytes of their tokens. Default: the bytes of its tokens.
 
     Raises ValueError: nothing to score; an id outside the vocabulary; a document that is not 1-D integers;
     hashes or `scored` that do not match the documents; seq_len or max_sequences below 1; a bad name.
@@ -237,7 +237,7 @@ def _window_bytes(token_bytes_V: np.ndarray, targets_NT: np.ndarray, scored_NT: 
 
 
 def _shared_bytes(num_bytes_N: np.ndarray, document_N: np.ndarray, document_bytes_D: np.ndarray) -> np.ndarray:
-    """The bytes of each document shared by its windows as those of their tokens are; whole, and exact in sum."""
+    """The bytes of each document divided among its windows as those of their tokens are: whole, and exact in sum."""
     token_bytes_D = np.bincount(document_N, num_bytes_N, len(document_bytes_D)).astype(np.int64)
     so_far_N = np.cumsum(num_bytes_N) - (np.cumsum(token_bytes_D) - token_bytes_D)[document_N]
     if (token_bytes_D == document_bytes_D).all():
@@ -252,5 +252,5 @@ def _shared_bytes(num_bytes_N: np.ndarray, document_N: np.ndarray, document_byte
 
 
 def _hash_document(document: np.ndarray) -> bytes:
-    """Of the ids alone: the same for every integer type they are stored in."""
+    """A hash of the ids alone: the same for every integer type that they are stored in."""
     return hashlib.blake2b(np.ascontiguousarray(document, "<i8"), digest_size=16).digest()

@@ -1,7 +1,7 @@
-"""What has been prepared already: content keys by a look at the file system, and folders built once.
+"""What has been prepared already: the content key of a source, by a look at its files, and folders built once.
 
 <store_dir>/contents/<signature>   the content key of a source whose files have these sizes and times
-<store_dir>/verified/<signature>   a store whose files, of these sizes and times, have their checksums
+<store_dir>/verified/<signature>   empty: the store whose files have these sizes and times has its checksums
 <store_dir>/locks/<name>           held while the folder of that name is built; never deleted
 <store_dir>/.../<name>.partial     a folder being built, or left by a process that was killed
 """
@@ -119,9 +119,9 @@ def writing(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def building(target: Path, lock_path: Path) -> Iterator[Path | None]:
-    """Give an empty folder that becomes `target` when the block ends well, or None where `target` is there.
+    """Yield an empty folder, renamed to `target` where the block ends without an error; None where `target` is there.
 
-    An empty folder of that name counts as none: it is replaced at the end, and stays where the block fails.
+    An empty `target` counts as none: it is replaced at the end, and stays where the block fails.
 
     One process at a time: others wait for the lock and then find the folder. What a killed process left is
     thrown away, and nothing but a finished folder ever carries the name.
@@ -146,7 +146,7 @@ def building(target: Path, lock_path: Path) -> Iterator[Path | None]:
 
 
 def build_once(directory: Path, store_dir: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill `directory`, which lies below `store_dir`, unless it is there; see `building`."""
+    """Unless `directory`, which lies below `store_dir`, is there: let `write` fill it, in the way of `building`."""
     if is_there(directory):
         return
     locks = store_dir / "locks"

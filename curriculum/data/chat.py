@@ -1,7 +1,7 @@
-"""Conversations as text: a template a role, and which stretches of the text are answers.
+"""Conversations as text: one template for each role, and which stretches of the text are answers.
 
-An answer is what an assistant turn holds and what closes it in the template: that much a model has to say by
-itself. What introduces a turn, and every other turn, is given to it.
+An answer is the content of an assistant turn and what closes the turn in the template: a model has to write both.
+What introduces the turn, and every other turn, is given to it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -59,11 +59,11 @@ CHATML = ChatConfig()
 
 
 def render(messages: list[dict], chat: ChatConfig, key: str = "messages") -> list[Stretch]:
-    """A conversation as stretches of text, scored and unscored in turn, none empty; they join to its text.
+    """A conversation as stretches of text, alternately scored and unscored, none empty; joined they are its text.
 
-    Each stretch is to be encoded on its own: so no token reaches over the edge of an answer, and generation,
-    which has only what precedes it, sees the ids that training saw. Content is ordinary text even where it
-    looks like the template. Of a message the keys role and content are read, others are not.
+    Encode each stretch on its own: then no token reaches over the edge of an answer, and a prompt, which ends at that
+    edge, has the ids that it had in training. Content is ordinary text even where it looks like the template. Of a
+    message only the keys role and content are read.
 
     Raises InputError naming the message, as one of `key`, for a role that the template lacks, a missing key, and
     content that is not text.
@@ -72,10 +72,10 @@ def render(messages: list[dict], chat: ChatConfig, key: str = "messages") -> lis
 
 
 def render_completion(prompt: str | list[dict], completion: str | list[dict], chat: ChatConfig) -> list[Stretch]:
-    """A prompt, unscored, and its completion as stretches, like those of `render`.
+    """A prompt and its completion as stretches, like those of `render`; nothing in the prompt is scored.
 
-    Two texts are joined as they are, and the completion is scored. Of two lists of messages the answers in the
-    completion are; those in the prompt are not. Raises InputError like `render`, and for any other two values.
+    Two texts are joined as they are, and all of the completion is scored; of two lists of messages the answers in the
+    completion are. Raises InputError like `render`, and for any other two values.
     """
     if isinstance(prompt, list) and isinstance(completion, list):
         given = [(text, False) for text, _ in _turns(prompt, "prompt", chat)]

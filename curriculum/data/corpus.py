@@ -1,4 +1,4 @@
-"""All the data of a run: a training stream a source, and the eval sets, kept apart from each other."""
+"""All the data of a run: a training stream for each source, and the eval sets, kept apart from each other."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Sizes:
 def load_corpus(config: Config, store_dir: str | Path, tokenizer: Tokenizer | None = None) -> Corpus:
     """Prepare what is not prepared yet, and open it all. `tokenizer`: used instead of the config's.
 
-    Raises InputError, for a model whose vocabulary does not fit before any source is prepared.
+    Raises InputError; where the model's vocabulary does not fit the tokenizer, before any source is prepared.
     """
     if tokenizer is None:
         tokenizer = prepare_tokenizer(config.tokenizer, config.sources, store_dir, config.chat)
@@ -130,9 +130,9 @@ def load_evalsets(
 def find_read_documents(
     config: Config, store_dir: str | Path, tokenizer: Tokenizer, evalset: str, sources: Iterable[str]
 ) -> dict[str, int]:
-    """How many documents of an eval set of its own text stand in the training text of each source, where any do.
+    """How many documents of an eval set with text of its own stand in the training text of each source that has any.
 
-    By content hash, from what is prepared already; a source whose text is gone or was never prepared here is left out.
+    Told by content hash from what is prepared; a source whose text is gone or was never prepared here is left out.
     """
     own = config.eval_sources[evalset].own_source()
     store = find_store(_store_name(evalset), own, tokenizer, store_dir, config.chat)
@@ -183,13 +183,13 @@ def find_sizes(config: Config, store_dir: str | Path) -> Sizes:
 
 
 def _own_sources(config: Config) -> dict[str, SourceConfig]:
-    """Where the text of each eval set lies that is not held out of a source."""
+    """The text of each eval set that has text of its own, instead of being held out of a source."""
     sources = {name: evalset.own_source() for name, evalset in config.eval_sources.items()}
     return {name: source for name, source in sources.items() if source is not None}
 
 
 def _store_name(evalset: str) -> str:
-    """What the store of an eval set's own text is called: a source may have the set's name."""
+    """The name of the store of an eval set's own text; a source may have the name of the set itself."""
     return f"eval-{evalset}"
 
 
@@ -207,7 +207,7 @@ def _place(evalset: str) -> str:
 
 
 def _hold_out(config: Config, tokenizer: Tokenizer, stores: Mapping[str, Store]) -> dict[str, Split]:
-    """The split of each source into training and held-out text, which no eval set has a say in."""
+    """The split of each source into training and held-out text; it does not depend on the eval sets."""
     splits = {}
     for name, store in stores.items():
         share = parse_share(config.sources[name].held_out)
@@ -237,7 +237,7 @@ def _drop_overlap(
                 divided[name] = store.documents["hash"][split.cut[0]][None]
     kept, dropped = {}, {}
     for name, store in stores.items():
-        # The source that a document is divided in keeps its head.
+        # A source trains on the head of a document that was divided in it; other sources may not have the document.
         others = {e: h for e, h in divided.items() if config.eval_sources[e].held_out_of != name}
         seen = {e: np.append(h, others[e], axis=0) if e in others else h for e, h in hashes.items()}
         kept[name], counts = drop_overlap(splits[name], store.documents["hash"], name, seen)
@@ -307,10 +307,10 @@ def _kept_tokens(store: Store, split: Split) -> np.ndarray:
 
 
 def _epoch(config: Config, details: Mapping[str, Any], packing: PackingFacts | None) -> dict[str, Any]:
-    """What an epoch of a source is; None where that takes a packing and there is none yet."""
+    """The size of an epoch of a source; None where it depends on a packing that is not made yet."""
     if config.packing.mode == "stream":
         return {"tokens_per_epoch": epoch_tokens(details["tokens"], config.longest_seq_len), "utilization": 1.0}
-    if details["tokens"] == 0:  # nothing to pack, which the schedule refuses where it draws from it
+    if details["tokens"] == 0:  # nothing to pack; a schedule that draws from it is refused
         return {"tokens_per_epoch": 0, "utilization": 0.0}
     if packing is None:
         return {"tokens_per_epoch": None, "utilization": None}

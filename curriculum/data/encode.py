@@ -14,9 +14,9 @@ from curriculum.errors import InputError
 def encode_pieces(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[list[Piece], np.ndarray, list[int]]]:
     """Groups of pieces in order, with their tokens and how many each piece has.
 
-    The last piece of a document is followed by end-of-text, which counts as its own; an empty document gives
+    End-of-text follows the last piece of a document and counts as one of its tokens; an empty document gives
     nothing. Memory: at most 2 x NUM_THREADS + 1 groups, each about PIECE_BYTES of text and its tokens (more
-    only where one piece is longer), and of byte pairs an encoding a thread, 10 MB of 50,000 ids. Raises
+    only where one piece is longer), and for byte pairs one encoding for each thread, 10 MB with 50,000 ids. Raises
     InputError naming the place of text that cannot be represented.
     """
     with ThreadPoolExecutor(NUM_THREADS) as pool:

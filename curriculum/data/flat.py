@@ -17,8 +17,8 @@ SCAN_TOKENS = 1 << 20
 def index_flat(source: SourceConfig, tokenizer: Tokenizer, directory: Path, progress: Progress | None) -> None:
     """Write the index and the sidecar of a flat file of ids; the file itself stays where it lies.
 
-    A document ends after end-of-text; further ones right after it belong to the same document, those that
-    the file begins with to the first. Raises InputError for a size or ids that do not fit the tokenizer.
+    A document ends with end-of-text: with all of them where several stand in a row. Those that the file begins with
+    belong to the first document. Raises InputError for a size or ids that do not fit the tokenizer.
     """
     (file,) = source_files(source)
     path = Path(file.path).resolve()

@@ -57,12 +57,13 @@ _NEVER_MERGED = "\u00ff \u00fe"
 
 
 def gguf_vocabulary(tokenizer: Tokenizer, num_rows: int) -> GgufVocabulary:
-    """The tokenizer with `num_rows` tokens, those past its own unused.
+    """The tokenizer as a list of `num_rows` tokens; those after its own are unused.
 
-    Text is cut and merged as the tokenizer does it, with what llama.cpp cannot do said here: it does not bring text to
-    NFC (a tokenizer that does gives the same ids for text that is in NFC), and where a blank is put before a text it
-    puts one before a text that begins with a blank too. The kinds made here open a text with end-of-text (`add_bos`),
-    as `curriculum generate` does; one of kind hf as its files say. Raises InputError that lists what llama.cpp has not.
+    With it llama.cpp cuts and merges text as the tokenizer does, but for two things. It does not bring text to NFC: a
+    tokenizer that does gives the same ids only for text that is in NFC already. And where a blank is put before a text,
+    it puts one also before a text that begins with a blank. The kinds made here open a text with end-of-text
+    (`add_bos`), as `curriculum generate` does; one of kind hf as its files say. Raises InputError that lists what
+    llama.cpp lacks.
     """
     if tokenizer.kind == "char":
         raise InputError(
@@ -109,7 +110,7 @@ def _type_of(name: str, token: int, tokenizer: Tokenizer, parsed: ParsedDefiniti
 
 
 def _named_pattern(definition: dict[str, Any]) -> tuple[str, list[str]]:
-    """The name that llama.cpp has for how byte-level text is cut, and what stands against it."""
+    """llama.cpp's name for the way that byte-level text is cut, and what of the tokenizer llama.cpp cannot do."""
     problems = []
     normalizers = [part["type"] for part in parts(definition["normalizer"]) if part["type"] != "Sequence"]
     cuts = [_cut(part) for part in parts(definition["pre_tokenizer"]) if part["type"] != "Sequence"]
@@ -134,7 +135,7 @@ def _named_pattern(definition: dict[str, Any]) -> tuple[str, list[str]]:
 
 
 def _cut(part: dict[str, Any]) -> str:
-    """How a pre-tokenizer that is no sequence cuts text: a pattern, or what stands for one."""
+    """How a pre-tokenizer that is no sequence cuts text: its pattern, or a word in place of one."""
     kind = part["type"]
     if kind == "ByteLevel":
         return "gpt2" if part.get("use_regex", True) else "bytes"
@@ -170,7 +171,7 @@ def _made(pair: str | list[str]) -> str:
 
 
 def _scores(tokens: list[str], merges: list[str]) -> list[float]:
-    """Minus the rank of the merge that first makes a token: llama.cpp merges what has the highest score."""
+    """Minus the rank of the first merge that makes a token: llama.cpp merges the pair of the highest score first."""
     ranks: dict[str, int] = {}
     for rank, pair in enumerate(merges):
         ranks.setdefault(_made(pair), rank)

@@ -17,8 +17,8 @@ _RELEASE_EVERY = 500  # documents; about 32 MB of pages
 def split_store(store: Store, tokenizer: Tokenizer, share: float, min_tokens: int = 1) -> Split:
     """The split of a store as `split_documents` makes it, a divided document cut between characters.
 
-    Conversations, which a store marks the scored tokens of, are never divided: an answer keeps what it answers.
-    Raises ValueError like it.
+    Conversations, whose store marks scored tokens, are never divided: an answer stays with what it answers. Raises
+    ValueError as `split_documents` does.
     """
 
     def starts_character(document: int, token: int) -> bool:
@@ -41,9 +41,9 @@ class EvalDocument(NamedTuple):
 
 
 def held_out_piece(store: Store, tokenizer: Tokenizer, split: Split) -> EvalDocument | None:
-    """The tail of the document that `split` divides, a document of its own; None where it divides none.
+    """The tail of the document that `split` divides, as a document of its own; None where it divides none.
 
-    Its text is what its tokens say: normalised, where the tokenizer does that.
+    Its text is what its tokens decode to, which is normalised where the tokenizer does that.
     """
     if split.cut is None:
         return None

@@ -1,4 +1,4 @@
-"""What determines the ids of a tokenizer of Hugging Face, taken apart, and its encoding by `tokenizers`."""
+"""What determines the ids of a Hugging Face tokenizer, taken apart, and encoding with it by `tokenizers`."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +26,7 @@ def byte_level_letters() -> dict[str, int]:
 
 
 class ParsedDefinition:
-    """What determines ids, of a DEFINITION_NAME, taken apart. `problems` lists what this program cannot follow."""
+    """The parts of a DEFINITION_NAME that determine ids. `problems` lists what this program cannot do as it says."""
 
     def __init__(self, definition: dict[str, Any]):
         self.definition = definition
@@ -71,7 +71,7 @@ class ParsedDefinition:
         return name.replace(BLANK, " ").encode()
 
     def problems(self) -> Iterator[str]:
-        """What stands in the way of ids and text that are those of the library."""
+        """What keeps this program from giving the ids and the text that the library gives."""
         model = self.definition["model"]
         kind = model.get("type", "BPE" if "merges" in model else None)
         if kind not in ("BPE", "Unigram"):
@@ -116,9 +116,10 @@ def parts(component: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 def encoder_of(
     parsed: ParsedDefinition, special_tokens: dict[str, int]
 ) -> Callable[[Sequence[str], Sequence[bool]], list[np.ndarray]]:
-    """Texts, and whether each opens a document, to ids; raises InputError for text that has none.
+    """A function of texts, and of whether each opens a document, to their ids.
 
-    A text that does not open a document gets no blank in front, where the tokenizer adds one.
+    Where the tokenizer puts a blank before a document, it puts none before a text inside one. The function raises
+    InputError for text that has no ids.
     """
     opening = _built(parsed.definition, special_tokens)
     continuing = opening
@@ -174,7 +175,7 @@ def byte_of(name: str) -> int | None:
 
 
 def _without_prefix(definition: dict[str, Any]) -> dict[str, Any]:
-    """The definition of what follows inside a document: the same without the blank put before its start."""
+    """The definition for text inside a document: the same without the blank that is put before a document."""
 
     def changed(component: dict[str, Any] | None) -> dict[str, Any] | None:
         if component is None or component["type"] == "Prepend":
@@ -197,7 +198,7 @@ def _without_prefix(definition: dict[str, Any]) -> dict[str, Any]:
 
 
 def _renamed(vocabulary: dict[str, int], special: dict[str, int], is_unigram: bool) -> dict[str, int]:
-    """The vocabulary as encoding has it: unigram would find the name of a special piece in text."""
+    """The vocabulary that encodes: for unigram with other names of special pieces, which it would find in text."""
     if not is_unigram:
         return vocabulary
     return {_UNTYPABLE + name if name in special else name: token for name, token in vocabulary.items()}

@@ -141,7 +141,7 @@ def _parsed(folder: Path, files: dict[str, bytes]) -> ParsedDefinition:
 
 
 def _named_id(folder, role: str, vocabulary: dict[str, int], named: Sequence[dict], ids: Sequence[dict]) -> int | None:
-    """The id of the token of a role, by name from the first that names it, else by the first that gives an id."""
+    """The id of a role's token: the first name in `named`, else the first id in `ids`; None where neither has it."""
     for source in named:
         token = source.get(f"{role}_token")
         token = token.get("content") if isinstance(token, dict) else token

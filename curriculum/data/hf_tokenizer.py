@@ -24,11 +24,11 @@ def write_hf_tokenizer(tokenizer: Tokenizer, folder: str | Path, *, model_max_le
     """Write DEFINITION_NAME, CONFIG_NAME and MAP_NAME, which transformers' AutoTokenizer reads; `folder` exists.
 
     With add_special_tokens=False it gives the ids of `Tokenizer.encode`, and it decodes them to the same text.
-    eos_token is end-of-text and bos_token what opens a document. The kinds made here say split_special_tokens: special
-    tokens in text are ordinary text there too. A tokenizer of kind hf is passed on as it was read, chat template
-    and all, with the names of eos_token and bos_token where it lacked them, and in place of Llama's own class the one
-    that reads DEFINITION_NAME as it stands; there special tokens in text are what its own config makes of them. A text
-    with a character that a char tokenizer lacks is an error there too.
+    eos_token is end-of-text and bos_token what opens a document. The kinds made here set split_special_tokens, so that
+    special tokens in text are ordinary text there too; and a character that a char tokenizer lacks is an error there
+    too. A tokenizer of kind hf is passed on as it was read, with its chat template; its own config says what special
+    tokens in text are. Only the names of eos_token and bos_token are added where it lacked them, and Llama's own class
+    is replaced by the one that reads DEFINITION_NAME as it stands.
     """
     folder = Path(folder)
     names = {token: name for name, token in tokenizer.special_tokens.items()}
@@ -104,8 +104,8 @@ def hf_definition(tokenizer: Tokenizer) -> dict[str, Any]:
 def merges_of(tokens: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
     """The pair that each token of more than a byte is merged from, in the order of their ids, which are their ranks.
 
-    It is what the merge loop has left of the token's bytes when only tokens of lower rank may be made. A token that
-    no pair makes has none.
+    The pair is what the merge loop leaves of the token's bytes when it makes only tokens of lower rank. Tokens of which
+    it leaves more than two parts have no pair.
     """
     ranks = {token: rank for rank, token in enumerate(tokens) if token}
     merges = []
@@ -128,7 +128,8 @@ def merges_of(tokens: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
 def onig_pattern(pattern: str) -> str:
     """A pattern of tiktoken in the syntax of Oniguruma, which `tokenizers` matches with.
 
-    There a plus behind braces repeats once more instead of forbidding to backtrack, and $ is the end of a line.
+    There a plus after braces is one more repetition, where here it forbids to backtrack, and $ ends a line, where here
+    it ends the text.
     """
     pattern = re.sub(r"(?<!\\)(\{\d+(?:,\d*)?\})\+", r"\1", pattern)
     return re.sub(r"(?<!\\)\$", r"\\z", pattern)

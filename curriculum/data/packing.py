@@ -1,8 +1,8 @@
 """Documents packed into bins of one sequence each, so that as few as possible are cut: built once, kept on disk.
 
 A packing is a folder below <store_dir>/packing:
-    pieces.bin      a PIECE record a piece, in the order of the bins and, within a bin, of the stream
-    bins.bin        u64 a bin: how many pieces end before its end
+    pieces.bin      one PIECE record for each piece, in the order of the bins and, within a bin, of the stream
+    bins.bin        one u64 for each bin: how many pieces there are up to its end
     packing.json    the sidecar, written last
 """
 
@@ -50,7 +50,7 @@ def best_fit_decreasing(lengths_N: np.ndarray, capacity: int) -> np.ndarray:
 
     The longest item first, each goes into the bin with the least room that still takes it, or else into a new one
     (Johnson 1973; for documents, Ding et al. 2024, arXiv:2404.10830). Lengths are 1 to `capacity`. Items of one
-    length go in together, bin by bin: after one of them a bin has less room than any other that would take the next.
+    length are placed bin by bin: while a bin that took one still takes the next, no other that does has less room.
     """
     order_N = np.argsort(-lengths_N, kind="stable")
     descending_N = lengths_N[order_N]
@@ -96,7 +96,7 @@ def pack(document_tokens_N: np.ndarray, block_tokens: int) -> tuple[np.ndarray, 
     """(pieces, bins) of the documents of a stream, end to end, as the files hold them.
 
     A document of more than `block_tokens` tokens is split into full bins, which come first, and a rest. Depends on
-    nothing but the arguments; takes about 100 bytes a document while it runs.
+    nothing but the arguments; takes about 100 bytes of memory for each document while it runs.
     """
     document_tokens_N = np.asarray(document_tokens_N, np.int64)
     starts_N = np.cumsum(document_tokens_N) - document_tokens_N
@@ -146,8 +146,8 @@ class PackingFacts:
 class Bins:
     """A stream whose block b is bin b of a packing: a `RowStream`.
 
-    A document of n tokens, its end-of-text included, takes n slots: its tokens are their targets, and the inputs are
-    the token before each, for its first one end-of-text. Each piece is a segment. What is left of a bin is padding:
+    A document of n tokens, its end-of-text included, takes n slots: its tokens are their targets, and the input of
+    each is the token before it, end-of-text for the first. Each piece is a segment. What is left of a bin is padding:
     end-of-text, not scored, segment -1. Tokens whose entry of `scored` is False are not scored (None: all are).
     """
 
@@ -213,7 +213,7 @@ class Bins:
 
 
 def find_packing(stream: str, block_tokens: int, store_dir: str | Path) -> PackingFacts | None:
-    """What `prepare_packing` made of a stream, named by the hash of its content; None where it has not.
+    """The facts of the packing that `prepare_packing` made of a stream; None where there is none yet.
 
     Raises InputError naming the file where one is missing, of another size, or of another format.
     """

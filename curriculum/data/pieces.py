@@ -37,7 +37,7 @@ class Piece(NamedTuple):
 
 
 def read_pieces(source: SourceConfig, chat: ChatConfig = CHATML) -> Iterator[Piece]:
-    """The documents of a source in pieces, empty ones included, a file after the other in sorted order.
+    """The documents of a source in pieces, empty ones included, one file after the other in sorted order.
 
     JSONL, parquet and arrow: a row is a document, in a format other than text a conversation as `chat` renders
     it, a piece a stretch; any other file is plain UTF-8 text and one document. A byte-order mark at the start of
@@ -70,7 +70,7 @@ def read_pieces(source: SourceConfig, chat: ChatConfig = CHATML) -> Iterator[Pie
 
 
 def conversation_pieces(stretches: list[Stretch], source_bytes: int, where: str) -> Iterator[Piece]:
-    """A rendered conversation in pieces, a stretch each; raises InputError where none of them is scored."""
+    """A rendered conversation in pieces, one for each stretch; raises InputError where none of them is scored."""
     if not any(scored for _, scored in stretches):
         raise InputError(
             f"{where}: no answer in it, so nothing to score; expected an assistant's turn or a completion that is not"
@@ -145,7 +145,7 @@ def _json_lines(file: SourceFile, source: SourceConfig, chat: ChatConfig) -> Ite
 
 
 def _row_of(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """An object of JSON; raises ValueError for a key that stands twice, of which readers take the one or the other."""
+    """An object of JSON; raises ValueError for a key that stands twice: some readers take the first, some the last."""
     row = dict(pairs)
     if len(row) < len(pairs):
         seen: set[str] = set()
@@ -198,7 +198,7 @@ def _dataset_rows(
 def _row_pieces(
     row: Mapping, source: SourceConfig, chat: ChatConfig, source_bytes: int | None, where: str
 ) -> Iterator[Piece]:
-    """The pieces of a row that has the keys; by default its characters count as what was read."""
+    """The pieces of a row, which has the keys. `source_bytes` were read for it; None: as many as it has characters."""
     values = [row[key] for key in source.keys]
     try:
         if source.format == "text":
@@ -261,5 +261,5 @@ def _numbered(documents: Iterable) -> Iterator[tuple[int, object]]:
     try:
         for number, document in enumerate(documents, start=1):
             yield number, document
-    except OSError as error:  # which would be taken for one of writing
+    except OSError as error:  # not to be taken for an error of writing
         raise InputError(f"documents: after {number:,} of them: {error}; expected all of them readable") from error

@@ -1,4 +1,4 @@
-"""From sources to tokenizers and token stores on disk, once; afterwards a look at the files finds them.
+"""From sources to tokenizers and token stores on disk, once; afterwards a look at the sources' files finds them.
 
 Everything lies under one folder, <store_dir>/tokenizers/<kind>-<key> and <store_dir>/stores/<name>-<key>,
 keyed by the content of the sources and by the tokenizer. A source that is tokens already (a flat .bin, a
@@ -117,7 +117,7 @@ def _in_order_of_content(
 
 
 def _reading(source: SourceConfig, chat: ChatConfig) -> tuple:
-    """What the text of a source, and what of it is scored, depend on beside the content of its files."""
+    """What decides, beside the content of its files, which text a source has and what of it is scored."""
     return source.keys if source.format == "text" else (*source.keys, source.format, astuple(chat))
 
 
@@ -300,7 +300,7 @@ def _write_folder(
 
 
 def _verified(store: Store, store_dir: Path) -> Store:
-    """The store, its files read and held against their checksums where that was not done since they were touched."""
+    """The store; its files are held against their checksums, unless that was done since they were last touched."""
     known = store_dir / "verified" / source_signature(SourceConfig(path=str(store.directory)))
     if not is_there(known):
         store.verify()
@@ -351,7 +351,7 @@ def _open_prepared(name: str, source: SourceConfig, tokenizer: Tokenizer, chat: 
 def _store_directory(
     name: str, source: SourceConfig, tokenizer: Tokenizer, store_dir: Path, content: str, chat: ChatConfig
 ) -> Path:
-    # A flat file is used where it lies, so that its place is part of what the store is.
+    # The store of a flat file points to where the file lies, which is therefore part of the key.
     place = os.path.realpath(source.local_path) if source.is_flat else None
     key = digest(STORE_VERSION, content, tokenizer.fingerprint, *_reading(source, chat), source.dtype, place)
     return store_dir / "stores" / f"{name}-{key[:16]}"

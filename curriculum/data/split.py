@@ -68,14 +68,14 @@ def split_documents(
 ) -> Split:
     """Hold out `share` of the tokens of a source.
 
-    From HASHED_FROM_DOCUMENTS documents on: those with the smallest content hashes, until the share is
+    Of HASHED_FROM_DOCUMENTS documents or more: those with the smallest content hashes, until the share is
     reached (and FEWEST_DOCUMENTS of them where there are MANY_DOCUMENTS); copies of a document stay on one
     side. With fewer documents: the last tokens of the stream, the document that straddles the cut being
     divided where a character starts (`starts_character(document, token)`); with `whole` it is held out undivided, but
     the first document stays in training. Share 0 keeps everything.
 
     `document_tokens_N` counts the end-of-text token of each document. Raises ValueError where the held-out
-    part has fewer than `min_tokens` tokens, training keeps none, or there is one document to be kept whole.
+    part has fewer than `min_tokens` tokens, training keeps none, or the only document is to stay undivided.
     """
     num_documents = len(document_tokens_N)
     if share == 0:

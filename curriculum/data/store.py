@@ -2,8 +2,8 @@
 
 A store is a folder:
     tokens-00000.bin ...  little-endian u16 or u32 ids: each document's tokens, then end-of-text
-    scored-00000.bin ...  in a store of conversations, beside each of them a byte a token: 1 in an answer, else 0
-    documents.bin         a DOCUMENT record a document
+    scored-00000.bin ...  in a store of conversations, for each of them: one byte a token, 1 in an answer, else 0
+    documents.bin         one DOCUMENT record for each document
     store.json            the sidecar, written last: a folder without one is no store; it has the others' checksums
 """
 
@@ -151,7 +151,7 @@ class Store:
         Each read of a document maps the 64 KB around it: documents scattered over a file would map most of it.
         """
         for shard in [*self.shards, *(self._scored_shards if self.facts.num_scored is not None else ())]:
-            shard.base.base.madvise(mmap.MADV_DONTNEED)  # an array, of a np.memmap, of the map
+            shard.base.base.madvise(mmap.MADV_DONTNEED)  # the np.memmap below the array, and its mmap
 
     def _text_span(self, document: int) -> tuple[int, int]:
         stop = int(self.documents["end"][document])

@@ -27,9 +27,9 @@ SHARD_TOKENS = 1 << 28
 
 
 class StoreWriter:
-    """Writes a store into an empty folder, front to back, in bounded memory; `finish` makes it one.
+    """Writes a store into an empty folder, front to back, in bounded memory; `finish` makes the folder one.
 
-    `marks_scored`: whether it says of each token if it is scored.
+    `marks_scored`: whether the store says of each token if it is scored.
     """
 
     def __init__(self, directory: Path, dtype: str, shard_tokens: int = SHARD_TOKENS, marks_scored: bool = False):
@@ -49,7 +49,7 @@ class StoreWriter:
         self._text_bytes = self._scored_bytes = 0
 
     def add_tokens(self, tokens: np.ndarray, scored: np.ndarray | None = None) -> None:
-        """Append ids to the stream, end-of-text like any other; `scored`, one a token, in a store that marks them."""
+        """Append ids to the stream, end-of-text like any other; `scored`, one for each, in a store that marks them."""
         tokens = np.ascontiguousarray(tokens, DTYPES[self._dtype])
         if self.marks_scored:
             scored = np.ascontiguousarray(scored, SCORED_DTYPE)
@@ -67,7 +67,7 @@ class StoreWriter:
             self.shards[-1] = Shard(self.shards[-1].path, self.shards[-1].num_tokens + len(written))
 
     def add_shard_in_place(self, path: Path, num_tokens: int) -> None:
-        """Let the stream be that of a file that stays where it lies."""
+        """Let the stream go on with that of a file that stays where it lies."""
         self.shards.append(Shard(str(path), num_tokens))
 
     def add_text(self, utf8: bytes, scored: bool = True) -> None:
@@ -77,7 +77,7 @@ class StoreWriter:
         self._scored_bytes += len(utf8) if scored else 0
 
     def end_document(self, num_tokens: int) -> None:
-        """Close the document of the texts added, `num_tokens` of the stream with its end-of-text."""
+        """Close the document whose text was added; it has `num_tokens` of the stream, its end-of-text included."""
         self.num_tokens += num_tokens
         self.num_documents += 1
         self.num_bytes += self._text_bytes
@@ -89,8 +89,10 @@ class StoreWriter:
         self._text_bytes = self._scored_bytes = 0
 
     def finish(self, source: str, tokenizer: Tokenizer, chat: dict[str, str | None] | None = None) -> None:
-        """Write the sidecar, with the template by role where one was used. Raises InputError where no document was
-        added."""
+        """Write the sidecar, with the templates by role where the documents are conversations.
+
+        Raises InputError where no document was added.
+        """
         self.close()
         if self.num_documents == 0:
             skipped = f" ({self.num_empty:,} empty documents)" if self.num_empty else ""

@@ -117,8 +117,8 @@ class Tokenizer:
 
     @property
     def bos(self) -> int:
-        """The id that opens a document which is measured or continued: the one of kind hf that its files name for
-        that, else end-of-text."""
+        """The id that opens a document which is measured or continued: of kind hf the one that its files name, else
+        end-of-text."""
         return self.eot if self.hf is None or self.hf.bos is None else self.hf.bos
 
     @property
@@ -188,9 +188,9 @@ class Tokenizer:
     def encode(self, text: str, opens_document: bool = True) -> np.ndarray:
         """The ids of `text`, all of it ordinary: the string "<|endoftext|>" in it is not end-of-text.
 
-        A text that goes on inside a document, `opens_document` False, gets no blank in front, where the tokenizer puts
-        one before a document. Tokens that were added to one of kind hf without being special stay whole wherever
-        their text stands. Safe to call from several threads. Raises InputError for text that the tokenizer cannot
+        `opens_document` False: the text stands inside a document, and gets no blank in front where the tokenizer puts
+        one before a document. Tokens that were added to one of kind hf and are not special are found wherever their
+        text stands. Safe to call from several threads. Raises InputError for text that the tokenizer cannot
         represent.
         """
         return self.encode_batch([text], [opens_document])[0]
@@ -204,7 +204,7 @@ class Tokenizer:
     def decode_bytes(self, ids: np.ndarray, opens_document: bool = False) -> bytes:
         """The text of `ids` as UTF-8 bytes (part of a character where the ids are part of a text).
 
-        Where the ids open a document, `opens_document`, without the blank that the tokenizer put before it. Raises
+        `opens_document`: the blank that the tokenizer put before the document is left out. Raises
         ValueError for an id outside the vocabulary.
         """
         ids = np.asarray(ids, np.int64)
@@ -249,7 +249,7 @@ def _byte_pair_encoder(tokenizer: Tokenizer) -> Callable[[Sequence[str]], list[n
     shared, of_thread = new_encoding(), threading.local()
 
     def encoding_for(text: str) -> tiktoken.Encoding:
-        """One of the thread's own, once it has encoded enough to be worth the making of it."""
+        """The thread's own encoding, once the thread has encoded so much that making one pays."""
         of_thread.characters = getattr(of_thread, "characters", 0) + len(text)
         if of_thread.characters <= SHARED_CHARACTERS:
             return shared

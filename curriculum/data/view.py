@@ -28,7 +28,7 @@ class TokenView:
         # Plain lists: bisecting and indexing them is several times faster than numpy on single numbers.
         span_stops = np.cumsum(lengths)
         self._starts: list[int] = (span_stops - lengths).tolist()
-        # Of each span: where it ends, its file, and the way from a place in the view to the one in the file.
+        # Of each span: where it ends in the view, its file, and how far its place in the file is from that in the view.
         shifts = starts - shard_starts[shard] - (span_stops - lengths)
         files = [shards[i] for i in shard.tolist()]
         self._spans = list(zip(span_stops.tolist(), files, shifts.tolist(), strict=True))
@@ -48,7 +48,7 @@ class TokenView:
         return self.between(start, stop)
 
     def between(self, start: int, stop: int) -> np.ndarray:
-        """The slice of 0 <= start < stop <= len: a row of a batch, which to check would take as long as reading it."""
+        """The slice of 0 <= start < stop <= len, unchecked: to check a row of a batch takes as long as to read it."""
         span = bisect_right(self._starts, start) - 1
         end, file, shift = self._spans[span]
         if stop <= end:

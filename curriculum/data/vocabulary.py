@@ -13,7 +13,7 @@ from curriculum.data.progress import ConsoleProgress, Progress
 from curriculum.data.tokenizer import END_OF_TEXT, SMALLEST_BPE, Tokenizer, TokenizerConfig
 from curriculum.errors import InputError
 
-TRAIN_BYTES = 1 << 27  # what `tokenizers` keeps of more would pass a gigabyte
+TRAIN_BYTES = 1 << 27  # of more text `tokenizers` would keep over a gigabyte
 
 
 def make_tokenizer(config: TokenizerConfig, sources: list[SourceConfig], chat: ChatConfig) -> Tokenizer:

@@ -28,8 +28,8 @@ def table(
 ) -> Markup:
     """A table whose first `text_columns` columns are text and whose others are numbers. A cell may be a <td> already.
 
-    `grouped`: rows belong together from one with a first cell to the next; lines stand only between groups. Without
-    a word in `header` there is no head.
+    `grouped`: rows belong together from one with a first cell to the next; lines stand only between groups. Where
+    all of `header` is empty there is no head.
     """
 
     def cell(kind: str, i: int, value: Any) -> Markup:
@@ -52,7 +52,7 @@ def figure(svg: str, caption: Any, *, wide: bool = False) -> Markup:
 
 
 def legend(colors: dict[str, str]) -> Markup:
-    """A swatch and a name each."""
+    """A swatch and a name for each."""
     entries = (tag("li", tag("i", style=f"background:{color}"), name) for name, color in colors.items())
     return tag("ul", *entries, class_="legend")
 
