@@ -9,6 +9,7 @@ from typing import Any
 from curriculum.config import Config
 from curriculum.model.presets import own_rope_theta
 from curriculum.scheduling import mean_steps
+from phases.rates import rate_spans
 from phases.schedule import Schedule
 
 # Muennighoff et al. 2023, arXiv:2305.16264: repeating a source up to 4 times is worth nearly as much as fresh data.
@@ -27,10 +28,10 @@ def schedule_warnings(config: Config, schedule: Schedule, epochs_of: Mapping[str
             )
     warnings += _unread(config, schedule)
     warnings += _shapes_that_do_nothing(config)
-    last = schedule.lr[-1]
-    falls = [p for p in schedule.lr if p.last < p.first and not p.warmup]
-    if last.last == last.first and falls and falls[-1].start + falls[-1].steps < schedule.total_steps:
-        ended = falls[-1].start + falls[-1].steps
+    spans = rate_spans(schedule)
+    falls = [span for span in spans if span.piece.last < span.piece.first and not span.piece.warmup]
+    if spans[-1].piece.last == spans[-1].piece.first and falls:
+        ended = min(falls[-1].end, falls[-1].piece.start + falls[-1].piece.steps)
         warnings.append(
             f"the learning rate stops decaying at step {ended}, {schedule.total_steps - ended} steps before the end"
         )

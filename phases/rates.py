@@ -25,6 +25,30 @@ class _Span(NamedTuple):
     decay_steps: int
 
 
+class RateSpan(NamedTuple):
+    """The rates of the updates [start, end) are those of `piece`, multiplied by `scale`."""
+
+    start: int
+    end: int
+    piece: LrPiece
+    scale: float
+
+
+def rate_spans(schedule: Schedule) -> list[RateSpan]:
+    """Which piece of the learning rate holds when: the longest spans, in order and without a gap."""
+    spans: list[RateSpan] = []
+    for segment in schedule.segments:
+        starts = [min(max(piece.start, segment.start), segment.end) for piece in segment.lr]
+        for piece, start, end in zip(segment.lr, starts, [*starts[1:], segment.end], strict=True):
+            if start == end:
+                continue
+            if spans and (spans[-1].piece, spans[-1].scale) == (piece, segment.lr_scale):
+                spans[-1] = spans[-1]._replace(end=end)
+            else:
+                spans.append(RateSpan(start, end, piece, segment.lr_scale))
+    return spans
+
+
 def with_rates(
     segments: Sequence[Segment],
     num_past: int,

@@ -251,13 +251,6 @@ class Schedule:
         return float(learning_rate(self.segment_at(step).lr, step))
 
     @cached_property
-    def lr(self) -> tuple[LrPiece, ...]:
-        """Every piece of the learning rate, before the segments' factors, in the order of the segments. Those of a
-        frozen past and of what follows may overlap: `rates` says what holds.
-        """
-        return tuple(dict.fromkeys(piece for segment in self.segments for piece in segment.lr))
-
-    @cached_property
     def phase_bounds(self) -> tuple[tuple[str, int, int], ...]:
         """(phase, start, end) of each phase, in order."""
         bounds: dict[str, tuple[int, int]] = {}

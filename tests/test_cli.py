@@ -64,6 +64,8 @@ def test_a_run_from_start_to_end_and_again(folder):
     resolved = json.loads((run_dir / "config.resolved.json").read_text())
     assert resolved["evalsets"]["sets"]["extra"]["path"] == "extra"
     assert [p["end"] for p in resolved["derived"]["phases"]] == [4, 8]
+    (span,) = resolved["derived"]["learning_rate"]
+    assert (span["start"], span["end"], span["scale"]) == (0, 8, 1.0) and span["piece"]["last"] == 6e-4
     assert json.loads((run_dir / "training_state.json").read_text())["step"] == 8
     again = started(folder, "train", "c.yaml")
     assert again.returncode == 2 and "already holds a run" in again.stderr and "--resume latest" in again.stderr

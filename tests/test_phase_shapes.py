@@ -10,6 +10,7 @@ from phases.batches import DataPlan
 from phases.checks import ScheduleError
 from phases.clocks import clock_step
 from phases.lr import LrProgram, LrSchedule
+from phases.rates import rate_spans
 from phases.replay import raise_share
 from phases.resolve import resolve
 from phases.rollback import judged_from, passed_over
@@ -250,6 +251,34 @@ def test_rates_grow_with_the_root_of_the_batch():
     assert np.allclose(rates[20:30], 2e-3 + 2e-3 * np.arange(1, 11) / 10, rtol=1e-12)
     assert np.allclose(rates[30:], [4e-3] * 10 + [8e-3] * 30, rtol=1e-15)
     assert resolved(phases).segments[1].lr_scale == 1.0
+
+
+def test_the_spans_of_the_rate_say_it_at_every_update():
+    """Scaled by the batch, extended in the midst of a decay, cut within a span by data that are passed over."""
+    lr = LrSchedule(lr=1e-3, warmup_steps=8, decay_steps=20, scale_lr_by_batch="sqrt", allow_jump=True)
+    short = resolved(lr=lr)
+    longer = resolved(lr=lr, total=100, past=cut(short.segments, 60))
+    without = passed_over(longer, SUPPLIES, 20, 4)
+    spans = rate_spans(longer)
+    assert rate_spans(without) == spans
+    assert [span.start for span in spans] == [0, *(span.end for span in spans[:-1])] and spans[-1].end == 100
+    assert [(span.start, span.end, span.scale) for span in spans] == [
+        (0, 8, math.sqrt(5 / 4)),  # the warm-up, then the peak
+        (8, 13, math.sqrt(5 / 4)),
+        (13, 30, math.sqrt(3 / 4)),
+        (30, 47, math.sqrt(7 / 4)),
+        (47, 50, 1.0),
+        (50, 60, 1.0),  # of the first run's decay, from 50 to 70
+        (60, 80, 1.0),  # the rate that the new schedule has there, up to its own decay
+        (80, 100, 1.0),
+    ]
+
+    def by_span(step):
+        _, _, piece, scale = next(span for span in spans if span.start <= step < span.end)
+        part = min((step - piece.start + 1) / piece.steps, 1.0)
+        return scale * (piece.first + (piece.last - piece.first) * part)
+
+    assert np.allclose([by_span(step) for step in range(100)], longer.rates(np.arange(100)), rtol=1e-12)
 
 
 def test_a_batch_that_makes_the_rate_jump_is_refused():

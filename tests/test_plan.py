@@ -13,8 +13,11 @@ from curriculum.config import build_config
 from curriculum.data.corpus import load_corpus
 from curriculum.errors import InputError
 from curriculum.plan import plan
-from curriculum.plan_warnings import few_scored_targets
+from curriculum.plan_warnings import few_scored_targets, schedule_warnings
 from curriculum.scheduling import check_schedule, mean_steps, resolve_schedule
+from phases.lr import LrSchedule
+from phases.resolve import resolve
+from phases.schedule import Phase, SourceSupply, cut
 
 
 def config_of(folder, **changes):
@@ -112,6 +115,20 @@ def test_warnings(tmp_path):
     phases[0]["lr"], phases[1]["lr"] = {"peak": 1e-3}, {"rewarm_steps": 5, "peak": 8e-4}  # down, but no decay
     warnings = plan(config_of(tmp_path, phases=phases), store_dir=tmp_path / "store").warnings
     assert not any("stops decaying" in w for w in warnings)
+
+
+def test_a_decay_that_was_cut_short_is_told_to_end_there(tmp_path):
+    config = config_of(tmp_path)
+    phases, sources = [Phase("a", "end", {"web": 1.0})], {"web": SourceSupply()}
+    sizes = {"batch_size": 4, "seq_len": 20}
+    falls = LrSchedule(lr=1e-3, decay_steps=20)
+    short = resolve(phases, sources, falls, total_steps=100, **sizes)
+    past = cut(short.segments, 90)  # in the midst of the decay from 80 to 100
+    held = replace(falls, lr=float(short.rates(89)), schedule="constant")
+    longer = resolve(phases, sources, held, total_steps=200, **sizes, past=past)
+    assert len(set(longer.rates(range(89, 200)).tolist())) == 1 and longer.rates(88) > longer.rates(89)
+    told = "the learning rate stops decaying at step 90, 110 steps before the end"
+    assert told in schedule_warnings(config, longer, {})
 
 
 def test_what_the_plan_warns_of_is_said_at_the_start_too(tmp_path):

@@ -262,11 +262,11 @@ def test_a_jump_names_the_peak_and_its_way_out():
     for program in ({"peak": 1.0}, {"peak": 1.0, "rewarm_steps": 1}, {"peak": 1.0, "decay_steps": 50}, {"peak": 1e-5}):
         (path, message), *more = problems(*phases(**program))
         assert path == "phases[1].lr.peak" and "re-warming of at least 2 updates or a decay" in message and not more
-    assert resolved(*phases(peak=1.0), lr=LrSchedule(lr=1e-3, allow_jump=True)).lr[-1].last == 1.0
-    assert resolved(*phases(peak=1.0, rewarm_steps=2)).lr[-1].last == 1.0
+    assert resolved(*phases(peak=1.0), lr=LrSchedule(lr=1e-3, allow_jump=True)).segments[-1].lr[-1].last == 1.0
+    assert resolved(*phases(peak=1.0, rewarm_steps=2)).segments[-1].lr[-1].last == 1.0
     for decay_steps in (1, 2, 50):
         lr = LrSchedule(lr=1e-3, decay_steps=decay_steps)
-        assert resolved(Phase("a", "end", web), lr=lr).lr[-1].last == 1e-4
+        assert resolved(Phase("a", "end", web), lr=lr).segments[-1].lr[-1].last == 1e-4
 
 
 def test_ramp_step_k_has_moved_k_plus_one_of_n():

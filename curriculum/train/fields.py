@@ -27,6 +27,7 @@ from curriculum.train.watch import no_verdicts
 from evalsets.evalset import PRIMARY
 from evalsets.metrics import Summary
 from evalsets.regressions import Comparison
+from phases.rates import rate_spans
 
 
 def training_start(setup: Setup) -> dict[str, Any]:
@@ -109,7 +110,7 @@ def derived(setup: Setup) -> dict[str, Any]:
         "step_sizes": step_sizes(schedule),
         **_sizes(setup),
         "phases": list(describe_phases(schedule, setup.config)),
-        "learning_rate": [asdict(piece) for piece in schedule.lr],
+        "learning_rate": [{**span._asdict(), "piece": asdict(span.piece)} for span in rate_spans(schedule)],
         "lineage": setup.lineage,
         **({} if branch is None else {"branched_from": branch_point(branch)}),
     }
