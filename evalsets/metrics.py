@@ -90,9 +90,15 @@ def clusters(document_N: np.ndarray) -> tuple[np.ndarray, str]:
     _, document_N = np.unique(document_N, return_inverse=True)
     num_windows = len(document_N)
     num_documents = int(document_N.max(initial=-1)) + 1
-    if num_documents < MIN_CLUSTERS <= num_windows:
-        return np.arange(num_windows) * MIN_CLUSTERS // num_windows, "blocks"
+    num = count_clusters(num_documents, num_windows)
+    if num > num_documents:
+        return np.arange(num_windows) * num // num_windows, "blocks"
     return document_N, "documents"
+
+
+def count_clusters(num_documents: int, num_windows: int) -> int:
+    """How many groups `clusters` makes of a set of so many windows, each document having one at least."""
+    return MIN_CLUSTERS if num_documents < MIN_CLUSTERS <= num_windows else num_documents
 
 
 def clustered_sem(nats_N: np.ndarray, tokens_N: np.ndarray, cluster_N: np.ndarray) -> float | None:

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from evalsets.metrics import WindowResults, clustered_sem, clusters, summarise
+from evalsets.metrics import WindowResults, clustered_sem, clusters, count_clusters, summarise
 
 
 def results(nats, tokens, document, correct=None, num_bytes=None):
@@ -78,6 +78,14 @@ def test_clusters_of_few_documents_are_twenty_blocks():
 def test_clusters_of_few_windows_are_documents():
     cluster_N, kind = clusters(np.array([4, 4, 4, 7, 7]))
     assert kind == "documents" and cluster_N.tolist() == [0, 0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "num_documents, num_windows, num", [(1, 1, 1), (5, 19, 5), (5, 20, 20), (19, 60, 20), (20, 60, 20), (21, 21, 21)]
+)
+def test_the_number_of_clusters_is_told_without_the_windows(num_documents, num_windows, num):
+    document_N = np.minimum(np.arange(num_windows), num_documents - 1)
+    assert count_clusters(num_documents, num_windows) == num == clusters(document_N)[0].max() + 1
 
 
 def test_blocks_by_hand():

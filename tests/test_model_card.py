@@ -93,7 +93,10 @@ def test_a_card_has_every_set_with_its_interval_and_verdict(run_dir):
     at_80 = next(e for e in load_run(run_dir).events if e["event"] == "eval" and e["step"] == 80)
     assert found["step"] == "80" and found["loss"] == f"{at_80['val_loss']:.4f}"
     low, high = found["95 %"].split(" to ")
-    assert float(high) - float(low) == pytest.approx(2 * 1.96 * at_80["val_sem"], abs=2e-4) and at_80["val_sem"] > 0.01
+    # Of 25 documents: Student's t with 24 degrees of freedom.
+    assert (
+        float(high) - float(low) == pytest.approx(2 * 2.0639 * at_80["val_sem"], abs=2e-4) and at_80["val_sem"] > 0.01
+    )
     # Every window of the set fell by 0.8: the change is sure, though the loss is not.
     assert found["change since the start"] == "-0.8000 (-0.8000 to -0.8000)"
     assert found["verdict"] == "no regression stands"
@@ -101,6 +104,25 @@ def test_a_card_has_every_set_with_its_interval_and_verdict(run_dir):
     assert law[4:6] == ["60", "4.0000"] and law[-1] == "regressed against its best"
     # 4.0 nats a token, 4 bytes a token: 1 / ln 2 bits a byte.
     assert law[7] == "1.4427"
+
+
+@pytest.mark.parametrize(
+    "facts, interval",
+    [
+        ({"documents": 2, "windows": 9}, "0.7294 to 3.2706"),  # t of 1 degree of freedom: 12.706
+        ({"documents": 3, "windows": 19}, "1.5697 to 2.4303"),  # of 2: 4.303
+        ({"documents": 3, "windows": 20}, "1.7907 to 2.2093"),  # 20 blocks, of 19: 2.093
+        ({"documents": 121, "windows": 121}, "1.8020 to 2.1980"),  # of 120: 1.980
+    ],
+)
+def test_the_interval_is_wider_where_fewer_clusters_tell_the_error(run_dir, tmp_path, facts, interval):
+    shutil.copytree(run_dir, tmp_path / "run")
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    events[0]["evalsets"]["primary"] |= facts
+    next(e for e in events if e["event"] == "eval" and e["step"] == 80).update(val_loss=2.0, val_sem=0.1)
+    (tmp_path / "run/events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    header, val, _ = rows(sections(model_card(load_run(tmp_path / "run"), EXPORTED))["How well it does"])
+    assert dict(zip(header, val, strict=True))["95 %"] == interval
 
 
 def test_a_card_tells_what_happened_by_then_and_no_more(run_dir):

@@ -24,6 +24,8 @@ from curriculum.record.queries import (
 from curriculum.record.sentences import skipped_line, verdict
 from curriculum.record.wording import interval_text, loss, signed
 from curriculum.run import Run, read_arrays
+from evalsets.metrics import count_clusters
+from evalsets.student import student_quantile
 
 _HAPPENED = ("eval_regression", "eval_recovered", "schedule_edit", "rollback", "diverged")
 
@@ -97,14 +99,16 @@ def evals(run: Run, step: int, weights: str, opens_with: str | None, unknown: li
         key = config_name(name)
         described = sets["primary"] if key == "primary" else sets["sets"].get(key, {})
         origin = f"held out of {described['held_out_of']}" if described.get("held_out_of") else _place(described)
-        documents, tokens = (f"{about.get(name, {}).get(k, 0):,}" for k in ("documents", "tokens"))
-        cells = [f"{name} (primary)" if key == "primary" else name, origin, documents, tokens]
+        num_documents, num_windows, tokens = (about.get(name, {}).get(k, 0) for k in ("documents", "windows", "tokens"))
+        cells = [f"{name} (primary)" if key == "primary" else name, origin, f"{num_documents:,}", f"{tokens:,}"]
         first, last = points[name][0], (points.get(name + suffix) or [None])[-1]
         if last is None:
             rows.append((*cells, "not measured", *[""] * 5))
             continue
-        half = None if last.sem is None else 1.96 * last.sem
-        interval = "-" if half is None else f"{last.loss - half:.4f} to {last.loss + half:.4f}"
+        interval = "-"
+        if last.sem is not None and num_windows:
+            half = float(student_quantile(0.025, count_clusters(num_documents, num_windows) - 1)) * last.sem
+            interval = f"{last.loss - half:.4f} to {last.loss + half:.4f}"
         regressed = f"regressed against its {' and '.join(worse[name])}" if name in worse else "no regression stands"
         change = _change(run, name, suffix, first, last, unknown)
         rows.append((*cells, f"{last.step:,}", loss(last.loss), interval, loss(last.bpb), change, regressed))
@@ -112,8 +116,8 @@ def evals(run: Run, step: int, weights: str, opens_with: str | None, unknown: li
     measured = table_of((*header, "change since the start", "verdict"), rows, right=(2, 3, 4, 5, 7))
     return [
         measured,
-        "Loss in nats per token. The intervals are over the choice of documents; the change is against the first eval "
-        "of the same windows, below 0 is better. Each document comes after the token that opens one"
+        "Loss in nats per token. The intervals are over the choice of held-out text; the change is against the first "
+        "eval of the same windows, below 0 is better. Each document comes after the token that opens one"
         + (f" (`{opens_with}`)" if opens_with else "")
         + f" and is cut into disjoint windows of {_eval_seq_len(run):,} tokens, every token scored once.",
     ]
