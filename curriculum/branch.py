@@ -157,7 +157,7 @@ def _edit_in_force(
         return None
     if trunk.branched_from is not None and trunk.branched_from["step"] > at:
         return None  # up to there the schedule is not what the trunk's config says
-    segment = whole.segment_at(last).going_on(at)
+    segment = whole.segment_at(last).continued(at)
     if _declared(trunk.config, segment.phase) != _declared(config, segment.phase):
         return None
     return segment

@@ -41,7 +41,7 @@ def passed_over(schedule: Schedule, supplies: Mapping[str, SourceSupply], step: 
         if i < last and segments[i].end <= begins:
             continue
         end = segments[i].end if i == last else segments[i].end - num_steps
-        out += _rated(segments, replace(segments[i].going_on(begins), start=begins - num_steps, end=end))
+        out += _rated(segments, replace(segments[i].continued(begins), start=begins - num_steps, end=end))
     cursors: dict[str, int] = {}
     for before, after in pairwise(segments[last:]):
         if not _same_order(before, after):  # as with the first of them
@@ -65,7 +65,7 @@ def _rated(segments: tuple[Segment, ...], moved: Segment) -> list[Segment]:
     for owner in (s for s in segments if s.start < moved.end and moved.start < s.end):
         start, end = max(owner.start, moved.start), min(owner.end, moved.end)
         own = {"lr": owner.lr, "lr_scale": owner.lr_scale, "rope_theta": owner.rope_theta}
-        piece = replace(moved.going_on(start), end=end, **own)
+        piece = replace(moved.continued(start), end=end, **own)
         if out and all(getattr(out[-1], key) == setting for key, setting in own.items()):
             out[-1] = replace(out[-1], end=end)
         else:

@@ -168,7 +168,7 @@ class Segment:
             ramp = replace(ramp, steps_done=done) if done < ramp.steps else None
         return replace(self, start=step, ramp=ramp, cursors=self.drawn_at(step), skipped=0)
 
-    def going_on(self, step: int) -> Segment:
+    def continued(self, step: int) -> Segment:
         """From `step` on, as a segment that gives the very same data: its order goes on."""
         return replace(self, start=step, skipped=self.skipped + (step - self.start) * self.batch_size)
 
@@ -299,7 +299,7 @@ def joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
     out: list[Segment] = []
     for segment in segments:
         segment = replace(segment, lr=(), lr_scale=1.0, rope_theta=None)
-        if out and replace(out[-1].going_on(segment.start), end=segment.end) == segment:
+        if out and replace(out[-1].continued(segment.start), end=segment.end) == segment:
             out[-1] = replace(out[-1], end=segment.end)
         else:
             out.append(segment)

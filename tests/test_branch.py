@@ -388,7 +388,7 @@ def test_a_raised_share_lasts_unless_the_branch_changes_its_phase(replaying, fol
         segments = segments_from_json(read_ledger(tmp_path / name / "checkpoints/24")["segments"])
         (on,) = [s for s in segments if s.start == 13]
         assert on.mixture == (raised.mixture if kept else {"law": 0.7, "web": 0.3})
-        assert (replace(on, end=0, lr=()) == replace(raised.going_on(13), end=0, lr=())) == kept
+        assert (replace(on, end=0, lr=()) == replace(raised.continued(13), end=0, lr=())) == kept
         assert [e for e in edits(tmp_path / name) if e["step"] == 12] == [
             e for e in edits(replaying) if e["step"] == 12
         ]

@@ -213,7 +213,7 @@ def test_the_shape_of_the_phase_under_way_may_change_where_the_past_ends():
     assert schedule.segments[2].cursors == past[-1].drawn_at(20)
     # Another rope theta is no other data: the order goes on.
     turned = resolved((PHASES[0], replace(PHASES[1], rope_theta=5e5), *PHASES[2:]), past=past)
-    assert turned.segments[2] == replace(past[-1].going_on(20), end=30, rope_theta=5e5, lr=turned.segments[2].lr)
+    assert turned.segments[2] == replace(past[-1].continued(20), end=30, rope_theta=5e5, lr=turned.segments[2].lr)
     assert judged_from(turned)[[19, 20, 29, 30]].tolist() == [13, 20, 20, 30]
 
 

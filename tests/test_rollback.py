@@ -174,7 +174,7 @@ def places(schedule):
 def test_a_loss_is_judged_from_the_newest_segment_or_ramp_end():
     assert places(resolved()) == [0, 30, 50, 80, 89]
     # A cut that only goes on is no place; nor is data that are passed over, but a ramp that ends by it is.
-    pieces = (*cut(resolved().segments, 60), resolved().segment_at(60).going_on(60), resolved().segments[2])
+    pieces = (*cut(resolved().segments, 60), resolved().segment_at(60).continued(60), resolved().segments[2])
     assert joined(pieces) == joined(resolved().segments) and places(Schedule(pieces)) == [0, 30, 50, 80, 89]
     assert places(passed_over(resolved(), SUPPLIES, 60, 20)) == [0, 30, 50, 80, 89]
     assert places(passed_over(resolved(), SUPPLIES, 40, 5)) == [0, 30, 45, 80, 89]

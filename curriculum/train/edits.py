@@ -196,7 +196,7 @@ def _frozen(
         return step, None
     shape = {key: now["train"][key] if after[0][key] is None else after[0][key] for key in ("batch_size", "seq_len")}
     if shape == {key: getattr(segment, key) for key in shape}:
-        return step, segment.going_on(step)
+        return step, segment.continued(step)
     return step, replace(segment.rest(step), **shape).aligned()
 
 

@@ -1,0 +1,81 @@
+"""What the config says in numbers, shares of the run, tokens or epochs: as steps, for `resolve`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from phases.clocks import EpochGoal, TokenGoal, read_clock, resolve_steps
+from phases.lr import LrProgram, LrSchedule
+from phases.schedule import Phase, SourceSupply
+
+
+class Declared(NamedTuple):
+    """A phase with its numbers as steps; its clock so far as it can be told before it is known where the phase starts.
+
+    `path` is where the config declares it.
+    """
+
+    path: str
+    phase: Phase
+    is_last: bool
+    clock: int | EpochGoal | TokenGoal
+    ramp_steps: int
+    rewarm_steps: int
+    decay_steps: int
+    batch_size: int
+    seq_len: int
+
+
+class Numbers(NamedTuple):
+    """Those of the global learning rate, and the phases as declared."""
+
+    warmup_steps: int
+    decay_steps: int
+    phases: list[Declared]
+
+
+def read_numbers(
+    phases: Sequence[Phase],
+    supplies: Mapping[str, SourceSupply],
+    lr: LrSchedule,
+    total_steps: int,
+    batch_size: int,
+    seq_len: int,
+    sizes_to_come: bool,
+    settled: Mapping[str, int],
+) -> tuple[Numbers, list[tuple[str, str]]]:
+    """(the numbers, problems) with 0 in the place of each that cannot be read; arguments as of `resolve`."""
+    problems: list[tuple[str, str]] = []
+
+    def read(path, reader, *arguments):
+        try:
+            return reader(*arguments)
+        except ValueError as error:
+            problems.append((path, str(error)))
+            return 0
+
+    def steps_of(path, value, key=None):
+        return settled[key] if key in settled else read(path, resolve_steps, value, total_steps)
+
+    warmup_steps = steps_of("optim.warmup_steps", lr.warmup_steps, key="optim.warmup_steps")
+    decay_steps = steps_of("optim.decay_steps", lr.decay_steps)
+    if lr.schedule != "wsd":
+        decay_steps = 0
+    declared = []
+    for i, phase in enumerate(phases):
+        path, key, program = f"phases[{i}]", phase.name, phase.lr or LrProgram()
+        declared.append(
+            Declared(
+                path,
+                phase,
+                is_last=i == len(phases) - 1,
+                clock=read(f"{path}.until", read_clock, phase.until, supplies, total_steps, sizes_to_come),
+                ramp_steps=steps_of(f"{path}.ramp_steps", phase.ramp_steps, f"{key}.ramp_steps"),
+                rewarm_steps=steps_of(f"{path}.lr.rewarm_steps", program.rewarm_steps, f"{key}.lr.rewarm_steps"),
+                decay_steps=steps_of(f"{path}.lr.decay_steps", program.decay_steps),
+                batch_size=batch_size if phase.batch_size is None else phase.batch_size,
+                seq_len=seq_len if phase.seq_len is None else phase.seq_len,
+            )
+        )
+    return Numbers(warmup_steps, decay_steps, declared), problems
