@@ -85,8 +85,8 @@ def plan(config: Config, *, store_dir: str | Path = DEFAULT_STORE_DIR) -> Plan:
 
     rows, warnings = [], list(schedule.warnings) + list(sizes.warnings)
     for phase, start, end in schedule.phase_bounds:
-        given, after = schedule.given(start, end), schedule.drawn(end)
-        total = sum(given.values())
+        read, after = schedule.read(start, end), schedule.cursors_at(end)
+        total = sum(read.values())
         asked = shares_asked(schedule, phase)
         for name in sorted(asked, key=lambda n: list(config.sources).index(n)):
             size = epochs_of[name]
@@ -97,8 +97,8 @@ def plan(config: Config, *, store_dir: str | Path = DEFAULT_STORE_DIR) -> Plan:
                     start=start,
                     end=end,
                     share_asked=asked[name],
-                    share_given=given[name] / total,
-                    tokens=given[name],
+                    share_given=read[name] / total,
+                    tokens=read[name],
                     epochs_so_far=None if size is None else after[name] / size,
                     first_repeat_step=None if size is None else _first_repeat(schedule, phase, name, size),
                 )
@@ -124,7 +124,7 @@ def plan(config: Config, *, store_dir: str | Path = DEFAULT_STORE_DIR) -> Plan:
         passed_over=tuple(
             {"step": start, "phase": phase, "tokens": tokens}
             for phase, start, _ in schedule.phase_bounds
-            if (tokens := schedule.left_out(start))
+            if (tokens := schedule.passed_over(start))
         ),
         packing_mode=config.packing.mode,
         sources={n: {"tokens_per_epoch": epochs_of[n], **sizes.details.get(n, {})} for n in config.sources},
@@ -229,12 +229,12 @@ def _first_repeat(schedule: Schedule, phase: str, name: str, epoch: int) -> int 
     """The first update of a phase that reads something of the source again; None if none does."""
     for segment in (s for s in schedule.segments if s.phase == phase):
         within = max(epoch, segment.cursors[name])
-        if segment.drawn(segment.end)[name] <= within:
+        if segment.cursors_at(segment.end)[name] <= within:
             continue
-        low, high = segment.start, segment.end  # drawn(high) is beyond one epoch; find the first such step
+        low, high = segment.start, segment.end  # cursors_at(high) is beyond one epoch; find the first such step
         while high - low > 1:
             steps = low + (high - low) * np.arange(_PARTS + 1) // _PARTS  # from low to high
-            first = int((segment.drawn(steps)[name] > within).argmax())
+            first = int((segment.cursors_over(steps)[name] > within).argmax())
             low, high = int(steps[first - 1]), int(steps[first])
         return high - 1
     return None

@@ -19,11 +19,11 @@ FEW_SCORED_TARGETS = 64  # of an update; answers stand together, so that with so
 
 def schedule_warnings(config: Config, schedule: Schedule, epochs_of: Mapping[str, int | None]) -> list[str]:
     """What of a config will do nothing, or more than may be meant, by its schedule; epochs of so many tokens."""
-    warnings, drawn = [], schedule.drawn(schedule.total_steps)
+    warnings, cursors = [], schedule.cursors_at(schedule.total_steps)
     for name, size in epochs_of.items():
-        if size is not None and drawn[name] > MAX_EPOCHS_WORTH_FRESH * size:
+        if size is not None and cursors[name] > MAX_EPOCHS_WORTH_FRESH * size:
             warnings.append(
-                f"{name} is read {drawn[name] / size:.1f} times; above {MAX_EPOCHS_WORTH_FRESH} epochs repeated "
+                f"{name} is read {cursors[name] / size:.1f} times; above {MAX_EPOCHS_WORTH_FRESH} epochs repeated "
                 "data is worth less and less (93 % of fresh data at 4 epochs, 66 % at 16: arXiv:2305.16264)"
             )
     warnings += _unread(config, schedule)
@@ -91,9 +91,9 @@ def _unread(config: Config, schedule: Schedule) -> list[str]:
         if all(name in phase.mixture for phase in config.phases):
             warnings.append(f"adaptation.replay.{name} changes nothing: the mixture of every phase names {name} itself")
     measured = {source.held_out_of for source in config.eval_sources.values()}
-    given = {name for segment in schedule.segments for name, share in segment.mean_mixture().items() if share > 0}
-    for name, drawn in schedule.drawn(schedule.total_steps).items():
-        if drawn == 0 and name not in measured | given:
+    shared = {name for segment in schedule.segments for name, share in segment.mean_mixture().items() if share > 0}
+    for name, cursor in schedule.cursors_at(schedule.total_steps).items():
+        if cursor == 0 and name not in measured | shared:
             warnings.append(f"nothing of source {name} is read: no phase gives it a share, and no eval set is of it")
     return warnings
 

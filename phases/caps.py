@@ -32,7 +32,7 @@ def phase_segments(
     while True:
         step, name = _first_exhausted(segment, supplies) or (segment.end, None)
         if goal:
-            end = _first_step(segment, step, lambda s, now=segment: now.drawn(s)[goal.source] >= goal.tokens)
+            end = _first_step(segment, step, lambda s, now=segment: now.cursors_at(s)[goal.source] >= goal.tokens)
             if end is not None:
                 return [*segments, replace(segment, end=end)], False
             if name is None:
@@ -62,13 +62,13 @@ def phase_segments(
 def _first_exhausted(segment: Segment, supplies: Mapping[str, SourceSupply]) -> tuple[int, str] | None:
     """(update, source) of the first batch that would exceed a source's cap, or None."""
     found = []
-    at_end = segment.drawn_at(segment.end)
+    at_end = segment.cursors_at(segment.end)
     for name in segment.quotas.sources:
         if (cap := supplies[name].cap_tokens) is None:
             continue
         limit = max(cap, segment.cursors[name])
         if at_end[name] > limit:
-            over = _first_step(segment, segment.end, lambda s, n=name, most=limit: segment.drawn(s)[n] > most)
+            over = _first_step(segment, segment.end, lambda s, n=name, most=limit: segment.cursors_at(s)[n] > most)
             found.append((over - 1, name))
     return min(found, default=None)
 
@@ -100,5 +100,5 @@ def _without(segment: Segment, name: str, step: int, path: str) -> Segment:
         else:
             ratio = ramp.mass_ratio * math.fsum(mixture.values()) / left
             ramp = replace(ramp, from_mixture=normalised(from_mixture), steps_done=done, mass_ratio=ratio)
-    cursors = segment.drawn_at(step)
-    return replace(segment, start=step, mixture=normalised(mixture), ramp=ramp, cursors=cursors, skipped=0)
+    cursors = segment.cursors_at(step)
+    return replace(segment, start=step, mixture=normalised(mixture), ramp=ramp, cursors=cursors, first_sequence=0)

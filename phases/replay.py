@@ -85,8 +85,8 @@ def raise_share(
         left = room - more
         if more == 0 or left < -_ROUNDING:
             return dict(mixture)
-        given = {name: weight * left / room if left > _ROUNDING else 0.0 for name, weight in givers.items()}
-        edited = {**mixture, **given, source: mixture.get(source, 0.0) + more}
+        kept = {name: weight * left / room if left > _ROUNDING else 0.0 for name, weight in givers.items()}
+        edited = {**mixture, **kept, source: mixture.get(source, 0.0) + more}
         return {name: weight for name, weight in edited.items() if weight > 0}
 
     ramp = rest.ramp and replace(rest.ramp, from_mixture=raised(rest.ramp.from_mixture))
@@ -108,6 +108,6 @@ def raise_share(
         raise ReplayRefused("; ".join(f"{path}: {message}" for path, message in error.problems)) from None
     if whole.total_steps != schedule.total_steps:
         raise ReplayRefused(f"the run would end at step {whole.total_steps} instead of {schedule.total_steps}")
-    if resolved.drawn(until)[source] <= schedule.drawn(until)[source]:
+    if resolved.cursors_at(until)[source] <= schedule.cursors_at(until)[source]:
         raise ReplayRefused(f"no more of it would be read up to step {until}, where the phase ends")
     return Replay(resolved, past, old.phase, step, until, schedule.shares(step), resolved.shares(step))

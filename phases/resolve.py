@@ -101,7 +101,7 @@ def resolve(
     segments[ahead] = [replace(s, lr_scale=lr_scale(lr, s.batch_size, batch_size)) for s in segments[ahead]]
     segments, lr_warnings = with_rates(segments, len(past), phases, lr, warmup, decay, program_steps)
     schedule = Schedule(segments)
-    return replace(schedule, warnings=(*warnings, *lr_warnings, *_given_nothing(schedule)))
+    return replace(schedule, warnings=(*warnings, *lr_warnings, *_never_read(schedule)))
 
 
 def _phase(
@@ -167,7 +167,7 @@ def _new_segment(
     start, cursors, found = 0, dict.fromkeys(supplies, 0), {}
     if before:
         start = before[-1].end
-        cursors, found = before[-1].drawn_at(start), before[-1].mixture_at(start - 1)
+        cursors, found = before[-1].cursors_at(start), before[-1].mixture_at(start - 1)
     return Segment(
         start,
         end,
@@ -229,7 +229,7 @@ def _first_ahead(past: Sequence[Segment], phases: Sequence[Declared], total_step
     """
     schedule = Schedule(tuple(past))
     end = schedule.total_steps
-    drawn, num_tokens = schedule.drawn(end), schedule.tokens(end)
+    cursors, num_tokens = schedule.cursors_at(end), schedule.tokens(end)
     trained = [name for name, _, _ in schedule.phase_bounds]
     names = [declared.phase.name for declared in phases]
 
@@ -237,7 +237,7 @@ def _first_ahead(past: Sequence[Segment], phases: Sequence[Declared], total_step
         """Whether a phase is declared to end after the past."""
         clock = phases[i].clock
         if isinstance(clock, EpochGoal):
-            return clock.tokens is None or drawn[clock.source] < clock.tokens
+            return clock.tokens is None or cursors[clock.source] < clock.tokens
         if isinstance(clock, TokenGoal):
             return clock.tokens > num_tokens
         return clock > end
@@ -295,12 +295,12 @@ def _phase_under_way(path, segment, under_way, past, goal, supplies, warnings) -
     return declared(segment.start, segment.cursors)
 
 
-def _given_nothing(schedule: Schedule) -> list[str]:
+def _never_read(schedule: Schedule) -> list[str]:
     """A warning for each source that has a share in a step of a phase but gets no sequence in it."""
     warnings = []
     for phase, start, end in schedule.phase_bounds:
-        given = schedule.given(start, end)
+        read = schedule.read(start, end)
         for name in sorted({n for s in schedule.segments if s.phase == phase for n in s.mean_mixture()}):
-            if not given[name]:
+            if not read[name]:
                 warnings.append(f"phase {phase}: {name} has a positive proportion but gets no sequence")
     return warnings

@@ -15,7 +15,7 @@ class RollbackRefused(ValueError):
     """The data cannot be passed over; the message says why, in a sentence."""
 
 
-def passed_over(schedule: Schedule, supplies: Mapping[str, SourceSupply], step: int, num_steps: int) -> Schedule:
+def pass_over(schedule: Schedule, supplies: Mapping[str, SourceSupply], step: int, num_steps: int) -> Schedule:
     """The schedule with the data of `num_steps` updates left out: those that update `step` would have begun with.
 
     From `step` on each update reads what the one `num_steps` later would have read, up to the end of the order of data
@@ -45,7 +45,7 @@ def passed_over(schedule: Schedule, supplies: Mapping[str, SourceSupply], step: 
     cursors: dict[str, int] = {}
     for before, after in pairwise(segments[last:]):
         if not _same_order(before, after):  # as with the first of them
-            cursors = out[-1].drawn_at(after.start)
+            cursors = out[-1].cursors_at(after.start)
         out.append(replace(after, cursors=cursors).aligned())
     for segment in out:
         if segment.end > step:
@@ -55,7 +55,7 @@ def passed_over(schedule: Schedule, supplies: Mapping[str, SourceSupply], step: 
 
 def _same_order(before: Segment, after: Segment) -> bool:
     """Whether two segments read the same order of data, whatever is passed over between them."""
-    anywhere = {"start": 0, "end": 0, "skipped": 0, "lr": (), "lr_scale": 1.0, "rope_theta": None}
+    anywhere = {"start": 0, "end": 0, "first_sequence": 0, "lr": (), "lr_scale": 1.0, "rope_theta": None}
     return replace(before, **anywhere) == replace(after, **anywhere)
 
 
@@ -74,10 +74,10 @@ def _rated(segments: tuple[Segment, ...], moved: Segment) -> list[Segment]:
 
 
 def _check_caps(segment: Segment, supplies: Mapping[str, SourceSupply]) -> None:
-    drawn = segment.drawn_at(segment.end)
+    cursors = segment.cursors_at(segment.end)
     for name in segment.quotas.sources:
         cap = supplies[name].cap_tokens
-        if cap is not None and drawn[name] > max(cap, segment.cursors[name]):
+        if cap is not None and cursors[name] > max(cap, segment.cursors[name]):
             epochs = f"{supplies[name].max_epochs:g} epochs"
             raise RollbackRefused(f"up to step {segment.end} more than {epochs} of {name} would be read")
 
@@ -108,4 +108,4 @@ def judged_from(schedule: Schedule) -> np.ndarray:
 
 def _ramp_end(segment: Segment) -> int:
     """The step from which on the segment's order has its own mixture, were it to go on for ever."""
-    return segment.start + len(segment.ramp.progress) - segment.skipped // segment.batch_size
+    return segment.start + len(segment.ramp.progress) - segment.first_sequence // segment.batch_size

@@ -1,4 +1,8 @@
-"""Phases as declared, segments as resolved. `phases.resolve` leads from the ones to the others."""
+"""Phases as declared, segments as resolved. `phases.resolve` leads from the ones to the others.
+
+A source's cursor is the place in it that the run has come to, in tokens since the run's start: those that updates read
+and those that were passed over.
+"""
 
 from __future__ import annotations
 
@@ -91,10 +95,10 @@ class Ramp:
 class Segment:
     """Steps [start, end) of one phase, resolved: all that the data order and the learning rate depend on.
 
-    `cursors` are how far each source was read before the segment's own order begins, in tokens since the run's start;
-    `skipped` are sequences of that order, whole batches, that are passed over before the first batch. The ramp's steps
-    count from the beginning of the order too. `rope_theta` is None where it is the model's own; the rates of `lr` are
-    multiplied by `lr_scale`.
+    `cursors` are the places in the sources where the segment's order begins, in tokens since the run's start. The first
+    batch begins with sequence `first_sequence` of that order: the batches before it were read by another segment or are
+    passed over. The ramp's steps count from the beginning of the order too. `rope_theta` is None where it is the
+    model's own; the rates of `lr` are multiplied by `lr_scale`.
     """
 
     start: int
@@ -106,7 +110,7 @@ class Segment:
     cursors: dict[str, int]
     batch_size: int
     seq_len: int
-    skipped: int = 0
+    first_sequence: int = 0
     rope_theta: float | None = None
     lr_scale: float = 1.0
 
@@ -132,21 +136,21 @@ class Segment:
         return {name: share for name, share in self._moved(mean).items() if share > 0}
 
     def _in_order(self, step: int) -> int:
-        """Steps of the segment's own order before `step`, those that are passed over among them."""
-        return self.skipped // self.batch_size + step - self.start
+        """Steps of the segment's order before `step`, those before the segment's start among them."""
+        return self.first_sequence // self.batch_size + step - self.start
 
     def _moved(self, x: float) -> dict[str, float]:
         before, after = self.ramp.from_mixture, self.mixture
         return {n: (1 - x) * before.get(n, 0.0) + x * after.get(n, 0.0) for n in sorted(before.keys() | after.keys())}
 
-    def drawn(self, steps) -> dict[str, np.ndarray]:
-        """How far each source is read before each of `steps` in [start, end]: tokens since the run's start."""
-        positions = self.skipped + (np.asarray(steps, np.int64) - self.start) * self.batch_size
+    def cursors_over(self, steps) -> dict[str, np.ndarray]:
+        """The place in each source before each of `steps` in [start, end]: tokens since the run's start."""
+        positions = self.first_sequence + (np.asarray(steps, np.int64) - self.start) * self.batch_size
         counts = self.quotas.counts(positions)
-        drawn = {n: np.full(positions.shape, c) for n, c in self.cursors.items()}
+        cursors = {n: np.full(positions.shape, c) for n, c in self.cursors.items()}
         for i, name in enumerate(self.quotas.sources):
-            drawn[name] = drawn[name] + counts[..., i] * self.seq_len
-        return drawn
+            cursors[name] = cursors[name] + counts[..., i] * self.seq_len
+        return cursors
 
     def ramp_steps_done(self, step: int) -> int:
         """Steps of the ramp that were taken before `step`; the segment has one."""
@@ -166,15 +170,15 @@ class Segment:
         if ramp is not None:
             done = self.ramp_steps_done(step)
             ramp = replace(ramp, steps_done=done) if done < ramp.steps else None
-        return replace(self, start=step, ramp=ramp, cursors=self.drawn_at(step), skipped=0)
+        return replace(self, start=step, ramp=ramp, cursors=self.cursors_at(step), first_sequence=0)
 
     def continued(self, step: int) -> Segment:
         """From `step` on, as a segment that gives the very same data: its order goes on."""
-        return replace(self, start=step, skipped=self.skipped + (step - self.start) * self.batch_size)
+        return replace(self, start=step, first_sequence=self.first_sequence + (step - self.start) * self.batch_size)
 
-    def drawn_at(self, step: int) -> dict[str, int]:
-        """`drawn` before one step, as plain numbers."""
-        return {name: int(tokens) for name, tokens in self.drawn(step).items()}
+    def cursors_at(self, step: int) -> dict[str, int]:
+        """`cursors_over` one step, as plain numbers."""
+        return {name: int(tokens) for name, tokens in self.cursors_over(step).items()}
 
 
 @dataclass(frozen=True)
@@ -204,30 +208,30 @@ class Schedule:
         """
         return self.segment_at(step - 1).rope_theta if step else None
 
-    def drawn(self, step: int) -> dict[str, int]:
-        """Tokens drawn of each source in the first `step` updates."""
-        return self.segment_at(max(step - 1, 0)).drawn_at(step)
+    def cursors_at(self, step: int) -> dict[str, int]:
+        """The place in each source after `step` updates: tokens since the run's start, read and passed over."""
+        return self.segment_at(max(step - 1, 0)).cursors_at(step)
 
-    def given(self, start: int, end: int) -> dict[str, int]:
-        """Tokens of each source in the updates [start, end): without what is passed over at a switch or a rollback."""
+    def read(self, start: int, end: int) -> dict[str, int]:
+        """Tokens of each source that the updates [start, end) read: none that a switch or a rollback passes over."""
         total = dict.fromkeys(self.segments[0].cursors, 0)
         for segment in self.segments:
             if segment.start < end and start < segment.end:
-                before, after = (segment.drawn_at(s) for s in (max(start, segment.start), min(end, segment.end)))
+                before, after = (segment.cursors_at(s) for s in (max(start, segment.start), min(end, segment.end)))
                 for name in segment.quotas.sources:
                     total[name] += after[name] - before[name]
         return total
 
-    def left_out(self, step: int) -> dict[str, int]:
+    def passed_over(self, step: int) -> dict[str, int]:
         """Tokens of each source passed over at `step`, where an order begins: up to its first whole sequence."""
         before, after = self.segment_at(step - 1), self.segment_at(step)
         if step == 0 or after.start != step:
             return {}
-        drawn = before.drawn_at(step)
-        return {n: c - drawn[n] for n, c in after.cursors.items() if c > drawn[n]}
+        cursors = before.cursors_at(step)
+        return {n: c - cursors[n] for n, c in after.cursors.items() if c > cursors[n]}
 
     def tokens(self, step: int) -> int:
-        """Token slots consumed in the first `step` updates."""
+        """Token slots of the first `step` updates."""
         rows = ((min(s.end, step) - s.start, s.batch_size * s.seq_len) for s in self.segments if s.start < step)
         return sum(num_steps * tokens_per_step for num_steps, tokens_per_step in rows)
 
@@ -265,21 +269,19 @@ class Schedule:
 
 
 def segments_to_json(segments: Sequence[Segment]) -> list[dict]:
-    """Plain JSON; `segments_from_json` gives equal segments back."""
-    return [asdict(segment) for segment in segments]
+    """Plain JSON; `segments_from_json` gives equal segments back. `first_sequence` is `skipped` there."""
+    names = {"first_sequence": "skipped"}
+    return [{names.get(key, key): value for key, value in asdict(segment).items()} for segment in segments]
 
 
 def segments_from_json(rows: Sequence[Mapping]) -> tuple[Segment, ...]:
-    return tuple(
-        Segment(
-            **{
-                **row,
-                "ramp": row["ramp"] and Ramp(**row["ramp"]),
-                "lr": tuple(LrPiece(**piece) for piece in row["lr"]),
-            }
-        )
-        for row in rows
-    )
+    segments = []
+    for row in rows:
+        fields = {"first_sequence" if key == "skipped" else key: value for key, value in row.items()}
+        fields["ramp"] = row["ramp"] and Ramp(**row["ramp"])
+        fields["lr"] = tuple(LrPiece(**piece) for piece in row["lr"])
+        segments.append(Segment(**fields))
+    return tuple(segments)
 
 
 def cut(segments: Sequence[Segment], step: int) -> tuple[Segment, ...]:

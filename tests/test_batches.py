@@ -228,7 +228,7 @@ def test_seeds_give_other_orders():
 
 def test_skipped_sequences_are_passed_over():
     plan = make_plan((Phase("a", "end", {"web": 1.0}),), total=10)
-    segment = replace(plan.schedule.segments[0], skipped=6)
+    segment = replace(plan.schedule.segments[0], first_sequence=6)
     later = DataPlan(Schedule((segment,)), 5, epochs_of(TOKENS), LENGTH)
     assert rows(later, 0, 9) == rows(plan, 1, 9)
 
@@ -337,7 +337,7 @@ def test_a_million_draws_of_fifty_sources_over_phases_and_ramps():
     assert len(source) == 1_024_000
     for i, name in enumerate(plan.sources):
         mine = source == i
-        assert mine.sum() * LENGTH == schedule.drawn(2000)[name]
+        assert mine.sum() * LENGTH == schedule.cursors_at(2000)[name]
         seen = np.unique(epoch[mine] * 10**6 + offset[mine])
         assert len(seen) == mine.sum()  # nothing twice within an epoch
         by_epoch = np.bincount(epoch[mine])

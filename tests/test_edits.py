@@ -13,7 +13,7 @@ from curriculum.errors import InputError
 from curriculum.scheduling import continued_schedule, declaration, resolve_schedule, training_settings
 from curriculum.train.edits import find_edit
 from phases.batches import DataPlan
-from phases.rollback import passed_over
+from phases.rollback import pass_over
 from phases.schedule import SourceSupply, cut, segments_from_json, segments_to_json
 
 LENGTH, BATCH = 8, 4
@@ -50,7 +50,7 @@ def epochs_of(config):
 
 def ledger_of(config, schedule, step, past=None, sources=None):
     """What `find_edit` reads of a ledger, as a checkpoint would keep it."""
-    drawn = schedule.drawn(step)
+    drawn = schedule.cursors_at(step)
     saved = {
         "step": step,
         "declared": declaration(config),
@@ -318,13 +318,13 @@ def test_a_source_that_was_read_may_go_and_come_again_with_its_count():
         resumed(saved, without)
     schedule, past, edit = resumed(saved, without, accept_past=True)
     assert {"path": "sources.law", "was": {"max_epochs": None, "on_exhaust": "error"}, "now": None} in edit.changes
-    drawn = segmented(saved).drawn(STEP)["law"]
-    assert drawn > 0 and schedule.drawn(100)["law"] == drawn
+    drawn = segmented(saved).cursors_at(STEP)["law"]
+    assert drawn > 0 and schedule.cursors_at(100)["law"] == drawn
     assert_nothing_lost(schedule, saved)
     later = ledger_of(config_of(without), schedule, 85, past)
     back = changed(without, put("sources.law", {"path": "law.txt"}), reweighted("c", law=1.0))
     again, _, edit = resumed(later, back)
-    assert not edit.accepted and again.drawn(100)["law"] == drawn + 15 * BATCH * LENGTH
+    assert not edit.accepted and again.cursors_at(100)["law"] == drawn + 15 * BATCH * LENGTH
     assert_nothing_lost(again, later, 85)
 
 
@@ -334,7 +334,7 @@ def test_a_raised_share_stands_to_its_phases_end_unless_that_phase_is_edited():
     raised = segments[1].rest(50) if segments[1].start < 50 else None
     raised = replace(schedule.segment_at(50).rest(50), mixture={"web": 0.8, "law": 0.2}, ramp=None)
     edited = [*cut(schedule.segments, 50), raised]
-    edited.append(replace(schedule.segments[2], cursors=raised.drawn_at(80)))
+    edited.append(replace(schedule.segments[2], cursors=raised.cursors_at(80)))
     saved = {**saved, "segments": json.loads(json.dumps(segments_to_json(edited))), "past_end": 80}
     on, past, edit = resumed(saved, BASE)
     assert not edit.changes and on.segments == tuple(edited) and past.end == 80
@@ -355,7 +355,7 @@ def test_where_a_share_was_raised_or_data_passed_over_the_rest_of_the_config_may
     config = config_of(BASE)
     schedule = resolve_schedule(config, epochs_of(config))
     supplies = {name: SourceSupply(tokens) for name, tokens in EPOCHS.items()}
-    schedule = passed_over(schedule, supplies, 52, 3)
+    schedule = pass_over(schedule, supplies, 52, 3)
     saved = ledger_of(config, schedule, step) | {"past_end": 80}
     saved["history"] = {"rollbacks": [{"step": 50, "first_bad_step": 52, "skip_steps": 3}]}
     on, past, _ = resumed(saved, changed(BASE, put("optim.lr", 6e-4)))
@@ -371,7 +371,7 @@ def test_where_a_share_was_raised_or_data_passed_over_the_rest_of_the_config_may
     assert read(on, step) == read(schedule, step) and max(Counter(read(on, 100)).values()) == 1
     longer, past, _ = resumed(saved, changed(BASE, put("train.steps", 200), put("optim.lr", 6e-4)))
     assert longer.total_steps == 200 and longer.phase_bounds[1] == ("b", 40, 160) and past.end == 160
-    assert read(longer, step) == read(schedule, step) and longer.segment_at(step).skipped > 0
+    assert read(longer, step) == read(schedule, step) and longer.segment_at(step).first_sequence > 0
 
 
 def test_a_raised_share_of_a_source_that_goes_ends_with_it():
@@ -382,7 +382,7 @@ def test_a_raised_share_of_a_source_that_goes_ends_with_it():
     data = changed(BASE, lambda d: d["sources"].pop("law"), reweighted("a", web=1.0), reweighted("b", web=1.0))
     on, _, _ = resumed(saved, data, accept_past=True)
     assert on.segment_at(84).mixture == {"code": 0.5, "law": 0.5} and on.segment_at(85).mixture == {"code": 1.0}
-    assert on.drawn(100)["law"] == on.drawn(85)["law"] > schedule.drawn(85)["law"]
+    assert on.cursors_at(100)["law"] == on.cursors_at(85)["law"] > schedule.cursors_at(85)["law"]
 
 
 def test_nothing_is_past_at_step_0_and_eval_sets_are_free():

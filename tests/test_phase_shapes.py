@@ -13,7 +13,7 @@ from phases.lr import LrProgram, LrSchedule
 from phases.rates import rate_spans
 from phases.replay import raise_share
 from phases.resolve import resolve
-from phases.rollback import judged_from, passed_over
+from phases.rollback import judged_from, pass_over
 from phases.schedule import Phase, SourceSupply, cut, segments_from_json, segments_to_json
 
 CONSTANT = LrSchedule(lr=1e-3, schedule="constant")
@@ -89,14 +89,14 @@ def test_the_order_over_phases_of_other_lengths_row_by_row(phases, epochs, block
             assert not tokens & seen
             seen |= tokens
             cursor[name] += length
-        assert schedule.drawn(step + 1) == cursor
+        assert schedule.cursors_at(step + 1) == cursor
     assert passed and max(map(len, read.values())) > 1
     ends = [end for _, _, end in schedule.phase_bounds[:-1]]
-    left_out = [schedule.left_out(end) for end in ends]
-    assert {n: sum(of.get(n, 0) for of in left_out) for n in passed} == passed
-    given = schedule.given(0, schedule.total_steps)
+    passed_at_ends = [schedule.passed_over(end) for end in ends]
+    assert {n: sum(of.get(n, 0) for of in passed_at_ends) for n in passed} == passed
+    given = schedule.read(0, schedule.total_steps)
     assert {n: given[n] + passed.get(n, 0) for n in given} == cursor
-    assert schedule.given(3, 60) == {n: sum(schedule.given(s, s + 1)[n] for s in range(3, 60)) for n in given}
+    assert schedule.read(3, 60) == {n: sum(schedule.read(s, s + 1)[n] for s in range(3, 60)) for n in given}
 
 
 def test_any_step_alone_and_any_stretch_are_the_same_rows():
@@ -113,7 +113,7 @@ def test_each_source_is_within_two_sequences_of_its_share_at_every_prefix():
         asked = dict.fromkeys(MIX, 0.0)
         for step in range(segment.start, segment.end):
             asked = {n: asked[n] + segment.batch_size * segment.mixture_at(step).get(n, 0.0) for n in asked}
-            given = schedule.given(segment.start, step + 1)
+            given = schedule.read(segment.start, step + 1)
             assert all(abs(given[n] / segment.seq_len - asked[n]) <= 2 for n in asked)
     assert [s.seq_len for s in schedule.segments] == [64, 128, 32, 128]
 
@@ -177,7 +177,7 @@ def test_an_epoch_clock_and_a_cap_count_what_is_passed_over():
     phases = (Phase("a", 3, {"law": 1.0}, seq_len=64, batch_size=1), Phase("b", "end", {"law": 1.0}, batch_size=1))
     clock = (phases[0], replace(phases[1], until="1 epoch of law"), Phase("c", "end", {"web": 1.0}))
     schedule = resolved(clock, total=10)
-    assert schedule.phase_bounds[1] == ("b", 3, 4) and schedule.left_out(3) == {"law": 64}
+    assert schedule.phase_bounds[1] == ("b", 3, 4) and schedule.passed_over(3) == {"law": 64}
     capped = {**SUPPLIES, "law": SourceSupply(384, max_epochs=1)}
     ((path, message),) = problems(*phases, supplies=capped, total=10)
     assert path == "sources.law.max_epochs" and message.startswith("step 4 (phase b) would read more than 1 epochs")
@@ -185,9 +185,9 @@ def test_an_epoch_clock_and_a_cap_count_what_is_passed_over():
     half = {**SUPPLIES, "law": SourceSupply(384, max_epochs=0.5, on_exhaust="renormalise")}
     mixed = (phases[0], Phase("b", "end", {"web": 0.9, "law": 0.1}, batch_size=1))
     whole = resolved(mixed, half, total=40)
-    first_row = next(s for s in range(3, 40) if resolved(mixed, total=40).given(3, s + 1)["law"])
+    first_row = next(s for s in range(3, 40) if resolved(mixed, total=40).read(3, s + 1)["law"])
     assert first_row > 3 and [s.start for s in whole.segments] == [0, 3, first_row]
-    assert whole.given(3, 40)["law"] == 0
+    assert whole.read(3, 40)["law"] == 0
 
 
 @pytest.mark.parametrize("end", range(1, 70))
@@ -210,7 +210,7 @@ def test_the_shape_of_the_phase_under_way_may_change_where_the_past_ends():
         ("long", 20, 64, 9),
         ("shortest", 30, 32, 7),
     ]
-    assert schedule.segments[2].cursors == past[-1].drawn_at(20)
+    assert schedule.segments[2].cursors == past[-1].cursors_at(20)
     # Another rope theta is no other data: the order goes on.
     turned = resolved((PHASES[0], replace(PHASES[1], rope_theta=5e5), *PHASES[2:]), past=past)
     assert turned.segments[2] == replace(past[-1].continued(20), end=30, rope_theta=5e5, lr=turned.segments[2].lr)
@@ -258,7 +258,7 @@ def test_the_spans_of_the_rate_say_it_at_every_update():
     lr = LrSchedule(lr=1e-3, warmup_steps=8, decay_steps=20, scale_lr_by_batch="sqrt", allow_jump=True)
     short = resolved(lr=lr)
     longer = resolved(lr=lr, total=100, past=cut(short.segments, 60))
-    without = passed_over(longer, SUPPLIES, 20, 4)
+    without = pass_over(longer, SUPPLIES, 20, 4)
     spans = rate_spans(longer)
     assert rate_spans(without) == spans
     assert [span.start for span in spans] == [0, *(span.end for span in spans[:-1])] and spans[-1].end == 100
@@ -333,14 +333,14 @@ def test_data_that_are_passed_over_leave_each_step_its_theta():
     thetas = [None] * 20 + [5e5] * 10 + [None] * 40
     assert [turned.segment_at(step).rope_theta for step in range(70)] == thetas
     for step in (15, 19, 20, 24):
-        passed = passed_over(turned, SUPPLIES, step, 3)
+        passed = pass_over(turned, SUPPLIES, step, 3)
         assert [passed.segment_at(step).rope_theta for step in range(70)] == thetas
 
 
 @pytest.mark.parametrize("step", [0, 5, 20, 30, 50, 60])
 def test_passing_over_stays_within_the_order_of_one_shape(step):
     whole = resolved()
-    schedule = passed_over(whole, SUPPLIES, step, 4)
+    schedule = pass_over(whole, SUPPLIES, step, 4)
     assert schedule.phase_bounds == whole.phase_bounds
     _, start, end = next(b for b in whole.phase_bounds if step < b[2])
     longer = replace(whole.segment_at(step), end=end + 4)
@@ -352,7 +352,7 @@ def test_passing_over_stays_within_the_order_of_one_shape(step):
         assert all(np.array_equal(a, b) for a, b in zip(ours, its, strict=True))
     for before, after in zip(schedule.segments, schedule.segments[1:], strict=False):
         if before.phase != after.phase:  # what follows reads on, from where a row of its own begins
-            drawn = before.drawn_at(before.end)
+            drawn = before.cursors_at(before.end)
             assert all(0 <= after.cursors[n] - drawn[n] < after.seq_len for n in drawn)
             assert all(after.cursors[n] % after.seq_len == 0 for n in after.quotas.sources)
 

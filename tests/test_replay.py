@@ -94,7 +94,7 @@ def check_counts(schedule):
             assert all(abs(count[name] - exact[name]) < 2 for name in exact) and set(count) <= set(exact)
     for name, tokens in TOKENS.items():
         firsts, blocks = [first for source, first in drawn if source == name], (len(tokens) - 1) // LENGTH
-        assert len(firsts) * LENGTH == schedule.drawn(TOTAL)[name]
+        assert len(firsts) * LENGTH == schedule.cursors_at(TOTAL)[name]
         for epoch in range(0, len(firsts), blocks):
             part = firsts[epoch : epoch + blocks]
             assert len(set(part)) == len(part)
@@ -210,7 +210,7 @@ def test_an_epoch_clock_counts_the_raised_share():
     edit = raised(schedule, 32, "web", max_share=0.9, phases=phases)
     assert (
         edit.until > 40
-        and edit.schedule.drawn(edit.until)["law"] >= 2 * 56 > edit.schedule.drawn(edit.until - 1)["law"]
+        and edit.schedule.cursors_at(edit.until)["law"] >= 2 * 56 > edit.schedule.cursors_at(edit.until - 1)["law"]
     )
     assert resolved(phases, past=edit.past) == edit.schedule
 

@@ -10,7 +10,7 @@ from phases.batches import DataPlan, epoch_tokens
 from phases.lr import LrProgram, LrSchedule
 from phases.replay import raise_share
 from phases.resolve import resolve
-from phases.rollback import RollbackRefused, judged_from, passed_over
+from phases.rollback import RollbackRefused, judged_from, pass_over
 from phases.schedule import Phase, Schedule, SourceSupply, cut, joined, segments_from_json, segments_to_json
 
 LENGTH, BATCH, TOTAL = 8, 6, 120
@@ -52,7 +52,7 @@ def order_of(schedule, step, until):
 @pytest.mark.parametrize("num_steps", [1, 7, 60])
 def test_exactly_these_positions_are_left_out(step, num_steps):
     schedule = resolved()
-    after = passed_over(schedule, SUPPLIES, step, num_steps)
+    after = pass_over(schedule, SUPPLIES, step, num_steps)
     updates = np.arange(TOTAL)
     assert after.phase_bounds == schedule.phase_bounds and after.total_steps == TOTAL
     assert after.rates(updates).tolist() == schedule.rates(updates).tolist()
@@ -70,28 +70,28 @@ def test_exactly_these_positions_are_left_out(step, num_steps):
         assert len(set(of_source)) == len(of_source)
         passed = sum(row[0] == name for row in left_out)
         if TOTAL > end:
-            assert after.drawn(TOTAL)[name] == (len(of_source) + passed) * LENGTH
+            assert after.cursors_at(TOTAL)[name] == (len(of_source) + passed) * LENGTH
         by_epoch = Counter(epoch for _, epoch, _ in {*of_source, *(row for row in left_out if row[0] == name)})
         full = (len(of_source) + passed) // blocks
         assert all(by_epoch[epoch] == blocks for epoch in range(full))
 
 
 def test_a_ramp_is_as_far_as_its_data_are():
-    after = passed_over(resolved(), SUPPLIES, 35, 10)
+    after = pass_over(resolved(), SUPPLIES, 35, 10)
     for step in range(35, 70):
         assert after.segment_at(step).mixture_at(step) == resolved().segment_at(step + 10).mixture_at(step + 10)
     assert cut(after.segments, 35) == cut(resolved().segments, 35)
 
 
 def test_the_segments_say_it():
-    after = passed_over(resolved(), SUPPLIES, 60, 20)
-    assert [(s.start, s.end, s.skipped) for s in after.segments] == [
+    after = pass_over(resolved(), SUPPLIES, 60, 20)
+    assert [(s.start, s.end, s.first_sequence) for s in after.segments] == [
         (0, 30, 0),
         (30, 60, 0),
         (60, 80, (30 + 20) * BATCH),
         (80, 120, 0),
     ]
-    assert after.segments[3].cursors == after.segments[2].drawn_at(80) != resolved().segments[2].cursors
+    assert after.segments[3].cursors == after.segments[2].cursors_at(80) != resolved().segments[2].cursors
     assert segments_from_json(segments_to_json(after.segments)) == after.segments
 
 
@@ -101,7 +101,7 @@ def test_several_in_a_row_leave_out_each_its_own():
         schedule, left_out = resolved(), set()
         for _ in range(rng.randint(2, 4)):
             step, num_steps = rng.randrange(TOTAL), rng.choice([1, 5, 20, 45])
-            after = passed_over(schedule, SUPPLIES, step, num_steps)
+            after = pass_over(schedule, SUPPLIES, step, num_steps)
             end = next(end for _, _, end in schedule.phase_bounds if step < end)
             old, new = rows(schedule), rows(after)
             # Within the phase every update reads what was to come `num_steps` later, whatever was passed over there.
@@ -120,15 +120,15 @@ def test_several_in_a_row_leave_out_each_its_own():
 
 
 def test_passed_over_twice_from_one_step_is_once_with_both():
-    twice = passed_over(passed_over(resolved(), SUPPLIES, 60, 5), SUPPLIES, 60, 7)
-    assert rows(twice) == rows(passed_over(resolved(), SUPPLIES, 60, 12))
+    twice = pass_over(pass_over(resolved(), SUPPLIES, 60, 5), SUPPLIES, 60, 7)
+    assert rows(twice) == rows(pass_over(resolved(), SUPPLIES, 60, 12))
 
 
 def test_a_replay_goes_with_it_and_the_past_alone_gives_it_back():
     numbers = {"total_steps": TOTAL, "batch_size": BATCH, "seq_len": LENGTH}
     edit = {"step": 55, "source": "new", "factor": 20.0, "max_share": 0.5}
     schedule = raise_share(resolved(), PHASES, SUPPLIES, LR, **numbers, **edit).schedule
-    after = passed_over(schedule, SUPPLIES, 60, 4)
+    after = pass_over(schedule, SUPPLIES, 60, 4)
     assert rows(after)[60:76] == rows(schedule)[64:80] and rows(after)[76:80] != rows(schedule)[76:80]
     past = cut(after.segments, 80)
     assert resolved(past=past).segments == after.segments
@@ -141,24 +141,24 @@ def test_a_replay_goes_with_it_and_the_past_alone_gives_it_back():
 @pytest.mark.parametrize("on_exhaust", ["error", "stop", "renormalise", "repeat"])
 def test_a_source_is_never_read_beyond_its_cap(on_exhaust):
     """law: 0.9 of most steps of b, and half of c."""
-    drawn = resolved().drawn(TOTAL)["law"]
+    drawn = resolved().cursors_at(TOTAL)["law"]
     supply = SUPPLIES["law"].num_tokens
     enough = SourceSupply(supply, (drawn + 10 * BATCH * LENGTH) / supply, on_exhaust)
     supplies = {**SUPPLIES, "law": enough}
-    passed_over(resolved(supplies=supplies), supplies, 60, 10)
+    pass_over(resolved(supplies=supplies), supplies, 60, 10)
     if on_exhaust == "repeat":
-        passed_over(resolved(supplies=supplies), supplies, 60, 30)
+        pass_over(resolved(supplies=supplies), supplies, 60, 30)
         return
     with pytest.raises(RollbackRefused, match=r"^up to step 120 more than 0\.\d+ epochs of law would be read$"):
-        passed_over(resolved(supplies=supplies), supplies, 60, 30)
+        pass_over(resolved(supplies=supplies), supplies, 60, 30)
 
 
 def test_what_cannot_be_is_refused():
     for step in (-1, TOTAL):
         with pytest.raises(RollbackRefused, match=f"^the run has no update {step}$"):
-            passed_over(resolved(), SUPPLIES, step, 5)
+            pass_over(resolved(), SUPPLIES, step, 5)
     with pytest.raises(RollbackRefused, match="^got 0 steps, expected 1 or more$"):
-        passed_over(resolved(), SUPPLIES, 5, 0)
+        pass_over(resolved(), SUPPLIES, 5, 0)
 
 
 def places(schedule):
@@ -176,9 +176,9 @@ def test_a_loss_is_judged_from_the_newest_segment_or_ramp_end():
     # A cut that only goes on is no place; nor is data that are passed over, but a ramp that ends by it is.
     pieces = (*cut(resolved().segments, 60), resolved().segment_at(60).continued(60), resolved().segments[2])
     assert joined(pieces) == joined(resolved().segments) and places(Schedule(pieces)) == [0, 30, 50, 80, 89]
-    assert places(passed_over(resolved(), SUPPLIES, 60, 20)) == [0, 30, 50, 80, 89]
-    assert places(passed_over(resolved(), SUPPLIES, 40, 5)) == [0, 30, 45, 80, 89]
-    assert places(passed_over(resolved(), SUPPLIES, 40, 20)) == [0, 30, 40, 80, 89]
+    assert places(pass_over(resolved(), SUPPLIES, 60, 20)) == [0, 30, 50, 80, 89]
+    assert places(pass_over(resolved(), SUPPLIES, 40, 5)) == [0, 30, 45, 80, 89]
+    assert places(pass_over(resolved(), SUPPLIES, 40, 20)) == [0, 30, 40, 80, 89]
     numbers = {"total_steps": TOTAL, "batch_size": BATCH, "seq_len": LENGTH}
     edit = {"step": 60, "source": "web", "factor": 2.0, "max_share": 0.5}
     raised = raise_share(resolved(), PHASES, SUPPLIES, LR, **numbers, **edit).schedule

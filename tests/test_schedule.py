@@ -55,7 +55,7 @@ def test_epochs_count_from_the_run_s_start():
         Phase("c", "end", {"web": 1}),
     )
     assert schedule.phase_bounds[1] == ("b", 20, 60)  # 800 in a, 20 a step after
-    assert schedule.drawn(60)["law"] == 1600
+    assert schedule.cursors_at(60)["law"] == 1600
 
 
 def test_percent_is_exact_where_floats_are_not():
@@ -191,7 +191,7 @@ def test_a_run_beyond_what_the_arithmetic_holds_is_refused():
         assert path == "train.steps" and "at most 2**42 sequences and 2**62 tokens" in message and not more
     # 2**40 steps of 4 sequences are the most: law's share is still exact there.
     schedule = resolved(Phase("a", "end", {"web": 0.75, "law": 0.25}), total=2**40 - 1, batch=4, length=2**19)
-    assert schedule.drawn(2**40 - 1)["law"] == (2**40 - 1) * 2**19
+    assert schedule.cursors_at(2**40 - 1)["law"] == (2**40 - 1) * 2**19
 
 
 @pytest.mark.parametrize("epochs", [0.0, -1.0, float("nan"), float("inf")])
@@ -284,7 +284,7 @@ def test_segments_carry_cursors_and_rates():
     assert first.cursors == {"web": 0, "law": 0}
     assert second.cursors == {"web": 1000, "law": 1000}
     assert [(p.first, p.last) for p in second.lr] == [(1e-3, 1e-3)]
-    assert schedule.drawn(100) == {"web": 3000, "law": 1000}
+    assert schedule.cursors_at(100) == {"web": 3000, "law": 1000}
 
 
 # max_epochs: law has 800 tokens; alone it gives 40 a step, so 20 steps an epoch.
@@ -298,7 +298,7 @@ def test_exhausted_source_is_an_error_that_names_the_step():
 
 def test_exactly_the_cap_is_allowed():
     supplies = {**SUPPLIES, "law": SourceSupply(800, 5)}
-    assert resolved(Phase("a", "end", {"law": 1.0}), supplies=supplies).drawn(100)["law"] == 4000
+    assert resolved(Phase("a", "end", {"law": 1.0}), supplies=supplies).cursors_at(100)["law"] == 4000
 
 
 def test_stop_ends_the_run_before_the_batch_that_would_exceed():
@@ -349,7 +349,7 @@ def test_an_epoch_clock_counts_what_is_drawn_after_another_source_is_exhausted()
     )
     # 20 tokens a step of each until web's 400 are read at step 20, then 40 of law: 400 + 30 * 40 = 1,600.
     schedule = resolved(*phases, supplies=supplies)
-    assert schedule.phase_bounds == (("a", 0, 50), ("b", 50, 100)) and schedule.drawn(50)["law"] == 1600
+    assert schedule.phase_bounds == (("a", 0, 50), ("b", 50, 100)) and schedule.cursors_at(50)["law"] == 1600
     # A cap that would only be met after the clock's end is none.
     supplies["web"] = SourceSupply(400, 5, "error")
     supplies["code"] = SourceSupply(8000)
@@ -377,7 +377,7 @@ def test_caps_are_exact_decimals():
 
 def test_repeat_has_no_cap():
     supplies = {**SUPPLIES, "law": SourceSupply(800, 1, "repeat")}
-    assert resolved(Phase("a", "end", {"law": 1.0}), supplies=supplies).drawn(100)["law"] == 4000
+    assert resolved(Phase("a", "end", {"law": 1.0}), supplies=supplies).cursors_at(100)["law"] == 4000
 
 
 def test_segments_survive_json():
@@ -409,7 +409,7 @@ def test_a_long_plan_with_fifty_sources_resolves_quickly():
         schedule = resolved(*phases, supplies=supplies, total=75_000, batch=512, length=1024)
 
     assert processor.seconds(resolve) < processor.loop_seconds(25e6)  # takes as long as about 4e6 rounds
-    assert len(schedule.segments) == 10 and sum(schedule.drawn(75_000).values()) == 75_000 * 512 * 1024
+    assert len(schedule.segments) == 10 and sum(schedule.cursors_at(75_000).values()) == 75_000 * 512 * 1024
 
 
 # A frozen past: what is trained stands, what lies ahead comes from the phases.
@@ -459,7 +459,7 @@ def test_a_past_that_ends_anywhere_changes_no_data_and_no_rates(end):
     assert cut_there.rates(np.arange(100)).tolist() == whole.rates(np.arange(100)).tolist()
     for step in range(101):
         given, expected = (s.segment_at(step).mixture_at(step) for s in (cut_there, whole))
-        assert given == expected and cut_there.drawn(step) == whole.drawn(step)
+        assert given == expected and cut_there.cursors_at(step) == whole.cursors_at(step)
     assert end in {s.start for s in cut_there.segments}
     assert order(cut_there, 100) == order(whole, 100)
     # And the same again where it is cut once more, within what goes on and after it.
@@ -480,7 +480,7 @@ def order(schedule, until):
     out, count = [], Counter()
     for step in range(until):
         segment = schedule.segment_at(step)
-        first = segment.skipped + (step - segment.start) * segment.batch_size
+        first = segment.first_sequence + (step - segment.start) * segment.batch_size
         drawn, before = segment.quotas.locate(np.arange(first, first + segment.batch_size))
         for source, number in zip(drawn, before, strict=True):
             name = segment.quotas.sources[source]
@@ -508,12 +508,12 @@ def test_what_goes_on_may_change_its_mixture_and_its_end_on_the_way():
     a, b, c = THREE
     whole = resolved(*THREE, lr=WSD)
     on = after(cut(whole.segments, 40), *THREE)
-    assert on.segment_at(45).skipped == 40 and on.segment_at(45).cursors == whole.segment_at(45).cursors
+    assert on.segment_at(45).first_sequence == 40 and on.segment_at(45).cursors == whole.segment_at(45).cursors
     longer = after(cut(on.segments, 45), a, replace(b, until=70), c)  # the order of b is not touched by its end
     assert order(longer, 60) == order(whole, 60)
     other = after(cut(on.segments, 45), a, replace(b, mixture={"web": 1.0}), c).segment_at(45)
-    assert (other.start, other.skipped, other.ramp.steps_done) == (45, 0, 15)
-    assert other.cursors == whole.drawn(45)
+    assert (other.start, other.first_sequence, other.ramp.steps_done) == (45, 0, 15)
+    assert other.cursors == whole.cursors_at(45)
     assert other.mixture_at(45) == pytest.approx({"web": 0.7 * 4 / 20 + 16 / 20, "law": 0.3 * 4 / 20})
     rest, expected = (replace(s.segment_at(45).rest(45), lr=()) for s in (on, whole))
     assert rest == expected and rest.ramp.steps_done == 15
@@ -560,7 +560,7 @@ def test_caps_and_clocks_count_what_a_past_has_read():
     past = resolved(Phase("a", 15, law), Phase("b", "end", web)).segments[:1]
     capped = {**SUPPLIES, "law": SourceSupply(800, 1, "stop")}
     stopping = after(past, Phase("a", 10, law), Phase("b", 40, web), Phase("c", "end", law), supplies=capped)
-    assert stopping.total_steps == 45 and stopping.drawn(45)["law"] == 800
+    assert stopping.total_steps == 45 and stopping.cursors_at(45)["law"] == 800
     clock = (Phase("a", 15, law), Phase("b", "2 epochs of law", law), Phase("c", "end", web))
     assert after(past, *clock).phase_bounds[1] == ("b", 15, 40)
     assert after(after(past, *clock).segments[:2], *clock).phase_bounds == (("a", 0, 15), ("b", 15, 40), ("c", 40, 100))
@@ -659,6 +659,6 @@ def test_a_run_that_stopped_does_not_go_on_with_what_a_new_segment_would_fit_in(
     supplies = {"law": SourceSupply(40, 1, "stop"), "web": SourceSupply(8000)}
     phases = (Phase("a", "end", {"law": 0.6, "web": 0.4}),)
     whole = resolved(*phases, supplies=supplies)  # of law 2 sequences, then 3, and 4 are all there are
-    assert whole.total_steps == 1 and whole.drawn(1)["law"] == 20
+    assert whole.total_steps == 1 and whole.cursors_at(1)["law"] == 20
     again = after(whole.segments, *phases, supplies=supplies, lr=CONSTANT)
     assert again == whole and "the run stops at step 1: law has no more than 1 epochs" in again.warnings[0]

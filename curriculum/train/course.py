@@ -17,7 +17,7 @@ from curriculum.train.mesh import place_batch, rows_here
 from curriculum.train.programs import StepShape
 from phases.batches import Batch, DataPlan, Draws
 from phases.replay import ReplayRefused, raise_share
-from phases.rollback import judged_from, passed_over
+from phases.rollback import judged_from, pass_over
 from phases.schedule import Schedule, Segment, cut
 
 
@@ -140,7 +140,7 @@ class Course:
         supplies = resolve_inputs(self._config, self._corpus.tokens_per_epoch, self.past)["supplies"]
         raised_later = [before for before in self._before_raised if before[0] > step]
         _, whole, past = raised_later[0] if raised_later else (step, self.schedule, self.past)
-        schedule = passed_over(whole, supplies, step, num_steps)
+        schedule = pass_over(whole, supplies, step, num_steps)
         phase_end = next(end for _, start, end in schedule.phase_bounds if step < end)
         until = max(phase_end, past.end)
         self._before_raised = [before for before in self._before_raised if before[0] <= step]

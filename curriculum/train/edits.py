@@ -88,7 +88,7 @@ def edit_event(
         "phase": phase,
         "mixture_before": before.shares(min(step, before.total_steps - 1)),
         "mixture_after": after.shares(min(step, after.total_steps - 1)),
-        "passed_over": after.left_out(step),
+        "passed_over": after.passed_over(step),
         "until": next(end for name, _, end in after.phase_bounds if name == phase),
         "reason": "; ".join(map(_in_words, changes)),
         "changes": list(changes),

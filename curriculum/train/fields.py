@@ -148,7 +148,7 @@ def branch_edit(setup: Setup) -> dict[str, Any]:
         "phase": schedule.segment_at(branch["step"]).phase,
         "mixture_before": branch["mixture_before"],
         "mixture_after": schedule.shares(branch["step"]),
-        "passed_over": schedule.left_out(branch["step"]),
+        "passed_over": schedule.passed_over(branch["step"]),
         "until": schedule.total_steps,
         "reason": branch["reason"],
     }
@@ -162,7 +162,7 @@ def training_state(setup: Setup, step: int, history: History) -> dict[str, Any]:
         "total_steps": schedule.total_steps,
         "phase": schedule.segment_at(max(step - 1, 0)).phase,
         "checkpoint": f"checkpoints/{step}",
-        "tokens_drawn": schedule.drawn(step),
+        "tokens_drawn": schedule.cursors_at(step),
         **{key: value for key, value in history.to_json().items() if key not in ("phase", "watch", "gold")},
         "gold_step": history.gold.gold and history.gold.gold.step,
     }
@@ -241,7 +241,7 @@ def metrics_row(setup: Setup, done: int, state: TrainState, clock: TrainClock) -
 def phase_switch(setup: Setup, done: int) -> dict[str, Any]:
     schedule = setup.course.schedule
     before, after = schedule.segment_at(done - 1), schedule.segment_at(done)
-    consumed = schedule.drawn(done)
+    consumed = schedule.cursors_at(done)
     sizes = setup.course.plan.tokens_per_epoch
     return {
         "from_phase": before.phase,
@@ -251,7 +251,7 @@ def phase_switch(setup: Setup, done: int) -> dict[str, Any]:
         "ramp_steps": 0 if after.ramp is None else after.ramp.steps,
         "shape_before": shape_of(before, setup.config),
         "shape_after": shape_of(after, setup.config),
-        "passed_over": schedule.left_out(done),
+        "passed_over": schedule.passed_over(done),
         "consumed": consumed,
         "epochs": {name: round(consumed[name] / sizes[name], 6) for name in consumed if sizes.get(name)},
         "lr": float(setup.course.rates[done]),
