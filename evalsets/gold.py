@@ -133,7 +133,6 @@ class Gold(_Event):
     previous: float | None
     previous_step: int | None
     score: float | None
-    path: str
 
 
 @dataclass(frozen=True)
@@ -233,8 +232,7 @@ def accepted(
         return vetoed(state, candidate, f"score {score:g} is not below {gold.score:g}, the gold's of step {gold.step}")
     best = Best(candidate.step, candidate.value, score)
     previous, previous_step = (None, None) if gold is None else (gold.value, gold.step)
-    path = f"gold/{candidate.step}"
-    event = Gold(candidate.step, candidate.metric, candidate.value, previous, previous_step, score, path)
+    event = Gold(candidate.step, candidate.metric, candidate.value, previous, previous_step, score)
     return replace(state, gold=best), [event]
 
 

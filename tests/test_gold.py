@@ -72,11 +72,11 @@ def told(decision):
 def test_the_lowest_is_the_gold_and_names_the_one_before():
     state, decisions = run(OFF, [measured(10 * i, primary=v) for i, v in enumerate([4.0, 3.0, 3.0, 3.5, 2.5], 1)])
     assert [len(d) for d in decisions] == [1, 1, 0, 0, 1]  # a tie is no candidate
-    assert decisions[0] == [Gold(10, "primary/loss", 4.0, None, None, None, "gold/10")]
-    assert decisions[4] == [Gold(50, "primary/loss", 2.5, 3.0, 20, None, "gold/50")]
+    assert decisions[0] == [Gold(10, "primary/loss", 4.0, None, None, None)]
+    assert decisions[4] == [Gold(50, "primary/loss", 2.5, 3.0, 20, None)]
     assert decisions[4][0].event == "gold_checkpoint"
     assert decisions[4][0].fields() == {
-        "metric": "primary/loss", "value": 2.5, "previous": 3.0, "previous_step": 20, "score": None, "path": "gold/50",
+        "metric": "primary/loss", "value": 2.5, "previous": 3.0, "previous_step": 20, "score": None,
     }  # fmt: skip
     assert kept_steps(state) == {50}
 
@@ -337,7 +337,7 @@ def test_a_gate_is_asked_before_anything_is_gold():
     assert candidate == Candidate(10, "primary/loss", 3.0)
     assert state.gold is None and kept_steps(state) == set() and needed_steps(state, [candidate]) == {10}
     state, [gold] = accepted(state, candidate, 0.5)
-    assert gold == Gold(10, "primary/loss", 3.0, None, None, 0.5, "gold/10") and state.gold.score == 0.5
+    assert gold == Gold(10, "primary/loss", 3.0, None, None, 0.5) and state.gold.score == 0.5
 
     state, [candidate] = judge(GATED, state, measured(20, primary=2.9))
     after, [blocked] = vetoed(state, candidate, "exit code 3")

@@ -385,7 +385,8 @@ def test_a_gate_may_veto_and_score(texts, store, tmp_path):
         train={"steps": 30, "batch_size": 8, "seq_len": 32},
     )
     train(config, run_dir, store_dir=store)
-    assert [(e["step"], e["score"]) for e in events(run_dir, "gold_checkpoint")] == [(5, 2.0), (20, 1.0)]
+    golds = [(e["step"], e["score"], e["path"]) for e in events(run_dir, "gold_checkpoint")]
+    assert golds == [(5, 2.0, "gold/5"), (20, 1.0, "gold/20")]
     reasons = [(e["step"], e["guard"], e["reason"]) for e in events(run_dir, "gold_blocked")]
     assert reasons == [
         (10, "gate", "gate: ten is no good"),

@@ -14,7 +14,7 @@ from curriculum.train.processes import from_first
 from curriculum.train.running import Running
 from curriculum.train.watch import Pair
 from evalsets import gold
-from evalsets.gold import Candidate, Measured, Regressed, accepted, kept_steps, vetoed
+from evalsets.gold import Candidate, Gold, Measured, Regressed, accepted, kept_steps, vetoed
 from evalsets.metrics import Summary
 from phases.replay import ReplayRefused
 
@@ -118,7 +118,8 @@ def _judge_gold(run: Running, done: int, evaluated: Evaluated) -> None:
             state, then = accepted(state, decision, score) if reason is None else vetoed(state, decision, reason)
             waiting = [*then, *waiting]
         else:
-            run.record.event(decision.event, decision.step, **decision.fields())
+            where = {"path": f"gold/{decision.step}"} if isinstance(decision, Gold) else {}
+            run.record.event(decision.event, decision.step, **decision.fields(), **where)
     run.history = replace(run.history, gold=state)
     kept = kept_steps(state)
     if kept != before:
