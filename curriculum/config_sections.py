@@ -10,8 +10,7 @@ from curriculum.record.wandb_log import WandbConfig
 from curriculum.sampling import GenerateSection
 from curriculum.train.optimizer import OptimConfig
 from curriculum.typed import Limits
-from evalsets.gold_config import GoldConfig
-from evalsets.regressions import RegressionConfig
+from evalsets.config import GoldConfig, RegressionConfig
 from phases.lr import LrSchedule
 
 PositiveInt = Annotated[int, Limits(ge=1, le=10**9)]

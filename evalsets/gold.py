@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from evalsets.config import GoldConfig
 from evalsets.evalset import PRIMARY
-from evalsets.gold_config import GoldConfig
 from evalsets.metrics import Summary
 
 

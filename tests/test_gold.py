@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from curriculum.typed import read
+from evalsets.config import GoldConfig, Limit
 from evalsets.gold import (
     Blocked,
     Candidate,
@@ -22,7 +23,6 @@ from evalsets.gold import (
     kept_steps,
     vetoed,
 )
-from evalsets.gold_config import GoldConfig, Limit
 from evalsets.metrics import Summary
 
 OFF = GoldConfig(overfit_ratio=None, consecutive_rises=None)

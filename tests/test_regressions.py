@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from evalsets.config import RegressionConfig
 from evalsets.metrics import clustered_ratio, clustered_sem, paired_difference
 from evalsets.regressions import (
     BEST,
@@ -13,7 +14,6 @@ from evalsets.regressions import (
     REGRESSED,
     START,
     WARNED,
-    RegressionConfig,
     begin,
     begin_phase,
     checkpoint_jitter,

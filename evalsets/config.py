@@ -1,11 +1,47 @@
-"""What a config says of the gold checkpoint."""
+"""What a config says of the verdicts on eval sets: when one regressed, and which checkpoint is the gold."""
 
 import math
 import shlex
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-METRICS = ("loss", "bpb", "perplexity")
+METRICS = ("loss", "bpb", "perplexity")  # that may be minimised
+
+
+@dataclass(frozen=True)
+class RegressionConfig:
+    """When an eval set counts as worse, and what is done then."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+
+    tolerance: float = 0.01
+    """Rise of a set's loss that is nobody's concern, in nats per token."""
+    confidence: float = 0.95
+    """Chance that a run in which no set gets worse ends without any alarm, over all sets, evals and baselines."""
+    action: Literal["log", "checkpoint", "stop", "replay"] = "log"
+    """What an alarm does beside its event: `log` nothing; `checkpoint` keeps that step's checkpoint for good; `stop`
+    saves and ends the run; `replay` raises the share of the set's source (sets with `held_out_of`) to the phase's end.
+    """
+    replay_factor: float = 2.0
+    """`replay` multiplies the source's share by this; a share below 1 % counts as 1 %."""
+    replay_max_share: float = 0.5
+    """`replay` raises no source above this share of the mixture."""
+
+    def problems(self) -> list[tuple[str, str]]:
+        """What is wrong with the numbers: (field, message) pairs."""
+        return [
+            (key, f"got {getattr(self, key)}, expected {expected}")
+            for key, (expected, fits) in _RANGES.items()
+            if not fits(getattr(self, key))
+        ]
+
+
+_RANGES = {
+    "tolerance": ("a finite number, 0 or more", lambda number: 0 <= number < math.inf),
+    "confidence": ("above 0.5 and below 1", lambda number: 0.5 < number < 1),
+    "replay_factor": ("above 1, at most 10", lambda number: 1 < number <= 10),
+    "replay_max_share": ("above 0 and below 1", lambda number: 0 < number < 1),
+}
 
 
 @dataclass(frozen=True)
