@@ -1,4 +1,4 @@
-"""What to beware of in a schedule: what of a config does nothing, or more than may be meant."""
+"""Warnings of a schedule: settings that do nothing with it, or more than may be meant."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FEW_SCORED_TARGETS = 64  # of an update; answers stand together, so that with so
 
 
 def schedule_warnings(config: Config, schedule: Schedule, epochs_of: Mapping[str, int | None]) -> list[str]:
-    """What of a config will do nothing, or more than may be meant, by its schedule; epochs of so many tokens."""
+    """Settings that do nothing with this schedule, or more than may be meant; `epochs_of`: tokens, None if unknown."""
     warnings, cursors = [], schedule.cursors_at(schedule.total_steps)
     for name, size in epochs_of.items():
         if size is not None and cursors[name] > MAX_EPOCHS_WORTH_FRESH * size:
@@ -46,7 +46,7 @@ def schedule_warnings(config: Config, schedule: Schedule, epochs_of: Mapping[str
 
 
 def _shapes_that_do_nothing(config: Config) -> list[str]:
-    """Warnings of what phases say of their shape that changes nothing, or more than may be meant."""
+    """Warnings of a phase's shape that changes nothing, or more than may be meant."""
     warnings = []
     if config.optim.scale_lr_by_batch and not any(
         phase.batch_size not in (None, config.train.batch_size) for phase in config.phases

@@ -15,7 +15,7 @@ class RegressionConfig:
     __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     tolerance: float = 0.01
-    """Rise of a set's loss that is nobody's concern, in nats per token."""
+    """Rise of a set's loss that does not count as worse, in nats per token."""
     confidence: float = 0.95
     """Chance that a run in which no set gets worse ends without any alarm, over all sets, evals and baselines."""
     action: Literal["log", "checkpoint", "stop", "replay"] = "log"

@@ -68,7 +68,7 @@ class Pending:
 
 @dataclass(frozen=True)
 class SetMemory:
-    """An eval set's first, lowest and last finite loss; `last` is None where the last one, of `step`, is not finite."""
+    """An eval set's first and lowest finite loss, and its `last`, of `step`: None where that is not finite."""
 
     start: float | None
     lowest: float | None
@@ -154,8 +154,8 @@ class Blocked(_Event):
 class Candidate:
     """An eval that no guard objects to. The gate is asked next; then `accepted` or `vetoed` is called with its answer.
 
-    There may be two at one eval: a pending one, and the eval that confirmed it. The lower is asked about first, and the
-    other, by then a candidate or blocked, is its `instead`: what is decided should the gate veto the first.
+    One eval may bring two: a pending dip, and the eval itself that confirmed it. The gate is asked about the lower one
+    first. `instead` is what becomes of the other one if the gate vetoes that: it is blocked, or asked about next.
     """
 
     step: int
@@ -209,7 +209,7 @@ def judge(config: GoldConfig, state: GoldState, measured: Measured) -> tuple[Gol
                 state, own = replace(state, pending=Pending(measured.step, value, rises)), None
 
     if passed is not None and own is not None and not _below(value, passed):
-        passed, own = replace(passed, instead=own), None  # of no concern unless the gate vetoes the dip
+        passed, own = replace(passed, instead=own), None  # decided only if the gate vetoes the dip
     if isinstance(own, Candidate):
         passed = replace(own, instead=passed)
     elif own is not None:

@@ -87,7 +87,7 @@ class Comparison(NamedTuple):
 
 
 def begin(step: int, phase_index: int, nats_N: np.ndarray, tokens_N: np.ndarray) -> Watched:
-    """A set's first eval is all its baselines. `phase_index` is 0 or more and another one in each phase."""
+    """What is remembered of a set's first eval, which becomes every baseline. `phase_index`: 0 or more, by phase."""
     nats_XN = np.array(nats_N, np.float64)
     lead = nats_XN.shape[:-1]
     num_baselines = len(BASELINES)
@@ -119,14 +119,14 @@ def observe(
 
     SE^2 = SE_item^2 + 2 jitter^2 and t = (delta - tolerance) / SE, held against Student's quantile with
     min(nu, clusters - 1) degrees of freedom at `level`, the chance of a false alarm of one comparison. A set regresses
-    above it, or where its loss is not finite, and stays regressed until t is below 1 and the rise smaller than at the
-    alarm. A finite loss against a baseline that is not regresses nothing and ends an alarm. At a level of 0 or less
-    only a loss that is not finite regresses.
+    where t is above that or its loss is not finite, and stays regressed until t is below 1 and the rise smaller than at
+    the alarm. If only the baseline is not finite, no alarm is raised and a standing one ends. At a level of 0 or less
+    a set regresses only by a loss that is not finite.
 
-    `detectable` is the smallest rise above the best eval that the next eval would show with 80 % power, were its errors
-    those of this one: tolerance + (critical + t_0.8) SE. The best, because a rise above any baseline is at least as
-    large above the lowest one, and because the best is most often recent: its item error is that of the training
-    between two evals, while the start's is that of the whole run.
+    `detectable` is the smallest rise above the best eval that the next eval would show with 80 % power if it had the
+    errors of this one: tolerance + (critical + t_0.8) SE. It is told of the best eval for two reasons: a rise above
+    another baseline is at least as large above the best; and the best is usually recent, so that less training lies in
+    between and the item error is smaller.
     """
     now_XN = np.asarray(nats_N, np.float64)
     cluster_N, kind = clusters(document_N)
@@ -192,7 +192,7 @@ def observe(
 
 
 def begin_phase(watched: Watched, step: int, nats_N: np.ndarray) -> Watched:
-    """At a boundary, after `observe`: its eval is the next phase's start, and an alarm against the last one's ends."""
+    """After `observe` at a boundary: its eval is the new baseline `phase_start`; an alarm against the old one ends."""
     states_B, first_steps_B = watched.states_B.copy(), watched.first_steps_B.copy()
     first_deltas_B = watched.first_deltas_B.copy()
     states_B[..., PHASE_START], first_steps_B[..., PHASE_START], first_deltas_B[..., PHASE_START] = OK, -1, np.nan
@@ -204,8 +204,8 @@ def checkpoint_jitter(watched: Watched) -> tuple[np.ndarray, np.ndarray]:
     """(jitter, nu), [...] each: how much the means of neighbouring checkpoints scatter, and its degrees of freedom.
 
     A straight line against step is fitted to the evals of the history in each phase: jitter^2 = RSS / nu, both summed
-    over the phases, nu = evals - 2 each. A phase with fewer than 3 finite losses counts nothing; jitter is NaN where
-    none counts. What is not a line (the first, steep evals of a run) counts as scatter too.
+    over the phases, nu = evals - 2 each. Phases with fewer than 3 finite losses are left out; jitter is NaN where all
+    are. What is not a line (the first, steep evals of a run) counts as scatter too.
     """
     steps_H, phases_H, losses_XH = watched.history_steps_H, watched.history_phases_H, watched.history_losses_H
     rss, nu = np.zeros(losses_XH.shape[:-1]), np.zeros(losses_XH.shape[:-1], np.int64)
@@ -226,14 +226,14 @@ def checkpoint_jitter(watched: Watched) -> tuple[np.ndarray, np.ndarray]:
 def error_level(confidence: float, spent: float, planned: int, left: int) -> float:
     """The level of each comparison of the next eval; 0: no error is left, and no verdict can be given any more.
 
-    planned: comparisons of the whole run as it is planned now, a set, a later eval and a baseline each.
-    left: those of them from the next eval on, of which there is one at least.
-    The error is shared out evenly over the plan. A run that was extended has `spent` part of it by an older plan: what
-    is left is shared out over what is left to do. Either way the levels of a run never sum to more than 1 - confidence.
+    planned: comparisons in the whole run as it is planned now, one for each set, baseline and eval after the first.
+    left: how many of them are still to come, those of the next eval included; 1 or more.
+    The error, 1 - confidence, is divided evenly over the plan. Where a run was extended, some of it is `spent` under an
+    older plan: then the rest is divided over what is left. In both cases the levels of a run sum to no more than it.
     """
     error = 1 - confidence
     rest = error - spent
-    # What rounding leaves of an error that is spent is not an error to test at.
+    # What only rounding leaves of it is not an error to test at.
     return min(error / planned, rest / left) if rest > 1e-9 * error else 0.0
 
 
@@ -262,10 +262,11 @@ class Transfer(NamedTuple):
 def transfer(
     watched: Watched, ends: Sequence[np.ndarray | None], tokens_N: np.ndarray, document_N: np.ndarray
 ) -> Transfer:
-    """What is left of a set, and what was lost on the way, from its nats at the end of each phase.
+    """How a set's loss changed over the phases, from its nats at the end of each; None where it was not measured.
 
     `watched` is the set's memory after the last eval, without leading axes: it holds the start and the scatter of the
-    checkpoints. The last phase end is measured. The difference of a checkpoint to itself is 0 without error.
+    checkpoints. The set must be measured at the end of the last phase. A checkpoint differs from itself by 0, without
+    error.
     """
     start_N, last_N = watched.baseline_nats_BN[START], ends[-1]
     losses = [None if end_N is None else float(_loss(end_N, tokens_N)) for end_N in ends]

@@ -4,8 +4,7 @@ A source is read in blocks of the longest sequence of the run, in a fresh permut
 the tokens [b * block_tokens, (b + 1) * block_tokens] with the last one shared with the next block: it is the
 target of the block's last position. Everything here is a pure function of (segments, seed, store sizes).
 
-A stream is an array of tokens, whose rows are consecutive tokens, or anything with the `read` of `RowStream`, whose
-rows are what it says.
+A stream is an array of tokens, whose rows are consecutive tokens, or a `RowStream`, which makes its rows itself.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ class Row(NamedTuple):
 class RowStream(Protocol):
     """A stream whose rows are more than consecutive tokens that are all scored.
 
-    One that has `read_rows(offsets_R, length) -> Row` too, with the columns of all those rows [R, T], is asked for the
-    rows of a batch in one call.
+    It may also have `read_rows(offsets_R, length) -> Row`, with columns [R, T]; then its rows of a batch are read in
+    one call of that.
     """
 
     def read(self, offset: int, length: int) -> Row:
@@ -89,7 +88,7 @@ def document_ids(tokens_BT: np.ndarray, eot: int) -> np.ndarray:
     """
     opens_BT = tokens_BT == eot
     opens_BT[..., 0] = True  # a row begins with its document 0
-    # Documents are long: to lay each down whole is quicker than to count from slot to slot.
+    # Documents are long: to repeat each number over its document is quicker than to count slot by slot.
     starts_N = opens_BT.reshape(-1).nonzero()[0]
     ends_N = np.empty_like(starts_N)
     ends_N[:-1], ends_N[-1:] = starts_N[1:], opens_BT.size
@@ -104,7 +103,7 @@ class DataPlan:
     """The order of all sequences of a run.
 
     `tokens_per_epoch` gives each source's size in whole blocks (`epoch_tokens` of a plain stream). A source may be
-    absent where no batch that is asked for draws from it: one that is never drawn, or that the run went on without.
+    absent if no batch that is asked for draws from it.
     """
 
     def __init__(self, schedule: Schedule, seed: int, tokens_per_epoch: Mapping[str, int], block_tokens: int):
@@ -170,8 +169,8 @@ class DataPlan:
         `train_on_eos` the targets that are end-of-text are not scored. `draws` may hand in this
         step's rows where they were worked out many steps at a time.
 
-        `rows` are those of the B rows of each micro-step that are wanted: only they are read, and the batch is
-        `[:, rows]` of the whole one.
+        `rows` selects among the B rows of each micro-step: only those are read, and the batch is `[:, rows]` of the
+        whole one.
         """
         segment = self.schedule.segment_at(step)
         draws = self.draws(step)[0] if draws is None else draws
@@ -220,7 +219,7 @@ def _cut(stream: Sequence) -> Callable[[int, int], np.ndarray]:
 
 
 def _rows(streams: Sequence, draws: Draws, length: int, eot: int) -> tuple[np.ndarray, ...]:
-    """The columns of `Row` [B, T] whatever the streams are: those of each source in one call where it takes that."""
+    """The columns of `Row` [B, T], of streams of any kind; one that has `read_rows` is read in one call."""
     shape = len(draws.source), length
     columns = tuple(np.empty(shape, dtype) for dtype in (np.int32, np.int32, bool, np.int32))
     for source in np.unique(draws.source).tolist():

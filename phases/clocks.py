@@ -88,9 +88,9 @@ def read_clock(
 
 
 def clock_step(until: int | str, total_steps: int, past: Sequence[Segment]) -> int | None:
-    """The step that `until` means in a run of such a past.
+    """The step that `until` means in a run that has this past.
 
-    None for a clock in epochs, for one in tokens that the past does not come to, and for what is no clock.
+    None for a clock in epochs, for one in tokens that lies beyond the past, and for text that is no clock.
     """
     try:
         clock = read_clock(until, {}, total_steps, True)

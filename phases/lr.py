@@ -94,10 +94,10 @@ def lr_scale(schedule: LrSchedule, batch_size: int, meant_for: int) -> float:
 
 
 class Standing(NamedTuple):
-    """What the pieces of a run have to fit: rates that stand already, and factors.
+    """What the pieces of a run have to fit: rates that stand already, and the segments' `lr_scale`.
 
-    The updates before `past_end` had rates of their own, which `past_rate(update)` tells: pieces count from `past_end`
-    on only. `scales` are (update, the factor from there on) pairs, by which all these rates are multiplied.
+    Updates before `past_end` keep the rates that they had, `past_rate(update)`: the pieces hold from `past_end` on.
+    `scales` are (update, the factor from there on) pairs; all these rates are without it.
     """
 
     past_end: int = 0
@@ -122,8 +122,8 @@ def lr_pieces(
     """The pieces of a run whose phases own the updates [start, end) and may have a program of their own.
 
     `warmup_steps`, `decay_steps` and, for each phase, `program_steps` (re-warming, decay) are resolved numbers. A
-    re-warming begins at the rate that the phase really finds, the phase's own factor taken out again; otherwise a rate
-    stays what it was but for the factor.
+    re-warming begins at the scaled rate of the update before the phase, even if the phase has another scale. Otherwise
+    a rate that stays is the same before scaling, and a new scale changes it.
     """
     total = phases[-1][1]
     floor = schedule.lr * schedule.min_lr_ratio
@@ -178,12 +178,12 @@ def lr_pieces(
 def first_jump(pieces: Sequence[LrPiece], standing: Standing = NOTHING_STANDS) -> tuple[int, float, float] | None:
     """(update, rate before, rate) of the first jump: a change by more than 2x from one update to the next.
 
-    What changes inside a warm-up, a re-warming of at least 2 updates or a decay of any length is no jump, but for what
-    a change of the factor does there. A decay leaves from its own `first` rate: to come to that one by more than 2x is
-    a jump. A piece that was under way where the past ends, with just the rate of the past, goes on.
+    Changes inside a warm-up, a re-warming of at least 2 updates or a decay are not jumps, except those caused by
+    `lr_scale`. A decay starts at its `first` rate: a change to that one by more than 2x is a jump. Where the past ends
+    inside a piece that gives the past's last rate, that piece goes on, and there is no jump.
     """
     past_end, scales = standing.past_end, standing.scales
-    begins = {max(piece.start, past_end): piece for piece in pieces}  # of those under way when the past ends the last
+    begins = {max(piece.start, past_end): piece for piece in pieces}  # of several that the past cuts, the last
     changes = {start for (_, before), (start, scale) in pairwise(scales) if before != scale and start >= past_end}
     for step in sorted(begins.keys() | changes):
         if step == 0:

@@ -1,4 +1,4 @@
-"""What the config says in numbers, shares of the run, tokens or epochs: as steps, for `resolve`."""
+"""The numbers of the phases and of the learning rate as steps, however the config gives them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from phases.schedule import Phase, SourceSupply
 
 
 class Declared(NamedTuple):
-    """A phase with its numbers as steps; its clock so far as it can be told before it is known where the phase starts.
+    """A phase, and its numbers as steps. `path` is where the config declares it.
 
-    `path` is where the config declares it.
+    `clock` is the step at which the phase ends, or what has to be read for its end.
     """
 
     path: str
@@ -28,7 +28,7 @@ class Declared(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """Those of the global learning rate, and the phases as declared."""
+    """The steps of the global learning rate, and the phases."""
 
     warmup_steps: int
     decay_steps: int

@@ -61,7 +61,7 @@ def with_rates(
     """The segments with the pieces of the learning rate that reach into them, and warnings of what does nothing.
 
     The first `num_past` segments have their pieces already and keep them. `program_steps` are the (re-warming, decay)
-    steps of each phase. Raises ScheduleError for a rate that jumps, where `allow_jump` does not say that it may.
+    steps of each phase. Raises ScheduleError for a rate that jumps, unless `allow_jump` is set.
     """
     place = {phase.name: i for i, phase in enumerate(phases)}
     spans = []

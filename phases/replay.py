@@ -11,7 +11,7 @@ from phases.lr import LrSchedule
 from phases.resolve import resolve
 from phases.schedule import Phase, Schedule, Segment, SourceSupply, cut
 
-_SMALLEST_SHARE = 0.01  # what the factor works on at least: a source with no share has to get one
+_SMALLEST_SHARE = 0.01  # the least that is multiplied: a source with no share has to get one
 _ROUNDING = 1e-12  # of shares
 
 
@@ -27,7 +27,7 @@ class ReplayRefused(ScheduleError):
 
 @dataclass(frozen=True)
 class Replay:
-    """An edited schedule, and its `past`, frozen to the end of the phase (`until`), that `resolve` makes it of.
+    """An edited schedule, and the `past` that `resolve` makes it from, frozen up to the end of the phase (`until`).
 
     The mixtures are those of update `start` before and after the edit.
     """

@@ -34,8 +34,9 @@ def resolve(
     each source that it reads is rounded up to a whole number of its sequences, so that no sequence runs over the end
     of a block; the tokens between are passed over. Rates are meant for `batch_size`: see `lr.scale_lr_by_batch`.
 
-    A source of unknown size is never exhausted, and an `until` in epochs of it is a problem. With `sizes_to_come` it
-    is none: the phases from there on stay unresolved, all that needs no size is checked, and None is returned.
+    A source of unknown size is never exhausted, and an `until` in epochs of it is a problem, but with
+    `sizes_to_come`: then the phases from there on stay unresolved, all that needs no size is checked, and None is
+    returned.
 
     `past` are the segments that stand already. They are taken over with their data and rates, and the phases decide
     what follows. If the last phase of the past is declared to end later, it goes on; otherwise the next one begins. A
@@ -43,10 +44,10 @@ def resolve(
     same order from its first step on. Otherwise a new segment begins, with the declared mixture and with the ramp as
     far as it had come. Caps and clocks count what the past has read, of sources that are no longer declared too.
 
-    `settled` are numbers of steps that were given as a share of the run, and keep the value that they had before
-    `total_steps` changed because they have begun: `optim.warmup_steps`, `PHASE.ramp_steps`, `PHASE.lr.rewarm_steps`.
+    `settled` are the steps of what the config gives as a share of the run and had begun before `total_steps` changed,
+    by name: `optim.warmup_steps`, `PHASE.ramp_steps`, `PHASE.lr.rewarm_steps`. They keep the value that they had.
     `going_on` takes the place of the segment that follows the past, up to the end of its phase.
-    Raises ScheduleError with all problems that can be told apart.
+    Raises ScheduleError with every problem that can be found without mending another first.
     """
     numbers, unread = read_numbers(phases, supplies, lr, total_steps, batch_size, seq_len, sizes_to_come, settled or {})
     largest = max([batch_size, *(declared.batch_size for declared in numbers.phases)])
@@ -183,12 +184,12 @@ def _new_segment(
 
 
 def _cursors_of(cursors: Mapping[str, int], sources: Iterable[str]) -> dict[str, int]:
-    """Cursors of these sources, 0 of one that has come."""
+    """The cursors of these sources; 0 where a source is new."""
     return {name: cursors.get(name, 0) for name in sources}
 
 
 def _ramp(before: Mapping[str, float], steps: int, shape: str, sources: Iterable[str]) -> Ramp | None:
-    """The way from a mixture, of which only these sources are there still; None where it has no steps or no start."""
+    """The ramp from a mixture, sources that are gone taken out; None if it has no steps or nothing to start from."""
     if any(name not in sources for name in before):
         before = normalised({name: share for name, share in before.items() if name in sources})
     return Ramp(before, steps, shape) if steps and before else None
@@ -208,7 +209,7 @@ def _check_end(declared: Declared, start: int, end: int, total_steps: int) -> No
 
 
 def _check_past(past, total_steps, longest) -> list[tuple[str, str]]:
-    """Problems of a past that cannot stand before what is declared now."""
+    """Problems of a past that contradicts what is declared now."""
     if not past:
         return []
     problems, end = [], past[-1].end
@@ -265,10 +266,11 @@ def _first_ahead(past: Sequence[Segment], phases: Sequence[Declared], total_step
 
 
 def _phase_under_way(path, segment, under_way, past, goal, supplies, warnings) -> Segment | None:
-    """`segment`, where a phase goes on that has the segments `under_way` so far; None where the run stops there.
+    """The segment that a phase goes on with after those `under_way`; None where the run stops there.
 
-    Its ramp goes on where it stood. Where the phase as it is declared gives the very data that there are, it goes on
-    as it would have: in the same order, and without the sources that were exhausted by then.
+    `segment` is the rest of the phase as it is declared now; its ramp goes on from where it was. If the phase as
+    declared would have had the data of `under_way`, it goes on in their order, and without the sources that were
+    exhausted by then.
     """
     under_way = joined(under_way)
     begun, ramp = under_way[0].start, segment.ramp
@@ -281,12 +283,12 @@ def _phase_under_way(path, segment, under_way, past, goal, supplies, warnings) -
             return replace(segment, start=start, cursors=cursors, ramp=None)
         return replace(segment, start=start, cursors=cursors, ramp=replace(ramp, steps_done=start - begun))
 
-    for i, now in enumerate(under_way):  # it may have been cut and gone on before
+    for i, now in enumerate(under_way):  # an edit may have begun another order in the phase
         told: list[str] = []
         try:
             inside, _ = phase_segments(path, declared(now.start, now.cursors), goal, supplies, told)
         except ScheduleError:
-            continue  # whatever is wrong ahead will be met again
+            continue  # it is raised again when the rest is resolved
         if joined(cut(inside, segment.start)) == under_way[i:]:
             if inside[-1].end == segment.start:
                 warnings += told

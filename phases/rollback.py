@@ -1,4 +1,4 @@
-"""Going back: the same schedule with a stretch of data passed over, and what of it a loss may be judged by."""
+"""Going back: the same schedule with a stretch of data passed over, and from which update on losses are comparable."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class RollbackRefused(ValueError):
 
 
 def pass_over(schedule: Schedule, supplies: Mapping[str, SourceSupply], step: int, num_steps: int) -> Schedule:
-    """The schedule with the data of `num_steps` updates left out: those that update `step` would have begun with.
+    """The schedule in which the data of the next `num_steps` updates, from `step` on, are never read.
 
-    From `step` on each update reads what the one `num_steps` later would have read, up to the end of the order of data
-    that `step` belongs to. The last updates of that order, which nothing stands after, read on in it instead. So
-    exactly the sequences of `num_steps` updates of that order are left out, and a ramp is as far as the data are; the
-    orders that follow read on from where it ends. An order ends where the shape of a batch changes, at the latest.
+    From `step` on, each update reads what the update `num_steps` later would have read, as long as that is of the same
+    order of data; the last updates of that order read on in it, beyond where it ended before. So exactly the sequences
+    of `num_steps` updates of that order are passed over. Its ramp moves with its data, and the orders that follow
+    begin where this one ends now. An order ends at the latest where the shape of a batch changes.
 
-    Every boundary, rate, rope theta and the total stay at their steps. `supplies` are those that the schedule was
+    Boundaries, rates, rope thetas and the number of steps stay as they are. `supplies` are those that the schedule was
     resolved from. Raises RollbackRefused where there is no such update, and where a source would be read beyond its
     `max_epochs`.
     """
@@ -37,7 +37,7 @@ def pass_over(schedule: Schedule, supplies: Mapping[str, SourceSupply], step: in
     last = next(ends, len(segments) - 1)  # of the order that `step` belongs to
     out = list(cut(segments, step))
     for i in range(first, last + 1):
-        begins = max(segments[i].start, step + num_steps)  # where the data come from that are read num_steps earlier
+        begins = max(segments[i].start, step + num_steps)  # the update that would have read what the piece begins with
         if i < last and segments[i].end <= begins:
             continue
         end = segments[i].end if i == last else segments[i].end - num_steps
@@ -83,10 +83,10 @@ def _check_caps(segment: Segment, supplies: Mapping[str, SourceSupply]) -> None:
 
 
 def judged_from(schedule: Schedule) -> np.ndarray:
-    """The first update whose loss is comparable with that of each update: int32, by update.
+    """For each update, the first one whose loss is comparable with its own: int32, by update.
 
-    It is the newest start of an order of data, or end of a ramp: there the loss may rise because the data are others.
-    Data that are passed over are no such place; another rope theta is.
+    That is the last place up to there where an order of data begins, a ramp ends or the rope theta changes: at each the
+    loss may rise for that reason alone. Where data are passed over, losses stay comparable.
     """
     places: list[int] = []
     before: Segment | None = None
@@ -107,5 +107,5 @@ def judged_from(schedule: Schedule) -> np.ndarray:
 
 
 def _ramp_end(segment: Segment) -> int:
-    """The step from which on the segment's order has its own mixture, were it to go on for ever."""
+    """The step at which the ramp of the segment's order is over; it may lie outside the segment."""
     return segment.start + len(segment.ramp.progress) - segment.first_sequence // segment.batch_size

@@ -127,7 +127,7 @@ class Segment:
         return self._moved(float(progress[k]))
 
     def mean_mixture(self) -> dict[str, float]:
-        """Mean proportion over the segment of each source that any of its steps has a share of."""
+        """Mean proportion of each source over the segment's steps; sources without any are left out."""
         if self.ramp is None:
             return self.mixture
         length = self.end - self.start
@@ -203,8 +203,8 @@ class Schedule:
     def rope_theta_at(self, step: int) -> float | None:
         """The rope theta of the phase that made the parameters after `step` updates.
 
-        None: the model's own, as at 0, where no phase has: what a run begins from may have been trained with it.
-        Whatever is done with those parameters, is done with it.
+        None: the model's own; at step 0 too, where no phase has made them yet. Evals, samples and exports of these
+        parameters use it.
         """
         return self.segment_at(step - 1).rope_theta if step else None
 
@@ -240,8 +240,8 @@ class Schedule:
         return {name: share for name, share in self.segment_at(step).mixture_at(step).items() if share > 0}
 
     def rates(self, steps) -> np.ndarray:
-        """Learning rate (float64) of each update in `steps`, an integer or an array: by the segment that owns it, its
-        scale in it.
+        """Learning rate (float64) of each update in `steps`, an integer or an array, by the pieces and the scale of
+        the segment that owns it.
         """
         steps = np.asarray(steps, np.int64)
         index = np.searchsorted([s.start for s in self.segments], steps, side="right") - 1
@@ -294,9 +294,9 @@ def cut(segments: Sequence[Segment], step: int) -> tuple[Segment, ...]:
 
 
 def joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
-    """The same data in the fewest segments: one that only goes on with the order before it is part of that one.
+    """The same data in as few segments as possible: one that only continues the order before it is merged into it.
 
-    The segments that come out hold only what the data depend on: no rates, no rope theta.
+    The result holds only what the data depend on: no rates, no rope theta.
     """
     out: list[Segment] = []
     for segment in segments:

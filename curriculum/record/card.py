@@ -1,6 +1,6 @@
 """What the record of a run says of it up to one step, as sections of Markdown for its model card.
 
-`step` is the exported one, `weights` as `export` takes them. Of a run without events the record was not there.
+`step` is the exported one, `weights` are as `export` takes them. A run without events is one whose record is gone.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def happened(run: Run, step: int) -> list[str]:
 
 
 def plan_of(run: Run) -> dict[str, Any]:
-    """What was planned last."""
+    """The run's last plan."""
     return run.plan if run.events else run.resolved["derived"]
 
 

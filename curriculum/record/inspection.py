@@ -212,7 +212,7 @@ def mesh_text(devices: Mapping[str, Any]) -> str:
 
 
 def troubles(progress: Mapping[str, Any]) -> list[str]:
-    """What went wrong in training, a line each; nothing of a run without skipped updates."""
+    """What went wrong in training, a line each: skipped updates, rollbacks, divergence."""
     rollbacks = progress["num_rollbacks"]
     went_back = f"went back {'once' if rollbacks == 1 else f'{rollbacks} times'}" if rollbacks else None
     return [line for line in (progress["skipped"], went_back, progress["diverged"]) if line]
@@ -239,7 +239,7 @@ def lineage_lines(lineage: Mapping[str, Any]) -> list[str]:
 def offender(o: Mapping[str, Any]) -> str:
     """One set against one baseline that it is worse than, in words and numbers.
 
-    Of one that stands also the step of these numbers, and its loss now where that is later.
+    Of an alarm that stands also the step of these numbers, and the set's last loss if that is newer.
     """
     delta, interval = number(o["delta"]), o.get("interval") or (None, None)
     risen = f" ({signed(delta)}, 95 % {signed(interval[0])} to {signed(interval[1])})"
@@ -256,7 +256,7 @@ def offender(o: Mapping[str, Any]) -> str:
 
 
 def offender_in(event: Mapping[str, Any], o: Mapping[str, Any]) -> str:
-    """`offender` beside its event: the step is told where it is not the event's, of a set that was measured before."""
+    """`offender` as a line under its event: the step is left out where it is the event's own."""
     return offender({key: value for key, value in o.items() if key != "step" or value != event["step"]})
 
 
