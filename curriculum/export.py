@@ -210,7 +210,7 @@ def _write_peft(
     folder: Path, target: _Target, arrays: Mapping[str, np.ndarray], dtype: str, metadata: Mapping[str, str]
 ) -> None:
     from curriculum.data.hf_tokenizer import write_hf_tokenizer
-    from curriculum.model.lora import write_peft
+    from curriculum.model.peft import write_peft
 
     rounded = dict(rounded_all(arrays.items(), dtype))
     write_peft(folder, target.config, rounded, target.base, numpy_dtype(dtype))

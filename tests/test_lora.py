@@ -29,9 +29,10 @@ from curriculum.manifest import update_manifest, write_manifest
 from curriculum.model.counts import num_adapters, num_parameters, num_trained
 from curriculum.model.hf import hf_tensors
 from curriculum.model.hf_config_writer import hf_config_of
-from curriculum.model.lora import adapters_of, frozen_of, joined, merged, write_peft
+from curriculum.model.lora import adapters_of, frozen_of, joined, merged
 from curriculum.model.loss import sum_nats
 from curriculum.model.model import parameter_name
+from curriculum.model.peft import write_peft
 from curriculum.model.presets import LoraConfig, ModelConfig
 from curriculum.model.transformer import forward, head, init_adapters, init_params, transformer
 from curriculum.plan import plan
