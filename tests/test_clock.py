@@ -32,6 +32,24 @@ def test_clock_counts_training_only():
     assert clock.take()[2] == {}
 
 
+def test_a_pause_within_a_pause_is_a_part_of_it():
+    state = TrainState(None, None, jnp.int32(0), None, None, None)
+    clock = TrainClock()
+    slept(clock.update(), 0.0)  # the first update compiles
+    clock.take()
+    began = time.perf_counter()
+    training = slept(clock.update(), 0.02)
+    with clock.paused(state):
+        pausing = time.perf_counter()
+        within = slept(clock.paused(state), 0.02)
+        time.sleep(0.02)
+        pause = time.perf_counter() - pausing
+    training += slept(clock.update(), 0.02)
+    steps, seconds, _ = clock.take()
+    assert within < pause
+    assert steps == 2 and training <= seconds <= time.perf_counter() - began - pause
+
+
 def slept(context, seconds):
     """Sleep within a context; how long it was, which is what the machine made of it."""
     with context:

@@ -16,7 +16,7 @@ class TrainClock:
     """Seconds spent training since the last metrics row; evals, saves and the first compilation are not counted."""
 
     def __init__(self):
-        self._running_since = time.perf_counter()
+        self._running_since: float | None = time.perf_counter()  # None while paused
         self._seconds = 0.0
         self._steps = 0
         self._compiled = False  # whether the first update is over, which compiles
@@ -26,9 +26,16 @@ class TrainClock:
 
     @contextmanager
     def paused(self, state: TrainState):
-        """Around what is not training. Waits for the updates that are under way first: their time is training's."""
+        """Around what is not training. Waits for the updates that are under way first: their time is training's.
+
+        Within a pause it does nothing.
+        """
+        if self._running_since is None:
+            yield
+            return
         jax.block_until_ready(state.step)
         self._seconds += time.perf_counter() - self._running_since
+        self._running_since = None
         try:
             yield
         finally:
@@ -56,7 +63,10 @@ class TrainClock:
         self._switch_s = time.perf_counter() - started
 
     def take(self) -> tuple[int, float, dict[str, float]]:
-        """(updates, seconds) since the last call, and what is told once: the compile time, a switch's stall."""
+        """(updates, seconds) since the last call, and what is told once: the compile time, a switch's stall.
+
+        Not within a pause.
+        """
         now = time.perf_counter()
         steps, seconds = self._steps, self._seconds + now - self._running_since
         once = {}
