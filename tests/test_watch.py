@@ -1,12 +1,21 @@
 """What is remembered of the eval sets, told as plain data."""
 
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny_run import tiny_train, write_corpus
 
 from curriculum.run import load_run
-from curriculum.train.watch import Watch, transfer_matrix
+from curriculum.train.watch import Watch, num_evals, transfer_matrix
 from evalsets.metrics import WindowResults
 from evalsets.regressions import begin, observe
+
+
+@given(st.sets(st.integers(1, 60), min_size=1, max_size=5), st.integers(1, 70), st.data())
+def test_the_evals_that_are_planned_are_counted_as_one_by_one(ends, every, data):
+    after = data.draw(st.integers(0, max(ends)))
+    planned = [step for step in range(1, max(ends) + 1) if step % every == 0 or step in ends]
+    assert num_evals(ends, every, after) == sum(step > after for step in planned)
 
 
 def test_a_set_without_a_standard_error_has_no_intervals():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -185,13 +185,20 @@ def _arrays(memory: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def num_comparisons(setup: Setup, after: int, now: int) -> int:
-    """Comparisons planned, at step `now`, at the evals after `after`, step 0 aside: one a set, eval and baseline."""
+    """How many comparisons the evals after step `after` make, as planned at step `now`: one per set, eval and baseline.
+
+    The eval at step 0 makes none: it gives the baselines.
+    """
     ends, every = setup.course.phase_ends_at(now), setup.config.evalsets.every
-    total = max(ends)
-    steps_of_sets = (
-        ends | set(range(0, total + 1, source.every or every)) for source in setup.config.eval_sources.values()
-    )
-    return len(BASELINES) * sum(step > max(after, 0) for steps in steps_of_sets for step in steps)
+    sources = setup.config.eval_sources.values()
+    return len(BASELINES) * sum(num_evals(ends, source.every or every, max(after, 0)) for source in sources)
+
+
+def num_evals(ends: Set[int], every: int, after: int) -> int:
+    """The evals of a set after step `after`, which is 0 or more: at each multiple of `every` up to the last of the
+    phase ends, and at these ends."""
+    between = sum(end > after and end % every > 0 for end in ends)
+    return max(ends) // every - after // every + between
 
 
 def tolerance(config: Config, name: str) -> float:
