@@ -334,13 +334,22 @@ def test_stop_saves_ends_with_code_0_and_may_be_resumed(at_the_switch, told, tex
 
 
 def test_checkpoint_keeps_the_step_of_every_alarm(at_the_switch, told, texts, store):
+    """Also where the step is the gold, which a gate was asked about: what is kept knows of it."""
+    sets = {"code": {"held_out_of": "code", "tolerance": 9.0}, "law": {"held_out_of": "law"}}
+    gold = {"minimise": "law/loss", "subject_to": {"code": {"max_increase": 9.0}}, "overfit_ratio": None}
+    gold["gate"] = """sh -c 'echo "{\\"accept\\": true}"'"""
+    evalsets = {"sets": sets, "gold": gold, "regression": {"action": "checkpoint"}}
     changes = {"checkpoint": {"every": 25, "keep": 1}}
-    train(with_action(texts, "checkpoint", **changes), at_the_switch, resume=SWITCH, store_dir=store)
+    train(forgetful(texts, evalsets=evalsets, **changes), at_the_switch, resume=SWITCH, store_dir=store)
     alarms = [e for e in events(at_the_switch, "eval_regression") if e["step"] > SWITCH]
     assert [e["action"] for e in alarms] == [f"kept as kept/{e['step']}" for e in alarms] and alarms
     assert checkpoint_steps(at_the_switch / "kept") == [e["step"] for e in alarms]
-    train(with_action(texts, "log"), at_the_switch, resume=alarms[0]["step"], store_dir=store)
-    assert checkpoint_steps(at_the_switch / "kept") == [alarms[0]["step"]]
+    first = alarms[0]["step"]
+    assert first in [e["step"] for e in events(at_the_switch, "gold_checkpoint")]
+    assert read_ledger(at_the_switch / f"kept/{first}")["history"]["gold"]["gold"]["step"] == first
+    train(with_action(texts, "log"), at_the_switch, resume=first, store_dir=store)
+    assert checkpoint_steps(at_the_switch / "kept") == [first]
+    assert first in [e["step"] for e in events(at_the_switch, "gold_checkpoint")]
     assert final_state(at_the_switch) == final_state(told)
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from curriculum.manifest import damage
 from curriculum.record.events import number, record_name
+from curriculum.train.checkpoint_folder import Checkpoints
 from curriculum.train.gate import run_gate
 from curriculum.train.processes import from_first
 from curriculum.train.running import Running
@@ -20,8 +21,12 @@ from phases.replay import ReplayRefused
 
 
 class Evaluated(NamedTuple):
-    """What an eval found, by set of the config: `worse` have a new alarm, `newly` those of them that had none before;
-    `standing` are all alarms that stand, by set."""
+    """What an eval found, by set of the config.
+
+    worse: the sets that raised an alarm at this eval.
+    newly: those of `worse` that had no alarm against any baseline.
+    standing: every current alarm, by set.
+    """
 
     summaries: Mapping[str, Summary]
     recovered: Sequence[Pair]
@@ -30,8 +35,15 @@ class Evaluated(NamedTuple):
     standing: Mapping[str, Sequence[Pair]]
 
 
-def judge(run: Running, done: int, evaluated: Evaluated) -> Sequence[str]:
-    """Record the verdicts of the eval after `done` updates and act on them; the sets that newly got worse."""
+class Verdict(NamedTuple):
+    """What follows from an eval: the sets that raised an alarm, and the folders that its step is to be kept in."""
+
+    worse: Sequence[str] = ()
+    keep: tuple[Checkpoints, ...] = ()
+
+
+def judge(run: Running, done: int, evaluated: Evaluated) -> Verdict:
+    """Record the verdicts of the eval after `done` updates, and act on them."""
     setup, worse = run.setup, evaluated.worse
     phase = setup.course.schedule.segment_at(max(done - 1, 0)).phase
     if evaluated.recovered:
@@ -42,10 +54,12 @@ def judge(run: Running, done: int, evaluated: Evaluated) -> Sequence[str]:
         run.record.event("eval_regression", done, phase=phase, offenders=offenders, action=told)
         for edit in edits:
             run.record.event("schedule_edit", done, **edit)
-        if setup.config.evalsets.regression.action == "checkpoint":
-            run.keep_in.append(run.best.kept)
-    _judge_gold(run, done, evaluated)
-    return worse
+    keep: list[Checkpoints] = []
+    if worse and setup.config.evalsets.regression.action == "checkpoint":
+        keep.append(run.best.kept)
+    if _judge_gold(run, done, evaluated):
+        keep.append(run.best.gold)
+    return Verdict(worse, tuple(keep))
 
 
 def _act(run: Running, done: int, evaluated: Evaluated) -> tuple[list[dict[str, Any]], str | None]:
@@ -94,8 +108,11 @@ def _replay(run: Running, done: int, evaluated: Evaluated) -> tuple[list[dict[st
     return edits, "; ".join(told) or None
 
 
-def _judge_gold(run: Running, done: int, evaluated: Evaluated) -> None:
-    """Decide whether this eval's parameters, or those that waited for it, are the gold; keep what may become it."""
+def _judge_gold(run: Running, done: int, evaluated: Evaluated) -> bool:
+    """Decide whether this eval's parameters, or those that waited for it, are the gold.
+
+    Whether this eval's are, or may become it, so that they have to be kept.
+    """
     setup, config, best = run.setup, run.setup.config.evalsets.gold, run.best
     run.settle(done, best.gold)  # one that was not saved is none
     run.gold_before = run.history.gold
@@ -124,8 +141,7 @@ def _judge_gold(run: Running, done: int, evaluated: Evaluated) -> None:
     kept = kept_steps(state)
     if kept != before:
         best.drop_all_but(kept | before)
-    if done in kept:
-        run.keep_in.append(best.gold)
+    return done in kept
 
 
 def _ask_gate(run: Running, done: int, step: int) -> tuple[str | None, float | None]:
@@ -133,8 +149,7 @@ def _ask_gate(run: Running, done: int, step: int) -> tuple[str | None, float | N
     config, golds = run.setup.config.evalsets.gold, run.best.gold
     with run.clock.paused(run.state):
         if step == done:
-            run.keep_in.append(golds)
-            run.keep(done)
+            run.keep(done, (golds,))
         run.settle(done, golds)
         if step not in from_first(golds.steps):
             return f"its checkpoint was not saved: {run.why_not_saved}", None

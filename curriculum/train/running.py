@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from curriculum.errors import InputError
@@ -32,7 +32,6 @@ class Running:
     best: BestCheckpoints
     state: TrainState
     history: History
-    keep_in: list[Checkpoints] = field(default_factory=list)  # beside `checkpoints`, what this step goes to
     clock: TrainClock = field(default_factory=TrainClock)
     results: Results = field(init=False)
     # As it was before the gold that may still be on its way to the disk.
@@ -56,10 +55,13 @@ class Running:
         entry = ledger.entry(self.setup, done, self.history, offsets, self.record.elapsed_s)
         checkpoints.save(self.state, entry, self.history.watch.baselines())
 
-    def keep(self, done: int, offsets: Mapping[str, int] | None = None) -> None:
-        """Save what the verdicts after `done` updates asked to keep. After the step's own checkpoint, if it has one, so
-        that going on from either gives one record; `offsets` are that one's."""
-        for checkpoints in self.keep_in:
+    def keep(self, done: int, folders: Iterable[Checkpoints], offsets: Mapping[str, int] | None = None) -> None:
+        """Save the run as it is after `done` updates in some of the folders beside `checkpoints/`.
+
+        `offsets`: the length of the record that goes with the step's own checkpoint, where it has one, which is saved
+        first: going on from any of them gives one record.
+        """
+        for checkpoints in folders:
             with self.clock.paused(self.state):
                 self.settle(done, checkpoints)
                 if done in from_first(checkpoints.steps):  # of this very step, before a set was added
@@ -68,7 +70,6 @@ class Running:
                     self.save_in(checkpoints, done, offsets or self.offsets())
                 except OSError as error:
                     self.save_failed(done, error, f"{checkpoints.directory.name}/{done}")
-        self.keep_in = []
 
     def settle(self, done: int, *of: Checkpoints, wait: bool = True) -> None:
         """Return once the saves under way are on the disk, of all folders or `of` some; those that failed are told.

@@ -20,7 +20,7 @@ from curriculum.train.best import BestCheckpoints
 from curriculum.train.checkpoint_folder import Checkpoints, import_ahead
 from curriculum.train.divergence import GoingBack, check_diverged, checkpoint_before
 from curriculum.train.edits import edit_event, find_edit
-from curriculum.train.judge import Evaluated, judge
+from curriculum.train.judge import Evaluated, Verdict, judge
 from curriculum.train.processes import from_first, is_first, leaving_on_error
 from curriculum.train.resumed import Resumed, resumed_by_first
 from curriculum.train.running import Running
@@ -135,10 +135,10 @@ def _begin(run: Running, resumed_step: int | None, resumption: Sequence[tuple[st
     setup, schedule, step = run.setup, run.setup.course.schedule, resumed_step or 0
     if resumed_step is None:
         run.record.event("training_start", 0, **fields.training_start(setup))
-        judge(run, 0, evaluate(run, 0, list(setup.corpus.evalsets)))
+        verdict = judge(run, 0, evaluate(run, 0, list(setup.corpus.evalsets)))
         if setup.lineage is not None and setup.config.logging.generate_every:
             generate(run, 0)  # what the model wrote that it begins from
-        run.keep(0)
+        run.keep(0, verdict.keep)
     for name, event in resumption:
         run.record.event(name, step, **event)
     if resumed_step is None or step == schedule.total_steps:
@@ -148,8 +148,8 @@ def _begin(run: Running, resumed_step: int | None, resumption: Sequence[tuple[st
     measured = run.results.read(step) if switches else None
     there = run.history.watch.sets if measured is None else measured
     if missing := [name for name in setup.corpus.evalsets if name not in there]:
-        judge(run, step, evaluate(run, step, missing))
-        run.keep(step)
+        verdict = judge(run, step, evaluate(run, step, missing))
+        run.keep(step, verdict.keep)
     if switches:
         switch_phase(run, step)
 
@@ -178,20 +178,20 @@ def _loop(run: Running, resumed_step: int | None, stop: StopSignals) -> dict[str
             generate(run, done)
         if done in course.schedule.phase_ends and not at_end:
             switch_phase(run, done)
-        worse = judge(run, done, evaluated) if evaluated else []
+        verdict = judge(run, done, evaluated) if evaluated else Verdict()
         for edit in fields.edits_again(setup, run.history, done):
             record.event("schedule_edit", done, **edit)
         stopped_by, planned = stop.after(done), done % config.checkpoint.every == 0 or at_end
-        ends_here = stopped_by is not None or (bool(worse) and config.evalsets.regression.action == "stop")
+        ends_here = stopped_by is not None or (bool(verdict.worse) and config.evalsets.regression.action == "stop")
         offsets = save(run, done, planned) if planned or ends_here else None
-        run.keep(done, offsets)
+        run.keep(done, verdict.keep, offsets)
         if ends_here and not at_end:
             run.settle(done)
             if stopped_by is not None:
                 last_good = max(from_first(run.checkpoints.steps), default=None)
                 raise Stopped(stopped_by, done, last_good, "" if last_good == done else run.why_not_saved)
             run.check_saved(done)
-            raise RegressionStop(done, worse)
+            raise RegressionStop(done, verdict.worse)
     return _complete(run)
 
 
