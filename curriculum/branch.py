@@ -104,16 +104,16 @@ def branch(
     ledger.check_past(saved, setup)
     if setup.course.schedule.total_steps <= at:
         raise config.error([("train.steps", f"the run ends at step {at}, where the branch begins; give it more")])
-    if config.origin.text is not None:  # the branch has its own copy of the file
+    if config.origin.text is not None:
+        # The branch has its own copy of the file; what was wrong up to here was told of the one that was read.
         origin = replace(config.origin, file=str(directory.path / "config.yaml"))
-        setup.config = replace(setup.config, origin=origin)
-    setup.begins_branch = True
+        setup = replace(setup, config=replace(setup.config, origin=origin))
     told = [] if step == at else [e for e in trunk.events if e["step"] == step and _came_after(e, at)]
     with _made_whole(directory, trunk.directory) as made:
         _copy(made, trunk.directory, setup, step, checkpoint, told, rollbacks)
     with RunLock(directory.path) as lock:
         lock.take()
-        return train_built(setup, directory, to_resume(directory, "latest"), lock)
+        return train_built(setup, directory, to_resume(directory, "latest"), lock, begins_branch=True)
 
 
 def go_on_command(run_dir: Path) -> str:

@@ -58,6 +58,7 @@ def resumption(
     damaged: Sequence[Mapping[str, Any]],
     lost: Mapping[int, str],
     edits: Sequence[Mapping[str, Any]],
+    begins_branch: bool,
 ) -> list[tuple[str, dict[str, Any]]]:
     """The events, by name, that tell how training goes on after `step`; none where a run begins, whose step is None."""
     if step is None and rollback is None:
@@ -67,7 +68,7 @@ def resumption(
         "devices": describe_devices(setup.mesh),
         "plan": derived(setup),
         "evalsets": _evalsets(setup),
-        **({"begins_branch": True} if setup.begins_branch else {}),
+        **({"begins_branch": True} if begins_branch else {}),
     }
     if rollback is not None:
         event = "rollback", {**rollback.event, **going_on}

@@ -7,7 +7,7 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -62,16 +62,23 @@ def kept_tokenizer(directory: RunDirectory, config: Config) -> Tokenizer | None:
 
 
 def finished(
-    setup: Setup, directory: RunDirectory, checkpoints: Checkpoints, resumed: Resumed
+    setup: Setup,
+    directory: RunDirectory,
+    checkpoints: Checkpoints,
+    resumed: Resumed,
+    edit: Mapping[str, Any] | None,
 ) -> dict[str, Any] | None:
-    """The `training_complete` event of a run that has nothing left to train, which is said; None for others."""
+    """The `training_complete` event of a run that has nothing left to train, which is said; None for others.
+
+    `edit`: what the config changed of it, which is said to come too late.
+    """
     step, own = resumed.step, resumed.folder.parent == directory.checkpoints
     if not own or not step == setup.course.schedule.total_steps == max(checkpoints.steps(), default=None):
         return None
     if complete := load_run(directory.path).complete:
         added = [name for name in setup.corpus.evalsets if name not in resumed.ledger["history"]["eval_sets"]]
         unsaid = f" Not measured: {', '.join(added)} (give it more train.steps)." if added else ""
-        changes = [] if setup.edit is None else setup.edit["changes"]
+        changes = [] if edit is None else edit["changes"]
         if any(not change["path"].startswith("evalsets.") for change in changes):
             unsaid += " What the config changes is not taken up: no step lies ahead."
         print(f"{directory.path} is finished: {step} of {step} steps. Nothing to do.{unsaid}")

@@ -40,7 +40,7 @@ from phases.schedule import Schedule, segments_to_json
 _NO_ROPE = "is of the config's own models only, not of one that make_model gives; leave it out"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Setup:
     """The parts of one run."""
 
@@ -53,8 +53,6 @@ class Setup:
     compiled: Compiled
     lineage: dict[str, Any] | None  # the run that this one began from, back to the first
     device_lines: list[str]  # for the console
-    begins_branch: bool = False  # the run goes on from a checkpoint of its trunk, for the first time
-    edit: dict[str, Any] | None = None  # what the config changed of the run that goes on, as `schedule_edit` tells it
 
     def update_at(self, step: int) -> Callable[..., TrainState]:
         """Update `step`, compiled: (state, batch, *knobs) -> state. It consumes the state that it is given.

@@ -65,35 +65,51 @@ def train(
         tokenizer, start = opening.kept_tokenizer(directory, config), start_of(config, saved)
         setup = build(config, store_dir, tokenizer, make_model, start, edit.past, saved["branched_from"])
         accepted = ledger.check_past(saved, setup, accept_past=accept_past)
-        setup.edit = edit_event(edit, saved, setup, accepted)
-        return train_built(setup, directory, resumed, lock)
+        changed = edit_event(edit, saved, setup, accepted)
+        return train_built(setup, directory, resumed, lock, edit=changed)
 
 
-def train_built(setup: Setup, directory: RunDirectory, resumed: Resumed | None, lock: RunLock) -> dict[str, Any]:
+def train_built(
+    setup: Setup,
+    directory: RunDirectory,
+    resumed: Resumed | None,
+    lock: RunLock,
+    *,
+    edit: Mapping[str, Any] | None = None,
+    begins_branch: bool = False,
+) -> dict[str, Any]:
     """Begin the run of a directory with what is built already, or continue it, and close it.
 
-    `lock` is taken where it is not yet, which is where there was no run.
+    `lock` is taken where it is not yet, which is where there was no run. `edit` is what the config changed of the run
+    that goes on, as `schedule_edit` tells it; `begins_branch`: it goes on from a checkpoint of its trunk for the first
+    time.
     """
     config = setup.config
     mean_of = config.averages.phase_mean
     keep_planned = None if mean_of is None else (config.checkpoint.every, mean_of)
     checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep, keep_planned)
     try:
-        return _run(setup, directory, checkpoints, resumed, lock)
+        return _run(setup, directory, checkpoints, resumed, lock, edit, begins_branch)
     finally:
         setup.close()
         checkpoints.close()
 
 
 def _run(
-    setup: Setup, directory: RunDirectory, checkpoints: Checkpoints, resumed: Resumed | None, lock: RunLock
+    setup: Setup,
+    directory: RunDirectory,
+    checkpoints: Checkpoints,
+    resumed: Resumed | None,
+    lock: RunLock,
+    edit: Mapping[str, Any] | None,
+    begins_branch: bool,
 ) -> dict[str, Any]:
     """Begin or continue the run of a directory, up to its `training_complete` event; go back where it diverges."""
     if resumed is not None:
-        if complete := from_first(lambda: opening.finished(setup, directory, checkpoints, resumed)):
+        if complete := from_first(lambda: opening.finished(setup, directory, checkpoints, resumed, edit)):
             return complete
     record, rollback, damaged = None, None, []
-    edits = [] if setup.edit is None else [setup.edit]
+    edits = [] if edit is None else [edit]
     with StopSignals() as stop:
         try:
             while True:
@@ -108,7 +124,7 @@ def _run(
                         opening.check_shared(lock)
                     if resumed is not None:
                         checkpoints.adopt(resumed.folder)
-                    # First of all: after a kill in what follows no checkpoint is found that speaks of what was moved.
+                    # Before the record is cut: otherwise a kill would leave checkpoints newer than it.
                     checkpoints.set_aside_after(last)
                     best = BestCheckpoints(directory, step)
                     from_first(partial(opening.directory_as_of, setup, directory, last))
@@ -116,7 +132,8 @@ def _run(
                 with best, leaving_on_error():
                     run = Running(setup, directory, record, checkpoints, best, state, history)
                     try:
-                        _begin(run, step, fields.resumption(setup, state, step, rollback, damaged, lost, edits))
+                        on = fields.resumption(setup, state, step, rollback, damaged, lost, edits, begins_branch)
+                        _begin(run, step, on)
                         return _loop(run, step, stop)
                     except GoingBack as going:
                         rollback = going.rollback
