@@ -23,10 +23,9 @@ from curriculum.train.history import History
 from curriculum.train.mesh import describe_devices
 from curriculum.train.setup import Setup
 from curriculum.train.step import TrainState, read_window
-from curriculum.train.watch import no_verdicts
+from curriculum.train.watch import Evaluated, no_verdicts
 from evalsets.evalset import PRIMARY
-from evalsets.metrics import Summary
-from evalsets.regressions import Comparison
+from evalsets.metrics import Summary, WindowResults, summarise
 from phases.rates import rate_spans
 
 
@@ -172,10 +171,8 @@ def training_state(setup: Setup, step: int, history: History) -> dict[str, Any]:
 def eval_event(
     setup: Setup,
     step: int,
-    summaries: Mapping[str, Summary],
-    averaged: Mapping[str, Mapping[str, Summary]],
-    comparisons: Mapping[str, Comparison],
-    notes: Sequence[str],
+    evaluated: Evaluated,
+    averaged: Mapping[str, Mapping[str, WindowResults]],
     duration_s: float,
 ) -> dict[str, Any]:
     """The sets' losses, by average of the parameters the same again, and the smallest rise that each set can tell."""
@@ -185,11 +182,13 @@ def eval_event(
         "lr": float(course.rates[update]),
         "phase": course.schedule.segment_at(update).phase,
     }
-    fields |= _losses(summaries) | {average: _losses(of_sets) for average, of_sets in averaged.items()}
-    if comparisons:
+    fields |= _losses(evaluated.summaries)
+    for average, results in averaged.items():
+        fields[average] = _losses({name: summarise(result) for name, result in results.items()})
+    if comparisons := evaluated.comparisons:
         fields["detectable"] = {record_name(name): _rounded(c.detectable) for name, c in comparisons.items()}
-    if notes:
-        fields["notes"] = list(notes)
+    if evaluated.notes:
+        fields["notes"] = list(evaluated.notes)
     return fields | {"eval_duration_s": round(duration_s, 3)}
 
 

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 
 from curriculum.train.setup import Setup
-from curriculum.train.watch import Watch
+from curriculum.train.watch import Evaluated, Watch
 from evalsets.evalset import PRIMARY
 from evalsets.gold import GoldState
-from evalsets.metrics import Summary, WindowResults
-from evalsets.regressions import Comparison
+from evalsets.metrics import WindowResults
 
 
 @dataclass(frozen=True)
@@ -68,19 +67,17 @@ class History:
         own = {f.name: getattr(self, f.name) for f in fields(self)}
         return own | {"watch": self.watch.to_json(), "gold": self.gold.to_json()}
 
-    def with_eval(
-        self, setup: Setup, step: int, results: Mapping[str, WindowResults], summaries: Mapping[str, Summary]
-    ) -> tuple[History, dict[str, Comparison]]:
-        """After an eval of some sets, and how each of them stands that was measured before."""
+    def with_eval(self, setup: Setup, step: int, results: Mapping[str, WindowResults]) -> tuple[History, Evaluated]:
+        """After an eval of some sets, and what it found."""
         measured = {name: setup.corpus.evalsets[name].content_hash for name in results}
-        watch, comparisons = self.watch.with_eval(setup, step, results)
+        watch, evaluated = self.watch.with_eval(setup, step, results)
         history = replace(self, eval_sets={**self.eval_sets, **measured}, watch=watch)
-        if PRIMARY not in summaries:
-            return history, comparisons
-        loss = summaries[PRIMARY].loss
+        if PRIMARY not in results:
+            return history, evaluated
+        loss = evaluated.summaries[PRIMARY].loss
         if math.isfinite(loss) and (self.best_val_loss is None or loss < self.best_val_loss):
             history = replace(history, best_val_loss=loss, best_val_step=step)
-        return replace(history, val_loss=loss), comparisons
+        return replace(history, val_loss=loss), evaluated
 
     def with_phase(self, phase: str, step: int, results: Mapping[str, WindowResults]) -> History:
         """After a phase switch, the eval at its step being what the new phase starts from."""

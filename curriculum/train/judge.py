@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -13,26 +13,10 @@ from curriculum.train.checkpoint_folder import Checkpoints
 from curriculum.train.gate import run_gate
 from curriculum.train.processes import from_first
 from curriculum.train.running import Running
-from curriculum.train.watch import Pair
+from curriculum.train.watch import Evaluated, Pair
 from evalsets import gold
 from evalsets.gold import Candidate, Gold, Measured, Regressed, accepted, kept_steps, vetoed
-from evalsets.metrics import Summary
 from phases.replay import ReplayRefused
-
-
-class Evaluated(NamedTuple):
-    """What an eval found, by set of the config.
-
-    worse: the sets that raised an alarm at this eval.
-    newly: those of `worse` that had no alarm against any baseline.
-    standing: every current alarm, by set.
-    """
-
-    summaries: Mapping[str, Summary]
-    recovered: Sequence[Pair]
-    worse: Sequence[str]
-    newly: Sequence[str]
-    standing: Mapping[str, Sequence[Pair]]
 
 
 class Verdict(NamedTuple):

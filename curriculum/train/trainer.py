@@ -20,15 +20,14 @@ from curriculum.train.best import BestCheckpoints
 from curriculum.train.checkpoint_folder import Checkpoints, import_ahead
 from curriculum.train.divergence import GoingBack, check_diverged, checkpoint_before
 from curriculum.train.edits import edit_event, find_edit
-from curriculum.train.judge import Evaluated, Verdict, judge
+from curriculum.train.judge import Verdict, judge
 from curriculum.train.processes import from_first, is_first, leaving_on_error
 from curriculum.train.resumed import Resumed, resumed_by_first
 from curriculum.train.running import Running
 from curriculum.train.setup import Setup, build, check
 from curriculum.train.signals import Stopped, StopSignals
 from curriculum.train.start import start_of
-from curriculum.train.watch import RegressionStop, no_verdicts, transfer_matrix
-from evalsets.metrics import Summary, WindowResults, summarise
+from curriculum.train.watch import Evaluated, RegressionStop, transfer_matrix
 
 
 def train(
@@ -237,7 +236,7 @@ def evaluate(run: Running, done: int, names: list[str]) -> Evaluated:
 
     Nothing is measured of training that diverged: raises what `check_diverged` does.
     """
-    setup, before = run.setup, run.history.watch
+    setup = run.setup
     with run.clock.paused(run.state):
         if done:
             check_diverged(run, done, whole_state=True)
@@ -251,18 +250,9 @@ def evaluate(run: Running, done: int, names: list[str]) -> Evaluated:
         averaged = {average: suite.run(setup.states.whole(params), names) for average, params in averages.items()}
         duration_s = time.perf_counter() - started
         run.results.write(done, results, averaged)
-        summaries = _summaries(results)
-        of_averages = {average: _summaries(of_sets) for average, of_sets in averaged.items()}
-        run.history, comparisons = run.history.with_eval(setup, done, results, summaries)
-        watch, recovered, worse = run.history.watch.with_verdicts(setup, done, comparisons)
-        watch, notes = watch.with_notes(setup, done, comparisons)
-        run.history = replace(run.history, watch=watch)
-        if done:  # those of the first eval stand in `training_start`
-            notes += no_verdicts(setup.corpus.evalsets[name] for name in names if name not in before.sets)
-        event = fields.eval_event(setup, done, summaries, of_averages, comparisons, notes, duration_s)
-        run.record.event("eval", done, **event)
-    newly = [name for name in worse if name not in before.standing]
-    return Evaluated(summaries, recovered, worse, newly, watch.standing)
+        run.history, evaluated = run.history.with_eval(setup, done, results)
+        run.record.event("eval", done, **fields.eval_event(setup, done, evaluated, averaged, duration_s))
+    return evaluated
 
 
 def generate(run: Running, done: int) -> None:
@@ -303,10 +293,6 @@ def save(run: Running, done: int, planned: bool) -> dict[str, int] | None:
         if is_first():
             run.directory.write_training_state(fields.training_state(run.setup, done, run.history))
     return offsets
-
-
-def _summaries(results: Mapping[str, WindowResults]) -> dict[str, Summary]:
-    return {name: summarise(result) for name, result in results.items()}
 
 
 def _sets_due(config: Config, done: int, boundaries: Set[int]) -> list[str]:

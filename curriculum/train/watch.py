@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from curriculum.config import Config
 from curriculum.record.events import number, plain, record_name
 from curriculum.train.setup import Setup
 from evalsets.evalset import EvalSet
-from evalsets.metrics import WindowResults, clusters
+from evalsets.metrics import Summary, WindowResults, clusters, summarise
 from evalsets.regressions import (
     BASELINES,
     MIN_NU,
@@ -43,6 +43,26 @@ class RegressionStop(Exception):
     def __init__(self, step: int, sets: Iterable[str]):
         self.step = step
         super().__init__(f"stopped at step {step}, which was saved: {', '.join(map(record_name, sets))} got worse")
+
+
+class Evaluated(NamedTuple):
+    """What an eval found, by set of the config.
+
+    comparisons: how each set stands that was measured before.
+    recovered: the alarms that ended at this eval.
+    worse: the sets that raised an alarm at this eval.
+    newly: those of `worse` that had no alarm against any baseline.
+    standing: every current alarm, by set.
+    notes: what is to be said of the sets in words.
+    """
+
+    summaries: Mapping[str, Summary]
+    comparisons: Mapping[str, Comparison]
+    recovered: Sequence[Pair]
+    worse: Sequence[str]
+    newly: Sequence[str]
+    standing: Mapping[str, Sequence[Pair]]
+    notes: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -80,10 +100,28 @@ class Watch:
         """Nats of every window at each baseline, [B, N] by set; float32, as the device summed them, loses nothing."""
         return {name: watched.baseline_nats_BN.astype(np.float32) for name, watched in self.sets.items()}
 
-    def with_eval(
+    def with_eval(self, setup: Setup, step: int, results: Mapping[str, WindowResults]) -> tuple[Watch, Evaluated]:
+        """After an eval of some sets, and what it found."""
+        measured, comparisons = self._compared(setup, step, results)
+        standing, recovered, worse = self._verdicts(setup, step, comparisons)
+        notes, told = measured._notes(setup, step, comparisons)
+        if step:  # those of the first eval stand in `training_start`
+            notes += no_verdicts(setup.corpus.evalsets[name] for name in results if name not in self.sets)
+        evaluated = Evaluated(
+            summaries={name: summarise(result) for name, result in results.items()},
+            comparisons=comparisons,
+            recovered=recovered,
+            worse=worse,
+            newly=[name for name in worse if name not in self.standing],
+            standing=standing,
+            notes=notes,
+        )
+        return replace(measured, standing=standing, told=told), evaluated
+
+    def _compared(
         self, setup: Setup, step: int, results: Mapping[str, WindowResults]
     ) -> tuple[Watch, dict[str, Comparison]]:
-        """After an eval of some sets, and how each stands that was measured before."""
+        """With what an eval measured, and how each set stands that was measured before."""
         sets, comparisons = dict(self.sets), {}
         planned, left = (num_comparisons(setup, after, step) for after in (0, step - 1))
         level = error_level(setup.config.evalsets.regression.confidence, self.spent, planned, left) if left else 0.0
@@ -106,10 +144,10 @@ class Watch:
         spent = self.spent + sum(float(comparison.spent) for comparison in comparisons.values())
         return replace(self, sets=sets, spent=spent), comparisons
 
-    def with_verdicts(
+    def _verdicts(
         self, setup: Setup, step: int, comparisons: Mapping[str, Comparison]
-    ) -> tuple[Watch, list[Pair], list[str]]:
-        """(the memory of what stands now, what recovered, the sets that newly got worse) at an eval."""
+    ) -> tuple[dict[str, list[Pair]], list[Pair], list[str]]:
+        """(what stands now, what recovered, the sets that raised an alarm), this being the memory before the eval."""
         standing, recovered, worse = dict(self.standing), [], []
         for name, comparison in comparisons.items():
             before_B, now_B = comparison.states_before_B == REGRESSED, comparison.states_B == REGRESSED
@@ -121,11 +159,16 @@ class Watch:
             standing[name] = [_pair(setup, step, name, comparison, b) for b in np.flatnonzero(now_B)]
             if any(now_B & ~before_B):
                 worse.append(name)
-        return replace(self, standing={name: pairs for name, pairs in standing.items() if pairs}), recovered, worse
+        return {name: pairs for name, pairs in standing.items() if pairs}, recovered, worse
 
-    def with_notes(self, setup: Setup, step: int, comparisons: Mapping[str, Comparison]) -> tuple[Watch, list[str]]:
-        """What is said once: the smallest rise that each set can show, as soon as its scatter is known well, which sets
-        are too small for their tolerance, and that the run's error is used up. Also what may be worse by chance."""
+    def _notes(
+        self, setup: Setup, step: int, comparisons: Mapping[str, Comparison]
+    ) -> tuple[list[str], tuple[str, ...]]:
+        """(notes, what was said once), this being the memory after the eval.
+
+        Said once: the smallest rise that each set can show, as soon as its scatter is known well, which sets are too
+        small for their tolerance, and that the run's error is used up. At every eval: what may be worse by chance.
+        """
         notes, told = [], list(self.told)
         tested = {name: c for name, c in comparisons.items() if c.no_verdict is None}
         if not tested and _NO_ERROR_LEFT not in told:
@@ -149,7 +192,7 @@ class Watch:
                     f"nats: the choice of its {c.num_clusters} {c.clusters} alone hides rises of twice that; give it "
                     "more text, or a higher tolerance"
                 )
-        return replace(self, told=(*told, *new)), [*notes, *_newly_warned(tested)]
+        return [*notes, *_newly_warned(tested)], (*told, *new)
 
     def with_phase(self, step: int, results: Mapping[str, WindowResults]) -> Watch:
         """After a phase switch: the eval at `step` is what the new phase starts from, and no alarm against the old
