@@ -102,7 +102,7 @@ def branch(
         if setup.course.schedule.segment_at(at).phase == on.phase:
             setup.course.keep_edit(on)
     ledger.check_past(saved, setup)
-    if setup.course.schedule.total_steps <= at:
+    if setup.course.total_steps <= at:
         raise config.error([("train.steps", f"the run ends at step {at}, where the branch begins; give it more")])
     if config.origin.text is not None:
         # The branch has its own copy of the file; what was wrong up to here was told of the one that was read.

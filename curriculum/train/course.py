@@ -25,7 +25,8 @@ class Course:
     """The schedule of a run and all that follows from it.
 
     schedule: as it is planned now.
-    past: what of `schedule` does not come from the config; checkpoints keep it.
+    past: what the config does not decide. Its segments are fixed already (trained, or set by a replay or a rollback);
+        the config decides only what follows them. Checkpoints keep it.
     branched_from: what a branch remembers of its trunk (`curriculum.branch`), None for a run that is no branch.
     plan: the order in which the sources are read.
     rates: the learning rate by update, float64.
@@ -89,6 +90,28 @@ class Course:
 
     def _shape_of(self, segment: Segment) -> StepShape:
         return StepShape.of(segment, self._config.grad_accum_of(segment.phase))
+
+    @property
+    def total_steps(self) -> int:
+        """Updates of the run, as it is planned now."""
+        return self.schedule.total_steps
+
+    @property
+    def phase_ends(self) -> frozenset[int]:
+        """The steps at which a phase ends as it is planned now, the run's end among them."""
+        return self.schedule.phase_ends
+
+    def phase_at(self, done: int) -> str:
+        """The phase that made the parameters after `done` updates; the first one at 0."""
+        return self.schedule.segment_at(_newest(done)).phase
+
+    def mixture_at(self, done: int) -> dict[str, float]:
+        """The proportions by source of the newest of `done` updates; of the first update at 0."""
+        return self.schedule.segment_at(_newest(done)).mixture_at(_newest(done))
+
+    def rate_at(self, done: int) -> float:
+        """The learning rate of the newest of `done` updates; of the first update at 0."""
+        return float(self.rates[_newest(done)])
 
     def tokens_at(self, step: int) -> int:
         """Token slots consumed in the first `step` updates."""
@@ -158,3 +181,8 @@ class Course:
         """
         self.feed.close()  # and waits: none is made by two schedules
         self._follow(schedule, replace(self.past, segments=tuple(past)))
+
+
+def _newest(done: int) -> int:
+    """The newest of `done` updates, which are counted from 0; the first one where there is none yet."""
+    return max(done - 1, 0)

@@ -148,12 +148,10 @@ def _newest(directory: RunDirectory, at_or_before: int) -> int | None:
 def _summary(run: Running, done: int, divergence: _Divergence, why: str | None) -> str:
     course, state = run.setup.course, run.state
     config, guard = run.setup.config.train, jax.device_get(state.guard)
-    first, update = divergence.found_step, done - 1
-    phase, rate = course.schedule.segment_at(update).phase, float(course.rates[update])
-    name = run.directory.path
+    first, name = divergence.found_step, run.directory.path
     lines = [
-        f"training diverged at step {done} of {course.schedule.total_steps} (phase {phase}, learning rate {rate:.3g}): "
-        + divergence.reason,
+        f"training diverged at step {done} of {course.total_steps} (phase {course.phase_at(done)}, learning rate "
+        f"{course.rate_at(done):.3g}): {divergence.reason}",
         f"  skipped      {_counts(state)}",
         f"  loss         {_course(guard.losses_W, first, done)}",
         f"  grad norm    {_course(guard.grad_norms_W, first, done)}",

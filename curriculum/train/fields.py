@@ -156,13 +156,13 @@ def branch_edit(setup: Setup) -> dict[str, Any]:
 
 def training_state(setup: Setup, step: int, history: History) -> dict[str, Any]:
     """Where the run stands, for people and scripts that watch it; resuming never reads it."""
-    schedule = setup.course.schedule
+    course = setup.course
     return {
         "step": step,
-        "total_steps": schedule.total_steps,
-        "phase": schedule.segment_at(max(step - 1, 0)).phase,
+        "total_steps": course.total_steps,
+        "phase": course.phase_at(step),
         "checkpoint": f"checkpoints/{step}",
-        "tokens_drawn": schedule.cursors_at(step),
+        "tokens_drawn": course.schedule.cursors_at(step),
         **{key: value for key, value in history.to_json().items() if key not in ("phase", "watch", "gold")},
         "gold_step": history.gold.gold and history.gold.gold.step,
     }
@@ -176,11 +176,11 @@ def eval_event(
     duration_s: float,
 ) -> dict[str, Any]:
     """The sets' losses, by average of the parameters the same again, and the smallest rise that each set can tell."""
-    course, update = setup.course, max(step - 1, 0)
+    course = setup.course
     fields: dict[str, Any] = {
-        "progress_pct": round(100 * step / course.schedule.total_steps, 4),
-        "lr": float(course.rates[update]),
-        "phase": course.schedule.segment_at(update).phase,
+        "progress_pct": round(100 * step / course.total_steps, 4),
+        "lr": course.rate_at(step),
+        "phase": course.phase_at(step),
     }
     fields |= _losses(evaluated.summaries)
     for average, results in averaged.items():
@@ -211,7 +211,7 @@ def _losses(summaries: Mapping[str, Summary]) -> dict[str, float | None]:
 
 def metrics_row(setup: Setup, done: int, state: TrainState, clock: TrainClock) -> dict[str, Any]:
     course = setup.course
-    segment = course.schedule.segment_at(done - 1)
+    mixture = course.mixture_at(done)
     means = read_window(state.window, course.plan.sources)
     filled, scored = means["filled_tokens"], means["scored_tokens"]
     row_before = (done - 1) // setup.config.logging.every * setup.config.logging.every
@@ -223,12 +223,12 @@ def metrics_row(setup: Setup, done: int, state: TrainState, clock: TrainClock) -
         "loss": means["loss"],
         **{f"loss_{name}": loss for name, loss in means["source_loss"].items()},
         "grad_norm": means["grad_norm"],
-        "lr": float(course.rates[done - 1]),
+        "lr": course.rate_at(done),
         "tokens_seen": course.tokens_at(done),
         "tokens_per_sec": round((course.tokens_at(done) - course.tokens_at(done - steps)) / seconds, 1),
         "step_time_s": round(seconds / steps, 6),
-        "phase": segment.phase,
-        "mixture": {name: segment.mixture_at(done - 1).get(name, 0.0) for name in setup.config.sources},
+        "phase": course.phase_at(done),
+        "mixture": {name: mixture.get(name, 0.0) for name in setup.config.sources},
         **skipped(state),
         "packing_mode": setup.config.packing.mode,
         "packing_utilization": None if filled is None else round(filled / slots, 6),
@@ -261,14 +261,14 @@ def phase_switch(setup: Setup, done: int) -> dict[str, Any]:
 def training_complete(
     setup: Setup, history: History, transfer: dict[str, Any], elapsed_s: float, state: TrainState
 ) -> dict[str, Any]:
-    total = setup.course.schedule.total_steps
-    total_tokens, gold = setup.course.tokens_at(total), history.gold.gold
+    course, gold = setup.course, history.gold.gold
+    total_steps, total_tokens = course.total_steps, course.tokens_at(course.total_steps)
     return {
         "started_at": history.started_at,
         "total_elapsed_s": round(elapsed_s, 3),
-        "total_steps": total,
+        "total_steps": total_steps,
         "total_tokens": total_tokens,
-        "steps_per_sec": round(total / elapsed_s, 3),
+        "steps_per_sec": round(total_steps / elapsed_s, 3),
         "tokens_per_sec": round(total_tokens / elapsed_s, 1),
         "final_train_loss": history.train_loss,
         "final_val_loss": history.val_loss,

@@ -36,7 +36,7 @@ class History:
     @staticmethod
     def begin(setup: Setup) -> History:
         started_at = datetime.now().astimezone().isoformat(timespec="seconds")
-        return History(started_at, setup.course.schedule.segments[0].phase)
+        return History(started_at, setup.course.phase_at(0))
 
     @staticmethod
     def of(saved: Mapping[str, Any], baselines: Mapping[str, np.ndarray]) -> History:

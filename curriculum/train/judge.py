@@ -29,7 +29,7 @@ class Verdict(NamedTuple):
 def judge(run: Running, done: int, evaluated: Evaluated) -> Verdict:
     """Record the verdicts of the eval after `done` updates, and act on them."""
     setup, worse = run.setup, evaluated.worse
-    phase = setup.course.schedule.segment_at(max(done - 1, 0)).phase
+    phase = setup.course.phase_at(done)
     if evaluated.recovered:
         run.record.event("eval_recovered", done, phase=phase, offenders=evaluated.recovered)
     if worse:
@@ -54,11 +54,11 @@ def _act(run: Running, done: int, evaluated: Evaluated) -> tuple[list[dict[str, 
         return [edit for edit in acts["edits"] if edit["kind"] == "replay"], acts["action"]
     if action == "checkpoint":
         return [], f"kept as kept/{done}"
-    if done == course.schedule.total_steps or action == "log":
+    if done == course.total_steps or action == "log":
         return [], None
     if action == "stop":
         return [], "the run stops here"
-    if done in course.schedule.phase_ends:
+    if done in course.phase_ends:
         return [], "nothing is replayed more: the phase is over"
     return _replay(run, done, evaluated)
 
@@ -105,7 +105,7 @@ def _judge_gold(run: Running, done: int, evaluated: Evaluated) -> bool:
         summaries=evaluated.summaries,
         train_loss=number(run.history.train_loss),
         regressed={name: _worst(pairs) for name, pairs in evaluated.standing.items() if name in setup.corpus.evalsets},
-        is_last=done == setup.course.schedule.total_steps,
+        is_last=done == setup.course.total_steps,
         is_candidate=done > 0 or setup.lineage is not None,
         limits_from_start=setup.lineage is not None,
     )

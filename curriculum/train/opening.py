@@ -73,7 +73,7 @@ def finished(
     `edit`: what the config changed of it, which is said to come too late.
     """
     step, own = resumed.step, resumed.folder.parent == directory.checkpoints
-    if not own or not step == setup.course.schedule.total_steps == max(checkpoints.steps(), default=None):
+    if not own or not step == setup.course.total_steps == max(checkpoints.steps(), default=None):
         return None
     if complete := load_run(directory.path).complete:
         added = [name for name in setup.corpus.evalsets if name not in resumed.ledger["history"]["eval_sets"]]

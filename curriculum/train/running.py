@@ -102,7 +102,7 @@ class Running:
         elif place == "gold" and int(step) in from_first(self.best.gold.steps):
             return
         self.why_not_saved = error.strerror
-        every, total = self.setup.config.checkpoint.every, self.setup.course.schedule.total_steps
+        every, total = self.setup.config.checkpoint.every, self.setup.course.total_steps
         after = done if int(step) < done else done + 1
         planned = min(-(-after // every) * every, total)
         self.record.event(

@@ -174,7 +174,7 @@ def _loop(run: Running, resumed_step: int | None, stop: StopSignals) -> dict[str
     setup, config, record, clock = run.setup, run.setup.config, run.record, run.clock
     course = setup.course
     first = resumed_step or 0
-    for step in range(first, course.schedule.total_steps):
+    for step in range(first, course.total_steps):
         with clock.update():
             run.state = setup.update_at(step)(run.state, course.feed[step], *course.knobs(step))
         if step == first:
@@ -182,17 +182,17 @@ def _loop(run: Running, resumed_step: int | None, stop: StopSignals) -> dict[str
             import_ahead()
         done = step + 1
         run.settle(done, wait=False)
-        at_end = done == course.schedule.total_steps
+        at_end = done == course.total_steps
         if done % config.logging.every == 0 or at_end:
             row = record.row(fields.metrics_row(setup, done, run.state, clock))  # an ordinary step's only host sync
             run.history = run.history.with_row(row)
             run.state = run.state._replace(window=setup.compiled.clear_window(run.state.window))
             check_diverged(run, done)
-        names = _sets_due(config, done, course.schedule.phase_ends)
+        names = _sets_due(config, done, course.phase_ends)
         evaluated = evaluate(run, done, names) if names else None
         if config.logging.generate_every and (done % config.logging.generate_every == 0 or at_end):
             generate(run, done)
-        if done in course.schedule.phase_ends and not at_end:
+        if done in course.phase_ends and not at_end:
             switch_phase(run, done)
         verdict = judge(run, done, evaluated) if evaluated else Verdict()
         for edit in fields.edits_again(setup, run.history, done):
@@ -213,12 +213,12 @@ def _loop(run: Running, resumed_step: int | None, stop: StopSignals) -> dict[str
 
 def _complete(run: Running) -> dict[str, Any]:
     """Close a run that is trained to its end, once all of it is on the disk."""
-    setup, schedule = run.setup, run.setup.course.schedule
-    total_steps = schedule.total_steps
+    setup, course = run.setup, run.setup.course
+    total_steps = course.total_steps
     run.settle(total_steps)
     run.check_saved(total_steps)
-    results = {end: run.results.read(end) for end in schedule.phase_ends}
-    transfer = transfer_matrix(schedule.phase_bounds, run.history.watch, results)
+    results = {end: run.results.read(end) for end in course.phase_ends}
+    transfer = transfer_matrix(course.schedule.phase_bounds, run.history.watch, results)
     complete = fields.training_complete(setup, run.history, transfer, run.record.elapsed_s, run.state)
     event = run.record.event("training_complete", total_steps, **complete)
     try:
@@ -243,7 +243,7 @@ def evaluate(run: Running, done: int, names: list[str]) -> Evaluated:
         started = time.perf_counter()
         suite = setup.suite_at(done)
         results = suite.run(setup.states.whole(run.state.params), names)
-        if done in setup.course.schedule.phase_ends and setup.config.averages.phase_mean is not None:
+        if done in setup.course.phase_ends and setup.config.averages.phase_mean is not None:
             # The mean of a phase is of checkpoints that were saved; and it is saved after what is being saved.
             run.settle(done)
         averages = averages_at(setup, done, run.state, run.checkpoints, run.directory.averages)

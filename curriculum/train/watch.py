@@ -180,7 +180,7 @@ class Watch:
             for name, c in tested.items()
             if name not in told
             and c.nu >= MIN_NU
-            and (step in setup.course.schedule.phase_ends or self.sets[name].history_phases_H[0] >= 0)
+            and (step in setup.course.phase_ends or self.sets[name].history_phases_H[0] >= 0)
         }
         if new:
             shown = ", ".join(f"{record_name(name)} {c.detectable:.4f}" for name, c in new.items())
@@ -292,8 +292,7 @@ def no_verdicts(evalsets: Iterable[EvalSet]) -> Iterator[str]:
 
 def _pair(setup: Setup, step: int, name: str, comparison: Comparison, b: int) -> Pair:
     baseline_step = int(comparison.baseline_steps_B[b])
-    updates = (max(s - 1, 0) for s in (baseline_step, step))
-    then, now = (setup.course.schedule.segment_at(update).mixture_at(update) for update in updates)
+    then, now = (setup.course.mixture_at(s) for s in (baseline_step, step))
     return {
         "set": record_name(name),
         "step": step,  # an alarm that stands is told again with those of later evals, which may not measure its set
