@@ -250,9 +250,10 @@ def _branching(
 def _check_steps_between(
     old: Config, new: Config, step: int, at: int, steps: list[int], phases: Collection[str]
 ) -> None:
-    """Raise InputError for changes beside the schedule that would act already between the checkpoint and the branch.
+    """Raise InputError for changes, other than the schedule's, that would act already before the branch begins.
 
-    `steps` are those of all checkpoints, `phases` those of the updates in between.
+    That is from `step`, the checkpoint's, to `at`. `steps` are those of all checkpoints, `phases` those of the updates
+    in between.
     """
     were, now = _of_every_update(old), _of_every_update(new)
     for i, phase in enumerate(new.phases):  # of train's the one is told that changed
@@ -293,7 +294,7 @@ def _of_every_update(config: Config) -> dict[str, Any]:
 
 @contextmanager
 def _made_whole(directory: RunDirectory, trunk: RunDirectory) -> Iterator[RunDirectory]:
-    """A directory beside the branch's place to make it in; it is moved there when that is done, or is gone."""
+    """A directory to make the branch in, beside its place; moved there once the branch is whole, else removed."""
     place = Path(os.path.abspath(directory.path))
     beside = place.with_name(f".{place.name}.branch")
     shutil.rmtree(beside, ignore_errors=True)  # of a call that was killed

@@ -1,4 +1,4 @@
-"""Warnings of a schedule: settings that do nothing with it, or more than may be meant."""
+"""Settings that have no effect, or a larger effect than the user probably intends."""
 
 from __future__ import annotations
 

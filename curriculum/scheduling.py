@@ -112,8 +112,7 @@ def continued_schedule(config: Config, tokens_per_epoch: Mapping[str, int], past
 def kept_order(
     config: Config, tokens_per_epoch: Mapping[str, int], past: Past, segment: Segment
 ) -> tuple[Schedule, Past]:
-    """(the schedule in which `segment`, whose data are its own, goes on from the past's end to the end of its phase;
-    the past with that in it)."""
+    """(schedule, past) after `segment`, which overrides the config's mixture, is extended to the end of its phase."""
     whole = resolve_schedule(config, tokens_per_epoch, past, segment)
     until = next(end for name, _, end in whole.phase_bounds if name == segment.phase)
     past = replace(past, segments=cut(whole.segments, until))

@@ -530,7 +530,7 @@ def test_a_set_without_a_beginning_is_told(tmp_path):
     sets = {"talk": {"path": str(place / "talk.jsonl"), "format": "messages"}}
     data = tiny_data(place, logging={"generate_every": 4, "generate": {"from_evalset": "talk"}})
     data["evalsets"] |= {"sets": sets}
-    with pytest.raises(InputError, match=r"logging.generate.from_evalset: no document of talk is scored in its first"):
+    with pytest.raises(InputError, match=r"logging.generate.from_evalset: every conversation in talk starts with a"):
         train(build_config(data), place / "run", store_dir=place / "store")
     assert not (place / "run").exists()
 

@@ -30,7 +30,7 @@ class Course:
     branched_from: what a branch remembers of its trunk (`curriculum.branch`), None for a run that is no branch.
     plan: the order in which the sources are read.
     rates: the learning rate by update, float64.
-    judged_from: from where on an update's loss is judged, by update, int32.
+    judged_from: by update, the first one whose loss is comparable with its own, int32.
     feed: the batches, on the mesh.
 
     Raises InputError where the config's schedule does not resolve after `past`.
@@ -45,7 +45,7 @@ class Course:
         branched_from: Mapping[str, Any] | None = None,
     ):
         self._config, self._corpus, self._mesh = config, corpus, mesh
-        self._before_raised: list[tuple[int, Schedule, Past]] = []  # a share: its step, and what was before it
+        self._before_raised: list[tuple[int, Schedule, Past]] = []  # by raised share: its step, and what was before
         self.branched_from = branched_from
         self._follow(*continued_schedule(config, corpus.tokens_per_epoch, past or Past()))
 
@@ -77,7 +77,7 @@ class Course:
         self.feed.close()
 
     def knobs(self, step: int) -> tuple[np.float32, np.int32]:
-        """What update `step` is given beside its batch: the learning rate, and from where on its loss is judged."""
+        """What update `step` is given beside its batch: its learning rate, and its entry of `judged_from`."""
         return np.float32(self.rates[step]), np.int32(self.judged_from[step])
 
     def shape_at(self, step: int) -> StepShape:

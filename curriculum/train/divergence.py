@@ -41,7 +41,7 @@ class Rollback(NamedTuple):
 
 
 class GoingBack(Exception):
-    """Training diverged, and the run goes back. The schedule without the bad data is the run's already."""
+    """Training diverged, and the run goes back. Its schedule is already the one without the bad data."""
 
     def __init__(self, rollback: Rollback):
         self.rollback = rollback
@@ -58,8 +58,9 @@ class _Divergence(NamedTuple):
 def check_diverged(run: Running, done: int, *, whole_state: bool = False) -> None:
     """Raise where training has diverged in the first `done` updates: GoingBack, or Diverged where that is no way out.
 
-    That is a row of bad updates, and with `whole_state` parameters or an optimizer state that are not finite. It waits
-    for the updates under way, so it belongs where the host does so anyway, before anything relies on the state.
+    It has after a row of bad updates, and with `whole_state` also where parameters or the optimizer's state are not
+    finite. This waits for the updates under way: call it where the host waits anyway, before anything relies on the
+    state.
     """
     divergence = _find(run, done, whole_state)
     if divergence is None:

@@ -38,8 +38,8 @@ def find_edit(config: Config, saved: Mapping[str, Any], *, at: int | None = None
     """What a config changes of the ledger of the checkpoint that the run goes on from; `at`: a later step, of a branch.
 
     Raises InputError, with the difference and the YAML that undoes it, where the config would change what is trained
-    before that step and `accept_past` is not given: phases that are over, with their shapes, seed, replay. What a
-    run's blocks are, the longest of its sequences, is never another.
+    before that step and `accept_past` is not given: phases that are over, with their shapes, seed, replay. The size of
+    a run's blocks, which is the longest of its sequences, can never change.
     """
     if problem := _of_blocks(config, ledger.block_tokens(saved)):
         raise config.error([problem])
@@ -132,7 +132,7 @@ def _without_theta(declared: Mapping[str, Any], theta: float | None) -> dict[str
 
 
 def _settings(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """What a ledger says of the settings beside the schedule, which the length of sequences is of now."""
+    """What a ledger says of the settings beside the schedule; older ones have the length of sequences among them."""
     settings = dict(saved.get("settings", {}))
     if "train" in settings:
         settings["train"] = {key: value for key, value in settings["train"].items() if key != "seq_len"}

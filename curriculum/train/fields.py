@@ -117,7 +117,7 @@ def derived(setup: Setup) -> dict[str, Any]:
 
 
 def _sizes(setup: Setup) -> dict[str, int]:
-    """Numbers of the model; and those that are trained, where that is not all of them."""
+    """How many parameters the model has; and how many are trained, where that is not all."""
     sizes = {"num_parameters": num_parameters(setup.model)}
     return sizes if setup.states.frozen is None else {**sizes, "num_trained": count(setup.states.like.params)}
 
@@ -128,9 +128,10 @@ def branch_point(branched_from: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def edits_again(setup: Setup, history: History, done: int) -> list[dict[str, Any]]:
-    """The edits to record after `done` updates though the schedule has them already, as the run comes there again.
+    """The edits to record after `done` updates though the schedule has them already: the run comes here once more.
 
-    That a branch leaves its trunk here, or what the config changed here: of the trunk, or of the run before a rollback.
+    Where a branch leaves its trunk that is the branching itself; before that, what the trunk's config changed here.
+    After a rollback it is what the config changed here before the run went back.
     """
     course = setup.course
     if course.branched_from and done == course.branched_from["step"]:
@@ -175,7 +176,7 @@ def eval_event(
     averaged: Mapping[str, Mapping[str, WindowResults]],
     duration_s: float,
 ) -> dict[str, Any]:
-    """The sets' losses, by average of the parameters the same again, and the smallest rise that each set can tell."""
+    """The losses of each set, again for each average of the parameters, and the smallest rise that each can show."""
     course = setup.course
     fields: dict[str, Any] = {
         "progress_pct": round(100 * step / course.total_steps, 4),
@@ -215,7 +216,7 @@ def metrics_row(setup: Setup, done: int, state: TrainState, clock: TrainClock) -
     means = read_window(state.window, course.plan.sources)
     filled, scored = means["filled_tokens"], means["scored_tokens"]
     row_before = (done - 1) // setup.config.logging.every * setup.config.logging.every
-    # Of an update since then: exact but where some were skipped in a row that is over updates of two sizes.
+    # Per update since then: exact, unless some were skipped in a row that spans updates of two sizes.
     slots = (course.tokens_at(done) - course.tokens_at(row_before)) / (done - row_before)
     steps, seconds, once = clock.take()
     fields = {

@@ -22,7 +22,7 @@ class History:
     """What a run remembers of its course; it goes into every checkpoint."""
 
     started_at: str
-    phase: str  # the one that the record is in: the last that it tells a switch to
+    phase: str  # the last one that the record tells a switch to; until then the first
     watch: Watch = field(default_factory=Watch)
     gold: GoldState = field(default_factory=GoldState)
     eval_sets: dict[str, str] = field(default_factory=dict)  # content hash of every set that was ever measured
@@ -48,9 +48,9 @@ class History:
         return History(**{**history, "watch": watch, "gold": gold, "rollbacks": rollbacks})
 
     def done_before(self, step: int) -> Mapping[str, Any] | None:
-        """What the run did after an eval at `step` before it went back, where it now trains that step again as before.
+        """What the run did after the eval at `step` before a rollback, where that step is now trained again unchanged.
 
-        {action, edits}, the edits being in the schedule already; None for any other step.
+        {action, edits}; the edits are in the schedule already. None for any other step.
         """
         for rollback in reversed(self.rollbacks):
             if rollback["step"] < step <= rollback["first_bad_step"]:

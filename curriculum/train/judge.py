@@ -64,9 +64,9 @@ def _act(run: Running, done: int, evaluated: Evaluated) -> tuple[list[dict[str, 
 
 
 def _replay(run: Running, done: int, evaluated: Evaluated) -> tuple[list[dict[str, Any]], str | None]:
-    """Raise the share of the source of each set that had no alarm before: once a source, whatever else it is told.
+    """Raise the share of each source that sets without an alarm until now are held out of, once per source.
 
-    Never at the cost of the source of another set that has an alarm.
+    Never at the cost of the source of another set that has an alarm. Returns what `_act` does.
     """
     setup, regression = run.setup, run.setup.config.evalsets.regression
     edits, told, sets_of = [], [], {}
@@ -95,7 +95,7 @@ def _replay(run: Running, done: int, evaluated: Evaluated) -> tuple[list[dict[st
 def _judge_gold(run: Running, done: int, evaluated: Evaluated) -> bool:
     """Decide whether this eval's parameters, or those that waited for it, are the gold.
 
-    Whether this eval's are, or may become it, so that they have to be kept.
+    True where this eval's are, or wait to be confirmed: they have to be kept.
     """
     setup, config, best = run.setup, run.setup.config.evalsets.gold, run.best
     run.settle(done, best.gold)  # one that was not saved is none

@@ -99,8 +99,8 @@ def _parameters(setup: Setup) -> dict[str, list[int]]:
 def check_past(saved: Mapping[str, Any], setup: Setup, *, accept_past: bool = False) -> list[Problem]:
     """Raise InputError where the built run is not the one that the ledger is of.
 
-    Of the training text of a source that was read `accept_past` takes it that it is gone or another one now; such
-    changes, as (path, message), are returned.
+    With `accept_past` a source that was read may be gone, or have another text now; these changes are returned, as
+    (path, message).
     """
     problems = [*_model_changed(saved, setup), *_settings_changed(saved, setup)]
     changed = _changed_data_settings(saved, setup.config)

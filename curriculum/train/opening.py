@@ -159,7 +159,7 @@ def check_shared(lock: RunLock) -> None:
         return
 
     def written() -> str:
-        sync(lock.path)  # of a network's folder others may read only what is out of this machine's cache
+        sync(lock.path)  # on a network's disk others see only what has left this machine's cache
         return lock.path.read_text()
 
     said = from_first(written)
@@ -180,7 +180,7 @@ def check_shared(lock: RunLock) -> None:
 
 
 def directory_as_of(setup: Setup, directory: RunDirectory, last: int) -> None:
-    """Move away the results of evals after step `last`, and write what the run is that goes on from there."""
+    """Move away the results of evals after step `last`; write the config, model and tokenizer that go on from there."""
     directory.set_aside_evals_after(last)
     set_aside_means_after(directory.averages, last, directory.superseded / "averages")
     directory.create(setup.config, fields.derived(setup), plain(dict(setup.model.architecture)))

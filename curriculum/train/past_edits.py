@@ -20,7 +20,7 @@ Bounds = tuple[int, int]  # start and end of a phase
 
 
 def of_past(was: Mapping[str, Any], now: Mapping[str, Any], schedule: Schedule, step: int) -> Iterator[Problem]:
-    """What the declaration `now` changes of what the one `was` trained before `step`."""
+    """The ways in which the declaration `now` contradicts what `was`, the one before, trained before `step`."""
     if now["seed"] != was["seed"]:
         yield "seed", f"got {now['seed']}, but steps 0 to {step} were trained with {was['seed']}"
     over, current = _phases_before(schedule, step)

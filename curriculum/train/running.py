@@ -72,10 +72,10 @@ class Running:
                     self.save_failed(done, error, f"{checkpoints.directory.name}/{done}")
 
     def settle(self, done: int, *of: Checkpoints, wait: bool = True) -> None:
-        """Return once the saves under way are on the disk, of all folders or `of` some; those that failed are told.
+        """Wait until the saves under way in the folders `of`, all by default, are on the disk; record what failed.
 
-        Without `wait`: only of those that are over. Several processes do not see that at the same step: they wait where
-        all of them do, and a save that failed, which ends them, is told at once.
+        Without `wait`: only look at those that have ended. Several processes may see that at different steps, so that
+        each of them only looks for a save that failed, which ends the run.
         """
         for checkpoints in of or (self.checkpoints, *self.best.places):
             try:
@@ -87,7 +87,7 @@ class Running:
                 self.save_failed(done, failure, failure.path)
 
     def save_failed(self, done: int, error: OSError, path: str) -> None:
-        """Tell that the disk did not take a checkpoint, whose `path` is relative to the run. Raises any other error.
+        """Record that the disk did not take a checkpoint, whose `path` is relative to the run. Raises any other error.
 
         A gold that was not saved is none: it is linked from `checkpoints/` if that has the step, else the one before
         is the gold again.
@@ -115,7 +115,7 @@ class Running:
         )
 
     def _link_gold(self, done: int, step: int) -> bool:
-        """Whether a gold could be taken from the step's own checkpoint."""
+        """Take the gold of `step` from the step's own checkpoint; whether that could be done."""
         self.settle(done, self.checkpoints)
         if step not in from_first(self.checkpoints.steps):
             return False

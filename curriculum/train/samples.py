@@ -39,7 +39,10 @@ class Samples:
         if section.evalset is not None:
             found = beginnings(evalsets[section.evalset], section.num, section.prompt_tokens, tokenizer)
             if not found:
-                got = f"no document of {section.evalset} is scored in its first window, and so none begins in the set"
+                got = (
+                    f"every conversation in {section.evalset} starts with a window that holds no answer, so there is "
+                    "no beginning to use as a prompt"
+                )
                 fix = "name another set, give prompts, or raise evalsets.seq_len"
                 problems.append(("logging.generate.from_evalset", f"{got}; {fix}"))
             self.prompts += found

@@ -98,8 +98,8 @@ def build(
     """Prepare what is not prepared, and build the rest. `tokenizer`: the one of a run that goes on.
 
     `make_model(vocab_size)` gives a model of one's own in the place of the config's, which is then null. `start`: what
-    the run begins from, its seed by default. `past` is what stands of its schedule, and `branched_from` where a
-    branch's comes from.
+    the run begins from, its seed by default. `past`: what of its schedule the config does not decide.
+    `branched_from`: what a branch remembers of its trunk.
     """
     config = _with_model(config, make_model)
     start = start or Start()

@@ -79,9 +79,9 @@ def train_built(
 ) -> dict[str, Any]:
     """Begin the run of a directory with what is built already, or continue it, and close it.
 
-    `lock` is taken where it is not yet, which is where there was no run. `edit` is what the config changed of the run
-    that goes on, as `schedule_edit` tells it; `begins_branch`: it goes on from a checkpoint of its trunk for the first
-    time.
+    `lock` is held already where the directory holds a run; else it is taken here. `edit`: what the config changed of
+    the run that goes on, as `schedule_edit` tells it. `begins_branch`: the run goes on from a checkpoint of its trunk
+    for the first time.
     """
     config = setup.config
     mean_of = config.averages.phase_mean
@@ -159,7 +159,7 @@ def _begin(run: Running, resumed_step: int | None, resumption: Sequence[tuple[st
         run.record.event(name, step, **event)
     if resumed_step is None or step == schedule.total_steps:
         switches = False
-    else:  # to a phase that the record does not tell yet: the run ended here before, or the config begins one here
+    else:  # the record does not tell the switch yet: the run ended here before, or the config begins a phase here
         switches = run.history.phase != schedule.segment_at(step).phase
     measured = run.results.read(step) if switches else None
     there = run.history.watch.sets if measured is None else measured
@@ -256,14 +256,14 @@ def evaluate(run: Running, done: int, names: list[str]) -> Evaluated:
 
 
 def generate(run: Running, done: int) -> None:
-    """Record what the parameters after `done` updates go on with after the prompts of `logging.generate`."""
+    """Record how the model after `done` updates continues the prompts of `logging.generate`."""
     with run.clock.paused(run.state):
         params = run.setup.states.whole(run.state.params)
         run.record.event("generation", done, samples=run.setup.samples_at(done)(params))
 
 
 def switch_phase(run: Running, done: int) -> None:
-    """Tell the switch after `done` updates, to whose eval the new phase will be compared."""
+    """Record the phase switch after `done` updates; the eval there is what the new phase is compared with."""
     with run.clock.switching():
         event = run.record.event("phase_switch", done, **fields.phase_switch(run.setup, done))
         results = run.results.read(done)

@@ -32,7 +32,7 @@ from evalsets.regressions import (
 
 Pair = dict[str, Any]  # an eval set and a baseline that it is compared with, as an event names them
 _NATS = "baseline_nats_BN"  # of a Watched; saved as an array, the rest as JSON
-_NO_ERROR_LEFT = "(no error is left)"  # no name of a set
+_NO_ERROR_LEFT = "(no error is left)"  # cannot be the name of a set
 
 
 class RegressionStop(Exception):
@@ -69,9 +69,9 @@ class Evaluated(NamedTuple):
 class Watch:
     """The memory of every eval set.
 
-    spent: how much of the error that all comparisons of the run may make together was used.
+    spent: how much is used up of the probability that any comparison of the run raises a false alarm.
     standing: the pairs of a set and a baseline that are regressed, as last measured, by set.
-    told: what was said once: sets whose smallest detectable rise was, and that no error is left.
+    told: what is not said again: the sets whose smallest detectable rise was told, and `_NO_ERROR_LEFT`.
     A set that the config no longer has stays in memory: should it come back, it is compared with what it was.
     """
 
