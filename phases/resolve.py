@@ -36,7 +36,8 @@ def resolve(
 
     A source of unknown size is never exhausted, and an `until` in epochs of it is a problem, but with
     `sizes_to_come`: then the phases from there on stay unresolved, all that needs no size is checked, and None is
-    returned.
+    returned. Where a source of unknown size may stop the run, its end is unknown, and so are the rates, which follow
+    from it.
 
     `past` are the segments that stand already. They are taken over with their data and rates, and the phases decide
     what follows. If the last phase of the past is declared to end later, it goes on; otherwise the next one begins. A
@@ -95,7 +96,7 @@ def resolve(
         problems.append(("optim.warmup_steps", f"{got}; shorten them"))
     if problems:
         raise ScheduleError(problems)
-    if num_steps is None:
+    if num_steps is None or (sizes_to_come and any(map(_may_stop_anywhere, supplies.values()))):
         return None
     program_steps = [(declared.rewarm_steps, declared.decay_steps) for declared in numbers.phases]
     ahead = slice(len(past), None)
@@ -103,6 +104,11 @@ def resolve(
     segments, lr_warnings = with_rates(segments, len(past), phases, lr, warmup, decay, program_steps)
     schedule = Schedule(segments)
     return replace(schedule, warnings=(*warnings, *lr_warnings, *_never_read(schedule)))
+
+
+def _may_stop_anywhere(supply: SourceSupply) -> bool:
+    """Whether the run ends where the source is exhausted, which nobody knows yet."""
+    return supply.num_tokens is None and supply.max_epochs is not None and supply.on_exhaust == "stop"
 
 
 def _phase(

@@ -10,7 +10,7 @@ import pytest
 
 from curriculum.config import build_config
 from curriculum.errors import InputError
-from curriculum.scheduling import continued_schedule, declaration, resolve_schedule, training_settings
+from curriculum.scheduling import check_schedule, continued_schedule, declaration, resolve_schedule, training_settings
 from curriculum.train.edits import find_edit
 from phases.batches import DataPlan
 from phases.rollback import pass_over
@@ -285,6 +285,24 @@ def test_a_jump_of_the_rate_that_more_steps_cause_is_refused():
         resumed(saved, changed(BASE, put("train.steps", 200)))
     schedule, _, _ = resumed(saved, changed(BASE, put("train.steps", 200), put("optim.allow_jump", True)))
     assert schedule.rates(97) == 1e-3
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [lambda data: None, lambda data: data["sources"].update(new={"path": "new.txt"})],
+    ids=["as it was", "a source added"],
+)
+def test_a_run_that_a_source_stops_goes_on_in_the_decay_before_its_end(edit):
+    data = changed(BASE, lambda data: data["sources"]["law"].update(max_epochs=1, on_exhaust="stop"))
+    schedule, saved = begun(data, step=45)
+    # 40 steps of 4 sequences with 0.3 law read 48 of 60; the ramp to 0.5 reads 1.28, 1.36, ... more: 12.5 in 8 steps.
+    assert schedule.total_steps == 48
+    config = config_of(changed(data, edit))
+    check_schedule(config, find_edit(config, saved).past)  # without sizes nobody knows of that end, nor of its decay
+    again, _, _ = resumed(saved, changed(data, edit))
+    steps = range(48)
+    assert again.total_steps == 48 and list(again.rates(steps)) == list(schedule.rates(steps))
+    assert schedule.rates([44, 47]) == pytest.approx([3.7e-4, 1e-4])  # 10 steps from 1e-3, which is more than twice
 
 
 def test_what_lies_ahead_may_have_another_rate_from_the_step_on():
