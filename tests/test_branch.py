@@ -165,7 +165,7 @@ def test_a_branch_tells_where_it_comes_from(branched, folder):
         ("training_start", 0)
     ]
     (edit,) = [e for e in load_run(new).events if e["event"] == "schedule_edit"]
-    assert edit["kind"] == "branch" and edit["phase"] == "b" and edit["until"] == 20
+    assert edit["kind"] == "branch" and edit["phase"] == "b" and edit["until"] == 17
     # The trunk's ramp has come to its end at step 14; the branch's is as far, to another mixture.
     assert edit["mixture_before"] == {"law": 0.8, "web": 0.2} and edit["mixture_after"] == {"web": 1.0}
     assert edit["reason"].startswith(f"branched from {folder / 'trunk'} at step 14 --set phases[1].until=17")

@@ -144,13 +144,14 @@ def edits_again(setup: Setup, history: History, done: int) -> list[dict[str, Any
 def branch_edit(setup: Setup) -> dict[str, Any]:
     """What a branch tells where it leaves its trunk."""
     schedule, branch = setup.course.schedule, setup.course.branched_from
+    phase = schedule.segment_at(branch["step"]).phase
     return {
         "kind": "branch",
-        "phase": schedule.segment_at(branch["step"]).phase,
+        "phase": phase,
         "mixture_before": branch["mixture_before"],
         "mixture_after": schedule.shares(branch["step"]),
         "passed_over": schedule.passed_over(branch["step"]),
-        "until": schedule.total_steps,
+        "until": next(end for name, _, end in schedule.phase_bounds if name == phase),
         "reason": branch["reason"],
     }
 
