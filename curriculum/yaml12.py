@@ -122,7 +122,9 @@ def read_override(data: dict, origin: Origin, override: str) -> None:
     for depth, part in enumerate(parts):
         if isinstance(here, list):
             if not (part.isascii() and part.isdecimal() and len(part) < 9) or int(part) >= len(here):
-                raise InputError(f"{option}: {dotted} has {len(here)} entries (0 to {len(here) - 1}), got {part!r}")
+                got = f"{dotted} has {len(here)} entries (0 to {len(here) - 1}), got {part!r}"
+                named = [i for i, entry in enumerate(here) if isinstance(entry, dict) and entry.get("name") == part]
+                raise InputError(f"{option}: {got}" + "".join(f"; that is {dotted}[{i}]" for i in named[:1]))
             key, dotted = int(part), f"{dotted}[{part}]"
         elif isinstance(here, dict):
             key, dotted = part, f"{dotted}.{part}" if dotted else part

@@ -169,6 +169,10 @@ def test_set_overrides_values_and_is_named_in_problems(folder):
     assert "expected KEY=VALUE" in problems(GOOD, "train.steps")[0]
     for index in ("7", "²"):
         assert f"phases has 2 entries (0 to 1), got {index!r}" in problems(GOOD, f"phases[{index}].until=3")[0]
+    second = load(GOOD).phases[1].name
+    assert problems(GOOD, f"phases.{second}.until=3") == [
+        f"--set phases.{second}.until=3: phases has 2 entries (0 to 1), got {second!r}; that is phases[1]"
+    ]
     assert problems(GOOD, "a.b.c=1")[0].startswith("--set a.b.c=1: a: no such key")
 
 
