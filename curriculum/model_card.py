@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -154,6 +155,11 @@ def _loading(run: Run, exported: Exported) -> list[str]:
             "writes that model with them folded in."
         )
         base = _beginning(run)
+        if base is not None and base.get("kind") == "hf" and not Path(base["init_from"]).is_absolute():
+            after.append(
+                "It names that model by a path as seen from where the run was trained; peft looks for it from where "
+                "Python is started: go there and name this folder, or write another path or a name of the hub into it."
+            )
         if base is not None and base.get("kind") != "hf":
             directory = re.sub(r"/(checkpoints|gold|kept)(/\d+)?/?$", "", base["init_from"])
             export = f"curriculum export {shlex.quote(directory)} --step {base['step']} --format hf -o base"

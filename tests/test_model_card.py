@@ -292,12 +292,15 @@ def test_how_to_load_each_kind(run_dir, tmp_path):
     assert "llama-cli -m model.gguf" in gguf and 'from_pretrained(".", gguf_file="model.gguf")' in gguf
     assert "names a checkpoint of a run" not in peft
     bases = {"hf": {"init_from": "pretrained", "kind": "hf", "lineage": None}}
+    bases["placed"] = {**bases["hf"], "init_from": "/models/pretrained"}
     bases["run"] = {"init_from": "runs/a b/gold/70", "run": "a", "step": 70, "keep_optimizer": False, "lineage": None}
     told = {}
     for kind, lineage in bases.items():
         path = write_run(tmp_path / kind, {"val": lambda step: 3.0}, start={"lineage": lineage})
         told[kind] = model_card(load_run(path), dataclasses.replace(EXPORTED, **PEFT))
     assert "names a checkpoint of a run" not in told["hf"]
+    by_path = "names that model by a path as seen from where the run was trained"
+    assert by_path in told["hf"] and by_path not in told["placed"] and by_path not in told["run"]
     assert "`curriculum export 'runs/a b' --step 70 --format hf -o base`" in told["run"]
     assert "model = AutoPeftModelForCausalLM.from_pretrained" in peft and "--merge" in peft
     adapters = sections(model_card(run, dataclasses.replace(EXPORTED, **PEFT)))[""]
