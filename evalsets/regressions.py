@@ -248,14 +248,15 @@ class Change(NamedTuple):
 class Transfer(NamedTuple):
     """One set over the phases: its loss at the start and at each phase end (None where not measured).
 
-    forgetting: last - best over the phase ends, 0 or more. gain: start - last, positive where the set got better.
-    best_phase: index of the phase at whose end the loss was lowest; None where no loss is finite.
+    forgetting: last - best over the start and the phase ends, 0 or more: what a run begins with can be forgotten too.
+    gain: start - last, positive where the set got better.
+    best: where the loss was lowest, 0 at the start, i at the end of phase i - 1; None where no loss is finite.
     """
 
     start: float
     losses: list[float | None]
     forgetting: Change
-    best_phase: int | None
+    best: int | None
     gain: Change
 
 
@@ -269,8 +270,9 @@ def transfer(
     error.
     """
     start_N, last_N = watched.baseline_nats_BN[START], ends[-1]
-    losses = [None if end_N is None else float(_loss(end_N, tokens_N)) for end_N in ends]
-    finite = [phase for phase, loss in enumerate(losses) if loss is not None and math.isfinite(loss)]
+    measured = [start_N, *ends]
+    losses = [None if nats_N is None else float(_loss(nats_N, tokens_N)) for nats_N in measured]
+    finite = [i for i, loss in enumerate(losses) if loss is not None and math.isfinite(loss)]
     best = min(finite, key=losses.__getitem__, default=None)
 
     def change(now_N: np.ndarray, before_N: np.ndarray) -> Change:
@@ -279,13 +281,13 @@ def transfer(
         half = student_quantile((1 - _CONFIDENCE) / 2, df) * sem
         return Change(float(delta), float(delta - half), float(delta + half))
 
-    if best == len(ends) - 1:
+    if best == len(ends):
         forgetting = Change(0.0, 0.0, 0.0)
     elif best is None:
         forgetting = Change(math.nan, math.nan, math.nan)
     else:
-        forgetting = change(last_N, ends[best])
-    return Transfer(float(_loss(start_N, tokens_N)), losses, forgetting, best, change(start_N, last_N))
+        forgetting = change(last_N, measured[best])
+    return Transfer(losses[0], losses[1:], forgetting, best, change(start_N, last_N))
 
 
 def _errors(

@@ -498,7 +498,7 @@ def test_transfer_by_hand():
     for k, (nats_N, phase) in enumerate([(first_N, 0), (second_N, 1), (last_N, 3)], 1):
         watched, _ = observe(watched, k, phase, nats_N, tokens_N, document_N, tolerance=0.0, level=LEVEL)
     got = transfer(watched, [first_N, second_N, None, last_N], tokens_N, document_N)
-    assert got.start == 4.0 and got.best_phase == 1
+    assert got.start == 4.0 and got.best == 2
     assert got.losses == [pytest.approx(3.0), pytest.approx(2.0), None, pytest.approx(2.5)]
     # No phase has 3 evals: the jitter is twice the item error and the half width 2.2281 * 3 * (wave of the difference)
     # / sqrt(37), with 10 degrees of freedom.
@@ -528,11 +528,16 @@ def test_transfer_without_a_loss_or_without_a_doubt():
     tokens_N, document_N = regular()
     watched = begin(0, 0, tokens_N * 4.0, tokens_N)
     lowest_last = transfer(watched, [tokens_N * 3.0, tokens_N * 2.0], tokens_N, document_N)
-    assert lowest_last.best_phase == 1 and lowest_last.gain == (2.0, 2.0, 2.0)
-    dead = transfer(watched, [tokens_N * math.nan], tokens_N, document_N)
-    assert dead.best_phase is None and np.isnan([*dead.forgetting, *dead.gain, *dead.losses]).all()
+    assert lowest_last.best == 2 and lowest_last.gain == (2.0, 2.0, 2.0)
+    known = transfer(
+        watched, [tokens_N * 5.0, tokens_N * 4.5], tokens_N, document_N
+    )  # the start was never reached again
+    assert known.best == 0 and known.forgetting == (0.5, 0.5, 0.5) and known.gain == (-0.5, -0.5, -0.5)
+    unmeasured = begin(0, 0, tokens_N * math.nan, tokens_N)
+    dead = transfer(unmeasured, [tokens_N * math.nan], tokens_N, document_N)
+    assert dead.best is None and np.isnan([*dead.forgetting, *dead.gain, *dead.losses]).all()
     died = transfer(watched, [tokens_N * 3.0, tokens_N * math.inf], tokens_N, document_N)
-    assert died.best_phase == 0 and died.losses == [3.0, math.inf] and died.forgetting.value == math.inf
+    assert died.best == 1 and died.losses == [3.0, math.inf] and died.forgetting.value == math.inf
     one = transfer(watched, [tokens_N * 2.0, tokens_N * 3.0], tokens_N, np.zeros(37, int) + 5)
     assert one.forgetting.value == 1.0  # blocks: 37 windows of one document
     tokens_N = tokens_N[:5]

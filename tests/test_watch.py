@@ -43,6 +43,9 @@ def test_a_set_without_a_standard_error_has_no_intervals():
             }
         },
     }
+    worse = {1: {"primary": results(0)._replace(nats_N=np.array([35.0]))}}
+    known = transfer_matrix([("a", 0, 1)], Watch({"primary": watched}), worse)["sets"]["val"]["forgetting"]
+    assert known == {"value": 0.5, "interval": None, "best_phase": "start"}
     best_last = transfer_matrix([("a", 0, 1)], Watch({"primary": watched}), {1: {"primary": results(1)}})
     assert best_last["sets"]["val"]["forgetting"] == {"value": 0.0, "interval": [0.0, 0.0], "best_phase": "a"}
 

@@ -187,7 +187,8 @@ def transfer_matrix(run: Run, points: Mapping[str, Sequence[EvalPoint]]) -> list
             rows.append((title, "", *(_change(told["sets"][name][key]) for name in names)))
     explained = (
         "Loss at the end of each phase; the darker, the further above the set's lowest. Forgetting: the last loss over "
-        "the lowest of the phase ends. Gain: the loss at the start over the last; positive is better. In brackets 95 %."
+        "the lowest of the start and the phase ends. Gain: the loss at the start over the last; positive is better. In "
+        "brackets 95 %."
         if run.complete and run.complete.get("transfer")
         else "Loss at the end of each phase; the darker, the further above the set's lowest."
     )

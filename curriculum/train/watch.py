@@ -255,10 +255,11 @@ def transfer_matrix(
 ) -> dict[str, Any]:
     """How every set went from phase end to phase end, by the eval results at each of them that there are.
 
-    `bounds` are the schedule's phases, (name, start, end). An interval is None where the set has no standard error, or
+    `bounds` are the schedule's phases, (name, start, end). `best_phase`, since whose end the set forgot, is "start"
+    where it was best before the first of them. An interval is None where the set has no standard error, or
     a loss is not finite.
     """
-    sets = {}
+    sets, names = {}, ["start", *(name for name, _, _ in bounds)]
     for name, last in results[bounds[-1][2]].items():
         watched = watch.sets[name]
         measured = [results.get(end, {}).get(name) for _, _, end in bounds]
@@ -269,7 +270,7 @@ def transfer_matrix(
             "forgetting": {
                 "value": found.forgetting.value,
                 "interval": _interval(found.forgetting),
-                "best_phase": None if found.best_phase is None else bounds[found.best_phase][0],
+                "best_phase": None if found.best is None else names[found.best],
             },
             "gain": {"value": found.gain.value, "interval": _interval(found.gain)},
         }
