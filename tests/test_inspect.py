@@ -78,8 +78,12 @@ def test_a_mixture_that_was_changed_on_its_way(tmp_path):
         return ("schedule_edit", {**edit, "reason": "so"})
 
     after = {"law": 0.8, "web": 0.2}
-    same = change("branch", before, before)
-    more = {60: [change("replay", before, after)], 80: [same, change("replay", before, after)]}
+    same, first = change("branch", before, before), change("replay", before, {"law": 0.85, "web": 0.15})
+    # Of two sets that are replayed from one eval on the first mixture is no step's.
+    more = {
+        60: [change("replay", before, after)],
+        80: [same, first, change("replay", first[1]["mixture_after"], after)],
+    }
     path = write_run(tmp_path / "run", LOSSES, more=more)
     foundation, domain = inspect_run(load_run(path))["phases"]
     # What is changed at step 60 is the mixture that the phase begins with.

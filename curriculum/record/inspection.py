@@ -110,14 +110,15 @@ def inspect_run(run: Run) -> dict[str, Any]:
 
 
 def edits_of(events: Iterable[Mapping[str, Any]], phase: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """How the mixture of a phase was changed on its way: {step, kind, mixture} of each edit."""
-    return [
-        {"step": e["step"], "kind": e["kind"], "mixture": e["mixture_after"]}
+    """How the mixture of a phase was changed on its way: {step, kind, mixture}, of edits at one step the last."""
+    edits = {
+        e["step"]: {"step": e["step"], "kind": e["kind"], "mixture": e["mixture_after"]}
         for e in events
         if e["event"] == "schedule_edit"
         and phase["start"] < e["step"] < phase["end"]
         and e["mixture_before"] != e["mixture_after"]
-    ]
+    }
+    return list(edits.values())
 
 
 def mixture_text(phase: Mapping[str, Any], share: Callable[[float], str]) -> str:
