@@ -244,6 +244,19 @@ VERDICTS = [
         "law until step 700",
     ),
     (
+        stamped(
+            "schedule_edit",
+            500,
+            phase="law",
+            mixture_before={"web": 0.1, "law": 0.9},
+            mixture_after={"web": 0.1, "law": 0.9},
+            until=700,
+            reason="seed 1 → 2",
+            accepted_past=True,
+        ),
+        "schedule edit at step 500: seed 1 → 2 | law until step 700 | --accept-past: what is trained stands as it was",
+    ),
+    (
         stamped("gold_checkpoint", 700, metric="primary/loss", value=3.21, previous=3.456, previous_step=600),
         "gold checkpoint at step 700: primary/loss 3.2100, before 3.4560 at step 600",
     ),
@@ -423,6 +436,15 @@ def test_the_end_says_where_to_resume_what_to_deploy_and_how_to_look(tmp_path):
         f"  deploy       {run_dir}/gold/70000 (gold, step 70000, domain/bpb 1.2500)",
         f"  TensorBoard  {tensorboard} --logdir '{tmp_path}/my runs' --host 127.0.0.1",
         f"               {link}",
+    ]
+
+
+def test_a_gold_that_is_what_the_run_began_with_is_said_to_be(tmp_path):
+    lines = printed(tmp_path, start(), stamped("checkpoint", 75000), complete(gold_step=0))
+    assert lines[-3:] == [
+        f"  deploy       {tmp_path}/gold/0 (gold, step 0, domain/bpb 1.2500)",
+        "               (as the run began: no later eval is lower without a guard that objects to it;",
+        "               eval and export take another with --step, such as latest)",
     ]
 
 

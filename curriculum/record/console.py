@@ -144,6 +144,9 @@ class Console:
             yield f"  deploy       {self._checkpoint} (the latest; the run has no gold checkpoint)"
         else:
             yield f"  deploy       {self._run_dir / 'gold' / str(event['gold_step'])} (gold, {_gold(event)})"
+            if event["gold_step"] == 0:
+                yield "               (as the run began: no later eval is lower without a guard that objects to it;"
+                yield "               eval and export take another with --step, such as latest)"
         if (self._run_dir / "tensorboard").is_dir():
             logdir = shlex.quote(str(self._run_dir.parent))
             yield f"  TensorBoard  {program('tensorboard')} --logdir {logdir} --host 127.0.0.1"

@@ -22,6 +22,8 @@ def verdict(event: dict[str, Any]) -> str | None:
         case "schedule_edit":
             edit = f"schedule edit at step {step}: {event['reason']}"
             until = f"{event['phase']} until step {event['until']}"
+            if event.get("accepted_past"):
+                until += " | --accept-past: what is trained stands as it was"
             return " | ".join([edit, *_moves(event), *_left_out(event), until])
         case "eval_regression":
             action = f" | {event['action']}" if event["action"] else ""
