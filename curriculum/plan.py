@@ -140,9 +140,10 @@ def constant_tokens_per_step(schedule: Schedule) -> int | None:
 
 
 def describe_phases(schedule: Schedule, config: Config) -> tuple[dict[str, Any], ...]:
-    """Each phase with its bounds, the mixture it ends in, its ramp and the shape it begins with, as the record keeps
+    """Each phase with its bounds, the mixture after its ramp, the ramp and the shape it begins with, as the record has
     it. A `rope_theta` of None is the model's own, and of the rates of the phase each is multiplied by `lr_scale`.
-    `reshaped`, of a phase whose shape was edited on its way: {step, ...} of each that it went on with.
+    `reshaped`, of a phase whose shape was edited on its way: {step, ...} of each that it went on with; `remixed`, of
+    one whose mixture changes on its way, as where a source is exhausted: {step, mixture} of each.
     """
     phases = []
     for name, start, end in schedule.phase_bounds:
@@ -152,7 +153,9 @@ def describe_phases(schedule: Schedule, config: Config) -> tuple[dict[str, Any],
         shapes = [(s.start, shape_of(s, config)) for s in schedule.segments if start <= s.start < end]
         turns = [{"step": at, **now} for (_, was), (at, now) in pairwise(shapes) if now != was]
         phase = {**bounds, "mixture": segment.mixture, "ramp_steps": ramp_steps, **shapes[0][1]}
-        phases.append({**phase, "reshaped": turns} if turns else phase)
+        mixtures = [(s.start, s.mixture) for s in schedule.segments if start <= s.start < end]
+        remixed = [{"step": at, "mixture": now} for (_, was), (at, now) in pairwise(mixtures) if now != was]
+        phases.append(phase | ({"reshaped": turns} if turns else {}) | ({"remixed": remixed} if remixed else {}))
     return tuple(phases)
 
 

@@ -13,7 +13,7 @@ from written_run import command, offender, write_run
 from curriculum.config import build_config
 from curriculum.errors import InputError
 from curriculum.record.compare import compare
-from curriculum.record.inspection import inspect_run, text
+from curriculum.record.inspection import edits_of, inspect_run, text
 from curriculum.record.queries import consumption, eval_points, evalset_facts, last_detectable, standing_regressions
 from curriculum.record.report import report
 from curriculum.run import CHECKPOINT_ITEMS, load_run
@@ -92,6 +92,26 @@ def test_a_mixture_that_was_changed_on_its_way(tmp_path):
     at = lines.index("from step 80 law 0.8, web 0.2")  # a line of its own, so that no edit widens the table
     assert lines[at - 1].startswith("domain 60 to 100 done law 0.9, web 0.1 web 400")
     assert "law 90 %, web 10 %; from step 80 law 80 %, web 20 %" in report([load_run(path)])
+
+
+def test_a_mixture_that_goes_on_without_an_exhausted_source(tmp_path):
+    path = write_run(tmp_path / "run", LOSSES)
+    run = load_run(path)
+    phase = {**run.plan["phases"][1], "remixed": [{"step": 90, "mixture": {"web": 1.0}}]}
+    planned = {"step": 90, "kind": "planned", "mixture": {"web": 1.0}}
+    assert edits_of(run.events, phase) == [planned]
+
+    def raised(step):
+        before, after = {"law": 0.9, "web": 0.1}, {"law": 0.8, "web": 0.2}
+        edit = {"kind": "replay", "phase": "domain", "mixture_before": before, "mixture_after": after, "until": 100}
+        return {"event": "schedule_edit", "step": step, **edit}
+
+    told = {"step": 80, "kind": "replay", "mixture": {"law": 0.8, "web": 0.2}}
+    start, at = run.events[0], next(i for i, e in enumerate(run.events) if e["step"] == 80)
+    # Where a share is raised the source may last longer or not as long; once the run is taken up the plan knows.
+    raised_since, taken_up = [*run.events[:at], raised(80)], [start, raised(80), {"event": "resume", "step": 80}]
+    assert edits_of(raised_since, phase) == [told] and edits_of(taken_up, phase) == [told, planned]
+    assert edits_of([start, raised(95)], phase)[0] == planned
 
 
 def test_a_branch_begins_and_is_resumed(tmp_path):

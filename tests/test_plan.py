@@ -70,6 +70,17 @@ def test_the_numbers_by_hand(tmp_path):
     assert p.num_parameters and p.num_parameters > 0
 
 
+def test_a_phase_says_with_what_it_goes_on_where_a_source_is_exhausted(tmp_path):
+    config = config_of(tmp_path)
+    law = replace(config.sources["law"], max_epochs=1, on_exhaust="renormalise")
+    config = replace(config, sources={**config.sources, "law": law})
+    load_corpus(config, tmp_path / "store")
+    a, b = plan(config, store_dir=tmp_path / "store").phases
+    # Of its 49 sequences 5 are read in the ramp and 2 in each step from 54 on: one is left at step 76.
+    assert "remixed" not in a and b["mixture"] == {"web": 0.5, "law": 0.5}
+    assert b["remixed"] == [{"step": 76, "mixture": {"web": 1.0}}]
+
+
 def test_plan_and_training_agree_on_sizes(tmp_path):
     config = config_of(tmp_path)
     corpus = load_corpus(config, tmp_path / "store")

@@ -110,15 +110,22 @@ def inspect_run(run: Run) -> dict[str, Any]:
 
 
 def edits_of(events: Iterable[Mapping[str, Any]], phase: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """How the mixture of a phase was changed on its way: {step, kind, mixture}, of edits at one step the last."""
-    edits = {
-        e["step"]: {"step": e["step"], "kind": e["kind"], "mixture": e["mixture_after"]}
-        for e in events
-        if e["event"] == "schedule_edit"
-        and phase["start"] < e["step"] < phase["end"]
-        and e["mixture_before"] != e["mixture_after"]
-    }
-    return list(edits.values())
+    """How the mixture of a phase changes on its way: {step, kind, mixture}, of edits at one step the last.
+
+    `phase` is as the last plan has it. The kind is "planned" where no edit says why, as where a source is exhausted;
+    of what comes after a share that was raised since, that plan knows nothing.
+    """
+    edits, raised = {}, math.inf
+    for e in events:
+        if e["event"] in TAKEN_UP:
+            raised = math.inf
+        if e["event"] == "schedule_edit" and phase["start"] < e["step"] < phase["end"]:
+            if e["mixture_before"] != e["mixture_after"]:
+                edits[e["step"]] = {"step": e["step"], "kind": e["kind"], "mixture": e["mixture_after"]}
+            if e["kind"] == "replay":
+                raised = min(raised, e["step"])
+    planned = {t["step"]: {"kind": "planned", **t} for t in phase.get("remixed", ()) if t["step"] < raised}
+    return [edit for _, edit in sorted((planned | edits).items())]
 
 
 def mixture_text(phase: Mapping[str, Any], share: Callable[[float], str]) -> str:
