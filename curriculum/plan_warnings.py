@@ -21,6 +21,11 @@ def schedule_warnings(config: Config, schedule: Schedule, epochs_of: Mapping[str
     """Settings that do nothing with this schedule, or more than may be meant; `epochs_of`: tokens, None if unknown."""
     warnings, cursors = [], schedule.cursors_at(schedule.total_steps)
     for name, size in epochs_of.items():
+        source = config.sources.get(name)
+        repeats = source is not None and source.on_exhaust == "repeat" and source.max_epochs is not None
+        if repeats and size is not None and cursors[name] > source.max_epochs * size:
+            most = f"its max_epochs is {source.max_epochs:g}"
+            warnings.append(f"{name} is read {cursors[name] / size:.3g} times, and {most}: it repeats")
         if size is not None and cursors[name] > MAX_EPOCHS_WORTH_FRESH * size:
             warnings.append(
                 f"{name} is read {cursors[name] / size:.1f} times; above {MAX_EPOCHS_WORTH_FRESH} epochs repeated "

@@ -81,6 +81,19 @@ def test_a_phase_says_with_what_it_goes_on_where_a_source_is_exhausted(tmp_path)
     assert b["remixed"] == [{"step": 76, "mixture": {"web": 1.0}}]
 
 
+def test_a_source_that_repeats_beyond_its_max_epochs_is_told(tmp_path):
+    def warnings_of(max_epochs):
+        config = config_of(tmp_path)
+        law = replace(config.sources["law"], max_epochs=max_epochs, on_exhaust="repeat")
+        config = replace(config, sources={**config.sources, "law": law})
+        load_corpus(config, tmp_path / "store")
+        return [w for w in plan(config, store_dir=tmp_path / "store").warnings if "max_epochs" in w]
+
+    # 97 sequences of 49.
+    assert warnings_of(1.5) == ["law is read 1.98 times, and its max_epochs is 1.5: it repeats"]
+    assert warnings_of(2) == []
+
+
 def test_plan_and_training_agree_on_sizes(tmp_path):
     config = config_of(tmp_path)
     corpus = load_corpus(config, tmp_path / "store")

@@ -40,7 +40,10 @@ class SourceConfig:
     max_epochs: float | None = None
     """How often the source may be read before `on_exhaust` applies."""
     on_exhaust: Literal["error", "stop", "renormalise", "repeat"] = "error"
-    """What happens at `max_epochs`."""
+    """What happens before the step that would read more than `max_epochs`: `error` refuses the config, `stop` ends the
+    run, `renormalise` goes on with the phase's other sources, in their proportions, and `repeat` reads on, with a
+    warning. All of it is known before step 0, and `plan` tells it.
+    """
 
     def __post_init__(self):
         if (self.path is None) == (self.hf is None):
