@@ -195,6 +195,16 @@ def test_what_stands_regressed_is_told(tmp_path):
         "regressed law 2.1000 → 2.6000 at step 80 (+0.5000, 95 % +0.4000 to +0.6000) against its best at step 60, "
         "since step 80; now 4.0000 at step 100\n" in shown(path)
     )
+    # The start, the phase's start and the best may be one eval; an alarm that began at another step is another line.
+    same = [offender("law", baseline, 60, first_step=80) for baseline in ("start", "phase_start", "best")]
+    alarm["offenders"] = [*same, offender("val", "start", 0, first_step=60), offender("val", "best", 0, first_step=80)]
+    path = write_run(tmp_path / "same", LOSSES, more={80: [("eval_regression", alarm)]})
+    told = [line for line in shown(path).splitlines() if line.startswith("regressed")]
+    assert len(told) == 3 and "against its start, phase start and best at step 60, since step 80" in told[0]
+    assert "against its start at step 0, since step 60" in told[1] and "its best at step 0, since step 80" in told[2]
+    page = report([load_run(path)])
+    assert page.count("law 2.1000 → 2.6000") == 1 and page.count("its start, phase start and best at step 60") == 1
+    alarm["offenders"] = [offender("law", "best", 60, first_step=80)]
     path = write_run(tmp_path / "ended", LOSSES, more={100: [("eval_regression", alarm)]})
     assert "at step 60, since step 80\n" in shown(path)
 

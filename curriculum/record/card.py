@@ -12,7 +12,7 @@ from typing import Any
 from curriculum.errors import InputError
 from curriculum.record.compare import paired
 from curriculum.record.events import METRICS, config_name
-from curriculum.record.inspection import edits_of, mixture_text, offender_in
+from curriculum.record.inspection import by_eval, edits_of, mixture_text, offender_in
 from curriculum.record.queries import (
     EvalPoint,
     consumption,
@@ -152,7 +152,8 @@ def happened(run: Run, step: int) -> list[str]:
             continue
         lines.append(verdict(event))
         if event["event"] == "eval_regression":
-            lines += [f"  - {offender_in(event, o)}" for o in event["offenders"] if o["first_step"] == event["step"]]
+            new = [o for o in event["offenders"] if o["first_step"] == event["step"]]
+            lines += [f"  - {offender_in(event, o)}" for o in by_eval(new)]
     rows = run.metrics if (run.directory.path / METRICS).exists() else []
     last = next((row for row in reversed(rows) if row["step"] <= step), None)
     if last is not None and (skipped := skipped_line(last, {})):

@@ -22,7 +22,7 @@ from curriculum.record.queries import (
     standing_regressions,
 )
 from curriculum.record.sentences import sample_lines, skipped_line, verdict
-from curriculum.record.wording import columns, duration, loss, signed
+from curriculum.record.wording import columns, duration, listed, loss, signed
 from curriculum.run import Run, checkpoint_steps
 
 _BASELINES = {"start": "start", "phase_start": "phase start", "best": "best"}
@@ -182,7 +182,7 @@ def text(facts: Mapping[str, Any]) -> list[str]:
         *_eval_lines(facts["evals"]),
         *(sample_lines(facts["samples"]) if facts["samples"] else ()),
     ]
-    for o in facts["regressions"]:
+    for o in by_eval(facts["regressions"]):
         lines.append(f"  regressed   {offender(o)}")
     if not facts["regressions"]:
         lines.append("  regressed   none stands")
@@ -244,8 +244,16 @@ def lineage_lines(lineage: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def by_eval(offenders: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The offenders, those of one set that are worse than one eval as one, whose `baseline` names what that eval is."""
+    found: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for o in offenders:
+        found.setdefault(tuple(o.get(key) for key in ("set", "step", "baseline_step", "first_step")), []).append(o)
+    return [{**same[0], "baseline": listed([_BASELINES[o["baseline"]] for o in same])} for same in found.values()]
+
+
 def offender(o: Mapping[str, Any]) -> str:
-    """One set against one baseline that it is worse than, in words and numbers.
+    """One of `by_eval`: a set and an eval that it is worse than, in words and numbers.
 
     Of an alarm that stands also the step of these numbers, and the set's last loss if that is newer.
     """
@@ -258,8 +266,7 @@ def offender(o: Mapping[str, Any]) -> str:
     later = f"; now {loss(now['loss'])} at step {now['step']:,}" if now and now["step"] > o["step"] else ""
     return (
         f"{o['set']} {loss(o['baseline_loss'])} → {loss(o['loss'])}{measured}{risen} against its "
-        f"{_BASELINES.get(o['baseline'], o['baseline'])} at step {o['baseline_step']:,}, since step "
-        f"{o['first_step']:,}{later}"
+        f"{o['baseline']} at step {o['baseline_step']:,}, since step {o['first_step']:,}{later}"
     )
 
 

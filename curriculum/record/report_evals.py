@@ -12,7 +12,7 @@ from markupsafe import Markup, escape
 from curriculum.record import figures
 from curriculum.record.events import number, record_name
 from curriculum.record.figures import PALETTE, Mark, Phase, eval_curve
-from curriculum.record.inspection import offender_in
+from curriculum.record.inspection import by_eval, offender_in
 from curriculum.record.page import figure, folded, note, table, tag
 from curriculum.record.queries import EvalPoint, evalset_facts
 from curriculum.record.sentences import verdict
@@ -123,10 +123,10 @@ def log(run: Run) -> Markup:
             match kind:
                 case "eval_regression":
                     what = tag("span", "▲ regression", class_="bad")
-                    lines = [offender_in(event, o) + _mixture_change(o) for o in event["offenders"]]
+                    lines = [offender_in(event, o) + _mixture_change(o) for o in by_eval(event["offenders"])]
                     lines += [f"done: {event['action']}"] if event.get("action") else []
                 case "eval_recovered":
-                    what, lines = "○ recovered", [offender_in(event, o) for o in event["offenders"]]
+                    what, lines = "○ recovered", [offender_in(event, o) for o in by_eval(event["offenders"])]
                 case "gold_blocked":
                     what, lines = "gold blocked", [event["reason"]]
                 case "schedule_edit":
