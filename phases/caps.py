@@ -6,10 +6,14 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+import numpy as np
+
 from phases.checks import ScheduleError
 from phases.clocks import EpochGoal
 from phases.mixture import normalised
 from phases.schedule import Segment, SourceSupply
+
+_PARTS = 64  # into which a search cuts a segment: counts of many steps take little longer than those of one
 
 
 def phase_segments(
@@ -32,7 +36,8 @@ def phase_segments(
     while True:
         step, name = _first_exhausted(segment, supplies) or (segment.end, None)
         if goal:
-            end = _first_step(segment, step, lambda s, now=segment: now.cursors_at(s)[goal.source] >= goal.tokens)
+            at = segment.cursors_over
+            end = _first_step(segment, step, lambda steps, at=at: at(steps)[goal.source] >= goal.tokens)
             if end is not None:
                 return [*segments, replace(segment, end=end)], False
             if name is None:
@@ -60,27 +65,31 @@ def phase_segments(
 
 
 def _first_exhausted(segment: Segment, supplies: Mapping[str, SourceSupply]) -> tuple[int, str] | None:
-    """(update, source) of the first batch that would exceed a source's cap, or None."""
-    found = []
-    at_end = segment.cursors_at(segment.end)
-    for name in segment.quotas.sources:
-        if (cap := supplies[name].cap_tokens) is None:
-            continue
-        limit = max(cap, segment.cursors[name])
-        if at_end[name] > limit:
-            over = _first_step(segment, segment.end, lambda s, n=name, most=limit: segment.cursors_at(s)[n] > most)
-            found.append((over - 1, name))
-    return min(found, default=None)
+    """(update, source) of the first batch that would exceed a source's cap, or None; of several the first by name."""
+    limits = {
+        name: max(cap, segment.cursors[name])
+        for name in segment.quotas.sources
+        if (cap := supplies[name].cap_tokens) is not None
+    }
+
+    def exceeded(steps):
+        cursors = segment.cursors_over(steps)
+        return np.array([cursors[name] > limits[name] for name in sorted(limits)])
+
+    if not limits or (over := _first_step(segment, segment.end, lambda steps: exceeded(steps).any(axis=0))) is None:
+        return None
+    return over - 1, sorted(limits)[int(exceeded([over])[:, 0].argmax())]
 
 
-def _first_step(segment: Segment, end: int, reached: Callable[[int], bool]) -> int | None:
-    """The first step in (start, end] at which a condition that stays true once it is true holds, by bisection."""
+def _first_step(segment: Segment, end: int, reached: Callable[[np.ndarray], np.ndarray]) -> int | None:
+    """The first step in (start, end] at which a condition that stays true once it is true holds; not yet at `start`."""
     low, high = segment.start, end
-    if low == high or not reached(high):
+    if low == high or not reached(np.array([high]))[0]:
         return None
     while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if reached(middle) else (middle, high)
+        steps = low + (high - low) * np.arange(_PARTS + 1) // _PARTS  # from low to high
+        first = int(reached(steps).argmax())
+        low, high = int(steps[first - 1]), int(steps[first])
     return high
 
 

@@ -412,6 +412,25 @@ def test_a_long_plan_with_fifty_sources_resolves_quickly():
     assert len(schedule.segments) == 10 and sum(schedule.cursors_at(75_000).values()) == 75_000 * 512 * 1024
 
 
+def test_a_long_plan_whose_sources_are_exhausted_one_after_another_resolves_quickly():
+    names = [f"s{i:02d}" for i in range(30)]
+    supplies = {name: SourceSupply(10**9, 1 + i, "renormalise") for i, name in enumerate(names)} | {
+        "web": SourceSupply(10**10)
+    }
+    phase, schedule = Phase("a", "end", dict.fromkeys(supplies, 1.0)), None
+
+    def resolve():
+        nonlocal schedule
+        schedule = resolved(phase, supplies=supplies, total=1_500_000, batch=512, length=1024)
+
+    assert processor.seconds(resolve) < processor.loop_seconds(2e7)  # takes as long as about 5e6 rounds
+    assert len(schedule.segments) == 31
+    # Equal shares of 31: the first has read its 10^9 tokens after so many steps of 512 sequences of 1,024.
+    assert schedule.segments[0].end == pytest.approx(31 * 10**9 / (512 * 1024), abs=2)
+    read = schedule.cursors_at(1_500_000)
+    assert all(0 <= (i + 1) * 10**9 - read[name] < 512 * 1024 for i, name in enumerate(names))
+
+
 # A frozen past: what is trained stands, what lies ahead comes from the phases.
 
 THREE = (
