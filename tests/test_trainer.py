@@ -247,6 +247,27 @@ def test_a_finished_run_says_so_and_writes_nothing(corpus, store, whole, capsys)
     assert files() == before and len(before) > 10
 
 
+def test_a_run_that_a_source_stops_resumes_in_its_decay_and_says_why_it_ends(corpus, store, tmp_path, capsys):
+    data = config_data(
+        corpus,
+        phases=[{"name": "a", "until": "end", "mixture": {"law": 0.5, "web": 0.5}}],
+        evalsets={"every": 50, "primary": {"held_out_of": "web"}},
+        optim__decay_steps=4,
+    )
+    data["sources"]["law"] |= {"max_epochs": 0.05, "on_exhaust": "stop"}
+    complete = train(build_config(data), tmp_path / "run", store_dir=store)
+    end = complete["total_steps"]
+    assert 8 < end < 60 and end % 5 in (2, 3, 4)  # a checkpoint lies in the decay, and one at the end
+    before = final_state(tmp_path / "run"), record(tmp_path / "run")
+    train(build_config(data), tmp_path / "run", resume=end // 5 * 5, store_dir=store)
+    assert (final_state(tmp_path / "run"), record(tmp_path / "run")) == before
+    for steps in (60, 70):
+        data["train"]["steps"] = steps
+        assert train(build_config(data), tmp_path / "run", resume="latest", store_dir=store)["total_steps"] == end
+        told = f"is finished: {end} of {end} steps. Nothing to do. It ends there, before train.steps, as a source is"
+        assert told in capsys.readouterr().out
+
+
 def test_a_run_directory_in_use_is_refused_without_resume(corpus, store, whole):
     with pytest.raises(InputError, match="already holds a run; continue it with --resume latest"):
         train(build_config(config_data(corpus)), whole, store_dir=store)

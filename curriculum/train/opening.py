@@ -78,6 +78,8 @@ def finished(
     if complete := load_run(directory.path).complete:
         added = [name for name in setup.corpus.evalsets if name not in resumed.ledger["history"]["eval_sets"]]
         unsaid = f" Not measured: {', '.join(added)} (give it more train.steps)." if added else ""
+        if setup.config.train.steps > step:
+            unsaid += " It ends there, before train.steps, as a source is exhausted whose on_exhaust is stop."
         changes = [] if edit is None else edit["changes"]
         if any(not change["path"].startswith("evalsets.") for change in changes):
             unsaid += " What the config changes is not taken up: no step lies ahead."
