@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from curriculum.data.hf_files import DEFINITION_NAME
+from curriculum.data.tokenizers.hf_files import DEFINITION_NAME
 from curriculum.errors import InputError
-from curriculum.model.hf import checked_tensors
-from curriculum.model.hf_config import HF_CONFIG, hf_model_type, read_hf_config
-from curriculum.model.hf_weights import INDEX, stored_tensors
+from curriculum.model.formats.hf import checked_tensors
+from curriculum.model.formats.hf_config import HF_CONFIG, hf_model_type, read_hf_config
+from curriculum.model.formats.hf_weights import INDEX, stored_tensors
 from curriculum.model.presets import LoraConfig, ModelConfig, resolve_model
 from curriculum.run import (
     RunDirectory,

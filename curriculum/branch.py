@@ -44,10 +44,10 @@ from curriculum.run import (
 )
 from curriculum.train import ledger
 from curriculum.train.averages import SIDECAR
+from curriculum.train.checkpoints.resumed import to_resume
 from curriculum.train.edits import find_edit
 from curriculum.train.fields import branch_edit, derived
 from curriculum.train.opening import kept_tokenizer
-from curriculum.train.resumed import to_resume
 from curriculum.train.setup import Setup, build, check
 from curriculum.train.start import start_of
 from curriculum.train.trainer import train_built

@@ -23,9 +23,9 @@ from curriculum.config_sections import (
     TrainSection,
 )
 from curriculum.data.chat import ChatConfig
-from curriculum.data.documents import SourceConfig
 from curriculum.data.packing import PackingConfig
-from curriculum.data.tokenizer import TokenizerConfig
+from curriculum.data.sources import SourceConfig
+from curriculum.data.tokenizers.tokenizer import TokenizerConfig
 from curriculum.errors import InputError
 from curriculum.heritage import INHERITED, Heritage, heritage, model_from
 from curriculum.model.presets import ModelSection

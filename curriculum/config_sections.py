@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
-from curriculum.data.documents import SourceConfig
+from curriculum.data.sources import SourceConfig
 from curriculum.record.wandb_log import WandbConfig
 from curriculum.sampling import GenerateSection
 from curriculum.train.optimizer import OptimConfig

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from curriculum.config import Config, build_config
 from curriculum.config_keys import no_such
 from curriculum.data.corpus import find_read_documents, load_evalsets
-from curriculum.data.tokenizer import load_tokenizer
+from curriculum.data.tokenizers.tokenizer import load_tokenizer
 from curriculum.errors import InputError
 from curriculum.record.events import config_name, record_name
 from curriculum.run import DEFAULT_STORE_DIR, RunDirectory, load_run

@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from curriculum.data.gguf_vocabulary import gguf_vocabulary
-from curriculum.data.tokenizer import Tokenizer, load_tokenizer
+from curriculum.data.tokenizers.gguf_vocabulary import gguf_vocabulary
+from curriculum.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from curriculum.errors import InputError, check_choice
-from curriculum.model.gguf import gguf_architecture, write_gguf
-from curriculum.model.hf import hf_tensors
-from curriculum.model.hf_config import HF_CONFIG
-from curriculum.model.hf_config_writer import hf_config_of
+from curriculum.model.formats.gguf import gguf_architecture, write_gguf
+from curriculum.model.formats.hf import hf_tensors
+from curriculum.model.formats.hf_config import HF_CONFIG
+from curriculum.model.formats.hf_config_writer import hf_config_of
+from curriculum.model.formats.safetensors_writer import DTYPES, numpy_dtype, rounded_all, write_safetensors
 from curriculum.model.presets import ModelConfig
-from curriculum.model.safetensors_writer import DTYPES, numpy_dtype, rounded_all, write_safetensors
-from curriculum.model_card import Exported, model_card
 from curriculum.record.append import tell
 from curriculum.record.events import EVENTS, read_events
 from curriculum.run import Run, RunDirectory, architecture_at, read_ledger
+from curriculum.views.model_card import Exported, model_card
 from curriculum.weights import find_weights, ledger_of
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def export(
 
 def _parameters(saved: Path) -> dict[str, np.ndarray]:
     """The arrays of a checkpoint by their dotted path, float32, on the host."""
-    from curriculum.train.checkpoint import load_params
+    from curriculum.train.checkpoints.arrays import load_params
 
     return _by_name(load_params(saved))
 
@@ -182,7 +182,7 @@ def _target(directory: RunDirectory, kind: str, dtype: str, architecture: Mappin
 def _write_hf(
     folder: Path, target: _Target, arrays: Mapping[str, np.ndarray], dtype: str, metadata: Mapping[str, str]
 ) -> None:
-    from curriculum.data.hf_tokenizer import write_hf_tokenizer
+    from curriculum.data.tokenizers.hf_writer import write_hf_tokenizer
 
     tensors = hf_tensors(target.config, arrays)
     write_safetensors(folder, rounded_all(tensors, dtype), {"format": "pt", **metadata})  # transformers asks for it
@@ -209,8 +209,8 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 def _write_peft(
     folder: Path, target: _Target, arrays: Mapping[str, np.ndarray], dtype: str, metadata: Mapping[str, str]
 ) -> None:
-    from curriculum.data.hf_tokenizer import write_hf_tokenizer
-    from curriculum.model.peft import write_peft
+    from curriculum.data.tokenizers.hf_writer import write_hf_tokenizer
+    from curriculum.model.formats.peft import write_peft
 
     rounded = dict(rounded_all(arrays.items(), dtype))
     write_peft(folder, target.config, rounded, target.base, numpy_dtype(dtype))

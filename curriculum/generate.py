@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from curriculum.data.tokenizer import load_tokenizer
+from curriculum.data.tokenizers.tokenizer import load_tokenizer
 from curriculum.errors import InputError
 from curriculum.run import DEFAULT_STORE_DIR, RunDirectory, load_run
 from curriculum.sampling import Sampling

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from curriculum.adaptation import HfBase, differences, find_base, same_place
-from curriculum.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
+from curriculum.data.tokenizers.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from curriculum.errors import InputError
-from curriculum.model.hf_config import HF_CONFIG, architecture_fields, read_hf_config
+from curriculum.model.formats.hf_config import HF_CONFIG, architecture_fields, read_hf_config
 from curriculum.model.presets import HOW, ModelSection, model_problems, resolve_model
 from curriculum.run import RunDirectory
 

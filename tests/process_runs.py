@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from curriculum.config import build_config
-from curriculum.train.launch import find_launch
-from curriculum.train.processes import is_first, joined
+from curriculum.train.processes.launch import find_launch
+from curriculum.train.processes.together import is_first, joined
 
 STEPS, SHOWN, BUILT = 12, 4, "the run is built"
 
@@ -76,7 +76,7 @@ FULL_AT = {"mean": (7, 600), "full": (8, 20_000)}
 
 def end_as(folder: Path, port: str, num_processes: str, process_id: str, *names: str):
     """Runs of ENDS, of each of which is kept by what it ended."""
-    from curriculum.train.checkpoint_folder import Checkpoints
+    from curriculum.train.checkpoints.folder import Checkpoints
     from curriculum.train.divergence import Diverged
     from curriculum.train.feed import Feed
     from curriculum.train.trainer import train

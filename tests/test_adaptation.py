@@ -17,12 +17,12 @@ from curriculum.adaptation import find_base, with_replay
 from curriculum.cli.main import main
 from curriculum.cli.plan import table
 from curriculum.config import build_config, changed_config, config_from_json, load_config
-from curriculum.data.tokenizer import load_tokenizer
+from curriculum.data.tokenizers.tokenizer import load_tokenizer
 from curriculum.errors import InputError
 from curriculum.manifest import update_manifest, write_manifest
 from curriculum.plan import plan
 from curriculum.run import RunDirectory, load_run, read_ledger
-from curriculum.train.resumed import to_resume
+from curriculum.train.checkpoints.resumed import to_resume
 from curriculum.train.setup import build
 from curriculum.train.start import start_of
 from curriculum.train.trainer import train
@@ -272,7 +272,7 @@ def test_what_nothing_can_begin_from_is_told(folder, init_from, words):
     ],
 )  # fmt: skip
 def test_a_section_that_is_given_must_agree(folder, override, words):
-    from curriculum.data.vocabulary import train_bpe
+    from curriculum.data.tokenizers.vocabulary import train_bpe
 
     train_bpe(["some other text " * 20], 260).save("other")
     with pytest.raises(InputError) as told:

@@ -14,19 +14,19 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from curriculum.adaptation import find_base
 from curriculum.cli.plan import table
 from curriculum.config import build_config, changed_config, config_from_json, load_config
-from curriculum.data.tokenizer import byte_tokenizer, load_tokenizer
+from curriculum.data.tokenizers.tokenizer import byte_tokenizer, load_tokenizer
 from curriculum.errors import InputError
 from curriculum.model.counts import num_parameters
-from curriculum.model.hf import hf_tensors, load_hf
-from curriculum.model.hf_config_writer import hf_config_of
-from curriculum.model.hf_weights import hf_fingerprint
+from curriculum.model.formats.hf import hf_tensors, load_hf
+from curriculum.model.formats.hf_config_writer import hf_config_of
+from curriculum.model.formats.hf_weights import hf_fingerprint
 from curriculum.model.model import abstract_params, parameter_name
 from curriculum.model.presets import ModelConfig, RopeScaling
 from curriculum.model.transformer import transformer
 from curriculum.plan import plan
 from curriculum.run import load_run
 from curriculum.train.abstract import abstract_on_mesh
-from curriculum.train.checkpoint import load_params
+from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.mesh import MeshConfig, make_mesh
 from curriculum.train.trainer import train
 

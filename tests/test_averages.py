@@ -15,7 +15,7 @@ from curriculum.manifest import write_manifest
 from curriculum.record.console import eval_lines
 from curriculum.record.curves import eval_curves
 from curriculum.run import load_run
-from curriculum.train.checkpoint import load_params
+from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.setup import build
 from curriculum.train.trainer import train
 from evalsets.metrics import summarise

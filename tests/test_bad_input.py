@@ -23,8 +23,8 @@ import pytest
 from curriculum.cli.main import main
 from curriculum.config import load_config
 from curriculum.data.prepare import prepare_folder
-from curriculum.data.tokenizer import byte_tokenizer
-from curriculum.data.vocabulary import char_tokenizer, train_bpe
+from curriculum.data.tokenizers.tokenizer import byte_tokenizer
+from curriculum.data.tokenizers.vocabulary import char_tokenizer, train_bpe
 from curriculum.train.trainer import train
 
 GOOD = """\

@@ -18,14 +18,14 @@ from curriculum.cli.main import cli
 from curriculum.config import build_config, load_config
 from curriculum.errors import InputError
 from curriculum.manifest import write_manifest
-from curriculum.record.inspection import inspect_run
-from curriculum.record.shared_past import shared_past
 from curriculum.run import RunDirectory, checkpoint_steps, load_run, read_ledger
 from curriculum.scheduling import Past
 from curriculum.train import ledger
 from curriculum.train.history import History
 from curriculum.train.setup import build
 from curriculum.train.trainer import train
+from curriculum.views.inspection import inspect_run
+from curriculum.views.shared_past import shared_past
 from phases.replay import ReplayRefused
 from phases.schedule import segments_from_json
 

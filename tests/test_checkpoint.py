@@ -23,10 +23,10 @@ from curriculum.evaluate import evaluate
 from curriculum.export import export
 from curriculum.manifest import damage, write_manifest
 from curriculum.run import RunDirectory, find_checkpoint, load_run, undamaged
-from curriculum.train.checkpoint import in_turn, load_params, save_params
-from curriculum.train.checkpoint_folder import Checkpoints
-from curriculum.train.finite import NonFiniteState
-from curriculum.train.resumed import to_resume
+from curriculum.train.checkpoints.arrays import in_turn, load_params, save_params
+from curriculum.train.checkpoints.finite import NonFiniteState
+from curriculum.train.checkpoints.folder import Checkpoints
+from curriculum.train.checkpoints.resumed import to_resume
 from curriculum.train.step import init_state
 
 
@@ -216,7 +216,7 @@ def test_what_may_not_be_read_is_not_taken_for_damaged(run, path, mode):
 import os, sys
 from pathlib import Path
 from curriculum.run import RunDirectory
-from curriculum.train.resumed import to_resume
+from curriculum.train.checkpoints.resumed import to_resume
 if os.geteuid() == 0:
     os.setuid(65534)
 to_resume(RunDirectory(Path(".")), "latest")
@@ -357,7 +357,7 @@ def test_a_save_that_fails_in_the_background_is_raised_and_leaves_nothing(tmp_pa
     checkpoints = Checkpoints(tmp_path / "checkpoints", 2)
     save(checkpoints, 1)
     checkpoints.wait()
-    broken = "curriculum.train.checkpoint_folder.write_manifest"
+    broken = "curriculum.train.checkpoints.folder.write_manifest"
     monkeypatch.setattr(broken, lambda *_: (_ for _ in ()).throw(ZeroDivisionError("broken")))
     save(checkpoints, 2)
     with pytest.raises(ZeroDivisionError, match="broken"):

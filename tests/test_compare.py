@@ -9,10 +9,10 @@ import pytest
 from written_run import command, windows, write_run
 
 from curriculum.errors import InputError
-from curriculum.record.compare import compare
-from curriculum.record.compare_text import notes, table
-from curriculum.record.shared_past import shared_past
 from curriculum.run import load_run
+from curriculum.views.compare import compare
+from curriculum.views.compare_text import notes, table
+from curriculum.views.shared_past import shared_past
 
 
 def by_document(*losses: float):

@@ -7,7 +7,7 @@ import pytest
 
 from curriculum.config import build_config
 from curriculum.data.corpus import find_sizes, load_corpus
-from curriculum.data.tokenizer import byte_tokenizer, load_tokenizer
+from curriculum.data.tokenizers.tokenizer import byte_tokenizer, load_tokenizer
 from curriculum.errors import InputError
 
 PRIMARY = {"path": "val.jsonl"}

@@ -15,7 +15,7 @@ from curriculum.evaluate import evaluate
 from curriculum.export import export
 from curriculum.manifest import write_manifest
 from curriculum.run import CHECKPOINT_ITEMS, load_run
-from curriculum.train.checkpoint import load_params
+from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.results import read_results
 from curriculum.train.trainer import train
 

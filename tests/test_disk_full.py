@@ -23,7 +23,7 @@ TRAIN = """
 import json, os, resource, signal, sys, time
 from pathlib import Path
 from curriculum.errors import InputError
-from curriculum.train.checkpoint_folder import Checkpoints
+from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.feed import Feed
 from curriculum.train.signals import Stopped
 sys.path.insert(0, sys.argv[1])
@@ -248,7 +248,7 @@ import resource, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from test_checkpoint import save
-from curriculum.train.checkpoint_folder import Checkpoints, SaveFailed
+from curriculum.train.checkpoints.folder import Checkpoints, SaveFailed
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 checkpoints = Checkpoints(Path(sys.argv[2]))
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))

@@ -15,7 +15,7 @@ from curriculum.errors import InputError
 from curriculum.lock import RunLock
 from curriculum.run import RunDirectory, load_run
 from curriculum.train import divergence, trainer
-from curriculum.train.checkpoint_folder import Checkpoints
+from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.course import Course
 from curriculum.train.divergence import Diverged
 from curriculum.train.setup import build

@@ -7,8 +7,8 @@ import tracemalloc
 import pytest
 
 from curriculum.data.chat import ChatConfig
-from curriculum.data.documents import SourceConfig, source_files
 from curriculum.data.pieces import PIECE_BYTES, read_pieces
+from curriculum.data.sources import SourceConfig, source_files
 from curriculum.errors import InputError
 
 AWKWARD = "naïve — 汉字。\r\nline two\r\n\t\x01 \x7f 👩‍👩‍👧 <|endoftext|> e\u0301\u2028end  \n\n"

@@ -13,13 +13,13 @@ from safetensors.numpy import load_file
 from written_run import command
 
 from curriculum.config import build_config
-from curriculum.data.vocabulary import char_tokenizer
+from curriculum.data.tokenizers.vocabulary import char_tokenizer
 from curriculum.errors import InputError
 from curriculum.export import export
 from curriculum.manifest import write_manifest
-from curriculum.model.hf_config import read_hf_config
-from curriculum.model.safetensors_writer import rounded, write_safetensors
-from curriculum.train.checkpoint import load_params
+from curriculum.model.formats.hf_config import read_hf_config
+from curriculum.model.formats.safetensors_writer import rounded, write_safetensors
+from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.trainer import train
 
 CURRICULUM = str(Path(sys.executable).parent / "curriculum")

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from curriculum.train.finite import NonFiniteState, check_finite
+from curriculum.train.checkpoints.finite import NonFiniteState, check_finite
 from curriculum.train.step import init_state
 
 

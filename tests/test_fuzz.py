@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from curriculum.config import config_from_json, load_config
 from curriculum.data.chat import ChatConfig
-from curriculum.data.documents import SourceConfig
 from curriculum.data.pieces import read_pieces
 from curriculum.data.prepare import prepare_store
-from curriculum.data.tokenizer import byte_tokenizer
+from curriculum.data.sources import SourceConfig
+from curriculum.data.tokenizers.tokenizer import byte_tokenizer
 from curriculum.errors import InputError
 from curriculum.plan import plan
 

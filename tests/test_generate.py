@@ -19,7 +19,7 @@ from hf_folders import write_folder
 from tiny_run import last_state, record, tiny_data, tiny_train, write_corpus
 
 from curriculum.config import build_config
-from curriculum.data.tokenizer import END_OF_TEXT, Tokenizer, byte_tokenizer, load_tokenizer
+from curriculum.data.tokenizers.tokenizer import END_OF_TEXT, Tokenizer, byte_tokenizer, load_tokenizer
 from curriculum.errors import InputError
 from curriculum.generate import generate, load_generator, read_prompts
 from curriculum.model.continuation import Continuation, Prompt
@@ -28,14 +28,14 @@ from curriculum.model.generate import NUM_ROWS, Generator
 from curriculum.model.model import Model
 from curriculum.model.presets import ModelConfig, RopeScaling
 from curriculum.model.transformer import forward, head, init_params, transformer
-from curriculum.record.inspection import inspect_run
-from curriculum.record.inspection import text as inspection_text
-from curriculum.record.report import write_report
 from curriculum.run import load_run
 from curriculum.sampling import GenerateSection, Sampling
 from curriculum.train.mesh import MeshConfig, make_mesh
 from curriculum.train.samples import beginnings
 from curriculum.train.trainer import train
+from curriculum.views.inspection import inspect_run
+from curriculum.views.inspection import text as inspection_text
+from curriculum.views.report import write_report
 from evalsets.evalset import cut_windows
 
 BYTES = byte_tokenizer()

@@ -9,10 +9,10 @@ from gguf_models import LLAMA3_SCALING, MODELS, by_name, config_of, params_of
 from hf_folders import definition_of, write_folder
 from test_hf_writer import own_tokenizer
 
-from curriculum.data.hf_tokenizer import write_hf_tokenizer
-from curriculum.data.tokenizer import load_tokenizer
+from curriculum.data.tokenizers.hf_writer import write_hf_tokenizer
+from curriculum.data.tokenizers.tokenizer import load_tokenizer
 from curriculum.errors import InputError
-from curriculum.model.gguf import gguf_architecture, write_gguf
+from curriculum.model.formats.gguf import gguf_architecture, write_gguf
 
 VOCAB = 257  # byte's
 

@@ -11,7 +11,7 @@ from curriculum.data.held_out import eval_documents, first_eval_documents
 from curriculum.data.split import Split
 from curriculum.data.store import open_store
 from curriculum.data.store_writer import StoreWriter
-from curriculum.data.tokenizer import byte_tokenizer
+from curriculum.data.tokenizers.tokenizer import byte_tokenizer
 from evalsets.evalset import cut_windows
 
 TOKENIZER = byte_tokenizer()

@@ -14,10 +14,10 @@ from safetensors.numpy import save_file
 
 from curriculum.errors import InputError
 from curriculum.model.counts import num_parameters
-from curriculum.model.hf import checked_tensors, hf_layout, hf_tensors, load_hf
-from curriculum.model.hf_config import hf_model_type, read_hf_config
-from curriculum.model.hf_config_writer import hf_config_of
-from curriculum.model.hf_weights import hf_fingerprint, stored_tensors
+from curriculum.model.formats.hf import checked_tensors, hf_layout, hf_tensors, load_hf
+from curriculum.model.formats.hf_config import hf_model_type, read_hf_config
+from curriculum.model.formats.hf_config_writer import hf_config_of
+from curriculum.model.formats.hf_weights import hf_fingerprint, stored_tensors
 from curriculum.model.model import abstract_params, parameter_name
 from curriculum.model.presets import ModelConfig, RopeScaling
 from curriculum.model.transformer import transformer
@@ -562,8 +562,8 @@ def test_the_fingerprint_is_of_the_weights(tmp_path):
 MEMORY = """
 import json, sys
 import numpy as np, jax
-from curriculum.model.hf import load_hf
-from curriculum.model.hf_config import read_hf_config
+from curriculum.model.formats.hf import load_hf
+from curriculum.model.formats.hf_config import read_hf_config
 from curriculum.model.model import abstract_params, parameter_name
 from curriculum.model.transformer import transformer
 from curriculum.train.device import tune_device

@@ -12,12 +12,12 @@ from hf_folders import FAMILIES, SPECIAL_TEXT, TEXTS, corpus, definition_of, wri
 from curriculum.config import build_config
 from curriculum.data import flat
 from curriculum.data.corpus import load_corpus
-from curriculum.data.documents import SourceConfig
 from curriculum.data.encode import encode_pieces
 from curriculum.data.held_out import eval_documents
 from curriculum.data.pieces import PIECE_BYTES, Piece
 from curriculum.data.prepare import prepare_documents, prepare_store, prepare_tokenizer
-from curriculum.data.tokenizer import TokenizerConfig, byte_tokenizer, load_tokenizer
+from curriculum.data.sources import SourceConfig
+from curriculum.data.tokenizers.tokenizer import TokenizerConfig, byte_tokenizer, load_tokenizer
 from curriculum.errors import InputError
 
 
@@ -352,7 +352,7 @@ def test_the_config_takes_a_folder(folders, tmp_path):
 def test_reading_a_folder_imports_no_tokenizer_library(folders):
     script = (
         "import sys\n"
-        "from curriculum.data.tokenizer import load_tokenizer\n"
+        "from curriculum.data.tokenizers.tokenizer import load_tokenizer\n"
         f"tokenizer = load_tokenizer({str(folders['qwen'])!r})\n"
         "assert tokenizer.fingerprint and tokenizer.vocab_size and tokenizer.eot\n"
         "print(sorted({'tokenizers', 'transformers', 'tiktoken', 'jax'} & set(sys.modules)))\n"

@@ -7,9 +7,9 @@ import pytest
 from hf_folders import FAMILIES, SPECIAL_TEXT, TEXTS, corpus, write_folder
 from tokenizers import Tokenizer as Library
 
-from curriculum.data.hf_tokenizer import merges_of, onig_pattern, write_hf_tokenizer
-from curriculum.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
-from curriculum.data.vocabulary import char_tokenizer, train_bpe
+from curriculum.data.tokenizers.hf_writer import merges_of, onig_pattern, write_hf_tokenizer
+from curriculum.data.tokenizers.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
+from curriculum.data.tokenizers.vocabulary import char_tokenizer, train_bpe
 
 CL100K = r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"""
 

@@ -44,6 +44,27 @@ def test_imports_run_one_way():
         assert not imports(path) & {"tests", "tools"}, path
 
 
+# What the modules of a folder do not import, those of folders in it aside: parts know nothing of what is made of them.
+NOT_FROM = {
+    "data": ("train", "record", "views", "cli"),
+    "data/tokenizers": ("train", "record", "views", "cli", "model"),
+    "model": ("train", "record", "views", "cli"),
+    "record": ("train", "data", "model", "views", "cli"),
+    "train": ("views", "cli"),
+    "views": ("train", "cli"),
+}
+
+
+@pytest.mark.parametrize("folder", NOT_FROM)
+def test_parts_know_nothing_of_what_is_made_of_them(folder):
+    found = sorted((ROOT / "curriculum" / folder).glob("*.py"))
+    assert len(found) > 3
+    for path in found:
+        text = path.read_text(encoding="utf-8")
+        of = set(re.findall(r"^\s*(?:from|import) curriculum\.(\w+)", text, re.M))
+        assert not of & set(NOT_FROM[folder]), path
+
+
 def test_package_files_hold_a_docstring_and_nothing_else():
     found = [path for package in PACKAGES for path in files(package) if path.name == "__init__.py"]
     assert len(found) >= 7
@@ -120,7 +141,7 @@ def test_a_plan_of_what_is_prepared_imports_nothing_heavy(quickstart_folders):
     assert code == 0 and not modules & set(HEAVY)
     # Nor what costs a plan time and is of no use to it: `np.unique` imports the first, and the JSON schema the second.
     assert "curriculum.plan" in modules
-    assert not modules & {"numpy.ma", "pydantic", "evalsets.gold", "curriculum.train.launch"}
+    assert not modules & {"numpy.ma", "pydantic", "evalsets.gold", "curriculum.train.processes.launch"}
     assert "slots that hold text: docs 9" in shown and "not prepared" not in shown
 
 
@@ -141,8 +162,8 @@ def test_a_plan_that_begins_from_a_hugging_face_folder_imports_nothing_heavy(qui
     from safetensors.numpy import save_file
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-    from curriculum.model.hf import hf_layout
-    from curriculum.model.hf_config_writer import hf_config_of
+    from curriculum.model.formats.hf import hf_layout
+    from curriculum.model.formats.hf_config_writer import hf_config_of
     from curriculum.model.presets import ModelConfig
 
     folder = quickstart_folders / "hf"

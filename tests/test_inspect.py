@@ -12,12 +12,12 @@ from written_run import command, offender, write_run
 
 from curriculum.config import build_config
 from curriculum.errors import InputError
-from curriculum.record.compare import compare
-from curriculum.record.inspection import edits_of, inspect_run, text
 from curriculum.record.queries import consumption, eval_points, evalset_facts, last_detectable, standing_regressions
-from curriculum.record.report import report
 from curriculum.run import CHECKPOINT_ITEMS, load_run
 from curriculum.train.trainer import train
+from curriculum.views.compare import compare
+from curriculum.views.inspection import edits_of, inspect_run, text
+from curriculum.views.report import report
 
 LOSSES = {"val": lambda step: 3 - step / 100, "law": lambda step: 4.0 if step in (0, 60, 100) else None}
 

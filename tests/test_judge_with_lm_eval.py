@@ -9,8 +9,8 @@ import pytest
 from hf_folders import write_folder
 from tiny_run import tiny_train, write_corpus
 
-from curriculum.data.hf_tokenizer import write_hf_tokenizer
-from curriculum.data.tokenizer import byte_tokenizer, load_tokenizer
+from curriculum.data.tokenizers.hf_writer import write_hf_tokenizer
+from curriculum.data.tokenizers.tokenizer import byte_tokenizer, load_tokenizer
 from evalsets.evalset import cut_windows
 from evalsets.metrics import WindowResults
 

@@ -8,7 +8,7 @@ import yaml
 from command_line import run
 
 from curriculum.errors import InputError
-from curriculum.train.launch import Launch, find_launch
+from curriculum.train.processes.launch import Launch, find_launch
 
 ROOT = Path(__file__).parents[1]
 

@@ -5,7 +5,15 @@ import json
 from started import ended, free_port, start
 
 from curriculum.errors import InputError
-from curriculum.train.processes import _exit_code, _in_a_line, count, first_then_all, from_first, is_first, joined
+from curriculum.train.processes.together import (
+    _exit_code,
+    _in_a_line,
+    count,
+    first_then_all,
+    from_first,
+    is_first,
+    joined,
+)
 
 
 def test_a_single_process_decides_for_itself():
@@ -19,13 +27,15 @@ import errno, json, sys, time
 from pathlib import Path
 from curriculum.errors import InputError
 from curriculum.lock import RunLock
-from curriculum.train import opening, peers, processes
-from curriculum.train.launch import Launch
+from curriculum.train.processes import peers
+from curriculum.train.processes import together
+from curriculum.train import opening
+from curriculum.train.processes.launch import Launch
 
 port, index, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 opening._SEEN_SECONDS = 0.2
-peers.GRACE_SECONDS = processes._NEWS_SECONDS = 0.2
-processes._peers = peers.Peers(Launch("127.0.0.1", port, 2, index), 30)
+peers.GRACE_SECONDS = together._NEWS_SECONDS = 0.2
+together._peers = peers.Peers(Launch("127.0.0.1", port, 2, index), 30)
 told, made = {}, []
 
 def attempt(name, function, *arguments):
@@ -40,22 +50,22 @@ def wrong():
 def full():
     raise OSError(errno.ENOSPC, "No space left on device", "x/y")
 
-attempt("value", processes.from_first, lambda: {"of": index})
-attempt("wrong", processes.from_first, wrong)
-attempt("full", processes.from_first, full)
-attempt("made", processes.first_then_all, lambda: made.append(time.time()) or index)
+attempt("value", together.from_first, lambda: {"of": index})
+attempt("wrong", together.from_first, wrong)
+attempt("full", together.from_first, full)
+attempt("made", together.first_then_all, lambda: made.append(time.time()) or index)
 told["when"] = made
-attempt("same", processes.check_same, lambda: {"the text": "t"})
+attempt("same", together.check_same, lambda: {"the text": "t"})
 for name, place in ("shared", folder / "run"), ("apart", folder / str(index) / "run"):
     lock = RunLock(place)
     if index == 0:
         lock.take()
     attempt(name, opening.check_shared, lock)
-attempt("differ", processes.check_same, lambda: {"the config": f"c{index}", "the text": "t"})
+attempt("differ", together.check_same, lambda: {"the config": f"c{index}", "the text": "t"})
 print(json.dumps(told), flush=True)
 if index == 0:
     time.sleep(60)
-processes.leave(RuntimeError("has lost its way\\nand more"))
+together.leave(RuntimeError("has lost its way\\nand more"))
 time.sleep(2)
 sys.exit(5)
 """
@@ -91,13 +101,14 @@ def test_what_two_processes_decide_together(tmp_path):
 LEAVES = """
 import sys, time
 from curriculum.cli import main
-from curriculum.train import peers, processes
-from curriculum.train.launch import Launch
+from curriculum.train.processes import peers
+from curriculum.train.processes import together
+from curriculum.train.processes.launch import Launch
 from curriculum.train.programs import Programs, StepShape
 
 port, index = int(sys.argv[1]), int(sys.argv[2])
-peers.GRACE_SECONDS, processes._NEWS_SECONDS = 4.0, 0.2
-processes._peers = peers.Peers(Launch("127.0.0.1", port, 2, index), 30)
+peers.GRACE_SECONDS, together._NEWS_SECONDS = 4.0, 0.2
+together._peers = peers.Peers(Launch("127.0.0.1", port, 2, index), 30)
 if index:
     time.sleep(60)
 programs = Programs(lambda shape: time.sleep(300))
@@ -105,7 +116,7 @@ programs.ahead([StepShape(1, 1, 1)])
 programs.close()
 
 def command():
-    processes.leave(SystemExit(2))
+    together.leave(SystemExit(2))
     sys.exit(2)
 
 main._command = command
@@ -128,18 +139,19 @@ def test_process_0_sees_the_others_off_while_something_is_compiled_too():
 
 BOTH_LEAVE = """
 import atexit, os, sys, time
-from curriculum.train import peers, processes
-from curriculum.train.launch import Launch
+from curriculum.train.processes import peers
+from curriculum.train.processes import together
+from curriculum.train.processes.launch import Launch
 
 port, index = int(sys.argv[1]), int(sys.argv[2])
-peers.GRACE_SECONDS, processes._NEWS_SECONDS = 4.0, 0.2
-processes._peers = peers.Peers(Launch("127.0.0.1", port, 2, index), 30)
+peers.GRACE_SECONDS, together._NEWS_SECONDS = 4.0, 0.2
+together._peers = peers.Peers(Launch("127.0.0.1", port, 2, index), 30)
 time.sleep(index)
-processes.leave(RuntimeError(f"error {index}"))
+together.leave(RuntimeError(f"error {index}"))
 if index:
     time.sleep(1.5)
     os._exit(1)
-atexit.register(processes._exit_at_once, 2)
+atexit.register(together._exit_at_once, 2)
 """
 
 

@@ -17,11 +17,11 @@ from curriculum.cli.plan import table
 from curriculum.config import build_config
 from curriculum.errors import InputError
 from curriculum.export import export, load_exported
+from curriculum.model.formats.safetensors_writer import write_safetensors
 from curriculum.model.model import Model, check_model
-from curriculum.model.safetensors_writer import write_safetensors
 from curriculum.plan import plan
 from curriculum.run import load_run
-from curriculum.train.checkpoint import load_params
+from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.dry_run import dry_run
 from curriculum.train.trainer import train
 

@@ -21,30 +21,30 @@ from tiny_run import CLOCK_FIELDS, tiny_data, write_corpus
 from curriculum.adaptation import resolved_model
 from curriculum.branch import branch
 from curriculum.config import build_config
-from curriculum.data.hf_tokenizer import write_hf_tokenizer
-from curriculum.data.tokenizer import load_tokenizer
+from curriculum.data.tokenizers.hf_writer import write_hf_tokenizer
+from curriculum.data.tokenizers.tokenizer import load_tokenizer
 from curriculum.errors import InputError
 from curriculum.evaluate import evaluate
 from curriculum.manifest import update_manifest, write_manifest
 from curriculum.model.counts import num_adapters, num_parameters, num_trained
-from curriculum.model.hf import hf_tensors
-from curriculum.model.hf_config_writer import hf_config_of
+from curriculum.model.formats.hf import hf_tensors
+from curriculum.model.formats.hf_config_writer import hf_config_of
+from curriculum.model.formats.peft import write_peft
 from curriculum.model.lora import adapters_of, frozen_of, joined, merged
 from curriculum.model.loss import sum_nats
 from curriculum.model.model import parameter_name
-from curriculum.model.peft import write_peft
 from curriculum.model.presets import LoraConfig, ModelConfig
 from curriculum.model.transformer import forward, head, init_adapters, init_params, transformer
 from curriculum.plan import plan
-from curriculum.record.inspection import inspect_run, text
 from curriculum.run import load_run
-from curriculum.train.checkpoint import load_params, save_params
+from curriculum.train.checkpoints.arrays import load_params, save_params
 from curriculum.train.dry_run import dry_run
 from curriculum.train.mesh import AXES, state_shardings
 from curriculum.train.setup import build
 from curriculum.train.start import start_of
 from curriculum.train.step import TrainState, init_state, make_train_step
 from curriculum.train.trainer import train
+from curriculum.views.inspection import inspect_run, text
 from phases.batches import Batch
 
 ALL = ("query", "key", "value", "out", "gate", "up", "down")

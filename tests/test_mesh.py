@@ -21,7 +21,7 @@ from curriculum.errors import InputError
 from curriculum.model.presets import ModelConfig
 from curriculum.model.transformer import transformer
 from curriculum.run import load_run
-from curriculum.train.checkpoint_folder import Checkpoints
+from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.mesh import (
     AXES,
     MeshConfig,

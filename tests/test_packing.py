@@ -465,7 +465,7 @@ def test_a_run_packs_resumes_bit_equal_and_keeps_its_packing(folder, tmp_path):
     import jax
 
     from curriculum.run import load_run, read_ledger
-    from curriculum.train.checkpoint_folder import Checkpoints
+    from curriculum.train.checkpoints.folder import Checkpoints
     from curriculum.train.ledger import check_past
     from curriculum.train.setup import build
     from curriculum.train.trainer import train

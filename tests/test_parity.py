@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from curriculum.model.hf import hf_tensors, load_hf
-from curriculum.model.hf_config import read_hf_config
-from curriculum.model.hf_config_writer import hf_config_of
+from curriculum.model.formats.hf import hf_tensors, load_hf
+from curriculum.model.formats.hf_config import read_hf_config
+from curriculum.model.formats.hf_config_writer import hf_config_of
 from curriculum.model.model import abstract_params, parameter_name
 from curriculum.model.transformer import forward, head, transformer
 

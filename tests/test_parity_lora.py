@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from curriculum.model.hf import hf_tensors
-from curriculum.model.hf_config_writer import hf_config_of
+from curriculum.model.formats.hf import hf_tensors
+from curriculum.model.formats.hf_config_writer import hf_config_of
+from curriculum.model.formats.peft import write_peft
 from curriculum.model.lora import adapters_of, merged
 from curriculum.model.model import parameter_name
-from curriculum.model.peft import write_peft
 from curriculum.model.presets import LoraConfig, ModelConfig
 from curriculum.model.transformer import forward, head, init_params
 

@@ -7,8 +7,8 @@ import pytest
 from hf_folders import FAMILIES, SPECIAL_TEXT, TEXTS, corpus, definition_of, write_folder
 from test_hf_writer import own_tokenizer
 
-from curriculum.data.hf_tokenizer import write_hf_tokenizer
-from curriculum.data.tokenizer import load_tokenizer
+from curriculum.data.tokenizers.hf_writer import write_hf_tokenizer
+from curriculum.data.tokenizers.tokenizer import load_tokenizer
 
 MISSING = importlib.util.find_spec("transformers") is None
 pytestmark = [

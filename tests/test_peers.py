@@ -11,10 +11,10 @@ import pytest
 from started import free_port
 
 from curriculum.errors import InputError
-from curriculum.train import peers
-from curriculum.train.launch import Launch
-from curriculum.train.messages import frame
-from curriculum.train.peers import Peers
+from curriculum.train.processes import peers
+from curriculum.train.processes.launch import Launch
+from curriculum.train.processes.messages import frame
+from curriculum.train.processes.peers import Peers
 
 
 def meet(*launches, seconds=20.0):

@@ -20,10 +20,9 @@ import numpy as np
 import pytest
 import xxhash
 
-from curriculum.data import flat, prepare, vocabulary
+from curriculum.data import flat, prepare
 from curriculum.data.cache import building, digest
 from curriculum.data.chat import CHATML, ChatConfig
-from curriculum.data.documents import SourceConfig
 from curriculum.data.pieces import read_pieces
 from curriculum.data.prepare import (
     find_store,
@@ -34,10 +33,12 @@ from curriculum.data.prepare import (
     prepare_tokenizer,
 )
 from curriculum.data.progress import ConsoleProgress, progress_text
+from curriculum.data.sources import SourceConfig
 from curriculum.data.store import FORMAT_VERSION as STORE_VERSION
 from curriculum.data.store import open_store
 from curriculum.data.store_writer import StoreWriter
-from curriculum.data.tokenizer import NUM_THREADS, TokenizerConfig, byte_tokenizer, load_tokenizer
+from curriculum.data.tokenizers import vocabulary
+from curriculum.data.tokenizers.tokenizer import NUM_THREADS, TokenizerConfig, byte_tokenizer, load_tokenizer
 from curriculum.errors import InputError
 
 ROOT = Path(__file__).parents[1]

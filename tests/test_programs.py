@@ -22,7 +22,7 @@ from curriculum.model.presets import ModelConfig
 from curriculum.model.transformer import transformer
 from curriculum.run import load_run, read_json
 from curriculum.train import trainer
-from curriculum.train.checkpoint import load_params
+from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.dry_run import dry_run
 from curriculum.train.feed import Feed
 from curriculum.train.programs import COMPILE_THREAD, Programs, StepShape, compiling

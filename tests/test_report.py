@@ -12,10 +12,10 @@ from test_compare import branch
 from written_run import PHASES, command, offender, windows, write_run
 
 from curriculum.errors import InputError
-from curriculum.record.figures import PANEL, RED, WIDE, Curve, Mark, eval_chart, short_count, short_rate, thinned
-from curriculum.record.report import _mixture_course, report, write_report
-from curriculum.record.report_runs import overlays
 from curriculum.run import load_run
+from curriculum.views.figures import PANEL, RED, WIDE, Curve, Mark, eval_chart, short_count, short_rate, thinned
+from curriculum.views.report import _mixture_course, report, write_report
+from curriculum.views.report_runs import overlays
 
 ALARM = {"phase": "domain", "action": "kept as kept/80", "offenders": [offender("law", "best", 60, first_step=80)]}
 WELL = {"phase": "domain", "offenders": [offender("law", "best", 60, first_step=80, delta=0.02)]}
@@ -103,7 +103,7 @@ def test_nothing_comes_from_outside(rich):
 
 def test_the_same_run_gives_the_same_bytes(rich, tmp_path):
     write_report([rich], tmp_path / "a.html")
-    script = "import sys; from curriculum.record.report import write_report; write_report([sys.argv[1]], sys.argv[2])"
+    script = "import sys; from curriculum.views.report import write_report; write_report([sys.argv[1]], sys.argv[2])"
     subprocess.run([sys.executable, "-c", script, rich, tmp_path / "b.html"], check=True)
     assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
     assert 20_000 < (tmp_path / "a.html").stat().st_size < 500_000

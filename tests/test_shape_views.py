@@ -12,13 +12,13 @@ from curriculum.config import build_config
 from curriculum.data.corpus import load_corpus
 from curriculum.plan import plan
 from curriculum.record.board import _phase_switch_markdown
-from curriculum.record.card import training
 from curriculum.record.console import Console, header
-from curriculum.record.inspection import inspect_run, text
-from curriculum.record.report import report
-from curriculum.record.report_runs import overlays
 from curriculum.record.sentences import verdict
 from curriculum.run import load_run
+from curriculum.views.inspection import inspect_run, text
+from curriculum.views.model_card_sections import training
+from curriculum.views.report import report
+from curriculum.views.report_runs import overlays
 
 PHASES = [
     {"name": "short", "until": "640 tokens", "mixture": {"web": 0.75, "law": 0.25}, "seq_len": 16, "batch_size": 8},

@@ -10,7 +10,7 @@ import pytest
 
 from curriculum.config import build_config
 from curriculum.run import checkpoint_steps, load_run
-from curriculum.train.checkpoint import load_params
+from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.trainer import train
 
 STEPS = 12

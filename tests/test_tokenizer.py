@@ -10,10 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from curriculum.data.documents import SourceConfig
 from curriculum.data.pieces import read_pieces
-from curriculum.data.tokenizer import SHARED_CHARACTERS, Tokenizer, TokenizerConfig, byte_tokenizer, load_tokenizer
-from curriculum.data.vocabulary import char_tokenizer, tiktoken_tokenizer, train_bpe
+from curriculum.data.sources import SourceConfig
+from curriculum.data.tokenizers.tokenizer import (
+    SHARED_CHARACTERS,
+    Tokenizer,
+    TokenizerConfig,
+    byte_tokenizer,
+    load_tokenizer,
+)
+from curriculum.data.tokenizers.vocabulary import char_tokenizer, tiktoken_tokenizer, train_bpe
 from curriculum.errors import InputError
 
 AWKWARD = [
@@ -120,7 +126,7 @@ def test_bpe_ids_are_those_of_tokenizers(corpus, bpe):
 
 def test_bpe_training_is_deterministic_across_processes(bpe, tmp_path):
     program = (
-        "import json, sys; from pathlib import Path; from curriculum.data.vocabulary import train_bpe\n"
+        "import json, sys; from pathlib import Path; from curriculum.data.tokenizers.vocabulary import train_bpe\n"
         "print(train_bpe(json.loads(sys.stdin.read()), 600).fingerprint)"
     )
     text = json.dumps([Path(__file__).read_text(encoding="utf-8"), *AWKWARD])
@@ -222,7 +228,7 @@ def test_many_texts_at_once_have_the_ids_of_each_alone(published_encoding, corpu
 def test_a_loaded_tokenizer_needs_neither_network_nor_cache(published_encoding, tmp_path):
     tiktoken_tokenizer("toy").save(tmp_path)
     program = (
-        "import sys; from curriculum.data.tokenizer import load_tokenizer; t = load_tokenizer(sys.argv[1]);"
+        "import sys; from curriculum.data.tokenizers.tokenizer import load_tokenizer; t = load_tokenizer(sys.argv[1]);"
         "assert 'tiktoken' not in sys.modules; print(t.encode('some words').tolist())"
     )
     done = subprocess.run(

@@ -15,7 +15,7 @@ from curriculum.config import build_config
 from curriculum.errors import InputError
 from curriculum.model.loss import nats_per_token
 from curriculum.run import load_run, read_ledger
-from curriculum.train.checkpoint_folder import Checkpoints
+from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.setup import build
 from curriculum.train.step import read_window
 from curriculum.train.trainer import train

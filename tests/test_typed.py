@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from curriculum.config import Config, sections
 from curriculum.data.packing import PackingFacts
 from curriculum.data.store import StoreFacts
-from curriculum.data.tokenizer import TokenizerFacts
+from curriculum.data.tokenizers.tokenizer import TokenizerFacts
 from curriculum.typed import Limits, annotations, read
 
 

@@ -1,6 +1,6 @@
 """The record as the processes have it that do not write it."""
 
-from curriculum.train.unwritten import Unwritten
+from curriculum.train.processes.unwritten import Unwritten
 
 
 def test_the_record_of_the_others_tells_what_it_is_given_and_writes_nothing(tmp_path):

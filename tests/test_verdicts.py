@@ -14,8 +14,8 @@ from curriculum.cli.main import cli
 from curriculum.config import build_config
 from curriculum.record.events import last_gold
 from curriculum.run import RunDirectory, checkpoint_steps, load_run, read_ledger
-from curriculum.train.best import BestCheckpoints
-from curriculum.train.checkpoint_folder import Checkpoints
+from curriculum.train.checkpoints.best import BestCheckpoints
+from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.setup import build
 from curriculum.train.trainer import train
 from evalsets.gold import GoldState, kept_steps

@@ -7,7 +7,7 @@ import numpy as np
 
 from curriculum.config import build_config
 from curriculum.run import load_run
-from curriculum.train.checkpoint import load_params
+from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.trainer import train
 
 CLOCK_FIELDS = {

@@ -49,9 +49,9 @@ def measure(folder: Path, megabytes: int, num_rounds: int, num_steps: int) -> li
 
     from curriculum.model.presets import ModelConfig
     from curriculum.model.transformer import init_params, transformer
-    from curriculum.train.checkpoint import in_turn
-    from curriculum.train.checkpoint_folder import Checkpoints
-    from curriculum.train.finite import check_finite
+    from curriculum.train.checkpoints.arrays import in_turn
+    from curriculum.train.checkpoints.finite import check_finite
+    from curriculum.train.checkpoints.folder import Checkpoints
     from curriculum.train.optimizer import OptimConfig, make_optimizer
     from curriculum.train.step import init_state, make_train_step
     from phases.batches import Batch

@@ -28,10 +28,10 @@ from pathlib import Path
 import numpy as np
 from bench_report import processor
 
-from curriculum.data.documents import SourceConfig
 from curriculum.data.prepare import prepare_store
-from curriculum.data.tokenizer import END_OF_TEXT, NUM_THREADS, Tokenizer, load_tokenizer
-from curriculum.data.vocabulary import tiktoken_tokenizer, train_bpe
+from curriculum.data.sources import SourceConfig
+from curriculum.data.tokenizers.tokenizer import END_OF_TEXT, NUM_THREADS, Tokenizer, load_tokenizer
+from curriculum.data.tokenizers.vocabulary import tiktoken_tokenizer, train_bpe
 
 FORMATS = ("text", "jsonl", "parquet", "arrow")
 DOCUMENT_CHARACTERS, FILES, ROUNDS = 4000, 8, 3

@@ -86,7 +86,7 @@ def problems(figures: dict[str, dict], tolerance: float) -> list[str]:
 
 def documents_of(run: Path, evalset) -> dict[int, str]:
     """The text of each document of a set, by its number; without those that its tokens do not give back exactly."""
-    from curriculum.data.tokenizer import load_tokenizer
+    from curriculum.data.tokenizers.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(run / "tokenizer")
     texts = {}

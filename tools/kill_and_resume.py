@@ -332,7 +332,7 @@ def read_lines(path: Path) -> list[dict]:
 def everything(run: Path) -> dict[str, object]:
     """All that a finished run holds, by place, the fields of the clock and `resume` events aside."""
     from curriculum.run import checkpoint_steps, read_arrays, read_ledger
-    from curriculum.train.checkpoint import load_params
+    from curriculum.train.checkpoints.arrays import load_params
 
     steps = checkpoint_steps(run / "checkpoints")
     events = [event for event in read_lines(run / "events.jsonl") if event["event"] != "resume"]

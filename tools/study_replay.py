@@ -74,8 +74,8 @@ def run(config_name: str, run_dir: Path, overrides: list[str], **begin) -> dict:
 
 def measure(run_dir: Path, last_step: int, replay: dict[str, float]) -> dict:
     """Each set's loss before and after, the paired change, half its 95 % interval; and the share of replay given."""
-    from curriculum.record.compare import paired
     from curriculum.run import load_run, read_ledger
+    from curriculum.views.compare import paired
 
     drawn = {
         name: s["tokens_drawn"] for name, s in read_ledger(run_dir / f"checkpoints/{last_step}")["sources"].items()

@@ -20,8 +20,8 @@ import click
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 def command(runs, at, as_json):
     """Compare the checkpoints of runs, set by set: losses, and paired differences from the first run."""
-    from curriculum.record.compare import compare
-    from curriculum.record.compare_text import table
+    from curriculum.views.compare import compare
+    from curriculum.views.compare_text import table
 
     comparison = compare(runs, at=at)
     if as_json:

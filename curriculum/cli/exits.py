@@ -14,7 +14,7 @@ def stopped_runs(go_on: str) -> Iterator[None]:
     """Say why a run was stopped and how to `go_on`: exit code 128 + N after signal N, 0 after a regression, 3 where
     training diverged."""
     from curriculum.train.divergence import Diverged
-    from curriculum.train.processes import is_first
+    from curriculum.train.processes.together import is_first
     from curriculum.train.signals import Stopped
     from curriculum.train.watch import RegressionStop
 

@@ -84,7 +84,7 @@ def main() -> None:
             traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
-        if processes := sys.modules.get("curriculum.train.processes"):
+        if processes := sys.modules.get("curriculum.train.processes.together"):
             processes.see_off()  # which it else does at the interpreter's end
         os._exit(status)
 

@@ -61,7 +61,7 @@ def config_options(config_required: bool = True):
 
 def process_options(command):
     """How a run of several processes is told of them: the command gets `launch` and `join_seconds`."""
-    from curriculum.train.launch import JOIN_SECONDS, VARIABLES, find_launch
+    from curriculum.train.processes.launch import JOIN_SECONDS, VARIABLES, find_launch
 
     @functools.wraps(command)
     def with_launch(coordinator, num_processes, process_id, **options):

@@ -71,8 +71,8 @@ def _prepare_folder(texts, text_format: str, text_key: str | None, tokenizer: st
 
     from curriculum.data.prepare import prepare_folder
     from curriculum.data.progress import ConsoleProgress
-    from curriculum.data.tokenizer import byte_tokenizer, load_tokenizer
-    from curriculum.data.vocabulary import tiktoken_tokenizer
+    from curriculum.data.tokenizers.tokenizer import byte_tokenizer, load_tokenizer
+    from curriculum.data.tokenizers.vocabulary import tiktoken_tokenizer
 
     if tokenizer == "byte":
         chosen = byte_tokenizer()

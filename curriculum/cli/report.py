@@ -12,7 +12,7 @@ import click
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The file to write.")
 def command(runs, output):
     """Draw RUN as one HTML file that needs nothing from outside; of several runs, a comparison too."""
-    from curriculum.record.report import write_report
+    from curriculum.views.report import write_report
 
     write_report(runs, output)
     click.echo(f"{output}: {output.stat().st_size / 1000:,.0f} kB; open it in a browser")

@@ -47,7 +47,7 @@ def command(config_path, changes, store_dir, run_dir, resume, accept_past, launc
         raise InputError("--dry-run: it begins nothing and continues nothing; leave --resume out")
 
     with lasting():
-        from curriculum.train.processes import check_same, is_first, joined
+        from curriculum.train.processes.together import check_same, is_first, joined
 
     with joined(launch, join_seconds):
         with lasting():

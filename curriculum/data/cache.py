@@ -16,8 +16,8 @@ from pathlib import Path
 
 import xxhash
 
-from curriculum.data.documents import SourceConfig, source_files
 from curriculum.data.progress import ConsoleProgress
+from curriculum.data.sources import SourceConfig, source_files
 from curriculum.errors import InputError
 
 READ_BYTES = 1 << 24

@@ -11,14 +11,14 @@ import numpy as np
 import xxhash
 
 from curriculum.config import PRIMARY, Config, EvalSource
-from curriculum.data.documents import SourceConfig
 from curriculum.data.held_out import eval_documents, first_eval_documents, held_out_piece, split_store
 from curriculum.data.packing import Bins, PackingFacts, find_packing, prepare_packing
 from curriculum.data.prepare import find_store, find_tokenizer, prepare_store, prepare_tokenizer
 from curriculum.data.progress import ConsoleProgress
+from curriculum.data.sources import SourceConfig
 from curriculum.data.split import Split, drop_overlap, overlapping, parse_share
 from curriculum.data.store import Store, TokenView
-from curriculum.data.tokenizer import Tokenizer
+from curriculum.data.tokenizers.tokenizer import Tokenizer
 from curriculum.model.presets import resolve_model
 from evalsets.evalset import EvalSet, cut_windows
 from phases.batches import TokenStream, epoch_tokens

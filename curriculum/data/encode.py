@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from curriculum.data.pieces import PIECE_BYTES, Piece
-from curriculum.data.tokenizer import NUM_THREADS, Tokenizer
+from curriculum.data.tokenizers.tokenizer import NUM_THREADS, Tokenizer
 from curriculum.errors import InputError
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 
-from curriculum.data.documents import SourceConfig, source_files
 from curriculum.data.progress import Progress
+from curriculum.data.sources import SourceConfig, source_files
 from curriculum.data.store_writer import StoreWriter
-from curriculum.data.tokenizer import DTYPES, Tokenizer
+from curriculum.data.tokenizers.tokenizer import DTYPES, Tokenizer
 from curriculum.errors import InputError
 
 SCAN_TOKENS = 1 << 20

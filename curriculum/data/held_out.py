@@ -8,7 +8,7 @@ import xxhash
 
 from curriculum.data.split import Split, split_documents
 from curriculum.data.store import Store, split_hash
-from curriculum.data.tokenizer import Tokenizer
+from curriculum.data.tokenizers.tokenizer import Tokenizer
 from evalsets.evalset import hash_order, num_scored_windows
 
 _RELEASE_EVERY = 500  # documents; about 32 MB of pages

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from curriculum.data.chat import CHATML, ChatConfig, Stretch, render, render_completion
-from curriculum.data.documents import COLUMNAR, FLAT, JSON_LINES, SourceConfig, SourceFile, source_files
 from curriculum.data.rows import checked_text, found_keys, similar_key, type_name
+from curriculum.data.sources import COLUMNAR, FLAT, JSON_LINES, SourceConfig, SourceFile, source_files
 from curriculum.errors import InputError
 
 PIECE_BYTES = 1 << 20  # a plain-text file is read and encoded in pieces of about this size

@@ -29,18 +29,18 @@ from curriculum.data.cache import (
     writing,
 )
 from curriculum.data.chat import CHATML, ChatConfig
-from curriculum.data.documents import COLUMNAR, SourceConfig, source_files
 from curriculum.data.encode import encode_pieces
 from curriculum.data.flat import index_flat
 from curriculum.data.pieces import Piece, document_pieces, read_pieces
 from curriculum.data.progress import Progress
 from curriculum.data.rows import type_name
+from curriculum.data.sources import COLUMNAR, SourceConfig, source_files
 from curriculum.data.store import FORMAT_VERSION as STORE_VERSION
 from curriculum.data.store import Store, is_store, open_store
 from curriculum.data.store_writer import SHARD_TOKENS, StoreWriter
-from curriculum.data.tokenizer import FORMAT_VERSION as TOKENIZER_VERSION
-from curriculum.data.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, load_tokenizer
-from curriculum.data.vocabulary import make_tokenizer
+from curriculum.data.tokenizers.tokenizer import FORMAT_VERSION as TOKENIZER_VERSION
+from curriculum.data.tokenizers.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, load_tokenizer
+from curriculum.data.tokenizers.vocabulary import make_tokenizer
 from curriculum.errors import InputError
 
 # --- tokenizers ---------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from curriculum.data.sidecar import read_sidecar
-from curriculum.data.tokenizer import DTYPES
+from curriculum.data.tokenizers.tokenizer import DTYPES
 from curriculum.data.view import TokenView
 from curriculum.errors import InputError
 

@@ -20,7 +20,7 @@ from curriculum.data.store import (
     scored_name,
     split_hash,
 )
-from curriculum.data.tokenizer import DTYPES, Tokenizer
+from curriculum.data.tokenizers.tokenizer import DTYPES, Tokenizer
 from curriculum.errors import InputError
 
 SHARD_TOKENS = 1 << 28

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from curriculum.data.tokenizer import Tokenizer
+from curriculum.data.tokenizers.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from curriculum.data.tokenizer import Tokenizer
+from curriculum.data.tokenizers.tokenizer import Tokenizer
 from curriculum.errors import InputError
 from curriculum.model.continuation import Continuation, Generation, Piece, Prompt
 from curriculum.model.draw import Knobs, draw

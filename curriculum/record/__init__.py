@@ -1,1 +1,1 @@
-"""What a run leaves behind: the record (events.py) and its views, TensorBoard (board.py) and console.py."""
+"""What a run writes: the record (events.py), and what shows it as it grows, console.py, board.py and wandb_log.py."""

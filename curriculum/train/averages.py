@@ -19,10 +19,10 @@ from curriculum.model.model import Params
 from curriculum.record.append import DISK_ERRORS, tell
 from curriculum.record.events import AVERAGES
 from curriculum.scheduling import mean_steps
-from curriculum.train.checkpoint import load_params, save_params
-from curriculum.train.checkpoint_folder import Checkpoints
+from curriculum.train.checkpoints.arrays import load_params, save_params
+from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.mesh import place_state
-from curriculum.train.processes import count, from_first, is_first
+from curriculum.train.processes.together import count, from_first, is_first
 from curriculum.train.setup import Setup
 from curriculum.train.step import TrainState
 

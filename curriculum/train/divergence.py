@@ -12,10 +12,10 @@ import numpy as np
 from curriculum.record.events import read_events
 from curriculum.record.queries import acts_of
 from curriculum.run import RunDirectory
-from curriculum.train.finite import NonFiniteState, check_finite
+from curriculum.train.checkpoints.finite import NonFiniteState, check_finite
+from curriculum.train.checkpoints.resumed import Resumed, newest_whole, resumed_by_first, to_resume
 from curriculum.train.guard import Guard
-from curriculum.train.processes import from_first
-from curriculum.train.resumed import Resumed, newest_whole, resumed_by_first, to_resume
+from curriculum.train.processes.together import from_first
 from curriculum.train.running import Running
 from curriculum.train.step import TrainState
 from phases.rollback import RollbackRefused

@@ -18,12 +18,12 @@ import xxhash
 from curriculum.adaptation import Base, HfBase, find_base
 from curriculum.config import Config
 from curriculum.errors import InputError
-from curriculum.model.hf import load_hf
+from curriculum.model.formats.hf import load_hf
 from curriculum.model.lora import adapters_of, frozen_of, joined
 from curriculum.model.model import Params, parameter_name
 from curriculum.model.presets import ModelConfig
 from curriculum.run import RunDirectory, find_checkpoint
-from curriculum.train.checkpoint import load_params
+from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.mesh import on_host
 
 DIGEST = "frozen"  # the digest's key in a lineage

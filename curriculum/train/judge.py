@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from curriculum.manifest import damage
 from curriculum.record.events import number, record_name
-from curriculum.train.checkpoint_folder import Checkpoints
+from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.gate import run_gate
-from curriculum.train.processes import from_first
+from curriculum.train.processes.together import from_first
 from curriculum.train.running import Running
 from curriculum.train.watch import Evaluated, Pair
 from evalsets import gold

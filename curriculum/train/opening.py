@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from curriculum.config import Config
-from curriculum.data.tokenizer import Tokenizer, load_tokenizer
+from curriculum.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from curriculum.errors import InputError
 from curriculum.lock import RunLock
 from curriculum.manifest import damage, sync
@@ -25,14 +25,14 @@ from curriculum.record.wandb_log import WandbLog
 from curriculum.run import RunDirectory, load_run, read_json, step_folders, write_tokenizer
 from curriculum.train import fields
 from curriculum.train.averages import set_aside_means_after
-from curriculum.train.best import lost_golds
-from curriculum.train.checkpoint_folder import Checkpoints
+from curriculum.train.checkpoints.best import lost_golds
+from curriculum.train.checkpoints.folder import Checkpoints
+from curriculum.train.checkpoints.resumed import Resumed, to_resume
 from curriculum.train.history import History
-from curriculum.train.processes import check_in_each, count, from_first, is_first
-from curriculum.train.resumed import Resumed, to_resume
+from curriculum.train.processes.together import check_in_each, count, from_first, is_first
+from curriculum.train.processes.unwritten import Unwritten
 from curriculum.train.setup import Setup
 from curriculum.train.step import TrainState
-from curriculum.train.unwritten import Unwritten
 
 _SEEN_SECONDS = 30.0  # that a network's folder may show a file late by
 

@@ -11,7 +11,7 @@ import numpy as np
 from curriculum.errors import InputError
 from curriculum.record.append import DISK_ERRORS, tell
 from curriculum.run import RunDirectory, read_arrays
-from curriculum.train.processes import from_first, is_first
+from curriculum.train.processes.together import from_first, is_first
 from evalsets.metrics import WindowResults
 
 

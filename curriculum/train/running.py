@@ -10,11 +10,11 @@ from curriculum.record.append import DISK_ERRORS
 from curriculum.record.events import Record
 from curriculum.run import RunDirectory
 from curriculum.train import ledger
-from curriculum.train.best import BestCheckpoints
-from curriculum.train.checkpoint_folder import Checkpoints, SaveFailed
+from curriculum.train.checkpoints.best import BestCheckpoints
+from curriculum.train.checkpoints.folder import Checkpoints, SaveFailed
 from curriculum.train.clock import TrainClock
 from curriculum.train.history import History
-from curriculum.train.processes import count, from_first
+from curriculum.train.processes.together import count, from_first
 from curriculum.train.results import Results
 from curriculum.train.setup import Setup
 from curriculum.train.step import TrainState

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from curriculum.config import Config
-from curriculum.data.tokenizer import Tokenizer
+from curriculum.data.tokenizers.tokenizer import Tokenizer
 from curriculum.errors import InputError
 from curriculum.model.continuation import Prompt
 from curriculum.model.generate import Generator

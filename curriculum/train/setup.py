@@ -16,7 +16,7 @@ from curriculum.config import Config
 from curriculum.config_checks import NO_ADAPTERS
 from curriculum.config_shapes import row_problems
 from curriculum.data.corpus import Corpus, load_corpus
-from curriculum.data.tokenizer import Tokenizer
+from curriculum.data.tokenizers.tokenizer import Tokenizer
 from curriculum.errors import InputError
 from curriculum.model.lora import frozen_of
 from curriculum.model.model import Model, abstract_params, check_model
@@ -29,7 +29,7 @@ from curriculum.train.course import Course
 from curriculum.train.device import cache_compiled, device_lines, tune_device
 from curriculum.train.frozen import load_frozen
 from curriculum.train.mesh import introduce, make_mesh, row_shards
-from curriculum.train.processes import by_gloo, check_same, first_then_all
+from curriculum.train.processes.together import by_gloo, check_same, first_then_all
 from curriculum.train.samples import Samples
 from curriculum.train.start import Start, check_base
 from curriculum.train.states import States

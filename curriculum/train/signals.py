@@ -7,7 +7,7 @@ import signal
 import threading
 from typing import Any
 
-from curriculum.train.processes import agreed_stop
+from curriculum.train.processes.together import agreed_stop
 
 
 class Stopped(Exception):

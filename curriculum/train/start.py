@@ -12,13 +12,13 @@ import jax
 from curriculum.adaptation import Base, HfBase, differences, find_base, same_place
 from curriculum.config import Config
 from curriculum.errors import InputError
-from curriculum.model.hf_weights import hf_fingerprint
+from curriculum.model.formats.hf_weights import hf_fingerprint
 from curriculum.model.model import Model, abstract_params, parameter_name
 from curriculum.record.events import plain
-from curriculum.train.checkpoint import load_params
+from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.frozen import frozen_base
 from curriculum.train.optimizer import state_layout
-from curriculum.train.processes import from_first
+from curriculum.train.processes.together import from_first
 
 
 @dataclass(frozen=True)

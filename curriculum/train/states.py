@@ -13,14 +13,14 @@ from jax.sharding import Mesh
 
 from curriculum.adaptation import Base, HfBase
 from curriculum.config import Config
-from curriculum.model.hf import load_hf
+from curriculum.model.formats.hf import load_hf
 from curriculum.model.lora import adapters_of, joined
 from curriculum.model.model import Model, Params, abstract_params
 from curriculum.model.presets import ModelConfig
 from curriculum.model.transformer import init_adapters
 from curriculum.train.abstract import abstract_on_mesh
-from curriculum.train.checkpoint import load_params
-from curriculum.train.checkpoint_folder import Checkpoints, beside_params
+from curriculum.train.checkpoints.arrays import load_params
+from curriculum.train.checkpoints.folder import Checkpoints, beside_params
 from curriculum.train.guard import with_window
 from curriculum.train.mesh import place_state, state_shardings
 from curriculum.train.optimizer import make_optimizer

@@ -16,13 +16,13 @@ from curriculum.model.model import Model
 from curriculum.run import DEFAULT_STORE_DIR, RunDirectory
 from curriculum.train import fields, ledger, opening
 from curriculum.train.averages import averages_at
-from curriculum.train.best import BestCheckpoints
-from curriculum.train.checkpoint_folder import Checkpoints, import_ahead
+from curriculum.train.checkpoints.best import BestCheckpoints
+from curriculum.train.checkpoints.folder import Checkpoints, import_ahead
+from curriculum.train.checkpoints.resumed import Resumed, resumed_by_first
 from curriculum.train.divergence import GoingBack, check_diverged, checkpoint_before
 from curriculum.train.edits import edit_event, find_edit
 from curriculum.train.judge import Verdict, judge
-from curriculum.train.processes import from_first, is_first, leaving_on_error
-from curriculum.train.resumed import Resumed, resumed_by_first
+from curriculum.train.processes.together import from_first, is_first, leaving_on_error
 from curriculum.train.running import Running
 from curriculum.train.setup import Setup, build, check
 from curriculum.train.signals import Stopped, StopSignals

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from curriculum.record.compare import SEED_SPREAD_NATS, Comparison
 from curriculum.record.wording import columns, interval_text, listed, loss, signed
+from curriculum.views.compare import SEED_SPREAD_NATS, Comparison
 
 
 def table(comparison: Comparison) -> list[str]:

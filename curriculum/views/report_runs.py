@@ -8,16 +8,16 @@ from typing import NamedTuple
 from markupsafe import Markup, escape
 
 from curriculum.errors import InputError
-from curriculum.record import figures
-from curriculum.record.compare import Comparison, compare_runs
-from curriculum.record.compare_text import notes
-from curriculum.record.figures import PALETTE, Curve, eval_curve
-from curriculum.record.inspection import inspect_run, lineage_lines
-from curriculum.record.page import bullets, figure, folded, legend, note, section, table, tag
 from curriculum.record.queries import eval_points, evalset_facts, planned_tokens
-from curriculum.record.shared_past import shared_past
 from curriculum.record.wording import interval_text, loss, signed
 from curriculum.run import Run
+from curriculum.views import figures
+from curriculum.views.compare import Comparison, compare_runs
+from curriculum.views.compare_text import notes
+from curriculum.views.figures import PALETTE, Curve, eval_curve
+from curriculum.views.inspection import inspect_run, lineage_lines
+from curriculum.views.page import bullets, figure, folded, legend, note, section, table, tag
+from curriculum.views.shared_past import shared_past
 
 
 def of_runs(runs: Sequence[Run], names: Sequence[str], of_run: Callable[[Run, str], list[Markup]]) -> list[Markup]:

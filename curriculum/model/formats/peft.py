@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from curriculum.model.hf import hf_layout
+from curriculum.model.formats.hf import hf_layout
+from curriculum.model.formats.safetensors_writer import save_arrays
 from curriculum.model.lora import A, B
 from curriculum.model.presets import ModelConfig
-from curriculum.model.safetensors_writer import save_arrays
 
 
 def write_peft(

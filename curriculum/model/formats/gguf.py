@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from curriculum.data.gguf_vocabulary import GgufVocabulary, gguf_vocabulary
+from curriculum.data.tokenizers.gguf_vocabulary import GgufVocabulary, gguf_vocabulary
 from curriculum.errors import InputError
 from curriculum.model.presets import ModelConfig
 from curriculum.model.rope import unscaled_share
@@ -16,7 +16,7 @@ from curriculum.model.rope import unscaled_share
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFWriter
 
-    from curriculum.data.tokenizer import Tokenizer
+    from curriculum.data.tokenizers.tokenizer import Tokenizer
 
 Dtype = Literal["f32", "f16", "bf16", "q8_0"]
 

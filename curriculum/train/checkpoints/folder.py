@@ -20,11 +20,11 @@ import numpy as np
 from curriculum.errors import InputError
 from curriculum.manifest import sync, sync_folder, write_manifest
 from curriculum.run import checkpoint_steps, step_folders
-from curriculum.train import processes
-from curriculum.train.checkpoint import disk_error, in_turn, is_disk_error, load_params
-from curriculum.train.finite import check_finite
+from curriculum.train.checkpoints.arrays import disk_error, in_turn, is_disk_error, load_params
+from curriculum.train.checkpoints.finite import check_finite
+from curriculum.train.checkpoints.quiet import quiet_failed_saves
 from curriculum.train.mesh import placed
-from curriculum.train.quiet import quiet_failed_saves
+from curriculum.train.processes import together
 from curriculum.train.step import TrainState
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Checkpoints:
         self.wait()
         check_finite(state)
         step = int(state.step)
-        newest = processes.from_first(lambda: max(step_folders(self.directory), default=-1))
+        newest = together.from_first(lambda: max(step_folders(self.directory), default=-1))
         if newest >= step:
             raise RuntimeError(
                 f"{self.directory}: step {step} was not saved: step {newest} is there already; move the later ones away"
@@ -114,7 +114,7 @@ class Checkpoints:
             arrays = _copied(arrays)
         saved = {name: ocp.args.PyTreeSave(tree) for name, tree in {**arrays, "baselines": dict(baselines)}.items()}
         items = ocp.args.Composite(**saved, ledger=ocp.args.JsonSave(ledger))
-        if on_host and processes.count() == 1:
+        if on_host and together.count() == 1:
             self._pending = step, in_turn.submit(self._write, step, items)
             return
         try:
@@ -125,10 +125,10 @@ class Checkpoints:
         self._pending = step, in_turn.submit(self._write, step)
 
     def _begin(self, step: int, items: ocp.args.Composite) -> None:
-        if processes.is_first():
+        if together.is_first():
             self.directory.mkdir(parents=True, exist_ok=True)
             self._drop_partial()  # of a save that failed: writes that were under way then may have ended since
-        processes.wait_for_all()
+        together.wait_for_all()
         self._writer.save(self._partial(step), items)
 
     def _write(self, step: int, items: ocp.args.Composite | None = None) -> None:
@@ -140,7 +140,7 @@ class Checkpoints:
             if items is not None:
                 self._begin(step, items)
             self._writer.wait_until_finished()
-            if not processes.is_first():
+            if not together.is_first():
                 return
             partial = self._partial(step)
             write_manifest(partial, step)
@@ -162,7 +162,7 @@ class Checkpoints:
         return self.directory / f".{step}.saving"
 
     def _drop_partial(self) -> None:
-        if not processes.is_first():
+        if not together.is_first():
             return
         for path in self.directory.glob(".*.saving*"):
             shutil.rmtree(path, ignore_errors=True)
@@ -172,7 +172,7 @@ class Checkpoints:
         InputError, which ends the run, as the others would wait for this one's part; else the error itself."""
         error = disk_error(error)
         if is_disk_error(error):
-            if processes.count() > 1:
+            if together.count() > 1:
                 return InputError(
                     f"{self.directory / str(step)}: cannot be saved: {error.strerror}; mend that, and go on from the "
                     "checkpoint before with --resume latest"
@@ -188,7 +188,7 @@ class Checkpoints:
                 future.result()
             except (OSError, ValueError) as error:
                 raise self._failure(step, error) from None
-            processes.wait_for_all()  # for process 0, which gives it its name
+            together.wait_for_all()  # for process 0, which gives it its name
 
     def check(self) -> None:
         """Raise what made a save fail, if that is known by now; no process waits for another."""
@@ -232,7 +232,7 @@ class Checkpoints:
         rest = load_params(folder / "train", beside_params(like))
         ema = None
         if like.ema is not None:
-            has_average = processes.from_first((folder / _EMA).is_dir)
+            has_average = together.from_first((folder / _EMA).is_dir)
             ema = self.restore_params(step, like.params, ema=has_average)
         saved_step = placed(np.int32(step), like.step.sharding)
         return TrainState(params=params, step=saved_step, ema=ema, **rest)
@@ -254,7 +254,7 @@ class Checkpoints:
         killed left half saved or half deleted is removed.
         """
         self.wait()
-        if not processes.is_first():
+        if not together.is_first():
             return
         for left_over in self.directory.glob(".*"):
             if _LEFT_OVER.fullmatch(left_over.name):
@@ -274,7 +274,7 @@ class Checkpoints:
 
     def adopt(self, folder: Path) -> None:
         """Take in a whole checkpoint from another folder of the same disk, as hard links; one of its step stays."""
-        if not processes.is_first():
+        if not together.is_first():
             return
         if int(folder.name) in self.steps():
             return
@@ -289,7 +289,7 @@ class Checkpoints:
     def delete(self, step: int) -> None:
         """Remove a step, once it is saved."""
         self.wait()
-        if processes.is_first():
+        if together.is_first():
             self._delete(step)
 
     def _delete(self, step: int) -> None:
@@ -300,7 +300,7 @@ class Checkpoints:
         _remove(gone)
 
     def _folder(self, step: int) -> Path:
-        if step not in (steps := processes.from_first(self.steps)):
+        if step not in (steps := together.from_first(self.steps)):
             there = ", ".join(map(str, steps)) or "none"
             raise InputError(f"{self.directory}: no checkpoint of step {step}; there are: {there}")
         return self.directory / str(step)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from curriculum.manifest import damage
 from curriculum.run import RunDirectory, find_checkpoint, read_ledger, step_folders
-from curriculum.train.processes import from_first
+from curriculum.train.processes.together import from_first
 
 
 class Resumed(NamedTuple):

@@ -18,8 +18,8 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from curriculum.data.hf_files import HfFiles, is_hf_folder, load_hf_files, read_hf_files, save_hf_files
 from curriculum.data.sidecar import read_sidecar, write_sidecar
+from curriculum.data.tokenizers.hf_files import HfFiles, is_hf_folder, load_hf_files, read_hf_files, save_hf_files
 from curriculum.errors import InputError
 
 END_OF_TEXT = "<|endoftext|>"

@@ -18,9 +18,9 @@ import numpy as np
 from curriculum.errors import InputError
 from curriculum.record.events import config_name, plain
 from curriculum.record.queries import EvalPoint, eval_points, evalset_facts
-from curriculum.record.shared_past import shared_past
 from curriculum.record.wording import signed
 from curriculum.run import Run, load_run, read_arrays
+from curriculum.views.shared_past import shared_past
 from evalsets.metrics import paired_difference
 from evalsets.student import student_quantile
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from curriculum.errors import InputError
 from curriculum.train.device import missing_flags
-from curriculum.train.launch import JOIN_SECONDS, Launch
-from curriculum.train.peers import Peers
+from curriculum.train.processes.launch import JOIN_SECONDS, Launch
+from curriculum.train.processes.peers import Peers
 
 # Of jax's own service, where a process hangs whose machine still answers; the end of a process is noticed at once.
 _HEARTBEAT_SECONDS = 60

@@ -19,9 +19,9 @@ import yaml
 
 from curriculum.model.counts import num_parameters
 from curriculum.model.presets import ModelConfig
-from curriculum.record.card import evals, fenced, happened, one_line, plan_of, table_of, training
-from curriculum.record.inspection import lineage_lines
 from curriculum.run import Run
+from curriculum.views.inspection import lineage_lines
+from curriculum.views.model_card_sections import evals, fenced, happened, one_line, plan_of, table_of, training
 
 _PACKAGES = ("curriculum", "jax", "flax", "optax", "numpy", "tokenizers", "tiktoken")
 _HUB_CACHE = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")  # of the hub's own folders: whose the weights are

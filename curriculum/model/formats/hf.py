@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from curriculum.errors import InputError
-from curriculum.model.hf_weights import FLOATS, StoredTensor, equal_bytes, stored_tensors
+from curriculum.model.formats.hf_weights import FLOATS, StoredTensor, equal_bytes, stored_tensors
 from curriculum.model.presets import ModelConfig
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from curriculum.errors import InputError
-from curriculum.model.hf_config import CLASSES, shortest
+from curriculum.model.formats.hf_config import CLASSES, shortest
 from curriculum.model.presets import ModelConfig
 
 

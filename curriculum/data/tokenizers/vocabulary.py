@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from curriculum.data.chat import ChatConfig
-from curriculum.data.documents import SourceConfig
-from curriculum.data.hf_definition import byte_level_letters
 from curriculum.data.pieces import read_pieces
 from curriculum.data.progress import ConsoleProgress, Progress
-from curriculum.data.tokenizer import END_OF_TEXT, SMALLEST_BPE, Tokenizer, TokenizerConfig
+from curriculum.data.sources import SourceConfig
+from curriculum.data.tokenizers.hf_definition import byte_level_letters
+from curriculum.data.tokenizers.tokenizer import END_OF_TEXT, SMALLEST_BPE, Tokenizer, TokenizerConfig
 from curriculum.errors import InputError
 
 TRAIN_BYTES = 1 << 27  # of more text `tokenizers` would keep over a gigabyte

@@ -10,9 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from curriculum.errors import InputError
-from curriculum.record.compare import paired
 from curriculum.record.events import METRICS, config_name
-from curriculum.record.inspection import by_eval, edits_of, mixture_text, offender_in
 from curriculum.record.queries import (
     EvalPoint,
     consumption,
@@ -24,6 +22,8 @@ from curriculum.record.queries import (
 from curriculum.record.sentences import skipped_line, verdict
 from curriculum.record.wording import interval_text, loss, signed
 from curriculum.run import Run, read_arrays
+from curriculum.views.compare import paired
+from curriculum.views.inspection import by_eval, edits_of, mixture_text, offender_in
 from evalsets.metrics import count_clusters
 from evalsets.student import student_quantile
 

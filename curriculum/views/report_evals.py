@@ -9,15 +9,15 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-from curriculum.record import figures
 from curriculum.record.events import number, record_name
-from curriculum.record.figures import PALETTE, Mark, Phase, eval_curve
-from curriculum.record.inspection import by_eval, offender_in
-from curriculum.record.page import figure, folded, note, table, tag
 from curriculum.record.queries import EvalPoint, evalset_facts
 from curriculum.record.sentences import verdict
 from curriculum.record.wording import loss, signed
 from curriculum.run import Run
+from curriculum.views import figures
+from curriculum.views.figures import PALETTE, Mark, Phase, eval_curve
+from curriculum.views.inspection import by_eval, offender_in
+from curriculum.views.page import figure, folded, note, table, tag
 
 MAX_OVERLAID = 7  # more lines in one drawing cannot be told apart
 MAX_LISTED = 24

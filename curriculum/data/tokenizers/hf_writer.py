@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from curriculum.data.hf_definition import DEFINITION_NAME, byte_level_letters
-from curriculum.data.hf_files import CONFIG_NAME, save_hf_files
+from curriculum.data.tokenizers.hf_definition import DEFINITION_NAME, byte_level_letters
+from curriculum.data.tokenizers.hf_files import CONFIG_NAME, save_hf_files
 
 if TYPE_CHECKING:
-    from curriculum.data.tokenizer import Tokenizer
+    from curriculum.data.tokenizers.tokenizer import Tokenizer
 
 MAP_NAME = "special_tokens_map.json"
 # What transformers 5 makes of the vocabulary alone: without the blank that DEFINITION_NAME puts before another.

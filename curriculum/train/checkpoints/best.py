@@ -8,8 +8,8 @@ from typing import Any
 
 from curriculum.manifest import damage
 from curriculum.run import RunDirectory, checkpoint_steps, read_ledger
-from curriculum.train.checkpoint_folder import Checkpoints
-from curriculum.train.processes import from_first, is_first
+from curriculum.train.checkpoints.folder import Checkpoints
+from curriculum.train.processes.together import from_first, is_first
 from evalsets.gold import GoldState, kept_steps
 
 

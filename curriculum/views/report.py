@@ -15,17 +15,17 @@ import yaml
 from markupsafe import Markup
 
 from curriculum.errors import InputError
-from curriculum.record import figures
-from curriculum.record.compare import labels
 from curriculum.record.events import number
-from curriculum.record.figures import PALETTE, Curve, Phase
-from curriculum.record.inspection import inspect_run, lineage_lines, mesh_text, mixture_text, model_text, troubles
-from curriculum.record.page import bullets, document, figure, folded, legend, note, section, table, tag, tiles
 from curriculum.record.queries import eval_points, shapes_of
-from curriculum.record.report_evals import eval_figures, log, set_marks, set_table, transfer_matrix
-from curriculum.record.report_runs import of_runs
 from curriculum.record.wording import duration, loss, printable
 from curriculum.run import Run, load_run, write_text
+from curriculum.views import figures
+from curriculum.views.compare import labels
+from curriculum.views.figures import PALETTE, Curve, Phase
+from curriculum.views.inspection import inspect_run, lineage_lines, mesh_text, mixture_text, model_text, troubles
+from curriculum.views.page import bullets, document, figure, folded, legend, note, section, table, tag, tiles
+from curriculum.views.report_evals import eval_figures, log, set_marks, set_table, transfer_matrix
+from curriculum.views.report_runs import of_runs
 
 MAX_SOURCES = 7  # with a colour of their own; the others together are "other"
 MAX_SAMPLES = 20  # events of samples

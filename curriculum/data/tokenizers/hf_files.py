@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from curriculum.data.hf_definition import DEFINITION_NAME, ParsedDefinition, encoder_of
+from curriculum.data.tokenizers.hf_definition import DEFINITION_NAME, ParsedDefinition, encoder_of
 from curriculum.errors import InputError
 
 CONFIG_NAME = "tokenizer_config.json"

@@ -15,8 +15,8 @@ import time
 from typing import Any
 
 from curriculum.errors import InputError
-from curriculum.train.launch import Launch
-from curriculum.train.messages import frame, read_message
+from curriculum.train.processes.launch import Launch
+from curriculum.train.processes.messages import frame, read_message
 
 GRACE_SECONDS = 5.0  # for a process to end by itself where another one ends with an error, which may be its own too
 _OFF_SECONDS = 3.0  # that the end of a process takes after that

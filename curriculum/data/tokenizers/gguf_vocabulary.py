@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
-from curriculum.data.hf_definition import BLANK, DEFINITION_NAME, ParsedDefinition, byte_of, parts
-from curriculum.data.hf_files import CONFIG_NAME
-from curriculum.data.hf_tokenizer import hf_definition
+from curriculum.data.tokenizers.hf_definition import BLANK, DEFINITION_NAME, ParsedDefinition, byte_of, parts
+from curriculum.data.tokenizers.hf_files import CONFIG_NAME
+from curriculum.data.tokenizers.hf_writer import hf_definition
 from curriculum.errors import InputError
 
 if TYPE_CHECKING:
-    from curriculum.data.tokenizer import Tokenizer
+    from curriculum.data.tokenizers.tokenizer import Tokenizer
 
 
 class TokenType(IntEnum):

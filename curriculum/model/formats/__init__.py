@@ -1,0 +1,1 @@
+"""Models in the files of others: Hugging Face folders, safetensors, GGUF, and adapters for peft."""

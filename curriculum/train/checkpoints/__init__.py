@@ -1,0 +1,1 @@
+"""Checkpoints: written, verified, chosen and read."""

@@ -1,0 +1,1 @@
+"""The processes of a run: found, connected, and kept in step."""
