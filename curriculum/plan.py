@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise, product
 from pathlib import Path
@@ -87,7 +88,7 @@ def plan(config: Config, *, store_dir: str | Path = DEFAULT_STORE_DIR) -> Plan:
     for phase, start, end in schedule.phase_bounds:
         read, after = schedule.read(start, end), schedule.cursors_at(end)
         total = sum(read.values())
-        asked = shares_asked(schedule, phase)
+        asked, repeats = shares_asked(schedule, phase), _first_repeats(schedule, phase, epochs_of)
         for name in sorted(asked, key=lambda n: list(config.sources).index(n)):
             size = epochs_of[name]
             rows.append(
@@ -100,7 +101,7 @@ def plan(config: Config, *, store_dir: str | Path = DEFAULT_STORE_DIR) -> Plan:
                     share_given=read[name] / total,
                     tokens=read[name],
                     epochs_so_far=None if size is None else after[name] / size,
-                    first_repeat_step=None if size is None else _first_repeat(schedule, phase, name, size),
+                    first_repeat_step=repeats.get(name),
                 )
             )
     warnings += schedule_warnings(config, schedule, epochs_of)
@@ -228,16 +229,25 @@ def _moments_per_parameter(optim: OptimConfig, model: ModelConfig) -> float | No
     return muon_share * MOMENTS["muon"] + (1 - muon_share) * MOMENTS[optim.muon.rest]
 
 
-def _first_repeat(schedule: Schedule, phase: str, name: str, epoch: int) -> int | None:
-    """The first update of a phase that reads something of the source again; None if none does."""
+def _first_repeats(schedule: Schedule, phase: str, epochs_of: Mapping[str, int | None]) -> dict[str, int]:
+    """The first update of a phase that reads something of a source again, by source; those without any are left out."""
+    found: dict[str, int] = {}
     for segment in (s for s in schedule.segments if s.phase == phase):
-        within = max(epoch, segment.cursors[name])
-        if segment.cursors_at(segment.end)[name] <= within:
-            continue
-        low, high = segment.start, segment.end  # cursors_at(high) is beyond one epoch; find the first such step
-        while high - low > 1:
-            steps = low + (high - low) * np.arange(_PARTS + 1) // _PARTS  # from low to high
-            first = int((segment.cursors_over(steps)[name] > within).argmax())
-            low, high = int(steps[first - 1]), int(steps[first])
-        return high - 1
-    return None
+        at_end = segment.cursors_at(segment.end)
+        for name in segment.quotas.sources:
+            if name in found or (size := epochs_of.get(name)) is None:
+                continue
+            within = max(size, segment.cursors[name])
+            if at_end[name] > within:
+                found[name] = _first_beyond(segment, name, within)
+    return found
+
+
+def _first_beyond(segment: Segment, name: str, within: int) -> int:
+    """The first update of a segment after which more of a source was read than `within` tokens."""
+    low, high = segment.start, segment.end
+    while high - low > 1:
+        steps = low + (high - low) * np.arange(_PARTS + 1) // _PARTS  # from low to high
+        first = int((segment.cursors_over(steps)[name] > within).argmax())
+        low, high = int(steps[first - 1]), int(steps[first])
+    return high - 1
