@@ -386,12 +386,13 @@ def test_train_log_keeps_every_line_and_the_checkpoints(tmp_path):
     assert log_after == [*log, "resumed at step 200 of 75000"]
 
 
-def complete(gold_step):
+def complete(gold_step, train_steps=75000):
     return stamped(
         "training_complete",
         75000,
         total_elapsed_s=188118.0,
         total_steps=75000,
+        train_steps=train_steps,
         total_tokens=7_372_800_000,
         tokens_per_sec=39192.4,
         final_train_loss=None,
@@ -436,6 +437,14 @@ def test_the_end_says_where_to_resume_what_to_deploy_and_how_to_look(tmp_path):
         f"  deploy       {run_dir}/gold/70000 (gold, step 70000, domain/bpb 1.2500)",
         f"  TensorBoard  {tensorboard} --logdir '{tmp_path}/my runs' --host 127.0.0.1",
         f"               {link}",
+    ]
+
+
+def test_the_end_of_a_run_that_a_source_stopped_says_so(tmp_path):
+    lines = printed(tmp_path, start(), stamped("checkpoint", 75000), complete(70000, train_steps=80000))
+    assert lines[8:10] == [
+        "  ended early  before train.steps, 80000: a source is exhausted whose on_exhaust is stop",
+        f"  resume from  {tmp_path}/checkpoints/75000 with a higher max_epochs of it, or another on_exhaust",
     ]
 
 

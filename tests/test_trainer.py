@@ -266,6 +266,13 @@ def test_a_run_that_a_source_stops_resumes_in_its_decay_and_says_why_it_ends(cor
         assert train(build_config(data), tmp_path / "run", resume="latest", store_dir=store)["total_steps"] == end
         told = f"is finished: {end} of {end} steps. Nothing to do. It ends there, before train.steps, as a source is"
         assert told in capsys.readouterr().out
+    # What the console then says to do.
+    data["sources"]["law"]["max_epochs"] = 0.1
+    before_decay = (end - 4) // 5 * 5
+    assert train(build_config(data), tmp_path / "run", resume=before_decay, store_dir=store)["total_steps"] > end
+    out = capsys.readouterr().out
+    assert "  ended early  before train.steps, 70: a source is exhausted whose on_exhaust is stop\n" in out
+    assert " with a higher max_epochs of it, or another on_exhaust\n" in out
 
 
 def test_a_run_directory_in_use_is_refused_without_resume(corpus, store, whole):

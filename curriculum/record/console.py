@@ -138,7 +138,13 @@ class Console:
             if lost and lost["interval"] and number(lost["interval"][0]) > 0
         ]:
             yield f"  forgotten    {', '.join(forgotten)}"
-        yield f"  resume from  {self._checkpoint} with more train.steps{self._resume_hint()}"
+        if event["total_steps"] < event["train_steps"]:
+            steps = event["train_steps"]
+            yield f"  ended early  before train.steps, {steps}: a source is exhausted whose on_exhaust is stop"
+            more = "a higher max_epochs of it, or another on_exhaust"
+        else:
+            more = "more train.steps"
+        yield f"  resume from  {self._checkpoint} with {more}{self._resume_hint()}"
         yield "               (where the learning rate has decayed: with --resume STEP, a checkpoint before that)"
         if event["gold_step"] is None:
             yield f"  deploy       {self._checkpoint} (the latest; the run has no gold checkpoint)"

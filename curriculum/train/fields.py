@@ -269,6 +269,7 @@ def training_complete(
         "started_at": history.started_at,
         "total_elapsed_s": round(elapsed_s, 3),
         "total_steps": total_steps,
+        "train_steps": setup.config.train.steps,  # more where a source that is exhausted stopped the run
         "total_tokens": total_tokens,
         "steps_per_sec": round(total_steps / elapsed_s, 3),
         "tokens_per_sec": round(total_tokens / elapsed_s, 1),
