@@ -13,8 +13,8 @@ from started import ended, free_port, start
 from curriculum.run import checkpoint_steps, load_run
 
 # Float32 sums in another order, as between meshes of one process (test_mesh.py); twelve updates at a high rate make more
-# of them: 7e-6 was seen. Losses are recorded in six decimals.
-LOSS_RTOL, NATS_RTOL = 2e-5, 2e-5
+# of them: 7e-6 was seen, 4e-5 on a processor with AVX-512. Losses are recorded in six decimals.
+LOSS_RTOL, NATS_RTOL = 1e-4, 1e-4
 
 
 def start_train(folder, num_processes, *arguments):
