@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 import tracemalloc
 
 import pytest
@@ -173,6 +174,44 @@ def test_columnar_files_without_rows_are_empty(tmp_path):
         writer.write_table(pyarrow.table({"text": ["one", "two"]}))
     write_arrow(tmp_path / "e.arrow", ["three"])
     assert read(tmp_path) == ["one", "two", "three"]
+
+
+def test_an_arrow_file_with_an_index_is_read_as_a_stream_is(tmp_path):
+    import pyarrow
+
+    table = pyarrow.table({"text": [f"row {i}" for i in range(600)]})
+    with pyarrow.ipc.new_file(str(tmp_path / "a.arrow"), table.schema) as writer:
+        writer.write_table(table, max_chunksize=400)
+    assert read(tmp_path) == table["text"].to_pylist()
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_objects_that_datasets_keeps_as_json_are_read_as_such(tmp_path, kind):
+    from datasets import Dataset, Features, Json, List
+
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tools": {"n": 1}}]
+    table = Dataset.from_list([{"messages": turns}], features=Features({"messages": List(Json())}))
+    table.to_parquet(tmp_path / "a.parquet") if kind == "parquet" else table.save_to_disk(tmp_path)
+    pieces = read_pieces(SourceConfig(path=str(tmp_path), format="messages"), SHORT)
+    assert [(piece.text, piece.scored) for piece in pieces] == [("U:a.A:", False), ("b;", True)]
+
+
+def test_a_parquet_file_is_not_read_ahead(tmp_path):
+    """Also where what takes the rows is slow: 64 MB in row groups of 1 MB, of which a few batches are asked for."""
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = pyarrow.table({"text": ["x" * 4096] * 256, "other": ["y" * 4096] * 256})
+    with parquet.ParquetWriter(tmp_path / "a.parquet", rows.schema, use_dictionary=False) as writer:
+        for _ in range(64):
+            writer.write_table(rows)
+    pieces = read_pieces(SourceConfig(path=str(tmp_path)))
+    before = pyarrow.total_allocated_bytes()
+    for _ in range(1000):
+        next(pieces)
+    time.sleep(0.2)
+    assert pyarrow.total_allocated_bytes() - before < 8 << 20
+    pieces.close()
 
 
 def test_a_folder_named_like_a_flat_file_is_a_folder(tmp_path):

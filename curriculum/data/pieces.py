@@ -1,21 +1,20 @@
 """Documents in pieces, as they are read from the files of a source, from the hub, or from an iterator."""
 
 import codecs
-import glob
 import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from curriculum.data.chat import CHATML, ChatConfig, Stretch, render, render_completion
 from curriculum.data.rows import checked_text, found_keys, similar_key, type_name
 from curriculum.data.sources import COLUMNAR, FLAT, JSON_LINES, SourceConfig, SourceFile, source_files
+from curriculum.data.tables import ROWS_PER_BATCH, open_table
 from curriculum.errors import InputError
 
 PIECE_BYTES = 1 << 20  # a plain-text file is read and encoded in pieces of about this size
-ROWS_PER_BATCH = 256
 
 # A place where a text may be cut without changing the ids of any published byte-pair pattern: between two
 # words, before the blank, or at the start of a line that begins with a letter. Each of those patterns starts
@@ -42,8 +41,8 @@ def read_pieces(source: SourceConfig, chat: ChatConfig = CHATML) -> Iterator[Pie
     JSONL, parquet and arrow: a row is a document, in a format other than text a conversation as `chat` renders
     it, a piece a stretch; any other file is plain UTF-8 text and one document. A byte-order mark at the start of
     a file is dropped, nothing else is changed. Memory: a plain-text file is held one piece at a time (about
-    PIECE_BYTES, more only where that long a stretch has no two words), JSONL one line, parquet and arrow one
-    batch of rows as `datasets` streams them.
+    PIECE_BYTES, more only where that long a stretch has no two words), JSONL one line, tables as `open_table`
+    says, rows of the hub as `datasets` streams them.
 
     Raises InputError with file and line, row or byte offset for text that cannot be read, and for a conversation
     without an answer.
@@ -157,42 +156,42 @@ def _row_of(pairs: list[tuple[str, object]]) -> dict[str, object]:
 _ROW = json.JSONDecoder(object_pairs_hook=_row_of)  # kept: to make one costs as much as to read a row
 
 
-def _columnar_rows(file: SourceFile, builder: str, source: SourceConfig, chat: ChatConfig) -> Iterator[Piece]:
-    # `datasets` takes a file's name for a pattern, and the size of the first row group, even 0, for a batch's.
-    options = {"data_files": glob.escape(file.path)}
-    if builder == "parquet":
-        options["batch_size"] = ROWS_PER_BATCH
-    return _dataset_rows((builder,), options, source, chat, file.path, f"expected a whole {builder} file")
+def _columnar_rows(file: SourceFile, kind: str, source: SourceConfig, chat: ChatConfig) -> Iterator[Piece]:
+    with open_table(file.path, kind, source.keys) as (names, batches):
+        yield from _rows_of(names, batches, source, chat, file.path)
 
 
 def _hub_rows(source: SourceConfig, chat: ChatConfig) -> Iterator[Piece]:
-    name, _, configuration = source.hf.partition(":")
-    remedy = "check the name and the network, or fetch it where there is one and give its folder as path:"
-    return _dataset_rows((name, configuration or None), {}, source, chat, source.location, remedy)
-
-
-def _dataset_rows(
-    arguments: tuple, options: dict, source: SourceConfig, chat: ChatConfig, where: str, remedy: str
-) -> Iterator[Piece]:
     import datasets
 
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # what it logs it raises too
-    number = 0
+    name, _, configuration = source.hf.partition(":")
     try:
-        rows = datasets.load_dataset(*arguments, split="train", streaming=True, **options)
-        if rows.column_names:  # none at all: a table without rows
-            _check_keys(source, rows.column_names, where)
+        rows = datasets.load_dataset(name, configuration or None, split="train", streaming=True)
+        columns = rows.column_names or []
+        if set(source.keys) <= set(columns):
             rows = rows.select_columns(list(source.keys))
-        for batch in rows.iter(batch_size=ROWS_PER_BATCH):
-            _check_keys(source, batch, where)
-            for values in zip(*(batch[key] for key in source.keys), strict=True):
-                number += 1
-                row = dict(zip(source.keys, values, strict=True))
-                yield from _row_pieces(row, source, chat, None, f"{where}: row {number}")
+        yield from _rows_of(columns, rows.iter(batch_size=ROWS_PER_BATCH), source, chat, source.location)
     except InputError:
         raise
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:  # RuntimeError: a script
-        raise InputError(f"{where}: {error}; {remedy}") from error
+        remedy = "check the name and the network, or fetch it where there is one and give its folder as path:"
+        raise InputError(f"{source.location}: {error}; {remedy}") from error
+
+
+def _rows_of(
+    names: Sequence[str], batches: Iterable[Mapping[str, list]], source: SourceConfig, chat: ChatConfig, where: str
+) -> Iterator[Piece]:
+    """The pieces of a table's rows. `names`: of its columns, none where it has no rows or does not tell them."""
+    if names:
+        _check_keys(source, names, where)
+    number = 0
+    for batch in batches:
+        _check_keys(source, batch, where)
+        for values in zip(*(batch[key] for key in source.keys), strict=True):
+            number += 1
+            row = dict(zip(source.keys, values, strict=True))
+            yield from _row_pieces(row, source, chat, None, f"{where}: row {number}")
 
 
 def _row_pieces(
