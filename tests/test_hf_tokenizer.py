@@ -12,9 +12,9 @@ from hf_folders import FAMILIES, SPECIAL_TEXT, TEXTS, corpus, definition_of, wri
 from curriculum.config import build_config
 from curriculum.data import flat
 from curriculum.data.corpus import load_corpus
-from curriculum.data.encode import encode_pieces
+from curriculum.data.encode import GROUP_BYTES, encode_pieces
 from curriculum.data.held_out import eval_documents
-from curriculum.data.pieces import PIECE_BYTES, Piece
+from curriculum.data.pieces import Piece
 from curriculum.data.prepare import prepare_documents, prepare_store, prepare_tokenizer
 from curriculum.data.sources import SourceConfig
 from curriculum.data.tokenizers.tokenizer import TokenizerConfig, byte_tokenizer, load_tokenizer
@@ -91,7 +91,7 @@ def test_a_blank_before_byte_pairs_stands_at_the_start_of_a_document_only(folder
     tokenizer, plain = load_tokenizer(tmp_path), load_tokenizer(folders["gpt2"])
     assert tokenizer.encode("word").tolist() == plain.encode(" word").tolist() != plain.encode("word").tolist()
     assert tokenizer.encode("word", opens_document=False).tolist() == plain.encode("word").tolist()
-    head = "ab\n" * (PIECE_BYTES // 3 + 1)
+    head = "ab\n" * (GROUP_BYTES // 3 + 1)
     pieces = [Piece(head, False, 0, "a"), Piece("cd", True, 0, "a"), Piece("ef", True, 0, "b")]
     tokens = np.concatenate([tokens for _, tokens, _ in encode_pieces(pieces, tokenizer)])
     text = tokenizer.decode_bytes(tokens[tokens != tokenizer.eot])

@@ -815,7 +815,7 @@ def test_an_iterator_of_documents_is_not_asked_where_the_folder_is_taken(tmp_pat
 
 
 def test_an_iterator_of_documents_is_not_held_in_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("curriculum.data.encode.PIECE_BYTES", 1 << 14)
+    monkeypatch.setattr("curriculum.data.encode.GROUP_BYTES", 1 << 14)
     talk = [{"role": "user", "content": "u" * 500}, {"role": "assistant", "content": "a" * 500}]
     tokenizer = byte_tokenizer()
     tokenizer.encode("")
@@ -833,7 +833,7 @@ def test_an_iterator_of_documents_is_not_held_in_memory(tmp_path, monkeypatch):
 
 def test_progress_counts_the_bytes_of_the_files(sources, store_dir, monkeypatch):
     monkeypatch.setattr("curriculum.data.pieces.PIECE_BYTES", 64)
-    monkeypatch.setattr("curriculum.data.encode.PIECE_BYTES", 64)
+    monkeypatch.setattr("curriculum.data.encode.GROUP_BYTES", 64)
     total_bytes = sum(path.stat().st_size for path in Path(sources["web"].path).iterdir())
     progress = Recorder()
     prepare_store("web", sources["web"], byte_tokenizer(), store_dir, progress)

@@ -6,16 +6,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from curriculum.data.pieces import PIECE_BYTES, Piece
+from curriculum.data.pieces import Piece
 from curriculum.data.tokenizers.tokenizer import NUM_THREADS, Tokenizer
 from curriculum.errors import InputError
+
+GROUP_BYTES = 1 << 20  # of text that a thread encodes at a time
 
 
 def encode_pieces(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[list[Piece], np.ndarray, list[int]]]:
     """Groups of pieces in order, with their tokens and how many each piece has.
 
     End-of-text follows the last piece of a document and counts as one of its tokens; an empty document gives
-    nothing. Memory: at most 2 x NUM_THREADS + 1 groups, each about PIECE_BYTES of text and its tokens (more
+    nothing. Memory: at most 2 x NUM_THREADS + 1 groups, each about GROUP_BYTES of text and its tokens (more
     only where one piece is longer), and for byte pairs one encoding for each thread, 10 MB with 50,000 ids. Raises
     InputError naming the place of text that cannot be represented.
     """
@@ -38,7 +40,7 @@ def _groups(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     for piece in pieces:
         group.append(piece)
         size += len(piece.text)
-        if size >= PIECE_BYTES:
+        if size >= GROUP_BYTES:
             yield group
             group, size = [], 0
     if group:

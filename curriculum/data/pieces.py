@@ -14,7 +14,8 @@ from curriculum.data.sources import COLUMNAR, FLAT, JSON_LINES, SourceConfig, So
 from curriculum.data.tables import ROWS_PER_BATCH, open_table
 from curriculum.errors import InputError
 
-PIECE_BYTES = 1 << 20  # a plain-text file is read and encoded in pieces of about this size
+# A plain-text file is read in pieces of about this size: of a megabyte each, malloc keeps twice the memory in the end.
+PIECE_BYTES = 1 << 16
 
 # A place where a text may be cut without changing the ids of any published byte-pair pattern: between two
 # words, before the blank, or at the start of a line that begins with a letter. Each of those patterns starts
