@@ -13,13 +13,15 @@ from curriculum.cli.main import cli
 from curriculum.config import build_config, load_config
 from curriculum.errors import InputError
 from curriculum.lock import RunLock
-from curriculum.run import RunDirectory, load_run
+from curriculum.run import RunDirectory, load_run, read_ledger
 from curriculum.train import divergence, trainer
 from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.course import Course
 from curriculum.train.divergence import Diverged
 from curriculum.train.setup import build
 from curriculum.train.trainer import train, train_built
+from curriculum.views.inspection import inspect_run
+from curriculum.views.model_card_sections import training
 
 BAD, SWITCH, STEPS, ROWS, LENGTH = range(135, 138), 70, 150, 8, 16
 CLOCK_FIELDS = {
@@ -181,6 +183,25 @@ def test_it_is_bit_for_bit_the_run_that_was_planned_so(gone_back, from_the_start
     assert rows == other_rows and len(rows) == STEPS
     events[0].pop("plan"), other_events[0].pop("plan")  # `gone_back` planned otherwise when it began
     assert events == other_events
+
+
+def test_what_was_passed_over_is_not_told_as_read(gone_back):
+    run, ledger = load_run(gone_back), read_ledger(gone_back / f"checkpoints/{STEPS}")
+    a_step = ROWS * LENGTH
+    read = {"web": SWITCH * a_step, "law": (STEPS - SWITCH) * a_step}
+    first, second = inspect_run(run)["phases"]
+    assert (first["tokens"], second["tokens"]) == ({"web": read["web"]}, {"law": read["law"]})
+    assert sum(read.values()) == run.events[-1]["tokens_processed"] == 19_200
+    # How far a source is used up, by what max_epochs caps, is another number.
+    state = json.loads((gone_back / "training_state.json").read_text())
+    assert state["tokens_drawn"] == read and state["consumed"] == {**read, "law": read["law"] + 5 * a_step}
+    size = run.start["sources"]["law"]["tokens_per_epoch"]
+    assert second["epochs"]["law"] == state["consumed"]["law"] / size
+    drawn = {name: source["tokens_drawn"] for name, source in ledger["sources"].items()}
+    assert drawn == read
+    card = "\n".join(training(run, STEPS, drawn, []))
+    assert "19,200 tokens up to step 150." in card and "| law 10,240 |" in card
+    assert f" | 10,240 | {read['law'] / size:.3g} |" in card
 
 
 def test_resumed_after_it_the_run_still_passes_over(place, gone_back, tmp_path):

@@ -149,6 +149,23 @@ def test_consumption_leaves_out_a_future_that_was_set_aside(tmp_path):
     assert [row["step"] for row in consumption(load_run(path))] == [60]
 
 
+def test_a_record_that_tells_only_how_far_its_sources_are_used_up(tmp_path):
+    """As records did once: what was passed over counts as read there."""
+    path = write_run(tmp_path / "run", LOSSES)
+    rows = consumption(load_run(path))
+    lines = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
+    (switch,) = [line for line in lines if line["event"] == "phase_switch"]
+    del switch["tokens_drawn"]
+    switch["consumed"]["web"] += 32
+    (path / "events.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    state = json.loads((path / "training_state.json").read_text())
+    del state["consumed"]
+    (path / "training_state.json").write_text(json.dumps(state))
+    old = consumption(load_run(path))
+    assert [row["tokens"] for row in old] == [{"web": 4_832, "code": 1_200}, {"web": 368, "law": 3_600}]
+    assert old[1]["epochs"] == rows[1]["epochs"] and old[0]["epochs"]["web"] == 0.4832
+
+
 def test_a_run_that_has_just_begun(tmp_path):
     path = write_run(tmp_path / "run", {"val": lambda step: None}, until=0)
     (path / "metrics.jsonl").unlink()

@@ -105,7 +105,7 @@ def write_run(
         warnings=[],
         **(start or {}),
     )
-    drawn = dict.fromkeys(sources, 0)
+    drawn, left = dict.fromkeys(sources, 0), 0  # left: passed over, of each source
     steps = sorted({0, *range(0, last + 1, every), *(e for _, _, e, _ in phases if e <= last), last})
     for step in steps:
         i, (phase, *_, mixture) = next((i, p) for i, p in enumerate(phases) if max(step - 1, 0) < p[2])
@@ -146,15 +146,17 @@ def write_run(
                 mixture_before=dict(mixture),
                 mixture_after=dict(phases[i + 1][3]),
                 ramp_steps=0,
-                consumed=drawn,
-                epochs={s: n / sizes[s] for s, n in drawn.items()},
+                tokens_drawn=drawn,
+                consumed={s: n + left for s, n in drawn.items()},
+                epochs={s: (n + left) / sizes[s] for s, n in drawn.items()},
                 lr=1e-3,
                 **({} if shapes is None else {"passed_over": dict.fromkeys(sources, 7)}),
             )
-            drawn = drawn if shapes is None else {s: n + 7 for s, n in drawn.items()}
+            left += 0 if shapes is None else 7
         for event, fields in (more or {}).get(step, ()):
             record.event(event, step, **fields)
-    (path / "training_state.json").write_text(json.dumps({"step": last, "phase": phase, "tokens_drawn": drawn}))
+    state = {"step": last, "phase": phase, "tokens_drawn": drawn, "consumed": {s: n + left for s, n in drawn.items()}}
+    (path / "training_state.json").write_text(json.dumps(state))
     if until is None:
         record.event("training_complete", total, total_steps=total, **(complete or {}))
     record.close()

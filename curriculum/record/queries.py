@@ -140,37 +140,35 @@ def last_detectable(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 def consumption(run: Run, at: tuple[str, int, Mapping[str, int]] | None = None) -> list[dict[str, Any]]:
     """What each phase that has begun has read: {phase, start, step, tokens, epochs}, in order.
 
-    `tokens` are of the phase alone up to `step`, by source, without what a change of length passed over; `epochs` since
-    the run's start. The record knows them where a phase ends, and `training_state.json` at the last checkpoint: of the
-    phase that is running, `step` is that one.
+    `tokens` are what the phase's updates up to `step` read, by source; `epochs` how far each source is used up since
+    the run's start, as `max_epochs` counts: what a rollback or a change of length passed over is in them too. The
+    record knows both where a phase ends, and `training_state.json` at the last checkpoint: of the phase that is
+    running, `step` is that one. Of a switch that does not tell `tokens_drawn`, as in older records, what was passed
+    over counts as read.
+
     Raises InputError where that file is damaged. With `at`, (phase, step, tokens drawn by then) as the ledger of a
-    checkpoint has them, it is what was read up to that step.
+    checkpoint has them, it is what was read up to that step, in the last row without `epochs`.
     """
     sizes = {name: source.get("tokens_per_epoch") for name, source in run.start["sources"].items()}
     starts = {phase["name"]: phase["start"] for phase in run.plan["phases"]}
     switches = [event for event in run.events if event["event"] == "phase_switch"]
-    marks = [(event["from_phase"], event["step"], event["consumed"]) for event in switches]
-    # An edit where a phase begins comes after the switch, and says what is passed over there now.
-    turns = [event for event in run.events if event["event"] in ("phase_switch", "schedule_edit")]
-    passed_over = {event["step"]: event["passed_over"] for event in turns if "passed_over" in event}
+    marks = [(e["from_phase"], e["step"], e.get("tokens_drawn", e["consumed"]), e["consumed"]) for e in switches]
     last_step = run.events[-1]["step"]
     path = run.directory.path / "training_state.json"
     if at is not None:
-        marks = [*(mark for mark in marks if mark[1] < at[1]), at]
+        marks = [*(mark for mark in marks if mark[1] < at[1]), (*at, {})]
     elif path.exists():
         state = read_json(path)
         if missing := [key for key in ("step", "phase", "tokens_drawn") if key not in state]:
             raise InputError(f"{path}: has no {', '.join(missing)}; the next checkpoint writes it anew")
         # After a resume from an older step the file may speak of a future that was set aside.
         if (marks[-1][1] if marks else 0) < state["step"] <= last_step:
-            marks.append((state["phase"], state["step"], state["tokens_drawn"]))
-    rows, before, began = [], {}, 0
-    for phase, step, drawn in marks:
-        left = [tokens for at, tokens in passed_over.items() if began <= at < step]
-        read = {name: n - before.get(name, 0) - sum(over.get(name, 0) for over in left) for name, n in drawn.items()}
-        tokens = {name: n for name, n in read.items() if n > 0}
-        epochs = {name: n / sizes[name] for name, n in drawn.items() if n and sizes.get(name)}
-        row = {"phase": phase, "start": starts.get(phase), "step": step, "tokens": tokens, "epochs": epochs}
-        rows.append(row)
-        before, began = drawn, step
+            drawn = state["tokens_drawn"]
+            marks.append((state["phase"], state["step"], drawn, state.get("consumed", drawn)))
+    rows, before = [], {}
+    for phase, step, drawn, consumed in marks:
+        tokens = {name: num for name, n in drawn.items() if (num := n - before.get(name, 0)) > 0}
+        epochs = {name: n / sizes[name] for name, n in consumed.items() if n and sizes.get(name)}
+        rows.append({"phase": phase, "start": starts.get(phase), "step": step, "tokens": tokens, "epochs": epochs})
+        before = drawn
     return rows

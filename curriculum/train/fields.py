@@ -27,6 +27,7 @@ from curriculum.train.watch import Evaluated, no_verdicts
 from evalsets.evalset import PRIMARY
 from evalsets.metrics import Summary, WindowResults, summarise
 from phases.rates import rate_spans
+from phases.schedule import Schedule
 
 
 def training_start(setup: Setup) -> dict[str, Any]:
@@ -164,7 +165,7 @@ def training_state(setup: Setup, step: int, history: History) -> dict[str, Any]:
         "total_steps": course.total_steps,
         "phase": course.phase_at(step),
         "checkpoint": f"checkpoints/{step}",
-        "tokens_drawn": course.schedule.cursors_at(step),
+        **_consumption(course.schedule, step),
         **{key: value for key, value in history.to_json().items() if key not in ("phase", "watch", "gold")},
         "gold_step": history.gold.gold and history.gold.gold.step,
     }
@@ -243,8 +244,7 @@ def metrics_row(setup: Setup, done: int, state: TrainState, clock: TrainClock) -
 def phase_switch(setup: Setup, done: int) -> dict[str, Any]:
     schedule = setup.course.schedule
     before, after = schedule.segment_at(done - 1), schedule.segment_at(done)
-    consumed = schedule.cursors_at(done)
-    sizes = setup.course.plan.tokens_per_epoch
+    counts, sizes = _consumption(schedule, done), setup.course.plan.tokens_per_epoch
     return {
         "from_phase": before.phase,
         "new_phase": after.phase,
@@ -254,10 +254,15 @@ def phase_switch(setup: Setup, done: int) -> dict[str, Any]:
         "shape_before": shape_of(before, setup.config),
         "shape_after": shape_of(after, setup.config),
         "passed_over": schedule.passed_over(done),
-        "consumed": consumed,
-        "epochs": {name: round(consumed[name] / sizes[name], 6) for name in consumed if sizes.get(name)},
+        **counts,
+        "epochs": {name: round(n / sizes[name], 6) for name, n in counts["consumed"].items() if sizes.get(name)},
         "lr": float(setup.course.rates[done]),
     }
+
+
+def _consumption(schedule: Schedule, step: int) -> dict[str, dict[str, int]]:
+    """By source, what the first `step` updates read, and how far the source is used up: what was passed over too."""
+    return {"tokens_drawn": schedule.read(0, step), "consumed": schedule.cursors_at(step)}
 
 
 def training_complete(

@@ -28,7 +28,7 @@ Problem = tuple[str, str]  # path in the config, message
 def entry(setup: Setup, step: int, history: History, offsets: Mapping[str, int], elapsed_s: float) -> dict[str, Any]:
     """The ledger of a checkpoint, as plain JSON."""
     course = setup.course
-    drawn = course.schedule.cursors_at(step)
+    drawn = course.schedule.read(0, step)
     return {
         "step": step,
         "seed": setup.config.seed,

@@ -31,8 +31,8 @@ _HUB_CACHE = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")  # of the hub's
 class Exported:
     """What lies in the folder beside the card.
 
-    `weights` and `dtype` as `export` takes them; `kind`: "hf", "peft" (adapters alone) or "gguf". `tokens_drawn`: by
-    source up to `step`, of the checkpoint's ledger; None for a mean of checkpoints.
+    `weights` and `dtype` as `export` takes them; `kind`: "hf", "peft" (adapters alone) or "gguf". `tokens_drawn`: read
+    of each source up to `step`, of the checkpoint's ledger; None for a mean of checkpoints.
     """
 
     step: int

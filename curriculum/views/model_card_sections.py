@@ -80,7 +80,7 @@ def training(run: Run, step: int, tokens_drawn: Mapping[str, int] | None, unknow
         rows.append(
             (name, _place(source), *sizes, f"{num:,}" if read else "not known", epochs if read else "not known")
         )
-    header = ("source", "from", "documents", "tokens in it", "tokens drawn", "epochs")
+    header = ("source", "from", "documents", "tokens in it", "tokens read", "epochs")
     return [*parts, table_of(header, rows, right=range(2, 6))]
 
 
