@@ -8,15 +8,18 @@ import sys
 import processor
 import pytest
 from test_trainer import config_data, corpus, store  # noqa: F401  (fixtures)
+from tiny_run import tiny_data, tiny_train, write_corpus
 from written_run import command, offender, write_run
 
 from curriculum.config import build_config
 from curriculum.errors import InputError
+from curriculum.plan import plan
 from curriculum.record.queries import consumption, eval_points, evalset_facts, last_detectable, standing_regressions
 from curriculum.run import CHECKPOINT_ITEMS, load_run
 from curriculum.train.trainer import train
 from curriculum.views.compare import compare
 from curriculum.views.inspection import edits_of, inspect_run, text
+from curriculum.views.model_card_sections import training
 from curriculum.views.report import report
 
 LOSSES = {"val": lambda step: 3 - step / 100, "law": lambda step: 4.0 if step in (0, 60, 100) else None}
@@ -355,3 +358,32 @@ def test_a_run_that_was_trained_and_extended(corpus, store, tmp_path):  # noqa: 
     # The set that came with the resume is known by its content, so two runs that have it can be compared.
     assert len(evalset_facts(run.events)["law"]["content_hash"]) == 32
     assert [c.name for c in compare([tmp_path / "run"] * 2).sets] == ["val", "code", "law"]
+
+
+def test_a_text_that_was_replaced_and_a_source_that_was_added(tmp_path):
+    place, run_dir = write_corpus(tmp_path), tmp_path / "run"
+    sections = {"evalsets": {"every": 9, "primary": {"held_out_of": "web"}}, "optim": {"lr": 1e-3}}
+    law = {"name": "a", "until": 2, "mixture": {"law": 1.0}}
+    short = {"steps": 2, "batch_size": 4, "seq_len": 32}
+    tiny_train(place, run_dir, phases=[law | {"until": "end"}], train=short, **sections)
+    lines = (place / "law.jsonl").read_text().splitlines(keepends=True)
+    (place / "law.jsonl").write_text("".join(lines[:20]))
+    (place / "new.jsonl").write_text("".join(lines[20:]))
+    new = {"name": "b", "until": "end", "mixture": {"new": 1.0}}
+    data = tiny_data(place, phases=[law, new], train=short | {"steps": 3}, **sections)
+    data["sources"]["new"] = {"path": str(place / "new.jsonl")}
+    train(build_config(data), run_dir, resume="latest", accept_past=True, store_dir=place / "store")
+
+    run = load_run(run_dir)
+    planned = {(row.phase, row.source): row for row in plan(build_config(data), store_dir=place / "store").rows}
+    a, b = inspect_run(run)["phases"]
+    assert (a["tokens"], b["tokens"]) == ({"law": 256}, {"new": 128})
+    assert a["epochs"] == {"law": planned["a", "law"].epochs_so_far}
+    assert b["epochs"] == a["epochs"] | {"new": planned["b", "new"].epochs_so_far}
+    # Of 60 documents and of 20 the last 20 % of the tokens are held out; what is read after step 2 is of the new text.
+    for step, documents in ((2, 46), (3, 17)):
+        card = training(run, step, None, [])[-1]
+        (told,) = [[cell.strip() for cell in line.split("|")[1:]] for line in card.splitlines() if "| law |" in line]
+        assert (told[2], told[4]) == (str(documents), "256")
+    (told,) = [line for line in card.splitlines() if "| new |" in line]
+    assert "| 40 |" in told and "| 128 |" in told and "not known" not in told

@@ -59,6 +59,17 @@ def evalset_facts(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, An
     return facts
 
 
+def source_facts(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The `details` of each source of a run's corpus, by name: what its training text holds, at the last taking up.
+
+    A source that the run went on without has those that it had.
+    """
+    facts = {}
+    for event in events:
+        facts |= event.get("sources", {})
+    return facts
+
+
 def standing_regressions(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The offenders of `eval_regression` events that have not recovered, as last told.
 
@@ -149,7 +160,7 @@ def consumption(run: Run, at: tuple[str, int, Mapping[str, int]] | None = None) 
     Raises InputError where that file is damaged. With `at`, (phase, step, tokens drawn by then) as the ledger of a
     checkpoint has them, it is what was read up to that step, in the last row without `epochs`.
     """
-    sizes = {name: source.get("tokens_per_epoch") for name, source in run.start["sources"].items()}
+    sizes = {name: source.get("tokens_per_epoch") for name, source in source_facts(run.events).items()}
     starts = {phase["name"]: phase["start"] for phase in run.plan["phases"]}
     switches = [event for event in run.events if event["event"] == "phase_switch"]
     marks = [(e["from_phase"], e["step"], e.get("tokens_drawn", e["consumed"]), e["consumed"]) for e in switches]

@@ -67,6 +67,7 @@ def resumption(
         **skipped(state),
         "devices": describe_devices(setup.mesh),
         "plan": derived(setup),
+        "sources": setup.corpus.details,
         "evalsets": _evalsets(setup),
         **({"begins_branch": True} if begins_branch else {}),
     }

@@ -17,6 +17,7 @@ from curriculum.record.queries import (
     eval_points,
     evalset_facts,
     planned_tokens,
+    source_facts,
     standing_regressions,
 )
 from curriculum.record.sentences import skipped_line, verdict
@@ -71,7 +72,8 @@ def training(run: Run, step: int, tokens_drawn: Mapping[str, int] | None, unknow
     for row in read.values():
         for name, num in row["tokens"].items():
             drawn[name] = drawn.get(name, 0) + num
-    facts = run.start["sources"] if run.events else {}
+    # Taken up at this very step, the run may have read another text from there on.
+    facts = source_facts(run.events) | source_facts(event for event in run.events if event["step"] < step)
     rows = []
     for name, source in run.resolved["sources"].items():
         its, num = facts.get(name, {}), drawn.get(name, 0)
