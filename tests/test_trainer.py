@@ -452,17 +452,27 @@ def test_source_text_that_changed_is_refused(corpus, store, tmp_path):
     data = config_data(
         folder, train__steps=6, phases=[{"name": "a", "until": "end", "mixture": {"web": 1.0}}], optim={}
     )
+    *_, early, late = (folder / "web.jsonl").read_text().splitlines()
+    for name, text in (("early", early), ("late", late)):
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    sets = data["evalsets"]["sets"]
+    sets["early"] = {"path": str(tmp_path / "early.jsonl")}
     train(build_config(data), tmp_path / "run", store_dir=store)
     data["train"]["steps"] = 12
-    late = tmp_path / "late.jsonl"
-    late.write_text((folder / "web.jsonl").read_text().splitlines()[-1])
-    data["evalsets"]["sets"]["late"] = {"path": str(late)}
-    with pytest.raises(InputError, match="eval set late holds documents that the run has trained on"):
-        train(build_config(data), tmp_path / "run", resume="latest", store_dir=store)
-    del data["evalsets"]["sets"]["late"]
+
+    def refused(words):
+        with pytest.raises(InputError, match=words):
+            train(build_config(data), tmp_path / "run", resume="latest", store_dir=store)
+
+    with_early = sets.pop("early")
+    put_back = "eval set early is gone: .*; put eval set early back, or go on"
+    refused(f"^config: sources.web: {put_back}")
+    sets["late"] = {"path": str(tmp_path / "late.jsonl")}
+    refused(f"eval set late holds documents that the run has trained on: .*; {put_back}")
+    del sets["late"]
+    sets["early"] = with_early
     (folder / "web.jsonl").write_text((folder / "web.jsonl").read_text() + json.dumps({"text": "one more"}) + "\n")
-    with pytest.raises(InputError, match="its training text is not what it was"):
-        train(build_config(data), tmp_path / "run", resume="latest", store_dir=store)
+    refused("^config: sources.web: its training text is not what it was")
 
 
 def test_a_trained_tokenizer_stays_when_a_source_is_added(corpus, store, tmp_path):

@@ -165,7 +165,7 @@ def _text_changed(
             settings = [path for path in _of_source(setup.config, name) if path in changed]
             yield from ((path, changed[path]) for path in settings)
             if not settings:
-                yield f"sources.{name}", _why_changed(source, details[name])
+                yield f"sources.{name}", _why_changed(source, details[name], setup.config)
 
 
 def _evalsets_changed(saved: Mapping[str, Any], setup: Setup, changed: Mapping[str, str]) -> Iterator[Problem]:
@@ -218,11 +218,19 @@ def _of_source(config: Config, name: str) -> list[str]:
     return own if config.sources[name].format == "text" else own + _CHAT
 
 
-def _why_changed(saved: Mapping[str, Any], details: Mapping[str, Any]) -> str:
-    added = [name for name in details["dropped_documents"] if name not in saved["dropped_documents"]]
-    if added:
-        return (
+def _why_changed(saved: Mapping[str, Any], details: Mapping[str, Any], config: Config) -> str:
+    """What most likely made the training text of a source another one, and how to mend it."""
+    whys = []
+    if added := [name for name in details["dropped_documents"] if name not in saved["dropped_documents"]]:
+        whys.append(
             f"eval set {', '.join(added)} holds documents that the run has trained on: taking them out of training "
             "would change what it read; take them out of the set"
         )
+    if gone := [name for name in saved["dropped_documents"] if name not in config.eval_sources]:
+        whys.append(
+            f"eval set {', '.join(gone)} is gone: reading the documents that it kept out of training would change what "
+            f"the run read; put eval set {', '.join(gone)} back"
+        )
+    if whys:
+        return "; ".join(whys)
     return "its training text is not what it was when the run read from it; restore it"
