@@ -115,6 +115,21 @@ def test_the_tail_itself_counts_as_a_document(folder):
     assert load_corpus(config, folder / "store").details["law"]["dropped_documents"] == {"tail": 1}
 
 
+def test_a_small_source_with_a_copy_can_be_measured(folder):
+    """Of 50 documents the last is the first once more: held out, and never read."""
+    texts = rows("law", 49)
+    write_rows(folder / "law.jsonl", [*texts, texts[0]])
+    config = config_of({"law": "10%"}, {"held_out_of": "law"}, files={"law": "law.jsonl"})
+    corpus = load_corpus(config, folder / "store")
+    assert corpus.details["law"]["dropped_documents"] == {} and corpus.warnings == ()
+    stream = corpus.streams["law"][:].tolist()
+    eot = corpus.tokenizer.eot
+    read = bytes(token if token != eot else 10 for token in stream).decode().split("\n")
+    assert texts[0] not in read and texts[1] in read
+    assert sum(corpus.evalsets["primary"].num_bytes_N) > 2 * len(texts[0])
+    assert find_sizes(config, folder / "store").details == corpus.details
+
+
 def test_the_same_file_as_another_source_is_refused(folder):
     config = config_of({"book": "10%"}, {"held_out_of": "book"}, files={"book": "book.txt", "again": "book.txt"})
     with pytest.raises(InputError, match="source 'again': 1 of 1 documents stand in eval set 'primary'"):

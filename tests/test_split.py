@@ -79,6 +79,23 @@ def test_few_documents_give_the_tail():
     assert split.keep_N.tolist() == [True] and split.cut == (0, 990)
 
 
+def test_copies_of_what_the_tail_reaches_are_held_out_with_it():
+    tokens_N = np.array([60, 6, 10, 18, 6])
+    # The last ten of 100 tokens: the last document whole, and the last 4 of the one before, from token 14 on.
+    alone = split_documents(tokens_N, hashes([1, 2, 3, 4, 5]), 0.1)
+    assert alone.held_out.tolist() == [4] and alone.cut == (3, 14)
+    # A copy of the last one.
+    split = split_documents(tokens_N, hashes([1, 5, 3, 4, 5]), 0.1)
+    assert split.held_out.tolist() == [1, 4] and split.cut == (3, 14)
+    # Copies of the one that would be divided, in training and in the tail: its head would be one half of a copy.
+    for values, held in (([1, 2, 4, 4, 5], [2, 3, 4]), ([1, 2, 3, 4, 4], [3, 4]), ([1, 5, 4, 4, 5], [1, 2, 3, 4])):
+        split = split_documents(tokens_N, hashes(values), 0.1)
+        assert split.held_out.tolist() == held and split.cut is None
+    # Copies that the tail does not reach stay in training, and undivided documents are held out with theirs too.
+    assert split_documents(tokens_N, hashes([1, 3, 3, 4, 5]), 0.1).held_out.tolist() == [4]
+    assert split_documents(tokens_N, hashes([1, 4, 3, 4, 5]), 0.1, whole=True).held_out.tolist() == [1, 3, 4]
+
+
 def test_a_tail_of_end_of_text_alone_is_not_held_out():
     # The cut would leave the second document its last token, the end-of-text: it stays whole.
     split = split_documents(np.array([80, 9, 11]), hashes([1, 2, 3]), 0.12)
@@ -103,8 +120,10 @@ def test_too_small_for_one_window_is_refused():
 
 
 def test_nothing_left_for_training_is_refused():
-    with pytest.raises(ValueError, match="leaves no document for training"):
+    with pytest.raises(ValueError, match="leaves no document for training; hold out less, or set held_out: 0"):
         split_documents(np.full(100, 10), hashes([7] * 100), 0.01)
+    with pytest.raises(ValueError, match="leaves no document for training"):
+        split_documents(np.array([10, 10]), hashes([7, 7]), 0.1)
 
 
 def test_overlapping_needs_both_halves_of_the_hash():

@@ -69,10 +69,10 @@ def split_documents(
     """Hold out `share` of the tokens of a source.
 
     Of HASHED_FROM_DOCUMENTS documents or more: those with the smallest content hashes, until the share is
-    reached (and FEWEST_DOCUMENTS of them where there are MANY_DOCUMENTS); copies of a document stay on one
-    side. With fewer documents: the last tokens of the stream, the document that straddles the cut being
-    divided where a character starts (`starts_character(document, token)`); with `whole` it is held out undivided, but
-    the first document stays in training. Share 0 keeps everything.
+    reached (and FEWEST_DOCUMENTS of them where there are MANY_DOCUMENTS). With fewer documents: the last tokens of the
+    stream, the document that straddles the cut being divided where a character starts (`starts_character(document,
+    token)`); with `whole` it is held out undivided, but the first document stays in training. Copies of a document
+    stay on one side: what is held out is more than the share by them. Share 0 keeps everything.
 
     `document_tokens_N` counts the end-of-text token of each document. Raises ValueError where the held-out
     part has fewer than `min_tokens` tokens, training keeps none, or the only document is to stay undivided.
@@ -87,7 +87,8 @@ def split_documents(
             " held_out: 0"
         )
     if num_documents < HASHED_FROM_DOCUMENTS:
-        split = _tail(document_tokens_N, math.ceil(share * total_tokens), starts_character, whole)
+        tail = _tail(document_tokens_N, math.ceil(share * total_tokens), starts_character, whole)
+        split = _with_copies(tail, document_hashes_N2)
     else:
         split = _smallest_hashes(document_tokens_N, document_hashes_N2, share * total_tokens)
 
@@ -100,7 +101,7 @@ def split_documents(
             f" needs {min_tokens:,}; hold out more, shorten evalsets.seq_len, or set held_out: 0"
         )
     if not split.keep_N.any():
-        raise ValueError(f"held_out of {share:.4g} leaves no document for training; hold out less")
+        raise ValueError(f"held_out of {share:.4g} leaves no document for training; hold out less, or set held_out: 0")
     return split
 
 
@@ -144,6 +145,21 @@ def _tail(document_tokens_N, wanted_tokens: int, starts_character, whole: bool) 
     keep_N[document] = True
     # With only its end-of-text left there would be nothing to score: the document stays whole.
     return Split(keep_N, (document, token) if token < length - 1 else None)
+
+
+def _with_copies(split: Split, document_hashes_N2: np.ndarray) -> Split:
+    """The split that holds out copies too; a divided document that has copies is held out whole, with them."""
+    reached_N, cut = ~split.keep_N, split.cut
+    if cut is not None:
+        reached_N[cut[0]] = True
+    held_N = overlapping(document_hashes_N2, document_hashes_N2[reached_N])
+    if cut is not None:
+        its_copies_N = (document_hashes_N2 == document_hashes_N2[cut[0]]).all(axis=1)
+        if its_copies_N.sum() == 1:
+            held_N[cut[0]] = False
+        else:
+            cut = None
+    return Split(~held_N, cut)
 
 
 def overlapping(document_hashes_N2: np.ndarray, other_hashes_M2: np.ndarray) -> np.ndarray:
