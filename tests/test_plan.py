@@ -252,6 +252,9 @@ def test_overlap_is_counted(tmp_path):
     (tmp_path / "val.jsonl").write_text(lines[3])
     corpus = load_corpus(config, tmp_path / "store")
     assert corpus.details["web"]["documents"] == 139
+    # All of what training reads; what is left out has its name.
+    sizes = {"documents", "tokens", "kept_out_tokens", "dropped_documents", "tokens_per_epoch", "utilization"}
+    assert corpus.details["web"].keys() == {*sizes, "stream"}
     assert corpus.details["web"]["dropped_documents"] == {"primary": 1}
     assert corpus.warnings == ("1 document of web dropped from training: eval set primary has them too",)
     assert plan(config, store_dir=tmp_path / "store").sources["web"]["tokens"] == len(corpus.streams["web"])

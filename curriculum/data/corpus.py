@@ -290,7 +290,6 @@ def _details(store: Store, split: Split, dropped: Mapping[str, int]) -> dict[str
     return {
         "tokens": num_tokens,
         "documents": int(split.keep_N.sum()),
-        "bytes": store.facts.num_bytes,
         "kept_out_tokens": store.facts.num_tokens - num_tokens,
         "dropped_documents": dict(dropped),
         "stream": stream.hexdigest(),
