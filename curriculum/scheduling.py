@@ -115,8 +115,7 @@ def kept_order(
     """(schedule, past) after `segment`, which overrides the config's mixture, is extended to the end of its phase."""
     whole = resolve_schedule(config, tokens_per_epoch, past, segment)
     until = next(end for name, _, end in whole.phase_bounds if name == segment.phase)
-    past = replace(past, segments=cut(whole.segments, until))
-    return resolve_schedule(config, tokens_per_epoch, past), past
+    return whole, replace(past, segments=cut(whole.segments, until))
 
 
 def check_schedule(config: Config, past: Past | None = None) -> None:

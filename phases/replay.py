@@ -27,8 +27,10 @@ class ReplayRefused(ScheduleError):
 
 @dataclass(frozen=True)
 class Replay:
-    """An edited schedule, and the `past` that `resolve` makes it from, frozen up to the end of the phase (`until`).
+    """An edited schedule, and the part of it that is `past`: frozen up to the end of the phase (`until`).
 
+    `resolve` makes the schedule from the past again, but where a source stops the run at `until`: after the past alone
+    the phase would begin anew, with quotas of its own, which may not be over the cap at once.
     The mixtures are those of update `start` before and after the edit.
     """
 
@@ -101,13 +103,12 @@ def raise_share(
     numbers = {"total_steps": total_steps, "batch_size": batch_size, "seq_len": seq_len, "settled": settled}
     try:
         whole = resolve(phases, supplies, lr, **numbers, past=cut(schedule.segments, step), going_on=edited)
-        until = next((end for name, _, end in whole.phase_bounds if name == old.phase), step)
-        past = cut(whole.segments, until)
-        resolved = resolve(phases, supplies, lr, **numbers, past=past)
     except ScheduleError as error:
         raise ReplayRefused("; ".join(f"{path}: {message}" for path, message in error.problems)) from None
     if whole.total_steps != schedule.total_steps:
         raise ReplayRefused(f"the run would end at step {whole.total_steps} instead of {schedule.total_steps}")
-    if resolved.cursors_at(until)[source] <= schedule.cursors_at(until)[source]:
+    until = next(end for name, _, end in whole.phase_bounds if name == old.phase)
+    if whole.cursors_at(until)[source] <= schedule.cursors_at(until)[source]:
         raise ReplayRefused(f"no more of it would be read up to step {until}, where the phase ends")
-    return Replay(resolved, past, old.phase, step, until, schedule.shares(step), resolved.shares(step))
+    past = cut(whole.segments, until)
+    return Replay(whole, past, old.phase, step, until, schedule.shares(step), whole.shares(step))

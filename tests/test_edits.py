@@ -14,7 +14,7 @@ from curriculum.scheduling import check_schedule, continued_schedule, declaratio
 from curriculum.train.edits import find_edit
 from phases.batches import DataPlan
 from phases.rollback import pass_over
-from phases.schedule import SourceSupply, cut, segments_from_json, segments_to_json
+from phases.schedule import Schedule, SourceSupply, cut, segments_from_json, segments_to_json
 
 LENGTH, BATCH = 8, 4
 EPOCHS = {"web": 100 * LENGTH, "law": 60 * LENGTH, "code": 40 * LENGTH, "new": 30 * LENGTH}
@@ -390,6 +390,25 @@ def test_where_a_share_was_raised_or_data_passed_over_the_rest_of_the_config_may
     longer, past, _ = resumed(saved, changed(BASE, put("train.steps", 200), put("optim.lr", 6e-4)))
     assert longer.total_steps == 200 and longer.phase_bounds[1] == ("b", 40, 160) and past.end == 160
     assert read(longer, step) == read(schedule, step) and longer.segment_at(step).first_sequence > 0
+
+
+def test_a_raised_share_is_raised_until_a_source_stops_the_run():
+    """Also where another order of data, after that, would not be over the source's cap at once."""
+    phases = [{"name": "a", "until": "end", "mixture": {"law": 0.02, "web": 0.98}}]
+    ends = set()
+    for sequences in range(1, 7):  # of the 60 that an epoch has
+        law = {"path": "law.txt", "max_epochs": (sequences + 0.5) / 60, "on_exhaust": "stop"}
+        config = changed(BASE, put("phases", phases), put("sources.law", law), put("optim.schedule", "constant"))
+        schedule = resolve_schedule(config_of(config), epochs_of(config_of(config)))
+        raised = replace(schedule.segment_at(9).rest(9), mixture={"law": 0.02, "web": 0.96, "code": 0.02})
+        edited = Schedule((*cut(schedule.segments, 9), raised))
+        saved = ledger_of(config_of(config), edited, 10) | {"past_end": schedule.total_steps}
+        on, past, _ = resumed(saved, changed(config, put("optim.lr", 6e-4)))
+        assert on.segments[-1].mixture == raised.mixture and past.end == on.total_steps
+        assert on.cursors_at(on.total_steps)["law"] <= sequences * LENGTH
+        assert raised.cursors_at(on.total_steps + 1)["law"] > sequences * LENGTH
+        ends.add(on.total_steps)
+    assert len(ends) > 4 and max(ends) < 100
 
 
 def test_a_raised_share_of_a_source_that_goes_ends_with_it():

@@ -225,6 +225,25 @@ def test_a_source_at_its_cap_leaves_the_raised_mixture():
         raised(edit.schedule, 70, "new", supplies=supplies)
 
 
+def test_a_run_that_a_source_stops_ends_where_it_did_and_with_the_raised_share():
+    """At 1 of 50 sequences law lasts for about 8 steps each; a batch later it would be read beyond its cap."""
+    phases, lr, accepted = (Phase("a", "end", {"law": 0.02, "web": 0.98}),), LrSchedule(schedule="constant"), []
+    for sequences in range(8, 14):
+        supplies = {**SUPPLIES, "law": SourceSupply(sequences * LENGTH, 1, "stop")}
+        schedule = resolved(phases, supplies, lr=lr)
+        for step in range(40, schedule.total_steps, 3):
+            try:
+                edit = raised(schedule, step, "new", phases=phases, supplies=supplies, lr=lr)
+            except ReplayRefused:
+                continue
+            assert edit.until == edit.schedule.total_steps == schedule.total_steps < TOTAL
+            last = edit.schedule.segments[-1]
+            assert last.start == step and last.mixture == pytest.approx({"law": 0.0196, "web": 0.9604, "new": 0.02})
+            assert last.cursors_at(last.end)["law"] <= sequences * LENGTH < last.cursors_at(last.end + 1)["law"]
+            accepted.append(step)
+    assert len(accepted) > 5
+
+
 @pytest.mark.parametrize(
     "step, source, words, changes",
     [
@@ -270,6 +289,8 @@ def drawn_at_random(rng):
         n: SourceSupply(rng.choice([80, 160, 400, 4000]), rng.choice([None, None, 1, 2.5, 8]), rng.choice(kinds))
         for n in names
     }
+    if stops := rng.random() < 0.4:  # some time in the run: a rare source without which it ends
+        supplies["s0"] = SourceSupply(rng.choice([20, 30, 40, 50]), 1, "stop")
     phases, ends = [], sorted(rng.sample(range(3, 57), rng.randint(0, 3)))
     for i, end in enumerate([*ends, "end"]):
         mixture = {n: rng.choice([0, 0.1, 0.5, 1, 3]) for n in names} | {"s3": rng.choice([0.1, 1])}
@@ -277,6 +298,8 @@ def drawn_at_random(rng):
         until = end if end == "end" else rng.choice([end, end, clock])
         program = LrProgram(rng.choice([0, 3]), rng.choice([None, 1e-3, 1.5e-3]), rng.choice([0, 4]))
         ramp_steps, shape = rng.choice([0, 3, 10]) if i else 0, rng.choice(["linear", "cosine"])
+        if stops:
+            mixture["s0"] = 0.03 * sum(mixture.values())
         phases.append(Phase(f"p{i}", until, mixture, ramp_steps, shape, rng.choice([None, program])))
     schedule = rng.choice(["wsd", "cosine", "linear", "constant"])
     return phases, supplies, LrSchedule(1e-3, schedule, rng.choice([0, 4]), rng.choice([0, 10]))
@@ -308,8 +331,12 @@ def test_whatever_the_schedule_a_past_and_an_edit_fit_into_it():
             except ReplayRefused:
                 counts["refused"] += 1
                 continue
-            assert resolve(phases, supplies, lr, **numbers, past=replay.past) == replay.schedule
+            stops = replay.until == replay.schedule.total_steps < 60
+            if not stops:
+                assert resolve(phases, supplies, lr, **numbers, past=replay.past) == replay.schedule
+            assert replay.schedule.total_steps == schedule.total_steps
+            assert replay.past == cut(replay.schedule.segments, replay.until)
             assert first_difference(schedule, replay.schedule, step) is None
             schedule = replay.schedule
-            counts["edits"] += 1
-    assert min(counts["segments"], counts["refused"], counts["edits"]) > 50
+            counts["stops" if stops else "edits"] += 1
+    assert min(counts["segments"], counts["refused"], counts["edits"]) > 50 and counts["stops"] > 5
