@@ -126,13 +126,16 @@ class Running:
         return True
 
     def check_saved(self, done: int) -> None:
-        """Raise InputError where the run ends after `done` updates and its disk did not take that."""
+        """Raise InputError where the run ends after `done` updates and its checkpoint of them is not there."""
         last = max(from_first(self.checkpoints.steps), default=None)
         if last != done:
             good = (
                 "there is no good one: the run begins anew" if last is None else f"the last good one is of step {last}"
             )
+            why, mending = f"could not be saved: {self.why_not_saved}", "make room on the disk and "
+            if not self.why_not_saved:
+                why, mending = "is not there, though the disk refused none", ""
             raise InputError(
-                f"{self.checkpoints.directory / str(done)}: the last checkpoint could not be saved: "
-                f"{self.why_not_saved}; {good}; make room on the disk and go on with --resume latest"
+                f"{self.checkpoints.directory / str(done)}: the last checkpoint {why}; {good}; {mending}go on with "
+                "--resume latest"
             )

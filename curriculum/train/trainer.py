@@ -173,8 +173,9 @@ def _begin(run: Running, resumed_step: int | None, resumption: Sequence[tuple[st
 def _loop(run: Running, resumed_step: int | None, stop: StopSignals) -> dict[str, Any]:
     setup, config, record, clock = run.setup, run.setup.config, run.record, run.clock
     course = setup.course
-    first = resumed_step or 0
-    for step in range(first, course.total_steps):
+    first = done = resumed_step or 0
+    while done < course.total_steps:  # as it is planned by then
+        step = done
         with clock.update():
             run.state = setup.update_at(step)(run.state, course.feed[step], *course.knobs(step))
         if step == first:
