@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +42,8 @@ _ALL_REPLAYED = (  # of `phases`
     "missing, and all that --dataset-dir gives is replayed (adaptation.replay), so that no phase is made of it; give "
     "the text to adapt to as well, or phases"
 )
+
+_OF_THE_NAME = re.compile(r"\s*(name|variables)\b")  # an override that the run's name may depend on
 
 
 @dataclass(frozen=True)
@@ -132,10 +135,13 @@ def load_config(
     return build_config(data, origin, check_paths=check_paths, continues=continues)
 
 
-def config_name(path: str | os.PathLike) -> str:
-    """The name of the run in a config file, without checking anything else."""
-    name = read_yaml(path)[0]
-    name = name.get("name") if isinstance(name, dict) else None
+def config_name(path: str | os.PathLike, overrides: Iterable[str] = ()) -> str:
+    """The name of the run of a config file with `overrides` as of `load_config`, without checking anything else."""
+    data, origin = read_yaml(path)
+    _apply([("--set", value) for value in overrides if _OF_THE_NAME.match(value)], data, origin)
+    if not isinstance(data, dict):
+        return Config.name
+    name = substitute({key: data[key] for key in ("name", "variables") if key in data})[0].get("name")
     return name if isinstance(name, str) and name else Config.name
 
 

@@ -88,6 +88,33 @@ def test_a_source_that_only_the_command_line_defined_is_there_on_resume(folder):
     assert again.returncode == 0 and "r is finished" in again.stdout, again.stderr
 
 
+def test_a_run_that_goes_on_has_its_own_options_whatever_gave_its_name(folder):
+    """Not those of the run whose name the file gives without the option."""
+    text = (folder / "c.yaml").read_text().replace("name: small", "name: ${variables.tag}\nvariables: {tag: base}")
+    (folder / "c.yaml").write_text(text.replace("steps: 8", "steps: 4"))
+    first = run(folder, "train", "c.yaml", "--set", "variables.tag=exp", "--set", "optim.weight_decay=0.5")
+    resolved = json.loads((folder / "runs/exp/config.resolved.json").read_text())
+    (folder / "runs/base").mkdir()
+    (folder / "runs/base/config.resolved.json").write_text(
+        json.dumps(resolved | {"command_line": ["--set optim.lr=2e-3"]})
+    )
+    longer = ["--set", "train.steps=6", "--set", "phases[0].until=2"]
+    again = run(folder, "train", "c.yaml", "--set", "variables.tag=exp", "--resume", "latest", *longer)
+    assert first.returncode == again.returncode == 0 and "step 6/6" in again.stdout, first.stderr + again.stderr
+    resolved = json.loads((folder / "runs/exp/config.resolved.json").read_text())
+    options = ("optim.weight_decay=0.5", "variables.tag=exp", *longer[1::2])
+    assert resolved["command_line"] == [f"--set {option}" for option in options]
+    assert (resolved["optim"]["lr"], resolved["optim"]["weight_decay"]) == (6e-4, 0.5)
+
+
+def test_a_run_that_goes_on_stays_in_the_folder_that_was_found(folder):
+    """Though the options that it remembers give it another name."""
+    first = run(folder, "train", "c.yaml", "--set", "name=other", "--run-dir", "runs/small")
+    again = run(folder, "train", "c.yaml", "--resume", "latest")
+    assert first.returncode == again.returncode == 0, first.stderr + again.stderr
+    assert "runs/small is finished" in again.stdout and not (folder / "runs/other").exists()
+
+
 def test_interrupt_before_training_exits_with_130(folder):
     import signal
     import time

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from curriculum.config import build_config, config_from_json, load_config
+from curriculum.config import build_config, config_from_json, config_name, load_config
 from curriculum.errors import InputError
 from curriculum.scheduling import check_schedule
 from curriculum.yaml12 import read_yaml
@@ -222,6 +222,24 @@ def test_variables_are_used_whole_and_inside_text(folder):
 def test_variables_that_cannot_be_resolved(folder, value, words):
     found = problems(VARIABLES.replace("name: example", f"name: {value}"))
     assert found[0].startswith("c.yaml:1:1: name: ") and words in found[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], "a-1"),
+        (["variables.tag=b"], "b-1"),
+        (["variables={tag: b, n: 2}"], "b-2"),
+        (["name=exp"], "exp"),
+        (["name=${variables.n}-x", "variables.n=3"], "3-x"),
+    ],
+)
+def test_the_name_of_a_run_is_found_before_its_other_options(folder, options, expected):
+    named = "name: ${variables.tag}-${variables.n}\nvariables: {tag: a, n: 1}"
+    assert load(GOOD.replace("name: example", named), *options).name == expected
+    assert config_name("c.yaml", options) == expected
+    # Whether there is such a phase, options that the run remembers may decide.
+    assert config_name("c.yaml", [*options, "phases[7].until=5"]) == expected
 
 
 def test_variables_that_nothing_uses_are_resolved_too(folder):

@@ -38,8 +38,8 @@ def command(config_path, changes, store_dir, run_dir, resume, accept_past, launc
     if accept_past and resume is None:
         raise InputError("--accept-past: a run that begins has no past; give --resume, or leave it out")
     if resume is not None:
-        continues = run_dir or Path("runs") / config_name(config_path)
-        changes |= {"remembered": RunDirectory(continues).command_line(), "continues": continues}
+        run_dir = run_dir or Path("runs") / config_name(config_path, changes["overrides"])
+        changes |= {"remembered": RunDirectory(run_dir).command_line(), "continues": run_dir}
     config = load_config(config_path, **changes)
     run_dir = run_dir or Path("runs") / config.name
 
