@@ -46,7 +46,7 @@ def export(
 
     `step`: "gold", "latest" or a number; by default gold, or latest where there is no gold.
     `weights`: "raw", or "ema", the moving average, of the checkpoint of `step`; or "mean:PHASE", the mean of the last
-    checkpoints of a phase (`averages.phase_mean`), whose step is the phase's last checkpoint.
+    checkpoints of a phase (`averages.phase_mean`), whose step is the phase's end.
 
     `safetensors`: arrays in model.safetensors, named by their dotted path (`blocks.000.attention.query.kernel`, a
     kernel as [in, out]), with model.json and tokenizer/. Of the checkpoint only the parameters are read, and of the run

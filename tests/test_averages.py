@@ -207,10 +207,19 @@ def test_a_set_added_at_the_end_of_a_phase_is_measured_with_the_mean_that_was_ta
 
 def test_averages_are_exported_by_name(run, tmp_path):
     assert export(run, tmp_path / "ema", weights="ema") == 14
-    assert export(run, tmp_path / "mean", weights="mean:first") == 6
+    assert export(run, tmp_path / "mean", weights="mean:first") == 8
     for name, saved in (("ema", "checkpoints/14/ema"), ("mean", "averages/first/params")):
         arrays = load_file(tmp_path / name / "model.safetensors")
         np.testing.assert_array_equal(arrays["embed.embedding"], load_params(run / saved)["embed"]["embedding"])
+
+
+def test_the_card_of_a_mean_has_what_was_measured_at_the_end_of_its_phase(run, tmp_path):
+    """Which is after the last of the averaged checkpoints, here those of 3 and 6."""
+    assert export(run, tmp_path / "out", format="hf", weights="mean:first") == 8
+    card = (tmp_path / "out/README.md").read_text()
+    assert "the mean of the last checkpoints of phase first, which ends after step 8 of 14" in card
+    (val,) = [line.split(" | ") for line in card.splitlines() if line.startswith("| val (primary) |")]
+    assert val[4:6] == ["8", f"{evals(run)[8]['phase_mean']['val_loss']:.4f}"]
 
 
 @pytest.mark.parametrize(

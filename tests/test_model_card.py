@@ -179,6 +179,14 @@ def test_averages_are_measured_as_such(tmp_path):
     assert rows(card["How well it does"])[1][4] == "not measured"
 
 
+def test_a_set_that_was_not_measured_with_a_mean_has_no_loss_of_another(tmp_path):
+    """law has one of the phase before, at 60."""
+    run = load_run(write_run(tmp_path / "run", LOSSES, averages={"phase_mean": lambda step: 2.25}))
+    card = model_card(run, dataclasses.replace(EXPORTED, weights="mean:domain", tokens_drawn=None))
+    val, law = rows(sections(card)["How well it does"])[1:]
+    assert val[4:6] == ["80", "2.2500"] and law[4] == "not measured"
+
+
 def test_the_front_matter_is_the_hubs(run_dir):
     card = model_card(load_run(run_dir), EXPORTED)
     found = ModelCard(card).data.to_dict()

@@ -85,7 +85,7 @@ def _mean(state: TrainState, done: int, steps: list[int], checkpoints: Checkpoin
 
 
 def mean_of_phase(folder: Path, phase: str) -> tuple[int, Path]:
-    """(last of the averaged steps, folder of the arrays) of a phase's mean. Raises InputError where there is none."""
+    """(step that the phase ended at, folder of the arrays) of a phase's mean. Raises InputError where there is none."""
     if phase not in (there := {path.parent.name: path for path in folder.glob(f"*/{SIDECAR}")}):
         names = ", ".join(sorted(there)) or "none"
         raise InputError(
@@ -94,7 +94,7 @@ def mean_of_phase(folder: Path, phase: str) -> tuple[int, Path]:
         )
     if why := damage(folder / phase):
         raise InputError(f"{folder / phase}: is damaged: {why}; restore it from a copy, or use a checkpoint")
-    return json.loads(there[phase].read_text())["steps"][-1], folder / phase / "params"
+    return json.loads(there[phase].read_text())["end"], folder / phase / "params"
 
 
 def set_aside_means_after(folder: Path, step: int, target: Path) -> None:

@@ -87,7 +87,8 @@ def training(run: Run, step: int, tokens_drawn: Mapping[str, int] | None, unknow
 
 
 def evals(run: Run, step: int, weights: str, opens_with: str | None, unknown: list[str]) -> list[str]:
-    """Every eval set at its last eval; what cannot be read of its windows is added to `unknown`."""
+    """Every eval set at its last eval, a mean's at the end of its phase; what cannot be read of its windows is added to
+    `unknown`."""
     if not run.events:
         return ["The record of the run was not there when this was exported, so its evals are not known."]
     before = [event for event in run.events if event["step"] <= step]
@@ -103,7 +104,10 @@ def evals(run: Run, step: int, weights: str, opens_with: str | None, unknown: li
         origin = f"held out of {described['held_out_of']}" if described.get("held_out_of") else _place(described)
         num_documents, num_windows, tokens = (about.get(name, {}).get(k, 0) for k in ("documents", "windows", "tokens"))
         cells = [f"{name} (primary)" if key == "primary" else name, origin, f"{num_documents:,}", f"{tokens:,}"]
-        first, last = points[name][0], (points.get(name + suffix) or [None])[-1]
+        first = points[name][0]
+        # A mean is measured at its phase's end; those before are of other phases.
+        own = [p for p in points.get(name + suffix, ()) if suffix != "@phase_mean" or p.step == step]
+        last = own[-1] if own else None
         if last is None:
             rows.append((*cells, "not measured", *[""] * 5))
             continue
