@@ -30,7 +30,10 @@ def declaration(config: Config) -> dict[str, Any]:
 
 
 def training_settings(config: Config) -> dict[str, dict[str, Any]]:
-    """What a config says of how a run is trained and judged, the schedule apart, by section; a ledger keeps it too."""
+    """What a config says of how a run is trained and judged, the schedule apart, by section; a ledger keeps it too.
+
+    Each eval set has a section of its own, `evalsets.primary` or `evalsets.sets.NAME`.
+    """
     whole, scheduled = config.to_json(), declaration(config)
     of_model = {} if whole["model"] is None else {key: whole["model"][key] for key in HOW}
     rest = {
@@ -38,8 +41,18 @@ def training_settings(config: Config) -> dict[str, dict[str, Any]]:
         for section in ("train", "optim")
     }
     judged = {key: whole["evalsets"][key] for key in ("every", "regression", "gold")}
+    sets = {"primary": whole["evalsets"]["primary"]}
+    sets |= {f"sets.{name}": evalset for name, evalset in whole["evalsets"]["sets"].items()}
+    of_sets = {f"evalsets.{name}": {key: s[key] for key in ("every", "tolerance")} for name, s in sets.items()}
     micro_steps = {f"{p.name}.grad_accum": p.grad_accum for p in config.phases if p.grad_accum is not None}
-    return {**rest, "phases": micro_steps, "model": of_model, "averages": whole["averages"], "evalsets": judged}
+    return {
+        **rest,
+        "phases": micro_steps,
+        "model": of_model,
+        "averages": whole["averages"],
+        "evalsets": judged,
+        **of_sets,
+    }
 
 
 class Planned(NamedTuple):

@@ -11,7 +11,7 @@ import pytest
 from curriculum.config import build_config
 from curriculum.errors import InputError
 from curriculum.scheduling import check_schedule, continued_schedule, declaration, resolve_schedule, training_settings
-from curriculum.train.edits import find_edit
+from curriculum.train.edits import _in_words, find_edit
 from phases.batches import DataPlan
 from phases.rollback import pass_over
 from phases.schedule import Schedule, SourceSupply, cut, segments_from_json, segments_to_json
@@ -446,6 +446,35 @@ def test_settings_outside_the_schedule_are_told_and_change_no_data():
     ]
     assert schedule.segments == whole.segments and not edit.accepted
     assert resumed(saved, BASE)[2].changes == ()
+
+
+def test_what_a_set_is_judged_by_is_told_where_the_set_stays():
+    def with_sets(primary=None, **sets):
+        sets = {name: {"path": f"{name}.txt", **own} for name, own in sets.items()}
+        return changed(BASE, put("evalsets", {"primary": {"path": "val.txt", **(primary or {})}, "sets": sets}))
+
+    whole, saved = begun(with_sets(stays={"tolerance": 0.5}, same={"every": 300}, goes={"every": 200}))
+    edited = with_sets({"tolerance": 5.0}, stays={"every": 200}, same={"every": 300}, comes={"every": 200})
+    schedule, _, edit = resumed(saved, edited)
+    assert list(edit.changes) == [
+        {"path": "evalsets.sets.comes", "was": None, "now": True},
+        {"path": "evalsets.sets.goes", "was": True, "now": None},
+        {"path": "evalsets.primary.tolerance", "was": None, "now": 5.0},
+        {"path": "evalsets.sets.stays.every", "was": None, "now": 200},
+        {"path": "evalsets.sets.stays.tolerance", "was": 0.5, "now": None},
+    ]
+    assert [_in_words(change) for change in edit.changes[1:4]] == [
+        "evalsets.sets.goes gone",
+        "evalsets.primary.tolerance null → 5.0",
+        "evalsets.sets.stays.every null → 200",
+    ]
+    assert schedule.segments == whole.segments
+    # A run that was begun before ledgers kept them says nothing of them.
+    saved["settings"] = {key: value for key, value in saved["settings"].items() if not key.startswith("evalsets.")}
+    assert [change["path"] for change in resumed(saved, edited)[2].changes] == [
+        "evalsets.sets.comes",
+        "evalsets.sets.goes",
+    ]
 
 
 def test_a_run_whose_ledger_keeps_no_settings_goes_on():

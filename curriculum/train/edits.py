@@ -48,7 +48,7 @@ def find_edit(config: Config, saved: Mapping[str, Any], *, at: int | None = None
     step = saved["step"] if at is None else at
     schedule = Schedule(segments_from_json(saved["segments"]))
     changes = tuple(_changes(was, now))
-    # A run that was begun before ledgers kept them says nothing of them.
+    # A run that was begun before ledgers kept them says nothing of them; nor does a set that comes or goes.
     others = tuple(_changes_of_settings(_settings(saved), training_settings(config)))
     problems = [] if step == 0 else list(of_past(was, now, schedule, step))
     if problems and not accept_past:
@@ -159,7 +159,8 @@ def _changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[dict[st
 
 def _changes_of_settings(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for section in was:
-        yield from _differing(section, was[section], now[section])
+        if section in now:
+            yield from _differing(section, was[section], now[section])
 
 
 def _differing(path: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -170,9 +171,8 @@ def _differing(path: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Ite
 
 def _in_words(change: Mapping[str, Any]) -> str:
     path, was, now = (change[key] for key in ("path", "was", "now"))
-    if path.count(".") == 1 and path.startswith(("sources.", "phases.")) or path.startswith("evalsets."):
-        if was is None or now is None:
-            return f"{path} {'added' if was is None else 'gone'}"
+    if path.rpartition(".")[0] in ("sources", "phases", "evalsets.sets") and (was is None or now is None):
+        return f"{path} {'added' if was is None else 'gone'}"
     return f"{path} {json.dumps(was)} → {json.dumps(now)}"
 
 
