@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_run import tiny_data, tiny_train, write_corpus
 
 from curriculum.config import build_config
 from curriculum.errors import InputError
@@ -210,6 +211,22 @@ def test_a_row_holds_means_since_the_row_before(corpus, store, whole, tmp_path):
     for row, part in zip(fours, (singles[:4], singles[4:]), strict=True):
         assert row["loss"] == pytest.approx(np.mean([r["loss"] for r in part]), abs=2e-6)  # rounded to six decimals
         assert row["grad_norm"] == pytest.approx(np.mean([r["grad_norm"] for r in part]), rel=1e-6)
+
+
+def test_no_row_counts_more_tokens_than_slots_after_a_run_went_on_beyond_its_end(tmp_path):
+    """Its row at the end, here of step 12, stands between two that the interval asks for."""
+    write_corpus(tmp_path)
+    common = {"logging": {"every": 10, "tensorboard": False}, "optim": {"lr": 3e-3, "schedule": "constant"}}
+    tiny_train(tmp_path, tmp_path / "run", **common)
+    first, second = tiny_data(tmp_path)["phases"]
+    longer = {
+        "phases": [first, second | {"until": 12}, first | {"name": "c", "until": "end", "batch_size": 16}],
+        "train": {"steps": 24, "batch_size": 4, "seq_len": 32},
+    }
+    tiny_train(tmp_path, tmp_path / "run", resume="latest", **longer, **common)
+    rows = load_run(tmp_path / "run").metrics
+    assert [row["step"] for row in rows] == [10, 12, 20, 24]
+    assert {(row["packing_utilization"], row["scored_share"]) for row in rows} == {(1.0, 1.0)}  # of a stream
 
 
 def test_training_learns(whole):

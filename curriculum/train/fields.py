@@ -167,7 +167,7 @@ def training_state(setup: Setup, step: int, history: History) -> dict[str, Any]:
         "phase": course.phase_at(step),
         "checkpoint": f"checkpoints/{step}",
         **_consumption(course.schedule, step),
-        **{key: value for key, value in history.to_json().items() if key not in ("phase", "watch", "gold")},
+        **{key: value for key, value in history.to_json().items() if key not in ("phase", "watch", "gold", "row_step")},
         "gold_step": history.gold.gold and history.gold.gold.step,
     }
 
@@ -213,13 +213,13 @@ def _losses(summaries: Mapping[str, Summary]) -> dict[str, float | None]:
     return fields
 
 
-def metrics_row(setup: Setup, done: int, state: TrainState, clock: TrainClock) -> dict[str, Any]:
+def metrics_row(setup: Setup, done: int, row_before: int, state: TrainState, clock: TrainClock) -> dict[str, Any]:
+    """The row of a step; `row_before` is the step of the one before it, 0 of the first."""
     course = setup.course
     mixture = course.mixture_at(done)
     means = read_window(state.window, course.plan.sources)
     filled, scored = means["filled_tokens"], means["scored_tokens"]
-    row_before = (done - 1) // setup.config.logging.every * setup.config.logging.every
-    # Per update since then: exact, unless some were skipped in a row that spans updates of two sizes.
+    # Per update since the row before: exact, unless some were skipped in a row that spans updates of two sizes.
     slots = (course.tokens_at(done) - course.tokens_at(row_before)) / (done - row_before)
     steps, seconds, once = clock.take()
     fields = {

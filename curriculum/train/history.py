@@ -26,6 +26,7 @@ class History:
     watch: Watch = field(default_factory=Watch)
     gold: GoldState = field(default_factory=GoldState)
     eval_sets: dict[str, str] = field(default_factory=dict)  # content hash of every set that was ever measured
+    row_step: int = 0  # of the last metrics row
     train_loss: float | None = None
     val_loss: float | None = None
     best_val_loss: float | None = None
@@ -85,4 +86,4 @@ class History:
 
     def with_row(self, row: Mapping[str, Any]) -> History:
         """After a metrics row."""
-        return replace(self, train_loss=row["loss"])
+        return replace(self, train_loss=row["loss"], row_step=row["step"])

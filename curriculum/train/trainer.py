@@ -185,7 +185,8 @@ def _loop(run: Running, resumed_step: int | None, stop: StopSignals) -> dict[str
         run.settle(done, wait=False)
         at_end = done == course.total_steps
         if done % config.logging.every == 0 or at_end:
-            row = record.row(fields.metrics_row(setup, done, run.state, clock))  # an ordinary step's only host sync
+            # An ordinary step's only host sync.
+            row = record.row(fields.metrics_row(setup, done, run.history.row_step, run.state, clock))
             run.history = run.history.with_row(row)
             run.state = run.state._replace(window=setup.compiled.clear_window(run.state.window))
             check_diverged(run, done)
