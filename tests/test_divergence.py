@@ -18,6 +18,7 @@ from curriculum.train import divergence, trainer
 from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.course import Course
 from curriculum.train.divergence import Diverged
+from curriculum.train.history import History
 from curriculum.train.setup import build
 from curriculum.train.trainer import train, train_built
 from curriculum.views.inspection import inspect_run
@@ -336,6 +337,23 @@ def test_a_share_that_was_raised_on_the_way_is_not_raised_once_more(place, tmp_p
     lines = [json.loads(line)["line"] for line in (tmp_path / "run/superseded.jsonl").read_text().splitlines()]
     before = [line for line in lines if line.get("event") == "schedule_edit"]
     assert len(before) == 2 and all({**e, **{k: edit[k] for k in CLOCK_FIELDS & e.keys()}} == edit for e in before)
+
+
+def test_what_was_done_before_is_said_by_the_newest_rollback_alone():
+    acts = {"145": {"action": "law is replayed more", "edits": [{"kind": "replay"}]}}
+    first = {"step": 140, "first_bad_step": 150, "skip_steps": 20, "acts": acts}
+    nothing = {"action": None, "edits": []}
+
+    def done_before(step, *rollbacks):
+        return History("now", "second", rollbacks=rollbacks).done_before(step)
+
+    assert [done_before(step, first) for step in (140, 145, 150, 151)] == [None, acts["145"], nothing, None]
+    # Data were passed over before that step since then, so that its batches are others now.
+    for second in ({"step": 140, "first_bad_step": 140}, {"step": 120, "first_bad_step": 130}):
+        assert done_before(145, first, second | {"skip_steps": 20}) is None
+    assert done_before(125, first, {"step": 120, "first_bad_step": 130, "skip_steps": 20}) == nothing
+    # Up to where it went back to all is as the older one says.
+    assert done_before(145, first, {"step": 148, "first_bad_step": 149, "skip_steps": 20}) == acts["145"]
 
 
 def test_without_a_rollback_a_window_full_of_bad_updates_ends_the_run(place, tmp_path):

@@ -53,10 +53,11 @@ class History:
 
         {action, edits}; the edits are in the schedule already. None for any other step.
         """
-        for rollback in reversed(self.rollbacks):
-            if rollback["step"] < step <= rollback["first_bad_step"]:
-                return rollback.get("acts", {}).get(str(step), {"action": None, "edits": []})
-        return None
+        # From its first bad update on the newest one passes over data: what an older one says is of other data.
+        newest = next((rollback for rollback in reversed(self.rollbacks) if rollback["step"] < step), None)
+        if newest is None or step > newest["first_bad_step"]:
+            return None
+        return newest.get("acts", {}).get(str(step), {"action": None, "edits": []})
 
     def edits_before(self, step: int) -> list[Mapping[str, Any]]:
         """What the config changed at a step that is trained again after a rollback, also past the first bad update."""
