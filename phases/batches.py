@@ -52,11 +52,15 @@ class RowStream(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class TokenStream:
-    """A stream of consecutive tokens, of which only those are scored whose entry of `scored` is True (None: all)."""
+    """A stream of consecutive tokens, of which only those are scored whose entry of `scored` is True (None: all).
+
+    `eot` and `bos` are as for `document_ids`.
+    """
 
     tokens: Sequence[int]
     eot: int
     scored: Sequence[bool] | None = None
+    bos: int | None = None
 
     def read(self, offset: int, length: int) -> Row:
         tokens_T1 = np.asarray(self.tokens[offset : offset + length + 1])
@@ -64,8 +68,8 @@ class TokenStream:
             scored_T = np.ones(length, bool)
         else:
             scored_T = np.asarray(self.scored[offset + 1 : offset + length + 1], bool)
-        inputs_T = tokens_T1[:-1]
-        return Row(inputs_T, tokens_T1[1:], scored_T, document_ids(inputs_T, self.eot))
+        segment_ids_T = document_ids(tokens_T1, self.eot, self.bos)[:-1]
+        return Row(tokens_T1[:-1], tokens_T1[1:], scored_T, segment_ids_T)
 
 
 class Draws(NamedTuple):
@@ -81,12 +85,17 @@ def epoch_tokens(num_tokens: int, block_tokens: int) -> int:
     return max(num_tokens - 1, 0) // block_tokens * block_tokens
 
 
-def document_ids(tokens_BT: np.ndarray, eot: int) -> np.ndarray:
+def document_ids(tokens_BT: np.ndarray, eot: int, bos: int | None = None) -> np.ndarray:
     """The document of each slot of rows of consecutive tokens, counted from 0 within the row: int32.
 
-    As an input, end-of-text opens the next document, as in evals; as a target it closes the one before.
+    As an input, end-of-text opens the next document, as in evals; as a target it closes the one before. Where `bos`,
+    another id, follows it, that opens the document instead.
     """
     opens_BT = tokens_BT == eot
+    if bos not in (None, eot):
+        is_bos_BT = tokens_BT == bos
+        opens_BT[..., :-1] &= ~is_bos_BT[..., 1:]
+        opens_BT |= is_bos_BT
     opens_BT[..., 0] = True  # a row begins with its document 0
     # Documents are long: to repeat each number over its document is quicker than to count slot by slot.
     starts_N = opens_BT.reshape(-1).nonzero()[0]
@@ -161,13 +170,15 @@ class DataPlan:
         *,
         mask_boundary_loss: bool = False,
         train_on_eos: bool = True,
+        bos: int | None = None,
         rows: slice | None = None,
     ) -> Batch:
         """The batch of update `step`, from each source's stream: an array or memory map of tokens, or a RowStream.
 
         `mask_boundary_loss` leaves the first token of each document unscored: the target of an end-of-text. Without
-        `train_on_eos` the targets that are end-of-text are not scored. `draws` may hand in this
-        step's rows where they were worked out many steps at a time.
+        `train_on_eos` the targets that are end-of-text are not scored. Where the tokenizer has a `bos` of its own, that
+        opens documents: it is never scored, for nothing ahead of it tells of it. `draws` may hand in this step's
+        rows where they were worked out many steps at a time.
 
         `rows` selects among the B rows of each micro-step: only those are read, and the batch is `[:, rows]` of the
         whole one.
@@ -179,15 +190,20 @@ class DataPlan:
             draws = Draws(*(column.reshape(num_micro, -1)[:, rows].reshape(-1) for column in draws))
         by_source = [streams.get(name) for name in self.sources]
         if any(hasattr(stream, "read") for stream in by_source):
-            inputs_BT, targets_BT, scored_BT, segment_ids_BT = _rows(by_source, draws, segment.seq_len, eot)
+            inputs_BT, targets_BT, scored_BT, segment_ids_BT = _rows(by_source, draws, segment.seq_len, eot, bos)
         else:
             tokens_BT1 = _consecutive_tokens(by_source, draws, segment.seq_len)
-            segment_ids_BT = document_ids(tokens_BT1, eot)[:, :-1]
+            segment_ids_BT = document_ids(tokens_BT1, eot, bos)[:, :-1]
             tokens_BT1 = tokens_BT1.astype(np.int32, casting="same_kind")
             inputs_BT, targets_BT = tokens_BT1[:, :-1], tokens_BT1[:, 1:]
             scored_BT = np.ones(inputs_BT.shape, bool)
+        own_bos = bos not in (None, eot)
+        if own_bos:
+            scored_BT &= targets_BT != bos
         if mask_boundary_loss:
             scored_BT &= inputs_BT != eot
+            if own_bos:
+                scored_BT &= inputs_BT != bos
         if not train_on_eos:
             scored_BT &= targets_BT != eot
         shape = (num_micro, len(draws.source) // num_micro, segment.seq_len)
@@ -218,7 +234,7 @@ def _cut(stream: Sequence) -> Callable[[int, int], np.ndarray]:
     return getattr(stream, "between", None) or (lambda start, stop: stream[start:stop])
 
 
-def _rows(streams: Sequence, draws: Draws, length: int, eot: int) -> tuple[np.ndarray, ...]:
+def _rows(streams: Sequence, draws: Draws, length: int, eot: int, bos: int | None) -> tuple[np.ndarray, ...]:
     """The columns of `Row` [B, T], of streams of any kind; one that has `read_rows` is read in one call."""
     shape = len(draws.source), length
     columns = tuple(np.empty(shape, dtype) for dtype in (np.int32, np.int32, bool, np.int32))
@@ -228,7 +244,7 @@ def _rows(streams: Sequence, draws: Draws, length: int, eot: int) -> tuple[np.nd
         if hasattr(stream, "read_rows"):
             read = stream.read_rows(draws.offset[rows_R], length)
         else:
-            stream = stream if hasattr(stream, "read") else TokenStream(stream, eot)
+            stream = stream if hasattr(stream, "read") else TokenStream(stream, eot, bos=bos)
             read = zip(*(stream.read(offset, length) for offset in draws.offset[rows_R].tolist()), strict=True)
         for column, slots_RT in zip(columns, read, strict=True):
             column[rows_R] = slots_RT

@@ -239,7 +239,7 @@ def one_batch(*rows, length=LENGTH, eot=EOT, scored=None, **options):
     phases = (Phase("a", "end", dict.fromkeys(streams, 1.0)),)
     plan = make_plan(phases, streams, total=1, batch=len(rows))
     if scored is not None:
-        streams = {name: TokenStream(row, eot, scored.get(name)) for name, row in streams.items()}
+        streams = {name: TokenStream(row, eot, scored.get(name), options.get("bos")) for name, row in streams.items()}
     batch = plan.batch(0, streams, eot, **options)
     order = np.argsort(batch.source_ids_AB[0])
     return Batch(*(array[0][order] for array in batch))
@@ -284,6 +284,31 @@ def test_which_targets_are_scored(scored):
     assert unscored(mask_boundary_loss=True, train_on_eos=False) == [[1, 2, 5, 6], [0, 1, 2, 3, 7]]
 
 
+@pytest.mark.parametrize("scored", [None, {}], ids=["array", "stream"])
+def test_a_bos_of_its_own_opens_the_document_that_follows_end_of_text(scored):
+    bos = 5
+    rows = ([7, 7, EOT, bos, 8, 8, EOT, 9, 9], [bos, 7, EOT, bos, 8, EOT, bos, 9, EOT], [7, 7, 7, 7, 7, 7, 7, EOT, bos])
+
+    def batch(**options):
+        return one_batch(*rows, scored=scored, bos=bos, **options)
+
+    assert batch().inputs_ABT.tolist() == [row[:-1] for row in rows]
+    assert batch().targets_ABT.tolist() == [row[1:] for row in rows]
+    # End-of-text closes a document where bos opens the next, and opens one that has none (the 9 of the first row).
+    ids = [[0, 0, 0, 1, 1, 1, 2, 2], [0, 0, 0, 1, 1, 1, 2, 2], [0] * 8]
+    assert batch().segment_ids_ABT.tolist() == ids
+
+    def unscored(**options):
+        return [np.flatnonzero(~row).tolist() for row in batch(**options).loss_mask_ABT]
+
+    assert unscored() == [[2], [2, 5], [7]]
+    assert unscored(mask_boundary_loss=True) == [[2, 3, 6], [0, 2, 3, 5, 6], [7]]
+    assert unscored(train_on_eos=False) == [[1, 2, 5], [1, 2, 4, 5, 7], [6, 7]]
+    same, without = (one_batch(*ROWS, scored=scored, **options) for options in ({"bos": EOT}, {}))
+    for found, expected in zip(same, without, strict=True):
+        assert np.array_equal(found, expected)
+
+
 def test_tokens_that_are_not_scored_are_unscored_as_targets():
     tokens = [5, 6, 7, 8, EOT, 4, 3, 2, 1]
     scored = np.array([1, 0, 1, 1, 1, 0, 0, 1, 0], np.uint8)
@@ -293,17 +318,15 @@ def test_tokens_that_are_not_scored_are_unscored_as_targets():
     assert np.flatnonzero(~batch.loss_mask_ABT[1]).tolist() == [1, 5]
 
 
-def test_an_array_beside_a_stream_that_reads_rows():
-    streams = {
-        "web": TOKENS["web"],
-        "code": TokenStream(TOKENS["code"], EOT),
-        "law": TOKENS["law"],
-        "one": TOKENS["one"],
-    }
+@pytest.mark.parametrize("bos", [None, 2])
+def test_an_array_beside_a_stream_that_reads_rows(bos):
+    eot, tokens = 1, {name: ids % 5 for name, ids in TOKENS.items()}
+    streams = tokens | {"code": TokenStream(tokens["code"], eot, bos=bos)}
     plan = make_plan()
     for step in (0, 25, 89):
-        for mixed, plain in zip(plan.batch(step, streams, EOT, 2), plan.batch(step, TOKENS, EOT, 2), strict=True):
-            assert np.array_equal(mixed, plain) and mixed.dtype == plain.dtype
+        batches = (plan.batch(step, some, eot, 2, bos=bos) for some in (streams, tokens))
+        for mixed, plain in zip(*batches, strict=True):
+            assert np.array_equal(mixed, plain) and mixed.dtype == plain.dtype and plain.any()
 
 
 def test_an_epoch_that_is_no_whole_number_of_blocks_is_refused():

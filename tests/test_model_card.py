@@ -295,7 +295,7 @@ def test_how_to_load_each_kind(run_dir, tmp_path):
     )
     assert 'AutoModelForCausalLM.from_pretrained(".")' in hf and "vllm serve ." in hf
     assert "[tokenizer.bos_token_id, *text]" in hf and "from peft" not in hf
-    # Not of training: with a tokenizer that has a bos token of its own, end-of-text stands there.
+    # Not of training: a flat file may hold no bos token, where the tokenizer has one of its own.
     assert "begins with the token that every document of the evals came after." in hf
     assert "llama-cli -m model.gguf" in gguf and 'from_pretrained(".", gguf_file="model.gguf")' in gguf
     assert "names a checkpoint of a run" not in peft

@@ -90,6 +90,17 @@ def test_a_packing_by_hand():
     assert pieces.tolist() == [(0, 8, 1), (8, 8, 1), (16, 8, 0)] and bins.tolist() == [1, 2, 3]
 
 
+def test_what_opens_a_document_is_in_no_piece():
+    # Documents of 3, 11 and 1 tokens behind a bos each, which stand at 0, 4 and 16.
+    pieces, bins = pack(np.array([4, 12, 2]), 8, opening_tokens=1)
+    assert pieces.tolist() == [(5, 8, 1), (1, 3, 1), (13, 3, 0), (17, 1, 1)] and bins.tolist() == [1, 4]
+    bos, stream = 9, np.array([9, 11, 12, EOT, 9, *range(21, 31), EOT, 9, EOT])
+    row = Bins(stream, EOT, 8, pieces, bins, bos=bos).read(8, 8)
+    assert row.inputs_T.tolist() == [bos, 11, 12, 28, 29, 30, bos, EOT]
+    assert row.targets_T.tolist() == [11, 12, EOT, 29, 30, EOT, EOT, EOT]
+    assert row.segment_ids_T.tolist() == [0, 0, 0, 1, 1, 1, 2, -1] and row.scored_T.tolist() == [True] * 7 + [False]
+
+
 @settings(max_examples=200)
 @given(lengths_of, st.integers(1, 20))
 def test_every_token_stands_in_one_bin_and_no_bin_is_over_full(lengths, block):

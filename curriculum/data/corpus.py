@@ -82,13 +82,14 @@ def load_corpus(config: Config, store_dir: str | Path, tokenizer: Tokenizer | No
     for name, store in stores.items():
         stream = store.view(kept[name].keep_N, kept[name].cut)
         scored = store.scored_view(kept[name].keep_N, kept[name].cut)
-        streams[name] = stream if scored is None else TokenStream(stream, tokenizer.eot, scored)
+        streams[name] = stream if scored is None else TokenStream(stream, tokenizer.eot, scored, tokenizer.bos)
         held, packing = _details(store, kept[name], dropped[name]), None
         if config.packing.mode == "best_fit" and held["tokens"]:
+            tokens_N, opening = _kept_tokens(store, kept[name]), store.facts.opening_tokens
             packing, pieces, bins = prepare_packing(
-                held["stream"], _kept_tokens(store, kept[name]), config.longest_seq_len, store_dir
+                held["stream"], tokens_N, config.longest_seq_len, store_dir, opening
             )
-            streams[name] = Bins(stream, tokenizer.eot, packing.block_tokens, pieces, bins, scored)
+            streams[name] = Bins(stream, tokenizer.eot, packing.block_tokens, pieces, bins, scored, tokenizer.bos)
         details[name] = held | _epoch(config, held, packing)
     return Corpus(
         tokenizer=tokenizer,

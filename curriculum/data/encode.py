@@ -16,10 +16,10 @@ GROUP_BYTES = 1 << 20  # of text that a thread encodes at a time
 def encode_pieces(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[list[Piece], np.ndarray, list[int]]]:
     """Groups of pieces in order, with their tokens and how many each piece has.
 
-    End-of-text follows the last piece of a document and counts as one of its tokens; an empty document gives
-    nothing. Memory: at most 2 x NUM_THREADS + 1 groups, each about GROUP_BYTES of text and its tokens (more
-    only where one piece is longer), and for byte pairs one encoding for each thread, 10 MB with 50,000 ids. Raises
-    InputError naming the place of text that cannot be represented.
+    End-of-text follows the last piece of a document, and bos precedes the first where the tokenizer has one of its own;
+    both count as tokens of their pieces. An empty document gives nothing. Memory: at most 2 x NUM_THREADS + 1 groups,
+    each about GROUP_BYTES of text and its tokens (more only where one piece is longer), and for byte pairs one encoding
+    for each thread, 10 MB with 50,000 ids. Raises InputError naming the place of text that cannot be represented.
     """
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         waiting, last = deque(), None
@@ -49,6 +49,7 @@ def _groups(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 def _encode_group(group: list[Piece], opens: list[bool], tokenizer: Tokenizer) -> tuple[np.ndarray, list[int]]:
     end_of_text = np.array([tokenizer.eot], tokenizer.dtype)
+    opening = np.array([tokenizer.bos] if tokenizer.has_own_bos else [], tokenizer.dtype)
     arrays, counts = [np.empty(0, tokenizer.dtype)], []
     try:
         encoded = tokenizer.encode_batch([piece.text for piece in group], opens)
@@ -59,10 +60,10 @@ def _encode_group(group: list[Piece], opens: list[bool], tokenizer: Tokenizer) -
             except InputError as error:
                 raise InputError(f"{piece.where}: {error}") from error
         raise
-    for piece, tokens in zip(group, encoded, strict=True):
-        arrays.append(tokens)
-        ends = bool(piece.text) and piece.ends_document
-        if ends:
-            arrays.append(end_of_text)
-        counts.append(len(tokens) + ends)
+    for piece, opens_document, tokens in zip(group, opens, encoded, strict=True):
+        parts = []
+        if piece.text:
+            parts = [opening] * opens_document + [tokens] + [end_of_text] * piece.ends_document
+        arrays += parts
+        counts.append(sum(map(len, parts)))
     return np.concatenate(arrays), counts

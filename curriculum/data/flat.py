@@ -18,7 +18,8 @@ def index_flat(source: SourceConfig, tokenizer: Tokenizer, directory: Path, prog
     """Write the index and the sidecar of a flat file of ids; the file itself stays where it lies.
 
     A document ends with end-of-text: with all of them where several stand in a row. Those that the file begins with
-    belong to the first document. Raises InputError for a size or ids that do not fit the tokenizer.
+    belong to the first document. A bos of its own that the tokenizer has opens the documents where each begins with it;
+    else it is one of their tokens. Raises InputError for a size or ids that do not fit the tokenizer.
     """
     (file,) = source_files(source)
     path = Path(file.path).resolve()
@@ -32,8 +33,15 @@ def index_flat(source: SourceConfig, tokenizer: Tokenizer, directory: Path, prog
     stream = np.memmap(path, dtype, mode="r").view(np.ndarray)
     first_text = _first_text(stream, tokenizer.eot, source)
     document_start = 0
+
+    def text_of(text_start: int, stop: int) -> bytes:
+        """Text of the document that begins at `document_start`, of which the tokens up to `text_start` are done."""
+        done = stream[document_start:text_start]
+        return tokenizer.decode_bytes(stream[text_start:stop], len(done) <= 1 and bool((done == tokenizer.bos).all()))
+
     with closing(StoreWriter(directory, dtype_name)) as writer:
         writer.add_shard_in_place(path, len(stream))
+        writer.opened = tokenizer.has_own_bos
         for start in range(0, len(stream), SCAN_TOKENS):
             stop = min(start + SCAN_TOKENS, len(stream))
             _check_ids(source, stream[start:stop], start, tokenizer)
@@ -43,12 +51,13 @@ def index_flat(source: SourceConfig, tokenizer: Tokenizer, directory: Path, prog
             if stop == len(stream):
                 is_end[-1] = True
             ends = start + np.flatnonzero(is_end) + 1
-            text_start = start  # of what has not been added yet; where it opens a document it is `document_start`
+            text_start = start  # of what has not been added yet
             for end in ends[ends > first_text].tolist():
-                writer.add_text(tokenizer.decode_bytes(stream[text_start:end], text_start == document_start))
+                writer.add_text(text_of(text_start, end))
                 writer.end_document(end - document_start)
+                writer.opened &= bool(stream[document_start] == tokenizer.bos)
                 document_start = text_start = end
-            writer.add_text(tokenizer.decode_bytes(stream[text_start:stop], text_start == document_start))
+            writer.add_text(text_of(text_start, stop))
             if progress is not None:
                 progress(stop * dtype.itemsize, file.size_bytes)
         writer.finish(source.location, tokenizer)

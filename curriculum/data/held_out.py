@@ -1,6 +1,7 @@
 """The two sides of a store: what training keeps of it, and the documents that an eval set measures."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -17,18 +18,22 @@ _RELEASE_EVERY = 500  # documents; about 32 MB of pages
 def split_store(store: Store, tokenizer: Tokenizer, share: float, min_tokens: int = 1) -> Split:
     """The split of a store as `split_documents` makes it, a divided document cut between characters.
 
-    Conversations, whose store marks scored tokens, are never divided: an answer stays with what it answers. Raises
-    ValueError as `split_documents` does.
+    A bos is not counted among the tokens: what is held out does not depend on it. Conversations, whose store marks
+    scored tokens, are never divided: an answer stays with what it answers. Raises ValueError as `split_documents` does.
     """
+    document_tokens_N, opening = store.document_tokens_N, store.facts.opening_tokens
+    if opening:
+        document_tokens_N = document_tokens_N - opening
 
     def starts_character(document: int, token: int) -> bool:
-        start = int(store.documents["end"][document]) - int(store.document_tokens_N[document])
+        start = int(store.documents["end"][document]) - int(document_tokens_N[document])
         return not tokenizer.continues_character_V[store.stream[start + token : start + token + 1][0]]
 
     marks_scored = store.facts.num_scored is not None
-    return split_documents(
-        store.document_tokens_N, store.documents["hash"], share, min_tokens, starts_character, whole=marks_scored
+    split = split_documents(
+        document_tokens_N, store.documents["hash"], share, min_tokens, starts_character, whole=marks_scored
     )
+    return split if split.cut is None else replace(split, cut=(split.cut[0], split.cut[1] + opening))
 
 
 class EvalDocument(NamedTuple):

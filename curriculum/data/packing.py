@@ -92,14 +92,16 @@ def best_fit_decreasing(lengths_N: np.ndarray, capacity: int) -> np.ndarray:
     return out_N
 
 
-def pack(document_tokens_N: np.ndarray, block_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+def pack(document_tokens_N: np.ndarray, block_tokens: int, opening_tokens: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """(pieces, bins) of the documents of a stream, end to end, as the files hold them.
 
+    The first `opening_tokens` of each document are in no piece: they are not predicted (`Bins` puts bos there itself).
     A document of more than `block_tokens` tokens is split into full bins, which come first, and a rest. Depends on
     nothing but the arguments; takes about 100 bytes of memory for each document while it runs.
     """
     document_tokens_N = np.asarray(document_tokens_N, np.int64)
-    starts_N = np.cumsum(document_tokens_N) - document_tokens_N
+    starts_N = np.cumsum(document_tokens_N) - document_tokens_N + opening_tokens
+    document_tokens_N = document_tokens_N - opening_tokens
     full_N, rest_N = np.divmod(document_tokens_N, block_tokens)
     num_full = int(full_N.sum())
     rest = np.flatnonzero(rest_N)
@@ -128,7 +130,7 @@ class PackingFacts:
     block_tokens: int  # slots of a bin
     num_bins: int
     num_pieces: int
-    num_tokens: int  # of the stream, each of which stands in one bin
+    num_tokens: int  # of the stream, without what opens its documents; each of them stands in one bin
     content_hash: str  # xxh3_128 of pieces.bin and bins.bin
 
     @property
@@ -146,9 +148,10 @@ class PackingFacts:
 class Bins:
     """A stream whose block b is bin b of a packing: a `RowStream`.
 
-    A document of n tokens, its end-of-text included, takes n slots: its tokens are their targets, and the input of
-    each is the token before it, end-of-text for the first. Each piece is a segment. What is left of a bin is padding:
-    end-of-text, not scored, segment -1. Tokens whose entry of `scored` is False are not scored (None: all are).
+    A document of n tokens, its end-of-text included and a bos not, takes n slots: its tokens are their targets, and the
+    input of each is the token before it, `bos` for the first (None: end-of-text). Each piece is a segment. What is left
+    of a bin is padding: end-of-text, not scored, segment -1. Tokens whose entry of `scored` is False are not scored
+    (None: all are).
     """
 
     tokens: TokenView
@@ -157,6 +160,7 @@ class Bins:
     pieces: np.ndarray
     bins: np.ndarray
     scored: TokenView | None = None
+    bos: int | None = None
 
     def read(self, offset: int, length: int) -> Row:
         """The slots [offset, offset + length), all of one bin."""
@@ -194,7 +198,7 @@ class Bins:
         for at, stop, begin, opens, number in zip(*columns, strict=True):
             end = begin + stop - at
             if opens:
-                first_P.append(self.eot)
+                first_P.append(self.eot if self.bos is None else self.bos)
                 targets[at:stop] = self.tokens[begin:end]
             else:
                 with_context = self.tokens[begin - 1 : end]
@@ -222,20 +226,21 @@ def find_packing(stream: str, block_tokens: int, store_dir: str | Path) -> Packi
 
 
 def prepare_packing(
-    stream: str, document_tokens_N: np.ndarray, block_tokens: int, store_dir: str | Path
+    stream: str, document_tokens_N: np.ndarray, block_tokens: int, store_dir: str | Path, opening_tokens: int = 0
 ) -> tuple[PackingFacts, np.ndarray, np.ndarray]:
     """(facts, pieces, bins) of a stream, memory-mapped: opened where they exist, made where they do not.
 
-    `stream` names the stream's content, `document_tokens_N` are the tokens of each of its documents. Any number of
+    `stream` names the stream's content, `document_tokens_N` and `opening_tokens` are as for `pack`. Any number of
     processes may call this at once: one does the work. Raises InputError for a packing that is damaged.
     """
     store_dir = Path(store_dir)
     directory = _directory(stream, block_tokens, store_dir)
-    build_once(directory, store_dir, lambda folder: _write(folder, document_tokens_N, block_tokens))
+    build_once(directory, store_dir, lambda folder: _write(folder, document_tokens_N, block_tokens, opening_tokens))
     facts, pieces, bins = _open(directory)
     if _content_hash(pieces, bins) != facts.content_hash:
         raise InputError(f"{directory}: {PIECES_NAME} or {BINS_NAME} is not what was written; {DAMAGED}")
-    if (num_tokens := int(document_tokens_N.sum())) != facts.num_tokens:
+    num_tokens = int(document_tokens_N.sum()) - opening_tokens * len(document_tokens_N)
+    if num_tokens != facts.num_tokens:
         raise InputError(f"{directory}: packs {facts.num_tokens:,} tokens, expected {num_tokens:,}; {DAMAGED}")
     return facts, pieces, bins
 
@@ -244,8 +249,8 @@ def _directory(stream: str, block_tokens: int, store_dir: Path) -> Path:
     return store_dir / "packing" / f"{block_tokens}-{digest(FORMAT_VERSION, stream, block_tokens)[:16]}"
 
 
-def _write(directory: Path, document_tokens_N: np.ndarray, block_tokens: int) -> None:
-    pieces, bins = pack(document_tokens_N, block_tokens)
+def _write(directory: Path, document_tokens_N: np.ndarray, block_tokens: int, opening_tokens: int) -> None:
+    pieces, bins = pack(document_tokens_N, block_tokens, opening_tokens)
     pieces.tofile(directory / PIECES_NAME)
     bins.tofile(directory / BINS_NAME)
     facts = PackingFacts(
@@ -253,7 +258,7 @@ def _write(directory: Path, document_tokens_N: np.ndarray, block_tokens: int) ->
         block_tokens=block_tokens,
         num_bins=len(bins),
         num_pieces=len(pieces),
-        num_tokens=int(document_tokens_N.sum()),
+        num_tokens=int(pieces["tokens"].sum(dtype=np.int64)),
         content_hash=_content_hash(pieces, bins),
     )
     write_sidecar(directory / SIDECAR_NAME, facts)

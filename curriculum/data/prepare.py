@@ -36,7 +36,7 @@ from curriculum.data.progress import Progress
 from curriculum.data.rows import type_name
 from curriculum.data.sources import COLUMNAR, SourceConfig, source_files
 from curriculum.data.store import FORMAT_VERSION as STORE_VERSION
-from curriculum.data.store import Store, is_store, open_store
+from curriculum.data.store import OPENED_VERSION, Store, is_store, open_store
 from curriculum.data.store_writer import SHARD_TOKENS, StoreWriter
 from curriculum.data.tokenizers.tokenizer import FORMAT_VERSION as TOKENIZER_VERSION
 from curriculum.data.tokenizers.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, load_tokenizer
@@ -353,7 +353,8 @@ def _store_directory(
 ) -> Path:
     # The store of a flat file points to where the file lies, which is therefore part of the key.
     place = os.path.realpath(source.local_path) if source.is_flat else None
-    key = digest(STORE_VERSION, content, tokenizer.fingerprint, *_reading(source, chat), source.dtype, place)
+    version = OPENED_VERSION if tokenizer.has_own_bos else STORE_VERSION
+    key = digest(version, content, tokenizer.fingerprint, *_reading(source, chat), source.dtype, place)
     return store_dir / "stores" / f"{name}-{key[:16]}"
 
 
@@ -363,8 +364,13 @@ def _write_store(
     pieces, template, origin, total_bytes = documents
     done_bytes = document_tokens = 0
     with closing(StoreWriter(directory, tokenizer.dtype_name, shard_tokens, template is not None)) as writer:
+        writer.opened = tokenizer.has_own_bos
         for group, tokens, counts in encode_pieces(pieces, tokenizer):
-            scored = np.repeat([piece.scored for piece in group], counts) if writer.marks_scored else None
+            scored = None
+            if writer.marks_scored:
+                scored = np.repeat([piece.scored for piece in group], counts)
+                if writer.opened:
+                    scored &= tokens != tokenizer.bos
             writer.add_tokens(tokens, scored)
             for piece, count in zip(group, counts, strict=True):
                 done_bytes += piece.source_bytes

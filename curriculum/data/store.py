@@ -1,7 +1,8 @@
 """Token stores: the documents of a source as flat token ids on disk, memory-mapped, and their index.
 
 A store is a folder:
-    tokens-00000.bin ...  little-endian u16 or u32 ids: each document's tokens, then end-of-text
+    tokens-00000.bin ...  little-endian u16 or u32 ids: each document's tokens, then end-of-text; where the tokenizer
+                          has a bos of its own, that comes first
     scored-00000.bin ...  in a store of conversations, for each of them: one byte a token, 1 in an answer, else 0
     documents.bin         one DOCUMENT record for each document
     store.json            the sidecar, written last: a folder without one is no store; it has the others' checksums
@@ -26,6 +27,7 @@ from curriculum.errors import InputError
 SIDECAR_NAME = "store.json"
 DOCUMENTS_NAME = "documents.bin"
 FORMAT_VERSION = 3
+OPENED_VERSION = 4  # as FORMAT_VERSION, and each document begins with the tokenizer's bos, which is not end-of-text
 SCORED_DTYPE = np.dtype("u1")
 READ_BYTES = 1 << 22
 DAMAGED = "delete the folder, and it is prepared again"
@@ -54,16 +56,21 @@ class StoreFacts:
     vocab_size: int
     eot: int
     dtype: Literal["u16", "u32"]
-    num_tokens: int  # end-of-text included
+    num_tokens: int  # end-of-text and bos included
     num_documents: int
     num_bytes: int  # of the documents' UTF-8 text
     num_empty: int  # documents left out because they had no text
-    content_hash: str  # xxh3_128 over the documents' hashes in order, then over which tokens are scored
+    content_hash: str  # xxh3_128 over the documents' hashes in order, over which tokens are scored, and OPENED_VERSION
     shards: list[Shard]
     num_scored: int | None = None  # tokens of answers, where the store says which they are
     chat: dict[str, str | None] | None = None  # by role the template that rendered conversations
     checksums: dict[str, str] | None = None  # xxh3_128 of each file in the folder
     checksum: str | None = None  # xxh3_128 of the fields above
+
+    @property
+    def opening_tokens(self) -> int:
+        """Tokens of each document ahead of its text: 1 where bos opens it, else 0."""
+        return int(self.format_version == OPENED_VERSION)
 
     def own_checksum(self) -> str:
         """What `checksum` has to be."""
@@ -104,7 +111,7 @@ class Store:
 
     @cached_property
     def document_tokens_N(self) -> np.ndarray:
-        """Tokens of each document, its end-of-text included; raises InputError where the index is damaged."""
+        """Tokens of each document, bos and end-of-text included; raises InputError where the index is damaged."""
         tokens_N = np.diff(self.documents["end"].astype(np.int64), prepend=0)
         if tokens_N.min() < 1:
             document = int(np.argmax(tokens_N < 1))
@@ -136,7 +143,7 @@ class Store:
                 raise InputError(f"{self.directory / name}: checksum {found}; the sidecar says {expected}; {DAMAGED}")
 
     def document_tokens(self, document: int) -> np.ndarray:
-        """The tokens of a document without end-of-text."""
+        """The tokens of a document's text, without bos and end-of-text."""
         start, stop = self._text_span(document)
         return self.stream[start:stop]
 
@@ -155,7 +162,7 @@ class Store:
 
     def _text_span(self, document: int) -> tuple[int, int]:
         stop = int(self.documents["end"][document])
-        start = stop - int(self.document_tokens_N[document])
+        start = stop - int(self.document_tokens_N[document]) + self.facts.opening_tokens
         tokens = self.stream[start:stop]
         # A flat file of somebody else's may end without end-of-text, or have several, or begin with one.
         first, last = 0, len(tokens)
@@ -236,9 +243,10 @@ def open_store(directory: str | Path) -> Store:
     directory = Path(directory)
     path = directory / SIDECAR_NAME
     facts = read_sidecar(path, StoreFacts, DAMAGED)
-    if facts.format_version != FORMAT_VERSION:
+    if facts.format_version not in (FORMAT_VERSION, OPENED_VERSION):
         raise InputError(
-            f"{path}: format_version {facts.format_version}; this version reads {FORMAT_VERSION}; {DAMAGED}"
+            f"{path}: format_version {facts.format_version}; this version reads {FORMAT_VERSION} and {OPENED_VERSION};"
+            f" {DAMAGED}"
         )
     if min(facts.num_documents, facts.num_tokens) < 1 or any(shard.num_tokens < 1 for shard in facts.shards):
         raise InputError(f"{path}: a count is below 1; {DAMAGED}")

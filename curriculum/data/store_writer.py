@@ -13,6 +13,7 @@ from curriculum.data.sidecar import write_sidecar
 from curriculum.data.store import (
     DOCUMENTS_NAME,
     FORMAT_VERSION,
+    OPENED_VERSION,
     SCORED_DTYPE,
     SIDECAR_NAME,
     Shard,
@@ -29,7 +30,8 @@ SHARD_TOKENS = 1 << 28
 class StoreWriter:
     """Writes a store into an empty folder, front to back, in bounded memory; `finish` makes the folder one.
 
-    `marks_scored`: whether the store says of each token if it is scored.
+    `marks_scored`: whether the store says of each token if it is scored. `opened` is to be set before `finish`: whether
+    each document begins with a bos that is not end-of-text.
     """
 
     def __init__(self, directory: Path, dtype: str, shard_tokens: int = SHARD_TOKENS, marks_scored: bool = False):
@@ -40,6 +42,7 @@ class StoreWriter:
         self._shard_tokens = shard_tokens
         self._tokens = self._scored = None
         self.marks_scored = marks_scored
+        self.opened = False
         self._num_scored = 0
         self._scored_hash = xxhash.xxh3_128()
         self._checksums: dict[str, xxhash.xxh3_128] = {}
@@ -77,7 +80,7 @@ class StoreWriter:
         self._scored_bytes += len(utf8) if scored else 0
 
     def end_document(self, num_tokens: int) -> None:
-        """Close the document whose text was added; it has `num_tokens` of the stream, its end-of-text included."""
+        """Close the document whose text was added; it has `num_tokens` of the stream, bos and end-of-text included."""
         self.num_tokens += num_tokens
         self.num_documents += 1
         self.num_bytes += self._text_bytes
@@ -99,8 +102,10 @@ class StoreWriter:
             raise InputError(f"{source}: no text in it{skipped}; expected at least one document that is not empty")
         if self.marks_scored:
             self._content.update(self._scored_hash.digest())
+        if self.opened:
+            self._content.update(bytes([OPENED_VERSION]))
         facts = StoreFacts(
-            format_version=FORMAT_VERSION,
+            format_version=OPENED_VERSION if self.opened else FORMAT_VERSION,
             source=source,
             tokenizer_fingerprint=tokenizer.fingerprint,
             vocab_size=tokenizer.vocab_size,

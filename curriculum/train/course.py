@@ -68,6 +68,7 @@ class Course:
             draws,
             mask_boundary_loss=self._config.packing.mask_boundary_loss,
             train_on_eos=self._config.packing.train_on_eos,
+            bos=self._corpus.tokenizer.bos,
             rows=rows_here(self._mesh, shape.B),
         )
         return place_batch(self._mesh, batch, shape.B)

@@ -117,9 +117,14 @@ class Tokenizer:
 
     @property
     def bos(self) -> int:
-        """The id that opens a document which is measured or continued: of kind hf the one that its files name, else
-        end-of-text."""
+        """The id that opens a document, and no text gives it: of kind hf the one that its files name, else end-of-text,
+        which then closes the document before as well."""
         return self.eot if self.hf is None or self.hf.bos is None else self.hf.bos
+
+    @property
+    def has_own_bos(self) -> bool:
+        """Whether documents are opened by another id than end-of-text."""
+        return self.bos != self.eot
 
     @property
     def dtype_name(self) -> str:
