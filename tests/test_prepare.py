@@ -168,6 +168,34 @@ def test_touched_files_are_hashed_and_not_encoded_again(sources, store_dir):
     assert progress.calls == []
 
 
+def test_under_another_name_the_store_that_is_there_is_taken(sources, store_dir):
+    web, tokenizer, progress = sources["web"], byte_tokenizer(), Recorder()
+    first = prepare_store("web", web, tokenizer, store_dir)
+    stores, key = first.directory.parent, first.directory.name.removeprefix("web-")
+    for name in ("prose", "eval-prose", "a"):
+        assert find_store(name, web, tokenizer, store_dir).directory == first.directory
+        assert prepare_store(name, web, tokenizer, store_dir, progress).directory == first.directory
+    assert progress.calls == [] and list(stores.iterdir()) == [first.directory]
+    # One of its own name comes first, else the first name.
+    shutil.copytree(first.directory, stores / f"prose-{key}")
+    assert find_store("prose", web, tokenizer, store_dir).directory.name == f"prose-{key}"
+    assert find_store("zoo", web, tokenizer, store_dir).directory.name == f"prose-{key}"
+
+
+def test_only_a_whole_store_is_taken_under_another_name(sources, store_dir):
+    web, tokenizer = sources["web"], byte_tokenizer()
+    first = prepare_store("web", web, tokenizer, store_dir)
+    stores, key = first.directory.parent, first.directory.name.removeprefix("web-")
+    first.directory.rename(store_dir / "aside")
+    (stores / f"empty-{key}").mkdir()
+    (stores / f"file-{key}").write_bytes(b"")
+    with building(first.directory, store_dir / "locks" / first.directory.name) as partial:
+        shutil.copytree(store_dir / "aside", partial, dirs_exist_ok=True)  # all written, and not there yet
+        assert find_store("prose", web, tokenizer, store_dir) is None
+        made = prepare_store("prose", web, tokenizer, store_dir)
+        assert made.directory.name == f"prose-{key}" and made.facts == first.facts
+
+
 def test_changed_content_another_tokenizer_and_another_key_are_other_stores(sources, store_dir, tmp_path):
     (tmp_path / "two.jsonl").write_text('{"text": "x", "body": "y"}\n')
     two = SourceConfig(path=str(tmp_path / "two.jsonl"))

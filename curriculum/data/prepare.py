@@ -1,8 +1,8 @@
 """From sources to tokenizers and token stores on disk, once; afterwards a look at the sources' files finds them.
 
 Everything lies under one folder, <store_dir>/tokenizers/<kind>-<key> and <store_dir>/stores/<name>-<key>,
-keyed by the content of the sources and by the tokenizer. A source that is tokens already (a flat .bin, a
-prepared folder) is used where it lies.
+keyed by the content of the sources and by the tokenizer; <name> is that of the first source that had the content.
+A source that is tokens already (a flat .bin, a prepared folder) is used where it lies.
 
 Memory while preparing does not grow with the source: a bounded number of groups of text is on its way
 (`encode_pieces`), the index of documents goes to the disk record by record, and training a tokenizer sees at
@@ -355,7 +355,12 @@ def _store_directory(
     place = os.path.realpath(source.local_path) if source.is_flat else None
     version = OPENED_VERSION if tokenizer.has_own_bos else STORE_VERSION
     key = digest(version, content, tokenizer.fingerprint, *_reading(source, chat), source.dtype, place)
-    return store_dir / "stores" / f"{name}-{key[:16]}"
+    directory = store_dir / "stores" / f"{name}-{key[:16]}"
+    if is_there(directory):
+        return directory
+    # The name is for people: a store of this key is the same under the name of any source or eval set.
+    others = sorted(directory.parent.glob(f"*-{key[:16]}"))
+    return next(filter(is_store, others), directory)
 
 
 def _write_store(
