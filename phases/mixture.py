@@ -17,6 +17,7 @@ the same sum is kept small at both ends and between them; `Quotas.error_bound` t
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -47,12 +48,11 @@ class _Split:
     def to_left(self, counts: np.ndarray) -> np.ndarray:
         """L(m) for each m; monotone, and m - L(m) is monotone too, so that the two children share out exactly."""
         units = counts << _UNIT_BITS
-        knot = np.searchsorted(self._own_K, units, side="right") - 1
+        if len(self._own_K) == 1:  # without a ramp
+            return (self._tail(units) + _HALF) >> _UNIT_BITS
+        knot = self._own_K.searchsorted(units, side="right") - 1
         offset = units - self._own_K[knot]
-        # The lighter child is computed and the heavier is what remains: a share of at most 1/2 cannot be
-        # rounded up twice between neighbours, whatever float64 does.
-        light = np.floor(offset * self._tail_light).astype(np.int64)
-        left = light if self._tail_is_left else offset - light
+        left = self._tail(offset)
         inside = knot < len(self._own_K) - 1
         if inside.any():
             k, part = knot[inside], offset[inside]
@@ -62,6 +62,13 @@ class _Split:
             light = np.floor(part / own * np.minimum(to_left, to_right)).astype(np.int64)
             left[inside] = np.where(to_left <= to_right, light, part - light)
         return (self._left_K[knot] + left + _HALF) >> _UNIT_BITS
+
+    def _tail(self, offset: np.ndarray) -> np.ndarray:
+        """The left child's units of those from the last knot on."""
+        # The lighter child is computed and the heavier is what remains: a share of at most 1/2 cannot be
+        # rounded up twice between neighbours, whatever float64 does.
+        light = np.floor(offset * self._tail_light).astype(np.int64)
+        return light if self._tail_is_left else offset - light
 
 
 class Quotas:
@@ -89,7 +96,8 @@ class Quotas:
         taken_SK = first_S[:, None] * (steps_K - moved_K) + last_S[:, None] * moved_K
         units_SK = np.rint(taken_SK * (batch_size << _UNIT_BITS)).astype(np.int64)
         progress_X = np.linspace(0.0, 1.0, 1 if ramp_from is None else 5)[:, None]
-        tree, self.error_bound = _tree(first_S + progress_X * (last_S - first_S))
+        shares_XS = first_S + progress_X * (last_S - first_S)
+        tree, self.error_bound = _tree(shares_XS.tobytes(), len(shares_XS))
         self._root = _splits(tree, units_SK, last_S)[0]
 
     def counts(self, positions) -> np.ndarray:
@@ -126,45 +134,67 @@ class Quotas:
         return source, before
 
 
-def _tree(shares_XS: np.ndarray):
-    """(tree of nested pairs of source indices, its error bound in sequences) for shares at X points of a ramp.
+@functools.lru_cache(maxsize=512)
+def _tree(shares: bytes, num_points: int):
+    """(tree of nested pairs of source indices, its error bound in sequences) for shares at some points of a ramp.
 
-    The two nodes are joined next whose leaves would then have the least bound, heavy pairs later than light
-    ones. Ties go by name order, so the tree never depends on the order of declaration.
+    `shares` are float64, by point and source. The two nodes are joined next whose leaves would then have the least
+    bound, heavy pairs later than light ones. Ties go by name order, so the tree never depends on the order of
+    declaration. Kept, because the segments of a schedule are made anew again and again with the same shares.
     """
-    num_points, num_sources = shares_XS.shape
-    nodes = list(range(num_sources))  # slot -> subtree; a joined slot is emptied
+    shares_XS = np.frombuffer(shares).reshape(num_points, -1)
+    num_sources = shares_XS.shape[1]
+    if num_sources == 1:
+        return 0, 0.0
+    nodes = list(range(num_sources))  # slot -> subtree
     slot_S = np.arange(num_sources)  # leaf -> the slot of its subtree
     share_XN = shares_XS.copy()  # by slot
     bound_XS = np.ones((num_points, num_sources))  # sum so far, the leaf's present subtree included
+    joined_N = np.zeros(num_sources, bool)  # slots that are no more: each is part of another
 
     def join_costs(slot):
         """Cost of joining `slot` with each other slot: worst bound of the leaves in both, plus the weight."""
-        joined_XN = share_XN + share_XN[:, slot : slot + 1]
-        own = np.flatnonzero(slot_S == slot)
-        worst_N = (bound_XS[:, None, own] + _ratio(shares_XS[:, None, own], joined_XN[..., None])).max((0, 2))
-        others_S = (bound_XS + _ratio(shares_XS, joined_XN[:, slot_S])).max(0)
-        np.maximum.at(worst_N, slot_S, others_S)
-        worst_N += 2 * joined_XN.max(0)
-        worst_N[[n for n, node in enumerate(nodes) if node is None or n == slot]] = np.inf
+        sum_XN = share_XN + share_XN[:, slot : slot + 1]
+        whole_XN = _divisor(sum_XN)
+        own = slot_S == slot
+        own_XON = bound_XS[:, own, None] + shares_XS[:, own, None] / whole_XN[:, None]
+        worst_N = own_XON.reshape(-1, num_sources).max(0)
+        np.maximum.at(worst_N, slot_S, (bound_XS + shares_XS / whole_XN[:, slot_S]).max(0))
+        worst_N += 2 * sum_XN.max(0)
+        worst_N[joined_N], worst_N[slot] = np.inf, np.inf
         return worst_N
 
-    cost_NN = np.array([join_costs(slot) for slot in range(num_sources)])
+    cost_NN, sum_NN = np.zeros((2, num_sources, num_sources))
+    for share_S in shares_XS:  # `join_costs` of single leaves, all at once
+        pair_NN = share_S[:, None] + share_S
+        cost_NN = np.maximum(cost_NN, 1 + np.maximum(share_S[:, None], share_S) / _divisor(pair_NN))
+        sum_NN = np.maximum(sum_NN, pair_NN)
+    cost_NN += 2 * sum_NN
+    np.fill_diagonal(cost_NN, np.inf)
+    nearest_N = cost_NN.argmin(1)
+    least_N = cost_NN.min(1)
     for _ in range(num_sources - 1):
-        a, b = divmod(int(cost_NN.argmin()), num_sources)
-        nodes[a], nodes[b] = (nodes[a], nodes[b]), None
+        a = int(least_N.argmin())
+        b = int(nearest_N[a])
+        nodes[a] = nodes[a], nodes[b]
+        joined_N[b] = True
         share_XN[:, a] += share_XN[:, b]
         slot_S[slot_S == b] = a
         worst = bound_XS.max()  # before the root is counted, which has no error of its own
         own = slot_S == a
-        bound_XS[:, own] += _ratio(shares_XS[:, own], share_XN[:, a : a + 1])
+        bound_XS[:, own] += shares_XS[:, own] / _divisor(share_XN[:, a : a + 1])
         cost_NN[b], cost_NN[:, b] = np.inf, np.inf
         cost_NN[a] = cost_NN[:, a] = join_costs(a)
-    return nodes[a] if num_sources > 1 else 0, worst / 2 if num_sources > 1 else 0.0
+        least_N[b] = np.inf
+        moved = np.flatnonzero(((nearest_N == a) | (nearest_N == b) | (cost_NN[a] <= least_N)) & ~joined_N)
+        nearest_N[moved] = cost_NN[moved].argmin(1)
+        least_N[moved] = cost_NN[moved, nearest_N[moved]]
+    return nodes[a], worst / 2
 
 
-def _ratio(part, whole):
-    return np.divide(part, whole, out=np.zeros(np.broadcast(part, whole).shape), where=whole > 0)
+def _divisor(whole):
+    """What a part of a share is divided by; where the whole is nothing the part is too, and its ratio is 0."""
+    return np.where(whole > 0, whole, 1.0)
 
 
 def _splits(tree, units_SK: np.ndarray, last_S: np.ndarray):

@@ -217,9 +217,10 @@ class Schedule:
         total = dict.fromkeys(self.segments[0].cursors, 0)
         for segment in self.segments:
             if segment.start < end and start < segment.end:
-                before, after = (segment.cursors_at(s) for s in (max(start, segment.start), min(end, segment.end)))
+                cursors = segment.cursors_over([max(start, segment.start), min(end, segment.end)])
                 for name in segment.quotas.sources:
-                    total[name] += after[name] - before[name]
+                    before, after = cursors[name].tolist()
+                    total[name] += after - before
         return total
 
     def passed_over(self, step: int) -> dict[str, int]:

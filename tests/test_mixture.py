@@ -4,7 +4,7 @@ import numpy as np
 import processor
 import pytest
 
-from phases.mixture import Quotas
+from phases.mixture import Quotas, _tree
 
 
 def exact_shares(mixtures, spans, num_positions, sources):
@@ -116,3 +116,45 @@ def test_a_plan_of_fifty_sources_and_a_long_ramp_is_quick():
         Quotas(end, start, np.arange(1, 75_001) / 75_000, 32).counts(np.int64(75_000 * 32))
 
     assert processor.seconds(plan) < processor.loop_seconds(10e6)  # takes as long as about 1e6 rounds; 3.75e6 quotas
+
+
+def slow_tree(shares_XS):
+    """The tree by its definition: the cost of every two nodes that are left, before every joining."""
+    bound_XS = np.ones_like(shares_XS)
+    nodes = {slot: (slot, [slot]) for slot in range(shares_XS.shape[1])}
+
+    def bounds(leaves):
+        whole_X1 = shares_XS[:, leaves].sum(1, keepdims=True)
+        ratio_XL = np.divide(
+            shares_XS[:, leaves], whole_X1, out=np.zeros((len(whole_X1), len(leaves))), where=whole_X1 > 0
+        )
+        return bound_XS[:, leaves] + ratio_XL, 2 * whole_X1.max()
+
+    def cost(pair):
+        (_, left), (_, right) = (nodes[slot] for slot in pair)
+        bound_XL, weight = bounds(left + right)
+        return bound_XL.max() + weight, pair  # ties go by the pair
+
+    while len(nodes) > 1:
+        _, (a, b) = min(cost((a, b)) for a in nodes for b in nodes if a < b)
+        (left, in_left), (right, in_right) = nodes[a], nodes.pop(b)
+        worst = bound_XS.max()
+        nodes[a] = (left, right), in_left + in_right
+        bound_XS[:, nodes[a][1]] = bounds(nodes[a][1])[0]
+    return nodes[0][0], worst / 2
+
+
+@pytest.mark.parametrize("num_sources", [2, 3, 5, 9, 20])
+@pytest.mark.parametrize("seed", range(8))
+def test_the_tree_joins_the_cheapest_two_each_time(num_sources, seed):
+    rng = np.random.default_rng(seed)
+    first_S, last_S = rng.integers(0, (2, 40)[seed % 2], (2, num_sources)) / 1024  # exact; every other time with ties
+    first_S[0] = last_S[-1] = 1 / 1024
+    for progress_X in ([0.0], [0.0, 0.5, 1.0]):
+        shares_XS = first_S + np.array(progress_X)[:, None] * (last_S - first_S)
+        assert _tree(shares_XS.tobytes(), len(progress_X)) == slow_tree(shares_XS)
+
+
+def test_two_nodes_that_are_joined_may_come_nearer_to_a_third_than_its_nearest():
+    shares_XS = np.array([[7, 1, 1, 1, 24, 112]]) / 1024
+    assert _tree(shares_XS.tobytes(), 1) == slow_tree(shares_XS)

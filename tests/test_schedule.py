@@ -11,6 +11,7 @@ import pytest
 from phases.checks import ScheduleError, check_phases
 from phases.clocks import resolve_steps
 from phases.lr import LrProgram, LrSchedule
+from phases.mixture import _tree
 from phases.resolve import resolve
 from phases.schedule import Phase, Ramp, SourceSupply, cut, segments_from_json, segments_to_json
 
@@ -681,3 +682,16 @@ def test_a_run_that_stopped_does_not_go_on_with_what_a_new_segment_would_fit_in(
     assert whole.total_steps == 1 and whole.cursors_at(1)["law"] == 20
     again = after(whole.segments, *phases, supplies=supplies, lr=CONSTANT)
     assert again == whole and "the run stops at step 1: law has no more than 1 epochs" in again.warnings[0]
+
+
+def test_shares_that_come_again_need_no_new_tree():
+    """Segments are cut, rated and resolved again; each of the 10 phases has one tree all the same."""
+    names = [f"s{i}" for i in range(9)]
+    shares = np.random.default_rng(97).random((10, 9))
+    ends = [*range(10, 100, 10), "end"]
+    phases = [Phase(f"p{i}", ends[i], dict(zip(names, shares[i].tolist(), strict=True))) for i in range(10)]
+    supplies = {name: SourceSupply(800) for name in names}
+    before = _tree.cache_info().misses
+    schedule = resolved(*phases, supplies=supplies)
+    assert resolved(*phases, supplies=supplies) == schedule
+    assert _tree.cache_info().misses == before + 10
