@@ -134,6 +134,22 @@ def test_the_first_parameters_are_the_folders_bit_for_bit(folder):
     assert all(np.array_equal(written[name], came[name]) for name in came)
 
 
+def test_a_folder_that_is_taken_up_again_is_the_one_it_was(folder):
+    from curriculum.train.start import base_again, start_of
+
+    config = adapted()
+    lineage = start_of(config).lineage
+    assert base_again(config, transformer(CONFIG), lineage) == start_of(config).base
+    tensors = load_file("hf/model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] + 1
+    save_file(tensors, "hf/model.safetensors")
+    with pytest.raises(InputError, match="hf: holds other weights than when the run began"):
+        base_again(config, transformer(CONFIG), lineage)
+    shutil.rmtree("hf")
+    with pytest.raises(InputError, match="'hf' does not exist.*; expected the qwen2 model that the run began from"):
+        base_again(config, transformer(CONFIG), lineage)
+
+
 def test_a_plan_says_so(folder):
     shown = plan(adapted())
     assert shown.num_parameters == num_parameters(CONFIG)

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from tiny_run import flip_bit, tiny_data, tiny_train, write_corpus
 
 from curriculum.branch import branch
 from curriculum.cli.main import cli
@@ -20,6 +21,7 @@ from curriculum.train.course import Course
 from curriculum.train.divergence import Diverged
 from curriculum.train.history import History
 from curriculum.train.setup import build
+from curriculum.train.start import base_again, start_of
 from curriculum.train.trainer import train, train_built
 from curriculum.views.inspection import inspect_run
 from curriculum.views.model_card_sections import training
@@ -404,3 +406,81 @@ def test_what_a_config_may_ask_for(place):
     assert build_config(config_data(place, train__skip_updates=None)).train.window_steps == 128
     assert build_config(config_data(place)).train.diverged_after == 48
     assert load_config("configs/quickstart.yaml", check_paths=False).train.skip_updates.judge_from_steps == 64
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    """A folder with a run `base`, and a run `run` that began with its parameters."""
+    folder = write_corpus(tmp_path_factory.mktemp("adapted"))
+    tiny_train(folder, folder / "base")
+    tiny_train(folder, folder / "run", **begun_with_base(folder, 12))
+    return folder
+
+
+def begun_with_base(folder, steps):
+    rollback = {"after": 3, "skip_steps": 2}
+    return {
+        "adaptation": {"init_from": str(folder / "base")},
+        "train": {"steps": steps, "batch_size": 4, "seq_len": 32, "rollback": rollback},
+        "optim": {"lr": 3e-3, "schedule": "constant"},
+    }
+
+
+def without_a_checkpoint(folder, run_dir, monkeypatch):
+    """Goes on to step 16, and finds at 14 that it diverged and that no checkpoint is there to go back to."""
+    find, found = divergence._find, []
+
+    def finds_one(run, done, whole_state):
+        if done == 14 and not found:
+            run.settle(done)
+            found.append(divergence._Divergence("planted", 13, None, 13))
+            for place in (run.directory.checkpoints, run.directory.gold):
+                shutil.rmtree(place)
+            return found[0]
+        return find(run, done, whole_state)
+
+    monkeypatch.setattr(divergence, "_find", finds_one)
+    tiny_train(folder, run_dir, resume="latest", **begun_with_base(folder, 16))
+    assert found
+
+
+def test_a_run_that_begins_anew_after_a_resume_begins_with_what_it_began_with(adapted, tmp_path, monkeypatch):
+    shutil.copytree(adapted / "run", tmp_path / "run")
+    (first, begun_with), *_ = load_run(tmp_path / "run").evals()
+    without_a_checkpoint(adapted, tmp_path / "run", monkeypatch)
+    run = load_run(tmp_path / "run")
+    assert [e["step"] for e in run.events if e["event"] == "rollback"] == [0] and run.complete["total_steps"] == 16
+    assert (first, begun_with) == run.evals()[0] == (0, load_run(adapted / "base").evals()[-1][1])
+
+
+def test_another_run_at_the_place_of_the_one_it_began_from_is_refused(adapted):
+    config = build_config(tiny_data(adapted, **begun_with_base(adapted, 12)))
+    start = start_of(config)
+    with pytest.raises(InputError, match="base: is run tiny, the run began from other"):
+        base_again(config, None, start.lineage | {"run": "other"})
+
+
+def test_a_run_that_cannot_begin_anew_ends(adapted, tmp_path, monkeypatch):
+    shutil.copytree(adapted / "run", tmp_path / "run")
+    places = [adapted / "base" / place for place in ("checkpoints", "gold")]
+    arrays = [path for place in places for path in (place / "12/params/ocdbt.process_0/d").iterdir()]
+    whole = {path: path.read_bytes() for path in arrays}
+    for path in arrays:
+        flip_bit(path)
+    try:
+        with pytest.raises(Diverged) as told:
+            without_a_checkpoint(adapted, tmp_path / "run", monkeypatch)
+    finally:
+        for path, content in whole.items():
+            path.write_bytes(content)
+    for words in (
+        "training diverged at step 14: planted",
+        "/run up to step 13 verifies",
+        "what the run began from (adaptation.init_from) is needed, and is not there any more:",
+        "has another checksum than the manifest says",
+        "expected step 12 of run tiny that the run began from",
+        "restore it from a copy, and go on with --resume latest",
+    ):
+        assert words in str(told.value)
+    *_, last = load_run(tmp_path / "run").events
+    assert (last["event"], last["step"], last["first_bad_step"], last["last_good_step"]) == ("diverged", 14, 13, None)

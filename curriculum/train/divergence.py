@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from curriculum.record.events import read_events
+from curriculum.errors import InputError
+from curriculum.record.events import Record, read_events
 from curriculum.record.queries import acts_of
 from curriculum.run import RunDirectory
 from curriculum.train.checkpoints.finite import NonFiniteState, check_finite
@@ -17,6 +18,8 @@ from curriculum.train.checkpoints.resumed import Resumed, newest_whole, resumed_
 from curriculum.train.guard import Guard
 from curriculum.train.processes.together import from_first
 from curriculum.train.running import Running
+from curriculum.train.setup import Setup
+from curriculum.train.start import base_again
 from curriculum.train.step import TrainState
 from phases.rollback import RollbackRefused
 
@@ -74,15 +77,8 @@ def check_diverged(run: Running, done: int, *, whole_state: bool = False) -> Non
             why = f"the data of {config.skip_steps} steps cannot be passed over: {refused}"
         else:
             raise GoingBack(_rollback(run, done, divergence))
-    told = [{key: value for key, value in rollback.items() if key != "acts"} for rollback in rollbacks]
-    run.record.event(
-        "diverged",
-        done,
-        reason=divergence.reason,
-        first_bad_step=divergence.first_bad_step,
-        rollbacks=told,
-        last_good_step=divergence.good_step,
-    )
+    first, good = divergence.first_bad_step, divergence.good_step
+    _record_diverged(run.record, done, divergence.reason, first, rollbacks, good)
     raise Diverged(_summary(run, done, divergence, why))
 
 
@@ -110,10 +106,34 @@ def _rollback(run: Running, done: int, divergence: _Divergence) -> Rollback:
     return Rollback(event, (*before, now), tuple(edits))
 
 
-def checkpoint_before(directory: RunDirectory, rollback: Rollback) -> Resumed | None:
-    """The checkpoint that a run goes back to, None where it begins anew."""
-    step = _newest(directory, rollback.event["first_bad_step"])
-    return None if step is None else resumed_by_first(lambda: to_resume(directory, step))
+def checkpoint_before(setup: Setup, directory: RunDirectory, record: Record, rollback: Rollback) -> Resumed | None:
+    """The checkpoint that a run goes back to, None where it begins anew: with the parameters that it began with.
+
+    Raises Diverged where these are not there any more.
+    """
+    told, first = rollback.event, rollback.event["first_bad_step"]
+    if (step := _newest(directory, first)) is not None:
+        return resumed_by_first(lambda: to_resume(directory, step))
+    if setup.lineage is not None and setup.states.frozen is None:
+        try:
+            setup.states.base = base_again(setup.config, setup.model, setup.lineage)
+        except InputError as error:
+            _record_diverged(record, told["told_at_step"], told["reason"], first, rollback.rollbacks[:-1], None)
+            raise Diverged(
+                f"training diverged at step {told['told_at_step']}: {told['reason']}\n"
+                f"  last good    none: no checkpoint of {directory.path} up to step {first} verifies\n"
+                "  to begin anew what the run began from (adaptation.init_from) is needed, and is not there any more:\n"
+                + "\n".join(f"               {problem}" for problem in error.problems)
+                + "\n  what to try  restore it from a copy, and go on with --resume latest"
+            ) from None
+    return None
+
+
+def _record_diverged(
+    record: Record, done: int, reason: str, first: int, rollbacks: Sequence[Mapping[str, Any]], good: int | None
+) -> None:
+    told = [{key: value for key, value in rollback.items() if key != "acts"} for rollback in rollbacks]
+    record.event("diverged", done, reason=reason, first_bad_step=first, rollbacks=told, last_good_step=good)
 
 
 def _bad_updates(first: int, num: int) -> str:

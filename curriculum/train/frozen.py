@@ -32,13 +32,24 @@ _FIX = "the run's checkpoints hold adapters alone, which go with the very parame
 
 def frozen_base(config: Config, lineage: Mapping[str, Any]) -> Base | HfBase:
     """What a run began from, found again. Raises InputError where it is gone or damaged."""
-    of_folder = lineage.get("kind") == "hf"
+    try:
+        return found_again(lineage, ("ledger/", "params/"))
+    except InputError as error:
+        problems = (f"{problem}: {_FIX}; restore it from a copy" for problem in error.problems)
+        raise config.error(("adaptation.init_from", problem) for problem in problems) from None
+
+
+def found_again(lineage: Mapping[str, Any], part: str | tuple[str, ...]) -> Base | HfBase:
+    """What a run of this lineage began from; of a checkpoint `part` is verified, as by `damage`.
+
+    Raises InputError where it is gone or damaged.
+    """
+    of_folder, given = lineage.get("kind") == "hf", lineage["init_from"]
     what = f"the {lineage['model_type']} model" if of_folder else f"step {lineage['step']} of run {lineage['run']}"
     try:
-        return _folder(lineage["init_from"]) if of_folder else _checkpoint(lineage["init_from"], lineage["step"])
+        return _folder(given) if of_folder else _checkpoint(given, lineage["step"], part)
     except InputError as error:
-        expected = f"expected {what} that the run began from: {_FIX}; restore it from a copy"
-        raise config.error(("adaptation.init_from", f"{problem}; {expected}") for problem in error.problems) from None
+        raise InputError(*(f"{p}; expected {what} that the run began from" for p in error.problems)) from None
 
 
 def _folder(given: str) -> HfBase:
@@ -48,14 +59,14 @@ def _folder(given: str) -> HfBase:
     return base
 
 
-def _checkpoint(given: str, step: int) -> Base:
+def _checkpoint(given: str, step: int, part: str | tuple[str, ...]) -> Base:
     """The checkpoint of that step, wherever the run keeps it now, and whatever its gold is by now."""
     path = Path(os.path.abspath(os.path.expanduser(given)))
     runs = (RunDirectory(place) for place in (path, path.parent, path.parent.parent))
     run = next((run for run in runs if os.path.isfile(run.resolved_config)), None)
     if run is None:
         raise InputError(f"{given!r} is gone (paths are relative to the working folder)")
-    return Base(given, run, *find_checkpoint(run, step, option="step", part=("ledger/", "params/")))
+    return Base(given, run, *find_checkpoint(run, step, option="step", part=part))
 
 
 def load_frozen(

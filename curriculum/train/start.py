@@ -16,7 +16,7 @@ from curriculum.model.formats.hf_weights import hf_fingerprint
 from curriculum.model.model import Model, abstract_params, parameter_name
 from curriculum.record.events import plain
 from curriculum.train.checkpoints.arrays import load_params
-from curriculum.train.frozen import frozen_base
+from curriculum.train.frozen import found_again, frozen_base
 from curriculum.train.optimizer import state_layout
 from curriculum.train.processes.together import from_first
 
@@ -26,7 +26,7 @@ class Start:
     """What a run begins from. All None: from its seed."""
 
     lineage: dict[str, Any] | None = None
-    base: Base | HfBase | None = None  # None too for a run that goes on from a checkpoint of its own
+    base: Base | HfBase | None = None  # None too for a run that goes on from a checkpoint of its own: see `base_again`
     frozen: Base | HfBase | None = None  # what a run trains adapters beside, also where it goes on
 
 
@@ -54,6 +54,22 @@ def start_of(config: Config, saved: Mapping[str, Any] | None = None) -> Start:
         got, was = json.dumps(section.keep_optimizer), json.dumps(lineage["keep_optimizer"])
         raise config.error([("adaptation.keep_optimizer", f"got {got}, but the run was begun with {was}; restore it")])
     return Start(saved.get("lineage"), frozen=frozen_base(config, lineage) if section.lora else None)
+
+
+def base_again(config: Config, model: Model, lineage: Mapping[str, Any]) -> Base | HfBase:
+    """What a run began from that begins anew. Raises InputError where it is gone, damaged, or not what it was."""
+
+    def verified() -> None:
+        base = found_again(lineage, ("params/", "train/") if lineage["keep_optimizer"] else "params/")
+        if isinstance(base, HfBase) and (found := hf_fingerprint(base.folder)) != lineage.get("fingerprint", found):
+            raise InputError(f"{base.folder}: holds other weights than when the run began")
+
+    from_first(verified)
+    base = found_again(lineage, "ledger/")
+    if isinstance(base, Base) and base.config["name"] != lineage["run"]:
+        raise InputError(f"{base.directory.path}: is run {base.config['name']}, the run began from {lineage['run']}")
+    check_base(base, config, model)
+    return base
 
 
 def _base_of(config: Config, part: str | tuple[str, ...]) -> Base | HfBase:

@@ -137,7 +137,7 @@ def _run(
                     except GoingBack as going:
                         rollback = going.rollback
                 del run, state  # before another one is restored
-                resumed, edits = checkpoint_before(directory, rollback), rollback.edits
+                resumed, edits = checkpoint_before(setup, directory, record, rollback), rollback.edits
         finally:
             if record is not None:
                 record.close()
