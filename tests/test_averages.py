@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from tiny_run import flip_bit
 
 from curriculum.config import build_config
 from curriculum.errors import InputError
@@ -15,6 +16,7 @@ from curriculum.manifest import write_manifest
 from curriculum.record.console import eval_lines
 from curriculum.record.curves import eval_curves
 from curriculum.run import load_run
+from curriculum.train.averages import set_aside_means_after
 from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.setup import build
 from curriculum.train.trainer import train
@@ -203,6 +205,18 @@ def test_a_set_added_at_the_end_of_a_phase_is_measured_with_the_mean_that_was_ta
     (added,) = [e for e in load_run(tmp_path / "run").events if e["event"] == "eval" and "val_loss" not in e]
     assert added["step"] == 6 and added["phase_mean"].keys() == {"eval_again", "eval_again_bpb", "eval_again_sem"}
     assert_trees_equal(load_params(tmp_path / "run/averages/last/params"), before)
+
+
+def test_the_arrays_of_a_mean_are_verified_where_they_are_used(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    means = tmp_path / "run/averages"
+    flip_bit(next((means / "first/params/d").iterdir()))
+    (means / "last/params/_METADATA").unlink()
+    set_aside_means_after(means, 14, tmp_path / "aside")
+    assert [path.name for path in means.iterdir()] == ["first"]
+    assert [path.name for path in (tmp_path / "aside").iterdir()] == ["last"]
+    with pytest.raises(InputError, match="averages/first: is damaged: params/d/.* has another checksum than"):
+        export(tmp_path / "run", tmp_path / "out", weights="mean:first")
 
 
 def test_averages_are_exported_by_name(run, tmp_path):

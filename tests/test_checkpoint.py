@@ -16,6 +16,7 @@ import optax
 import pytest
 from tiny_run import assert_same_run, flip_bit, last_state, tiny_data, tiny_train, write_corpus
 
+from curriculum import manifest
 from curriculum.adaptation import find_base
 from curriculum.config import build_config
 from curriculum.errors import InputError
@@ -23,6 +24,7 @@ from curriculum.evaluate import evaluate
 from curriculum.export import export
 from curriculum.manifest import damage, write_manifest
 from curriculum.run import RunDirectory, find_checkpoint, load_run, undamaged
+from curriculum.train import trainer
 from curriculum.train.checkpoints.arrays import in_turn, load_params, save_params
 from curriculum.train.checkpoints.finite import NonFiniteState
 from curriculum.train.checkpoints.folder import Checkpoints
@@ -205,6 +207,55 @@ def test_without_a_checkpoint_the_gold_serves(run, whole, place, capsys):
     assert "the run goes on from step 12" in capsys.readouterr().err
     assert damage(run / "checkpoints/12") is None and last_state(run) == last_state(whole)
     assert sorted(p.name for p in (run / "superseded").iterdir() if p.name.isdecimal()) == ["10", "12", "8"]
+
+
+def test_a_gold_that_is_damaged_is_taken_from_the_checkpoint_of_its_step(run, place, monkeypatch):
+    def ends(*arguments):
+        raise KeyboardInterrupt
+
+    flip_bit(next((run / "gold/12/params/d").iterdir()))
+    monkeypatch.setattr(trainer, "_begin", ends)
+    longer = {"train": {"steps": 14, "batch_size": 4, "seq_len": 32}, "optim": {"lr": 3e-4, "schedule": "constant"}}
+    with pytest.raises(KeyboardInterrupt):
+        tiny_train(place, run, "latest", **longer)
+    assert damage(run / "gold/12") is None and "another checksum" in damage(run / "superseded/gold/12")
+
+
+def test_a_resume_reads_no_more_than_it_needs_before_its_first_update(place, tmp_path, monkeypatch):
+    """Of the gold one copy, of older checkpoints the ledger, of means what says where they end: each file once."""
+    phases = [{"name": name, "until": until, "mixture": {"web": 1.0}} for name, until in (("a", 4), ("b", 8))]
+    phases.append({"name": "c", "until": "end", "mixture": {"web": 1.0}, "lr": {"peak": 3.0}})  # 8 stays the gold
+    sections = {
+        "phases": phases,
+        "optim": {"lr": 3e-3, "schedule": "constant", "allow_jump": True},
+        "averages": {"phase_mean": 2},
+    }
+    run = tmp_path / "run"
+    tiny_train(place, run, **sections)
+    assert {"checkpoints/8", "gold/8", "averages/a"} < {str(p.relative_to(run)) for p in run.glob("*/*")}
+    read, checksum = [], manifest._checksum
+
+    def counted(path):
+        read.append(str(path.relative_to(run)))
+        return checksum(path)
+
+    def ends(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(manifest, "_checksum", counted)
+    monkeypatch.setattr(trainer, "_begin", ends)
+    with pytest.raises(KeyboardInterrupt):
+        tiny_train(place, run, resume="latest", train={"steps": 16, "batch_size": 4, "seq_len": 32}, **sections)
+    assert len(read) == len(set(read)) > 10
+    whole = {name: [path for path in read if path.startswith(name)] for name in ("checkpoints/12/", "gold/8/")}
+    assert {name: len(paths) for name, paths in whole.items()} == {
+        name: len(files_of(run / name)) - 1
+        for name in whole  # but for the manifest
+    }
+    assert {"/".join(path.split("/")[:3]) for path in read if not path.startswith(tuple(whole))} == {
+        *(f"checkpoints/{step}/ledger" for step in (8, 10)),
+        *(f"averages/{phase}/mean.json" for phase in "abc"),
+    }
 
 
 @pytest.mark.parametrize("path, mode", [("params", 0o000), ("manifest.json", 0o000), ("ledger/metadata", 0o200)])

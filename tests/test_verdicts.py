@@ -14,7 +14,7 @@ from curriculum.cli.main import cli
 from curriculum.config import build_config
 from curriculum.record.events import last_gold
 from curriculum.run import RunDirectory, checkpoint_steps, load_run, read_ledger
-from curriculum.train.checkpoints.best import BestCheckpoints
+from curriculum.train.checkpoints.best import BadGolds, BestCheckpoints
 from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.setup import build
 from curriculum.train.trainer import train
@@ -265,7 +265,7 @@ def test_a_gold_stays_while_the_newest_checkpoint_is_on_its_way(told, tmp_path):
     for step in steps:
         if step != 50:
             shutil.rmtree(directory.checkpoints / str(step))
-    with BestCheckpoints(directory, 50) as best:
+    with BestCheckpoints(directory, 50, BadGolds()) as best:
         best.note_saving(75, ledgers[75])
         best.drop_all_but(kept_steps(ledgers[75]))
         assert ledgers[50].gold.step in best.gold.steps()

@@ -98,17 +98,20 @@ def mean_of_phase(folder: Path, phase: str) -> tuple[int, Path]:
 
 
 def set_aside_means_after(folder: Path, step: int, target: Path) -> None:
-    """Move the means of phases that end after `step` to `target`: they come again. And those that are damaged."""
+    """Move the means of phases that end after `step` to `target`: they come again. And those that are not whole.
+
+    Their arrays are verified where they are used: to read all of them here would keep a large run waiting.
+    """
     for path in folder.glob(f"*/{SIDECAR}"):
-        if (end := _end(path.parent)) is None or end > step:
+        if (end := _end(path.parent, SIDECAR)) is None or end > step:
             shutil.rmtree(target / path.parent.name, ignore_errors=True)
             target.mkdir(parents=True, exist_ok=True)
             path.parent.rename(target / path.parent.name)
 
 
-def _end(folder: Path) -> int | None:
-    """The step that the phase of a mean ended at; None where there is no mean that verifies."""
-    return json.loads((folder / SIDECAR).read_text())["end"] if damage(folder) is None else None
+def _end(folder: Path, part: str = "") -> int | None:
+    """The step that the phase of a mean ended at; None where there is no mean whose `part` verifies, as by `damage`."""
+    return json.loads((folder / SIDECAR).read_text())["end"] if damage(folder, part) is None else None
 
 
 def _write(folder: Path, mean: Any, sidecar: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ from curriculum.record.wandb_log import WandbLog
 from curriculum.run import RunDirectory, load_run, read_json, step_folders, write_tokenizer
 from curriculum.train import fields
 from curriculum.train.averages import set_aside_means_after
-from curriculum.train.checkpoints.best import lost_golds
+from curriculum.train.checkpoints.best import BadGolds, bad_golds
 from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.checkpoints.resumed import Resumed, to_resume
 from curriculum.train.history import History
@@ -87,22 +87,21 @@ def finished(
     return complete
 
 
-def state_as_of(
-    setup: Setup, directory: RunDirectory, resumed: Resumed | None
-) -> tuple[TrainState, History, dict[int, str]]:
-    """What the run goes on from: its state, its history without the golds that are gone, and those, by step with why.
+def state_as_of(setup: Setup, directory: RunDirectory, resumed: Resumed | None) -> tuple[TrainState, History, BadGolds]:
+    """What the run goes on from: its state, its history without the golds that are lost, and what is wrong with golds.
 
     Nothing is changed where InputError is raised.
     """
     if resumed is None:
-        return setup.states.first(), History.begin(setup), {}
+        return setup.states.first(), History.begin(setup), BadGolds()
     step, folder, saved = resumed
     from_first(lambda: check_offsets(directory.path, saved["offsets"]))
     source = Checkpoints(folder.parent)
     state = setup.states.restored(source, step, tuple(saved["sources"]), saved["window_steps"])
     history = History.of(saved, source.baselines(step))
-    lost = dict(from_first(lambda: list(lost_golds(directory, step, saved).items())))
-    return state, replace(history, gold=history.gold.without(lost)), lost
+    lost, damaged = from_first(lambda: bad_golds(directory, resumed))
+    bad = BadGolds(dict(lost), damaged)
+    return state, replace(history, gold=history.gold.without(bad.lost)), bad
 
 
 @contextmanager

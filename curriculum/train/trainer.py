@@ -113,7 +113,7 @@ def _run(
         try:
             while True:
                 step = None if resumed is None else resumed.step
-                state, history, lost = opening.state_as_of(setup, directory, resumed)
+                state, history, bad = opening.state_as_of(setup, directory, resumed)
                 if rollback is not None:
                     history = replace(history, rollbacks=rollback.rollbacks)
                 last = -1 if step is None else step
@@ -125,13 +125,13 @@ def _run(
                         checkpoints.adopt(resumed.folder)
                     # Before the record is cut: otherwise a kill would leave checkpoints newer than it.
                     checkpoints.set_aside_after(last)
-                    best = BestCheckpoints(directory, step)
+                    best = BestCheckpoints(directory, step, bad)
                     from_first(partial(opening.directory_as_of, setup, directory, last))
                     record = opening.record_as_of(setup, directory, resumed, record)
                 with best, leaving_on_error():
                     run = Running(setup, directory, record, checkpoints, best, state, history)
                     try:
-                        on = fields.resumption(setup, state, step, rollback, damaged, lost, edits, begins_branch)
+                        on = fields.resumption(setup, state, step, rollback, damaged, bad.lost, edits, begins_branch)
                         _begin(run, step, on)
                         return _loop(run, step, stop)
                     except GoingBack as going:

@@ -2,26 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from curriculum.manifest import damage
 from curriculum.run import RunDirectory, checkpoint_steps, read_ledger
 from curriculum.train.checkpoints.folder import Checkpoints
+from curriculum.train.checkpoints.resumed import Resumed
 from curriculum.train.processes.together import from_first, is_first
 from evalsets.gold import GoldState, kept_steps
 
 
-def lost_golds(directory: RunDirectory, step: int, saved: Mapping[str, Any]) -> dict[int, str]:
-    """The golds that the ledger of the checkpoint of `step` needs and that are gone or damaged: step to why."""
-    lost = {}
-    for gold in sorted(_golds_of(saved) - {step}):
-        folders = [place / str(gold) for place in (directory.gold, directory.checkpoints)]
-        whys = [damage(folder) if folder.is_dir() else "is gone" for folder in folders]
-        if None not in whys:
-            lost[gold] = whys[0]
-    return lost
+class BadGolds(NamedTuple):
+    """What is wrong with the golds that the ledger of a run that goes on needs; the others verified."""
+
+    lost: Mapping[int, str] = {}  # step to why: those of which no copy is whole
+    damaged: Sequence[int] = ()  # in `gold/`; another copy may be whole
+
+
+def bad_golds(directory: RunDirectory, resumed: Resumed) -> tuple[list[tuple[int, str]], list[int]]:
+    """The fields of `BadGolds`, as plain lists.
+
+    Each file is read once at most, of a gold whose first copy is whole no other, and none of the checkpoint that the
+    run goes on from, which verified.
+    """
+    lost, damaged = [], []
+    for gold in sorted(_golds_of(resumed.ledger)):
+        own, other = (place / str(gold) for place in (directory.gold, directory.checkpoints))
+        why = None if own == resumed.folder else _damage(own)
+        if why is None:
+            continue
+        if own.is_dir():
+            damaged.append(gold)
+        if gold != resumed.step and _damage(other) is not None:
+            lost.append((gold, why))
+    return lost, damaged
+
+
+def _damage(folder: Path) -> str | None:
+    return damage(folder) if folder.is_dir() else "is gone"
 
 
 def _golds_of(saved: Mapping[str, Any]) -> set[int]:
@@ -30,14 +50,14 @@ def _golds_of(saved: Mapping[str, Any]) -> set[int]:
 
 
 class BestCheckpoints:
-    """What `gold/` and `kept/` hold of a run that begins, or goes on from step `resumed`.
+    """What `gold/` and `kept/` hold of a run that begins, or goes on from step `resumed`; `bad` as it was found then.
 
     A gold that was replaced stays as long as the ledger of a checkpoint that may be resumed still needs it, so that
     going back to that one loses nothing. What came after the resumed step is moved to `superseded/`, as it will come
     again.
     """
 
-    def __init__(self, directory: RunDirectory, resumed: int | None):
+    def __init__(self, directory: RunDirectory, resumed: int | None, bad: BadGolds):
         last = -1 if resumed is None else resumed
         self._directory = directory
         self.gold = Checkpoints(directory.gold, keep=None)
@@ -52,12 +72,10 @@ class BestCheckpoints:
         }
         needed = self._needed_by.get(last, set())
         self.gold.set_aside_after(last)
-        for step in needed & set(self.gold.steps()):
-            if damage(directory.gold / str(step)):
-                self.gold.set_aside(step)
-        for step in sorted(needed - set(self.gold.steps())):
-            if step in checkpoint_steps(directory.checkpoints) and damage(directory.checkpoints / str(step)) is None:
-                self.gold.adopt(directory.checkpoints / str(step))  # a kill came between the two
+        for step in set(bad.damaged) & set(self.gold.steps()):
+            self.gold.set_aside(step)
+        for step in sorted(needed - set(self.gold.steps()) - bad.lost.keys()):
+            self.gold.adopt(directory.checkpoints / str(step))  # a kill came between the two
         self.kept.set_aside_after(last)
 
     def __enter__(self) -> BestCheckpoints:
