@@ -95,7 +95,7 @@ def test_bos_opens_each_document_of_a_store(llama3, tmp_path):
 
 def test_bos_stands_at_the_first_piece_of_a_document_only(llama3, monkeypatch):
     _, tokenizer = llama3
-    monkeypatch.setattr(encode, "PIECE_BYTES", 1)  # every piece a group of its own
+    monkeypatch.setattr(encode, "GROUP_BYTES", 1)  # every piece a group of its own
     pieces = [
         Piece("one", False, 3, "a"),
         Piece(" two", True, 4, "a"),

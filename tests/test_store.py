@@ -286,6 +286,7 @@ def resized(name, num_bytes):
         (altered(shards=[{"path": "none.bin", "num_tokens": 29}]), "none.bin: No such file"),
         (altered(num_documents=5), "documents.bin: 240 bytes; the sidecar says 200"),
         (resized("tokens-00003.bin", 13), "tokens-00003.bin: 13 bytes; the sidecar says 14"),
+        (lambda d: ((d / "tokens-00003.bin").unlink(), (d / "tokens-00003.bin").mkdir()), "tokens-00003.bin: is a folder; the sidecar says 14 bytes"),
         (lambda directory: (directory / "tokens-00004.bin").unlink(), "tokens-00004.bin: No such file"),
         (resized("documents.bin", 239), "documents.bin: 239 bytes; the sidecar says 240"),
         (lambda d: (d / "documents.bin").write_bytes(bytes(240)), "the last document ends at token 0; expected 29"),

@@ -272,8 +272,10 @@ def open_store(directory: str | Path) -> Store:
 
 def _check_size(path: Path, expected_bytes: int) -> None:
     try:
-        size_bytes = path.stat().st_size
+        size_bytes, is_folder = path.stat().st_size, path.is_dir()
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise InputError(f"{path}: {getattr(error, 'strerror', None) or error}; {DAMAGED}") from error
+    if is_folder:  # which may have the size of the file
+        raise InputError(f"{path}: is a folder; the sidecar says {expected_bytes:,} bytes; {DAMAGED}")
     if size_bytes != expected_bytes:
         raise InputError(f"{path}: {size_bytes:,} bytes; the sidecar says {expected_bytes:,}; {DAMAGED}")
