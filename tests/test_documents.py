@@ -209,7 +209,7 @@ def test_a_parquet_file_is_not_read_ahead(tmp_path):
     before = pyarrow.total_allocated_bytes()
     for _ in range(1000):
         next(pieces)
-    time.sleep(0.2)
+    time.sleep(0.2)  # in which a scanner of pyarrow's would have read the whole file
     assert pyarrow.total_allocated_bytes() - before < 8 << 20
     pieces.close()
 

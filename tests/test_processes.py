@@ -15,6 +15,7 @@ from curriculum.run import checkpoint_steps, load_run
 # Float32 sums in another order, as between meshes of one process (test_mesh.py); twelve updates at a high rate make more
 # of them: 7e-6 was seen, 4e-5 on a processor with AVX-512. Losses are recorded in six decimals.
 LOSS_RTOL, NATS_RTOL = 1e-4, 1e-4
+FIRST_RTOL = 1e-5  # before an update has made more of them
 
 
 def start_train(folder, num_processes, *arguments):
@@ -106,12 +107,14 @@ def test_many_devices_train_and_evaluate_as_one_does(runs, name):
         of_one, of_many = ([row[column] for row in run.metrics] for run in (one, many))
         assert [x is None for x in of_one] == [x is None for x in of_many]
         assert [x for x in of_many if x] == pytest.approx([x for x in of_one if x], rel=LOSS_RTOL)
+        assert of_many[0] == pytest.approx(of_one[0], rel=FIRST_RTOL)
     for step in (0, 4, 8, 12):
         of_one, of_many = (np.load(run.directory.results(step)) for run in (one, many))
         assert set(of_one.files) == set(of_many.files) and "primary.nats" in of_one.files
         for array in of_one.files:
             if array.endswith("nats"):
-                np.testing.assert_allclose(of_many[array], of_one[array], rtol=NATS_RTOL)
+                rtol = NATS_RTOL if step else FIRST_RTOL
+                np.testing.assert_allclose(of_many[array], of_one[array], rtol=rtol)
             elif not array.endswith("correct"):
                 np.testing.assert_array_equal(of_many[array], of_one[array])
 
