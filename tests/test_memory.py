@@ -41,21 +41,21 @@ def test_the_parts_by_hand():
     )  # fmt: skip
     assert num_parameters(config) == 600
     parts = memory_estimate(config, rows=3, seq_len=6, grad_accum=2).to_json()
-    # 18 tokens. A norm keeps 2 x 8 numbers and 1 a token; attention 4 x 8; scores of 2 heads a row of 6 x (4+4+4+1)
-    # bytes and 2 numbers; gelu 6 x 12: 2 * 17 * 4 + 128 + 2 * (78 + 8) + 288 = 724 bytes. Outside of the block: an id
-    # and a norm's 8 + 1 numbers: 40 bytes.
+    # 18 tokens. A norm keeps 2 x 8 numbers and 2 sums a token; attention 4 x 8; scores of 2 heads a row of 6 x (4+4+4+1)
+    # bytes and 2 numbers; gelu 2 x 12: 2 * 18 * 4 + 128 + 2 * (78 + 8) + 96 = 540 bytes. Outside of the block: an id
+    # and what comes into a norm, 8 + 2 numbers: 44 bytes.
     assert parts == {
         "params": 2400,
         "gradients": 4800,
         "moments": 4800,
         "ema": 0,
-        "activations": 18 * (724 + 40),
+        "activations": 18 * (540 + 44),
         "logits": 2 * 18 * 8 * 4 + 2 * 4 * 3 * 6 * 10,  # all positions in one chunk
         "stacked": 0,
         "gathered": 0,
         "update": 0,
         "batch": 2 * (18 * 13 + 3 * 4),
-        "total": 2400 + 4800 + 4800 + 13_752 + 2592 + 492,
+        "total": 2400 + 4800 + 4800 + 10_512 + 2592 + 492,
     }
 
 
@@ -195,7 +195,7 @@ def test_what_is_kept_is_what_autodiff_keeps(shape, compute_dtype, remat):
         assert kept_bytes(config, 2, 96, document_mask) == pytest.approx(
             expected, rel=0.002 if remat == "none" else 0.005
         )
-        assert expected > 200_000
+        assert expected > 150_000
 
 
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])

@@ -30,28 +30,32 @@ class Norm(nnx.Module):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _normed(centred: bool, eps: float, x: jax.Array, scale_D: jax.Array) -> jax.Array:
-    """x over its deviation, times the scale, in float32. Its own way back keeps one array and takes two sums a row:
-    autodiff keeps three.
+    """x over its deviation, times the scale, in float32. Its own way back keeps x and two numbers a row, and takes two
+    sums a row: autodiff keeps three arrays.
     """
     return _normed_forward(centred, eps, x, scale_D)[0]
 
 
 def _normed_forward(centred, eps, x, scale_D):
-    dtype, x = x.dtype, x.astype(jnp.float32)
-    if centred:  # first: E[x^2] - E[x]^2 would cancel
-        x -= x.mean(axis=-1, keepdims=True)
-    rate = jax.lax.rsqrt((x * x).mean(axis=-1, keepdims=True) + eps)
-    unit = x * rate
-    return unit * scale_D, (unit, rate, scale_D, jnp.zeros((), dtype))
+    mean = x.astype(jnp.float32).mean(axis=-1, keepdims=True) if centred else None
+    shifted = _shifted(x, mean)  # first: E[x^2] - E[x]^2 would cancel
+    rate = jax.lax.rsqrt((shifted * shifted).mean(axis=-1, keepdims=True) + eps)
+    return shifted * rate * scale_D, (x, mean, rate, scale_D)
 
 
 def _normed_backward(centred, eps, kept, dnormed):
-    unit, rate, scale_D, like = kept
-    dunit = dnormed * scale_D
+    x, mean, rate, scale_D = kept
+    # Else XLA works both sums out anew for the scale's gradient, and writes that one's terms as a float32 array.
+    mean, rate = jax.lax.optimization_barrier((mean, rate))
+    unit, dunit = _shifted(x, mean) * rate, dnormed * scale_D
     dx = dunit - unit * (dunit * unit).mean(axis=-1, keepdims=True)
     if centred:
         dx -= dunit.mean(axis=-1, keepdims=True)
-    return (rate * dx).astype(like.dtype), (dnormed * unit).sum(axis=tuple(range(unit.ndim - 1)))
+    return (rate * dx).astype(x.dtype), (dnormed * unit).sum(axis=tuple(range(unit.ndim - 1)))
+
+
+def _shifted(x: jax.Array, mean: jax.Array | None) -> jax.Array:
+    return x.astype(jnp.float32) if mean is None else x.astype(jnp.float32) - mean
 
 
 _normed.defvjp(_normed_forward, _normed_backward)
@@ -99,8 +103,23 @@ class MLP(nnx.Module):
         self.gate = linear(config, "gate", config.bias, rngs) if config.mlp_type == "swiglu" else None
         self.up = linear(config, "up", config.bias, rngs)
         self.down = linear(config, "down", config.bias, rngs)
+        self.remat = config.remat
 
     def __call__(self, x_MD: jax.Array) -> jax.Array:
+        inner = self._inner
+        if self.remat == "none":  # else it says what is kept of the whole block
+            inner = jax.checkpoint(inner, policy=_is_product_or_cast)
+        return self.down(inner(x_MD))
+
+    def _inner(self, x_MD: jax.Array) -> jax.Array:
         if self.gate is None:
-            return self.down(nnx.gelu(self.up(x_MD), approximate=True))
-        return self.down(nnx.silu(self.gate(x_MD)) * self.up(x_MD))
+            return nnx.gelu(self.up(x_MD), approximate=True)
+        return nnx.silu(self.gate(x_MD)) * self.up(x_MD)
+
+
+def _is_product_or_cast(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Keep products for the way back, and matrices as they went into them; what is made of each number of a product is
+    made again. Together with the norms' own way back an update of 10.7M parameters takes 0.90 of the memory on a CPU by
+    the compiler's count, in 0.93 to 0.99 of the time; of 124M compiled for an H100 0.84, in 0.94 of the least time.
+    """
+    return primitive.name in ("dot_general", "convert_element_type")

@@ -2,7 +2,7 @@
 
 The count is of one moment, the fullest: the way forward of a micro-step is done, and the loss has its first chunk of
 logits at hand. On the way back gradients take the place of activations. What is counted of a block is what automatic
-differentiation hands to the way back; a compiler that fuses keeps less of it (on a CPU: 3 of gelu's 6 inner arrays).
+differentiation hands to the way back, which a compiler that fuses keeps less of.
 Where adapters alone are trained, a matrix beside which nothing is trained hands over no input, and the first block is
 counted like the others, although there is no way back beyond its first adapter.
 
@@ -98,8 +98,8 @@ def memory_estimate(
     loss = 2 * num_tokens * model.d_model * width_bytes
     if model.compute_dtype != "float32":
         loss += width_bytes * -(-model.vocab_size * model.d_model // state_shards)
-    computed_again = 0 if model.remat == "none" else block_bytes(model, rows, seq_len, "none", backend)
-    activations = kept_bytes(model, rows, seq_len, document_mask, backend) + max(computed_again - chunk, 0)
+    computed_again = 0 if model.remat == "none" else block_bytes(model, rows, seq_len, "none")
+    activations = kept_bytes(model, rows, seq_len, document_mask) + max(computed_again - chunk, 0)
     gathered_at_once = 1.0
     if model.remat != "none":  # all blocks but one are not gathered yet, or are not any more
         gathered_at_once -= num_projections(model) * (1 - 1 / model.n_layer) / num_parameters(model)
@@ -118,18 +118,16 @@ def memory_estimate(
     )
 
 
-def kept_bytes(model: ModelConfig, rows: int, seq_len: int, document_mask: bool = False, backend: str = "cpu") -> int:
+def kept_bytes(model: ModelConfig, rows: int, seq_len: int, document_mask: bool = False) -> int:
     """All that the way forward hands to the way back, parameters apart.
 
-    Beside the blocks: the tokens; of the last norm one [M, D] in float32 (x - mean by its deviation; what comes out is
-    the loss's); of the embedding's dropout what a block has of its own two. For computing blocks
-    again, what all of them share: which positions are visible, [B, T, T] with a document mask and [T, T] without. For
-    cuDNN a document mask is an array of compute_dtype.
+    Beside the blocks: the tokens; what goes into the last norm (what comes out is the loss's); of the embedding's
+    dropout what a block has of its own two. For computing blocks again, what all of them share: which positions are
+    visible, [B, T, T] with a document mask and [T, T] without. For cuDNN a document mask is an array of compute_dtype.
     A loop over scanned layers keeps once what is the same in all of them.
     """
     num_tokens = rows * seq_len
-    last_norm = (model.d_model + 1) * FLOAT32_BYTES
-    outside = num_tokens * (4 + last_norm + _dropout_bytes(model))
+    outside = num_tokens * (4 + _norm_bytes(model) + _dropout_bytes(model))
     if document_mask and model.pos_encoding == "rope":
         # Cosines and sines of each row's own positions, which all rotations share.
         outside += num_tokens * 2 * (model.head_width // 2) * FLOAT32_BYTES
@@ -137,7 +135,7 @@ def kept_bytes(model: ModelConfig, rows: int, seq_len: int, document_mask: bool 
         outside += (rows if document_mask else 1) * seq_len**2
     if document_mask and model.attention == "cudnn":
         outside += rows * seq_len**2 * BYTES_OF[model.compute_dtype]
-    blocks = model.n_layer * block_bytes(model, rows, seq_len, model.remat, backend)
+    blocks = model.n_layer * block_bytes(model, rows, seq_len, model.remat)
     if model.layers == "scanned" and model.remat == "none":
         blocks -= (model.n_layer - 1) * _alike_bytes(model, rows, seq_len)
     return outside + blocks
@@ -150,21 +148,21 @@ def _alike_bytes(model: ModelConfig, rows: int, seq_len: int) -> int:
     return rows * seq_len * (scores + zeros)
 
 
-def block_bytes(model: ModelConfig, rows: int, seq_len: int, remat: str, backend: str = "cpu") -> int:
+def block_bytes(model: ModelConfig, rows: int, seq_len: int, remat: str) -> int:
     """What one block hands to the way back. In compute_dtype where nothing else is said:
 
     | remat | [M, D] | [M, K n_kv_head] | [M, F] | [B, H, T, T] |
     |---|---|---|---|---|
     | full | what comes in | | | |
     | dots | what comes in, query, attention's out | key, value | up; swiglu: gate as well | |
-    | none | query, mixed; each norm: x - mean by its deviation (float32), and what comes out | key, value | \
-gelu: up and five steps of its tanh form; swiglu: gate, three of silu, up, their product | scores' other branch \
-(zeros) and exponentials in float32, shares, and a byte that says what is visible; cudnn: none, and mixed in any case |
+    | none | query, mixed; of each norm what comes in and what comes out | key, value | up; swiglu: gate as well; \
+and what down is given | scores' other branch (zeros) and exponentials in float32, shares, and a byte that says what \
+is visible; cudnn: none, and mixed in any case |
 
     With none there are also small float32 numbers a row of these arrays, dropout's mask and zeros, and in bfloat16 a
     copy of each weight, but of scanned layers, which have one. With adapters what comes out of a norm, mixed and the
-    input of down are handed over where an adapter reads them; each adapter adds its inner [M, rank], and with dots its
-    result, but that of down.
+    input of down are handed over where an adapter reads them; each adapter adds its inner [M, rank], and its result:
+    with dots, but that of down; with none, of gate and up.
     """
     num_tokens, width_bytes = rows * seq_len, BYTES_OF[model.compute_dtype]
     query_width, kv_width = model.n_head * model.head_width, model.n_kv_head * model.head_width
@@ -182,24 +180,28 @@ gelu: up and five steps of its tanh form; swiglu: gate, three of silu, up, their
         return model.lora is None or not set(readers).isdisjoint(targets)
 
     low = model.compute_dtype != "float32"
-    norm = (model.d_model + 1) * FLOAT32_BYTES
     num_normed = is_kept("query", "key", "value") + is_kept("gate", "up")
     flash = model.attention == "cudnn"
     attention = ((1 + (flash or is_kept("out"))) * query_width + 2 * kv_width) * width_bytes
     if model.qk_norm:
-        # Of each query and key what a norm keeps: by its deviation; and each head's deviation.
-        attention += (query_width + kv_width) * FLOAT32_BYTES
+        # Of each query and key what comes into its norm, and each head's deviation.
+        attention += (query_width + kv_width) * width_bytes
         attention += (model.n_head + model.n_kv_head) * FLOAT32_BYTES
     of_score = 2 * FLOAT32_BYTES + width_bytes + 1
     scores = model.n_head * (FLOAT32_BYTES if flash else seq_len * of_score + 2 * FLOAT32_BYTES)
-    # Where layers are unrolled the compiler for GPUs works out all but two again (docs/gpu.md compares).
-    num_inner = 2 if backend == "gpu" and model.layers == "unrolled" else 5 + is_kept("down")
+    num_inner = 1 + gated + is_kept("down") + sum(name in targets for name in ("gate", "up"))
     mlp = num_inner * model.d_ff * width_bytes
     weights = 2 * model.d_model * (query_width + kv_width) + (3 if gated else 2) * model.d_model * model.d_ff
     weights += num_adapters(model) // model.n_layer
-    per_token = 2 * norm + attention + scores + mlp + 2 * _dropout_bytes(model)
+    per_token = 2 * _norm_bytes(model) + attention + scores + mlp + 2 * _dropout_bytes(model)
     per_token += (num_normed * model.d_model + inner) * width_bytes
     return num_tokens * per_token + (weights * width_bytes if low and model.layers != "scanned" else 0)
+
+
+def _norm_bytes(model: ModelConfig) -> int:
+    """Of one position at one norm over the width: what comes in, its mean where that is taken off, its deviation."""
+    num_sums = 2 if model.norm_type == "layernorm" else 1
+    return model.d_model * BYTES_OF[model.compute_dtype] + num_sums * FLOAT32_BYTES
 
 
 def _dropout_bytes(model: ModelConfig) -> int:
