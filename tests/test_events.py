@@ -399,6 +399,17 @@ def test_the_last_row_is_read_alone(tmp_path):
         last_row(tmp_path)
 
 
+@pytest.mark.parametrize("before", [0, 1, 3])
+@pytest.mark.parametrize("unfinished", [0, 200_000])
+def test_the_last_row_may_be_of_any_length(tmp_path, before, unfinished):
+    """With many sources of long names it is above the 64 KiB that are read first."""
+    row = {f"loss_{'a_source_with_a_long_name_of_its_own_':0<40}{i:03}": 4.123456 for i in range(1400)}
+    lines = [json.dumps({"step": step, **row}) for step in range(before + 1)]
+    assert 64 << 10 < len(lines[-1]) < 128 << 10
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n" + "x" * unfinished)
+    assert last_row(tmp_path) == {"step": before, **row}
+
+
 def test_readers_refuse_a_folder_without_a_record(tmp_path):
     with pytest.raises(InputError, match=r"events\.jsonl: no such file; expected the directory of a run"):
         read_events(tmp_path)

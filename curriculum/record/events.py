@@ -30,7 +30,7 @@ AVERAGES = ("ema", "phase_mean")  # averages of the parameters; each is a field 
 TAKEN_UP = ("training_start", "resume", "rollback")  # events after which training goes on; they have the plan
 STAMPS = ("event", "step", "timestamp", "elapsed_s", "tokens_processed")  # what every event has
 _UNROUNDED = ("lr", "grad_norm")
-_TAIL_BYTES = 1 << 16  # more than a metrics row has
+_TAIL_BYTES = 1 << 16  # more than most metrics rows have
 
 
 class View(Protocol):
@@ -157,9 +157,14 @@ def last_row(run_dir: Path) -> dict[str, Any] | None:
     path = run_dir / METRICS
     if not path.exists():
         return None
+    lines: list[bytes] = []
     with open(path, "rb") as file:
-        file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
-        lines = file.read().split(b"\n")[:-1]
+        size_bytes = start = file.seek(0, 2)
+        tail_bytes = _TAIL_BYTES
+        while start > 0 and len(lines) < 2:  # of a tail the first line may have lost its beginning
+            start = file.seek(max(0, size_bytes - tail_bytes))
+            lines = file.read().split(b"\n")[:-1]
+            tail_bytes *= 2
     return _checked(lines[-1], f"{path}: last line", ("step",)) if lines else None
 
 
