@@ -17,7 +17,7 @@ from curriculum.model.counts import num_parameters
 from curriculum.model.formats.hf import checked_tensors, hf_layout, hf_tensors, load_hf
 from curriculum.model.formats.hf_config import hf_model_type, read_hf_config
 from curriculum.model.formats.hf_config_writer import hf_config_of
-from curriculum.model.formats.hf_weights import hf_fingerprint, stored_tensors
+from curriculum.model.formats.hf_weights import hf_fingerprint, stored_tensors, weight_files
 from curriculum.model.model import abstract_params, parameter_name
 from curriculum.model.presets import ModelConfig, RopeScaling
 from curriculum.model.transformer import transformer
@@ -549,6 +549,17 @@ def test_files_that_are_not_there(tmp_path):
         (tmp_path / "model.safetensors.index.json").write_text(content)
         with pytest.raises(InputError, match=words):
             stored_tensors(tmp_path)
+
+
+def test_a_whole_file_beside_an_index_is_the_one_that_counts(tmp_path):
+    """As in transformers: the shards may be of an older save, and need not be there."""
+    whole = {"a": np.full(2, 1.0, np.float32)}
+    shard(tmp_path, {"a": np.zeros(2, np.float32), "b": np.zeros(2, np.float32)})
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    save_file(whole, tmp_path / "model.safetensors")
+    assert weight_files(tmp_path) == [tmp_path / "model.safetensors"]
+    found = stored_tensors(tmp_path)
+    assert list(found) == ["a"] and found["a"].map().tolist() == [1.0, 1.0]
 
 
 def test_the_fingerprint_is_of_the_weights(tmp_path):

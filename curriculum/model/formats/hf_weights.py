@@ -70,11 +70,14 @@ def stored_tensors(folder: str | os.PathLike) -> dict[str, StoredTensor]:
 
 
 def weight_files(folder: str | os.PathLike) -> list[Path]:
-    """model.safetensors, or the shards that its index names. Raises InputError where one is not there."""
+    """model.safetensors or, in a folder without it, the shards that the index names, as transformers chooses.
+
+    Raises InputError where one is not there.
+    """
     folder = Path(folder)
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
     if not (folder / INDEX).is_file():
-        if (folder / WEIGHTS).is_file():
-            return [folder / WEIGHTS]
         others = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
         fix = "convert it: in transformers, from_pretrained and then save_pretrained writes safetensors"
         if others:
