@@ -104,6 +104,7 @@ def test_a_card_has_every_set_with_its_interval_and_verdict(run_dir):
     assert law[4:6] == ["60", "4.0000"] and law[-1] == "regressed against its best"
     # 4.0 nats a token, 4 bytes a token: 1 / ln 2 bits a byte.
     assert law[7] == "1.4427"
+    assert "every token scored once; of a conversation those of the answers alone." in evals
 
 
 @pytest.mark.parametrize(
@@ -151,6 +152,36 @@ def test_what_was_read_up_to_the_end_of_a_phase(run_dir):
         code = "1,201" if drawn else "1,200"  # the ledger's word counts, where there is one
         assert rows(trained)[1] == ["foundation", "0 to 60", "web 0.8, code 0.2", f"web 4,800, code {code}"]
         assert [row[4] for row in rows(trained)[3:]] == ["4,800", code, "0"]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_source_that_the_run_went_on_without_is_told(tmp_path, known):
+    """With what was read of it; its place is that of the config that the run began with, where it was there then."""
+    path = write_run(tmp_path / "run", {"val": lambda step: 3.0})
+    resolved = json.loads((path / "config.resolved.json").read_text())
+    del resolved["sources"]["code"]
+    (path / "config.resolved.json").write_text(json.dumps(resolved))
+    if not known:
+        events = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
+        del events[0]["config"]["sources"]["code"]
+        (path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    exported = dataclasses.replace(EXPORTED, step=100, tokens_drawn=None)
+    trained = sections(model_card(load_run(path), exported))["What it was trained on"]
+    assert rows(trained)[4:] == [
+        ["web", "`web`", "not known", "not known", "5,200", "0.52"],
+        ["law", "`law`", "not known", "not known", "3,600", "0.36"],
+        ["code", "`code`" if known else "not known", "not known", "not known", "1,200", "0.12"],
+    ]
+
+
+def test_the_verdict_beside_an_average_is_said_to_be_of_the_raw_parameters(run_dir, tmp_path, happened):
+    """Alarms are raised by their losses alone."""
+    averages = {"ema": lambda step: 2.5}
+    run = load_run(write_run(tmp_path / "run", LOSSES, more={60: happened[60]}, averages=averages))
+    for weights, said in (("raw", ""), ("ema", "raw parameters: ")):
+        exported = dataclasses.replace(EXPORTED, step=60, weights=weights, tokens_drawn=None)
+        val, law = rows(sections(model_card(run, exported))["How well it does"])[1:]
+        assert (val[-1], law[-1]) == (f"{said}no regression stands", f"{said}regressed against its best")
 
 
 def test_averages_are_measured_as_such(tmp_path):

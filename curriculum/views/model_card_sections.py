@@ -74,13 +74,23 @@ def training(run: Run, step: int, tokens_drawn: Mapping[str, int] | None, unknow
             drawn[name] = drawn.get(name, 0) + num
     # Taken up at this very step, the run may have read another text from there on.
     facts = source_facts(run.events) | source_facts(event for event in run.events if event["step"] < step)
+    # A source that the run went on without stands in the config that it began with, unless it was added in between.
+    sources = run.resolved["sources"]
+    begun_with = run.start["config"]["sources"] if run.events else {}
     rows = []
-    for name, source in run.resolved["sources"].items():
+    for name in dict.fromkeys([*sources, *drawn]):
+        source = sources.get(name) or begun_with.get(name)
         its, num = facts.get(name, {}), drawn.get(name, 0)
         epochs = f"{num / its['tokens_per_epoch']:.3g}" if its.get("tokens_per_epoch") else "not known"
         sizes = (f"{its[key]:,}" if key in its else "not known" for key in ("documents", "tokens"))
         rows.append(
-            (name, _place(source), *sizes, f"{num:,}" if read else "not known", epochs if read else "not known")
+            (
+                name,
+                _place(source) if source else "not known",
+                *sizes,
+                f"{num:,}" if read else "not known",
+                epochs if read else "not known",
+            )
         )
     header = ("source", "from", "documents", "tokens in it", "tokens read", "epochs")
     return [*parts, table_of(header, rows, right=range(2, 6))]
@@ -116,6 +126,8 @@ def evals(run: Run, step: int, weights: str, opens_with: str | None, unknown: li
             half = float(student_quantile(0.025, count_clusters(num_documents, num_windows) - 1)) * last.sem
             interval = f"{last.loss - half:.4f} to {last.loss + half:.4f}"
         regressed = f"regressed against its {' and '.join(worse[name])}" if name in worse else "no regression stands"
+        if suffix:  # only they are judged
+            regressed = f"raw parameters: {regressed}"
         change = _change(run, name, suffix, first, last, unknown)
         rows.append((*cells, f"{last.step:,}", loss(last.loss), interval, loss(last.bpb), change, regressed))
     header = ("eval set", "text", "documents", "tokens", "step", "loss", "95 %", "bits per byte")
@@ -125,7 +137,8 @@ def evals(run: Run, step: int, weights: str, opens_with: str | None, unknown: li
         "Loss in nats per token. The intervals are over the choice of held-out text; the change is against the first "
         "eval of the same windows, below 0 is better. Each document comes after the token that opens one"
         + (f" (`{opens_with}`)" if opens_with else "")
-        + f" and is cut into disjoint windows of {_eval_seq_len(run):,} tokens, every token scored once.",
+        + f" and is cut into disjoint windows of {_eval_seq_len(run):,} tokens, every token scored once; of a "
+        "conversation those of the answers alone.",
     ]
 
 
