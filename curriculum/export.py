@@ -88,9 +88,11 @@ def export(
     arrays = _merged(directory, saved, architecture) if merge else _parameters(saved)
     metadata = {"step": str(step), "weights": weights}
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as scratch:
-            folder = Path(scratch) / output.name
+        # A folder that is there is kept: it may be a link, a mount, or the one that a shell stands in.
+        place = output if output.is_dir() else output.parent
+        place.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=place, prefix=".export.") as scratch:
+            folder = Path(scratch) / "whole"
             folder.mkdir()
             if target is None:
                 write_safetensors(folder, rounded_all(arrays.items(), dtype), metadata)
@@ -101,7 +103,11 @@ def export(
                 described = _described(target, kind, dtype, step, weights, saved, merge)
                 card = model_card(_with_record(directory), described)
                 (folder / "README.md").write_text(card, encoding="utf-8")
-            folder.replace(output)
+            if place == output:
+                for file in folder.iterdir():
+                    file.replace(output / file.name)
+            else:
+                folder.replace(output)
     except OSError as error:
         raise InputError(f"-o {output}: cannot be written: {error}") from None
     return step

@@ -167,6 +167,32 @@ def test_an_earlier_step_into_an_empty_folder(run, tmp_path):
     assert any(array.tobytes() != saved_params(run, 4)[name].tobytes() for name, array in arrays.items())
 
 
+@pytest.mark.parametrize("where", [".", "link"])
+def test_an_empty_folder_by_another_name_is_written_into(run, tmp_path, monkeypatch, where):
+    """It stays the folder that it was, for a shell stands in it or a link leads to it."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/link").symlink_to(out)
+    monkeypatch.chdir(out if where == "." else tmp_path / "elsewhere")
+    before = out.stat().st_ino
+    assert export(run, where) == 4
+    assert (out.stat().st_ino, (tmp_path / "elsewhere/link").is_symlink()) == (before, True)
+    assert_same(load_file(out / "model.safetensors"), saved_params(run, 4))
+    assert sorted(path.name for path in out.iterdir()) == ["model.json", "model.safetensors", "tokenizer"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "out"]
+
+
+def test_a_failure_leaves_an_empty_folder_empty(run, tmp_path):
+    broken, out = tmp_path / "broken", tmp_path / "out"
+    shutil.copytree(run, broken)
+    shutil.rmtree(broken / "tokenizer")
+    out.mkdir()
+    with pytest.raises(InputError, match="-o .*out: cannot be written: .*tokenizer"):
+        export(broken, out)
+    assert list(out.iterdir()) == []
+
+
 def test_gold_is_what_is_exported_where_there_is_gold(run, tmp_path):
     golden = tmp_path / "golden"
     shutil.copytree(run, golden)
