@@ -26,7 +26,7 @@ from curriculum.record.append import tell
 from curriculum.record.events import EVENTS, read_events
 from curriculum.run import Run, RunDirectory, architecture_at, read_ledger
 from curriculum.views.model_card import Exported, model_card
-from curriculum.weights import find_weights, ledger_of
+from curriculum.weights import Weights, find_weights, ledger_of
 
 if TYPE_CHECKING:
     from curriculum.model.model import Model, Params
@@ -231,7 +231,7 @@ def _described(target: _Target, kind: str, dtype: str, step: int, weights: str, 
         drawn = {name: source["tokens_drawn"] for name, source in read_ledger(checkpoint)["sources"].items()}
     names = target.tokenizer.special_tokens.items()
     opens_with = next((text for text, token in names if token == target.tokenizer.bos), None)
-    return Exported(step, weights, kind, dtype, target.config, drawn, opens_with, merged)
+    return Exported(step, Weights.parse(weights), kind, dtype, target.config, drawn, opens_with, merged)
 
 
 _WRITERS = {"hf": _write_hf, "gguf": _write_gguf, "peft": _write_peft}

@@ -5,29 +5,53 @@ Nothing is verified of a checkpoint but what is then read: the rest is twice as 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from curriculum.errors import InputError, check_choice
+from curriculum.record.events import AVERAGES
 from curriculum.run import RunDirectory, find_checkpoint, read_ledger
 
-_WEIGHTS = {"raw": "params", "ema": "ema", "mean:PHASE": None}  # and the item of a checkpoint that holds them
+_EMA, _PHASE_MEAN = AVERAGES
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What `--weights` names: the raw parameters, or one of their averages as the record calls it.
+
+    `phase` is whose mean it is, and None for all but a mean.
+    """
+
+    average: str | None = None
+    phase: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Weights:
+        """Of "raw", "ema" or "mean:PHASE". Raises InputError for any other."""
+        kind, _, phase = text.partition(":")
+        if kind == "mean":
+            return cls(_PHASE_MEAN, phase)
+        check_choice("--weights", text, ("raw", "ema", "mean:PHASE"))
+        return cls() if text == "raw" else cls(_EMA)
+
+    def __str__(self) -> str:
+        return f"mean:{self.phase}" if self.phase is not None else self.average or "raw"
 
 
 def find_weights(directory: RunDirectory, step: str | int | None, weights: str) -> tuple[int, Path]:
-    """(step, folder of the arrays) of the "raw" or "ema" weights of a checkpoint, or of "mean:PHASE".
+    """(step, folder of the arrays) of what `Weights.parse` takes, of a checkpoint or the mean of a phase.
 
     `step` is as for `find_checkpoint`, and None for a mean. Raises InputError where there are none.
     """
-    kind, _, phase = weights.partition(":")
-    if kind == "mean":
+    of = Weights.parse(weights)
+    if of.phase is not None:
         if step is not None:
             raise InputError(f"--step {step}: the mean of a phase is of its last checkpoints; leave --step out")
         from curriculum.train.averages import mean_of_phase
 
-        return mean_of_phase(directory.averages, phase)
-    check_choice("--weights", weights, _WEIGHTS)
-    item = _WEIGHTS[weights]
+        return mean_of_phase(directory.averages, of.phase)
+    item = of.average or "params"
     step, checkpoint = find_checkpoint(directory, step, part=("ledger/", f"{item}/"))
     if not (checkpoint / item).is_dir():
         raise InputError(

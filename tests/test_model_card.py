@@ -13,13 +13,14 @@ from written_run import offender, windows, write_run
 from curriculum.model.presets import LoraConfig, ModelConfig
 from curriculum.run import Run, RunDirectory, load_run
 from curriculum.views.model_card import Exported, model_card
+from curriculum.weights import Weights
 
 CONFIG = ModelConfig(vocab_size=320, n_layer=2, n_head=2, n_kv_head=1, d_model=8, d_ff=16, max_seq_len=64, num_ids=300)
 # Of 300 rows, for the other 20 are padding: 300 * 8 in the embedding; 2 layers of 2 norms of 8, 8 * (8 + 4 + 4 + 8) for
 # attention and 3 * 8 * 16 for swiglu; a norm of 8.
 NUM_PARAMETERS = 300 * 8 + 2 * (2 * 8 + 8 * 24 + 3 * 8 * 16) + 8
 DRAWN = {"web": 5_000, "code": 1_200, "law": 1_803}  # of a ledger: not what shares of the plan would give
-EXPORTED = Exported(80, "raw", "hf", "bf16", CONFIG, DRAWN, "<|endoftext|>")
+EXPORTED = Exported(80, Weights(), "hf", "bf16", CONFIG, DRAWN, "<|endoftext|>")
 PEFT = {"kind": "peft", "config": dataclasses.replace(CONFIG, lora=LoraConfig(rank=4))}
 LOSSES = {
     "val": lambda step: windows(3 - step / 100, spread=0.1),
@@ -147,7 +148,7 @@ def test_a_card_of_the_start(run_dir):
 def test_what_was_read_up_to_the_end_of_a_phase(run_dir):
     """A mean of a phase's checkpoints, and a checkpoint where a phase ends: nothing of later phases is counted."""
     for weights, drawn in (("mean:foundation", None), ("raw", {"web": 4_800, "code": 1_201, "law": 0})):
-        exported = dataclasses.replace(EXPORTED, step=60, weights=weights, tokens_drawn=drawn)
+        exported = dataclasses.replace(EXPORTED, step=60, weights=Weights.parse(weights), tokens_drawn=drawn)
         trained = sections(model_card(load_run(run_dir), exported))["What it was trained on"]
         code = "1,201" if drawn else "1,200"  # the ledger's word counts, where there is one
         assert rows(trained)[1] == ["foundation", "0 to 60", "web 0.8, code 0.2", f"web 4,800, code {code}"]
@@ -179,7 +180,7 @@ def test_the_verdict_beside_an_average_is_said_to_be_of_the_raw_parameters(run_d
     averages = {"ema": lambda step: 2.5}
     run = load_run(write_run(tmp_path / "run", LOSSES, more={60: happened[60]}, averages=averages))
     for weights, said in (("raw", ""), ("ema", "raw parameters: ")):
-        exported = dataclasses.replace(EXPORTED, step=60, weights=weights, tokens_drawn=None)
+        exported = dataclasses.replace(EXPORTED, step=60, weights=Weights.parse(weights), tokens_drawn=None)
         val, law = rows(sections(model_card(run, exported))["How well it does"])[1:]
         assert (val[-1], law[-1]) == (f"{said}no regression stands", f"{said}regressed against its best")
 
@@ -193,7 +194,7 @@ def test_averages_are_measured_as_such(tmp_path):
         }
         np.savez(tmp_path / "run/evals/100.npz", **arrays, **averaged)
     for weights, what, loss in (("ema", "the moving average", "2.5000"), ("mean:domain", "phase domain", "2.2500")):
-        exported = dataclasses.replace(EXPORTED, step=100, weights=weights, tokens_drawn=None)
+        exported = dataclasses.replace(EXPORTED, step=100, weights=Weights.parse(weights), tokens_drawn=None)
         card = sections(model_card(run, exported))
         assert what in card[""]
         val = rows(card["How well it does"])[1]
@@ -202,18 +203,18 @@ def test_averages_are_measured_as_such(tmp_path):
         assert rows(card["What it was trained on"])[2][3] == "web 400, law 3,600"
     assert "--weights mean:domain --dtype bf16" in card["How to make it again"]
     without = load_run(write_run(tmp_path / "without", {"val": lambda step: 3.0}, averages=averages))
-    card = sections(model_card(without, dataclasses.replace(EXPORTED, step=100, weights="ema")))
+    card = sections(model_card(without, dataclasses.replace(EXPORTED, step=100, weights=Weights.parse("ema"))))
     assert rows(card["How well it does"])[1][8] == "-0.5000"
     assert "interval: 'primary@ema.nats' is not in the results of both" in card["What is not known"]
     plain = load_run(write_run(tmp_path / "plain", {"val": lambda step: 3.0}))
-    card = sections(model_card(plain, dataclasses.replace(EXPORTED, weights="ema")))
+    card = sections(model_card(plain, dataclasses.replace(EXPORTED, weights=Weights.parse("ema"))))
     assert rows(card["How well it does"])[1][4] == "not measured"
 
 
 def test_a_set_that_was_not_measured_with_a_mean_has_no_loss_of_another(tmp_path):
     """law has one of the phase before, at 60."""
     run = load_run(write_run(tmp_path / "run", LOSSES, averages={"phase_mean": lambda step: 2.25}))
-    card = model_card(run, dataclasses.replace(EXPORTED, weights="mean:domain", tokens_drawn=None))
+    card = model_card(run, dataclasses.replace(EXPORTED, weights=Weights.parse("mean:domain"), tokens_drawn=None))
     val, law = rows(sections(card)["How well it does"])[1:]
     assert val[4:6] == ["80", "2.2500"] and law[4] == "not measured"
 
@@ -293,7 +294,7 @@ def test_what_cannot_be_known_is_said(run_dir, tmp_path):
     assert "No licence is stated here: those of the sources apply;" in card["What is not known"]
 
     (bare / "training_state.json").write_text("{}")
-    mean = dataclasses.replace(EXPORTED, step=100, weights="mean:domain", tokens_drawn=None)
+    mean = dataclasses.replace(EXPORTED, step=100, weights=Weights.parse("mean:domain"), tokens_drawn=None)
     assert "training_state.json: has no step, phase, tokens_drawn" in model_card(load_run(bare), mean)
 
     for name in ("events.jsonl", "metrics.jsonl"):

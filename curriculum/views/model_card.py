@@ -22,6 +22,7 @@ from curriculum.model.presets import ModelConfig
 from curriculum.run import Run
 from curriculum.views.inspection import lineage_lines
 from curriculum.views.model_card_sections import evals, fenced, happened, one_line, plan_of, table_of, training
+from curriculum.weights import Weights
 
 _PACKAGES = ("curriculum", "jax", "flax", "optax", "numpy", "tokenizers", "tiktoken")
 _HUB_CACHE = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")  # of the hub's own folders: whose the weights are
@@ -31,12 +32,12 @@ _HUB_CACHE = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")  # of the hub's
 class Exported:
     """What lies in the folder beside the card.
 
-    `weights` and `dtype` as `export` takes them; `kind`: "hf", "peft" (adapters alone) or "gguf". `tokens_drawn`: read
+    `dtype` as `export` takes it; `kind`: "hf", "peft" (adapters alone) or "gguf". `tokens_drawn`: read
     of each source up to `step`, of the checkpoint's ledger; None for a mean of checkpoints.
     """
 
     step: int
-    weights: str
+    weights: Weights
     kind: str
     dtype: str
     config: ModelConfig
@@ -92,13 +93,15 @@ def _base_model(run: Run) -> str | None:
 def _headline(run: Run, exported: Exported) -> list[str]:
     config, step = exported.config, exported.step
     total = plan_of(run)["total_steps"]
-    its = {"raw": "the parameters", "ema": "the moving average of the parameters"}
-    what = its.get(exported.weights) or f"the mean of the last checkpoints of phase {exported.weights[5:]}, which ends"
+    average, phase = exported.weights.average, exported.weights.phase
+    what = "the parameters" if average is None else "the moving average of the parameters"
+    if phase is not None:
+        what = f"the mean of the last checkpoints of phase {phase}, which ends"
     if exported.kind == "peft":
         what = f"LoRA adapters for it, rank {config.lora.rank}, of {', '.join(config.lora.targets)}, as they were"
     elif exported.merged:
         what += ", LoRA adapters folded in,"
-    is_gold = exported.weights in ("raw", "ema") and run.gold_step == step
+    is_gold = phase is None and run.gold_step == step
     gold = ", the gold checkpoint of the run" if is_gold else ""
     ids = config.num_ids or config.vocab_size
     size = num_parameters(replace(config, vocab_size=ids, num_ids=None, lora=None))
@@ -207,11 +210,8 @@ def _commands(run: Run, exported: Exported) -> list[str]:
     train += [f"--run-dir runs/{name}", *options]
     export = [f"curriculum export runs/{name}", "--format", "gguf" if exported.kind == "gguf" else "hf"]
     export += ["--merge"] if exported.merged else []
-    if exported.weights.startswith("mean:"):
-        export.append(f"--weights {exported.weights}")
-    else:
-        export.append(f"--step {exported.step} --weights {exported.weights}")
-    export.append(f"--dtype {exported.dtype} -o {name}-export")
+    export += [] if exported.weights.phase is not None else [f"--step {exported.step}"]
+    export.append(f"--weights {exported.weights} --dtype {exported.dtype} -o {name}-export")
     return [" ".join(train), " ".join(export)]
 
 

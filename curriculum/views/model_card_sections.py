@@ -1,6 +1,6 @@
 """What the record of a run says of it up to one step, as sections of Markdown for its model card.
 
-`step` is the exported one, `weights` are as `export` takes them. A run without events is one whose record is gone.
+`step` is the exported one, `weights` are those exported. A run without events is one whose record is gone.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from curriculum.record.wording import interval_text, loss, signed
 from curriculum.run import Run, read_arrays
 from curriculum.views.compare import paired
 from curriculum.views.inspection import by_eval, edits_of, mixture_text, offender_in
+from curriculum.weights import Weights
 from evalsets.metrics import count_clusters
 from evalsets.student import student_quantile
 
@@ -96,14 +97,14 @@ def training(run: Run, step: int, tokens_drawn: Mapping[str, int] | None, unknow
     return [*parts, table_of(header, rows, right=range(2, 6))]
 
 
-def evals(run: Run, step: int, weights: str, opens_with: str | None, unknown: list[str]) -> list[str]:
+def evals(run: Run, step: int, weights: Weights, opens_with: str | None, unknown: list[str]) -> list[str]:
     """Every eval set at its last eval, a mean's at the end of its phase; what cannot be read of its windows is added to
     `unknown`."""
     if not run.events:
         return ["The record of the run was not there when this was exported, so its evals are not known."]
     before = [event for event in run.events if event["step"] <= step]
     points, about = eval_points(before), evalset_facts(before)
-    suffix = {"raw": "", "ema": "@ema"}.get(weights, "@phase_mean")
+    suffix = "" if weights.average is None else f"@{weights.average}"
     worse: dict[str, list[str]] = {}
     for o in standing_regressions(before):
         worse.setdefault(o["set"], []).append(o["baseline"].replace("_", " "))
@@ -116,7 +117,7 @@ def evals(run: Run, step: int, weights: str, opens_with: str | None, unknown: li
         cells = [f"{name} (primary)" if key == "primary" else name, origin, f"{num_documents:,}", f"{tokens:,}"]
         first = points[name][0]
         # A mean is measured at its phase's end; those before are of other phases.
-        own = [p for p in points.get(name + suffix, ()) if suffix != "@phase_mean" or p.step == step]
+        own = [p for p in points.get(name + suffix, ()) if weights.phase is None or p.step == step]
         last = own[-1] if own else None
         if last is None:
             rows.append((*cells, "not measured", *[""] * 5))
