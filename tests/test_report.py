@@ -1,5 +1,6 @@
 """The report: self-contained, the same bytes for the same run, and showing what the record says."""
 
+import dataclasses
 import html.parser
 import math
 import os
@@ -337,6 +338,26 @@ def test_a_shared_past_is_drawn_once(tmp_path):
     runs = [load_run(trunk), load_run(leaf), load_run(wide)]
     (drawn,) = overlays(runs, ["trunk", "leaf", "wide"], {"trunk": "", "leaf": "", "wide": ""})
     assert (drawn.x, drawn.branch_at) == ("tokens", [6_000]) and list(drawn.curves[2].xs)[-1] == 30_000
+
+
+def test_a_record_is_read_once_a_pair_of_runs_whatever_the_number_of_sets(tmp_path):
+    class Counted(list):
+        times = 0
+
+        def __iter__(self):
+            self.times += 1
+            return super().__iter__()
+
+    def readings(num_sets):
+        losses = {("val" if i == 0 else f"set_{i}"): lambda step: 3.0 for i in range(num_sets)}
+        trunk = write_run(tmp_path / f"trunk_{num_sets}", losses)
+        leaves = [branch(trunk, tmp_path / f"leaf_{num_sets}_{at}", at, losses) for at in (20, 40, 60)]
+        runs = [dataclasses.replace(run, events=Counted(run.events)) for run in map(load_run, [trunk, *leaves])]
+        drawn = overlays(runs, list("abcd"), dict.fromkeys("abcd", "#000"))
+        assert [overlay.branch_at for overlay in drawn] == [[20, 40, 60]] * num_sets
+        return [run.events.times for run in runs]
+
+    assert readings(1) == readings(5)
 
 
 def test_what_cannot_be_reported_is_said(rich, tmp_path):

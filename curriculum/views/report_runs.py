@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import NamedTuple
 
 from markupsafe import Markup, escape
@@ -126,6 +127,7 @@ def overlays(runs: Sequence[Run], names: Sequence[str], colors: Mapping[str, str
     x = "step" if len(runs) == 1 or (len(of_update) == 1 and None not in of_update) else "tokens"
     points = [eval_points(run.events) for run in runs]
     hashes = [{name: f.get("content_hash") for name, f in evalset_facts(run.events).items()} for run in runs]
+    past = cache(lambda i, j: shared_past(runs[i], runs[j]))  # the same for every set, and read from the whole record
     drawn = []
     for name in dict.fromkeys(name for of_run in points for name in of_run if "@" not in name):
         measured = [i for i in range(len(runs)) if name in points[i]]
@@ -133,7 +135,7 @@ def overlays(runs: Sequence[Run], names: Sequence[str], colors: Mapping[str, str
         curves, branch_at = [], []
         for position, i in enumerate(having):
             of_set = points[i][name]
-            pasts = [s for j in having[:position] if (s := shared_past(runs[j], runs[i])) is not None]
+            pasts = [s for j in having[:position] if (s := past(j, i)) is not None]
             if pasts:
                 shared = max(pasts)
                 branch_at.append(shared if x == "step" else planned_tokens(runs[i].plan, shared))
