@@ -90,7 +90,8 @@ def evaluate(
         _check_content(origin, evalsets, ledger["history"]["eval_sets"])
     evalsets = {name: evalsets[name] for name in names}
     read = [name for name, source in ledger["sources"].items() if source["tokens_drawn"]]
-    found = {name: find_read_documents(config, store_dir, tokenizer, name, read) for name in new if name in names}
+    texts = {name: config.eval_sources[name].own_source() for name in new if name in names}
+    found = find_read_documents(own, store_dir, tokenizer, texts, read)
 
     # What can be said without these is said at once.
     from curriculum.train.compiled import make_suite
@@ -115,13 +116,22 @@ def evaluate(
         warnings=(
             *warnings,
             *(
-                f"{count:,} of {evalsets[name].num_documents:,} documents of {name} stand in source {source}, which "
-                "the run was trained on"
+                _read_warning(evalsets[name], source, count, own)
                 for name, counts in found.items()
                 for source, count in counts.items()
+                if count != 0
             ),
         ),
     )
+
+
+def _read_warning(evalset: EvalSet, source: str, count: int | None, config: Config) -> str:
+    """What is said of a source that the run read, where `count` documents of the set stand in it or None knows."""
+    where = f"stand in source {source}, which the run was trained on"
+    if count is not None:
+        return f"{count:,} of {evalset.num_documents:,} documents of {evalset.name} {where}"
+    why = "its text is not prepared here" if source in config.sources else "the config no longer has it"
+    return f"it is not known how many documents of {evalset.name} {where}: {why}"
 
 
 def _with_sets(config: Config, new: Mapping[str, str]) -> Config:

@@ -169,7 +169,53 @@ def test_documents_that_were_trained_on_are_told(folder):
     assert warning == f"{count} of 45 documents of seen stand in source web, which the run was trained on"
     shutil.rmtree("store/stores")  # nothing is prepared for a warning
     Path("web.jsonl").rename("gone")
-    assert evaluate("run", eval_dataset_dirs={"seen": "seen.jsonl"}, sets=["seen"], store_dir="store").warnings == ()
+    assert evaluate("run", eval_dataset_dirs={"seen": "seen.jsonl"}, sets=["seen"], store_dir="store").warnings == (
+        "it is not known how many documents of seen stand in source web, which the run was trained on: its text is not "
+        "prepared here",
+    )
+
+
+def test_what_was_dropped_for_a_set_of_the_run_was_not_trained_on(folder):
+    """The run's set `law` again, as a new one: one of its documents stands in web too, and was dropped from it."""
+    law = Path("law_eval.jsonl").read_text()
+    lines = law.splitlines(keepends=True)
+    web = Path("web.jsonl").read_text().splitlines(keepends=True)
+    rows = [json.loads(line)["text"] for line in web]
+    held_out = documents_of(evaluate("run", sets=["val"], store_dir="store").evalsets["val"])
+    (seen,) = [line for line, text in zip(web, rows, strict=True) if text not in held_out][:1]
+    Path("law_eval.jsonl").write_text("".join([*lines, seen]))
+    train(load_run("run").config, "dropped", store_dir="store")
+    dropped = "1 document of web dropped from training: eval set law has them too"
+    assert dropped in load_run("dropped").start["warnings"]
+    new = {"again": "law_eval.jsonl", "seen": "seen.jsonl"}
+    measured = evaluate("dropped", eval_dataset_dirs=new, sets=["again", "seen"], store_dir="store")
+    (warning,) = measured.warnings
+    assert "documents of seen stand in source web" in warning
+    Path("law_eval.jsonl").unlink()  # without it nobody knows what was dropped
+    Path("again.jsonl").write_text("".join([*lines, seen]))
+    measured = evaluate("dropped", eval_dataset_dirs={"again": "again.jsonl"}, sets=["again"], store_dir="store")
+    assert measured.warnings == ("1 of 26 documents of again stand in source web, which the run was trained on",)
+
+
+def test_a_source_that_the_config_no_longer_has_is_named(folder):
+    config = load_run("run").config.to_json()
+    config["sources"]["more"] = {"path": "new.jsonl"}
+    config["phases"] = [
+        {"name": "a", "until": 2, "mixture": {"web": 0.5, "more": 0.5}},
+        {"name": "b", "until": "end", "mixture": {"web": 1}},
+    ]
+    train(build_config(config), "two", store_dir="store")
+    del config["sources"]["more"], config["phases"][0]["mixture"]["more"]
+    config["train"]["steps"] = 6
+    train(build_config(config), "two", resume=4, accept_past=True, store_dir="store")
+    measured = evaluate("two", eval_dataset_dirs={"seen": "seen.jsonl"}, sets=["seen"], store_dir="store")
+    assert list(measured.results) == ["seen"]
+    counted, unknown = sorted(measured.warnings)
+    assert "of 45 documents of seen stand in source web" in counted
+    assert unknown == (
+        "it is not known how many documents of seen stand in source more, which the run was trained on: the config no "
+        "longer has it"
+    )
 
 
 def documents_of(evalset):

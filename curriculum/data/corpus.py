@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from curriculum.config import PRIMARY, Config, EvalSource
-from curriculum.data.held_out import eval_documents, first_eval_documents, held_out_piece, split_store
+from curriculum.config import Config, EvalSource
+from curriculum.data.config_stores import drop_evals, find_stores, hold_out, own_sources, place_of, prepared, store_name
+from curriculum.data.held_out import eval_documents, first_eval_documents
 from curriculum.data.packing import Bins, PackingFacts, find_packing, prepare_packing
-from curriculum.data.prepare import find_store, find_tokenizer, prepare_store, prepare_tokenizer
-from curriculum.data.progress import ConsoleProgress
+from curriculum.data.prepare import find_store, find_tokenizer, prepare_tokenizer
 from curriculum.data.sources import SourceConfig
-from curriculum.data.split import Split, drop_overlap, overlapping, parse_share
+from curriculum.data.split import Split, overlapping
 from curriculum.data.store import Store, TokenView
 from curriculum.data.tokenizers.tokenizer import Tokenizer
 from curriculum.model.presets import resolve_model
@@ -66,14 +66,14 @@ def load_corpus(config: Config, store_dir: str | Path, tokenizer: Tokenizer | No
     if config.model is not None:
         resolve_model(config.model, tokenizer.vocab_size)
     stores = {
-        name: _prepared(config, name, name, source, tokenizer, store_dir) for name, source in config.sources.items()
+        name: prepared(config, name, name, source, tokenizer, store_dir) for name, source in config.sources.items()
     }
     eval_stores = {
-        name: _prepared(config, name, _store_name(name), source, tokenizer, store_dir)
-        for name, source in _own_sources(config).items()
+        name: prepared(config, name, store_name(name), source, tokenizer, store_dir)
+        for name, source in own_sources(config).items()
     }
-    splits = _hold_out(config, tokenizer, stores)
-    kept, dropped = _drop_overlap(config, tokenizer, stores, eval_stores, splits)
+    splits = hold_out(config, tokenizer, stores)
+    kept, dropped = drop_evals(config, tokenizer, stores, eval_stores, splits)
     evalsets = {
         name: _evalset(config, name, source, tokenizer, stores, eval_stores, splits)
         for name, source in config.eval_sources.items()
@@ -115,57 +115,54 @@ def load_evalsets(
         if source.is_missing:
             whose = f"source {held_out_of}, which it is held out of, " if own is None else ""
             missing = f"{whose}{source.path!r} is not there (paths are relative to the working folder)"
-            problems.append((_place(name), f"{missing}; restore it, or measure other sets"))
+            problems.append((place_of(name), f"{missing}; restore it, or measure other sets"))
         elif own is not None:
-            eval_stores[name] = _prepared(config, name, _store_name(name), own, tokenizer, store_dir)
+            eval_stores[name] = prepared(config, name, store_name(name), own, tokenizer, store_dir)
         elif held_out_of not in stores:
-            stores[held_out_of] = _prepared(config, held_out_of, held_out_of, source, tokenizer, store_dir)
+            stores[held_out_of] = prepared(config, held_out_of, held_out_of, source, tokenizer, store_dir)
     if problems:
         raise config.error(problems)
-    splits = _hold_out(config, tokenizer, stores)
+    splits = hold_out(config, tokenizer, stores)
     return {
         name: _evalset(config, name, source, tokenizer, stores, eval_stores, splits) for name, source in wanted.items()
     }
 
 
 def find_read_documents(
-    config: Config, store_dir: str | Path, tokenizer: Tokenizer, evalset: str, sources: Iterable[str]
-) -> dict[str, int]:
-    """How many documents of an eval set with text of its own stand in the training text of each source that has any.
+    config: Config,
+    store_dir: str | Path,
+    tokenizer: Tokenizer,
+    texts: Mapping[str, SourceConfig],
+    sources: Iterable[str],
+) -> dict[str, dict[str, int | None]]:
+    """By new eval set and source: how many documents of the set a run of `config` reads there.
 
-    Told by content hash from what is prepared; a source whose text is gone or was never prepared here is left out.
+    `texts` are the new sets' own, prepared. Told by content hash; what is held out of a source, or dropped from it
+    because an eval set of the config has it, is not read. None for a source that the config no longer has, or whose
+    text is gone or was never prepared here.
     """
-    own = config.eval_sources[evalset].own_source()
-    store = find_store(_store_name(evalset), own, tokenizer, store_dir, config.chat)
-    found = {}
-    for name in sources:
-        source = config.sources[name]
-        if source.is_missing:
-            continue
-        read = find_store(name, source, tokenizer, store_dir, config.chat)
-        if store is None or read is None:
-            continue
-        kept_N = _hold_out(config, tokenizer, {name: read})[name].keep_N
-        if count := int(overlapping(store.documents["hash"], read.documents["hash"][kept_N]).sum()):
-            found[name] = count
+    if not texts:
+        return {}
+    stores, eval_stores = find_stores(config, tokenizer, store_dir)
+    kept, _ = drop_evals(config, tokenizer, stores, eval_stores, hold_out(config, tokenizer, stores))
+    found: dict[str, dict[str, int | None]] = {}
+    for name, text in texts.items():
+        new = find_store(store_name(name), text, tokenizer, store_dir, config.chat).documents["hash"]
+        found[name] = {
+            source: int(overlapping(new, stores[source].documents["hash"][kept[source].keep_N]).sum())
+            if source in stores
+            else None
+            for source in sources
+        }
     return found
 
 
 def find_sizes(config: Config, store_dir: str | Path) -> Sizes:
     """The sizes of what is prepared, by looking at file times and sidecars only."""
     tokenizer = find_tokenizer(config.tokenizer, config.sources, store_dir, config.chat)
-    found: dict[str, Store | None] = {
-        name: tokenizer and find_store(name, source, tokenizer, store_dir, config.chat)
-        for name, source in config.sources.items()
-    }
-    eval_found = {
-        name: tokenizer and find_store(_store_name(name), source, tokenizer, store_dir, config.chat)
-        for name, source in _own_sources(config).items()
-    }
-    stores = {name: store for name, store in found.items() if store}
-    eval_stores = {name: store for name, store in eval_found.items() if store}
-    splits = _hold_out(config, tokenizer, stores)
-    kept, dropped = _drop_overlap(config, tokenizer, stores, eval_stores, splits)
+    stores, eval_stores = find_stores(config, tokenizer, store_dir) if tokenizer else ({}, {})
+    splits = hold_out(config, tokenizer, stores)
+    kept, dropped = drop_evals(config, tokenizer, stores, eval_stores, splits)
     details = {}
     for name, store in stores.items():
         held, packing = _details(store, kept[name], dropped[name]), None
@@ -173,77 +170,16 @@ def find_sizes(config: Config, store_dir: str | Path) -> Sizes:
             packing = find_packing(held["stream"], config.longest_seq_len, store_dir)
         details[name] = held | _epoch(config, held, packing)
     warnings = _overlap_warnings(dropped)
-    if stores and (missing := [name for name, store in eval_found.items() if not store]):
+    if stores and (missing := [name for name in own_sources(config) if name not in eval_stores]):
         warnings += (f"not prepared yet, so overlap with training is not counted: eval sets {', '.join(missing)}",)
     return Sizes(
         vocab_size=tokenizer.vocab_size if tokenizer else None,
-        tokens_per_epoch={name: details[name]["tokens_per_epoch"] if name in details else None for name in found},
+        tokens_per_epoch={
+            name: details[name]["tokens_per_epoch"] if name in details else None for name in config.sources
+        },
         details=details,
         warnings=warnings,
     )
-
-
-def _own_sources(config: Config) -> dict[str, SourceConfig]:
-    """The text of each eval set that has text of its own, instead of being held out of a source."""
-    sources = {name: evalset.own_source() for name, evalset in config.eval_sources.items()}
-    return {name: source for name, source in sources.items() if source is not None}
-
-
-def _store_name(evalset: str) -> str:
-    """The name of the store of an eval set's own text; a source may have the name of the set itself."""
-    return f"eval-{evalset}"
-
-
-def _prepared(
-    config: Config, name: str, store_name: str, source: SourceConfig, tokenizer: Tokenizer, store_dir: str | Path
-) -> Store:
-    """The store of a source or an eval set; where it takes long, progress is shown under `name`."""
-    progress = ConsoleProgress(f"preparing {name}")
-    return prepare_store(store_name, source, tokenizer, store_dir, progress, chat=config.chat)
-
-
-def _place(evalset: str) -> str:
-    """Where the config describes an eval set."""
-    return "evalsets.primary" if evalset == PRIMARY else f"evalsets.sets.{evalset}"
-
-
-def _hold_out(config: Config, tokenizer: Tokenizer, stores: Mapping[str, Store]) -> dict[str, Split]:
-    """The split of each source into training and held-out text; it does not depend on the eval sets."""
-    splits = {}
-    for name, store in stores.items():
-        share = parse_share(config.sources[name].held_out)
-        try:
-            splits[name] = split_store(store, tokenizer, share, config.eval_seq_len if share else 1)
-        except ValueError as error:
-            raise config.error([(f"sources.{name}.held_out", str(error))]) from None
-    return splits
-
-
-def _drop_overlap(
-    config: Config,
-    tokenizer: Tokenizer,
-    stores: Mapping[str, Store],
-    eval_stores: Mapping[str, Store],
-    splits: Mapping[str, Split],
-) -> tuple[dict[str, Split], dict[str, dict[str, int]]]:
-    """(what is left for training, documents dropped by eval set) of each source."""
-    hashes = {name: store.documents["hash"] for name, store in eval_stores.items()}
-    divided = {}  # by eval set, the hash of the whole document whose tail it measures
-    for name, source in config.eval_sources.items():
-        if source.held_out_of in splits:
-            store, split = stores[source.held_out_of], splits[source.held_out_of]
-            hashes[name] = store.documents["hash"][split.held_out]
-            if (piece := held_out_piece(store, tokenizer, split)) is not None:
-                hashes[name] = np.append(hashes[name], np.array([piece.hash], np.uint64), axis=0)
-                divided[name] = store.documents["hash"][split.cut[0]][None]
-    kept, dropped = {}, {}
-    for name, store in stores.items():
-        # A source trains on the head of a document that was divided in it; other sources may not have the document.
-        others = {e: h for e, h in divided.items() if config.eval_sources[e].held_out_of != name}
-        seen = {e: np.append(h, others[e], axis=0) if e in others else h for e, h in hashes.items()}
-        kept[name], counts = drop_overlap(splits[name], store.documents["hash"], name, seen)
-        dropped[name] = {evalset: count for evalset, count in counts.items() if count}
-    return kept, dropped
 
 
 def _evalset(
@@ -276,7 +212,7 @@ def _evalset(
             [document.num_bytes for document in documents],
         )
     except ValueError as error:
-        raise config.error([(_place(name), str(error))]) from None
+        raise config.error([(place_of(name), str(error))]) from None
 
 
 def _details(store: Store, split: Split, dropped: Mapping[str, int]) -> dict[str, Any]:

@@ -1,0 +1,93 @@
+"""The stores of a config's sources and eval sets, and what of each source is left for training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from curriculum.config import PRIMARY, Config
+from curriculum.data.held_out import held_out_piece, split_store
+from curriculum.data.prepare import find_store, prepare_store
+from curriculum.data.progress import ConsoleProgress
+from curriculum.data.sources import SourceConfig
+from curriculum.data.split import Split, drop_overlap, parse_share
+from curriculum.data.store import Store
+from curriculum.data.tokenizers.tokenizer import Tokenizer
+
+
+def own_sources(config: Config) -> dict[str, SourceConfig]:
+    """The text of each eval set that has text of its own, instead of being held out of a source."""
+    sources = {name: evalset.own_source() for name, evalset in config.eval_sources.items()}
+    return {name: source for name, source in sources.items() if source is not None}
+
+
+def place_of(evalset: str) -> str:
+    """Where the config describes an eval set."""
+    return "evalsets.primary" if evalset == PRIMARY else f"evalsets.sets.{evalset}"
+
+
+def store_name(evalset: str) -> str:
+    """The name of the store of an eval set's own text; a source may have the name of the set itself."""
+    return f"eval-{evalset}"
+
+
+def find_stores(
+    config: Config, tokenizer: Tokenizer, store_dir: str | Path
+) -> tuple[dict[str, Store], dict[str, Store]]:
+    """(the stores of the sources, those of the eval sets with text of their own) that are prepared."""
+
+    def find(name: str, source: SourceConfig) -> Store | None:
+        return None if source.is_missing else find_store(name, source, tokenizer, store_dir, config.chat)
+
+    stores = {name: find(name, source) for name, source in config.sources.items()}
+    eval_stores = {name: find(store_name(name), source) for name, source in own_sources(config).items()}
+    return {n: store for n, store in stores.items() if store}, {n: store for n, store in eval_stores.items() if store}
+
+
+def prepared(
+    config: Config, name: str, store_name: str, source: SourceConfig, tokenizer: Tokenizer, store_dir: str | Path
+) -> Store:
+    """The store of a source or an eval set; where it takes long, progress is shown under `name`."""
+    progress = ConsoleProgress(f"preparing {name}")
+    return prepare_store(store_name, source, tokenizer, store_dir, progress, chat=config.chat)
+
+
+def hold_out(config: Config, tokenizer: Tokenizer, stores: Mapping[str, Store]) -> dict[str, Split]:
+    """The split of each source into training and held-out text; it does not depend on the eval sets."""
+    splits = {}
+    for name, store in stores.items():
+        share = parse_share(config.sources[name].held_out)
+        try:
+            splits[name] = split_store(store, tokenizer, share, config.eval_seq_len if share else 1)
+        except ValueError as error:
+            raise config.error([(f"sources.{name}.held_out", str(error))]) from None
+    return splits
+
+
+def drop_evals(
+    config: Config,
+    tokenizer: Tokenizer,
+    stores: Mapping[str, Store],
+    eval_stores: Mapping[str, Store],
+    splits: Mapping[str, Split],
+) -> tuple[dict[str, Split], dict[str, dict[str, int]]]:
+    """(what is left for training, documents dropped by eval set) of each source."""
+    hashes = {name: store.documents["hash"] for name, store in eval_stores.items()}
+    divided = {}  # by eval set, the hash of the whole document whose tail it measures
+    for name, source in config.eval_sources.items():
+        if source.held_out_of in splits:
+            store, split = stores[source.held_out_of], splits[source.held_out_of]
+            hashes[name] = store.documents["hash"][split.held_out]
+            if (piece := held_out_piece(store, tokenizer, split)) is not None:
+                hashes[name] = np.append(hashes[name], np.array([piece.hash], np.uint64), axis=0)
+                divided[name] = store.documents["hash"][split.cut[0]][None]
+    kept, dropped = {}, {}
+    for name, store in stores.items():
+        # A source trains on the head of a document that was divided in it; other sources may not have the document.
+        others = {e: h for e, h in divided.items() if config.eval_sources[e].held_out_of != name}
+        seen = {e: np.append(h, others[e], axis=0) if e in others else h for e, h in hashes.items()}
+        kept[name], counts = drop_overlap(splits[name], store.documents["hash"], name, seen)
+        dropped[name] = {evalset: count for evalset, count in counts.items() if count}
+    return kept, dropped
