@@ -38,6 +38,9 @@ def _check_sources(v):
             yield path, f"got the name {name!r}, {EXPECTED_NAME}"
         if source.max_epochs is not None and not source.max_epochs > 0:
             yield f"{path}.max_epochs", f"got {source.max_epochs}, expected more than 0"
+        if source.max_epochs is None and source.on_exhaust in ("stop", "renormalise"):
+            fix = "give it max_epochs, such as 1, or leave on_exhaust out"
+            yield f"{path}.on_exhaust", f"got {source.on_exhaust}, but without max_epochs nothing exhausts it: {fix}"
 
 
 def _check_source_paths(v):

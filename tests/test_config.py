@@ -86,6 +86,8 @@ def test_json_round_trip_gives_an_equal_config(folder):
         ("path: web.txt", "path: web.text", "sources.web.path: 'web.text' does not exist; did you mean 'web.txt'?"),
         ("held_out: 10%", "held_out: 110%", "expected a share such as"),
         ("max_epochs: 2", "max_epochs: 0", "sources.law.max_epochs: got 0.0, expected more than 0"),
+        ("max_epochs: 2", "on_exhaust: stop", "sources.law.on_exhaust: got stop, but without max_epochs nothing exhausts it: give"),
+        ("max_epochs: 2", "on_exhaust: renormalise", "on_exhaust: got renormalise, but without max_epochs nothing exhausts it"),
         ("path: law.txt, max", "path: law.txt, hf: x, max", "sources.law: a source needs exactly one of path and hf"),
         ("every: 200}}", "every: 200}}\n  gold: {minimise: primary/los}", "c.yaml:11:10: evalsets.gold.minimise: got 'primary/los', expected one of SET/loss"),
         ("every: 200}}", "every: 200}}\n  gold: {minimise: lwa/loss}", "c.yaml:11:10: evalsets.gold.minimise: no such eval set; did you mean 'law'?"),
