@@ -14,7 +14,7 @@ from curriculum.data import flat
 from curriculum.data.corpus import load_corpus
 from curriculum.data.encode import GROUP_BYTES, encode_pieces
 from curriculum.data.held_out import eval_documents
-from curriculum.data.pieces import Piece
+from curriculum.data.pieces import Piece, read_pieces
 from curriculum.data.prepare import prepare_documents, prepare_store, prepare_tokenizer
 from curriculum.data.sources import SourceConfig
 from curriculum.data.tokenizers.tokenizer import TokenizerConfig, byte_tokenizer, load_tokenizer
@@ -106,6 +106,36 @@ def test_special_tokens_in_text_are_ordinary_text(family, tokenizers):
     assert not set(ids.tolist()) & set(tokenizer.special_tokens.values())
     assert tokenizer.decode_bytes(ids, opens_document=True) == SPECIAL_TEXT.encode()
     assert tokenizer.eot in tokenizer.special_tokens.values() and tokenizer.tokens[tokenizer.eot] == b""
+
+
+@pytest.mark.parametrize("use_regex", [False, True])
+def test_a_long_file_gets_the_ids_of_the_library_also_where_tokens_go_beyond_words(tmp_path, use_regex):
+    from tokenizers import Tokenizer as Library
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    library = Library(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+    library.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    lines = [f"of the first part and of the second\nx = {i}; then\n" for i in range(5000)]
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    library.train_from_iterator(lines[:50], trainer)
+    library.add_special_tokens(["<|endoftext|>"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    tokenizer = load_tokenizer(tmp_path)
+    (tmp_path / "long.txt").write_text("".join(lines))
+    pieces = list(read_pieces(SourceConfig(path=str(tmp_path / "long.txt"))))
+    assert len(pieces) > 3
+    pieces += [Piece("of the", False, 1, "talk", scored=False), Piece(" first", True, 1, "talk")]
+    groups = list(encode_pieces(pieces, tokenizer))
+    of_text = np.concatenate([tokens for _, tokens, _ in groups])
+    expected = [library.encode(text).ids for text in ("".join(lines), "of the", " first")]
+    assert of_text.tolist() == [*expected[0], tokenizer.eot, *expected[1], *expected[2], tokenizer.eot]
+    encoded = [piece for group, _, _ in groups for piece in group]
+    assert [p.scored for p in encoded[-2:]] == [False, True] and encoded[-3].ends_document
+    assert sum(piece.source_bytes for piece in encoded) == sum(piece.source_bytes for piece in pieces) > 200_000
+    assert (len(encoded) == 3) == (not use_regex)  # cut where it may be
 
 
 def test_an_added_token_that_is_not_special_stays_whole(tokenizers):
@@ -249,6 +279,9 @@ def test_fingerprint_is_of_what_determines_ids(folders, tokenizers, tmp_path):
         (set_in("model", "end_of_word_suffix", to="</w>"), "model.end_of_word_suffix is '</w>'; expected none"),
         (set_in("pre_tokenizer", to={"type": "WhitespaceSplit"}), "pre_tokenizer WhitespaceSplit drops text(.|\n)*text would vanish"),
         (set_in("pre_tokenizer", to={"type": "Sequence", "pretokenizers": [{"type": "Split", "pattern": {"String": "a"}, "behavior": "Removed", "invert": False}]}), "pre_tokenizer Split that removes what it finds drops text"),
+        (set_in("normalizer", to={"type": "Strip", "strip_left": True, "strip_right": True}), "tokenizer.json: normalizer Strip drops text; expected one"),
+        (set_in("normalizer", to={"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "StripAccents"}]}), "normalizer StripAccents drops text"),
+        (set_in("normalizer", to={"type": "Replace", "pattern": {"String": "x"}, "content": ""}), "normalizer Replace that removes what it finds drops text"),
         (changed(lambda d: d["model"]["vocab"].pop("Ċ")), "model.vocab lacks 1 of the 256 bytes, such as 0x0A: text would vanish"),
         (set_in("pre_tokenizer", to=None), "neither bytes to fall back on nor an unknown token: text would vanish"),
     ],

@@ -1,5 +1,6 @@
 """Documents to tokens on all cores, in order and in bounded memory."""
 
+import re
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,10 @@ from curriculum.errors import InputError
 
 GROUP_BYTES = 1 << 20  # of text that a thread encodes at a time
 
+# What a token holds that may stand on both sides of a place where a text is cut in pieces: between two words, before
+# the blank, or where a line begins.
+_ACROSS_CUT = re.compile(r"[^\W\d_] ([^\W\d_]|\Z)|(\A|\S)\n[^\W\d_]")
+
 
 def encode_pieces(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[list[Piece], np.ndarray, list[int]]]:
     """Groups of pieces in order, with their tokens and how many each piece has.
@@ -20,7 +25,12 @@ def encode_pieces(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tup
     both count as tokens of their pieces. An empty document gives nothing. Memory: at most 2 x NUM_THREADS + 1 groups,
     each about GROUP_BYTES of text and its tokens (more only where one piece is longer), and for byte pairs one encoding
     for each thread, 10 MB with 50,000 ids. Raises InputError naming the place of text that cannot be represented.
+
+    The ids are those of the whole text. Where a token of the vocabulary goes beyond a word, it might have stood where
+    the text was cut: then what is scored alike of a document is encoded, and held, as one piece.
     """
+    if _crosses_words(tokenizer):
+        pieces = _joined(pieces)
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         waiting, last = deque(), None
         for group in _groups(pieces):
@@ -33,6 +43,28 @@ def encode_pieces(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tup
         while waiting:
             done, encoded = waiting.popleft()
             yield done, *encoded.result()
+
+
+def _crosses_words(tokenizer: Tokenizer) -> bool:
+    within = (token for token in tokenizer.tokens if b" " in token[1:] or b"\n" in token[:-1])
+    return any(_ACROSS_CUT.search(token.decode(errors="replace")) for token in within)
+
+
+def _joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """The same documents with what follows each other in one, and is scored alike, in one piece."""
+    waiting: list[Piece] = []
+    for piece in pieces:
+        if waiting and (waiting[-1].ends_document or waiting[-1].scored != piece.scored):
+            yield _one(waiting)
+            waiting = []
+        waiting.append(piece)
+    if waiting:
+        yield _one(waiting)
+
+
+def _one(pieces: list[Piece]) -> Piece:
+    text, source_bytes = "".join(piece.text for piece in pieces), sum(piece.source_bytes for piece in pieces)
+    return pieces[-1]._replace(text=text, source_bytes=source_bytes)
 
 
 def _groups(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:

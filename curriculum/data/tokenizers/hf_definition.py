@@ -13,8 +13,11 @@ BLANK = "\u2581"  # stands for a blank in vocabularies made by SentencePiece
 _UNTYPABLE = "\U0010ffff"  # before the name of a special piece that unigram would find in text
 
 LARGEST_ID = 1 << 24  # a file with larger ones is taken for damaged
-# Pre-tokenizers that drop no text.
-_LOSSLESS = ("Sequence", "ByteLevel", "Metaspace", "Split", "Digits", "Punctuation", "UnicodeScripts")
+# Components that drop no text.
+_LOSSLESS = {
+    "normalizer": "Sequence NFC NFD NFKC NFKD Lowercase Prepend Replace ByteLevel Precompiled".split(),
+    "pre_tokenizer": "Sequence ByteLevel Metaspace Split Digits Punctuation UnicodeScripts".split(),
+}
 
 
 def byte_level_letters() -> dict[str, int]:
@@ -89,10 +92,11 @@ class ParsedDefinition:
         for key in ("continuing_subword_prefix", "end_of_word_suffix"):
             if model.get(key):
                 yield f"model.{key} is {model[key]!r}; expected none"
-        for part in parts(self.definition["pre_tokenizer"]):
-            if part["type"] not in _LOSSLESS or part.get("behavior") == "Removed":
-                how = " that removes what it finds" if part["type"] in _LOSSLESS else ""
-                yield f"pre_tokenizer {part['type']}{how} drops text; expected one that keeps all of it"
+        for key, lossless in _LOSSLESS.items():
+            for part in parts(self.definition[key]):
+                if part["type"] not in lossless or part.get("behavior") == "Removed" or part.get("content") == "":
+                    how = " that removes what it finds" if part["type"] in lossless else ""
+                    yield f"{key} {part['type']}{how} drops text; expected one that keeps all of it"
         if self.is_byte_level:
             missing = sorted(self._letters[letter] for letter in self._letters.keys() - self.vocabulary.keys())
         else:
