@@ -7,7 +7,9 @@ import pytest
 
 from curriculum.config import build_config
 from curriculum.data.corpus import find_sizes, load_corpus
+from curriculum.data.prepare import prepare_folder
 from curriculum.data.tokenizers.tokenizer import byte_tokenizer, load_tokenizer
+from curriculum.data.tokenizers.vocabulary import char_tokenizer
 from curriculum.errors import InputError
 
 PRIMARY = {"path": "val.jsonl"}
@@ -73,6 +75,23 @@ def test_an_eval_set_is_the_same_whatever_other_sets_there_are(folder):
     for name in sets:
         alone = load_corpus(config_of(held_out, sets={name: sets[name]}), folder / "store")
         assert_same(alone.evalsets[name], together.evalsets[name])
+
+
+def test_what_is_wrong_with_folders_and_eval_sets_is_told_before_a_source_is_tokenized(folder):
+    (folder / "bad.jsonl").write_text('{"text": "fine"}\n{"body": "x"}\n')
+    prepare_folder(["val.jsonl"], char_tokenizer(["abc ehilmnostg"]), folder / "other")
+    for path, message in (
+        ("bad.jsonl", "bad.jsonl:2: no key 'text'"),
+        ("other", "source 'evalsets.sets.dom': other was prepared with tokenizer"),
+    ):
+        with pytest.raises(InputError, match=message):
+            load_corpus(config_of(sets={"dom": {"path": path}}), folder / "store")
+    with pytest.raises(InputError, match="source 'book': other was prepared with tokenizer"):
+        load_corpus(config_of(files={"web": "web.jsonl", "book": "other"}), folder / "store")
+    # val.jsonl stands before bad.jsonl; no source was, and nothing before a folder.
+    assert [path.name.rpartition("-")[0] for path in (folder / "store/stores").iterdir()] == ["evalsets.primary"]
+    corpus = load_corpus(config_of(sets={"dom": {"path": "val.jsonl"}}), folder / "store")
+    assert list(corpus.details) == ["web", "book"] and list(corpus.evalsets) == ["primary", "dom"]
 
 
 def test_a_divided_document_that_stands_in_another_set_is_refused(folder):

@@ -13,7 +13,7 @@ from curriculum.data.prepare import find_store, prepare_store
 from curriculum.data.progress import ConsoleProgress
 from curriculum.data.sources import SourceConfig
 from curriculum.data.split import Split, drop_overlap, parse_share
-from curriculum.data.store import Store
+from curriculum.data.store import Store, is_store
 from curriculum.data.tokenizers.tokenizer import Tokenizer
 
 
@@ -24,34 +24,44 @@ def own_sources(config: Config) -> dict[str, SourceConfig]:
 
 
 def place_of(evalset: str) -> str:
-    """Where the config describes an eval set."""
+    """Where the config describes an eval set; its own text is prepared and told of under this name."""
     return "evalsets.primary" if evalset == PRIMARY else f"evalsets.sets.{evalset}"
 
 
-def store_name(evalset: str) -> str:
-    """The name of the store of an eval set's own text; a source may have the name of the set itself."""
-    return f"eval-{evalset}"
+def prepare_stores(
+    config: Config, tokenizer: Tokenizer, store_dir: str | Path
+) -> tuple[dict[str, Store], dict[str, Store]]:
+    """(the stores of the sources, those of the eval sets with text of their own), made where they are not yet.
+
+    Prepared folders are opened first, and the eval sets come before the sources, which take the longest: what is wrong
+    with the former is told before the latter are read.
+    """
+    texts = {place_of(name): source for name, source in own_sources(config).items()} | config.sources
+    in_turn = sorted(texts, key=lambda name: not _is_store(texts[name]))
+    made = {name: prepared(config, name, texts[name], tokenizer, store_dir) for name in in_turn}
+    return {n: made[n] for n in config.sources}, {n: made[place_of(n)] for n in own_sources(config)}
+
+
+def _is_store(source: SourceConfig) -> bool:
+    return source.path is not None and is_store(source.local_path)
 
 
 def find_stores(
     config: Config, tokenizer: Tokenizer, store_dir: str | Path
 ) -> tuple[dict[str, Store], dict[str, Store]]:
-    """(the stores of the sources, those of the eval sets with text of their own) that are prepared."""
+    """What `prepare_stores` would give, without what is not made yet."""
 
     def find(name: str, source: SourceConfig) -> Store | None:
         return None if source.is_missing else find_store(name, source, tokenizer, store_dir, config.chat)
 
     stores = {name: find(name, source) for name, source in config.sources.items()}
-    eval_stores = {name: find(store_name(name), source) for name, source in own_sources(config).items()}
+    eval_stores = {name: find(place_of(name), source) for name, source in own_sources(config).items()}
     return {n: store for n, store in stores.items() if store}, {n: store for n, store in eval_stores.items() if store}
 
 
-def prepared(
-    config: Config, name: str, store_name: str, source: SourceConfig, tokenizer: Tokenizer, store_dir: str | Path
-) -> Store:
-    """The store of a source or an eval set; where it takes long, progress is shown under `name`."""
-    progress = ConsoleProgress(f"preparing {name}")
-    return prepare_store(store_name, source, tokenizer, store_dir, progress, chat=config.chat)
+def prepared(config: Config, name: str, source: SourceConfig, tokenizer: Tokenizer, store_dir: str | Path) -> Store:
+    """The store of a source, or of an eval set under its `place_of`; where it takes long, progress is shown."""
+    return prepare_store(name, source, tokenizer, store_dir, ConsoleProgress(f"preparing {name}"), chat=config.chat)
 
 
 def hold_out(config: Config, tokenizer: Tokenizer, stores: Mapping[str, Store]) -> dict[str, Split]:

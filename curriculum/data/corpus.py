@@ -11,7 +11,15 @@ import numpy as np
 import xxhash
 
 from curriculum.config import Config, EvalSource
-from curriculum.data.config_stores import drop_evals, find_stores, hold_out, own_sources, place_of, prepared, store_name
+from curriculum.data.config_stores import (
+    drop_evals,
+    find_stores,
+    hold_out,
+    own_sources,
+    place_of,
+    prepare_stores,
+    prepared,
+)
 from curriculum.data.held_out import eval_documents, first_eval_documents
 from curriculum.data.packing import Bins, PackingFacts, find_packing, prepare_packing
 from curriculum.data.prepare import find_store, find_tokenizer, prepare_tokenizer
@@ -65,13 +73,7 @@ def load_corpus(config: Config, store_dir: str | Path, tokenizer: Tokenizer | No
         tokenizer = prepare_tokenizer(config.tokenizer, config.sources, store_dir, config.chat)
     if config.model is not None:
         resolve_model(config.model, tokenizer.vocab_size)
-    stores = {
-        name: prepared(config, name, name, source, tokenizer, store_dir) for name, source in config.sources.items()
-    }
-    eval_stores = {
-        name: prepared(config, name, store_name(name), source, tokenizer, store_dir)
-        for name, source in own_sources(config).items()
-    }
+    stores, eval_stores = prepare_stores(config, tokenizer, store_dir)
     splits = hold_out(config, tokenizer, stores)
     kept, dropped = drop_evals(config, tokenizer, stores, eval_stores, splits)
     evalsets = {
@@ -117,9 +119,9 @@ def load_evalsets(
             missing = f"{whose}{source.path!r} is not there (paths are relative to the working folder)"
             problems.append((place_of(name), f"{missing}; restore it, or measure other sets"))
         elif own is not None:
-            eval_stores[name] = prepared(config, name, store_name(name), own, tokenizer, store_dir)
+            eval_stores[name] = prepared(config, place_of(name), own, tokenizer, store_dir)
         elif held_out_of not in stores:
-            stores[held_out_of] = prepared(config, held_out_of, held_out_of, source, tokenizer, store_dir)
+            stores[held_out_of] = prepared(config, held_out_of, source, tokenizer, store_dir)
     if problems:
         raise config.error(problems)
     splits = hold_out(config, tokenizer, stores)
@@ -147,7 +149,7 @@ def find_read_documents(
     kept, _ = drop_evals(config, tokenizer, stores, eval_stores, hold_out(config, tokenizer, stores))
     found: dict[str, dict[str, int | None]] = {}
     for name, text in texts.items():
-        new = find_store(store_name(name), text, tokenizer, store_dir, config.chat).documents["hash"]
+        new = find_store(place_of(name), text, tokenizer, store_dir, config.chat).documents["hash"]
         found[name] = {
             source: int(overlapping(new, stores[source].documents["hash"][kept[source].keep_N]).sum())
             if source in stores
