@@ -207,3 +207,24 @@ def test_overlapping_compares_whole_hashes(seed):
     expected = [(int(high), int(low)) in known for high, low in documents]
     assert overlapping(documents, others).tolist() == expected and sum(expected) == 46
     assert overlapping(documents[:0], others).tolist() == [] and not overlapping(documents, others[:0]).any()
+
+
+def test_what_is_held_out_moves_as_a_source_grows():
+    """Documents of 500 tokens whose hashes are the even numbers, and those that come have the odd ones or the largest."""
+
+    def held_out(hashes_N, tokens_N, share):
+        return set(hashes_N[split_documents(tokens_N, hashes(hashes_N), share).held_out].tolist())
+
+    def grown(num_before, share, more_hashes, more_tokens=500):
+        before_N = np.arange(0, 2 * num_before, 2)
+        after_N = np.append(before_N, more_hashes)
+        tokens_N = np.append(np.full(num_before, 500), np.full(len(more_hashes), more_tokens))
+        before, after = held_out(before_N, tokens_N[:num_before], share), held_out(after_N, tokens_N, share)
+        assert before and after
+        return len(before), len(before - after), len(after & set(before_N.tolist()) - before)
+
+    # (held out before, of these trained on now, of those trained on before held out now)
+    assert grown(5000, 0.01, np.arange(1, 10000, 2)) == (50, 0, 0)  # 0, 2 .. 98, then 0 .. 99
+    assert grown(300, 0.01, np.arange(1, 600, 2)) == (30, 15, 0)  # 0, 2 .. 58, then 0 .. 29
+    # 5 % of 500,000 tokens are 50 documents; of 1,500,000, of which the long ones come last, 150.
+    assert grown(1000, 0.05, np.arange(5000, 5010), 100_000) == (50, 0, 100)

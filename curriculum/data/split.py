@@ -72,7 +72,8 @@ def split_documents(
     reached (and FEWEST_DOCUMENTS of them where there are MANY_DOCUMENTS). With fewer documents: the last tokens of the
     stream, the document that straddles the cut being divided where a character starts (`starts_character(document,
     token)`); with `whole` it is held out undivided, but the first document stays in training. Copies of a document
-    stay on one side: what is held out is more than the share by them. Share 0 keeps everything.
+    stay on one side: what is held out is more than the share by them. Share 0 keeps everything. In a source that has
+    grown the share is reached at another hash: documents held out before may be kept, and the other way round.
 
     `document_tokens_N` counts the end-of-text token of each document. Raises ValueError where the held-out
     part has fewer than `min_tokens` tokens, training keeps none, or the only document is to stay undivided.
