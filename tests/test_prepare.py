@@ -10,8 +10,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +23,7 @@ import pytest
 import xxhash
 
 from curriculum.data import flat, prepare
-from curriculum.data.cache import building, digest
+from curriculum.data.cache import building, content_of, digest
 from curriculum.data.chat import CHATML, ChatConfig
 from curriculum.data.pieces import read_pieces
 from curriculum.data.prepare import (
@@ -918,3 +920,20 @@ def test_progress_text():
     assert progress_text(5_000_000, None, 2.0) == "5.0 MB, 2.5 MB/s"
     assert progress_text(1_000_000, 7_201_000_000, 1.0) == "1.0 of 7,201.0 MB (0%), 1.0 MB/s, ETA 2h00m"
     assert progress_text(0, 10, 1.0) == "0.0 of 0.0 MB (0%), 0.0 MB/s"
+
+
+def test_two_starts_may_note_the_same_content_at_once(tmp_path, monkeypatch):
+    """Threads, which have one process id as two machines that share a folder may have; both write, then both rename."""
+    (tmp_path / "web.txt").write_text("text")
+    source, both, rename = SourceConfig(path=str(tmp_path / "web.txt")), threading.Barrier(2, timeout=60), Path.replace
+
+    def rename_together(path, target):
+        both.wait()
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "replace", rename_together)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: content_of("web", source, tmp_path / "store"), range(2))
+    (noted,) = (tmp_path / "store/contents").iterdir()
+    assert first == second == noted.read_text()
+    assert noted.stat().st_mode == (tmp_path / "web.txt").stat().st_mode  # whoever shares the folder may read it

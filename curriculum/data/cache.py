@@ -8,6 +8,7 @@
 
 import fcntl
 import os
+import secrets
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -101,7 +102,8 @@ def content_of(name: str, source: SourceConfig, store_dir: Path) -> str:
     with writing(store_dir):
         path = store_dir / "contents" / signature
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{signature}.{os.getpid()}")
+        # A name of its own: processes of several machines that share the folder may have the same id.
+        temporary = path.with_name(f"{signature}.{secrets.token_hex(8)}")
         temporary.write_text(content.hexdigest())
         temporary.replace(path)
     return content.hexdigest()
