@@ -30,9 +30,9 @@ _HALF = 1 << (_UNIT_BITS - 1)
 
 
 def normalised(mixture: Mapping[str, float]) -> dict[str, float]:
-    """The shares of a mixture of any scale: they add up to 1, and what has none is left out."""
+    """The shares of a mixture of any scale: they add up to 1; one that is 0, or too small for a float, is left out."""
     total = math.fsum(mixture.values())
-    return {name: weight / total for name, weight in mixture.items() if weight > 0}
+    return {name: weight / total for name, weight in mixture.items() if weight > 0 and weight / total > 0}
 
 
 class _Split:

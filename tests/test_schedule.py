@@ -321,6 +321,15 @@ def test_renormalise_goes_on_without_the_source():
     assert schedule.phase_bounds == (("a", 0, 100),)
 
 
+def test_a_share_that_is_less_than_a_float_holds_is_none():
+    supplies = {**SUPPLIES, "law": SourceSupply(800, 1, "renormalise")}
+    phase = Phase("a", "end", {"web": 5e-324, "law": 2})
+    assert resolved(phase).segments[0].mixture == {"law": 1.0}
+    assert resolved(phase).warnings == ("phase a: proportions add up to 2, normalised to law 1",)
+    ((path, message),) = problems(phase, supplies=supplies)
+    assert path == "phases[0].mixture" and "law is exhausted at step 20 and nothing else is in the mixture" in message
+
+
 @pytest.mark.parametrize("shape", ["linear", "cosine"])
 def test_renormalise_within_a_ramp_keeps_the_ratios_of_what_remains(shape):
     supplies = {name: SourceSupply(80_000) for name in ("web", "code", "law", "math")}
