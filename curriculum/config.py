@@ -141,7 +141,7 @@ def config_name(path: str | os.PathLike, overrides: Iterable[str] = ()) -> str:
     _apply([("--set", value) for value in overrides if _OF_THE_NAME.match(value)], data, origin)
     if not isinstance(data, dict):
         return Config.name
-    name = substitute({key: data[key] for key in ("name", "variables") if key in data})[0].get("name")
+    name = substitute({key: data[key] for key in ("name", "variables") if key in data}, origin.numbers)[0].get("name")
     return name if isinstance(name, str) and name else Config.name
 
 
@@ -181,7 +181,7 @@ def build_config(
     data = _as_yaml(data, "", problems)
     if problems:
         raise InputError(*(origin.problem(*problem) for problem in problems))
-    data, problems = substitute(data)
+    data, problems = substitute(data, origin.numbers)
     known = [f.name for f in sections()]
     problems += [(str(key), no_such("key", str(key), known)) for key in data if key not in known]
     try:

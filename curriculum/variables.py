@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Mapping
 from typing import Any
 
+_NAME = re.compile(r"[A-Za-z0-9_-]+")  # a dot looks up a key of a variable that is a mapping
 _WHOLE = re.compile(r"\$variables\.([A-Za-z0-9_.-]+)|\$\{variables\.([A-Za-z0-9_.-]+)\}")
 _INSIDE = re.compile(r"\$\{variables\.([A-Za-z0-9_.-]+)\}")
 _LEFT_OVER = re.compile(r"\$variables\.|\$\{variable")
 
 
-def substitute(data: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+def substitute(data: dict[str, Any], numbers: Mapping[str, str]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """(data without `variables` and with every use replaced, problems as (path, message) pairs).
 
     A value that is nothing but a use takes the variable's own kind: a number stays a number, a mapping a mapping.
-    Inside other text a variable must be text or a number. Variables may use each other, but not in a circle. Every
+    Inside other text a variable must be text or a number, which stands there as `numbers` has it by path: as it was
+    written. Variables may use each other, but not in a circle. Every
     variable is looked at, also where nothing uses it, and text that only resembles a use is a problem.
     """
     variables = data.get("variables", {})
     rest = {key: value for key, value in data.items() if key != "variables"}
     if not isinstance(variables, dict):
         return rest, [("variables", "expected a mapping of names to values")]
-    problems: list[tuple[str, str]] = []
+    problems = [
+        (f"variables.{name}", f"got the name {name!r}, expected letters, digits, '_' and '-'")
+        for name in variables
+        if not _NAME.fullmatch(name)
+    ]
 
     def look_up(name: str, path: str, within: tuple[str, ...]) -> Any:
         if name in within:
@@ -50,7 +57,7 @@ def substitute(data: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[str, st
             found = look_up(match[1], path, within)
             if isinstance(found, dict | list | bool) or found is None:
                 raise _Problem(path, f"variable {match[1]!r} is no text or number, so it cannot stand inside text")
-            return str(found)
+            return numbers.get(f"variables.{match[1]}", str(found))
 
         try:
             if match := _WHOLE.fullmatch(value):

@@ -34,6 +34,13 @@ class _Loader(yaml.SafeLoader):
         self.depth -= 1
         return node
 
+    def compose_scalar_node(self, anchor):
+        tag = self.peek_event().tag
+        node = super().compose_scalar_node(anchor)
+        if tag in ("!", _TAG + "str"):  # says that it is text, as quotes do
+            node.style = '"'
+        return node
+
 
 _INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
@@ -49,11 +56,12 @@ class Origin:
     text: str | None = None
     positions: dict[str, tuple[int, int]] = field(default_factory=dict)
     options: dict[str, str] = field(default_factory=dict)
+    numbers: dict[str, str] = field(default_factory=dict)  # as they are written: 1.10 is 1.1 to a program
     made_of: dict[str, str] = field(default_factory=dict)  # a path that neither gave, to the one that it was made of
 
     def given_by(self, path: str, option: str) -> None:
         """Remember the option that set a path; the last one for a path counts, in its place of the order."""
-        for known in (self.options, self.positions):
+        for known in (self.options, self.positions, self.numbers):
             for replaced in [p for p in known if p == path or p.startswith((f"{path}.", f"{path}["))]:
                 del known[replaced]
         self.options[path] = option
@@ -117,7 +125,8 @@ def read_override(data: dict, origin: Origin, override: str) -> None:
     parts = [p for p in re.split(r"[.\[\]]+", path.strip()) if p]
     if not equals or not parts:
         raise InputError(f"{option}: expected KEY=VALUE such as train.steps=100")
-    value = _parse(text, Origin(option))
+    given = Origin(option)
+    value = _parse(text, given)
     here, dotted = data, ""
     for depth, part in enumerate(parts):
         if isinstance(here, list):
@@ -135,6 +144,8 @@ def read_override(data: dict, origin: Origin, override: str) -> None:
         else:
             here = here.setdefault(key, {}) if isinstance(here, dict) else here[key]
     origin.given_by(dotted, option)
+    if "" in given.numbers:
+        origin.numbers[dotted] = given.numbers[""]
 
 
 def _parse(text: str, origin: Origin):
@@ -169,7 +180,10 @@ def _parse(text: str, origin: Origin):
             fail(node.start_mark, "an alias contains itself")
         origin.positions.setdefault(path, (node.start_mark.line + 1, node.start_mark.column + 1))
         if isinstance(node, yaml.ScalarNode):
-            return scalar(node)
+            value = scalar(node)
+            if type(value) in (int, float):
+                origin.numbers[path] = node.value
+            return value
         if node.tag not in (_TAG + "map", _TAG + "seq"):
             fail(node.start_mark, f"got the tag {node.tag!r}, expected plain YAML without tags")
         parents.add(id(node))

@@ -146,6 +146,13 @@ def test_yaml_1_2_scalars(folder):
     assert config.optim.lr == 1e-3 and config.name == "on"
 
 
+def test_a_tag_that_says_text_is_heard(folder):
+    assert load(GOOD.replace("name: example", "name: !!str 007")).name == "007"
+    assert load(GOOD.replace("name: example", "name: ! 7")).name == "7"
+    assert 'train.steps: got "100", expected an integer' in problems(GOOD.replace("steps: 100", "steps: !!str 100"))[0]
+    assert "got the tag 'tag:yaml.org,2002:int'" in problems(GOOD.replace("steps: 100", "steps: !!int 100"))[0]
+
+
 def test_one_problem_hides_no_other(folder):
     found = problems(GOOD.replace("name: example", "name: a b\nmodel: {preset: tiny, vocab_size: 100}"))
     assert [p.split(": ")[1] for p in found] == ["name", "model.vocab_size"]
@@ -231,6 +238,9 @@ def test_variables_that_cannot_be_resolved(folder, value, words):
     [
         ([], "a-1"),
         (["variables.tag=b"], "b-1"),
+        (["variables.n=007"], "a-007"),
+        (["variables.n=2.50", "variables.n=x"], "a-x"),
+        (["variables.n=2.50", "variables={tag: b, n: 3}"], "b-3"),
         (["variables={tag: b, n: 2}"], "b-2"),
         (["name=exp"], "exp"),
         (["name=${variables.n}-x", "variables.n=3"], "3-x"),
@@ -242,6 +252,27 @@ def test_the_name_of_a_run_is_found_before_its_other_options(folder, options, ex
     assert config_name("c.yaml", options) == expected
     # Whether there is such a phase, options that the run remembers may decide.
     assert config_name("c.yaml", [*options, "phases[7].until=5"]) == expected
+
+
+def test_a_number_inside_text_stands_there_as_it_is_written(folder):
+    text = (
+        VARIABLES.replace("{batch: 16, length: 32}", "{rate: 3e-4}")
+        + "  version: 1.10\n  day: 007\n  same: $variables.day\n"
+    )
+    named = text.replace("name: example", "name: ${variables.size.rate}-${variables.day}-${variables.same}")
+    assert load(named).name == config_name("c.yaml") == "3e-4-007-7"
+    assert load(text.replace("lr: 6e-4", "lr: $variables.size.rate")).optim.lr == 3e-4
+    assert (
+        "'v1.10.txt' does not exist"
+        in problems(text.replace("path: law.txt", "path: 'v${variables.version}.txt'", 1))[0]
+    )
+
+
+@pytest.mark.parametrize("name", ["a.b", "a b", "''", "é"])
+def test_a_variable_that_no_use_can_name_is_refused(folder, name):
+    found = problems(VARIABLES + f"  {name}: 1\n")
+    assert f"got the name {name if name != chr(39) * 2 else ''!r}, expected letters, digits, '_' and '-'" in found[0]
+    assert len(found) == 1 and found[0].startswith("c.yaml:")
 
 
 def test_variables_that_nothing_uses_are_resolved_too(folder):
