@@ -23,6 +23,7 @@ from curriculum.config_sections import (
     OptimSection,
     TrainSection,
 )
+from curriculum.config_shapes import with_seq_len
 from curriculum.data.chat import ChatConfig
 from curriculum.data.packing import PackingConfig
 from curriculum.data.sources import SourceConfig
@@ -195,7 +196,7 @@ def build_config(
         problems += wrong
     if inherited is not None:
         data = inherited.under(data)
-    values, wrong = _read_sections(data, origin)
+    values, wrong = _read_sections(with_seq_len(data), origin)
     problems += wrong
     if inherited is not None and set(INHERITED) <= values.keys():
         problems += inherited.problems(values["model"], values["tokenizer"])

@@ -110,7 +110,7 @@ class TrainSection:
     grad_accum: PositiveInt = 1
     """Micro-steps per update: trades time for memory, changes no data."""
     seq_len: Annotated[int, Limits(ge=2, le=2**24)] = 256
-    """Tokens per sequence."""
+    """Tokens per sequence. Left out where each phase has its own, it is the longest of theirs."""
     deterministic: bool | None = None
     """true: no dropout, and on a GPU deterministic kernels only; false: `model.dropout` is needed; null: as it is."""
     skip_updates: SkipUpdates | None = field(default_factory=SkipUpdates)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from curriculum.config_sections import TrainSection
 from curriculum.model.presets import ModelConfig, model_problems, resolve_model
@@ -58,6 +58,16 @@ def _check_micro_steps(v):
 
 def _check_rows(v):
     yield from row_problems(v["train"], v.get("phases") or (), v["mesh"].row_shards)
+
+
+def with_seq_len(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The data of a config; where each phase gives its own seq_len and train none, train's is their longest."""
+    train, phases = data.get("train"), data.get("phases")
+    if isinstance(train, dict) and "seq_len" not in train and isinstance(phases, list) and phases:
+        lengths = [phase.get("seq_len") if isinstance(phase, dict) else None for phase in phases]
+        if all(type(length) is int and length > 1 for length in lengths):
+            return {**data, "train": {**train, "seq_len": max(lengths)}}
+    return dict(data)
 
 
 def _check_blocks(v):

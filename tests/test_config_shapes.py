@@ -25,6 +25,18 @@ def test_the_longest_sequence_and_the_micro_steps_of_each_phase(tmp_path):
     assert (plain.longest_seq_len, plain.eval_seq_len) == (32, 48)
 
 
+def test_the_default_length_counts_only_where_a_phase_takes_it(tmp_path):
+    train = {"steps": 12, "batch_size": 4}
+    of_phases = config(tmp_path, {"seq_len": 48}, {"seq_len": 96}, train=train)
+    assert of_phases.train.seq_len == of_phases.longest_seq_len == of_phases.eval_seq_len == 96
+    assert build_config(of_phases.to_json()) == of_phases
+    assert config(tmp_path, {"seq_len": 64}, train=train).longest_seq_len == 256
+    assert config(tmp_path, {"seq_len": 64}, {"seq_len": 64}, train=train | {"seq_len": 128}).longest_seq_len == 128
+    with pytest.raises(InputError) as error:  # a length of a phase that is wrong is told as its own
+        config(tmp_path, {"seq_len": 64}, {"seq_len": 0}, train=train)
+    assert error.value.problems == ("config: phases[1].seq_len: got 0, expected 2 to 16777216",)
+
+
 @pytest.mark.parametrize(
     "a, b, sections, told",
     [
