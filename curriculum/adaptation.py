@@ -5,7 +5,6 @@ Nothing here imports jax: a plan needs it too.
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from curriculum.data.tokenizers.hf_files import DEFINITION_NAME
-from curriculum.errors import InputError
+from curriculum.errors import InputError, no_such_path
 from curriculum.model.formats.hf import checked_tensors
 from curriculum.model.formats.hf_config import HF_CONFIG, hf_model_type, read_hf_config
 from curriculum.model.formats.hf_weights import INDEX, stored_tensors
@@ -137,10 +136,7 @@ def _find_base(init_from: str | os.PathLike, part: str | tuple[str, ...]) -> Bas
             return Base(given, run, int(path.name), undamaged(run.path / path.parent.name / path.name, part=part))
         raise InputError(f"{given!r} is no whole checkpoint; there are: {', '.join(map(str, steps)) or 'none'}")
     if not os.path.exists(path):
-        parent = next(p for p in path.parents if os.path.exists(p))
-        near = difflib.get_close_matches(path.name, os.listdir(parent), 1) if parent == path.parent else []
-        hint = f"; did you mean {str(Path(given).with_name(near[0]))!r}?" if near else ""
-        raise InputError(f"{given!r} does not exist{hint} (paths are relative to the working folder)")
+        raise InputError(f"{given!r} {no_such_path(Path(os.path.expanduser(given)))}")
     if (run := _run_at(path, given)) is not None:
         return Base(given, run, *find_checkpoint(run, part=part))
     if path.name == "gold" and (run := _run_at(path.parent, given)) is not None:

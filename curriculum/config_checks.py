@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import re
@@ -14,6 +13,7 @@ from curriculum.config_keys import no_such
 from curriculum.config_sections import EvalSource
 from curriculum.config_shapes import SHAPE_CHECKS, known_vocab_size, model_of
 from curriculum.data.split import parse_share
+from curriculum.errors import no_such_path
 from curriculum.model.presets import model_problems
 from evalsets.evalset import PRIMARY
 from phases.checks import check_phases
@@ -80,12 +80,7 @@ def _check_readable(path, location):
     try:
         where.stat()
     except (FileNotFoundError, NotADirectoryError):
-        parent = next((p for p in where.parents if p.exists()), Path("."))
-        listable = parent == where.parent and os.access(parent, os.R_OK | os.X_OK)
-        names = [name for name in os.listdir(parent) if name != where.name] if listable else []
-        near = difflib.get_close_matches(where.name, names, 1)
-        hint = f"; did you mean {str(parent / near[0])!r}?" if near else ""
-        yield path, f"{location!r} does not exist{hint} (paths are relative to the working folder)"
+        yield path, f"{location!r} {no_such_path(where)}"
         return
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or error

@@ -1,6 +1,8 @@
 """The one exception that means: what the user gave is wrong."""
 
+import os
 from collections.abc import Collection, Sequence
+from pathlib import Path
 
 
 class InputError(ValueError):
@@ -23,3 +25,15 @@ def check_choice(option: str, name: str, choices: Collection[str]) -> None:
         near = get_close_matches(name, choices, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise InputError(f"{option} {name}: there is no such one; {hint}expected one of: {', '.join(choices)}")
+
+
+def no_such_path(path: Path) -> str:
+    """What to say of a path that is not there: the name beside it that it may have been meant for."""
+    from difflib import get_close_matches
+
+    parent = next((p for p in path.parents if p.exists()), Path("."))
+    listable = parent == path.parent and parent.is_dir() and os.access(parent, os.R_OK | os.X_OK)
+    names = [name for name in os.listdir(parent) if name != path.name] if listable else []
+    near = get_close_matches(path.name, names, 1)
+    hint = f"; did you mean {str(parent / near[0])!r}?" if near else ""
+    return f"does not exist{hint} (paths are relative to the working folder)"

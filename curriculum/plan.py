@@ -8,8 +8,6 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from curriculum.adaptation import base_lineage, resolved_model
 from curriculum.config import Config
 from curriculum.data.corpus import find_sizes
@@ -20,11 +18,11 @@ from curriculum.plan_warnings import few_scored_targets, schedule_warnings, shar
 from curriculum.run import DEFAULT_STORE_DIR
 from curriculum.scheduling import resolve_schedule
 from curriculum.train.optimizer import MOMENTS, OptimConfig
+from phases.caps import first_step
 from phases.schedule import Schedule, Segment
 
 # Arrays like a matrix that the compiler for CPUs holds of each at once while muon makes its update orthogonal.
 MUON_ARRAYS = 6
-_PARTS = 32  # steps that are looked at together where one is searched for; alone each would take as long
 
 
 @dataclass(frozen=True)
@@ -239,15 +237,8 @@ def _first_repeats(schedule: Schedule, phase: str, epochs_of: Mapping[str, int |
                 continue
             within = max(size, segment.cursors[name])
             if at_end[name] > within:
-                found[name] = _first_beyond(segment, name, within)
+                over = first_step(
+                    segment, segment.end, lambda steps, s=segment, n=name, w=within: s.cursors_over(steps)[n] > w
+                )
+                found[name] = over - 1
     return found
-
-
-def _first_beyond(segment: Segment, name: str, within: int) -> int:
-    """The first update of a segment after which more of a source was read than `within` tokens."""
-    low, high = segment.start, segment.end
-    while high - low > 1:
-        steps = low + (high - low) * np.arange(_PARTS + 1) // _PARTS  # from low to high
-        first = int((segment.cursors_over(steps)[name] > within).argmax())
-        low, high = int(steps[first - 1]), int(steps[first])
-    return high - 1

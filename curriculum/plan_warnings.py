@@ -10,7 +10,7 @@ from curriculum.config import Config
 from curriculum.model.presets import own_rope_theta
 from curriculum.scheduling import mean_steps
 from phases.rates import rate_spans
-from phases.schedule import Schedule
+from phases.schedule import Schedule, SourceSupply
 
 # Muennighoff et al. 2023, arXiv:2305.16264: repeating a source up to 4 times is worth nearly as much as fresh data.
 MAX_EPOCHS_WORTH_FRESH = 4
@@ -22,8 +22,9 @@ def schedule_warnings(config: Config, schedule: Schedule, epochs_of: Mapping[str
     warnings, cursors = [], schedule.cursors_at(schedule.total_steps)
     for name, size in epochs_of.items():
         source = config.sources.get(name)
-        repeats = source is not None and source.on_exhaust == "repeat" and source.max_epochs is not None
-        if repeats and size is not None and cursors[name] > source.max_epochs * size:
+        repeats = source is not None and source.on_exhaust == "repeat"
+        cap = SourceSupply(size, source.max_epochs).cap_tokens if repeats else None  # where it would end otherwise
+        if cap is not None and cursors[name] > cap:
             most = f"its max_epochs is {source.max_epochs:g}"
             warnings.append(f"{name} is read {cursors[name] / size:.3g} times, and {most}: it repeats")
         if size is not None and cursors[name] > MAX_EPOCHS_WORTH_FRESH * size:

@@ -37,7 +37,7 @@ def phase_segments(
         step, name = _first_exhausted(segment, supplies) or (segment.end, None)
         if goal:
             at = segment.cursors_over
-            end = _first_step(segment, step, lambda steps, at=at: at(steps)[goal.source] >= goal.tokens)
+            end = first_step(segment, step, lambda steps, at=at: at(steps)[goal.source] >= goal.tokens)
             if end is not None:
                 return [*segments, replace(segment, end=end)], False
             if name is None:
@@ -76,12 +76,12 @@ def _first_exhausted(segment: Segment, supplies: Mapping[str, SourceSupply]) -> 
         cursors = segment.cursors_over(steps)
         return np.array([cursors[name] > limits[name] for name in sorted(limits)])
 
-    if not limits or (over := _first_step(segment, segment.end, lambda steps: exceeded(steps).any(axis=0))) is None:
+    if not limits or (over := first_step(segment, segment.end, lambda steps: exceeded(steps).any(axis=0))) is None:
         return None
     return over - 1, sorted(limits)[int(exceeded([over])[:, 0].argmax())]
 
 
-def _first_step(segment: Segment, end: int, reached: Callable[[np.ndarray], np.ndarray]) -> int | None:
+def first_step(segment: Segment, end: int, reached: Callable[[np.ndarray], np.ndarray]) -> int | None:
     """The first step in (start, end] at which a condition that stays true once it is true holds; not yet at `start`."""
     low, high = segment.start, end
     if low == high or not reached(np.array([high]))[0]:

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from phases.schedule import Schedule, Segment, SourceSupply, cut, joined
+from phases.schedule import NOT_DATA, Schedule, Segment, SourceSupply, cut, joined
 
 
 class RollbackRefused(ValueError):
@@ -55,16 +55,16 @@ def pass_over(schedule: Schedule, supplies: Mapping[str, SourceSupply], step: in
 
 def _same_order(before: Segment, after: Segment) -> bool:
     """Whether two segments read the same order of data, whatever is passed over between them."""
-    anywhere = {"start": 0, "end": 0, "first_sequence": 0, "lr": (), "lr_scale": 1.0, "rope_theta": None}
+    anywhere = {"start": 0, "end": 0, "first_sequence": 0, **NOT_DATA}
     return replace(before, **anywhere) == replace(after, **anywhere)
 
 
 def _rated(segments: tuple[Segment, ...], moved: Segment) -> list[Segment]:
-    """A segment in pieces that each have the learning rate and the rope theta of the one that owns its steps."""
+    """A segment in pieces that each have what is not data of the one that owns their steps: rates, rope theta."""
     out: list[Segment] = []
     for owner in (s for s in segments if s.start < moved.end and moved.start < s.end):
         start, end = max(owner.start, moved.start), min(owner.end, moved.end)
-        own = {"lr": owner.lr, "lr_scale": owner.lr_scale, "rope_theta": owner.rope_theta}
+        own = {key: getattr(owner, key) for key in NOT_DATA}
         piece = replace(moved.continued(start), end=end, **own)
         if out and all(getattr(out[-1], key) == setting for key, setting in own.items()):
             out[-1] = replace(out[-1], end=end)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -89,6 +89,11 @@ class Ramp:
         if self.mass_ratio == 1.0:
             return moved
         return moved * self.mass_ratio / (1 - moved + moved * self.mass_ratio)
+
+
+# What a segment's data do not depend on, as it is where only they matter. Every other field of a segment is compared
+# where it is asked whether an order of data goes on: one that is missing here begins it anew when it is edited.
+NOT_DATA: dict[str, Any] = {"lr": (), "lr_scale": 1.0, "rope_theta": None}
 
 
 @dataclass(frozen=True)
@@ -297,11 +302,11 @@ def cut(segments: Sequence[Segment], step: int) -> tuple[Segment, ...]:
 def joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
     """The same data in as few segments as possible: one that only continues the order before it is merged into it.
 
-    The result holds only what the data depend on: no rates, no rope theta.
+    The result holds only what the data depend on (NOT_DATA).
     """
     out: list[Segment] = []
     for segment in segments:
-        segment = replace(segment, lr=(), lr_scale=1.0, rope_theta=None)
+        segment = replace(segment, **NOT_DATA)
         if out and replace(out[-1].continued(segment.start), end=segment.end) == segment:
             out[-1] = replace(out[-1], end=segment.end)
         else:

@@ -282,6 +282,7 @@ VALUES = [
         ("phases[1].name=a", "phases[1].name", "is already the name of phases[0]"),
         ("phases[1].name=a/b", "phases[1].name", "expected letters, digits"),
         ("phases[1].name=''", "phases[1].name", "expected letters, digits"),
+        ("phases[1].name=" + "x" * 101, "phases[1].name", "at most 100"),
         ("phases[0].mixture={}", "phases[0].mixture", "expected"),
         ("phases[0].mixture={web: 0}", "phases[0].mixture", "expected"),
         ("phases[0].mixture={web: -1}", "phases[0].mixture.web", "expected"),

@@ -1,5 +1,6 @@
 """Clocks, ramps, caps and segments."""
 
+import dataclasses
 import json
 from collections import Counter
 from dataclasses import replace
@@ -13,7 +14,7 @@ from phases.clocks import resolve_steps
 from phases.lr import LrProgram, LrSchedule
 from phases.mixture import _tree
 from phases.resolve import resolve
-from phases.schedule import Phase, Ramp, SourceSupply, cut, segments_from_json, segments_to_json
+from phases.schedule import NOT_DATA, Phase, Ramp, Segment, SourceSupply, cut, segments_from_json, segments_to_json
 
 CONSTANT = LrSchedule(lr=1e-3, schedule="constant")
 SUPPLIES = {"web": SourceSupply(8000), "law": SourceSupply(800)}
@@ -704,3 +705,11 @@ def test_shares_that_come_again_need_no_new_tree():
     schedule = resolved(*phases, supplies=supplies)
     assert resolved(*phases, supplies=supplies) == schedule
     assert _tree.cache_info().misses == before + 10
+
+
+def test_of_each_field_of_a_segment_it_is_said_whether_data_depend_on_it():
+    """A field that is new belongs here or into NOT_DATA: else an edit of it would begin the order of the data anew."""
+    places = {"start", "end", "phase", "cursors", "first_sequence"}
+    data = {"mixture", "ramp", "batch_size", "seq_len"}
+    assert {field.name for field in dataclasses.fields(Segment)} == places | data | NOT_DATA.keys()
+    assert not (places | data) & NOT_DATA.keys()

@@ -133,7 +133,7 @@ def _shape_changed(
 
     Where neither has one of its own, it is train's that changed.
     """
-    for key in ("batch_size", "seq_len", "rope_theta"):
+    for key in SHAPE:
         before, after = (p[key] if p[key] is not None else train.get(key) for p, train in ((old, was), (new, now)))
         if before != after and (old[key], new[key]) != (None, None):
             yield key
