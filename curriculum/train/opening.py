@@ -31,6 +31,7 @@ from curriculum.train.checkpoints.resumed import Resumed, to_resume
 from curriculum.train.history import History
 from curriculum.train.processes.together import check_in_each, count, from_first, is_first
 from curriculum.train.processes.unwritten import Unwritten
+from curriculum.train.results import Results
 from curriculum.train.setup import Setup
 from curriculum.train.step import TrainState
 
@@ -180,9 +181,14 @@ def check_shared(lock: RunLock) -> None:
     check_in_each(unseen)
 
 
-def directory_as_of(setup: Setup, directory: RunDirectory, last: int) -> None:
-    """Move away the results of evals after step `last`; write the config, model and tokenizer that go on from there."""
+def directory_as_of(setup: Setup, directory: RunDirectory, last: int, history: History) -> None:
+    """Move away what was measured after the checkpoint of step `last`, whose `history` it is; write the config, model
+    and tokenizer that go on from there.
+
+    At `last` itself a set may have been measured after it: one that the run was given when it was taken up there.
+    """
     directory.set_aside_evals_after(last)
+    Results(directory).keep_only(last, history.watch.measured_at(last))
     set_aside_means_after(directory.averages, last, directory.superseded / "averages")
     directory.create(setup.config, fields.derived(setup), plain(dict(setup.model.architecture)))
     write_tokenizer(directory, setup.corpus.tokenizer)

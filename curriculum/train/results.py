@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,17 @@ class Results:
         found = from_first(lambda: {name: result._asdict() for name, result in self._found(step).items()})
         return {name: WindowResults(**arrays) for name, arrays in found.items()}
 
+    def keep_only(self, step: int, names: Collection[str]) -> None:
+        """Of the eval at a step keep these sets alone; where it has others, it is kept whole in `superseded/`."""
+        path = self._directory.results(step)
+        if not self._on_disk(step).keys() - names:
+            return
+        kept = {key: array for key, array in read_arrays(path).items() if _set_of(key) in names}
+        target = self._directory.superseded / "evals" / path.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+        _replace(path, kept)
+
     def _found(self, step: int) -> Mapping[str, WindowResults]:
         if step == self._newest[0]:
             return self._newest[1]
@@ -95,6 +107,11 @@ def write_results(
         for name, result in named.items()
         for column, array in result._asdict().items()
     }
+    _replace(path, arrays)
+
+
+def _replace(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write a file at once. Raises OSError, the file as it was."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as file:
@@ -105,6 +122,11 @@ def write_results(
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _set_of(key: str) -> str:
+    """The set whose array, also one of an average of the parameters, has this name in a file."""
+    return key.rpartition(".")[0].partition("@")[0]
 
 
 def read_results(path: Path) -> dict[str, WindowResults]:

@@ -126,7 +126,7 @@ def _run(
                     # Before the record is cut: otherwise a kill would leave checkpoints newer than it.
                     checkpoints.set_aside_after(last)
                     best = BestCheckpoints(directory, step, bad)
-                    from_first(partial(opening.directory_as_of, setup, directory, last))
+                    from_first(partial(opening.directory_as_of, setup, directory, last, history))
                     record = opening.record_as_of(setup, directory, resumed, record)
                 with best, leaving_on_error():
                     run = Running(setup, directory, record, checkpoints, best, state, history)

@@ -100,6 +100,10 @@ class Watch:
         """Nats of every window at each baseline, [B, N] by set; float32, as the device summed them, loses nothing."""
         return {name: watched.baseline_nats_BN.astype(np.float32) for name, watched in self.sets.items()}
 
+    def measured_at(self, step: int) -> set[str]:
+        """The sets whose last eval was at this step."""
+        return {name for name, watched in self.sets.items() if watched.history_steps_H[-1] == step}
+
     def with_eval(self, setup: Setup, step: int, results: Mapping[str, WindowResults]) -> tuple[Watch, Evaluated]:
         """After an eval of some sets, and what it found."""
         measured, comparisons = self._compared(setup, step, results)

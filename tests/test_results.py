@@ -1,0 +1,85 @@
+"""The results of evals, where a run is taken up at a step and given another set there."""
+
+import json
+
+import numpy as np
+import pytest
+from tiny_run import tiny_train, write_corpus
+
+from curriculum.branch import branch
+from curriculum.run import load_run
+from curriculum.train import trainer
+
+OPTIM = {"lr": 3e-3, "schedule": "constant", "warmup_steps": 2}  # as it is whatever train.steps is
+
+
+def evalsets(**more):
+    return {"every": 3, "primary": {"held_out_of": "web"}, "sets": {"law": {"held_out_of": "law"}, **more}}
+
+
+def measured(run_dir, step):
+    with np.load(run_dir / f"evals/{step}.npz") as file:
+        return {key.rpartition(".")[0] for key in file.files}
+
+
+def killed_before_its_first_checkpoint(place, run_dir, resume, **sections):
+    class Killed(Exception):
+        pass
+
+    def die(*_):
+        raise Killed
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(trainer, "_loop", die)
+        tiny_train(place, run_dir, resume, **sections)
+
+
+def test_a_set_measured_after_the_last_checkpoint_is_measured_again_after_a_kill(tmp_path):
+    run_dir = tmp_path / "run"
+    write_corpus(tmp_path)
+    tiny_train(tmp_path, run_dir, optim=OPTIM)
+    longer = {
+        "phases": [
+            {"name": "a", "until": 6, "mixture": {"web": 1.0}},
+            {"name": "b", "until": 12, "mixture": {"law": 1.0}},
+            {"name": "c", "until": "end", "mixture": {"web": 1.0}},
+        ],
+        "train": {"steps": 14, "batch_size": 4, "seq_len": 32},
+        "evalsets": evalsets(extra={"held_out_of": "law", "max_sequences": 5}),
+        "optim": OPTIM,
+    }
+    killed_before_its_first_checkpoint(tmp_path, run_dir, "latest", **longer)
+    before = np.load(run_dir / "evals/12.npz")
+    assert measured(run_dir, 12) == {"primary", "law", "extra"}
+
+    tiny_train(tmp_path, run_dir, "latest", **longer)
+    events = load_run(run_dir).events
+    assert [e["step"] for e in events if e["event"] == "eval" and "eval_extra" in e] == [12, 14]
+    assert [(e["step"], e["new_phase"]) for e in events if e["event"] == "phase_switch"] == [(6, "b"), (12, "c")]
+    with np.load(run_dir / "evals/12.npz") as now, np.load(run_dir / "superseded/evals/12.npz") as superseded:
+        for file in (now, superseded):
+            assert file.files and set(file.files) == set(before.files)
+            assert all(np.array_equal(file[name], before[name]) for name in before.files)
+
+
+def test_a_set_that_came_and_went_leaves_nothing_at_the_step_that_is_taken_up_again(tmp_path):
+    run_dir, keep = tmp_path / "run", {"every": 2, "keep": 50}
+
+    def x(words):
+        path = tmp_path / "x.jsonl"
+        path.write_text("".join(json.dumps({"text": f"{words} {i} " * 9}) + "\n" for i in range(20)))
+        return evalsets(x={"path": str(path)})
+
+    write_corpus(tmp_path)
+    tiny_train(tmp_path, run_dir, optim=OPTIM, checkpoint=keep)
+    killed_before_its_first_checkpoint(tmp_path, run_dir, 6, optim=OPTIM, checkpoint=keep, evalsets=x("first text"))
+    assert measured(run_dir, 6) == {"primary", "law", "x"}
+    # Where a branch begins, and a phase with it, which is compared with what was measured there.
+    branch(run_dir, 6, tmp_path / "branch", overrides=["phases[1].name=other"], store_dir=tmp_path / "store")
+    assert measured(tmp_path / "branch", 6) == {"primary", "law", "x"}
+
+    tiny_train(tmp_path, run_dir, 6, optim=OPTIM, checkpoint=keep)
+    assert measured(run_dir, 6) == {"primary", "law"}
+    other = tiny_train(tmp_path, run_dir, 8, optim=OPTIM, checkpoint=keep, evalsets=x("zzqqx jvkw"))
+    start, loss = (other["transfer"]["sets"]["x"][key] for key in ("start", "loss"))
+    assert loss[0] is None and loss[1] < start  # at the end of the first phase there was no such set
