@@ -20,6 +20,8 @@ class EvalSet:
     num_tokens_N: int32, scored targets of each window, 1..T.
     num_bytes_N: int64, UTF-8 bytes of those targets; over a document scored throughout they sum to its bytes.
     document_N: int32, the document of each window, 0..D-1, non-decreasing.
+    origin_N: int64, what an error may take as independent: as `document_N`, but ~n (below 0) where a window repeats
+      window n, being the same one of a copy. A copy of a document has the same tokens, the same of them scored.
     content_hash: hexadecimal, of the documents' tokens in order, T, the id that opens documents and, unless all tokens
       are scored, of which are. Two sets may be compared window by window exactly when their hashes are equal; their
       names take no part.
@@ -31,6 +33,7 @@ class EvalSet:
     num_tokens_N: np.ndarray
     num_bytes_N: np.ndarray
     document_N: np.ndarray
+    origin_N: np.ndarray
     content_hash: str
 
     @property
@@ -44,6 +47,11 @@ class EvalSet:
     @property
     def num_documents(self) -> int:
         return int(self.document_N[-1]) + 1
+
+    @property
+    def num_distinct_documents(self) -> int:
+        """Documents that are no copy of an earlier one."""
+        return len(np.unique(self.document_N[self.origin_N >= 0]))
 
     @property
     def num_tokens(self) -> int:
@@ -144,6 +152,7 @@ def cut_windows(
         scored_NT[scored_NT] = scored_targets
         kept_N = scored_NT.any(axis=1)
         tokens_NT1, scored_NT, document_N = tokens_NT1[kept_N], scored_NT[kept_N], document_N[kept_N]
+    origin_N = _origins(document_N, _first_alike(documents, scored, chosen_D))
     num_tokens_N = scored_NT.sum(axis=1, dtype=np.int32)
     num_bytes_N = _window_bytes(np.asarray(token_bytes_V), tokens_NT1[:, 1:], scored_NT)
     if document_bytes is not None:
@@ -155,9 +164,9 @@ def cut_windows(
     if not scored_targets.all():
         content.update(np.packbits(scored_targets))
 
-    for array in (tokens_NT1, scored_NT, num_tokens_N, num_bytes_N, document_N):
+    for array in (tokens_NT1, scored_NT, num_tokens_N, num_bytes_N, document_N, origin_N):
         array.flags.writeable = False
-    return EvalSet(name, tokens_NT1, scored_NT, num_tokens_N, num_bytes_N, document_N, content.hexdigest())
+    return EvalSet(name, tokens_NT1, scored_NT, num_tokens_N, num_bytes_N, document_N, origin_N, content.hexdigest())
 
 
 def num_scored_windows(scored_t: np.ndarray, seq_len: int) -> int:
@@ -251,6 +260,21 @@ def _shared_bytes(num_bytes_N: np.ndarray, document_N: np.ndarray, document_byte
     return upto_N - before_N
 
 
+def _first_alike(documents: Sequence[np.ndarray], scored: Sequence[np.ndarray], chosen_D: np.ndarray) -> np.ndarray:
+    """The first of the chosen documents that each of them is a copy of, [D], itself where it is of none."""
+    first: dict[bytes, int] = {}
+    contents = (_hash_document(documents[i]) + _hash_document(scored[i]) for i in chosen_D)
+    return np.array([first.setdefault(content, d) for d, content in enumerate(contents)], np.int64)
+
+
+def _origins(document_N: np.ndarray, first_D: np.ndarray) -> np.ndarray:
+    """`EvalSet.origin_N`; copies have windows that are the same, in the same order."""
+    start_D = np.searchsorted(document_N, np.arange(len(first_D)))
+    repeated_N = np.arange(len(document_N)) + (start_D[first_D] - start_D)[document_N]
+    is_copy_N = first_D[document_N] != document_N
+    return np.where(is_copy_N, ~repeated_N, document_N)
+
+
 def _hash_document(document: np.ndarray) -> bytes:
-    """A hash of the ids alone: the same for every integer type that they are stored in."""
+    """A hash of the values alone: the same for every integer type that they are stored in."""
     return hashlib.blake2b(np.ascontiguousarray(document, "<i8"), digest_size=16).digest()

@@ -21,7 +21,8 @@ class WindowResults(NamedTuple):
     correct_N: int64, targets that were the most probable token.
     tokens_N: int64, targets.
     bytes_N: int64, UTF-8 bytes of the targets.
-    document_N: int64, the document that the window belongs to.
+    document_N: int64, the document that the window belongs to; ~n (below 0) where it repeats window n, being the same
+      one of a copy. Evals from before copies were told have the number of the copy there, as if its text were new.
     """
 
     nats_N: np.ndarray
@@ -42,7 +43,7 @@ class Summary:
       Special tokens have no bytes, yet their nats count. None when the set has no bytes at all.
     accuracy: share of tokens that were the most probable one, 0..1.
     sem: standard error of `loss` in nats per token over the choice of held-out text (not of seeds), clustered
-      by `clusters`. None with one cluster.
+      by `clusters`, for which copies of a document are one. None with one cluster.
     clusters: 'documents', or 'blocks' of neighbouring windows where documents are few.
     A run that diverged has NaN or infinities here, never an error.
     """
@@ -86,18 +87,24 @@ def clusters(document_N: np.ndarray) -> tuple[np.ndarray, str]:
     than 20, hence as long as can be, because neighbouring windows resemble each other and short runs would
     make the error look smaller than it is. Such an error speaks of more text from these few documents.
     With fewer than 20 windows too, documents again: single windows of a document are not independent.
+
+    Copies are left out of all these counts: each of their windows (see `WindowResults`) joins the one that it repeats,
+    since a model gives both the same nats.
     """
-    _, document_N = np.unique(document_N, return_inverse=True)
-    num_windows = len(document_N)
-    num_documents = int(document_N.max(initial=-1)) + 1
+    is_copy_N = document_N < 0
+    _, cluster_W = np.unique(document_N[~is_copy_N], return_inverse=True)  # of the W windows that repeat none
+    num_windows, num_documents, kind = len(cluster_W), int(cluster_W.max(initial=-1)) + 1, "documents"
     num = count_clusters(num_documents, num_windows)
     if num > num_documents:
-        return np.arange(num_windows) * num // num_windows, "blocks"
-    return document_N, "documents"
+        cluster_W, kind = np.arange(num_windows) * num // num_windows, "blocks"
+    cluster_N = np.empty(len(document_N), np.int64)
+    cluster_N[~is_copy_N] = cluster_W
+    cluster_N[is_copy_N] = cluster_N[~document_N[is_copy_N]]
+    return cluster_N, kind
 
 
 def count_clusters(num_documents: int, num_windows: int) -> int:
-    """How many groups `clusters` makes of a set of so many windows, each document having one at least."""
+    """How many groups `clusters` makes of a set without copies, each document having a window at least."""
     return MIN_CLUSTERS if num_documents < MIN_CLUSTERS <= num_windows else num_documents
 
 

@@ -122,7 +122,7 @@ class Suite:
                 correct_N=correct_N.astype(np.int64),
                 tokens_N=evalset.num_tokens_N.astype(np.int64),
                 bytes_N=evalset.num_bytes_N.astype(np.int64),
-                document_N=evalset.document_N.astype(np.int64),
+                document_N=evalset.origin_N.astype(np.int64),
             )
         return results
 

@@ -95,6 +95,21 @@ def test_windows_of_answers_by_hand():
     )
 
 
+def test_copies_repeat_the_windows_of_the_first_of_them():
+    evalset = cut([[5, 6, 7, 8], [1], [5, 6, 7, 8], [], [1, 1], [5, 6, 7, 8], [1]])
+    assert evalset.document_N.tolist() == [0, 0, 1, 2, 2, 3, 4, 4, 5]
+    assert evalset.origin_N.tolist() == [0, 0, 1, ~0, ~1, 3, ~0, ~1, ~2]
+    assert (evalset.num_documents, evalset.num_distinct_documents) == (6, 3)
+    assert evalset.origin_N.dtype == np.int64 and not evalset.origin_N.flags.writeable
+    # Of conversations the answers make a copy too; windows without one are left out before.
+    scored = [np.array(s, np.uint8) for s in ([0, 0, 0, 1], [0, 0, 0, 1], [1, 0, 0, 1])]
+    evalset = cut([[5, 6, 7, 8]] * 3, scored=scored)
+    assert evalset.origin_N.tolist() == [0, ~0, 2, 2]
+    # Of a cut set, the chosen ones are numbered.
+    evalset = cut([[1], [2], [2]], document_hashes=[b"b", b"a", b"a"], max_sequences=2)
+    assert evalset.origin_N.tolist() == [0, ~0]
+
+
 def test_the_mask_of_text_is_all_but_padding():
     evalset = cut([[5, 6, 7, 8], [1]])
     assert evalset.scored_NT.tolist() == [[True] * 3, [True, False, False], [True, False, False]]

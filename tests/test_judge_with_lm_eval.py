@@ -40,7 +40,7 @@ class Ours:
     }
 
     class law:
-        seq_len, num_documents = 4, 4
+        seq_len, num_documents, document_N = 4, 4, np.array([0, 1, 1, 2, 2])
 
     evalsets = {"law": law}
 

@@ -95,6 +95,33 @@ def test_blocks_by_hand():
     assert summary.sem == pytest.approx(math.sqrt(1 / 19), rel=1e-15)
 
 
+def test_copies_of_a_document_are_one_cluster():
+    # Documents of 2, 1 and 1 windows; the first stands three times and the last twice.
+    document = [0, 0, 1, ~0, ~1, 2, ~0, ~1, ~5]
+    cluster_N, kind = clusters(np.array(document))
+    assert kind == "documents" and cluster_N.tolist() == [0, 0, 1, 0, 0, 2, 0, 0, 2]
+    # Loss 32 / 16 = 2. u = 3 * (3 - 2*2 + 5 - 2*2) = 0, 1 - 2*2 = -3, 2 * (3.5 - 2*1) = 3.
+    nats, tokens = [3, 5, 1, 3, 5, 3.5, 3, 5, 3.5], [2, 2, 2, 2, 2, 1, 2, 2, 1]
+    summary = summarise(results(nats, tokens, document))
+    assert (summary.loss, summary.clusters) == (2.0, "documents")
+    assert summary.sem == pytest.approx(math.sqrt(3 / 2 * (9 + 9)) / 16, rel=1e-15)
+    assert summarise(results([1.0, 1.0], [1, 1], [0, ~0])).sem is None
+
+
+def test_blocks_are_of_distinct_windows_and_hold_their_copies():
+    document = np.repeat([0, 1], [30, 20])
+    first_N, kind = clusters(document)
+    assert kind == "blocks" and np.bincount(first_N).tolist() == [3, 2] * 10
+    # The second document again, before and after the first: as many blocks, of the same windows.
+    copied = np.concatenate([np.full(20, 1), np.full(30, 0), ~np.arange(20)])
+    cluster_N, kind = clusters(copied)
+    assert kind == "blocks" and cluster_N[:50].tolist() == first_N.tolist()
+    assert cluster_N[50:].tolist() == first_N[:20].tolist()
+    # 30 windows of which 10 are distinct are too few for blocks.
+    cluster_N, kind = clusters(np.concatenate([np.repeat([0, 1], 5), np.tile(~np.arange(10), 2)]))
+    assert kind == "documents" and cluster_N.tolist() == ([0] * 5 + [1] * 5) * 3
+
+
 def test_one_cluster_has_no_standard_error():
     summary = summarise(results([1.0, 3.0], [1, 1], [0, 0]))
     assert (summary.sem, summary.clusters, summary.loss) == (None, "documents", 2.0)

@@ -316,6 +316,27 @@ def test_few_documents_are_judged_by_blocks():
     assert paired_difference(now_N, before_N, tokens_N, document_N) == pytest.approx((delta, item, 20, "blocks"))
 
 
+def test_a_set_that_stands_twice_shows_what_it_shows_once():
+    # Sums of 1,024ths and their doubles are exact, so that all is equal to the bit.
+    rng = np.random.default_rng(5)
+    tokens_N, document_N = np.full(30, 8), np.arange(30)
+    evals = [rng.integers(15 * 1024, 25 * 1024, 30) / 1024 for _ in range(3)]
+    twice = [np.tile(nats_N, 2) for nats_N in evals]
+    tokens_M, document_M = np.tile(tokens_N, 2), np.concatenate([document_N, ~document_N])
+    settings = {"tolerance": 0.01, "level": LEVEL}
+    once, copied = begin(0, 0, evals[0], tokens_N), begin(0, 0, twice[0], tokens_M)
+    for step in (1, 2):
+        once, expected = observe(once, step, 0, evals[step], tokens_N, document_N, **settings)
+        copied, seen = observe(copied, step, 0, twice[step], tokens_M, document_M, **settings)
+        assert (seen.num_clusters, seen.clusters) == (30, "documents") and np.isfinite(seen.sem_B).all()
+        for field, value in expected._asdict().items():
+            assert np.array_equal(getattr(seen, field), value, equal_nan=isinstance(value, np.ndarray)), field
+    expected = transfer(once, evals[1:], tokens_N, document_N)
+    assert transfer(copied, twice[1:], tokens_M, document_M) == expected and expected.gain.high > expected.gain.low
+    expected = paired_difference(evals[1], evals[0], tokens_N, document_N)
+    assert paired_difference(twice[1], twice[0], tokens_M, document_M) == expected
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_an_eval_that_is_not_finite(loss):

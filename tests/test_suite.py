@@ -284,6 +284,20 @@ def test_one_text_under_two_names_is_measured_once():
     assert len(calls) == -(-a.num_windows // 8)
 
 
+def test_the_results_tell_the_copies_of_a_document():
+    documents = tiny_documents(seed=3, num_documents=25)
+    evalset = cut_windows("a", [*documents, *documents[:4] * 5], TOKEN_BYTES_V, EOT, SEQ_LEN)
+    once = cut_windows("b", documents, TOKEN_BYTES_V, EOT, SEQ_LEN)
+    results = Suite([evalset, once], tiny_nats_per_token).run(tiny_params())
+    assert results["b"].document_N.tolist() == once.document_N.tolist()
+    document_N, repeated_N = results["a"].document_N, ~results["a"].document_N[once.num_windows :]
+    assert document_N[: once.num_windows].tolist() == once.document_N.tolist()
+    assert repeated_N.tolist() == np.tile(np.flatnonzero(once.document_N < 4), 5).tolist()
+    for field in ("nats_N", "tokens_N", "bytes_N"):
+        of_windows = getattr(results["a"], field)
+        assert np.allclose(of_windows[once.num_windows :], of_windows[repeated_N], rtol=1e-6)
+
+
 def test_padding_never_matters():
     evalset = tiny_evalset("set", seed=5, num_documents=20)
     padding_NT = np.arange(SEQ_LEN) >= evalset.num_tokens_N[:, None]

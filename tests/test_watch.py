@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from tiny_run import tiny_train, write_corpus
 
 from curriculum.run import load_run
-from curriculum.train.watch import Watch, num_evals, transfer_matrix
+from curriculum.train.watch import Watch, evalset_warnings, num_evals, transfer_matrix
+from evalsets.evalset import cut_windows
 from evalsets.metrics import WindowResults
 from evalsets.regressions import begin, observe
 
@@ -48,6 +49,23 @@ def test_a_set_without_a_standard_error_has_no_intervals():
     assert known == {"value": 0.5, "interval": None, "best_phase": "start"}
     best_last = transfer_matrix([("a", 0, 1)], Watch({"primary": watched}), {1: {"primary": results(1)}})
     assert best_last["sets"]["val"]["forgetting"] == {"value": 0.0, "interval": [0.0, 0.0], "best_phase": "a"}
+
+
+def test_a_set_of_copies_and_one_of_a_single_document_are_told():
+    def warned(texts, name="primary"):
+        documents = [np.frombuffer(text.encode(), np.uint8) for text in texts]
+        return list(evalset_warnings([cut_windows(name, documents, np.ones(128, np.int64), 0, 4)]))
+
+    no_error = "no standard error, and no verdict on whether it got worse; give it more documents"
+    one = f"eval set law is one document of 2 windows: {no_error}"
+    copies = "copies count as one document in its standard errors and verdicts; remove the copies from its text"
+    assert warned(["one", "other"]) == warned(["one", "other", "last", "one", "other"]) == []
+    assert warned(["one", "other"] * 2) == [f"eval set val has 4 documents, of which 2 are distinct: {copies}"]
+    assert warned(["a text"], "law") == [one]
+    assert warned(["a text"] * 1200, "law") == [
+        f"eval set law has 1,200 documents, of which 1 is distinct: {copies}",
+        one,
+    ]
 
 
 def test_a_set_too_small_for_its_tolerance_is_told_once_in_the_life_of_a_run(tmp_path):

@@ -155,7 +155,7 @@ def compared(ours, name: str, documents: dict[int, str], their_nats: dict[int, f
     results, seq_len = ours.results[name], ours.evalsets[name].seq_len
     rows = []  # tokens, bytes, our nats, their nats
     for document in documents:
-        of = results.document_N == document
+        of = ours.evalsets[name].document_N == document
         sums = (array[of].sum() for array in (results.tokens_N, results.bytes_N, results.nats_N))
         rows.append((*sums, their_nats[document]))
     tokens_D, bytes_D, ours_D, theirs_D = np.array(rows, np.float64).reshape(-1, 4).T

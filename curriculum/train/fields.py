@@ -23,9 +23,9 @@ from curriculum.train.history import History
 from curriculum.train.mesh import describe_devices
 from curriculum.train.setup import Setup
 from curriculum.train.step import TrainState, read_window
-from curriculum.train.watch import Evaluated, no_verdicts
+from curriculum.train.watch import Evaluated, evalset_warnings
 from evalsets.evalset import PRIMARY
-from evalsets.metrics import Summary, WindowResults, summarise
+from evalsets.metrics import Summary, WindowResults, clusters, summarise
 from phases.rates import rate_spans
 from phases.schedule import Schedule
 
@@ -45,7 +45,7 @@ def training_start(setup: Setup) -> dict[str, Any]:
             *setup.corpus.warnings,
             *schedule_warnings(setup.config, schedule, setup.corpus.tokens_per_epoch),
             *few_scored_targets(schedule, setup.corpus.details),
-            *no_verdicts(setup.corpus.evalsets.values()),
+            *evalset_warnings(setup.corpus.evalsets.values()),
         ],
     }
 
@@ -95,6 +95,7 @@ def _evalsets(setup: Setup) -> dict[str, Any]:
     return {
         name: {
             "documents": e.num_documents,
+            "clusters": len(np.unique(clusters(e.origin_N)[0])),  # that its standard error counts as independent
             "windows": e.num_windows,
             "tokens": e.num_tokens,
             "bytes": e.num_bytes,

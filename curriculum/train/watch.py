@@ -110,7 +110,7 @@ class Watch:
         standing, recovered, worse = self._verdicts(setup, step, comparisons)
         notes, told = measured._notes(setup, step, comparisons)
         if step:  # those of the first eval stand in `training_start`
-            notes += no_verdicts(setup.corpus.evalsets[name] for name in results if name not in self.sets)
+            notes += evalset_warnings(setup.corpus.evalsets[name] for name in results if name not in self.sets)
         evaluated = Evaluated(
             summaries={name: summarise(result) for name, result in results.items()},
             comparisons=comparisons,
@@ -285,12 +285,19 @@ def _interval(change: Change) -> list[float] | None:
     return [change.low, change.high] if math.isfinite(change.high - change.low) else None
 
 
-def no_verdicts(evalsets: Iterable[EvalSet]) -> Iterator[str]:
-    """A warning on each set of which nothing can be told, whatever it measures."""
+def evalset_warnings(evalsets: Iterable[EvalSet]) -> Iterator[str]:
+    """What is to be said of sets that tell less than their size promises, or nothing at all, whatever they measure."""
     for evalset in evalsets:
-        if len(np.unique(clusters(evalset.document_N)[0])) < 2:
+        name, distinct = record_name(evalset.name), evalset.num_distinct_documents
+        if 2 * distinct <= evalset.num_documents:
             yield (
-                f"eval set {record_name(evalset.name)} is one document of {evalset.num_windows} windows: no standard "
+                f"eval set {name} has {evalset.num_documents:,} documents, of which {distinct:,} "
+                f"{'is' if distinct == 1 else 'are'} distinct: copies count as one document in its standard errors and "
+                "verdicts; remove the copies from its text"
+            )
+        if len(np.unique(clusters(evalset.origin_N)[0])) < 2:
+            yield (
+                f"eval set {name} is one document of {np.count_nonzero(evalset.origin_N >= 0)} windows: no standard "
                 "error, and no verdict on whether it got worse; give it more documents"
             )
 
