@@ -10,6 +10,7 @@ from curriculum.train.watch import Watch, evalset_warnings, num_evals, transfer_
 from evalsets.evalset import cut_windows
 from evalsets.metrics import WindowResults
 from evalsets.regressions import begin, observe
+from evalsets.suite import Suite
 
 
 @given(st.sets(st.integers(1, 60), min_size=1, max_size=5), st.integers(1, 70), st.data())
@@ -65,6 +66,44 @@ def test_a_set_of_copies_and_one_of_a_single_document_are_told():
     assert warned(["a text"] * 1200, "law") == [
         f"eval set law has 1,200 documents, of which 1 is distinct: {copies}",
         one,
+    ]
+
+
+def test_a_set_that_was_gone_at_the_switch_is_compared_with_its_own_first_eval_in_the_phase(tmp_path, monkeypatch):
+    measured, worse = Suite.run, set()
+
+    def run(self, params, names=None):
+        results = measured(self, params, names)
+        if "law" in results and next(steps) in worse:
+            results["law"] = results["law"]._replace(nats_N=3 * results["law"].nats_N)
+        return results
+
+    sections = {
+        "phases": [
+            {"name": "a", "until": 4, "mixture": {"web": 1.0}},
+            {"name": "b", "until": "end", "mixture": {"law": 1.0}},
+        ],
+        "train": {"steps": 8, "batch_size": 4, "seq_len": 32},
+        "checkpoint": {"every": 2, "keep": 50},
+    }
+    evalsets = {"every": 1, "primary": {"held_out_of": "web"}, "sets": {"law": {"held_out_of": "law"}}}
+    without = {**evalsets, "sets": {}}
+    monkeypatch.setattr(Suite, "run", run)
+    write_corpus(tmp_path)
+    steps, worse = iter(range(9)), {2, 3, 4, 5, 6, 7, 8}
+    tiny_train(tmp_path, tmp_path / "run", **sections, evalsets=evalsets)
+    tiny_train(tmp_path, tmp_path / "run", 2, **sections, evalsets=without)
+    steps, worse = iter([7, 8]), {8}
+    tiny_train(tmp_path, tmp_path / "run", 6, **sections, evalsets=evalsets)
+    told = [
+        (e["event"], e["step"], [(o["baseline"], o["baseline_step"]) for o in e["offenders"]])
+        for e in load_run(tmp_path / "run").events
+        if e["event"].startswith("eval_re")
+    ]
+    assert told == [
+        ("eval_regression", 2, [("start", 0), ("phase_start", 0), ("best", 1)]),
+        ("eval_recovered", 7, [("start", 0), ("best", 1)]),
+        ("eval_regression", 8, [("start", 0), ("phase_start", 7), ("best", 7)]),
     ]
 
 

@@ -18,6 +18,7 @@ from evalsets.regressions import (
     BASELINES,
     MIN_NU,
     OK,
+    PHASE_START,
     REGRESSED,
     WARNED,
     Change,
@@ -72,7 +73,8 @@ class Watch:
     spent: how much is used up of the probability that any comparison of the run raises a false alarm.
     standing: the pairs of a set and a baseline that are regressed, as last measured, by set.
     told: what is not said again: the sets whose smallest detectable rise was told, and `_NO_ERROR_LEFT`.
-    A set that the config no longer has stays in memory: should it come back, it is compared with what it was.
+    A set that the config no longer has stays in memory: should it come back, it is compared with what it was; in a
+    later phase its first eval there counts as the phase's start.
     """
 
     sets: dict[str, Watched] = field(default_factory=dict)
@@ -135,6 +137,8 @@ class Watch:
             if name not in sets:
                 sets[name] = begin(step, phase, result.nats_N, result.tokens_N)
                 continue
+            if sets[name].baseline_steps_B[PHASE_START] < bounds[phase][1]:  # it was absent at the switch
+                sets[name] = begin_phase(sets[name], step, result.nats_N)
             sets[name], comparisons[name] = observe(
                 sets[name],
                 step,
