@@ -3,9 +3,11 @@
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_run import tiny_train, write_corpus
+from tiny_run import tiny_data, tiny_train, write_corpus
 
+from curriculum.config import build_config
 from curriculum.run import load_run
+from curriculum.train.trainer import train
 from curriculum.train.watch import Watch, evalset_warnings, num_evals, transfer_matrix
 from evalsets.evalset import cut_windows
 from evalsets.metrics import WindowResults
@@ -105,6 +107,33 @@ def test_a_set_that_was_gone_at_the_switch_is_compared_with_its_own_first_eval_i
         ("eval_recovered", 7, [("start", 0), ("best", 1)]),
         ("eval_regression", 8, [("start", 0), ("phase_start", 7), ("best", 7)]),
     ]
+
+
+def test_an_alarm_tells_of_a_source_that_is_gone(tmp_path, monkeypatch):
+    measured = Suite.run
+
+    def worse(self, params, names=None):
+        return {name: r._replace(nats_N=3 * r.nats_N) for name, r in measured(self, params, names).items()}
+
+    def begin_with(mixture):
+        return tiny_data(
+            write_corpus(tmp_path),
+            phases=[
+                {"name": "a", "until": 2, "mixture": mixture},
+                {"name": "b", "until": "end", "mixture": {"web": 1.0}},
+            ],
+            evalsets={"every": 1, "primary": {"held_out_of": "web"}},
+            train={"steps": 4, "batch_size": 4, "seq_len": 32},
+        )
+
+    train(build_config(begin_with({"law": 0.5, "web": 0.5})), tmp_path / "run", store_dir=tmp_path / "store")
+    monkeypatch.setattr(Suite, "run", worse)
+    gone = begin_with({"web": 1.0})
+    del gone["sources"]["law"]
+    train(build_config(gone), tmp_path / "run", resume=2, accept_past=True, store_dir=tmp_path / "store")
+    (alarm,) = [e for e in load_run(tmp_path / "run").events if e["event"] == "eval_regression"]
+    changes = [(o["baseline_step"], o["mixture_change"]) for o in alarm["offenders"]]
+    assert alarm["step"] == 3 and changes[0] == (0, {"web": [0.5, 1.0], "law": [0.5, 0.0]})
 
 
 def test_a_set_too_small_for_its_tolerance_is_told_once_in_the_life_of_a_run(tmp_path):

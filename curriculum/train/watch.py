@@ -325,7 +325,7 @@ def _pair(setup: Setup, step: int, name: str, comparison: Comparison, b: int) ->
         "first_step": int(comparison.first_steps_B[b]),
         "mixture_change": {
             source: [then.get(source, 0.0), now.get(source, 0.0)]
-            for source in setup.config.sources
+            for source in dict.fromkeys([*setup.config.sources, *then, *now])  # one that was read may be gone
             if then.get(source, 0.0) != now.get(source, 0.0)
         },
     }
