@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from curriculum.data import flat, prepare
+from curriculum.data import documents, flat
 from curriculum.data.cache import building, content_of, digest
 from curriculum.data.chat import CHATML, ChatConfig
 from curriculum.data.pieces import read_pieces
@@ -821,7 +821,7 @@ def test_only_a_store_that_marks_scored_tokens_is_given_marks(tmp_path, monkeypa
             given.append(None if scored is None else scored.tolist())
             super().add_tokens(tokens, scored)
 
-    monkeypatch.setattr(prepare, "StoreWriter", Recording)
+    monkeypatch.setattr(documents, "StoreWriter", Recording)
     given = []
     prepare_documents(["abc"], byte_tokenizer(), tmp_path / "text")
     prepare_documents([TALKS[0]], byte_tokenizer(), tmp_path / "talk", chat=SHORT)

@@ -10,13 +10,10 @@ most TRAIN_BYTES of text.
 """
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing, suppress
-from dataclasses import asdict, astuple
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import astuple
 from pathlib import Path
-from typing import NamedTuple
-
-import numpy as np
 
 from curriculum.data.cache import (
     build_once,
@@ -29,15 +26,16 @@ from curriculum.data.cache import (
     writing,
 )
 from curriculum.data.chat import CHATML, ChatConfig
-from curriculum.data.encode import encode_pieces
+from curriculum.data.documents import Documents, documents_of, write_store
 from curriculum.data.flat import index_flat
-from curriculum.data.pieces import Piece, document_pieces, read_pieces
+from curriculum.data.pieces import document_pieces
+from curriculum.data.prepared import is_prepared, open_prepared
 from curriculum.data.progress import Progress
 from curriculum.data.rows import type_name
-from curriculum.data.sources import COLUMNAR, SourceConfig, source_files
+from curriculum.data.sources import SourceConfig
 from curriculum.data.store import FORMAT_VERSION as STORE_VERSION
 from curriculum.data.store import OPENED_VERSION, Store, is_store, open_store
-from curriculum.data.store_writer import SHARD_TOKENS, StoreWriter
+from curriculum.data.store_writer import SHARD_TOKENS
 from curriculum.data.tokenizers.tokenizer import FORMAT_VERSION as TOKENIZER_VERSION
 from curriculum.data.tokenizers.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, load_tokenizer
 from curriculum.data.tokenizers.vocabulary import make_tokenizer
@@ -103,7 +101,7 @@ def _in_order_of_content(
         raise InputError(f"tokenizer: kind {config.kind} is made from the sources, and there are none")
     by_content = {}
     for name, source in sources.items():
-        if source.is_flat or _is_prepared(source):
+        if source.is_flat or is_prepared(source):
             raise InputError(
                 f"source {name!r}: {source.location} holds ids of a tokenizer that exists already; a"
                 f" {config.kind} tokenizer made from the sources needs text: give tokenizer.path, the folder"
@@ -153,8 +151,8 @@ def find_store(
     Raises InputError for a prepared folder made with another tokenizer, and for a store whose sidecar or files' sizes
     are wrong; the content of the files is not looked at.
     """
-    if _is_prepared(source):
-        return _open_prepared(name, source, tokenizer, chat)
+    if is_prepared(source):
+        return open_prepared(name, source, tokenizer, chat)
     content = find_content(source, Path(store_dir))
     if content is None:
         return None
@@ -189,7 +187,7 @@ def prepare_store(
         if source.is_flat:
             index_flat(source, tokenizer, folder, progress)
         else:
-            _write_store(folder, _documents_of([source], chat), tokenizer, shard_tokens, progress)
+            write_store(folder, documents_of([source], chat), tokenizer, shard_tokens, progress)
         if source_signature(source) != signature or find_content(source, store_dir) != content:
             raise InputError(
                 f"source {name!r}: {source.location} changed while it was prepared; start again when it is complete"
@@ -220,7 +218,7 @@ def prepare_folder(
         sources = [SourceConfig(path=str(path), format=format, text_key=text_key) for path in texts]
     except ValueError as error:
         raise InputError(f"text: {error}") from None
-    return _write_folder(output_dir, _documents_of(sources, CHATML), tokenizer, shard_tokens, progress)
+    return _write_folder(output_dir, documents_of(sources, CHATML), tokenizer, shard_tokens, progress)
 
 
 def prepare_documents(
@@ -249,7 +247,7 @@ def prepare_documents(
             " give it"
         )
     _check_new(Path(output_dir))
-    given = _Documents(document_pieces(documents, chat), chat, "documents", None)
+    given = Documents(document_pieces(documents, chat), chat, "documents", None)
     return _write_folder(output_dir, given, tokenizer, shard_tokens, progress)
 
 
@@ -267,35 +265,16 @@ def _check_new(output_dir: Path) -> None:
             raise InputError(f"{output_dir}: exists already; name a new folder for the output")
 
 
-class _Documents(NamedTuple):
-    """What is to be written as a store."""
-
-    pieces: Iterable[Piece]
-    template: ChatConfig | None  # that rendered the conversations; None: they are texts
-    origin: str  # where they come from, for the sidecar and error messages
-    total_bytes: int | None  # that reading them will report, where that is known
-
-
-def _documents_of(sources: Sequence[SourceConfig], chat: ChatConfig) -> _Documents:
-    """The documents of sources of one format."""
-    return _Documents(
-        pieces=(piece for source in sources for piece in read_pieces(source, chat)),
-        template=chat if any(source.format != "text" for source in sources) else None,
-        origin=", ".join(source.location for source in sources),
-        total_bytes=_size_bytes(sources),
-    )
-
-
 def _write_folder(
-    output_dir: str | Path, documents: _Documents, tokenizer: Tokenizer, shard_tokens: int, progress: Progress | None
+    output_dir: str | Path, documents: Documents, tokenizer: Tokenizer, shard_tokens: int, progress: Progress | None
 ) -> Store:
-    """A new folder with the tokenizer and what `_write_store` writes."""
+    """A new folder with the tokenizer and what `write_store` writes."""
     output_dir = Path(output_dir)
     with building(output_dir, output_dir.absolute().parent) as partial:
         if partial is None:
             raise InputError(f"{output_dir}: another process has just written it; name a new folder")
         tokenizer.save(partial)
-        _write_store(partial, documents, tokenizer, shard_tokens, progress)
+        write_store(partial, documents, tokenizer, shard_tokens, progress)
     return open_store(output_dir)
 
 
@@ -307,44 +286,6 @@ def _verified(store: Store, store_dir: Path) -> Store:
         with suppress(OSError):  # a store folder that may not be written to: next time they are read again
             known.parent.mkdir(parents=True, exist_ok=True)
             known.touch()
-    return store
-
-
-def _is_prepared(source: SourceConfig) -> bool:
-    return source.path is not None and is_store(source.local_path)
-
-
-def _open_prepared(name: str, source: SourceConfig, tokenizer: Tokenizer, chat: ChatConfig) -> Store:
-    store = open_store(source.local_path)
-    if store.facts.tokenizer_fingerprint != tokenizer.fingerprint:
-        raise InputError(
-            f"source {name!r}: {source.path} was prepared with tokenizer {store.facts.tokenizer_fingerprint},"
-            f" the run's is {tokenizer.fingerprint}; prepare it anew, or set tokenizer.path to the tokenizer"
-            " that it was prepared with"
-        )
-    for key in ("text_key", "glob"):
-        if getattr(source, key) != getattr(SourceConfig, key):
-            raise InputError(
-                f"source {name!r}: {key} {getattr(source, key)!r} says how files are read, and {source.path} holds"
-                f" tokens already; leave {key} out"
-            )
-    if source.format != "text" and store.facts.num_scored is None:
-        raise InputError(
-            f"source {name!r}: format {source.format}, and {source.path} was prepared from plain text, which is scored"
-            " throughout; prepare it from conversations, or leave format out"
-        )
-    if source.format == "text" and store.facts.num_scored is not None:
-        raise InputError(
-            f"source {name!r}: format text, and {source.path} was prepared from conversations, of which the answers"
-            " alone are scored; set format: messages or completion"
-        )
-    saved = store.facts.chat or {}  # none in a folder of text, or that says nothing of it
-    for role, template in asdict(chat).items():
-        if saved.get(role, template) != template:
-            raise InputError(
-                f"source {name!r}: chat.{role} is {template!r}, and {source.path} was prepared with {saved[role]!r};"
-                f" set chat.{role} to that, or prepare it anew"
-            )
     return store
 
 
@@ -361,44 +302,3 @@ def _store_directory(
     # The name is for people: a store of this key is the same under the name of any source or eval set.
     others = sorted(directory.parent.glob(f"*-{key[:16]}"))
     return next(filter(is_store, others), directory)
-
-
-def _write_store(
-    directory: Path, documents: _Documents, tokenizer: Tokenizer, shard_tokens: int, progress: Progress | None
-) -> None:
-    pieces, template, origin, total_bytes = documents
-    done_bytes = document_tokens = 0
-    with closing(StoreWriter(directory, tokenizer.dtype_name, shard_tokens, template is not None)) as writer:
-        writer.opened = tokenizer.has_own_bos
-        for group, tokens, counts in encode_pieces(pieces, tokenizer):
-            scored = None
-            if writer.marks_scored:
-                scored = np.repeat([piece.scored for piece in group], counts)
-                if writer.opened:
-                    scored &= tokens != tokenizer.bos
-            writer.add_tokens(tokens, scored)
-            for piece, count in zip(group, counts, strict=True):
-                done_bytes += piece.source_bytes
-                if not piece.text:
-                    writer.num_empty += 1
-                    continue
-                document_tokens += count
-                writer.add_text(piece.text.encode(), piece.scored)
-                if piece.ends_document:
-                    writer.end_document(document_tokens)
-                    document_tokens = 0
-            if progress is not None:
-                progress(done_bytes, total_bytes)
-        if progress is not None and done_bytes != total_bytes:
-            progress(done_bytes, done_bytes)
-        writer.finish(origin, tokenizer, None if template is None else asdict(template))
-
-
-def _size_bytes(sources: Sequence[SourceConfig]) -> int | None:
-    """Bytes that reading the sources will report; None where they are compressed or not here."""
-    if any(source.hf is not None for source in sources):
-        return None
-    files = [file for source in sources for file in source_files(source)]
-    if any(file.path.lower().endswith(tuple(COLUMNAR)) for file in files):
-        return None
-    return sum(file.size_bytes for file in files)

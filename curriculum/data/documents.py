@@ -1,0 +1,81 @@
+"""Documents of any origin, and how they become a token store: in bounded memory, a group of pieces at a time."""
+
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from curriculum.data.chat import ChatConfig
+from curriculum.data.encode import encode_pieces
+from curriculum.data.pieces import Piece, read_pieces
+from curriculum.data.progress import Progress
+from curriculum.data.sources import COLUMNAR, SourceConfig, source_files
+from curriculum.data.store_writer import StoreWriter
+from curriculum.data.tokenizers.tokenizer import Tokenizer
+
+
+class Documents(NamedTuple):
+    """What is to be written as a store."""
+
+    pieces: Iterable[Piece]
+    template: ChatConfig | None  # that rendered the conversations; None: they are texts
+    origin: str  # where they come from, for the sidecar and error messages
+    total_bytes: int | None  # that reading them will report, where that is known
+
+
+def documents_of(sources: Sequence[SourceConfig], chat: ChatConfig) -> Documents:
+    """The documents of sources of one format."""
+    return Documents(
+        pieces=(piece for source in sources for piece in read_pieces(source, chat)),
+        template=chat if any(source.format != "text" for source in sources) else None,
+        origin=", ".join(source.location for source in sources),
+        total_bytes=_size_bytes(sources),
+    )
+
+
+def write_store(
+    directory: Path, documents: Documents, tokenizer: Tokenizer, shard_tokens: int, progress: Progress | None
+) -> None:
+    """Encode the documents into a store in an empty folder; raises InputError for text that cannot be read or encoded.
+
+    `progress` hears of every group.
+    """
+    pieces, template, origin, total_bytes = documents
+    done_bytes = document_tokens = 0
+    with closing(StoreWriter(directory, tokenizer.dtype_name, shard_tokens, template is not None)) as writer:
+        writer.opened = tokenizer.has_own_bos
+        for group, tokens, counts in encode_pieces(pieces, tokenizer):
+            scored = None
+            if writer.marks_scored:
+                scored = np.repeat([piece.scored for piece in group], counts)
+                if writer.opened:
+                    scored &= tokens != tokenizer.bos
+            writer.add_tokens(tokens, scored)
+            for piece, count in zip(group, counts, strict=True):
+                done_bytes += piece.source_bytes
+                if not piece.text:
+                    writer.num_empty += 1
+                    continue
+                document_tokens += count
+                writer.add_text(piece.text.encode(), piece.scored)
+                if piece.ends_document:
+                    writer.end_document(document_tokens)
+                    document_tokens = 0
+            if progress is not None:
+                progress(done_bytes, total_bytes)
+        if progress is not None and done_bytes != total_bytes:
+            progress(done_bytes, done_bytes)
+        writer.finish(origin, tokenizer, None if template is None else asdict(template))
+
+
+def _size_bytes(sources: Sequence[SourceConfig]) -> int | None:
+    """Bytes that reading the sources will report; None where they are compressed or not here."""
+    if any(source.hf is not None for source in sources):
+        return None
+    files = [file for source in sources for file in source_files(source)]
+    if any(file.path.lower().endswith(tuple(COLUMNAR)) for file in files):
+        return None
+    return sum(file.size_bytes for file in files)

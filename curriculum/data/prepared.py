@@ -1,0 +1,51 @@
+"""Sources that are prepared folders, as `prepare_folder` writes them: used where they lie, if they fit the run."""
+
+from dataclasses import asdict
+
+from curriculum.data.chat import ChatConfig
+from curriculum.data.sources import SourceConfig
+from curriculum.data.store import Store, is_store, open_store
+from curriculum.data.tokenizers.tokenizer import Tokenizer
+from curriculum.errors import InputError
+
+
+def is_prepared(source: SourceConfig) -> bool:
+    """Whether the `path` of a source is a prepared folder."""
+    return source.path is not None and is_store(source.local_path)
+
+
+def open_prepared(name: str, source: SourceConfig, tokenizer: Tokenizer, chat: ChatConfig) -> Store:
+    """The store of such a source; raises InputError where the run's tokenizer or templates are others than its own, and
+    where the source has keys that say how text is read.
+    """
+    store = open_store(source.local_path)
+    if store.facts.tokenizer_fingerprint != tokenizer.fingerprint:
+        raise InputError(
+            f"source {name!r}: {source.path} was prepared with tokenizer {store.facts.tokenizer_fingerprint},"
+            f" the run's is {tokenizer.fingerprint}; prepare it anew, or set tokenizer.path to the tokenizer"
+            " that it was prepared with"
+        )
+    for key in ("text_key", "glob"):
+        if getattr(source, key) != getattr(SourceConfig, key):
+            raise InputError(
+                f"source {name!r}: {key} {getattr(source, key)!r} says how files are read, and {source.path} holds"
+                f" tokens already; leave {key} out"
+            )
+    if source.format != "text" and store.facts.num_scored is None:
+        raise InputError(
+            f"source {name!r}: format {source.format}, and {source.path} was prepared from plain text, which is scored"
+            " throughout; prepare it from conversations, or leave format out"
+        )
+    if source.format == "text" and store.facts.num_scored is not None:
+        raise InputError(
+            f"source {name!r}: format text, and {source.path} was prepared from conversations, of which the answers"
+            " alone are scored; set format: messages or completion"
+        )
+    saved = store.facts.chat or {}  # none in a folder of text, or that says nothing of it
+    for role, template in asdict(chat).items():
+        if saved.get(role, template) != template:
+            raise InputError(
+                f"source {name!r}: chat.{role} is {template!r}, and {source.path} was prepared with {saved[role]!r};"
+                f" set chat.{role} to that, or prepare it anew"
+            )
+    return store
