@@ -393,6 +393,27 @@ def test_a_source_that_changes_meanwhile_is_refused(tmp_path, store_dir):
     assert list(store_dir.glob("stores/*")) == []
 
 
+def test_a_store_folder_that_its_own_source_would_hold_is_refused(tmp_path):
+    folder = tmp_path / "s3"
+    folder.mkdir()
+    (folder / "a.json").write_text("abc")
+    for glob, inside in (("**/*", "stores"), ("**/*", "."), ("**/*.json", "stores")):
+        source = SourceConfig(path=str(folder), glob=glob)
+        for go in (lambda s, d: prepare_store("web", s, byte_tokenizer(), d), lambda s, d: make_bpe({"web": s}, d)):
+            with pytest.raises(
+                InputError, match="source 'web': the store folder .*s3.* lies in .*s3, so that .*--store-dir"
+            ):
+                go(source, folder / inside)
+    assert everything_in(folder) == ["a.json"]
+    for glob, inside in (("**/*", ".curriculum"), ("**/a.json", "stores"), ("*", "others")):
+        store = prepare_store("web", SourceConfig(path=str(folder), glob=glob), byte_tokenizer(), folder / inside)
+        assert store.document_tokens(0).tolist() == list(b"abc") and store.facts.num_documents == 1
+
+
+def make_bpe(sources, store_dir):
+    return prepare_tokenizer(BPE, sources, store_dir)
+
+
 @pytest.mark.parametrize("bad", [b"\xff", b"\0"])
 def test_bad_input_leaves_nothing_behind(tmp_path, store_dir, bad):
     (tmp_path / "a").mkdir()
@@ -629,6 +650,21 @@ def test_a_prepared_folder_is_written_whole_or_not_at_all(sources, tmp_path):
         prepare_folder([""], byte_tokenizer(), tmp_path / "none")
     with pytest.raises(InputError, match="out: exists already; name a new folder"):
         prepare_folder([sources["web"].path], byte_tokenizer(), output)
+
+
+def test_an_output_that_its_own_text_would_hold_is_refused(tmp_path, monkeypatch):
+    text = tmp_path / "data" / "web"
+    text.mkdir(parents=True)
+    (text / "a.txt").write_text("abc")
+    (tmp_path / "linked").symlink_to(tmp_path / "data")
+    monkeypatch.chdir(tmp_path)
+    for output in ("data/tokens", "data/web/new/tokens", tmp_path / "linked" / "tokens", "data/none/../tokens"):
+        with pytest.raises(InputError, match="the output lies in data, so that it would be read as text; name a new"):
+            prepare_folder(["data"], byte_tokenizer(), output)
+    assert everything_in(tmp_path / "data") == ["web", "web/a.txt"]
+    # Hidden folders are no text, and a name that begins alike is another folder.
+    for output in ("data/.tokens", "data-tokens"):
+        assert prepare_folder(["data"], byte_tokenizer(), output).document_tokens(0).tolist() == list(b"abc")
 
 
 # --- conversations ------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Documents of any origin, and how they become a token store: in bounded memory, a group of pieces at a time."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -10,11 +10,13 @@ import numpy as np
 
 from curriculum.data.chat import ChatConfig
 from curriculum.data.encode import encode_pieces
-from curriculum.data.pieces import Piece, read_pieces
+from curriculum.data.pieces import Piece, document_pieces, read_pieces
 from curriculum.data.progress import Progress
+from curriculum.data.rows import type_name
 from curriculum.data.sources import COLUMNAR, SourceConfig, source_files
 from curriculum.data.store_writer import StoreWriter
 from curriculum.data.tokenizers.tokenizer import Tokenizer
+from curriculum.errors import InputError
 
 
 class Documents(NamedTuple):
@@ -34,6 +36,23 @@ def documents_of(sources: Sequence[SourceConfig], chat: ChatConfig) -> Documents
         origin=", ".join(source.location for source in sources),
         total_bytes=_size_bytes(sources),
     )
+
+
+def given_documents(documents: Iterable[str] | Iterable[list[dict]], chat: ChatConfig | None) -> Documents:
+    """Documents from an iterator, as `document_pieces` takes them; raises InputError for what cannot be one."""
+    if isinstance(documents, str):
+        raise InputError("documents: a single text; expected an iterable of documents, such as a list with this one")
+    if isinstance(documents, Mapping) or not _is_iterable(documents):
+        raise InputError(f"documents: {type_name(documents)}; expected an iterable of documents, such as a list")
+    return Documents(document_pieces(documents, chat), chat, "documents", None)
+
+
+def _is_iterable(value: object) -> bool:
+    try:
+        iter(value)  # also what has only __getitem__, which is no collections.abc.Iterable
+    except TypeError:
+        return False
+    return True
 
 
 def write_store(

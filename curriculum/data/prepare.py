@@ -10,7 +10,7 @@ most TRAIN_BYTES of text.
 """
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import astuple
 from pathlib import Path
@@ -26,15 +26,14 @@ from curriculum.data.cache import (
     writing,
 )
 from curriculum.data.chat import CHATML, ChatConfig
-from curriculum.data.documents import Documents, documents_of, write_store
+from curriculum.data.documents import documents_of, given_documents, write_store
 from curriculum.data.flat import index_flat
-from curriculum.data.pieces import document_pieces
 from curriculum.data.prepared import is_prepared, open_prepared
 from curriculum.data.progress import Progress
 from curriculum.data.rows import type_name
-from curriculum.data.sources import SourceConfig
+from curriculum.data.sources import SourceConfig, would_read
 from curriculum.data.store import FORMAT_VERSION as STORE_VERSION
-from curriculum.data.store import OPENED_VERSION, Store, is_store, open_store
+from curriculum.data.store import OPENED_VERSION, SIDECAR_NAME, Store, is_store, open_store
 from curriculum.data.store_writer import SHARD_TOKENS
 from curriculum.data.tokenizers.tokenizer import FORMAT_VERSION as TOKENIZER_VERSION
 from curriculum.data.tokenizers.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, load_tokenizer
@@ -76,11 +75,13 @@ def prepare_tokenizer(
     elif config.path is not None:
         tokenizer = load_tokenizer(os.path.expanduser(config.path))
     else:
-        ordered = _in_order_of_content(config, sources, chat, lambda name, source: content_of(name, source, store_dir))
+        ordered = _in_order_of_content(config, sources, chat, lambda name, source: _content(name, source, store_dir))
         directory = _tokenizer_directory(config, ordered, store_dir)
-        build_once(
-            directory, store_dir, lambda folder: make_tokenizer(config, list(ordered.values()), chat).save(folder)
-        )
+
+        def write(folder: Path) -> None:
+            make_tokenizer(config, list(ordered.values()), chat).save(folder)
+
+        build_once(directory, store_dir, write)
         tokenizer = load_tokenizer(directory)
     return _checked(config, tokenizer)
 
@@ -179,7 +180,7 @@ def prepare_store(
     store_dir = Path(store_dir)
     if found is not None:
         return _verified(found, store_dir)
-    content = content_of(name, source, store_dir)
+    content = _content(name, source, store_dir)
     directory = _store_directory(name, source, tokenizer, store_dir, content, chat)
 
     def write(folder: Path) -> None:
@@ -189,12 +190,24 @@ def prepare_store(
         else:
             write_store(folder, documents_of([source], chat), tokenizer, shard_tokens, progress)
         if source_signature(source) != signature or find_content(source, store_dir) != content:
-            raise InputError(
-                f"source {name!r}: {source.location} changed while it was prepared; start again when it is complete"
-            )
+            raise _changed(source, f"source {name!r}: ")
 
     build_once(directory, store_dir, write)
     return _verified(open_store(directory), store_dir)
+
+
+def _content(name: str, source: SourceConfig, store_dir: Path) -> str:
+    """`content_of`; raises InputError for a source of which the store folder's own files would become a part."""
+    if any(would_read(source, store_dir / path) for path in ("contents/x", f"stores/x/{SIDECAR_NAME}")):
+        raise InputError(
+            f"source {name!r}: the store folder {store_dir} lies in {source.location}, so that what is prepared would"
+            " be read as text; name another with --store-dir (store_dir=), or leave it out with the source's glob:"
+        )
+    return content_of(name, source, store_dir)
+
+
+def _changed(source: SourceConfig, whose: str = "") -> InputError:
+    return InputError(f"{whose}{source.location} changed while it was prepared; start again when it is complete")
 
 
 def prepare_folder(
@@ -211,14 +224,24 @@ def prepare_folder(
     source and that of a tokenizer accept as it is.
 
     `format` and `text_key` are those of a source; conversations are rendered as ChatML. Raises InputError where the
-    folder exists and is not empty, or a text cannot be read or encoded.
+    folder exists and is not empty or lies in one of the texts, and where a text cannot be read or encoded.
     """
     _check_new(Path(output_dir))
     try:
         sources = [SourceConfig(path=str(path), format=format, text_key=text_key) for path in texts]
     except ValueError as error:
         raise InputError(f"text: {error}") from None
-    return _write_folder(output_dir, documents_of(sources, CHATML), tokenizer, shard_tokens, progress)
+    for source in sources:
+        if would_read(source, Path(output_dir) / SIDECAR_NAME):
+            raise InputError(
+                f"{output_dir}: the output lies in {source.location}, so that it would be read as text; name a new"
+                " folder outside of it"
+            )
+
+    def write(folder: Path) -> None:
+        write_store(folder, documents_of(sources, CHATML), tokenizer, shard_tokens, progress)
+
+    return _write_folder(output_dir, tokenizer, write)
 
 
 def prepare_documents(
@@ -237,26 +260,16 @@ def prepare_documents(
     InputError naming the document (the first is 1) for what is neither, where the iterator meets an OSError, and
     like `prepare_folder`. Nothing half-written stays.
     """
-    if isinstance(documents, str):
-        raise InputError("documents: a single text; expected an iterable of documents, such as a list with this one")
-    if isinstance(documents, Mapping) or not _is_iterable(documents):
-        raise InputError(f"documents: {type_name(documents)}; expected an iterable of documents, such as a list")
     if not isinstance(tokenizer, Tokenizer):
         raise InputError(
             f"tokenizer: {type_name(tokenizer)}; expected a Tokenizer, as byte_tokenizer() and load_tokenizer(folder)"
             " give it"
         )
+    given = given_documents(documents, chat)
     _check_new(Path(output_dir))
-    given = Documents(document_pieces(documents, chat), chat, "documents", None)
-    return _write_folder(output_dir, given, tokenizer, shard_tokens, progress)
-
-
-def _is_iterable(value: object) -> bool:
-    try:
-        iter(value)  # also what has only __getitem__, which is no collections.abc.Iterable
-    except TypeError:
-        return False
-    return True
+    return _write_folder(
+        output_dir, tokenizer, lambda folder: write_store(folder, given, tokenizer, shard_tokens, progress)
+    )
 
 
 def _check_new(output_dir: Path) -> None:
@@ -265,16 +278,14 @@ def _check_new(output_dir: Path) -> None:
             raise InputError(f"{output_dir}: exists already; name a new folder for the output")
 
 
-def _write_folder(
-    output_dir: str | Path, documents: Documents, tokenizer: Tokenizer, shard_tokens: int, progress: Progress | None
-) -> Store:
-    """A new folder with the tokenizer and what `write_store` writes."""
+def _write_folder(output_dir: str | Path, tokenizer: Tokenizer, write: Callable[[Path], None]) -> Store:
+    """A new folder with the tokenizer and the store that `write` puts there."""
     output_dir = Path(output_dir)
     with building(output_dir, output_dir.absolute().parent) as partial:
         if partial is None:
             raise InputError(f"{output_dir}: another process has just written it; name a new folder")
         tokenizer.save(partial)
-        write_store(partial, documents, tokenizer, shard_tokens, progress)
+        write(partial)
     return open_store(output_dir)
 
 

@@ -129,6 +129,16 @@ def source_files(source: SourceConfig) -> list[SourceFile]:
     return files
 
 
+def would_read(source: SourceConfig, path: str | os.PathLike) -> bool:
+    """Whether a file written to `path` would be one of a source's files; links inside of the source aside."""
+    root = source.local_path
+    if root is None or not os.path.isdir(root):
+        return False
+    relative = os.path.relpath(os.path.realpath(path), os.path.realpath(root)).replace(os.sep, "/")
+    hidden = any(part.startswith(".") for part in relative.split("/"))  # or ..: outside of the folder
+    return not hidden and _glob_pattern(source.glob).fullmatch(relative) is not None
+
+
 def _describe(path: str, relative: str) -> SourceFile:
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
