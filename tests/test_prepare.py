@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from curriculum.data import documents, flat
+from curriculum.data import documents, flat, prepare
 from curriculum.data.cache import building, content_of, digest
 from curriculum.data.chat import CHATML, ChatConfig
 from curriculum.data.pieces import read_pieces
@@ -414,6 +414,18 @@ def make_bpe(sources, store_dir):
     return prepare_tokenizer(BPE, sources, store_dir)
 
 
+def test_a_source_that_changes_while_a_tokenizer_is_made_of_it_is_refused(sources, store_dir, monkeypatch):
+    class Trained:
+        def save(self, folder):
+            (folder / "tokenizer.json").write_text("{}")
+            (Path(sources["web"].path) / "1.txt").write_text("after it")
+
+    monkeypatch.setattr(prepare, "make_tokenizer", lambda *arguments: Trained())
+    with pytest.raises(InputError, match="tokenizer: .*web changed while it was prepared"):
+        prepare_tokenizer(BPE, sources, store_dir)
+    assert list(store_dir.glob("tokenizers/*")) == []
+
+
 @pytest.mark.parametrize("bad", [b"\xff", b"\0"])
 def test_bad_input_leaves_nothing_behind(tmp_path, store_dir, bad):
     (tmp_path / "a").mkdir()
@@ -665,6 +677,19 @@ def test_an_output_that_its_own_text_would_hold_is_refused(tmp_path, monkeypatch
     # Hidden folders are no text, and a name that begins alike is another folder.
     for output in ("data/.tokens", "data-tokens"):
         assert prepare_folder(["data"], byte_tokenizer(), output).document_tokens(0).tolist() == list(b"abc")
+
+
+@pytest.mark.parametrize("rewritten", ["a.txt", "added.txt"])
+def test_text_that_changes_while_a_folder_is_made_of_it_is_refused(tmp_path, rewritten):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("before")
+
+    def rewrite(done_bytes, total_bytes):
+        (tmp_path / "text" / rewritten).write_text("after it")
+
+    with pytest.raises(InputError, match="text changed while it was prepared; start again when it is complete"):
+        prepare_folder([str(tmp_path / "text")], byte_tokenizer(), tmp_path / "out", progress=rewrite)
+    assert everything_in(tmp_path) == ["text", *sorted({"text/a.txt", f"text/{rewritten}"})]
 
 
 # --- conversations ------------------------------------------------------------------------------------------

@@ -80,6 +80,9 @@ def prepare_tokenizer(
 
         def write(folder: Path) -> None:
             make_tokenizer(config, list(ordered.values()), chat).save(folder)
+            for (content, *_), source in ordered.items():
+                if find_content(source, store_dir) != content:
+                    raise _changed(source, "tokenizer: ")
 
         build_once(directory, store_dir, write)
         tokenizer = load_tokenizer(directory)
@@ -224,7 +227,8 @@ def prepare_folder(
     source and that of a tokenizer accept as it is.
 
     `format` and `text_key` are those of a source; conversations are rendered as ChatML. Raises InputError where the
-    folder exists and is not empty or lies in one of the texts, and where a text cannot be read or encoded.
+    folder exists and is not empty or lies in one of the texts, and where a text cannot be read or encoded or changes
+    meanwhile.
     """
     _check_new(Path(output_dir))
     try:
@@ -237,9 +241,13 @@ def prepare_folder(
                 f"{output_dir}: the output lies in {source.location}, so that it would be read as text; name a new"
                 " folder outside of it"
             )
+    signatures = [source_signature(source) for source in sources]
 
     def write(folder: Path) -> None:
         write_store(folder, documents_of(sources, CHATML), tokenizer, shard_tokens, progress)
+        for source, signature in zip(sources, signatures, strict=True):
+            if source_signature(source) != signature:
+                raise _changed(source)
 
     return _write_folder(output_dir, tokenizer, write)
 
