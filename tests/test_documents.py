@@ -332,7 +332,7 @@ def test_the_hint_for_another_format_comes_from_columns_too(tmp_path):
 
 
 def test_plain_text_has_no_rows(tmp_path):
-    write(tmp_path / "a.jsonl", json.dumps({"messages": CONVERSATIONS[0]}))
+    write(tmp_path / "a.jsonl", json.dumps({"messages": CONVERSATIONS[0], "body": "ab"}))
     path = write(tmp_path / "b.txt", "text")
     assert f"{path}: plain text has no rows; format messages reads .jsonl, .ndjson, .parquet, .arrow" in refused(
         tmp_path, format="messages"
@@ -340,6 +340,13 @@ def test_plain_text_has_no_rows(tmp_path):
     assert read(tmp_path, format="messages", glob="*.jsonl") == [
         "<|im_start|>user\n汉\n<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n"
     ]
+    assert refused(tmp_path, text_key="body") == (
+        f"{path}: plain text has no rows; text_key 'body' is a key of rows of .jsonl, .ndjson, .parquet, .arrow;"
+        " leave the file out with glob:, or leave text_key out"
+    )
+    assert read(tmp_path, text_key="body", glob="*.jsonl") == ["ab"]
+    with pytest.raises(InputError, match="b.txt: plain text has no rows"):
+        next(read_pieces(SourceConfig(path=str(tmp_path), text_key="body")))  # not only after the rows of a.jsonl
 
 
 def test_a_hub_name_reads_its_train_split(tmp_path):
@@ -417,6 +424,7 @@ def test_an_unreadable_file_is_refused(tmp_path):
             {"path": "a.bin", "format": "messages"},
             "format messages needs rows of JSONL, parquet or arrow; got path 'a.bin'",
         ),
+        ({"path": "a.bin", "text_key": "x"}, "text_key is a key of rows of JSONL, parquet or arrow; got path 'a.bin'"),
         ({"path": "a", "format": "completion", "text_key": "x"}, "text_key belongs to the formats text and messages"),
         ({"path": "a", "held_out": "120%"}, 'expected a share such as "1%"'),
     ],

@@ -40,10 +40,10 @@ def read_pieces(source: SourceConfig, chat: ChatConfig = CHATML) -> Iterator[Pie
     """The documents of a source in pieces, empty ones included, one file after the other in sorted order.
 
     JSONL, parquet and arrow: a row is a document, in a format other than text a conversation as `chat` renders
-    it, a piece a stretch; any other file is plain UTF-8 text and one document. A byte-order mark at the start of
-    a file is dropped, nothing else is changed. Memory: a plain-text file is held one piece at a time (about
-    PIECE_BYTES, more only where that long a stretch has no two words), JSONL one line, tables as `open_table`
-    says, rows of the hub as `datasets` streams them.
+    it, a piece a stretch; any other file is plain UTF-8 text and one document, and refused where a format or a
+    text_key tells of rows. A byte-order mark at the start of a file is dropped, nothing else is changed. Memory: a
+    plain-text file is held one piece at a time (about PIECE_BYTES, more only where that long a stretch has no two
+    words), JSONL one line, tables as `open_table` says, rows of the hub as `datasets` streams them.
 
     Raises InputError with file and line, row or byte offset for text that cannot be read, and for a conversation
     without an answer.
@@ -51,22 +51,31 @@ def read_pieces(source: SourceConfig, chat: ChatConfig = CHATML) -> Iterator[Pie
     if source.hf is not None:
         yield from _hub_rows(source, chat)
         return
-    for file in source_files(source):
-        suffix = os.path.splitext(file.path)[1].lower()
+    files = [(file, os.path.splitext(file.path)[1].lower()) for file in source_files(source)]
+    if source.format != "text" or source.text_key is not None:
+        _check_rows(source, files)
+    for file, suffix in files:
         try:
             if suffix in JSON_LINES:
                 yield from _json_lines(file, source, chat)
             elif suffix in COLUMNAR:
                 yield from _columnar_rows(file, COLUMNAR[suffix], source, chat)
-            elif source.format == "text":
-                yield from _plain_text(file)
             else:
-                raise InputError(
-                    f"{file.path}: plain text has no rows; format {source.format} reads"
-                    f" {', '.join((*JSON_LINES, *COLUMNAR))}; leave the file out with glob:, or set format: text"
-                )
+                yield from _plain_text(file)
         except OSError as error:
             raise InputError(f"{file.path}: {error.strerror or error}; expected a readable file") from error
+
+
+def _check_rows(source: SourceConfig, files: Iterable[tuple[SourceFile, str]]) -> None:
+    """Raise InputError for a source of rows that holds plain text; before any of its files is read."""
+    plain = next((file for file, suffix in files if suffix not in (*JSON_LINES, *COLUMNAR)), None)
+    if plain is not None:
+        of_text = source.format == "text"
+        reads = f"text_key {source.text_key!r} is a key of rows of" if of_text else f"format {source.format} reads"
+        raise InputError(
+            f"{plain.path}: plain text has no rows; {reads} {', '.join((*JSON_LINES, *COLUMNAR))}; leave the file out"
+            f" with glob:, or {'leave text_key out' if of_text else 'set format: text'}"
+        )
 
 
 def conversation_pieces(stretches: list[Stretch], source_bytes: int, where: str) -> Iterator[Piece]:

@@ -30,7 +30,8 @@ class SourceConfig:
     {role, content}, or a `prompt` and its `completion`, two texts or two lists of messages. Of a prepared folder:
     what it was made from."""
     text_key: str | None = None
-    """The key or column that holds the text or the messages; by default `text` or `messages`, after the format."""
+    """The key or column that holds the text or the messages; by default `text` or `messages`, after the format. Where
+    it is given, files without rows are refused."""
     glob: str = "**/*"
     """Which files of a folder to read, relative to it."""
     dtype: Literal["u16", "u32"] | None = None
@@ -58,6 +59,8 @@ class SourceConfig:
             )
         if self.format != "text" and self.is_flat:
             raise ValueError(f"format {self.format} needs rows of JSONL, parquet or arrow; got path {self.path!r}")
+        if self.text_key is not None and self.is_flat:
+            raise ValueError(f"text_key is a key of rows of JSONL, parquet or arrow; got path {self.path!r}")
         if self.dtype is not None and not self.is_flat:
             raise ValueError(f"dtype belongs to a flat {FLAT} file only; got path {self.path!r}")
         parse_share(self.held_out)
