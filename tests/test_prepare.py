@@ -692,6 +692,24 @@ def test_text_that_changes_while_a_folder_is_made_of_it_is_refused(tmp_path, rew
     assert everything_in(tmp_path) == ["text", *sorted({"text/a.txt", f"text/{rewritten}"})]
 
 
+def test_paths_that_are_not_utf8(tmp_path, store_dir):
+    import pyarrow
+    from pyarrow import parquet
+
+    folder = tmp_path / os.fsdecode(b"Andr\xe9")
+    folder.mkdir()
+    (folder / os.fsdecode(b"M. Andr\xe9")).write_text("abc")
+    (folder / os.fsdecode(b"\xff.jsonl")).write_text('{"text": "d"}')
+    parquet.write_table(pyarrow.table({"text": ["e"]}), tmp_path / "x.parquet")
+    (tmp_path / "x.parquet").rename(folder / os.fsdecode(b"\xff.parquet"))
+    source = SourceConfig(path=str(folder))
+    prepared = prepare_folder([str(folder)], byte_tokenizer(), tmp_path / os.fsdecode(b"\xe9-tokens"))
+    for store in (prepared, prepare_store("web", source, byte_tokenizer(), store_dir)):
+        assert store.view()[:].tolist() == [*b"abc", 256, *b"d", 256, *b"e", 256]
+        assert store.facts.source == str(folder) == open_store(store.directory).facts.source
+        store.verify()
+
+
 # --- conversations ------------------------------------------------------------------------------------------
 
 

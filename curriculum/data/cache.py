@@ -88,7 +88,7 @@ def content_of(name: str, source: SourceConfig, store_dir: Path) -> str:
         total_bytes = sum(file.size_bytes for file in files)
         for file in files:
             suffix = os.path.splitext(file.relative)[1].lower()  # it decides how the bytes are read
-            content.update(f"{suffix} {file.size_bytes}\n".encode())
+            content.update(os.fsencode(f"{suffix} {file.size_bytes}\n"))
             try:
                 with open(file.path, "rb", buffering=0) as stream:
                     while block := stream.read(READ_BYTES):

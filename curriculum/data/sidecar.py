@@ -14,7 +14,8 @@ Record = TypeVar("Record")
 
 def write_sidecar(path: Path, record: object) -> None:
     """Write a dataclass as indented JSON and force it to the disk."""
-    with open(path, "w", encoding="utf-8") as stream:
+    # A path that is not UTF-8 holds half surrogates: they are escaped, as \udce9, which JSON reads back.
+    with open(path, "w", encoding="utf-8", errors="backslashreplace") as stream:
         json.dump(dataclasses.asdict(record), stream, indent=2, ensure_ascii=False)
         stream.write("\n")
         stream.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ def open_table(path: str, kind: str, keys: Sequence[str]) -> Iterator[tuple[list
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
-    with pyarrow.OSFile(path) as stream:
+    with pyarrow.OSFile(os.fsencode(path)) as stream:  # of text it would take UTF-8 only
         try:
             if kind == "parquet":
                 table = ParquetFile(stream, pre_buffer=False)
