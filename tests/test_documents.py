@@ -160,6 +160,22 @@ def write_arrow(path, texts):
         writer.write_table(table)
 
 
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_two_columns_of_one_name_are_refused_where_they_would_be_read(tmp_path, kind):
+    import pyarrow
+    from pyarrow import parquet
+
+    table = pyarrow.table([["x"], ["y"], ["z"]], names=["text", "text", "body"])
+    path = tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        parquet.write_table(table, path)
+    else:
+        with pyarrow.ipc.new_stream(str(path), table.schema) as writer:
+            writer.write_table(table)
+    assert refused(path) == f"{path}: 2 columns are named 'text'; expected one; rename the others"
+    assert read(path, text_key="body") == ["z"]
+
+
 def test_columnar_files_without_rows_are_empty(tmp_path):
     import pyarrow
     from pyarrow import parquet

@@ -33,6 +33,9 @@ def open_table(path: str, kind: str, keys: Sequence[str]) -> Iterator[tuple[list
                 schema, batches = table.schema_arrow, table.iter_batches(ROWS_PER_BATCH, columns=list(keys))
             else:
                 schema, batches = _arrow(stream)
+            if several := [key for key in keys if schema.names.count(key) > 1]:
+                count = schema.names.count(several[0])
+                raise InputError(f"{path}: {count} columns are named {several[0]!r}; expected one; rename the others")
             yield schema.names, _decoded(batches, schema, keys)
         except InputError:
             raise
