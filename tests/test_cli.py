@@ -176,6 +176,33 @@ def test_prepare_tells_the_share_of_scored_tokens(folder):
     assert "source web: 107 documents" in done.stdout and done.stdout.count("scored") == 1
 
 
+def test_prepare_tells_what_was_empty(folder):
+    def add_empty(name, count):
+        with open(folder / name, "a") as stream:
+            stream.write('\n{"text": ""}' * count)
+
+    add_empty("web.jsonl", 13)
+    add_empty("law.jsonl", 14)
+    (folder / "talk.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ["word " * 40, "", ""]))
+    talk = "evalsets.sets.talk={path: talk.jsonl}"
+    done = run(folder, "prepare", "c.yaml", "--set", talk)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"source web: 107 documents, \d+,\d+ tokens, 13 empty documents left out, ", done.stdout)
+    assert "eval set primary: 13 documents" in done.stdout and done.stdout.count("left out") == 3
+    warnings = [line for line in done.stdout.splitlines() if line.startswith("warning: ")]
+    remedy = "does the text lie in another key or column? name it with text_key"
+    # 13 of 133 are fewer than a tenth.
+    assert warnings == [
+        f"warning: source law: 14 of 134 documents are empty (10%); {remedy}",
+        f"warning: eval set talk: 2 of 3 documents are empty (67%); {remedy}",
+    ]
+    texts = ("--text", "law.jsonl", "--tokenizer", "byte", "--output", "tokens")
+    said, warning = run(folder, "prepare", *texts).stdout.splitlines()
+    assert said.endswith(" tokens of u16, 14 empty documents left out") and said.startswith("tokens: 120 documents, ")
+    assert warning == f"warning: tokens: 14 of 134 documents are empty (10%); {remedy}"
+    assert "left out" in run(folder, "prepare", "c.yaml", "--set", talk).stdout  # also where nothing is left to do
+
+
 def test_prepare_a_folder_and_train_from_it(folder):
     done = run(folder, "prepare", "--text", "web.jsonl", "--tokenizer", "byte", "--output", "tokens")
     assert done.returncode == 0 and "tokens: 120 documents" in done.stdout
