@@ -82,6 +82,25 @@ def test_links_are_followed_and_a_loop_is_read_once(tmp_path):
     assert read(tmp_path / "root") == ["far", "near"]
 
 
+def test_a_folder_goes_by_its_own_name_not_by_that_of_a_link(tmp_path):
+    write(tmp_path / "data" / "v2" / "deep" / "a.txt", "a")
+    write(tmp_path / "data" / "early" / "b.txt", "b")
+    write(tmp_path / "elsewhere" / "c.txt", "c")
+    for link, target in (
+        ("current", "data/v2"),
+        ("early/x", "data/v2/deep"),
+        ("z", "elsewhere"),
+        ("v2/y", "elsewhere"),
+    ):
+        (tmp_path / "data" / link).symlink_to(tmp_path / target)
+    names = [file.relative for file in source_files(SourceConfig(path=str(tmp_path / "data")))]
+    assert names == ["early/b.txt", "v2/deep/a.txt", "v2/y/c.txt"]
+    assert read(tmp_path / "data", glob="v2/**/a.txt") == ["a"]
+    # A source that is a link itself is read as any other.
+    (tmp_path / "link").symlink_to(tmp_path / "data")
+    assert [file.relative for file in source_files(SourceConfig(path=str(tmp_path / "link")))] == names
+
+
 def test_source_files_tells_size_and_times(tmp_path):
     path = write(tmp_path / "a.txt", "12345")
     os.utime(path, ns=(7, 11))

@@ -106,18 +106,18 @@ class SourceFile(NamedTuple):
 def source_files(source: SourceConfig) -> list[SourceFile]:
     """The files of a `path` source, sorted by relative path, by looking at the file system only.
 
-    Hidden files and folders are passed over, links are followed, and a folder that can be reached twice
-    (a loop of links) is read once. Raises InputError where the path is missing, unreadable or without files.
+    Hidden files and folders are passed over, links are followed, and a folder that can be reached twice (a loop of
+    links) is read once: where it lies, if that is in the source, else by the first link. Raises InputError where the
+    path is missing, unreadable or without files.
     """
     root = source.local_path
     try:
-        root_stat = os.stat(root)
-        if not stat.S_ISDIR(root_stat.st_mode):
+        if not stat.S_ISDIR(os.stat(root).st_mode):
             return [_describe(root, os.path.basename(root))]
         wanted = _glob_pattern(source.glob)
         files = [
             _describe(os.path.join(root, relative), relative)
-            for relative in sorted(_walk(root, (root_stat.st_dev, root_stat.st_ino)))
+            for relative in sorted(_walk(root))
             if wanted.fullmatch(relative)
         ]
     except OSError as error:
@@ -149,22 +149,26 @@ def _describe(path: str, relative: str) -> SourceFile:
     return SourceFile(path, relative, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
-def _walk(root: str, root_identity: tuple[int, int]) -> Iterator[str]:
+def _walk(root: str) -> Iterator[str]:
     def refuse(error: OSError):
         raise error
 
-    seen = {root_identity}
-    for folder, subfolders, names in os.walk(root, followlinks=True, onerror=refuse):
-        chosen = []
-        for name in sorted(subfolders):
-            status = os.stat(os.path.join(folder, name))
-            if not name.startswith(".") and (status.st_dev, status.st_ino) not in seen:
+    seen, starts = set(), [root]
+    while starts:  # folders come before links to them, wherever those lie: a link changes no other file's name
+        links = []
+        for start in starts:
+            for folder, subfolders, names in os.walk(start, onerror=refuse):
+                status = os.stat(folder)
+                if (status.st_dev, status.st_ino) in seen:
+                    subfolders.clear()
+                    continue
                 seen.add((status.st_dev, status.st_ino))
-                chosen.append(name)
-        subfolders[:] = chosen
-        for name in names:
-            if not name.startswith("."):
-                yield os.path.relpath(os.path.join(folder, name), root).replace(os.sep, "/")
+                for name in names:
+                    if not name.startswith("."):
+                        yield os.path.relpath(os.path.join(folder, name), root).replace(os.sep, "/")
+                subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+                links += filter(os.path.islink, (os.path.join(folder, name) for name in subfolders))
+        starts = sorted(links, key=lambda path: path.split(os.sep))
 
 
 def _glob_pattern(glob: str) -> re.Pattern:
