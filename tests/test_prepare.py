@@ -14,7 +14,7 @@ import threading
 import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -662,6 +662,60 @@ def test_a_prepared_folder_is_written_whole_or_not_at_all(sources, tmp_path):
         prepare_folder([""], byte_tokenizer(), tmp_path / "none")
     with pytest.raises(InputError, match="out: exists already; name a new folder"):
         prepare_folder([sources["web"].path], byte_tokenizer(), output)
+
+
+def test_only_who_builds_the_same_folder_waits(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("abc")
+    folder, outcomes = tmp_path / "new", []
+
+    def prepare_a(output):
+        return prepare_folder([str(tmp_path / "a.txt")], byte_tokenizer(), folder / output)
+
+    def prepare_the_same():
+        try:
+            prepare_a("a")
+        except InputError as error:
+            outcomes.append(str(error))
+
+    def build_beside(done_bytes, total_bytes):
+        threads.extend(threading.Thread(target=go) for go in (lambda: prepare_a("b"), prepare_the_same))
+        threads[0].start()
+        threads[0].join(timeout=30)
+        assert (folder / "b" / "store.json").exists() and capsys.readouterr().err == ""
+        threads[1].start()
+        deadline = time.monotonic() + 60
+        while f"waiting for another process that builds {folder / 'a'}\n" not in (told := capsys.readouterr().err):
+            assert told == "" and time.monotonic() < deadline
+            time.sleep(0.001)
+
+    threads = []
+    prepare_folder([str(tmp_path / "a.txt")], byte_tokenizer(), folder / "a", progress=build_beside)
+    threads[1].join()
+    assert outcomes == [f"{folder / 'a'}: another process has just written it; name a new folder"]
+    assert sorted(path.name for path in folder.iterdir()) == ["a", "b"]
+
+
+@pytest.mark.parametrize("num_threads", [8])
+def test_after_failures_one_still_builds_at_a_time(tmp_path, num_threads):
+    """Who waited for a lock whose file is gone by then does not build beside who holds a new one."""
+    target, inside, most = tmp_path / "out", [], []
+
+    def fail_often():
+        for _ in range(20):
+            with suppress(KeyError), building(target) as partial:
+                inside.append(1)
+                most.append(len(inside))
+                (partial / "x").write_text("x")
+                time.sleep(0.0002)
+                inside.pop()
+                raise KeyError
+
+    threads = [threading.Thread(target=fail_often) for _ in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1] * 20 * num_threads and list(tmp_path.iterdir()) == []
 
 
 def test_an_output_that_its_own_text_would_hold_is_refused(tmp_path, monkeypatch):

@@ -120,17 +120,19 @@ def writing(directory: Path) -> Iterator[None]:
 
 
 @contextmanager
-def building(target: Path, lock_path: Path) -> Iterator[Path | None]:
+def building(target: Path, lock_path: Path | None = None) -> Iterator[Path | None]:
     """Yield an empty folder, renamed to `target` where the block ends without an error; None where `target` is there.
 
     An empty `target` counts as none: it is replaced at the end, and stays where the block fails.
 
     One process at a time: others wait for the lock and then find the folder. What a killed process left is
-    thrown away, and nothing but a finished folder ever carries the name.
+    thrown away, and nothing but a finished folder ever carries the name. Without a `lock_path` the lock is a
+    hidden file beside the folder, which goes at the end.
     """
+    beside = target.absolute().with_name(f".{target.name}.lock")
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(lock_path, f"waiting for another process that builds {target}"):
+        with _locked(lock_path or beside, f"waiting for another process that builds {target}", lock_path is None):
             if target.exists() and any(target.iterdir()):
                 yield None
                 return
@@ -168,23 +170,37 @@ def _sweep(parent: Path, locks: Path) -> None:
 
 
 @contextmanager
-def _locked(path: Path, wait_message: str | None) -> Iterator[bool]:
-    """Hold the lock of a file or folder; without a message to wait with, False where another holds it."""
+def _locked(path: Path, wait_message: str | None, goes: bool = False) -> Iterator[bool]:
+    """Hold the lock of a file, which `goes` at the end; without a message to wait with, False where it is held."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
-    descriptor = os.open(path, flags, 0o666)
-    try:
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if wait_message is None:
-                yield False
-                return
-            print(wait_message, file=sys.stderr, flush=True)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield True
-    finally:
-        os.close(descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if wait_message is None:
+                    yield False
+                    return
+                print(wait_message, file=sys.stderr, flush=True)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if not _is_at(path, descriptor):
+                continue  # who held the lock took the file away, and others may hold a new one by now
+            try:
+                yield True
+            finally:
+                if goes:
+                    path.unlink()
+            return
+        finally:
+            os.close(descriptor)
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def _force_to_disk(path: Path) -> None:

@@ -289,7 +289,7 @@ def _check_new(output_dir: Path) -> None:
 def _write_folder(output_dir: str | Path, tokenizer: Tokenizer, write: Callable[[Path], None]) -> Store:
     """A new folder with the tokenizer and the store that `write` puts there."""
     output_dir = Path(output_dir)
-    with building(output_dir, output_dir.absolute().parent) as partial:
+    with building(output_dir) as partial:
         if partial is None:
             raise InputError(f"{output_dir}: another process has just written it; name a new folder")
         tokenizer.save(partial)
