@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import click
 
 from curriculum.cli.options import config_options
 from curriculum.errors import InputError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from curriculum.data.store import Store
-
-MANY_EMPTY = 0.1  # of the documents of a source; fewer may be stray blank rows
 
 
 @click.command()
@@ -51,21 +42,14 @@ def command(config_path, changes, store_dir, texts, text_format, text_key, token
 
     from curriculum.config import load_config
     from curriculum.data.corpus import load_corpus
-    from curriculum.data.prepare import find_store
     from curriculum.scheduling import check_schedule
 
     config = load_config(config_path, **changes)
     check_schedule(config)
     corpus = load_corpus(config, store_dir)
     click.echo(f"tokenizer {config.tokenizer.kind}: {corpus.tokenizer.vocab_size:,} ids")
-    texts = {f"source {name}": (name, source) for name, source in config.sources.items()}
-    texts |= {f"eval set {name}": (name, own) for name, e in config.eval_sources.items() if (own := e.own_source())}
-    stores = {
-        place: find_store(name, source, corpus.tokenizer, store_dir, config.chat)
-        for place, (name, source) in texts.items()
-    }
     for name, details in corpus.details.items():
-        empty = _empty(stores[f"source {name}"])
+        empty = _empty(details.get("empty_documents", 0))
         kept_out = f", {details['kept_out_tokens']:,} tokens kept out" if details["kept_out_tokens"] else ""
         packed = ""
         if config.packing.mode == "best_fit":
@@ -77,29 +61,21 @@ def command(config_path, changes, store_dir, texts, text_format, text_key, token
     for name, evalset in corpus.evalsets.items():
         click.echo(
             f"eval set {name}: {evalset.num_documents:,} documents, {evalset.num_windows:,} windows, "
-            f"{evalset.num_tokens:,} tokens{_empty(stores.get(f'eval set {name}'))}"
+            f"{evalset.num_tokens:,} tokens"
         )
-    for warning in (*corpus.warnings, *_many_empty(stores)):
+    for warning in corpus.warnings:
         click.echo(f"warning: {warning}")
 
 
-def _empty(store: Store | None) -> str:
-    """What was left out of a store, as its line says it."""
-    return f", {store.facts.num_empty:,} empty documents left out" if store and store.facts.num_empty else ""
-
-
-def _many_empty(stores: Mapping[str, Store | None]) -> Iterator[str]:
-    """A warning for each store of whose documents a large part was left out."""
-    for place, store in stores.items():
-        empty = store.facts.num_empty if store else 0
-        if empty and empty >= MANY_EMPTY * (num_all := empty + store.facts.num_documents):
-            share = f"{empty:,} of {num_all:,} documents are empty ({empty / num_all:.0%})"
-            yield f"{place}: {share}; does the text lie in another key or column? name it with text_key"
+def _empty(num_empty: int) -> str:
+    """What was left out, as the line of its source says it."""
+    return f", {num_empty:,} empty documents left out" if num_empty else ""
 
 
 def _prepare_folder(texts, text_format: str, text_key: str | None, tokenizer: str, output: str) -> None:
     from pathlib import Path
 
+    from curriculum.data.documents import empty_warnings
     from curriculum.data.prepare import prepare_folder
     from curriculum.data.progress import ConsoleProgress
     from curriculum.data.tokenizers.tokenizer import byte_tokenizer, load_tokenizer
@@ -115,6 +91,6 @@ def _prepare_folder(texts, text_format: str, text_key: str | None, tokenizer: st
     facts = store.facts
     scored = "" if facts.num_scored is None else f", {facts.num_scored / facts.num_tokens:.2%} scored"
     counts = f"{facts.num_documents:,} documents, {facts.num_tokens:,} tokens of {facts.dtype}"
-    click.echo(f"{output}: {counts}{_empty(store)}{scored}")
-    for warning in _many_empty({output: store}):
+    click.echo(f"{output}: {counts}{_empty(facts.num_empty)}{scored}")
+    for warning in empty_warnings({output: store}):
         click.echo(f"warning: {warning}")

@@ -20,6 +20,7 @@ from curriculum.data.config_stores import (
     prepare_stores,
     prepared,
 )
+from curriculum.data.documents import empty_warnings
 from curriculum.data.held_out import eval_documents, first_eval_documents
 from curriculum.data.packing import Bins, PackingFacts, find_packing, prepare_packing
 from curriculum.data.prepare import find_store, find_tokenizer, prepare_tokenizer
@@ -38,8 +39,9 @@ class Corpus:
 
     `streams` are what the data plan reads of each source, packed where the config says so; `details` say of each
     what it holds, what was held out and what was dropped because an eval set has it, with `stream`, a hash that names
-    the stream's content, `tokens_per_epoch`, and `utilization`, the share of an epoch's slots that hold a token. Of
-    conversations also `scored_share`: of all tokens of the source, held-out ones among them, the share in answers.
+    the stream's content, `tokens_per_epoch`, and `utilization`, the share of an epoch's slots that hold a token. Where
+    there were some, `empty_documents`, which had no text. Of conversations also `scored_share`: of all tokens of the
+    source, held-out ones among them, the share in answers.
     """
 
     tokenizer: Tokenizer
@@ -98,7 +100,7 @@ def load_corpus(config: Config, store_dir: str | Path, tokenizer: Tokenizer | No
         streams=streams,
         evalsets=evalsets,
         details=details,
-        warnings=_overlap_warnings(dropped) + _size_warnings(config, evalsets),
+        warnings=_overlap_warnings(dropped) + _size_warnings(config, evalsets) + _empty_warnings(stores, eval_stores),
     )
 
 
@@ -171,7 +173,7 @@ def find_sizes(config: Config, store_dir: str | Path) -> Sizes:
         if config.packing.mode == "best_fit" and held["tokens"]:
             packing = find_packing(held["stream"], config.longest_seq_len, store_dir)
         details[name] = held | _epoch(config, held, packing)
-    warnings = _overlap_warnings(dropped)
+    warnings = _overlap_warnings(dropped) + _empty_warnings(stores, eval_stores)
     if stores and (missing := [name for name in own_sources(config) if name not in eval_stores]):
         warnings += (f"not prepared yet, so overlap with training is not counted: eval sets {', '.join(missing)}",)
     return Sizes(
@@ -226,12 +228,14 @@ def _details(store: Store, split: Split, dropped: Mapping[str, int]) -> dict[str
     scored = {}
     if store.facts.num_scored is not None:
         scored["scored_share"] = store.facts.num_scored / store.facts.num_tokens
+    empty = {"empty_documents": store.facts.num_empty} if store.facts.num_empty else {}
     return {
         "tokens": num_tokens,
         "documents": int(split.keep_N.sum()),
         "kept_out_tokens": store.facts.num_tokens - num_tokens,
         "dropped_documents": dict(dropped),
         "stream": stream.hexdigest(),
+        **empty,
         **scored,
     }
 
@@ -261,6 +265,11 @@ def _overlap_warnings(dropped: Mapping[str, Mapping[str, int]]) -> tuple[str, ..
         for name, counts in dropped.items()
         for evalset, count in counts.items()
     )
+
+
+def _empty_warnings(stores: Mapping[str, Store], eval_stores: Mapping[str, Store]) -> tuple[str, ...]:
+    places = {f"source {name}": store for name, store in stores.items()}
+    return empty_warnings(places | {f"eval set {name}": store for name, store in eval_stores.items()})
 
 
 def _size_warnings(config: Config, evalsets: Mapping[str, EvalSet]) -> tuple[str, ...]:

@@ -14,9 +14,12 @@ from curriculum.data.pieces import Piece, document_pieces, read_pieces
 from curriculum.data.progress import Progress
 from curriculum.data.rows import type_name
 from curriculum.data.sources import COLUMNAR, SourceConfig, source_files
+from curriculum.data.store import Store
 from curriculum.data.store_writer import StoreWriter
 from curriculum.data.tokenizers.tokenizer import Tokenizer
 from curriculum.errors import InputError
+
+MANY_EMPTY = 0.1  # of the documents of a source; fewer may be stray blank rows
 
 
 class Documents(NamedTuple):
@@ -88,6 +91,17 @@ def write_store(
         if progress is not None and done_bytes != total_bytes:
             progress(done_bytes, done_bytes)
         writer.finish(origin, tokenizer, None if template is None else asdict(template))
+
+
+def empty_warnings(stores: Mapping[str, Store]) -> tuple[str, ...]:
+    """A warning for each store of whose documents a large part had no text, by what it is the store of."""
+    found = []
+    for place, store in stores.items():
+        empty, num_all = store.facts.num_empty, store.facts.num_empty + store.facts.num_documents
+        if empty and empty >= MANY_EMPTY * num_all:
+            share = f"{empty:,} of {num_all:,} documents are empty ({empty / num_all:.0%})"
+            found.append(f"{place}: {share}; does the text lie in another key or column? name it with text_key")
+    return tuple(found)
 
 
 def _size_bytes(sources: Sequence[SourceConfig]) -> int | None:
