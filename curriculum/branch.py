@@ -319,7 +319,8 @@ def _copy(
 ) -> None:
     """Make the branch as of the trunk's checkpoint.
 
-    `told` is what the trunk recorded when it went on from there, `rollbacks` are all of the branch's part of the trunk.
+    `told` is what the trunk recorded when it went on from there, `rollbacks` are those of the branch's part of the
+    trunk: no ledger has one whose data the branch does not pass over.
     """
     offsets = read_ledger(checkpoint)["offsets"]
     made.create(setup.config, derived(setup), plain(dict(setup.model.architecture)))
@@ -350,7 +351,7 @@ def _copy(
         for s in checkpoint_steps(place):
             if s <= step and not (to / str(s)).exists():
                 source = place / str(s)
-                _copy_checkpoint(to / str(s), source, setup, read_ledger(source)["offsets"])
+                _copy_checkpoint(to / str(s), source, setup, read_ledger(source)["offsets"], rollbacks)
     if setup.config.logging.tensorboard:
         _draw(made, setup.config)
 
@@ -360,14 +361,13 @@ def _copy_checkpoint(
     checkpoint: Path,
     setup: Setup,
     offsets: Mapping[str, int],
-    rollbacks: Sequence[Mapping[str, Any]] | None = None,
+    rollbacks: Sequence[Mapping[str, Any]],
 ) -> None:
-    """A checkpoint that goes on as the branch; `rollbacks` where it has more than its ledger knows."""
+    """A checkpoint that goes on as the branch, with the rollbacks of the branch's part of the trunk."""
     _copy_to(to, checkpoint)
     saved = read_ledger(checkpoint)
     changed = {**ledger.scheduled(setup), "branched_from": setup.course.branched_from, "offsets": offsets}
-    if rollbacks:
-        changed["history"] = {**saved["history"], "rollbacks": list(rollbacks)}
+    changed["history"] = {**saved["history"], "rollbacks": list(rollbacks)}
     write_text(to / "ledger" / "metadata", json.dumps({**saved, **changed}))
     update_manifest(to, ["ledger/metadata"])
 

@@ -1,7 +1,9 @@
 """Whole runs that meet noise, a rate that explodes and a state that is not finite: skipped, gone back from, or ended."""
 
 import json
+import os
 import shutil
+import signal
 
 import jax
 import numpy as np
@@ -21,6 +23,7 @@ from curriculum.train.course import Course
 from curriculum.train.divergence import Diverged
 from curriculum.train.history import History
 from curriculum.train.setup import build
+from curriculum.train.signals import Stopped
 from curriculum.train.start import base_again, start_of
 from curriculum.train.trainer import train, train_built
 from curriculum.views.inspection import inspect_run
@@ -250,6 +253,35 @@ def test_a_branch_takes_over_what_its_trunk_passed_over(place, tmp_path, monkeyp
         }
         ledger = json.loads((tmp_path / f"at{at}/checkpoints/30/ledger/metadata").read_text())
         assert ledger["history"]["rollbacks"] == [{"step": 15, "first_bad_step": 17, "skip_steps": 3}]
+
+
+def test_a_branch_before_the_data_that_its_trunk_passed_over_may_go_back_itself(place, tmp_path, monkeypatch):
+    """From a checkpoint that was saved after the rollback, and before its first bad update."""
+    rollback = {"after": 1, "skip_steps": 3, "max": 1}
+    train_section = {"steps": 24, "batch_size": ROWS, "seq_len": LENGTH, "rollback": rollback}
+    phases = [{"name": "only", "until": "end", "mixture": {"web": 1.0}}]
+    data = config_data(place, phases=phases, train=train_section, checkpoint={"every": 5, "keep": 9})
+    find, stopped = divergence._find, []
+
+    def finds(run, done, whole_state):
+        gone_back = any(segment.start == 17 for segment in run.setup.course.schedule.segments)
+        if done == 16 and gone_back and not stopped:
+            stopped.append(os.kill(os.getpid(), signal.SIGTERM))
+        if done == 19 and not gone_back:
+            run.settle(done)
+            return divergence._Divergence("planted", 17, divergence._newest(run.directory, 17), 17)
+        return find(run, done, whole_state)
+
+    monkeypatch.setattr(divergence, "_find", finds)
+    with pytest.raises(Stopped):
+        trained(place, tmp_path / "trunk", data)
+    (of_trunk,) = read_ledger(tmp_path / "trunk/checkpoints/16")["history"]["rollbacks"]
+    assert (of_trunk["step"], of_trunk["first_bad_step"]) == (15, 17)
+    shutil.copytree(tmp_path / "trunk/checkpoints/16", tmp_path / "trunk/kept/16")
+    branch(tmp_path / "trunk", 16, tmp_path / "new", store_dir=place / "store")
+    assert read_ledger(tmp_path / "new/kept/16")["history"]["rollbacks"] == []
+    (own,) = read_ledger(tmp_path / "new/checkpoints/24")["history"]["rollbacks"]
+    assert (own["step"], own["first_bad_step"]) == (16, 17)
 
 
 class Killed(BaseException):
