@@ -234,7 +234,6 @@ def _branching(
     """
     remembered = trunk.directory.command_line()
     changes = [option for option in config.command_line if option not in remembered]
-    of_trunks = (saved.get("branched_from") or {}).get("phase_ends", [])
     return {
         "run": str(run),
         "step": at,
@@ -243,8 +242,22 @@ def _branching(
         "mixture_before": whole.shares(at),
         "reason": " ".join([f"branched from {run} at step {at}", *changes]),
         "acts": acts_of(event for event in trunk.events if event["step"] < at),
-        "phase_ends": [*of_trunks, (at, sorted(whole.phase_ends))],
+        "phase_ends": list(_phase_ends(trunk, at, saved)),
     }
+
+
+def _phase_ends(trunk: Run, at: int, saved: Mapping[str, Any]) -> Iterator[tuple[int, list[int]]]:
+    """(the step up to which they were planned so, the phase ends) of the trunk, in order, the last one up to `at`."""
+    planned = (saved["branched_from"] or {"phase_ends": []})["phase_ends"]
+    since = planned[-1][0] if planned else 0
+    plans = [event for event in trunk.events if "plan" in event and event["step"] < at]
+    for event, until in zip(plans, [*(event["step"] for event in plans[1:]), at], strict=True):
+        if until > since:
+            planned = [*planned, (until, sorted(phase["end"] for phase in event["plan"]["phases"]))]
+    for until, ends in planned:
+        yield min(until, at), ends
+        if until >= at:
+            return
 
 
 def _check_steps_between(

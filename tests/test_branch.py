@@ -409,6 +409,20 @@ def test_a_branch_of_a_branch_tells_of_both_and_shares_the_pasts_of_both(replayi
     assert point["branched_from"] == runs[1].branched_from
 
 
+def test_a_branch_of_a_branch_from_before_that_left_knows_the_phases_that_were_planned_then(
+    whole, branched, folder, tmp_path
+):
+    """The number of evals that lie ahead is what a verdict's confidence is shared among."""
+    phases = "phases=[{name: a, until: 8, mixture: {web: 7, code: 3}}, {name: b, until: end, mixture: {web: 1}}]"
+    first, second = tmp_path / "first", tmp_path / "second"
+    detectable = {}
+    for trunk, new in ((whole, first), (branched[0], second)):
+        branch(trunk, 13, new, overrides=[phases, "train.steps=20"], store_dir=folder / "store")
+        assert read_ledger(new / "checkpoints/20")["branched_from"]["phase_ends"] == [[13, [8, 18, 24]]]
+        detectable[new] = [(e["step"], e["detectable"]) for e in load_run(new).events if "detectable" in e]
+    assert detectable[first] == detectable[second] and [s for s, _ in detectable[first]] == [4, 8, 12, 16, 20]
+
+
 def test_a_branch_that_a_regression_stops_says_how_to_go_on(whole, folder, tmp_path):
     new = tmp_path / "a new one"
     edits = ["phases[2].lr={rewarm_steps: 2, peak: 30.0}", "evalsets.regression.action=stop"]
