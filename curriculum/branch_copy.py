@@ -1,0 +1,117 @@
+"""What a branch takes over of its trunk: the record, the checkpoints and what else was measured up to its step."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from curriculum.config import Config
+from curriculum.errors import InputError
+from curriculum.manifest import update_manifest
+from curriculum.record.board import Board
+from curriculum.record.events import EVENTS, METRICS, STAMPS, Record, plain, read_events, read_metrics
+from curriculum.run import RunDirectory, checkpoint_steps, read_ledger, write_text, write_tokenizer
+from curriculum.train import ledger
+from curriculum.train.averages import SIDECAR
+from curriculum.train.fields import branch_edit, derived
+from curriculum.train.setup import Setup
+
+
+@contextmanager
+def made_whole(directory: RunDirectory, trunk: RunDirectory) -> Iterator[RunDirectory]:
+    """A directory to make the branch in, beside its place; moved there once the branch is whole, else removed."""
+    place = Path(os.path.abspath(directory.path))
+    beside = place.with_name(f".{place.name}.branch")
+    shutil.rmtree(beside, ignore_errors=True)  # of a call that was killed
+    made = RunDirectory(beside / place.name)
+    try:
+        yield made
+        made.path.rename(place)
+    except (OSError, shutil.Error) as error:
+        raise InputError(f"{trunk.path}: could not be copied to {directory.path}: {error}; try again") from None
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def copy_trunk(
+    made: RunDirectory,
+    trunk: RunDirectory,
+    setup: Setup,
+    step: int,
+    checkpoint: Path,
+    told: Sequence[Mapping[str, Any]],
+    rollbacks: Sequence[Mapping[str, Any]],
+) -> None:
+    """Make the branch as of the trunk's checkpoint.
+
+    `told` is what the trunk recorded when it went on from there, `rollbacks` are those of the branch's part of the
+    trunk: no ledger has one whose data the branch does not pass over.
+    """
+    offsets = read_ledger(checkpoint)["offsets"]
+    made.create(setup.config, derived(setup), plain(dict(setup.model.architecture)))
+    write_tokenizer(made, setup.corpus.tokenizer)
+    for name in (EVENTS, METRICS):
+        with open(trunk.path / name, "rb") as file:
+            (made.path / name).write_bytes(file.read(offsets[name]))
+    for path in trunk.path.glob("evals/*.npz"):
+        if path.stem.isdecimal() and int(path.stem) <= step:
+            _copy_to(made.path / "evals" / path.name, path)
+    for path in trunk.averages.glob(f"*/{SIDECAR}"):
+        if json.loads(path.read_text())["end"] <= step:
+            _copy_to(made.averages / path.parent.name, path.parent)
+    events = [(event["event"], {k: v for k, v in event.items() if k not in STAMPS}) for event in told]
+    if setup.course.branched_from["step"] == step:  # else it is told when the branch gets there
+        events.append(("schedule_edit", branch_edit(setup)))
+    if events:
+        record = Record(made.path, setup.course.tokens_at, read_ledger(checkpoint)["elapsed_s"])
+        for name, event in events:
+            record.event(name, step, **event)
+        offsets = record.offsets()
+        record.close()
+    _copy_checkpoint(made.checkpoints / str(step), checkpoint, setup, offsets, rollbacks)
+    folders = [(made.gold, trunk.gold), (made.kept, trunk.kept)]
+    if setup.config.averages.phase_mean is not None:  # the phase's mean may need them
+        folders.append((made.checkpoints, trunk.checkpoints))
+    for to, place in folders:
+        for s in checkpoint_steps(place):
+            if s <= step and not (to / str(s)).exists():
+                source = place / str(s)
+                _copy_checkpoint(to / str(s), source, setup, read_ledger(source)["offsets"], rollbacks)
+    if setup.config.logging.tensorboard:
+        _draw(made, setup.config)
+
+
+def _copy_checkpoint(
+    to: Path,
+    checkpoint: Path,
+    setup: Setup,
+    offsets: Mapping[str, int],
+    rollbacks: Sequence[Mapping[str, Any]],
+) -> None:
+    """A checkpoint that goes on as the branch, with the rollbacks of the branch's part of the trunk."""
+    _copy_to(to, checkpoint)
+    saved = read_ledger(checkpoint)
+    changed = {**ledger.scheduled(setup), "branched_from": setup.course.branched_from, "offsets": offsets}
+    changed["history"] = {**saved["history"], "rollbacks": list(rollbacks)}
+    write_text(to / "ledger" / "metadata", json.dumps({**saved, **changed}))
+    update_manifest(to, ["ledger/metadata"])
+
+
+def _copy_to(to: Path, path: Path) -> None:
+    to.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(path, to) if path.is_dir() else shutil.copy2(path, to)
+
+
+def _draw(made: RunDirectory, config: Config) -> None:
+    """The TensorBoard files of the record that was taken over: as of one run that went straight there."""
+    board = Board(made.path)
+    for line in sorted([*read_metrics(made.path), *read_events(made.path)], key=lambda line: line["step"]):
+        if line.get("event") == "training_start":
+            line = {**line, "config": config.to_json()}
+        board.event(line) if "event" in line else board.row(line)
+    board.close()
