@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from curriculum.branch_between import check_between
 from curriculum.branch_copy import copy_trunk, made_whole
 from curriculum.config import Config, changed_config, load_config
 from curriculum.errors import InputError
@@ -35,7 +35,6 @@ from curriculum.train.opening import kept_tokenizer
 from curriculum.train.setup import build, check
 from curriculum.train.start import start_of
 from curriculum.train.trainer import train_built
-from phases.lr import LrSchedule
 from phases.schedule import Schedule, Segment, cut, segments_from_json
 
 
@@ -55,7 +54,9 @@ def branch(
     It starts from the trunk's newest checkpoint at or before `at` that verifies, takes over the record up to there,
     trains the steps in between exactly as the trunk did, and goes on by the trunk's config, changed by `overrides`
     (`a.b=value`) and directories as in `load_config`. A share that the trunk raised is raised to the end of its phase
-    here too, unless the phase's mixture is changed. Without a change all of the run is the trunk's.
+    here too, unless the phase's mixture is changed. Without a change all of the run is the trunk's, if that one was not
+    edited after `at`: its config is the one that it was last trained with, and is refused where the steps in between
+    were trained, measured or judged otherwise.
     It needs nothing of the trunk afterwards; `make_model` as in `train`.
     Returns its `training_complete` event. Raises InputError for what the user can mend, before anything is created,
     and Stopped after a signal: `train(..., resume="latest")` then goes on.
@@ -66,13 +67,11 @@ def branch(
     folders = _checkpoints(trunk.directory)
     checkpoint = _checkpoint_before(trunk, folders, at)
     step = int(checkpoint.name)
-    config = _config(trunk, overrides, dataset_dirs, eval_dataset_dirs)
+    saved, config = read_ledger(checkpoint), _config(trunk, overrides, dataset_dirs, eval_dataset_dirs)
     newest = read_ledger(_newest_whole(folders, [s for s in folders if s > at]) or checkpoint)
     whole = Schedule(segments_from_json(newest["segments"]))
     if step < at:
-        between = {segment.phase for segment in whole.segments if segment.start < at and step < segment.end}
-        _check_steps_between(trunk.config, config, step, at, sorted(folders), between)
-    saved = read_ledger(checkpoint)
+        check_between(trunk, config, saved, whole, at, sorted(folders))
     check_offsets(trunk.directory.path, saved["offsets"])
     edit = find_edit(config, newest, at=at)
     past = replace(edit.past, segments=cut(whole.segments, at), planned=None, going_on=None)
@@ -242,48 +241,3 @@ def _phase_ends(trunk: Run, at: int, saved: Mapping[str, Any]) -> Iterator[tuple
         yield min(until, at), ends
         if until >= at:
             return
-
-
-def _check_steps_between(
-    old: Config, new: Config, step: int, at: int, steps: list[int], phases: Collection[str]
-) -> None:
-    """Raise InputError for changes, other than the schedule's, that would act already before the branch begins.
-
-    That is from `step`, the checkpoint's, to `at`. `steps` are those of all checkpoints, `phases` those of the updates
-    in between.
-    """
-    were, now = _of_every_update(old), _of_every_update(new)
-    for i, phase in enumerate(new.phases):  # of train's the one is told that changed
-        if phase.name in phases and old.train.grad_accum == new.train.grad_accum:
-            path = f"phases[{i}].grad_accum"
-            were[path], now[path] = old.grad_accum_of(phase.name), new.grad_accum_of(phase.name)
-    there = ", ".join(map(str, steps))
-    message = (
-        "got {}, but the branch trains steps {} to {} again as its trunk did, with {}; restore it, or branch where "
-        "there is a checkpoint: {}"
-    )
-    problems = [
-        (path, message.format(json.dumps(now.get(path)), step, at, json.dumps(were.get(path)), there))
-        for path in {**were, **now}
-        if were.get(path) != now.get(path)
-    ]
-    if problems:
-        raise new.error(problems)
-
-
-def _of_every_update(config: Config) -> dict[str, Any]:
-    """What an update depends on beside its batch and its learning rate, and what is measured and recorded of it.
-
-    By its path in the config.
-    """
-    whole = config.to_json()
-    sections = {name: whole[name] for name in ("model", "optim", "train", "averages", "mesh", "evalsets")}
-    nested = {f"evalsets.{name}": sections["evalsets"].pop(name) for name in ("regression", "gold", "sets")}
-    schedule = {f"optim.{field.name}" for field in fields(LrSchedule)} | {"train.steps"}
-    flat = {
-        f"{name}.{key}": value
-        for name, section in (sections | nested).items()
-        for key, value in (section or {}).items()
-    }
-    flat["logging.every"] = whole["logging"]["every"]
-    return {path: value for path, value in flat.items() if path not in schedule}

@@ -73,32 +73,28 @@ def copy_trunk(
             record.event(name, step, **event)
         offsets = record.offsets()
         record.close()
-    _copy_checkpoint(made.checkpoints / str(step), checkpoint, setup, offsets, rollbacks)
+    now = {**ledger.scheduled(setup), "branched_from": setup.course.branched_from}
+    _copy_checkpoint(made.checkpoints / str(step), checkpoint, {**now, "offsets": offsets}, rollbacks)
+    before = {key: value for key, value in now.items() if key != "settings"}  # the trunk's own led there
     folders = [(made.gold, trunk.gold), (made.kept, trunk.kept)]
     if setup.config.averages.phase_mean is not None:  # the phase's mean may need them
         folders.append((made.checkpoints, trunk.checkpoints))
     for to, place in folders:
         for s in checkpoint_steps(place):
             if s <= step and not (to / str(s)).exists():
-                source = place / str(s)
-                _copy_checkpoint(to / str(s), source, setup, read_ledger(source)["offsets"], rollbacks)
+                _copy_checkpoint(to / str(s), place / str(s), now if s == step else before, rollbacks)
     if setup.config.logging.tensorboard:
         _draw(made, setup.config)
 
 
 def _copy_checkpoint(
-    to: Path,
-    checkpoint: Path,
-    setup: Setup,
-    offsets: Mapping[str, int],
-    rollbacks: Sequence[Mapping[str, Any]],
+    to: Path, checkpoint: Path, changed: Mapping[str, Any], rollbacks: Sequence[Mapping[str, Any]]
 ) -> None:
-    """A checkpoint that goes on as the branch, with the rollbacks of the branch's part of the trunk."""
+    """A checkpoint whose ledger is changed, with the rollbacks of the branch's part of the trunk."""
     _copy_to(to, checkpoint)
     saved = read_ledger(checkpoint)
-    changed = {**ledger.scheduled(setup), "branched_from": setup.course.branched_from, "offsets": offsets}
-    changed["history"] = {**saved["history"], "rollbacks": list(rollbacks)}
-    write_text(to / "ledger" / "metadata", json.dumps({**saved, **changed}))
+    history = {**saved["history"], "rollbacks": list(rollbacks)}
+    write_text(to / "ledger" / "metadata", json.dumps({**saved, **changed, "history": history}))
     update_manifest(to, ["ledger/metadata"])
 
 

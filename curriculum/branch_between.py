@@ -1,0 +1,130 @@
+"""The steps between a branch's checkpoint and its step: the branch trains them again, as its trunk did."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from curriculum.config import Config
+from curriculum.run import Run
+from curriculum.scheduling import training_settings
+from phases.schedule import Schedule
+
+Settings = Mapping[str, Any]  # by path, as `schedule_edit` tells changes of them; the name of an eval set has True
+
+_SETS = "evalsets.sets."
+_MICRO_STEPS = "train.grad_accum"
+
+
+def check_between(
+    trunk: Run, config: Config, saved: Mapping[str, Any], schedule: Schedule, at: int, steps: list[int]
+) -> None:
+    """Raise InputError for what the config says otherwise than the trunk did from a checkpoint, `saved`, up to `at`.
+
+    The schedule aside: `schedule`, the trunk's, stands up to there. `steps` are those of all its checkpoints.
+    """
+    step, now = saved["step"], _settings(config)
+    stretches = list(_in_force(trunk, saved, at))
+    found: dict[str, list[tuple[int, int, str, str]]] = {}
+    for start, end, were in stretches:
+        phases = {segment.phase for segment in schedule.segments if segment.start < end and start < segment.end}
+        for path, got, was in [*_differing(were, now), *_other_micro_steps(were, now, config, phases)]:
+            found.setdefault(path, []).append((start, end, got, was))
+    problems, there = [], f"branch where there is a checkpoint: {', '.join(map(str, steps))}"
+    for path, told in found.items():
+        start, end, got, was = told[0]
+        fix = f", which was changed on the way; {there}"
+        if len(told) == len(stretches) and len({was for *_, was in told}) == 1:
+            start, end, fix = step, at, f"; restore it, or {there}"
+        as_trunk = f"but the branch trains steps {start} to {end} again as its trunk did, with {was}"
+        problems.append((path, f"got {got}, {as_trunk}{fix}"))
+    if rows := _other_rows(trunk, config, step, at):
+        problems.append(("logging.every", f"{rows}; restore it, or {there}"))
+    if problems:
+        raise config.error(problems)
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """What an update depends on beside its batch and its rate, and what is measured and judged, by path."""
+    mesh = {f"mesh.{key}": value for key, value in config.to_json()["mesh"].items()}
+    return mesh | _flat(training_settings(config))
+
+
+def _flat(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Settings of sections, as a ledger keeps them, by path."""
+    sets = {section: True for section in settings if section.startswith(_SETS)}
+    return sets | {f"{section}.{key}": value for section, own in settings.items() for key, value in own.items()}
+
+
+def _in_force(trunk: Run, saved: Mapping[str, Any], at: int) -> Iterator[tuple[int, int, Settings]]:
+    """(start, end, settings) of each stretch from the ledger's step to `at`: what the trunk was trained with there."""
+    start, settings = saved["step"], _settings(trunk.config)
+    if "settings" in saved:  # what else there is can be known from the config alone
+        known = _flat(saved["settings"])
+        settings = {path: value for path, value in settings.items() if path in known or not path.startswith(_SETS)}
+        settings |= known
+    edits = [
+        (event["step"], {change["path"]: change["now"] for change in event["changes"]})
+        for event in trunk.events
+        if event["event"] == "schedule_edit" and event["kind"] == "config" and event["step"] >= start
+    ]
+    if trunk.branched_from is not None and trunk.branched_from["step"] > start:
+        # Its record does not tell what a branch changed where it left: that is what no edit accounts for.
+        last = settings | {path: value for _, changed in edits for path, value in changed.items()}
+        now = _settings(trunk.config)
+        gone = dict.fromkeys(_sets(last) - _sets(now))
+        left = gone | {path: value for path, value in now.items() if last.get(path) != value}
+        edits = sorted([*edits, (trunk.branched_from["step"], left)], key=lambda edit: edit[0])
+    for step, changed in edits:
+        if step < at:
+            if step > start:
+                yield start, step, settings
+            start, settings = step, settings | changed
+    yield start, at, settings
+
+
+def _sets(settings: Settings) -> set[str]:
+    return {path for path, there in settings.items() if path.startswith(_SETS) and there is True}
+
+
+def _differing(were: Settings, now: Settings) -> Iterator[tuple[str, str, str]]:
+    """(path, got, was) of each setting that is another one; the micro-steps of phases aside."""
+    for path in sorted(_sets(were) ^ _sets(now)):
+        yield path, *(("a set", "none of that name") if path in now else ("no such set", "one"))
+    for path, got in now.items():
+        was = were.get(path, got)  # nothing is known of the settings of a set that was added on the way
+        if was == got or path.startswith("phases."):
+            continue
+        if isinstance(was, dict) and isinstance(got, dict):
+            yield from (
+                (f"{path}.{key}", json.dumps(value), json.dumps(was.get(key)))
+                for key, value in got.items()
+                if value != was.get(key)
+            )
+        else:
+            yield path, json.dumps(got), json.dumps(was)
+
+
+def _other_micro_steps(
+    were: Settings, now: Settings, config: Config, phases: Collection[str]
+) -> Iterator[tuple[str, str, str]]:
+    """The same of these phases' micro-steps; of train's the one is told that changed."""
+    if were[_MICRO_STEPS] != now[_MICRO_STEPS]:
+        return
+    for i, phase in enumerate(config.phases):
+        got = config.grad_accum_of(phase.name)
+        was = were.get(f"phases.{phase.name}.grad_accum") or were[_MICRO_STEPS]
+        if phase.name in phases and was != got:
+            yield f"phases[{i}].grad_accum", str(got), str(was)
+
+
+def _other_rows(trunk: Run, config: Config, step: int, at: int) -> str | None:
+    """What is wrong with the steps of the rows of metrics; None where they are the trunk's. No ledger keeps `every`."""
+    every, end = config.logging.every, trunk.plan["total_steps"]  # where there is a row in any case
+    due = [s for s in range(step + 1, at + 1) if s % every == 0 and s != end]
+    rows = [row["step"] for row in trunk.metrics if step < row["step"] <= at and row["step"] != end]
+    if rows == due:
+        return None
+    had = f"rows at {', '.join(map(str, rows[:3]))}{', ...' if len(rows) > 3 else ''}" if rows else "no row"
+    return f"got {every}, but the branch trains steps {step} to {at} again as its trunk did, with {had}"
