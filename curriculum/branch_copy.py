@@ -99,8 +99,18 @@ def _copy_checkpoint(
 
 
 def _copy_to(to: Path, path: Path) -> None:
+    """Take over a file, or a folder with all that is in it, as hard links: whatever changes a file replaces it."""
     to.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copytree(path, to) if path.is_dir() else shutil.copy2(path, to)
+    shutil.copytree(path, to, copy_function=_link) if path.is_dir() else _link(path, to)
+
+
+def _link(path: str | Path, to: str | Path) -> None:
+    try:
+        os.link(os.path.realpath(path), to)
+    except (
+        OSError
+    ):  # on another disk, on one without hard links, of another user's file: what else is wrong a copy tells
+        shutil.copy2(path, to)
 
 
 def _draw(made: RunDirectory, config: Config) -> None:

@@ -1,8 +1,11 @@
 """Branches: the trunk's run up to a step, exactly, and one of their own from there; and schedules edited in a run."""
 
+import errno
 import json
+import os
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -17,7 +20,7 @@ from curriculum.branch import branch
 from curriculum.cli.main import cli
 from curriculum.config import build_config, load_config
 from curriculum.errors import InputError
-from curriculum.manifest import write_manifest
+from curriculum.manifest import damage, write_manifest
 from curriculum.run import RunDirectory, checkpoint_steps, load_run, read_ledger
 from curriculum.scheduling import Past
 from curriculum.train import ledger
@@ -217,6 +220,29 @@ def test_what_a_branch_takes_over(trunk, folder, tmp_path):
     past = ledger.past_of(read_ledger(new / "gold" / str(golds[-1])))
     assert past[-1].end == 13 and past == ledger.past_of(read_ledger(new / "checkpoints/20"))
     assert sorted(int(p.name) for p in (new / "checkpoints").iterdir()) == [12, 14, 16, 18, 20]
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_what_a_branch_takes_over_takes_no_space_where_the_disk_has_hard_links(
+    trunk, folder, tmp_path, monkeypatch, linked
+):
+    def held(place):
+        return {path.relative_to(place): path.read_bytes() for path in place.rglob("*") if path.is_file()}
+
+    def refused(path, to):
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    if not linked:
+        monkeypatch.setattr(os, "link", refused)
+    before, own = held(trunk), [Path("ledger/metadata"), Path("manifest.json")]
+    gold = f"gold/{checkpoint_steps(trunk / 'gold')[-1]}"
+    branch(trunk, 12, tmp_path / "new", overrides=["train.steps=20"], store_dir=folder / "store")
+    for taken in ("checkpoints/12", gold):
+        names = held(trunk / taken)
+        assert damage(tmp_path / "new" / taken) is None and len(names) > 10 and set(own) < set(names)
+        shared = [name for name in names if (trunk / taken / name).samefile(tmp_path / "new" / taken / name)]
+        assert sorted(shared) == (sorted(set(names) - set(own)) if linked else [])
+    assert held(trunk) == before
 
 
 def test_a_branch_s_curves_are_the_trunk_s_and_then_its_own_without_a_zig_zag(branched):
