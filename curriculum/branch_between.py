@@ -13,7 +13,7 @@ from phases.schedule import Schedule
 
 Settings = Mapping[str, Any]  # by path, as `schedule_edit` tells changes of them; the name of an eval set has True
 
-_SETS = "evalsets.sets."
+_SETS, _PHASES = "evalsets.sets.", "phases."  # a ledger tells of all that there were
 _MICRO_STEPS = "train.grad_accum"
 
 
@@ -60,10 +60,9 @@ def _flat(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 def _in_force(trunk: Run, saved: Mapping[str, Any], at: int) -> Iterator[tuple[int, int, Settings]]:
     """(start, end, settings) of each stretch from the ledger's step to `at`: what the trunk was trained with there."""
     start, settings = saved["step"], _settings(trunk.config)
-    if "settings" in saved:  # what else there is can be known from the config alone
-        known = _flat(saved["settings"])
-        settings = {path: value for path, value in settings.items() if path in known or not path.startswith(_SETS)}
-        settings |= known
+    if "settings" in saved:  # what it does not tell (a mesh, an option that came later) is the config's
+        own = {path: value for path, value in settings.items() if not path.startswith((_SETS, _PHASES))}
+        settings = own | _flat(saved["settings"])
     edits = [
         (event["step"], {change["path"]: change["now"] for change in event["changes"]})
         for event in trunk.events
@@ -94,7 +93,7 @@ def _differing(were: Settings, now: Settings) -> Iterator[tuple[str, str, str]]:
         yield path, *(("a set", "none of that name") if path in now else ("no such set", "one"))
     for path, got in now.items():
         was = were.get(path, got)  # nothing is known of the settings of a set that was added on the way
-        if was == got or path.startswith("phases."):
+        if was == got or path.startswith(_PHASES):
             continue
         if isinstance(was, dict) and isinstance(got, dict):
             yield from (
@@ -114,7 +113,7 @@ def _other_micro_steps(
         return
     for i, phase in enumerate(config.phases):
         got = config.grad_accum_of(phase.name)
-        was = were.get(f"phases.{phase.name}.grad_accum") or were[_MICRO_STEPS]
+        was = were.get(f"{_PHASES}{phase.name}.grad_accum") or were[_MICRO_STEPS]
         if phase.name in phases and was != got:
             yield f"phases[{i}].grad_accum", str(got), str(was)
 

@@ -11,7 +11,10 @@ from curriculum.run import checkpoint_steps, load_run, read_ledger
 
 FIRST = {"lr": 3e-3, "warmup_steps": 2, "schedule": "constant"}
 OPTIM = {**FIRST, "weight_decay": 5.0}
-RESTORED = ["optim.weight_decay=0.1", "evalsets.sets={}", "logging.every=1", "evalsets.regression.tolerance=0.01"]
+RESTORED = [
+    "optim.weight_decay=0.1", "phases[0].grad_accum=null", "evalsets.sets={}", "evalsets.regression.tolerance=0.01",
+    "logging.every=1",
+]  # fmt: skip
 
 
 def evalsets(**changes):
@@ -20,16 +23,14 @@ def evalsets(**changes):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A corpus, and `trunk`, of which at step 8 the weight decay, what is measured and the rows were edited."""
+    """A corpus, and `trunk`, of which at step 8 the updates, what is measured and the rows were edited."""
     folder = write_corpus(tmp_path_factory.mktemp("between"))
-    same = {
-        "phases": [{"name": "only", "until": "end", "mixture": {"web": 1.0}}],
-        "checkpoint": {"every": 4, "keep": 9},
-    }
-    tiny_train(folder, folder / "trunk", optim=FIRST, evalsets=evalsets(), **same)
+    phase, checkpoint = {"name": "only", "until": "end", "mixture": {"web": 1.0}}, {"every": 4, "keep": 9}
+    tiny_train(folder, folder / "trunk", optim=FIRST, evalsets=evalsets(), phases=[phase], checkpoint=checkpoint)
     edited = evalsets(sets={"law": {"held_out_of": "law"}}, regression={"tolerance": 0.5})
     logging = {"every": 2, "tensorboard": False}
-    tiny_train(folder, folder / "trunk", resume=8, optim=OPTIM, evalsets=edited, logging=logging, **same)
+    later = {"optim": OPTIM, "evalsets": edited, "phases": [{**phase, "grad_accum": 2}], "checkpoint": checkpoint}
+    tiny_train(folder, folder / "trunk", resume=8, logging=logging, **later)
     assert [e["step"] for e in load_run(folder / "trunk").events if e["event"] == "schedule_edit"] == [8]
     return folder
 
@@ -53,6 +54,7 @@ def test_before_an_edit_a_branch_must_say_what_was_said_then(place, tmp_path):
         f"evalsets.sets.law: got a set, {again} none of that name; {fix}",
         f"optim.weight_decay: got 5.0, {again} 0.1; {fix}",
         f"evalsets.regression.tolerance: got 0.5, {again} 0.01; {fix}",
+        f"phases[0].grad_accum: got 2, {again} 1; {fix}",
         f"logging.every: got 2, {again} rows at 5, 6, 7; {fix}",
     ]
     assert not (tmp_path / "new").exists()
