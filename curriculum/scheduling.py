@@ -71,6 +71,7 @@ class Past:
     the config is as it was: the schedule is too, if the epochs are. `seed` is that of the order in which the sources
     are read, None: the config's. `sources` is what the ledger says of each source, those that are gone among them.
     `going_on` is a segment with data of its own (a raised share, a rollback), which goes on where `segments` end.
+    `before_raised` has of each share that was raised, oldest first, its step and what stood of the schedule before.
     """
 
     segments: tuple[Segment, ...] = ()
@@ -79,6 +80,7 @@ class Past:
     seed: int | None = None
     sources: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     going_on: Segment | None = None
+    before_raised: tuple[tuple[int, Past], ...] = ()
 
     @property
     def end(self) -> int:

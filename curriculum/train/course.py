@@ -27,6 +27,8 @@ class Course:
     schedule: as it is planned now.
     past: what the config does not decide. Its segments are fixed already (trained, or set by a replay or a rollback);
         the config decides only what follows them. Checkpoints keep it.
+    before_raised: (step, schedule, past) of each share that was raised, oldest first: what was planned without it,
+        which a rollback to before that step goes back to. Checkpoints keep these too.
     branched_from: what a branch remembers of its trunk (`curriculum.branch`), None for a run that is no branch.
     plan: the order in which the sources are read.
     rates: the learning rate by update, float64.
@@ -45,9 +47,13 @@ class Course:
         branched_from: Mapping[str, Any] | None = None,
     ):
         self._config, self._corpus, self._mesh = config, corpus, mesh
-        self._before_raised: list[tuple[int, Schedule, Past]] = []  # by raised share: its step, and what was before
         self.branched_from = branched_from
-        self._follow(*continued_schedule(config, corpus.tokens_per_epoch, past or Past()))
+        past = past or Past()
+        epochs = corpus.tokens_per_epoch
+        self.before_raised = [
+            (step, *continued_schedule(config, epochs, before)) for step, before in past.before_raised
+        ]
+        self._follow(*continued_schedule(config, epochs, replace(past, before_raised=())))
 
     def _follow(self, schedule: Schedule, past: Past) -> None:
         self.schedule, self.past = schedule, past
@@ -145,7 +151,7 @@ class Course:
         replay = raise_share(
             self.schedule, **inputs, step=step, source=source, factor=factor, max_share=max_share, spared=spared
         )
-        self._before_raised.append((step, self.schedule, self.past))
+        self.before_raised.append((step, self.schedule, self.past))
         self._replan(replay.schedule, replay.past)
         return {
             "kind": "replay",
@@ -162,12 +168,12 @@ class Course:
         Raises RollbackRefused where it cannot be; the schedule is then as it was.
         """
         supplies = resolve_inputs(self._config, self._corpus.tokens_per_epoch, self.past)["supplies"]
-        raised_later = [before for before in self._before_raised if before[0] > step]
+        raised_later = [before for before in self.before_raised if before[0] > step]
         _, whole, past = raised_later[0] if raised_later else (step, self.schedule, self.past)
         schedule = pass_over(whole, supplies, step, num_steps)
         phase_end = next(end for _, start, end in schedule.phase_bounds if step < end)
         until = max(phase_end, past.end)
-        self._before_raised = [before for before in self._before_raised if before[0] <= step]
+        self.before_raised = [before for before in self.before_raised if before[0] <= step]
         self._replan(schedule, cut(schedule.segments, until))
 
     def keep_edit(self, segment: Segment) -> None:

@@ -55,19 +55,11 @@ def find_edit(config: Config, saved: Mapping[str, Any], *, at: int | None = None
         how = how_to_mend(config, was, now, problems, schedule, step)
         how.append(_OR_ACCEPT if at is None else "or branch at an earlier step")
         raise InputError(*config.error(dict.fromkeys(problems)).problems, details=how)
-    planned = None
-    if all(change["path"].startswith("evalsets.") for change in changes):
-        epochs = {name: saved["sources"][name]["tokens_per_epoch"] for name in was["sources"]}
-        planned = Planned(schedule, ledger.past_of(saved), epochs)
-    frozen, going_on = _frozen(saved, was, now, schedule, step)
-    past = Past(
-        segments=cut(schedule.segments, frozen),
-        settled=_settled(saved, was, now, schedule, step),
-        planned=planned,
-        seed=saved["data_seed"],
-        sources=saved["sources"],
-        going_on=going_on,
-    )
+    unchanged = all(change["path"].startswith("evalsets.") for change in changes)
+    past = _past(saved, was, now, step, unchanged)
+    if at is None and config.train.rollback is not None:  # nothing else goes back to what was before
+        before = ((b["at"], _past({**saved, **b}, was, now, step, unchanged)) for b in saved.get("before_raised", ()))
+        past = replace(past, before_raised=tuple(before))
     return Edit(step, changes + others, past, tuple(problems))
 
 
@@ -98,6 +90,23 @@ def edit_event(
             *schedule_warnings(setup.config, after, setup.corpus.tokens_per_epoch),
         ],
     }
+
+
+def _past(saved: Mapping[str, Any], was: Mapping[str, Any], now: Mapping[str, Any], step: int, unchanged: bool) -> Past:
+    """What of a ledger's schedule stands at `step`: all of it, where the declaration is `unchanged`."""
+    schedule, planned = Schedule(segments_from_json(saved["segments"])), None
+    if unchanged:
+        epochs = {name: saved["sources"][name]["tokens_per_epoch"] for name in was["sources"]}
+        planned = Planned(schedule, ledger.past_of(saved), epochs)
+    frozen, going_on = _frozen(saved, was, now, schedule, step)
+    return Past(
+        segments=cut(schedule.segments, frozen),
+        settled=_settled(saved, was, now, schedule, step),
+        planned=planned,
+        seed=saved["data_seed"],
+        sources=saved["sources"],
+        going_on=going_on,
+    )
 
 
 def _of_blocks(config: Config, block_tokens: int) -> Problem | None:

@@ -15,12 +15,12 @@ from curriculum.data.packing import PackingConfig
 from curriculum.data.split import parse_share
 from curriculum.model.model import parameter_name
 from curriculum.record.events import plain
-from curriculum.scheduling import declaration, training_settings
+from curriculum.scheduling import Past, declaration, training_settings
 from curriculum.train.history import History
 from curriculum.train.optimizer import state_layout
 from curriculum.train.setup import Setup
 from evalsets.evalset import PRIMARY
-from phases.schedule import Segment, cut, segments_from_json, segments_to_json
+from phases.schedule import Schedule, Segment, cut, segments_from_json, segments_to_json
 
 Problem = tuple[str, str]  # path in the config, message
 
@@ -57,10 +57,14 @@ def scheduled(setup: Setup) -> dict[str, Any]:
     return {
         "declared": declaration(setup.config),
         "settings": training_settings(setup.config),
-        "segments": segments_to_json(course.schedule.segments),
-        "past_end": course.past.end,
+        **_planned(course.schedule, course.past),
+        "before_raised": [{"at": at, **_planned(schedule, past)} for at, schedule, past in course.before_raised],
         "settled": dict(course.past.settled),
     }
+
+
+def _planned(schedule: Schedule, past: Past) -> dict[str, Any]:
+    return {"segments": segments_to_json(schedule.segments), "past_end": past.end}
 
 
 def block_tokens(saved: Mapping[str, Any]) -> int:

@@ -1,0 +1,85 @@
+"""A run that was stopped, perhaps edited, and went on, and then goes back to before the stop."""
+
+import shutil
+import signal
+
+import pytest
+from tiny_run import last_state, record, tiny_train, write_corpus
+
+from curriculum.run import load_run, read_ledger
+from curriculum.train import divergence
+from curriculum.train.signals import Stopped, StopSignals
+
+RAISES = {
+    "optim": {"lr": 3.0, "warmup_steps": 0, "schedule": "constant", "grad_clip": 0.0},
+    "phases": [{"name": "a", "until": "end", "mixture": {"web": 0.9, "law": 0.1}}],
+    "evalsets": {
+        "every": 6,
+        "primary": {"held_out_of": "web", "tolerance": 100.0},
+        "sets": {"law": {"held_out_of": "law"}},
+        "regression": {"action": "replay", "tolerance": 0.0},
+    },
+    "train": {"steps": 12, "batch_size": 4, "seq_len": 32, "rollback": {"after": 3, "skip_steps": 2, "max": 1}},
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("rollback_after_resume"))
+
+
+def trained(place, run_dir, monkeypatch, *, stop=None, first=5, edit=(), **sections):
+    """Diverges at step 8, bad from update `first` on, and goes back to step 4; `stop`: the step to stop after.
+
+    Where it is stopped it goes on with `edit` in the place of some sections.
+    """
+    shutil.rmtree(run_dir, ignore_errors=True)
+    find, found, after = divergence._find, [], StopSignals.after
+
+    def finds_one(run, done, whole_state):
+        if done != 8 or found:
+            return find(run, done, whole_state)
+        run.settle(done)
+        found.append(divergence._Divergence("planted", first, divergence._newest(run.directory, first), first))
+        return found[0]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(divergence, "_find", finds_one)
+        if stop is not None:
+            patch.setattr(StopSignals, "after", lambda _, step: signal.SIGTERM if step == stop else None)
+            with pytest.raises(Stopped):
+                tiny_train(place, run_dir, **sections)
+            patch.setattr(StopSignals, "after", after)
+            assert not found
+        tiny_train(place, run_dir, resume=None if stop is None else "latest", **{**sections, **dict(edit)})
+    assert [e["step"] for e in load_run(run_dir).events if e["event"] == "rollback"] == [4] and found
+    return load_run(run_dir)
+
+
+@pytest.fixture(scope="module")
+def unbroken(place):
+    """Its share of law is raised at 6, after the first bad update: for the data that are passed over."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return trained(place, place / "unbroken", monkeypatch, **RAISES)
+
+
+def shares(run):
+    return [round(row["mixture"]["law"], 9) for row in run.metrics]
+
+
+def test_a_share_that_is_raised_on_the_way_back_and_forth_is_raised_once(place, unbroken, tmp_path, monkeypatch):
+    assert shares(unbroken) == [0.1] * 6 + [0.2] * 6
+    trained(place, tmp_path / "run", monkeypatch, stop=7, **RAISES)
+    assert last_state(tmp_path / "run") == last_state(place / "unbroken")
+    assert record(tmp_path / "run") == record(place / "unbroken")
+
+
+def test_so_it_is_where_the_config_was_edited_in_between(place, unbroken, tmp_path, monkeypatch):
+    run = trained(
+        place, tmp_path / "run", monkeypatch, stop=7, edit={"optim": {**RAISES["optim"], "lr": 2.5}}, **RAISES
+    )
+    assert shares(run) == shares(unbroken) and {row["lr"] for row in run.metrics[7:]} == {2.5}
+    law, other = (
+        read_ledger(r.directory.path / "checkpoints/12")["sources"]["law"]["tokens_drawn"] for r in (run, unbroken)
+    )
+    assert law == other > 0
