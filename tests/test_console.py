@@ -478,6 +478,7 @@ def test_link_takes_the_name_of_a_run_literally():
         ([], []),
         ([start()], ["stopped before the first checkpoint: the run starts again at step 0"]),
         ([start(), stamped("checkpoint", 200)], ["stopped", "  resume from  {run}/checkpoints/200: again"]),
+        ([start(), ROLLBACK | {"step": 0}], ["stopped before the first checkpoint: the run starts again at step 0"]),
         ([stamped("resume", 100, plan=PLAN)], ["stopped", "  resume from  {run}/checkpoints/100: again"]),
         ([start(), stamped("checkpoint", 75000), complete(None)], []),
     ],

@@ -70,7 +70,8 @@ class Console:
             case "resume" | "rollback" as kind:
                 self._skipped = skipped_counts(event)
                 self._plan, self._total_steps = event["plan"], event["plan"]["total_steps"]
-                self._checkpoint_step = event["step"]
+                # Which goes back to step 0 begins anew, from no checkpoint.
+                self._checkpoint_step = None if (kind, event["step"]) == ("rollback", 0) else event["step"]
                 self._marks.clear()  # a rollback's lie ahead of it
                 self._mark(event)
                 self._print(verdict(event), *(self._device_lines if kind == "resume" else ()))
