@@ -9,6 +9,7 @@ from curriculum.run import checkpoint_steps, load_run
 from curriculum.scheduling import resolve_schedule
 from curriculum.train import trainer
 from curriculum.train.setup import build
+from curriculum.train.trainer import train
 
 
 def test_after_so_many_updates_it_is_the_newest_one_that_counts(tmp_path):
@@ -47,6 +48,37 @@ def test_a_run_ends_where_its_course_does_by_then(end, tmp_path, monkeypatch):
         complete["total_steps"] == end == run.metrics[-1]["step"] == max(checkpoint_steps(tmp_path / "run/checkpoints"))
     )
     assert [e["step"] for e in run.events if e["event"] == "eval"] == [0, 3, 6, 9, *([] if end == 9 else [12, 14])]
+
+
+def switches(run_dir):
+    events = [e for e in load_run(run_dir).events if e["event"] == "phase_switch"]
+    return [(e["step"], e["from_phase"], e["new_phase"]) for e in events]
+
+
+def test_a_first_phase_that_is_renamed_before_its_first_update_is_no_switch(tmp_path):
+    """Of a run whose gold is what it began with, so that it may be resumed at step 0."""
+    write_corpus(tmp_path)
+    tiny_train(tmp_path, tmp_path / "base")
+    ruinous = {"schedule": "constant", "lr": 1.0, "warmup_steps": 0}
+    sections = {"adaptation": {"init_from": str(tmp_path / "base")}, "optim": ruinous}
+    tiny_train(tmp_path, tmp_path / "run", **sections)
+    assert checkpoint_steps(tmp_path / "run/gold") == [0]
+    phases = [{"name": "first", "until": 6, "mixture": {"web": 1.0}}, tiny_data(tmp_path)["phases"][1]]
+    for resume in ("gold", 0):  # once more: the checkpoint still has the old name
+        tiny_train(tmp_path, tmp_path / "run", resume=resume, phases=phases, **sections)
+        assert switches(tmp_path / "run") == [(6, "first", "b")]
+    told = [e["phase"] for e in load_run(tmp_path / "run").events if e["event"] == "eval"]
+    assert told == ["a", "first", "first", "b", "b"]
+
+
+def test_a_phase_that_is_extended_where_it_ended_is_switched_back_to(tmp_path):
+    sections = {"checkpoint": {"every": 6, "keep": 3}}
+    tiny_train(write_corpus(tmp_path), tmp_path / "run", **sections)
+    assert switches(tmp_path / "run") == [(6, "a", "b")]
+    sections["phases"] = [{"name": "a", "until": 9, "mixture": {"web": 1.0}}, tiny_data(tmp_path)["phases"][1]]
+    config = build_config(tiny_data(tmp_path, **sections))
+    train(config, tmp_path / "run", resume=6, accept_past=True, store_dir=tmp_path / "store")
+    assert switches(tmp_path / "run") == [(6, "a", "b"), (6, "b", "a"), (9, "a", "b")]
 
 
 def test_a_last_checkpoint_that_is_gone_is_told_but_not_of_the_disk(tmp_path, monkeypatch):

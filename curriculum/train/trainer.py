@@ -265,9 +265,15 @@ def generate(run: Running, done: int) -> None:
 
 
 def switch_phase(run: Running, done: int) -> None:
-    """Record the phase switch after `done` updates; the eval there is what the new phase is compared with."""
+    """Record the phase switch after `done` updates; the eval there is what the new phase is compared with.
+
+    At step 0 the first phase only has another name: nothing was trained that another could have followed.
+    """
+    if done == 0:
+        run.history = replace(run.history, phase=run.setup.course.phase_at(0))
+        return
     with run.clock.switching():
-        event = run.record.event("phase_switch", done, **fields.phase_switch(run.setup, done))
+        event = run.record.event("phase_switch", done, **fields.phase_switch(run.setup, done, run.history.phase))
         results = run.results.read(done)
         run.history = run.history.with_phase(event["new_phase"], done, results)
 
