@@ -11,7 +11,7 @@ import pytest
 from curriculum.config import build_config
 from curriculum.errors import InputError
 from curriculum.scheduling import check_schedule, continued_schedule, declaration, resolve_schedule, training_settings
-from curriculum.train.edits import _in_words, find_edit
+from curriculum.train.edits import _acts_at_once, _in_words, find_edit
 from phases.batches import DataPlan
 from phases.rollback import pass_over
 from phases.schedule import Schedule, SourceSupply, cut, segments_from_json, segments_to_json
@@ -636,3 +636,27 @@ def test_a_raised_share_goes_on_with_another_batch_and_ends_with_another_phase()
     assert (on.segment_at(60).batch_size, on.segment_at(60).mixture) == (6, {"web": 0.8, "law": 0.2})
     on, _, _ = resumed(saved, changed(BASE, shaped("b", batch_size=6)))
     assert (on.segment_at(60).batch_size, on.segment_at(60).mixture) == (6, {"web": 0.3, "law": 0.5, "code": 0.2})
+
+
+def test_a_change_of_the_schedule_has_its_step_and_any_other_acts_at_once():
+    _, saved = begun(step=0)
+    scheduled = {
+        "seed": 3, "train.steps": 200, "train.batch_size": 2, "optim.lr": 2e-3, "sources.law.max_epochs": 9,
+        "adaptation": {"replay": {"web": 0.1}},
+    }  # fmt: skip
+    others = {"train.skip_updates": None, "optim.weight_decay": 0.3, "averages": {"ema_decay": 0.9}}
+    data = changed(BASE, *(put(path, value) for path, value in (scheduled | others).items()))
+    data["phases"][0] |= {"grad_accum": 2, "mixture": {"web": 1.0}}
+    data["phases"].append({"name": "d", "until": "end", "mixture": {"law": 1.0}})
+    data["phases"][2]["until"] = 190
+    data["evalsets"] |= {"every": 7, "sets": {"more": {"path": "more.txt"}}}
+    _, _, edit = resumed(saved, data)
+    told = {change["path"]: _acts_at_once(change, config_of(data)) for change in edit.changes}
+    assert told == {
+        **dict.fromkeys(["seed", "train.steps", "train.batch_size", "optim.lr", "sources.law.max_epochs"], False),
+        **dict.fromkeys(["adaptation.replay", "phases.a.mixture", "phases.c.until", "phases.d"], False),
+        **dict.fromkeys(["train.skip_updates", "optim.weight_decay", "phases.a.grad_accum"], True),
+        **dict.fromkeys(["averages.ema_decay", "evalsets.every", "evalsets.sets.more"], True),
+    }
+    text = {"path": "sources.law", "was": {"stream": "one"}, "now": {"stream": "another"}}
+    assert _acts_at_once(text, config_of(data)) and not _acts_at_once(text | {"now": None}, config_of(data))

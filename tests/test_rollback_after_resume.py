@@ -1,5 +1,6 @@
 """A run that was stopped, perhaps edited, and went on, and then goes back to before the stop."""
 
+import json
 import shutil
 import signal
 
@@ -83,3 +84,25 @@ def test_so_it_is_where_the_config_was_edited_in_between(place, unbroken, tmp_pa
         read_ledger(r.directory.path / "checkpoints/12")["sources"]["law"]["tokens_drawn"] for r in (run, unbroken)
     )
     assert law == other > 0
+
+
+def test_what_the_config_changed_in_between_is_told_where_it_acts(place, tmp_path, monkeypatch):
+    """Trained again are updates 4 and 5, of the same data: the rate from step 7 on is of the schedule, decay is not."""
+    sections = {
+        "checkpoint": {"every": 4, "keep": 3},
+        "train": RAISES["train"],
+        "optim": {"lr": 3e-3, "warmup_steps": 0, "schedule": "constant"},
+    }
+    optim = {**sections["optim"], "lr": 2e-3, "weight_decay": 50.0}
+    run = trained(place, tmp_path / "run", monkeypatch, stop=7, first=6, edit={"optim": optim}, **sections)
+    edits = [e for e in run.events if e["event"] == "schedule_edit"]
+    assert [(e["step"], [c["path"] for c in e["changes"]], e["reason"]) for e in edits] == [
+        (4, ["optim.weight_decay"], "optim.weight_decay 0.1 → 50.0"),
+        (7, ["optim.lr"], "optim.lr 0.003 → 0.002"),
+    ]
+    assert [run.events.index(e) for e in edits][0] == 1 + [e["event"] for e in run.events].index("rollback")
+    lines = [json.loads(line) for line in (tmp_path / "run/superseded.jsonl").read_text().splitlines()]
+    before = {line["line"]["step"]: line["line"] for line in lines if line["file"] == "metrics.jsonl"}
+    now = {row["step"]: row for row in run.metrics}
+    assert now[5]["loss"] == before[5]["loss"] and now[6]["loss"] > before[6]["loss"]
+    assert [now[step]["lr"] for step in (5, 7, 8, 12)] == [3e-3, 3e-3, 2e-3, 2e-3]

@@ -10,11 +10,12 @@ import jax
 import numpy as np
 
 from curriculum.errors import InputError
-from curriculum.record.events import Record, read_events
+from curriculum.record.events import STAMPS, Record, read_events
 from curriculum.record.queries import acts_of
 from curriculum.run import RunDirectory
 from curriculum.train.checkpoints.finite import NonFiniteState, check_finite
 from curriculum.train.checkpoints.resumed import Resumed, newest_whole, resumed_by_first, to_resume
+from curriculum.train.edits import gone_back
 from curriculum.train.guard import Guard
 from curriculum.train.processes.together import from_first
 from curriculum.train.running import Running
@@ -35,7 +36,8 @@ class Diverged(Exception):
 class Rollback(NamedTuple):
     """A run goes back: `event` is what is recorded of it, `rollbacks` all those of the run, this one the last.
 
-    `edits` are what the config changed at the very step that it goes back to, which its checkpoint does not know yet.
+    `edits` are what its checkpoint does not know yet: what the config changed at the very step that it goes back to,
+    and what it changed later that is none of the schedule, which acts from there on now.
     """
 
     event: dict[str, Any]
@@ -86,14 +88,19 @@ def _rollback(run: Running, done: int, divergence: _Divergence) -> Rollback:
     config, before = run.setup.config.train.rollback, run.history.rollbacks
     good, first = divergence.good_step or 0, divergence.first_bad_step
     # What is done up to the first bad update is done again; of what came after, the config's edits alone stand.
-    events = [
-        e
-        for e in from_first(lambda: read_events(run.directory.path))
-        if e["step"] >= good and (e["step"] <= first or e.get("kind") == "config")
-    ]
-    acts = acts_of(e for e in events if e["step"] > good)
-    at_good = acts_of(e for e in events if e["step"] == good and e.get("kind") == "config")
-    edits = at_good[str(good)]["edits"] if at_good else []
+    done_again, edits = [], []
+    for event in from_first(lambda: read_events(run.directory.path)):
+        if event["step"] < good:
+            continue
+        if event.get("kind") != "config":
+            done_again += [event] if good < event["step"] <= first else []
+        elif event["step"] == good:
+            edits.append({key: value for key, value in event.items() if key not in STAMPS})
+        else:
+            of_schedule, at_once = gone_back(event, run.setup, good)
+            done_again += [of_schedule] if of_schedule else []
+            edits += [at_once] if at_once else []
+    acts = acts_of(done_again)
     now = {"step": good, "first_bad_step": first, "skip_steps": config.skip_steps, **({"acts": acts} if acts else {})}
     event = {
         "told_at_step": done,

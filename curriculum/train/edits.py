@@ -73,7 +73,18 @@ def edit_event(
     changes = [*edit.changes, *ledger.changed_contents(saved, setup)]
     if not changes:
         return None
-    step, before, after = edit.step, Schedule(segments_from_json(saved["segments"])), setup.course.schedule
+    before, after = Schedule(segments_from_json(saved["segments"])), setup.course.schedule
+    return _event(edit.step, before, after, changes, bool(edit.accepted or accepted)) | {
+        "warnings": [
+            *after.warnings,
+            *schedule_warnings(setup.config, after, setup.corpus.tokens_per_epoch),
+        ],
+    }
+
+
+def _event(
+    step: int, before: Schedule, after: Schedule, changes: Sequence[Mapping[str, Any]], accepted_past: bool
+) -> dict[str, Any]:
     phase = after.segment_at(step).phase
     return {
         "kind": "config",
@@ -82,14 +93,41 @@ def edit_event(
         "mixture_after": after.shares(min(step, after.total_steps - 1)),
         "passed_over": after.passed_over(step),
         "until": next(end for name, _, end in after.phase_bounds if name == phase),
-        "reason": "; ".join(map(_in_words, changes)),
+        "reason": _reason(changes),
         "changes": list(changes),
-        "accepted_past": bool(edit.accepted or accepted),
-        "warnings": [
-            *after.warnings,
-            *schedule_warnings(setup.config, after, setup.corpus.tokens_per_epoch),
-        ],
+        "accepted_past": accepted_past,
+        "warnings": [],
     }
+
+
+def gone_back(event: Mapping[str, Any], setup: Setup, step: int) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """A `schedule_edit` of the config in two, where the run goes back to `step`, which lies before the edit's.
+
+    The first is what it says of the schedule, whose steps stay. The second is all else, which has no step: what is
+    trained again from `step` on is trained by the config as it is now. Each is None where it says nothing.
+    """
+    at_once = [change for change in event["changes"] if _acts_at_once(change, setup.config)]
+    if not at_once:
+        return dict(event), None
+    schedule, rest = setup.course.schedule, [change for change in event["changes"] if change not in at_once]
+    accepted = event["accepted_past"] and any(change["path"].startswith("sources.") for change in at_once)
+    of_schedule = {**event, "changes": rest, "reason": _reason(rest)} if rest else None
+    return of_schedule, _event(step, schedule, schedule, at_once, accepted) | {"passed_over": {}}
+
+
+def _acts_at_once(change: Mapping[str, Any], config: Config) -> bool:
+    """Whether a change is none of the schedule, and so acts on every update and eval from the resume on."""
+    section, _, key = change["path"].partition(".")
+    match section:
+        case "train" | "optim":
+            return key not in declaration(config)[section]
+        case "phases":
+            return key.endswith(".grad_accum")
+        case "sources":  # its text, or its epochs
+            return isinstance(change["now"], Mapping) and change["now"].keys() == {"stream"}
+        case "seed" | "adaptation":
+            return False
+    return True
 
 
 def _past(saved: Mapping[str, Any], was: Mapping[str, Any], now: Mapping[str, Any], step: int, unchanged: bool) -> Past:
@@ -176,6 +214,10 @@ def _differing(path: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Ite
     for key in dict.fromkeys([*new, *old]):
         if old.get(key) != new.get(key):
             yield {"path": f"{path}.{key}" if path else key, "was": old.get(key), "now": new.get(key)}
+
+
+def _reason(changes: Sequence[Mapping[str, Any]]) -> str:
+    return "; ".join(map(_in_words, changes))
 
 
 def _in_words(change: Mapping[str, Any]) -> str:
