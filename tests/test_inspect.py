@@ -30,6 +30,19 @@ def shown(run_dir) -> str:
     return "\n".join(" ".join(line.split()) for line in text(inspect_run(load_run(run_dir))))
 
 
+def test_what_was_set_aside_is_told_by_its_size(tmp_path):
+    path = write_run(tmp_path / "run", LOSSES)
+    assert inspect_run(load_run(path))["superseded_bytes"] == 0 and "superseded" not in shown(path)
+    for name, num_bytes in (("20/params/a", 1_400_000), ("gold/20/params/b", 90_000)):
+        file = path / "superseded" / name
+        file.parent.mkdir(parents=True)
+        file.write_bytes(bytes(num_bytes))
+    (path / "superseded/gold/20/params/a").hardlink_to(path / "superseded/20/params/a")  # takes nothing more
+    assert inspect_run(load_run(path))["superseded_bytes"] == 1_490_000
+    line = f"superseded 1.5 MB in {path}/superseded, set aside by resumes and rollbacks: may be deleted"
+    assert line in shown(path).splitlines()
+
+
 def test_a_finished_run(tmp_path):
     more = {80: [("gold_checkpoint", {"metric": "primary/loss", "value": 2.2, "previous": None, "path": "gold/80"})]}
     path = write_run(tmp_path / "run", LOSSES, more=more, detectable={"val": 0.0213, "law": None})

@@ -6,8 +6,10 @@ Reads a run in progress. Without jax and without numpy: to look at a run must be
 from __future__ import annotations
 
 import math
+import os
 import shlex
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from curriculum.errors import InputError
@@ -104,9 +106,23 @@ def inspect_run(run: Run) -> dict[str, Any]:
             ({k: e[k] for k in ("step", "samples")} for e in reversed(events) if e["event"] == "generation"), None
         ),
         "checkpoints": {name: checkpoint_steps(path / name) for name in ("checkpoints", "gold", "kept")},
+        "superseded_bytes": _disk_bytes(run.directory.superseded),
         "commands": _commands(run),
         "problems": problems,
     }
+
+
+def _disk_bytes(folder: Path) -> int:
+    """What the files below a folder take of the disk; one that has several names counts once."""
+    sizes = {}
+    for path, _, names in os.walk(folder):
+        for name in names:
+            try:
+                stat = os.lstat(os.path.join(path, name))
+            except FileNotFoundError:  # deleted just now
+                continue
+            sizes[stat.st_dev, stat.st_ino] = stat.st_size
+    return sum(sizes.values())
 
 
 def edits_of(events: Iterable[Mapping[str, Any]], phase: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -196,6 +212,11 @@ def text(facts: Mapping[str, Any]) -> list[str]:
     for name, steps in facts["checkpoints"].items():
         if steps or name == "checkpoints":
             lines.append(f"  {name:<11} {', '.join(map(str, steps)) or 'none'}")
+    if num_bytes := facts["superseded_bytes"]:
+        size = f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+        lines.append(
+            f"  superseded  {size} in {facts['path']}/superseded, set aside by resumes and rollbacks: may be deleted"
+        )
     lines += [f"  damaged     {problem}" for problem in facts["problems"]]
     lines.append("")
     for what, command in facts["commands"].items():
