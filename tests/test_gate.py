@@ -7,8 +7,11 @@ import sys
 import time
 
 import pytest
+from tiny_run import assert_same_run, tiny_data, tiny_train, write_corpus
 
+from curriculum.run import checkpoint_steps, load_run
 from curriculum.train.gate import GateVerdict, run_gate
+from curriculum.train.signals import Stopped
 
 
 def gate(tmp_path, code, timeout_seconds=30.0, arguments=""):
@@ -106,6 +109,51 @@ print('{{"accept": true}}')
 """
     assert gate(tmp_path, code).accept  # which says, too, that it was not stopped after its 30 seconds
     assert gone(int((tmp_path / "pid").read_text()))
+
+
+def test_a_gate_is_killed_soon_after_the_run_is_to_be_stopped(tmp_path):
+    pid, begun = shlex.quote(str(tmp_path / "pid")), tmp_path / "begun"
+    script = f"sleep 600 & echo $! > {pid}; touch {shlex.quote(str(begun))}; wait"
+    assert run_gate(f"sh -c {shlex.quote(script)}", tmp_path / "gold" / "40", 600, stopped=begun.exists) is None
+    assert gone(int((tmp_path / "pid").read_text()))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A corpus, a gate that accepts all, which `stop` makes send its run a signal and sleep, and a run that it saw."""
+    place = write_corpus(tmp_path_factory.mktemp("gate"))
+    (place / "gate").write_text(
+        f"#!/bin/sh\ncase $1 in */$(cat {place}/stop)) kill -TERM $PPID; sleep 600;; esac\necho '{{\"accept\": true}}'\n"
+    )
+    (place / "gate").chmod(0o700)
+    (place / "stop").write_text("none")
+    tiny_train(place, place / "unbroken", evalsets=gated(place))
+    return place
+
+
+def gated(place):
+    return tiny_data(place)["evalsets"] | {"gold": {"gate": str(place / "gate")}}
+
+
+@pytest.mark.parametrize("step", [6, 9, 12])
+def test_a_signal_ends_the_gate_and_the_run_asks_again_when_it_goes_on(place, tmp_path, step):
+    """At a phase's end with a checkpoint that is planned, between two of them, and at the end of the run."""
+    (place / "stop").write_text(str(step))
+    run_dir = tmp_path / "run"
+    for resume in (None, "latest"):  # stopped, and stopped again when it asks again
+        with pytest.raises(Stopped, match=f"stopped by SIGTERM at step {step}, which was saved"):
+            tiny_train(place, run_dir, resume=resume, evalsets=gated(place))
+        assert checkpoint_steps(run_dir / "checkpoints")[-1] == step
+        assert [e["step"] for e in load_run(run_dir).events if e["event"] == "gold_checkpoint"][-1] < step
+    (place / "stop").write_text("none")
+    tiny_train(place, run_dir, resume="latest", evalsets=gated(place))
+    assert_same_run(run_dir, place / "unbroken")
+    golds = [e["step"] for e in load_run(run_dir).events if e["event"] == "gold_checkpoint"]
+    assert golds == [3, 6, 9, 12] and checkpoint_steps(run_dir / "gold")[-1] == 12
+    gold = f"gold/{step}/ledger/metadata"
+    if step == 12:
+        histories = [json.loads((run / gold).read_text())["history"] for run in (run_dir, place / "unbroken")]
+        assert histories[0] | {"started_at": 0} == histories[1] | {"started_at": 0}
 
 
 def gone(pid):

@@ -159,6 +159,9 @@ def branch_edit(setup: Setup) -> dict[str, Any]:
     }
 
 
+_INTERNAL = ("phase", "watch", "gold", "row_step", "gold_undecided")  # of the history
+
+
 def training_state(setup: Setup, step: int, history: History) -> dict[str, Any]:
     """Where the run stands, for people and scripts that watch it; resuming never reads it."""
     course = setup.course
@@ -168,7 +171,7 @@ def training_state(setup: Setup, step: int, history: History) -> dict[str, Any]:
         "phase": course.phase_at(step),
         "checkpoint": f"checkpoints/{step}",
         **_consumption(course.schedule, step),
-        **{key: value for key, value in history.to_json().items() if key not in ("phase", "watch", "gold", "row_step")},
+        **{key: value for key, value in history.to_json().items() if key not in _INTERNAL},
         "gold_step": history.gold.gold and history.gold.gold.step,
     }
 

@@ -9,10 +9,13 @@ import shlex
 import signal
 import subprocess
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 _END_CHARACTERS = 300
+_LOOK_SECONDS = 0.2
 
 
 class GateVerdict(NamedTuple):
@@ -23,14 +26,16 @@ class GateVerdict(NamedTuple):
     reason: str | None
 
 
-def run_gate(command: str, checkpoint: str | os.PathLike, timeout_seconds: float) -> GateVerdict:
+def run_gate(
+    command: str, checkpoint: str | os.PathLike, timeout_seconds: float, stopped: Callable[[], bool] = lambda: False
+) -> GateVerdict | None:
     """Ask the gate about a checkpoint, which must be saved whole.
 
     `command` is split as a shell would, and run without one, in the working folder, with the checkpoint's absolute
     path as last argument and nothing on stdin. It exits with 0 and prints on stdout nothing but a JSON object:
     {"accept": true or false, "reason": text, "score": number}, the last two optional; other keys are its own. Whatever
     else happens is a veto, whose reason says what: it never ends the run. At `timeout_seconds` it is killed, with every
-    process of its group.
+    process of its group. So it is once the run is to be `stopped`: None then, the gate has not answered.
     """
     arguments = [*shlex.split(command), str(Path(checkpoint).absolute())]
     # Files, not pipes: a process that the gate leaves behind holds no read of ours open.
@@ -42,9 +47,9 @@ def run_gate(command: str, checkpoint: str | os.PathLike, timeout_seconds: float
         except (OSError, ValueError) as error:
             return _veto(f"{arguments[0]} cannot be run: {error}")
         try:
-            code = gate.wait(timeout_seconds)
+            code = _waited_for(gate, timeout_seconds, stopped)
         except subprocess.TimeoutExpired:
-            return _veto(f"not done after {timeout_seconds:g} s", _end(stderr))
+            return None if stopped() else _veto(f"not done after {timeout_seconds:g} s", _end(stderr))
         finally:
             _kill_group(gate)
         if code != 0:
@@ -56,6 +61,18 @@ def run_gate(command: str, checkpoint: str | os.PathLike, timeout_seconds: float
         except (ValueError, RecursionError):
             return _veto(f"expected a JSON object on stdout, got {_end(stdout) or 'nothing'}", _end(stderr))
     return _read(verdict)
+
+
+def _waited_for(gate: subprocess.Popen, timeout_seconds: float, stopped: Callable[[], bool]) -> int:
+    """The gate's exit code. Raises TimeoutExpired after that time, and soon after the run is to be stopped."""
+    until = time.monotonic() + timeout_seconds
+    while True:
+        left = until - time.monotonic()
+        try:
+            return gate.wait(max(0.0, min(left, _LOOK_SECONDS)))
+        except subprocess.TimeoutExpired:
+            if left <= _LOOK_SECONDS or stopped():
+                raise
 
 
 def _read(verdict: Any) -> GateVerdict:

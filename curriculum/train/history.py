@@ -33,6 +33,8 @@ class History:
     best_val_step: int | None = None
     # {step gone back to, first_bad_step, skip_steps, acts: what is done again on the way, as `acts_of`}, in order
     rollbacks: tuple[dict[str, Any], ...] = ()
+    # Where a signal stopped the gate at the eval of this very step, the sets that stood regressed then: numbers by set.
+    gold_undecided: dict[str, Any] | None = None
 
     @staticmethod
     def begin(setup: Setup) -> History:

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from curriculum.manifest import damage
-from curriculum.record.events import number, record_name
+from curriculum.record.events import number, plain, record_name
 from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.gate import run_gate
 from curriculum.train.processes.together import from_first
 from curriculum.train.running import Running
+from curriculum.train.signals import Stopped
 from curriculum.train.watch import Evaluated, Pair
 from evalsets import gold
 from evalsets.gold import Candidate, Gold, Measured, Regressed, accepted, kept_steps, vetoed
+from evalsets.metrics import Summary, summarise
 from phases.replay import ReplayRefused
 
 
 class Verdict(NamedTuple):
-    """What follows from an eval: the sets that raised an alarm, and the folders that its step is to be kept in."""
+    """What follows from an eval: the sets that raised an alarm, and the folders that its step is to be kept in.
+
+    stopped_by: the signal by which the gate was stopped before it answered; `decide_gold` asks it again on resume.
+    """
 
     worse: Sequence[str] = ()
     keep: tuple[Checkpoints, ...] = ()
+    stopped_by: int | None = None
 
 
 def judge(run: Running, done: int, evaluated: Evaluated) -> Verdict:
@@ -41,9 +47,30 @@ def judge(run: Running, done: int, evaluated: Evaluated) -> Verdict:
     keep: list[Checkpoints] = []
     if worse and setup.config.evalsets.regression.action == "checkpoint":
         keep.append(run.best.kept)
-    if _judge_gold(run, done, evaluated):
+    regressed = {name: _worst(pairs) for name, pairs in evaluated.standing.items() if name in setup.corpus.evalsets}
+    kept, stopped_by = _judge_gold(run, done, evaluated.summaries, regressed)
+    if kept:
         keep.append(run.best.gold)
-    return Verdict(worse, tuple(keep))
+    return Verdict(worse, tuple(keep), stopped_by)
+
+
+def decide_gold(run: Running, step: int) -> None:
+    """Decide about the gold of a run that goes on from `step`, where a signal stopped the gate: as if none had.
+
+    Raises Stopped where a signal does so again.
+    """
+    undecided, run.history = run.history.gold_undecided, replace(run.history, gold_undecided=None)
+    if undecided is None:
+        return
+    regressed = {name: Regressed(*map(number, numbers)) for name, numbers in undecided.items()}
+    summaries = {name: summarise(result) for name, result in run.results.read(step).items()}
+    kept, stopped_by = _judge_gold(run, step, summaries, regressed)
+    if stopped_by is not None:
+        raise Stopped(stopped_by, step)
+    if step % run.setup.config.checkpoint.every == 0 or step == run.setup.course.total_steps:
+        run.record.event("checkpoint", step, path=f"checkpoints/{step}")  # it was saved without
+    if kept:
+        run.keep(step, (run.best.gold,))
 
 
 def _act(run: Running, done: int, evaluated: Evaluated) -> tuple[list[dict[str, Any]], str | None]:
@@ -92,64 +119,78 @@ def _replay(run: Running, done: int, evaluated: Evaluated) -> tuple[list[dict[st
     return edits, "; ".join(told) or None
 
 
-def _judge_gold(run: Running, done: int, evaluated: Evaluated) -> bool:
+def _judge_gold(
+    run: Running, done: int, summaries: Mapping[str, Summary], regressed: Mapping[str, Regressed]
+) -> tuple[bool, int | None]:
     """Decide whether this eval's parameters, or those that waited for it, are the gold.
 
-    True where this eval's are, or wait to be confirmed: they have to be kept.
+    (whether this eval's are, or wait to be confirmed: they have to be kept; the signal by which nothing is decided).
     """
     setup, config, best = run.setup, run.setup.config.evalsets.gold, run.best
     run.settle(done, best.gold)  # one that was not saved is none
     run.gold_before = run.history.gold
     measured = Measured(
         step=done,
-        summaries=evaluated.summaries,
+        summaries=summaries,
         train_loss=number(run.history.train_loss),
-        regressed={name: _worst(pairs) for name, pairs in evaluated.standing.items() if name in setup.corpus.evalsets},
+        regressed=regressed,
         is_last=done == setup.course.total_steps,
         is_candidate=done > 0 or setup.lineage is not None,
         limits_from_start=setup.lineage is not None,
     )
     before = kept_steps(run.history.gold)
     state, decisions = gold.judge(config, run.history.gold, measured)
-    waiting = list(decisions)
+    waiting, decided = list(decisions), []
     while waiting:
         decision = waiting.pop(0)
         if isinstance(decision, Candidate):
-            reason, score = _ask_gate(run, done, decision.step)
+            reason, score, stopped_by = _ask_gate(run, done, decision.step)
+            if stopped_by is not None:
+                undecided = plain({name: list(numbers) for name, numbers in regressed.items()})
+                run.history = replace(run.history, gold_undecided=undecided)
+                return False, stopped_by
             state, then = accepted(state, decision, score) if reason is None else vetoed(state, decision, reason)
             waiting = [*then, *waiting]
         else:
-            where = {"path": f"gold/{decision.step}"} if isinstance(decision, Gold) else {}
-            run.record.event(decision.event, decision.step, **decision.fields(), **where)
+            decided.append(decision)
+    for decision in decided:
+        where = {"path": f"gold/{decision.step}"} if isinstance(decision, Gold) else {}
+        run.record.event(decision.event, decision.step, **decision.fields(), **where)
     run.history = replace(run.history, gold=state)
     kept = kept_steps(state)
     if kept != before:
         best.drop_all_but(kept | before)
-    return done in kept
+    return done in kept, None
 
 
-def _ask_gate(run: Running, done: int, step: int) -> tuple[str | None, float | None]:
-    """(why the candidate of `step` is vetoed, or None; its score), the gate having seen its whole checkpoint."""
-    config, golds = run.setup.config.evalsets.gold, run.best.gold
+def _ask_gate(run: Running, done: int, step: int) -> tuple[str | None, float | None, int | None]:
+    """(why the candidate of `step` is vetoed, or None; its score; the signal by which it did not answer).
+
+    It has seen the candidate's whole checkpoint.
+    """
+    config, golds, stop = run.setup.config.evalsets.gold, run.best.gold, run.stop
     with run.clock.paused(run.state):
         if step == done:
             run.keep(done, (golds,))
         run.settle(done, golds)
         if step not in from_first(golds.steps):
-            return f"its checkpoint was not saved: {run.why_not_saved}", None
+            return f"its checkpoint was not saved: {run.why_not_saved}", None, None
 
-        def answered() -> tuple[str | None, float | None, bool]:
-            answer = run_gate(config.gate, run.best.gold_folder(step), config.gate_timeout_seconds)
+        def answered() -> tuple[str | None, float | None, int | None, bool]:
+            folder, stopped = run.best.gold_folder(step), lambda: stop is not None and stop.received is not None
+            answer = run_gate(config.gate, folder, config.gate_timeout_seconds, stopped)
             if why := damage(run.best.gold_folder(step)):
                 if run.best.gold_folder(step).exists():
                     golds.set_aside(step)  # else it stays among those that are whole
-                return f"it damaged the checkpoint gold/{step}: {why}", None, False
-            return (None if answer.accept else answer.reason), answer.score, True
+                return f"it damaged the checkpoint gold/{step}: {why}", None, None, False
+            if answer is None:
+                return None, None, stop.received, True
+            return (None if answer.accept else answer.reason), answer.score, None, True
 
-        reason, score, whole = from_first(answered)
+        reason, score, stopped_by, whole = from_first(answered)
         if whole and step == done:
             golds.delete(done)  # its ledger knows nothing of the answer
-    return reason, score
+    return reason, score, stopped_by
 
 
 def _worst(pairs: Sequence[Pair]) -> Regressed:

@@ -17,6 +17,7 @@ from curriculum.train.history import History
 from curriculum.train.processes.together import count, from_first
 from curriculum.train.results import Results
 from curriculum.train.setup import Setup
+from curriculum.train.signals import StopSignals
 from curriculum.train.step import TrainState
 from evalsets.gold import GoldState, kept_steps
 
@@ -37,6 +38,7 @@ class Running:
     # As it was before the gold that may still be on its way to the disk.
     gold_before: GoldState = field(default_factory=GoldState)
     why_not_saved: str = ""  # of the save that failed last
+    stop: StopSignals | None = None  # what ends a gate; None before the first update, when no work would be lost
 
     def __post_init__(self):
         self.results = Results(self.directory)

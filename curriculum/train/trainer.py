@@ -21,7 +21,7 @@ from curriculum.train.checkpoints.folder import Checkpoints, import_ahead
 from curriculum.train.checkpoints.resumed import Resumed, resumed_by_first
 from curriculum.train.divergence import GoingBack, check_diverged, checkpoint_before
 from curriculum.train.edits import edit_event, find_edit
-from curriculum.train.judge import Verdict, judge
+from curriculum.train.judge import Verdict, decide_gold, judge
 from curriculum.train.processes.together import from_first, is_first, leaving_on_error
 from curriculum.train.running import Running
 from curriculum.train.setup import Setup, build, check
@@ -133,6 +133,8 @@ def _run(
                     try:
                         on = fields.resumption(setup, state, step, rollback, damaged, bad.lost, edits, begins_branch)
                         _begin(run, step, on)
+                        run.stop = stop
+                        decide_gold(run, step or 0)
                         return _loop(run, step, stop)
                     except GoingBack as going:
                         rollback = going.rollback
@@ -199,11 +201,13 @@ def _loop(run: Running, resumed_step: int | None, stop: StopSignals) -> dict[str
         verdict = judge(run, done, evaluated) if evaluated else Verdict()
         for edit in fields.edits_again(setup, run.history, done):
             record.event("schedule_edit", done, **edit)
-        stopped_by, planned = stop.after(done), done % config.checkpoint.every == 0 or at_end
+        stopped_by = verdict.stopped_by or stop.after(done)
+        # What the gate's answer would bring comes before the event of a checkpoint.
+        planned = verdict.stopped_by is None and (done % config.checkpoint.every == 0 or at_end)
         ends_here = stopped_by is not None or (bool(verdict.worse) and config.evalsets.regression.action == "stop")
         offsets = save(run, done, planned) if planned or ends_here else None
         run.keep(done, verdict.keep, offsets)
-        if ends_here and not at_end:
+        if ends_here and (not at_end or verdict.stopped_by is not None):
             run.settle(done)
             if stopped_by is not None:
                 last_good = max(from_first(run.checkpoints.steps), default=None)
