@@ -115,6 +115,7 @@ def test_a_card_has_every_set_with_its_interval_and_verdict(run_dir):
         ({"documents": 3, "windows": 19}, "1.5697 to 2.4303"),  # of 2: 4.303
         ({"documents": 3, "windows": 20}, "1.7907 to 2.2093"),  # 20 blocks, of 19: 2.093
         ({"documents": 121, "windows": 121}, "1.8020 to 2.1980"),  # of 120: 1.980
+        ({"documents": 121, "windows": 121, "clusters": 3}, "1.5697 to 2.4303"),  # most are copies
     ],
 )
 def test_the_interval_is_wider_where_fewer_clusters_tell_the_error(run_dir, tmp_path, facts, interval):

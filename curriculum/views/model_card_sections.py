@@ -113,7 +113,8 @@ def evals(run: Run, step: int, weights: Weights, opens_with: str | None, unknown
         key = config_name(name)
         described = sets["primary"] if key == "primary" else sets["sets"].get(key, {})
         origin = f"held out of {described['held_out_of']}" if described.get("held_out_of") else _place(described)
-        num_documents, num_windows, tokens = (about.get(name, {}).get(k, 0) for k in ("documents", "windows", "tokens"))
+        facts = about.get(name, {})
+        num_documents, num_windows, tokens = (facts.get(key, 0) for key in ("documents", "windows", "tokens"))
         cells = [f"{name} (primary)" if key == "primary" else name, origin, f"{num_documents:,}", f"{tokens:,}"]
         first = points[name][0]
         # A mean is measured at its phase's end; those before are of other phases.
@@ -124,7 +125,9 @@ def evals(run: Run, step: int, weights: Weights, opens_with: str | None, unknown
             continue
         interval = "-"
         if last.sem is not None and num_windows:
-            half = float(student_quantile(0.025, count_clusters(num_documents, num_windows) - 1)) * last.sem
+            # Records from before copies counted as one document do not tell it.
+            num_clusters = facts.get("clusters") or count_clusters(num_documents, num_windows)
+            half = float(student_quantile(0.025, num_clusters - 1)) * last.sem
             interval = f"{last.loss - half:.4f} to {last.loss + half:.4f}"
         regressed = f"regressed against its {' and '.join(worse[name])}" if name in worse else "no regression stands"
         if suffix:  # only they are judged
