@@ -253,8 +253,8 @@ def test_only_adapters_have_gradients_moments_and_averages():
     ],
 )
 def test_the_compiler_says_nearly_the_same_of_the_whole_update(config, rows, seq_len, options):
-    """The estimate is above it by half of gelu's inner arrays, and below it by the gradient of a tied embedding's second
-    use, which few activations leave no room for.
+    """The estimate is below it by the gradient of a tied embedding's second use, which few activations leave no room
+    for.
     """
     compiled = check_memory.compiled_bytes(config, rows, seq_len, **options)
     estimate = memory_estimate(config, rows=rows, seq_len=seq_len, **options).total
@@ -269,9 +269,9 @@ GPT2_124M, LLAMA_360M, LLAMA_1B = (
 @pytest.mark.parametrize(
     ("config", "rows", "seq_len", "options", "compiled_gb"),
     [
-        (GPT2_124M, 32, 1024, {}, 15.44),
-        (GPT2_124M, 32, 1024, {"document_mask": True}, 15.46),
-        (replace(GPT2_124M, layers="scanned"), 32, 1024, {}, 24.62),
+        (GPT2_124M, 32, 1024, {}, 13.03),
+        (GPT2_124M, 32, 1024, {"document_mask": True}, 13.05),
+        (replace(GPT2_124M, layers="scanned"), 32, 1024, {}, 13.75),
         (replace(GPT2_124M, remat="dots"), 32, 1024, {}, 8.56),
         (LLAMA_360M, 16, 1024, {}, 21.36),
         (LLAMA_1B, 4, 2048, {}, 31.57),
