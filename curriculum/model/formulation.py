@@ -49,8 +49,8 @@ BY_BACKEND = {
     # loss 512 at a time took 1.0x of all at once, 64 at a time 2.2x, and computing logits again on the way back 1.3x.
     "cpu": Formulation(attention="plain", layers="unrolled", skip="branch", loss_tokens=512, head_rows=1),
     # Not run, but compiled for an H100 and counted (tools/check_gpu_program.py; docs/gpu.md has the table): at the
-    # limits of its data sheet an update of 124M parameters takes 49 ms; 75 with scanned layers, as what each hands to
-    # the way back is copied twice more; 106 with plain attention, which keeps [B, H, T, T]; and 55 with the loss of 512
+    # limits of its data sheet an update of 124M parameters takes 46 ms; 61 with scanned layers, as what each hands to
+    # the way back is copied twice more; 103 with plain attention, which keeps [B, H, T, T]; and 52 with the loss of 512
     # tokens at a time, each adding its part to the head's gradient. A branch would make the host wait for each update.
     # Of GPT-2's 50,257 ids no row of logits begins at a multiple of 16 bytes, as tensor cores want it.
     "gpu": Formulation(attention="cudnn", layers="unrolled", skip="select", loss_tokens=4096, head_rows=128),
