@@ -66,7 +66,7 @@ print(json.dumps(told), flush=True)
 if index == 0:
     time.sleep(60)
 together.leave(RuntimeError("has lost its way\\nand more"))
-time.sleep(2)
+time.sleep(6)
 sys.exit(5)
 """
 
@@ -75,7 +75,7 @@ def test_what_two_processes_decide_together(tmp_path):
     port = free_port()
     two = [start(["-c", DECIDE, port, i, tmp_path]) for i in range(2)]
     code, first = ended(two[0], 60)
-    two[1].wait(1)  # process 0 ended after it
+    two[1].wait(4)  # process 0 ended after it, which took 6 seconds
     left, second = ended(two[1], 60)
     first, *last_line = first.splitlines()
     first, second = json.loads(first), json.loads(second)
