@@ -1,6 +1,7 @@
 """The results of evals, where a run is taken up at a step and given another set there."""
 
 import json
+import signal
 
 import numpy as np
 import pytest
@@ -9,6 +10,8 @@ from tiny_run import tiny_train, write_corpus
 from curriculum.branch import branch
 from curriculum.run import load_run
 from curriculum.train import trainer
+from curriculum.train.signals import Stopped, StopSignals
+from curriculum.train.watch import RegressionStop
 
 OPTIM = {"lr": 3e-3, "schedule": "constant", "warmup_steps": 2}  # as it is whatever train.steps is
 
@@ -83,3 +86,40 @@ def test_a_set_that_came_and_went_leaves_nothing_at_the_step_that_is_taken_up_ag
     other = tiny_train(tmp_path, run_dir, 8, optim=OPTIM, checkpoint=keep, evalsets=x("zzqqx jvkw"))
     start, loss = (other["transfer"]["sets"]["x"][key] for key in ("start", "loss"))
     assert loss[0] is None and loss[1] < start  # at the end of the first phase there was no such set
+
+
+def test_an_alarm_where_a_run_is_taken_up_stops_it_once_its_first_update_is_saved(tmp_path):
+    """A phase that the config begins at the step of the checkpoint is measured there, after the switch."""
+
+    def sections(switch):
+        return {
+            "phases": [
+                {"name": "a", "until": switch, "mixture": {"web": 1.0}},
+                {"name": "b", "until": "end", "mixture": {"law": 1.0}},
+            ],
+            "train": {"steps": 40, "batch_size": 4, "seq_len": 32},
+            # So high a rate makes every set worse than it was at step 0.
+            "optim": {"lr": 3.0, "schedule": "constant", "warmup_steps": 0, "grad_clip": 0.0},
+            "checkpoint": {"every": 4, "keep": 9},
+            "evalsets": {
+                "every": 50,
+                "primary": {"held_out_of": "web"},
+                "sets": {"law": {"held_out_of": "law"}},
+                "regression": {"action": "stop", "tolerance": 0.0},
+            },
+        }
+
+    run_dir = tmp_path / "run"
+    write_corpus(tmp_path)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(StopSignals, "after", lambda self, step: signal.SIGTERM if step == 8 else None)
+        tiny_train(tmp_path, run_dir, **sections(30))
+    with pytest.raises(RegressionStop, match="stopped at step 9, which was saved: val, law got worse"):
+        tiny_train(tmp_path, run_dir, "latest", **sections(8))
+    told = [(e["event"], e["step"]) for e in load_run(run_dir).events if e["step"] >= 8]
+    assert [name for name in told if name[0] in ("eval", "phase_switch", "eval_regression")] == [
+        ("eval", 8),
+        ("phase_switch", 8),
+        ("eval_regression", 8),
+    ]
+    assert (run_dir / "checkpoints/9").is_dir()

@@ -132,10 +132,10 @@ def _run(
                     run = Running(setup, directory, record, checkpoints, best, state, history)
                     try:
                         on = fields.resumption(setup, state, step, rollback, damaged, bad.lost, edits, begins_branch)
-                        _begin(run, step, on)
+                        worse = _begin(run, step, on)
                         run.stop = stop
                         decide_gold(run, step or 0)
-                        return _loop(run, step, stop)
+                        return _loop(run, step, stop, worse)
                     except GoingBack as going:
                         rollback = going.rollback
                 del run, state  # before another one is restored
@@ -145,10 +145,10 @@ def _run(
                 record.close()
 
 
-def _begin(run: Running, resumed_step: int | None, resumption: Sequence[tuple[str, dict[str, Any]]]) -> None:
+def _begin(run: Running, resumed_step: int | None, resumption: Sequence[tuple[str, dict[str, Any]]]) -> Sequence[str]:
     """Record and measure what is due before the first update, or before the one after `resumed_step`.
 
-    `resumption`: the events, by name, that tell how the run goes on.
+    `resumption`: the events, by name, that tell how the run goes on. Returns the sets that raised an alarm there.
     """
     setup, schedule, step = run.setup, run.setup.course.schedule, resumed_step or 0
     if resumed_step is None:
@@ -165,14 +165,21 @@ def _begin(run: Running, resumed_step: int | None, resumption: Sequence[tuple[st
         switches = run.history.phase != schedule.segment_at(step).phase
     measured = run.results.read(step) if switches else None
     there = run.history.watch.sets if measured is None else measured
-    if missing := [name for name in setup.corpus.evalsets if name not in there]:
-        verdict = judge(run, step, evaluate(run, step, missing))
-        run.keep(step, verdict.keep)
+    missing = [name for name in setup.corpus.evalsets if name not in there]
+    evaluated = evaluate(run, step, missing) if missing else None
     if switches:
         switch_phase(run, step)
+    if evaluated is None:
+        return ()
+    verdict = judge(run, step, evaluated)
+    run.keep(step, verdict.keep)
+    return verdict.worse
 
 
-def _loop(run: Running, resumed_step: int | None, stop: StopSignals) -> dict[str, Any]:
+def _loop(run: Running, resumed_step: int | None, stop: StopSignals, worse: Sequence[str]) -> dict[str, Any]:
+    """Train to the end. `worse`: sets that raised an alarm where the run was taken up, whose checkpoint does not know
+    it: `action: stop` ends the run after its first update, which is saved.
+    """
     setup, config, record, clock = run.setup, run.setup.config, run.record, run.clock
     course = setup.course
     first = done = resumed_step or 0
@@ -204,7 +211,8 @@ def _loop(run: Running, resumed_step: int | None, stop: StopSignals) -> dict[str
         stopped_by = verdict.stopped_by or stop.after(done)
         # What the gate's answer would bring comes before the event of a checkpoint.
         planned = verdict.stopped_by is None and (done % config.checkpoint.every == 0 or at_end)
-        ends_here = stopped_by is not None or (bool(verdict.worse) and config.evalsets.regression.action == "stop")
+        worse = (*worse, *verdict.worse) if step == first else verdict.worse
+        ends_here = stopped_by is not None or (bool(worse) and config.evalsets.regression.action == "stop")
         offsets = save(run, done, planned) if planned or ends_here else None
         run.keep(done, verdict.keep, offsets)
         if ends_here and (not at_end or verdict.stopped_by is not None):
@@ -213,7 +221,7 @@ def _loop(run: Running, resumed_step: int | None, stop: StopSignals) -> dict[str
                 last_good = max(from_first(run.checkpoints.steps), default=None)
                 raise Stopped(stopped_by, done, last_good, "" if last_good == done else run.why_not_saved)
             run.check_saved(done)
-            raise RegressionStop(done, verdict.worse)
+            raise RegressionStop(done, worse)
     return _complete(run)
 
 
