@@ -234,7 +234,7 @@ def test_the_gold_checkpoint_comes_before_the_latest(folder):
         ("", "got an empty path, expected a run, RUN/checkpoints/STEP, RUN/gold"),
         ("bas", "'bas' does not exist; did you mean 'base'? (paths are relative to the working folder)"),
         ("far/away", "'far/away' does not exist (paths"),
-        ("base/config.yaml/x", "'base/config.yaml/x' does not exist (paths"),
+        ("base/config.resolved.json/x", "'base/config.resolved.json/x' does not exist (paths"),
         ("store", "'store' holds no run and is no checkpoint of one; expected a run, RUN/checkpoints/STEP, RUN/gold"),
         ("base/checkpoints", "'base/checkpoints' holds no run and is no checkpoint"),
         ("base/tokenizer", "'base/tokenizer' holds no run"),
