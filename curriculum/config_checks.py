@@ -15,12 +15,14 @@ from curriculum.config_shapes import SHAPE_CHECKS, known_vocab_size, model_of
 from curriculum.data.split import parse_share
 from curriculum.errors import no_such_path
 from curriculum.model.presets import model_problems
+from curriculum.record.events import Recorded
 from evalsets.evalset import PRIMARY
 from phases.checks import check_phases
 from phases.lr import check_rates
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")  # it becomes part of a file's name
 EXPECTED_NAME = "expected letters, digits, '_' and '-', at most 100"
+_METRICS = tuple(f"_{metric}" for metric in Recorded._fields if metric != "loss")  # as the record's keys end
 NO_ADAPTERS = "a model of one's own (model: null) has no adapters; leave lora out, and freeze within the model itself"
 
 
@@ -100,7 +102,7 @@ def _check_evalsets(v):
         path = f"evalsets.sets.{name}"
         if not NAME.fullmatch(name):
             yield path, f"got the name {name!r}, {EXPECTED_NAME}"
-        elif name in (PRIMARY, "val", "duration_s") or name.endswith(("_bpb", "_sem")):
+        elif name in (PRIMARY, "val", "duration_s") or name.endswith(_METRICS):
             yield path, f"the name {name!r} is taken by the record; expected another one"
         if source.every is not None and source.every % section.every:
             got = f"got {source.every}, expected a multiple of evalsets.every ({section.every})"

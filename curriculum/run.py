@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from curriculum.errors import InputError
 from curriculum.manifest import damage
 from curriculum.record.append import DISK_ERRORS, tell
-from curriculum.record.events import EVENTS, TAKEN_UP, last_gold, plain, read_events, read_metrics
+from curriculum.record.events import EVENTS, TAKEN_UP, eval_key, last_gold, plain, read_events, read_metrics
 
 if TYPE_CHECKING:
     import numpy as np
@@ -191,7 +191,7 @@ class Run:
 
     def evals(self, name: str = "val") -> list[tuple[int, float]]:
         """(step, loss) of every eval of a set; `val` is the primary one."""
-        key = "val_loss" if name == "val" else f"eval_{name}"
+        key = eval_key(name)
         return [(e["step"], e[key]) for e in self.events if e["event"] == "eval" and key in e]
 
 

@@ -132,8 +132,8 @@ def test_eval_sets_are_those_with_both_measures():
         "eval_general_sem": 0.1,
         "eval_duration_s": 0.5,
     }
-    assert eval_sets(event) == {"val": (4.0, 1.5), "general": (5.0, None)}
-    assert eval_sets({"eval_new": 3.0, "eval_new_bpb": 1.0}) == {"new": (3.0, 1.0)}
+    assert eval_sets(event) == {"val": (4.0, 1.5, None), "general": (5.0, None, 0.1)}
+    assert eval_sets({"eval_new": 3.0, "eval_new_bpb": 1.0}) == {"new": (3.0, 1.0, None)}
 
 
 def test_views_get_the_lines_as_written_and_are_closed(tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from curriculum.config import build_config
-from curriculum.record.events import Record
+from curriculum.record.events import Record, Recorded, eval_key
 from evalsets.metrics import WindowResults, summarise
 
 TOKENS_PER_STEP = 100
@@ -167,10 +167,7 @@ def _losses(measured: Mapping[str, WindowResults]) -> dict[str, float | None]:
     fields = {}
     for name, results in measured.items():
         of_set = summarise(results)
-        key = "val_loss" if name == "val" else f"eval_{name}"
-        fields[key] = of_set.loss
-        fields["val_bpb" if name == "val" else f"{key}_bpb"] = of_set.bpb
-        fields["val_sem" if name == "val" else f"{key}_sem"] = of_set.sem
+        fields |= {eval_key(name, metric): getattr(of_set, metric) for metric in Recorded._fields}
     return fields
 
 

@@ -74,6 +74,7 @@ def measure(config_file: Path, optim: dict, num_steps: int, seed: int, run_dir: 
     from curriculum.config import load_config
     from curriculum.model.presets import ModelConfig
     from curriculum.model.transformer import init_params
+    from curriculum.record.events import eval_sets
     from curriculum.run import load_run
     from curriculum.train.optimizer import make_optimizer
     from curriculum.train.trainer import train
@@ -93,7 +94,7 @@ def measure(config_file: Path, optim: dict, num_steps: int, seed: int, run_dir: 
     return {
         "lr": config.optim.lr,
         "tokens": complete["total_tokens"],
-        "losses": {"val": last["val_loss"], **{name: last[f"eval_{name}"] for name in config.evalsets.sets}},
+        "losses": {name: measured.loss for name, measured in eval_sets(last).items()},
         # The first row has the first update's warm caches to pay for.
         "step_seconds": statistics.median(row["step_time_s"] for row in run.metrics[1:]),
         "state_bytes": sum(array.size * array.dtype.itemsize for array in state),

@@ -237,11 +237,11 @@ def eval_lines(event: dict[str, Any], total_steps: int, seconds_left: float | No
             f"{_count(event['tokens_processed'], 10)} tokens",
         )
     )
-    losses = {name: f"{name} {loss(nats)}" for name, (nats, _) in eval_sets(event).items()}
+    losses = {name: f"{name} {loss(measured.loss)}" for name, measured in eval_sets(event).items()}
     val = [losses.pop("val")] if "val" in losses else []
     yield "  " + " | ".join([*val, f"lr {event['lr']:.2e}", f"phase: {event['phase']}", *losses.values()])
     for average, sets in eval_averages(event).items():
-        yield f"  {average}: " + " | ".join(f"{name} {loss(nats)}" for name, (nats, _) in sets.items())
+        yield f"  {average}: " + " | ".join(f"{name} {loss(measured.loss)}" for name, measured in sets.items())
     for note in event.get("notes", []):
         yield f"  {note}"
 

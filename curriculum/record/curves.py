@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from curriculum.record.events import eval_averages, eval_sets, number
+from curriculum.record.events import Recorded, eval_averages, eval_sets, number
 
 
 def row_curves(row: dict[str, Any], phase_names: Sequence[str]) -> dict[str, float]:
@@ -24,14 +24,14 @@ def row_curves(row: dict[str, Any], phase_names: Sequence[str]) -> dict[str, flo
 def eval_curves(event: dict[str, Any]) -> dict[str, float]:
     """The same of an `eval` event."""
     values = {}
-    for name, (loss, bpb) in all_sets(event).items():
-        values |= {f"eval/{name}/loss": loss, f"eval/{name}/bpb": bpb}
+    for name, measured in all_sets(event).items():
+        values |= {f"eval/{name}/{metric}": value for metric, value in measured._asdict().items() if metric != "sem"}
     return _numbers(values)
 
 
-def all_sets(event: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Loss and bits per byte of each set that an `eval` event measured, those with averages among them."""
-    averaged = {f"{name}@{a}": pair for a, sets in eval_averages(event).items() for name, pair in sets.items()}
+def all_sets(event: dict[str, Any]) -> dict[str, Recorded]:
+    """Of each set that an `eval` event measured, those with averages among them."""
+    averaged = {f"{name}@{a}": found for a, sets in eval_averages(event).items() for name, found in sets.items()}
     return eval_sets(event) | averaged
 
 

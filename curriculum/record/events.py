@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from curriculum.errors import InputError
 from curriculum.manifest import sync
@@ -175,16 +175,32 @@ def number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def eval_sets(event: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Loss and bits per byte, as recorded, of each set that an `eval` event measured, `val` the primary."""
-    measured = {"val": (event["val_loss"], event["val_bpb"])} if "val_loss" in event else {}
-    for key, loss in event.items():
-        if key.startswith("eval_") and f"{key}_bpb" in event:
-            measured[key.removeprefix("eval_")] = (loss, event[f"{key}_bpb"])
-    return measured
+class Recorded(NamedTuple):
+    """What an `eval` event says of one set, as it stands there: floats, None, or the strings for NaN and infinities."""
+
+    loss: Any
+    bpb: Any
+    sem: Any
 
 
-def eval_averages(event: Mapping[str, Any]) -> dict[str, dict[str, tuple[Any, Any]]]:
+def eval_key(name: str, metric: str = "loss") -> str:
+    """Where an `eval` event has a metric of a set: `val_loss`, `val_bpb`; `eval_code`, `eval_code_bpb`."""
+    if name == "val":
+        return f"val_{metric}"
+    return f"eval_{name}" if metric == "loss" else f"eval_{name}_{metric}"
+
+
+def eval_sets(event: Mapping[str, Any]) -> dict[str, Recorded]:
+    """Of each set that an `eval` event measured, `val` the primary."""
+    named = ["val", *(key.removeprefix("eval_") for key in event if key.startswith("eval_"))]
+    return {
+        name: Recorded(*(event.get(eval_key(name, metric)) for metric in Recorded._fields))
+        for name in named
+        if eval_key(name, "bpb") in event  # no other field that begins so has one: no set may be called by its suffix
+    }
+
+
+def eval_averages(event: Mapping[str, Any]) -> dict[str, dict[str, Recorded]]:
     """The same as `eval_sets` of each average of the parameters that an `eval` event measured."""
     return {name: eval_sets(event[name]) for name in AVERAGES if name in event}
 

@@ -38,12 +38,12 @@ def eval_points(events: Iterable[Mapping[str, Any]]) -> dict[str, list[EvalPoint
     for event in events:
         if event["event"] != "eval":
             continue
-        measured = [("", event), *((f"@{average}", event[average]) for average in AVERAGES if average in event)]
-        for suffix, fields in measured:
-            for name, (loss, bpb) in eval_sets(fields).items():
-                sem = number(fields.get("val_sem" if name == "val" else f"eval_{name}_sem"))
+        told = [("", event), *((f"@{average}", event[average]) for average in AVERAGES if average in event)]
+        for suffix, fields in told:
+            for name, measured in eval_sets(fields).items():
                 stamp = (event["step"], event["tokens_processed"], event["phase"])
-                points.setdefault(name + suffix, []).append(EvalPoint(*stamp, number(loss), number(bpb), sem))
+                numbers = number(measured.loss), number(measured.bpb), number(measured.sem)
+                points.setdefault(name + suffix, []).append(EvalPoint(*stamp, *numbers))
     return points
 
 
@@ -82,7 +82,7 @@ def standing_regressions(events: Iterable[Mapping[str, Any]]) -> list[dict[str, 
         match event["event"]:
             case "eval":
                 phase = event["phase"] if phase is None else phase
-                last |= {name: {"step": event["step"], "loss": loss} for name, (loss, _) in eval_sets(event).items()}
+                last |= {name: {"step": event["step"], "loss": found.loss} for name, found in eval_sets(event).items()}
             case "phase_switch":
                 phase = event["new_phase"]
             case "eval_regression":

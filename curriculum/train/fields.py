@@ -16,7 +16,7 @@ from curriculum.plan import (
     step_sizes,
 )
 from curriculum.plan_warnings import few_scored_targets, schedule_warnings
-from curriculum.record.events import record_name
+from curriculum.record.events import Recorded, eval_key, record_name
 from curriculum.train.clock import TrainClock, peak_memory_gb
 from curriculum.train.divergence import Rollback
 from curriculum.train.history import History
@@ -24,7 +24,6 @@ from curriculum.train.mesh import describe_devices
 from curriculum.train.setup import Setup
 from curriculum.train.step import TrainState, read_window
 from curriculum.train.watch import Evaluated, evalset_warnings
-from evalsets.evalset import PRIMARY
 from evalsets.metrics import Summary, WindowResults, clusters, summarise
 from phases.rates import rate_spans
 from phases.schedule import Schedule
@@ -209,11 +208,9 @@ def _losses(summaries: Mapping[str, Summary]) -> dict[str, float | None]:
     """Loss, bits per byte and standard error of each set, in six decimals."""
     fields: dict[str, float | None] = {}
     for name, summary in summaries.items():
-        loss, bpb, sem = ("val_loss", "val_bpb", "val_sem")
-        if name != PRIMARY:
-            loss, bpb, sem = f"eval_{name}", f"eval_{name}_bpb", f"eval_{name}_sem"
-        numbers = {loss: summary.loss, bpb: summary.bpb, sem: summary.sem}
-        fields |= {key: number if number is None else round(number, 6) for key, number in numbers.items()}
+        for metric in Recorded._fields:
+            value = getattr(summary, metric)
+            fields[eval_key(record_name(name), metric)] = None if value is None else round(value, 6)
     return fields
 
 

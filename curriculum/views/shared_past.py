@@ -37,7 +37,7 @@ def _recorded(run: Run) -> dict[int, dict[str, Any]]:
     found: dict[int, dict[str, Any]] = {}
     for event in run.events:
         if event["event"] == "eval":
-            losses = {f"eval {name}": loss for name, (loss, _) in eval_sets(event).items()}
+            losses = {f"eval {name}": measured.loss for name, measured in eval_sets(event).items()}
             found.setdefault(event["step"], {}).update(losses)
     for row in run.metrics:
         found.setdefault(row["step"], {})["train"] = row["loss"]
