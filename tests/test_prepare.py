@@ -664,6 +664,16 @@ def test_a_prepared_folder_is_written_whole_or_not_at_all(sources, tmp_path):
         prepare_folder([sources["web"].path], byte_tokenizer(), output)
 
 
+def test_a_prepared_folder_does_not_replace_the_one_that_a_shell_stands_in(sources, tmp_path, monkeypatch):
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    for output in (".", here):
+        with pytest.raises(InputError, match="is the folder that this runs in; name a new folder"):
+            prepare_folder([sources["web"].path], byte_tokenizer(), output)
+    assert here.samefile(".") and not list(here.iterdir())
+
+
 def test_only_who_builds_the_same_folder_waits(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("abc")
     folder, outcomes = tmp_path / "new", []

@@ -284,6 +284,8 @@ def _check_new(output_dir: Path) -> None:
     with writing(output_dir):
         if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
             raise InputError(f"{output_dir}: exists already; name a new folder for the output")
+        if output_dir.exists() and os.path.samefile(output_dir, os.curdir):  # it is replaced once all is written
+            raise InputError(f"{output_dir}: is the folder that this runs in; name a new folder for the output")
 
 
 def _write_folder(output_dir: str | Path, tokenizer: Tokenizer, write: Callable[[Path], None]) -> Store:
