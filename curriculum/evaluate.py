@@ -13,6 +13,7 @@ from curriculum.config_keys import no_such
 from curriculum.data.corpus import find_read_documents, load_evalsets
 from curriculum.data.tokenizers.tokenizer import load_tokenizer
 from curriculum.errors import InputError
+from curriculum.plan_warnings import evalset_warnings
 from curriculum.record.events import config_name, record_name
 from curriculum.run import DEFAULT_STORE_DIR, RunDirectory, load_run
 from curriculum.weights import find_weights, ledger_of
@@ -121,6 +122,7 @@ def evaluate(
                 for source, count in counts.items()
                 if count != 0
             ),
+            *evalset_warnings(evalsets.values()),
         ),
     )
 

@@ -1,14 +1,19 @@
-"""Settings that have no effect, or a larger effect than the user probably intends."""
+"""Settings that have no effect, or a larger one than the user probably intends, and eval sets that tell too little."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from curriculum.config import Config
 from curriculum.model.presets import own_rope_theta
+from curriculum.record.events import record_name
 from curriculum.scheduling import mean_steps
+from evalsets.evalset import EvalSet
+from evalsets.metrics import clusters
 from phases.rates import rate_spans
 from phases.schedule import Schedule, SourceSupply
 
@@ -66,6 +71,23 @@ def _shapes_that_do_nothing(config: Config) -> list[str]:
                 f"it, give the phase rope_theta: {before.rope_theta:g}"
             )
     return warnings
+
+
+def evalset_warnings(evalsets: Iterable[EvalSet]) -> Iterator[str]:
+    """What is to be said of sets that tell less than their size promises, or nothing at all, whatever they measure."""
+    for evalset in evalsets:
+        name, distinct = record_name(evalset.name), evalset.num_distinct_documents
+        if 2 * distinct <= evalset.num_documents:
+            yield (
+                f"eval set {name} has {evalset.num_documents:,} documents, of which {distinct:,} "
+                f"{'is' if distinct == 1 else 'are'} distinct: copies count as one document in its standard errors and "
+                "verdicts; remove the copies from its text"
+            )
+        if len(np.unique(clusters(evalset.origin_N)[0])) < 2:
+            yield (
+                f"eval set {name} is one document of {np.count_nonzero(evalset.origin_N >= 0)} windows: no standard "
+                "error, and no verdict on whether it got worse; give it more documents"
+            )
 
 
 def few_scored_targets(schedule: Schedule, details: Mapping[str, Mapping[str, Any]]) -> list[str]:

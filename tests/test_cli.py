@@ -176,6 +176,13 @@ def test_prepare_tells_the_share_of_scored_tokens(folder):
     assert "source web: 107 documents" in done.stdout and done.stdout.count("scored") == 1
 
 
+def test_prepare_tells_of_an_eval_set_that_tells_too_little(folder):
+    (folder / "copies.jsonl").write_text('{"text": "one and the same"}\n' * 3)
+    done = run(folder, "prepare", "c.yaml", "--set", "evalsets.sets.copies={path: copies.jsonl}")
+    assert "warning: eval set copies has 3 documents, of which 1 is distinct: copies count as one" in done.stdout
+    assert "warning: eval set copies is one document of " in done.stdout
+
+
 def test_prepare_tells_what_was_empty(folder):
     def add_empty(name, count):
         with open(folder / name, "a") as stream:
@@ -183,7 +190,9 @@ def test_prepare_tells_what_was_empty(folder):
 
     add_empty("web.jsonl", 13)
     add_empty("law.jsonl", 14)
-    (folder / "talk.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ["word " * 40, "", ""]))
+    (folder / "talk.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in ["word " * 40, "", "", "a"])
+    )
     talk = "evalsets.sets.talk={path: talk.jsonl}"
     done = run(folder, "prepare", "c.yaml", "--set", talk)
     assert done.returncode == 0, done.stderr
@@ -194,7 +203,7 @@ def test_prepare_tells_what_was_empty(folder):
     # 13 of 133 are fewer than a tenth.
     assert warnings == [
         f"warning: source law: 14 of 134 documents are empty (10%); {remedy}",
-        f"warning: eval set talk: 2 of 3 documents are empty (67%); {remedy}",
+        f"warning: eval set talk: 2 of 4 documents are empty (50%); {remedy}",
     ]
     planned = run(folder, "plan", "c.yaml", "--set", talk).stdout.splitlines()
     assert [line for line in planned if "empty" in line] == warnings

@@ -102,7 +102,9 @@ def recorded(step, name, average=""):
 def test_every_window_is_that_of_training_bit_for_bit(folder, step, weights, average):
     before = contents("run")
     measured = evaluate("run", step=step, weights=weights, store_dir="store")
-    assert measured.step == (2 if step == 2 else 4) and measured.weights == weights and not measured.warnings
+    assert measured.step == (2 if step == 2 else 4) and measured.weights == weights
+    (warning,) = measured.warnings
+    assert warning.startswith("eval set web is one document of 7 windows: no standard error")
     assert list(measured.results) == list(measured.summaries) == ["val", "web", "law"]
     for name, key in (("val", "primary"), ("web", "web"), ("law", "law")):
         assert windows(measured.results[name]) == recorded(measured.step, key, average)
@@ -195,6 +197,14 @@ def test_what_was_dropped_for_a_set_of_the_run_was_not_trained_on(folder):
     Path("again.jsonl").write_text("".join([*lines, seen]))
     measured = evaluate("dropped", eval_dataset_dirs={"again": "again.jsonl"}, sets=["again"], store_dir="store")
     assert measured.warnings == ("1 of 26 documents of again stand in source web, which the run was trained on",)
+
+
+def test_a_set_of_copies_is_told(folder):
+    Path("copies.jsonl").write_text('{"text": "one and the same, which no source has"}\n' * 4)
+    measured = evaluate("run", eval_dataset_dirs={"copies": "copies.jsonl"}, sets=["copies"], store_dir="store")
+    *_, copies, one = measured.warnings
+    assert copies.startswith("eval set copies has 4 documents, of which 1 is distinct: copies count as one document")
+    assert one.startswith("eval set copies is one document of 2 windows: no standard error")
 
 
 def test_a_source_that_the_config_no_longer_has_is_named(folder):

@@ -6,9 +6,10 @@ from hypothesis import strategies as st
 from tiny_run import tiny_data, tiny_train, write_corpus
 
 from curriculum.config import build_config
+from curriculum.plan_warnings import evalset_warnings
 from curriculum.run import load_run
 from curriculum.train.trainer import train
-from curriculum.train.watch import Watch, evalset_warnings, num_evals, transfer_matrix
+from curriculum.train.watch import Watch, num_evals, transfer_matrix
 from evalsets.evalset import cut_windows
 from evalsets.metrics import WindowResults
 from evalsets.regressions import begin, observe

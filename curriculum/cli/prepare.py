@@ -42,6 +42,7 @@ def command(config_path, changes, store_dir, texts, text_format, text_key, token
 
     from curriculum.config import load_config
     from curriculum.data.corpus import load_corpus
+    from curriculum.plan_warnings import evalset_warnings
     from curriculum.scheduling import check_schedule
 
     config = load_config(config_path, **changes)
@@ -63,7 +64,7 @@ def command(config_path, changes, store_dir, texts, text_format, text_key, token
             f"eval set {name}: {evalset.num_documents:,} documents, {evalset.num_windows:,} windows, "
             f"{evalset.num_tokens:,} tokens"
         )
-    for warning in corpus.warnings:
+    for warning in (*corpus.warnings, *evalset_warnings(corpus.evalsets.values())):
         click.echo(f"warning: {warning}")
 
 

@@ -15,7 +15,7 @@ from curriculum.plan import (
     shape_of,
     step_sizes,
 )
-from curriculum.plan_warnings import few_scored_targets, schedule_warnings
+from curriculum.plan_warnings import evalset_warnings, few_scored_targets, schedule_warnings
 from curriculum.record.events import Recorded, eval_key, record_name
 from curriculum.train.clock import TrainClock, peak_memory_gb
 from curriculum.train.divergence import Rollback
@@ -23,7 +23,7 @@ from curriculum.train.history import History
 from curriculum.train.mesh import describe_devices
 from curriculum.train.setup import Setup
 from curriculum.train.step import TrainState, read_window
-from curriculum.train.watch import Evaluated, evalset_warnings
+from curriculum.train.watch import Evaluated
 from evalsets.metrics import Summary, WindowResults, clusters, summarise
 from phases.rates import rate_spans
 from phases.schedule import Schedule

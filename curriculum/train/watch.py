@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from curriculum.config import Config
+from curriculum.plan_warnings import evalset_warnings
 from curriculum.record.events import number, plain, record_name
 from curriculum.train.setup import Setup
-from evalsets.evalset import EvalSet
-from evalsets.metrics import Summary, WindowResults, clusters, summarise
+from evalsets.metrics import Summary, WindowResults, summarise
 from evalsets.regressions import (
     BASELINES,
     MIN_NU,
@@ -287,23 +287,6 @@ def transfer_matrix(
 
 def _interval(change: Change) -> list[float] | None:
     return [change.low, change.high] if math.isfinite(change.high - change.low) else None
-
-
-def evalset_warnings(evalsets: Iterable[EvalSet]) -> Iterator[str]:
-    """What is to be said of sets that tell less than their size promises, or nothing at all, whatever they measure."""
-    for evalset in evalsets:
-        name, distinct = record_name(evalset.name), evalset.num_distinct_documents
-        if 2 * distinct <= evalset.num_documents:
-            yield (
-                f"eval set {name} has {evalset.num_documents:,} documents, of which {distinct:,} "
-                f"{'is' if distinct == 1 else 'are'} distinct: copies count as one document in its standard errors and "
-                "verdicts; remove the copies from its text"
-            )
-        if len(np.unique(clusters(evalset.origin_N)[0])) < 2:
-            yield (
-                f"eval set {name} is one document of {np.count_nonzero(evalset.origin_N >= 0)} windows: no standard "
-                "error, and no verdict on whether it got worse; give it more documents"
-            )
 
 
 def _pair(setup: Setup, step: int, name: str, comparison: Comparison, b: int) -> Pair:
