@@ -51,7 +51,7 @@ def test_an_unknown_variant_is_refused(capsys):
 
 def test_the_plain_program_makes_the_update_that_ours_makes(monkeypatch):
     """From the same parameters, the same loss and the same parameters after one update."""
-    monkeypatch.setitem(bench_step.SIZES, "test", (2, 8, 2, 2, 16))
+    monkeypatch.setitem(bench_step.SIZES, "test", (2, 8, 2, 2, 16, 65))
     monkeypatch.setitem(sys.modules, "plain_jax", plain_jax)
     monkeypatch.setattr(plain_jax, "keep_freed_memory", lambda: None)  # of this process it is no business
 

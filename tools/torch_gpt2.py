@@ -31,6 +31,8 @@ def program(variant: str, shape: Shape, dtype: str) -> tuple[Run, int]:
     torch.set_num_threads(os.cpu_count())
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32, as jax takes it there
     model = (_hf_model(shape) if variant.startswith("hf") else _nano_gpt(shape)).to(device)
     num_parameters = sum(p.numel() for p in model.parameters())
     if variant == "hf_trainer":
