@@ -20,6 +20,13 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
 }  # fmt: skip
+# Twelve ranks on three machines of SLURM: mpirun, on the first, started its daemons on the others by srun.
+OF_A_DAEMON = OPEN_MPI | {
+    "OMPI_COMM_WORLD_SIZE": "12", "OMPI_COMM_WORLD_RANK": "5", "SLURM_JOB_ID": "8200",
+    "SLURM_STEP_NODELIST": "node[2-3]", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "PMIX_NAMESPACE": "1531576321",
+}  # fmt: skip
+ONE_DAEMON = OF_A_DAEMON | {"SLURM_STEP_NODELIST": "node2", "SLURM_STEP_NUM_TASKS": "1"}
 
 
 @pytest.mark.parametrize(
@@ -57,6 +64,16 @@ OPEN_MPI = {
         # 1531576320 / 4096 = 373920, which is 1184 more than a multiple of 4096
         ((None, None, None), OPEN_MPI, Launch("10.96.0.1", 62624, 4, 3, (1,))),
         ((None, None, None), OPEN_MPI | {"CUDA_VISIBLE_DEVICES": "3"}, Launch("10.96.0.1", 62624, 4, 3)),
+        ((None, None, None), OF_A_DAEMON, Launch("10.96.0.1", 62624, 12, 5, (1,))),
+        (("x:5", None, None), ONE_DAEMON, Launch("x", 5, 12, 5, (1,))),
+        # What the job gives its tasks is not what mpirun gives the ranks.
+        ((None, None, None), ONE_DAEMON | {"SLURM_GPUS_PER_TASK": "4"}, Launch("10.96.0.1", 62624, 12, 5, (1,))),
+        # srun in what mpirun has started: its PMIx says whose task this is.
+        (
+            (None, None, None),
+            OPEN_MPI | SLURM | {"PMIX_NAMESPACE": "slurm.pmix.8200.0"},
+            Launch("node003", 61448, 3, 2),
+        ),
         (("x:5", 4, None), {"JOB_COMPLETION_INDEX": "2"}, Launch("x", 5, 4, 2)),
         ((None, None, None), {"JOB_COMPLETION_INDEX": "2"}, None),
     ],

@@ -49,12 +49,13 @@ def find_launch(
 ) -> Launch | None:
     """Of which processes this one is one: None where it is alone.
 
-    What is given counts, then what SLURM, Open MPI or an indexed Job of Kubernetes says. `num_processes` 1 keeps the
+    What is given counts, then what Open MPI, SLURM or an indexed Job of Kubernetes says. `num_processes` 1 keeps the
     tasks of a launcher apart: each is a run of its own. Raises InputError with all that is missing or does not fit.
     """
     if num_processes == 1 and coordinator is None and process_id in (None, 0):
         return None
-    launcher = _slurm(environ) or _open_mpi(environ) or _indexed_job(environ)
+    # Within SLURM mpirun starts its daemons by srun, whose tasks are not the ranks.
+    launcher = _open_mpi(environ) or _slurm(environ) or _indexed_job(environ)
     if (coordinator, num_processes, process_id) == (None, None, None):
         if launcher is None or launcher.num_processes in (None, 1):
             return None
@@ -116,7 +117,9 @@ def _slurm(environ: Mapping[str, str]) -> _Launcher | None:
     first = re.match(r"[^,\[]+(\[[0-9]+)?", nodes)
     port = environ.get("JAX_COORDINATOR_PORT") or 61440 + _number(environ, "SLURM_JOB_ID") % 4096
     devices = None
-    if re.sub(r"\(x[0-9]+\)", "", environ.get("SLURM_STEP_TASKS_PER_NODE", "1")) != "1":
+    # With --gpus-per-task SLURM shows a task its own GPUs alone, however many, and numbers them from 0.
+    tasks_per_node = re.sub(r"\(x[0-9]+\)", "", environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    if tasks_per_node != "1" and "SLURM_GPUS_PER_TASK" not in environ:
         devices = _one_device(environ, "SLURM_LOCALID")
     coordinator = f"{first[0].replace('[', '')}:{port}" if first else None
     return _Launcher("SLURM", num_tasks, _number(environ, "SLURM_PROCID"), coordinator, devices)
@@ -125,6 +128,8 @@ def _slurm(environ: Mapping[str, str]) -> _Launcher | None:
 def _open_mpi(environ: Mapping[str, str]) -> _Launcher | None:
     """A process of `mpirun`. Up to version 4 it says where it was started, which is where process 0 is; later not."""
     if not {"OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"} <= environ.keys():
+        return None
+    if environ.get("PMIX_NAMESPACE", "").startswith("slurm.pmix."):  # a task of `srun --mpi=pmix` inside of an mpirun
         return None
     uri = environ.get("OMPI_MCA_orte_hnp_uri", "")  # such as 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911
     found = re.search(r"^([0-9]+)\..*?(?:tcp://([^,:]+)|tcp6://(\[[^,\]]+))", uri)
@@ -148,9 +153,7 @@ def _indexed_job(environ: Mapping[str, str]) -> _Launcher | None:
 
 def _one_device(environ: Mapping[str, str], local_id: str) -> tuple[int, ...] | None:
     """Of the tasks of one machine each takes one device, unless the launcher or the user shares them out."""
-    # With --gpus-per-task SLURM shows a task its own GPUs alone, however many, and numbers them from 0.
-    shared_out = {"JAX_LOCAL_DEVICE_IDS", "SLURM_GPUS_PER_TASK"} & environ.keys()
-    shared_out = shared_out or len(environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")) == 1
+    shared_out = "JAX_LOCAL_DEVICE_IDS" in environ or len(environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")) == 1
     number = _number(environ, local_id)
     return None if shared_out or number is None else (number,)
 
