@@ -61,6 +61,7 @@ ONE_DAEMON = OF_A_DAEMON | {"SLURM_STEP_NODELIST": "node2", "SLURM_STEP_NUM_TASK
         ((None, None, None), SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, None),
         ((None, None, None), {k: v for k, v in SLURM.items() if "STEP" not in k} | {"SLURM_NTASKS": "8"}, None),
         ((None, 1, None), SLURM, None),
+        (("x:5", 1, None), SLURM, None),
         # 1531576320 / 4096 = 373920, which is 1184 more than a multiple of 4096
         ((None, None, None), OPEN_MPI, Launch("10.96.0.1", 62624, 4, 3, (1,))),
         ((None, None, None), OPEN_MPI | {"CUDA_VISIBLE_DEVICES": "3"}, Launch("10.96.0.1", 62624, 4, 3)),
@@ -100,6 +101,16 @@ def test_a_launch_is_found(given, environ, expected):
             (None, None, None),
             {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"},
             ["Open MPI started this process as one of 2, but does not say where they meet; give --coordinator"],
+        ),
+        (
+            ("h:1", None, None),
+            SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+            ["--coordinator h:1: SLURM started this process alone, which has nobody to meet; where it is one of"],
+        ),
+        (
+            ("h:1", None, 0),
+            {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
+            ["--coordinator h:1: Open MPI started this process alone, which has nobody to meet; where it is one of"],
         ),
         (
             ("h:1", 2, None),

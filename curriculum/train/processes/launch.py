@@ -52,7 +52,7 @@ def find_launch(
     What is given counts, then what Open MPI, SLURM or an indexed Job of Kubernetes says. `num_processes` 1 keeps the
     tasks of a launcher apart: each is a run of its own. Raises InputError with all that is missing or does not fit.
     """
-    if num_processes == 1 and coordinator is None and process_id in (None, 0):
+    if num_processes == 1 and process_id in (None, 0):
         return None
     # Within SLURM mpirun starts its daemons by srun, whose tasks are not the ranks.
     launcher = _open_mpi(environ) or _slurm(environ) or _indexed_job(environ)
@@ -65,6 +65,12 @@ def find_launch(
                 "meet; give --coordinator HOST:PORT, the same to all: the machine of process 0 and a free port of it "
                 "(or --num-processes 1, where each is a run of its own)"
             )
+    if None not in (coordinator, launcher) and num_processes is None and launcher.num_processes == 1:
+        raise InputError(
+            f"--coordinator {coordinator}: {launcher.name} started this process alone, which has nobody to meet; where "
+            "it is one of several, give --num-processes and --process-id too, else --num-processes 1, or leave "
+            f"--coordinator ({VARIABLES['--coordinator']} in the environment) out"
+        )
     local_devices = None
     if launcher is not None:
         coordinator = launcher.coordinator if coordinator is None else coordinator
