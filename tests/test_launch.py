@@ -84,6 +84,22 @@ def test_a_launch_is_found(given, environ, expected):
 
 
 @pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu1", "gpu1"),
+        ("node3,gpu1", "node3"),
+        ("node[3,5-7]", "node3"),
+        ("n[01-04]-ib", "n01-ib"),
+        ("rack[1-2]-node[03-4,9]", "rack1-node03"),
+        ("r[2]n[3-4].a.org,s[1-2]", "r2n3.a.org"),
+        ("[007-9],n1", "007"),
+    ],
+)
+def test_the_first_machine_of_a_slurm_list(nodes, first):
+    assert find_launch(environ=SLURM | {"SLURM_STEP_NODELIST": nodes}).host == first
+
+
+@pytest.mark.parametrize(
     ("given", "environ", "expected"),
     [
         (

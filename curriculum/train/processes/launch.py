@@ -119,15 +119,15 @@ def _slurm(environ: Mapping[str, str]) -> _Launcher | None:
     if not {"SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID"} <= environ.keys():
         return None
     num_tasks = _number(environ, "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS", 1)
-    nodes = environ["SLURM_STEP_NODELIST"]  # such as node3, node3,gpu1, node[003-007,9],gpu1
-    first = re.match(r"[^,\[]+(\[[0-9]+)?", nodes)
+    # Such as node3,gpu1 or rack[1-2]-node[003-007,9]-ib,gpu1: up to the first comma outside of brackets.
+    first = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", environ["SLURM_STEP_NODELIST"])
     port = environ.get("JAX_COORDINATOR_PORT") or 61440 + _number(environ, "SLURM_JOB_ID") % 4096
     devices = None
     # With --gpus-per-task SLURM shows a task its own GPUs alone, however many, and numbers them from 0.
     tasks_per_node = re.sub(r"\(x[0-9]+\)", "", environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
     if tasks_per_node != "1" and "SLURM_GPUS_PER_TASK" not in environ:
         devices = _one_device(environ, "SLURM_LOCALID")
-    coordinator = f"{first[0].replace('[', '')}:{port}" if first else None
+    coordinator = re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", first[0]) + f":{port}" if first else None
     return _Launcher("SLURM", num_tasks, _number(environ, "SLURM_PROCID"), coordinator, devices)
 
 
