@@ -1,6 +1,7 @@
 """How processes are told of each other, and the files of docs/launch."""
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,10 @@ from curriculum.train.processes.launch import Launch, find_launch
 ROOT = Path(__file__).parents[1]
 
 SLURM = {
-    "SLURM_JOB_ID": "8200", "SLURM_STEP_NODELIST": "node[003-004],gpu1", "SLURM_STEP_NUM_TASKS": "3",
-    "SLURM_PROCID": "2", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
+    "SLURM_JOB_ID": "8200", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "node[003-004],gpu1",
+    "SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "2", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
 }  # fmt: skip
+OF_STEP = Launch("node003", 61448, 3, 2, None, "SLURM's step 8200.0")  # 61440 + 8200 % 4096
 OPEN_MPI = {
     "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
@@ -26,6 +28,7 @@ OF_A_DAEMON = OPEN_MPI | {
     "SLURM_STEP_NODELIST": "node[2-3]", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
     "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "PMIX_NAMESPACE": "1531576321",
 }  # fmt: skip
+OF_MPIRUN = Launch("10.96.0.1", 62624, 12, 5, (1,), "Open MPI's job 1531576321")
 ONE_DAEMON = OF_A_DAEMON | {"SLURM_STEP_NODELIST": "node2", "SLURM_STEP_NUM_TASKS": "1"}
 
 
@@ -36,27 +39,32 @@ ONE_DAEMON = OF_A_DAEMON | {"SLURM_STEP_NODELIST": "node2", "SLURM_STEP_NUM_TASK
         (("h:1", 1, 0), {}, None),
         (("h:81", 2, 1), {}, Launch("h", 81, 2, 1)),
         (("[fe80::1]:81", 2, 0), {}, Launch("fe80::1", 81, 2, 0)),
-        # 61440 + 8200 % 4096
-        ((None, None, None), SLURM, Launch("node003", 61448, 3, 2)),
-        ((None, None, None), SLURM | {"SLURM_STEP_NODELIST": "a,b"}, Launch("a", 61448, 3, 2)),
-        ((None, None, None), SLURM | {"SLURM_STEP_NODELIST": "a-1"}, Launch("a-1", 61448, 3, 2)),
-        ((None, None, None), SLURM | {"JAX_COORDINATOR_PORT": "99"}, Launch("node003", 99, 3, 2)),
-        (("x:5", None, None), SLURM, Launch("x", 5, 3, 2)),
-        ((None, None, None), SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2,1"}, Launch("node003", 61448, 3, 2, (0,))),
+        ((None, None, None), SLURM, OF_STEP),
+        ((None, None, None), SLURM | {"SLURM_STEP_NODELIST": "a,b"}, replace(OF_STEP, host="a")),
+        ((None, None, None), SLURM | {"SLURM_STEP_NODELIST": "a-1"}, replace(OF_STEP, host="a-1")),
+        # 61440 + (8200 + 4 x 1021) % 4096
+        (
+            (None, None, None),
+            SLURM | {"SLURM_STEP_ID": "4"},
+            replace(OF_STEP, port=65532, launched_by="SLURM's step 8200.4"),
+        ),
+        ((None, None, None), SLURM | {"JAX_COORDINATOR_PORT": "99"}, replace(OF_STEP, port=99)),
+        (("x:5", None, None), SLURM, replace(OF_STEP, host="x", port=5)),
+        ((None, None, None), SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2,1"}, replace(OF_STEP, local_devices=(0,))),
         (
             (None, None, None),
             # Four tasks of two GPUs each: task 2 of the machine sees its own two as 0 and 1.
             SLURM
             | {"SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_LOCALID": "2", "SLURM_GPUS_PER_TASK": "2"}
             | {"CUDA_VISIBLE_DEVICES": "0,1"},
-            Launch("node003", 61448, 3, 2),
+            OF_STEP,
         ),
         (
             (None, None, None),
             SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4", "JAX_LOCAL_DEVICE_IDS": "4,5"},
-            Launch("node003", 61448, 3, 2),
+            OF_STEP,
         ),
-        # An id of one's own is not that of the launcher, and says nothing of devices.
+        # An id of one's own is not that of the launcher, and says nothing of devices, nor of who belongs together.
         (("x:5", 8, 7), SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4"}, Launch("x", 5, 8, 7)),
         ((None, None, None), SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, None),
         ((None, None, None), {k: v for k, v in SLURM.items() if "STEP" not in k} | {"SLURM_NTASKS": "8"}, None),
@@ -65,16 +73,12 @@ ONE_DAEMON = OF_A_DAEMON | {"SLURM_STEP_NODELIST": "node2", "SLURM_STEP_NUM_TASK
         # 1531576320 / 4096 = 373920, which is 1184 more than a multiple of 4096
         ((None, None, None), OPEN_MPI, Launch("10.96.0.1", 62624, 4, 3, (1,))),
         ((None, None, None), OPEN_MPI | {"CUDA_VISIBLE_DEVICES": "3"}, Launch("10.96.0.1", 62624, 4, 3)),
-        ((None, None, None), OF_A_DAEMON, Launch("10.96.0.1", 62624, 12, 5, (1,))),
-        (("x:5", None, None), ONE_DAEMON, Launch("x", 5, 12, 5, (1,))),
+        ((None, None, None), OF_A_DAEMON, OF_MPIRUN),
+        (("x:5", None, None), ONE_DAEMON, replace(OF_MPIRUN, host="x", port=5)),
         # What the job gives its tasks is not what mpirun gives the ranks.
-        ((None, None, None), ONE_DAEMON | {"SLURM_GPUS_PER_TASK": "4"}, Launch("10.96.0.1", 62624, 12, 5, (1,))),
+        ((None, None, None), ONE_DAEMON | {"SLURM_GPUS_PER_TASK": "4"}, OF_MPIRUN),
         # srun in what mpirun has started: its PMIx says whose task this is.
-        (
-            (None, None, None),
-            OPEN_MPI | SLURM | {"PMIX_NAMESPACE": "slurm.pmix.8200.0"},
-            Launch("node003", 61448, 3, 2),
-        ),
+        ((None, None, None), OPEN_MPI | SLURM | {"PMIX_NAMESPACE": "slurm.pmix.8200.0"}, OF_STEP),
         (("x:5", 4, None), {"JOB_COMPLETION_INDEX": "2"}, Launch("x", 5, 4, 2)),
         ((None, None, None), {"JOB_COMPLETION_INDEX": "2"}, None),
     ],

@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from started import free_port
+from started import ended, free_port, start
 
 from curriculum.errors import InputError
 from curriculum.train.processes import peers
@@ -116,7 +116,47 @@ def test_processes_that_do_not_fit_are_refused_at_once(others, expected):
     assert all(expected in message for message in told) and time.monotonic() - began < 10
 
 
-HELLO = {"index": 1, "count": 2, "name": "stranger"}
+STEP = """
+import sys
+from curriculum.errors import InputError
+from curriculum.train.processes.launch import find_launch
+from curriculum.train.processes.peers import Peers
+try:
+    peers = Peers(find_launch(), 20)
+    print("together", peers.gather(peers.index))
+    peers.close()
+except InputError as error:
+    print(error)
+"""
+
+
+def test_a_process_of_another_launch_is_sent_away_and_the_others_meet():
+    """Two steps of a job of SLURM that were given one port: the second's process 1 comes to the first's process 0."""
+    port = free_port()
+
+    def task(step, index, of):
+        slurm = {"JOB_ID": 8200, "STEP_ID": step, "STEP_NODELIST": "127.0.0.1", "STEP_NUM_TASKS": of, "PROCID": index}
+        environ = {f"SLURM_{name}": str(value) for name, value in slurm.items()}
+        return start(["-c", STEP], JAX_COORDINATOR_PORT=str(port), **environ)
+
+    first, *strangers = task(0, 0, 2), task(1, 1, 2), task(1, 2, 3)
+    told = [ended(stranger, 20)[1] for stranger in strangers]  # before all of the first step have come
+    two = first, task(0, 1, 2)
+    assert [ended(process, 20) for process in two] == [(0, "together [0, 1]\n")] * 2
+    for index, said in zip((1, 2), told, strict=True):
+        assert said.startswith(f"--coordinator 127.0.0.1:{port}: process 0 of SLURM's step 8200.0 listens there (")
+        assert f"), and this is process {index} of SLURM's step 8200.1; give each launch a port of its own" in said
+
+
+def test_one_that_was_given_its_number_meets_one_that_a_launcher_numbered():
+    port = free_port()
+    for by_whom in [("", "a step"), ("a step", "")]:
+        peers = meet(*(Launch("127.0.0.1", port, 2, i, None, by) for i, by in enumerate(by_whom)))
+        assert [p.index for p in peers] == [0, 1]
+        together(*(p.close for p in peers))
+
+
+HELLO = {"index": 1, "count": 2, "name": "stranger", "launched_by": ""}
 
 
 @pytest.mark.parametrize(
@@ -124,7 +164,7 @@ HELLO = {"index": 1, "count": 2, "name": "stranger"}
     [
         b"",
         b"GET / HTTP/1.1\r\n\r\n",
-        frame({"index": [1]} | {"count": 2, "name": ""}),
+        frame(HELLO | {"index": [1]}),
         frame(HELLO | {"index": 7}),
         frame(HELLO | {"index": -1}),
         frame(HELLO | {"count": None}),

@@ -21,13 +21,17 @@ JOIN_SECONDS = 300.0  # that a process waits for the others to be started
 
 @dataclass(frozen=True)
 class Launch:
-    """One process of several. `local_devices`: the devices of its machine that it takes, None for all of them."""
+    """One process of several. `local_devices`: the devices of its machine that it takes, None for all of them.
+
+    `launched_by`: the launch that numbered it, such as a step of SLURM; empty where its number was given.
+    """
 
     host: str
     port: int
     num_processes: int
     process_id: int
     local_devices: tuple[int, ...] | None = None
+    launched_by: str = ""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class _Launcher:
     process_id: int
     coordinator: str | None
     local_devices: tuple[int, ...] | None = None
+    launch: str = ""
 
 
 def find_launch(
@@ -71,12 +76,13 @@ def find_launch(
             "it is one of several, give --num-processes and --process-id too, else --num-processes 1, or leave "
             f"--coordinator ({VARIABLES['--coordinator']} in the environment) out"
         )
-    local_devices = None
+    local_devices, launched_by = None, ""
     if launcher is not None:
         coordinator = launcher.coordinator if coordinator is None else coordinator
         num_processes = launcher.num_processes if num_processes is None else num_processes
         local_devices = launcher.local_devices if process_id in (None, launcher.process_id) else None
-        process_id = launcher.process_id if process_id is None else process_id
+        if process_id is None:
+            process_id, launched_by = launcher.process_id, launcher.launch
     given = dict(zip(VARIABLES, (coordinator, num_processes, process_id), strict=True))
     if missing := [option for option, value in given.items() if value is None]:
         there = [option for option in given if option not in missing]
@@ -100,7 +106,7 @@ def find_launch(
         )
     if problems:
         raise InputError(*problems)
-    return None if num_processes == 1 else Launch(host, port, num_processes, process_id, local_devices)
+    return None if num_processes == 1 else Launch(host, port, num_processes, process_id, local_devices, launched_by)
 
 
 def _address(text: str) -> tuple[str, int | None]:
@@ -114,21 +120,25 @@ def _address(text: str) -> tuple[str, int | None]:
 def _slurm(environ: Mapping[str, str]) -> _Launcher | None:
     """A task of `srun`. The batch script itself, and a step of one task, stand in an allocation of many but are alone.
 
-    The address is that of the first machine of the step, and a port by the number of the job, as jax has it.
+    The address is that of the first machine of the step, and a port by the numbers of job and step; for a job's step 0
+    it is jax's.
     """
     if not {"SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID"} <= environ.keys():
         return None
     num_tasks = _number(environ, "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS", 1)
     # Such as node3,gpu1 or rack[1-2]-node[003-007,9]-ib,gpu1: up to the first comma outside of brackets.
     first = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", environ["SLURM_STEP_NODELIST"])
-    port = environ.get("JAX_COORDINATOR_PORT") or 61440 + _number(environ, "SLURM_JOB_ID") % 4096
+    job, step = _number(environ, "SLURM_JOB_ID"), _number(environ, "SLURM_STEP_ID", 0)
+    # Each step of a job has its own port, and the next jobs, which may share the machine, have others.
+    port = environ.get("JAX_COORDINATOR_PORT") or 61440 + (job + 1021 * step) % 4096
     devices = None
     # With --gpus-per-task SLURM shows a task its own GPUs alone, however many, and numbers them from 0.
     tasks_per_node = re.sub(r"\(x[0-9]+\)", "", environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
     if tasks_per_node != "1" and "SLURM_GPUS_PER_TASK" not in environ:
         devices = _one_device(environ, "SLURM_LOCALID")
     coordinator = re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", first[0]) + f":{port}" if first else None
-    return _Launcher("SLURM", num_tasks, _number(environ, "SLURM_PROCID"), coordinator, devices)
+    process_id = _number(environ, "SLURM_PROCID")
+    return _Launcher("SLURM", num_tasks, process_id, coordinator, devices, f"SLURM's step {job}.{step}")
 
 
 def _open_mpi(environ: Mapping[str, str]) -> _Launcher | None:
@@ -148,7 +158,8 @@ def _open_mpi(environ: Mapping[str, str]) -> _Launcher | None:
     devices = None
     if environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1") != "1":
         devices = _one_device(environ, "OMPI_COMM_WORLD_LOCAL_RANK")
-    return _Launcher("Open MPI", size, rank, coordinator, devices)
+    job = environ.get("PMIX_NAMESPACE")
+    return _Launcher("Open MPI", size, rank, coordinator, devices, f"Open MPI's job {job}" if job else "")
 
 
 def _indexed_job(environ: Mapping[str, str]) -> _Launcher | None:

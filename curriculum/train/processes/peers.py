@@ -34,7 +34,7 @@ class Peers:
     """
 
     def __init__(self, launch: Launch, join_seconds: float):
-        self.index, self.count = launch.process_id, launch.num_processes
+        self.index, self.count, self._launched_by = launch.process_id, launch.num_processes, launch.launched_by
         self._names = {self.index: f"{socket.gethostname()}, pid {os.getpid()}"}
         self._sockets: dict[int, socket.socket] = {}
         self._inbox = {i: queue.SimpleQueue() for i in range(self.count)}  # by sender
@@ -179,16 +179,25 @@ class Peers:
         return jax_address
 
     def _welcome(self, connection: socket.socket) -> None:
-        """Take a process in, or refuse it. What is no process of a run is passed over."""
+        """Take a process in, or refuse it and with it all others. What is no process of a run is passed over, and one
+        of another launch, which has the same address, sent away."""
         _keep_alive(connection)
         connection.settimeout(5.0)
         try:
             hello = read_message(connection)
             index, count, name = hello["index"], hello["count"], str(hello["name"])
+            launched_by = str(hello["launched_by"])
         except (OSError, ValueError, KeyError):
             index = count = name = None
         if not (isinstance(index, int) and isinstance(count, int) and 0 <= index < count):
             connection.close()
+            return
+        if launched_by and self._launched_by and launched_by != self._launched_by:
+            _refuse(
+                connection,
+                f"process 0 of {self._launched_by} listens there ({self._names[0]}), and this is process {index} of "
+                f"{launched_by}; give each launch a port of its own: --coordinator HOST:PORT, or JAX_COORDINATOR_PORT",
+            )
             return
         problem = None
         if count != self.count:
@@ -197,7 +206,7 @@ class Peers:
             problem = f"two processes were started with --process-id {index}: {self._names[index]}, and {name}"
         if problem:
             fix = f"{problem}; give all the same number, and each an id of its own"
-            connection.sendall(frame({"kind": "refused", "why": fix}))
+            _refuse(connection, fix)
             self._refuse_all(fix)
             raise InputError(fix)
         connection.settimeout(None)
@@ -205,8 +214,7 @@ class Peers:
 
     def _refuse_all(self, why: str) -> None:
         for connection in self._sockets.values():
-            connection.sendall(frame({"kind": "refused", "why": why}))
-            connection.close()
+            _refuse(connection, why)
 
     def _come(self, launch: Launch, join_seconds: float) -> str:
         """Of the others: find process 0, which may be started later; the address of jax's own service."""
@@ -230,7 +238,7 @@ class Peers:
         _keep_alive(connection)
         try:
             hello = {"index": self.index, "count": self.count, "name": self._names[self.index]}
-            connection.sendall(frame(hello))
+            connection.sendall(frame(hello | {"launched_by": launch.launched_by}))
             connection.settimeout(join_seconds + 5.0)
             answer = read_message(connection)
             refused = answer["why"] if answer["kind"] == "refused" else None
@@ -342,6 +350,14 @@ class Peers:
                     return
                 threading.Event().wait(GRACE_SECONDS)  # the receiving thread has noticed, and ends this process
                 raise
+
+
+def _refuse(connection: socket.socket, why: str) -> None:
+    try:
+        connection.sendall(frame({"kind": "refused", "why": why}))
+    except OSError:  # it is gone
+        pass
+    connection.close()
 
 
 def _server(host: str, port: int) -> socket.socket:
