@@ -1,9 +1,16 @@
 """What two processes decide together, and how both end where one of them does."""
 
 import json
+import shutil
+import sys
+from types import SimpleNamespace
 
-from started import ended, free_port, start
+import jax
+import jaxlib
+from process_runs import config_data, write_sources
+from started import ROOT, ended, free_port, start
 
+from curriculum.config import build_config
 from curriculum.errors import InputError
 from curriculum.train.processes.together import (
     _exit_code,
@@ -14,6 +21,7 @@ from curriculum.train.processes.together import (
     is_first,
     joined,
 )
+from curriculum.train.setup import _agreed, _program
 
 
 def test_a_single_process_decides_for_itself():
@@ -62,7 +70,7 @@ for name, place in ("shared", folder / "run"), ("apart", folder / str(index) / "
     if index == 0:
         lock.take()
     attempt(name, opening.check_shared, lock)
-attempt("differ", together.check_same, lambda: {"the config": f"c{index}", "the text": "t"})
+attempt("differ", together.check_same, lambda: {"the config": f"c{index}", "the text": "t", **({} if index else {"the code": "x"})})
 print(json.dumps(told), flush=True)
 if index == 0:
     time.sleep(60)
@@ -91,13 +99,37 @@ def test_what_two_processes_decide_together(tmp_path):
     kind, apart, in_every_process = first["apart"]
     assert (kind, in_every_process) == ("InputError", True) and second["apart"] == ["InputError", "", True]
     assert apart.startswith(f"{tmp_path}/1/run: on ") and "is not the folder that process 0 has the run in" in apart
-    told = "process 1 has c1 as the config, process 0 c0; start all processes with the same command on the same files"
+    fix = "start all processes with the same command and the same installation, on the same files"
+    told = f"process 1 has c1 as the config, process 0 c0; {fix}\nprocess 1 has nothing as the code, process 0 x; {fix}"
     assert first["differ"] == ["InputError", told, True] and second["differ"] == ["InputError", "", True]
     assert (code, left) == (1, 5) and len(last_line) == 1
     assert last_line[0].startswith("process 1 of 2 (") and (
         "ended: RuntimeError: has lost its way. Process 0 ends as well; go on from the newest checkpoint"
         in last_line[0]
     )
+
+
+def test_another_installation_is_told(tmp_path, monkeypatch):
+    """As with a venv on each machine: another jax in one of them, or other code."""
+    here = _program(ROOT)
+    assert here["the version of jax"] == jax.__version__ and here["the version of jaxlib"] == jaxlib.__version__
+    assert here["the version of Python"] == f"{sys.version_info.major}.{sys.version_info.minor}"
+    write_sources(tmp_path)
+    corpus = SimpleNamespace(tokenizer=SimpleNamespace(fingerprint="t"), details={}, evalsets={})
+    agreed = _agreed(build_config(config_data(tmp_path)), corpus, SimpleNamespace(segments=[]), None)
+    assert agreed.items() > here.items()
+
+    for room in ("curriculum", "evalsets", "phases"):
+        shutil.copytree(ROOT / room, tmp_path / room)
+    assert _program(tmp_path) == here
+    with open(tmp_path / "phases/schedule.py", "a") as code:
+        code.write("# another\n")
+    (tmp_path / "jax-0.4.1.dist-info").mkdir()
+    (tmp_path / "jax-0.4.1.dist-info/METADATA").write_text("Name: jax\nVersion: 0.4.1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    there = _program(tmp_path)
+    assert [name for name in here if there.pop(name) != here[name]] == ["the version of jax", "the code of curriculum"]
+    assert not there
 
 
 LEAVES = """

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ from curriculum.train.step import TrainState
 from evalsets.suite import Suite
 from phases.schedule import Schedule, segments_to_json
 
+_COMPARED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")  # between the processes of a run
 _NO_ROPE = "is of the config's own models only, not of one that make_model gives; leave it out"
 
 
@@ -156,7 +159,7 @@ def _mesh_of(config: Config) -> Mesh:
 
 
 def _agreed(config: Config, corpus: Corpus, schedule: Schedule, lineage: Mapping[str, Any] | None) -> dict[str, str]:
-    """Digests of what every process of a run must have alike, by what it is."""
+    """What every process of a run must have alike, or digests of it, by what it is."""
     found = {
         **{f"the config's {section}": value for section, value in config.to_json().items()},
         "the tokenizer": corpus.tokenizer.fingerprint,
@@ -165,4 +168,18 @@ def _agreed(config: Config, corpus: Corpus, schedule: Schedule, lineage: Mapping
         "the schedule": segments_to_json(schedule.segments),
         "what the run begins from": lineage,
     }
-    return {name: xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True).encode()) for name, value in found.items()}
+    return _program(Path(__file__).parents[2]) | {
+        name: xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True).encode()) for name, value in found.items()
+    }
+
+
+def _program(house: Path) -> dict[str, str]:
+    """What decides the programs beside what the run is told; processes that compute others may wait for ever."""
+    code = xxhash.xxh3_64()
+    for path in sorted(path for room in ("curriculum", "evalsets", "phases") for path in (house / room).rglob("*.py")):
+        code.update(path.read_bytes())
+    return {
+        "the version of Python": ".".join(platform.python_version_tuple()[:2]),
+        **{f"the version of {package}": version(package) for package in _COMPARED},
+        "the code of curriculum": code.hexdigest(),
+    }

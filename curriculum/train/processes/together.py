@@ -108,8 +108,8 @@ def check_same(find: Callable[[], Mapping[str, str]]) -> None:
         return
     of_processes = _peers.gather(dict(find()))
     problems = [
-        f"process {index} has {other[name]} as {name}, process 0 {mine}; start all processes with the same command on "
-        "the same files"
+        f"process {index} has {other.get(name, 'nothing')} as {name}, process 0 {mine}; start all processes with the "
+        "same command and the same installation, on the same files"
         for index, other in enumerate(of_processes)
         for name, mine in of_processes[0].items()
         if other.get(name) != mine
