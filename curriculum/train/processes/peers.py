@@ -17,13 +17,12 @@ from typing import Any
 from curriculum.errors import InputError
 from curriculum.train.processes.launch import Launch
 from curriculum.train.processes.messages import frame, read_message
+from curriculum.train.processes.sockets import free_port, keep_alive, listening, written
 
 GRACE_SECONDS = 5.0  # for a process to end by itself where another one ends with an error, which may be its own too
 _OFF_SECONDS = 3.0  # that the end of a process takes after that
 _TELL_AFTER_SECONDS = 10.0
 _GO_ON = "go on from the newest checkpoint with --resume latest, with as many processes as there are then"
-# A machine that is gone closes nothing: after 10 s of silence, three questions 5 s apart.
-_KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
 
 class Peers:
@@ -145,15 +144,15 @@ class Peers:
 
     def _meet(self, launch: Launch, join_seconds: float) -> str:
         """Of process 0: wait for all the others; the address where jax's own service is to listen."""
-        where, began, told = _written(launch.host, launch.port), time.monotonic(), False
+        where, began, told = written(launch.host, launch.port), time.monotonic(), False
         try:
-            server = _server(launch.host, launch.port)
+            server = listening(launch.host, launch.port)
         except OSError as error:
             raise InputError(
                 f"--coordinator {where}: process 0 cannot listen there: {error.strerror or error}; expected an address "
                 "of this machine, where process 0 runs, and a port that is free"
             ) from None
-        jax_address = _written(launch.host, _free_port(launch.host))
+        jax_address = written(launch.host, free_port(launch.host))
         with server:
             while len(self._sockets) < self.count - 1:
                 waited = time.monotonic() - began
@@ -181,7 +180,7 @@ class Peers:
     def _welcome(self, connection: socket.socket) -> None:
         """Take a process in, or refuse it and with it all others. What is no process of a run is passed over, and one
         of another launch, which has the same address, sent away."""
-        _keep_alive(connection)
+        keep_alive(connection)
         connection.settimeout(5.0)
         try:
             hello = read_message(connection)
@@ -218,7 +217,7 @@ class Peers:
 
     def _come(self, launch: Launch, join_seconds: float) -> str:
         """Of the others: find process 0, which may be started later; the address of jax's own service."""
-        where, began, told = _written(launch.host, launch.port), time.monotonic(), False
+        where, began, told = written(launch.host, launch.port), time.monotonic(), False
         while True:
             try:
                 connection = socket.create_connection((launch.host, launch.port), timeout=5.0)
@@ -235,7 +234,7 @@ class Peers:
                 told = True
                 print(f"process {self.index}: waiting for {where}: {why}", file=sys.stderr, flush=True)
             time.sleep(0.2)
-        _keep_alive(connection)
+        keep_alive(connection)
         try:
             hello = {"index": self.index, "count": self.count, "name": self._names[self.index]}
             connection.sendall(frame(hello | {"launched_by": launch.launched_by}))
@@ -358,34 +357,3 @@ def _refuse(connection: socket.socket, why: str) -> None:
     except OSError:  # it is gone
         pass
     connection.close()
-
-
-def _server(host: str, port: int) -> socket.socket:
-    """What listens on a loopback address alone where that is given, else on all addresses of the machine."""
-    if _is_loopback(host):
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family)
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", port))
-
-
-def _is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
-
-
-def _free_port(host: str) -> int:
-    with _server(host, 0) as server:
-        return server.getsockname()[1]
-
-
-def _written(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _keep_alive(connection: socket.socket) -> None:
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEP_ALIVE.items():
-        if hasattr(socket, name):  # of Linux
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
