@@ -20,6 +20,7 @@ import xxhash
 from curriculum.data.progress import ConsoleProgress
 from curriculum.data.sources import SourceConfig, source_files
 from curriculum.errors import InputError
+from curriculum.manifest import sync, sync_folder
 
 READ_BYTES = 1 << 24
 PARTIAL = ".partial"
@@ -141,10 +142,9 @@ def building(target: Path, lock_path: Path | None = None) -> Iterator[Path | Non
             partial.mkdir()
             try:
                 yield partial
-                for path in (*partial.rglob("*"), partial):
-                    _force_to_disk(path)
+                sync_folder(partial)
                 partial.rename(target)
-                _force_to_disk(target.parent)
+                sync(target.parent)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
 
@@ -201,11 +201,3 @@ def _is_at(path: Path, descriptor: int) -> bool:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:
         return False
-
-
-def _force_to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -10,10 +10,11 @@ import numpy as np
 from curriculum.config import PRIMARY, Config
 from curriculum.data.held_out import held_out_piece, split_store
 from curriculum.data.prepare import find_store, prepare_store
+from curriculum.data.prepared import is_prepared
 from curriculum.data.progress import ConsoleProgress
 from curriculum.data.sources import SourceConfig
 from curriculum.data.split import Split, drop_overlap, parse_share
-from curriculum.data.store import Store, is_store
+from curriculum.data.store import Store
 from curriculum.data.tokenizers.tokenizer import Tokenizer
 
 
@@ -37,13 +38,9 @@ def prepare_stores(
     with the former is told before the latter are read.
     """
     texts = {place_of(name): source for name, source in own_sources(config).items()} | config.sources
-    in_turn = sorted(texts, key=lambda name: not _is_store(texts[name]))
+    in_turn = sorted(texts, key=lambda name: not is_prepared(texts[name]))
     made = {name: prepared(config, name, texts[name], tokenizer, store_dir) for name in in_turn}
     return {n: made[n] for n in config.sources}, {n: made[place_of(n)] for n in own_sources(config)}
-
-
-def _is_store(source: SourceConfig) -> bool:
-    return source.path is not None and is_store(source.local_path)
 
 
 def find_stores(
