@@ -14,7 +14,7 @@ from curriculum.data.corpus import find_sizes
 from curriculum.model.counts import num_adapters, num_parameters, num_projections, num_trained
 from curriculum.model.memory import memory_estimate
 from curriculum.model.presets import ModelConfig, model_problems
-from curriculum.plan_warnings import few_scored_targets, schedule_warnings, shares_asked
+from curriculum.plan_warnings import few_scored_targets, schedule_warnings, shares_asked, unsplit_vocabulary
 from curriculum.run import DEFAULT_STORE_DIR
 from curriculum.scheduling import resolve_schedule
 from curriculum.train.optimizer import MOMENTS, OptimConfig
@@ -104,6 +104,7 @@ def plan(config: Config, *, store_dir: str | Path = DEFAULT_STORE_DIR) -> Plan:
             )
     warnings += schedule_warnings(config, schedule, epochs_of)
     warnings += few_scored_targets(schedule, sizes.details)
+    warnings += [] if model is None else unsplit_vocabulary(config, model)
     unknown = [name for name, size in epochs_of.items() if size is None]
     if unknown:
         warnings.append(f"not prepared yet, so epochs are unknown: {', '.join(unknown)} (run `curriculum prepare`)")
@@ -185,10 +186,11 @@ def _memory(config: Config, model: ModelConfig, schedule: Schedule) -> dict[str,
     """What the largest update needs of a CPU's memory, and `on_gpu`, the total of the largest on an NVIDIA GPU. -1 in
     the mesh is taken for 1. None with an optimizer of one's own.
     """
-    moments = _moments_per_parameter(config.optim, model)
+    mesh, estimates = config.mesh, {"cpu": [], "gpu": []}
+    split = {"fsdp": max(mesh.fsdp, 1), "tensor": max(mesh.tensor, 1)}
+    moments = _moments_per_parameter(config.optim, model, split)
     if moments is None:
         return None
-    mesh, estimates = config.mesh, {"cpu": [], "gpu": []}
     model = replace(model, dropout=0.0) if config.train.deterministic else model
     for segment, backend in product(schedule.segments, estimates):
         grad_accum = config.grad_accum_of(segment.phase)
@@ -202,12 +204,11 @@ def _memory(config: Config, model: ModelConfig, schedule: Schedule) -> dict[str,
             moments_per_parameter=moments,
             ema=config.averages.ema_decay is not None,
             document_mask=config.packing.document_mask,
-            state_shards=max(mesh.fsdp, 1) * max(mesh.tensor, 1),
-            fsdp=max(mesh.fsdp, 1),
             update_bytes=MUON_ARRAYS
             * 4
             * (num_adapters(model) or num_projections(model))
             * (config.optim.name == "muon"),
+            **split,
         )
         shape = {"phase": segment.phase, "rows": rows, "seq_len": segment.seq_len}
         estimates[backend].append(shape | estimate.to_json())
@@ -216,12 +217,13 @@ def _memory(config: Config, model: ModelConfig, schedule: Schedule) -> dict[str,
     return {**on_cpu, "on_gpu": on_gpu["total"], "free_axis": free_axis}
 
 
-def _moments_per_parameter(optim: OptimConfig, model: ModelConfig) -> float | None:
+def _moments_per_parameter(optim: OptimConfig, model: ModelConfig, split: Mapping[str, int]) -> float | None:
+    """The mean over what a device holds, of which a part may be split and another not."""
     if optim.name != "muon":
         return MOMENTS.get(optim.name)
     if model.lora is not None:
         return MOMENTS["muon"]  # of the adapters, which are all matrices
-    muon_share = num_projections(model) / num_parameters(model)
+    muon_share = num_projections(model, **split) / num_parameters(model, **split)
     if optim.muon.allow_all_2d or (optim.muon.allow_tied_embed and model.tie_embeddings):
         muon_share = 1.0  # but for vectors, and a table of positions
     return muon_share * MOMENTS["muon"] + (1 - muon_share) * MOMENTS[optim.muon.rest]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from curriculum.config import Config
-from curriculum.model.presets import own_rope_theta
+from curriculum.model.formulation import BY_BACKEND
+from curriculum.model.presets import ModelConfig, own_rope_theta
 from curriculum.record.events import record_name
 from curriculum.scheduling import mean_steps
 from evalsets.evalset import EvalSet
@@ -110,6 +112,20 @@ def few_scored_targets(schedule: Schedule, details: Mapping[str, Mapping[str, An
                 " one that has none is skipped; raise its batch_size or seq_len"
             )
     return warnings
+
+
+def unsplit_vocabulary(config: Config, model: ModelConfig) -> list[str]:
+    """A warning where `mesh.tensor` does not divide the vocabulary."""
+    tensor, rows = config.mesh.tensor, model.vocab_size
+    if tensor < 2 or rows % tensor == 0:
+        return []
+    multiple = math.lcm(tensor, BY_BACKEND["gpu"].head_rows)
+    matrices = "embedding" if model.tie_embeddings else "embedding and of the head"
+    return [
+        f"mesh.tensor {tensor} does not divide the {rows:,} rows of the {matrices}: every device keeps them whole and "
+        f"works out all logits; model.vocab_size: {-(-rows // multiple) * multiple} adds rows that are never "
+        "predicted, and splits them"
+    ]
 
 
 def _unread(config: Config, schedule: Schedule) -> list[str]:

@@ -2,12 +2,14 @@
 
 import importlib.util
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh
 
 from curriculum.config import build_config
 from curriculum.model import loss, memory
@@ -19,6 +21,7 @@ from curriculum.model.transformer import transformer
 from curriculum.plan import MUON_ARRAYS
 from curriculum.plan import _memory as plan_memory
 from curriculum.scheduling import resolve_schedule
+from curriculum.train.mesh import AXES, state_shardings
 from curriculum.train.optimizer import OptimConfig, make_optimizer
 
 SCRIPT = Path(__file__).resolve().parent.parent / "tools" / "check_memory.py"
@@ -69,8 +72,9 @@ def test_the_state_follows_optimizer_average_and_shards():
     assert bare.moments == 0
     mixed = memory_estimate(TINY, rows=2, seq_len=64, moments_per_parameter=1.25)
     assert mixed.moments == 1.25 * params
-    split = memory_estimate(TINY, rows=2, seq_len=64, state_shards=4)
-    assert (split.params, split.moments) == (params // 4, params // 2)
+    split = memory_estimate(TINY, rows=2, seq_len=64, fsdp=2, tensor=2)
+    norms = 4 * (2 * TINY.n_layer + 1) * 128  # whole
+    assert (split.params, split.moments) == ((params - norms) // 4 + norms, 2 * ((params - norms) // 4 + norms))
     assert split.activations == one.activations > 0
 
 
@@ -87,7 +91,9 @@ def test_the_state_follows_optimizer_average_and_shards():
     ],
     ids=str,
 )
-def test_the_plan_counts_the_moments_that_the_optimizer_keeps(optim, tmp_path):
+@pytest.mark.parametrize("mesh", [{"data": 2}, {"data": 1, "fsdp": 2, "tensor": 4}], ids=str)
+def test_the_plan_counts_the_moments_that_the_optimizer_keeps(optim, mesh):
+    """On a device of the mesh, whose `tensor` does not divide the vocabulary of 257."""
     data = {
         "tokenizer": {"kind": "byte"},
         "model": {"preset": "tiny"},
@@ -96,7 +102,7 @@ def test_the_plan_counts_the_moments_that_the_optimizer_keeps(optim, tmp_path):
         "evalsets": {"primary": {"held_out_of": "web"}},
         "train": {"steps": 300, "batch_size": 16, "grad_accum": 2, "seq_len": 64},
         "optim": optim,
-        "mesh": {"data": 2},
+        "mesh": mesh,
     }
     config = build_config(data, check_paths=False)
     model = resolve_model(config.model, 257)
@@ -104,10 +110,11 @@ def test_the_plan_counts_the_moments_that_the_optimizer_keeps(optim, tmp_path):
     assert (found["rows"], found["seq_len"]) == (4, 64)
     assert found["stacked"] == 0
     scanned = plan_memory(config, replace(model, layers="scanned"), resolve_schedule(config, {"web": None}))
-    assert scanned["stacked"] == 4 * num_projections(model)
+    assert scanned["stacked"] == 4 * num_projections(model) // (8 if "fsdp" in mesh else 1)
     state = jax.eval_shape(make_optimizer(config.optim).init, transformer(model).shapes())
-    moments_bytes = sum(4 * array.size for array in jax.tree.leaves(state))
-    assert found["moments"] == pytest.approx(moments_bytes, rel=0.01)  # vectors, counts
+    placed = state_shardings(AbstractMesh((1, mesh.get("fsdp", 1), mesh.get("tensor", 1)), AXES), state)
+    held = jax.tree.map(lambda array, sharding: math.prod(sharding.shard_shape(array.shape)), state, placed)
+    assert found["moments"] == pytest.approx(4 * sum(jax.tree.leaves(held)), rel=0.013)  # vectors, counts
 
 
 def test_the_tool_writes_what_it_shows(tmp_path, capsys):
@@ -134,13 +141,25 @@ def test_muon_needs_room_of_its_own_where_activations_leave_little():
 
 def test_under_fsdp_a_device_holds_parameters_and_gradient_whole_as_well():
     config = PRESETS["gpt2-124m"]
-    one, split = (memory_estimate(config, rows=1, seq_len=64, state_shards=n, fsdp=n) for n in (1, 8))
-    assert one.gathered == 0 and split.gathered == pytest.approx(2 * one.params, abs=16)
-    assert split.params == pytest.approx(one.params / 8, abs=2)
+    one, split = (memory_estimate(config, rows=1, seq_len=64, fsdp=n) for n in (1, 8))
+    assert one.gathered == 0 and split.gathered == 2 * one.params
+    vectors = 4 * (12 * (4 * 768 + 3 * 768 + 768 + 3072 + 768) + 2 * 768)
+    assert split.params == (one.params - vectors) // 8 + vectors
     # Blocks that are computed again gather theirs again: one at a time, beside what is outside of all blocks.
-    again = memory_estimate(replace(config, remat="dots"), rows=1, seq_len=64, state_shards=8, fsdp=8)
+    again = memory_estimate(replace(config, remat="dots"), rows=1, seq_len=64, fsdp=8)
     others = 11 * (4 * 768 * 768 + 2 * 768 * 3072)
     assert again.gathered == pytest.approx(2 * (one.params - 4 * others), rel=1e-6)
+
+
+def test_what_a_mesh_does_not_divide_is_counted_whole():
+    """gpt2-124m over 8: the 50,257 rows of its embedding, and vectors."""
+    estimate = memory_estimate(GPT2, rows=1, seq_len=64, tensor=8)
+    embedding, vectors = 50_257 * 768, 12 * (4 * 768 + 3 * 768 + 768 + 3072 + 768) + 2 * 768
+    rest = num_parameters(GPT2) - embedding - vectors
+    assert estimate.params == 4 * (embedding + vectors + rest // 8)
+    assert round((estimate.params + estimate.moments) / 1e6) == 593
+    padded = memory_estimate(replace(GPT2, vocab_size=50_304, num_ids=50_257), rows=1, seq_len=64, tensor=8)
+    assert round((padded.params + padded.moments) / 1e6) == 188
 
 
 def test_seven_billion_parameters_need_more_than_a_card_of_80_gb():
@@ -205,7 +224,7 @@ def test_scanned_layers_keep_a_stacked_copy_and_once_what_is_alike(shape, comput
     config = replace(SHAPES[shape], compute_dtype=compute_dtype, remat=remat, layers="scanned", n_layer=3)
     stacked = memory_estimate(config, rows=2, seq_len=96).stacked
     assert stacked == num_projections(config) * (4 if compute_dtype == "float32" else 2) > 800_000
-    assert memory_estimate(config, rows=2, seq_len=96, state_shards=4).stacked == stacked // 4
+    assert memory_estimate(config, rows=2, seq_len=96, tensor=4).stacked == stacked // 4
     assert memory_estimate(replace(config, layers="unrolled"), rows=2, seq_len=96).stacked == 0
     for dropout, document_mask in ((0.0, False), (0.1, True)):
         config = replace(config, dropout=dropout)
@@ -234,8 +253,10 @@ def test_only_adapters_have_gradients_moments_and_averages():
     one = memory_estimate(config, rows=2, seq_len=64, grad_accum=2, ema=True)
     assert (one.params, one.gradients, one.moments, one.ema) == (whole, 2 * adapters, 2 * adapters, adapters)
     assert one.logits == memory_estimate(TINY, rows=2, seq_len=64).logits
-    split = memory_estimate(config, rows=2, seq_len=64, state_shards=4, fsdp=4)
-    assert split.params == whole // 4 and split.gathered == whole + adapters
+    split = memory_estimate(config, rows=2, seq_len=64, fsdp=4)
+    norms, second = 4 * (2 * TINY.n_layer + 1) * 128, 4 * TINY.n_layer * 8 * (128 + 64)
+    assert split.params == (whole - norms - second) // 4 + norms + second  # B is split over its outputs alone
+    assert split.gathered == whole + adapters
 
 
 @pytest.mark.slow
@@ -275,7 +296,7 @@ GPT2_124M, LLAMA_360M, LLAMA_1B = (
         (replace(GPT2_124M, remat="dots"), 32, 1024, {}, 8.56),
         (LLAMA_360M, 16, 1024, {}, 21.36),
         (LLAMA_1B, 4, 2048, {}, 31.57),
-        (replace(LLAMA_1B, remat="dots"), 4, 2048, {"state_shards": 8, "fsdp": 8}, 13.12),
+        (replace(LLAMA_1B, remat="dots"), 4, 2048, {"fsdp": 8}, 13.12),
     ],
 )
 def test_the_estimate_for_a_gpu_is_near_what_was_compiled_for_one(config, rows, seq_len, options, compiled_gb):
@@ -290,7 +311,8 @@ def test_the_estimate_for_a_gpu_is_near_what_was_compiled_for_one(config, rows, 
         ({"rows": 0}, "rows: got 0, expected 1 or more"),
         ({"seq_len": 0}, "seq_len: got 0"),
         ({"grad_accum": 0}, "grad_accum: got 0"),
-        ({"state_shards": 0}, "state_shards: got 0"),
+        ({"fsdp": 0}, "fsdp: got 0"),
+        ({"tensor": 0}, "tensor: got 0"),
         ({"moments_per_parameter": -1}, "moments_per_parameter: got -1, expected 0 or more"),
     ],
 )

@@ -2,10 +2,12 @@
 
 import hashlib
 import json
+import math
 import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -18,7 +20,8 @@ from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 from curriculum.config import build_config
 from curriculum.errors import InputError
-from curriculum.model.presets import ModelConfig
+from curriculum.model.counts import num_head, num_parameters, num_projections, num_trained
+from curriculum.model.presets import PRESETS, LoraConfig, ModelConfig
 from curriculum.model.transformer import transformer
 from curriculum.run import load_run
 from curriculum.train.checkpoints.folder import Checkpoints
@@ -424,6 +427,30 @@ def test_arrays_of_other_models(names, shape, expected):
     assert partition_spec((GetAttrKey("params"), SequenceKey(0), *path), shape, mesh) == expected
     assert partition_spec((*path, GetAttrKey("sums")), shape, mesh) == P()
     assert partition_spec(path, shape, AbstractMesh((8, 1, 1), AXES)) == P()
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (8, 1), (1, 2), (1, 8), (2, 4), (3, 5)], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [
+        PRESETS["gpt2-124m"],  # of 50,257 rows
+        MODEL,
+        replace(PRESETS["llama-360m"], n_layer=2, tie_embeddings=False, qkv_bias=True, qk_norm=True),
+        replace(PRESETS["tiny"], lora=LoraConfig(8, 16.0, ("query", "out", "down"))),
+    ],
+    ids=["gpt2", "model", "llama", "lora"],
+)
+def test_numbers_of_a_device_are_those_that_the_rule_gives_it(config, sizes):
+    shapes, mesh = paths(transformer(config).shapes()), AbstractMesh((2, *sizes), AXES)
+    placed = paths(state_shardings(mesh, transformer(config).shapes()))
+    held = {path: math.prod(placed[path].shard_shape(array.shape)) for path, array in shapes.items()}
+    split = dict(zip(("fsdp", "tensor"), sizes, strict=True))
+    assert num_parameters(config, **split) == sum(held.values()) > 0
+    trained = [path for path in held if config.lora is None or "lora_" in path]
+    assert num_trained(config, **split) == sum(held[path] for path in trained) > 0
+    kernels = [path for path in held if path.startswith("blocks/") and path.endswith("/kernel")]
+    assert num_projections(config, **split) == sum(held[path] for path in kernels) > 0
+    assert num_head(config, **split) == held["embed/embedding" if config.tie_embeddings else "head/kernel"]
 
 
 def test_arrays_without_a_name_follow_the_rule_too():

@@ -357,6 +357,26 @@ def test_small_parts_of_the_memory_are_told_together_and_a_free_axis_with_its_na
     )
 
 
+@pytest.mark.parametrize(
+    ("tie_embeddings", "matrices"), [(True, "embedding"), (False, "embedding and of the head")], ids=str
+)
+def test_a_vocabulary_that_is_not_split_is_told_with_one_that_would_be(tmp_path, tie_embeddings, matrices):
+    """The byte tokenizer's 257 ids over 3 devices: 384 is the first multiple of 3 and of 128, as GPUs want it."""
+
+    def planned(tensor, **model):
+        model = {"preset": "tiny", "tie_embeddings": tie_embeddings, "d_model": 120, "d_ff": 240} | model
+        p = plan(config_of(tmp_path, mesh={"data": 1, "tensor": tensor}, model=model), store_dir=tmp_path / "store")
+        return [warning for warning in p.warnings if "tensor" in warning], p.memory["params"]
+
+    warnings, whole = planned(3)
+    assert warnings == [
+        f"mesh.tensor 3 does not divide the 257 rows of the {matrices}: every device keeps them whole and works out "
+        "all logits; model.vocab_size: 384 adds rows that are never predicted, and splits them"
+    ]
+    told, split = planned(3, vocab_size=384)
+    assert told == planned(1)[0] == [] and whole - split == (2 - tie_embeddings) * 4 * 120 * (257 - 384 // 3)
+
+
 def test_a_phase_with_fewer_checkpoints_than_its_mean_asks_for_is_told(tmp_path):
     phases = [
         {"name": "none", "until": 9, "mixture": {"web": 1.0}},

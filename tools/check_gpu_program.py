@@ -132,8 +132,8 @@ def measure(config: ModelConfig, card_name: str, options: argparse.Namespace) ->
             backend="gpu",
             grad_accum=options.grad_accum,
             document_mask=options.document_mask,
-            state_shards=sizes[1] * sizes[2],
             fsdp=sizes[1],
+            tensor=sizes[2],
         )
     compile_seconds = time.perf_counter() - started
     program, needed = compiled.as_text(), compiled.memory_analysis()

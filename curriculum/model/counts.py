@@ -1,25 +1,34 @@
-"""How many numbers a model of a config has, in all and by part. Nothing here imports jax or makes an array."""
+"""How many numbers a model of a config has, in all and by part. Nothing here imports jax or makes an array.
+
+With `fsdp` and `tensor`, sizes of the axes of a mesh, they are those that one device of it holds.
+"""
 
 from curriculum.model.presets import ModelConfig
+from curriculum.model.split import num_held
 
 
-def num_trained(config: ModelConfig) -> int:
+def num_trained(config: ModelConfig, *, fsdp: int = 1, tensor: int = 1) -> int:
     """Numbers that training changes: all of the model, or its adapters alone."""
-    return num_parameters(config) if config.lora is None else num_adapters(config)
+    counted = num_parameters if config.lora is None else num_adapters
+    return counted(config, fsdp=fsdp, tensor=tensor)
 
 
-def num_adapters(config: ModelConfig) -> int:
+def num_adapters(config: ModelConfig, *, fsdp: int = 1, tensor: int = 1) -> int:
     """Numbers of the adapters, 0 without any."""
     if config.lora is None:
         return 0
-    shapes = config.projections()
-    return config.n_layer * config.lora.rank * sum(sum(shapes[target]) for target in config.lora.targets)
+    shapes, rank, num = config.projections(), config.lora.rank, 0
+    for target in config.lora.targets:
+        inputs, outputs = shapes[target]
+        num += num_held(target, "lora_a", (inputs, rank), fsdp=fsdp, tensor=tensor)
+        num += num_held(target, "lora_b", (rank, outputs), fsdp=fsdp, tensor=tensor)
+    return config.n_layer * num
 
 
-def num_parameters(config: ModelConfig) -> int:
+def num_parameters(config: ModelConfig, *, fsdp: int = 1, tensor: int = 1) -> int:
     """Numbers of the model, tied embeddings counted once, adapters included."""
     query_width, kv_width = config.n_head * config.head_width, config.n_kv_head * config.head_width
-    d_model, d_ff = config.d_model, config.d_ff
+    d_model, d_ff, split = config.d_model, config.d_ff, {"fsdp": fsdp, "tensor": tensor}
 
     qkv_bias = query_width + 2 * kv_width
     mlp_bias = (2 if config.mlp_type == "swiglu" else 1) * d_ff + d_model
@@ -30,12 +39,24 @@ def num_parameters(config: ModelConfig) -> int:
         vectors += qkv_bias + d_model + mlp_bias
     elif config.qkv_bias:
         vectors += qkv_bias
-    embeddings = config.vocab_size * d_model * (1 if config.tie_embeddings else 2)
-    positions = config.max_seq_len * d_model if config.pos_encoding == "learned" else 0
-    of_blocks = num_projections(config) + config.n_layer * vectors
-    return embeddings + positions + of_blocks + norm + num_adapters(config)
+    embeddings = num_held("embed", "embedding", (config.vocab_size, d_model), **split)
+    embeddings += 0 if config.tie_embeddings else num_head(config, **split)
+    if config.pos_encoding == "learned":
+        embeddings += num_held("positions", "embedding", (config.max_seq_len, d_model), **split)
+    of_blocks = num_projections(config, **split) + config.n_layer * vectors
+    return embeddings + of_blocks + norm + num_adapters(config, **split)
 
 
-def num_projections(config: ModelConfig) -> int:
+def num_head(config: ModelConfig, *, fsdp: int = 1, tensor: int = 1) -> int:
+    """Numbers of the matrix that features are multiplied by, which is the embedding where the two are tied."""
+    shape = (config.d_model, config.vocab_size)
+    if config.tie_embeddings:
+        return num_held("embed", "embedding", shape[::-1], fsdp=fsdp, tensor=tensor)
+    return num_held("head", "kernel", shape, fsdp=fsdp, tensor=tensor)
+
+
+def num_projections(config: ModelConfig, *, fsdp: int = 1, tensor: int = 1) -> int:
     """Numbers of the blocks' matrices, without embeddings, head, norms, biases and adapters."""
-    return config.n_layer * sum(inputs * outputs for inputs, outputs in config.projections().values())
+    return config.n_layer * sum(
+        num_held(name, "kernel", shape, fsdp=fsdp, tensor=tensor) for name, shape in config.projections().items()
+    )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 
-from curriculum.model.counts import num_adapters, num_parameters, num_projections, num_trained
+from curriculum.model.counts import num_adapters, num_head, num_parameters, num_projections, num_trained
 from curriculum.model.formulation import attention_of, layers_of, loss_positions
 from curriculum.model.presets import ModelConfig
 
@@ -69,20 +69,20 @@ def memory_estimate(
     moments_per_parameter: float = 2,
     ema: bool = False,
     document_mask: bool = False,
-    state_shards: int = 1,
     fsdp: int = 1,
+    tensor: int = 1,
     update_bytes: int = 0,
 ) -> MemoryEstimate:
     """Bytes of one update on one device of a `backend`, a key of BY_BACKEND, computed as that one has it.
 
     `rows`: those of one micro-step on this device, batch_size / grad_accum / (devices the rows are split over).
     `moments_per_parameter`: float32 numbers that the optimizer keeps, 2 for AdamW; the mean where parameters differ. Of
-    trained parameters.
-    `state_shards`: devices that parameters, gradients, moments and average are split over; activations are counted
-    whole. `fsdp`: how many of these hold the parameters whole while the model uses them. `update_bytes`: temporaries
-    of the optimizer's update. Raises ValueError where a size is below 1 or the moments below 0.
+    trained parameters on the device.
+    `fsdp`, `tensor`: sizes of the mesh's axes, over which parameters, gradients, moments and average are split as
+    `curriculum.model.split` says; activations are counted whole. `update_bytes`: temporaries of the optimizer's update.
+    Raises ValueError where a size is below 1 or the moments below 0.
     """
-    sizes = {"rows": rows, "seq_len": seq_len, "grad_accum": grad_accum, "state_shards": state_shards}
+    sizes = {"rows": rows, "seq_len": seq_len, "grad_accum": grad_accum, "fsdp": fsdp, "tensor": tensor}
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name}: got {size}, expected 1 or more")
@@ -91,19 +91,21 @@ def memory_estimate(
 
     attention = attention_of(model, backend, seq_len=seq_len, has_document_mask=document_mask)
     model = replace(model, attention=attention, layers=layers_of(model, backend))
-    params, trained = (-(-FLOAT32_BYTES * num // state_shards) for num in (num_parameters(model), num_trained(model)))
+    split, used = {"fsdp": fsdp, "tensor": tensor}, {"tensor": tensor}  # as a device keeps parameters, and uses them
+    params, trained = (FLOAT32_BYTES * num(model, **split) for num in (num_parameters, num_trained))
     num_tokens, width_bytes = rows * seq_len, BYTES_OF[model.compute_dtype]
 
     chunk = 2 * FLOAT32_BYTES * rows * loss_positions(rows, seq_len, model.vocab_size, backend) * model.vocab_size
     loss = 2 * num_tokens * model.d_model * width_bytes
     if model.compute_dtype != "float32":
-        loss += width_bytes * -(-model.vocab_size * model.d_model // state_shards)
+        loss += width_bytes * num_head(model, **split)
     computed_again = 0 if model.remat == "none" else block_bytes(model, rows, seq_len, "none")
     activations = kept_bytes(model, rows, seq_len, document_mask) + max(computed_again - chunk, 0)
-    gathered_at_once = 1.0
+    gathered = FLOAT32_BYTES * (num_parameters(model, **used) + num_trained(model, **used)) if fsdp > 1 else 0
     if model.remat != "none":  # all blocks but one are not gathered yet, or are not any more
-        gathered_at_once -= num_projections(model) * (1 - 1 / model.n_layer) / num_parameters(model)
-    stacked = num_projections(model) + num_adapters(model) if model.layers == "scanned" else 0
+        others = num_projections(model, **used) * (1 - 1 / model.n_layer)
+        gathered = round(gathered * (1 - others / num_parameters(model, **used)))
+    stacked = num_projections(model, **split) + num_adapters(model, **split) if model.layers == "scanned" else 0
     return MemoryEstimate(
         params=params,
         gradients=trained * (1 if grad_accum == 1 else 2),
@@ -111,8 +113,8 @@ def memory_estimate(
         ema=trained if ema else 0,
         activations=activations,
         logits=loss + chunk,
-        stacked=-(-width_bytes * stacked // state_shards),
-        gathered=round((params + trained) * fsdp * gathered_at_once) if fsdp > 1 else 0,
+        stacked=width_bytes * stacked,
+        gathered=gathered,
         update=max(update_bytes - activations - loss - chunk, 0),
         batch=grad_accum * (num_tokens * (3 * 4 + 1) + rows * 4),
     )

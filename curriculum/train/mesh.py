@@ -13,6 +13,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from curriculum.errors import InputError
+from curriculum.model.split import split_axes
 
 if TYPE_CHECKING:
     import jax
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 AXES = ("data", "fsdp", "tensor")
 ROW_AXES = ("data", "fsdp")
-_INTO_THE_RESIDUAL_STREAM = ("out", "down")
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class MeshConfig:
     fsdp: int = 1
     """Devices over which parameters, gradients and moments are split, each taking rows of its own."""
     tensor: int = 1
-    """Devices over which heads, feed-forward and vocabulary are split, all taking the same rows."""
+    """Devices over which heads, feed-forward and vocabulary are split where it divides them; all take the same rows."""
 
     def problems(self) -> list[tuple[str, str]]:
         """What is wrong with the numbers: (field, message) pairs, the field empty for more than one of them."""
@@ -148,12 +148,9 @@ def describe_devices(mesh: Mesh) -> dict[str, Any]:
 def partition_spec(path: tuple, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
     """The rule for every array of the state: parameters, their gradients, and moments, whose paths end alike.
 
-    `path` is a key path of jax.tree. The last two axes of a matrix are split. A projection [in, out] has its output
-    over `tensor` and its input over `fsdp`; one back into the residual stream (`out`, `down`) and an embedding [V, D]
-    the other way round, so that between two products only the residual stream is summed over `tensor`. An adapter's
-    arrays are split as the matrix beside them, but never along the rank. An axis that its mesh axis does not divide
-    stays whole, and so does all else: scalars, vectors, and what is an attribute of a named tuple rather than an entry
-    of a dict or a list (counters and sums).
+    `path` is a key path of jax.tree. The last two axes of a matrix are split, by `split_axes`. All else stays whole:
+    scalars, vectors, and what is an attribute of a named tuple rather than an entry of a dict or a list (counters and
+    sums).
     """
     from jax.sharding import PartitionSpec
     from jax.tree_util import DictKey, GetAttrKey
@@ -161,13 +158,7 @@ def partition_spec(path: tuple, shape: tuple[int, ...], mesh: Mesh) -> Partition
     if len(shape) < 2 or (path and isinstance(path[-1], GetAttrKey)):
         return PartitionSpec()
     *_, module, name = [None, None, *(key.key for key in path if isinstance(key, DictKey))]
-    leads_back = name == "embedding" or module in _INTO_THE_RESIDUAL_STREAM
-    inputs, outputs = ("tensor", "fsdp") if leads_back else ("fsdp", "tensor")
-    axes = (None if name == "lora_b" else inputs, None if name == "lora_a" else outputs)
-    split = [
-        axis if axis and mesh.shape[axis] > 1 and size % mesh.shape[axis] == 0 else None
-        for size, axis in zip(shape[-2:], axes, strict=True)
-    ]
+    split = split_axes(module, name, shape[-2:], fsdp=mesh.shape["fsdp"], tensor=mesh.shape["tensor"])
     return PartitionSpec(*[None] * (len(shape) - 2), *split) if any(split) else PartitionSpec()
 
 
