@@ -109,6 +109,25 @@ def test_where_the_compiler_is_missing_the_tool_says_how_to_get_it():
     assert done.stderr.splitlines()[-1].startswith("the compiler for NVIDIA cards is not installed: pip install 'jax[")
 
 
+def test_of_branches_that_of_a_condition_that_holds_counts():
+    """A condition of jax is an index, of which 1 is that it holds."""
+    branches = """%held (x: bf16[8,16]) -> bf16[8,16] {
+  %x = bf16[8,16]{1,0} parameter(0)
+  ROOT %moved = bf16[8,16]{1,0} copy(%x)
+}
+
+%not_held (x: bf16[8,16]) -> bf16[8,16] {
+  ROOT %kept = bf16[8,16]{1,0} parameter(0)
+}
+
+ENTRY"""
+    choice = "conditional(%index, %product, %product), branch_computations={%not_held, %held}"
+    program = PROGRAM.replace("ENTRY", branches).replace("copy(%product)", choice)
+    assert program.count("held") == 4
+    found = {cost.instruction.name: cost for cost in hlo_traffic.costs(program)}
+    assert found["moved"].num_bytes == 2 * 2 * 8 * 16 and "copy" not in found
+
+
 def test_a_loop_of_unknown_length_is_an_error():
     with pytest.raises(ValueError, match="loop: a loop of an unknown number of rounds"):
         hlo_traffic.costs(PROGRAM.replace("known_trip_count", "induction"))

@@ -50,6 +50,11 @@ class Cost(NamedTuple):
         return found[1] if found else ""
 
 
+def arrays(type: str) -> list[str]:
+    """Of an array its type without its layout, of a tuple that of each."""
+    return [f"{dtype}[{dims}]" for dtype, dims in _ARRAY.findall(type)]
+
+
 def size_bytes(type: str) -> int:
     """Of an array, or of all arrays of a tuple."""
     return sum(BYTES[dtype] * math.prod(_dims(dims)) for dtype, dims in _ARRAY.findall(type))
@@ -57,7 +62,7 @@ def size_bytes(type: str) -> int:
 
 def costs(program: str) -> list[Cost]:
     """The cost of each instruction that computes, moves or sends something. What is in a loop counts as often as the
-    compiler knows it to run, of a branch the first.
+    compiler knows it to run, of branches the one of a condition that holds, which jax.lax.cond has last.
 
     Raises ValueError for a loop whose number of rounds the compiler does not know.
     """
@@ -95,7 +100,7 @@ def _walk(computations: dict, name: str, times: int) -> Iterator[Cost]:
                 raise ValueError(f"{instruction.name}: a loop of an unknown number of rounds")
             yield from _walk(computations, _called("body", attributes), times * int(rounds[1]))
         elif opcode == "conditional":
-            branches = re.search(r"branch_computations=\{%([\w.\-]+)", attributes)
+            branches = re.search(r"branch_computations=\{[^}]*%([\w.\-]+)\}", attributes)
             yield from _walk(computations, branches[1] if branches else _called("true_computation", attributes), times)
         elif opcode in ("call", "async-start"):
             yield from _walk(computations, _called("calls|to_apply", attributes), times)
