@@ -12,7 +12,6 @@ device keeps its part; one for GPUs makes a reduce-scatter of the two, which sen
 import argparse
 import json
 import math
-import re
 import time
 from collections import defaultdict
 from dataclasses import replace
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from hlo_traffic import arrays, costs, size_bytes
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from curriculum.model.counts import num_parameters
@@ -43,12 +43,6 @@ from curriculum.train.step import init_state, make_train_step
 from phases.batches import Batch
 
 NUM_SOURCES = 2
-# One instruction of the compiled program: its result (a shape, or a tuple of them), and what it is.
-_COLLECTIVE = re.compile(
-    r"= (\(.*?\)|\S+) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
-)
-_SHAPE = re.compile(r"\b(pred|[subf]+\d+)\[([\d,]*)\]")
-_BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8}
 
 
 def compiled_update(
@@ -78,17 +72,13 @@ def compiled_update(
 
 
 def collectives(program: str) -> dict[str, dict[str, int]]:
-    """{kind: {shape of the result: how often}} of a compiled program's text; what is in a loop counts once."""
+    """{kind: {shape of the result: how often}} of a compiled program's text; in a loop, once a round."""
     found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-    for result, kind in _COLLECTIVE.findall(program):
-        for dtype, dims in _SHAPE.findall(result):
-            found[kind][f"{dtype}[{dims}]"] += 1
-    return {kind: dict(sorted(shapes.items())) for kind, shapes in sorted(found.items())}
-
-
-def num_bytes(shape: str) -> int:
-    dtype, dims = _SHAPE.fullmatch(shape).groups()
-    return _BYTES[dtype] * math.prod(int(size) for size in dims.split(",") if size)
+    for cost in costs(program):
+        if cost.sent_bytes:
+            for shape in arrays(cost.instruction.type):
+                found[cost.instruction.opcode.removesuffix("-start")][shape] += cost.times
+    return {kind: dict(sorted(of_kind.items())) for kind, of_kind in sorted(found.items())}
 
 
 def measure(config: ModelConfig, sizes: tuple[int, int, int], rows: int, seq_len: int, grad_accum: int = 1) -> dict:
@@ -113,6 +103,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--preset", choices=PRESETS, default="tiny")
     parser.add_argument("--layers", type=int, help="blocks, in the place of the preset's")
+    parser.add_argument("--vocab-size", type=int, help="rows of the embedding, in the place of the preset's")
     parser.add_argument("--compute-dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--remat", choices=("none", "dots", "full"), default="none")
     parser.add_argument("--mesh", type=int, nargs=3, action="append", metavar=("DATA", "FSDP", "TENSOR"))
@@ -133,7 +124,9 @@ def main(argv: list[str] | None = None) -> None:
             parser.error(f"{given}, --rows: {problem}")
     jax.config.update("jax_num_cpu_devices", max(map(math.prod, meshes)))
     config = replace(PRESETS[options.preset], compute_dtype=options.compute_dtype, remat=options.remat)
-    config = config if options.layers is None else replace(config, n_layer=options.layers)
+    config = replace(config, n_layer=options.layers or config.n_layer)
+    if options.vocab_size:
+        config = replace(config, vocab_size=options.vocab_size)
     size = f"{num_parameters(config):,} parameters, {rows} x {options.seq_len}"
     print(f"{options.preset}, {size}, jax {jax.__version__}")
     results = []
@@ -144,7 +137,7 @@ def main(argv: list[str] | None = None) -> None:
         state, peak = (f"{found[key] / 1e6:,.1f} MB" for key in ("state_bytes", "peak_bytes"))
         print(f"{mesh}: state {state} a device, peak {peak} (compiled in {found['compile_seconds']} s)")
         for kind, shapes in found["collectives"].items():
-            size = sum(num_bytes(shape) * count for shape, count in shapes.items())
+            size = sum(size_bytes(shape) * count for shape, count in shapes.items())
             print(f"    {sum(shapes.values()):4} {kind:19} {size / 1e6:10,.2f} MB")
     if options.json:
         options.json.write_text(json.dumps(results, indent=2))

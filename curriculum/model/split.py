@@ -16,8 +16,8 @@ def split_axes(
 
     An axis that its mesh axis does not divide stays whole. Of an embedding of GPT-2's 50,257 rows the width could be
     split over `tensor` in their place, but then logits are summed over devices: of a layer of gpt2-124m, 1,024 tokens
-    over 8 devices, each would be sent 244 MB instead of 26, or, were the embedding gathered for its products, 335.
-    With 50,304 rows it is sent 33, and holds and computes an eighth (`plan` tells of `model.vocab_size`).
+    over 8 devices, each would be sent 245 MB instead of 26, or, were the embedding gathered for its products, 335.
+    With 50,304 rows it is sent 32, and holds and computes an eighth (`plan` tells of `model.vocab_size`).
     """
     sizes = {"fsdp": fsdp, "tensor": tensor}
     leads_back = name == "embedding" or module in _INTO_THE_RESIDUAL_STREAM
