@@ -3,7 +3,7 @@
 In training the gradient is worked out on the way forward: while the logits of a chunk are at hand, their cotangent
 is known up to one factor (the loss is a sum), so nothing has to be kept or computed again on the way back.
 
-Shape suffixes: B rows, t positions of a chunk, m = B*t, D width, V vocabulary.
+Shape suffixes: B rows, t positions of a chunk, m = B*t, D width, V vocabulary; S parts of the rows, one a device.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _sum_nats_forward(num_ids, row_shards, features_BTD, kernel_VD, targets_BT, 
     dtype, num_rows = features_BTD.dtype, kernel_VD.shape[0]
     low_VD = kernel_VD.astype(dtype)
 
-    def chunk_step(dkernel_VD, chunk):
+    def chunk_step(dkernel_SVD, chunk):
         features_BtD, targets_Bt, mask_Bt = chunk
         logits_BtV = _logits(features_BtD, low_VD, num_ids)
         # One exponential for both the loss and its derivative, softmax - onehot.
@@ -127,14 +127,18 @@ def _sum_nats_forward(num_ids, row_shards, features_BTD, kernel_VD, targets_BT, 
         dlogits_BtV = jnp.where(mask_Bt1, exp_BtV / total_Bt1 - onehot_BtV, 0).astype(dtype)
         dlogits_mV = jnp.pad(dlogits_BtV.reshape(-1, V), ((0, 0), (0, num_rows - V)))
         dfeatures_BtD = (dlogits_mV @ low_VD).reshape(features_BtD.shape)
-        features_mD = features_BtD.reshape(-1, features_BtD.shape[-1])
-        dkernel_VD += jnp.einsum("mv,md->vd", dlogits_mV, features_mD, preferred_element_type=jnp.float32)
-        return dkernel_VD, (jnp.where(mask_Bt, nats_Bt, 0).sum(axis=1), dfeatures_BtD)
+        dlogits_SmV = dlogits_mV.reshape(row_shards, -1, num_rows)
+        features_SmD = features_BtD.reshape(row_shards, -1, features_BtD.shape[-1])
+        dkernel_SVD += jnp.einsum("smv,smd->svd", dlogits_SmV, features_SmD, preferred_element_type=jnp.float32)
+        return dkernel_SVD, (jnp.where(mask_Bt, nats_Bt, 0).sum(axis=1), dfeatures_BtD)
 
     # Each chunk adds its part to the kernel's gradient, V x D numbers read and written: little beside its three
-    # products where it is long enough.
+    # products where it is long enough. Where rows are split over S devices, each adds up its own: of one array of
+    # V x D the compiler would sum that of each chunk over all of them.
     chunks = _split((features_BTD, targets_BT, loss_mask_BT), low_VD, row_shards)
-    dkernel_VD, (nats_CB, dfeatures_CBtD) = jax.lax.scan(chunk_step, jnp.zeros(kernel_VD.shape, jnp.float32), chunks)
+    zeros_SVD = jnp.zeros((row_shards, *kernel_VD.shape), jnp.float32)
+    dkernel_SVD, (nats_CB, dfeatures_CBtD) = jax.lax.scan(chunk_step, zeros_SVD, chunks)
+    dkernel_VD = dkernel_SVD.sum(axis=0)
     nats_B = nats_CB.sum(axis=0)
     dfeatures_BTD = _join(dfeatures_CBtD, features_BTD.shape[1])
     return (nats_B.sum(), nats_B), (dfeatures_BTD, dkernel_VD.astype(kernel_VD.dtype))
