@@ -12,7 +12,7 @@ from curriculum.errors import InputError
 from curriculum.run import load_run
 from curriculum.views.compare import compare
 from curriculum.views.compare_text import notes, table
-from curriculum.views.shared_past import shared_past
+from curriculum.views.shared_past import began_at, shared_past
 
 
 def by_document(*losses: float):
@@ -284,6 +284,88 @@ def test_a_trunk_that_went_another_way_before_the_branching_shares_less(tmp_path
     rows[1]["loss"] += 1
     metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert shared_past(load_run(trunk), leaf) == 20
+
+
+def lineage(init_from, step, before=None, run="written"):
+    return {"init_from": init_from, "run": run, "step": step, "keep_optimizer": False, "lineage": before}
+
+
+def begun(path, init_from, step, before=None, loss=2.0, **rest):
+    return write_run(
+        path, {"val": lambda s: loss + s / 1000}, start={"lineage": lineage(init_from, step, before)}, **rest
+    )
+
+
+def counted(comparison):
+    return {m.run: (m.step, m.loss) for m in comparison.sets[0].runs}
+
+
+@pytest.mark.parametrize("at, common", [("tokens", 6_000), ("step", 60)])
+@pytest.mark.parametrize("init_from", ["runs/base", "runs/base/", "runs/base/gold/80", "runs/base/checkpoints/80"])
+def test_a_run_is_compared_with_its_base_at_the_step_that_it_took_over(tmp_path, at, common, init_from):
+    """The base at 80 and not at 60, where it had as many tokens; paths are those seen from where it was trained."""
+    base = write_run(tmp_path / "runs/base", {"val": lambda step: 3 + step / 1000})
+    adapted = begun(tmp_path / "runs/adapted", init_from, 80, until=60)
+    comparison = compare([adapted, base], at=at)
+    assert counted(comparison) == {"adapted": (60, 2.06), "base": (80, 3.08)}
+    assert comparison.common == common and comparison.base_steps == {"base": 80}
+    assert comparison.begun == ({"run": "adapted", "base": "base", "step": 80},)
+    verdict = only(comparison).verdict
+    assert verdict.startswith("base at step 80 (adapted comes from it) is worse than adapted at step 60 by 1.0200 nats")
+    first, *lines = table(comparison)
+    assert first == (
+        f"the last evals of base at or before step 80, from which adapted began; of the others at or before {common:,} "
+        f"{'tokens' if at == 'tokens' else 'steps'}, the fewest that one was measured at"
+    )
+    assert not any("unequal numbers of tokens" in line for line in lines)
+    assert counted(compare([base, adapted], at=at)) == counted(comparison)
+
+
+def test_a_base_that_was_not_measured_where_it_was_taken_over(tmp_path):
+    base = write_run(tmp_path / "base", {"val": lambda step: 3 + step / 1000})
+    m = only(compare([base, begun(tmp_path / "adapted", str(base), 70)]))
+    assert "better than base at step 60 (adapted comes from its step 70) by 0.9600" in m.verdict
+    late = write_run(tmp_path / "late", {"val": lambda step: 3.0 if step > 50 else None})
+    with pytest.raises(InputError, match="late: has no eval at or before 20 steps, where another run begins"):
+        compare([late, begun(tmp_path / "early", str(late), 20)])
+
+
+def test_several_runs_of_one_base_and_a_grandparent(tmp_path):
+    first = write_run(tmp_path / "first", {"val": lambda step: 3 + step / 1000})
+    second = begun(tmp_path / "second", "first/gold", 40)
+    third = begun(tmp_path / "third", "second", 80, lineage("first/gold", 40), until=60)
+    other = begun(tmp_path / "other", "first", 60)
+    comparison = compare([first, second, third])
+    assert {name: step for name, (step, _) in counted(comparison).items()} == {"first": 40, "second": 80, "third": 60}
+    assert comparison.common == 6_000
+    assert counted(compare([first, third])) == {"first": (40, 3.04), "third": (60, 2.06)}
+    # Two that began elsewhere: the later step, and how to see the other pair.
+    comparison = compare([first, second, other])
+    assert {name: step for name, (step, _) in counted(comparison).items()} == {"first": 60, "second": 100, "other": 100}
+    assert "of first at or before step 60, from which other began" in table(comparison)[0]
+    assert "second began from step 40 of first, another one: compare the two alone for that" in notes(comparison)
+    assert "(second comes from its step 40)" in comparison.sets[0].runs[1].verdict
+    # Neither began from the other.
+    comparison = compare([second, other])
+    assert comparison.begun == () and counted(comparison) == {"second": (100, 2.1), "other": (100, 2.1)}
+
+
+def test_a_run_that_only_looks_like_the_base_is_none(tmp_path, monkeypatch):
+    base = write_run(tmp_path / "one/runs/base", {"val": lambda step: 3.0})
+    adapted = begun(tmp_path / "one/runs/adapted", "runs/base", 40)
+    elsewhere = write_run(tmp_path / "two/runs/base", {"val": lambda step: 3.0})
+    renamed = write_run(tmp_path / "three/base", {"val": lambda step: 3.0}, name="renamed")
+    monkeypatch.chdir(tmp_path / "two")  # from where the other one has the path that was given
+    assert began_at(load_run(adapted), load_run(base)) == 40
+    assert began_at(load_run(adapted), load_run(elsewhere)) is None
+    assert began_at(load_run(adapted), load_run(adapted)) is None
+    assert began_at(load_run(begun(tmp_path / "three/a", "base", 40)), load_run(renamed)) is None
+    assert began_at(load_run(begun(tmp_path / "three/b", "gone", 40)), load_run(base)) is None
+    # One whose --run-dir lies elsewhere: the path is that of the working folder.
+    assert began_at(load_run(begun(tmp_path / "far/c", "runs/base", 40)), load_run(elsewhere)) == 40
+    hf = {"init_from": "runs/base", "kind": "hf", "model_type": "llama", "keep_optimizer": False, "lineage": None}
+    of_folder = write_run(tmp_path / "one/runs/d", {"val": lambda step: 3.0}, start={"lineage": hf})
+    assert began_at(load_run(of_folder), load_run(base)) is None
 
 
 def test_runs_of_one_name_are_called_by_their_paths(tmp_path):

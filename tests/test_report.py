@@ -320,6 +320,20 @@ def test_several_runs_are_compared_and_drawn_together(tmp_path):
     assert [c.label for c in law.curves] == ["first"] and law.left_out == ["second"]
 
 
+def test_a_base_is_compared_where_it_was_taken_over_and_the_curves_say_so(tmp_path):
+    base = write_run(tmp_path / "base", {"val": lambda step: 3 + step / 1000})
+    lineage = {"init_from": "base", "run": "written", "step": 80, "keep_optimizer": False, "lineage": None}
+    adapted = write_run(tmp_path / "adapted", {"val": lambda step: 2.0}, until=60, start={"lineage": lineage})
+    own = "A run that began from another one is drawn from its own step 0, not where that one ended."
+    page = Checked(report([load_run(base), load_run(adapted)]))
+    assert page.has_row("val", "base", "80", "3.0800") and any("adapted | 60 | 2.0000" in row for row in page.rows)
+    text = "".join(page.text)
+    assert (
+        "The last evals of base at or before step 80, from which adapted began; of the others" in text and own in text
+    )
+    assert own not in "".join(Checked(report([load_run(base), load_run(base)])).text)
+
+
 def test_runs_without_a_common_set_are_still_reported(tmp_path):
     first = write_run(tmp_path / "first", {"val": lambda step: 3.0})
     second = write_run(tmp_path / "second", {"law": lambda step: 3.0})

@@ -15,7 +15,7 @@ import click
     type=click.Choice(["tokens", "step"]),
     default="tokens",
     show_default=True,
-    help="Compare where the runs have as many tokens, or as many steps.",
+    help="Compare where the runs have as many tokens, or as many steps; one that another began from, there.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 def command(runs, at, as_json):

@@ -5,6 +5,7 @@ Without jax and without numpy: to look at a run must be quick.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -30,6 +31,11 @@ def beginning(lineage: Mapping[str, Any]) -> str:
         return f"begins with the parameters of a {lineage['model_type']} model ({lineage['init_from']})"
     kept = "parameters and optimizer state" if lineage["keep_optimizer"] else "the parameters"
     return f"begins with {kept} of {lineage['run']}, step {lineage['step']:,} ({lineage['init_from']})"
+
+
+def base_directory(lineage: Mapping[str, Any]) -> str:
+    """The directory of the run that a lineage names, as its `init_from` was given: without what it names within."""
+    return re.sub(r"/(checkpoints|gold|kept)(/\d+)?/?$", "", lineage["init_from"])
 
 
 def eval_points(events: Iterable[Mapping[str, Any]]) -> dict[str, list[EvalPoint]]:

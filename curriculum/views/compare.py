@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import combinations
+from itertools import combinations, permutations
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from curriculum.record.events import config_name, plain
 from curriculum.record.queries import EvalPoint, eval_points, evalset_facts
 from curriculum.record.wording import signed
 from curriculum.run import Run, load_run, read_arrays
-from curriculum.views.shared_past import shared_past
+from curriculum.views.shared_past import began_at, shared_past
 from evalsets.metrics import paired_difference
 from evalsets.student import student_quantile
 
@@ -74,6 +74,8 @@ class Comparison:
 
     at, common: `tokens` or `step`, and how many of them: an eval counts when it is the run's last at or before them.
     They are the fewest over the runs that share a set with another; of a run that shares none the last eval counts.
+    begun: {run, base, step} where a run began with the parameters of another, itself or through others. Of a base the
+    eval counts that is its last at or before that step, of several steps the last one.
     runs: name, path, step and tokens of the last eval that counts, and whether the run is finished.
     sets: one for each text that two runs or more measured under a name.
     refused: sets that two runs measured on different text, as messages. only: sets that not every run measured.
@@ -87,6 +89,12 @@ class Comparison:
     refused: dict[str, tuple[str, ...]]
     only: dict[str, tuple[str, ...]]
     shared: tuple[dict[str, Any], ...]
+    begun: tuple[dict[str, Any], ...]
+
+    @property
+    def base_steps(self) -> dict[str, int]:
+        """The step that counts of each run that another one began with, by name."""
+        return _base_steps(self.begun)
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON; a float that is not finite is one of the record's strings."""
@@ -107,13 +115,23 @@ def compare_runs(runs: Sequence[Run], *, at: str = "tokens") -> Comparison:
     sides = [_side(name, run) for name, run in zip(labels(runs), runs, strict=True)]
     groups = _same_text(sides)
     sharing = {side for of_set in groups.values() for group in of_set if len(group) > 1 for side in group}
-    common = min(max(getattr(p, at) for of_set in side.points.values() for p in of_set) for side in sharing or sides)
-    counting = {side: _last_points(side, at, common if side in sharing else math.inf) for side in sides}
-    for side, last in counting.items():
-        if not last:
-            unit = "tokens" if at == "tokens" else "steps"
-            path = side.run.directory.path
-            raise InputError(f"{path}: has no eval at or before {common:,} {unit}, where another run ends")
+    begun = tuple(
+        {"run": side.name, "base": base.name, "step": step}
+        for side, base in permutations(sides, 2)
+        if base in sharing and (step := began_at(side.run, base.run)) is not None
+    )
+    base_steps = _base_steps(begun)
+    free = [side for side in sides if side in sharing and side.name not in base_steps] or sides
+    common = min(max(getattr(p, at) for of_set in side.points.values() for p in of_set) for side in free)
+    counting = {}
+    for side in sides:
+        of_base = side.name in base_steps
+        most = base_steps[side.name] if of_base else common if side in sharing else math.inf
+        counting[side] = _last_points(side, "step" if of_base else at, most)
+        if not counting[side]:
+            unit = "tokens" if at == "tokens" and not of_base else "steps"
+            where = f"at or before {most:,} {unit}, where another run {'begins' if of_base else 'ends'}"
+            raise InputError(f"{side.run.directory.path}: has no eval {where}")
 
     sets, refused, only = [], {}, {}
     for name in dict.fromkeys(name for last in counting.values() for name in last):
@@ -130,7 +148,7 @@ def compare_runs(runs: Sequence[Run], *, at: str = "tokens") -> Comparison:
             for side in others:
                 now = counting[side][name]
                 between = _difference(name, side, now, first, before)
-                verdict = _verdict(side.name, first.name, now, before, between)
+                verdict = _verdict(side.name, first.name, now, before, between, begun)
                 measured.append(_measured(side, now, between, verdict))
             sets.append(ComparedSet(name, first.hashes[name], tuple(measured)))
     if not sets:
@@ -158,6 +176,7 @@ def compare_runs(runs: Sequence[Run], *, at: str = "tokens") -> Comparison:
             for first, second in combinations(sides, 2)
             if (step := shared_past(first.run, second.run)) is not None
         ),
+        begun=begun,
     )
 
 
@@ -215,6 +234,13 @@ def _same_text(sides: Iterable[_Side]) -> dict[str, list[list[_Side]]]:
     return {name: list(of_set.values()) for name, of_set in groups.items()}
 
 
+def _base_steps(begun: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    steps: dict[str, int] = {}
+    for pair in begun:
+        steps[pair["base"]] = max(pair["step"], steps.get(pair["base"], 0))
+    return steps
+
+
 def _last_points(side: _Side, at: str, most: float) -> dict[str, EvalPoint]:
     """The last eval of each set at or before `most` tokens or steps, where there is one."""
     before = {name: [p for p in of_set if getattr(p, at) <= most] for name, of_set in side.points.items()}
@@ -255,11 +281,23 @@ def paired(
     return Difference(against, float(delta), float(sem), (float(delta) - half, float(delta) + half), kind, num_clusters)
 
 
-def _verdict(run: str, against: str, now: EvalPoint, before: EvalPoint, between: Difference) -> str:
+def _verdict(
+    run: str,
+    against: str,
+    now: EvalPoint,
+    before: EvalPoint,
+    between: Difference,
+    begun: Iterable[Mapping[str, Any]],
+) -> str:
     """One sentence that can stand alone."""
-    ours, theirs = f"{run} at step {now.step:,}", f"{against} at step {before.step:,}"
-    if now.tokens != before.tokens:
-        ours, theirs = f"{ours} ({now.tokens:,} tokens)", f"{theirs} ({before.tokens:,} tokens)"
+    points = {run: now, against: before}
+    told = {name: f"{name} at step {point.step:,}" for name, point in points.items()}
+    if of_pair := next((b for b in begun if {b["run"], b["base"]} == {run, against}), None):
+        base, step = of_pair["base"], of_pair["step"]
+        told[base] += f" ({of_pair['run']} comes from {'it' if points[base].step == step else f'its step {step:,}'})"
+    elif now.tokens != before.tokens:
+        told = {name: f"{words} ({points[name].tokens:,} tokens)" for name, words in told.items()}
+    ours, theirs = told[run], told[against]
     for who, point in ((ours, now), (theirs, before)):
         if not math.isfinite(point.loss):
             return f"no verdict: the loss of {who} is {point.loss}"

@@ -8,8 +8,7 @@ from curriculum.views.compare import SEED_SPREAD_NATS, Comparison
 
 def table(comparison: Comparison) -> list[str]:
     """The comparison as lines of text."""
-    unit = "tokens" if comparison.at == "tokens" else "steps"
-    lines = [f"the last evals at or before {comparison.common:,} {unit}, the fewest that a run was measured at", ""]
+    lines = [which_evals(comparison), ""]
     rows = [("run", "step", "tokens", "", "directory")]
     for run in comparison.runs:
         state = "finished" if run["finished"] else "not finished"
@@ -29,6 +28,20 @@ def table(comparison: Comparison) -> list[str]:
     return lines
 
 
+def which_evals(comparison: Comparison) -> str:
+    """Which evals are compared."""
+    common = f"{comparison.common:,} {'tokens' if comparison.at == 'tokens' else 'steps'}"
+    if not comparison.base_steps:
+        return f"the last evals at or before {common}, the fewest that a run was measured at"
+    bases = []
+    for base, step in comparison.base_steps.items():
+        begun = [pair["run"] for pair in comparison.begun if (pair["base"], pair["step"]) == (base, step)]
+        bases.append(f"of {base} at or before step {step:,}, from which {listed(begun)} began")
+    return (
+        f"the last evals {'; '.join(bases)}; of the others at or before {common}, the fewest that one was measured at"
+    )
+
+
 def notes(comparison: Comparison) -> list[str]:
     """What else has to be said: sets left out, shared pasts, and what no difference here can tell."""
     lines = [f"{name}: refused: {why}" for name, whys in comparison.refused.items() for why in whys]
@@ -37,10 +50,17 @@ def notes(comparison: Comparison) -> list[str]:
         f"{listed(runs)} are one run up to step {step:,} and go their own ways after it"
         for step, runs in _families(comparison)
     ]
+    lines += [
+        f"{pair['run']} began from step {pair['step']:,} of {pair['base']}, another one: compare the two alone for that"
+        for pair in comparison.begun
+        if pair["step"] != comparison.base_steps[pair["base"]]
+    ]
+    of_bases = [{pair["run"], pair["base"]} for pair in comparison.begun]
     unequal = [
         f"{compared.name} ({', '.join(f'{m.run} {m.tokens:,}' for m in compared.runs)})"
         for compared in comparison.sets
-        if len({m.tokens for m in compared.runs}) > 1
+        for first in compared.runs[:1]
+        if any(m.tokens != first.tokens and {m.run, first.run} not in of_bases for m in compared.runs)
     ]
     if unequal:
         lines.append(f"measured after unequal numbers of tokens, which is part of the difference: {', '.join(unequal)}")

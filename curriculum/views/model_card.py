@@ -19,6 +19,7 @@ import yaml
 
 from curriculum.model.counts import num_parameters
 from curriculum.model.presets import ModelConfig
+from curriculum.record.queries import base_directory
 from curriculum.run import Run
 from curriculum.views.inspection import lineage_lines
 from curriculum.views.model_card_sections import evals, fenced, happened, one_line, plan_of, table_of, training
@@ -164,8 +165,8 @@ def _loading(run: Run, exported: Exported) -> list[str]:
                 "Python is started: go there and name this folder, or write another path or a name of the hub into it."
             )
         if base is not None and base.get("kind") != "hf":
-            directory = re.sub(r"/(checkpoints|gold|kept)(/\d+)?/?$", "", base["init_from"])
-            export = f"curriculum export {shlex.quote(directory)} --step {base['step']} --format hf -o base"
+            directory = shlex.quote(base_directory(base))
+            export = f"curriculum export {directory} --step {base['step']} --format hf -o base"
             after.append(f"It names a checkpoint of a run, which peft does not read: `{export}`, and name that folder.")
     if kind == "hf":
         after.append("With vllm, and for llama.cpp by its converter (or by `curriculum export RUN --format gguf`):")

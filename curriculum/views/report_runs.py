@@ -14,7 +14,7 @@ from curriculum.record.wording import interval_text, loss, signed
 from curriculum.run import Run
 from curriculum.views import figures
 from curriculum.views.compare import Comparison, compare_runs
-from curriculum.views.compare_text import notes
+from curriculum.views.compare_text import notes, which_evals
 from curriculum.views.figures import PALETTE, Curve, eval_curve
 from curriculum.views.inspection import inspect_run, lineage_lines
 from curriculum.views.page import bullets, figure, folded, legend, note, section, table, tag
@@ -48,7 +48,7 @@ def of_runs(runs: Sequence[Run], names: Sequence[str], of_run: Callable[[Run, st
     return [
         tag("header", tag("h1", f"{len(runs)} runs"), table(header, rows, text_columns=2)),
         section("Compared", compared),
-        section("Eval loss", *_overlays(runs, names, colors)),
+        section("Eval loss", *_overlays(runs, names, colors, comparison is not None and bool(comparison.begun))),
         *(
             tag("section", tag("h2", name), folded("The whole report of this run", *of_run(run, name)))
             for name, run in zip(names, runs, strict=True)
@@ -57,7 +57,6 @@ def of_runs(runs: Sequence[Run], names: Sequence[str], of_run: Callable[[Run, st
 
 
 def _compare_table(comparison: Comparison) -> Markup:
-    unit = "tokens" if comparison.at == "tokens" else "steps"
     rows = []
     for compared in comparison.sets:
         for i, m in enumerate(compared.runs):
@@ -79,10 +78,10 @@ def _compare_table(comparison: Comparison) -> Markup:
             )
     header = ("set", "run", "step", "loss", "± sem", "bpb", "difference", "95 % interval")
     verdicts = [f"{c.name}: {m.verdict}" for c in comparison.sets for m in c.runs if m.verdict]
-    at = note(f"The last evals at or before {comparison.common:,} {unit}, the fewest that a run was measured at.")
+    which = which_evals(comparison)
     *special, closing = notes(comparison)
     return (
-        at
+        note(f"{which[0].upper()}{which[1:]}.")
         + table(header, rows, text_columns=2, grouped=True)
         + note(closing)
         + (bullets(special) if special else "")
@@ -90,8 +89,8 @@ def _compare_table(comparison: Comparison) -> Markup:
     )
 
 
-def _overlays(runs: Sequence[Run], names: Sequence[str], colors: Mapping[str, str]) -> list[Markup]:
-    """A drawing a set with a line a run."""
+def _overlays(runs: Sequence[Run], names: Sequence[str], colors: Mapping[str, str], with_bases: bool) -> list[Markup]:
+    """A drawing a set with a line a run. `with_bases`: some of the runs began from others of them."""
     drawn = overlays(runs, names, colors)
     if not drawn:
         return [note("No eval yet.")]
@@ -104,6 +103,8 @@ def _overlays(runs: Sequence[Run], names: Sequence[str], colors: Mapping[str, st
     keys = "Loss in nats per token; bands: ± 1.96 standard errors over the choice of held-out text."
     if any(overlay.branch_at for overlay in drawn):
         keys += " Dotted: where a run branches off another; what lies before is theirs together and drawn once."
+    if with_bases:
+        keys += " A run that began from another one is drawn from its own step 0, not where that one ended."
     return [note(keys), legend(dict(colors)), tag("div", *panels, class_="panels")]
 
 

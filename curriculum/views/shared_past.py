@@ -1,11 +1,31 @@
-"""Up to which step two runs are one, as a branch and its trunk are."""
+"""What one run has of another: the steps of a branch's trunk, the parameters of a checkpoint that it began with."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from curriculum.record.events import eval_sets
-from curriculum.run import Run
+from curriculum.record.queries import base_directory
+from curriculum.run import Run, RunDirectory
+
+
+def began_at(run: Run, base: Run) -> int | None:
+    """The step of `base` whose parameters `run` began with, or a run that it comes from; None where it did not.
+
+    A lineage names its run by the path that was given, relative to where the training was started: that folder is
+    looked for among those above `run`, then in the working folder.
+    """
+    path, wanted = run.directory.path.resolve(), base.directory.path.resolve()
+    lineage = run.start.get("lineage")
+    while lineage and path != wanted:
+        if lineage.get("run") == base.resolved["name"]:
+            given = Path(base_directory(lineage)).expanduser()
+            places = ((folder / given).resolve() for folder in (*path.parents, Path()))
+            if wanted == next((place for place in places if RunDirectory(place).resolved_config.is_file()), None):
+                return lineage["step"]
+        lineage = lineage.get("lineage")
+    return None
 
 
 def shared_past(first: Run, second: Run) -> int | None:
