@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 
@@ -326,7 +327,9 @@ def exploding(place, **changes):
 
 def test_a_rate_that_explodes_ends_with_exit_code_3_and_a_summary(place, tmp_path):
     run = tmp_path / "a run"
-    (tmp_path / "config.yaml").write_text(json.dumps({**exploding(place, **ROLLBACK), "name": "explodes"}))
+    config = {**exploding(place, **ROLLBACK), "name": "explodes"}
+    config["optim"] |= {"allow_jump": False}  # a re-warming need not ask
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
     command = ["train", str(tmp_path / "config.yaml"), "--run-dir", str(run), "--store-dir"]
     done = CliRunner().invoke(cli, [*command, str(place / "store")])
     assert done.exit_code == 3, done.output
@@ -348,6 +351,16 @@ def test_a_rate_that_explodes_ends_with_exit_code_3_and_a_summary(place, tmp_pat
         assert words in told
     assert f"diverged at step {last['step']}: " in done.stdout and "rollback 2 of 2 at step" in done.stdout
     assert "Traceback" not in told
+
+    # The command that is printed does what the advice says: a rate that is lower at once.
+    (advice,) = [line for line in told.splitlines() if "from the last good step on: curriculum branch" in line]
+    words = shlex.split(advice.partition("curriculum ")[2])
+    words[words.index("NEW")] = str(tmp_path / "lower")
+    at = words.index("KEY=VALUE")
+    words[at : at + 1] = ["optim.lr=1e-4", "--set", "phases[1].lr=null", "--set", f"train.steps={SWITCH + 2}"]
+    branched = CliRunner().invoke(cli, [*words, "--store-dir", str(place / "store")])
+    assert branched.exit_code == 0, branched.output
+    assert load_run(tmp_path / "lower").metrics[-1]["lr"] == 1e-4
 
 
 @pytest.mark.slow

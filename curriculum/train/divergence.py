@@ -200,7 +200,8 @@ def _summary(run: Running, done: int, divergence: _Divergence, why: str | None) 
     lines.append(f"               {data}")
     if good:
         command = f"curriculum branch {shlex.quote(str(name))} --at {good} --run-dir NEW --set KEY=VALUE"
-        lines.append(f"               from the last good step on: {command}")
+        lines.append(f"               from the last good step on: {command} --set optim.allow_jump=true")
+        lines.append("               (allow_jump: a rate may fall to less than half at once)")
     return "\n".join(lines)
 
 
