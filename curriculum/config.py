@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -337,7 +338,8 @@ def named_directory(flag: str, item: str) -> tuple[str, str]:
     if not equals:
         name, directory = os.path.basename(os.path.abspath(item)), item
         if name and not NAME.fullmatch(name):
-            raise InputError(f"{flag} {item}: got the name {name!r}, {EXPECTED_NAME}; give another: {flag} NAME={item}")
+            fix = f"give another: {flag} NAME={shlex.quote(item)}"
+            raise InputError(f"{flag} {item}: got the name {name!r}, {EXPECTED_NAME}; {fix}")
     if not name or not directory:
         raise InputError(f"{flag} {item}: expected DIR or NAME=DIR")
     return name, directory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise, product
@@ -107,7 +108,9 @@ def plan(config: Config, *, store_dir: str | Path = DEFAULT_STORE_DIR) -> Plan:
     warnings += [] if model is None else unsplit_vocabulary(config, model)
     unknown = [name for name, size in epochs_of.items() if size is None]
     if unknown:
-        warnings.append(f"not prepared yet, so epochs are unknown: {', '.join(unknown)} (run `curriculum prepare`)")
+        prepare = f"curriculum prepare {'CONFIG' if config.origin.text is None else shlex.quote(config.origin.file)}"
+        fix = f"run `{prepare}`{' with the same options' if config.command_line else ''}"
+        warnings.append(f"not prepared yet, so epochs are unknown: {', '.join(unknown)} ({fix})")
     bounds = [start for _, start, _ in schedule.phase_bounds] + [schedule.total_steps - 1]
     rates = tuple((step, float(schedule.rates(step))) for step in dict.fromkeys(bounds))
     return Plan(

@@ -54,9 +54,10 @@ def find_weights(directory: RunDirectory, step: str | int | None, weights: str) 
     item = of.average or "params"
     step, checkpoint = find_checkpoint(directory, step, part=("ledger/", f"{item}/"))
     if not (checkpoint / item).is_dir():
+        means = [f"mean:{mean.name}" for mean in sorted(directory.averages.glob("[!.]*"))]
         raise InputError(
             f"--weights {weights}: step {step} of {directory.path} was saved without a moving average, which "
-            "averages.ema_decay keeps; expected raw, or mean:PHASE"
+            f"averages.ema_decay keeps; expected {' or '.join(['raw', *means])}"
         )
     return step, checkpoint / item
 

@@ -78,7 +78,7 @@ def read_clock(
         size = supplies[name].num_tokens
         if size is None and not sizes_to_come:
             raise ValueError(
-                f"{until!r} needs the size of {name}, which is not prepared yet; run `curriculum prepare` first"
+                f"{until!r} needs the size of {name}, which is not prepared yet; run `curriculum prepare CONFIG` first"
             )
         return EpochGoal(name, None if size is None else math.ceil(Fraction(epochs) * size), until)
     raise ValueError(

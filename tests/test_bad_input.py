@@ -371,6 +371,7 @@ COMMAND_LINES = [
     Row("--dataset-dir not there", nothing, TRAIN + " --dataset-dir law=../nowhere", "--dataset-dir law=../nowhere", "does not exist"),
     Row("--eval-dataset-dir with a slash in its name", nothing, TRAIN + " --eval-dataset-dir a/b=extra", "--eval-dataset-dir a/b=extra", "expected letters, digits"),
     Row("--eval-dataset-dir of a file", nothing, TRAIN + " --eval-dataset-dir web.jsonl", "--eval-dataset-dir web.jsonl", "give another: --eval-dataset-dir NAME=web.jsonl"),
+    Row("--eval-dataset-dir of a name with a space", nothing, TRAIN + " --eval-dataset-dir 'My Set'", "--eval-dataset-dir My Set", "give another: --eval-dataset-dir NAME='My Set'"),
     Row("--eval-dataset-dir of ..", nothing, "eval run --eval-dataset-dir ..=extra", "--eval-dataset-dir ..=extra", "expected letters, digits"),
     Row("--store-dir is a file", nothing, PREPARE + " --store-dir web.jsonl", "web.jsonl", "another store folder"),
     Row("--store-dir links to itself", link("loop", "loop"), PREPARE + " --store-dir loop", "loop", "another"),

@@ -9,7 +9,7 @@ import processor
 import pytest
 
 from curriculum.cli.plan import table
-from curriculum.config import build_config
+from curriculum.config import build_config, load_config
 from curriculum.data.corpus import load_corpus
 from curriculum.errors import InputError
 from curriculum.plan import plan
@@ -45,7 +45,13 @@ def test_unprepared_sources_have_unknown_epochs_and_nothing_is_written(tmp_path)
     p = plan(config, store_dir=tmp_path / "store")
     assert [row.epochs_so_far for row in p.rows] == [None, None, None]
     assert sorted(tmp_path.rglob("*")) == before and before
-    assert "not prepared yet, so epochs are unknown: web, law" in p.warnings[-1]
+    unknown = "not prepared yet, so epochs are unknown: web, law (run `curriculum prepare"
+    assert p.warnings[-1] == f"{unknown} CONFIG`)"
+    file = tmp_path / "a config.yaml"
+    file.write_text(json.dumps(config.to_json()))
+    of_file, changed = (plan(load_config(file, sets), store_dir=tmp_path / "store") for sets in ([], ["seed=2"]))
+    assert of_file.warnings[-1] == f"{unknown} '{file}'`)"
+    assert changed.warnings[-1] == f"{unknown} '{file}'` with the same options)"
 
 
 def test_the_numbers_by_hand(tmp_path):
