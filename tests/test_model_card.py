@@ -272,10 +272,21 @@ def test_how_to_make_it_again(run_dir, tmp_path):
     assert "--format gguf --merge --step 80 --weights raw --dtype q8_0" in model_card(load_run(run_dir), merged)
 
     trunk = {"run": "runs/trunk", "step": 40, "id": "x", "branched_from": None}
-    branch = load_run(write_run(tmp_path / "branch", {"val": lambda step: 3.0}, branched_from=trunk))
+    write_run(tmp_path / "branch", {"val": lambda step: 3.0}, branched_from=trunk)
+    # It remembers those of its trunk, of which `branch` has no option for what the trunk began from.
+    resolved = json.loads((tmp_path / "branch/config.resolved.json").read_text())
+    resolved["command_line"] = [
+        "--init-from runs/base",
+        "--keep-optimizer",
+        "--dataset-dir law=a folder",
+        "--set seed=3",
+    ]
+    (tmp_path / "branch/config.resolved.json").write_text(json.dumps(resolved))
+    branch = load_run(tmp_path / "branch")
     (tmp_path / "branch/config.yaml").write_text("name: written # ``` and more\n")
     card = sections(model_card(branch, EXPORTED))
-    assert "curriculum branch runs/trunk --at 40 --run-dir runs/written\n" in card["How to make it again"]
+    remembered = "--dataset-dir 'law=a folder' --set seed=3"
+    assert f"curriculum branch runs/trunk --at 40 --run-dir runs/written {remembered}\n" in card["How to make it again"]
     assert "````yaml\nname: written # ``` and more\n````" in card["How to make it again"]
     assert card["Where its parameters come from"] == "- branched from runs/trunk at step 40"
     (tmp_path / "branch/config.yaml").unlink()
@@ -347,3 +358,28 @@ def test_how_to_load_each_kind(run_dir, tmp_path):
     adapters = sections(model_card(run, dataclasses.replace(EXPORTED, **PEFT)))[""]
     assert f"of {NUM_PARAMETERS:,} parameters" in adapters
     assert "Here are LoRA adapters for it, rank 4, of query, value, as they were after step 80" in adapters
+
+
+@pytest.mark.parametrize(
+    "kind, weights, said",
+    [
+        ({}, "raw", "are the parameters after step 60 of 100."),
+        ({}, "ema", "is the moving average of the parameters after step 60 of 100."),
+        ({}, "mean:foundation", "is the mean of the last checkpoints of phase foundation, which ends after step 60 of 100."),
+        ({"merged": True}, "raw", "are the parameters after step 60 of 100, LoRA adapters folded in."),
+        (
+            {"merged": True},
+            "mean:foundation",
+            "is the mean of the last checkpoints of phase foundation, which ends after step 60 of 100, LoRA adapters folded in.",
+        ),
+        (
+            PEFT,
+            "mean:foundation",
+            "are LoRA adapters for it, rank 4, of query, value, the mean of the last checkpoints of phase foundation, "
+            "which ends after step 60 of 100.",
+        ),
+    ],
+)  # fmt: skip
+def test_the_headline_is_a_sentence(run_dir, kind, weights, said):
+    exported = dataclasses.replace(EXPORTED, step=60, weights=Weights.parse(weights), tokens_drawn=None, **kind)
+    assert f"Here {said}\n" in model_card(load_run(run_dir), exported)

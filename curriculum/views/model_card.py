@@ -95,13 +95,14 @@ def _headline(run: Run, exported: Exported) -> list[str]:
     config, step = exported.config, exported.step
     total = plan_of(run)["total_steps"]
     average, phase = exported.weights.average, exported.weights.phase
-    what = "the parameters" if average is None else "the moving average of the parameters"
+    is_what = "are the parameters" if average is None else "is the moving average of the parameters"
     if phase is not None:
-        what = f"the mean of the last checkpoints of phase {phase}, which ends"
+        is_what = f"is the mean of the last checkpoints of phase {phase}, which ends"
     if exported.kind == "peft":
-        what = f"LoRA adapters for it, rank {config.lora.rank}, of {', '.join(config.lora.targets)}, as they were"
-    elif exported.merged:
-        what += ", LoRA adapters folded in,"
+        of_raw = "as they were" if average is None else is_what.removeprefix("is ")
+        targets = ", ".join(config.lora.targets)
+        is_what = f"are LoRA adapters for it, rank {config.lora.rank}, of {targets}, {of_raw}"
+    folded = ", LoRA adapters folded in" if exported.merged else ""
     is_gold = phase is None and run.gold_step == step
     gold = ", the gold checkpoint of the run" if is_gold else ""
     ids = config.num_ids or config.vocab_size
@@ -116,8 +117,8 @@ def _headline(run: Run, exported: Exported) -> list[str]:
     shape["stored as"] = exported.dtype
     return [
         f"# {run.resolved['name']}",
-        f"A language model of {size:,} parameters, a decoder-only transformer trained with `curriculum`. Here are "
-        f"{what} after step {step:,} of {total:,}{gold}.",
+        f"A language model of {size:,} parameters, a decoder-only transformer trained with `curriculum`. Here "
+        f"{is_what} after step {step:,} of {total:,}{folded}{gold}.",
         table_of(("", ""), [(name, value) for name, value in shape.items()]),
     ]
 
@@ -202,13 +203,16 @@ def _commands(run: Run, exported: Exported) -> list[str]:
     """What to type to train the run again, and to export it as it was."""
     name = shlex.quote(run.resolved["name"])
     given = (option.partition(" ") for option in run.directory.command_line())
-    options = [f"{flag} {shlex.quote(value)}".rstrip() for flag, _, value in given]
     branch = run.branched_from
     if branch is None:
         train = ["curriculum train run.yaml"]
-    else:
+    else:  # which takes the beginning over from the run that it leaves
+        given = (option for option in given if option[0] not in ("--init-from", "--keep-optimizer"))
         train = [f"curriculum branch {shlex.quote(str(branch['run']))}", f"--at {branch['step']}"]
-    train += [f"--run-dir runs/{name}", *options]
+    train += [
+        f"--run-dir runs/{name}",
+        *(f"{flag} {shlex.quote(value)}" if value else flag for flag, _, value in given),
+    ]
     export = [f"curriculum export runs/{name}", "--format", "gguf" if exported.kind == "gguf" else "hf"]
     export += ["--merge"] if exported.merged else []
     export += [] if exported.weights.phase is not None else [f"--step {exported.step}"]
