@@ -19,8 +19,9 @@ from curriculum.run import CHECKPOINT_ITEMS, load_run
 from curriculum.train.trainer import train
 from curriculum.views.compare import compare
 from curriculum.views.inspection import edits_of, inspect_run, text
-from curriculum.views.model_card_sections import training
+from curriculum.views.model_card_sections import evals, training
 from curriculum.views.report import report
+from curriculum.weights import Weights
 
 LOSSES = {"val": lambda step: 3 - step / 100, "law": lambda step: 4.0 if step in (0, 60, 100) else None}
 
@@ -215,6 +216,10 @@ def test_regressions_stand_until_they_recover_or_their_phase_ends():
     early = {**offender("law", "best", 0, first_step=10), "step": 15}
     (stale,) = standing_regressions([first_eval, event("eval_regression", 20, phase="a", offenders=[early])])
     assert stale["step"] == 15 and standing_regressions([first_eval, closing])[0]["step"] == 20
+    # One of a set that the run goes on without ends; a record that does not tell the sets ends none.
+    gone = event("resume", 20, evalsets={"primary": {}, "general": {}})
+    assert standing(first_eval, alarm, gone) == [("general", "best"), ("general", "phase_start")]
+    assert standing(first_eval, alarm, event("resume", 20)) == standing(first_eval, alarm)
     # Of the phase that runs the alarm stands, and the newest numbers are told.
     again = regressed(40, "b", ("law", "phase_start"))
     assert standing(first_eval, switch, closing, again) == [("law", "phase_start"), ("law", "best")]
@@ -240,6 +245,36 @@ def test_what_stands_regressed_is_told(tmp_path):
     alarm["offenders"] = [offender("law", "best", 60, first_step=80)]
     path = write_run(tmp_path / "ended", LOSSES, more={100: [("eval_regression", alarm)]})
     assert "at step 60, since step 80\n" in shown(path)
+
+
+def test_a_set_that_the_run_goes_on_without_stands_in_no_view_as_regressed(tmp_path):
+    alarm = {"phase": "domain", "action": "stop", "offenders": [offender("law", "best", 60, first_step=60)]}
+    start = load_run(write_run(tmp_path / "whole", LOSSES)).start
+    fields = {key: start[key] for key in ("plan", "devices")}
+
+    def resumed(*names):
+        return ("resume", {**fields, "evalsets": {name: start["evalsets"][name] for name in names}})
+
+    losses = LOSSES | {"law": lambda step: 4.0 if step <= 60 else None}
+    cases = {"with": resumed("primary", "law"), "without": resumed("primary")}
+    for case, event in cases.items():
+        path = write_run(tmp_path / case, losses, more={60: [("eval_regression", alarm), event]})
+        resolved = json.loads((path / "config.resolved.json").read_text())
+        del resolved["evalsets"]["sets"]["law"]
+        (path / "config.resolved.json").write_text(json.dumps(resolved))
+        run, gone = load_run(path), case == "without"
+        assert ("regressed law 2.1000 → 2.6000" in shown(path)) != gone
+        assert ("left out law: no longer measured" in shown(path)) == gone
+        assert ("regressed none stands" in shown(path)) == gone
+        page = report([run])
+        assert ("<small> no longer measured</small>" in page) == gone
+        assert ('<span class="bad"> regressed</span>' in page) != gone
+        # At the step of the resume itself the set was measured, and judged; where it lies says the first config.
+        for step, verdict in ((60, "regressed against its best"), (80, "no longer measured" if gone else None)):
+            (row,) = [r for r in evals(run, step, Weights(), None, [])[0].splitlines() if r.startswith("| law |")]
+            assert row.endswith(f"| {verdict or 'regressed against its best'} |") and "| `law` |" in row
+            (row,) = [r for r in evals(run, step, Weights(), None, [])[0].splitlines() if r.startswith("| val (")]
+            assert row.endswith("| no regression stands |")
 
 
 def test_evals_of_averages_and_what_is_not_finite(tmp_path):

@@ -65,6 +65,15 @@ def evalset_facts(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, An
     return facts
 
 
+def measured_sets(events: Iterable[Mapping[str, Any]]) -> set[str]:
+    """The sets that the run measures since it was last taken up, by their names in the record."""
+    names: set[str] = set()
+    for event in events:
+        if "evalsets" in event:
+            names = {record_name(name) for name in event["evalsets"]}
+    return names
+
+
 def source_facts(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """The `details` of each source of a run's corpus, by name: what its training text holds, at the last taking up.
 
@@ -80,7 +89,7 @@ def standing_regressions(events: Iterable[Mapping[str, Any]]) -> list[dict[str, 
     """The offenders of `eval_regression` events that have not recovered, as last told.
 
     Each with the `phase` of that event, the `step` that it was measured at, and as `now` the {step, loss} of its set's
-    last eval. Alarms against the start of a phase end with it.
+    last eval. Alarms against the start of a phase end with it, and those of a set where the run goes on without it.
     """
     standing: dict[tuple[str, str], dict[str, Any]] = {}
     phase, last = None, {}
@@ -97,6 +106,9 @@ def standing_regressions(events: Iterable[Mapping[str, Any]]) -> list[dict[str, 
             case "eval_recovered":
                 for o in event["offenders"]:
                     standing.pop((o["set"], o["baseline"]), None)
+            case "resume" | "rollback" if "evalsets" in event:
+                measured = measured_sets([event])
+                standing = {key: o for key, o in standing.items() if o["set"] in measured}
     return [
         {**o, "now": last.get(o["set"])}
         for o in standing.values()

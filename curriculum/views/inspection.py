@@ -19,6 +19,7 @@ from curriculum.record.queries import (
     consumption,
     eval_points,
     last_detectable,
+    measured_sets,
     planned_tokens,
     shapes_of,
     standing_regressions,
@@ -50,7 +51,7 @@ def inspect_run(run: Run) -> dict[str, Any]:
         problems += error.problems
     gold = last_gold(events)
     detectable = last_detectable(events)
-    points = eval_points(events)
+    points, measured = eval_points(events), measured_sets(events)
     evals = {}
     for name, of_set in points.items():
         best = min(of_set, key=lambda p: (p.loss != p.loss, p.loss))
@@ -61,6 +62,7 @@ def inspect_run(run: Run) -> dict[str, Any]:
             "best_step": best.step,
             "num_evals": len(of_set),
             "detectable": detectable.get(name),
+            "still_measured": name.partition("@")[0] in measured,
         }
     return {
         "name": start["config"]["name"],
@@ -198,6 +200,8 @@ def text(facts: Mapping[str, Any]) -> list[str]:
         *_eval_lines(facts["evals"]),
         *(sample_lines(facts["samples"]) if facts["samples"] else ()),
     ]
+    if gone := [name for name, e in facts["evals"].items() if not e["still_measured"] and "@" not in name]:
+        lines.append(f"  left out    {listed(gone)}: no longer measured")
     for o in by_eval(facts["regressions"]):
         lines.append(f"  regressed   {offender(o)}")
     if not facts["regressions"]:

@@ -16,6 +16,7 @@ from curriculum.record.queries import (
     consumption,
     eval_points,
     evalset_facts,
+    measured_sets,
     planned_tokens,
     source_facts,
     standing_regressions,
@@ -105,13 +106,16 @@ def evals(run: Run, step: int, weights: Weights, opens_with: str | None, unknown
     before = [event for event in run.events if event["step"] <= step]
     points, about = eval_points(before), evalset_facts(before)
     suffix = "" if weights.average is None else f"@{weights.average}"
+    # What the run goes on without from this very step was still judged at it.
+    judged = [event for event in before if event["step"] < step or event["event"] not in ("resume", "rollback")]
+    still_measured = measured_sets(before) | measured_sets(judged)
     worse: dict[str, list[str]] = {}
-    for o in standing_regressions(before):
+    for o in standing_regressions(judged):
         worse.setdefault(o["set"], []).append(o["baseline"].replace("_", " "))
-    rows, sets = [], run.resolved["evalsets"]
+    rows, sets, begun_with = [], run.resolved["evalsets"], run.start["config"]["evalsets"]
     for name in [name for name in points if "@" not in name]:
         key = config_name(name)
-        described = sets["primary"] if key == "primary" else sets["sets"].get(key, {})
+        described = sets["primary"] if key == "primary" else sets["sets"].get(key) or begun_with["sets"].get(key, {})
         origin = f"held out of {described['held_out_of']}" if described.get("held_out_of") else _place(described)
         facts = about.get(name, {})
         num_documents, num_windows, tokens = (facts.get(key, 0) for key in ("documents", "windows", "tokens"))
@@ -132,6 +136,8 @@ def evals(run: Run, step: int, weights: Weights, opens_with: str | None, unknown
         regressed = f"regressed against its {' and '.join(worse[name])}" if name in worse else "no regression stands"
         if suffix:  # only they are judged
             regressed = f"raw parameters: {regressed}"
+        if name not in still_measured:
+            regressed = "no longer measured"
         change = _change(run, name, suffix, first, last, unknown)
         rows.append((*cells, f"{last.step:,}", loss(last.loss), interval, loss(last.bpb), change, regressed))
     header = ("eval set", "text", "documents", "tokens", "step", "loss", "95 %", "bits per byte")

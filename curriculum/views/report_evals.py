@@ -87,7 +87,12 @@ def set_table(run: Run, facts: Mapping[str, Any]) -> Markup:
         of_set = about.get(name, {})
         (averaged if "@" in name else rows).append(
             (
-                tag("td", name, tag("span", " regressed", class_="bad") if name in standing else ""),
+                tag(
+                    "td",
+                    name,
+                    tag("span", " regressed", class_="bad") if name in standing else "",
+                    "" if e["still_measured"] else tag("small", " no longer measured"),
+                ),
                 *(f"{of_set[key]:,}" if key in of_set else "" for key in ("documents", "windows", "tokens")),
                 loss(e["first"]),
                 f"{loss(e['best'])} at {e['best_step']:,}",
