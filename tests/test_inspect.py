@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 
@@ -42,6 +43,11 @@ def test_what_was_set_aside_is_told_by_its_size(tmp_path):
     assert inspect_run(load_run(path))["superseded_bytes"] == 1_490_000
     line = f"superseded 1.5 MB in {path}/superseded, set aside by resumes and rollbacks: may be deleted"
     assert line in shown(path).splitlines()
+    shutil.rmtree(path / "superseded")
+    for name, num_bytes, size in (("a", 40, "40 bytes"), ("b", 3_210, "3.2 kB")):
+        (path / "superseded").mkdir(exist_ok=True)
+        (path / "superseded" / name).write_bytes(bytes(num_bytes))
+        assert f"superseded {size} in " in shown(path)
 
 
 def test_a_finished_run(tmp_path):

@@ -106,6 +106,7 @@ def test_a_card_has_every_set_with_its_interval_and_verdict(run_dir):
     # 4.0 nats a token, 4 bytes a token: 1 / ln 2 bits a byte.
     assert law[7] == "1.4427"
     assert "every token scored once; of a conversation those of the answers alone." in evals
+    assert "The intervals are over the choice of held-out text alone; the change is" in evals
 
 
 @pytest.mark.parametrize(
@@ -133,10 +134,14 @@ def test_a_card_tells_what_happened_by_then_and_no_more(run_dir):
     assert "eval regression at step 60" in told and "law 2.1000 → 2.6000 (+0.5000, 95 % +0.4000 to +0.6000)" in told
     assert "schedule edit at step 80: general regressed" in told
     assert "recovered" not in told
+    # Not the intervals of the table above.
+    wider = "over the choice of held-out text and the scatter of neighbouring checkpoints, and so wider than that of the change above."
+    assert told.endswith(f"\n\nThe intervals here are {wider}")
     late = sections(model_card(load_run(run_dir), dataclasses.replace(EXPORTED, step=100)))
     assert "eval recovered at step 100" in late["What happened on the way"]
     early = sections(model_card(load_run(run_dir), dataclasses.replace(EXPORTED, step=40)))
     assert early["What happened on the way"].startswith("No regression of an eval set, no rollback")
+    assert wider not in early["What happened on the way"]
     assert "gold" not in early[""] and [row[0] for row in rows(early["What it was trained on"])[1:2]] == ["foundation"]
 
 

@@ -111,8 +111,10 @@ def test_the_same_run_gives_the_same_bytes(rich, tmp_path):
 
 
 def test_what_the_page_of_a_run_says(rich):
-    page = Checked(report([load_run(rich)]))
+    written = report([load_run(rich)])
+    page = Checked(written)
     text = "".join(page.text)
+    assert "+0.5000<br><small>[+0.4500, +0.5500]</small>" in written  # five sets beside each other fit the page
     assert "parameters from runs/base, step 7" in text
     # 3 nats a token of 4 bytes are 3 / (4 ln 2) bits a byte.
     assert page.has_row("law", "25", "50", "750", "4.0000", "3.0000 at 100", "3.0000", "0.0000", "1.0820", "0.0213")
@@ -129,6 +131,9 @@ def test_what_the_page_of_a_run_says(rich):
     assert page.has_row("foundation", "4,800", "0.48 epochs", "1,200", "0.12 epochs")
     assert page.has_row("domain", "400", "0.52 epochs", "0", "0.12 epochs", "3,600", "0.36 epochs")
     assert page.has_row("1", "foundation", "web 80 %, code 20 %", "0", "60")
+    scatter = "over the choice of held-out text and the scatter of neighbouring checkpoints."
+    assert f"The intervals of regressions and recoveries are {scatter}" in text
+    assert f"In brackets 95 %, {scatter}" in text
     assert "steps: 100" in text and "Dashed: the moving average" in text
     titles = [a["aria-label"] for name, a in page.tags if name == "svg"]
     assert titles == [
@@ -161,7 +166,7 @@ def test_an_unfinished_run_shows_the_losses_of_the_phases_that_ended(tmp_path):
     path = write_run(tmp_path / "run", {"val": lambda step: 3 - step / 100}, until=80)
     page = Checked(report([load_run(path)]))
     assert page.has_row("foundation", "60", "2.4000") and not page.has_row("domain", "100")
-    assert not any(row.startswith("forgetting") for row in page.rows)
+    assert not any(row.startswith("forgetting") for row in page.rows) and "scatter" not in "".join(page.text)
     assert "not finished, in phase domain" in "".join(page.text)
     assert page.has_row("domain (to step 80)", "200", "0.5 epochs")
 

@@ -7,6 +7,9 @@ from typing import Any
 
 from curriculum.record.events import number
 
+# What the intervals of alarms and of the transfer matrix cover; those of losses and comparisons, the text alone.
+WITH_SCATTER = "over the choice of held-out text and the scatter of neighbouring checkpoints"
+
 
 def loss(value: Any) -> str:
     """Nats or bits in four decimals; `-` for what there is not."""

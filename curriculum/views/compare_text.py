@@ -68,9 +68,10 @@ def notes(comparison: Comparison) -> list[str]:
     if few:
         lines.append(f"{', '.join(few)}: fewer than 20 documents; the intervals speak of more text from these few")
     lines.append(
-        "Differences are nats per token of each run minus the first, over the same windows; below 0 is better. They "
-        "speak of these checkpoints, not of the recipes: the seed alone moves a final loss by about "
-        f"{SEED_SPREAD_NATS} nats (standard deviation at 124M parameters)."
+        "Differences are nats per token of each run minus the first, over the same windows; below 0 is better. Their "
+        "intervals are over the choice of held-out text alone, and speak of these checkpoints, neither of those beside "
+        f"them nor of the recipes: the seed alone moves a final loss by about {SEED_SPREAD_NATS} nats "
+        "(standard deviation at 124M parameters)."
     )
     return lines
 

@@ -29,6 +29,7 @@ from curriculum.record.wording import columns, duration, listed, loss, signed
 from curriculum.run import Run, checkpoint_steps
 
 _BASELINES = {"start": "start", "phase_start": "phase start", "best": "best"}
+_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
 def inspect_run(run: Run) -> dict[str, Any]:
@@ -217,7 +218,7 @@ def text(facts: Mapping[str, Any]) -> list[str]:
         if steps or name == "checkpoints":
             lines.append(f"  {name:<11} {', '.join(map(str, steps)) or 'none'}")
     if num_bytes := facts["superseded_bytes"]:
-        size = f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+        size = next((f"{num_bytes / of:.1f} {unit}" for unit, of in _UNITS if num_bytes >= of), f"{num_bytes} bytes")
         lines.append(
             f"  superseded  {size} in {facts['path']}/superseded, set aside by resumes and rollbacks: may be deleted"
         )

@@ -22,7 +22,7 @@ from curriculum.record.queries import (
     standing_regressions,
 )
 from curriculum.record.sentences import skipped_line, verdict
-from curriculum.record.wording import interval_text, loss, signed
+from curriculum.record.wording import WITH_SCATTER, interval_text, loss, signed
 from curriculum.run import Run, read_arrays
 from curriculum.views.compare import paired
 from curriculum.views.inspection import by_eval, edits_of, mixture_text, offender_in
@@ -144,8 +144,8 @@ def evals(run: Run, step: int, weights: Weights, opens_with: str | None, unknown
     measured = table_of((*header, "change since the start", "verdict"), rows, right=(2, 3, 4, 5, 7))
     return [
         measured,
-        "Loss in nats per token. The intervals are over the choice of held-out text; the change is against the first "
-        "eval of the same windows, below 0 is better. Each document comes after the token that opens one"
+        "Loss in nats per token. The intervals are over the choice of held-out text alone; the change is against the "
+        "first eval of the same windows, below 0 is better. Each document comes after the token that opens one"
         + (f" (`{opens_with}`)" if opens_with else "")
         + f" and is cut into disjoint windows of {_eval_seq_len(run):,} tokens, every token scored once; of a "
         "conversation those of the answers alone.",
@@ -175,11 +175,12 @@ def happened(run: Run, step: int) -> list[str]:
     """Regressions, recoveries, rollbacks, edits and skipped updates."""
     if not run.events:
         return ["The record of the run was not there when this was exported."]
-    lines = []
+    lines, judged = [], False
     for event in run.events:
         if event["step"] > step or event["event"] not in _HAPPENED:
             continue
         lines.append(verdict(event))
+        judged |= "offenders" in event
         if event["event"] == "eval_regression":
             new = [o for o in event["offenders"] if o["first_step"] == event["step"]]
             lines += [f"  - {offender_in(event, o)}" for o in by_eval(new)]
@@ -189,7 +190,10 @@ def happened(run: Run, step: int) -> list[str]:
         lines.append(skipped)
     if not lines:
         return ["No regression of an eval set, no rollback, no edit of the schedule, no skipped update."]
-    return ["\n".join(line if line.startswith("  - ") else f"- {one_line(line)}" for line in lines)]
+    told = ["\n".join(line if line.startswith("  - ") else f"- {one_line(line)}" for line in lines)]
+    if judged:
+        told.append(f"The intervals here are {WITH_SCATTER}, and so wider than that of the change above.")
+    return told
 
 
 def plan_of(run: Run) -> dict[str, Any]:

@@ -119,7 +119,7 @@ th { color: var(--muted); font-weight: 500; white-space: nowrap; }
 td { white-space: nowrap; }
 td.text { white-space: normal; min-width: 320px; }
 .n { text-align: right; padding: 5px 0 5px 18px; }
-td.heat { padding-right: 8px; }
+td.heat { padding-right: 8px; white-space: normal; }
 tr:last-child td { border-bottom: 0; }
 table.grouped td { border-bottom: 0; padding-top: 2px; padding-bottom: 2px; }
 tr.first td { border-top: 1px solid var(--line); padding-top: 6px; }

@@ -12,7 +12,7 @@ from markupsafe import Markup, escape
 from curriculum.record.events import number, record_name
 from curriculum.record.queries import EvalPoint, evalset_facts
 from curriculum.record.sentences import verdict
-from curriculum.record.wording import loss, signed
+from curriculum.record.wording import WITH_SCATTER, loss, signed
 from curriculum.run import Run
 from curriculum.views import figures
 from curriculum.views.figures import PALETTE, Mark, Phase, eval_curve
@@ -142,10 +142,12 @@ def log(run: Run) -> Markup:
     if not rows:
         return Markup("")
     header = ("step", "event", "what it says")
+    judged = any("offenders" in event for event in shown)
+    intervals = note(f"The intervals of regressions and recoveries are {WITH_SCATTER}.") if judged else Markup("")
     if len(rows) <= MAX_LISTED:
-        return table(header, rows, text_columns=3)
+        return intervals + table(header, rows, text_columns=3)
     earlier = folded(f"{len(rows) - MAX_LISTED} earlier ones", table(header, rows[:-MAX_LISTED], text_columns=3))
-    return earlier + table(header, rows[-MAX_LISTED:], text_columns=3)
+    return intervals + earlier + table(header, rows[-MAX_LISTED:], text_columns=3)
 
 
 def _gold_row(golds: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
@@ -193,7 +195,7 @@ def transfer_matrix(run: Run, points: Mapping[str, Sequence[EvalPoint]]) -> list
     explained = (
         "Loss at the end of each phase; the darker, the further above the set's lowest. Forgetting: the last loss over "
         "the lowest of the start and the phase ends. Gain: the loss at the start over the last; positive is better. In "
-        "brackets 95 %."
+        f"brackets 95 %, {WITH_SCATTER}."
         if run.complete and run.complete.get("transfer")
         else "Loss at the end of each phase; the darker, the further above the set's lowest."
     )
@@ -233,5 +235,5 @@ def _start(value: Any, first: EvalPoint) -> Markup:
 def _change(told: Mapping[str, Any]) -> Markup:
     low, high = map(number, told.get("interval") or (None, None))
     known = low is not None and high is not None and math.isfinite(high - low)
-    span = tag("small", f" [{signed(low)}, {signed(high)}]") if known else ""
+    span = Markup("<br>") + tag("small", f"[{signed(low)}, {signed(high)}]") if known else ""
     return tag("td", signed(told["value"]), span, class_="n heat")
