@@ -7,12 +7,14 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from curriculum.data.chat import ChatConfig
+from curriculum.data.tokenizers.chat_template import opens_document, spells_special
 from curriculum.data.tokenizers.gguf_vocabulary import gguf_vocabulary
 from curriculum.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from curriculum.errors import InputError, check_choice
@@ -54,6 +56,7 @@ def export(
     `hf`: what transformers and its like load: model.safetensors in their names and layout without what pads the
     vocabulary, config.json, generation_config.json, the tokenizer's files, and a model card, README.md.
     `gguf`: model.gguf for llama.cpp, tokenizer included, and the card.
+    Of parameters that were trained on a source of format messages both have the chat template that wrote it.
 
     Of a run with `adaptation.lora` a checkpoint holds adapters alone. `merge` folds them into the model that they were
     trained beside, which has to be where it was; without it hf and safetensors write a folder for peft.
@@ -80,9 +83,12 @@ def export(
     # What the format has no class for is told before the checkpoint is looked at.
     target = None if kind == "safetensors" else _target(directory, kind, dtype, begun_with)
     step, saved = find_weights(directory, step, weights)
-    architecture = architecture_at(ledger_of(directory, saved), step)
+    ledger = ledger_of(directory, saved)
+    architecture = architecture_at(ledger, step)
     if target is not None and architecture != begun_with:
         target = _target(directory, kind, dtype, architecture)
+    if target is not None:
+        target = replace(target, chat=_chat_of(directory, ledger, step))
 
     # What can be said without jax is said at once.
     arrays = _merged(directory, saved, architecture) if merge else _parameters(saved)
@@ -157,6 +163,7 @@ class _Target:
     tokenizer: Tokenizer
     hf_config: dict[str, Any]  # of the formats that have one
     base: str | None  # of peft: what the adapters are for
+    chat: ChatConfig | None = None  # how conversations were written, where there were some
 
 
 def _target(directory: RunDirectory, kind: str, dtype: str, architecture: Mapping[str, Any]) -> _Target:
@@ -185,6 +192,18 @@ def _target(directory: RunDirectory, kind: str, dtype: str, architecture: Mappin
     return _Target(resolved["name"], config, tokenizer, hf_config, base)
 
 
+def _chat_of(directory: RunDirectory, ledger: Mapping[str, Any], step: int) -> ChatConfig | None:
+    """How conversations were written that the parameters after `step` updates saw; None where they saw none.
+
+    Of a source of format completion nothing tells whether its rows are conversations.
+    """
+    resolved = directory.resolved()
+    read = {name for segment in ledger["segments"] if segment["start"] < step for name in segment["mixture"]}
+    if all(resolved["sources"].get(name, {}).get("format") != "messages" for name in read):
+        return None
+    return ChatConfig(**resolved["chat"])
+
+
 def _write_hf(
     folder: Path, target: _Target, arrays: Mapping[str, np.ndarray], dtype: str, metadata: Mapping[str, str]
 ) -> None:
@@ -195,14 +214,19 @@ def _write_hf(
     _write_json(folder / HF_CONFIG, target.hf_config)
     ids = {key: target.hf_config[key] for key in ("bos_token_id", "eos_token_id")}
     _write_json(folder / "generation_config.json", ids)
-    write_hf_tokenizer(target.tokenizer, folder, model_max_length=target.config.max_seq_len)
+    write_hf_tokenizer(target.tokenizer, folder, model_max_length=target.config.max_seq_len, chat=target.chat)
 
 
 def _write_gguf(
     folder: Path, target: _Target, arrays: Mapping[str, np.ndarray], dtype: str, metadata: Mapping[str, str]
 ) -> None:
     own = {f"curriculum.{key}": value for key, value in metadata.items()}
-    rest = {"dtype": dtype, "name": target.name, "metadata": own}
+    if target.chat is not None and spells_special(target.chat, target.tokenizer):
+        tell(
+            "the chat section spells special tokens, which were ordinary text in training and are special to llama.cpp:"
+            " the ids of a conversation will differ; with --format hf they do not"
+        )
+    rest = {"dtype": dtype, "name": target.name, "chat": target.chat, "metadata": own}
     in_f16 = write_gguf(folder / "model.gguf", target.config, arrays, target.tokenizer, **rest)
     if in_f16:
         tell(f"q8_0: {len(in_f16)} matrices are stored as f16, their rows being no multiple of 32: {', '.join(in_f16)}")
@@ -220,7 +244,7 @@ def _write_peft(
 
     rounded = dict(rounded_all(arrays.items(), dtype))
     write_peft(folder, target.config, rounded, target.base, numpy_dtype(dtype))
-    write_hf_tokenizer(target.tokenizer, folder, model_max_length=target.config.max_seq_len)
+    write_hf_tokenizer(target.tokenizer, folder, model_max_length=target.config.max_seq_len, chat=target.chat)
 
 
 def _described(target: _Target, kind: str, dtype: str, step: int, weights: str, saved: Path, merged: bool) -> Exported:
@@ -231,7 +255,10 @@ def _described(target: _Target, kind: str, dtype: str, step: int, weights: str, 
         drawn = {name: source["tokens_drawn"] for name, source in read_ledger(checkpoint)["sources"].items()}
     names = target.tokenizer.special_tokens.items()
     opens_with = next((text for text, token in names if token == target.tokenizer.bos), None)
-    return Exported(step, Weights.parse(weights), kind, dtype, target.config, drawn, opens_with, merged)
+    opens = target.chat is not None and opens_document(target.chat, target.tokenizer)
+    return Exported(
+        step, Weights.parse(weights), kind, dtype, target.config, drawn, opens_with, merged, target.chat, opens
+    )
 
 
 _WRITERS = {"hf": _write_hf, "gguf": _write_gguf, "peft": _write_peft}

@@ -402,6 +402,78 @@ def test_transformers_computes_what_the_run_does(run, hf_folder):
     assert logits.shape == ours.shape and np.abs(logits - ours).max() <= 2e-5 * np.abs(logits).max()
 
 
+@pytest.fixture(scope="module")
+def chat_run(tmp_path_factory):
+    """2 steps on text, then 2 on conversations, in a template of its own."""
+    folder = tmp_path_factory.mktemp("chat")
+    (folder / "text.txt").write_text("one two three four five six seven eight nine ten " * 200)
+    turns = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "one two three"}]
+    (folder / "talks.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 20)
+    data = {
+        "name": "chat",
+        "chat": {"user": "Q: {content}\n", "assistant": "A: {content}\n"},
+        "model": {"preset": "tiny", "n_layer": 1, "d_model": 32, "n_head": 2, "d_ff": 48},
+        "tokenizer": {"kind": "byte"},
+        "sources": {
+            "web": {"path": str(folder / "text.txt"), "held_out": "10%"},
+            "talks": {"path": str(folder / "talks.jsonl"), "format": "messages"},
+        },
+        "phases": [
+            {"name": "text", "until": 2, "mixture": {"web": 1.0}},
+            {"name": "chat", "until": "end", "mixture": {"talks": 1.0}},
+        ],
+        "evalsets": {"primary": {"held_out_of": "web"}},
+        "train": {"steps": 4, "batch_size": 4, "seq_len": 32},
+        "checkpoint": {"every": 2},
+        "logging": {"tensorboard": False},
+    }
+    train(build_config(data), folder / "run", store_dir=folder / "store")
+    return folder / "run"
+
+
+def exported_template(folder):
+    return json.loads((folder / "tokenizer_config.json").read_text()).get("chat_template")
+
+
+def test_conversations_bring_their_template(chat_run, tmp_path):
+    from gguf import GGUFReader
+
+    export(chat_run, tmp_path / "hf", format="hf", step=4)
+    export(chat_run, tmp_path / "gguf", format="gguf", step=4)
+    template = exported_template(tmp_path / "hf")
+    assert """{{- "Q: " + message['content'] + "\\n" }}""" in template
+    assert GGUFReader(tmp_path / "gguf/model.gguf").fields["tokenizer.chat_template"].contents() == template
+    for format in ("hf", "gguf"):
+        card = (tmp_path / format / "README.md").read_text()
+        assert "Once upon a time" not in card and "\nQ: Who are you?\nA: \n" in card
+        assert "tokenizer.apply_chat_template(messages, add_generation_prompt=True" in card
+        assert "ids = torch.tensor([text])" in card  # the template begins with bos_token
+        assert 'Its roles are system, user, assistant. An answer ends before `"\\n"`.' in card
+    assert "llama-cli -m model.gguf --jinja -cnv" in card
+
+
+def test_what_saw_no_conversation_has_no_template(chat_run, run, tmp_path):
+    for source, step in ((chat_run, 2), (run, 4)):
+        folder = tmp_path / str(step)
+        export(source, folder, format="hf", step=step)
+        assert exported_template(folder) is None
+        assert "Once upon a time" in (folder / "README.md").read_text()
+
+
+def test_a_template_that_spells_special_tokens(chat_run, tmp_path, capsys):
+    """Then its ids are those of ordinary text, and the token that opens a document is put before them by hand."""
+    resolved = json.loads((chat_run / "config.resolved.json").read_text())
+    spelled = tmp_path / "spelled"
+    shutil.copytree(chat_run, spelled)
+    resolved["chat"]["user"] = "<|endoftext|>{content}\n"
+    (spelled / "config.resolved.json").write_text(json.dumps(resolved))
+    export(spelled, tmp_path / "hf", format="hf", step=4)
+    assert capsys.readouterr().err == "" and "bos_token" not in exported_template(tmp_path / "hf")
+    assert "ids = torch.tensor([[tokenizer.bos_token_id, *text]])" in (tmp_path / "hf/README.md").read_text()
+    export(spelled, tmp_path / "gguf", format="gguf", step=4)
+    assert "the chat section spells special tokens, which were ordinary text in training" in capsys.readouterr().err
+
+
 def test_a_bare_run_makes_a_card_that_says_so(run, tmp_path):
     bare = tmp_path / "bare"
     shutil.copytree(run, bare)

@@ -5,8 +5,10 @@ import json
 
 import pytest
 from hf_folders import FAMILIES, SPECIAL_TEXT, TEXTS, corpus, definition_of, write_folder
+from test_chat_template import CHATS, KINDS, TALKS, in_training, tokenizer_of
 from test_hf_writer import own_tokenizer
 
+from curriculum.data.tokenizers.chat_template import opens_document
 from curriculum.data.tokenizers.hf_writer import write_hf_tokenizer
 from curriculum.data.tokenizers.tokenizer import load_tokenizer
 
@@ -105,3 +107,27 @@ def test_of_a_folder_of_a_class_that_transformers_builds_anew(name, tmp_path):
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert_same_ids(theirs, ours)
     assert theirs("a")["input_ids"] == [ours.bos, *ours.encode("a").tolist()]
+
+
+@pytest.mark.parametrize("name", CHATS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_conversations_have_the_ids_of_training(kind, name, tmp_path):
+    import transformers
+
+    ours, chat = tokenizer_of(kind, tmp_path), CHATS[name]
+    (tmp_path / "written").mkdir()
+    write_hf_tokenizer(ours, tmp_path / "written", chat=chat)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "written")
+    opens = opens_document(chat, ours)
+    for talk in TALKS:
+        for prompt in (False, True):
+            _, expected = in_training(talk, chat, ours, generation_prompt=prompt)
+            ids = theirs.apply_chat_template(talk, add_generation_prompt=prompt, return_dict=False)
+            assert ids == (expected if opens else expected[1:])
+    # In what is said, the names of special tokens are ordinary text; where the template has one, only if that is asked.
+    if kind != "unigram":
+        talk = [{"role": "user", "content": SPECIAL_TEXT}]
+        _, expected = in_training(talk, chat, ours, generation_prompt=True)
+        asked = {"sanitize_control_tokens": True} if opens else {}
+        ids = theirs.apply_chat_template(talk, add_generation_prompt=True, return_dict=False, **asked)
+        assert ids == (expected if opens else expected[1:])

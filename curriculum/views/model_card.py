@@ -6,6 +6,7 @@ it says only the paths that the user gave.
 
 from __future__ import annotations
 
+import json
 import platform
 import re
 import shlex
@@ -17,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from curriculum.data.chat import ChatConfig, render
 from curriculum.model.counts import num_parameters
 from curriculum.model.presets import ModelConfig
 from curriculum.record.queries import base_directory
@@ -25,6 +27,7 @@ from curriculum.views.inspection import lineage_lines
 from curriculum.views.model_card_sections import evals, fenced, happened, one_line, plan_of, table_of, training
 from curriculum.weights import Weights
 
+_QUESTION = "Who are you?"
 _PACKAGES = ("curriculum", "jax", "flax", "optax", "numpy", "tokenizers", "tiktoken")
 _HUB_CACHE = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")  # of the hub's own folders: whose the weights are
 
@@ -45,6 +48,8 @@ class Exported:
     tokens_drawn: Mapping[str, int] | None = None
     opens_with: str | None = None  # the token that each document of the evals came after
     merged: bool = False
+    chat: ChatConfig | None = None  # how conversations were written that it was trained on
+    template_opens: bool = False  # whether the chat template begins with that token
 
 
 def model_card(run: Run, exported: Exported) -> str:
@@ -136,7 +141,8 @@ def _loading(run: Run, exported: Exported) -> list[str]:
     before = [f"In this folder, with {library}:"]
     where = '"."'
     if kind == "gguf":
-        run_it = fenced("", "llama-cli -m model.gguf -p 'Once'")
+        prompt = "-p 'Once'" if exported.chat is None else "--jinja -cnv"
+        run_it = fenced("", f"llama-cli -m model.gguf {prompt}")
         before = ["With llama.cpp, or in this folder with transformers:", run_it]
         where = '".", gguf_file="model.gguf"'
     loader, imports = "AutoModelForCausalLM", ["from transformers import AutoModelForCausalLM, AutoTokenizer"]
@@ -149,11 +155,12 @@ def _loading(run: Run, exported: Exported) -> list[str]:
         "",
         f"model = {loader}.from_pretrained({where})",
         f"tokenizer = AutoTokenizer.from_pretrained({where})",
-        'text = tokenizer.encode("Once upon a time", add_special_tokens=False)',
-        "ids = torch.tensor([[tokenizer.bos_token_id, *text]])",
+        *_prompt(exported),
         "print(tokenizer.decode(model.generate(ids, max_new_tokens=40)[0]))",
     ]
     after = ["The prompt begins with the token that every document of the evals came after."]
+    if exported.chat is not None:
+        after += _conversation(exported.chat)
     if kind == "peft":
         after.append(
             "`adapter_config.json` names the model that the adapters are for; with `--merge`, `curriculum export` "
@@ -173,6 +180,29 @@ def _loading(run: Run, exported: Exported) -> list[str]:
         after.append("With vllm, and for llama.cpp by its converter (or by `curriculum export RUN --format gguf`):")
         after.append(fenced("", "vllm serve .\npython convert_hf_to_gguf.py ."))
     return [*before, fenced("python", "\n".join(code)), *after]
+
+
+def _prompt(exported: Exported) -> list[str]:
+    """The lines that make `ids`."""
+    if exported.chat is None:
+        text = 'text = tokenizer.encode("Once upon a time", add_special_tokens=False)'
+    else:
+        text = "text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)"
+        text = f'messages = [{{"role": "user", "content": "{_QUESTION}"}}]\n{text}'
+    ids = "text" if exported.template_opens else "[tokenizer.bos_token_id, *text]"
+    return [text, f"ids = torch.tensor([{ids}])"]
+
+
+def _conversation(chat: ChatConfig) -> list[str]:
+    """What the template writes, and where the model's answer ends."""
+    question = "".join(text for text, _ in render([{"role": "user", "content": _QUESTION}], chat))
+    before, after = chat.around("assistant")
+    ends = f" An answer ends before `{json.dumps(after, ensure_ascii=False)}`." if after else ""
+    return [
+        "It was trained on conversations. The chat template writes one so, up to where an answer begins:",
+        fenced("", question + before),
+        f"Its roles are {', '.join(chat.roles)}.{ends}",
+    ]
 
 
 def _reproducing(run: Run, exported: Exported) -> list[str]:

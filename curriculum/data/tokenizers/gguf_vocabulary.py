@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
+from curriculum.data.tokenizers.chat_template import chat_template
 from curriculum.data.tokenizers.hf_definition import BLANK, DEFINITION_NAME, ParsedDefinition, byte_of, parts
-from curriculum.data.tokenizers.hf_files import CONFIG_NAME
+from curriculum.data.tokenizers.hf_files import CONFIG_NAME, TEMPLATE_NAME
 from curriculum.data.tokenizers.hf_writer import hf_definition
 from curriculum.errors import InputError
 
 if TYPE_CHECKING:
+    from curriculum.data.chat import ChatConfig
     from curriculum.data.tokenizers.tokenizer import Tokenizer
 
 
@@ -56,14 +58,15 @@ _QWEN2 = _CONTRACTIONS + _WORDS + r"\p{N}" + _REST
 _NEVER_MERGED = "\u00ff \u00fe"
 
 
-def gguf_vocabulary(tokenizer: Tokenizer, num_rows: int) -> GgufVocabulary:
+def gguf_vocabulary(tokenizer: Tokenizer, num_rows: int, chat: ChatConfig | None = None) -> GgufVocabulary:
     """The tokenizer as a list of `num_rows` tokens; those after its own are unused.
 
     With it llama.cpp cuts and merges text as the tokenizer does, but for two things. It does not bring text to NFC: a
     tokenizer that does gives the same ids only for text that is in NFC already. And where a blank is put before a text,
     it puts one also before a text that begins with a blank. The kinds made here open a text with end-of-text
-    (`add_bos`), as `curriculum generate` does; one of kind hf as its files say. Raises InputError that lists what
-    llama.cpp lacks.
+    (`add_bos`), as `curriculum generate` does; one of kind hf as its files say. `chat`: how conversations were written
+    in training; a template that the tokenizer came with makes way for it. Raises InputError that lists what llama.cpp
+    lacks.
     """
     if tokenizer.kind == "char":
         raise InputError(
@@ -95,7 +98,7 @@ def gguf_vocabulary(tokenizer: Tokenizer, num_rows: int) -> GgufVocabulary:
         unknown=parsed.unknown,
         add_bos=_adds_bos(tokenizer),
         add_space_prefix=bool(tokenizer.prefix),
-        chat_template=_chat_template(tokenizer),
+        chat_template=_own_template(tokenizer) if chat is None else chat_template(chat, tokenizer),
     )
 
 
@@ -194,10 +197,10 @@ def _adds_bos(tokenizer: Tokenizer) -> bool:
     return False
 
 
-def _chat_template(tokenizer: Tokenizer) -> str | None:
+def _own_template(tokenizer: Tokenizer) -> str | None:
     if tokenizer.hf is None:
         return None
-    if (jinja := tokenizer.hf.files.get("chat_template.jinja")) is not None:
+    if (jinja := tokenizer.hf.files.get(TEMPLATE_NAME)) is not None:
         return jinja.decode()
     template = json.loads(tokenizer.hf.files.get(CONFIG_NAME, b"{}")).get("chat_template")
     return template if isinstance(template, str) else None

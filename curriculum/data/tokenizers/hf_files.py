@@ -18,7 +18,8 @@ from curriculum.data.tokenizers.hf_definition import DEFINITION_NAME, ParsedDefi
 from curriculum.errors import InputError
 
 CONFIG_NAME = "tokenizer_config.json"
-KEPT_NAMES = (DEFINITION_NAME, CONFIG_NAME, "special_tokens_map.json", "chat_template.jinja")
+TEMPLATE_NAME = "chat_template.jinja"
+KEPT_NAMES = (DEFINITION_NAME, CONFIG_NAME, "special_tokens_map.json", TEMPLATE_NAME)
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from curriculum.data.tokenizers.chat_template import chat_template, opens_document
 from curriculum.data.tokenizers.hf_definition import DEFINITION_NAME, byte_level_letters
-from curriculum.data.tokenizers.hf_files import CONFIG_NAME, save_hf_files
+from curriculum.data.tokenizers.hf_files import CONFIG_NAME, TEMPLATE_NAME, save_hf_files
 
 if TYPE_CHECKING:
+    from curriculum.data.chat import ChatConfig
     from curriculum.data.tokenizers.tokenizer import Tokenizer
 
 MAP_NAME = "special_tokens_map.json"
@@ -20,7 +22,13 @@ _BUILT_ANEW = ("LlamaTokenizer", "LlamaTokenizerFast")
 _NO_MATCH = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 
 
-def write_hf_tokenizer(tokenizer: Tokenizer, folder: str | Path, *, model_max_length: int | None = None) -> None:
+def write_hf_tokenizer(
+    tokenizer: Tokenizer,
+    folder: str | Path,
+    *,
+    model_max_length: int | None = None,
+    chat: ChatConfig | None = None,
+) -> None:
     """Write DEFINITION_NAME, CONFIG_NAME and MAP_NAME, which transformers' AutoTokenizer reads; `folder` exists.
 
     With add_special_tokens=False it gives the ids of `Tokenizer.encode`, and it decodes them to the same text.
@@ -29,6 +37,10 @@ def write_hf_tokenizer(tokenizer: Tokenizer, folder: str | Path, *, model_max_le
     too. A tokenizer of kind hf is passed on as it was read, with its chat template; its own config says what special
     tokens in text are. Only the names of eos_token and bos_token are added where it lacked them, and Llama's own class
     is replaced by the one that reads DEFINITION_NAME as it stands.
+
+    `chat`, how conversations were written in training, becomes the chat template, in the place of one that the
+    tokenizer came with. Where it begins with bos_token, special tokens in text are special; elsewhere they are ordinary
+    text.
     """
     folder = Path(folder)
     names = {token: name for name, token in tokenizer.special_tokens.items()}
@@ -46,6 +58,10 @@ def write_hf_tokenizer(tokenizer: Tokenizer, folder: str | Path, *, model_max_le
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **roles, "split_special_tokens": True}
         config |= {"clean_up_tokenization_spaces": False, "add_prefix_space": False}
         special = roles
+    if chat is not None:
+        (folder / TEMPLATE_NAME).unlink(missing_ok=True)
+        config |= {"chat_template": chat_template(chat, tokenizer)}
+        config |= {"split_special_tokens": not opens_document(chat, tokenizer)}
     if model_max_length is not None:
         config["model_max_length"] = model_max_length
     _write(folder / CONFIG_NAME, config)

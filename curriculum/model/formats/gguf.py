@@ -16,6 +16,7 @@ from curriculum.model.rope import unscaled_share
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFWriter
 
+    from curriculum.data.chat import ChatConfig
     from curriculum.data.tokenizers.tokenizer import Tokenizer
 
 Dtype = Literal["f32", "f16", "bf16", "q8_0"]
@@ -57,14 +58,15 @@ def write_gguf(
     *,
     dtype: Dtype,
     name: str,
+    chat: ChatConfig | None = None,
     metadata: Mapping[str, str | bool | int | float] | None = None,
 ) -> tuple[str, ...]:
     """Write one file; return the names of the matrices that stayed f16 because q8_0 does not fit their rows.
 
     `arrays` are the parameters by our dotted names, float32, read one after the other. `dtype` is that of the
     matrices; norms, biases and learned positions are f32. In q8_0 a matrix whose rows are no multiple of 32 long
-    is f16. Rows past `num_ids` are left out, and ids past the tokenizer's are unused tokens. `metadata`: further keys
-    by their full names, such as general.license.
+    is f16. Rows past `num_ids` are left out, and ids past the tokenizer's are unused tokens. `chat` is as of
+    `gguf_vocabulary`. `metadata`: further keys by their full names, such as general.license.
 
     Raises InputError that lists the fields that no architecture of llama.cpp has together, for a tokenizer that it
     has not (`gguf_vocabulary`), and for a value too large for the dtype; OSError where the file cannot be written.
@@ -73,7 +75,7 @@ def write_gguf(
 
     architecture = gguf_architecture(config)
     num_rows = config.num_ids or config.vocab_size
-    vocabulary = gguf_vocabulary(tokenizer, num_rows)
+    vocabulary = gguf_vocabulary(tokenizer, num_rows, chat)
     tensors = list(_layout(architecture, config, arrays, num_rows))
 
     writer = gguf.GGUFWriter(path, architecture)

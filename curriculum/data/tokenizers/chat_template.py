@@ -1,0 +1,49 @@
+"""How a run wrote conversations, as the Jinja template that transformers, vllm and llama.cpp read."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from curriculum.data.chat import ChatConfig
+
+if TYPE_CHECKING:
+    from curriculum.data.tokenizers.tokenizer import Tokenizer
+
+
+def spells_special(chat: ChatConfig, tokenizer: Tokenizer) -> bool:
+    """Whether the template's own text holds the name of a special token, which was ordinary text in training."""
+    texts = [text for role in chat.roles for text in chat.around(role)]
+    return any(name in text for name in tokenizer.special_tokens for text in texts)
+
+
+def opens_document(chat: ChatConfig, tokenizer: Tokenizer) -> bool:
+    """Whether the template can begin with the token that opens a document, as conversations did in training.
+
+    Not where it spells a special token, and would give its id; nor where a blank is put before a document, and would
+    not be put behind that token.
+    """
+    return not tokenizer.prefix and not spells_special(chat, tokenizer)
+
+
+def chat_template(chat: ChatConfig, tokenizer: Tokenizer) -> str:
+    """The template whose text is that of `render`; with add_generation_prompt it goes on to where an answer begins.
+
+    Where it `opens_document`, the bos token comes first. A role that `chat` lacks is an error.
+    """
+    lines = ["{{- bos_token }}"] if opens_document(chat, tokenizer) else []
+    lines.append("{%- for message in messages %}")
+    for number, role in enumerate(chat.roles):
+        introduction, close = map(_quoted, chat.around(role))
+        lines.append(f"{{%- {'elif' if number else 'if'} message['role'] == '{role}' %}}")
+        lines.append(f"{{{{- {introduction} + message['content'] + {close} }}}}")
+    expected = _quoted(f"expected messages of role {', '.join(chat.roles)}")
+    lines += ["{%- else %}", f"{{{{- raise_exception({expected}) }}}}"]
+    lines += ["{%- endif %}", "{%- endfor %}"]
+    lines += ["{%- if add_generation_prompt %}", f"{{{{- {_quoted(chat.around('assistant')[0])} }}}}", "{%- endif %}"]
+    return "\n".join(lines)
+
+
+def _quoted(text: str) -> str:
+    """A string of Jinja, whose escapes are JSON's."""
+    return json.dumps(text, ensure_ascii=False)
