@@ -13,7 +13,7 @@ from curriculum.config_keys import no_such
 from curriculum.config_sections import EvalSource
 from curriculum.config_shapes import SHAPE_CHECKS, known_vocab_size, model_of
 from curriculum.data.split import parse_share
-from curriculum.errors import no_such_path
+from curriculum.errors import FieldError, no_such_path
 from curriculum.model.presets import model_problems
 from curriculum.record.events import Recorded
 from evalsets.evalset import PRIMARY
@@ -113,16 +113,17 @@ def _check_evalsets(v):
         given = [key for key in ("held_out_of", "path", "hf") if getattr(source, key) is not None]
         if len(given) != 1:
             got = " and ".join(given) or "none"
-            yield path, f"got {got}, expected exactly one of 'held_out_of', 'path' and 'hf'"
-        of_own_text = any(getattr(source, key) != getattr(EvalSource, key) for key in ("text_key", "glob", "format"))
-        if source.held_out_of is not None and of_own_text:
+            where = f"{path}.{given[-1]}" if given else path
+            yield where, f"got {got}, expected exactly one of 'held_out_of', 'path' and 'hf'"
+        own = [key for key in ("text_key", "glob", "format") if getattr(source, key) != getattr(EvalSource, key)]
+        if source.held_out_of is not None and own:
             reason = "are read with 'path' or 'hf' only; held-out text comes from its source"
-            yield path, f"text_key, glob and format {reason}"
+            yield f"{path}.{own[0]}", f"text_key, glob and format {reason}"
         elif len(given) == 1:
             try:
                 source.own_source()
-            except ValueError as error:
-                yield path, str(error)
+            except FieldError as error:
+                yield f"{path}.{error.key}", str(error)
 
 
 def _check_held_out(v):

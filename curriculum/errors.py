@@ -1,4 +1,4 @@
-"""The one exception that means: what the user gave is wrong."""
+"""What is raised where the user gave something wrong: InputError, and FieldError of one key of a section."""
 
 import os
 from collections.abc import Collection, Sequence
@@ -15,6 +15,14 @@ class InputError(ValueError):
     def __init__(self, *problems: str, details: Sequence[str] = ()):
         self.problems, self.details = problems, tuple(details)
         super().__init__("\n".join([*problems, *details]))
+
+
+class FieldError(ValueError):
+    """What a dataclass of the config refuses of its field `key`, with the others as they are."""
+
+    def __init__(self, key: str, message: str):
+        self.key = key
+        super().__init__(message)
 
 
 def check_choice(option: str, name: str, choices: Collection[str]) -> None:

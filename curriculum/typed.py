@@ -18,6 +18,7 @@ from functools import lru_cache
 from typing import Annotated, Any, Literal, NamedTuple
 
 from curriculum.config_keys import field_key, no_such
+from curriculum.errors import FieldError
 
 Problems = list[tuple[str, str]]  # (path, message)
 _WORDS = {str: "text", int: "an integer", float: "a number", bool: "true or false", dict: "a mapping"}
@@ -113,9 +114,11 @@ def _dataclass(kind: type, given: dict[str, Any], path: str, problems: Problems)
         return None
     try:
         return kind(**values)
+    except FieldError as error:
+        problems.append((below + error.key, str(error)))
     except ValueError as error:
         problems.append((path, str(error)))
-        return None
+    return None
 
 
 @lru_cache

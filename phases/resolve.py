@@ -153,7 +153,8 @@ def _phase(
     rewarm, decay = declared.rewarm_steps, declared.decay_steps
     if inside and rewarm + decay > (num_steps := inside[-1].end - start):
         got = f"rewarm_steps ({rewarm}) and decay_steps ({decay}) are more than the phase's {num_steps} steps"
-        problems.append((f"{path}.lr", f"{got}; shorten them"))
+        longer = "rewarm_steps" if rewarm > decay else "decay_steps"
+        problems.append((f"{path}.lr.{longer}", f"{got}; shorten them"))
     return inside, stopped
 
 

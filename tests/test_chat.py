@@ -143,9 +143,9 @@ def test_the_section_of_a_config():
 @pytest.mark.parametrize(
     ("chat", "expected"),
     [
-        ({"user": "Q: "}, "chat: user is 'Q: ', with {content} 0 times; expected it exactly once"),
-        ({"tool": "{content}{content}"}, "chat: tool is '{content}{content}', with {content} 2 times; expected it exactly"),
-        ({"assistant": ""}, "chat: assistant is '', with {content} 0 times"),
+        ({"user": "Q: "}, "chat.user: got 'Q: ', with {content} 0 times; expected it exactly once"),
+        ({"tool": "{content}{content}"}, "chat.tool: got '{content}{content}', with {content} 2 times; expected it exactly"),
+        ({"assistant": ""}, "chat.assistant: got '', with {content} 0 times"),
         ({"system": None}, "chat.system: got null, expected text"),
         ({"human": "{content}"}, "chat.human: no such key"),
     ],

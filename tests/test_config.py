@@ -84,11 +84,11 @@ def test_json_round_trip_gives_an_equal_config(folder):
         ("until: 50%", "until: [5]", "c.yaml:6:15: phases[0].until: got [5], expected an integer or text"),
         ("peak: 3e-4", "peek: 3e-4", "c.yaml:7:78: phases[1].lr.peek: no such key; did you mean 'peak'?"),
         ("path: web.txt", "path: web.text", "sources.web.path: 'web.text' does not exist; did you mean 'web.txt'?"),
-        ("held_out: 10%", "held_out: 110%", "expected a share such as"),
+        ("held_out: 10%", "held_out: 110%", "c.yaml:3:24: sources.web.held_out: expected a share such as"),
         ("max_epochs: 2", "max_epochs: 0", "sources.law.max_epochs: got 0.0, expected more than 0"),
         ("max_epochs: 2", "on_exhaust: stop", "sources.law.on_exhaust: got stop, but without max_epochs nothing exhausts it: give"),
         ("max_epochs: 2", "on_exhaust: renormalise", "on_exhaust: got renormalise, but without max_epochs nothing exhausts it"),
-        ("path: law.txt, max", "path: law.txt, hf: x, max", "sources.law: a source needs exactly one of path and hf"),
+        ("path: law.txt, max", "path: law.txt, hf: x, max", "c.yaml:4:24: sources.law.hf: a source needs exactly one of path and hf"),
         ("every: 200}}", "every: 200}}\n  gold: {minimise: primary/los}", "c.yaml:11:10: evalsets.gold.minimise: got 'primary/los', expected one of SET/loss"),
         ("every: 200}}", "every: 200}}\n  gold: {minimise: lwa/loss}", "c.yaml:11:10: evalsets.gold.minimise: no such eval set; did you mean 'law'?"),
         ("every: 200}}", "every: 200}}\n  gold: {subject_to: {lwa: {max_increase: 0.1}}}", "c.yaml:11:23: evalsets.gold.subject_to.lwa: no such eval set; did you mean 'law'?"),
@@ -110,8 +110,8 @@ def test_json_round_trip_gives_an_equal_config(folder):
         ("name: example", "seed: -1", "c.yaml:1:1: seed: got -1, expected at least 0"),
         ("name: example", "model: {preset: tinny}", "model.preset: no such preset: 'tinny'; did you mean 'tiny'?"),
         ("name: example", "model: {preset: tiny, vocab_size: 100}", "model.vocab_size: got 100, expected at least the"),
-        ("name: example", "tokenizer: {kind: bpe}", "tokenizer: kind bpe needs vocab_size"),
-        ("name: example", "tokenizer: {kind: tiktoken}", "tokenizer: kind tiktoken needs name"),
+        ("name: example", "tokenizer: {kind: bpe}", "c.yaml:1:13: tokenizer.kind: kind bpe needs vocab_size"),
+        ("name: example", "tokenizer: {kind: tiktoken}", "c.yaml:1:13: tokenizer.kind: kind tiktoken needs name"),
         ("name: example", "name: x\nname: y", "c.yaml:2:1: the key 'name' stands twice"),
         ("name: example", "name: !!python/name:os.system x", "expected plain YAML without tags"),
         ("name: example", "name: [", "not YAML"),
@@ -119,13 +119,13 @@ def test_json_round_trip_gives_an_equal_config(folder):
         ("name: example", 'name: "\\ud800"', "half of a surrogate pair"),
         ("name: example", "phases: 3", "c.yaml:5:1: the key 'phases' stands twice"),
         ("steps: 100", "steps: 1000000000000", "train.steps: got 1000000000000, expected at most 1000000000"),
-        ("{held_out_of: web}", "{held_out_of: web, glob: x}", "evalsets.primary: text_key, glob and format are read with 'path'"),
-        ("{held_out_of: web}", "{held_out_of: web, format: messages}", "evalsets.primary: text_key, glob and format are read"),
-        ("{path: law.txt, every: 200}", "{path: law.bin, format: messages}", "c.yaml:10:10: evalsets.sets.law: format messages needs rows of"),
-        ("{held_out_of: web}", "{path: law.txt, format: completion, text_key: x}", "evalsets.primary: text_key belongs to"),
-        ("{held_out_of: web}", "{hf: ':x'}", "evalsets.primary: hf is ':x'; expected a dataset of the hub"),
+        ("{held_out_of: web}", "{held_out_of: web, glob: x}", "evalsets.primary.glob: text_key, glob and format are read with 'path'"),
+        ("{held_out_of: web}", "{held_out_of: web, format: messages}", "evalsets.primary.format: text_key, glob and format are read"),
+        ("{path: law.txt, every: 200}", "{path: law.bin, format: messages}", "c.yaml:10:31: evalsets.sets.law.format: format messages needs rows of"),
+        ("{held_out_of: web}", "{path: law.txt, format: completion, text_key: x}", "evalsets.primary.text_key: text_key belongs to"),
+        ("{held_out_of: web}", "{hf: ':x'}", "evalsets.primary.hf: hf is ':x'; expected a dataset of the hub"),
         ("name: example", "tokenizer: {kind: bpe, path: none}", "c.yaml:1:24: tokenizer.path: 'none' does not exist"),
-        ("name: example", "tokenizer: {kind: byte, vocab_size: 5}", "c.yaml:1:1: tokenizer: "),
+        ("name: example", "tokenizer: {kind: byte, vocab_size: 5}", "c.yaml:1:25: tokenizer.vocab_size: vocab_size belongs to kind bpe"),
         ("name: example", "? [a]\n: 1", "got a collection as a key"),
     ],
 )  # fmt: skip
@@ -182,6 +182,18 @@ def test_set_overrides_values_and_is_named_in_problems(folder):
     assert problems(GOOD, f"phases.{second}.until=3") == [
         f"--set phases.{second}.until=3: phases has 2 entries (0 to 1), got {second!r}; that is phases[1]"
     ]
+    for override, message in [
+        ("sources.web.held_out=50", 'expected a share such as "1%"'),
+        ("sources.web.path=", "a source needs exactly one of path and hf"),
+        ("sources.web.hf=x", "a source needs exactly one of path and hf"),
+        ("sources.web.dtype=u16", "dtype belongs to a flat .bin file"),
+        ("evalsets.sets.law.format=completion", "text_key, glob and format are read"),
+        ("evalsets.sets.law.hf=x", "got held_out_of and hf, expected exactly one of"),
+    ]:
+        given = GOOD.replace("{path: law.txt, every", "{held_out_of: web, every")
+        key = override.partition("=")[0]
+        found = problems(given, override)
+        assert any(p.startswith(f"--set {override}: {key}: ") and message in p for p in found), found
     assert problems(GOOD, "a.b.c=1")[0].startswith("--set a.b.c=1: a: no such key")
 
 

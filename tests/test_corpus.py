@@ -180,7 +180,7 @@ def test_a_model_that_does_not_fit_the_tokenizer_is_told_before_anything_is_prep
 @pytest.mark.parametrize(("name", "place"), [("primary", "evalsets.primary"), ("some", "evalsets.sets.some")])
 def test_an_eval_set_without_a_place_is_refused(folder, name, place):
     empty = {"hf": ":en"}
-    with pytest.raises(InputError, match=f"{place}: hf is ':en'; expected a dataset of the hub"):
+    with pytest.raises(InputError, match=f"{place}.hf: hf is ':en'; expected a dataset of the hub"):
         config_of(primary=empty) if name == "primary" else config_of(sets={name: empty})
 
 

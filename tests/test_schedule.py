@@ -108,7 +108,7 @@ def test_percent_is_exact_where_floats_are_not():
         ),
         (
             [Phase("a", "end", {"web": 1}, lr=LrProgram(rewarm_steps=60, decay_steps=60))],
-            "phases[0].lr",
+            "phases[0].lr.decay_steps",
             "more than the phase's 100 steps",
         ),
         ([Phase("a", "end", {"web": 1}, lr=LrProgram(peak=-1.0))], "phases[0].lr.peak", "positive learning rate"),
@@ -162,7 +162,7 @@ def test_problems_of_clocks_ramps_and_rates_are_told_together():
         Phase("b", "end", {"web": 1}, ramp_steps=51),
         lr=LrSchedule(warmup_steps=101),
     )
-    assert [path for path, _ in found] == ["phases[0].lr", "phases[1].ramp_steps", "optim.warmup_steps"]
+    assert [path for path, _ in found] == ["phases[0].lr.decay_steps", "phases[1].ramp_steps", "optim.warmup_steps"]
 
 
 def test_sizes_to_come_leave_every_other_check():

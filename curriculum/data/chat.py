@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import ClassVar
 
 from curriculum.data.rows import checked_text, found_keys, type_name
-from curriculum.errors import InputError
+from curriculum.errors import FieldError, InputError
 
 CONTENT = "{content}"
 ROLES = ("system", "user", "assistant", "tool")
@@ -39,9 +39,10 @@ class ChatConfig:
     def __post_init__(self):
         for role in self.roles:
             if (count := getattr(self, role).count(CONTENT)) != 1:
-                raise ValueError(
-                    f"{role} is {getattr(self, role)!r}, with {CONTENT} {count} times; expected it exactly once, where"
-                    " the content of the turn stands"
+                raise FieldError(
+                    role,
+                    f"got {getattr(self, role)!r}, with {CONTENT} {count} times; expected it exactly once, where the"
+                    " content of the turn stands",
                 )
 
     @property

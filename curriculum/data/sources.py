@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 from curriculum.data.split import parse_share
-from curriculum.errors import InputError
+from curriculum.errors import FieldError, InputError
 
 JSON_LINES = (".jsonl", ".ndjson")
 COLUMNAR = {".parquet": "parquet", ".arrow": "arrow"}
@@ -48,22 +48,25 @@ class SourceConfig:
 
     def __post_init__(self):
         if (self.path is None) == (self.hf is None):
-            raise ValueError("a source needs exactly one of path and hf")
+            raise FieldError("path" if self.hf is None else "hf", "a source needs exactly one of path and hf")
         if self.path == "":
-            raise ValueError("path is empty; expected a file or a folder")
+            raise FieldError("path", "path is empty; expected a file or a folder")
         if self.hf is not None and not self.hf.partition(":")[0].strip():
-            raise ValueError(f"hf is {self.hf!r}; expected a dataset of the hub, NAME or NAME:CONFIGURATION")
+            raise FieldError("hf", f"hf is {self.hf!r}; expected a dataset of the hub, NAME or NAME:CONFIGURATION")
         if self.format == "completion" and self.text_key is not None:
-            raise ValueError(
-                "text_key belongs to the formats text and messages; completion reads prompt and completion"
-            )
+            belongs = "text_key belongs to the formats text and messages; completion reads prompt and completion"
+            raise FieldError("text_key", belongs)
+        rows = f"rows of JSONL, parquet or arrow; got path {self.path!r}"
         if self.format != "text" and self.is_flat:
-            raise ValueError(f"format {self.format} needs rows of JSONL, parquet or arrow; got path {self.path!r}")
+            raise FieldError("format", f"format {self.format} needs {rows}")
         if self.text_key is not None and self.is_flat:
-            raise ValueError(f"text_key is a key of rows of JSONL, parquet or arrow; got path {self.path!r}")
+            raise FieldError("text_key", f"text_key is a key of {rows}")
         if self.dtype is not None and not self.is_flat:
-            raise ValueError(f"dtype belongs to a flat {FLAT} file only; got path {self.path!r}")
-        parse_share(self.held_out)
+            raise FieldError("dtype", f"dtype belongs to a flat {FLAT} file only; got path {self.path!r}")
+        try:
+            parse_share(self.held_out)
+        except ValueError as error:
+            raise FieldError("held_out", str(error)) from None
 
     @property
     def local_path(self) -> str | None:

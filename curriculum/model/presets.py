@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal
 
-from curriculum.errors import InputError
+from curriculum.errors import FieldError, InputError
 from curriculum.model.formulation import cudnn_problem, scan_problem
 from curriculum.typed import Limits
 
@@ -32,10 +32,11 @@ class RopeScaling:
 
     def __post_init__(self):
         if (self.kind == "llama3") == (self.original_max_seq_len is None):
-            raise ValueError(f"original_max_seq_len belongs to kind llama3, which needs it; got kind {self.kind}")
+            key = "kind" if self.original_max_seq_len is None else "original_max_seq_len"
+            raise FieldError(key, f"original_max_seq_len belongs to kind llama3, which needs it; got kind {self.kind}")
         if self.low_freq_factor >= self.high_freq_factor:
             got = f"low_freq_factor {self.low_freq_factor}, high_freq_factor {self.high_freq_factor}"
-            raise ValueError(f"got {got}; expected the first below the second")
+            raise FieldError("low_freq_factor", f"got {got}; expected the first below the second")
 
 
 @dataclass(frozen=True)

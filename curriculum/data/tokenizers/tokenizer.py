@@ -20,7 +20,7 @@ import numpy as np
 
 from curriculum.data.sidecar import read_sidecar, write_sidecar
 from curriculum.data.tokenizers.hf_files import HfFiles, is_hf_folder, load_hf_files, read_hf_files, save_hf_files
-from curriculum.errors import InputError
+from curriculum.errors import FieldError, InputError
 
 END_OF_TEXT = "<|endoftext|>"
 DTYPES = {"u16": np.dtype("<u2"), "u32": np.dtype("<u4")}  # what ids are stored as, on disk and in arrays
@@ -55,24 +55,29 @@ class TokenizerConfig:
 
     def __post_init__(self):
         if self.kind == "hf" and self.path is None:
-            raise ValueError("kind hf needs path, a folder with a tokenizer.json")
+            raise FieldError("kind", "kind hf needs path, a folder with a tokenizer.json")
         if self.kind == "tiktoken" and (self.name is None) == (self.path is None):
-            raise ValueError("kind tiktoken needs name (such as gpt2), or path to a saved tokenizer")
+            raise FieldError("kind", "kind tiktoken needs name (such as gpt2), or path to a saved tokenizer")
         if self.kind != "tiktoken" and self.name is not None:
-            raise ValueError(f"name belongs to kind tiktoken; got kind {self.kind}")
+            raise FieldError("name", f"name belongs to kind tiktoken; got kind {self.kind}")
         if self.kind == "byte" and self.path is not None:
-            raise ValueError("kind byte has nothing to load; leave path out")
+            raise FieldError("path", "kind byte has nothing to load; leave path out")
         if self.kind != "bpe" and self.vocab_size is not None:
-            raise ValueError(f"vocab_size belongs to kind bpe, others settle it themselves; got kind {self.kind}")
+            raise FieldError(
+                "vocab_size", f"vocab_size belongs to kind bpe, others settle it themselves; got kind {self.kind}"
+            )
         if self.kind == "bpe" and self.path is None:
             if self.vocab_size is None:
-                raise ValueError("kind bpe needs vocab_size to train one, or path to a saved tokenizer")
+                raise FieldError("kind", "kind bpe needs vocab_size to train one, or path to a saved tokenizer")
             if self.vocab_size < SMALLEST_BPE:
-                raise ValueError(
-                    f"vocab_size {self.vocab_size} is too small: the 256 bytes and end-of-text take {SMALLEST_BPE}"
+                raise FieldError(
+                    "vocab_size",
+                    f"vocab_size {self.vocab_size} is too small: the 256 bytes and end-of-text take {SMALLEST_BPE}",
                 )
             if self.vocab_size > LARGEST_VOCAB:
-                raise ValueError(f"vocab_size {self.vocab_size} is too large; expected at most {LARGEST_VOCAB}")
+                raise FieldError(
+                    "vocab_size", f"vocab_size {self.vocab_size} is too large; expected at most {LARGEST_VOCAB}"
+                )
 
 
 @dataclass(frozen=True)
