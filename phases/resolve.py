@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -169,7 +170,7 @@ def _new_segment(
     phase = declared.phase
     mixture = normalised(phase.mixture)
     weight_sum = sum(phase.mixture.values())
-    if abs(weight_sum - 1) > 1e-6:
+    if not any(math.isclose(weight_sum, whole, rel_tol=1e-6) for whole in (1, 100)):  # shares, or percentages
         shares = ", ".join(f"{n} {w:.4g}" for n, w in mixture.items())
         warnings.append(f"phase {phase.name}: proportions add up to {weight_sum:.6g}, normalised to {shares}")
     start, cursors, found = 0, dict.fromkeys(supplies, 0), {}

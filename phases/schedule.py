@@ -32,7 +32,7 @@ class Phase:
     until: int | str
     """Exclusive end: a step, `40%` of train.steps, `1.5B tokens`, `2 epochs of SOURCE`, or `end` (last phase only)."""
     mixture: dict[str, float]
-    """Source to proportion, counted in sequences; any scale, normalised to 1."""
+    """Source to proportion, counted in sequences; any scale, such as shares of 1 or percentages, normalised to 1."""
     ramp_steps: int | str = 0
     """Steps from the mixture before to this one, or a share of the run such as `5%`."""
     ramp_shape: Literal["linear", "cosine"] = "linear"

@@ -215,6 +215,30 @@ def test_weights_are_normalised_and_it_is_said():
     assert schedule.warnings == ("phase a: proportions add up to 4, normalised to web 0.75, law 0.25",)
 
 
+@pytest.mark.parametrize(
+    ("weights", "told"),
+    [
+        ([60, 40], None),
+        ([33.3, 33.3, 33.4], None),
+        ([0.1] * 10, None),  # 0.9999999999999999
+        ([14.3] * 6 + [14.2], None),
+        ([0.0999] * 10, "0.999"),
+        ([33.33] * 3, "99.99"),
+        ([60, 50], "110"),
+        ([6, 4], "10"),
+    ],
+)
+def test_shares_of_1_and_percentages_need_no_word(weights, told):
+    names = [f"s{number}" for number in range(len(weights))]
+    mixture = dict(zip(names, weights, strict=True))
+    schedule = resolved(Phase("a", "end", mixture), supplies=dict.fromkeys(names, SourceSupply(10**6)))
+    assert schedule.segments[0].mixture == pytest.approx({name: mixture[name] / sum(weights) for name in names})
+    if told is None:
+        assert schedule.warnings == ()
+    else:
+        assert f"proportions add up to {told}, normalised to s0" in schedule.warnings[0]
+
+
 def test_a_weight_that_is_given_nothing_is_a_warning():
     schedule = resolved(Phase("a", "end", {"web": 0.9999, "law": 0.0001}))
     assert schedule.warnings == ("phase a: law has a positive proportion but gets no sequence",)
