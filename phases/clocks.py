@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from phases.schedule import Segment, SourceSupply
+from phases.schedule import Schedule, Segment, SourceSupply
 
 _NUMBER = r"(\d{1,18}(?:\.\d{1,18})?)"
 _PERCENT = re.compile(_NUMBER + r"\s*%")
@@ -100,6 +100,15 @@ def clock_step(until: int | str, total_steps: int, past: Sequence[Segment]) -> i
         num_tokens = sum((s.end - s.start) * s.batch_size * s.seq_len for s in past)
         return clock.step(past, 1) if clock.tokens <= num_tokens else None
     return clock if isinstance(clock, int) else None
+
+
+def reached(clock: int | EpochGoal | TokenGoal, schedule: Schedule, step: int) -> bool:
+    """Whether a clock is reached by a step of a schedule; no clock is in epochs of unknown size."""
+    if isinstance(clock, EpochGoal):
+        return clock.tokens is not None and schedule.cursors_at(step).get(clock.source, 0) >= clock.tokens
+    if isinstance(clock, TokenGoal):
+        return clock.tokens <= schedule.tokens(step)
+    return clock <= step
 
 
 def short(value: int | str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from phases.caps import phase_segments
 from phases.checks import ScheduleError, check_bounds, check_lengths, check_phases
-from phases.clocks import EpochGoal, TokenGoal
+from phases.clocks import EpochGoal, TokenGoal, reached
 from phases.lr import LrSchedule, lr_scale
 from phases.mixture import normalised
 from phases.numbers import Declared, read_numbers
@@ -238,18 +238,12 @@ def _first_ahead(past: Sequence[Segment], phases: Sequence[Declared], total_step
     """
     schedule = Schedule(tuple(past))
     end = schedule.total_steps
-    cursors, num_tokens = schedule.cursors_at(end), schedule.tokens(end)
     trained = [name for name, _, _ in schedule.phase_bounds]
     names = [declared.phase.name for declared in phases]
 
     def lasts(i):
         """Whether a phase is declared to end after the past."""
-        clock = phases[i].clock
-        if isinstance(clock, EpochGoal):
-            return clock.tokens is None or cursors[clock.source] < clock.tokens
-        if isinstance(clock, TokenGoal):
-            return clock.tokens > num_tokens
-        return clock > end
+        return not reached(phases[i].clock, schedule, end)
 
     first = max((names.index(name) + 1 for name in trained if name in names), default=0)
     if goes_on := trained[-1] in names and lasts(names.index(trained[-1])):

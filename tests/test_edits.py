@@ -174,7 +174,14 @@ MATRIX = {
     "current rename": ([renamed("b", "second")], None),
     "current end later": ([lambda d: phase(d, "b").update(until=85)], None),
     "current end earlier": ([lambda d: phase(d, "b").update(until=61)], None),
-    "current end by now": ([lambda d: phase(d, "b").update(until=50)], None),
+    "current end now": ([lambda d: phase(d, "b").update(until=60)], None),
+    "current end by now": ([lambda d: phase(d, "b").update(until=50)], "phases[1].until"),
+    "current end in epochs by now": (
+        [lambda d: phase(d, "b").update(until="1 epoch of web"), reweighted("b", web=1.0)], "phases[1].mixture"),
+    "current end now, reweight": (
+        [lambda d: phase(d, "b").update(until="60%"), reweighted("b", code=1.0)], "phases[1].mixture"),
+    "current end now, batch size": (
+        [lambda d: phase(d, "b").update(until=60, batch_size=2)], "phases[1].batch_size"),
     "future add": ([inserted(2, "x", 85)], None),
     "future remove": ([removed("d"), lambda d: phase(d, "c").update(until="end")], None),
     "future reweight": ([reweighted("c", law=0.2, web=0.8)], None),
@@ -246,6 +253,43 @@ phases:
   mixture: {web: 0.7, law: 0.3}
 or keep the edit, in the record too, and go on from what was trained: --accept-past"""
     )
+
+
+def test_a_phase_that_ends_where_the_run_goes_on_is_one_that_is_over():
+    """Also one by the clock of a longer run, and the last one of a run that is extended."""
+    _, saved = begun()
+    data = changed(BASE, lambda d: phase(d, "b").update(until="55%"), reweighted("b", code=1.0))
+    with pytest.raises(InputError) as error:
+        resumed(saved, data)
+    trained = '{"web": 0.3, "law": 0.5, "code": 0.2}'
+    assert list(error.value.problems) == [
+        'config: phases[1].until: got "55%", but steps 40 to 60 were trained as it: let it end at 60',
+        f'config: phases[1].mixture: got {{"code": 1.0}}, but steps 40 to 60 were trained with {trained}',
+    ]
+    how = error.value.details
+    assert list(how[how.index("put this back into the config:") + 5 :][:3]) == [
+        "- name: b",
+        "  until: 60",
+        "  mixture: {web: 0.3, law: 0.5, code: 0.2}",
+    ]
+    # What the refusal gives back is taken, and what it calls for is no edit of the past later.
+    true = changed(BASE, lambda d: phase(d, "b").update(until=60))
+    schedule, past, edit = resumed(saved, true)
+    assert schedule.phase_bounds[1:] == (("b", 40, 60), ("c", 60, 100)) and not edit.accepted
+    resumed(ledger_of(config_of(true), schedule, 85, past), changed(true, lambda d: phase(d, "b").update(until="60%")))
+
+    longer = changed(BASE, put("train.steps", 200), put("optim.allow_jump", True))
+    longer["phases"].append({"name": "d", "until": "end", "mixture": {"web": 1.0}})
+    for until, step in (("50%", 100), (90, 90)):
+        phase(longer, "c")["until"] = until
+        _, saved = begun(step=step)
+        schedule, _, _ = resumed(saved, longer)
+        assert schedule.phase_bounds[2:] == (("c", 80, step), ("d", step, 200))
+        with pytest.raises(InputError, match=rf"phases\[2\].mixture: got .*, but steps 80 to {step} were trained with"):
+            resumed(saved, changed(longer, reweighted("c", law=1.0)))
+    # A finished run that is given no more steps is told that nothing is taken up, which is no refusal.
+    _, saved = begun(step=100)
+    assert not resumed(saved, changed(BASE, reweighted("c", law=1.0)))[2].accepted
 
 
 def test_the_same_in_other_words_is_no_edit_of_the_past():

@@ -323,7 +323,7 @@ def test_what_would_change_the_past_is_refused_and_the_future_is_free(corpus, st
     b_of_web = {**phases[1], "mixture": {"web": 1.0}}
     no_code = {"sources": {"web": data["sources"]["web"]}, "evalsets": {"primary": {"held_out_of": "web"}},
                "phases": [phases[0], b_of_web]}  # fmt: skip
-    refused(r"phases\[0\].until: got 12, but steps 0 to 10 were trained with 10",
+    refused(r"phases\[0\].until: got 12, but steps 0 to 10 were trained as it: let it end at 10",
             train=longer, phases=[{**phases[0], "until": 12}, phases[1]])  # fmt: skip
     refused(r"phases\[0\].mixture: got .*, but steps 0 to 10 were trained with", train=longer,
             phases=[{**phases[0], "mixture": {"web": 1.0, "law": 0.5}}, phases[1]])  # fmt: skip

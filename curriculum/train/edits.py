@@ -50,9 +50,10 @@ def find_edit(config: Config, saved: Mapping[str, Any], *, at: int | None = None
     changes = tuple(_changes(was, now))
     # A run that was begun before ledgers kept them says nothing of them; nor does a set that comes or goes.
     others = tuple(_changes_of_settings(_settings(saved), training_settings(config)))
-    problems = [] if step == 0 else list(of_past(was, now, schedule, step))
+    epochs = {name: source["tokens_per_epoch"] for name, source in saved["sources"].items()}
+    problems = [] if step == 0 else list(of_past(was, now, schedule, step, epochs))
     if problems and not accept_past:
-        how = how_to_mend(config, was, now, problems, schedule, step)
+        how = how_to_mend(config, was, now, problems, schedule, step, epochs)
         how.append(_OR_ACCEPT if at is None else "or branch at an earlier step")
         raise InputError(*config.error(dict.fromkeys(problems)).problems, details=how)
     unchanged = all(change["path"].startswith("evalsets.") for change in changes)

@@ -12,18 +12,23 @@ import yaml
 
 from curriculum.config import Config
 from curriculum.train.ledger import Problem
-from phases.clocks import clock_step, resolve_steps
-from phases.schedule import Schedule
+from phases.clocks import clock_step, reached, read_clock, resolve_steps
+from phases.schedule import Schedule, SourceSupply
 
 SHAPE = ("seq_len", "batch_size", "rope_theta")  # of a declared phase, None where it has none of its own
 Bounds = tuple[int, int]  # start and end of a phase
 
 
-def of_past(was: Mapping[str, Any], now: Mapping[str, Any], schedule: Schedule, step: int) -> Iterator[Problem]:
-    """The ways in which the declaration `now` contradicts what `was`, the one before, trained before `step`."""
+def of_past(
+    was: Mapping[str, Any], now: Mapping[str, Any], schedule: Schedule, step: int, epochs: Mapping[str, int]
+) -> Iterator[Problem]:
+    """The ways in which the declaration `now` contradicts what `was`, the one before, trained before `step`.
+
+    `epochs` are the tokens of one by source.
+    """
     if now["seed"] != was["seed"]:
         yield "seed", f"got {now['seed']}, but steps 0 to {step} were trained with {was['seed']}"
-    over, current = _phases_before(schedule, step)
+    over, current = _phases_before(now, schedule, step, epochs)
     yield from _train_changed(was, now, over)
     yield from _order_changed(was, now, over, current, step)
     yield from _phases_changed(was, now, over, schedule)
@@ -69,14 +74,15 @@ def _phases_changed(
         if name not in new:
             yield "phases", f"{name} is gone, but steps {start} to {end} were trained as it; put it back"
             continue
-        changed = [*_fields_changed(old[name], new[name], was["train"]["steps"], end, schedule)]
+        changed = [*_fields_changed(old[name], new[name], was["train"]["steps"], now["train"]["steps"], end, schedule)]
         changed += _shape_changed(old[name], new[name], was["train"], now["train"])
         for key in changed:
             got, trained = (
                 json.dumps(train.get(key) if phase[key] is None else phase[key])
                 for phase, train in ((new[name], now["train"]), (old[name], was["train"]))
             )
-            then = f"but steps {start} to {end} were trained with {trained}"
+            how = f"as it: let it end at {end}" if key == "until" else f"with {trained}"
+            then = f"but steps {start} to {end} were trained {how}"
             yield f"phases[{place[name]}].{key}", f"got {got}, {then}"
 
 
@@ -98,15 +104,35 @@ def phases_by_name(declared: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     return {phase["name"]: phase for phase in declared["phases"]}
 
 
-def _phases_before(schedule: Schedule, step: int) -> tuple[dict[str, Bounds], str | None]:
-    """(start and end of each phase that is over by `step`, the one under way): the last one of a run may go on."""
+def _phases_before(
+    now: Mapping[str, Any], schedule: Schedule, step: int, epochs: Mapping[str, int]
+) -> tuple[dict[str, Bounds], str | None]:
+    """(start and end of each phase that is over by `step`, the one under way): the last one of a run may go on.
+
+    A phase that would go on, but that `now` lets end by `step`, is over.
+    """
     over, current = {}, None
     for name, start, end in schedule.phase_bounds:
         if start < step and (step < end or end == schedule.total_steps):
-            current = name
+            if _ends_by(now, name, schedule, step, epochs):
+                over[name] = (start, step)
+            else:
+                current = name
         elif end <= step:
             over[name] = (start, end)
     return over, current
+
+
+def _ends_by(now: Mapping[str, Any], name: str, schedule: Schedule, step: int, epochs: Mapping[str, int]) -> bool:
+    """Whether a phase is declared to end by `step`, with more of the run behind it."""
+    phase, total_steps = phases_by_name(now).get(name), now["train"]["steps"]
+    if phase is None or total_steps <= step:
+        return False
+    supplies = {source: SourceSupply(epochs.get(source)) for source in now["sources"]}
+    try:
+        return reached(read_clock(phase["until"], supplies, total_steps, True), schedule, step)
+    except ValueError:  # told where the config is resolved
+        return False
 
 
 def _ahead(names: Sequence[str], over: Mapping[str, Any], current: str | None) -> Sequence[str]:
@@ -117,10 +143,14 @@ def _ahead(names: Sequence[str], over: Mapping[str, Any], current: str | None) -
 
 
 def _fields_changed(
-    old: Mapping[str, Any], new: Mapping[str, Any], total_steps: int, end: int, schedule: Schedule
+    old: Mapping[str, Any], new: Mapping[str, Any], total_steps: int, steps_now: int, end: int, schedule: Schedule
 ) -> Iterator[str]:
-    """The fields in which a phase that ended at `end` is another one now: other words for the same are the same."""
-    if old["until"] != new["until"] and clock_step(new["until"], total_steps, schedule.segments) != end:
+    """The fields in which a phase that ended at `end` is another one now: other words for the same are the same.
+
+    `total_steps` were those of the run by which the phase was trained, `steps_now` are those that it is to have.
+    """
+    ends = {clock_step(new["until"], steps, schedule.segments) for steps in (total_steps, steps_now)}
+    if old["until"] != new["until"] and end not in ends:
         yield "until"
     before, after = (_resolved(phase, total_steps) for phase in (old, new))
     yield from (key for key in before if before[key] != after[key])
@@ -165,9 +195,13 @@ def how_to_mend(
     problems: Sequence[Problem],
     schedule: Schedule,
     step: int,
+    epochs: Mapping[str, int],
 ) -> list[str]:
     """What was trained and what the config says instead, as a difference of YAML, and what to put back."""
-    over, current = _phases_before(schedule, step)
+    over, current = _phases_before(now, schedule, step, epochs)
+    last = schedule.phase_bounds[-1][0]
+    ended = {n for n, _, end in schedule.phase_bounds if n in over and (end > step or n == last)}  # by `now`
+    was = {**was, "phases": [{**p, "until": step} if p["name"] in ended else p for p in was["phases"]]}
 
     def shown(declared):
         names = [phase["name"] for phase in declared["phases"]]
