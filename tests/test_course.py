@@ -5,6 +5,7 @@ from tiny_run import tiny_data, tiny_train, write_corpus
 
 from curriculum.config import build_config
 from curriculum.errors import InputError
+from curriculum.record.queries import consumption
 from curriculum.run import checkpoint_steps, load_run
 from curriculum.scheduling import resolve_schedule
 from curriculum.train import trainer
@@ -79,6 +80,21 @@ def test_a_phase_that_is_extended_where_it_ended_is_switched_back_to(tmp_path):
     config = build_config(tiny_data(tmp_path, **sections))
     train(config, tmp_path / "run", resume=6, accept_past=True, store_dir=tmp_path / "store")
     assert switches(tmp_path / "run") == [(6, "a", "b"), (6, "b", "a"), (9, "a", "b")]
+    read = [(row["phase"], row["step"], row["tokens"]) for row in consumption(load_run(tmp_path / "run"))]
+    assert read == [("a", 9, {"web": 9 * 4 * 32}), ("b", 12, {"law": 3 * 4 * 32})]
+
+
+def test_a_phase_that_an_edit_leaves_no_step_is_not_switched_from(tmp_path):
+    """The record told the switch to it, where the run was taken up; none of its updates was made."""
+    sections = {"checkpoint": {"every": 6, "keep": 3}}
+    tiny_train(write_corpus(tmp_path), tmp_path / "run", **sections)
+    sections["phases"] = [tiny_data(tmp_path)["phases"][0], {"name": "c", "until": "end", "mixture": {"web": 1.0}}]
+    tiny_train(tmp_path, tmp_path / "run", resume=6, **sections)
+    assert switches(tmp_path / "run") == [(6, "a", "b"), (6, "a", "c")]
+    run = load_run(tmp_path / "run")
+    switch = [event for event in run.events if event["event"] == "phase_switch"][-1]
+    assert (switch["mixture_before"], switch["mixture_after"]) == ({"web": 1.0}, {"web": 1.0})
+    assert [(row["phase"], row["step"]) for row in consumption(run)] == [("a", 6), ("c", 12)]
 
 
 def test_a_last_checkpoint_that_is_gone_is_told_but_not_of_the_disk(tmp_path, monkeypatch):

@@ -13,6 +13,8 @@ from curriculum.errors import InputError
 from curriculum.record.events import AVERAGES, STAMPS, eval_sets, number, record_name
 from curriculum.run import Run, read_json
 
+_Mark = tuple[str, int, Mapping[str, int], Mapping[str, int]]  # phase, step, tokens read and consumed by then
+
 
 class EvalPoint(NamedTuple):
     """One set at one eval. NaN and infinities are floats here; `bpb` and `sem` are None where there is none."""
@@ -195,9 +197,24 @@ def consumption(run: Run, at: tuple[str, int, Mapping[str, int]] | None = None) 
             drawn = state["tokens_drawn"]
             marks.append((state["phase"], state["step"], drawn, state.get("consumed", drawn)))
     rows, before = [], {}
-    for phase, step, drawn, consumed in marks:
+    for phase, step, drawn, consumed in _trained(marks):
         tokens = {name: num for name, n in drawn.items() if (num := n - before.get(name, 0)) > 0}
         epochs = {name: n / sizes[name] for name, n in consumed.items() if n and sizes.get(name)}
         rows.append({"phase": phase, "start": starts.get(phase), "step": step, "tokens": tokens, "epochs": epochs})
         before = drawn
     return rows
+
+
+def _trained(marks: Iterable[_Mark]) -> list[_Mark]:
+    """The last mark of each stretch of updates of one phase.
+
+    More than one at a step is of a run that was taken up there with another phase ahead; no update was made between.
+    """
+    last: list[_Mark] = []
+    for mark in marks:
+        if last and mark[1] == last[-1][1]:
+            continue
+        if last and mark[0] == last[-1][0]:
+            last.pop()
+        last.append(mark)
+    return last

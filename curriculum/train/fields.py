@@ -243,13 +243,16 @@ def metrics_row(setup: Setup, done: int, row_before: int, state: TrainState, clo
     return fields | once
 
 
-def phase_switch(setup: Setup, done: int, from_phase: str) -> dict[str, Any]:
-    """The switch after `done` updates, 1 or more, from the phase that the record told last."""
+def phase_switch(setup: Setup, done: int, told: str) -> dict[str, Any]:
+    """The switch after `done` updates, 1 or more, from the phase that they ended with.
+
+    Where that one goes on, though the record told a switch here, it is switched back to from the phase `told`.
+    """
     schedule = setup.course.schedule
     before, after = schedule.segment_at(done - 1), schedule.segment_at(done)
     counts, sizes = _consumption(schedule, done), setup.course.plan.tokens_per_epoch
     return {
-        "from_phase": from_phase,
+        "from_phase": told if before.phase == after.phase else before.phase,
         "new_phase": after.phase,
         "mixture_before": before.mixture_at(done - 1),
         "mixture_after": after.mixture,
