@@ -128,19 +128,15 @@ def load_config(
     data need not be there. Raises InputError with every problem found: file:line:column: path: what, got, expected.
     """
     data, origin = read_yaml(path)
-    options = [option.partition(" ")[::2] for option in remembered]
-    options += [("--init-from", init_from)] if init_from is not None else []
-    options += [("--keep-optimizer", "")] if keep_optimizer else []
-    options += _directory_options(dataset_dirs, eval_dataset_dirs)
-    options += [("--set", value) for value in overrides]
-    _apply(options, data, origin)
+    options = options_of(overrides, dataset_dirs, eval_dataset_dirs, init_from, keep_optimizer)
+    apply_options([*(option.partition(" ")[::2] for option in remembered), *options], data, origin)
     return build_config(data, origin, check_paths=check_paths, continues=continues)
 
 
 def config_name(path: str | os.PathLike, overrides: Iterable[str] = ()) -> str:
     """The name of the run of a config file with `overrides` as of `load_config`, without checking anything else."""
     data, origin = read_yaml(path)
-    _apply([("--set", value) for value in overrides if _OF_THE_NAME.match(value)], data, origin)
+    apply_options([("--set", value) for value in overrides if _OF_THE_NAME.match(value)], data, origin)
     if not isinstance(data, dict):
         return Config.name
     name = substitute({key: data[key] for key in ("name", "variables") if key in data}, origin.numbers)[0].get("name")
@@ -162,8 +158,7 @@ def changed_config(
 ) -> Config:
     """A config of no file with options as of `load_config`; it remembers those of its own."""
     data, origin = config.to_json(), Origin("config.resolved.json")
-    options = _directory_options(dataset_dirs, eval_dataset_dirs)
-    _apply([*options, *(("--set", value) for value in overrides)], data, origin)
+    apply_options(options_of(overrides, dataset_dirs, eval_dataset_dirs), data, origin)
     return build_config(data, origin, continues=continues)
 
 
@@ -290,7 +285,22 @@ def _plain(value):
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
-def _apply(options: Iterable[tuple[str, str]], data: dict, origin: Origin) -> None:
+def options_of(
+    overrides: Iterable[str] = (),
+    dataset_dirs: Iterable[str] = (),
+    eval_dataset_dirs: Iterable[str] = (),
+    init_from: str | None = None,
+    keep_optimizer: bool = False,
+) -> list[tuple[str, str]]:
+    """What is given to `load_config` as (option of the command line, its value), in the order in which it applies."""
+    options = [("--init-from", init_from)] if init_from is not None else []
+    options += [("--keep-optimizer", "")] if keep_optimizer else []
+    for flag, items in (("--dataset-dir", dataset_dirs), ("--eval-dataset-dir", eval_dataset_dirs)):
+        options += [(flag, f"{name}={folder}") for name, folder in named_directories(flag, items).items()]
+    return options + [("--set", value) for value in overrides]
+
+
+def apply_options(options: Iterable[tuple[str, str]], data: dict, origin: Origin) -> None:
     """Change the data of a config by options as the command line gives them, in their order."""
     added = []
     for flag, value in options:
@@ -325,11 +335,6 @@ def named_directories(flag: str, items: Iterable[str]) -> dict[str, str]:
             raise InputError(f"{flag} {item}: {message}")
         found[name] = directory
     return found
-
-
-def _directory_options(dataset_dirs: Iterable[str], eval_dataset_dirs: Iterable[str]) -> list[tuple[str, str]]:
-    given = {"--dataset-dir": dataset_dirs, "--eval-dataset-dir": eval_dataset_dirs}
-    return [(flag, f"{n}={d}") for flag, items in given.items() for n, d in named_directories(flag, items).items()]
 
 
 def named_directory(flag: str, item: str) -> tuple[str, str]:

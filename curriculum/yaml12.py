@@ -112,7 +112,7 @@ def read_yaml(path) -> tuple[dict, Origin]:
     if len(text) > _MAX_CHARACTERS:
         raise InputError(f"{path}: more than {_MAX_CHARACTERS:,} characters; expected a config: is it a data file?")
     origin.text = text
-    data = _parse(text, origin)
+    data = parse_yaml(text, origin)
     if data is None:
         raise InputError(f"{path}: is empty; expected a YAML config with sources, phases, evalsets and train")
     return data, origin
@@ -126,7 +126,7 @@ def read_override(data: dict, origin: Origin, override: str) -> None:
     if not equals or not parts:
         raise InputError(f"{option}: expected KEY=VALUE such as train.steps=100")
     given = Origin(option)
-    value = _parse(text, given)
+    value = parse_yaml(text, given)
     here, dotted = data, ""
     for depth, part in enumerate(parts):
         if isinstance(here, list):
@@ -148,7 +148,9 @@ def read_override(data: dict, origin: Origin, override: str) -> None:
         origin.numbers[dotted] = given.numbers[""]
 
 
-def _parse(text: str, origin: Origin):
+def parse_yaml(text: str, origin: Origin):
+    """The plain data of a YAML text; `origin` is told where each value stands. Raises InputError with its place."""
+
     def fail(mark, message):
         place = f"{origin.file}:{mark.line + 1}:{mark.column + 1}" if mark else origin.file
         raise InputError(f"{place}: {message}")

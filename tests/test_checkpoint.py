@@ -22,6 +22,7 @@ from curriculum.config import build_config
 from curriculum.errors import InputError
 from curriculum.evaluate import evaluate
 from curriculum.export import export
+from curriculum.lock import RunLock
 from curriculum.manifest import damage, write_manifest
 from curriculum.run import RunDirectory, find_checkpoint, load_run, undamaged
 from curriculum.train import trainer
@@ -29,6 +30,7 @@ from curriculum.train.checkpoints.arrays import in_turn, load_params, save_param
 from curriculum.train.checkpoints.finite import NonFiniteState
 from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.checkpoints.resumed import to_resume
+from curriculum.train.opening import claim
 from curriculum.train.step import init_state
 
 
@@ -308,6 +310,19 @@ def test_where_nothing_verifies_the_run_begins_anew(run, whole, place, capsys):
     tiny_train(place, run, "latest")
     assert "no checkpoint verifies: the run begins anew" in capsys.readouterr().err
     assert_same_run(run, whole)
+
+
+def test_where_there_is_nothing_to_resume_that_is_told(tmp_path, capsys):
+    directory = RunDirectory(tmp_path / "run")
+    then = "nothing is there to resume, and the run begins anew\n"
+    for there in ("holds no run", "the run in it has no checkpoint"):
+        with RunLock(directory.path) as lock:
+            assert claim(directory, lock, "latest") is None
+        assert capsys.readouterr().err == f"{directory.path}: {there}: {then}"
+        directory.checkpoints.mkdir(parents=True, exist_ok=True)
+    with RunLock(tmp_path / "other") as lock:
+        assert claim(RunDirectory(tmp_path / "other"), lock, None) is None
+    assert capsys.readouterr().err == ""
 
 
 def test_arrays_of_another_type_are_never_cast(run, place):

@@ -79,6 +79,22 @@ def test_a_run_from_start_to_end_and_again(folder):
     assert "| extra " in longer.stdout and "step 12/12" in longer.stdout
 
 
+def test_a_resume_tells_of_a_run_that_begins_and_of_an_edit_that_a_remembered_option_outranks(folder):
+    path = folder / "c.yaml"
+    first = run(folder, "train", "c.yaml", "--resume", "latest", "--set", "train.steps=4", "--set", "checkpoint.keep=2")
+    assert first.returncode == 0, first.stderr
+    said = "runs/small: holds no run: nothing is there to resume, and the run begins anew"
+    assert first.stderr.splitlines()[0] == said
+    path.write_text(path.read_text().replace("steps: 8", "steps: 12"))
+    again = run(folder, "train", "c.yaml", "--resume", "latest")
+    assert again.returncode == 0 and "is finished: 4 of 4 steps" in again.stdout
+    line = next(i for i, words in enumerate(path.read_text().splitlines(), 1) if words == "  steps: 12")
+    assert again.stderr == (
+        f"c.yaml:{line}:3: train.steps: the file says 12, but --set train.steps=4 is used, which the run remembers; "
+        "to go by the file, give --set train.steps=12\n"
+    )
+
+
 def test_a_source_that_only_the_command_line_defined_is_there_on_resume(folder):
     text = (folder / "c.yaml").read_text().replace("law: 1.0", "late: 1.0")
     (folder / "c.yaml").write_text(text)

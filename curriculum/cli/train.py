@@ -12,6 +12,7 @@ from curriculum.cli.lasting import lasting
 from curriculum.cli.options import config_options, process_options
 from curriculum.config import config_name, load_config
 from curriculum.errors import InputError
+from curriculum.remembered import outranked
 from curriculum.run import RunDirectory
 
 
@@ -33,14 +34,19 @@ from curriculum.run import RunDirectory
 def command(config_path, changes, store_dir, run_dir, resume, accept_past, launch, join_seconds, dry_run):
     """Train a run through its phases, or continue one.
 
-    A run remembers the options that changed its config: they need not be given again with --resume.
+    A run remembers the options that changed its config: they need not be given again with --resume. Where CONFIG says
+    another value than one of them, that is told.
     """
     if accept_past and resume is None:
         raise InputError("--accept-past: a run that begins has no past; give --resume, or leave it out")
-    if resume is not None:
+    unused: list[str] = []
+    if resume is None:
+        config = load_config(config_path, **changes)
+    else:
         run_dir = run_dir or Path("runs") / config_name(config_path, changes["overrides"])
-        changes |= {"remembered": RunDirectory(run_dir).command_line(), "continues": run_dir}
-    config = load_config(config_path, **changes)
+        remembered = RunDirectory(run_dir).command_line()
+        config = load_config(config_path, **changes, remembered=remembered, continues=run_dir)
+        unused = list(outranked(config, remembered, **changes))
     run_dir = run_dir or Path("runs") / config.name
 
     if dry_run and resume is not None:
@@ -55,6 +61,8 @@ def command(config_path, changes, store_dir, run_dir, resume, accept_past, launc
             from curriculum.train.trainer import train
 
         check_same(lambda: {"--dry-run": "yes" if dry_run else "no"})
+        for line in unused if is_first() else ():
+            click.echo(line, err=True)
         if not dry_run:
             with stopped_runs("--resume latest"):
                 train(config, run_dir, resume=resume, accept_past=accept_past, store_dir=store_dir)

@@ -41,6 +41,7 @@ _SEEN_SECONDS = 30.0  # that a network's folder may show a file late by
 def claim(directory: RunDirectory, lock: RunLock, resume: str | int | None) -> Resumed | None:
     """Lock the run of a directory, if there is one, and find the checkpoint that it goes on from; None: it begins.
 
+    Where there is nothing to resume, that is told: a folder may be another one than was meant.
     Raises InputError for a directory that will not do, for one that holds a run where `resume` is None, and for a run
     that another process trains.
     """
@@ -51,7 +52,11 @@ def claim(directory: RunDirectory, lock: RunLock, resume: str | int | None) -> R
         )
     if directory.holds_run():
         lock.take()
-    return to_resume(directory, resume)
+    resumed = to_resume(directory, resume)
+    if resume is not None and resumed is None and not step_folders(directory.checkpoints):  # damaged ones are told
+        there = "the run in it has no checkpoint" if directory.holds_run() else "holds no run"
+        print(f"{directory.path}: {there}: nothing is there to resume, and the run begins anew", file=sys.stderr)
+    return resumed
 
 
 def kept_tokenizer(directory: RunDirectory, config: Config) -> Tokenizer | None:

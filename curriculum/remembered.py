@@ -1,0 +1,53 @@
+"""Options that a run remembers, where its file says something else."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from curriculum.config import Config, apply_options, options_of
+from curriculum.variables import substitute
+from curriculum.yaml12 import Origin, parse_yaml
+
+_ABSENT = object()
+
+
+def outranked(config: Config, remembered: Sequence[str], **given: Any) -> Iterator[str]:
+    """A line on each value of a config's file that is not used, as an earlier command's option says another.
+
+    `remembered` and `given` are as in `load_config`, which made the config; what is given again is no news.
+    """
+    places, origin = Origin(config.origin.file), Origin(config.origin.file)
+    in_file, data = (parse_yaml(config.origin.text, o) for o in (places, origin))
+    new = options_of(**given)
+    apply_options([*(option.partition(" ")[::2] for option in remembered), *new], data, origin)
+    new_texts = {f"{flag} {value}".rstrip() for flag, value in new}
+    in_file, data = _substituted(in_file, places), _substituted(data, origin)
+    for place, option in origin.options.items():
+        says = _at(in_file, place)
+        if option in new_texts or says is _ABSENT or says == _at(data, place):
+            continue
+        says = json.dumps(says, ensure_ascii=False)
+        yield (
+            f"{places.place(place)}: {place}: the file says {says}, but {option} is used, which the run remembers; to "
+            f"go by the file, give --set {shlex.quote(f'{place}={says}')}"
+        )
+
+
+def _substituted(data: dict[str, Any], origin: Origin) -> dict[str, Any]:
+    return {**substitute(data, origin.numbers)[0], "variables": data.get("variables")}
+
+
+def _at(data: Any, place: str) -> Any:
+    """The value at a place such as `phases[1].until`."""
+    for part in re.findall(r"[^.\[\]]+", place):
+        if isinstance(data, list) and part.isdecimal() and int(part) < len(data):
+            data = data[int(part)]
+        elif isinstance(data, dict) and part in data:
+            data = data[part]
+        else:
+            return _ABSENT
+    return data
