@@ -22,8 +22,9 @@ def phase_segments(
     """The segments of the phase at `path` of the config, and whether the run stops with the last of them.
 
     The phase begins as `segment` and lasts until its end, or until `goal` is reached before. A source at its cap ends
-    a segment; what follows is what its on_exhaust says. Adds to `warnings`. Raises ScheduleError where a cap would be
-    exceeded, or the goal is not reached.
+    a segment; what follows is what its on_exhaust says. Where only the update that would reach the goal exceeds the cap
+    of the goal's own source, the phase ends before it, but with `stop` the run. Adds to `warnings`. Raises
+    ScheduleError where a cap would be exceeded, or the goal is not reached.
     """
 
     def fail(key, message):
@@ -45,6 +46,10 @@ def phase_segments(
         if name is None:
             return [*segments, segment], False
         supply = supplies[name]
+        before = [*segments, replace(segment, end=step)] if step > segment.start else segments
+        over_by_rounding = goal is not None and name == goal.source and _within_cap(goal, supply)
+        if over_by_rounding and before and supply.on_exhaust != "stop":
+            return before, False
         if supply.on_exhaust == "error":
             message = (
                 f"step {step} (phase {segment.phase}) would read more than {supply.max_epochs:g} epochs of {name} "
@@ -52,16 +57,32 @@ def phase_segments(
                 "max_epochs, or set on_exhaust to stop, renormalise or repeat"
             )
             fail(f"sources.{name}.max_epochs", message)
-        if step > segment.start:
-            segments.append(replace(segment, end=step))
+        segments = before
         if supply.on_exhaust == "stop":
-            warnings.append(f"the run stops at step {step}: {name} has no more than {supply.max_epochs:g} epochs")
+            why = f"the run stops at step {step}: {name} has no more than {supply.max_epochs:g} epochs"
+            if over_by_rounding:
+                why += f", and the update that reaches {goal.text!r} would read more; with on_exhaust error or "
+                why += "renormalise the phase ends here instead, and the run goes on"
+            warnings.append(why)
             return segments, True
         if goal and name == goal.source:
             message = f"{goal.text!r} is never reached: {name} is exhausted at step {step}"
             fail(f"{path}.until", f"{message}, after max_epochs {supply.max_epochs:g}; ask for fewer or raise it")
         warnings.append(f"from step {step} on, phase {segment.phase} goes on without {name}: it is exhausted")
         segment = _without(segment, name, step, path)
+
+
+def ends_at_cap(goal: EpochGoal, segment: Segment, supplies: Mapping[str, SourceSupply]) -> bool:
+    """Whether a phase that has come to the end of `segment` ends there as the goal's source comes to its cap."""
+    supply = supplies[goal.source]
+    if goal.tokens is None or supply.on_exhaust == "stop" or not _within_cap(goal, supply):
+        return False
+    return segment.cursors_at(segment.end + 1)[goal.source] > supply.cap_tokens
+
+
+def _within_cap(goal: EpochGoal, supply: SourceSupply) -> bool:
+    """Whether the goal asks for no more epochs than the cap: in tokens it is rounded up, and the cap down."""
+    return supply.cap_tokens is not None and goal.tokens <= supply.cap_tokens + 1
 
 
 def _first_exhausted(segment: Segment, supplies: Mapping[str, SourceSupply]) -> tuple[int, str] | None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from phases.caps import phase_segments
+from phases.caps import ends_at_cap, phase_segments
 from phases.checks import ScheduleError, check_bounds, check_lengths, check_phases
 from phases.clocks import EpochGoal, TokenGoal, reached
 from phases.lr import LrSchedule, lr_scale
@@ -64,7 +64,7 @@ def resolve(
     names = [*supplies, *sorted(gone)]
     segments = [replace(s, cursors=_cursors_of(s.cursors, names)) for s in past]
     warnings: list[str] = []
-    first = _first_ahead(segments, numbers.phases, total_steps, warnings) if past else 0
+    first = _first_ahead(segments, numbers.phases, supplies, total_steps, warnings) if past else 0
     if going_on is not None:
         if first == len(phases) or phases[first].name != going_on.phase:
             message = f"phase {going_on.phase} is not declared to go on at step {going_on.start}"
@@ -230,7 +230,13 @@ def _check_past(past, total_steps, longest) -> list[tuple[str, str]]:
     return problems
 
 
-def _first_ahead(past: Sequence[Segment], phases: Sequence[Declared], total_steps: int, warnings: list[str]) -> int:
+def _first_ahead(
+    past: Sequence[Segment],
+    phases: Sequence[Declared],
+    supplies: Mapping[str, SourceSupply],
+    total_steps: int,
+    warnings: list[str],
+) -> int:
     """Index of the phase that has the first step after the past. Adds to `warnings`.
 
     The last phase of the past goes on if it is declared to end later. Else the next one begins: the first that is
@@ -243,7 +249,10 @@ def _first_ahead(past: Sequence[Segment], phases: Sequence[Declared], total_step
 
     def lasts(i):
         """Whether a phase is declared to end after the past."""
-        return not reached(phases[i].clock, schedule, end)
+        clock = phases[i].clock
+        if isinstance(clock, EpochGoal) and names[i] == trained[-1] and ends_at_cap(clock, past[-1], supplies):
+            return False
+        return not reached(clock, schedule, end)
 
     first = max((names.index(name) + 1 for name in trained if name in names), default=0)
     if goes_on := trained[-1] in names and lasts(names.index(trained[-1])):

@@ -14,7 +14,17 @@ from phases.clocks import resolve_steps
 from phases.lr import LrProgram, LrSchedule
 from phases.mixture import _tree
 from phases.resolve import resolve
-from phases.schedule import NOT_DATA, Phase, Ramp, Segment, SourceSupply, cut, segments_from_json, segments_to_json
+from phases.schedule import (
+    NOT_DATA,
+    Phase,
+    Ramp,
+    Segment,
+    SourceSupply,
+    cut,
+    joined,
+    segments_from_json,
+    segments_to_json,
+)
 
 CONSTANT = LrSchedule(lr=1e-3, schedule="constant")
 SUPPLIES = {"web": SourceSupply(8000), "law": SourceSupply(800)}
@@ -397,6 +407,48 @@ def test_an_epoch_clock_that_its_source_s_cap_keeps_from_being_reached():
     phases = Phase("a", "2 epochs of law", {"law": 0.5, "web": 0.5}), Phase("b", "end", {"web": 1.0})
     ((path, message),) = problems(*phases, supplies=supplies)
     assert path == "phases[0].until" and "never reached: law is exhausted at step 40" in message
+
+
+@pytest.mark.parametrize("on_exhaust", ["error", "renormalise"])
+def test_a_phase_may_end_with_the_epochs_that_its_source_is_capped_at(on_exhaust):
+    """40 tokens a step, where two epochs are 1,580: 1,560 of them at step 39, and one update more would exceed them."""
+    phases = Phase("a", "2 epochs of law", {"law": 1.0}), Phase("b", "end", {"web": 1.0})
+    capped = {**SUPPLIES, "law": SourceSupply(790, 2, on_exhaust)}
+    free = {**SUPPLIES, "law": SourceSupply(790)}
+    assert resolved(*phases, supplies=free).phase_bounds[0] == ("a", 0, 40)
+    whole = resolved(*phases, supplies=capped)
+    assert whole.phase_bounds == (("a", 0, 39), ("b", 39, 100)) and whole.warnings == ()
+    assert whole.cursors_at(100)["law"] == 1560
+    # A run that goes on from that very step has the phase behind it; with a higher cap it goes on, as without one.
+    for step in (20, 39, 60):
+        assert joined(after(cut(whole.segments, step), *phases, supplies=capped).segments) == joined(whole.segments)
+    higher = {**SUPPLIES, "law": SourceSupply(790, 3, on_exhaust)}
+    assert after(cut(whole.segments, 39), *phases, supplies=higher).phase_bounds[0] == ("a", 0, 40)
+    # Half an epoch is 392.5 tokens, rounded up for the clock and down for the cap; nothing is to be had of fewer.
+    half = {**SUPPLIES, "law": SourceSupply(785, 0.5, on_exhaust)}
+    fewer = Phase("a", "0.5 epochs of law", {"law": 1.0}), phases[1]
+    assert resolved(*fewer, supplies=half).phase_bounds[0] == ("a", 0, 9)
+    none = {**SUPPLIES, "law": SourceSupply(30, 1, on_exhaust)}
+    assert problems(Phase("a", "1 epoch of law", {"law": 1.0}), phases[1], supplies=none)
+    # Where another source is exhausted with the same update, both are.
+    both = {
+        "law": SourceSupply(790, 2, on_exhaust),
+        "code": SourceSupply(790, 2, "renormalise"),
+        "web": SUPPLIES["web"],
+    }
+    mixed = Phase("a", "2 epochs of law", {"law": 0.5, "code": 0.5}), phases[1]
+    assert resolved(*mixed, supplies=both).phase_bounds == (("a", 0, 79), ("b", 79, 100))
+
+
+def test_a_run_that_stops_with_the_epochs_that_its_phase_should_end_with_says_how_it_would_go_on():
+    phases = Phase("a", "2 epochs of law", {"law": 1.0}), Phase("b", "end", {"web": 1.0})
+    stopped = resolved(*phases, supplies={**SUPPLIES, "law": SourceSupply(790, 2, "stop")})
+    assert stopped.total_steps == 39
+    assert stopped.warnings == (
+        "the run stops at step 39: law has no more than 2 epochs, and the update that reaches '2 epochs of law' would "
+        "read more; with on_exhaust error or renormalise the phase ends here instead, and the run goes on",
+        "phase b is never reached: the run stops at step 39",
+    )
 
 
 def test_an_epoch_clock_reached_before_its_phase_is_an_error():
