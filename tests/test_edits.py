@@ -390,7 +390,7 @@ def test_a_source_that_was_read_may_go_and_come_again_with_its_count():
     assert_nothing_lost(again, later, 85)
 
 
-def test_a_raised_share_stands_to_its_phases_end_unless_that_phase_is_edited():
+def test_a_raised_share_stands_to_its_phases_end_unless_what_that_phase_draws_is_edited():
     schedule, saved = begun()
     segments = [*cut(schedule.segments, 50), *schedule.segments[1:]]
     raised = segments[1].rest(50) if segments[1].start < 50 else None
@@ -404,6 +404,9 @@ def test_a_raised_share_stands_to_its_phases_end_unless_that_phase_is_edited():
     assert on.segment_at(79).mixture == {"web": 0.8, "law": 0.2} and on.segment_at(80).mixture == {"web": 1.0}
     on, past, _ = resumed(saved, changed(BASE, reweighted("b", code=1.0)))
     assert on.segment_at(59).mixture == {"web": 0.8, "law": 0.2} and on.segment_at(60).mixture == {"code": 1.0}
+    later = changed(BASE, lambda data: phase(data, "b").update(until=85, lr={"peak": 9e-4}))
+    on, past, _ = resumed(saved, later)
+    assert [on.segment_at(step).mixture["web"] for step in (60, 84)] == [0.8, 0.8] and on.segment_at(85).phase == "c"
     # What a rollback passed over ahead of the checkpoint is passed over all the same.
     rolled = {**saved, "history": {"rollbacks": [{"step": 60, "first_bad_step": 66, "skip_steps": 2}]}}
     on, past, _ = resumed(rolled, changed(BASE, reweighted("b", code=1.0)))

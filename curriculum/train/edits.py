@@ -234,7 +234,7 @@ def _frozen(
     """(the step up to which the schedule is kept, the segment that goes on there; None where the config says which).
 
     There is one where something else than the config decided it, such as a raised share or a rollback. It lasts to its
-    phase's end, unless the phase is edited now; rates, batches and the end itself are what the config says.
+    phase's end, unless the phase's mixture or shape is edited now; rates and the end itself are what the config says.
     """
     until = saved["past_end"]
     if until <= step:
@@ -242,20 +242,21 @@ def _frozen(
     trunks = (saved["branched_from"] or {"step": 0})["step"]
     step = max([step, trunks, *(r["first_bad_step"] + 1 for r in saved["history"].get("rollbacks", []))])
     name, segment = schedule.segment_at(until - 1).phase, schedule.segment_at(step)
-    before, after = (_phase_of(declared, name) for declared in (was, now))
+    before, after = (_drawn(declared, name) for declared in (was, now))
     read = {*segment.mixture, *(segment.ramp.from_mixture if segment.ramp else ())}
     if step >= until or after is None or before != after or segment.phase != name or read - now["sources"].keys():
         return step, None
-    shape = {key: now["train"][key] if after[0][key] is None else after[0][key] for key in ("batch_size", "seq_len")}
+    shape = {key: now["train"][key] if after[key] is None else after[key] for key in ("batch_size", "seq_len")}
     if shape == {key: getattr(segment, key) for key in shape}:
         return step, segment.continued(step)
     return step, replace(segment.rest(step), **shape).aligned()
 
 
-def _phase_of(declared: Mapping[str, Any], name: str) -> tuple[Any, ...] | None:
-    """What a declaration says of a phase, None where it has none."""
+def _drawn(declared: Mapping[str, Any], name: str) -> dict[str, Any] | None:
+    """What a declaration says of what each update of a phase draws, None where it has no such phase."""
     phase = phases_by_name(declared).get(name)
-    return phase and (phase, declared["adaptation"]["replay"])
+    keys = ("mixture", "ramp_steps", "ramp_shape", "batch_size", "seq_len")
+    return phase and {**{key: phase[key] for key in keys}, "replay": declared["adaptation"]["replay"]}
 
 
 def _settled(
@@ -264,11 +265,11 @@ def _settled(
     """What shares of the run came to in steps, as `resolve` takes it: of what has begun and is declared as it was."""
     texts = [("optim.warmup_steps", was["optim"]["warmup_steps"], now["optim"]["warmup_steps"])] if step else []
     for name, start, _ in schedule.phase_bounds:
-        old, new = (_phase_of(declared, name) for declared in (was, now))
+        old, new = (phases_by_name(declared).get(name) for declared in (was, now))
         if start < step and old and new:
-            texts.append((f"{name}.ramp_steps", old[0]["ramp_steps"], new[0]["ramp_steps"]))
-            if old[0]["lr"] and new[0]["lr"]:
-                texts.append((f"{name}.lr.rewarm_steps", old[0]["lr"]["rewarm_steps"], new[0]["lr"]["rewarm_steps"]))
+            texts.append((f"{name}.ramp_steps", old["ramp_steps"], new["ramp_steps"]))
+            if old["lr"] and new["lr"]:
+                texts.append((f"{name}.lr.rewarm_steps", old["lr"]["rewarm_steps"], new["lr"]["rewarm_steps"]))
     return {
         key: saved["settled"].get(key, resolve_steps(before, was["train"]["steps"]))
         for key, before, after in texts
