@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import Mesh
 
 from curriculum.errors import InputError
 from curriculum.manifest import damage, write_manifest
@@ -19,9 +22,10 @@ from curriculum.model.model import Params
 from curriculum.record.append import DISK_ERRORS, tell
 from curriculum.record.events import AVERAGES
 from curriculum.scheduling import mean_steps
+from curriculum.train.abstract import abstract_of, zeros
 from curriculum.train.checkpoints.arrays import load_params, save_params
 from curriculum.train.checkpoints.folder import Checkpoints
-from curriculum.train.mesh import place_state
+from curriculum.train.mesh import constrain, place_state
 from curriculum.train.processes.together import count, from_first, is_first
 from curriculum.train.setup import Setup
 from curriculum.train.step import TrainState
@@ -51,7 +55,7 @@ def averages_at(
     planned = mean_steps(setup.config, start, done, schedule.total_steps)
     steps = from_first(lambda: [s for s in planned if s == done or _whole(checkpoints, s)])
     if len(steps) > 1:
-        averages[PHASE_MEAN] = _mean(state, done, steps, checkpoints)
+        averages[PHASE_MEAN] = _mean(setup, state, done, steps, checkpoints)
         try:
             _write(folder / phase, averages[PHASE_MEAN], {"steps": steps, "end": done})
         except OSError as error:
@@ -73,15 +77,18 @@ def _whole(checkpoints: Checkpoints, step: int) -> bool:
     return why is None
 
 
-def _mean(state: TrainState, done: int, steps: list[int], checkpoints: Checkpoints) -> Params:
-    @jax.jit
-    def add(mean, params):
-        return jax.tree.map(lambda m, p: m + p / len(steps), mean, params)
-
-    mean = jax.tree.map(lambda p: 0 * p, state.params)
+def _mean(setup: Setup, state: TrainState, done: int, steps: list[int], checkpoints: Checkpoints) -> Params:
+    mean = jax.tree.map(lambda p: zeros(abstract_of(p)), state.params)
     for step in steps:
-        mean = add(mean, state.params if step == done else checkpoints.restore_params(step, state.params))
+        params = state.params if step == done else checkpoints.restore_params(step, state.params)
+        mean = _add(setup.mesh, mean, params, np.float32(len(steps)))
     return mean
+
+
+@partial(jax.jit, static_argnums=0)
+def _add(mesh: Mesh, mean: Params, params: Params, num: jax.Array) -> Params:
+    """A mean with one of its `num` parts added, placed as parameters are."""
+    return constrain(mesh, jax.tree.map(lambda m, p: m + p / num, mean, params))
 
 
 def mean_of_phase(folder: Path, phase: str) -> tuple[int, Path]:
