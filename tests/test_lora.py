@@ -16,7 +16,10 @@ import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
-from tiny_run import CLOCK_FIELDS, tiny_data, write_corpus
+from started import free_port
+from test_peers import meet
+from test_peers import together as at_once
+from tiny_run import CLOCK_FIELDS, flip_bit, tiny_data, write_corpus
 
 from curriculum.adaptation import resolved_model
 from curriculum.branch import branch
@@ -36,10 +39,12 @@ from curriculum.model.model import parameter_name
 from curriculum.model.presets import LoraConfig, ModelConfig
 from curriculum.model.transformer import forward, head, init_adapters, init_params, transformer
 from curriculum.plan import plan
-from curriculum.run import load_run
+from curriculum.run import load_run, read_ledger
 from curriculum.train.checkpoints.arrays import load_params, save_params
 from curriculum.train.dry_run import dry_run
 from curriculum.train.mesh import AXES, state_shardings
+from curriculum.train.processes import together
+from curriculum.train.processes.launch import Launch
 from curriculum.train.setup import build
 from curriculum.train.start import start_of
 from curriculum.train.step import TrainState, init_state, make_train_step
@@ -450,6 +455,24 @@ def test_a_damaged_base_is_told(copied):
         (folder / "ledger/metadata").write_text("{}")
     told = without_its_base(copied, "resumed")
     assert "is damaged" in told and "expected step 2 of run tiny" in told
+
+
+def test_one_process_reads_the_base_for_its_checksums_and_the_others_find_the_same(copied, monkeypatch):
+    config, saved = build_config(adapting(copied), continues=copied / "run"), read_ledger(copied / "run/checkpoints/2")
+    port = free_port()
+    both = meet(*(Launch("127.0.0.1", port, 2, i) for i in range(2)))
+    for peers, place in zip(both, ("checkpoints", "gold"), strict=True):
+        # Of the step that the run began from one of two is damaged; and the other too, once it was read.
+        flip_bit(max((copied / "base" / place / "2/params").rglob("*"), key=lambda path: path.stat().st_size))
+        monkeypatch.setattr(together, "_peers", peers)
+        assert start_of(config, saved).frozen.checkpoint == copied / "base/gold/2"
+    for peers, told in zip(both, (["is damaged"], []), strict=True):
+        monkeypatch.setattr(together, "_peers", peers)
+        with pytest.raises(InputError) as raised:
+            start_of(config, saved)
+        assert raised.value.in_every_process and len(raised.value.problems) == len(told)
+        assert all(what in problem for what, problem in zip(told, raised.value.problems, strict=True))
+    at_once(*(peers.close for peers in both))
 
 
 def test_it_finds_its_base_again_wherever_that_keeps_the_step(copied):

@@ -7,7 +7,8 @@ beside others.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from curriculum.model.presets import ModelConfig
 from curriculum.run import RunDirectory, find_checkpoint
 from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.mesh import on_host
+from curriculum.train.processes.together import from_first
 
 DIGEST = "frozen"  # the digest's key in a lineage
 _FIX = "the run's checkpoints hold adapters alone, which go with the very parameters that they were trained beside"
@@ -32,11 +34,28 @@ _FIX = "the run's checkpoints hold adapters alone, which go with the very parame
 
 def frozen_base(config: Config, lineage: Mapping[str, Any]) -> Base | HfBase:
     """What a run began from, found again. Raises InputError where it is gone or damaged."""
-    try:
-        return found_again(lineage, ("ledger/", "params/"))
-    except InputError as error:
-        problems = (f"{problem}: {_FIX}; restore it from a copy" for problem in error.problems)
-        raise config.error(("adaptation.init_from", problem) for problem in problems) from None
+
+    def find(part: str | tuple[str, ...]) -> Base | HfBase:
+        try:
+            return found_again(lineage, part)
+        except InputError as error:
+            problems = (f"{problem}: {_FIX}; restore it from a copy" for problem in error.problems)
+            raise config.error(("adaptation.init_from", problem) for problem in problems) from None
+
+    return found_by_first(find, ("ledger/", "params/"))
+
+
+def found_by_first(
+    find: Callable[[str | tuple[str, ...]], Base | HfBase], part: str | tuple[str, ...]
+) -> Base | HfBase:
+    """What `find(part)` finds, reading it for its checksums, in process 0 alone: the others find the same without."""
+
+    def place() -> str | None:
+        base = find(part)
+        return base.checkpoint.parent.name if isinstance(base, Base) else None
+
+    verified, base = from_first(place), find("ledger/")
+    return replace(base, checkpoint=base.directory.path / verified / str(base.step)) if verified else base
 
 
 def found_again(lineage: Mapping[str, Any], part: str | tuple[str, ...]) -> Base | HfBase:

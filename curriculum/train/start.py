@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from curriculum.model.formats.hf_weights import hf_fingerprint
 from curriculum.model.model import Model, abstract_params, parameter_name
 from curriculum.record.events import plain
 from curriculum.train.checkpoints.arrays import load_params
-from curriculum.train.frozen import found_again, frozen_base
+from curriculum.train.frozen import found_again, found_by_first, frozen_base
 from curriculum.train.optimizer import state_layout
 from curriculum.train.processes.together import from_first
 
@@ -59,13 +60,14 @@ def start_of(config: Config, saved: Mapping[str, Any] | None = None) -> Start:
 def base_again(config: Config, model: Model, lineage: Mapping[str, Any]) -> Base | HfBase:
     """What a run began from that begins anew. Raises InputError where it is gone, damaged, or not what it was."""
 
-    def verified() -> None:
-        base = found_again(lineage, ("params/", "train/") if lineage["keep_optimizer"] else "params/")
+    parts = ("params/", "train/") if lineage["keep_optimizer"] else "params/"
+    base = found_by_first(partial(found_again, lineage), parts)
+
+    def check_weights() -> None:
         if isinstance(base, HfBase) and (found := hf_fingerprint(base.folder)) != lineage.get("fingerprint", found):
             raise InputError(f"{base.folder}: holds other weights than when the run began")
 
-    from_first(verified)
-    base = found_again(lineage, "ledger/")
+    from_first(check_weights)
     if isinstance(base, Base) and base.config["name"] != lineage["run"]:
         raise InputError(f"{base.directory.path}: is run {base.config['name']}, the run began from {lineage['run']}")
     check_base(base, config, model)
