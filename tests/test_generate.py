@@ -246,6 +246,21 @@ def test_nothing_is_compiled_twice(small):
     assert drawer._decode._cache_size() == 2
 
 
+def test_what_is_compiled_ahead_gives_the_same_and_nothing_more_is_compiled(small):
+    drawer, params = small
+    sampling, prompts = Sampling(max_tokens=20, seed=3), [drawer.prompt(text) for text in (*TEXTS, "of another length")]
+    ahead = generator(drawer.model)
+    lies = jax.sharding.NamedSharding(make_mesh(MeshConfig(data=1)), jax.sharding.PartitionSpec())
+    ahead.compile(
+        jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=lies), params), prompts, sampling
+    )
+    assert (ahead.num_prefill_traces, ahead.num_decode_traces) == (2, 2)
+    got, expected = (d.generate(jax.device_put(params, lies), prompts, sampling) for d in (ahead, drawer))
+    assert [g.ids for g in got] == [g.ids for g in expected] and any(len(g.ids) == 20 for g in got)
+    assert (ahead.num_prefill_traces, ahead.num_decode_traces) == (2, 2)
+    assert [function._cache_size() for function in (ahead._no_rows, ahead._prefill, ahead._decode)] == [0, 0, 0]
+
+
 def test_several_prompts_are_streamed_at_once_and_pieces_make_the_text(small):
     drawer, params = small
     pieces = list(drawer.stream(params, [drawer.prompt(t) for t in ("one", "two")], Sampling(max_tokens=25, seed=1)))

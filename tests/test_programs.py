@@ -1,10 +1,13 @@
 """Phases of other shapes: each update compiled once and ahead of need, the same numbers however a batch is cut, resume at
 and around a switch, and everything that reads a checkpoint by the rope theta that it was trained with."""
 
+import os
 import subprocess
 import sys
 import threading
+from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -56,8 +59,12 @@ def shaped(corpus, **changes):  # noqa: F811
         "evalsets": {"every": 6, "primary": {"held_out_of": "web", "max_sequences": 3}, "sets": {}},
         "train": {"steps": 36, "batch_size": 4, "seq_len": 32},
         "optim": {"lr": 3e-2, "warmup_steps": 2, "decay_steps": 10},
+        "averages": {"ema_decay": 0.9, "phase_mean": 2},
         "checkpoint": {"every": 6, "keep": 9},
-        "logging": {"every": 3, "tensorboard": False},
+        "logging": {
+            "every": 3, "tensorboard": False, "generate_every": 6,
+            "generate": {"prompts": ["a"], "max_tokens": 4},
+        },
     }  # fmt: skip
     return {**data, **changes}
 
@@ -70,46 +77,84 @@ def store(tmp_path_factory):
     return tmp_path_factory.mktemp("shaped-store")
 
 
-@pytest.fixture(scope="module")
-def whole(corpus, store, tmp_path_factory):  # noqa: F811
-    """The run in one go: its directory, its setup, and what the backend made, as (step under way, thread)."""
-    run_dir = tmp_path_factory.mktemp("shaped") / "run"
+def watched(data, run_dir, store):
+    """A run in one go: its setup, and what the backend compiled, as (step under way, thread, name)."""
     at, setups, compiled, original = [0], [], [], Setup.update_at
 
     def update_at(setup, step):
-        if step == 11:  # let the background be done, however slow the machine
+        if step == 1:  # let the background be done, however slow the machine
             setup.compiled.updates._worker.submit(lambda: None).result()
         at[0], setups[:] = step, [setup]
         return original(setup, step)
 
-    def listen(event, seconds, **_):
+    def listen(event, seconds, fun_name=None, **_):
         if event == COMPILED:
-            compiled.append((at[0], threading.current_thread().name))
+            compiled.append((at[0], threading.current_thread().name, fun_name))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Setup, "update_at", update_at)
         monitoring.register_event_duration_secs_listener(listen)
         try:
-            train(build_config(shaped(corpus)), run_dir, store_dir=store)
+            train(build_config(data), run_dir, store_dir=store)
         finally:
             monitoring.unregister_event_duration_listener(listen)
-    return run_dir, setups[0], compiled
+    return setups[0], compiled
+
+
+@pytest.fixture(scope="module")
+def whole(corpus, store, tmp_path_factory):  # noqa: F811
+    run_dir = tmp_path_factory.mktemp("shaped") / "run"
+    return run_dir, *watched(shaped(corpus), run_dir, store)
+
+
+def check_compiled(setup, compiled, shapes):
+    """After its first step a run compiles what its phases need in the background, and else only what any run needs once."""
+    made, thetas = setup.compiled, list(dict.fromkeys(shape.rope_theta for shape in shapes))
+    assert setup.course.shapes_from(0) == shapes and list(made.updates.seconds) == shapes
+    assert list(made.suites.seconds) == list(made.samples.seconds) == thetas == [None, THETA]
+    assert [made.suites[theta].num_traces for theta in thetas] == [1, 1]
+    ahead = Counter(name for _, thread, name in compiled if thread.startswith(COMPILE_THREAD))
+    samples = {f"jit(_trace_{name})": 2 for name in ("no_rows", "prefill", "decode")}
+    assert ahead == {"jit(train_step)": len(shapes) - 1, "jit(sum_windows)": 1, **samples}
+    on_main = [(step, name) for step, thread, name in compiled if step > 0 and thread == threading.main_thread().name]
+    # Once a process, whatever the phases are: what clears a metrics window, what a save needs, and the mean of the first.
+    once = Counter(f"jit({name})" for name in ("clear_window", "_finite", "_copied", "_add"))
+    assert Counter(name for _, name in on_main) <= once and all(step < 12 for step, _ in on_main)
 
 
 def test_every_shape_is_compiled_once_and_ahead(whole):
     run_dir, setup, compiled = whole
-    assert setup.course.shapes_from(0) == SHAPES and list(setup.compiled.updates.seconds) == SHAPES
-    background = [step for step, thread in compiled if thread.startswith(COMPILE_THREAD)]
-    assert len(background) == 3 and max(background) < 12  # two updates and an eval, before the first switch
-    assert [step for step, _ in compiled if step >= 12] == []
-    assert list(setup.compiled.suites.seconds) == [THETA] and setup.compiled.suites[THETA].num_traces == 1
+    check_compiled(setup, compiled, SHAPES)
     stalls = {row["step"]: row["switch_stall_s"] for row in load_run(run_dir).metrics if "switch_stall_s" in row}
     assert list(stalls) == [15, 27]
     assert all(0 < stall < min(setup.compiled.updates.seconds.values()) for stall in stalls.values())
 
 
+def main(corpus, folder):  # noqa: F811
+    """On 2 devices, over which the parameters are split: two phases, the second of another theta."""
+    jax.config.update("jax_num_cpu_devices", 2)
+    data = shaped(Path(corpus), mesh={"fsdp": 2})
+    data["phases"] = [
+        data["phases"][1] | {"until": 12},
+        data["phases"][1] | {"name": "turned", "until": "end", "rope_theta": THETA},
+    ]
+    data["train"]["steps"] = 24
+    setup, compiled = watched(data, Path(folder, "run"), Path(folder, "store"))
+    check_compiled(setup, compiled, [StepShape(1, 4, 32), StepShape(1, 4, 32, THETA)])
+    evals = {e["step"]: e for e in load_run(Path(folder, "run")).events if e["event"] == "eval"}
+    assert all({"ema", "phase_mean"} <= evals[step].keys() for step in (12, 24))
+
+
+def test_shapes_are_compiled_ahead_on_several_devices(corpus, tmp_path):  # noqa: F811
+    command = [sys.executable, __file__, corpus, tmp_path]
+    done = subprocess.run(
+        command, env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_rows_tell_the_tokens_of_each_shape(whole):
-    run_dir, _, _ = whole
+    run_dir, *_ = whole
     rows = {row["step"]: row for row in load_run(run_dir).metrics}
     assert [rows[step]["tokens_seen"] for step in (12, 24, 36)] == [12 * 128, 24 * 128, 24 * 128 + 12 * 64]
     assert {row["packing_utilization"] for row in rows.values()} == {1.0}
@@ -155,7 +200,7 @@ def test_the_theta_of_a_phase_is_what_it_is_trained_and_measured_with(whole, sto
 
 @pytest.mark.slow
 def test_a_checkpoint_is_measured_later_as_it_was_then(whole, store):
-    run_dir, _, _ = whole
+    run_dir, *_ = whole
     for step in (24, 30, 36):
         results = evaluate(run_dir, step=step, store_dir=store).results["val"]
         with np.load(run_dir / f"evals/{step}.npz") as then:
@@ -164,7 +209,7 @@ def test_a_checkpoint_is_measured_later_as_it_was_then(whole, store):
 
 @pytest.mark.slow
 def test_an_export_has_the_theta_of_its_step(whole, tmp_path):
-    run_dir, _, _ = whole
+    run_dir, *_ = whole
     for step, theta in ((24, 10_000.0), (36, THETA)):
         export(run_dir, tmp_path / f"own{step}", step=step)
         assert read_json(tmp_path / f"own{step}/model.json")["rope_theta"] == theta
@@ -177,7 +222,7 @@ def test_an_export_has_the_theta_of_its_step(whole, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_that_begins_from_a_checkpoint_has_its_theta(whole, corpus, store, tmp_path):  # noqa: F811
-    run_dir, _, _ = whole
+    run_dir, *_ = whole
     for step, theta in ((24, 10_000.0), (36, THETA)):
         data = shaped(corpus, adaptation={"init_from": str(run_dir / f"checkpoints/{step}")})
         del data["model"], data["tokenizer"]
@@ -351,7 +396,7 @@ def test_an_update_that_is_compiled_ahead_has_run_once_on_zeros(corpus, store, m
         return params["embed"][tokens_BT] @ params["embed"].T
 
     model = Model(init=lambda seed: {"embed": np.ones((257, 4), np.float32)}, forward=forward)
-    data = shaped(corpus)
+    data = shaped(corpus, logging={"tensorboard": False})
     data["phases"] = [data["phases"][0], {**data["phases"][1], "until": "end"}]
     setup = build(build_config(data), store, make_model=lambda vocab_size: model)
     try:
@@ -360,6 +405,7 @@ def test_an_update_that_is_compiled_ahead_has_run_once_on_zeros(corpus, store, m
         setup.compiled.updates._worker.submit(lambda: None).result()
         jax.effects_barrier()
         assert list(setup.compiled.updates.seconds) == SHAPES[:2]
+        assert list(setup.compiled.suites.seconds) == [None]  # before the first eval of a run that goes on
         assert [tokens_BT.shape for tokens_BT in seen] == [(4, 32)]  # the first is run at once anyway
         assert not seen[0].any()
         first(setup.states.first(), setup.course.feed[0], *setup.course.knobs(0))
@@ -395,3 +441,7 @@ def test_the_command_ends_while_something_is_compiled(ends, code, told):
     command = [sys.executable, "-c", ENDS.format(ends=ends)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stdout) == (code, "saved\n") and told in done.stderr
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

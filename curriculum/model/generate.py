@@ -14,6 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -65,8 +66,9 @@ class Generator:
         self.num_prefill_traces = self.num_decode_traces = 0
         whole = NamedSharding(mesh, PartitionSpec())  # the rows are few: every device has all of them
         self._no_rows = jax.jit(self._trace_no_rows, static_argnums=0, out_shardings=whole)
-        self._prefill = jax.jit(self._trace_prefill, static_argnums=2, donate_argnums=1, out_shardings=whole)
+        self._prefill = jax.jit(self._trace_prefill, static_argnums=0, donate_argnums=2, out_shardings=whole)
         self._decode = jax.jit(self._trace_decode, donate_argnums=1, out_shardings=whole)
+        self._whole, self._compiled = whole, {}  # what `compile` made, by function and shape
 
     def prompt(self, text: str) -> Prompt:
         """The prompt of a text, all of it ordinary. Raises InputError for what the tokenizer cannot represent."""
@@ -95,6 +97,24 @@ class Generator:
             got = f"got {len(prompt.ids)} tokens, the one that opens a document included"
             raise InputError(f"{got}, expected at most the model's max_seq_len {longest}")
 
+    def compile(self, params: Params, prompts: Sequence[Prompt], sampling: Sampling) -> None:
+        """Compile what these prompts need for parameters like `params`, arrays or jax.ShapeDtypeStruct. From then on
+        they go on with no others.
+        """
+        knobs, number = Knobs.of(sampling), np.int32(0)
+        for num_positions, texts in self._by_room(prompts, sampling).items():
+            self._compiled["no rows", num_positions] = self._no_rows.lower(num_positions).compile()
+            rows = jax.tree.map(
+                lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._whole),
+                jax.eval_shape(self._no_rows, num_positions),
+            )
+            for num_tokens in {self._bucket(len(text.prompt.ids)) for text in texts}:
+                place, tokens_BT = (number, number, number), np.zeros((1, num_tokens), np.int32)
+                prefill = self._prefill.lower(num_positions, params, rows, tokens_BT, *place, texts[0].key, knobs)
+                self._compiled["prefill", num_positions, num_tokens] = prefill.compile()
+            decode = self._decode.lower(params, rows, np.zeros(NUM_ROWS, bool), number, knobs)
+            self._compiled["decode", num_positions] = decode.compile()
+
     def generate(self, params: Params, prompts: Sequence[Prompt], sampling: Sampling) -> list[Generation]:
         """The continuation of each prompt, in order. Raises InputError as `check` does."""
         whole = {piece.index: piece.whole for piece in self.stream(params, prompts, sampling) if piece.whole}
@@ -103,6 +123,10 @@ class Generator:
     def stream(self, params: Params, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Piece]:
         """The continuations as they come, several at a time. Raises InputError as `check` does, before all else."""
         self.check(prompts, sampling)
+        return self._stream(params, self._by_room(prompts, sampling), Knobs.of(sampling))
+
+    def _by_room(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[int, deque[Continuation]]:
+        """What is to come of each prompt, in order, by how many positions the rows need for it."""
         met: Counter[bytes] = Counter()
         by_room: dict[int, deque[Continuation]] = {}
         for index, prompt in enumerate(prompts):
@@ -114,11 +138,12 @@ class Generator:
             last, ends_as = (self.model.max_seq_len, "max_seq_len") if limited else (last, "length")
             text = Continuation(index, prompt, key, last, ends_as, sampling.stop)
             by_room.setdefault(self._bucket(last), deque()).append(text)
-        return self._stream(params, by_room, Knobs.of(sampling))
+        return by_room
 
     def _stream(self, params: Params, by_room: dict[int, deque[Continuation]], knobs: Knobs) -> Iterator[Piece]:
         for num_positions, waiting in by_room.items():
-            rows, num_steps = self._no_rows(num_positions), 1
+            rows = self._compiled.get(("no rows", num_positions), partial(self._no_rows, num_positions))()
+            decode, num_steps = self._compiled.get(("decode", num_positions), self._decode), 1
             under_way: dict[int, Continuation] = {}  # by row
             while waiting or under_way:
                 begun = {}
@@ -131,7 +156,7 @@ class Generator:
                 if under_way:
                     started = time.perf_counter()
                     stays_B = np.isin(np.arange(NUM_ROWS), list(under_way))
-                    rows, drawn_NB, num_drawn = self._decode(params, rows, stays_B, np.int32(num_steps), knobs)
+                    rows, drawn_NB, num_drawn = decode(params, rows, stays_B, np.int32(num_steps), knobs)
                     drawn_NB = np.asarray(drawn_NB)[: int(num_drawn)]
                     step_seconds = (time.perf_counter() - started) / len(drawn_NB)
                     num_steps = int(np.clip(DISPATCH_SECONDS / step_seconds, 1, MOST_STEPS))
@@ -149,7 +174,9 @@ class Generator:
         tokens_BT = np.zeros((1, self._bucket(length)), np.int32)
         tokens_BT[0, :length] = text.prompt.ids
         place = (np.int32(length), np.int32(row), np.int32(text.last))
-        return self._prefill(params, rows, num_positions, tokens_BT, *place, text.key, knobs)
+        made = self._compiled.get(("prefill", num_positions, tokens_BT.shape[1]))
+        prefill = made or partial(self._prefill, num_positions)
+        return prefill(params, rows, tokens_BT, *place, text.key, knobs)
 
     def _bucket(self, num_positions: int) -> int:
         """The shape for so many positions: the next power of two, or all that the model has."""
@@ -165,9 +192,9 @@ class Generator:
 
     def _trace_prefill(
         self,
+        num_positions: int,
         params: Params,
         rows: Rows,
-        num_positions: int,
         tokens_BT: jax.Array,
         length: jax.Array,
         row: jax.Array,

@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 
 from curriculum.config import Config
 from curriculum.data.corpus import Corpus
-from curriculum.model.lora import joined
 from curriculum.model.loss import nats_per_token
 from curriculum.model.model import Model
 from curriculum.model.transformer import transformer
@@ -35,7 +34,9 @@ class Compiled:
     """The functions of a run. Those of one phase serve every other one of the same shape and rope theta.
 
     updates: by shape, (state, batch, *knobs) -> state. An update consumes the state that it is given.
-    suites: the evals of phases with a rope theta of their own, by it; `suite` gives that of any phase.
+    suites: what measures the eval sets, by the rope theta of a phase, None where it is the model's own. It takes
+      parameters that lie as those of a state.
+    samples: what writes, where `logging.generate_every` asks for it; the same.
     clear_window: empties the metrics window in one dispatch, a tenth of the time that one an array takes.
 
     Raises InputError where prompts of `logging.generate` will not do.
@@ -45,27 +46,20 @@ class Compiled:
         config, self._states = states.config, states
         self.updates = Programs(self._update, self._warm)
         self.suites = Programs(self._suite, of="the eval with rope_theta", beside=self.updates)
+        self.samples = Programs(self._samples, of="the samples with rope_theta", beside=self.updates)
         self.clear_window = jax.jit(clear_window, out_shardings=states.shardings.window)
         self._own_suite = make_suite(config, states.mesh, states.model, corpus.evalsets.values())
-        self._samples: dict[float | None, Samples] = {}
+        self._own_samples = None
         if config.logging.generate_every:
-            self._samples[None] = Samples(config, states.mesh, self._model(None), corpus.tokenizer, corpus.evalsets)
-
-    def suite(self, rope_theta: float | None) -> Suite:
-        """What measures the eval sets."""
-        return self._own_suite if rope_theta is None else self.suites[rope_theta]
-
-    def samples(self, rope_theta: float | None) -> Samples:
-        """What writes, where `logging.generate_every` asks for it."""
-        if rope_theta not in self._samples:
-            self._samples[rope_theta] = self._samples[None].using(self._model(rope_theta))
-        return self._samples[rope_theta]
+            self._own_samples = Samples(config, states.mesh, self._model(None), corpus.tokenizer, corpus.evalsets)
 
     def ahead(self, shapes: Iterable[StepShape]) -> None:
-        """Begin to compile in the background what updates and evals of these shapes need; returns at once."""
-        shapes = list(shapes)
-        self.updates.ahead(shapes)
-        self.suites.ahead(dict.fromkeys(shape.rope_theta for shape in shapes if shape.rope_theta is not None))
+        """Begin to compile in the background what updates, evals and samples of these shapes need; returns at once."""
+        for shape in shapes:  # in the order in which they are needed
+            self.updates.ahead([shape])
+            self.suites.ahead([shape.rope_theta])
+            if self._own_samples is not None:
+                self.samples.ahead([shape.rope_theta])
 
     def close(self) -> None:
         """Compile no more ahead."""
@@ -113,12 +107,15 @@ class Compiled:
         state, batch = (jax.tree.map(zeros, shapes) for shapes in (like, abstract_batch(mesh, shape)))
         jax.block_until_ready(update(state, batch, np.float32(0), np.int32(0)).step)
 
-    def _suite(self, rope_theta: float) -> Suite:
-        suite, states = self._own_suite.using(partial(nats_per_token, self._model(rope_theta))), self._states
-        if states.mesh.size == 1:  # over several devices the averages of parameters may lie otherwise than they do
-            params, frozen = states.like.params, states.frozen
-            suite.compile(params if frozen is None else joined(jax.tree.map(abstract_of, frozen), params))
+    def _suite(self, rope_theta: float | None) -> Suite:
+        suite = self._own_suite.using(partial(nats_per_token, self._model(rope_theta)))
+        suite.compile(self._states.whole(self._states.like.params))
         return suite
+
+    def _samples(self, rope_theta: float | None) -> Samples:
+        samples = self._own_samples.using(self._model(rope_theta))
+        samples.compile(self._states.whole(self._states.like.params))
+        return samples
 
     def _model(self, rope_theta: float | None) -> Model:
         """The model on the mesh."""

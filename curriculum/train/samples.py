@@ -19,7 +19,7 @@ from evalsets.evalset import EvalSet
 
 
 class Samples:
-    """Goes on from the prompts of `logging.generate` with any parameters; compiled once.
+    """Goes on from the prompts of `logging.generate` with any parameters, by what is compiled once.
 
     The parameters are only read, and the draws have keys of their own: training is the same with and without.
     Raises InputError where the model cannot generate, and for every prompt that will not do.
@@ -54,6 +54,10 @@ class Samples:
         other = copy.copy(self)
         other.generator = Generator(model, self.generator.tokenizer, self.mesh)
         return other
+
+    def compile(self, params: Params) -> None:
+        """Compile for parameters like `params`, arrays or jax.ShapeDtypeStruct: others will not do from then on."""
+        self.generator.compile(params, self.prompts, self.sampling)
 
     def __call__(self, params: Params) -> list[dict[str, Any]]:
         """One a prompt, as the event `generation` tells it."""

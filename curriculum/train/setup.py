@@ -66,14 +66,14 @@ class Setup:
 
     def suite_at(self, step: int) -> Suite:
         """What measures the parameters after `step` updates: with the rope theta of the phase that made them."""
-        return self.compiled.suite(self.course.schedule.rope_theta_at(step))
+        return self.compiled.suites[self.course.schedule.rope_theta_at(step)]
 
     def samples_at(self, step: int) -> Samples:
         """What writes with the parameters after `step` updates, where `logging.generate_every` asks for it."""
-        return self.compiled.samples(self.course.schedule.rope_theta_at(step))
+        return self.compiled.samples[self.course.schedule.rope_theta_at(step)]
 
     def compile_ahead(self, step: int) -> None:
-        """Begin to compile in the background what the updates and evals from `step` on need; returns at once."""
+        """Begin to compile in the background what updates, evals and samples from `step` on need; returns at once."""
         self.compiled.ahead(self.course.shapes_from(step))
 
     def close(self) -> None:
