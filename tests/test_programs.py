@@ -145,6 +145,7 @@ def main(corpus, folder):  # noqa: F811
     assert all({"ema", "phase_mean"} <= evals[step].keys() for step in (12, 24))
 
 
+@pytest.mark.slow
 def test_shapes_are_compiled_ahead_on_several_devices(corpus, tmp_path):  # noqa: F811
     command = [sys.executable, __file__, corpus, tmp_path]
     done = subprocess.run(
