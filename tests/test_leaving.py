@@ -164,7 +164,7 @@ def test_process_0_sees_the_others_off_while_something_is_compiled_too():
     first, second = (start(["-c", LEAVES, port, i]) for i in range(2))
     try:
         assert first.wait(60) == 2
-        second.wait(1)  # process 0 ended after it
+        second.wait(3)  # process 0 ended after it, which by itself gives the other one 4 seconds
     finally:
         first.kill()
         code, said = ended(second)
@@ -184,18 +184,20 @@ time.sleep(index)
 together.leave(RuntimeError(f"error {index}"))
 if index:
     time.sleep(1.5)
+    open(sys.argv[3], "x").close()
     os._exit(1)
 atexit.register(together._exit_at_once, 2)
 """
 
 
-def test_process_0_sees_off_one_that_tells_an_error_of_its_own_meanwhile():
+def test_process_0_sees_off_one_that_tells_an_error_of_its_own_meanwhile(tmp_path):
     """At the interpreter's end, where Python 3.12 starts no thread."""
     port = free_port()
-    first, second = (start(["-c", BOTH_LEAVE, port, i]) for i in range(2))
+    first, second = (start(["-c", BOTH_LEAVE, port, i, tmp_path / "late"]) for i in range(2))
     try:
         assert ended(first, 60) == (2, "")
-        assert second.wait(0.5) == 1  # process 0 ended after it
+        assert (tmp_path / "late").exists()  # process 0 ended after it
+        assert second.wait(60) == 1
     finally:
         second.kill()
 
