@@ -1,6 +1,7 @@
 """A run in two real processes over the loopback, and on simulated devices in one; process_runs.py is what they run."""
 
 import json
+import re
 import signal
 import time
 
@@ -73,6 +74,13 @@ def runs(folder):
     }
 
 
+def without_gloo(text):
+    """What is left without Gloo's lines: its threads write each in pieces, which may lie within one another's."""
+    return re.sub(
+        r"\[Gloo\] Rank|is connected to|peer ranks\. Expected number of connected peer ranks is :|[\d\s]", "", text
+    )
+
+
 MANY = [("2", 2, 1), ("4", 4, 1), ("8", 8, 1), ("two", 4, 2)]  # name, devices, processes
 
 
@@ -137,7 +145,7 @@ def test_many_devices_come_to_the_same_verdicts(runs, name, num_devices, num_pro
 def test_process_0_alone_speaks_and_both_write_checkpoints(runs, folder):
     two, (first, second) = runs["two"], runs["said"]
     assert "complete: 12 steps" in first
-    assert [line for line in second.splitlines() if "[Gloo]" not in line] == []
+    assert without_gloo(second) == ""
     assert sorted(path.name for path in two.directory.checkpoints.iterdir()) == ["12", "8"]
     assert (two.directory.checkpoints / "12/params/ocdbt.process_1").is_dir()
 
