@@ -113,44 +113,7 @@ def make_train_step(
     no gradient, and stay with the caller.
     """
 
-    def batch_gradient(
-        params: Params, frozen: Params | None, batch: Batch, keys_AB: jax.Array, *, sampled: bool = False
-    ):
-        """Sums over the valid tokens of a batch: (gradient, nats_S, tokens_S); of the targets, or of sampled ones."""
-
-        def whole(params):
-            return params if frozen is None else joined(frozen, params)
-
-        def summed(params, *inputs):
-            return sum_nats(model, whole(params), *inputs)
-
-        def micro_step(sums, micro_and_keys):  # the scan has taken the leading axis off each array
-            micro, keys_B = micro_and_keys
-            segment_ids_BT = micro.segment_ids_ABT if document_mask else None
-            targets_BT = micro.targets_ABT
-            if sampled:
-                # Other draws than those of dropout, which come from the same keys.
-                draws_B = jax.vmap(partial(jax.random.fold_in, data=_SAMPLED))(keys_B)
-                targets_BT = sample_targets(model, whole(params), micro.inputs_ABT, segment_ids_BT, draws_B)
-            if sampled or deterministic:
-                keys_B = None
-            (_, nats_B), grads = jax.value_and_grad(summed, has_aux=True)(
-                params, micro.inputs_ABT, targets_BT, micro.loss_mask_ABT, segment_ids_BT, keys_B
-            )
-            tokens_B = micro.loss_mask_ABT.sum(axis=1, dtype=jnp.int32)
-            nats_S = jax.ops.segment_sum(nats_B, micro.source_ids_AB, num_sources)
-            tokens_S = jax.ops.segment_sum(tokens_B, micro.source_ids_AB, num_sources)
-            own = (place_grads(grads), nats_S, tokens_S)
-            return own if sums is None else jax.tree.map(jnp.add, sums, own), None
-
-        if keys_AB.shape[0] == 1:  # nothing to add to
-            return micro_step(None, jax.tree.map(lambda array: array[0], (batch, keys_AB)))[0]
-        zeros = (
-            place_grads(jax.tree.map(jnp.zeros_like, params)),
-            jnp.zeros(num_sources, jnp.float32),
-            jnp.zeros(num_sources, jnp.int32),
-        )
-        return jax.lax.scan(micro_step, zeros, (batch, keys_AB))[0]
+    batch_gradient = _make_batch_gradient(model, num_sources, document_mask, deterministic, place_grads)
 
     def train_step(
         state: TrainState,
@@ -251,6 +214,57 @@ def window_for(window: Window, sources: Sequence[str], wanted: Sequence[str]) ->
         return np.stack([sums_S2[row_of[name]] if name in row_of else zero_2 for name in wanted])
 
     return window._replace(nats_S2=rows(window.nats_S2), tokens_S2=rows(window.tokens_S2))
+
+
+def _make_batch_gradient(
+    model: Model,
+    num_sources: int,
+    document_mask: bool,
+    deterministic: bool,
+    place_grads: Callable[[Params], Params],
+) -> Callable[..., tuple[Params, jax.Array, jax.Array]]:
+    """The gradient of a batch, summed over its micro-steps; arguments as of `make_train_step`."""
+
+    def batch_gradient(
+        params: Params, frozen: Params | None, batch: Batch, keys_AB: jax.Array, *, sampled: bool = False
+    ):
+        """Sums over the valid tokens of a batch: (gradient, nats_S, tokens_S); of the targets, or of sampled ones."""
+
+        def whole(params):
+            return params if frozen is None else joined(frozen, params)
+
+        def summed(params, *inputs):
+            return sum_nats(model, whole(params), *inputs)
+
+        def micro_step(sums, micro_and_keys):  # the scan has taken the leading axis off each array
+            micro, keys_B = micro_and_keys
+            segment_ids_BT = micro.segment_ids_ABT if document_mask else None
+            targets_BT = micro.targets_ABT
+            if sampled:
+                # Other draws than those of dropout, which come from the same keys.
+                draws_B = jax.vmap(partial(jax.random.fold_in, data=_SAMPLED))(keys_B)
+                targets_BT = sample_targets(model, whole(params), micro.inputs_ABT, segment_ids_BT, draws_B)
+            if sampled or deterministic:
+                keys_B = None
+            (_, nats_B), grads = jax.value_and_grad(summed, has_aux=True)(
+                params, micro.inputs_ABT, targets_BT, micro.loss_mask_ABT, segment_ids_BT, keys_B
+            )
+            tokens_B = micro.loss_mask_ABT.sum(axis=1, dtype=jnp.int32)
+            nats_S = jax.ops.segment_sum(nats_B, micro.source_ids_AB, num_sources)
+            tokens_S = jax.ops.segment_sum(tokens_B, micro.source_ids_AB, num_sources)
+            own = (place_grads(grads), nats_S, tokens_S)
+            return own if sums is None else jax.tree.map(jnp.add, sums, own), None
+
+        if keys_AB.shape[0] == 1:  # nothing to add to
+            return micro_step(None, jax.tree.map(lambda array: array[0], (batch, keys_AB)))[0]
+        zeros = (
+            place_grads(jax.tree.map(jnp.zeros_like, params)),
+            jnp.zeros(num_sources, jnp.float32),
+            jnp.zeros(num_sources, jnp.int32),
+        )
+        return jax.lax.scan(micro_step, zeros, (batch, keys_AB))[0]
+
+    return batch_gradient
 
 
 def _row_keys(seed: int, step: jax.Array, shape_AB: tuple[int, int]) -> jax.Array:
