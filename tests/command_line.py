@@ -7,7 +7,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from unittest.mock import patch
 
-from curriculum.cli.main import main
+from curriculum.cli.main import run_command
 
 
 def run(folder: Path, *arguments: str) -> CompletedProcess:
@@ -21,7 +21,7 @@ def run(folder: Path, *arguments: str) -> CompletedProcess:
         contextlib.redirect_stderr(errors),
     ):
         try:
-            code = main()
+            code = run_command()
         except SystemExit as end:
             code = end.code
     return CompletedProcess(argv, code or 0, out.getvalue(), errors.getvalue())

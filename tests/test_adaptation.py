@@ -14,7 +14,7 @@ import pytest
 from orbax.checkpoint import StandardCheckpointer
 
 from curriculum.adaptation import find_base, with_replay
-from curriculum.cli.main import main
+from curriculum.cli.main import run_command
 from curriculum.cli.plan import table
 from curriculum.config import build_config, changed_config, config_from_json, load_config
 from curriculum.data.tokenizers.tokenizer import load_tokenizer
@@ -139,7 +139,7 @@ def command(monkeypatch, capsys):
     def called(*arguments):
         monkeypatch.setattr(sys, "argv", ["curriculum", *arguments])
         with pytest.raises(SystemExit) as ended:
-            main()
+            run_command()
         return ended.value.code or 0, *capsys.readouterr()
 
     return called

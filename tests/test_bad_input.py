@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from curriculum.cli.main import main
+from curriculum.cli.main import run_command
 from curriculum.config import load_config
 from curriculum.data.prepare import prepare_folder
 from curriculum.data.tokenizers.tokenizer import byte_tokenizer
@@ -605,7 +605,7 @@ def in_process(monkeypatch, capfd, row):
         if row.without_privileges:
             drop_privileges()
         try:
-            main()
+            run_command()
         except BaseException as error:
             ended.append(error)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from curriculum.cli.main import main
+from curriculum.cli.main import run_command
 from curriculum.config import build_config
 from curriculum.errors import InputError
 from curriculum.evaluate import evaluate
@@ -298,7 +298,7 @@ def test_the_command(folder, monkeypatch, capsys):
     def command(*arguments):
         monkeypatch.setattr(sys, "argv", ["curriculum", "eval", "run", "--store-dir", "store", *arguments])
         with pytest.raises(SystemExit) as ended:
-            main()
+            run_command()
         return ended.value.code or 0, *capsys.readouterr()
 
     code, shown, errors = command("--step", "2", "--sets", "val, law")

@@ -265,7 +265,7 @@ def test_large_models_are_cut_and_the_index_tells_where_each_array_is(tmp_path):
     ],
 )
 def test_what_cannot_be_exported_is_told(run, tmp_path, monkeypatch, capsys, arguments, words):
-    from curriculum.cli.main import main
+    from curriculum.cli.main import run_command
 
     (tmp_path / "run").symlink_to(run)
     for name in ("young", "empty"):
@@ -280,7 +280,7 @@ def test_what_cannot_be_exported_is_told(run, tmp_path, monkeypatch, capsys, arg
     given = ["curriculum", "export", "--format", "safetensors", "-o", "out", *arguments]  # of two the last counts
     monkeypatch.setattr(sys, "argv", given)
     with pytest.raises(SystemExit) as ended:
-        main()
+        run_command()
     assert ended.value.code == 2 and f"error: {words}" in capsys.readouterr().err
     assert (
         sorted(path.name for path in tmp_path.rglob("*")) == before and (tmp_path / "full/note").read_text() == "kept"

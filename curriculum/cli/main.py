@@ -73,7 +73,7 @@ def _one_line(problem: str) -> str:
 def main() -> None:
     sys.unraisablehook = _unraisable
     try:
-        _command()
+        run_command()
     except BaseException as ending:
         programs = sys.modules.get("curriculum.train.programs")
         if programs is None or not programs.compiling():
@@ -89,8 +89,8 @@ def main() -> None:
         os._exit(status)
 
 
-def _command() -> None:
-    """Run the command and leave with its exit code."""
+def run_command() -> None:
+    """Run the command that the arguments name. Raises SystemExit with its exit code."""
     try:
         sys.exit(cli(standalone_mode=False) or 0)
     except InputError as error:
