@@ -10,6 +10,7 @@ from curriculum.adaptation import with_replay
 from curriculum.config import Config
 from curriculum.model.presets import HOW
 from phases.checks import ScheduleError
+from phases.curriculum import Curriculum
 from phases.lr import LrSchedule
 from phases.resolve import resolve
 from phases.schedule import Schedule, Segment, SourceSupply, cut
@@ -67,7 +68,7 @@ class Planned(NamedTuple):
 class Past:
     """What stands of a run's schedule, whatever its config says.
 
-    `segments` are frozen: the config decides from their end on. `settled` is as in `resolve`. `planned` is there where
+    `segments` are frozen: the config decides from their end on. `settled` is the curriculum's. `planned` is there where
     the config is as it was: the schedule is too, if the epochs are. `seed` is that of the order in which the sources
     are read, None: the config's. `sources` is what the ledger says of each source, those that are gone among them.
     `going_on` is a segment with data of its own (a raised share, a rollback), which goes on where `segments` end.
@@ -138,17 +139,17 @@ def check_schedule(config: Config, past: Past | None = None) -> None:
     _resolve(config, dict.fromkeys(config.sources), past or Past(), sizes_to_come=True)
 
 
-def resolve_inputs(config: Config, epochs: Mapping[str, int | None], past: Past) -> dict[str, Any]:
-    """What a schedule is resolved from, by the names that `resolve` and `raise_share` have for it."""
-    return {
-        "phases": with_replay(config.phases, config.adaptation.replay),
-        "supplies": {n: SourceSupply(epochs[n], s.max_epochs, s.on_exhaust) for n, s in config.sources.items()},
-        "lr": config.optim,
-        "total_steps": config.train.steps,
-        "batch_size": config.train.batch_size,
-        "seq_len": config.train.seq_len,
-        "settled": past.settled,
-    }
+def curriculum_of(config: Config, epochs: Mapping[str, int | None], past: Past) -> Curriculum:
+    """What the schedule of a config is resolved from, for epochs of so many tokens; replay is mixed in."""
+    return Curriculum(
+        with_replay(config.phases, config.adaptation.replay),
+        {n: SourceSupply(epochs[n], s.max_epochs, s.on_exhaust) for n, s in config.sources.items()},
+        config.optim,
+        total_steps=config.train.steps,
+        batch_size=config.train.batch_size,
+        seq_len=config.train.seq_len,
+        settled=past.settled,
+    )
 
 
 def _resolve(
@@ -161,8 +162,8 @@ def _resolve(
 ) -> Schedule | None:
     """The schedule for epochs of so many tokens; None only where sizes are still to come."""
     try:
-        inputs = resolve_inputs(config, epochs, past)
-        return resolve(**inputs, past=past.segments, sizes_to_come=sizes_to_come, going_on=going_on)
+        curriculum = curriculum_of(config, epochs, past)
+        return resolve(curriculum, past=past.segments, going_on=going_on, sizes_to_come=sizes_to_come)
     except ScheduleError as error:
         raise config.error(error.problems) from None
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from phases.checks import ScheduleError
-from phases.lr import LrSchedule
+from phases.curriculum import Curriculum
 from phases.resolve import resolve
-from phases.schedule import Phase, Schedule, Segment, SourceSupply, cut
+from phases.schedule import Schedule, Segment, cut
 
 _SMALLEST_SHARE = 0.01  # the least that is multiplied: a source with no share has to get one
 _ROUNDING = 1e-12  # of shares
@@ -45,31 +45,25 @@ class Replay:
 
 def raise_share(
     schedule: Schedule,
-    phases: Sequence[Phase],
-    supplies: Mapping[str, SourceSupply],
-    lr: LrSchedule,
+    curriculum: Curriculum,
     *,
-    total_steps: int,
-    batch_size: int,
-    seq_len: int,
     step: int,
     source: str,
     factor: float,
     max_share: float,
     spared: Collection[str] = (),
-    settled: Mapping[str, int] | None = None,
 ) -> Replay:
     """Raise the share of `source` to min(max_share, factor x max(share, 0.01)) from update `step` on.
 
     It lasts to the end of the phase that owns the update. `spared` sources keep their shares; the others give what is
     added, and keep their proportions to each other. Both ends of a ramp under way are raised, each where the others
-    have enough to give. A share is never lowered. The phases, supplies and numbers are those that `schedule` was
-    resolved from. Raises ReplayRefused where there is nothing to raise or to give for it, and where the edited schedule
-    would not resolve (a cap exceeded, an epoch clock missed) or would end the run at another step.
+    have enough to give. A share is never lowered. The curriculum is the one that `schedule` was resolved from. Raises
+    ReplayRefused where there is nothing to raise or to give for it, and where the edited schedule would not resolve (a
+    cap exceeded, an epoch clock missed) or would end the run at another step.
     """
-    if source not in supplies:
+    if source not in curriculum.supplies:
         raise ReplayRefused(f"there is no source {source}")
-    if supplies[source].num_tokens == 0:
+    if curriculum.supplies[source].num_tokens == 0:
         raise ReplayRefused(f"{source} has no training text")
     if not 0 <= step < schedule.total_steps:
         raise ReplayRefused(f"the run has no update after step {step}")
@@ -100,9 +94,8 @@ def raise_share(
             raise ReplayRefused(f"it would take from {worse}, whose sets got worse too")
         share = schedule.shares(step).get(source, 0.0)
         raise ReplayRefused(f"its share is {share:.4g} already, and {factor:g} times that or {max_share:g} no more")
-    numbers = {"total_steps": total_steps, "batch_size": batch_size, "seq_len": seq_len, "settled": settled}
     try:
-        whole = resolve(phases, supplies, lr, **numbers, past=cut(schedule.segments, step), going_on=edited)
+        whole = resolve(curriculum, past=cut(schedule.segments, step), going_on=edited)
     except ScheduleError as error:
         raise ReplayRefused("; ".join(f"{path}: {message}" for path, message in error.problems)) from None
     if whole.total_steps != schedule.total_steps:

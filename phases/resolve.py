@@ -9,31 +9,24 @@ from dataclasses import replace
 from phases.caps import ends_at_cap, phase_segments
 from phases.checks import ScheduleError, check_bounds, check_lengths, check_phases
 from phases.clocks import EpochGoal, TokenGoal, reached
-from phases.lr import LrSchedule, lr_scale
+from phases.curriculum import Curriculum, Declared, read_numbers
+from phases.lr import lr_scale
 from phases.mixture import normalised
-from phases.numbers import Declared, read_numbers
 from phases.rates import with_rates
-from phases.schedule import Phase, Ramp, Schedule, Segment, SourceSupply, cut, joined
+from phases.schedule import Ramp, Schedule, Segment, SourceSupply, cut, joined
 
 
 def resolve(
-    phases: Sequence[Phase],
-    supplies: Mapping[str, SourceSupply],
-    lr: LrSchedule,
+    curriculum: Curriculum,
     *,
-    total_steps: int,
-    batch_size: int,
-    seq_len: int,
-    sizes_to_come: bool = False,
     past: Sequence[Segment] = (),
-    settled: Mapping[str, int] | None = None,
     going_on: Segment | None = None,
+    sizes_to_come: bool = False,
 ) -> Schedule | None:
     """Turn phases into segments: every clock a step, every ramp and cap in place, every rate a number.
 
-    `batch_size` and `seq_len` are those of phases that have none of their own. Where a segment begins, the cursor of
-    each source that it reads is rounded up to a whole number of its sequences, so that no sequence runs over the end
-    of a block; the tokens between are passed over. Rates are meant for `batch_size`: see `lr.scale_lr_by_batch`.
+    Where a segment begins, the cursor of each source that it reads is rounded up to a whole number of its sequences, so
+    that no sequence runs over the end of a block; the tokens between are passed over.
 
     A source of unknown size is never exhausted, and an `until` in epochs of it is a problem, but with
     `sizes_to_come`: then the phases from there on stay unresolved, all that needs no size is checked, and None is
@@ -45,16 +38,14 @@ def resolve(
     phase that goes on keeps the order of data that the past has, if the phase as it is declared now would have had the
     same order from its first step on. Otherwise a new segment begins, with the declared mixture and with the ramp as
     far as it had come. Caps and clocks count what the past has read, of sources that are no longer declared too.
-
-    `settled` are the steps of what the config gives as a share of the run and had begun before `total_steps` changed,
-    by name: `optim.warmup_steps`, `PHASE.ramp_steps`, `PHASE.lr.rewarm_steps`. They keep the value that they had.
     `going_on` takes the place of the segment that follows the past, up to the end of its phase.
     Raises ScheduleError with every problem that can be found without mending another first.
     """
-    numbers, unread = read_numbers(phases, supplies, lr, total_steps, batch_size, seq_len, sizes_to_come, settled or {})
-    largest = max([batch_size, *(declared.batch_size for declared in numbers.phases)])
-    longest = max([seq_len, *(declared.seq_len for declared in numbers.phases)])
-    problems = check_phases(phases, list(supplies)) + check_lengths(phases, seq_len)
+    phases, supplies, total_steps = curriculum.phases, curriculum.supplies, curriculum.total_steps
+    numbers, unread = read_numbers(curriculum, sizes_to_come)
+    largest = max([curriculum.batch_size, *(declared.batch_size for declared in numbers.phases)])
+    longest = max([curriculum.seq_len, *(declared.seq_len for declared in numbers.phases)])
+    problems = check_phases(phases, list(supplies)) + check_lengths(phases, curriculum.seq_len)
     problems += check_bounds(supplies, total_steps, largest, longest)
     problems += _check_past(past, total_steps, longest) + unread
     if problems:
@@ -64,7 +55,7 @@ def resolve(
     names = [*supplies, *sorted(gone)]
     segments = [replace(s, cursors=_cursors_of(s.cursors, names)) for s in past]
     warnings: list[str] = []
-    first = _first_ahead(segments, numbers.phases, supplies, total_steps, warnings) if past else 0
+    first = _first_ahead(segments, numbers.phases, curriculum, warnings) if past else 0
     if going_on is not None:
         if first == len(phases) or phases[first].name != going_on.phase:
             message = f"phase {going_on.phase} is not declared to go on at step {going_on.start}"
@@ -79,7 +70,7 @@ def resolve(
         if isinstance(declared.clock, EpochGoal) and declared.clock.tokens is None:
             break
         try:
-            inside, stopped = _phase(declared, segments, going_on, supplies, total_steps, problems, warnings)
+            inside, stopped = _phase(declared, segments, going_on, curriculum, problems, warnings)
         except ScheduleError as error:
             problems += error.problems
             break
@@ -99,9 +90,10 @@ def resolve(
         raise ScheduleError(problems)
     if num_steps is None or (sizes_to_come and any(map(_may_stop_anywhere, supplies.values()))):
         return None
+    lr = curriculum.lr
     program_steps = [(declared.rewarm_steps, declared.decay_steps) for declared in numbers.phases]
     ahead = slice(len(past), None)
-    segments[ahead] = [replace(s, lr_scale=lr_scale(lr, s.batch_size, batch_size)) for s in segments[ahead]]
+    segments[ahead] = [replace(s, lr_scale=lr_scale(lr, s.batch_size, curriculum.batch_size)) for s in segments[ahead]]
     segments, lr_warnings = with_rates(segments, len(past), phases, lr, warmup, decay, program_steps)
     schedule = Schedule(segments)
     return replace(schedule, warnings=(*warnings, *lr_warnings, *_never_read(schedule)))
@@ -116,8 +108,7 @@ def _phase(
     declared: Declared,
     before: Sequence[Segment],
     going_on: Segment | None,
-    supplies: Mapping[str, SourceSupply],
-    total_steps: int,
+    curriculum: Curriculum,
     problems: list[tuple[str, str]],
     warnings: list[str],
 ) -> tuple[list[Segment], bool]:
@@ -128,6 +119,7 @@ def _phase(
     the phase cannot be resolved.
     """
     path, clock = declared.path, declared.clock
+    supplies, total_steps = curriculum.supplies, curriculum.total_steps
     goal = clock if isinstance(clock, EpochGoal) else None
     start = before[-1].end if before else 0
     if isinstance(clock, TokenGoal):
@@ -233,8 +225,7 @@ def _check_past(past, total_steps, longest) -> list[tuple[str, str]]:
 def _first_ahead(
     past: Sequence[Segment],
     phases: Sequence[Declared],
-    supplies: Mapping[str, SourceSupply],
-    total_steps: int,
+    curriculum: Curriculum,
     warnings: list[str],
 ) -> int:
     """Index of the phase that has the first step after the past. Adds to `warnings`.
@@ -242,6 +233,7 @@ def _first_ahead(
     The last phase of the past goes on if it is declared to end later. Else the next one begins: the first that is
     declared after the past's phases and ends later.
     """
+    supplies, total_steps = curriculum.supplies, curriculum.total_steps
     schedule = Schedule(tuple(past))
     end = schedule.total_steps
     trained = [name for name, _, _ in schedule.phase_bounds]

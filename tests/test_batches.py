@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from phases.batches import Batch, DataPlan, TokenStream, document_ids, epoch_tokens
+from phases.curriculum import Curriculum
 from phases.lr import LrSchedule
 from phases.resolve import resolve
 from phases.schedule import Phase, Schedule, SourceSupply
@@ -35,7 +36,7 @@ def epochs_of(tokens):
 
 def make_plan(phases=PHASES, tokens=TOKENS, total=90, batch=6, seed=5):
     supplies = {name: SourceSupply(size) for name, size in epochs_of(tokens).items()}
-    schedule = resolve(phases, supplies, LrSchedule(), total_steps=total, batch_size=batch, seq_len=LENGTH)
+    schedule = resolve(Curriculum(phases, supplies, LrSchedule(), total_steps=total, batch_size=batch, seq_len=LENGTH))
     return DataPlan(schedule, seed, epochs_of(tokens), LENGTH)
 
 
@@ -351,7 +352,7 @@ def test_a_million_draws_of_fifty_sources_over_phases_and_ramps():
         mixture["s01"] = 1e-6 * sum(mixture.values())
         phases.append(Phase(f"p{k}", until, mixture, ramp_steps=0 if k == 0 else 97))
     supplies = {n: SourceSupply(b * LENGTH) for n, b in sizes.items()}
-    schedule = resolve(phases, supplies, LrSchedule(), total_steps=2000, batch_size=512, seq_len=LENGTH)
+    schedule = resolve(Curriculum(phases, supplies, LrSchedule(), total_steps=2000, batch_size=512, seq_len=LENGTH))
     plan = DataPlan(schedule, 3, {n: b * LENGTH for n, b in sizes.items()}, LENGTH)
     draws = plan.draws(0, 2000)
     source = np.concatenate([d.source for d in draws])

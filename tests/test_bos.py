@@ -23,6 +23,7 @@ from curriculum.data.tokenizers.tokenizer import byte_tokenizer, load_tokenizer
 from curriculum.train.setup import build
 from evalsets.evalset import cut_windows
 from phases.batches import DataPlan, epoch_tokens
+from phases.curriculum import Curriculum
 from phases.lr import LrSchedule
 from phases.resolve import resolve
 from phases.schedule import Phase, SourceSupply
@@ -66,7 +67,7 @@ def epoch(corpus, **options):
     num_rows = size["web"] // SEQ_LEN
     supplies = {name: SourceSupply(tokens) for name, tokens in size.items()}
     phases = (Phase("a", "end", {"web": 1.0}),)
-    schedule = resolve(phases, supplies, LrSchedule(), total_steps=1, batch_size=num_rows, seq_len=SEQ_LEN)
+    schedule = resolve(Curriculum(phases, supplies, LrSchedule(), total_steps=1, batch_size=num_rows, seq_len=SEQ_LEN))
     plan = DataPlan(schedule, 1, size, SEQ_LEN)
     draws = plan.draws(0)[0]
     batch = plan.batch(0, corpus.streams, tokenizer.eot, bos=tokenizer.bos, draws=draws, **options)

@@ -20,6 +20,7 @@ from curriculum.data.packing import Bins, best_fit_decreasing, find_packing, pac
 from curriculum.errors import InputError
 from curriculum.plan import plan
 from phases.batches import DataPlan
+from phases.curriculum import Curriculum
 from phases.lr import LrSchedule
 from phases.resolve import resolve
 from phases.schedule import Phase, SourceSupply
@@ -44,7 +45,7 @@ def data_plan(streams, seq_len=BLOCK, batch=3, epochs=3):
     supplies = {name: SourceSupply(n) for name, n in sizes.items()}
     total = -(-epochs * max(sizes.values()) * len(sizes) // (batch * seq_len)) + 2
     phases = (Phase("a", "end", {n: float(size) for n, size in sizes.items()}),)
-    schedule = resolve(phases, supplies, LrSchedule(), total_steps=total, batch_size=batch, seq_len=seq_len)
+    schedule = resolve(Curriculum(phases, supplies, LrSchedule(), total_steps=total, batch_size=batch, seq_len=seq_len))
     return DataPlan(schedule, 3, sizes, BLOCK)
 
 

@@ -9,6 +9,7 @@ import pytest
 from phases.batches import DataPlan
 from phases.checks import ScheduleError
 from phases.clocks import clock_step
+from phases.curriculum import Curriculum
 from phases.lr import LrProgram, LrSchedule
 from phases.rates import rate_spans
 from phases.replay import raise_share
@@ -37,8 +38,9 @@ UNEVEN = (
 UNEVEN_EPOCHS = {"web": 20 * 192, "law": 5 * 192}
 
 
-def resolved(phases=PHASES, supplies=SUPPLIES, lr=CONSTANT, total=70, batch=4, length=128, **more):
-    return resolve(phases, supplies, lr, total_steps=total, batch_size=batch, seq_len=length, **more)
+def resolved(phases=PHASES, supplies=SUPPLIES, lr=CONSTANT, total=70, batch=4, length=128, past=(), **more):
+    curriculum = Curriculum(phases, supplies, lr, total_steps=total, batch_size=batch, seq_len=length, **more)
+    return resolve(curriculum, past=past)
 
 
 def problems(*phases, **kwargs):
@@ -49,14 +51,8 @@ def problems(*phases, **kwargs):
 
 def blocks_in_order(name: str, num_tokens: int, block: int, num_blocks: int) -> list[int]:
     """Where each of the first blocks begins that a source is read in: by a run that reads nothing else, block by block."""
-    whole = resolve(
-        [Phase("all", "end", {name: 1.0})],
-        {name: SourceSupply(num_tokens)},
-        CONSTANT,
-        total_steps=num_blocks,
-        batch_size=1,
-        seq_len=block,
-    )
+    phases, supplies = [Phase("all", "end", {name: 1.0})], {name: SourceSupply(num_tokens)}
+    whole = resolved(phases, supplies, total=num_blocks, batch=1, length=block)
     return [int(d.offset[0]) for d in DataPlan(whole, 7, {name: num_tokens}, block).draws(0, num_blocks)]
 
 
@@ -361,9 +357,9 @@ def test_a_raised_share_of_a_source_that_was_read_in_shorter_rows():
     phases = (Phase("a", 9, MIX, seq_len=32, batch_size=5), Phase("b", "end", {"web": 1.0}))
     schedule = resolved(phases)
     assert schedule.segments[1].cursors["law"] % 128
-    numbers = {"total_steps": 70, "batch_size": 4, "seq_len": 128}
+    curriculum = Curriculum(phases, SUPPLIES, CONSTANT, total_steps=70, batch_size=4, seq_len=128)
     edit = {"step": 30, "source": "law", "factor": 2.0, "max_share": 0.5}
-    raised = raise_share(schedule, phases, SUPPLIES, CONSTANT, **numbers, **edit).schedule
+    raised = raise_share(schedule, curriculum, **edit).schedule
     law = raised.segment_at(30).cursors["law"]
     assert law % 128 == 0 and 0 < law - schedule.segments[1].cursors["law"] < 128
     assert DataPlan(raised, 7, EPOCHS, 128).draws(30, 40)

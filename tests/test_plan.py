@@ -15,6 +15,7 @@ from curriculum.errors import InputError
 from curriculum.plan import plan
 from curriculum.plan_warnings import few_scored_targets, schedule_warnings
 from curriculum.scheduling import check_schedule, mean_steps, resolve_schedule
+from phases.curriculum import Curriculum
 from phases.lr import LrSchedule
 from phases.resolve import resolve
 from phases.schedule import Phase, SourceSupply, cut
@@ -152,10 +153,10 @@ def test_a_decay_that_was_cut_short_is_told_to_end_there(tmp_path):
     phases, sources = [Phase("a", "end", {"web": 1.0})], {"web": SourceSupply()}
     sizes = {"batch_size": 4, "seq_len": 20}
     falls = LrSchedule(lr=1e-3, decay_steps=20)
-    short = resolve(phases, sources, falls, total_steps=100, **sizes)
+    short = resolve(Curriculum(phases, sources, falls, total_steps=100, **sizes))
     past = cut(short.segments, 90)  # in the midst of the decay from 80 to 100
     held = replace(falls, lr=float(short.rates(89)), schedule="constant")
-    longer = resolve(phases, sources, held, total_steps=200, **sizes, past=past)
+    longer = resolve(Curriculum(phases, sources, held, total_steps=200, **sizes), past=past)
     assert len(set(longer.rates(range(89, 200)).tolist())) == 1 and longer.rates(88) > longer.rates(89)
     told = "the learning rate stops decaying at step 90, 110 steps before the end"
     assert told in schedule_warnings(config, longer, {})

@@ -10,6 +10,7 @@ import pytest
 
 from phases.batches import DataPlan, epoch_tokens
 from phases.checks import ScheduleError
+from phases.curriculum import Curriculum
 from phases.lr import LrProgram, LrSchedule
 from phases.replay import ReplayRefused, raise_share
 from phases.resolve import resolve
@@ -49,19 +50,18 @@ PHASES = (
 LR = LrSchedule(lr=6e-4, warmup_steps=5, decay_steps=20)
 
 
+def curriculum_of(phases=PHASES, supplies=SUPPLIES, lr=LR):
+    return Curriculum(phases, supplies, lr, total_steps=TOTAL, batch_size=BATCH, seq_len=LENGTH)
+
+
 def resolved(phases=PHASES, supplies=SUPPLIES, past=(), lr=LR):
-    return resolve(phases, supplies, lr, total_steps=TOTAL, batch_size=BATCH, seq_len=LENGTH, past=past)
+    return resolve(curriculum_of(phases, supplies, lr), past=past)
 
 
 def raised(schedule, step, source, factor=2.0, max_share=0.5, *, spared=(), phases=PHASES, supplies=SUPPLIES, lr=LR):
     return raise_share(
         schedule,
-        phases,
-        supplies,
-        lr,
-        total_steps=TOTAL,
-        batch_size=BATCH,
-        seq_len=LENGTH,
+        curriculum_of(phases, supplies, lr),
         step=step,
         source=source,
         factor=factor,
@@ -306,20 +306,20 @@ def drawn_at_random(rng):
 
 
 def test_whatever_the_schedule_a_past_and_an_edit_fit_into_it():
-    numbers, counts = {"total_steps": 60, "batch_size": 4, "seq_len": 10}, Counter()
+    counts = Counter()
     for seed in range(120):
         rng = random.Random(seed)
-        phases, supplies, lr = drawn_at_random(rng)
+        curriculum = Curriculum(*drawn_at_random(rng), total_steps=60, batch_size=4, seq_len=10)
         try:
-            schedule = resolve(phases, supplies, lr, **numbers)
+            schedule = resolve(curriculum)
         except ScheduleError:
             continue
         for segment in schedule.segments:
             past = cut(schedule.segments, segment.end)
-            assert resolve(phases, supplies, lr, **numbers, past=past) == schedule
+            assert resolve(curriculum, past=past) == schedule
             counts["segments"] += 1
         for step in rng.sample(range(1, schedule.total_steps + 1), min(4, schedule.total_steps)):
-            again = resolve(phases, supplies, lr, **numbers, past=cut(schedule.segments, step))
+            again = resolve(curriculum, past=cut(schedule.segments, step))
             assert joined(again.segments) == joined(schedule.segments)
             updates = np.arange(schedule.total_steps)
             assert again.rates(updates).tolist() == schedule.rates(updates).tolist()
@@ -327,13 +327,13 @@ def test_whatever_the_schedule_a_past_and_an_edit_fit_into_it():
             step, source = rng.randint(0, schedule.total_steps), rng.choice(["s0", "s1", "s2", "s3"])
             edit = {"step": step, "source": source, "factor": rng.choice([2, 10]), "max_share": rng.choice([0.5, 1.0])}
             try:
-                replay = raise_share(schedule, phases, supplies, lr, **numbers, **edit)
+                replay = raise_share(schedule, curriculum, **edit)
             except ReplayRefused:
                 counts["refused"] += 1
                 continue
             stops = replay.until == replay.schedule.total_steps < 60
             if not stops:
-                assert resolve(phases, supplies, lr, **numbers, past=replay.past) == replay.schedule
+                assert resolve(curriculum, past=replay.past) == replay.schedule
             assert replay.schedule.total_steps == schedule.total_steps
             assert replay.past == cut(replay.schedule.segments, replay.until)
             assert first_difference(schedule, replay.schedule, step) is None

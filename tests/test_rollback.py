@@ -2,11 +2,13 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from phases.batches import DataPlan, epoch_tokens
+from phases.curriculum import Curriculum
 from phases.lr import LrProgram, LrSchedule
 from phases.replay import raise_share
 from phases.resolve import resolve
@@ -27,8 +29,11 @@ PHASES = (
 LR = LrSchedule(lr=6e-4, warmup_steps=5, decay_steps=20)
 
 
+CURRICULUM = Curriculum(PHASES, SUPPLIES, LR, total_steps=TOTAL, batch_size=BATCH, seq_len=LENGTH)
+
+
 def resolved(phases=PHASES, supplies=SUPPLIES, past=()):
-    return resolve(phases, supplies, LR, total_steps=TOTAL, batch_size=BATCH, seq_len=LENGTH, past=past)
+    return resolve(replace(CURRICULUM, phases=phases, supplies=supplies), past=past)
 
 
 def rows(schedule, num_steps=None):
@@ -125,14 +130,13 @@ def test_passed_over_twice_from_one_step_is_once_with_both():
 
 
 def test_a_replay_goes_with_it_and_the_past_alone_gives_it_back():
-    numbers = {"total_steps": TOTAL, "batch_size": BATCH, "seq_len": LENGTH}
     edit = {"step": 55, "source": "new", "factor": 20.0, "max_share": 0.5}
-    schedule = raise_share(resolved(), PHASES, SUPPLIES, LR, **numbers, **edit).schedule
+    schedule = raise_share(resolved(), CURRICULUM, **edit).schedule
     after = pass_over(schedule, SUPPLIES, 60, 4)
     assert rows(after)[60:76] == rows(schedule)[64:80] and rows(after)[76:80] != rows(schedule)[76:80]
     past = cut(after.segments, 80)
     assert resolved(past=past).segments == after.segments
-    at_75 = raise_share(after, PHASES, SUPPLIES, LR, **numbers, **{**edit, "step": 75, "source": "web"}).schedule
+    at_75 = raise_share(after, CURRICULUM, **{**edit, "step": 75, "source": "web"}).schedule
     assert rows(at_75)[:75] == rows(after)[:75]
     read = [row for batch in rows(at_75) for row in batch]
     assert len(set(read)) == len(read)
@@ -179,7 +183,6 @@ def test_a_loss_is_judged_from_the_newest_segment_or_ramp_end():
     assert places(pass_over(resolved(), SUPPLIES, 60, 20)) == [0, 30, 50, 80, 89]
     assert places(pass_over(resolved(), SUPPLIES, 40, 5)) == [0, 30, 45, 80, 89]
     assert places(pass_over(resolved(), SUPPLIES, 40, 20)) == [0, 30, 40, 80, 89]
-    numbers = {"total_steps": TOTAL, "batch_size": BATCH, "seq_len": LENGTH}
     edit = {"step": 60, "source": "web", "factor": 2.0, "max_share": 0.5}
-    raised = raise_share(resolved(), PHASES, SUPPLIES, LR, **numbers, **edit).schedule
+    raised = raise_share(resolved(), CURRICULUM, **edit).schedule
     assert places(raised) == [0, 30, 50, 60, 80, 89]

@@ -11,6 +11,7 @@ import pytest
 
 from phases.checks import ScheduleError, check_phases
 from phases.clocks import resolve_steps
+from phases.curriculum import Curriculum
 from phases.lr import LrProgram, LrSchedule
 from phases.mixture import _tree
 from phases.resolve import resolve
@@ -30,8 +31,8 @@ CONSTANT = LrSchedule(lr=1e-3, schedule="constant")
 SUPPLIES = {"web": SourceSupply(8000), "law": SourceSupply(800)}
 
 
-def resolved(*phases, supplies=SUPPLIES, total=100, batch=4, length=10, lr=CONSTANT):
-    return resolve(phases, supplies, lr, total_steps=total, batch_size=batch, seq_len=length)
+def resolved(*phases, supplies=SUPPLIES, total=100, batch=4, length=10, lr=CONSTANT, **known):
+    return resolve(Curriculum(phases, supplies, lr, total_steps=total, batch_size=batch, seq_len=length), **known)
 
 
 def problems(*phases, **kwargs):
@@ -179,7 +180,7 @@ def test_sizes_to_come_leave_every_other_check():
     unknown = {name: SourceSupply(None) for name in SUPPLIES}
 
     def early(*phases, lr=CONSTANT):
-        return resolve(phases, unknown, lr, total_steps=100, batch_size=4, seq_len=10, sizes_to_come=True)
+        return resolved(*phases, supplies=unknown, lr=lr, sizes_to_come=True)
 
     epochs = Phase("b", "2 epochs of law", {"law": 1})
     end = Phase("c", "end", {"web": 1})
@@ -530,11 +531,7 @@ WSD = LrSchedule(lr=1e-3, warmup_steps=7, decay_steps=20)
 
 def after(past, *phases, **kwargs):
     """The phases resolved after a past, with `resolved`'s numbers."""
-    numbers = {"total": 100, "batch": 4, "length": 10, "lr": WSD, "supplies": SUPPLIES} | kwargs
-    return resolve(
-        phases, numbers["supplies"], numbers["lr"], total_steps=numbers["total"], batch_size=numbers["batch"],
-        seq_len=numbers["length"], past=past,
-    )  # fmt: skip
+    return resolved(*phases, past=past, **({"lr": WSD} | kwargs))
 
 
 def after_problems(past, *phases, **kwargs):
@@ -745,9 +742,7 @@ def test_sizes_to_come_after_a_past():
     unknown = {name: SourceSupply(None) for name in SUPPLIES}
 
     def early(*phases):
-        return resolve(
-            phases, unknown, CONSTANT, total_steps=100, batch_size=4, seq_len=10, sizes_to_come=True, past=past
-        )
+        return resolved(*phases, supplies=unknown, sizes_to_come=True, past=past)
 
     assert early(Phase("a", "1 epoch of web", {"web": 1.0}), Phase("b", "end", {"web": 1.0})) is None
     with pytest.raises(ScheduleError, match=r"phases\[0\].until: the last phase ends at step 30"):

@@ -25,6 +25,7 @@ from curriculum.data.packing import Bins, pack
 from curriculum.data.view import TokenView
 from curriculum.train.device import tune_malloc
 from phases.batches import DataPlan, epoch_tokens
+from phases.curriculum import Curriculum
 from phases.lr import LrSchedule
 from phases.resolve import resolve
 from phases.schedule import Phase, SourceSupply
@@ -53,8 +54,8 @@ def make_bins(tokens: dict[str, TokenView]) -> dict[str, Bins]:
 def make_plan(tokens_per_epoch: dict[str, int]) -> DataPlan:
     supplies = {name: SourceSupply(num_tokens) for name, num_tokens in tokens_per_epoch.items()}
     phases = [Phase("a", "50%", MIXTURE), Phase("b", "end", dict.fromkeys(MIXTURE, 0.25), ramp_steps=100)]
-    schedule = resolve(phases, supplies, LrSchedule(), total_steps=10_000, batch_size=BATCH, seq_len=LENGTH)
-    return DataPlan(schedule, 1, tokens_per_epoch, LENGTH)
+    curriculum = Curriculum(phases, supplies, LrSchedule(), total_steps=10_000, batch_size=BATCH, seq_len=LENGTH)
+    return DataPlan(resolve(curriculum), 1, tokens_per_epoch, LENGTH)
 
 
 def make_tokens(folder: Path) -> dict[str, np.ndarray]:

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from curriculum.config import Config
 from curriculum.data.corpus import Corpus
-from curriculum.scheduling import Past, continued_schedule, kept_order, resolve_inputs
+from curriculum.scheduling import Past, continued_schedule, curriculum_of, kept_order
 from curriculum.train.feed import Feed
 from curriculum.train.mesh import place_batch, rows_here
 from curriculum.train.programs import StepShape
@@ -147,9 +147,9 @@ class Course:
         """
         if self.branched_from and step < self.branched_from["step"]:
             raise ReplayRefused(f"up to step {self.branched_from['step']} the schedule is the trunk's")
-        inputs = resolve_inputs(self._config, self._corpus.tokens_per_epoch, self.past)
+        curriculum = curriculum_of(self._config, self._corpus.tokens_per_epoch, self.past)
         replay = raise_share(
-            self.schedule, **inputs, step=step, source=source, factor=factor, max_share=max_share, spared=spared
+            self.schedule, curriculum, step=step, source=source, factor=factor, max_share=max_share, spared=spared
         )
         self.before_raised.append((step, self.schedule, self.past))
         self._replan(replay.schedule, replay.past)
@@ -167,7 +167,7 @@ class Course:
         A share that was raised after that step is raised no more: the eval that asked for it will come out otherwise.
         Raises RollbackRefused where it cannot be; the schedule is then as it was.
         """
-        supplies = resolve_inputs(self._config, self._corpus.tokens_per_epoch, self.past)["supplies"]
+        supplies = curriculum_of(self._config, self._corpus.tokens_per_epoch, self.past).supplies
         raised_later = [before for before in self.before_raised if before[0] > step]
         _, whole, past = raised_later[0] if raised_later else (step, self.schedule, self.past)
         schedule = pass_over(whole, supplies, step, num_steps)

@@ -262,7 +262,7 @@ def _drawn(declared: Mapping[str, Any], name: str) -> dict[str, Any] | None:
 def _settled(
     saved: Mapping[str, Any], was: Mapping[str, Any], now: Mapping[str, Any], schedule: Schedule, step: int
 ) -> dict[str, int]:
-    """What shares of the run came to in steps, as `resolve` takes it: of what has begun and is declared as it was."""
+    """What shares of the run came to in steps, `Curriculum.settled`: of what has begun and is declared as it was."""
     texts = [("optim.warmup_steps", was["optim"]["warmup_steps"], now["optim"]["warmup_steps"])] if step else []
     for name, start, _ in schedule.phase_bounds:
         old, new = (phases_by_name(declared).get(name) for declared in (was, now))

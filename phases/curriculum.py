@@ -1,13 +1,35 @@
-"""The numbers of the phases and of the learning rate as steps, however the config gives them."""
+"""What a schedule is resolved from, and its numbers as steps, however they are given."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
 
 from phases.clocks import EpochGoal, TokenGoal, read_clock, resolve_steps
 from phases.lr import LrProgram, LrSchedule
 from phases.schedule import Phase, SourceSupply
+
+
+@dataclass(frozen=True)
+class Curriculum:
+    """All that a schedule is resolved from: phases in order, what there is of each source, and the run's numbers.
+
+    `lr` is the run's global learning rate, meant for `batch_size` (see `lr.scale_lr_by_batch`), and `total_steps` are
+    the updates that it is to have. `batch_size`, sequences per update, and `seq_len`, tokens per sequence, are those of
+    phases that have none of their own.
+    `settled` are the steps of what the config gives as a share of the run and had begun before `total_steps` changed,
+    by name: `optim.warmup_steps`, `PHASE.ramp_steps`, `PHASE.lr.rewarm_steps`. They keep the value that they had.
+    """
+
+    phases: Sequence[Phase]
+    supplies: Mapping[str, SourceSupply]
+    lr: LrSchedule
+    _: KW_ONLY
+    total_steps: int
+    batch_size: int
+    seq_len: int
+    settled: Mapping[str, int] = field(default_factory=dict)
 
 
 class Declared(NamedTuple):
@@ -35,17 +57,9 @@ class Numbers(NamedTuple):
     phases: list[Declared]
 
 
-def read_numbers(
-    phases: Sequence[Phase],
-    supplies: Mapping[str, SourceSupply],
-    lr: LrSchedule,
-    total_steps: int,
-    batch_size: int,
-    seq_len: int,
-    sizes_to_come: bool,
-    settled: Mapping[str, int],
-) -> tuple[Numbers, list[tuple[str, str]]]:
-    """(the numbers, problems) with 0 in the place of each that cannot be read; arguments as of `resolve`."""
+def read_numbers(curriculum: Curriculum, sizes_to_come: bool) -> tuple[Numbers, list[tuple[str, str]]]:
+    """(the numbers, problems) with 0 in the place of each that cannot be read; `sizes_to_come` as in `resolve`."""
+    lr, supplies, total_steps = curriculum.lr, curriculum.supplies, curriculum.total_steps
     problems: list[tuple[str, str]] = []
 
     def read(path, reader, *arguments):
@@ -56,26 +70,26 @@ def read_numbers(
             return 0
 
     def steps_of(path, value, key=None):
-        return settled[key] if key in settled else read(path, resolve_steps, value, total_steps)
+        return curriculum.settled[key] if key in curriculum.settled else read(path, resolve_steps, value, total_steps)
 
     warmup_steps = steps_of("optim.warmup_steps", lr.warmup_steps, key="optim.warmup_steps")
     decay_steps = steps_of("optim.decay_steps", lr.decay_steps)
     if lr.schedule != "wsd":
         decay_steps = 0
     declared = []
-    for i, phase in enumerate(phases):
+    for i, phase in enumerate(curriculum.phases):
         path, key, program = f"phases[{i}]", phase.name, phase.lr or LrProgram()
         declared.append(
             Declared(
                 path,
                 phase,
-                is_last=i == len(phases) - 1,
+                is_last=i == len(curriculum.phases) - 1,
                 clock=read(f"{path}.until", read_clock, phase.until, supplies, total_steps, sizes_to_come),
                 ramp_steps=steps_of(f"{path}.ramp_steps", phase.ramp_steps, f"{key}.ramp_steps"),
                 rewarm_steps=steps_of(f"{path}.lr.rewarm_steps", program.rewarm_steps, f"{key}.lr.rewarm_steps"),
                 decay_steps=steps_of(f"{path}.lr.decay_steps", program.decay_steps),
-                batch_size=batch_size if phase.batch_size is None else phase.batch_size,
-                seq_len=seq_len if phase.seq_len is None else phase.seq_len,
+                batch_size=curriculum.batch_size if phase.batch_size is None else phase.batch_size,
+                seq_len=curriculum.seq_len if phase.seq_len is None else phase.seq_len,
             )
         )
     return Numbers(warmup_steps, decay_steps, declared), problems
