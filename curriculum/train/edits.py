@@ -13,7 +13,7 @@ from curriculum.plan_warnings import schedule_warnings
 from curriculum.scheduling import Past, Planned, declaration, training_settings
 from curriculum.train import ledger
 from curriculum.train.ledger import Problem
-from curriculum.train.past_edits import SHAPE, how_to_mend, of_past, phases_by_name
+from curriculum.train.past_edits import SHAPE, Contrast, field_of, how_to_mend, of_past, phases_by_name
 from curriculum.train.setup import Setup
 from phases.clocks import resolve_steps
 from phases.schedule import Schedule, Segment, cut, segments_from_json
@@ -46,21 +46,20 @@ def find_edit(config: Config, saved: Mapping[str, Any], *, at: int | None = None
     theta = saved["model"].get("rope_theta")
     was, now = (_without_theta(declared, theta) for declared in (_declared(saved), declaration(config)))
     step = saved["step"] if at is None else at
-    schedule = Schedule(segments_from_json(saved["segments"]))
-    changes = tuple(_changes(was, now))
+    contrast = Contrast(saved, was, now, step)
+    changes = tuple(_changes(contrast))
     # A run that was begun before ledgers kept them says nothing of them; nor does a set that comes or goes.
     others = tuple(_changes_of_settings(_settings(saved), training_settings(config)))
-    epochs = {name: source["tokens_per_epoch"] for name, source in saved["sources"].items()}
-    problems = [] if step == 0 else list(of_past(was, now, schedule, step, epochs))
+    problems = [] if step == 0 else list(of_past(contrast))
     if problems and not accept_past:
-        how = how_to_mend(config, was, now, problems, schedule, step, epochs)
+        how = how_to_mend(config, contrast, problems)
         how.append(_OR_ACCEPT if at is None else "or branch at an earlier step")
         raise InputError(*config.error(dict.fromkeys(problems)).problems, details=how)
     unchanged = all(change["path"].startswith("evalsets.") for change in changes)
-    past = _past(saved, was, now, step, unchanged)
+    past = _past(contrast, unchanged)
     if at is None and config.train.rollback is not None:  # nothing else goes back to what was before
-        before = ((b["at"], _past({**saved, **b}, was, now, step, unchanged)) for b in saved.get("before_raised", ()))
-        past = replace(past, before_raised=tuple(before))
+        raised = [(b["at"], replace(contrast, saved={**saved, **b})) for b in saved.get("before_raised", ())]
+        past = replace(past, before_raised=tuple((at, _past(before, unchanged)) for at, before in raised))
     return Edit(step, changes + others, past, tuple(problems))
 
 
@@ -131,16 +130,16 @@ def _acts_at_once(change: Mapping[str, Any], config: Config) -> bool:
     return True
 
 
-def _past(saved: Mapping[str, Any], was: Mapping[str, Any], now: Mapping[str, Any], step: int, unchanged: bool) -> Past:
-    """What of a ledger's schedule stands at `step`: all of it, where the declaration is `unchanged`."""
-    schedule, planned = Schedule(segments_from_json(saved["segments"])), None
+def _past(contrast: Contrast, unchanged: bool) -> Past:
+    """What of a ledger's schedule stands at the contrast's step: all of it, where the declaration is `unchanged`."""
+    saved, planned = contrast.saved, None
     if unchanged:
-        epochs = {name: saved["sources"][name]["tokens_per_epoch"] for name in was["sources"]}
-        planned = Planned(schedule, ledger.past_of(saved), epochs)
-    frozen, going_on = _frozen(saved, was, now, schedule, step)
+        epochs = {name: contrast.epochs[name] for name in contrast.was["sources"]}
+        planned = Planned(contrast.schedule, ledger.past_of(saved), epochs)
+    frozen, going_on = _frozen(contrast)
     return Past(
-        segments=cut(schedule.segments, frozen),
-        settled=_settled(saved, was, now, schedule, step),
+        segments=cut(contrast.schedule.segments, frozen),
+        settled=_settled(contrast),
         planned=planned,
         seed=saved["data_seed"],
         sources=saved["sources"],
@@ -187,12 +186,12 @@ def _settings(saved: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Every difference of two declarations; phases, sources and eval sets by name."""
+def _changes(contrast: Contrast) -> Iterator[dict[str, Any]]:
+    """Every difference of the two declarations; phases, sources and eval sets by name."""
+    was, now, old, new = contrast.was, contrast.now, contrast.old, contrast.new
     yield from _differing("", {"seed": was["seed"]}, {"seed": now["seed"]})
     for section in ("train", "optim", "adaptation"):
         yield from _differing(section, was[section], now[section])
-    old, new = phases_by_name(was), phases_by_name(now)
     if [name for name in old if name in new] != [name for name in new if name in old]:
         yield {"path": "phases", "was": list(old), "now": list(new)}
     for section, its, others in (("sources", was["sources"], now["sources"]), ("phases", old, new)):
@@ -228,25 +227,24 @@ def _in_words(change: Mapping[str, Any]) -> str:
     return f"{path} {json.dumps(was)} → {json.dumps(now)}"
 
 
-def _frozen(
-    saved: Mapping[str, Any], was: Mapping[str, Any], now: Mapping[str, Any], schedule: Schedule, step: int
-) -> tuple[int, Segment | None]:
+def _frozen(contrast: Contrast) -> tuple[int, Segment | None]:
     """(the step up to which the schedule is kept, the segment that goes on there; None where the config says which).
 
     There is one where something else than the config decided it, such as a raised share or a rollback. It lasts to its
     phase's end, unless the phase's mixture or shape is edited now; rates and the end itself are what the config says.
     """
+    saved, schedule, now, step = contrast.saved, contrast.schedule, contrast.now, contrast.step
     until = saved["past_end"]
     if until <= step:
         return step, None
     trunks = (saved["branched_from"] or {"step": 0})["step"]
     step = max([step, trunks, *(r["first_bad_step"] + 1 for r in saved["history"].get("rollbacks", []))])
     name, segment = schedule.segment_at(until - 1).phase, schedule.segment_at(step)
-    before, after = (_drawn(declared, name) for declared in (was, now))
+    before, after = (_drawn(declared, name) for declared in (contrast.was, now))
     read = {*segment.mixture, *(segment.ramp.from_mixture if segment.ramp else ())}
     if step >= until or after is None or before != after or segment.phase != name or read - now["sources"].keys():
         return step, None
-    shape = {key: now["train"][key] if after[key] is None else after[key] for key in ("batch_size", "seq_len")}
+    shape = {key: field_of(now, after, key) for key in ("batch_size", "seq_len")}
     if shape == {key: getattr(segment, key) for key in shape}:
         return step, segment.continued(step)
     return step, replace(segment.rest(step), **shape).aligned()
@@ -259,19 +257,18 @@ def _drawn(declared: Mapping[str, Any], name: str) -> dict[str, Any] | None:
     return phase and {**{key: phase[key] for key in keys}, "replay": declared["adaptation"]["replay"]}
 
 
-def _settled(
-    saved: Mapping[str, Any], was: Mapping[str, Any], now: Mapping[str, Any], schedule: Schedule, step: int
-) -> dict[str, int]:
+def _settled(contrast: Contrast) -> dict[str, int]:
     """What shares of the run came to in steps, `Curriculum.settled`: of what has begun and is declared as it was."""
-    texts = [("optim.warmup_steps", was["optim"]["warmup_steps"], now["optim"]["warmup_steps"])] if step else []
-    for name, start, _ in schedule.phase_bounds:
-        old, new = (phases_by_name(declared).get(name) for declared in (was, now))
-        if start < step and old and new:
+    warmup, warmup_now = (declared["optim"]["warmup_steps"] for declared in (contrast.was, contrast.now))
+    texts = [("optim.warmup_steps", warmup, warmup_now)] if contrast.step else []
+    for name, start, _ in contrast.schedule.phase_bounds:
+        old, new = contrast.old.get(name), contrast.new.get(name)
+        if start < contrast.step and old and new:
             texts.append((f"{name}.ramp_steps", old["ramp_steps"], new["ramp_steps"]))
             if old["lr"] and new["lr"]:
                 texts.append((f"{name}.lr.rewarm_steps", old["lr"]["rewarm_steps"], new["lr"]["rewarm_steps"]))
     return {
-        key: saved["settled"].get(key, resolve_steps(before, was["train"]["steps"]))
+        key: contrast.saved["settled"].get(key, resolve_steps(before, contrast.was["train"]["steps"]))
         for key, before, after in texts
         if before == after and isinstance(before, str)
     }
