@@ -93,6 +93,20 @@ def lr_scale(schedule: LrSchedule, batch_size: int, meant_for: int) -> float:
     return math.sqrt(batch_size / meant_for) if schedule.scale_lr_by_batch == "sqrt" else 1.0
 
 
+class PhaseSpan(NamedTuple):
+    """The updates [start, end) of a phase, its program, and how many of them re-warm and decay by that.
+
+    `path` is where the config declares the phase. One that only the past knows of has neither a path nor a program.
+    """
+
+    start: int
+    end: int
+    program: LrProgram | None = None
+    rewarm_steps: int = 0
+    decay_steps: int = 0
+    path: str | None = None
+
+
 class Standing(NamedTuple):
     """What the pieces of a run have to fit: rates that stand already, and the segments' `lr_scale`.
 
@@ -113,19 +127,17 @@ NOTHING_STANDS = Standing()
 
 def lr_pieces(
     schedule: LrSchedule,
-    phases: Sequence[tuple[int, int, LrProgram | None]],
+    spans: Sequence[PhaseSpan],
     warmup_steps: int,
     decay_steps: int,
-    program_steps: Sequence[tuple[int, int]],
     standing: Standing = NOTHING_STANDS,
 ) -> tuple[LrPiece, ...]:
-    """The pieces of a run whose phases own the updates [start, end) and may have a program of their own.
+    """The pieces of a run of these phases; `warmup_steps` and `decay_steps` are those of `schedule`, resolved.
 
-    `warmup_steps`, `decay_steps` and, for each phase, `program_steps` (re-warming, decay) are resolved numbers. A
-    re-warming begins at the scaled rate of the update before the phase, even if the phase has another scale. Otherwise
-    a rate that stays is the same before scaling, and a new scale changes it.
+    A re-warming begins at the scaled rate of the update before the phase, even if the phase has another scale.
+    Otherwise a rate that stays is the same before scaling, and a new scale changes it.
     """
-    total = phases[-1][1]
+    total = spans[-1].end
     floor = schedule.lr * schedule.min_lr_ratio
     decay_shape = {"wsd": schedule.decay_shape, "constant": None}.get(schedule.schedule, schedule.schedule)
     decay_start = total - decay_steps if schedule.schedule == "wsd" else warmup_steps
@@ -145,13 +157,13 @@ def lr_pieces(
             start = max(start, int(decay_start))
             pieces.append(LrPiece(start, total - start, decay_shape, rate, min(floor, rate)))
 
-    if phases[0][2] is None:
+    if spans[0].program is None:
         if warmup_steps:
             pieces.append(LrPiece(0, warmup_steps, "linear", 0.0, schedule.lr, warmup=True))
         if warmup_steps < total:
             follow_global(warmup_steps, schedule.lr)
     programmed = False
-    for (start, end, program), (rewarm, decay) in zip(phases, program_steps, strict=True):
+    for start, end, program, rewarm, decay, _ in spans:
         if program is None and not programmed:
             continue
         if 0 < start <= standing.past_end:

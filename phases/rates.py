@@ -7,22 +7,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from phases.checks import ScheduleError
-from phases.lr import LrPiece, LrProgram, LrSchedule, Standing, first_jump, lr_pieces
-from phases.schedule import Phase, Schedule, Segment
-
-
-class _Span(NamedTuple):
-    """The updates [start, end) of a phase, and its program; `path` is where the config declares it.
-
-    A phase that only the past knows of has neither a program nor a path.
-    """
-
-    path: str | None
-    start: int
-    end: int
-    program: LrProgram | None
-    rewarm_steps: int
-    decay_steps: int
+from phases.curriculum import Curriculum, Numbers
+from phases.lr import LrPiece, LrSchedule, PhaseSpan, Standing, first_jump, lr_pieces, lr_scale
+from phases.schedule import Schedule, Segment
 
 
 class RateSpan(NamedTuple):
@@ -50,57 +37,47 @@ def rate_spans(schedule: Schedule) -> list[RateSpan]:
 
 
 def with_rates(
-    segments: Sequence[Segment],
-    num_past: int,
-    phases: Sequence[Phase],
-    lr: LrSchedule,
-    warmup_steps: int,
-    decay_steps: int,
-    program_steps: Sequence[tuple[int, int]],
+    segments: Sequence[Segment], num_past: int, curriculum: Curriculum, numbers: Numbers
 ) -> tuple[tuple[Segment, ...], list[str]]:
-    """The segments with the pieces of the learning rate that reach into them, and warnings of what does nothing.
+    """The segments with their `lr` and `lr_scale`, and warnings of settings that do nothing.
 
-    The first `num_past` segments have their pieces already and keep them. `program_steps` are the (re-warming, decay)
-    steps of each phase. Raises ScheduleError for a rate that jumps, unless `allow_jump` is set.
+    The first `num_past` segments have theirs already and keep them. `numbers` are those of the curriculum. Raises
+    ScheduleError for a rate that jumps, unless `allow_jump` is set.
     """
-    place = {phase.name: i for i, phase in enumerate(phases)}
+    lr, past = curriculum.lr, segments[:num_past]
+    ahead = [replace(s, lr_scale=lr_scale(lr, s.batch_size, curriculum.batch_size)) for s in segments[num_past:]]
+    segments = [*past, *ahead]
+    declared = {d.phase.name: d for d in numbers.phases}
     spans = []
     for name, start, end in Schedule(tuple(segments)).phase_bounds:
-        if name in place:
-            i = place[name]
-            spans.append(_Span(f"phases[{i}]", start, end, phases[i].lr, *program_steps[i]))
+        if name in declared:
+            d = declared[name]
+            spans.append(PhaseSpan(start, end, d.phase.lr, d.rewarm_steps, d.decay_steps, d.path))
         else:
-            spans.append(_Span(None, start, end, None, 0, 0))
+            spans.append(PhaseSpan(start, end))
     standing = Standing(
-        past_end=segments[num_past - 1].end if num_past else 0,
-        past_rate=Schedule(tuple(segments[:num_past])).unscaled_rate,
+        past_end=past[-1].end if past else 0,
+        past_rate=Schedule(tuple(past)).unscaled_rate,
         scales=tuple((segment.start, segment.lr_scale) for segment in segments),
     )
-    pieces = lr_pieces(
-        lr,
-        [(span.start, span.end, span.program) for span in spans],
-        warmup_steps,
-        decay_steps,
-        [(span.rewarm_steps, span.decay_steps) for span in spans],
-        standing,
-    )
+    pieces = lr_pieces(lr, spans, numbers.warmup_steps, numbers.decay_steps, standing)
     if not lr.allow_jump and standing.past_end < segments[-1].end:
         _check_jump(pieces, standing, segments, spans)
 
-    out = list(segments[:num_past])
-    for segment in segments[num_past:]:
+    out = list(past)
+    for segment in ahead:
         inside = [piece for piece in pieces if piece.start < segment.end]
         first = max(i for i, piece in enumerate(inside) if piece.start <= segment.start)
         out.append(replace(segment, lr=tuple(inside[first:])))
-    return tuple(out), _without_effect(pieces, lr, warmup_steps, decay_steps, spans)
+    return tuple(out), _without_effect(pieces, spans, lr, numbers)
 
 
-def _span_at(spans: Sequence[_Span], step: int) -> _Span:
+def _span_at(spans: Sequence[PhaseSpan], step: int) -> PhaseSpan:
     return next(span for span in spans if step < span.end)
 
 
 def _check_jump(
-    pieces: Sequence[LrPiece], standing: Standing, segments: Sequence[Segment], spans: Sequence[_Span]
+    pieces: Sequence[LrPiece], standing: Standing, segments: Sequence[Segment], spans: Sequence[PhaseSpan]
 ) -> None:
     """Raise ScheduleError for the first jump of the rate, at the setting that mends it."""
     jump = first_jump(pieces, standing)
@@ -134,14 +111,14 @@ def _check_jump(
 
 
 def _without_effect(
-    pieces: Sequence[LrPiece], lr: LrSchedule, warmup_steps: int, decay_steps: int, spans: Sequence[_Span]
+    pieces: Sequence[LrPiece], spans: Sequence[PhaseSpan], lr: LrSchedule, numbers: Numbers
 ) -> list[str]:
     """A warning for each setting of the learning rate that does nothing."""
-    warnings = []
+    warnings, decay_steps = [], numbers.decay_steps
     if lr.schedule == "wsd" and decay_steps == 0 and any(span.program is None for span in spans):
         mending = "set optim.decay_steps, such as 20%, or optim.schedule: constant"
         warnings.append(f"schedule wsd with decay_steps 0 never decays, and min_lr_ratio is not used; {mending}")
-    if warmup_steps and spans[0].program is not None:
+    if numbers.warmup_steps and spans[0].program is not None:
         warnings.append(
             "optim.warmup_steps does nothing: the first phase has a learning rate of its own (phases[0].lr)"
         )

@@ -10,7 +10,6 @@ from phases.caps import ends_at_cap, phase_segments
 from phases.checks import ScheduleError, check_bounds, check_lengths, check_phases
 from phases.clocks import EpochGoal, TokenGoal, reached
 from phases.curriculum import Curriculum, Declared, read_numbers
-from phases.lr import lr_scale
 from phases.mixture import normalised
 from phases.rates import with_rates
 from phases.schedule import Ramp, Schedule, Segment, SourceSupply, cut, joined
@@ -90,12 +89,8 @@ def resolve(
         raise ScheduleError(problems)
     if num_steps is None or (sizes_to_come and any(map(_may_stop_anywhere, supplies.values()))):
         return None
-    lr = curriculum.lr
-    program_steps = [(declared.rewarm_steps, declared.decay_steps) for declared in numbers.phases]
-    ahead = slice(len(past), None)
-    segments[ahead] = [replace(s, lr_scale=lr_scale(lr, s.batch_size, curriculum.batch_size)) for s in segments[ahead]]
-    segments, lr_warnings = with_rates(segments, len(past), phases, lr, warmup, decay, program_steps)
-    schedule = Schedule(segments)
+    rated, lr_warnings = with_rates(segments, len(past), curriculum, numbers)
+    schedule = Schedule(rated)
     return replace(schedule, warnings=(*warnings, *lr_warnings, *_never_read(schedule)))
 
 

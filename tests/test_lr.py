@@ -5,12 +5,13 @@ import math
 import numpy as np
 import pytest
 
-from phases.lr import LrProgram, LrSchedule, check_rates, first_jump, learning_rate, lr_pieces
+from phases.lr import LrProgram, LrSchedule, PhaseSpan, check_rates, first_jump, learning_rate, lr_pieces
 
 
 def rates(schedule, phases, warmup=0, decay=0, program_steps=None):
     program_steps = program_steps or [(0, 0)] * len(phases)
-    pieces = lr_pieces(schedule, phases, warmup, decay, program_steps)
+    spans = [PhaseSpan(*phase, *steps) for phase, steps in zip(phases, program_steps, strict=True)]
+    pieces = lr_pieces(schedule, spans, warmup, decay)
     return learning_rate(pieces, np.arange(phases[-1][1])), pieces
 
 
