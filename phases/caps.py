@@ -10,6 +10,7 @@ import numpy as np
 
 from phases.checks import ScheduleError
 from phases.clocks import EpochGoal
+from phases.curriculum import Declared
 from phases.mixture import normalised
 from phases.schedule import Segment, SourceSupply
 
@@ -17,15 +18,16 @@ _PARTS = 64  # into which a search cuts a segment: counts of many steps take lit
 
 
 def phase_segments(
-    path: str, segment: Segment, goal: EpochGoal | None, supplies: Mapping[str, SourceSupply], warnings: list[str]
+    declared: Declared, segment: Segment, supplies: Mapping[str, SourceSupply], warnings: list[str]
 ) -> tuple[list[Segment], bool]:
-    """The segments of the phase at `path` of the config, and whether the run stops with the last of them.
+    """The segments of a phase, and whether the run stops with the last of them.
 
-    The phase begins as `segment` and lasts until its end, or until `goal` is reached before. A source at its cap ends
+    The phase begins as `segment` and lasts until its end, or until its goal is reached before. A source at its cap ends
     a segment; what follows is what its on_exhaust says. Where only the update that would reach the goal exceeds the cap
     of the goal's own source, the phase ends before it, but with `stop` the run. Adds to `warnings`. Raises
     ScheduleError where a cap would be exceeded, or the goal is not reached.
     """
+    path, goal = declared.path, declared.goal
 
     def fail(key, message):
         raise ScheduleError([(key, message)])

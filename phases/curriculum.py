@@ -48,6 +48,11 @@ class Declared(NamedTuple):
     batch_size: int
     seq_len: int
 
+    @property
+    def goal(self) -> EpochGoal | None:
+        """The clock, if it is in epochs."""
+        return self.clock if isinstance(self.clock, EpochGoal) else None
+
 
 class Numbers(NamedTuple):
     """The steps of the global learning rate, and the phases."""

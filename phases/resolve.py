@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from phases.caps import ends_at_cap, phase_segments
 from phases.checks import ScheduleError, check_bounds, check_lengths, check_phases
-from phases.clocks import EpochGoal, TokenGoal, reached
+from phases.clocks import TokenGoal, reached
 from phases.curriculum import Curriculum, Declared, read_numbers
 from phases.mixture import normalised
 from phases.rates import with_rates
@@ -40,11 +40,11 @@ def resolve(
     `going_on` takes the place of the segment that follows the past, up to the end of its phase.
     Raises ScheduleError with every problem that can be found without mending another first.
     """
-    phases, supplies, total_steps = curriculum.phases, curriculum.supplies, curriculum.total_steps
+    supplies, total_steps = curriculum.supplies, curriculum.total_steps
     numbers, unread = read_numbers(curriculum, sizes_to_come)
     largest = max([curriculum.batch_size, *(declared.batch_size for declared in numbers.phases)])
     longest = max([curriculum.seq_len, *(declared.seq_len for declared in numbers.phases)])
-    problems = check_phases(phases, list(supplies)) + check_lengths(phases, curriculum.seq_len)
+    problems = check_phases(curriculum.phases, list(supplies)) + check_lengths(curriculum.phases, curriculum.seq_len)
     problems += check_bounds(supplies, total_steps, largest, longest)
     problems += _check_past(past, total_steps, longest) + unread
     if problems:
@@ -55,39 +55,22 @@ def resolve(
     segments = [replace(s, cursors=_cursors_of(s.cursors, names)) for s in past]
     warnings: list[str] = []
     first = _first_ahead(segments, numbers.phases, curriculum, warnings) if past else 0
+    ahead = numbers.phases[first:]
     if going_on is not None:
-        if first == len(phases) or phases[first].name != going_on.phase:
+        if not ahead or ahead[0].phase.name != going_on.phase:
             message = f"phase {going_on.phase} is not declared to go on at step {going_on.start}"
             raise ScheduleError([("phases", message)])
         going_on = replace(going_on, cursors=_cursors_of(going_on.cursors, names))
-    num_steps, stopped = None, False
-    for declared in numbers.phases[first:]:
-        if stopped:
-            name, step = declared.phase.name, segments[-1].end
-            warnings.append(f"phase {name} is never reached: the run stops at step {step}")
-            continue
-        if isinstance(declared.clock, EpochGoal) and declared.clock.tokens is None:
-            break
-        try:
-            inside, stopped = _phase(declared, segments, going_on, curriculum, problems, warnings)
-        except ScheduleError as error:
-            problems += error.problems
-            break
-        segments += inside
-        if not segments:
-            problems.append(("phases", "a source is exhausted before the first step: nothing is left to train on"))
-            break
-    else:
-        num_steps = segments[-1].end
+    complete = _add_phases(ahead, segments, going_on, curriculum, problems, warnings)
 
     warmup, decay = numbers.warmup_steps, numbers.decay_steps
-    most = total_steps if num_steps is None else num_steps
+    most = segments[-1].end if complete else total_steps
     if warmup + decay > most:
         got = f"warm-up ({warmup}) and decay ({decay}) steps are more than the run's {most}"
         problems.append(("optim.warmup_steps", f"{got}; shorten them"))
     if problems:
         raise ScheduleError(problems)
-    if num_steps is None or (sizes_to_come and any(map(_may_stop_anywhere, supplies.values()))):
+    if not complete or (sizes_to_come and any(map(_may_stop_anywhere, supplies.values()))):
         return None
     rated, lr_warnings = with_rates(segments, len(past), curriculum, numbers)
     schedule = Schedule(rated)
@@ -97,6 +80,38 @@ def resolve(
 def _may_stop_anywhere(supply: SourceSupply) -> bool:
     """Whether the run ends where the source is exhausted, which nobody knows yet."""
     return supply.num_tokens is None and supply.max_epochs is not None and supply.on_exhaust == "stop"
+
+
+def _add_phases(
+    phases: Sequence[Declared],
+    segments: list[Segment],
+    going_on: Segment | None,
+    curriculum: Curriculum,
+    problems: list[tuple[str, str]],
+    warnings: list[str],
+) -> bool:
+    """Add the segments of these phases to `segments`; False where one of them cannot be resolved, or not yet.
+
+    Adds to `problems` and `warnings` too.
+    """
+    stopped = False
+    for declared in phases:
+        if stopped:
+            name, step = declared.phase.name, segments[-1].end
+            warnings.append(f"phase {name} is never reached: the run stops at step {step}")
+            continue
+        if declared.goal and declared.goal.tokens is None:
+            return False
+        try:
+            inside, stopped = _phase(declared, segments, going_on, curriculum, problems, warnings)
+        except ScheduleError as error:
+            problems += error.problems
+            return False
+        segments += inside
+        if not segments:
+            problems.append(("phases", "a source is exhausted before the first step: nothing is left to train on"))
+            return False
+    return True
 
 
 def _phase(
@@ -113,9 +128,8 @@ def _phase(
     Adds to `warnings`, and to `problems` a ramp or a rate that does not fit into the phase. Raises ScheduleError where
     the phase cannot be resolved.
     """
-    path, clock = declared.path, declared.clock
+    path, clock, goal = declared.path, declared.clock, declared.goal
     supplies, total_steps = curriculum.supplies, curriculum.total_steps
-    goal = clock if isinstance(clock, EpochGoal) else None
     start = before[-1].end if before else 0
     if isinstance(clock, TokenGoal):
         end = clock.step(before, declared.batch_size * declared.seq_len)
@@ -125,13 +139,13 @@ def _phase(
     _check_end(declared, start, end, total_steps)
     if under_way := [s for s in before if s.phase == declared.phase.name]:
         start = under_way[0].start
-        segment = _phase_under_way(path, segment, under_way, before, goal, supplies, warnings)
+        segment = _phase_under_way(declared, segment, under_way, before, supplies, warnings)
     if going_on is not None and going_on.phase == declared.phase.name:
         segment = replace(going_on, rope_theta=declared.phase.rope_theta).aligned()
     if segment is None:
         inside, stopped = [], True
     else:
-        inside, stopped = phase_segments(path, replace(segment, end=end, lr=()), goal, supplies, warnings)
+        inside, stopped = phase_segments(declared, replace(segment, end=end, lr=()), supplies, warnings)
     if goal and not stopped:
         end = inside[-1].end
         _check_end(declared, start, end, total_steps)
@@ -236,10 +250,10 @@ def _first_ahead(
 
     def lasts(i):
         """Whether a phase is declared to end after the past."""
-        clock = phases[i].clock
-        if isinstance(clock, EpochGoal) and names[i] == trained[-1] and ends_at_cap(clock, past[-1], supplies):
+        goal = phases[i].goal
+        if goal and names[i] == trained[-1] and ends_at_cap(goal, past[-1], supplies):
             return False
-        return not reached(clock, schedule, end)
+        return not reached(phases[i].clock, schedule, end)
 
     first = max((names.index(name) + 1 for name in trained if name in names), default=0)
     if goes_on := trained[-1] in names and lasts(names.index(trained[-1])):
@@ -263,7 +277,14 @@ def _first_ahead(
     return first
 
 
-def _phase_under_way(path, segment, under_way, past, goal, supplies, warnings) -> Segment | None:
+def _phase_under_way(
+    declared: Declared,
+    segment: Segment,
+    under_way: Sequence[Segment],
+    past: Sequence[Segment],
+    supplies: Mapping[str, SourceSupply],
+    warnings: list[str],
+) -> Segment | None:
     """The segment that a phase goes on with after those `under_way`; None where the run stops there.
 
     `segment` is the rest of the phase as it is declared now; its ramp goes on from where it was. If the phase as
@@ -276,7 +297,7 @@ def _phase_under_way(path, segment, under_way, past, goal, supplies, warnings) -
         before = Schedule(tuple(past)).segment_at(begun - 1).mixture_at(begun - 1)
         ramp = _ramp(before, ramp.steps, ramp.shape, supplies)
 
-    def declared(start, cursors):
+    def as_declared(start, cursors):
         if ramp is None or begun == 0 or start - begun >= ramp.steps:
             return replace(segment, start=start, cursors=cursors, ramp=None)
         return replace(segment, start=start, cursors=cursors, ramp=replace(ramp, steps_done=start - begun))
@@ -284,7 +305,7 @@ def _phase_under_way(path, segment, under_way, past, goal, supplies, warnings) -
     for i, now in enumerate(under_way):  # an edit may have begun another order in the phase
         told: list[str] = []
         try:
-            inside, _ = phase_segments(path, declared(now.start, now.cursors), goal, supplies, told)
+            inside, _ = phase_segments(declared, as_declared(now.start, now.cursors), supplies, told)
         except ScheduleError:
             continue  # it is raised again when the rest is resolved
         if joined(cut(inside, segment.start)) == under_way[i:]:
@@ -292,7 +313,7 @@ def _phase_under_way(path, segment, under_way, past, goal, supplies, warnings) -
                 warnings += told
                 return None
             return Schedule(tuple(inside)).segment_at(segment.start).continued(segment.start)
-    return declared(segment.start, segment.cursors)
+    return as_declared(segment.start, segment.cursors)
 
 
 def _never_read(schedule: Schedule) -> list[str]:
