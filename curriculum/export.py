@@ -123,7 +123,7 @@ def _parameters(saved: Path) -> dict[str, np.ndarray]:
     """The arrays of a checkpoint by their dotted path, float32, on the host."""
     from curriculum.train.checkpoints.arrays import load_params
 
-    return _by_name(load_params(saved))
+    return _float32(load_params(saved))
 
 
 def _merged(directory: RunDirectory, saved: Path, architecture: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -142,16 +142,13 @@ def _merged(directory: RunDirectory, saved: Path, architecture: Mapping[str, Any
         lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=host), abstract_params(transformer(model))
     )
     whole = whole_params(_with_record(directory).config, model, ledger_of(directory, saved)["lineage"], saved, like)
-    return merged(_by_name(whole), model)
+    return merged(_float32(whole), model)
 
 
-def _by_name(params: Params) -> dict[str, np.ndarray]:
-    import jax
+def _float32(params: Params) -> dict[str, np.ndarray]:
+    from curriculum.model.model import by_name
 
-    from curriculum.model.model import parameter_name
-
-    leaves = jax.tree.leaves_with_path(params)
-    return {parameter_name(path): np.asarray(array, np.float32) for path, array in leaves}
+    return {name: np.asarray(array, np.float32) for name, array in by_name(params).items()}
 
 
 @dataclass(frozen=True)
@@ -279,7 +276,7 @@ def load_exported(folder: str | os.PathLike, model: Model) -> Params:
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
-    from curriculum.model.model import abstract_params, parameter_name
+    from curriculum.model.model import abstract_params, by_name
 
     arrays: dict[str, np.ndarray] = {}
     for file in sorted(Path(folder).glob("model*.safetensors")):
@@ -290,13 +287,13 @@ def load_exported(folder: str | os.PathLike, model: Model) -> Params:
     if not arrays:
         raise InputError(f"{folder}: holds no model.safetensors; expected a folder made by `curriculum export`")
     shapes = abstract_params(model)
-    asked = {parameter_name(path): array.shape for path, array in jax.tree.leaves_with_path(shapes)}
+    asked = {name: array.shape for name, array in by_name(shapes).items()}
     found = {name: array.shape for name, array in arrays.items()}
     if found != asked:
         name = min(name for name in {*found, *asked} if found.get(name) != asked.get(name))
         got, expected = (str(list(shape[name])) if name in shape else "none" for shape in (found, asked))
         raise InputError(f"{folder}: {name}: got {got}, expected {expected}, as in the model; is it another model's?")
-    return jax.tree.map_with_path(lambda path, _: np.asarray(arrays[parameter_name(path)], np.float32), shapes)
+    return jax.tree.unflatten(jax.tree.structure(shapes), [np.asarray(arrays[name], np.float32) for name in asked])
 
 
 _FORMATS = ("safetensors", "hf", "gguf")

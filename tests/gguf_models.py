@@ -43,11 +43,6 @@ def params_of(config: ModelConfig, seed: int = 0):
     return jax.tree.map_with_path(draw, init_params(config, 0))
 
 
-def by_name(params) -> dict[str, np.ndarray]:
-    """The arrays by their dotted names."""
-    return {parameter_name(path): array for path, array in jax.tree.leaves_with_path(params)}
-
-
 def logits_of(config: ModelConfig, params, tokens_BT) -> np.ndarray:
     """float32 [B, T, V], padding cut off."""
     with jax.default_matmul_precision("highest"):

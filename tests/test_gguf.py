@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFReader, dequantize
-from gguf_models import LLAMA3_SCALING, MODELS, by_name, config_of, params_of
+from gguf_models import LLAMA3_SCALING, MODELS, config_of, params_of
 from hf_folders import definition_of, write_folder
 from test_hf_writer import own_tokenizer
 
@@ -13,6 +13,7 @@ from curriculum.data.tokenizers.hf_writer import write_hf_tokenizer
 from curriculum.data.tokenizers.tokenizer import load_tokenizer
 from curriculum.errors import InputError
 from curriculum.model.formats.gguf import gguf_architecture, write_gguf
+from curriculum.model.model import by_name
 
 VOCAB = 257  # byte's
 

@@ -4,12 +4,13 @@ import importlib.util
 
 import numpy as np
 import pytest
-from gguf_models import by_name, config_of, logits_of, params_of
+from gguf_models import config_of, logits_of, params_of
 from hf_folders import TEXTS, corpus, write_folder
 from test_hf_writer import own_tokenizer
 
 from curriculum.data.tokenizers.tokenizer import load_tokenizer
 from curriculum.model.formats.gguf import write_gguf
+from curriculum.model.model import by_name
 
 MISSING = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
 pytestmark = [

@@ -86,6 +86,11 @@ def parameter_name(path: tuple) -> str:
     return keystr(path, simple=True, separator=".")
 
 
+def by_name(params: Params) -> dict[str, Any]:
+    """The arrays, or what stands in their places, by dotted name, in the order of the tree."""
+    return {parameter_name(path): array for path, array in jax.tree.leaves_with_path(params)}
+
+
 def check_model(model: Model, vocab_size: int, num_rows: int, seq_len: int) -> None:
     """Raise InputError where shapes and types show that a model is not what `Model` promises.
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import xxhash
 
@@ -21,7 +20,7 @@ from curriculum.config import Config
 from curriculum.errors import InputError
 from curriculum.model.formats.hf import load_hf
 from curriculum.model.lora import adapters_of, frozen_of, joined
-from curriculum.model.model import Params, parameter_name
+from curriculum.model.model import Params, by_name
 from curriculum.model.presets import ModelConfig
 from curriculum.run import RunDirectory, find_checkpoint
 from curriculum.train.checkpoints.arrays import load_params
@@ -125,7 +124,7 @@ def whole_params(
 def digest(params: Params) -> str:
     """xxh3_128 of names, shapes and float32 bytes, wherever the arrays lie; one of them at a time on the host."""
     checksum = xxhash.xxh3_128()
-    for path, array in jax.tree.leaves_with_path(params):
-        checksum.update(f"{parameter_name(path)}{list(array.shape)}".encode())
+    for name, array in by_name(params).items():
+        checksum.update(f"{name}{list(array.shape)}".encode())
         checksum.update(np.ascontiguousarray(on_host(array), np.float32))
     return checksum.hexdigest()

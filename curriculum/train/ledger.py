@@ -7,13 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-import jax
-
 from curriculum.config import Config
 from curriculum.data.chat import ROLES
 from curriculum.data.packing import PackingConfig
 from curriculum.data.split import parse_share
-from curriculum.model.model import parameter_name
+from curriculum.model.model import by_name
 from curriculum.record.events import plain
 from curriculum.scheduling import Past, declaration, training_settings
 from curriculum.train.history import History
@@ -96,8 +94,7 @@ def changed_contents(saved: Mapping[str, Any], setup: Setup) -> Iterator[dict[st
 
 def _parameters(setup: Setup) -> dict[str, list[int]]:
     """The shape of each parameter that is trained, by its dotted name."""
-    shapes = jax.tree.leaves_with_path(setup.states.like.params)
-    return {parameter_name(path): list(array.shape) for path, array in shapes}
+    return {name: list(array.shape) for name, array in by_name(setup.states.like.params).items()}
 
 
 def check_past(saved: Mapping[str, Any], setup: Setup, *, accept_past: bool = False) -> list[Problem]:

@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import jax
-
 from curriculum.adaptation import Base, HfBase, differences, find_base, same_place
 from curriculum.config import Config
 from curriculum.errors import InputError
 from curriculum.model.formats.hf_weights import hf_fingerprint
-from curriculum.model.model import Model, abstract_params, parameter_name
+from curriculum.model.model import Model, abstract_params, by_name
 from curriculum.record.events import plain
 from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.frozen import found_again, found_by_first, frozen_base
@@ -97,7 +95,7 @@ def check_base(base: Base | HfBase, config: Config, model: Model) -> None:
         raise config.error([("adaptation.init_from", f"{message} has another model (make_model); leave that out")])
     saved = base.ledger
     name = f"{base.directory.path}, step {base.step},"
-    parameters = {parameter_name(path): list(a.shape) for path, a in jax.tree.leaves_with_path(abstract_params(model))}
+    parameters = {n: list(a.shape) for n, a in by_name(abstract_params(model)).items()}
     were = saved["parameters"]
     if different := [n for n in sorted({**were, **parameters}) if parameters.get(n) != were.get(n)]:
         first = different[0]

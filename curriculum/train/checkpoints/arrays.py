@@ -15,7 +15,7 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from curriculum.errors import InputError
-from curriculum.model.model import parameter_name
+from curriculum.model.model import by_name
 from curriculum.record.append import DISK_ERRORS
 from curriculum.run import check_there
 
@@ -82,7 +82,7 @@ def _restore(folder: Path, like: Any) -> Any:
 
 def _described(tree: Any) -> dict[str, str]:
     """Type and shape of each array by its dotted name."""
-    return {parameter_name(path): f"{a.dtype} {list(a.shape)}" for path, a in jax.tree.leaves_with_path(tree)}
+    return {name: f"{array.dtype} {list(array.shape)}" for name, array in by_name(tree).items()}
 
 
 def _check_arrays(folder: Path, saved: Mapping[str, str], expected: Mapping[str, str]) -> None:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from curriculum.model.model import parameter_name
+from curriculum.model.model import by_name
 from curriculum.train.mesh import on_host
 from curriculum.train.step import TrainState
 
@@ -33,7 +33,7 @@ def check_finite(state: TrainState) -> None:
         return
     finite = on_host(_finite(parts))
     if not finite.all():
-        name = parameter_name(jax.tree.leaves_with_path(parts)[int(np.argmin(finite))][0])
+        name = list(by_name(parts))[int(np.argmin(finite))]
         raise NonFiniteState(f"{name} is not finite after step {int(state.step)}: it is not saved")
     _looked_at = [weakref.ref(leaf) for leaf in leaves]
 
