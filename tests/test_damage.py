@@ -14,9 +14,9 @@ from curriculum.errors import InputError
 from curriculum.evaluate import evaluate
 from curriculum.export import export
 from curriculum.manifest import write_manifest
+from curriculum.record.windows import read_results
 from curriculum.run import CHECKPOINT_ITEMS, load_run
 from curriculum.train.checkpoints.arrays import load_params
-from curriculum.train.results import read_results
 from curriculum.train.trainer import train
 
 

@@ -4,13 +4,13 @@ import dataclasses
 import json
 import shutil
 
-import numpy as np
 import pytest
 import yaml
 from huggingface_hub import ModelCard
 from written_run import offender, windows, write_run
 
 from curriculum.model.presets import LoraConfig, ModelConfig
+from curriculum.record.windows import read_results, write_results
 from curriculum.run import Run, RunDirectory, load_run
 from curriculum.views.model_card import Exported, model_card
 from curriculum.weights import Weights
@@ -194,11 +194,9 @@ def test_the_verdict_beside_an_average_is_said_to_be_of_the_raw_parameters(run_d
 def test_averages_are_measured_as_such(tmp_path):
     averages = {"ema": lambda step: 2.5, "phase_mean": lambda step: 2.25}
     run = load_run(write_run(tmp_path / "run", {"val": lambda step: 3.0}, averages=averages))
-    with np.load(tmp_path / "run/evals/100.npz") as arrays:
-        averaged = {
-            f"primary@{name}.nats": arrays["primary.nats"] - 0.5 * arrays["primary.tokens"] for name in averages
-        }
-        np.savez(tmp_path / "run/evals/100.npz", **arrays, **averaged)
+    raw = read_results(tmp_path / "run/evals/100.npz")
+    lower = {"primary": raw["primary"]._replace(nats_N=raw["primary"].nats_N - 0.5 * raw["primary"].tokens_N)}
+    write_results(tmp_path / "run/evals/100.npz", raw, dict.fromkeys(averages, lower))
     for weights, what, loss in (("ema", "the moving average", "2.5000"), ("mean:domain", "phase domain", "2.2500")):
         exported = dataclasses.replace(EXPORTED, step=100, weights=Weights.parse(weights), tokens_drawn=None)
         card = sections(model_card(run, exported))

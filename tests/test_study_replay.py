@@ -8,6 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from curriculum.record.windows import write_results
+from evalsets.metrics import WindowResults
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -40,11 +43,11 @@ def make_run(folder, rises):
     for name in ("events.jsonl", "metrics.jsonl"):
         (folder / name).write_text("")
     for step, times in ((0, 0.0), (8, 1.0)):
-        arrays = {}
+        results = {}
         for name, scale in (("general", 1.0), ("domain", -1.0), ("code", 0.5)):
             nats = np.array([20.0, 30.0, 50.0]) + times * scale * np.array(rises)
-            arrays |= {f"{name}.nats": nats, f"{name}.tokens": np.array([10, 10, 20]), f"{name}.document": np.arange(3)}
-        np.savez(folder / f"evals/{step}.npz", **arrays)
+            results[name] = WindowResults(nats, np.zeros(3), np.array([10, 10, 20]), np.zeros(3), np.arange(3))
+        write_results(folder / f"evals/{step}.npz", results, {})
 
 
 def test_the_table_by_hand(study, tmp_path):

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from curriculum.config import build_config
-from curriculum.record.events import Record, Recorded, eval_key
+from curriculum.record.events import Record, Recorded, config_name, eval_key
+from curriculum.record.windows import write_results
 from evalsets.metrics import WindowResults, summarise
 
 TOKENS_PER_STEP = 100
@@ -83,7 +84,6 @@ def write_run(
         return sum(max(min(e, step) - s, 0) * n for s, e, n in sizes_of_step)
 
     path.mkdir(parents=True, exist_ok=True)
-    (path / "evals").mkdir(exist_ok=True)
     derived = plan | ({"branched_from": dict(branched_from)} if branched_from else {})
     (path / "config.resolved.json").write_text(json.dumps({**config, "command_line": [], "derived": derived}))
     (path / "config.yaml").write_text("name: written\n")
@@ -128,12 +128,7 @@ def write_run(
             value = loss(step)
             if value is not None:
                 measured[set_name] = value if isinstance(value, WindowResults) else windows(value)
-        arrays = {
-            f"{'primary' if n == 'val' else n}.{column.removesuffix('_N')}": array
-            for n, result in measured.items()
-            for column, array in result._asdict().items()
-        }
-        np.savez(path / "evals" / f"{step}.npz", **arrays)
+        write_results(path / "evals" / f"{step}.npz", {config_name(n): result for n, result in measured.items()}, {})
         averaged = {a: _losses({n: windows(of(step)) for n in measured}) for a, of in (averages or {}).items() if step}
         knows = {"detectable": dict(detectable)} if detectable and step else {}
         record.event("eval", step, progress_pct=0.0, lr=1e-3, phase=phase, **_losses(measured), **averaged, **knows)

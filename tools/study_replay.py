@@ -17,8 +17,6 @@ import math
 import sys
 from pathlib import Path
 
-import numpy as np
-
 CONFIGS = Path(__file__).parents[1] / "configs"
 SETS = ("general", "domain", "code")
 
@@ -74,8 +72,10 @@ def run(config_name: str, run_dir: Path, overrides: list[str], **begin) -> dict:
 
 def measure(run_dir: Path, last_step: int, replay: dict[str, float]) -> dict:
     """Each set's loss before and after, the paired change, half its 95 % interval; and the share of replay given."""
+    from curriculum.record.windows import read_results
     from curriculum.run import load_run, read_ledger
     from curriculum.views.compare import paired
+    from evalsets.metrics import summarise
 
     drawn = {
         name: s["tokens_drawn"] for name, s in read_ledger(run_dir / f"checkpoints/{last_step}")["sources"].items()
@@ -87,16 +87,15 @@ def measure(run_dir: Path, last_step: int, replay: dict[str, float]) -> dict:
         "tokens": sum(drawn.values()),
         "sets": {},
     }
-    with np.load(run_dir / "evals/0.npz") as before, np.load(run_dir / f"evals/{last_step}.npz") as after:
-        for name in SETS:
-            now_N, before_N, tokens_N = after[f"{name}.nats"], before[f"{name}.nats"], before[f"{name}.tokens"]
-            difference = paired("base", now_N, before_N, tokens_N, before[f"{name}.document"])
-            found["sets"][name] = {
-                "base": float(before_N.sum() / tokens_N.sum()),
-                "loss": float(now_N.sum() / tokens_N.sum()),
-                "change": difference.delta,
-                "interval": difference.interval,  # None where the set is one cluster
-            }
+    before, after = (read_results(run_dir / f"evals/{step}.npz") for step in (0, last_step))
+    for name in SETS:
+        difference = paired("base", after[name], before[name])
+        found["sets"][name] = {
+            "base": summarise(before[name]).loss,
+            "loss": summarise(after[name]).loss,
+            "change": difference.delta,
+            "interval": difference.interval,  # None where the set is one cluster
+        }
     return found
 
 

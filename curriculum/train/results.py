@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Collection, Mapping
-from pathlib import Path
-
-import numpy as np
 
 from curriculum.errors import InputError
 from curriculum.record.append import DISK_ERRORS, tell
-from curriculum.run import RunDirectory, read_arrays
+from curriculum.record.windows import keep_sets, read_results, write_results
+from curriculum.run import RunDirectory
 from curriculum.train.processes.together import from_first, is_first
 from evalsets.metrics import WindowResults
 
@@ -61,11 +58,10 @@ class Results:
         path = self._directory.results(step)
         if not self._on_disk(step).keys() - names:
             return
-        kept = {key: array for key, array in read_arrays(path).items() if _set_of(key) in names}
         target = self._directory.superseded / "evals" / path.name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target)
-        _replace(path, kept)
+        keep_sets(path, names)
 
     def _found(self, step: int) -> Mapping[str, WindowResults]:
         if step == self._newest[0]:
@@ -87,55 +83,3 @@ class Results:
             path.replace(target)
             tell(f"{error}; moved to {target}: what is worked out from it is left out")
             return {}
-
-
-def write_results(
-    path: Path, results: Mapping[str, WindowResults], averaged: Mapping[str, Mapping[str, WindowResults]]
-) -> None:
-    """Every window's sums of one eval, as `<set>.<field>` arrays of an .npz file, replaced at once.
-
-    Those of an average of the parameters are `<set>@<average>.<field>`. Sets that the file has already, measured at
-    this step before, stay in it.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    arrays = {}
-    if path.exists():
-        arrays = read_arrays(path)
-    named = dict(results) | {f"{name}@{a}": result for a, sets in averaged.items() for name, result in sets.items()}
-    arrays |= {
-        f"{name}.{column.removesuffix('_N')}": array
-        for name, result in named.items()
-        for column, array in result._asdict().items()
-    }
-    _replace(path, arrays)
-
-
-def _replace(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write a file at once. Raises OSError, the file as it was."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with open(temporary, "wb") as file:
-            np.savez_compressed(file, **arrays)
-            file.flush()
-            os.fsync(file.fileno())  # a checkpoint, which is on the disk when it has its name, is never ahead of them
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def _set_of(key: str) -> str:
-    """The set whose array, also one of an average of the parameters, has this name in a file."""
-    return key.rpartition(".")[0].partition("@")[0]
-
-
-def read_results(path: Path) -> dict[str, WindowResults]:
-    """What `write_results` wrote of the raw parameters, by set; nothing where there is no such file."""
-    if not path.exists():
-        return {}
-    arrays = read_arrays(path)
-    names = dict.fromkeys(key.rpartition(".")[0] for key in arrays if "@" not in key)
-    return {
-        name: WindowResults(**{c: arrays[f"{name}.{c.removesuffix('_N')}"] for c in WindowResults._fields})
-        for name in names
-    }

@@ -18,10 +18,11 @@ import numpy as np
 from curriculum.errors import InputError
 from curriculum.record.events import config_name, plain
 from curriculum.record.queries import EvalPoint, eval_points, evalset_facts
+from curriculum.record.windows import windows_of
 from curriculum.record.wording import signed
 from curriculum.run import Run, load_run, read_arrays
 from curriculum.views.shared_past import began_at, shared_past
-from evalsets.metrics import paired_difference
+from evalsets.metrics import WindowResults, paired_difference
 from evalsets.student import student_quantile
 
 # Standard deviation of the final validation loss over seeds, in nats per token, of a GPT-2 of 124M parameters.
@@ -204,17 +205,17 @@ class _Side:
     hashes: dict[str, str | None]
     _files: dict[int, Mapping[str, np.ndarray]] = field(default_factory=dict)  # by step: each is read once
 
-    def windows(self, name: str, step: int) -> dict[str, np.ndarray]:
-        """Arrays nats, tokens and document of a set at an eval. Raises InputError where they are not on file."""
+    def windows(self, name: str, step: int) -> WindowResults:
+        """Those of a set at an eval. Raises InputError where they are not on file."""
         path = self.run.directory.results(step)
         if step not in self._files:
             if not path.exists():
                 raise InputError(f"{path}: no such file; the paired difference needs the windows of that eval")
             self._files[step] = read_arrays(path)
-        key = config_name(name)
-        if f"{key}.nats" not in self._files[step]:
-            raise InputError(f"{path}: has no windows of {name}, which the record says was measured then")
-        return {array: self._files[step][f"{key}.{array}"] for array in ("nats", "tokens", "document")}
+        try:
+            return windows_of(self._files[step], config_name(name))
+        except KeyError:
+            raise InputError(f"{path}: has no windows of {name}, which the record says was measured then") from None
 
 
 def _side(name: str, run: Run) -> _Side:
@@ -264,17 +265,15 @@ def _refusal(first: _Side, other: _Side, name: str) -> str:
 
 def _difference(name: str, side: _Side, now: EvalPoint, first: _Side, before: EvalPoint) -> Difference:
     ours, theirs = side.windows(name, now.step), first.windows(name, before.step)
-    if not np.array_equal(ours["tokens"], theirs["tokens"]):
+    if not np.array_equal(ours.tokens_N, theirs.tokens_N):
         where = f"evals/{now.step}.npz of {side.name} and evals/{before.step}.npz of {first.name}"
         raise InputError(f"{name}: {where} differ in windows though the content is the same; one is damaged")
-    return paired(first.name, ours["nats"], theirs["nats"], ours["tokens"], ours["document"])
+    return paired(first.name, ours, theirs)
 
 
-def paired(
-    against: str, now_N: np.ndarray, before_N: np.ndarray, tokens_N: np.ndarray, document_N: np.ndarray
-) -> Difference:
+def paired(against: str, now: WindowResults, before: WindowResults) -> Difference:
     """The difference of two checkpoints on the windows of one set."""
-    delta, sem, num_clusters, kind = paired_difference(now_N, before_N, tokens_N, document_N)
+    delta, sem, num_clusters, kind = paired_difference(now.nats_N, before.nats_N, now.tokens_N, now.document_N)
     if num_clusters < 2:
         return Difference(against, float(delta), None, None, kind, num_clusters)
     half = float(student_quantile(0.025, num_clusters - 1) * sem)

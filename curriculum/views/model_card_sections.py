@@ -22,6 +22,7 @@ from curriculum.record.queries import (
     standing_regressions,
 )
 from curriculum.record.sentences import skipped_line, verdict
+from curriculum.record.windows import windows_of
 from curriculum.record.wording import WITH_SCATTER, interval_text, loss, signed
 from curriculum.run import Run, read_arrays
 from curriculum.views.compare import paired
@@ -160,14 +161,13 @@ def _change(run: Run, name: str, suffix: str, first: EvalPoint, last: EvalPoint,
     key = config_name(name)
     try:
         before, now = read_arrays(before_file), read_arrays(now_file)
-        fields = [now[f"{key}{suffix}.nats"], before[f"{key}.nats"], now[f"{key}.tokens"], now[f"{key}.document"]]
+        between = paired("its start", windows_of(now, f"{key}{suffix}"), windows_of(before, key))
     except InputError as error:
         unknown += [f"The change of {name} has no interval: {problem}" for problem in error.problems]
         return signed(last.loss - first.loss)
     except KeyError as missing:
         unknown.append(f"The change of {name} has no interval: {missing} is not in the results of both evals.")
         return signed(last.loss - first.loss)
-    between = paired("its start", *fields)
     return f"{signed(between.delta)} ({interval_text(between.interval)})"
 
 

@@ -1,0 +1,73 @@
+"""The windows of an eval on the disk: `evals/<step>.npz`, an array for each field of each set's `WindowResults`.
+
+It is named `<set>.<field>`, with sets as the config calls them, and `<set>@<average>.<field>` where an average of the
+parameters was measured.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from curriculum.run import read_arrays
+from evalsets.metrics import WindowResults
+
+
+def write_results(
+    path: Path, results: Mapping[str, WindowResults], averaged: Mapping[str, Mapping[str, WindowResults]]
+) -> None:
+    """Write the results of an eval by set, and those of averages of the parameters by average and set, at once.
+
+    Sets that the file has already, measured at this step before, stay in it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    arrays = {}
+    if path.exists():
+        arrays = read_arrays(path)
+    named = dict(results) | {f"{name}@{a}": result for a, sets in averaged.items() for name, result in sets.items()}
+    arrays |= {
+        _array_name(name, field): array for name, result in named.items() for field, array in result._asdict().items()
+    }
+    _replace(path, arrays)
+
+
+def read_results(path: Path) -> dict[str, WindowResults]:
+    """What `write_results` wrote of the raw parameters, by set; nothing where there is no such file."""
+    if not path.exists():
+        return {}
+    arrays = read_arrays(path)
+    names = dict.fromkeys(key.rpartition(".")[0] for key in arrays if "@" not in key)
+    return {name: windows_of(arrays, name) for name in names}
+
+
+def windows_of(arrays: Mapping[str, np.ndarray], name: str) -> WindowResults:
+    """The windows of `<set>` or `<set>@<average>` among a file's arrays. Raises KeyError with the name of one that is
+    missing."""
+    return WindowResults(**{field: arrays[_array_name(name, field)] for field in WindowResults._fields})
+
+
+def keep_sets(path: Path, names: Collection[str]) -> None:
+    """Leave nothing in a file but these sets, and what was measured of them with averages."""
+    kept = {key: array for key, array in read_arrays(path).items() if key.rpartition(".")[0].partition("@")[0] in names}
+    _replace(path, kept)
+
+
+def _array_name(name: str, field: str) -> str:
+    return f"{name}.{field.removesuffix('_N')}"
+
+
+def _replace(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write a file at once. Raises OSError, the file as it was."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            np.savez_compressed(file, **arrays)
+            file.flush()
+            os.fsync(file.fileno())  # a checkpoint, which is on the disk when it has its name, is never ahead of them
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
