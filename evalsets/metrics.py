@@ -23,6 +23,7 @@ class WindowResults(NamedTuple):
     bytes_N: int64, UTF-8 bytes of the targets.
     document_N: int64, the document that the window belongs to; ~n (below 0) where it repeats window n, being the same
       one of a copy. Evals from before copies were told have the number of the copy there, as if its text were new.
+    A field that is added has the default None, which it is in the evals of runs from before it.
     """
 
     nats_N: np.ndarray

@@ -2,16 +2,20 @@
 
 import json
 import signal
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 from tiny_run import tiny_train, write_corpus
 
 from curriculum.branch import branch
+from curriculum.record import windows
+from curriculum.record.windows import read_results, write_results
 from curriculum.run import load_run
 from curriculum.train import trainer
 from curriculum.train.signals import Stopped, StopSignals
 from curriculum.train.watch import RegressionStop
+from evalsets.metrics import WindowResults
 
 OPTIM = {"lr": 3e-3, "schedule": "constant", "warmup_steps": 2}  # as it is whatever train.steps is
 
@@ -123,3 +127,26 @@ def test_an_alarm_where_a_run_is_taken_up_stops_it_once_its_first_update_is_save
         ("eval_regression", 8),
     ]
     assert (run_dir / "checkpoints/9").is_dir()
+
+
+def test_an_eval_from_before_there_was_a_metric_is_read_without_it(tmp_path, monkeypatch):
+    path = tmp_path / "evals/0.npz"
+    before = WindowResults(*(np.arange(start, start + 3) for start in range(len(WindowResults._fields))))
+    write_results(path, {"primary": before}, {})
+
+    class Later(NamedTuple):
+        nats_N: np.ndarray
+        correct_N: np.ndarray
+        tokens_N: np.ndarray
+        bytes_N: np.ndarray
+        document_N: np.ndarray
+        calibration_N: np.ndarray | None = None
+
+    monkeypatch.setattr(windows, "WindowResults", Later)
+    (found,) = read_results(path).values()
+    assert found.calibration_N is None and np.array_equal(found[:-1], before)
+    write_results(path, {"primary": Later(*before, np.ones(3))}, {})
+    assert read_results(path)["primary"].calibration_N.tolist() == [1, 1, 1]
+    np.savez(path, **{"primary.nats": before.nats_N, "primary.correct": before.correct_N})
+    with pytest.raises(KeyError, match="primary.tokens"):  # which is no metric that came later
+        read_results(path)

@@ -45,8 +45,10 @@ def read_results(path: Path) -> dict[str, WindowResults]:
 
 def windows_of(arrays: Mapping[str, np.ndarray], name: str) -> WindowResults:
     """The windows of `<set>` or `<set>@<average>` among a file's arrays. Raises KeyError with the name of one that is
-    missing."""
-    return WindowResults(**{field: arrays[_array_name(name, field)] for field in WindowResults._fields})
+    missing, unless its field has a default: files from before there was such a field are read."""
+    array_names = {field: _array_name(name, field) for field in WindowResults._fields}
+    optional = WindowResults._field_defaults
+    return WindowResults(**{f: arrays[key] for f, key in array_names.items() if key in arrays or f not in optional})
 
 
 def keep_sets(path: Path, names: Collection[str]) -> None:
