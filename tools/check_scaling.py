@@ -27,6 +27,7 @@ from curriculum.model.counts import num_parameters
 from curriculum.model.model import abstract_params
 from curriculum.model.presets import PRESETS, ModelConfig
 from curriculum.model.transformer import transformer
+from curriculum.record.wording import mesh_text
 from curriculum.train.abstract import abstract_on_mesh
 from curriculum.train.mesh import (
     AXES,
@@ -133,7 +134,7 @@ def main(argv: list[str] | None = None) -> None:
     for sizes in meshes:
         found = measure(config, sizes, rows, options.seq_len, grad_accum)
         results.append(found)
-        mesh = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, sizes, strict=True))
+        mesh = mesh_text(dict(zip(AXES, sizes, strict=True)))
         state, peak = (f"{found[key] / 1e6:,.1f} MB" for key in ("state_bytes", "peak_bytes"))
         print(f"{mesh}: state {state} a device, peak {peak} (compiled in {found['compile_seconds']} s)")
         for kind, shapes in found["collectives"].items():

@@ -73,11 +73,11 @@ def command(config_path, changes, store_dir, run_dir, resume, accept_past, launc
 def _tell(name: str, done: dict[str, Any]) -> None:
     """What a dry run found."""
     from curriculum.record.events import record_name
+    from curriculum.record.wording import mesh_text
 
     evals = " | ".join(f"{record_name(name)} {loss:.4f}" for name, loss in done["eval_losses"].items())
     devices = done["devices"]
     loss = "no target scored" if done["loss"] is None else f"loss {done['loss']:.4f}"
-    sizes = " x ".join(f"{axis} {size}" for axis, size in devices["mesh"].items())
     trained, whole = done["num_trained"], done["num_parameters"]
     of_them = "" if trained == whole else f", {trained:,} of them trained"
     in_processes = f" in {devices['processes']} processes" if "processes" in devices else ""
@@ -88,7 +88,7 @@ def _tell(name: str, done: dict[str, Any]) -> None:
     )
     click.echo(
         f"dry run of {name}: {whole:,} parameters{of_them}, {done['total_steps']} steps planned\n"
-        f"  mesh {sizes}, {devices['num']} x {devices['kind']}{in_processes}\n"
+        f"  mesh {mesh_text(devices['mesh'])}, {devices['num']} x {devices['kind']}{in_processes}\n"
         f"  first step {done['first_step_s']:.2f} s, {loss} | first eval "
         f"{done['first_eval_s']:.2f} s, {evals}\n"
         f"{compiled}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from curriculum.record.events import number
@@ -38,6 +38,11 @@ def duration(seconds: float) -> str:
 def listed(names: Sequence[str]) -> str:
     """`a`, `a and b`, `a, b and c`."""
     return " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
+
+
+def mesh_text(sizes: Mapping[str, int]) -> str:
+    """`data 2 x fsdp 4 x tensor 1`, of the size of each axis."""
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items())
 
 
 def printable(text: str, also: str = "") -> str:

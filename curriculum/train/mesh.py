@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from curriculum.errors import InputError
 from curriculum.model.split import split_axes
+from curriculum.record.wording import mesh_text
 
 if TYPE_CHECKING:
     import jax
@@ -91,7 +92,7 @@ def make_mesh(config: MeshConfig) -> Mesh:
 
 def _axis_sizes(config: MeshConfig, num_present: int, kind: str) -> tuple[int, ...]:
     sizes = asdict(config)
-    asked = " x ".join(f"{name} {size}" for name, size in sizes.items())
+    asked = mesh_text(sizes)
     present = f"the {num_present} device{'s' * (num_present > 1)} present ({kind})"
     given = math.prod(size for size in sizes.values() if size != -1)
     if given > num_present:

@@ -15,6 +15,7 @@ from curriculum.errors import InputError
 from curriculum.model.model import Model, Params, abstract_params
 from curriculum.model.presets import HOW, ModelConfig
 from curriculum.model.transformer import transformer
+from curriculum.record.wording import mesh_text
 from curriculum.run import architecture_at
 from curriculum.train.abstract import abstract_on_mesh
 from curriculum.train.device import cache_compiled, tune_device
@@ -55,7 +56,7 @@ def load_trained(
         mesh = make_mesh(config.mesh)
     except InputError:
         mesh = make_mesh(MeshConfig())
-        unfit_mesh = " x ".join(f"{axis} {size}" for axis, size in asdict(config.mesh).items())
+        unfit_mesh = mesh_text(asdict(config.mesh))
     if make_model is None:
         # What was trained, whatever its config would mean by now; how it is computed is the config's.
         configured = resolved_model(config, vocab_size)

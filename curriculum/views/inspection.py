@@ -25,7 +25,7 @@ from curriculum.record.queries import (
     standing_regressions,
 )
 from curriculum.record.sentences import sample_lines, skipped_line, verdict
-from curriculum.record.wording import columns, duration, listed, loss, signed
+from curriculum.record.wording import columns, duration, listed, loss, mesh_text, signed
 from curriculum.run import Run, checkpoint_steps
 
 _BASELINES = {"start": "start", "phase_start": "phase start", "best": "best"}
@@ -193,7 +193,7 @@ def text(facts: Mapping[str, Any]) -> list[str]:
         f"  time        begun {progress['started_at']}, last event {progress['last_event_at']}, "
         f"trained for {duration(progress['elapsed_s'])}{resumed}",
         f"  model       {model_text(facts['model'])}",
-        f"  devices     {devices['num']} x {devices['kind']}, mesh {mesh_text(devices)}",
+        f"  devices     {devices['num']} x {devices['kind']}, mesh {mesh_text(devices['mesh'])}",
         *(f"  lineage     {line}" for line in lineage_lines(facts["lineage"])),
         "",
         *_phase_lines(facts["phases"]),
@@ -239,10 +239,6 @@ def model_text(model: Mapping[str, Any]) -> str:
     shape = ", ".join(f"{key} {value}" for key, value in model.items() if key not in sizes)
     trained = f", {model['num_trained']:,} of them trained" if "num_trained" in model else ""
     return f"{model['num_parameters']:,} parameters{trained}" + (f": {shape}" if shape else "")
-
-
-def mesh_text(devices: Mapping[str, Any]) -> str:
-    return " x ".join(f"{axis} {size}" for axis, size in devices["mesh"].items())
 
 
 def troubles(progress: Mapping[str, Any]) -> list[str]:

@@ -22,6 +22,7 @@ from curriculum.data.chat import ChatConfig, render
 from curriculum.model.counts import num_parameters
 from curriculum.model.presets import ModelConfig
 from curriculum.record.queries import base_directory
+from curriculum.record.wording import mesh_text
 from curriculum.run import Run
 from curriculum.views.inspection import lineage_lines
 from curriculum.views.model_card_sections import evals, fenced, happened, one_line, plan_of, table_of, training
@@ -216,7 +217,7 @@ def _reproducing(run: Run, exported: Exported) -> list[str]:
         )
     if run.events:
         devices = [e["devices"] for e in run.events if "devices" in e][-1]
-        mesh = " x ".join(f"{axis} {size}" for axis, size in devices["mesh"].items())
+        mesh = mesh_text(devices["mesh"])
         parts.append(f"Trained on {devices['num']} x {devices['kind']} ({devices['platform']}), mesh {mesh}.")
     versions = ", ".join(f"{package} {version(package)}" for package in _PACKAGES)
     parts.append(f"Exported with Python {platform.python_version()}, {versions}.")

@@ -17,12 +17,12 @@ from markupsafe import Markup
 from curriculum.errors import InputError
 from curriculum.record.events import number
 from curriculum.record.queries import eval_points, shapes_of
-from curriculum.record.wording import duration, loss, printable
+from curriculum.record.wording import duration, loss, mesh_text, printable
 from curriculum.run import Run, load_run, write_text
 from curriculum.views import figures
 from curriculum.views.compare import labels
 from curriculum.views.figures import PALETTE, Curve, Phase
-from curriculum.views.inspection import inspect_run, lineage_lines, mesh_text, mixture_text, model_text, troubles
+from curriculum.views.inspection import inspect_run, lineage_lines, mixture_text, model_text, troubles
 from curriculum.views.page import bullets, document, figure, folded, legend, note, section, table, tag, tiles
 from curriculum.views.report_evals import eval_figures, log, set_marks, set_table, transfer_matrix
 from curriculum.views.report_runs import of_runs
@@ -248,7 +248,7 @@ def _setup(run: Run, facts: Mapping[str, Any]) -> list[Markup]:
     rows = [
         ("directory", facts["path"]),
         ("model", model_text(facts["model"])),
-        ("devices", f"{devices['num']} x {devices['kind']} ({devices['platform']}), mesh {mesh_text(devices)}"),
+        ("devices", f"{devices['num']} x {devices['kind']} ({devices['platform']}), mesh {mesh_text(devices['mesh'])}"),
         *(("lineage", line) for line in lineage_lines(facts["lineage"])),
         *((f"{name}", ", ".join(map(str, steps))) for name, steps in facts["checkpoints"].items() if steps),
     ]
