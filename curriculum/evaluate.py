@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 from curriculum.config import Config, build_config
 from curriculum.config_keys import no_such
 from curriculum.data.corpus import find_read_documents, load_evalsets
-from curriculum.data.tokenizers.tokenizer import load_tokenizer
 from curriculum.errors import InputError
 from curriculum.plan_warnings import evalset_warnings
 from curriculum.record.events import config_name, record_name
-from curriculum.run import DEFAULT_STORE_DIR, RunDirectory, load_run
-from curriculum.weights import find_weights, ledger_of
+from curriculum.run import DEFAULT_STORE_DIR, load_run
+from curriculum.weights import find_saved
 from curriculum.yaml12 import Origin
 from evalsets.evalset import PRIMARY, EvalSet
 from evalsets.metrics import Summary, WindowResults, summarise
@@ -75,41 +74,34 @@ def evaluate(
     of a source needs the source's text. Raises InputError where a set is not the one that the run measured under its
     name, and for what is not there.
     """
-    directory = RunDirectory(Path(run))
     new = {name: str(folder) for name, folder in (eval_dataset_dirs or {}).items()}
     own = load_run(run).config
     config = _with_sets(own, new)
     names = _names(config, sets)
-    if config.model is None and make_model is None:
-        raise InputError(f"{run}: was trained with a model of one's own; call evaluate(make_model=...) from Python")
-    step, arrays = find_weights(directory, step, weights)
-    ledger = ledger_of(directory, arrays)
-    tokenizer = load_tokenizer(directory.tokenizer)
+    saved = find_saved(run, own, step, weights, make_model, "evaluate")
     evalsets = {}
     for origin, some in ((own, [n for n in names if n not in new]), (config, [n for n in names if n in new])):
-        evalsets |= load_evalsets(origin, store_dir, tokenizer, some)
-        _check_content(origin, evalsets, ledger["history"]["eval_sets"])
+        evalsets |= load_evalsets(origin, store_dir, saved.tokenizer, some)
+        _check_content(origin, evalsets, saved.ledger["history"]["eval_sets"])
     evalsets = {name: evalsets[name] for name in names}
-    read = [name for name, source in ledger["sources"].items() if source["tokens_drawn"]]
+    read = [name for name, source in saved.ledger["sources"].items() if source["tokens_drawn"]]
     texts = {name: config.eval_sources[name].own_source() for name in new if name in names}
-    found = find_read_documents(own, store_dir, tokenizer, texts, read)
+    found = find_read_documents(own, store_dir, saved.tokenizer, texts, read)
 
     # What can be said without these is said at once.
     from curriculum.train.compiled import make_suite
     from curriculum.train.trained import load_trained
 
-    trained = load_trained(config, tokenizer.vocab_size, arrays, ledger, step, store_dir, make_model)
+    trained = load_trained(saved, store_dir)
     warnings = []
     if trained.unfit_mesh is not None:
-        warnings.append(
-            f"the run's mesh ({trained.unfit_mesh}) does not fit the devices here: measured with data "
-            f"{trained.mesh.size}; sums may differ from training's in the last digits"
-        )
+        how = f"measured with data {trained.mesh.size}; sums may differ from training's in the last digits"
+        warnings.append(f"{trained.unfit_mesh}: {how}")
     suite = make_suite(config, trained.mesh, trained.model, evalsets.values())
     results = suite.run(trained.params)
     return Evaluation(
         run=str(run),
-        step=step,
+        step=saved.step,
         weights=weights,
         summaries={record_name(name): summarise(result) for name, result in results.items()},
         results={record_name(name): result for name, result in results.items()},

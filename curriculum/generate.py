@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from curriculum.data.tokenizers.tokenizer import load_tokenizer
 from curriculum.errors import InputError
-from curriculum.run import DEFAULT_STORE_DIR, RunDirectory, load_run
+from curriculum.run import DEFAULT_STORE_DIR, load_run
 from curriculum.sampling import Sampling
-from curriculum.weights import find_weights, ledger_of
+from curriculum.weights import find_saved
 
 if TYPE_CHECKING:
     from curriculum.model.continuation import Generation, Piece, Prompt
@@ -84,26 +83,17 @@ def load_generator(
     make_model: Callable[[int], Model] | None = None,
 ) -> Loaded:
     """A checkpoint on the devices of the run's mesh or, where that does not fit, a copy on each; as for `generate`."""
-    directory = RunDirectory(Path(run))
-    config = load_run(run).config
-    if config.model is None and make_model is None:
-        raise InputError(f"{run}: was trained with a model of one's own; call generate(make_model=...) from Python")
-    step, arrays = find_weights(directory, step, weights)
-    tokenizer = load_tokenizer(directory.tokenizer)
-    ledger = ledger_of(directory, arrays)
+    saved = find_saved(run, load_run(run).config, step, weights, make_model, "generate")
 
     # What can be said without these is said at once.
     from curriculum.model.generate import Generator
     from curriculum.train.mesh import on_mesh
     from curriculum.train.trained import load_trained
 
-    trained = load_trained(config, tokenizer.vocab_size, arrays, ledger, step, store_dir, make_model)
-    warnings = ()
-    if trained.unfit_mesh is not None:
-        mesh = trained.unfit_mesh
-        warnings = (f"the run's mesh ({mesh}) does not fit the devices here: each has all parameters",)
-    generator = Generator(on_mesh(trained.model, trained.mesh), tokenizer, trained.mesh)
-    return Loaded(step, weights, generator, trained.params, warnings)
+    trained = load_trained(saved, store_dir)
+    warnings = () if trained.unfit_mesh is None else (f"{trained.unfit_mesh}: each has all parameters",)
+    generator = Generator(on_mesh(trained.model, trained.mesh), saved.tokenizer, trained.mesh)
+    return Loaded(saved.step, weights, generator, trained.params, warnings)
 
 
 def read_prompts(path: str | os.PathLike) -> list[str]:

@@ -5,13 +5,20 @@ Nothing is verified of a checkpoint but what is then read: the rest is twice as 
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from curriculum.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from curriculum.errors import InputError, check_choice
 from curriculum.record.events import AVERAGES
 from curriculum.run import RunDirectory, find_checkpoint, read_ledger
+
+if TYPE_CHECKING:
+    from curriculum.config import Config
+    from curriculum.model.model import Model
 
 _EMA, _PHASE_MEAN = AVERAGES
 
@@ -60,6 +67,39 @@ def find_weights(directory: RunDirectory, step: str | int | None, weights: str) 
             f"averages.ema_decay keeps; expected {' or '.join(['raw', *means])}"
         )
     return step, checkpoint / item
+
+
+class Saved(NamedTuple):
+    """Weights of a run on the disk, and what they are loaded with.
+
+    `arrays`: their folder; `step`: the updates that they are after; `ledger`: the run's; `make_model`: what gave the
+    run its model, None where its config does.
+    """
+
+    config: Config
+    step: int
+    arrays: Path
+    ledger: dict[str, Any]
+    tokenizer: Tokenizer
+    make_model: Callable[[int], Model] | None
+
+
+def find_saved(
+    run: str | os.PathLike,
+    config: Config,
+    step: str | int | None,
+    weights: str,
+    make_model: Callable[[int], Model] | None,
+    caller: str,
+) -> Saved:
+    """What `find_weights` finds, with all that loading it takes. `config` is the run's, `caller` the function that
+    takes `make_model` from the user. Raises InputError also where the run has a model of one's own and it is None."""
+    if config.model is None and make_model is None:
+        raise InputError(f"{run}: was trained with a model of one's own; call {caller}(make_model=...) from Python")
+    directory = RunDirectory(Path(run))
+    step, arrays = find_weights(directory, step, weights)
+    ledger = ledger_of(directory, arrays)
+    return Saved(config, step, arrays, ledger, load_tokenizer(directory.tokenizer), make_model)
 
 
 def ledger_of(directory: RunDirectory, arrays: Path) -> dict[str, Any]:

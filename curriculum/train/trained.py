@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax.sharding import Mesh
 
 from curriculum.adaptation import resolved_model
-from curriculum.config import Config
 from curriculum.errors import InputError
 from curriculum.model.model import Model, Params, abstract_params
 from curriculum.model.presets import HOW, ModelConfig
@@ -21,12 +19,13 @@ from curriculum.train.abstract import abstract_on_mesh
 from curriculum.train.device import cache_compiled, tune_device
 from curriculum.train.frozen import whole_params
 from curriculum.train.mesh import MeshConfig, make_mesh
+from curriculum.weights import Saved
 
 
 class Trained(NamedTuple):
     """A run's whole parameters and what computes with them.
 
-    `unfit_mesh`: the mesh of the run, in words, where it does not fit the devices here; None: it is `mesh`.
+    `unfit_mesh` says so where the mesh of the run does not fit the devices here; None: it is `mesh`.
     """
 
     mesh: Mesh
@@ -35,20 +34,12 @@ class Trained(NamedTuple):
     unfit_mesh: str | None
 
 
-def load_trained(
-    config: Config,
-    vocab_size: int,
-    arrays: Path,
-    ledger: Mapping[str, Any],
-    step: int,
-    store_dir: str | Path,
-    make_model: Callable[[int], Model] | None,
-) -> Trained:
-    """The whole parameters saved in `arrays`, on the mesh of the run or, where that does not fit, on one of data alone.
+def load_trained(saved: Saved, store_dir: str | Path) -> Trained:
+    """The whole parameters on the mesh of the run or, where that does not fit, on one of data alone.
 
-    They are those after `step` updates; `ledger` is the run's, `make_model` the function that gave its model, where one
-    did. Raises InputError where what adapters were trained beside is gone.
+    Raises InputError where what adapters were trained beside is gone.
     """
+    config, vocab_size = saved.config, saved.tokenizer.vocab_size
     tune_device(config.train.deterministic)
     cache_compiled(store_dir)
     unfit_mesh = None
@@ -56,14 +47,15 @@ def load_trained(
         mesh = make_mesh(config.mesh)
     except InputError:
         mesh = make_mesh(MeshConfig())
-        unfit_mesh = mesh_text(asdict(config.mesh))
-    if make_model is None:
+        unfit_mesh = f"the run's mesh ({mesh_text(asdict(config.mesh))}) does not fit the devices here"
+    if saved.make_model is None:
         # What was trained, whatever its config would mean by now; how it is computed is the config's.
         configured = resolved_model(config, vocab_size)
         how = {name: getattr(configured, name) for name in HOW}
-        architecture = replace(ModelConfig.of(architecture_at(ledger, step)), **how)
+        architecture = replace(ModelConfig.of(architecture_at(saved.ledger, saved.step)), **how)
         model = transformer(architecture)
     else:
-        architecture, model = None, make_model(vocab_size)
+        architecture, model = None, saved.make_model(vocab_size)
     like = abstract_on_mesh(mesh, abstract_params(model))
-    return Trained(mesh, model, whole_params(config, architecture, ledger["lineage"], arrays, like), unfit_mesh)
+    params = whole_params(config, architecture, saved.ledger["lineage"], saved.arrays, like)
+    return Trained(mesh, model, params, unfit_mesh)
