@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from curriculum.model.presets import ModelConfig
 from curriculum.record.append import tell
 from curriculum.record.events import EVENTS, read_events
 from curriculum.run import Run, RunDirectory, architecture_at, read_ledger
+from curriculum.scratch import clear_killed, scratch
 from curriculum.views.model_card import Exported, model_card
 from curriculum.weights import Weights, find_weights, ledger_of
 
@@ -64,13 +64,17 @@ def export(
     Above 5 GB safetensors are cut into several files with model.safetensors.index.json. `dtype`: "f32", or "bf16" or
     "f16" for half the size, every value rounded to the nearest; for gguf also "q8_0", blocks of 8 bits.
     Raises InputError for a run, step, format, weights, dtype, merge or folder that will not do, for a model that the
-    format has no class for, and for a value too large for the dtype; then nothing is written.
+    format has no class for, and for a value too large for the dtype; then nothing is written. What is left of an export
+    into the same folder that was killed is cleared.
     """
     directory, output = RunDirectory(Path(run)), Path(output_dir)
     if not os.path.isfile(directory.resolved_config):
         raise InputError(f"{run}: holds no run; expected a directory made by `curriculum train`")
     check_choice("--format", format, _FORMATS)
     _check_dtype(dtype, format)
+    # A folder that is there is kept: it may be a link, a mount, or the one that a shell stands in.
+    place = output if output.is_dir() else output.parent
+    clear_killed(place, output)
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise InputError(f"-o {output}: is there already; expected a new or an empty folder")
     begun_with = directory.architecture()
@@ -94,12 +98,8 @@ def export(
     arrays = _merged(directory, saved, architecture) if merge else _parameters(saved)
     metadata = {"step": str(step), "weights": weights}
     try:
-        # A folder that is there is kept: it may be a link, a mount, or the one that a shell stands in.
-        place = output if output.is_dir() else output.parent
         place.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=place, prefix=".export.") as scratch:
-            folder = Path(scratch) / "whole"
-            folder.mkdir()
+        with scratch(place, output) as folder:
             if target is None:
                 write_safetensors(folder, rounded_all(arrays.items(), dtype), metadata)
                 _write_json(folder / "model.json", {k: v for k, v in architecture.items() if k != "lora"})

@@ -193,6 +193,43 @@ def test_a_failure_leaves_an_empty_folder_empty(run, tmp_path):
     assert list(out.iterdir()) == []
 
 
+@pytest.mark.parametrize("is_there", [False, True])
+def test_what_a_killed_export_left_goes_with_the_next(run, tmp_path, monkeypatch, is_there):
+    out = tmp_path / "out"
+    if is_there:
+        out.mkdir()
+
+    def die(folder, *_):
+        scratch = folder.parent  # its copy is like that of a process that is gone: nobody holds it
+        shutil.copytree(scratch, scratch.with_name(f"{scratch.name}k"))
+        raise OSError("killed")
+
+    monkeypatch.setattr("curriculum.export.write_safetensors", die)
+    with pytest.raises(InputError, match="killed"):
+        export(run, out)
+    monkeypatch.undo()
+    assert export(run, tmp_path / "other") == 4
+    (left,) = tmp_path.rglob(".export.*")
+    assert (left / "whole").is_dir()
+    assert export(run, out) == 4
+    assert sorted(path.name for path in out.iterdir()) == ["model.json", "model.safetensors", "tokenizer"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "out"]
+
+
+def test_an_export_under_way_is_left_alone_by_another_of_its_name(run, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+
+    def write(folder, *arguments):
+        monkeypatch.undo()
+        assert export(run, out) == 4
+        shutil.rmtree(out)
+        write_safetensors(folder, *arguments)
+
+    monkeypatch.setattr("curriculum.export.write_safetensors", write)
+    assert export(run, out, step=2) == 2
+    assert_same(load_file(out / "model.safetensors"), saved_params(run, 2))
+
+
 def test_gold_is_what_is_exported_where_there_is_gold(run, tmp_path):
     golden = tmp_path / "golden"
     shutil.copytree(run, golden)
