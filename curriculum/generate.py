@@ -15,7 +15,7 @@ from curriculum.sampling import Sampling
 from curriculum.weights import find_saved
 
 if TYPE_CHECKING:
-    from curriculum.model.continuation import Generation, Piece, Prompt
+    from curriculum.model.continuation import Generation, NewText, Prompt
     from curriculum.model.generate import Generator
     from curriculum.model.model import Model
 
@@ -42,7 +42,7 @@ class Loaded:
             raise InputError(*problems)
         return prompts
 
-    def stream(self, texts: Iterable[str], sampling: Sampling) -> Iterator[Piece]:
+    def stream(self, texts: Iterable[str], sampling: Sampling) -> Iterator[NewText]:
         """The continuations as they come, several at a time; each text's last piece has all of it."""
         return self.generator.stream(self.params, self.prompts(texts), sampling)
 

@@ -1,6 +1,6 @@
 """Which eval's parameters are the best of the run that no guard objects to: the gold.
 
-Every eval is one call of `judge`. It knows the past only by a `GoldState`, which stands in every checkpoint, so a
+Every eval is one call of `decide`. It knows the past only by a `GoldState`, which stands in every checkpoint, so a
 resumed run decides as an unbroken one. A candidate is an eval whose value lies below the gold's; only candidates are
 guarded, and one that was blocked changes nothing: the next is held against the gold again.
 
@@ -78,7 +78,7 @@ class SetMemory:
 
 @dataclass(frozen=True)
 class GoldState:
-    """What `judge` knows of the evals before. Finite numbers, None and text only: `to_json` and back is exact.
+    """What `decide` knows of the evals before. Finite numbers, None and text only: `to_json` and back is exact.
 
     metric: what is minimised; under another one the search begins anew, while the sets' losses stay.
     rises: evals in a row, up to the last, that were above the one before or not finite.
@@ -167,7 +167,7 @@ class Candidate:
 Decision = Gold | Blocked | Candidate
 
 
-def judge(config: GoldConfig, state: GoldState, measured: Measured) -> tuple[GoldState, list[Decision]]:
+def decide(config: GoldConfig, state: GoldState, measured: Measured) -> tuple[GoldState, list[Decision]]:
     """The state after an eval, and what was decided, in the order of the record.
 
     Where the eval did not measure the set to minimise, its other losses are remembered and nothing is decided. With

@@ -19,7 +19,7 @@ from evalsets.gold import (
     Pending,
     Regressed,
     accepted,
-    judge,
+    decide,
     kept_steps,
     vetoed,
 )
@@ -43,7 +43,7 @@ def run(config, evals, state=None):
     """The decisions of a sequence of evals, (state, [per eval its decisions])."""
     state, all_decisions = state or GoldState(), []
     for one in evals:
-        state, decisions = judge(config, state, one)
+        state, decisions = decide(config, state, one)
         all_decisions.append(decisions)
     return state, all_decisions
 
@@ -116,10 +116,10 @@ def test_an_eval_without_the_minimised_set_decides_nothing_and_is_no_confirmatio
     evals = [measured(i, primary=v, code=2.0) for i, v in enumerate([3.0, 3.1, 3.2, 2.5], start=1)]
     state, decisions = run(config, evals)
     assert state.pending == Pending(4, 2.5, 2)
-    state, none = judge(config, state, measured(5, code=1.0))
+    state, none = decide(config, state, measured(5, code=1.0))
     assert none == [] and state.pending == Pending(4, 2.5, 2) and state.rises == 0 and state.last == 2.5
     assert state.sets["code"].lowest == 1.0  # what it did measure is remembered
-    _, decisions = judge(config, state, measured(6, primary=2.6, code=1.2))
+    _, decisions = decide(config, state, measured(6, primary=2.6, code=1.2))
     assert [told(d) for d in decisions] == ["gold 4"]
 
 
@@ -264,16 +264,16 @@ def test_the_words_of_a_dip_that_was_not_confirmed():
     state, _ = run(TREND, evals)
     assert state.pending == Pending(50, 2.8, 3) and state.gold.step == 10
     assert kept_steps(state) == {10, 50}
-    after, [blocked] = judge(TREND, state, measured(60, primary=3.4))
+    after, [blocked] = decide(TREND, state, measured(60, primary=3.4))
     assert blocked == Blocked(
         50, "primary/loss", 2.8, 3.0, 10, "trend",
         "trend: a dip to 2.8000 after 3 rises in a row was not confirmed: 3.4000 at step 60 is not below 3.0000, "
         "the gold's of step 10",
     )  # fmt: skip
     assert kept_steps(after) == {10} and after.pending is None
-    _, [blocked] = judge(TREND, state, measured(60, primary=math.nan))
+    _, [blocked] = decide(TREND, state, measured(60, primary=math.nan))
     assert blocked.reason.endswith("was not confirmed: at step 60 the value is not finite")
-    _, [gold] = judge(TREND, state, measured(60, primary=2.95))
+    _, [gold] = decide(TREND, state, measured(60, primary=2.95))
     assert (gold.step, gold.value, gold.previous, gold.previous_step) == (50, 2.8, 3.0, 10)
 
 
@@ -297,13 +297,13 @@ def test_a_dip_that_another_guard_blocks_is_not_pending():
     evals = [measured(i, primary=v) for i, v in enumerate([3.0, 3.1, 3.2], start=1)]
     state, decisions = run(TREND, [*evals, measured(4, primary=2.8, regressed={"code": CODE})])
     assert state.pending is None and decisions[3][0].guard == "regression"
-    state, decisions = judge(TREND, state, measured(5, primary=2.7))
+    state, decisions = decide(TREND, state, measured(5, primary=2.7))
     assert [told(d) for d in decisions] == ["gold 5"]  # 2.8 came after rises, 2.7 after a fall
 
 
 def test_a_better_eval_confirms_the_dip_even_where_it_is_blocked_itself():
     state, _ = run(TREND, [measured(i, primary=v) for i, v in enumerate([3.0, 3.1, 3.2, 2.8], start=1)])
-    state, decisions = judge(TREND, state, measured(5, primary=2.7, regressed={"code": CODE}))
+    state, decisions = decide(TREND, state, measured(5, primary=2.7, regressed={"code": CODE}))
     assert [told(d) for d in decisions] == ["blocked 5", "gold 4"]
     assert (decisions[0].best, decisions[0].best_step, decisions[1].previous) == (3.0, 1, 3.0)
     assert state.gold.step == 4 and kept_steps(state) == {4}
@@ -314,17 +314,19 @@ def test_rises_before_there_is_a_gold():
     config = GoldConfig()
     state, decisions = run(config, evals)
     assert [ds[0].guard for ds in decisions] == ["overfit"] * 3 and state.gold is None
-    state, none = judge(config, state, measured(4, primary=3.1))
+    state, none = decide(config, state, measured(4, primary=3.1))
     assert none == [] and state.pending == Pending(4, 3.1, 2)
-    assert [told(d) for d in judge(config, state, measured(5, primary=9.0))[1]] == ["gold 4"]  # there is nothing better
-    assert [told(d) for d in judge(config, state, measured(5, primary=3.0))[1]] == ["gold 5"]
-    assert [told(d) for d in judge(config, state, measured(5, primary=math.inf))[1]] == ["blocked 4"]
+    assert [told(d) for d in decide(config, state, measured(5, primary=9.0))[1]] == [
+        "gold 4"
+    ]  # there is nothing better
+    assert [told(d) for d in decide(config, state, measured(5, primary=3.0))[1]] == ["gold 5"]
+    assert [told(d) for d in decide(config, state, measured(5, primary=math.inf))[1]] == ["blocked 4"]
 
 
 def test_another_metric_begins_anew_and_keeps_the_losses():
     state, _ = run(OFF, [measured(10, primary=3.0, code=1.0), measured(20, primary=2.0, code=2.0)])
     other = GoldConfig(minimise="code/loss")
-    state, [gold] = judge(other, state, measured(30, primary=2.5, code=1.5))
+    state, [gold] = decide(other, state, measured(30, primary=2.5, code=1.5))
     assert (gold.step, gold.metric, gold.previous) == (30, "code/loss", None)
     assert state.sets["code"].start == 1.0 and state.sets["code"].lowest == 1.0 and state.sets["primary"].lowest == 2.0
 
@@ -333,13 +335,13 @@ GATED = GoldConfig(overfit_ratio=None, gate="./gate")
 
 
 def test_a_gate_is_asked_before_anything_is_gold():
-    state, [candidate] = judge(GATED, GoldState(), measured(10, primary=3.0))
+    state, [candidate] = decide(GATED, GoldState(), measured(10, primary=3.0))
     assert candidate == Candidate(10, "primary/loss", 3.0)
     assert state.gold is None and kept_steps(state) == set() and needed_steps(state, [candidate]) == {10}
     state, [gold] = accepted(state, candidate, 0.5)
     assert gold == Gold(10, "primary/loss", 3.0, None, None, 0.5) and state.gold.score == 0.5
 
-    state, [candidate] = judge(GATED, state, measured(20, primary=2.9))
+    state, [candidate] = decide(GATED, state, measured(20, primary=2.9))
     after, [blocked] = vetoed(state, candidate, "exit code 3")
     assert blocked == Blocked(20, "primary/loss", 2.9, 3.0, 10, "gate", "gate: exit code 3") and after == state
     for score, reason in (
@@ -348,17 +350,17 @@ def test_a_gate_is_asked_before_anything_is_gold():
     ):
         after, [blocked] = accepted(state, candidate, score)
         assert after == state and blocked.guard == "gate" and blocked.reason.startswith(reason)
-    state, [candidate] = judge(GATED, state, measured(30, primary=2.95))  # above what was vetoed
+    state, [candidate] = decide(GATED, state, measured(30, primary=2.95))  # above what was vetoed
     state, [gold] = accepted(state, candidate, 0.25)
     assert (gold.step, gold.previous, gold.score) == (30, 3.0, 0.25)
-    state, [candidate] = judge(GATED, state, measured(40, primary=2.0))
+    state, [candidate] = decide(GATED, state, measured(40, primary=2.0))
     state, [gold] = accepted(state, candidate)  # a gate that gives no score only vetoes
     assert gold.score is None and state.gold.score is None
 
 
 def test_the_gate_is_asked_about_the_dip_when_it_vetoes_what_surpassed_it():
     state, _ = run(TREND, [measured(i, primary=v) for i, v in enumerate([3.0, 3.1, 3.2, 2.8], start=1)])
-    state, [candidate] = judge(GATED, state, measured(5, primary=2.7))
+    state, [candidate] = decide(GATED, state, measured(5, primary=2.7))
     dip = Candidate(4, "primary/loss", 2.8)
     assert candidate == Candidate(5, "primary/loss", 2.7, instead=dip)
     assert needed_steps(state, [candidate]) == {1, 4, 5}
@@ -373,25 +375,25 @@ def test_the_gate_is_asked_about_the_dip_when_it_vetoes_what_surpassed_it():
 def test_the_gate_is_asked_about_the_confirming_eval_when_it_vetoes_the_dip():
     before, _ = run(TREND, [measured(i, primary=v) for i, v in enumerate([3.0, 3.1, 3.2, 2.8], start=1)])
     for confirming in (2.9, 2.8):  # a tie, too
-        state, [candidate] = judge(GATED, before, measured(5, primary=confirming))
+        state, [candidate] = decide(GATED, before, measured(5, primary=confirming))
         assert candidate == Candidate(4, "primary/loss", 2.8, instead=Candidate(5, "primary/loss", confirming))
         assert needed_steps(state, [candidate]) == {1, 4, 5}
         after, [blocked, following] = vetoed(state, candidate, "no")
         after, [gold] = accepted(after, following)
         assert (told(blocked), gold.step, gold.previous_step) == ("blocked 4", 5, 1)
         assert [told(d) for d in accepted(state, candidate)[1]] == ["gold 4"]
-    state, [candidate] = judge(GATED, before, measured(5, primary=2.9, regressed={"code": CODE}))
+    state, [candidate] = decide(GATED, before, measured(5, primary=2.9, regressed={"code": CODE}))
     assert [told(d) for d in vetoed(state, candidate, "no")[1]] == ["blocked 4", "blocked 5"]
     assert [told(d) for d in accepted(state, candidate)[1]] == ["gold 4"]  # above it, 5 is no candidate
 
 
 def test_a_value_below_the_gold_that_rises_is_no_dip():
-    state, _ = judge(TREND, GoldState(), measured(1, primary=3.0))
+    state, _ = decide(TREND, GoldState(), measured(1, primary=3.0))
     for step, value in ((2, 2.0), (3, 2.2), (4, 2.4)):
-        state, [blocked] = judge(TREND, state, measured(step, primary=value, regressed={"code": CODE}))
+        state, [blocked] = decide(TREND, state, measured(step, primary=value, regressed={"code": CODE}))
         assert told(blocked) == f"blocked {step}"
-    assert [told(d) for d in judge(TREND, state, measured(5, primary=2.6))[1]] == ["gold 5"]
-    assert judge(TREND, state, measured(5, primary=2.3))[0].pending == Pending(5, 2.3, 2)
+    assert [told(d) for d in decide(TREND, state, measured(5, primary=2.6))[1]] == ["gold 5"]
+    assert decide(TREND, state, measured(5, primary=2.3))[0].pending == Pending(5, 2.3, 2)
 
 
 # What must hold whatever the sequence.
@@ -425,7 +427,7 @@ def course(config, evals, answers, *, through_json=False):
         one = measured(i, is_last=i == len(evals) - 1, from_start=len(evals) % 2 == 0, **given_losses)
         if through_json:
             state = GoldState.from_json(json.loads(json.dumps(state.to_json(), allow_nan=False)))
-        state, decisions = judge(config, state, one)
+        state, decisions = decide(config, state, one)
         while decisions:
             if one.step in needed_steps(state, decisions):
                 disk.add(one.step)

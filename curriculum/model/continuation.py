@@ -44,7 +44,7 @@ class Generation:
         }
 
 
-class Piece(NamedTuple):
+class NewText(NamedTuple):
     """What has newly come of prompt `index`; with the last piece, all of it."""
 
     index: int
@@ -75,7 +75,7 @@ class Continuation:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._text, self._num_shown = "", 0
 
-    def add(self, ids: Iterable[int], tokenizer: Tokenizer) -> Piece:
+    def add(self, ids: Iterable[int], tokenizer: Tokenizer) -> NewText:
         """What newly drawn ids add to the text; those after its end are not looked at."""
         for id_ in ids:
             if self.whole is None:
@@ -83,7 +83,7 @@ class Continuation:
         held = 0 if self.whole else max((_begun(self._text, stop) for stop in self._stop), default=0)
         shown = self._text[self._num_shown : len(self._text) - held]
         self._num_shown += len(shown)
-        return Piece(self.index, shown, self.whole)
+        return NewText(self.index, shown, self.whole)
 
     def _add(self, id_: int, tokenizer: Tokenizer) -> None:
         self._ids.append(id_)

@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from curriculum.data.tokenizers.tokenizer import Tokenizer
 from curriculum.errors import InputError
-from curriculum.model.continuation import Continuation, Generation, Piece, Prompt
+from curriculum.model.continuation import Continuation, Generation, NewText, Prompt
 from curriculum.model.draw import Knobs, draw
 from curriculum.model.loss import next_logits
 from curriculum.model.model import Model, Params
@@ -120,7 +120,7 @@ class Generator:
         whole = {piece.index: piece.whole for piece in self.stream(params, prompts, sampling) if piece.whole}
         return [whole[index] for index in range(len(prompts))]
 
-    def stream(self, params: Params, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Piece]:
+    def stream(self, params: Params, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[NewText]:
         """The continuations as they come, several at a time. Raises InputError as `check` does, before all else."""
         self.check(prompts, sampling)
         return self._stream(params, self._by_room(prompts, sampling), Knobs.of(sampling))
@@ -140,7 +140,7 @@ class Generator:
             by_room.setdefault(self._bucket(last), deque()).append(text)
         return by_room
 
-    def _stream(self, params: Params, by_room: dict[int, deque[Continuation]], knobs: Knobs) -> Iterator[Piece]:
+    def _stream(self, params: Params, by_room: dict[int, deque[Continuation]], knobs: Knobs) -> Iterator[NewText]:
         for num_positions, waiting in by_room.items():
             rows = self._compiled.get(("no rows", num_positions), partial(self._no_rows, num_positions))()
             decode, num_steps = self._compiled.get(("decode", num_positions), self._decode), 1

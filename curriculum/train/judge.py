@@ -139,7 +139,7 @@ def _judge_gold(
         limits_from_start=setup.lineage is not None,
     )
     before = kept_steps(run.history.gold)
-    state, decisions = gold.judge(config, run.history.gold, measured)
+    state, decisions = gold.decide(config, run.history.gold, measured)
     waiting, decided = list(decisions), []
     while waiting:
         decision = waiting.pop(0)

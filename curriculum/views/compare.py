@@ -47,7 +47,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Measured:
+class RunOnSet:
     """One run on one set: the eval that counts. `difference` is None for the run that the others are compared with."""
 
     run: str
@@ -66,11 +66,11 @@ class ComparedSet:
 
     name: str
     content_hash: str
-    runs: tuple[Measured, ...]
+    runs: tuple[RunOnSet, ...]
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ComparedRuns:
     """What `compare` found.
 
     at, common: `tokens` or `step`, and how many of them: an eval counts when it is the run's last at or before them.
@@ -102,12 +102,12 @@ class Comparison:
         return plain(asdict(self))
 
 
-def compare(run_dirs: Sequence[str | os.PathLike], *, at: str = "tokens") -> Comparison:
+def compare(run_dirs: Sequence[str | os.PathLike], *, at: str = "tokens") -> ComparedRuns:
     """Compare run directories by their last evals at or before the common `tokens` or `step`. Raises InputError."""
     return compare_runs([load_run(path) for path in run_dirs], at=at)
 
 
-def compare_runs(runs: Sequence[Run], *, at: str = "tokens") -> Comparison:
+def compare_runs(runs: Sequence[Run], *, at: str = "tokens") -> ComparedRuns:
     """The same of runs that are loaded. The same run may stand there twice."""
     if len(runs) < 2:
         raise InputError(f"got {len(runs)} run, expected two or more to compare")
@@ -156,7 +156,7 @@ def compare_runs(runs: Sequence[Run], *, at: str = "tokens") -> Comparison:
         reasons = [f"{name}: {why}" for name, whys in refused.items() for why in whys]
         reasons += [f"{name}: only {' and '.join(who)} measured it" for name, who in only.items()]
         raise InputError(*(f"no eval set can be compared: {reason}" for reason in reasons))
-    return Comparison(
+    return ComparedRuns(
         at=at,
         common=common,
         runs=tuple(
@@ -248,8 +248,8 @@ def _last_points(side: _Side, at: str, most: float) -> dict[str, EvalPoint]:
     return {name: of_set[-1] for name, of_set in before.items() if of_set}
 
 
-def _measured(side: _Side, point: EvalPoint, between: Difference | None = None, verdict: str | None = None) -> Measured:
-    return Measured(side.name, point.step, point.tokens, point.loss, point.bpb, point.sem, between, verdict)
+def _measured(side: _Side, point: EvalPoint, between: Difference | None = None, verdict: str | None = None) -> RunOnSet:
+    return RunOnSet(side.name, point.step, point.tokens, point.loss, point.bpb, point.sem, between, verdict)
 
 
 def _refusal(first: _Side, other: _Side, name: str) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from curriculum.record.wording import columns, interval_text, listed, loss, signed
-from curriculum.views.compare import SEED_SPREAD_NATS, Comparison
+from curriculum.views.compare import SEED_SPREAD_NATS, ComparedRuns
 
 
-def table(comparison: Comparison) -> list[str]:
+def table(comparison: ComparedRuns) -> list[str]:
     """The comparison as lines of text."""
     lines = [which_evals(comparison), ""]
     rows = [("run", "step", "tokens", "", "directory")]
@@ -28,7 +28,7 @@ def table(comparison: Comparison) -> list[str]:
     return lines
 
 
-def which_evals(comparison: Comparison) -> str:
+def which_evals(comparison: ComparedRuns) -> str:
     """Which evals are compared."""
     common = f"{comparison.common:,} {'tokens' if comparison.at == 'tokens' else 'steps'}"
     if not comparison.base_steps:
@@ -42,7 +42,7 @@ def which_evals(comparison: Comparison) -> str:
     )
 
 
-def notes(comparison: Comparison) -> list[str]:
+def notes(comparison: ComparedRuns) -> list[str]:
     """What else has to be said: sets left out, shared pasts, and what no difference here can tell."""
     lines = [f"{name}: refused: {why}" for name, whys in comparison.refused.items() for why in whys]
     lines += [f"{name}: measured only by {', '.join(who)}" for name, who in comparison.only.items()]
@@ -76,7 +76,7 @@ def notes(comparison: Comparison) -> list[str]:
     return lines
 
 
-def _families(comparison: Comparison) -> list[tuple[int, list[str]]]:
+def _families(comparison: ComparedRuns) -> list[tuple[int, list[str]]]:
     """(step, runs) for every step up to which runs are one: a line a branching, however many pairs share it."""
     names = [run["name"] for run in comparison.runs]
     families: list[tuple[int, list[str]]] = []

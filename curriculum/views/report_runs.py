@@ -13,7 +13,7 @@ from curriculum.record.queries import eval_points, evalset_facts, planned_tokens
 from curriculum.record.wording import interval_text, loss, signed
 from curriculum.run import Run
 from curriculum.views import figures
-from curriculum.views.compare import Comparison, compare_runs
+from curriculum.views.compare import ComparedRuns, compare_runs
 from curriculum.views.compare_text import notes, which_evals
 from curriculum.views.figures import PALETTE, Curve, eval_curve
 from curriculum.views.inspection import inspect_run, lineage_lines
@@ -56,7 +56,7 @@ def of_runs(runs: Sequence[Run], names: Sequence[str], of_run: Callable[[Run, st
     ]
 
 
-def _compare_table(comparison: Comparison) -> Markup:
+def _compare_table(comparison: ComparedRuns) -> Markup:
     rows = []
     for compared in comparison.sets:
         for i, m in enumerate(compared.runs):
