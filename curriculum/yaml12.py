@@ -13,6 +13,7 @@ from curriculum.errors import InputError
 _MAX_CHARACTERS = 1 << 20  # a second's work; a config has a thousandth of it
 _MAX_DEPTH = 50
 _MAX_NODES = 100_000  # aliases can make a file of a few lines expand without end
+_TOO_DEEP = "not YAML that can be read: nested too deeply"
 _TAG = "tag:yaml.org,2002:"
 
 
@@ -150,26 +151,7 @@ def read_override(data: dict, origin: Origin, override: str) -> None:
 
 def parse_yaml(text: str, origin: Origin):
     """The plain data of a YAML text; `origin` is told where each value stands. Raises InputError with its place."""
-
-    def fail(mark, message):
-        place = f"{origin.file}:{mark.line + 1}:{mark.column + 1}" if mark else origin.file
-        raise InputError(f"{place}: {message}")
-
-    loader = None
-    try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-    except yaml.MarkedYAMLError as error:
-        what = " ".join(filter(None, [error.context, error.problem]))
-        fail(error.problem_mark or error.context_mark, f"not YAML: {what}")
-    except yaml.YAMLError as error:
-        fail(None, f"not YAML: {' '.join(str(error).split())}")
-    except RecursionError:
-        fail(None, "not YAML that can be read: nested too deeply")
-    finally:
-        if loader is not None:
-            loader.dispose()
-
+    node = _root(text, origin)
     count = 0
     parents: set[int] = set()
 
@@ -177,57 +159,86 @@ def parse_yaml(text: str, origin: Origin):
         nonlocal count
         count += 1
         if count > _MAX_NODES:
-            fail(node.start_mark, f"expands to more than {_MAX_NODES:,} values; are aliases nested?")
+            raise _error(origin, node.start_mark, f"expands to more than {_MAX_NODES:,} values; are aliases nested?")
         if id(node) in parents:
-            fail(node.start_mark, "an alias contains itself")
+            raise _error(origin, node.start_mark, "an alias contains itself")
         origin.positions.setdefault(path, (node.start_mark.line + 1, node.start_mark.column + 1))
         if isinstance(node, yaml.ScalarNode):
-            value = scalar(node)
+            value = _scalar(node, origin)
             if type(value) in (int, float):
                 origin.numbers[path] = node.value
             return value
         if node.tag not in (_TAG + "map", _TAG + "seq"):
-            fail(node.start_mark, f"got the tag {node.tag!r}, expected plain YAML without tags")
+            raise _tagged(node, origin)
         parents.add(id(node))
         if isinstance(node, yaml.SequenceNode):
             value = [convert(item, f"{path}[{i}]") for i, item in enumerate(node.value)]
         else:
             value = {}
             for key_node, item in node.value:
-                if not isinstance(key_node, yaml.ScalarNode):
-                    fail(key_node.start_mark, "got a collection as a key, expected text")
-                key = key_node.value
                 mark = key_node.start_mark
+                if not isinstance(key_node, yaml.ScalarNode):
+                    raise _error(origin, mark, "got a collection as a key, expected text")
+                key = key_node.value
                 if key in value:
-                    fail(mark, f"the key {key!r} stands twice in this mapping")
+                    raise _error(origin, mark, f"the key {key!r} stands twice in this mapping")
                 below = f"{path}.{key}" if path else key
                 origin.positions[below] = (mark.line + 1, mark.column + 1)
                 value[key] = convert(item, below)
         parents.remove(id(node))
         return value
 
-    def scalar(node):
-        text = node.value
-        if any("\ud800" <= c <= "\udfff" for c in text):
-            fail(node.start_mark, "got half of a surrogate pair, expected text that is Unicode")
-        if node.tag != _TAG + "str":
-            fail(node.start_mark, f"got the tag {node.tag!r}, expected plain YAML without tags")
-        if node.style in ("'", '"', "|", ">"):  # quoted, or a block
-            return text
-        if text in _WORDS:
-            return _WORDS[text]
-        if _INT.fullmatch(text):
-            if len(text) > 40:
-                fail(node.start_mark, f"got an integer of {len(text)} digits, expected at most 40")
-            return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
-        if _FLOAT.fullmatch(text):
-            value = float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-            if not math.isfinite(value):
-                fail(node.start_mark, f"got {text}, expected a finite number")
-            return value
-        return text
-
     try:
         return None if node is None else convert(node, "")
     except RecursionError:
-        fail(None, "not YAML that can be read: nested too deeply")
+        raise _error(origin, None, _TOO_DEEP) from None
+
+
+def _root(text: str, origin: Origin) -> yaml.Node | None:
+    """The nodes of a YAML text; None: it has none. Raises InputError with its place."""
+    loader = None
+    try:
+        loader = _Loader(text)
+        return loader.get_single_node()
+    except yaml.MarkedYAMLError as error:
+        what = " ".join(filter(None, [error.context, error.problem]))
+        raise _error(origin, error.problem_mark or error.context_mark, f"not YAML: {what}") from None
+    except yaml.YAMLError as error:
+        raise _error(origin, None, f"not YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise _error(origin, None, _TOO_DEEP) from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def _scalar(node: yaml.ScalarNode, origin: Origin) -> str | int | float | bool | None:
+    """What a scalar means by YAML 1.2's core schema. Raises InputError with its place."""
+    text, mark = node.value, node.start_mark
+    if any("\ud800" <= c <= "\udfff" for c in text):
+        raise _error(origin, mark, "got half of a surrogate pair, expected text that is Unicode")
+    if node.tag != _TAG + "str":
+        raise _tagged(node, origin)
+    if node.style in ("'", '"', "|", ">"):  # quoted, or a block
+        return text
+    if text in _WORDS:
+        return _WORDS[text]
+    if _INT.fullmatch(text):
+        if len(text) > 40:
+            raise _error(origin, mark, f"got an integer of {len(text)} digits, expected at most 40")
+        return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+    if _FLOAT.fullmatch(text):
+        value = float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+        if not math.isfinite(value):
+            raise _error(origin, mark, f"got {text}, expected a finite number")
+        return value
+    return text
+
+
+def _tagged(node: yaml.Node, origin: Origin) -> InputError:
+    return _error(origin, node.start_mark, f"got the tag {node.tag!r}, expected plain YAML without tags")
+
+
+def _error(origin: Origin, mark: yaml.Mark | None, message: str) -> InputError:
+    place = f"{origin.file}:{mark.line + 1}:{mark.column + 1}" if mark else origin.file
+    return InputError(f"{place}: {message}")
