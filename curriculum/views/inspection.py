@@ -51,20 +51,6 @@ def inspect_run(run: Run) -> dict[str, Any]:
     except InputError as error:
         problems += error.problems
     gold = last_gold(events)
-    detectable = last_detectable(events)
-    points, measured = eval_points(events), measured_sets(events)
-    evals = {}
-    for name, of_set in points.items():
-        best = min(of_set, key=lambda p: (p.loss != p.loss, p.loss))
-        evals[name] = {
-            **of_set[-1]._asdict(),
-            "first": of_set[0].loss,
-            "best": best.loss,
-            "best_step": best.step,
-            "num_evals": len(of_set),
-            "detectable": detectable.get(name),
-            "still_measured": name.partition("@")[0] in measured,
-        }
     return {
         "name": start["config"]["name"],
         "path": str(path),
@@ -104,7 +90,7 @@ def inspect_run(run: Run) -> dict[str, Any]:
             "missing": not (path / gold["path"]).is_dir(),
         },
         "regressions": standing_regressions(events),
-        "evals": evals,
+        "evals": _evals(events),
         "samples": next(
             ({k: e[k] for k in ("step", "samples")} for e in reversed(events) if e["event"] == "generation"), None
         ),
@@ -113,6 +99,24 @@ def inspect_run(run: Run) -> dict[str, Any]:
         "commands": _commands(run),
         "problems": problems,
     }
+
+
+def _evals(events: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By set, those of averages too: its last eval, its first and best loss, and what its alarm would notice."""
+    detectable, measured = last_detectable(events), measured_sets(events)
+    evals = {}
+    for name, of_set in eval_points(events).items():
+        best = min(of_set, key=lambda p: (p.loss != p.loss, p.loss))
+        evals[name] = {
+            **of_set[-1]._asdict(),
+            "first": of_set[0].loss,
+            "best": best.loss,
+            "best_step": best.step,
+            "num_evals": len(of_set),
+            "detectable": detectable.get(name),
+            "still_measured": name.partition("@")[0] in measured,
+        }
+    return evals
 
 
 def _disk_bytes(folder: Path) -> int:
