@@ -107,9 +107,7 @@ def _copy_to(to: Path, path: Path) -> None:
 def _link(path: str | Path, to: str | Path) -> None:
     try:
         os.link(os.path.realpath(path), to)
-    except (
-        OSError
-    ):  # on another disk, on one without hard links, of another user's file: what else is wrong a copy tells
+    except OSError:  # another disk, one without hard links, another user's file; what else is wrong a copy tells
         shutil.copy2(path, to)
 
 
