@@ -153,7 +153,7 @@ def command():
     together.leave(SystemExit(2))
     sys.exit(2)
 
-main._command = command
+main.run_command = command
 main.main()
 """
 

@@ -432,7 +432,7 @@ programs.close()
 def command():
     print("saved")
     {ends}
-main._command = command
+main.run_command = command
 main.main()
 """
 
