@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from curriculum.config import Config, build_config
+from curriculum.config import Config, apply_options, build_config, options_of
 from curriculum.config_keys import no_such
 from curriculum.data.corpus import find_read_documents, load_evalsets
 from curriculum.errors import InputError
@@ -59,6 +59,7 @@ def evaluate(
     step: str | int | None = None,
     weights: str = "raw",
     eval_dataset_dirs: Mapping[str, str | os.PathLike] | None = None,
+    overrides: Iterable[str] = (),
     sets: Iterable[str] | None = None,
     store_dir: str | Path = DEFAULT_STORE_DIR,
     make_model: Callable[[int], Model] | None = None,
@@ -67,8 +68,9 @@ def evaluate(
 
     So on the same devices the sums of every window equal those in `evals/<step>.npz` bit for bit; where the run's mesh
     does not fit the devices here, every device takes rows, and a warning says so. `step` and `weights`
-    are as for `export`. `eval_dataset_dirs` are new sets by name; `sets` are the names to measure, by default all of
-    the run's and all new ones. `make_model` is the one that the run was trained with, where it was.
+    are as for `export`. `eval_dataset_dirs` are new sets by name; `overrides` say more of them, as
+    `evalsets.sets.NAME.format=messages`. `sets` are the names to measure, by default all of the run's and all new ones.
+    `make_model` is the one that the run was trained with, where it was.
 
     Nothing is written into the run. A new set needs neither the run's sources nor its phases; a set that is held out
     of a source needs the source's text. Raises InputError where a set is not the one that the run measured under its
@@ -76,7 +78,7 @@ def evaluate(
     """
     new = {name: str(folder) for name, folder in (eval_dataset_dirs or {}).items()}
     own = load_run(run).config
-    config = _with_sets(own, new)
+    config = _with_sets(own, new, overrides)
     names = _names(config, sets)
     saved = find_saved(run, own, step, weights, make_model, "evaluate")
     evalsets = {}
@@ -85,7 +87,8 @@ def evaluate(
         _check_content(origin, evalsets, saved.ledger["history"]["eval_sets"])
     evalsets = {name: evalsets[name] for name in names}
     read = [name for name, source in saved.ledger["sources"].items() if source["tokens_drawn"]]
-    texts = {name: config.eval_sources[name].own_source() for name in new if name in names}
+    own_texts = {name: config.eval_sources[name].own_source() for name in new if name in names}
+    texts = {name: text for name, text in own_texts.items() if text is not None}
     found = find_read_documents(own, store_dir, saved.tokenizer, texts, read)
 
     # What can be said without these is said at once.
@@ -128,13 +131,16 @@ def _read_warning(evalset: EvalSet, source: str, count: int | None, config: Conf
     return f"it is not known how many documents of {evalset.name} {where}: {why}"
 
 
-def _with_sets(config: Config, new: Mapping[str, str]) -> Config:
+def _with_sets(config: Config, new: Mapping[str, str], overrides: Iterable[str]) -> Config:
     """The config with more eval sets. Raises InputError as reading a config with them would."""
-    data = config.to_json()
-    data["evalsets"]["sets"] = {**data["evalsets"]["sets"], **{name: {"path": path} for name, path in new.items()}}
-    origin = Origin("config.resolved.json")
-    for name, path in new.items():
-        origin.given_by(f"evalsets.sets.{name}", f"--eval-dataset-dir {name}={path}")
+    overrides = list(overrides)
+    for override in overrides:
+        if not override.lstrip().startswith(tuple(f"evalsets.sets.{name}." for name in new)):
+            expected = "expected evalsets.sets.NAME.KEY=VALUE of a new set, which --eval-dataset-dir gives"
+            raise InputError(f"--set {override}: {expected} (new sets: {', '.join(new) or 'none'})")
+    data, origin = config.to_json(), Origin("config.resolved.json")
+    directories = [f"{name}={folder}" for name, folder in new.items()]
+    apply_options(options_of(overrides, eval_dataset_dirs=directories), data, origin)
     return build_config(data, origin, check_paths=False)
 
 

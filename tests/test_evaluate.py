@@ -12,6 +12,8 @@ import pytest
 
 from curriculum.cli.main import run_command
 from curriculum.config import build_config
+from curriculum.data.prepare import prepare_folder
+from curriculum.data.tokenizers.tokenizer import byte_tokenizer
 from curriculum.errors import InputError
 from curriculum.evaluate import evaluate
 from curriculum.model.presets import ModelConfig
@@ -259,12 +261,51 @@ def test_a_name_stays_with_its_content(folder):
         ({"eval_dataset_dirs": {"a b": "new.jsonl"}}, "evalsets.sets.a b: got the name 'a b', expected letters"),
         ({"eval_dataset_dirs": {"new": "nowhere"}}, "--eval-dataset-dir new=nowhere: evalsets.sets.new: 'nowhere' is not "
          "there (paths are relative"),
+        ({"overrides": ["evalsets.sets.law.max_sequences=3"]}, "--set evalsets.sets.law.max_sequences=3: expected "
+         "evalsets.sets.NAME.KEY=VALUE of a new set, which --eval-dataset-dir gives (new sets: none)"),
+        ({"overrides": ["evalsets.sets.newer.every=3"], "eval_dataset_dirs": {"new": "new.jsonl", "newest": "new.jsonl"}},
+         "--set evalsets.sets.newer.every=3: expected evalsets.sets.NAME.KEY=VALUE of a new set, which "
+         "--eval-dataset-dir gives (new sets: new, newest)"),
+        ({"overrides": ["evalsets.sets.new.frmat=text"], "eval_dataset_dirs": {"new": "new.jsonl"}},
+         "--set evalsets.sets.new.frmat=text: evalsets.sets.new.frmat: no such"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_measured_is_told(folder, options, words):
     with pytest.raises(InputError) as told:
         evaluate("run", store_dir="store", **options)
     assert words in str(told.value)
+
+
+def test_a_new_set_may_have_any_field(folder):
+    """Three ways to the same conversations: rows, rows under another key, and a prepared folder."""
+    asked, answer = "what falls on the hills", "rain falls on the quiet green hills"
+    talks = [
+        [{"role": "user", "content": f"{asked} {i}"}, {"role": "assistant", "content": answer[i:]}] for i in range(25)
+    ]
+    Path("talks.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    Path("turns.jsonl").write_text("".join(json.dumps({"turns": talk}) + "\n" for talk in talks))
+    prepare_folder(["talks.jsonl"], byte_tokenizer(), "prepared", format="messages")
+    new = {"talks": "talks.jsonl", "turns": "turns.jsonl", "prepared": "prepared"}
+    formats = [f"evalsets.sets.{name}.format=messages" for name in new]
+    measured = evaluate(
+        "run",
+        eval_dataset_dirs=new,
+        overrides=[*formats, "evalsets.sets.turns.text_key=turns", "evalsets.sets.talks.max_sequences=6"],
+        sets=list(new),
+        store_dir="store",
+    )
+    assert windows(measured.results["turns"]) == windows(measured.results["prepared"])
+    scored = sum(len(answer[i:] + "<|im_end|>\n") for i in range(25))
+    assert measured.evalsets["turns"].num_tokens == scored == measured.results["turns"].tokens_N.sum()
+    assert 0 < measured.evalsets["talks"].num_windows <= 6 < measured.evalsets["turns"].num_windows
+    with pytest.raises(InputError, match="format text, and prepared was prepared from .*; set format: messages"):
+        evaluate("run", eval_dataset_dirs={"prepared": "prepared"}, sets=["prepared"], store_dir="store")
+
+    held_out = ["evalsets.sets.again.path=null", "evalsets.sets.again.held_out_of=web"]
+    again = evaluate(
+        "run", eval_dataset_dirs={"again": "web.jsonl"}, overrides=held_out, sets=["val", "again"], store_dir="store"
+    )
+    assert windows(again.results["again"]) == windows(again.results["val"]) and again.warnings == ()
 
 
 def test_where_the_mesh_does_not_fit_every_device_takes_rows(folder):
@@ -321,3 +362,9 @@ def test_the_command(folder, monkeypatch, capsys):
     assert found["sets"]["new"].keys() >= {"loss", "sem", "perplexity", "bpb", "accuracy", "windows", "documents"}
     assert found["sets"]["new"]["documents"] == 45
     assert command("--sets", "lav")[0] == 2
+
+    arguments = ["--eval-dataset-dir", "new=new.jsonl", "--sets", "new", "--json"]
+    code, shown, _ = command(*arguments, "--set", "evalsets.sets.new.max_sequences=9")
+    assert code == 0 and 0 < json.loads(shown)["sets"]["new"]["windows"] <= 9
+    code, _, errors = command(*arguments, "--set", "train.steps=9")
+    assert code == 2 and "--set train.steps=9: expected evalsets.sets.NAME.KEY=VALUE of a new set" in errors

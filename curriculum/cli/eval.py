@@ -16,10 +16,17 @@ from curriculum.cli.options import STORE_DIR
 @click.option(
     "--eval-dataset-dir", "eval_dataset_dirs", metavar="[NAME=]DIR", multiple=True, help="A new eval set; repeatable."
 )
+@click.option(
+    "--set",
+    "overrides",
+    metavar="KEY=VALUE",
+    multiple=True,
+    help="Another field of a new set, as in evalsets.sets.NAME.format=messages; repeatable.",
+)
 @click.option("--sets", metavar="NAME,...", help="Which sets; all of the run's and all new ones by default.")
 @click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON.")
 @STORE_DIR
-def command(run, step, weights, eval_dataset_dirs, sets, as_json, store_dir):
+def command(run, step, weights, eval_dataset_dirs, overrides, sets, as_json, store_dir):
     """Measure a checkpoint of RUN as training would have, on its eval sets and on new ones. RUN is only read."""
     from curriculum.config import named_directories
     from curriculum.evaluate import evaluate
@@ -30,6 +37,7 @@ def command(run, step, weights, eval_dataset_dirs, sets, as_json, store_dir):
         step=step,
         weights=weights,
         eval_dataset_dirs=named_directories("--eval-dataset-dir", eval_dataset_dirs),
+        overrides=overrides,
         sets=None if sets is None else [name.strip() for name in sets.split(",") if name.strip()],
         store_dir=store_dir,
     )
