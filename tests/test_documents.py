@@ -108,11 +108,11 @@ def test_source_files_tells_size_and_times(tmp_path):
 
 
 def test_a_json_row_is_a_document_and_empty_ones_are_passed_over(tmp_path):
-    rows = [{"text": AWKWARD}, {"text": ""}, {"other": 1, "text": "two"}]
+    rows = [{"text": AWKWARD}, {"text": ""}, {"text": None}, {"other": 1, "text": "two"}]
     lines = "\n\n".join(json.dumps(row) for row in rows)
     path = write(tmp_path / "a.jsonl", lines)
     assert read(path) == [AWKWARD, "two"]
-    assert [piece.text for piece in read_pieces(SourceConfig(path=str(path)))] == [AWKWARD, "", "two"]
+    assert [piece.text for piece in read_pieces(SourceConfig(path=str(path)))] == [AWKWARD, "", "", "two"]
     assert read(write(tmp_path / "b.ndjson", '{"body": "x"}'), text_key="body") == ["x"]
 
 
@@ -147,15 +147,15 @@ def test_a_long_file_is_not_held_in_memory(tmp_path):
 def test_columnar_rows_are_documents(tmp_path, kind):
     import datasets
 
-    table = datasets.Dataset.from_dict({"id": [1, 2, 3], "text": [AWKWARD, "", "third"]})
+    table = datasets.Dataset.from_dict({"id": [1, 2, 3, 4], "text": [AWKWARD, "", None, "fourth"], "none": [None] * 4})
     if kind == "parquet":
         table.to_parquet(tmp_path / "a.parquet")
     else:
         table.save_to_disk(tmp_path)
-    assert read(tmp_path) == [AWKWARD, "third"]
+    assert read(tmp_path) == [AWKWARD, "fourth"] and read(tmp_path, text_key="none") == []
     assert "row 1: 'id' holds a number; expected text" in refused(tmp_path, text_key="id")
     message = refused(tmp_path, text_key="texts")
-    assert "no key 'texts'; found 'id', 'text'; did you mean text_key: text?" in message
+    assert "no key 'texts'; found 'id', 'text', 'none'; did you mean text_key: text?" in message
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
@@ -345,6 +345,8 @@ def test_columnar_rows_are_conversations(tmp_path, kind):
         ({"format": "messages"}, {"messages": [{"role": "user", "content": "x"}]}, "no answer in it"),
         ({"format": "completion"}, {"prompt": "x", "completion": ""}, "no answer in it"),
         ({"format": "completion"}, {"prompt": "x", "completion": []}, "'prompt' holds text and 'completion' a list; expected"),
+        ({"format": "messages"}, {"messages": None}, "'messages' holds null; expected a list of messages"),
+        ({"format": "completion"}, {"prompt": "x", "completion": None}, "'completion' holds null; expected text"),
     ],
 )  # fmt: skip
 def test_a_row_that_is_no_conversation_is_refused_with_its_place(tmp_path, options, row, expected):
@@ -405,7 +407,6 @@ def test_a_hub_name_reads_its_train_split(tmp_path):
         ("a.jsonl", b"[" * 100_000, ":1: not JSON"),
         ("a.jsonl", b'{"text": "\xff"}', ":1: not JSON"),
         ("a.jsonl", b'["text"]', ":1: a list; expected a JSON object with key 'text'"),
-        ("a.jsonl", b'{"text": null}', ":1: 'text' holds null; expected text"),
         ("a.jsonl", b'{"text": 3}', ":1: 'text' holds a number; expected text"),
         ("a.jsonl", b'{"text": "a\\ud800"}', ":1: 'text' holds half a surrogate pair at character 1"),
         ("a.parquet", b"PAR1 and no more", "expected a whole parquet file"),

@@ -39,11 +39,11 @@ class Piece(NamedTuple):
 def read_pieces(source: SourceConfig, chat: ChatConfig = CHATML) -> Iterator[Piece]:
     """The documents of a source in pieces, empty ones included, one file after the other in sorted order.
 
-    JSONL, parquet and arrow: a row is a document, in a format other than text a conversation as `chat` renders
-    it, a piece a stretch; any other file is plain UTF-8 text and one document, and refused where a format or a
-    text_key tells of rows. A byte-order mark at the start of a file is dropped, nothing else is changed. Memory: a
-    plain-text file is held one piece at a time (about PIECE_BYTES, more only where that long a stretch has no two
-    words), JSONL one line, tables as `open_table` says, rows of the hub as `datasets` streams them.
+    JSONL, parquet and arrow: a row is a document, one whose text is null an empty one, and in a format other than text
+    a conversation as `chat` renders it, a piece a stretch; any other file is plain UTF-8 text and one document, and
+    refused where a format or a text_key tells of rows. A byte-order mark at the start of a file is dropped, nothing
+    else is changed. Memory: a plain-text file is held one piece at a time (about PIECE_BYTES, more only where that long
+    a stretch has no two words), JSONL one line, tables as `open_table` says, the hub's rows as `datasets` streams them.
 
     Raises InputError with file and line, row or byte offset for text that cannot be read, and for a conversation
     without an answer.
@@ -211,7 +211,8 @@ def _row_pieces(
     values = [row[key] for key in source.keys]
     try:
         if source.format == "text":
-            stretches = [(checked_text(values[0], repr(source.keys[0])), True)]
+            text = "" if values[0] is None else checked_text(values[0], repr(source.keys[0]))
+            stretches = [(text, True)]
         elif source.format == "messages":
             stretches = render(values[0], chat, source.keys[0])
         else:
