@@ -199,7 +199,7 @@ def test_prepare_tells_of_an_eval_set_that_tells_too_little(folder):
     assert "warning: eval set copies is one document of " in done.stdout
 
 
-def test_prepare_tells_what_was_empty(folder):
+def test_prepare_tells_what_was_empty_or_may_be_rows(folder):
     def add_empty(name, count):
         with open(folder / name, "a") as stream:
             stream.write('\n{"text": ""}' * count)
@@ -227,6 +227,10 @@ def test_prepare_tells_what_was_empty(folder):
     said, warning = run(folder, "prepare", *texts).stdout.splitlines()
     assert said.endswith(" tokens of u16, 14 empty documents left out") and said.startswith("tokens: 120 documents, ")
     assert warning == f"warning: tokens: 14 of 134 documents are empty (10%); {remedy}"
+    (folder / "array.json").write_text('[{"text": "a row"}]')
+    texts = ("--text", "law.jsonl", "--text", "array.json", "--tokenizer", "byte", "--output", "both")
+    *_, warning = run(folder, "prepare", *texts).stdout.splitlines()
+    assert warning.startswith("warning: array.json: each .json file is read as one document of plain text; does it")
     assert "left out" in run(folder, "prepare", "c.yaml", "--set", talk).stdout  # also where nothing is left to do
 
 

@@ -13,6 +13,7 @@ from curriculum.data.tokenizers.vocabulary import char_tokenizer
 from curriculum.errors import InputError
 
 PRIMARY = {"path": "val.jsonl"}
+ONE_PHASE = {"phases": [{"name": "a", "until": "end", "mixture": {"web": 1}}]}
 
 
 def rows(name, count):
@@ -92,6 +93,27 @@ def test_what_is_wrong_with_folders_and_eval_sets_is_told_before_a_source_is_tok
     assert [path.name.rpartition("-")[0] for path in (folder / "store/stores").iterdir()] == ["evalsets.primary"]
     corpus = load_corpus(config_of(sets={"dom": {"path": "val.jsonl"}}), folder / "store")
     assert list(corpus.details) == ["web", "book"] and list(corpus.evalsets) == ["primary", "dom"]
+
+
+def test_files_that_look_like_rows_and_are_read_as_text_are_told(folder):
+    (folder / "web.json").write_text((folder / "web.jsonl").read_text())  # JSON lines under another name
+    for name in ("tables/a.CSV", "tables/b/c.tsv", "mixed/a.json", "mixed/b.txt", "val.json"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"{name}, read as it stands " * 9)
+    files = {"web": "web.json", "tables": "tables", "mixed": "mixed", "law": "law.jsonl"}
+    config = config_of(files=files, primary={"path": "val.json"}, sets={"rows": {"path": "val.jsonl"}})
+    remedy = "does it hold rows? give them as .jsonl, an object a line, or as .parquet"
+    warnings = (
+        f"source web: each .json file is read as one document of plain text; {remedy}",
+        f"source tables: each .csv or .tsv file is read as one document of plain text; {remedy}",
+        f"eval set primary: each .json file is read as one document of plain text; {remedy}",
+    )
+    assert find_sizes(config, folder / "store").warnings == warnings  # before anything is prepared
+    corpus = load_corpus(config, folder / "store")
+    assert corpus.warnings == find_sizes(config, folder / "store").warnings == warnings
+    assert [details["documents"] for details in corpus.details.values()] == [1, 2, 2, 300]
+    keyed = build_config({**config.to_json(), "sources": {"web": {"path": "web.json", "text_key": "text"}}} | ONE_PHASE)
+    assert find_sizes(keyed, folder / "new").warnings == warnings[2:]  # which is refused where it is read
 
 
 def test_a_divided_document_that_stands_in_another_set_is_refused(folder):

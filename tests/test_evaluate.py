@@ -209,6 +209,14 @@ def test_a_set_of_copies_is_told(folder):
     assert one.startswith("eval set copies is one document of 2 windows: no standard error")
 
 
+def test_a_set_that_may_be_rows_is_told(folder):
+    Path("rows.json").write_text(json.dumps([{"text": "a row that no source has " * 4}] * 3))
+    measured = evaluate("run", eval_dataset_dirs={"rows": "rows.json"}, sets=["rows"], store_dir="store")
+    *_, rows, one = measured.warnings
+    assert rows.startswith("eval set rows: each .json file is read as one document of plain text; does it hold rows?")
+    assert one.startswith("eval set rows is one document of")
+
+
 def test_a_source_that_the_config_no_longer_has_is_named(folder):
     config = load_run("run").config.to_json()
     config["sources"]["more"] = {"path": "new.jsonl"}

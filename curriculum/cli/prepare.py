@@ -76,9 +76,10 @@ def _empty(num_empty: int) -> str:
 def _prepare_folder(texts, text_format: str, text_key: str | None, tokenizer: str, output: str) -> None:
     from pathlib import Path
 
-    from curriculum.data.documents import empty_warnings
+    from curriculum.data.documents import empty_warnings, rows_as_text_warnings
     from curriculum.data.prepare import prepare_folder
     from curriculum.data.progress import ConsoleProgress
+    from curriculum.data.sources import SourceConfig
     from curriculum.data.tokenizers.tokenizer import byte_tokenizer, load_tokenizer
     from curriculum.data.tokenizers.vocabulary import tiktoken_tokenizer
 
@@ -93,5 +94,6 @@ def _prepare_folder(texts, text_format: str, text_key: str | None, tokenizer: st
     scored = "" if facts.num_scored is None else f", {facts.num_scored / facts.num_tokens:.2%} scored"
     counts = f"{facts.num_documents:,} documents, {facts.num_tokens:,} tokens of {facts.dtype}"
     click.echo(f"{output}: {counts}{_empty(facts.num_empty)}{scored}")
-    for warning in empty_warnings({output: store}):
+    sources = {text: SourceConfig(path=text, format=text_format, text_key=text_key) for text in texts}
+    for warning in (*empty_warnings({output: store}), *rows_as_text_warnings(sources)):
         click.echo(f"warning: {warning}")

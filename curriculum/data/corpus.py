@@ -20,7 +20,7 @@ from curriculum.data.config_stores import (
     prepare_stores,
     prepared,
 )
-from curriculum.data.documents import empty_warnings
+from curriculum.data.documents import empty_warnings, rows_as_text_warnings
 from curriculum.data.held_out import eval_documents, first_eval_documents
 from curriculum.data.packing import Bins, PackingFacts, find_packing, prepare_packing
 from curriculum.data.prepare import find_store, find_tokenizer, prepare_tokenizer
@@ -100,7 +100,12 @@ def load_corpus(config: Config, store_dir: str | Path, tokenizer: Tokenizer | No
         streams=streams,
         evalsets=evalsets,
         details=details,
-        warnings=_overlap_warnings(dropped) + _size_warnings(config, evalsets) + _empty_warnings(stores, eval_stores),
+        warnings=(
+            *_overlap_warnings(dropped),
+            *_size_warnings(config, evalsets),
+            *_empty_warnings(stores, eval_stores),
+            *_rows_as_text_warnings(config),
+        ),
     )
 
 
@@ -173,7 +178,7 @@ def find_sizes(config: Config, store_dir: str | Path) -> Sizes:
         if config.packing.mode == "best_fit" and held["tokens"]:
             packing = find_packing(held["stream"], config.longest_seq_len, store_dir)
         details[name] = held | _epoch(config, held, packing)
-    warnings = _overlap_warnings(dropped) + _empty_warnings(stores, eval_stores)
+    warnings = _overlap_warnings(dropped) + _empty_warnings(stores, eval_stores) + _rows_as_text_warnings(config)
     if stores and (missing := [name for name in own_sources(config) if name not in eval_stores]):
         warnings += (f"not prepared yet, so overlap with training is not counted: eval sets {', '.join(missing)}",)
     return Sizes(
@@ -268,8 +273,18 @@ def _overlap_warnings(dropped: Mapping[str, Mapping[str, int]]) -> tuple[str, ..
 
 
 def _empty_warnings(stores: Mapping[str, Store], eval_stores: Mapping[str, Store]) -> tuple[str, ...]:
-    places = {f"source {name}": store for name, store in stores.items()}
-    return empty_warnings(places | {f"eval set {name}": store for name, store in eval_stores.items()})
+    return empty_warnings(_called(stores, eval_stores))
+
+
+def _rows_as_text_warnings(config: Config) -> tuple[str, ...]:
+    texts = _called(config.sources, own_sources(config))
+    return rows_as_text_warnings({place: source for place, source in texts.items() if not source.is_missing})
+
+
+def _called(of_sources: Mapping[str, Any], of_evalsets: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, each under what a warning calls it."""
+    called = {f"source {name}": item for name, item in of_sources.items()}
+    return called | {f"eval set {name}": item for name, item in of_evalsets.items()}
 
 
 def _size_warnings(config: Config, evalsets: Mapping[str, EvalSet]) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """Documents of any origin, and how they become a token store: in bounded memory, a group of pieces at a time."""
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
@@ -20,6 +21,7 @@ from curriculum.data.tokenizers.tokenizer import Tokenizer
 from curriculum.errors import InputError
 
 MANY_EMPTY = 0.1  # of the documents of a source; fewer may be stray blank rows
+ROWS_AS_TEXT = {".json", ".csv", ".tsv"}  # files that often hold rows, and are read as plain text
 
 
 class Documents(NamedTuple):
@@ -101,6 +103,22 @@ def empty_warnings(stores: Mapping[str, Store]) -> tuple[str, ...]:
         if empty and empty >= MANY_EMPTY * num_all:
             share = f"{empty:,} of {num_all:,} documents are empty ({empty / num_all:.0%})"
             found.append(f"{place}: {share}; does the text lie in another key or column? name it with text_key")
+    return tuple(found)
+
+
+def rows_as_text_warnings(sources: Mapping[str, SourceConfig]) -> tuple[str, ...]:
+    """A warning for each source whose files all look like rows and are read as plain text, by what it is called.
+
+    Raises InputError as `source_files` does.
+    """
+    found = []
+    for place, source in sources.items():
+        if source.path is None or source.format != "text" or source.text_key is not None:
+            continue
+        suffixes = {os.path.splitext(file.path)[1].lower() for file in source_files(source)}
+        if suffixes <= ROWS_AS_TEXT:
+            read = f"each {' or '.join(sorted(suffixes))} file is read as one document of plain text"
+            found.append(f"{place}: {read}; does it hold rows? give them as .jsonl, an object a line, or as .parquet")
     return tuple(found)
 
 
