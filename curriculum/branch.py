@@ -31,6 +31,7 @@ from curriculum.run import (
 from curriculum.train import ledger
 from curriculum.train.checkpoints.resumed import to_resume
 from curriculum.train.edits import find_edit
+from curriculum.train.fields import branch_edit
 from curriculum.train.opening import kept_tokenizer
 from curriculum.train.setup import build, check
 from curriculum.train.start import start_of
@@ -91,6 +92,8 @@ def branch(
         # The branch has its own copy of the file; what was wrong up to here was told of the one that was read.
         origin = replace(config.origin, file=str(directory.path / "config.yaml"))
         setup = replace(setup, config=replace(setup.config, origin=origin))
+    if step == at:  # else the console tells it with the edit, when the branch gets there
+        print(*(f"warning: {w}\n" for w in branch_edit(setup)["warnings"]), sep="", end="", file=sys.stderr)
     told = [] if step == at else [e for e in trunk.events if e["step"] == step and _came_after(e, at)]
     with made_whole(directory, trunk.directory) as made:
         copy_trunk(made, trunk.directory, setup, step, checkpoint, told, rollbacks)
@@ -226,6 +229,7 @@ def _branching(
         "reason": " ".join([f"branched from {run} at step {at}", *changes]),
         "acts": acts_of(event for event in trunk.events if event["step"] < at),
         "phase_ends": list(_phase_ends(trunk, at, saved)),
+        "data_warnings": saved.get("data_warnings", []),
     }
 
 

@@ -188,16 +188,22 @@ def test_a_branch_resumes_exactly(branched, folder, tmp_path, step):
     assert events[0] == events[1] and ("schedule_edit", 14) in events[0]
 
 
-def test_a_branch_at_a_checkpoint_may_change_how_it_trains(whole, folder, tmp_path):
+def test_a_branch_at_a_checkpoint_may_change_how_it_trains(whole, folder, tmp_path, capsys):
     new = tmp_path / "new"
-    branch(whole, "16", new, overrides=["optim.weight_decay=0.5", "train.steps=28"], store_dir=folder / "store")
-    assert record(new, 16) == record(whole, 16)
+    few = "evalsets.sets.few={held_out_of: code, max_sequences: 1}"
+    overrides = ["optim.weight_decay=0.5", "train.steps=28", few]
+    branch(whole, "16", new, overrides=overrides, store_dir=folder / "store")
+    assert record(new, 15) == record(whole, 15)
+    (edit,) = (e for e in load_run(new).events if e["event"] == "schedule_edit")
+    (warning,) = edit["warnings"]
+    assert warning.startswith("eval set few has 5 windows") and f"warning: {warning}\n" == capsys.readouterr().err
     events = [(e["event"], e["step"]) for e in load_run(new).events]
     at = events.index(("schedule_edit", 16))
     assert events[at - 1 : at + 2] == [("checkpoint", 16), ("schedule_edit", 16), ("resume", 16)]
     assert inspect_run(load_run(new))["progress"]["num_resumes"] == 0
     config = load_config(new / "config.yaml", remembered=RunDirectory(new).command_line())
     train(config, new, resume=16, store_dir=folder / "store")  # the edit is of the checkpoint's record
+    assert "warning" not in capsys.readouterr().out
     events = [(e["event"], e["step"]) for e in load_run(new).events]
     assert events.count(("schedule_edit", 16)) == 1 and state(new, 18) != state(whole, 18)
     assert inspect_run(load_run(new))["progress"]["num_resumes"] == 1

@@ -4,6 +4,7 @@ import copy
 import json
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from curriculum.config import build_config
 from curriculum.errors import InputError
 from curriculum.scheduling import check_schedule, continued_schedule, declaration, resolve_schedule, training_settings
-from curriculum.train.edits import _acts_at_once, _in_words, find_edit
+from curriculum.train.edits import _acts_at_once, _in_words, find_edit, gone_back
 from phases.batches import DataPlan
 from phases.rollback import pass_over
 from phases.schedule import Schedule, SourceSupply, cut, segments_from_json, segments_to_json
@@ -707,3 +708,16 @@ def test_a_change_of_the_schedule_has_its_step_and_any_other_acts_at_once():
     }
     text = {"path": "sources.law", "was": {"stream": "one"}, "now": {"stream": "another"}}
     assert _acts_at_once(text, config_of(data)) and not _acts_at_once(text | {"now": None}, config_of(data))
+
+
+def test_a_run_that_goes_back_keeps_what_its_edit_warned_of():
+    """In the part that the edit's step stays of, else in the one that acts at once."""
+    schedule, _ = begun()
+    setup = SimpleNamespace(config=config_of(BASE), course=SimpleNamespace(schedule=schedule))  # all that is read of it
+    paths = "evalsets.sets.more", "optim.lr"
+    at_once, of_schedule = ({"path": path, "was": None, "now": 1} for path in paths)
+    event = {"accepted_past": False, "warnings": ["one"]}
+    first, second = gone_back({**event, "changes": [at_once]}, setup, 20)
+    assert first is None and second["changes"] == [at_once] and second["warnings"] == ["one"]
+    first, second = gone_back({**event, "changes": [at_once, of_schedule]}, setup, 20)
+    assert first["warnings"] == ["one"] and second["changes"] == [at_once] and second["warnings"] == []

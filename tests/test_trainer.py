@@ -359,7 +359,10 @@ def test_what_would_change_the_past_is_refused_and_the_future_is_free(corpus, st
     events = len(load_run(run_dir).events)
     more = {**data, "train": longer, "phases": [*phases[:1], {**phases[1], "until": 20}, {
         "name": "c", "until": "end", "mixture": {"law": 1.0}}]}  # fmt: skip
-    more["evalsets"] = {**data["evalsets"], "sets": {**data["evalsets"]["sets"], "late": {"held_out_of": "law"}}}
+    more["evalsets"] = {
+        **data["evalsets"],
+        "sets": {**data["evalsets"]["sets"], "late": {"held_out_of": "law", "max_sequences": 1}},
+    }
     more["optim"] = {**optim, "scale_lr_by_batch": "sqrt"}
     train(build_config(more), run_dir, resume="latest", store_dir=store)
     after = load_run(run_dir).events
@@ -368,7 +371,11 @@ def test_what_would_change_the_past_is_refused_and_the_future_is_free(corpus, st
     resumed = next(i for i, e in enumerate(after) if e["event"] == "resume")
     assert after[resumed]["step"] == 20 and after[resumed + 2]["eval_late"] > 0 and "val_loss" not in after[resumed + 2]
     assert after[resumed + 1]["event"] == "schedule_edit" and not after[resumed + 1]["accepted_past"]
-    assert after[resumed + 1]["warnings"] == ["optim.scale_lr_by_batch does nothing: every phase has train.batch_size"]
+    of_data, of_rates = after[resumed + 1]["warnings"]
+    assert of_rates == "optim.scale_lr_by_batch does nothing: every phase has train.batch_size"
+    assert of_data.startswith("eval set late has ") and "more than its max_sequences of 1" in of_data
+    assert f"  warning    {of_data}\n" in capsys.readouterr().out
+    assert read_ledger(run_dir / "checkpoints/30")["data_warnings"] == [of_data]
     reason = after[resumed + 1]["reason"]
     assert reason == (
         'train.steps 20 → 30; optim.scale_lr_by_batch null → "sqrt"; phases.b.until "end" → 20; phases.c added; '

@@ -9,7 +9,6 @@ from typing import Any
 
 from curriculum.config import Config
 from curriculum.errors import InputError
-from curriculum.plan_warnings import schedule_warnings
 from curriculum.scheduling import Past, Planned, declaration, training_settings
 from curriculum.train import ledger
 from curriculum.train.ledger import Problem
@@ -75,10 +74,8 @@ def edit_event(
         return None
     before, after = Schedule(segments_from_json(saved["segments"])), setup.course.schedule
     return _event(edit.step, before, after, changes, bool(edit.accepted or accepted)) | {
-        "warnings": [
-            *after.warnings,
-            *schedule_warnings(setup.config, after, setup.corpus.tokens_per_epoch),
-        ],
+        # Older ledgers say none: all are told then.
+        "warnings": setup.warnings(saved.get("data_warnings", ())),
     }
 
 
@@ -96,7 +93,6 @@ def _event(
         "reason": _reason(changes),
         "changes": list(changes),
         "accepted_past": accepted_past,
-        "warnings": [],
     }
 
 
@@ -104,7 +100,8 @@ def gone_back(event: Mapping[str, Any], setup: Setup, step: int) -> tuple[dict[s
     """A `schedule_edit` of the config in two, where the run goes back to `step`, which lies before the edit's.
 
     The first is what it says of the schedule, whose steps stay. The second is all else, which has no step: what is
-    trained again from `step` on is trained by the config as it is now. Each is None where it says nothing.
+    trained again from `step` on is trained by the config as it is now. Each is None where it says nothing; the warnings
+    go with the first, if there is one.
     """
     at_once = [change for change in event["changes"] if _acts_at_once(change, setup.config)]
     if not at_once:
@@ -112,7 +109,8 @@ def gone_back(event: Mapping[str, Any], setup: Setup, step: int) -> tuple[dict[s
     schedule, rest = setup.course.schedule, [change for change in event["changes"] if change not in at_once]
     accepted = event["accepted_past"] and any(change["path"].startswith("sources.") for change in at_once)
     of_schedule = {**event, "changes": rest, "reason": _reason(rest)} if rest else None
-    return of_schedule, _event(step, schedule, schedule, at_once, accepted) | {"passed_over": {}}
+    warnings = [] if rest else event.get("warnings", [])
+    return of_schedule, _event(step, schedule, schedule, at_once, accepted) | {"passed_over": {}, "warnings": warnings}
 
 
 def _acts_at_once(change: Mapping[str, Any], config: Config) -> bool:

@@ -15,7 +15,7 @@ from curriculum.plan import (
     shape_of,
     step_sizes,
 )
-from curriculum.plan_warnings import evalset_warnings, few_scored_targets, schedule_warnings
+from curriculum.plan_warnings import evalset_warnings
 from curriculum.record.events import Recorded, eval_key, record_name
 from curriculum.train.clock import TrainClock, peak_memory_gb
 from curriculum.train.divergence import Rollback
@@ -30,7 +30,6 @@ from phases.schedule import Schedule
 
 
 def training_start(setup: Setup) -> dict[str, Any]:
-    schedule = setup.course.schedule
     return {
         "config": setup.config.to_json(),
         "model": {**setup.model.architecture, **_sizes(setup)},
@@ -39,13 +38,7 @@ def training_start(setup: Setup) -> dict[str, Any]:
         "lineage": setup.lineage,
         "sources": setup.corpus.details,
         "evalsets": _evalsets(setup),
-        "warnings": [
-            *schedule.warnings,
-            *setup.corpus.warnings,
-            *schedule_warnings(setup.config, schedule, setup.corpus.tokens_per_epoch),
-            *few_scored_targets(schedule, setup.corpus.details),
-            *evalset_warnings(setup.corpus.evalsets.values()),
-        ],
+        "warnings": [*setup.warnings(), *evalset_warnings(setup.corpus.evalsets.values())],
     }
 
 
@@ -155,6 +148,7 @@ def branch_edit(setup: Setup) -> dict[str, Any]:
         "passed_over": schedule.passed_over(branch["step"]),
         "until": next(end for name, _, end in schedule.phase_bounds if name == phase),
         "reason": branch["reason"],
+        "warnings": setup.warnings(branch.get("data_warnings", ())),
     }
 
 

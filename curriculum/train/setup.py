@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +23,7 @@ from curriculum.errors import InputError
 from curriculum.model.lora import frozen_of
 from curriculum.model.model import Model, abstract_params, check_model
 from curriculum.model.transformer import transformer
+from curriculum.plan_warnings import few_scored_targets, schedule_warnings
 from curriculum.record.wandb_log import check_wandb
 from curriculum.scheduling import Past, check_schedule
 from curriculum.train.abstract import abstract_on_mesh
@@ -71,6 +72,16 @@ class Setup:
     def samples_at(self, step: int) -> Samples:
         """What writes with the parameters after `step` updates, where `logging.generate_every` asks for it."""
         return self.compiled.samples[self.course.schedule.rope_theta_at(step)]
+
+    def warnings(self, told: Collection[str] = ()) -> list[str]:
+        """What is to be said of the schedule as it is planned now, and of the data what is not `told` yet."""
+        schedule = self.course.schedule
+        return [
+            *schedule.warnings,
+            *(warning for warning in self.corpus.warnings if warning not in told),
+            *schedule_warnings(self.config, schedule, self.corpus.tokens_per_epoch),
+            *few_scored_targets(schedule, self.corpus.details),
+        ]
 
     def compile_ahead(self, step: int) -> None:
         """Begin to compile in the background what updates, evals and samples from `step` on need; returns at once."""
