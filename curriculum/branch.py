@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from curriculum.errors import InputError
 from curriculum.lock import RunLock
 from curriculum.manifest import damage
 from curriculum.model.model import Model
+from curriculum.record.console import resume_command
 from curriculum.record.events import check_offsets
 from curriculum.record.queries import acts_of
 from curriculum.run import (
@@ -63,7 +63,7 @@ def branch(
     and Stopped after a signal: `train(..., resume="latest")` then goes on.
     """
     trunk, directory = load_run(run), RunDirectory(Path(run_dir))
-    _check_new(directory)
+    _check_new(directory, store_dir)
     at = _step_of(trunk, at)
     folders = _checkpoints(trunk.directory)
     checkpoint = _checkpoint_before(trunk, folders, at)
@@ -102,18 +102,17 @@ def branch(
         return train_built(setup, directory, to_resume(directory, "latest"), lock, begins_branch=True)
 
 
-def go_on_command(run_dir: Path) -> str:
+def go_on_command(run_dir: Path, store_dir: str | Path) -> str:
     """What to type to go on with a branch that was begun."""
-    path = str(run_dir)
-    return shlex.join(["curriculum", "train", f"{path}/config.yaml", "--run-dir", path, "--resume", "latest"])
+    return resume_command(run_dir / "config.yaml", run_dir, store_dir)
 
 
-def _check_new(directory: RunDirectory) -> None:
+def _check_new(directory: RunDirectory, store_dir: str | Path) -> None:
     directory.check_usable()
     if directory.holds_run():
         raise InputError(
             f"--run-dir {directory.path}: holds a run already; choose another, or go on with a branch that was begun: "
-            f"{go_on_command(directory.path)}"
+            f"{go_on_command(directory.path, store_dir)}"
         )
     within = next((p for p in directory.path.absolute().parents if RunDirectory(p).resolved_config.is_file()), None)
     if within is not None:

@@ -180,6 +180,11 @@ class Run:
         return self.resolved.get("derived", {}).get("branched_from")
 
     @property
+    def store_dir(self) -> str:
+        """Where the run's last process had its token stores, as it was given."""
+        return self.resolved.get("derived", {}).get("store_dir", DEFAULT_STORE_DIR)
+
+    @property
     def complete(self) -> dict[str, Any] | None:
         """The `training_complete` event, None while the run is not finished."""
         return self.events[-1] if self.events and self.events[-1]["event"] == "training_complete" else None

@@ -21,6 +21,7 @@ from curriculum.cli.main import cli
 from curriculum.config import build_config, load_config
 from curriculum.errors import InputError
 from curriculum.manifest import damage, write_manifest
+from curriculum.record.console import program
 from curriculum.run import RunDirectory, checkpoint_steps, load_run, read_ledger
 from curriculum.scheduling import Past
 from curriculum.train import ledger
@@ -155,7 +156,7 @@ def test_up_to_its_step_a_branch_is_its_trunk_and_after_it_its_own(whole, branch
 
 
 def test_a_branch_tells_where_it_comes_from(branched, folder):
-    new, _ = branched
+    new, printed = branched
     resolved = json.loads((new / "config.resolved.json").read_text())
     point = resolved["derived"]["branched_from"]
     assert len(point.pop("id")) == 16
@@ -173,6 +174,9 @@ def test_a_branch_tells_where_it_comes_from(branched, folder):
     assert edit["mixture_before"] == {"law": 0.8, "web": 0.2} and edit["mixture_after"] == {"web": 1.0}
     assert edit["reason"].startswith(f"branched from {folder / 'trunk'} at step 14 --set phases[1].until=17")
     assert "logging.every" not in edit["reason"]
+    told = f"train {new / 'config.yaml'} --run-dir {new} --store-dir {folder / 'store'} --resume"
+    assert f"{told} latest\n" in printed
+    assert inspect_run(load_run(new))["commands"]["train longer"].endswith(f"{told} STEP --set train.steps=MORE")
 
 
 @pytest.mark.parametrize("step", [12, 13, 17])
@@ -462,7 +466,9 @@ def test_a_branch_that_a_regression_stops_says_how_to_go_on(whole, folder, tmp_p
     done = CliRunner().invoke(cli, [*arguments, "--store-dir", str(folder / "store")])
     assert done.exception is None and done.exit_code == 0
     assert "stopped at step 20, which was saved" in done.output
-    assert f"go on with `curriculum train '{new / 'config.yaml'}' --run-dir '{new}' --resume latest`" in done.output
+    where = f"--run-dir '{new}' --store-dir {folder / 'store'} --resume latest"
+    assert f"; go on with `{program('curriculum')} train '{new / 'config.yaml'}' {where}`" in done.output
+    assert inspect_run(load_run(new))["commands"]["go on"].endswith(f"train '{new / 'config.yaml'}' {where}")
 
 
 def test_a_share_is_raised_in_the_middle_of_a_run_without_compiling(folder):

@@ -26,5 +26,5 @@ def command(run, at, run_dir, overrides, dataset_dirs, eval_dataset_dirs, store_
     from curriculum.branch import branch, go_on_command
 
     changes = {"overrides": overrides, "dataset_dirs": dataset_dirs, "eval_dataset_dirs": eval_dataset_dirs}
-    with stopped_runs(f"`{go_on_command(run_dir)}`"):
+    with stopped_runs(f"`{go_on_command(run_dir, store_dir)}`"):
         branch(run, at, run_dir, **changes, store_dir=store_dir)

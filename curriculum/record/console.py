@@ -21,6 +21,7 @@ from curriculum.record.events import eval_averages, eval_sets, number
 from curriculum.record.queries import beginning, shapes_of, tokens_of
 from curriculum.record.sentences import sample_lines, skipped_counts, skipped_line, skipped_why, verdict
 from curriculum.record.wording import loss
+from curriculum.run import DEFAULT_STORE_DIR
 
 _RECENT_EVALS = 5
 
@@ -263,6 +264,13 @@ def tensorboard_link(run_dir: Path) -> str:
 
 def _mixture(mixture: dict[str, float]) -> str:
     return ", ".join(f"{source} {share:.4g}" for source, share in mixture.items() if share)
+
+
+def resume_command(config_file: str | Path, run_dir: Path, store_dir: str | Path, step: str = "latest") -> str:
+    """What to type to go on with a run."""
+    own, where = shlex.quote(str(config_file)), shlex.quote(str(run_dir))
+    stores = "" if str(store_dir) == DEFAULT_STORE_DIR else f" --store-dir {shlex.quote(str(store_dir))}"
+    return f"{program('curriculum')} train {own} --run-dir {where}{stores} --resume {step}"
 
 
 def program(name: str) -> str:

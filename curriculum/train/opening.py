@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import socket
 import sys
 import time
@@ -19,7 +18,7 @@ from curriculum.errors import InputError
 from curriculum.lock import RunLock
 from curriculum.manifest import damage, sync
 from curriculum.record.board import Board
-from curriculum.record.console import Console, program
+from curriculum.record.console import Console, resume_command
 from curriculum.record.events import EVENTS, METRICS, Record, check_offsets, plain
 from curriculum.record.wandb_log import WandbLog
 from curriculum.run import RunDirectory, load_run, read_json, step_folders, write_tokenizer
@@ -195,7 +194,8 @@ def directory_as_of(setup: Setup, directory: RunDirectory, last: int, history: H
     directory.set_aside_evals_after(last)
     Results(directory).keep_only(last, history.watch.measured_at(last))
     set_aside_means_after(directory.averages, last, directory.superseded / "averages")
-    directory.create(setup.config, fields.derived(setup), plain(dict(setup.model.architecture)))
+    derived = {**fields.derived(setup), "store_dir": setup.store_dir}
+    directory.create(setup.config, derived, plain(dict(setup.model.architecture)))
     write_tokenizer(directory, setup.corpus.tokenizer)
 
 
@@ -209,18 +209,12 @@ def record_as_of(setup: Setup, directory: RunDirectory, resumed: Resumed | None,
     tokens_at = setup.course.tokens_at
     if not is_first():
         return Unwritten(directory.path, tokens_at, elapsed_before_s)
+    origin = setup.config.origin
+    go_on = None if origin.text is None else resume_command(origin.file, directory.path, setup.store_dir)
     views = [
-        Console(directory.path, _resume_command(setup.config, directory), device_lines=setup.device_lines),
+        Console(directory.path, go_on, device_lines=setup.device_lines),
         *([Board(directory.path)] if setup.config.logging.tensorboard else []),
     ]
     if wandb := setup.config.logging.wandb:
         views.append(WandbLog(directory.path, wandb, setup.config.to_json()))
     return Record.resume(directory.path, offsets, tokens_at, elapsed_before_s, views)
-
-
-def _resume_command(config: Config, directory: RunDirectory) -> str | None:
-    """What to type to go on with a run, None where its config came from no file."""
-    if config.origin.text is None:
-        return None
-    config_file, run_dir = shlex.quote(config.origin.file), shlex.quote(str(directory.path))
-    return f"{program('curriculum')} train {config_file} --run-dir {run_dir} --resume latest"

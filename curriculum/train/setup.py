@@ -57,6 +57,7 @@ class Setup:
     compiled: Compiled
     lineage: dict[str, Any] | None  # the run that this one began from, back to the first
     device_lines: list[str]  # for the console
+    store_dir: str  # as it was given
 
     def update_at(self, step: int) -> Callable[..., TrainState]:
         """Update `step`, compiled: (state, batch, *knobs) -> state. It consumes the state that it is given.
@@ -142,7 +143,7 @@ def build(
     if by_gloo():
         introduce(mesh)
     about_devices = device_lines(added_flags, None if architecture is None else architecture.compute_dtype)
-    return Setup(config, mesh, corpus, model, course, states, compiled, lineage, about_devices)
+    return Setup(config, mesh, corpus, model, course, states, compiled, lineage, about_devices, str(store_dir))
 
 
 def _with_model(config: Config, make_model: Callable[[int], Model] | None) -> Config:

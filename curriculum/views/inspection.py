@@ -9,11 +9,12 @@ import math
 import os
 import shlex
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from curriculum.errors import InputError
-from curriculum.record.console import program
+from curriculum.record.console import program, resume_command
 from curriculum.record.events import TAKEN_UP, last_gold, last_row, number
 from curriculum.record.queries import (
     consumption,
@@ -170,11 +171,11 @@ def _commands(run: Run) -> dict[str, str]:
     own = shlex.quote(str(path))
     commands = {}
     if (path / "config.yaml").exists():
-        train = f"{me} train {shlex.quote(str(path / 'config.yaml'))} --run-dir {own} --resume"
+        go_on = partial(resume_command, path / "config.yaml", path, run.store_dir)
         if run.complete is None:
-            commands["go on"] = f"{train} latest"
+            commands["go on"] = go_on()
         else:
-            commands["train longer"] = f"{train} STEP --set train.steps=MORE"
+            commands["train longer"] = f"{go_on('STEP')} --set train.steps=MORE"
     commands["report"] = f"{me} report {own} -o {shlex.quote(path.name + '.html')}"
     commands["compare"] = f"{me} compare {own} OTHER_RUN"
     format_name = "safetensors" if run.resolved["model"] is None else "hf"
