@@ -201,7 +201,7 @@ def build_config(
     if check_paths and not _keeps_tokenizer(values, continues):
         checks += TOKENIZER_PATH_CHECKS
     looked_at = {name for name, section in values.items() if section is not None}
-    problems += [p for needs, check in checks if needs <= looked_at for p in check(values)]
+    problems += [p for needs, check in checks if needs <= looked_at for p in check({**values, "origin": origin})]
     if problems:
         raise InputError(*sorted({origin.problem(*p): None for p in problems}, key=origin.sort_key))
     return Config(**values, origin=origin)
@@ -313,9 +313,11 @@ def apply_options(options: Iterable[tuple[str, str]], data: dict, origin: Origin
         else:
             name, directory = named_directory(flag, value)
             inside = _table(data, "sources") if flag == "--dataset-dir" else _table(_table(data, "evalsets"), "sets")
-            inside[name] = {"path": directory}
-            where = "sources" if flag == "--dataset-dir" else "evalsets.sets"
-            origin.given_by(f"{where}.{name}", f"{flag} {name}={directory}")
+            where = f"{'sources' if flag == '--dataset-dir' else 'evalsets.sets'}.{name}"
+            was, inside[name] = inside.get(name), {"path": directory}
+            origin.given_by(where, f"{flag} {name}={directory}")
+            if isinstance(was, dict):
+                origin.replaced[where] = was
             if flag == "--dataset-dir":
                 added.append(name)
     if added and isinstance(data, dict) and "phases" not in data:

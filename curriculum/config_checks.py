@@ -1,4 +1,5 @@
-"""What must agree between the sections of a config. A check takes the sections by name and yields (path, message)."""
+"""What must agree between the sections of a config. A check takes the sections by name, and `origin`, and
+yields (path, message)."""
 
 from __future__ import annotations
 
@@ -134,8 +135,18 @@ def _check_held_out(v):
             yield f"{path}.held_out_of", no_such("source", source.held_out_of, v["sources"])
             continue
         if parse_share(v["sources"][source.held_out_of].held_out) == 0:
-            fix = f"give sources.{source.held_out_of} a 'held_out' share such as 1%"
-            yield f"{path}.held_out_of", f"source {source.held_out_of} holds nothing out; {fix}"
+            yield f"{path}.held_out_of", f"source {source.held_out_of} holds nothing out; {_to_hold_out(source, v)}"
+
+
+def _to_hold_out(evalset, v):
+    """What to do about a source that holds nothing out for an eval set."""
+    origin, path = v["origin"], f"sources.{evalset.held_out_of}"
+    option = origin.options.get(path, "")
+    if again := origin.lost(path).get("held_out"):
+        return f"{option} replaced all of {path}: add {again}"
+    if option.startswith("--dataset-dir"):
+        return f"{option} gives its path alone: add --set {path}.held_out=1%"
+    return f"give {path} a 'held_out' share such as 1%"
 
 
 def _check_adaptation(v):

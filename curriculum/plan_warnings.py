@@ -13,6 +13,7 @@ from curriculum.config import Config
 from curriculum.model.formulation import BY_BACKEND
 from curriculum.model.presets import ModelConfig, own_rope_theta
 from curriculum.record.events import record_name
+from curriculum.record.wording import listed
 from curriculum.scheduling import mean_steps
 from evalsets.evalset import EvalSet
 from evalsets.metrics import clusters
@@ -39,6 +40,7 @@ def schedule_warnings(config: Config, schedule: Schedule, epochs_of: Mapping[str
                 f"{name} is read {cursors[name] / size:.1f} times; above {MAX_EPOCHS_WORTH_FRESH} epochs repeated "
                 "data is worth less and less (93 % of fresh data at 4 epochs, 66 % at 16: arXiv:2305.16264)"
             )
+    warnings += _replaced(config)
     warnings += _unread(config, schedule)
     warnings += _shapes_that_do_nothing(config)
     spans = rate_spans(schedule)
@@ -56,6 +58,18 @@ def schedule_warnings(config: Config, schedule: Schedule, epochs_of: Mapping[str
         elif found < wanted:
             warnings.append(f"the mean of phase {phase} will be of {found} checkpoints, not {wanted}")
     return warnings
+
+
+def _replaced(config: Config) -> Iterator[str]:
+    """A warning of each source and eval set of whose settings an option for its directory left some out."""
+    origin = config.origin
+    now = {f"sources.{name}": source for name, source in config.sources.items()}
+    now |= {f"evalsets.sets.{name}": evalset for name, evalset in config.evalsets.sets.items()}
+    for path, was in origin.replaced.items():
+        lost = {key: again for key, again in origin.lost(path).items() if getattr(now[path], key, None) != was[key]}
+        if lost:
+            keep = f"to keep its {listed([*lost])}, add {' '.join(lost.values())}"
+            yield f"{origin.options[path]} replaced all of {path}; {keep}"
 
 
 def _shapes_that_do_nothing(config: Config) -> list[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import shlex
 from dataclasses import dataclass, field
 
 import yaml
@@ -59,10 +61,11 @@ class Origin:
     options: dict[str, str] = field(default_factory=dict)
     numbers: dict[str, str] = field(default_factory=dict)  # as they are written: 1.10 is 1.1 to a program
     made_of: dict[str, str] = field(default_factory=dict)  # a path that neither gave, to the one that it was made of
+    replaced: dict[str, dict] = field(default_factory=dict)  # by path, what an option for a directory took the place of
 
     def given_by(self, path: str, option: str) -> None:
         """Remember the option that set a path; the last one for a path counts, in its place of the order."""
-        for known in (self.options, self.positions, self.numbers):
+        for known in (self.options, self.positions, self.numbers, self.replaced):
             for replaced in [p for p in known if p == path or p.startswith((f"{path}.", f"{path}["))]:
                 del known[replaced]
         self.options[path] = option
@@ -86,7 +89,19 @@ class Origin:
             cut = max(here.rfind("."), here.rfind("["))
             here = here[: max(cut, 0)]
 
+    def lost(self, path: str) -> dict[str, str]:
+        """By key, the `--set` that gives again what was said below `path` until an option replaced all of it."""
+        lost = {key: (f"{path}.{key}", value) for key, value in self.replaced.get(path, {}).items()}
+        return {
+            key: f"--set {shlex.quote(f'{below}={value if isinstance(value, str) else json.dumps(value)}')}"
+            for key, (below, value) in lost.items()
+            if key not in ("path", "hf") and value is not None and below not in self.options
+        }
+
     def problem(self, path: str, message: str) -> str:
+        parent, _, key = path.rpartition(".")
+        if again := self.lost(parent).get(key):
+            message += f"; {self.options[parent]} replaced all of {parent}: add {again}"
         return f"{self.place(path)}: {path}: {message}" if path else f"{self.place(path)}: {message}"
 
     @staticmethod

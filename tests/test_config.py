@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from curriculum.config import build_config, config_from_json, config_name, load_config
+from curriculum.config import build_config, changed_config, config_from_json, config_name, load_config
 from curriculum.errors import InputError
-from curriculum.scheduling import check_schedule
+from curriculum.plan_warnings import schedule_warnings
+from curriculum.scheduling import check_schedule, resolve_schedule
 from curriculum.yaml12 import read_yaml
 
 ROOT = Path(__file__).parents[1]
@@ -204,6 +205,40 @@ def test_remembered_options_come_first_and_a_new_directory_wins(folder):
     )
     assert config.sources["law"].path == "b.txt" and config.train.steps == 7
     assert config.command_line == ["--set train.steps=7", "--dataset-dir law=b.txt"]
+
+
+def test_what_a_directory_replaced_is_told_with_what_gives_it_again(folder):
+    Path("b.txt").write_text("other")
+    told = [f"--dataset-dir {name}=b.txt replaced all of sources.{name}" for name in ("web", "law")]
+    again = ["--set sources.web.held_out=10%", "--set sources.law.max_epochs=2"]
+
+    def warned(config):
+        schedule = resolve_schedule(config, dict.fromkeys(config.sources, 10**6))
+        return [line for line in schedule_warnings(config, schedule, {}) if "replaced" in line]
+
+    place = "c.yaml:9:13: evalsets.primary.held_out_of: source"
+    assert problems(GOOD, dataset_dirs=["web=b.txt"]) == [f"{place} web holds nothing out; {told[0]}: add {again[0]}"]
+    unnamed = GOOD.replace("  web: {path: web.txt, held_out: 10%}\n", "")
+    by_option = "--dataset-dir web=b.txt gives its path alone: add --set sources.web.held_out=1%"
+    assert problems(unnamed, dataset_dirs=["web=b.txt"])[0].endswith(f" web holds nothing out; {by_option}")
+    # Of options too, as of those that a run remembers.
+    options = ["--dataset-dir web=web.txt", "--set sources.web.held_out=20%"]
+    (found,) = problems(GOOD, remembered=options, dataset_dirs=["web=b.txt"])
+    assert found.endswith(f"{told[0]}: add --set sources.web.held_out=20%")
+    directories = {"dataset_dirs": ["web=b.txt", "law=b.txt"], "eval_dataset_dirs": ["law=b.txt"]}
+    config = load(GOOD, "sources.web.held_out=1%", **directories)
+    assert warned(config) == [
+        f"{told[1]}; to keep its max_epochs, add {again[1]}",
+        "--eval-dataset-dir law=b.txt replaced all of evalsets.sets.law; to keep its every, add "
+        "--set evalsets.sets.law.every=200",
+    ]
+    (problem,) = config.error([("sources.law.max_epochs", "got null, but the run had 2")]).problems
+    assert (
+        problem
+        == f"--dataset-dir law=b.txt: sources.law.max_epochs: got null, but the run had 2; {told[1]}: add {again[1]}"
+    )
+    own = changed_config(load(), dataset_dirs=["law=b.txt"])  # of no file: with every default
+    assert warned(own) == [f"{told[1]}; to keep its max_epochs, add --set sources.law.max_epochs=2.0"]
 
 
 VARIABLES = (
