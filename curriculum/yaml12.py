@@ -72,11 +72,11 @@ class Origin:
 
     def place(self, path: str) -> str:
         """`file:line:column` of a path such as `phases[1].mixture.web`, or of the nearest parent that is there."""
+        below = [option for p, option in self.options.items() if path and p.startswith((f"{path}.", f"{path}["))]
+        if below and path not in self.positions:
+            return below[-1]
         here = path
         while True:
-            below = [option for p, option in self.options.items() if here and p.startswith((f"{here}.", f"{here}["))]
-            if below and here not in self.positions:
-                return below[-1]
             if here in self.options:
                 return self.options[here]
             if here in self.positions:

@@ -366,6 +366,18 @@ def test_directories_of_the_command_line_become_sources_and_sets(folder):
     ]
 
 
+def test_what_is_missing_is_missing_in_the_file_and_not_in_an_option_beside_it(folder):
+    without = "".join(
+        line for line in GOOD.splitlines(keepends=True) if not line.startswith(("evalsets", "  primary", "  sets"))
+    )
+    missing = "evalsets.primary: missing; this key is needed"
+    assert problems(without, eval_dataset_dirs=["mine=law.txt"]) == [f"c.yaml:1:1: {missing}"]
+    assert problems(without + "evalsets: {every: 5}\n", eval_dataset_dirs=["mine=law.txt"]) == [
+        f"c.yaml:10:1: {missing}"
+    ]
+    assert problems(GOOD, "evalset.every=5")[0].startswith("--set evalset.every=5: evalset: no such key")
+
+
 @pytest.mark.parametrize("path, words", [("none.yaml", "no such file"), (".", "is a directory")])
 def test_files_that_cannot_be_read(folder, path, words):
     with pytest.raises(InputError, match=words):
