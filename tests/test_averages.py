@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 from tiny_run import flip_bit
 
+from curriculum.branch import branch
 from curriculum.config import build_config
 from curriculum.errors import InputError
 from curriculum.export import export
@@ -123,14 +124,32 @@ def test_averages_change_no_bit_of_training(run, folder, tmp_path):
 
 
 def test_a_resumed_run_has_the_same_averages(run, folder, tmp_path):
+    """Also where a checkpoint that the mean needs is a gold by now, and no other."""
     shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run/checkpoints/9").rename(tmp_path / "run/gold/9")
     config = build_config(config_data(folder, ema_decay=0.5, phase_mean=3))
-    train(config, tmp_path / "run", resume=9, store_dir=folder / "store")
+    train(config, tmp_path / "run", resume=12, store_dir=folder / "store")
     assert (tmp_path / "run/superseded/averages/last/mean.json").exists()
+    assert_same_averages(run, tmp_path / "run")
+    assert (tmp_path / "run/checkpoints/9").is_dir()  # where no newer gold has it dropped
+
+
+def test_an_unchanged_branch_has_the_same_averages(run, folder, tmp_path):
+    """Also where a checkpoint that the mean needs is in the trunk's `kept/`, and nowhere else."""
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run/kept").mkdir()
+    (tmp_path / "run/checkpoints/9").rename(tmp_path / "run/kept/9")
+    branch(tmp_path / "run", 13, tmp_path / "new", store_dir=folder / "store")
+    assert_same_averages(run, tmp_path / "new")
+
+
+def assert_same_averages(run, other_run):
     for saved in ("checkpoints/14/params", "checkpoints/14/ema", "averages/last/params", "averages/first/params"):
-        assert_trees_equal(load_params(tmp_path / "run" / saved), load_params(run / saved))
-    one, other = evals(run)[14], evals(tmp_path / "run")[14]
+        assert_trees_equal(load_params(other_run / saved), load_params(run / saved))
+    assert mean_steps(other_run, "last") == mean_steps(run, "last") == [9, 12, 14]
+    one, other = evals(run)[14], evals(other_run)[14]
     assert [one[name] for name in ("ema", "phase_mean")] == [other[name] for name in ("ema", "phase_mean")]
+    assert not any("of phase" in note for e in (one, other) for note in e.get("notes", ()))
 
 
 def test_a_moving_average_begins_with_the_parameters_where_the_checkpoint_has_none(folder, tmp_path):
@@ -159,17 +178,23 @@ def mean_steps(run, phase):
     return json.loads((run / f"averages/{phase}/mean.json").read_text())["steps"]
 
 
-def test_checkpoints_that_are_gone_are_left_out_of_a_mean(run, folder, tmp_path):
+def notes(run, step):
+    return [note for note in evals(run)[step].get("notes", ()) if "of phase" in note]
+
+
+def test_checkpoints_that_are_gone_are_left_out_of_a_mean(run, folder, tmp_path, capsys):
     """Resumed from 6, step 3 is not there any more; with another interval, the older ones are not scheduled."""
     shutil.copytree(run, tmp_path / "run")
     train(changed(folder), tmp_path / "run", resume=6, store_dir=folder / "store")
     assert not (tmp_path / "run/averages/first").exists()  # one checkpoint is no mean
+    assert notes(tmp_path / "run", 8) == ["no mean of phase first is taken: checkpoint 3 is gone"]
+    assert "\n  no mean of phase first is taken: checkpoint 3 is gone\n" in capsys.readouterr().out
     assert mean_steps(tmp_path / "run", "last") == [9, 12, 14]
     train(changed(folder, checkpoint__every=4), tmp_path / "run", resume=9, store_dir=folder / "store")
-    assert mean_steps(tmp_path / "run", "last") == [12, 14]
+    assert mean_steps(tmp_path / "run", "last") == [12, 14] and notes(tmp_path / "run", 14) == []
 
 
-def test_a_checkpoint_that_is_damaged_is_left_out_of_a_mean(run, folder, tmp_path, capsys):
+def test_a_checkpoint_that_is_damaged_is_left_out_of_a_mean(run, folder, tmp_path):
     """Resumed from 9: of those before it, a resume verifies the ledger only."""
     shutil.copytree(run, tmp_path / "run")
     arrays = max((tmp_path / "run/checkpoints/9/params").rglob("*"), key=lambda path: path.stat().st_size)
@@ -180,14 +205,17 @@ def test_a_checkpoint_that_is_damaged_is_left_out_of_a_mean(run, folder, tmp_pat
     arrays.write_bytes(content)
     train(changed(folder), tmp_path / "run", resume="latest", store_dir=folder / "store")
     assert mean_steps(tmp_path / "run", "last") == [12, 14]
-    assert "another checksum than the manifest says; the mean of the phase is worked out" in capsys.readouterr().err
+    (note,) = notes(tmp_path / "run", 14)
+    said, _, why = note.partition(": params/")
+    assert said == "the mean of phase last is of the checkpoints 12 and 14 alone: checkpoint 9 is damaged"
+    assert why.endswith("has another checksum than the manifest says")
 
 
 def test_a_mean_may_be_asked_for_on_a_resume(folder, tmp_path):
     data = config_data(folder)
     train(build_config(data), tmp_path / "run", store_dir=folder / "store")
     train(changed(folder, train__steps=18), tmp_path / "run", resume="latest", store_dir=folder / "store")
-    assert mean_steps(tmp_path / "run", "last") == [15, 18]
+    assert mean_steps(tmp_path / "run", "last") == [12, 15, 18]  # of one checkpoint kept, 12 was the gold
 
 
 def test_a_set_added_at_the_end_of_a_phase_is_measured_with_the_mean_that_was_taken(folder, tmp_path):

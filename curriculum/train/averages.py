@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from curriculum.config import Config
 from curriculum.errors import InputError
 from curriculum.manifest import damage, write_manifest
 from curriculum.model.model import Params
 from curriculum.record.append import DISK_ERRORS, tell
 from curriculum.record.events import AVERAGES
+from curriculum.record.wording import listed
+from curriculum.run import RunDirectory, checkpoint_steps
 from curriculum.scheduling import mean_steps
 from curriculum.train.abstract import abstract_of, zeros
 from curriculum.train.checkpoints.arrays import load_params, save_params
@@ -35,53 +39,75 @@ SIDECAR = "mean.json"
 
 
 def averages_at(
-    setup: Setup, done: int, state: TrainState, checkpoints: Checkpoints, folder: Path
-) -> dict[str, Params]:
-    """What to measure beside the raw parameters after `done` updates, by name; nothing at step 0.
+    setup: Setup, done: int, state: TrainState, directory: RunDirectory
+) -> tuple[dict[str, Params], list[str]]:
+    """What to measure beside the raw parameters after `done` updates, by name, none at step 0; and what a mean lacks.
 
-    At the end of a phase with two or more checkpoints its mean is among them, and is written to `folder`/<phase>; on a
-    full disk it is only measured. No save of `checkpoints` may be under way.
+    At the end of a phase with two or more checkpoints its mean is among them, and is written to `averages/<phase>`; on
+    a full disk it is only measured. Of its planned checkpoints those that are not there are told, in words. No save may
+    be under way.
     """
     averages = {EMA: state.ema} if state.ema is not None and done else {}
-    schedule = setup.course.schedule
+    schedule, folder = setup.course.schedule, directory.averages
     phase, start = next(((name, start) for name, start, end in schedule.phase_bounds if end == done), (None, 0))
     if phase is None or setup.config.averages.phase_mean is None:
-        return averages
+        return averages, []
     # It is there where a run goes on from here and has new sets to measure.
     if from_first(lambda: _end(folder / phase)) == done:
         averages[PHASE_MEAN] = place_state(setup.mesh, load_params(folder / phase / "params"))
-        return averages
-    # Some may be missing: not saved on a full disk, or deleted before the run went back or changed checkpoint.every.
+        return averages, []
     planned = mean_steps(setup.config, start, done, schedule.total_steps)
-    steps = from_first(lambda: [s for s in planned if s == done or _whole(checkpoints, s)])
-    if len(steps) > 1:
-        averages[PHASE_MEAN] = _mean(setup, state, done, steps, checkpoints)
-        try:
-            _write(folder / phase, averages[PHASE_MEAN], {"steps": steps, "end": done})
-        except OSError as error:
-            if error.errno not in DISK_ERRORS:
-                raise
-            why = f"{folder / phase}: cannot be written: {error.strerror}"
-            if count() > 1:  # others wait for this one's part
-                raise InputError(f"{why}; mend that, and go on with --resume latest") from None
-            tell(f"{why}; the mean is measured, but not kept")
-    return averages
+    others = from_first(lambda: [[s, *_found(directory, s)] for s in planned if s != done])
+    parts = {s: path for s, path, _ in others if path is not None} | {s: None for s in planned if s == done}
+    missing = "; ".join(f"checkpoint {s} {why}" for s, path, why in others if path is None)
+    if len(parts) < 2:
+        return averages, [f"no mean of phase {phase} is taken: {missing}"] if missing else []
+    averages[PHASE_MEAN] = _mean(setup, state, directory, parts)
+    try:
+        _write(folder / phase, averages[PHASE_MEAN], {"steps": list(parts), "end": done})
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        why = f"{folder / phase}: cannot be written: {error.strerror}"
+        if count() > 1:  # others wait for this one's part
+            raise InputError(f"{why}; mend that, and go on with --resume latest") from None
+        tell(f"{why}; the mean is measured, but not kept")
+    of = listed([f"{s}" for s in parts])
+    return averages, [f"the mean of phase {phase} is of the checkpoints {of} alone: {missing}"] if missing else []
 
 
-def _whole(checkpoints: Checkpoints, step: int) -> bool:
-    """Whether the parameters of a checkpoint are there and verify; those that do not are told."""
-    if step not in checkpoints.steps():
-        return False
-    if why := damage(checkpoints.directory / str(step), "params/"):
-        tell(f"{checkpoints.directory / str(step)}: is damaged: {why}; the mean of the phase is worked out without it")
-    return why is None
+def adopt_parts(config: Config, directory: RunDirectory, checkpoints: Checkpoints, step: int) -> None:
+    """Take into `checkpoints` what else there is, in `gold/` and `kept/`, of those that the mean of a phase may need.
+
+    `step` is the one that the run goes on from. A run that was never taken up has them all until the phase ends, and a
+    gold may be dropped before.
+    """
+    if config.averages.phase_mean is None or not is_first():
+        return
+    every = config.checkpoint.every
+    for planned in range(step // every * every, 0, -every)[: config.averages.phase_mean]:
+        for place in (directory.gold, directory.kept):
+            if planned in checkpoint_steps(place):
+                checkpoints.adopt(place / str(planned))
 
 
-def _mean(setup: Setup, state: TrainState, done: int, steps: list[int], checkpoints: Checkpoints) -> Params:
+def _found(directory: RunDirectory, step: int) -> tuple[str | None, str]:
+    """(where in the run a checkpoint is whose parameters verify, None where there is none; why)."""
+    why = "is gone"  # not saved on a full disk, or deleted before the run went back, or changed checkpoint.every
+    for folder in (place / str(step) for place in directory.places):
+        if folder.is_dir():
+            if (damaged := damage(folder, "params/")) is None:
+                return f"{folder.parent.name}/{step}", ""
+            why = f"is damaged: {damaged}"
+    return None, why
+
+
+def _mean(setup: Setup, state: TrainState, directory: RunDirectory, parts: Mapping[int, str | None]) -> Params:
+    """The mean of `parts`: by step, where in the run the checkpoint is; None is the state itself."""
     mean = jax.tree.map(lambda p: zeros(abstract_of(p)), state.params)
-    for step in steps:
-        params = state.params if step == done else checkpoints.restore_params(step, state.params)
-        mean = _add(setup.mesh, mean, params, np.float32(len(steps)))
+    for path in parts.values():
+        params = state.params if path is None else load_params(directory.path / path / "params", state.params)
+        mean = _add(setup.mesh, mean, params, np.float32(len(parts)))
     return mean
 
 

@@ -15,7 +15,7 @@ from curriculum.lock import RunLock
 from curriculum.model.model import Model
 from curriculum.run import DEFAULT_STORE_DIR, RunDirectory
 from curriculum.train import fields, ledger, opening
-from curriculum.train.averages import averages_at
+from curriculum.train.averages import adopt_parts, averages_at
 from curriculum.train.checkpoints.best import BestCheckpoints
 from curriculum.train.checkpoints.folder import Checkpoints, import_ahead
 from curriculum.train.checkpoints.resumed import Resumed, resumed_by_first
@@ -123,6 +123,7 @@ def _run(
                         opening.check_shared(lock)
                     if resumed is not None:
                         checkpoints.adopt(resumed.folder)
+                        adopt_parts(setup.config, directory, checkpoints, resumed.step)
                     # Before the record is cut: otherwise a kill would leave checkpoints newer than it.
                     checkpoints.set_aside_after(last)
                     best = BestCheckpoints(directory, step, bad)
@@ -260,11 +261,12 @@ def evaluate(run: Running, done: int, names: list[str]) -> Evaluated:
         if done in setup.course.phase_ends and setup.config.averages.phase_mean is not None:
             # The mean of a phase is of checkpoints that were saved; and it is saved after what is being saved.
             run.settle(done)
-        averages = averages_at(setup, done, run.state, run.checkpoints, run.directory.averages)
+        averages, missing = averages_at(setup, done, run.state, run.directory)
         averaged = {average: suite.run(setup.states.whole(params), names) for average, params in averages.items()}
         duration_s = time.perf_counter() - started
         run.results.write(done, results, averaged)
         run.history, evaluated = run.history.with_eval(setup, done, results)
+        evaluated = evaluated._replace(notes=[*evaluated.notes, *missing])
         run.record.event("eval", done, **fields.eval_event(setup, done, evaluated, averaged, duration_s))
     return evaluated
 
