@@ -73,13 +73,18 @@ def test_a_set_of_copies_and_one_of_a_single_document_are_told():
 
 
 def test_a_set_that_was_gone_at_the_switch_is_compared_with_its_own_first_eval_in_the_phase(tmp_path, monkeypatch):
+    """While it is gone no alarm of another set tells of the one that it had."""
     measured, worse = Suite.run, set()
 
     def run(self, params, names=None):
         results = measured(self, params, names)
-        if "law" in results and next(steps) in worse:
-            results["law"] = results["law"]._replace(nats_N=3 * results["law"].nats_N)
+        name = "law" if "law" in results else "primary"
+        if next(steps) in worse:
+            results[name] = results[name]._replace(nats_N=3 * results[name].nats_N)
         return results
+
+    def told_of(events):
+        return [e for e in load_run(tmp_path / "run").events if e["event"] in events]
 
     sections = {
         "phases": [
@@ -95,13 +100,15 @@ def test_a_set_that_was_gone_at_the_switch_is_compared_with_its_own_first_eval_i
     write_corpus(tmp_path)
     steps, worse = iter(range(9)), {2, 3, 4, 5, 6, 7, 8}
     tiny_train(tmp_path, tmp_path / "run", **sections, evalsets=evalsets)
+    steps, worse = iter(range(3, 9)), {8}
     tiny_train(tmp_path, tmp_path / "run", 2, **sections, evalsets=without)
+    alarms = [(e["step"], {o["set"] for o in e["offenders"]}) for e in told_of(("eval_regression",))]
+    assert alarms == [(2, {"law"}), (8, {"val"})]
     steps, worse = iter([7, 8]), {8}
     tiny_train(tmp_path, tmp_path / "run", 6, **sections, evalsets=evalsets)
     told = [
         (e["event"], e["step"], [(o["baseline"], o["baseline_step"]) for o in e["offenders"]])
-        for e in load_run(tmp_path / "run").events
-        if e["event"].startswith("eval_re")
+        for e in told_of(("eval_regression", "eval_recovered"))
     ]
     assert told == [
         ("eval_regression", 2, [("start", 0), ("phase_start", 0), ("best", 1)]),

@@ -47,7 +47,7 @@ def judge(run: Running, done: int, evaluated: Evaluated) -> Verdict:
     keep: list[Checkpoints] = []
     if worse and setup.config.evalsets.regression.action == "checkpoint":
         keep.append(run.best.kept)
-    regressed = {name: _worst(pairs) for name, pairs in evaluated.standing.items() if name in setup.corpus.evalsets}
+    regressed = {name: _worst(pairs) for name, pairs in evaluated.standing.items()}
     kept, stopped_by = _judge_gold(run, done, evaluated.summaries, regressed)
     if kept:
         keep.append(run.best.gold)
@@ -106,7 +106,7 @@ def _replay(run: Running, done: int, evaluated: Evaluated) -> tuple[list[dict[st
         else:
             sets_of.setdefault(source, []).append(shown)
     evalsets = setup.config.eval_sources
-    worse = {evalsets[name].held_out_of for name in evaluated.standing if name in evalsets} - {None}
+    worse = {evalsets[name].held_out_of for name in evaluated.standing} - {None}
     for source, names in sets_of.items():
         raised = (done, source, regression.replay_factor, regression.replay_max_share)
         try:

@@ -53,7 +53,7 @@ class Evaluated(NamedTuple):
     recovered: the alarms that ended at this eval.
     worse: the sets that raised an alarm at this eval.
     newly: those of `worse` that had no alarm against any baseline.
-    standing: every current alarm, by set.
+    standing: every current alarm of the sets that the run measures, by set.
     notes: what is to be said of the sets in words.
     """
 
@@ -119,7 +119,7 @@ class Watch:
             recovered=recovered,
             worse=worse,
             newly=[name for name in worse if name not in self.standing],
-            standing=standing,
+            standing={name: pairs for name, pairs in standing.items() if name in setup.corpus.evalsets},
             notes=notes,
         )
         return replace(measured, standing=standing, told=told), evaluated
