@@ -264,18 +264,22 @@ def test_the_same_run_gives_the_same_card_wherever_it_lies(run_dir, tmp_path):
     assert str(run_dir.parent) not in card
 
 
-def test_how_to_make_it_again(run_dir, tmp_path):
+def test_how_to_make_it_again(run_dir, tmp_path, happened):
     again = sections(model_card(load_run(run_dir), EXPORTED))["How to make it again"]
     options = "--set train.steps=100 --eval-dataset-dir 'law=a folder'"
     assert f"curriculum train run.yaml --run-dir runs/written {options}\n" in again
     assert "curriculum export runs/written --format hf --step 80 --weights raw --dtype bf16 -o written-export" in again
     assert "```yaml\nname: written\n```" in again and "Trained on 1 x cpu (cpu)" in again
-    assert "curriculum 0.1.0, jax " in again and "It was taken up or edited on its way" in again
+    assert "curriculum 0.1.0, jax " in again and "taken up or edited" not in again  # but for what the run itself did
     merged = dataclasses.replace(EXPORTED, kind="gguf", dtype="q8_0", merged=True)
     assert "--format gguf --merge --step 80 --weights raw --dtype q8_0" in model_card(load_run(run_dir), merged)
 
-    trunk = {"run": "runs/trunk", "step": 40, "id": "x", "branched_from": None}
-    write_run(tmp_path / "branch", {"val": lambda step: 3.0}, branched_from=trunk)
+    trunk = {"run": "runs/written", "step": 40, "id": "x", "branched_from": None}
+    on, edit = {"plan": load_run(run_dir).plan}, happened[70][0][1]
+    edited = [("resume", on), ("schedule_edit", {**edit, "kind": "config"})]
+    begun = [("resume", {**on, "begins_branch": True}), ("schedule_edit", {**edit, "kind": "branch"})]
+    more = {20: edited, 40: begun, 100: edited}
+    write_run(tmp_path / "branch", {"val": lambda step: 3.0}, branched_from=trunk, more=more)
     # It remembers those of its trunk, of which `branch` has no option for what the trunk began from.
     resolved = json.loads((tmp_path / "branch/config.resolved.json").read_text())
     resolved["command_line"] = [
@@ -289,9 +293,12 @@ def test_how_to_make_it_again(run_dir, tmp_path):
     (tmp_path / "branch/config.yaml").write_text("name: written # ``` and more\n")
     card = sections(model_card(branch, EXPORTED))
     remembered = "--dataset-dir 'law=a folder' --set seed=3"
-    assert f"curriculum branch runs/trunk --at 40 --run-dir runs/written {remembered}\n" in card["How to make it again"]
-    assert "````yaml\nname: written # ``` and more\n````" in card["How to make it again"]
-    assert card["Where its parameters come from"] == "- branched from runs/trunk at step 40"
+    again = card["How to make it again"]
+    assert f"curriculum branch runs/written --at 40 --run-dir runs/written {remembered}\n" in again
+    assert "````yaml\nname: written # ``` and more\n````" in again and "taken up or edited" not in again
+    at_the_end = model_card(branch, dataclasses.replace(EXPORTED, step=100))
+    assert "It was taken up or edited on its way; the config is the last one." in at_the_end
+    assert card["Where its parameters come from"] == "- branched from runs/written at step 40"
     (tmp_path / "branch/config.yaml").unlink()
     whole = sections(model_card(branch, EXPORTED))["How to make it again"]
     config = yaml.safe_load(whole.partition("```yaml\n")[2].partition("\n```")[0])

@@ -210,7 +210,7 @@ def _reproducing(run: Run, exported: Exported) -> list[str]:
     parts = [fenced("", "\n".join(_commands(run, exported)))]
     if run.branched_from is not None:
         parts.append("The run is a branch: up to that step it is the run that it left, which has to be there.")
-    if any(e["event"] in ("schedule_edit", "resume") for e in run.events if e["step"] <= exported.step):
+    if any(_edited(run, event) for event in run.events if event["step"] <= exported.step):
         parts.append(
             "It was taken up or edited on its way; the config is the last one. A run begun with it does not repeat the "
             "edits."
@@ -228,6 +228,15 @@ def _reproducing(run: Run, exported: Exported) -> list[str]:
         config = {key: value for key, value in run.resolved.items() if key not in ("derived", "command_line")}
         text, which = yaml.safe_dump(config, sort_keys=False, allow_unicode=True), "run.yaml, every default filled in"
     return [*parts, f"<details><summary>{which}</summary>", fenced("yaml", text.rstrip("\n")), "</details>"]
+
+
+def _edited(run: Run, event: Mapping[str, Any]) -> bool:
+    """Whether an event is of what a user did on the way: not the run itself, nor the commands that make it again."""
+    if run.branched_from is not None and event["step"] < run.branched_from["step"]:
+        return False  # taken over from the trunk
+    if event["event"] == "schedule_edit":
+        return event["kind"] == "config"
+    return event["event"] == "resume" and not event.get("begins_branch")
 
 
 def _commands(run: Run, exported: Exported) -> list[str]:
