@@ -186,7 +186,7 @@ def _target(directory: RunDirectory, kind: str, dtype: str, architecture: Mappin
     else:
         hf_config = hf_config_of(config, bos=tokenizer.bos, eos=tokenizer.eot, dtype=DTYPES[dtype])
     base = resolved["adaptation"]["init_from"] if kind == "peft" else None
-    return _Target(resolved["name"], config, tokenizer, hf_config, base)
+    return _Target(Run(directory, resolved, []).name, config, tokenizer, hf_config, base)
 
 
 def _chat_of(directory: RunDirectory, ledger: Mapping[str, Any], step: int) -> ChatConfig | None:

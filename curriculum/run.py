@@ -154,6 +154,11 @@ class Run:
 
         return config_from_json({k: v for k, v in self.resolved.items() if k not in ("command_line", "derived")})
 
+    @property
+    def name(self) -> str:
+        """The config's name; of a branch, which has that from its trunk, the name of its directory."""
+        return self.resolved["name"] if self.branched_from is None else self.directory.path.resolve().name
+
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl."""

@@ -528,6 +528,20 @@ def changed(run, folder, file, **changes):
     return folder
 
 
+def test_a_branch_is_named_by_its_directory(chat_run, tmp_path):
+    from gguf import GGUFReader
+
+    shutil.copytree(chat_run, tmp_path / "other")
+    file = tmp_path / "other/config.resolved.json"
+    resolved = json.loads(file.read_text())
+    resolved["derived"]["branched_from"] = {"run": "runs/chat", "step": 2, "id": "x", "branched_from": None}
+    file.write_text(json.dumps(resolved))
+    for run, name in ((chat_run, "chat"), (tmp_path / "other", "other")):
+        export(run, tmp_path / f"of_{name}", format="gguf", step=4)
+        assert GGUFReader(tmp_path / f"of_{name}/model.gguf").fields["general.name"].contents() == name
+        assert f"\n# {name}\n" in (tmp_path / f"of_{name}/README.md").read_text()
+
+
 @pytest.mark.parametrize("format", ["hf", "gguf"])
 def test_what_no_class_has_is_told_before_anything_heavy(run, tmp_path, format):
     odd = changed(run, tmp_path / "odd", "model.json", pos_encoding="learned", n_kv_head=2)

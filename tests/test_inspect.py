@@ -148,6 +148,7 @@ def test_a_branch_begins_and_is_resumed(tmp_path):
         assert inspect_run(load_run(path))["progress"]["num_resumes"] == times
         assert said in shown(path)
     assert "lineage branched from runs/b at step 60\nlineage branched from runs/a at step 20\n" in shown(path)
+    assert shown(path).startswith(f"{path.name} ({path})")  # not the name that it has from its trunk
 
 
 def test_a_run_in_progress(tmp_path):

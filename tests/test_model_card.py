@@ -293,8 +293,11 @@ def test_how_to_make_it_again(run_dir, tmp_path, happened):
     (tmp_path / "branch/config.yaml").write_text("name: written # ``` and more\n")
     card = sections(model_card(branch, EXPORTED))
     remembered = "--dataset-dir 'law=a folder' --set seed=3"
+    # Its config has its trunk's name.
     again = card["How to make it again"]
-    assert f"curriculum branch runs/written --at 40 --run-dir runs/written {remembered}\n" in again
+    assert f"curriculum branch runs/written --at 40 --run-dir runs/branch {remembered}\n" in again
+    assert "curriculum export runs/branch --format hf --step 80 --weights raw --dtype bf16 -o branch-export" in again
+    assert card[""].count("# branch\n") == 1 and "written" not in card[""]
     assert "````yaml\nname: written # ``` and more\n````" in again and "taken up or edited" not in again
     at_the_end = model_card(branch, dataclasses.replace(EXPORTED, step=100))
     assert "It was taken up or edited on its way; the config is the last one." in at_the_end

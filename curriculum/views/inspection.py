@@ -53,7 +53,7 @@ def inspect_run(run: Run) -> dict[str, Any]:
         problems += error.problems
     gold = last_gold(events)
     return {
-        "name": start["config"]["name"],
+        "name": run.name,
         "path": str(path),
         "model": start["model"],
         "devices": next(e["devices"] for e in reversed(events) if e["event"] in TAKEN_UP),

@@ -122,7 +122,7 @@ def _headline(run: Run, exported: Exported) -> list[str]:
     shape |= {"vocabulary": f"{ids:,} ids, embeddings {'tied' if config.tie_embeddings else 'not tied'}"}
     shape["stored as"] = exported.dtype
     return [
-        f"# {run.resolved['name']}",
+        f"# {run.name}",
         f"A language model of {size:,} parameters, a decoder-only transformer trained with `curriculum`. Here "
         f"{is_what} after step {step:,} of {total:,}{folded}{gold}.",
         table_of(("", ""), [(name, value) for name, value in shape.items()]),
@@ -241,7 +241,7 @@ def _edited(run: Run, event: Mapping[str, Any]) -> bool:
 
 def _commands(run: Run, exported: Exported) -> list[str]:
     """What to type to train the run again, and to export it as it was."""
-    name = shlex.quote(run.resolved["name"])
+    name = shlex.quote(run.name)
     given = (option.partition(" ") for option in run.directory.command_line())
     branch = run.branched_from
     if branch is None:
