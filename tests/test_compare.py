@@ -321,6 +321,21 @@ def test_a_run_is_compared_with_its_base_at_the_step_that_it_took_over(tmp_path,
     assert counted(compare([base, adapted], at=at)) == counted(comparison)
 
 
+def test_a_run_that_shares_no_set_is_said_to_be_left_aside(tmp_path):
+    """It was measured at fewer tokens than the others are compared at."""
+    runs = [write_run(tmp_path / name, {"val": lambda step: 3.0}) for name in ("first", "second")]
+    runs += [write_run(tmp_path / "other", {"val": lambda step: 3.0}, hashes={"val": "its own"}, until=60)]
+    comparison = compare(runs)
+    assert comparison.alone == ("other",) and [run["tokens"] for run in comparison.runs] == [10_000, 10_000, 6_000]
+    words = "at that shares a set; of other, which shares none, the last"
+    assert (
+        table(comparison)[0] == f"the last evals at or before 10,000 tokens, the fewest that a run was measured {words}"
+    )
+    adapted = begun(tmp_path / "adapted", str(runs[0]), 80)
+    assert table(compare([*runs[:1], adapted, runs[2]]))[0].endswith(f"the fewest that one was measured {words}")
+    assert table(compare(runs[:2]))[0].endswith("the fewest that a run was measured at")
+
+
 def test_a_base_that_was_not_measured_where_it_was_taken_over(tmp_path):
     base = write_run(tmp_path / "base", {"val": lambda step: 3 + step / 1000})
     m = only(compare([base, begun(tmp_path / "adapted", str(base), 70)]))

@@ -74,7 +74,8 @@ class ComparedRuns:
     """What `compare` found.
 
     at, common: `tokens` or `step`, and how many of them: an eval counts when it is the run's last at or before them.
-    They are the fewest over the runs that share a set with another; of a run that shares none the last eval counts.
+    They are the fewest over the runs that share a set with another; of those that share none, `alone`, the last eval
+    counts.
     begun: {run, base, step} where a run began with the parameters of another, itself or through others. Of a base the
     eval counts that is its last at or before that step, of several steps the last one.
     runs: name, path, step and tokens of the last eval that counts, and whether the run is finished.
@@ -91,6 +92,7 @@ class ComparedRuns:
     only: dict[str, tuple[str, ...]]
     shared: tuple[dict[str, Any], ...]
     begun: tuple[dict[str, Any], ...]
+    alone: tuple[str, ...]
 
     @property
     def base_steps(self) -> dict[str, int]:
@@ -178,6 +180,7 @@ def compare_runs(runs: Sequence[Run], *, at: str = "tokens") -> ComparedRuns:
             if (step := shared_past(first.run, second.run)) is not None
         ),
         begun=begun,
+        alone=tuple(side.name for side in sides if side not in sharing),
     )
 
 

@@ -31,15 +31,18 @@ def table(comparison: ComparedRuns) -> list[str]:
 def which_evals(comparison: ComparedRuns) -> str:
     """Which evals are compared."""
     common = f"{comparison.common:,} {'tokens' if comparison.at == 'tokens' else 'steps'}"
+    fewest, rest = "measured at", ""
+    if comparison.alone:
+        share = "shares" if len(comparison.alone) == 1 else "share"
+        fewest, rest = "measured at that shares a set", f"; of {listed(comparison.alone)}, which {share} none, the last"
     if not comparison.base_steps:
-        return f"the last evals at or before {common}, the fewest that a run was measured at"
+        return f"the last evals at or before {common}, the fewest that a run was {fewest}{rest}"
     bases = []
     for base, step in comparison.base_steps.items():
         begun = [pair["run"] for pair in comparison.begun if (pair["base"], pair["step"]) == (base, step)]
         bases.append(f"of {base} at or before step {step:,}, from which {listed(begun)} began")
-    return (
-        f"the last evals {'; '.join(bases)}; of the others at or before {common}, the fewest that one was measured at"
-    )
+    others = f"of the others at or before {common}, the fewest that one was {fewest}{rest}"
+    return f"the last evals {'; '.join(bases)}; {others}"
 
 
 def notes(comparison: ComparedRuns) -> list[str]:
