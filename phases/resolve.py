@@ -29,8 +29,8 @@ def resolve(
 
     A source of unknown size is never exhausted, and an `until` in epochs of it is a problem, but with
     `sizes_to_come`: then the phases from there on stay unresolved, all that needs no size is checked, and None is
-    returned. Where a source of unknown size may stop the run, its end is unknown, and so are the rates, which follow
-    from it.
+    returned. So it is with the phases after one that reads a source of unknown size that may stop the run: it may end
+    before them, and the rates follow from its end.
 
     `past` are the segments that stand already. They are taken over with their data and rates, and the phases decide
     what follows. If the last phase of the past is declared to end later, it goes on; otherwise the next one begins. A
@@ -61,7 +61,7 @@ def resolve(
             message = f"phase {going_on.phase} is not declared to go on at step {going_on.start}"
             raise ScheduleError([("phases", message)])
         going_on = replace(going_on, cursors=_cursors_of(going_on.cursors, names))
-    complete = _add_phases(ahead, segments, going_on, curriculum, problems, warnings)
+    complete = _add_phases(ahead, segments, going_on, curriculum, sizes_to_come, problems, warnings)
 
     warmup, decay = numbers.warmup_steps, numbers.decay_steps
     most = segments[-1].end if complete else total_steps
@@ -70,7 +70,7 @@ def resolve(
         problems.append(("optim.warmup_steps", f"{got}; shorten them"))
     if problems:
         raise ScheduleError(problems)
-    if not complete or (sizes_to_come and any(map(_may_stop_anywhere, supplies.values()))):
+    if not complete:
         return None
     rated, lr_warnings = with_rates(segments, len(past), curriculum, numbers)
     schedule = Schedule(rated)
@@ -87,6 +87,7 @@ def _add_phases(
     segments: list[Segment],
     going_on: Segment | None,
     curriculum: Curriculum,
+    sizes_to_come: bool,
     problems: list[tuple[str, str]],
     warnings: list[str],
 ) -> bool:
@@ -110,6 +111,8 @@ def _add_phases(
         segments += inside
         if not segments:
             problems.append(("phases", "a source is exhausted before the first step: nothing is left to train on"))
+            return False
+        if sizes_to_come and any(_may_stop_anywhere(curriculum.supplies[n]) for s in inside for n in s.quotas.sources):
             return False
     return True
 

@@ -198,6 +198,24 @@ def test_sizes_to_come_leave_every_other_check():
         early(epochs, end, lr=LrSchedule(warmup_steps=101))
 
 
+def test_phases_that_a_source_may_keep_from_being_reached_are_judged_once_its_size_is_known():
+    """A run that resolves with its sizes passes the check without them too, of its past and of its beginning."""
+    before, behind = Phase("a", 4, {"web": 1}), (Phase("c", 50, {"web": 1}), Phase("d", "end", {"web": 1}))
+    phases = (before, Phase("b", 55, {"law": 1}), *behind)
+    sizes = {"web": SourceSupply(8000), "law": SourceSupply(800, 0.5, "stop")}
+    unknown = {name: replace(supply, num_tokens=None) for name, supply in sizes.items()}
+    whole = resolved(*phases, supplies=sizes)
+    assert whole.phase_bounds == (("a", 0, 4), ("b", 4, 14)) and "phase c is never reached" in " ".join(whole.warnings)
+    for past in ((), cut(whole.segments, 3), cut(whole.segments, 9)):
+        assert resolved(*phases, supplies=unknown, sizes_to_come=True, past=past) is None
+    with pytest.raises(ScheduleError, match=r"phases\[2\].until: ends at step 50 but starts at step 55"):
+        resolved(*phases, supplies=sizes | {"law": SourceSupply(800)})
+    with pytest.raises(ScheduleError, match=r"phases\[1\].until: ends at step 4 but starts at step 50"):
+        resolved(behind[0], before, phases[1], behind[1], supplies=unknown, sizes_to_come=True)
+    unread = resolved(*behind, supplies=unknown, sizes_to_come=True)
+    assert unread.total_steps == 100  # law is in no phase: it stops nothing
+
+
 def test_a_run_beyond_what_the_arithmetic_holds_is_refused():
     for changes in ({"total": 2**41}, {"length": 2**60}, {"batch": 2**60}):
         (path, message), *more = problems(Phase("a", "end", {"web": 1.0}), **changes)
