@@ -28,9 +28,10 @@ from curriculum.run import (
     read_ledger,
     undamaged,
 )
+from curriculum.scheduling import declaration
 from curriculum.train import ledger
 from curriculum.train.checkpoints.resumed import to_resume
-from curriculum.train.edits import find_edit
+from curriculum.train.edits import find_edit, gone_on
 from curriculum.train.fields import branch_edit
 from curriculum.train.opening import kept_tokenizer
 from curriculum.train.setup import build, check
@@ -55,9 +56,9 @@ def branch(
     It starts from the trunk's newest checkpoint at or before `at` that verifies, takes over the record up to there,
     trains the steps in between exactly as the trunk did, and goes on by the trunk's config, changed by `overrides`
     (`a.b=value`) and directories as in `load_config`. A share that the trunk raised is raised to the end of its phase
-    here too, unless the phase's mixture is changed. Without a change all of the run is the trunk's, if that one was not
-    edited after `at`: its config is the one that it was last trained with, and is refused where the steps in between
-    were trained, measured or judged otherwise.
+    here too, unless what the phase draws is changed. Without a change all of the run is the trunk's, if that one was
+    not edited after `at`: its config is the one that it was last trained with, and is refused where the steps in
+    between were trained, measured or judged otherwise.
     It needs nothing of the trunk afterwards; `make_model` as in `train`.
     Returns its `training_complete` event. Raises InputError for what the user can mend, before anything is created,
     and Stopped after a signal: `train(..., resume="latest")` then goes on.
@@ -82,7 +83,7 @@ def branch(
     setup = build(config, store_dir, tokenizer, make_model, start, past, branched_from)
     rollbacks = [r for r in newest["history"].get("rollbacks", ()) if r["first_bad_step"] < at]
     passed_over = bool(rollbacks) and at < newest["past_end"]
-    if on := _edit_in_force(trunk, config, whole, step, at, passed_over):
+    if on := _edit_in_force(trunk, config, whole, newest["settled"], step, at, passed_over):
         if setup.course.schedule.segment_at(at).phase == on.phase:
             setup.course.keep_edit(on)
     ledger.check_past(saved, setup)
@@ -129,12 +130,19 @@ def _came_after(event: Mapping[str, Any], at: int) -> bool:
 
 
 def _edit_in_force(
-    trunk: Run, config: Config, whole: Schedule, step: int, at: int, passed_over: bool
+    trunk: Run,
+    config: Config,
+    whole: Schedule,
+    settled: Mapping[str, int],
+    step: int,
+    at: int,
+    passed_over: bool,
 ) -> Segment | None:
     """The segment of the trunk that goes on at `at` with a raised share, or after data that were passed over, where the
-    branch changes nothing of its phase.
+    branch changes nothing of what its phase draws.
 
-    `step` is the checkpoint's: what the trunk did after an eval at `at` itself counts only where it is in there.
+    `whole` is the trunk's schedule, `settled` what shares of its run came to. `step` is the checkpoint's: what the
+    trunk did after an eval at `at` itself counts only where it is in there.
     """
     last = at if step == at else at - 1
     edits = [e for e in trunk.events if e["event"] == "schedule_edit" and e["kind"] == "replay" and e["step"] <= last]
@@ -142,20 +150,7 @@ def _edit_in_force(
         return None
     if trunk.branched_from is not None and trunk.branched_from["step"] > at:
         return None  # up to there the schedule is not what the trunk's config says
-    segment = whole.segment_at(last).continued(at)
-    if _declared(trunk.config, segment.phase) != _declared(config, segment.phase):
-        return None
-    return segment
-
-
-def _declared(config: Config, name: str) -> tuple[Any, ...]:
-    """What a phase's mixtures and its shape come from."""
-    train = config.train
-    return config.adaptation.replay, [
-        (p.mixture, p.ramp_steps, p.ramp_shape, p.batch_size or train.batch_size, p.seq_len or train.seq_len)
-        for p in config.phases
-        if p.name == name
-    ]
+    return gone_on(whole.segment_at(last), at, declaration(trunk.config), declaration(config), settled)
 
 
 def _step_of(trunk: Run, at: int | str) -> int:

@@ -416,11 +416,12 @@ def test_a_raised_share_lasts_unless_the_branch_changes_its_phase(replaying, fol
     raised = next(s for s in trunk if s.start == 12)
     assert raised.mixture == pytest.approx({"law": 0.7, "web": 0.3})  # nothing of it at the cost of code
     assert raised.ramp.from_mixture == pytest.approx({"web": 0.7, "code": 0.3})
-    for name, change, kept in (
-        ("kept", "phases[2].mixture={web: 1.0}", True),
-        ("changed", "phases[1].mixture={law: 0.7, web: 0.3}", False),
+    other_words = ["phases[1].mixture={law: 80, web: 20}", "phases[1].batch_size=4", "adaptation.replay={web: 0.1}"]
+    for name, changes, kept in (
+        ("kept", ["phases[2].mixture={web: 1.0}", *other_words], True),
+        ("changed", ["phases[1].mixture={law: 0.7, web: 0.3}"], False),
     ):
-        branch(replaying, 13, tmp_path / name, overrides=[change], store_dir=folder / "store")
+        branch(replaying, 13, tmp_path / name, overrides=changes, store_dir=folder / "store")
         segments = segments_from_json(read_ledger(tmp_path / name / "checkpoints/24")["segments"])
         (on,) = [s for s in segments if s.start == 13]
         assert on.mixture == (raised.mixture if kept else {"law": 0.7, "web": 0.3})

@@ -392,15 +392,9 @@ def test_a_source_that_was_read_may_go_and_come_again_with_its_count():
 
 
 def test_a_raised_share_stands_to_its_phases_end_unless_what_that_phase_draws_is_edited():
-    schedule, saved = begun()
-    segments = [*cut(schedule.segments, 50), *schedule.segments[1:]]
-    raised = segments[1].rest(50) if segments[1].start < 50 else None
-    raised = replace(schedule.segment_at(50).rest(50), mixture={"web": 0.8, "law": 0.2}, ramp=None)
-    edited = [*cut(schedule.segments, 50), raised]
-    edited.append(replace(schedule.segments[2], cursors=raised.cursors_at(80)))
-    saved = {**saved, "segments": json.loads(json.dumps(segments_to_json(edited))), "past_end": 80}
+    _, saved = with_a_raised_share()
     on, past, edit = resumed(saved, BASE)
-    assert not edit.changes and on.segments == tuple(edited) and past.end == 80
+    assert not edit.changes and on.segments == segments_from_json(saved["segments"]) and past.end == 80
     on, past, _ = resumed(saved, changed(BASE, reweighted("c", web=1.0)))
     assert on.segment_at(79).mixture == {"web": 0.8, "law": 0.2} and on.segment_at(80).mixture == {"web": 1.0}
     on, past, _ = resumed(saved, changed(BASE, reweighted("b", code=1.0)))
@@ -413,6 +407,59 @@ def test_a_raised_share_stands_to_its_phases_end_unless_what_that_phase_draws_is
     on, past, _ = resumed(rolled, changed(BASE, reweighted("b", code=1.0)))
     assert past.end == 67 and on.segment_at(66).mixture == {"web": 0.8, "law": 0.2}
     assert on.segment_at(67).mixture == {"code": 1.0}
+
+
+def with_a_raised_share(step=STEP, until=80):
+    """(the segment, ledger) of a run whose second phase has other shares from update 50 on."""
+    schedule, saved = begun(step=step)
+    raised = replace(schedule.segment_at(50).rest(50), mixture={"web": 0.8, "law": 0.2}, ramp=None)
+    behind = replace(schedule.segments[2], cursors=raised.cursors_at(until))
+    segments = segments_to_json([*cut(schedule.segments, 50), raised, behind])
+    return raised, {**saved, "segments": json.loads(json.dumps(segments)), "past_end": until}
+
+
+SAME_DRAWS = {
+    # what is edited of a phase whose share was raised: (edits, whether each update of it draws the same)
+    "percentages": ([reweighted("b", web=30, law=50, code=20)], True),
+    "a weight of 0": ([put("sources.new", {"path": "new.txt"}), reweighted("b", web=3, law=5, code=2, new=0)], True),
+    "replay of what it names": ([put("adaptation", {"replay": {"web": 0.2}})], True),
+    "replay of another": (
+        [put("sources.new", {"path": "new.txt"}), put("adaptation", {"replay": {"new": 0.2}})], False),
+    "its batch written out": ([lambda d: phase(d, "b").update(batch_size=BATCH)], True),
+    "its length written out": ([lambda d: phase(d, "b").update(seq_len=LENGTH)], True),
+    "its ramp in steps": ([lambda d: phase(d, "b").update(ramp_steps=10)], True),
+    "another ramp": ([lambda d: phase(d, "b").update(ramp_steps=11)], False),
+    "another shape of the ramp": ([lambda d: phase(d, "b").update(ramp_shape="cosine")], False),
+    "its ramp in steps, of a longer run": (
+        [put("train.steps", 200), lambda d: phase(d, "b").update(ramp_steps=10)], True),
+    "another ramp in the same words as before": (
+        [put("train.steps", 200), lambda d: phase(d, "b").update(ramp_steps=" 10 %")], False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAME_DRAWS)
+def test_a_raised_share_ends_where_its_phase_draws_something_else_not_where_it_says_it_in_other_words(name):
+    raised, saved = with_a_raised_share()
+    edits, same = SAME_DRAWS[name]
+    on, _, edit = resumed(saved, changed(BASE, *edits), accept_past=True)
+    assert edit.changes and on.segment_at(59).mixture == raised.mixture
+    assert (on.segment_at(60).mixture == raised.mixture) == same
+    if same:
+        assert read(on, 80) == read(Schedule(segments_from_json(saved["segments"])), 80)
+
+
+def test_a_ramp_that_stayed_as_long_as_it_was_may_be_written_out():
+    """10 % of 100 steps, and 10 steps still once the run was given 200."""
+    raised, saved = with_a_raised_share()
+    longer = changed(BASE, put("train.steps", 200))
+    on, past, _ = resumed(saved, longer)
+    saved = ledger_of(config_of(longer), on, 70, past)
+    assert saved["settled"]["b.ramp_steps"] == 10
+    for ramp_steps, mixture in ((10, raised.mixture), ("10%", raised.mixture), (20, BASE["phases"][1]["mixture"])):
+        edited = changed(longer)
+        phase(edited, "b")["ramp_steps"] = ramp_steps
+        on, _, _ = resumed(saved, edited)
+        assert on.segment_at(70).mixture == mixture
 
 
 @pytest.mark.parametrize("step", (60, 70))

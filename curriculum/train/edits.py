@@ -12,7 +12,7 @@ from curriculum.errors import InputError
 from curriculum.scheduling import Past, Planned, declaration, training_settings
 from curriculum.train import ledger
 from curriculum.train.ledger import Problem
-from curriculum.train.past_edits import SHAPE, Contrast, field_of, how_to_mend, of_past, phases_by_name
+from curriculum.train.past_edits import SHAPE, Contrast, draw_alike, field_of, how_to_mend, of_past, phases_by_name
 from curriculum.train.setup import Setup
 from phases.clocks import resolve_steps
 from phases.schedule import Schedule, Segment, cut, segments_from_json
@@ -229,7 +229,7 @@ def _frozen(contrast: Contrast) -> tuple[int, Segment | None]:
     """(the step up to which the schedule is kept, the segment that goes on there; None where the config says which).
 
     There is one where something else than the config decided it, such as a raised share or a rollback. It lasts to its
-    phase's end, unless the phase's mixture or shape is edited now; rates and the end itself are what the config says.
+    phase's end, unless what the phase draws is edited now; rates and the end itself are what the config says.
     """
     saved, schedule, now, step = contrast.saved, contrast.schedule, contrast.now, contrast.step
     until = saved["past_end"]
@@ -237,22 +237,28 @@ def _frozen(contrast: Contrast) -> tuple[int, Segment | None]:
         return step, None
     trunks = (saved["branched_from"] or {"step": 0})["step"]
     step = max([step, trunks, *(r["first_bad_step"] + 1 for r in saved["history"].get("rollbacks", []))])
-    name, segment = schedule.segment_at(until - 1).phase, schedule.segment_at(step)
-    before, after = (_drawn(declared, name) for declared in (contrast.was, now))
-    read = {*segment.mixture, *(segment.ramp.from_mixture if segment.ramp else ())}
-    if step >= until or after is None or before != after or segment.phase != name or read - now["sources"].keys():
+    segment = schedule.segment_at(step)
+    if step >= until or segment.phase != schedule.segment_at(until - 1).phase:
         return step, None
-    shape = {key: field_of(now, after, key) for key in ("batch_size", "seq_len")}
+    return step, gone_on(segment, step, contrast.was, now, saved["settled"])
+
+
+def gone_on(
+    segment: Segment, step: int, was: Mapping[str, Any], now: Mapping[str, Any], settled: Mapping[str, int]
+) -> Segment | None:
+    """A segment with data of its own as it goes on at `step`, `settled` as in `draw_alike`.
+
+    None where what its phase draws is edited, or it reads a source that is gone. In another shape, which is train's,
+    its quotas begin anew.
+    """
+    read = {*segment.mixture, *(segment.ramp.from_mixture if segment.ramp else ())}
+    if read - now["sources"].keys() or not draw_alike(was, now, segment.phase, settled):
+        return None
+    phase = phases_by_name(now)[segment.phase]
+    shape = {key: field_of(now, phase, key) for key in ("batch_size", "seq_len")}
     if shape == {key: getattr(segment, key) for key in shape}:
-        return step, segment.continued(step)
-    return step, replace(segment.rest(step), **shape).aligned()
-
-
-def _drawn(declared: Mapping[str, Any], name: str) -> dict[str, Any] | None:
-    """What a declaration says of what each update of a phase draws, None where it has no such phase."""
-    phase = phases_by_name(declared).get(name)
-    keys = ("mixture", "ramp_steps", "ramp_shape", "batch_size", "seq_len")
-    return phase and {**{key: phase[key] for key in keys}, "replay": declared["adaptation"]["replay"]}
+        return segment.continued(step)
+    return replace(segment.rest(step), **shape).aligned()
 
 
 def _settled(contrast: Contrast) -> dict[str, int]:

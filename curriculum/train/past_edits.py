@@ -12,10 +12,11 @@ from typing import Any
 
 import yaml
 
+from curriculum.adaptation import with_replay
 from curriculum.config import Config
 from curriculum.train.ledger import Problem
 from phases.clocks import clock_step, reached, read_clock, resolve_steps
-from phases.schedule import Schedule, SourceSupply, segments_from_json
+from phases.schedule import Phase, Schedule, SourceSupply, segments_from_json
 
 SHAPE = ("seq_len", "batch_size", "rope_theta")  # of a declared phase, None where it has none of its own
 
@@ -98,6 +99,31 @@ def phases_by_name(declared: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 def field_of(declared: Mapping[str, Any], phase: Mapping[str, Any], key: str) -> Any:
     """A field of a phase as it is declared: train's, where the phase has none of its own."""
     return declared["train"].get(key) if phase[key] is None else phase[key]
+
+
+def draw_alike(was: Mapping[str, Any], now: Mapping[str, Any], name: str, settled: Mapping[str, int]) -> bool:
+    """Whether two declarations say the same of what the updates of a phase draw, in whatever words.
+
+    Where the phase has no shape of its own in either, train's may differ. `settled` is what the shares of the run came
+    to by the first of them, as of `Curriculum.settled`.
+    """
+    old, new = (phases_by_name(declared).get(name) for declared in (was, now))
+    if old is None or new is None:
+        return False
+    steps_then, steps_now = (declared["train"]["steps"] for declared in (was, now))
+    ramp_steps = settled.get(f"{name}.ramp_steps", old["ramp_steps"])
+    if new["ramp_steps"] == old["ramp_steps"]:  # the same words stay what they have come to
+        new, steps_now = {**new, "ramp_steps": ramp_steps}, steps_then
+    old = {**old, "ramp_steps": ramp_steps}
+    own = [key for key in ("seq_len", "batch_size") if (old[key], new[key]) != (None, None)]
+    return _drawn(was, old, steps_then, own) == _drawn(now, new, steps_now, own)
+
+
+def _drawn(declared: Mapping[str, Any], phase: Mapping[str, Any], total_steps: int, shape: Sequence[str]) -> list[Any]:
+    """What a phase draws, replay mixed in, in one way of saying it; `shape`: the fields of its shape that count."""
+    (mixed,) = with_replay([Phase(phase["name"], "end", phase["mixture"])], declared["adaptation"]["replay"])
+    drawn = _resolved({**phase, "mixture": mixed.mixture, "lr": None}, total_steps)
+    return [drawn, *(field_of(declared, phase, key) for key in shape)]
 
 
 def of_past(contrast: Contrast) -> Iterator[Problem]:
