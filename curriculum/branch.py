@@ -76,12 +76,13 @@ def branch(
         check_between(trunk, config, saved, whole, at, sorted(folders))
     check_offsets(trunk.directory.path, saved["offsets"])
     edit = find_edit(config, newest, at=at)
-    past = replace(edit.past, segments=cut(whole.segments, at), planned=None, going_on=None)
+    rollbacks = [r for r in newest["history"].get("rollbacks", ()) if r["first_bad_step"] < at]
+    settled = _settled(edit.past.settled, whole, rollbacks)
+    past = replace(edit.past, segments=cut(whole.segments, at), settled=settled, planned=None, going_on=None)
     check(config, past)
     start, tokenizer = start_of(config, saved), kept_tokenizer(trunk.directory, config)
     branched_from = _branching(run, trunk, at, config, whole, saved)
     setup = build(config, store_dir, tokenizer, make_model, start, past, branched_from)
-    rollbacks = [r for r in newest["history"].get("rollbacks", ()) if r["first_bad_step"] < at]
     passed_over = bool(rollbacks) and at < newest["past_end"]
     if on := _edit_in_force(trunk, config, whole, newest["settled"], step, at, passed_over):
         if setup.course.schedule.segment_at(at).phase == on.phase:
@@ -127,6 +128,12 @@ def _came_after(event: Mapping[str, Any], at: int) -> bool:
     if event["event"] == "rollback":
         return event["first_bad_step"] < at
     return event["event"] == "schedule_edit" and event["kind"] == "config"
+
+
+def _settled(settled: Mapping[str, int], whole: Schedule, rollbacks: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """What of `settled` stands in a branch that takes over these rollbacks: no phase ends where a later one left it."""
+    ends = {f"{whole.segment_at(rollback['first_bad_step']).phase}.until" for rollback in rollbacks}
+    return {key: steps for key, steps in settled.items() if not key.endswith(".until") or key in ends}
 
 
 def _edit_in_force(

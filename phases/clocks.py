@@ -87,6 +87,11 @@ def read_clock(
     )
 
 
+def in_epochs(until: int | str) -> bool:
+    """Whether a clock counts what is read of a source."""
+    return isinstance(until, str) and _EPOCHS.fullmatch(until.strip()) is not None
+
+
 def clock_step(until: int | str, total_steps: int, past: Sequence[Segment]) -> int | None:
     """The step that `until` means in a run that has this past.
 

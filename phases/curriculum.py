@@ -18,8 +18,9 @@ class Curriculum:
     `lr` is the run's global learning rate, meant for `batch_size` (see `lr.scale_lr_by_batch`), and `total_steps` are
     the updates that it is to have. `batch_size`, sequences per update, and `seq_len`, tokens per sequence, are those of
     phases that have none of their own.
-    `settled` are the steps of what the config gives as a share of the run and had begun before `total_steps` changed,
-    by name: `optim.warmup_steps`, `PHASE.ramp_steps`, `PHASE.lr.rewarm_steps`. They keep the value that they had.
+    `settled` are steps that stay what they came to, by name. `optim.warmup_steps`, `PHASE.ramp_steps` and
+    `PHASE.lr.rewarm_steps` are given as a share of the run and had begun before `total_steps` changed. `PHASE.until` is
+    a clock in epochs, of a phase some of whose data were passed over: it would count these too.
     """
 
     phases: Sequence[Phase]
@@ -89,7 +90,8 @@ def read_numbers(curriculum: Curriculum, sizes_to_come: bool) -> tuple[Numbers, 
                 path,
                 phase,
                 is_last=i == len(curriculum.phases) - 1,
-                clock=read(f"{path}.until", read_clock, phase.until, supplies, total_steps, sizes_to_come),
+                clock=curriculum.settled.get(f"{key}.until")
+                or read(f"{path}.until", read_clock, phase.until, supplies, total_steps, sizes_to_come),
                 ramp_steps=steps_of(f"{path}.ramp_steps", phase.ramp_steps, f"{key}.ramp_steps"),
                 rewarm_steps=steps_of(f"{path}.lr.rewarm_steps", program.rewarm_steps, f"{key}.lr.rewarm_steps"),
                 decay_steps=steps_of(f"{path}.lr.decay_steps", program.decay_steps),

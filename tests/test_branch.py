@@ -16,14 +16,14 @@ from orbax.checkpoint import StandardCheckpointer
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.util import tensor_util
 
-from curriculum.branch import branch
+from curriculum.branch import _settled, branch
 from curriculum.cli.main import cli
 from curriculum.config import build_config, load_config
 from curriculum.errors import InputError
 from curriculum.manifest import damage, write_manifest
 from curriculum.record.console import program
 from curriculum.run import RunDirectory, checkpoint_steps, load_run, read_ledger
-from curriculum.scheduling import Past
+from curriculum.scheduling import Past, resolve_schedule
 from curriculum.train import ledger
 from curriculum.train.history import History
 from curriculum.train.setup import build
@@ -429,6 +429,16 @@ def test_a_raised_share_lasts_unless_the_branch_changes_its_phase(replaying, fol
         assert [e for e in edits(tmp_path / name) if e["step"] == 12] == [
             e for e in edits(replaying) if e["step"] == 12
         ]
+
+
+def test_a_phase_ends_where_a_rollback_left_it_only_in_a_branch_that_takes_the_rollback_over(folder):
+    config = load_config(folder / "trunk.yaml")
+    whole = resolve_schedule(config, dict.fromkeys(config.sources, 10**6))
+    settled = {"a.until": 8, "b.until": 18, "b.ramp_steps": 7}
+    first, second = ({"first_bad_step": step} for step in (3, 12))
+    for rollbacks, stand in (([first, second], settled), ([first], {"a.until": 8, "b.ramp_steps": 7})):
+        assert _settled(settled, whole, rollbacks) == stand
+    assert _settled(settled, whole, []) == {"b.ramp_steps": 7}
 
 
 def test_a_branch_of_a_branch_tells_of_both_and_shares_the_pasts_of_both(replaying, folder, tmp_path):

@@ -1,5 +1,7 @@
 """What a run trains on after so many updates, worked by hand from its config."""
 
+import json
+
 import pytest
 from tiny_run import tiny_data, tiny_train, write_corpus
 
@@ -7,8 +9,10 @@ from curriculum.config import build_config
 from curriculum.errors import InputError
 from curriculum.record.queries import consumption
 from curriculum.run import checkpoint_steps, load_run
-from curriculum.scheduling import resolve_schedule
-from curriculum.train import trainer
+from curriculum.scheduling import continued_schedule, resolve_schedule
+from curriculum.train import ledger, trainer
+from curriculum.train.edits import find_edit
+from curriculum.train.history import History
 from curriculum.train.setup import build
 from curriculum.train.trainer import train
 
@@ -49,6 +53,55 @@ def test_a_run_ends_where_its_course_does_by_then(end, tmp_path, monkeypatch):
         complete["total_steps"] == end == run.metrics[-1]["step"] == max(checkpoint_steps(tmp_path / "run/checkpoints"))
     )
     assert [e["step"] for e in run.events if e["event"] == "eval"] == [0, 3, 6, 9, *([] if end == 9 else [12, 14])]
+
+
+EPOCHS = [
+    {"name": "a", "until": 2, "mixture": {"web": 1.0}},
+    {"name": "b", "until": "0.4 epochs of web", "mixture": {"web": 0.8, "law": 0.2}},
+    {"name": "c", "until": "end", "mixture": {"law": 1.0}},
+]
+
+
+def test_where_data_were_passed_over_a_phase_of_so_many_epochs_ends_where_it_would_have(tmp_path):
+    """Whatever else is edited or raised later: its clock would count what was passed over too."""
+    write_corpus(tmp_path)
+    sections = {
+        "phases": EPOCHS,
+        "train": {"steps": 60, "batch_size": 4, "seq_len": 32},
+        "optim": {"lr": 3e-3, "warmup_steps": 0, "schedule": "constant"},
+    }
+
+    def config_of(edits):
+        return build_config(tiny_data(tmp_path, **{**sections, **edits}))
+
+    def with_b(**edit):
+        return {"phases": [EPOCHS[0], {**EPOCHS[1], **edit}, EPOCHS[2]]}
+
+    setup = build(config_of({}), tmp_path / "store")
+    course = setup.course
+    try:
+        bounds = course.schedule.phase_bounds
+        (_, start, end) = bounds[1]
+        assert start == 2 and 25 < end < 55
+        course.pass_over(4, 8)
+        assert course.schedule.phase_bounds == bounds
+        for step in (end - 10, end - 1):  # without the 8 steps b would end at end - 8
+            history = History("now", "b", rollbacks=({"step": 4, "first_bad_step": 4, "skip_steps": 8},))
+            saved = json.loads(json.dumps(ledger.entry(setup, step, history, {}, 0.0)))
+
+            def gone_on(edits, saved=saved):
+                config = config_of(edits)
+                return continued_schedule(config, setup.corpus.tokens_per_epoch, find_edit(config, saved).past)[0]
+
+            for edits in ({}, {"optim": {**sections["optim"], "lr": 2e-3}}, with_b(mixture={"web": 0.5, "law": 0.5})):
+                on = gone_on(edits)
+                assert on.phase_bounds == bounds and on.shares(step)["web"] == (0.5 if "phases" in edits else 0.8)
+            assert gone_on(with_b(until="0.5 epochs of web")).phase_bounds[1][2] > end
+        assert course.raise_share(end - 1, "law", 2.0, 0.5)["until"] == end and course.schedule.phase_bounds == bounds
+        course.pass_over(4, 8)
+        assert course.schedule.phase_bounds == bounds
+    finally:
+        setup.close()
 
 
 def switches(run_dir):

@@ -16,6 +16,7 @@ from curriculum.train.feed import Feed
 from curriculum.train.mesh import place_batch, rows_here
 from curriculum.train.programs import StepShape
 from phases.batches import Batch, DataPlan, Draws
+from phases.clocks import in_epochs
 from phases.replay import ReplayRefused, raise_share
 from phases.rollback import judged_from, pass_over
 from phases.schedule import Schedule, Segment, cut
@@ -171,8 +172,13 @@ class Course:
         raised_later = [before for before in self.before_raised if before[0] > step]
         _, whole, past = raised_later[0] if raised_later else (step, self.schedule, self.past)
         schedule = pass_over(whole, supplies, step, num_steps)
-        phase_end = next(end for _, start, end in schedule.phase_bounds if step < end)
+        name, _, phase_end = next(bounds for bounds in schedule.phase_bounds if step < bounds[2])
         until = max(phase_end, past.end)
+        settled = dict(past.settled)
+        clock = next((phase.until for phase in self._config.phases if phase.name == name), None)
+        if clock is not None and in_epochs(clock) and phase_end < schedule.total_steps:
+            settled[f"{name}.until"] = phase_end
+        self.past = replace(self.past, settled=settled)
         self.before_raised = [before for before in self.before_raised if before[0] <= step]
         self._replan(schedule, cut(schedule.segments, until))
 

@@ -262,7 +262,7 @@ def gone_on(
 
 
 def _settled(contrast: Contrast) -> dict[str, int]:
-    """What shares of the run came to in steps, `Curriculum.settled`: of what has begun and is declared as it was."""
+    """What stays what it came to in steps, `Curriculum.settled`: of what has begun and is declared as it was."""
     warmup, warmup_now = (declared["optim"]["warmup_steps"] for declared in (contrast.was, contrast.now))
     texts = [("optim.warmup_steps", warmup, warmup_now)] if contrast.step else []
     for name, start, _ in contrast.schedule.phase_bounds:
@@ -271,8 +271,10 @@ def _settled(contrast: Contrast) -> dict[str, int]:
             texts.append((f"{name}.ramp_steps", old["ramp_steps"], new["ramp_steps"]))
             if old["lr"] and new["lr"]:
                 texts.append((f"{name}.lr.rewarm_steps", old["lr"]["rewarm_steps"], new["lr"]["rewarm_steps"]))
-    return {
+    shares = {
         key: contrast.saved["settled"].get(key, resolve_steps(before, contrast.was["train"]["steps"]))
         for key, before, after in texts
         if before == after and isinstance(before, str)
     }
+    ends = {f"{name}.until": contrast.settled_end(name) for name in contrast.new}
+    return shares | {key: end for key, end in ends.items() if end is not None}

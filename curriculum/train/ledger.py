@@ -58,12 +58,11 @@ def scheduled(setup: Setup) -> dict[str, Any]:
         "settings": training_settings(setup.config),
         **_planned(course.schedule, course.past),
         "before_raised": [{"at": at, **_planned(schedule, past)} for at, schedule, past in course.before_raised],
-        "settled": dict(course.past.settled),
     }
 
 
 def _planned(schedule: Schedule, past: Past) -> dict[str, Any]:
-    return {"segments": segments_to_json(schedule.segments), "past_end": past.end}
+    return {"segments": segments_to_json(schedule.segments), "past_end": past.end, "settled": dict(past.settled)}
 
 
 def block_tokens(saved: Mapping[str, Any]) -> int:

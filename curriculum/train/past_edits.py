@@ -80,11 +80,18 @@ class Contrast:
             return names[: names.index(self.current)]
         return names[: max((names.index(name) + 1 for name in self.over if name in names), default=0)]
 
+    def settled_end(self, name: str) -> int | None:
+        """Where a phase ends whatever its clock counts (`Curriculum.settled`), None where its `until` is edited."""
+        old, new = self.old.get(name), self.new.get(name)
+        return self.saved["settled"].get(f"{name}.until") if old and new and old["until"] == new["until"] else None
+
     def _ends(self, name: str) -> bool:
         """Whether a phase is declared now to end by `step`, with more of the run behind it."""
         phase, total_steps = self.new.get(name), self.now["train"]["steps"]
         if phase is None or total_steps <= self.step:
             return False
+        if (end := self.settled_end(name)) is not None:
+            return end <= self.step
         supplies = {source: SourceSupply(self.epochs.get(source)) for source in self.now["sources"]}
         try:
             return reached(read_clock(phase["until"], supplies, total_steps, True), self.schedule, self.step)
