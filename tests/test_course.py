@@ -1,6 +1,7 @@
 """What a run trains on after so many updates, worked by hand from its config."""
 
 import json
+from contextlib import closing
 
 import pytest
 from tiny_run import tiny_data, tiny_train, write_corpus
@@ -15,6 +16,7 @@ from curriculum.train.edits import find_edit
 from curriculum.train.history import History
 from curriculum.train.setup import build
 from curriculum.train.trainer import train
+from phases.rollback import RollbackRefused
 
 
 def test_after_so_many_updates_it_is_the_newest_one_that_counts(tmp_path):
@@ -83,7 +85,7 @@ def test_where_data_were_passed_over_a_phase_of_so_many_epochs_ends_where_it_wou
         bounds = course.schedule.phase_bounds
         (_, start, end) = bounds[1]
         assert start == 2 and 25 < end < 55
-        course.pass_over(4, 8)
+        course.pass_over(4, 8, back_to=4)
         assert course.schedule.phase_bounds == bounds
         for step in (end - 10, end - 1):  # without the 8 steps b would end at end - 8
             history = History("now", "b", rollbacks=({"step": 4, "first_bad_step": 4, "skip_steps": 8},))
@@ -98,10 +100,35 @@ def test_where_data_were_passed_over_a_phase_of_so_many_epochs_ends_where_it_wou
                 assert on.phase_bounds == bounds and on.shares(step)["web"] == (0.5 if "phases" in edits else 0.8)
             assert gone_on(with_b(until="0.5 epochs of web")).phase_bounds[1][2] > end
         assert course.raise_share(end - 1, "law", 2.0, 0.5)["until"] == end and course.schedule.phase_bounds == bounds
-        course.pass_over(4, 8)
+        course.pass_over(4, 8, back_to=4)
         assert course.schedule.phase_bounds == bounds
     finally:
         setup.close()
+
+
+def test_a_source_that_the_run_went_on_without_is_not_gone_back_to(tmp_path):
+    write_corpus(tmp_path)
+    phases = [{"name": "a", "until": "end", "mixture": {"web": 0.5, "law": 0.5}}]
+    config = build_config(tiny_data(tmp_path, phases=phases))
+    sections = {
+        "phases": [{**phases[0], "mixture": {"web": 1.0}}],
+        "sources": {"web": tiny_data(tmp_path)["sources"]["web"]},
+    }
+    without = build_config(tiny_data(tmp_path, evalsets={"primary": {"held_out_of": "web"}}, **sections))
+    with closing(build(config, tmp_path / "store")) as setup:
+        saved = json.loads(json.dumps(ledger.entry(setup, 8, History("now", "a"), {}, 0.0)))
+    past = find_edit(without, saved, accept_past=True).past
+    with closing(build(without, tmp_path / "store", past=past)) as setup:
+        course = setup.course
+        planned = course.schedule
+        for first, good in ((5, 4), (9, 6)):  # the first bad update, the newest checkpoint before it
+            with pytest.raises(
+                RollbackRefused, match=f"law, which updates from step {good} on draw from, is gone from"
+            ):
+                course.pass_over(first, 1, back_to=good)
+            assert course.schedule == planned
+        course.pass_over(9, 1, back_to=8)
+        assert course.schedule != planned and course.schedule.phase_bounds == planned.phase_bounds
 
 
 def switches(run_dir):

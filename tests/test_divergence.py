@@ -109,7 +109,7 @@ def gone_back(place):
 def from_the_start(place):
     """A run whose schedule was that of `gone_back` from the start."""
     setup = build(build_config(config_data(place / "noisy", **ROLLBACK)), place / "store")
-    setup.course.pass_over(BAD[0], 5)
+    setup.course.pass_over(BAD[0], 5, back_to=0)
     directory = RunDirectory(place / "from_the_start")
     with RunLock(directory.path) as lock:
         train_built(setup, directory, None, lock)

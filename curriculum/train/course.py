@@ -18,7 +18,7 @@ from curriculum.train.programs import StepShape
 from phases.batches import Batch, DataPlan, Draws
 from phases.clocks import in_epochs
 from phases.replay import ReplayRefused, raise_share
-from phases.rollback import judged_from, pass_over
+from phases.rollback import RollbackRefused, judged_from, pass_over
 from phases.schedule import Schedule, Segment, cut
 
 
@@ -162,15 +162,21 @@ class Course:
             "until": replay.until,
         }
 
-    def pass_over(self, step: int, num_steps: int) -> None:
+    def pass_over(self, step: int, num_steps: int, *, back_to: int) -> None:
         """Go on by a schedule without the data of `num_steps` updates from `step` on, as `phases.rollback` says.
 
         A share that was raised after that step is raised no more: the eval that asked for it will come out otherwise.
-        Raises RollbackRefused where it cannot be; the schedule is then as it was.
+        Raises RollbackRefused where it cannot be, and where the run, which goes back to step `back_to`, would read a
+        source again that it has gone on without; the schedule is then as it was.
         """
         supplies = curriculum_of(self._config, self._corpus.tokens_per_epoch, self.past).supplies
         raised_later = [before for before in self.before_raised if before[0] > step]
         _, whole, past = raised_later[0] if raised_later else (step, self.schedule, self.past)
+        for segment in whole.segments:
+            gone = [name for name in segment.quotas.sources if name not in supplies]
+            if gone and segment.end > back_to:
+                drawn = f"which updates from step {max(segment.start, back_to)} on draw from"
+                raise RollbackRefused(f"{gone[0]}, {drawn}, is gone from the sources; put it back")
         schedule = pass_over(whole, supplies, step, num_steps)
         name, _, phase_end = next(bounds for bounds in schedule.phase_bounds if step < bounds[2])
         until = max(phase_end, past.end)

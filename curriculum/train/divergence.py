@@ -74,7 +74,8 @@ def check_diverged(run: Running, done: int, *, whole_state: bool = False) -> Non
     why = None
     if config is not None and len(rollbacks) < config.max:
         try:
-            run.setup.course.pass_over(divergence.first_bad_step, config.skip_steps)
+            good = divergence.good_step or 0
+            run.setup.course.pass_over(divergence.first_bad_step, config.skip_steps, back_to=good)
         except RollbackRefused as refused:
             why = f"the data of {config.skip_steps} steps cannot be passed over: {refused}"
         else:
