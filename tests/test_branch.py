@@ -312,6 +312,17 @@ def test_what_cannot_be_branched_is_refused_and_creates_nothing(trunk, folder, a
     assert [p.name for p in trunk.parent.iterdir()] == ["trunk"] and sorted(trunk.rglob("*")) == before
 
 
+def test_a_branch_without_a_source_that_was_read_is_told_to_begin_before_it_was(whole, folder, tmp_path):
+    """And of no option that `branch` does not have."""
+    sources = {name: {"path": str(folder / f"{name}.jsonl"), "held_out": "10%"} for name in ("web", "code")}
+    overrides = [f"sources={json.dumps(sources)}", "phases[1].mixture={web: 1}", "evalsets.sets={}"]
+    message = (
+        "sources: law is gone, but [0-9,]+ of its tokens were trained on; restore it, or branch before it was read$"
+    )
+    with pytest.raises(InputError, match=message):
+        branch(whole, 12, tmp_path / "new", overrides=overrides, store_dir=folder / "store")
+
+
 def test_where_a_branch_may_not_lie(whole, tmp_path):
     with pytest.raises(InputError, match="holds no run; expected a directory made by"):
         branch(tmp_path, 4, tmp_path / "new")

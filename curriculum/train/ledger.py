@@ -97,11 +97,13 @@ def _parameters(setup: Setup) -> dict[str, list[int]]:
     return {name: list(array.shape) for name, array in by_name(setup.states.like.params).items()}
 
 
-def check_past(saved: Mapping[str, Any], setup: Setup, *, accept_past: bool = False) -> list[Problem]:
+def check_past(
+    saved: Mapping[str, Any], setup: Setup, *, accept_past: bool = False, of_branch: bool = False
+) -> list[Problem]:
     """Raise InputError where the built run is not the one that the ledger is of.
 
     With `accept_past` a source that was read may be gone, or have another text now; these changes are returned, as
-    (path, message).
+    (path, message). A message tells that way out, which the command that makes a branch (`of_branch`) does not have.
     """
     problems = [*_model_changed(saved, setup), *_settings_changed(saved, setup)]
     changed = _changed_data_settings(saved, setup.config)
@@ -111,7 +113,8 @@ def check_past(saved: Mapping[str, Any], setup: Setup, *, accept_past: bool = Fa
     if problems:
         raise setup.config.error(dict.fromkeys([*contents, *problems]))
     if contents and not accept_past:
-        raise setup.config.error((path, message + _OR_ACCEPT) for path, message in dict.fromkeys(contents))
+        way_out = ", or branch before it was read" if of_branch else _OR_ACCEPT
+        raise setup.config.error((path, message + way_out) for path, message in dict.fromkeys(contents))
     return contents
 
 
