@@ -131,6 +131,30 @@ def test_a_source_that_the_run_went_on_without_is_not_gone_back_to(tmp_path):
         assert course.schedule != planned and course.schedule.phase_bounds == planned.phase_bounds
 
 
+def test_a_source_that_standing_updates_ahead_read_cannot_go(tmp_path):
+    """Between the checkpoint that the run went back to and the data that it passes over, all is as it was."""
+    write_corpus(tmp_path)
+    phases = [
+        {"name": "a", "until": 4, "mixture": {"web": 1.0}},
+        {"name": "b", "until": "end", "mixture": {"web": 0.5, "law": 0.5}},
+    ]
+    sections = {"phases": phases, "evalsets": {"primary": {"held_out_of": "web"}}}
+    history = History("now", "a", rollbacks=({"step": 4, "first_bad_step": 6, "skip_steps": 1},))
+    with closing(build(build_config(tiny_data(tmp_path, **sections)), tmp_path / "store")) as setup:
+        setup.course.pass_over(6, 1, back_to=4)
+        saved = json.loads(json.dumps(ledger.entry(setup, 4, history, {}, 0.0)))
+    sections |= {
+        "phases": [phases[0], {**phases[1], "mixture": {"web": 1.0}}],
+        "sources": {"web": tiny_data(tmp_path)["sources"]["web"]},
+    }
+    without = build_config(tiny_data(tmp_path, **sections))
+    with closing(build(without, tmp_path / "store", past=find_edit(without, saved).past)) as setup:
+        with pytest.raises(
+            InputError, match="sources: law is gone, but updates from step 4 on, which stand already, read"
+        ):
+            ledger.check_past(saved, setup, accept_past=True)
+
+
 def switches(run_dir):
     events = [e for e in load_run(run_dir).events if e["event"] == "phase_switch"]
     return [(e["step"], e["from_phase"], e["new_phase"]) for e in events]

@@ -109,7 +109,7 @@ def check_past(
     changed = _changed_data_settings(saved, setup.config)
     # With another tokenizer or packing every text is another one.
     contents = list(_text_changed(saved, setup, changed, compare=not problems))
-    problems += _evalsets_changed(saved, setup, changed)
+    problems += [*_evalsets_changed(saved, setup, changed), *_still_read(saved, setup)]
     if problems:
         raise setup.config.error(dict.fromkeys([*contents, *problems]))
     if contents and not accept_past:
@@ -170,6 +170,19 @@ def _text_changed(
             yield from ((path, changed[path]) for path in settings)
             if not settings:
                 yield f"sources.{name}", _why_changed(source, details[name], setup.config)
+
+
+def _still_read(saved: Mapping[str, Any], setup: Setup) -> Iterator[Problem]:
+    """Each source that is gone and is read by updates that stand ahead: up to a branch's step, or where data were
+    passed over.
+    """
+    schedule, step = setup.course.schedule, saved["step"]
+    for name, num_tokens in schedule.read(step, schedule.total_steps).items():
+        if num_tokens and name not in setup.corpus.tokens_per_epoch:
+            yield (
+                "sources",
+                f"{name} is gone, but updates from step {step} on, which stand already, read it; restore it",
+            )
 
 
 def _evalsets_changed(saved: Mapping[str, Any], setup: Setup, changed: Mapping[str, str]) -> Iterator[Problem]:
