@@ -93,7 +93,7 @@ class Origin:
         """By key, the `--set` that gives again what was said below `path` until an option replaced all of it."""
         lost = {key: (f"{path}.{key}", value) for key, value in self.replaced.get(path, {}).items()}
         return {
-            key: f"--set {shlex.quote(f'{below}={value if isinstance(value, str) else json.dumps(value)}')}"
+            key: set_option(below, value)
             for key, (below, value) in lost.items()
             if key not in ("path", "hf") and value is not None and below not in self.options
         }
@@ -142,7 +142,14 @@ def read_override(data: dict, origin: Origin, override: str) -> None:
     if not equals or not parts:
         raise InputError(f"{option}: expected KEY=VALUE such as train.steps=100")
     given = Origin(option)
-    value = parse_yaml(text, given)
+    try:
+        value = parse_yaml(text, given)
+    except InputError as error:
+        if text.lstrip()[:1] in {"{", "[", '"', "'"}:
+            raise
+        raise InputError(
+            *(f"{p}; a text is given in quotes: {set_option(path, text)}" for p in error.problems)
+        ) from None
     here, dotted = data, ""
     for depth, part in enumerate(parts):
         if isinstance(here, list):
@@ -162,6 +169,19 @@ def read_override(data: dict, origin: Origin, override: str) -> None:
     origin.given_by(dotted, option)
     if "" in given.numbers:
         origin.numbers[dotted] = given.numbers[""]
+
+
+def set_option(path: str, value) -> str:
+    """`--set PATH=VALUE` as a shell takes it; a text in quotes of YAML's where it would be read as something else."""
+    text = value if isinstance(value, str) and _reads_as_itself(value) else json.dumps(value, ensure_ascii=False)
+    return f"--set {shlex.quote(f'{path}={text}')}"
+
+
+def _reads_as_itself(text: str) -> bool:
+    try:
+        return parse_yaml(text, Origin("")) == text
+    except InputError:
+        return False
 
 
 def parse_yaml(text: str, origin: Origin):

@@ -343,6 +343,7 @@ VALUES = [
         ("train.steps", "--set train.steps", "expected KEY=VALUE"),
         ("=3", "--set =3", "expected KEY=VALUE"),
         ("train={steps: [}", "--set train={steps: [}:1:", "not YAML"),
+        ("sources.web.glob=*.jsonl", "--set sources.web.glob=*.jsonl:1:", """a text is given in quotes: --set 'sources.web.glob="*.jsonl"'"""),
         ("name=!!python/object/apply:os.system ['touch pwned']", "--set name=", "expected plain YAML without tags"),
         ("sources.web.path=" + DEEP, "--set sources.web.path", "nested too deeply"),
     ]

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from curriculum.config import build_config, changed_config, config_from_json, co
 from curriculum.errors import InputError
 from curriculum.plan_warnings import schedule_warnings
 from curriculum.scheduling import check_schedule, resolve_schedule
-from curriculum.yaml12 import read_yaml
+from curriculum.yaml12 import Origin, read_override, read_yaml, set_option
 
 ROOT = Path(__file__).parents[1]
 
@@ -251,6 +252,16 @@ variables:
   size: {batch: 16, length: 32}
 """
 )
+
+
+@pytest.mark.parametrize(
+    "value", ["*.jsonl", "2%", "2", "true", "null", "", "a: b", "[x", "é 'q' \"r\"", 3, [1, 2], {"a": 0.5}]
+)
+def test_an_advised_option_says_what_it_is_made_of(value):
+    flag, given = shlex.split(set_option("a.b", value))
+    data = {}
+    read_override(data, Origin("c.yaml"), given)
+    assert flag == "--set" and data == {"a": {"b": value}} and type(data["a"]["b"]) is type(value)
 
 
 def test_variables_are_used_whole_and_inside_text(folder):
