@@ -148,7 +148,10 @@ def _end(folder: Path, part: str = "") -> int | None:
 
 
 def _write(folder: Path, mean: Any, sidecar: dict[str, Any]) -> None:
-    """Written whole or not at all: made beside its place, and moved there. Each process writes its part."""
+    """Written whole or not at all: made beside its place, and moved there. Each process writes its part.
+
+    Of several processes none clears what was half written, where another one may still be at its part; the next does.
+    """
     partial = folder.with_name(f".{folder.name}.partial")
     if is_first():
         shutil.rmtree(partial, ignore_errors=True)
@@ -159,7 +162,8 @@ def _write(folder: Path, mean: Any, sidecar: dict[str, Any]) -> None:
         (partial / SIDECAR).write_text(json.dumps(sidecar) + "\n")
         write_manifest(partial)
     except OSError:
-        shutil.rmtree(partial, ignore_errors=True)
+        if count() == 1:
+            shutil.rmtree(partial, ignore_errors=True)
         raise
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
