@@ -1,5 +1,6 @@
 """Averages of the parameters: what is averaged, that it is measured, kept, resumed and exported."""
 
+import errno
 import json
 import shutil
 
@@ -17,7 +18,7 @@ from curriculum.manifest import write_manifest
 from curriculum.record.console import eval_lines
 from curriculum.record.curves import eval_curves
 from curriculum.run import load_run
-from curriculum.train.averages import set_aside_means_after
+from curriculum.train.averages import _write, set_aside_means_after
 from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.setup import build
 from curriculum.train.trainer import train
@@ -300,3 +301,16 @@ def test_checks(folder):
     ):
         with pytest.raises(InputError, match=expected):
             build_config(config_data(folder, **averages))
+
+
+@pytest.mark.parametrize(("num_processes", "left"), [(1, []), (2, [".first.partial"])])
+def test_what_is_half_written_stays_where_another_process_may_still_write(tmp_path, monkeypatch, num_processes, left):
+    def on_a_full_disk(folder, _):
+        folder.mkdir(parents=True)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("curriculum.train.averages.save_params", on_a_full_disk)
+    monkeypatch.setattr("curriculum.train.averages.count", lambda: num_processes)
+    with pytest.raises(OSError, match="No space left"):
+        _write(tmp_path / "first", {}, {"steps": [4, 8], "end": 8})
+    assert [path.name for path in tmp_path.iterdir()] == left
