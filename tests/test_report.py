@@ -301,6 +301,19 @@ def test_the_mixture_has_an_edge_at_an_edit(tmp_path):
     assert steps == [0, 60, 60, 80, 80] and shares["web"] == [0.8, 0.8, 0.1, 0.1, 0.5]
 
 
+def test_warnings_are_told_once_with_the_step_of_those_that_came_later(tmp_path):
+    edit = {"kind": "replay", "phase": "domain", "until": 100, "mixture_before": {}, "mixture_after": {}, "reason": ""}
+    run = write_run(
+        tmp_path / "run",
+        {"val": lambda step: windows(3.0)},
+        start={"warnings": ["web is read 5.0 times"]},
+        more={40: [("schedule_edit", {**edit, "warnings": ["web is read 5.0 times", "law is read 9.0 times"]})]},
+    )
+    page = report([load_run(run)])
+    assert "2 warnings of the plan" in page
+    assert page.count("web is read 5.0 times") == 1 and "<li>step 40: law is read 9.0 times</li>" in page
+
+
 def test_numbers_of_the_axes():
     assert [short_count(x) for x in (0, 950, 1200, 75_000, 1.5e9)] == ["0", "950", "1,200", "75k", "1.5B"]
     assert [short_rate(x) for x in (0, 0.00175, 2e-3, 1e-10)] == ["0", "1.75e-3", "2e-3", "1e-10"]

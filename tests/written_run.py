@@ -102,8 +102,7 @@ def write_run(
             "primary" if n == "val" else n: {**facts, "content_hash": (hashes or {}).get(n, f"hash-of-{n}")}
             for n in losses
         },
-        warnings=[],
-        **(start or {}),
+        **{"warnings": [], **(start or {})},
     )
     drawn, left = dict.fromkeys(sources, 0), 0  # left: passed over, of each source
     steps = sorted({0, *range(0, last + 1, every), *(e for _, _, e, _ in phases if e <= last), last})

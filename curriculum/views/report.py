@@ -101,11 +101,20 @@ def _header(run: Run, facts: Mapping[str, Any], label: str) -> Markup:
     lines = [tag("p", line, class_="lead") for line in lineage_lines(facts["lineage"])]
     lines += [tag("p", line, class_="bad") for line in troubles(progress)]
     lines += [tag("p", problem, class_="bad") for problem in facts["problems"]]
-    warnings = [*run.start.get("warnings", [])]
+    warnings = _warnings(run)
     told = folded(f"{len(warnings)} warning{'s' if len(warnings) > 1 else ''} of the plan", bullets(warnings))
     return tag(
         "header", tag("h1", label), tag("p", lead, class_="lead"), *lines, tiles(shown), told if warnings else ""
     )
+
+
+def _warnings(run: Run) -> list[str]:
+    """What the start and later edits warned of, each once, with the step where it was told first."""
+    told: dict[str, int] = {}
+    for event in run.events:
+        for warning in event.get("warnings", []):
+            told.setdefault(warning, event["step"])
+    return [f"step {step:,}: {warning}" if step else warning for warning, step in told.items()]
 
 
 def _source_colors(run: Run) -> dict[str, str]:
