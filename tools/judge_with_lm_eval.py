@@ -103,14 +103,14 @@ def documents_of(run: Path, evalset) -> dict[int, str]:
 
 def judged(folder: Path, documents: dict, scratch: Path, ours, batch_size: int) -> dict[str, dict[int, float]]:
     """lm-eval's nats of each document of each set."""
+    if not any(documents.values()):
+        return {name: {} for name in documents}
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     import torch
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    if not any(documents.values()):
-        return {name: {} for name in documents}
     seq_len = {evalset.seq_len for evalset in ours.evalsets.values()}
     model = HFLM(
         pretrained=str(folder),
