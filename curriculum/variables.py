@@ -11,6 +11,8 @@ _NAME = re.compile(r"[A-Za-z0-9_-]+")  # a dot looks up a key of a variable that
 _WHOLE = re.compile(r"\$variables\.([A-Za-z0-9_.-]+)|\$\{variables\.([A-Za-z0-9_.-]+)\}")
 _INSIDE = re.compile(r"\$\{variables\.([A-Za-z0-9_.-]+)\}")
 _LEFT_OVER = re.compile(r"\$variables\.|\$\{variable")
+# A few lines that each use the next one twice would expand without end.
+_MAX_VALUES, _MAX_DEPTH = 100_000, 100
 
 
 def substitute(data: dict[str, Any], numbers: Mapping[str, str]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
@@ -45,7 +47,19 @@ def substitute(data: dict[str, Any], numbers: Mapping[str, str]) -> tuple[dict[s
             here = here[part]
         return replaced(here, path, (*within, name))
 
+    num_values = depth = 0
+
     def replaced(value: Any, path: str, within: tuple[str, ...] = ()) -> Any:
+        nonlocal num_values, depth
+        num_values, depth = num_values + 1, depth + 1
+        if num_values > _MAX_VALUES or depth > _MAX_DEPTH:
+            raise _Endless
+        try:
+            return replaced_within(value, path, within)
+        finally:
+            depth -= 1
+
+    def replaced_within(value: Any, path: str, within: tuple[str, ...]) -> Any:
         if isinstance(value, dict):
             return {key: replaced(item, f"{path}.{key}" if path else key, within) for key, item in value.items()}
         if isinstance(value, list):
@@ -72,8 +86,16 @@ def substitute(data: dict[str, Any], numbers: Mapping[str, str]) -> tuple[dict[s
             problems.append((problem.path, problem.message))
             return value
 
-    replaced(variables, "variables")
-    return replaced(rest, ""), problems
+    try:
+        replaced(variables, "variables")
+        return replaced(rest, ""), problems
+    except _Endless:
+        limits = f"more than {_MAX_VALUES:,} values or {_MAX_DEPTH} levels"
+        return rest, [("variables", f"come to {limits} where each is replaced; let them use each other less often")]
+
+
+class _Endless(Exception):
+    """Variables use each other so often that what they stand for has no end in sight."""
 
 
 class _Problem(Exception):

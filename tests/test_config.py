@@ -344,6 +344,20 @@ def test_variables_that_nothing_uses_are_resolved_too(folder):
     assert "variables.a: got 'x $variables.a'" in problems(GOOD, "variables.a=x $variables.a")[0]
 
 
+@pytest.mark.parametrize(
+    "uses",
+    [
+        [f"'${{variables.v{i}}}${{variables.v{i}}}'" for i in range(1, 31)],  # doubles with each
+        [f"$variables.v{i}" for i in range(1, 501)],
+        ["{k: " * 40 + f"$variables.v{i}" + "}" * 40 for i in range(1, 13)],
+    ],
+)
+def test_variables_without_end_are_refused_at_once(folder, uses):
+    lines = [f"  v{i}: {use}\n" for i, use in enumerate([*uses, "a"])]
+    [problem] = problems(f"{GOOD}\nvariables:\n{''.join(lines)}")
+    assert "variables: come to more than 100,000 values or 100 levels" in problem
+
+
 def test_a_circle_of_variables_need_not_hold_the_first_one(folder):
     found = problems(GOOD.replace("name: example", "name: $variables.a\nvariables: {a: $variables.b, b: $variables.b}"))
     circles = [problem.split(": ", 1)[1] for problem in found if "circle" in problem]
