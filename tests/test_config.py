@@ -466,6 +466,7 @@ def test_every_config_of_the_repository_loads(path):
     config = load_config(path, check_paths=False)
     check_schedule(config)
     assert config.phases
+    assert resolve_schedule(config, dict.fromkeys(config.sources, 10**12)).warnings == ()
 
 
 def fits(value, schema, definitions):
