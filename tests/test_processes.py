@@ -144,7 +144,7 @@ def test_many_devices_come_to_the_same_verdicts(runs, name, num_devices, num_pro
 @pytest.mark.slow
 def test_process_0_alone_speaks_and_both_write_checkpoints(runs, folder):
     two, (first, second) = runs["two"], runs["said"]
-    assert "complete: 12 steps" in first
+    assert "complete: 12 steps" in first and "devices    4 on the CPUs of 2 processes" in first
     assert without_gloo(second) == ""
     assert sorted(path.name for path in two.directory.checkpoints.iterdir()) == ["12", "8"]
     assert (two.directory.checkpoints / "12/params/ocdbt.process_1").is_dir()

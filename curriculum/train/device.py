@@ -80,7 +80,11 @@ def device_lines(added: Sequence[str], compute_dtype: str | None = None, root: P
     if devices[0].platform != "cpu":
         stats = devices[0].memory_stats() or {}
         return gpu_lines(len(devices), devices[0].device_kind, stats.get("bytes_limit"), added, compute_dtype)
-    lines = [f"  devices    {len(devices)} simulated on the CPU" if len(devices) > 1 else "  devices    the CPU"]
+    num, num_processes = len(devices), jax.process_count()
+    what = "the CPU" if num == 1 else f"{num} simulated on the CPU"
+    if num_processes > 1:
+        what = f"{num} on the CPUs of {num_processes} processes"
+    lines = [f"  devices    {what}"]
     if has_nvidia_driver(root) and "cpu" not in (jax.config.jax_platforms or ""):
         install = f"pip install 'jax[cuda13]=={jax.__version__}' (an older driver: cuda12)"
         lines.append(f"             jax sees no GPU, though the machine has an NVIDIA driver: {install}")
