@@ -49,6 +49,12 @@ def test_an_unknown_variant_is_refused(capsys):
     assert "no such variant: torhc (variants: train, step, plain" in capsys.readouterr().err
 
 
+def test_settings_of_another_variant_than_step_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        bench_step.main(["--variants", "step:layers=scanned", "train:n_layer=2"])
+    assert "train:n_layer=2: only step takes settings" in capsys.readouterr().err
+
+
 def test_the_plain_program_makes_the_update_that_ours_makes(monkeypatch):
     """From the same parameters, the same loss and the same parameters after one update."""
     monkeypatch.setitem(bench_step.SIZES, "test", (2, 8, 2, 2, 16, 65))

@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["small", "medium"])
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
     parser.add_argument("--rounds", type=int, help="turns of each variant; by default 3, of medium 2")
-    parser.add_argument("--steps", type=int, help="timed steps of a turn; by default 50, of medium 4")
+    parser.add_argument("--steps", type=int, help="timed steps of a turn; by default 50, of medium 4, of gpt2-* 20")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of products")
     parser.add_argument("--json", metavar="FILE", help="write the results there as well")
     parser.add_argument("--worker", nargs=2, metavar=("VARIANT", "SIZE"), help=argparse.SUPPRESS)
@@ -75,6 +75,8 @@ def main(argv: list[str] | None = None) -> None:
         return work(*args.worker, args.dtype)
     if unknown := [name for name in args.variants if name.partition(":")[0] not in VARIANTS]:
         parser.error(f"--variants: no such variant: {', '.join(unknown)} (variants: {', '.join(VARIANTS)})")
+    if fixed := [name for name in args.variants if ":" in name and not name.startswith("step:")]:
+        parser.error(f"--variants: {', '.join(fixed)}: only step takes settings, such as step:layers=scanned")
 
     report = {
         "machine": machine("jax", "torch", "transformers"),
