@@ -119,7 +119,7 @@ def table(results: list[dict]) -> list[str]:
             found = result["sets"][name]
             low, high = found["interval"] or (math.nan, math.nan)
             cells.append(f"{found['loss']:.3f} ({found['change']:+.3f} ± {(high - low) / 2:.3f})")
-        lines.append(f"| {result['replay']:.0%} | {' | '.join(cells)} |")
+        lines.append(f"| {100 * result['replay']:g}% | {' | '.join(cells)} |")
     return lines
 
 

@@ -1,9 +1,9 @@
 """Write what is generated from the config's dataclasses: configs/schema.json for editors, docs/config.md for people.
 
-python tools/write_config_reference.py           write both
-python tools/write_config_reference.py --check   exit 1 where one of them is not what would be written
+python tools/write_config_reference.py [--check]
 """
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -64,6 +64,9 @@ def cell(value):
 
 
 def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("--check", action="store_true", help="exit 1 where one is not what would be written")
+    check = parser.parse_args().check
     schema = json_schema()
     lines = []
     plain = json_schema(variables=False)
@@ -75,7 +78,7 @@ def main():
         ROOT / "docs/config.md": HEAD + "\n".join(lines) + "\n",
     }
     stale = [path for path, text in files.items() if not path.exists() or path.read_text() != text]
-    if "--check" in sys.argv[1:]:
+    if check:
         for path in stale:
             print(f"{path.relative_to(ROOT)} is stale: run python tools/write_config_reference.py")
         sys.exit(bool(stale))
