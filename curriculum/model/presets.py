@@ -212,7 +212,8 @@ class ModelSection:
     remat: Literal["none", "dots", "full"] | None = None
     """Activation checkpointing: keep all, only products with weights, or only what enters a block."""
     attention: Literal["auto", "plain", "xla", "cudnn"] | None = None
-    """How attention is computed: auto is plain on a CPU and NVIDIA's flash attention (cudnn) where it can be."""
+    """How attention is computed: auto is NVIDIA's flash attention (cudnn) where it can be, else plain, or xla where
+    mesh.tensor splits the heads."""
     layers: Literal["auto", "unrolled", "scanned"] | None = None
     """How layers are computed: one after the other, or one in a loop; auto is unrolled on CPUs and NVIDIA GPUs."""
 
