@@ -59,7 +59,7 @@ def export(
     Of parameters that were trained on a source of format messages both have the chat template that wrote it.
 
     Of a run with `adaptation.lora` a checkpoint holds adapters alone. `merge` folds them into the model that they were
-    trained beside, which has to be where it was; without it hf and safetensors write a folder for peft.
+    trained beside, which has to be where it was; without it both hf and safetensors write a folder for peft.
 
     Above 5 GB safetensors are cut into several files with model.safetensors.index.json. `dtype`: "f32", or "bf16" or
     "f16" for half the size, every value rounded to the nearest; for gguf also "q8_0", blocks of 8 bits.
@@ -285,7 +285,9 @@ def load_exported(folder: str | os.PathLike, model: Model) -> Params:
         except (OSError, SafetensorError) as error:
             raise InputError(f"{file}: cannot be read: {error}; export it anew") from None
     if not arrays:
-        raise InputError(f"{folder}: holds no model.safetensors; expected a folder made by `curriculum export`")
+        adapters = (Path(folder) / "adapter_model.safetensors").exists()
+        expected = "export the run with --merge" if adapters else "expected a folder made by `curriculum export`"
+        raise InputError(f"{folder}: holds no model.safetensors{', but adapters alone' * adapters}; {expected}")
     shapes = abstract_params(model)
     asked = {name: array.shape for name, array in by_name(shapes).items()}
     found = {name: array.shape for name, array in arrays.items()}

@@ -15,10 +15,10 @@ from written_run import command
 from curriculum.config import build_config
 from curriculum.data.tokenizers.vocabulary import char_tokenizer
 from curriculum.errors import InputError
-from curriculum.export import export
+from curriculum.export import export, load_exported
 from curriculum.manifest import write_manifest
 from curriculum.model.formats.hf_config import read_hf_config
-from curriculum.model.formats.safetensors_writer import rounded, write_safetensors
+from curriculum.model.formats.safetensors_writer import rounded, save_arrays, write_safetensors
 from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.trainer import train
 
@@ -263,6 +263,17 @@ def test_a_run_is_only_read(run, tmp_path):
     before = {path: path.is_file() and path.read_bytes() for path in live.rglob("*")}
     assert export(live, tmp_path / "out") == 4
     assert {path: path.is_file() and path.read_bytes() for path in live.rglob("*")} == before and len(before) > 20
+
+
+def test_the_same_arrays_are_the_same_bytes(tmp_path):
+    arrays = {"b": np.ones((2, 3), np.float32), "a": np.arange(4, dtype=np.float16)}
+    metadata = {"format": "pt", "weights": 'mean:"größer"', "step": "4"}
+    for i in range(8):  # three keys stand in one of six orders
+        save_arrays(arrays, tmp_path / f"{i}", metadata)
+    assert len({(tmp_path / f"{i}").read_bytes() for i in range(8)}) == 1
+    with safe_open(tmp_path / "0", "numpy") as file:
+        assert file.metadata() == metadata
+        assert all(np.array_equal(file.get_tensor(name), array) for name, array in arrays.items())
 
 
 def test_large_models_are_cut_and_the_index_tells_where_each_array_is(tmp_path):
@@ -595,6 +606,8 @@ def test_adapters_alone_are_a_folder_for_peft(runs, tmp_path, format):
     assert np.array_equal(stored[f"{prefix}.mlp.down_proj.lora_A.weight"], adapters["blocks.001.mlp.down.lora_a"].T)
     config = json.loads((tmp_path / "out/adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(runs / "run/checkpoints/4") and config["r"] == 4
+    with pytest.raises(InputError, match=r"but adapters alone; export the run with --merge"):
+        load_exported(tmp_path / "out", None)
     card = (tmp_path / "out/README.md").read_text()
     assert "library_name: peft" in card
     assert f"`curriculum export {runs / 'run'} --step 4 --format hf -o base`, and name that folder" in card

@@ -52,10 +52,21 @@ def write_safetensors(
 
 
 def save_arrays(arrays: dict[str, np.ndarray], path: Path, metadata: Mapping[str, str]) -> None:
-    """One file, readable by those who may read its folder: safetensors itself makes files for their owner alone."""
+    """One file, the same bytes for the same arrays, readable by those who may read its folder: safetensors itself puts
+    the metadata in any order, and makes files for their owner alone.
+    """
     from safetensors.numpy import save_file
 
     save_file(arrays, path, dict(metadata))
+    with open(path, "r+b") as file:
+        num_bytes = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(num_bytes))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        in_order = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        if len(in_order) > num_bytes:
+            raise ValueError(f"{path}: {len(in_order)} bytes of header, expected at most {num_bytes}")
+        file.seek(8)
+        file.write(in_order.ljust(num_bytes))
     path.chmod(path.parent.stat().st_mode & 0o666)
 
 
