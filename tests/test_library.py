@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from curriculum.cli.plan import table
-from curriculum.config import build_config
+from curriculum.config import build_config, load_config
 from curriculum.errors import InputError
 from curriculum.export import export, load_exported
 from curriculum.model.formats.safetensors_writer import write_safetensors
@@ -24,6 +24,7 @@ from curriculum.run import load_run
 from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.dry_run import dry_run
 from curriculum.train.trainer import train
+from curriculum.views.inspection import inspect_run
 
 ROOT = Path(__file__).parents[1]
 
@@ -303,6 +304,19 @@ def test_a_run_without_a_model_is_refused(tmp_path, text_folder):
         with pytest.raises(InputError, match=r"model: got null .* call train\(make_model=\.\.\.\)"):
             start()
     assert not any(tmp_path.iterdir())
+
+
+def test_what_goes_on_with_a_model_of_ones_own_is_a_call(tmp_path, text_folder, matrices):
+    (tmp_path / "c.json").write_text(json.dumps(config_data(text_folder)))
+    run_dir, stores = tmp_path / "run", text_folder / "store"
+    train(load_config(tmp_path / "c.json"), run_dir, store_dir=stores, make_model=lambda _: bigram(matrices))
+    rest = f"{str(run_dir)!r}, resume='latest', store_dir={str(stores)!r}, make_model=...) from Python"
+    assert (
+        f"with more train.steps: train(load_config('{tmp_path}/c.json'), {rest}\n"
+        in (run_dir / "train.log").read_text()
+    )
+    commands = inspect_run(load_run(run_dir))["commands"]
+    assert commands["train longer"] == f"train(load_config('{run_dir}/config.yaml'), {rest}, with more train.steps"
 
 
 def test_a_run_keeps_that_its_model_was_not_the_configs(tmp_path, text_folder, matrices):

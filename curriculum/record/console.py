@@ -266,8 +266,14 @@ def _mixture(mixture: dict[str, float]) -> str:
     return ", ".join(f"{source} {share:.4g}" for source, share in mixture.items() if share)
 
 
-def resume_command(config_file: str | Path, run_dir: Path, store_dir: str | Path, step: str = "latest") -> str:
-    """What to type to go on with a run."""
+def resume_command(
+    config_file: str | Path, run_dir: Path, store_dir: str | Path, step: str = "latest", *, own_model: bool = False
+) -> str:
+    """What to type to go on with a run; of a model of one's own, which no command knows, what to call."""
+    if own_model:
+        stores = "" if str(store_dir) == DEFAULT_STORE_DIR else f", store_dir={str(store_dir)!r}"
+        call = f"train(load_config({str(config_file)!r}), {str(run_dir)!r}, resume={step!r}{stores}, make_model=...)"
+        return f"{call} from Python"
     own, where = shlex.quote(str(config_file)), shlex.quote(str(run_dir))
     stores = "" if str(store_dir) == DEFAULT_STORE_DIR else f" --store-dir {shlex.quote(str(store_dir))}"
     return f"{program('curriculum')} train {own} --run-dir {where}{stores} --resume {step}"

@@ -210,7 +210,10 @@ def record_as_of(setup: Setup, directory: RunDirectory, resumed: Resumed | None,
     if not is_first():
         return Unwritten(directory.path, tokens_at, elapsed_before_s)
     origin = setup.config.origin
-    go_on = None if origin.text is None else resume_command(origin.file, directory.path, setup.store_dir)
+    go_on = None
+    if origin.text is not None:
+        own_model = setup.config.model is None
+        go_on = resume_command(origin.file, directory.path, setup.store_dir, own_model=own_model)
     views = [
         Console(directory.path, go_on, device_lines=setup.device_lines),
         *([Board(directory.path)] if setup.config.logging.tensorboard else []),

@@ -169,16 +169,19 @@ def _commands(run: Run) -> dict[str, str]:
     """What to type next, by what it does."""
     path, me = run.directory.path, program("curriculum")
     own = shlex.quote(str(path))
+    own_model = run.resolved["model"] is None
     commands = {}
     if (path / "config.yaml").exists():
-        go_on = partial(resume_command, path / "config.yaml", path, run.store_dir)
+        go_on = partial(resume_command, path / "config.yaml", path, run.store_dir, own_model=own_model)
         if run.complete is None:
             commands["go on"] = go_on()
+        elif own_model:
+            commands["train longer"] = f"{go_on()}, with more train.steps"
         else:
             commands["train longer"] = f"{go_on('STEP')} --set train.steps=MORE"
     commands["report"] = f"{me} report {own} -o {shlex.quote(path.name + '.html')}"
     commands["compare"] = f"{me} compare {own} OTHER_RUN"
-    format_name = "safetensors" if run.resolved["model"] is None else "hf"
+    format_name = "safetensors" if own_model else "hf"
     commands["export"] = f"{me} export {own} --format {format_name} -o {shlex.quote(path.name + '-export')}"
     return commands
 
@@ -231,7 +234,7 @@ def text(facts: Mapping[str, Any]) -> list[str]:
     lines.append("")
     for what, command in facts["commands"].items():
         lines.append(f"  {what:<12}  {command}")
-        if what == "train longer":
+        if "STEP" in command:
             lines.append(
                 "                (STEP: latest; where the learning rate has decayed, a checkpoint before that)"
             )
