@@ -18,7 +18,7 @@ from curriculum.model.presets import LoraConfig, ModelConfig
 class Norm(nnx.Module):
     """Layernorm (`centred`) or rmsnorm of the last axis. In float32, whatever the type of what is normed."""
 
-    def __init__(self, config: ModelConfig, width: int, *, centred: bool, bias: bool, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, width: int, *, centred: bool, bias: bool):
         self.scale = nnx.Param(jnp.ones(width, jnp.float32))
         self.bias = nnx.Param(jnp.zeros(width, jnp.float32)) if bias else None
         self.centred, self.eps, self.dtype = centred, config.norm_eps, config.compute_dtype
@@ -61,13 +61,13 @@ def _shifted(x: jax.Array, mean: jax.Array | None) -> jax.Array:
 _normed.defvjp(_normed_forward, _normed_backward)
 
 
-def norm(config: ModelConfig, rngs: nnx.Rngs) -> Norm:
+def norm(config: ModelConfig) -> Norm:
     is_layernorm = config.norm_type == "layernorm"
-    return Norm(config, config.d_model, centred=is_layernorm, bias=is_layernorm and config.bias, rngs=rngs)
+    return Norm(config, config.d_model, centred=is_layernorm, bias=is_layernorm and config.bias)
 
 
-def rms_norm(config: ModelConfig, width: int, rngs: nnx.Rngs) -> Norm:
-    return Norm(config, width, centred=False, bias=False, rngs=rngs)
+def head_norm(config: ModelConfig) -> Norm:
+    return Norm(config, config.head_width, centred=False, bias=False)
 
 
 class AdaptedLinear(nnx.Linear):

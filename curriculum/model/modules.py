@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from curriculum.model.formulation import attention_of, backend, layers_of
-from curriculum.model.layers import MLP, linear, norm, rms_norm
+from curriculum.model.layers import MLP, head_norm, linear, norm
 from curriculum.model.model import Placement
 from curriculum.model.presets import ModelConfig
 from curriculum.model.rope import rope_angles
@@ -38,7 +38,7 @@ class Transformer(nnx.Module):
         self.config = config
         self.embed = nnx.Embed(config.vocab_size, config.d_model, rngs=rngs)
         self.positions = nnx.Embed(config.max_seq_len, config.d_model, rngs=rngs) if learned else None
-        self.norm = norm(config, rngs)
+        self.norm = norm(config)
         self.head = None if tied else nnx.Linear(config.d_model, config.vocab_size, use_bias=False, rngs=rngs)
 
     def __call__(
@@ -171,9 +171,9 @@ class Block(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.config = config
-        self.attention_norm = norm(config, rngs)
+        self.attention_norm = norm(config)
         self.attention = Attention(config, rngs)
-        self.mlp_norm = norm(config, rngs)
+        self.mlp_norm = norm(config)
         self.mlp = MLP(config, rngs)
 
     def __call__(
@@ -201,8 +201,8 @@ class Attention(nnx.Module):
         self.query = linear(config, "query", qkv_bias, rngs)
         self.key = linear(config, "key", qkv_bias, rngs)
         self.value = linear(config, "value", qkv_bias, rngs)
-        self.query_norm = rms_norm(config, config.head_width, rngs) if config.qk_norm else None
-        self.key_norm = rms_norm(config, config.head_width, rngs) if config.qk_norm else None
+        self.query_norm = head_norm(config) if config.qk_norm else None
+        self.key_norm = head_norm(config) if config.qk_norm else None
         self.out = linear(config, "out", config.bias, rngs)
 
     def __call__(
