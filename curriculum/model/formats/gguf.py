@@ -76,7 +76,7 @@ def write_gguf(
     architecture = gguf_architecture(config)
     num_rows = config.num_ids or config.vocab_size
     vocabulary = gguf_vocabulary(tokenizer, num_rows, chat)
-    tensors = list(_layout(architecture, config, arrays, num_rows))
+    tensors = list(_layout(architecture, arrays, num_rows))
 
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name(name)
@@ -149,9 +149,7 @@ def _checked(architecture: str, config: ModelConfig, wanted: dict[str, Any]) -> 
     return architecture
 
 
-def _layout(
-    architecture: str, config: ModelConfig, arrays: Mapping[str, np.ndarray], num_rows: int
-) -> Iterator[_Tensor]:
+def _layout(architecture: str, arrays: Mapping[str, np.ndarray], num_rows: int) -> Iterator[_Tensor]:
     """The tensors of the file, in the order of `arrays`; gpt2 has query, key and value in one."""
     fused = architecture == "gpt2"
     for source in arrays:
