@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from curriculum.config import Config, apply_options, build_config, options_of
 from curriculum.config_keys import no_such
+from curriculum.data.config_stores import place_of
 from curriculum.data.corpus import find_read_documents, load_evalsets
 from curriculum.data.documents import rows_as_text_warnings
 from curriculum.errors import InputError
@@ -18,7 +19,7 @@ from curriculum.record.events import config_name, record_name
 from curriculum.run import DEFAULT_STORE_DIR, load_run
 from curriculum.weights import find_saved
 from curriculum.yaml12 import Origin
-from evalsets.evalset import PRIMARY, EvalSet
+from evalsets.evalset import EvalSet
 from evalsets.metrics import Summary, WindowResults, summarise
 
 if TYPE_CHECKING:
@@ -167,5 +168,4 @@ def _check_content(config: Config, evalsets: Mapping[str, EvalSet], measured: Ma
     ]
     message = "is not the set that the run measured under this name; restore it, or measure it under another name"
     if changed:
-        places = ["evalsets.primary" if name == PRIMARY else f"evalsets.sets.{name}" for name in changed]
-        raise config.error((place, message) for place in places)
+        raise config.error((place_of(name), message) for name in changed)

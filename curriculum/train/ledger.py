@@ -9,6 +9,7 @@ from typing import Any
 
 from curriculum.config import Config
 from curriculum.data.chat import ROLES
+from curriculum.data.config_stores import place_of
 from curriculum.data.packing import PackingConfig
 from curriculum.data.split import parse_share
 from curriculum.model.model import by_name
@@ -17,7 +18,6 @@ from curriculum.scheduling import Past, declaration, training_settings
 from curriculum.train.history import History
 from curriculum.train.optimizer import state_layout
 from curriculum.train.setup import Setup
-from evalsets.evalset import PRIMARY
 from phases.schedule import Schedule, Segment, cut, segments_from_json, segments_to_json
 
 Problem = tuple[str, str]  # path in the config, message
@@ -200,9 +200,8 @@ def _evalsets_changed(saved: Mapping[str, Any], setup: Setup, changed: Mapping[s
         settings = [path for path in paths if path in changed]
         yield from ((path, changed[path]) for path in settings)
         if not settings:
-            path = "evalsets.primary" if name == PRIMARY else f"evalsets.sets.{name}"
             message = "is not the set that the run measured under this name; restore it, or add it under another name"
-            yield path, message
+            yield place_of(name), message
 
 
 _OR_ACCEPT = ", or go on from the counts of what was read: --accept-past"
