@@ -155,11 +155,12 @@ def changed_config(
     dataset_dirs: Iterable[str] = (),
     eval_dataset_dirs: Iterable[str] = (),
     continues: str | os.PathLike | None = None,
+    check_paths: bool = True,
 ) -> Config:
     """A config of no file with options as of `load_config`; it remembers those of its own."""
     data, origin = config.to_json(), Origin("config.resolved.json")
     apply_options(options_of(overrides, dataset_dirs, eval_dataset_dirs), data, origin)
-    return build_config(data, origin, continues=continues)
+    return build_config(data, origin, check_paths=check_paths, continues=continues)
 
 
 def build_config(

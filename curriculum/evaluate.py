@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from curriculum.config import Config, apply_options, build_config, options_of
+from curriculum.config import Config, changed_config
 from curriculum.config_keys import no_such
 from curriculum.data.config_stores import place_of
 from curriculum.data.corpus import find_read_documents, load_evalsets
@@ -18,7 +18,6 @@ from curriculum.plan_warnings import evalset_warnings
 from curriculum.record.events import config_name, record_name
 from curriculum.run import DEFAULT_STORE_DIR, load_run
 from curriculum.weights import find_saved
-from curriculum.yaml12 import Origin
 from evalsets.evalset import EvalSet
 from evalsets.metrics import Summary, WindowResults, summarise
 
@@ -141,10 +140,8 @@ def _with_sets(config: Config, new: Mapping[str, str], overrides: Iterable[str])
         if not override.lstrip().startswith(tuple(f"evalsets.sets.{name}." for name in new)):
             expected = "expected evalsets.sets.NAME.KEY=VALUE of a new set, which --eval-dataset-dir gives"
             raise InputError(f"--set {override}: {expected} (new sets: {', '.join(new) or 'none'})")
-    data, origin = config.to_json(), Origin("config.resolved.json")
     directories = [f"{name}={folder}" for name, folder in new.items()]
-    apply_options(options_of(overrides, eval_dataset_dirs=directories), data, origin)
-    return build_config(data, origin, check_paths=False)
+    return changed_config(config, overrides, eval_dataset_dirs=directories, check_paths=False)
 
 
 def _names(config: Config, sets: Iterable[str] | None) -> list[str]:
