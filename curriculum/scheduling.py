@@ -130,8 +130,7 @@ def kept_order(
 ) -> tuple[Schedule, Past]:
     """(schedule, past) after `segment`, which overrides the config's mixture, is extended to the end of its phase."""
     whole = resolve_schedule(config, tokens_per_epoch, past, segment)
-    until = next(end for name, _, end in whole.phase_bounds if name == segment.phase)
-    return whole, replace(past, segments=cut(whole.segments, until))
+    return whole, replace(past, segments=cut(whole.segments, whole.phase_end(segment.phase)))
 
 
 def check_schedule(config: Config, past: Past | None = None) -> None:

@@ -100,7 +100,7 @@ def raise_share(
         raise ReplayRefused("; ".join(f"{path}: {message}" for path, message in error.problems)) from None
     if whole.total_steps != schedule.total_steps:
         raise ReplayRefused(f"the run would end at step {whole.total_steps} instead of {schedule.total_steps}")
-    until = next(end for name, _, end in whole.phase_bounds if name == old.phase)
+    until = whole.phase_end(old.phase)
     if whole.cursors_at(until)[source] <= schedule.cursors_at(until)[source]:
         raise ReplayRefused(f"no more of it would be read up to step {until}, where the phase ends")
     past = cut(whole.segments, until)

@@ -268,6 +268,9 @@ class Schedule:
             bounds[s.phase] = (bounds.get(s.phase, (s.start, 0))[0], s.end)
         return tuple((name, start, end) for name, (start, end) in bounds.items())
 
+    def phase_end(self, phase: str) -> int:
+        return next(end for name, _, end in self.phase_bounds if name == phase)
+
     @cached_property
     def phase_ends(self) -> frozenset[int]:
         """The steps at which a phase ends, the run's end among them."""

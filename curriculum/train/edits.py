@@ -89,7 +89,7 @@ def _event(
         "mixture_before": before.shares(min(step, before.total_steps - 1)),
         "mixture_after": after.shares(min(step, after.total_steps - 1)),
         "passed_over": after.passed_over(step),
-        "until": next(end for name, _, end in after.phase_bounds if name == phase),
+        "until": after.phase_end(phase),
         "reason": _reason(changes),
         "changes": list(changes),
         "accepted_past": accepted_past,

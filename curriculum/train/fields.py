@@ -146,7 +146,7 @@ def branch_edit(setup: Setup) -> dict[str, Any]:
         "mixture_before": branch["mixture_before"],
         "mixture_after": schedule.shares(branch["step"]),
         "passed_over": schedule.passed_over(branch["step"]),
-        "until": next(end for name, _, end in schedule.phase_bounds if name == phase),
+        "until": schedule.phase_end(phase),
         "reason": branch["reason"],
         "warnings": setup.warnings(branch.get("data_warnings", ())),
     }
