@@ -6,13 +6,13 @@ import json
 
 import click
 
-from curriculum.cli.options import STORE_DIR
+from curriculum.cli.options import STEP, STORE_DIR, WEIGHTS
 
 
 @click.command()
 @click.argument("run")
-@click.option("--step", metavar="latest|gold|STEP", help="Which checkpoint; gold by default, or latest without one.")
-@click.option("--weights", default="raw", show_default=True, metavar="W", help="raw, ema, or mean:PHASE.")
+@STEP
+@WEIGHTS
 @click.option(
     "--eval-dataset-dir", "eval_dataset_dirs", metavar="[NAME=]DIR", multiple=True, help="A new eval set; repeatable."
 )

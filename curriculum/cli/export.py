@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from curriculum.cli.options import STEP, WEIGHTS
+
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
@@ -17,8 +19,8 @@ import click
     help="hf: a folder for transformers, vllm and their like. gguf: model.gguf for llama.cpp. safetensors: the arrays "
     "under their own names, with model.json.",
 )
-@click.option("--step", metavar="latest|gold|STEP", help="Which checkpoint; gold by default, or latest without one.")
-@click.option("--weights", default="raw", show_default=True, metavar="W", help="raw, ema, or mean:PHASE.")
+@STEP
+@WEIGHTS
 @click.option(
     "--dtype",
     default="f32",

@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 import click
 
-from curriculum.cli.options import STORE_DIR
+from curriculum.cli.options import STEP, STORE_DIR, WEIGHTS
 from curriculum.errors import InputError
 from curriculum.sampling import Sampling
 
@@ -28,8 +28,8 @@ from curriculum.sampling import Sampling
 @click.option("--min-p", type=float, default=Sampling.min_p, help="Only those so likely beside the likeliest one.")
 @click.option("--seed", type=int, default=Sampling.seed, show_default=True, help="The same seed gives the same text.")
 @click.option("--stop", metavar="TEXT", multiple=True, help="End before this text; repeatable.")
-@click.option("--step", metavar="latest|gold|STEP", help="Which checkpoint; gold by default, or latest without one.")
-@click.option("--weights", default="raw", show_default=True, metavar="W", help="raw, ema, or mean:PHASE.")
+@STEP
+@WEIGHTS
 @click.option("--json", "as_json", is_flag=True, help="Print all of it as JSON, once it is there.")
 @STORE_DIR
 def command(run, prompts, prompts_file, step, weights, as_json, store_dir, **settings):

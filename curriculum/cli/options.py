@@ -11,6 +11,10 @@ from curriculum.run import DEFAULT_STORE_DIR
 STORE_DIR = click.option(
     "--store-dir", default=DEFAULT_STORE_DIR, show_default=True, metavar="DIR", help="Where token stores are kept."
 )
+STEP = click.option(
+    "--step", metavar="latest|gold|STEP", help="Which checkpoint; gold by default, or latest without one."
+)
+WEIGHTS = click.option("--weights", default="raw", show_default=True, metavar="W", help="raw, ema, or mean:PHASE.")
 CHANGES = {
     "overrides": click.option(
         "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a value, as YAML; repeatable."
