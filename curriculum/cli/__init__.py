@@ -1,1 +1,1 @@
-"""The command line: one small file a group of commands, heavy libraries imported inside them."""
+"""The command line: one small file a command, heavy libraries imported inside them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import traceback
@@ -13,17 +14,17 @@ from curriculum.errors import InputError
 
 _INTERRUPTED = "interrupted; a run that had begun goes on with --resume latest"
 _LONGEST_LINE = 900  # characters of a message
-_COMMANDS = {
-    "train": ("curriculum.cli.train", "Train a run through its phases, or continue one."),
-    "plan": ("curriculum.cli.plan", "Show who gets what and when, before anything is trained."),
-    "prepare": ("curriculum.cli.prepare", "Turn text into token stores."),
-    "eval": ("curriculum.cli.eval", "Measure a checkpoint on the run's eval sets and on new ones."),
-    "inspect": ("curriculum.cli.inspect", "Show what a run is, how far it is, and how it does."),
-    "generate": ("curriculum.cli.generate", "Go on from prompts with a checkpoint of a run."),
-    "compare": ("curriculum.cli.compare", "Compare the checkpoints of runs, set by set, with intervals."),
-    "report": ("curriculum.cli.report", "Draw a run, or several, as one HTML file."),
-    "branch": ("curriculum.cli.branch", "A new run that shares another one's history up to a step."),
-    "export": ("curriculum.cli.export", "Write the parameters of a run in another format."),
+_COMMANDS = {  # each in the module of its name
+    "train": "Train a run through its phases, or continue one.",
+    "plan": "Show who gets what and when, before anything is trained.",
+    "prepare": "Turn text into token stores.",
+    "eval": "Measure a checkpoint on the run's eval sets and on new ones.",
+    "inspect": "Show what a run is, how far it is, and how it does.",
+    "generate": "Go on from prompts with a checkpoint of a run.",
+    "compare": "Compare the checkpoints of runs, set by set, with intervals.",
+    "report": "Draw a run, or several, as one HTML file.",
+    "branch": "A new run that shares another one's history up to a step.",
+    "export": "Write the parameters of a run in another format.",
 }
 
 
@@ -37,12 +38,12 @@ class _LazyGroup(click.Group):
         if name not in _COMMANDS:
             return None
         with lasting():
-            module = __import__(_COMMANDS[name][0], fromlist=["command"])
+            module = importlib.import_module(f"curriculum.cli.{name}")
         return module.command
 
     def format_commands(self, ctx, formatter):
         with formatter.section("Commands"):
-            formatter.write_dl([(name, help_text) for name, (_, help_text) in _COMMANDS.items()])
+            formatter.write_dl(list(_COMMANDS.items()))
 
     def resolve_command(self, ctx, args):
         import difflib
