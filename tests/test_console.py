@@ -13,6 +13,7 @@ from curriculum.record.sentences import verdict
 
 PLAN = {
     "total_steps": 75000,
+    "tokens_per_step": 4096,
     "phases": [
         {"name": "foundation", "start": 0, "end": 45000, "mixture": {"web": 0.8, "code": 0.2, "law": 0.0}},
         {"name": "domain", "start": 45000, "end": 75000, "mixture": {"law": 0.9, "web": 0.1}},

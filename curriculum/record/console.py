@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 from curriculum.record.append import DISK_ERRORS, Appender
 from curriculum.record.events import eval_averages, eval_sets, number
-from curriculum.record.queries import beginning, shapes_of, tokens_of
+from curriculum.record.queries import beginning, planned_tokens, shapes_of
 from curriculum.record.sentences import sample_lines, skipped_counts, skipped_line, skipped_why, verdict
 from curriculum.record.wording import loss
 from curriculum.run import DEFAULT_STORE_DIR
@@ -171,8 +171,8 @@ class Console:
         (first_step, first_s), (last_step, last_s) = self._marks[0], self._marks[-1]
         if first_step == last_step:
             return None
-        sizes = self._plan.get("step_sizes") or [{"start": 0, "end": self._total_steps, "tokens_per_step": 1}]
-        first, last, now, end = (tokens_of(sizes, s) for s in (first_step, last_step, step, self._total_steps))
+        steps = (first_step, last_step, step, self._total_steps)
+        first, last, now, end = (planned_tokens(self._plan, s) for s in steps)
         return (end - now) * (last_s - first_s) / (last - first)
 
     def _print(self, *lines: str) -> None:

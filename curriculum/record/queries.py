@@ -122,12 +122,7 @@ def planned_tokens(plan: Mapping[str, Any], step: int) -> int:
     """Token slots of the first `step` updates, by the `plan` of a run's record."""
     if "step_sizes" not in plan:  # of a run whose updates are all alike
         return step * plan["tokens_per_step"]
-    return tokens_of(plan["step_sizes"], step)
-
-
-def tokens_of(step_sizes: Iterable[Mapping[str, int]], step: int) -> int:
-    """Token slots of the first `step` updates, where those of [start, end) have `tokens_per_step` each."""
-    return sum(max(min(s["end"], step) - s["start"], 0) * s["tokens_per_step"] for s in step_sizes)
+    return sum(max(min(s["end"], step) - s["start"], 0) * s["tokens_per_step"] for s in plan["step_sizes"])
 
 
 def shapes_of(phases: Iterable[Mapping[str, Any]]) -> list[str]:
