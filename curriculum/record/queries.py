@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from curriculum.errors import InputError
-from curriculum.record.events import AVERAGES, STAMPS, eval_sets, number, record_name
+from curriculum.record.curves import all_sets
+from curriculum.record.events import STAMPS, eval_sets, number, record_name
 from curriculum.run import Run, read_json
 
 _Mark = tuple[str, int, Mapping[str, int], Mapping[str, int]]  # phase, step, tokens read and consumed by then
@@ -46,12 +47,10 @@ def eval_points(events: Iterable[Mapping[str, Any]]) -> dict[str, list[EvalPoint
     for event in events:
         if event["event"] != "eval":
             continue
-        told = [("", event), *((f"@{average}", event[average]) for average in AVERAGES if average in event)]
-        for suffix, fields in told:
-            for name, measured in eval_sets(fields).items():
-                stamp = (event["step"], event["tokens_processed"], event["phase"])
-                numbers = number(measured.loss), number(measured.bpb), number(measured.sem)
-                points.setdefault(name + suffix, []).append(EvalPoint(*stamp, *numbers))
+        for name, measured in all_sets(event).items():
+            stamp = (event["step"], event["tokens_processed"], event["phase"])
+            numbers = number(measured.loss), number(measured.bpb), number(measured.sem)
+            points.setdefault(name, []).append(EvalPoint(*stamp, *numbers))
     return points
 
 
