@@ -25,7 +25,7 @@ from curriculum.model.formats.safetensors_writer import DTYPES, numpy_dtype, rou
 from curriculum.model.presets import ModelConfig
 from curriculum.record.append import tell
 from curriculum.record.events import EVENTS, read_events
-from curriculum.run import Run, RunDirectory, architecture_at, read_ledger
+from curriculum.run import Run, RunDirectory, architecture_at, read_ledger, run_directory
 from curriculum.scratch import clear_killed, scratch
 from curriculum.views.model_card import Exported, model_card
 from curriculum.weights import Weights, find_weights, ledger_of
@@ -67,9 +67,7 @@ def export(
     format has no class for, and for a value too large for the dtype; then nothing is written. What is left of an export
     into the same folder that was killed is cleared.
     """
-    directory, output = RunDirectory(Path(run)), Path(output_dir)
-    if not os.path.isfile(directory.resolved_config):
-        raise InputError(f"{run}: holds no run; expected a directory made by `curriculum train`")
+    directory, output = run_directory(run), Path(output_dir)
     check_choice("--format", format, _FORMATS)
     _check_dtype(dtype, format)
     # A folder that is there is kept: it may be a link, a mount, or the one that a shell stands in.

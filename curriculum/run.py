@@ -207,10 +207,16 @@ class Run:
 
 def load_run(run_dir: str | os.PathLike) -> Run:
     """Read a run directory. Raises InputError when there is none."""
+    directory = run_directory(run_dir)
+    return Run(directory, directory.resolved(), read_events(directory.path))
+
+
+def run_directory(run_dir: str | os.PathLike) -> RunDirectory:
+    """Where the files of a run lie, some of them perhaps gone. Raises InputError when there is none."""
     directory = RunDirectory(Path(run_dir))
     if not os.path.isfile(directory.resolved_config):  # False, too, for a name too long and links in a circle
         raise InputError(f"{run_dir}: holds no run; expected a directory made by `curriculum train`")
-    return Run(directory, directory.resolved(), read_events(directory.path))
+    return directory
 
 
 def find_checkpoint(
