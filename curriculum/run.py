@@ -152,7 +152,12 @@ class Run:
         """The checked config of the run's last process."""
         from curriculum.config import config_from_json  # slow to import, and most views do without
 
-        return config_from_json({k: v for k, v in self.resolved.items() if k not in ("command_line", "derived")})
+        return config_from_json(self.config_json)
+
+    @property
+    def config_json(self) -> dict[str, Any]:
+        """The same as plain JSON, every default filled in."""
+        return {key: section for key, section in self.resolved.items() if key not in ("command_line", "derived")}
 
     @property
     def name(self) -> str:

@@ -225,8 +225,8 @@ def _reproducing(run: Run, exported: Exported) -> list[str]:
     if given.exists():
         text, which = given.read_text(encoding="utf-8"), "run.yaml, as it was given"
     else:
-        config = {key: value for key, value in run.resolved.items() if key not in ("derived", "command_line")}
-        text, which = yaml.safe_dump(config, sort_keys=False, allow_unicode=True), "run.yaml, every default filled in"
+        text = yaml.safe_dump(run.config_json, sort_keys=False, allow_unicode=True)
+        which = "run.yaml, every default filled in"
     return [*parts, f"<details><summary>{which}</summary>", fenced("yaml", text.rstrip("\n")), "</details>"]
 
 

@@ -147,7 +147,7 @@ def _training_figures(run: Run, label: str, phases: Sequence[Phase], colors: dic
     rate_xs, (rates,), _ = figures.thinned(steps, [_float(row["lr"]) for row in rows], most=figures.MAX_POINTS)
     mixture = _mixture_course(run, colors)
     return [
-        legend({**{name: color for name, color in colors.items()}, "all sources together": "#b6bcc4"}),
+        legend({**colors, "all sources together": "#b6bcc4"}),
         tag(
             "div",
             figure(
@@ -263,7 +263,6 @@ def _setup(run: Run, facts: Mapping[str, Any]) -> list[Markup]:
     ]
     if options := run.resolved.get("command_line"):
         rows.append(("command line", " ".join(options)))
-    config = {key: value for key, value in run.resolved.items() if key not in ("derived", "command_line")}
-    as_yaml = yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=110)
+    as_yaml = yaml.safe_dump(run.config_json, sort_keys=False, allow_unicode=True, width=110)
     told = table(("", ""), [(name, tag("td", value, class_="text")) for name, value in rows], text_columns=2)
     return [told, folded("Config, every default filled in", tag("pre", as_yaml))]
