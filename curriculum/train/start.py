@@ -14,7 +14,6 @@ from curriculum.errors import InputError
 from curriculum.model.formats.hf_weights import hf_fingerprint
 from curriculum.model.model import Model, abstract_params, by_name
 from curriculum.record.events import plain
-from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.frozen import found_again, found_by_first, frozen_base
 from curriculum.train.optimizer import state_layout
 from curriculum.train.processes.together import from_first
@@ -112,8 +111,3 @@ def check_base(base: Base | HfBase, config: Config, model: Model) -> None:
                 problems.append((f"optim.{key}", f"{got}; give that, or leave keep_optimizer out"))
     if problems:
         raise config.error(problems)
-
-
-def load_base_optimizer(base: Base, like: Any) -> Any:
-    """The checkpoint's optimizer state, placed as in `like`, what `TrainState` keeps beside the parameters."""
-    return load_params(base.checkpoint / "train", like)["opt_state"]

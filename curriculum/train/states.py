@@ -24,7 +24,6 @@ from curriculum.train.checkpoints.folder import Checkpoints, beside_params
 from curriculum.train.guard import with_window
 from curriculum.train.mesh import place_state, state_shardings
 from curriculum.train.optimizer import make_optimizer
-from curriculum.train.start import load_base_optimizer
 from curriculum.train.step import TrainState, init_state, window_for
 
 
@@ -72,7 +71,8 @@ class States:
             state = compiled(load_params(self.base.checkpoint / "params", like.params))
             if not self.config.adaptation.keep_optimizer:
                 return state
-            return state._replace(opt_state=load_base_optimizer(self.base, beside_params(like)))
+            beside = load_params(self.base.checkpoint / "train", beside_params(like))
+            return state._replace(opt_state=beside["opt_state"])
         # The run takes its parameters over; what a model of one's own keeps of them stays its own.
         params = self.model.init(self.config.seed)
         params = jax.tree.map(lambda p: np.array(p) if isinstance(p, jax.Array) else p, params)
