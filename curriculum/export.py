@@ -126,19 +126,14 @@ def _parameters(saved: Path) -> dict[str, np.ndarray]:
 
 def _merged(directory: RunDirectory, saved: Path, architecture: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """The same of a checkpoint of adapters: the whole model with them folded in."""
-    import jax
-    from jax.sharding import SingleDeviceSharding
-
     from curriculum.model.lora import merged
     from curriculum.model.model import abstract_params
     from curriculum.model.transformer import transformer
+    from curriculum.train.checkpoints.arrays import abstract_on_host
     from curriculum.train.frozen import whole_params
 
     model = ModelConfig.of(architecture)
-    host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    like = jax.tree.map(
-        lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=host), abstract_params(transformer(model))
-    )
+    like = abstract_on_host(abstract_params(transformer(model)))
     whole = whole_params(_with_record(directory).config, model, ledger_of(directory, saved)["lineage"], saved, like)
     return merged(_float32(whole), model)
 

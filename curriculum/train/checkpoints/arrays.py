@@ -18,6 +18,7 @@ from curriculum.errors import InputError
 from curriculum.model.model import by_name
 from curriculum.record.append import DISK_ERRORS
 from curriculum.run import check_there
+from curriculum.train.abstract import abstract_of
 
 # All saves of a process, one after the other: what orbax begins it tells from other saves by one number for them all.
 in_turn = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -71,13 +72,18 @@ def _restore(folder: Path, like: Any) -> Any:
 
     saved = ocp.StandardCheckpointHandler().metadata(folder).tree
     if like is None:
-        host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-        like = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=host), saved)
+        like = abstract_on_host(saved)
     else:
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
+        like = jax.tree.map(abstract_of, like)
         _check_arrays(folder, _described(saved), _described(like))
     with ocp.StandardCheckpointer() as checkpointer:
         return checkpointer.restore(folder, like)
+
+
+def abstract_on_host(shapes: Any) -> Any:
+    """Shapes and types of a tree, placed on the host."""
+    host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=host), shapes)
 
 
 def _described(tree: Any) -> dict[str, str]:
