@@ -74,7 +74,7 @@ def _damage(folder: Path, part: str | tuple[str, ...]) -> str | None:
         if num_bytes != entry["bytes"]:
             return f"{name} has {num_bytes} bytes, the checksum manifest says {entry['bytes']}"
     for name, entry in expected.items():
-        if name.startswith(part) and _checksum(folder / name) != entry["xxh3_128"]:
+        if name.startswith(part) and file_checksum(folder / name) != entry["xxh3_128"]:
             return f"{name} has another checksum than the manifest says"
     return None
 
@@ -122,10 +122,11 @@ def _raise(error: OSError) -> None:
 
 
 def _entry(path: Path) -> dict[str, Any]:
-    return {"bytes": path.stat().st_size, "xxh3_128": _checksum(path)}
+    return {"bytes": path.stat().st_size, "xxh3_128": file_checksum(path)}
 
 
-def _checksum(path: Path) -> str:
+def file_checksum(path: Path) -> str:
+    """xxh3_128 of a file, read block by block: a map of it would count as memory of the process."""
     checksum = xxhash.xxh3_128()
     with open(path, "rb", buffering=0) as file:
         while chunk := file.read(_CHUNK_BYTES):

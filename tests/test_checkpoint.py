@@ -235,7 +235,7 @@ def test_a_resume_reads_no_more_than_it_needs_before_its_first_update(place, tmp
     run = tmp_path / "run"
     tiny_train(place, run, **sections)
     assert {"checkpoints/8", "gold/8", "averages/a"} < {str(p.relative_to(run)) for p in run.glob("*/*")}
-    read, checksum = [], manifest._checksum
+    read, checksum = [], manifest.file_checksum
 
     def counted(path):
         read.append(str(path.relative_to(run)))
@@ -244,7 +244,7 @@ def test_a_resume_reads_no_more_than_it_needs_before_its_first_update(place, tmp
     def ends(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(manifest, "_checksum", counted)
+    monkeypatch.setattr(manifest, "file_checksum", counted)
     monkeypatch.setattr(trainer, "_begin", ends)
     with pytest.raises(KeyboardInterrupt):
         tiny_train(place, run, resume="latest", train={"steps": 16, "batch_size": 4, "seq_len": 32}, **sections)

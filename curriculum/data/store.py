@@ -23,13 +23,13 @@ from curriculum.data.sidecar import read_sidecar
 from curriculum.data.tokenizers.tokenizer import DTYPES
 from curriculum.data.view import TokenView
 from curriculum.errors import InputError
+from curriculum.manifest import file_checksum
 
 SIDECAR_NAME = "store.json"
 DOCUMENTS_NAME = "documents.bin"
 FORMAT_VERSION = 3
 OPENED_VERSION = 4  # as FORMAT_VERSION, and each document begins with the tokenizer's bos, which is not end-of-text
 SCORED_DTYPE = np.dtype("u1")
-READ_BYTES = 1 << 22
 DAMAGED = "delete the folder, and it is prepared again"
 
 # `end` is where the document's tokens end in the stream, its end-of-text included; `bytes` those of its UTF-8
@@ -138,7 +138,10 @@ class Store:
         if facts.checksum != facts.own_checksum() or checksums.keys() != written:
             raise InputError(f"{self.directory / SIDECAR_NAME}: its checksum does not fit what it says; {DAMAGED}")
         for name, expected in checksums.items():
-            found = _checksum(self.directory / name)
+            try:
+                found = file_checksum(self.directory / name)
+            except OSError as error:
+                raise _unreadable(self.directory / name, error) from error
             if found != expected:
                 raise InputError(f"{self.directory / name}: checksum {found}; the sidecar says {expected}; {DAMAGED}")
 
@@ -204,18 +207,6 @@ def _remove_span(starts, stops, start: int, stop: int) -> tuple[np.ndarray, np.n
     """Take [start, stop), which lies inside one span, out of a sorted table of spans."""
     starts, stops = np.sort(np.append(starts, stop)), np.sort(np.append(stops, start))
     return starts[starts < stops], stops[starts < stops]
-
-
-def _checksum(path: Path) -> str:
-    """xxh3_128 of a file, read block by block: a map of it would count as memory of the process."""
-    checksum = xxhash.xxh3_128()
-    try:
-        with open(path, "rb", buffering=0) as stream:
-            while block := stream.read(READ_BYTES):
-                checksum.update(block)
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    return checksum.hexdigest()
 
 
 def _unreadable(path: Path, error: OSError) -> InputError:
