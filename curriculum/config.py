@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from curriculum.adaptation import AdaptationSection
-from curriculum.config_checks import CHECKS, EXPECTED_NAME, NAME, PATH_CHECKS, TOKENIZER_PATH_CHECKS
+from curriculum.config_checks import CHECKS, PATH_CHECKS, TOKENIZER_PATH_CHECKS
 from curriculum.config_keys import field_key, no_such
 from curriculum.config_sections import (
     AveragesSection,
@@ -38,6 +38,7 @@ from curriculum.typed import Limits, Problems, annotations, read
 from curriculum.variables import substitute
 from curriculum.yaml12 import Origin, read_override, read_yaml
 from evalsets.evalset import PRIMARY
+from phases.checks import EXPECTED_NAME, NAME
 from phases.schedule import Phase
 
 _ALL_REPLAYED = (  # of `phases`

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import shlex
 import shutil
 from pathlib import Path
@@ -18,11 +17,9 @@ from curriculum.errors import FieldError, no_such_path
 from curriculum.model.presets import model_problems
 from curriculum.record.events import Recorded
 from evalsets.evalset import PRIMARY
-from phases.checks import check_phases
+from phases.checks import EXPECTED_NAME, NAME, check_phases
 from phases.lr import check_rates
 
-NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")  # it becomes part of a file's name
-EXPECTED_NAME = "expected letters, digits, '_' and '-', at most 100"
 _METRICS = tuple(f"_{metric}" for metric in Recorded._fields if metric != "loss")  # as the record's keys end
 NO_ADAPTERS = "a model of one's own (model: null) has no adapters; leave lora out, and freeze within the model itself"
 

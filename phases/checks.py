@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from phases.clocks import MOST_SEQUENCES, MOST_TOKENS, no_such_source, short
 from phases.schedule import Phase, SourceSupply
 
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")  # it becomes a folder's name
+NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")  # of what becomes part of a file's or a folder's name
+EXPECTED_NAME = "expected letters, digits, '_' and '-', at most 100"
 _SHAPES = {"seq_len": (2, 2**24), "batch_size": (1, 2**20), "grad_accum": (1, 10**9)}  # least and most, of a phase
 
 
@@ -29,8 +30,8 @@ def check_phases(phases: Sequence[Phase], sources: Sequence[str]) -> list[tuple[
     seen: dict[str, int] = {}
     for i, phase in enumerate(phases):
         path = f"phases[{i}]"
-        if not _NAME.fullmatch(phase.name):
-            problems.append((f"{path}.name", f"got {phase.name!r}, expected letters, digits, '_' and '-', at most 100"))
+        if not NAME.fullmatch(phase.name):
+            problems.append((f"{path}.name", f"got {phase.name!r}, {EXPECTED_NAME}"))
         elif phase.name in seen:
             problems.append((f"{path}.name", f"{phase.name!r} is already the name of phases[{seen[phase.name]}]"))
         seen.setdefault(phase.name, i)
