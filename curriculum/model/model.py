@@ -99,20 +99,20 @@ def check_model(model: Model, vocab_size: int, num_rows: int, seq_len: int) -> N
     if not isinstance(model, Model):
         raise InputError(f"make_model: gave {type(model).__name__}, expected a curriculum.model.model.Model")
     params = abstract_params(model)
-    by_name: dict[str, Any] = {}
+    names: set[str] = set()
     problems = []
     for path, array in jax.tree.leaves_with_path(params):
         name = parameter_name(path)
         named = [isinstance(key, SequenceKey) or isinstance(getattr(key, "key", None), str) for key in path]
         if not named or not all(named):
             problems.append(f"parameter {name}: expected nested dicts, keyed by strings, and lists")
-        if name in by_name:
+        if name in names:
             problems.append(f"parameter {name}: two have this name; expected keys without a dot")
         if array.dtype != np.float32:
             fix = "keep float32 and convert inside forward"
             problems.append(f"parameter {name}: got {array.dtype}, expected float32; {fix}")
-        by_name[name] = array
-    if not by_name:
+        names.add(name)
+    if not names:
         problems.append("init gave no parameters, expected at least one array")
     if problems:
         raise InputError(*(f"make_model: {problem}" for problem in problems))
