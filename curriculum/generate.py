@@ -25,7 +25,6 @@ class Loaded:
     """A checkpoint's parameters and what draws text with them."""
 
     step: int
-    weights: str
     generator: Generator
     params: Any
     warnings: tuple[str, ...]
@@ -93,7 +92,7 @@ def load_generator(
     trained = load_trained(saved, store_dir)
     warnings = () if trained.unfit_mesh is None else (f"{trained.unfit_mesh}: each has all parameters",)
     generator = Generator(on_mesh(trained.model, trained.mesh), saved.tokenizer, trained.mesh)
-    return Loaded(saved.step, weights, generator, trained.params, warnings)
+    return Loaded(saved.step, generator, trained.params, warnings)
 
 
 def read_prompts(path: str | os.PathLike) -> list[str]:
