@@ -134,7 +134,7 @@ def load_config(
     return build_config(data, origin, check_paths=check_paths, continues=continues)
 
 
-def config_name(path: str | os.PathLike, overrides: Iterable[str] = ()) -> str:
+def run_name_of(path: str | os.PathLike, overrides: Iterable[str] = ()) -> str:
     """The name of the run of a config file with `overrides` as of `load_config`, without checking anything else."""
     data, origin = read_yaml(path)
     apply_options([("--set", value) for value in overrides if _OF_THE_NAME.match(value)], data, origin)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from curriculum.config import build_config, changed_config, config_from_json, config_name, load_config
+from curriculum.config import build_config, changed_config, config_from_json, load_config, run_name_of
 from curriculum.errors import InputError
 from curriculum.plan_warnings import schedule_warnings
 from curriculum.scheduling import check_schedule, resolve_schedule
@@ -307,9 +307,9 @@ def test_variables_that_cannot_be_resolved(folder, value, words):
 def test_the_name_of_a_run_is_found_before_its_other_options(folder, options, expected):
     named = "name: ${variables.tag}-${variables.n}\nvariables: {tag: a, n: 1}"
     assert load(GOOD.replace("name: example", named), *options).name == expected
-    assert config_name("c.yaml", options) == expected
+    assert run_name_of("c.yaml", options) == expected
     # Whether there is such a phase, options that the run remembers may decide.
-    assert config_name("c.yaml", [*options, "phases[7].until=5"]) == expected
+    assert run_name_of("c.yaml", [*options, "phases[7].until=5"]) == expected
 
 
 def test_a_number_inside_text_stands_there_as_it_is_written(folder):
@@ -318,7 +318,7 @@ def test_a_number_inside_text_stands_there_as_it_is_written(folder):
         + "  version: 1.10\n  day: 007\n  same: $variables.day\n"
     )
     named = text.replace("name: example", "name: ${variables.size.rate}-${variables.day}-${variables.same}")
-    assert load(named).name == config_name("c.yaml") == "3e-4-007-7"
+    assert load(named).name == run_name_of("c.yaml") == "3e-4-007-7"
     assert load(text.replace("lr: 6e-4", "lr: $variables.size.rate")).optim.lr == 3e-4
     assert (
         "'v1.10.txt' does not exist"

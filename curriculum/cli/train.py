@@ -10,7 +10,7 @@ import click
 from curriculum.cli.exits import stopped_runs
 from curriculum.cli.lasting import lasting
 from curriculum.cli.options import config_options, process_options
-from curriculum.config import config_name, load_config
+from curriculum.config import load_config, run_name_of
 from curriculum.errors import InputError
 from curriculum.remembered import outranked
 from curriculum.run import RunDirectory
@@ -43,7 +43,7 @@ def command(config_path, changes, store_dir, run_dir, resume, accept_past, launc
     if resume is None:
         config = load_config(config_path, **changes)
     else:
-        run_dir = run_dir or Path("runs") / config_name(config_path, changes["overrides"])
+        run_dir = run_dir or Path("runs") / run_name_of(config_path, changes["overrides"])
         remembered = RunDirectory(run_dir).command_line()
         config = load_config(config_path, **changes, remembered=remembered, continues=run_dir)
         unused = list(outranked(config, remembered, **changes))
