@@ -73,6 +73,11 @@ def _eval_sources(v):
     return [("evalsets.primary", section.primary)] + [(f"evalsets.sets.{n}", s) for n, s in section.sets.items()]
 
 
+def _below(section, problems):
+    """(path, message) of what a section says of its own keys; one that is of no single key has none."""
+    return ((f"{section}.{key}" if key else section, message) for key, message in problems)
+
+
 def _check_readable(path, location):
     if location is None:
         return
@@ -193,8 +198,7 @@ def _check_lora_fits(v):
 
 def _check_regression(v):
     section = v["evalsets"]
-    for key, message in section.regression.problems():
-        yield f"evalsets.regression.{key}", message
+    yield from _below("evalsets.regression", section.regression.problems())
     if section.regression.action == "replay" and not any(s.held_out_of for _, s in _eval_sources(v)):
         message = "got replay, but no eval set is held out of a source whose share could be raised"
         yield "evalsets.regression.action", f"{message}; give one a held_out_of, or choose log, checkpoint or stop"
@@ -203,7 +207,7 @@ def _check_regression(v):
 def _check_gold(v):
     section = v["evalsets"]
     problems = section.gold.problems()
-    yield from ((f"evalsets.gold.{key}", message) for key, message in problems)
+    yield from _below("evalsets.gold", problems)
     names = [PRIMARY, *section.sets]
     if not problems and (name := section.gold.target[0]) not in names:
         yield "evalsets.gold.minimise", no_such("eval set", name, names)
@@ -237,13 +241,11 @@ def _check_dropout(v):
 
 
 def _check_optim(v):
-    yield from ((f"optim.{key}", message) for key, message in check_rates(v["optim"]))
-    yield from ((f"optim.{key}", message) for key, message in v["optim"].problems())
+    yield from _below("optim", [*check_rates(v["optim"]), *v["optim"].problems()])
 
 
 def _check_mesh(v):
-    problems = v["mesh"].problems()
-    yield from ((f"mesh.{key}" if key else "mesh", message) for key, message in problems)
+    yield from _below("mesh", v["mesh"].problems())
 
 
 def _check_axes(v):
@@ -265,10 +267,7 @@ def _check_tied(v):
 
 
 def _check_model(v):
-    yield from (
-        (f"model.{key}" if key else "model", message)
-        for key, message in model_problems(v["model"], known_vocab_size(v))
-    )
+    yield from _below("model", model_problems(v["model"], known_vocab_size(v)))
 
 
 def _check_logging(v):
@@ -286,7 +285,7 @@ def _check_logging(v):
 
 def _check_generate(v):
     section, names = v["logging"].generate, [PRIMARY, *v["evalsets"].sets]
-    yield from ((f"logging.generate.{key}", message) for key, message in section.problems())
+    yield from _below("logging.generate", section.problems())
     if section.from_evalset is not None and section.from_evalset not in names:
         yield "logging.generate.from_evalset", no_such("eval set", section.from_evalset, names)
 
