@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from curriculum.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from curriculum.errors import InputError, check_choice
-from curriculum.record.events import AVERAGES
+from curriculum.record.events import EMA, PHASE_MEAN
 from curriculum.run import RunDirectory, find_checkpoint, read_ledger
 
 if TYPE_CHECKING:
     from curriculum.config import Config
     from curriculum.model.model import Model
-
-_EMA, _PHASE_MEAN = AVERAGES
 
 
 @dataclass(frozen=True)
@@ -38,9 +36,9 @@ class Weights:
         """Of "raw", "ema" or "mean:PHASE". Raises InputError for any other."""
         kind, _, phase = text.partition(":")
         if kind == "mean":
-            return cls(_PHASE_MEAN, phase)
+            return cls(PHASE_MEAN, phase)
         check_choice("--weights", text, ("raw", "ema", "mean:PHASE"))
-        return cls() if text == "raw" else cls(_EMA)
+        return cls() if text == "raw" else cls(EMA)
 
     def __str__(self) -> str:
         return f"mean:{self.phase}" if self.phase is not None else self.average or "raw"

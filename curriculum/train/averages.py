@@ -22,7 +22,7 @@ from curriculum.errors import InputError
 from curriculum.manifest import damage, write_manifest
 from curriculum.model.model import Params
 from curriculum.record.append import DISK_ERRORS, tell
-from curriculum.record.events import AVERAGES
+from curriculum.record.events import EMA, PHASE_MEAN
 from curriculum.record.wording import listed
 from curriculum.run import RunDirectory, checkpoint_steps
 from curriculum.scheduling import mean_steps
@@ -34,7 +34,6 @@ from curriculum.train.processes.together import count, from_first, is_first
 from curriculum.train.setup import Setup
 from curriculum.train.step import TrainState
 
-EMA, PHASE_MEAN = AVERAGES
 SIDECAR = "mean.json"
 
 

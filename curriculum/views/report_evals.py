@@ -9,7 +9,7 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-from curriculum.record.events import number, record_name
+from curriculum.record.events import EMA, PHASE_MEAN, number, record_name
 from curriculum.record.queries import EvalPoint, evalset_facts
 from curriculum.record.sentences import verdict
 from curriculum.record.wording import WITH_SCATTER, loss, signed
@@ -67,7 +67,7 @@ def eval_figures(
     alone, panels = len(names) == 1, []
     for name in names:
         curves = [eval_curve(name, colors[name], points[name], marks=marks.get(name, ()))]
-        for average, style in (("ema", (0, (4, 2))), ("phase_mean", "D")):
+        for average, style in ((EMA, (0, (4, 2))), (PHASE_MEAN, "D")):
             if of_average := points.get(f"{name}@{average}"):
                 curves.append(eval_curve(average, colors[name], of_average, style=style)._replace(sems=()))
         last = points[name][-1]
