@@ -7,12 +7,11 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 import yaml
 from click.testing import CliRunner
-from orbax.checkpoint import StandardCheckpointer
+from compared_runs import saved_arrays, without_clock
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.util import tensor_util
 
@@ -33,10 +32,6 @@ from curriculum.views.shared_past import shared_past
 from phases.replay import ReplayRefused
 from phases.schedule import segments_from_json
 
-CLOCK_FIELDS = {
-    "timestamp", "elapsed_s", "eval_duration_s", "tokens_per_sec", "step_time_s", "peak_memory_gb", "started_at",
-    "first_step_compile_time_s", "switch_stall_s", "total_elapsed_s", "steps_per_sec",
-}  # fmt: skip
 WORDS = {
     "web": "the quick brown fox jumps over a lazy dog while rain falls on quiet green hills".split(),
     "code": "def return for while if else class import lambda yield ( ) [ ] { } : = + -".split(),
@@ -109,14 +104,7 @@ def branched(folder, whole):
 
 
 def state(run_dir, step):
-    """Every array of a checkpoint, as bytes by its path."""
-    arrays = {}
-    with StandardCheckpointer() as checkpointer:
-        for item in ("params", "train"):
-            restored = checkpointer.restore((run_dir / "checkpoints" / str(step) / item).absolute())
-            arrays |= {(item, str(path)): np.asarray(a).tobytes() for path, a in jax.tree.leaves_with_path(restored)}
-    assert len(arrays) > 20
-    return arrays
+    return saved_arrays(run_dir / "checkpoints" / str(step))
 
 
 def record(run_dir, up_to=10**9):
@@ -125,8 +113,8 @@ def record(run_dir, up_to=10**9):
     skipped = ("resume", "checkpoint", "schedule_edit")
     rows = [
         [
-            {k: v for k, v in line.items() if k not in CLOCK_FIELDS | {"progress_pct"}}
-            for line in lines
+            {k: v for k, v in line.items() if k != "progress_pct"}
+            for line in without_clock(lines)
             if line["step"] <= up_to and line.get("event") not in skipped
         ]
         for lines in (run.events, run.metrics)
@@ -406,8 +394,7 @@ def replaying(folder):
 
 
 def edits(run_dir):
-    lines = [event for event in load_run(run_dir).events if event["event"] == "schedule_edit"]
-    return [{k: v for k, v in line.items() if k not in CLOCK_FIELDS} for line in lines]
+    return without_clock(event for event in load_run(run_dir).events if event["event"] == "schedule_edit")
 
 
 @pytest.mark.parametrize("at", [14, 13, 12, 10])

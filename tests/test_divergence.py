@@ -6,10 +6,10 @@ import shlex
 import shutil
 import signal
 
-import jax
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from compared_runs import CLOCK_FIELDS, saved_arrays, without_clock
 from tiny_run import flip_bit, tiny_data, tiny_train, write_corpus
 
 from curriculum.branch import branch
@@ -31,10 +31,6 @@ from curriculum.views.inspection import inspect_run
 from curriculum.views.model_card_sections import training
 
 BAD, SWITCH, STEPS, ROWS, LENGTH = range(135, 138), 70, 150, 8, 16
-CLOCK_FIELDS = {
-    "timestamp", "elapsed_s", "eval_duration_s", "tokens_per_sec", "step_time_s", "peak_memory_gb", "started_at",
-    "first_step_compile_time_s", "switch_stall_s", "total_elapsed_s", "steps_per_sec",
-}  # fmt: skip
 
 
 def config_data(folder, **changes):
@@ -117,24 +113,14 @@ def from_the_start(place):
 
 
 def state_of(run_dir, step=STEPS):
-    from orbax.checkpoint import StandardCheckpointer
-
-    with StandardCheckpointer() as checkpointer:
-        trees = [
-            checkpointer.restore((run_dir / f"checkpoints/{step}/{item}").absolute()) for item in ("params", "train")
-        ]
-    leaves = {jax.tree_util.keystr(path): np.asarray(a).tobytes() for path, a in jax.tree.leaves_with_path(trees)}
-    assert len(leaves) > 20 and any("guard" in name for name in leaves)
-    return leaves
+    arrays = saved_arrays(run_dir / f"checkpoints/{step}")
+    assert any("guard" in name for name in arrays)
+    return arrays
 
 
 def record(run_dir, without=("resume", "rollback")):
     run = load_run(run_dir)
-
-    def plain(rows):
-        return [{k: v for k, v in row.items() if k not in CLOCK_FIELDS} for row in rows]
-
-    return plain(e for e in run.events if e["event"] not in without), plain(run.metrics)
+    return without_clock(e for e in run.events if e["event"] not in without), without_clock(run.metrics)
 
 
 def last_loss(run_dir):
@@ -249,9 +235,7 @@ def test_a_branch_takes_over_what_its_trunk_passed_over(place, tmp_path, monkeyp
         branch(tmp_path / "trunk", at, tmp_path / f"at{at}", store_dir=place / "store")
         assert state_of(tmp_path / f"at{at}", 30) == state_of(tmp_path / "trunk", 30)
         (told,) = [e for e in load_run(tmp_path / f"at{at}").events if e["event"] == "rollback"]
-        assert {k: v for k, v in told.items() if k not in CLOCK_FIELDS} == {
-            k: v for k, v in rollback.items() if k not in CLOCK_FIELDS
-        }
+        assert without_clock([told]) == without_clock([rollback])
         ledger = json.loads((tmp_path / f"at{at}/checkpoints/30/ledger/metadata").read_text())
         assert ledger["history"]["rollbacks"] == [{"step": 15, "first_bad_step": 17, "skip_steps": 3}]
 

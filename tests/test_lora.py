@@ -13,13 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compared_runs import without_clock
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 from started import free_port
 from test_peers import meet
 from test_peers import together as at_once
-from tiny_run import CLOCK_FIELDS, flip_bit, tiny_data, write_corpus
+from tiny_run import flip_bit, tiny_data, write_corpus
 
 from curriculum.adaptation import resolved_model
 from curriculum.branch import branch
@@ -376,10 +377,7 @@ def test_a_checkpoint_measured_later_gives_the_same_sums(place, weights):
 def lines_of(run):
     found = load_run(run)
     events = [event for event in found.events if event["event"] != "resume"]
-    return [
-        [{k: v for k, v in line.items() if k not in CLOCK_FIELDS} for line in lines]
-        for lines in (events, found.metrics)
-    ]
+    return without_clock(events), without_clock(found.metrics)
 
 
 def test_after_a_kill_it_goes_on_bit_for_bit(place, copied):

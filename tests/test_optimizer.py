@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compared_runs import saved_arrays
 
 from curriculum.config import build_config, load_config
 from curriculum.errors import InputError
@@ -338,21 +339,6 @@ def run_config(text, **optim):
     )
 
 
-def final_arrays(run_dir):
-    """Every array of the newest checkpoint as bytes, by name."""
-    from orbax.checkpoint import StandardCheckpointer
-
-    arrays = {}
-    for item in ("params", "train"):
-        with StandardCheckpointer() as checkpointer:
-            tree = checkpointer.restore((run_dir / "checkpoints/7" / item).absolute())
-        arrays |= {
-            f"{item}{jax.tree_util.keystr(p)}": np.asarray(a).tobytes() for p, a in jax.tree.leaves_with_path(tree)
-        }
-    assert len(arrays) > 20
-    return arrays
-
-
 @pytest.mark.parametrize(
     ("optim", "other", "told"),
     [
@@ -369,13 +355,13 @@ def final_arrays(run_dir):
 def test_each_learns_and_resumes_bit_for_bit(text, tmp_path, optim, other, told):
     config = run_config(text, **optim)
     train(config, tmp_path, store_dir=text.parent)
-    whole, losses = final_arrays(tmp_path), [row["loss"] for row in load_run(tmp_path).metrics]
+    whole, losses = saved_arrays(tmp_path / "checkpoints/7"), [row["loss"] for row in load_run(tmp_path).metrics]
     assert losses[0] == pytest.approx(math.log(257), abs=0.05) and losses[-1] < losses[0] - 0.1
     with pytest.raises(InputError, match=told):
         train(run_config(text, **other), tmp_path, resume=3, store_dir=text.parent)
 
     assert train(config, tmp_path, resume=3, store_dir=text.parent)["skipped_updates"] == 0
-    assert final_arrays(tmp_path) == whole
+    assert saved_arrays(tmp_path / "checkpoints/7") == whole
     assert losses == [row["loss"] for row in load_run(tmp_path).metrics] and len(losses) == 7
     # Step 3 is between two of sophia's estimates.
     assert [event["step"] for event in load_run(tmp_path).events if event["event"] == "resume"] == [3]

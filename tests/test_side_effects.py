@@ -7,10 +7,10 @@ import sys
 import jax
 import numpy as np
 import pytest
+from compared_runs import saved_arrays, without_clock
 
 from curriculum.config import build_config
 from curriculum.run import checkpoint_steps, load_run
-from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.trainer import train
 
 STEPS = 12
@@ -60,19 +60,14 @@ def plain(data, store, tmp_path_factory):
 def final_bits(run_dir):
     """Every array of the last checkpoint that training goes on from."""
     folder = run_dir / "checkpoints" / str(checkpoint_steps(run_dir / "checkpoints")[-1])
-    arrays = {
-        f"{item}{jax.tree_util.keystr(path)}": array.tobytes()
-        for item in ("params", "train")
-        for path, array in jax.tree_util.tree_leaves_with_path(load_params(folder / item))
-    }
-    assert len(arrays) > 20 and any("opt_state" in name for name in arrays)
+    arrays = saved_arrays(folder)
+    assert any("opt_state" in name for name in arrays)
     return folder.name, arrays
 
 
 def losses(run_dir):
     """Each metrics row without the clock, by its step."""
-    clock = ("tokens_per_sec", "step_time_s", "peak_memory_gb", "first_step_compile_time_s", "switch_stall_s")
-    return {row["step"]: {k: v for k, v in row.items() if k not in clock} for row in load_run(run_dir).metrics}
+    return {row["step"]: row for row in without_clock(load_run(run_dir).metrics)}
 
 
 def changed(data, section, **changes):

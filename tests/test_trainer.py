@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from compared_runs import saved_arrays, without_clock
 from tiny_run import tiny_data, tiny_train, write_corpus
 
 from curriculum.config import build_config
@@ -20,11 +21,6 @@ from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.setup import build
 from curriculum.train.step import read_window
 from curriculum.train.trainer import train
-
-CLOCK_FIELDS = {
-    "timestamp", "elapsed_s", "eval_duration_s", "tokens_per_sec", "step_time_s", "peak_memory_gb", "started_at",
-    "first_step_compile_time_s", "switch_stall_s", "total_elapsed_s", "steps_per_sec",
-}  # fmt: skip
 
 WORDS = {
     "web": "the quick brown fox jumps over a lazy dog while rain falls on quiet green hills".split(),
@@ -77,39 +73,16 @@ def config_data(corpus, **changes):
 
 def final_state(run_dir: Path):
     """Every array of the newest checkpoint as bytes."""
-    from orbax.checkpoint import StandardCheckpointer
-
     step = Checkpoints(run_dir / "checkpoints").steps()[-1]
-    arrays = {}
-    with StandardCheckpointer() as checkpointer:
-        for item in ("params", "train"):
-            restored = checkpointer.restore((run_dir / "checkpoints" / str(step) / item).absolute())
-            _flatten(restored, item, arrays)
-    assert len(arrays) > 20
-    return step, arrays
-
-
-def _flatten(tree, path, out):
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            _flatten(value, f"{path}/{key}", out)
-    elif isinstance(tree, list | tuple):
-        for key, value in enumerate(tree):
-            _flatten(value, f"{path}/{key}", out)
-    elif tree is not None:
-        out[path] = np.asarray(tree).tobytes()
+    return step, saved_arrays(run_dir / "checkpoints" / str(step))
 
 
 def record(run_dir: Path, *, without=("resume",)):
     """Events and metrics with the fields of clock, speed and memory taken out."""
     run = load_run(run_dir)
-
-    def plain(rows):
-        return [{k: v for k, v in row.items() if k not in CLOCK_FIELDS} for row in rows]
-
-    events = plain(e for e in run.events if e["event"] not in without)
+    events = without_clock(e for e in run.events if e["event"] not in without)
     assert events and run.metrics
-    return events, plain(run.metrics)
+    return events, without_clock(run.metrics)
 
 
 @pytest.fixture(scope="session")

@@ -4,16 +4,12 @@ import json
 from pathlib import Path
 
 import numpy as np
+from compared_runs import saved_arrays, without_clock
 
 from curriculum.config import build_config
 from curriculum.run import load_run
-from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.trainer import train
 
-CLOCK_FIELDS = {
-    "timestamp", "elapsed_s", "eval_duration_s", "tokens_per_sec", "step_time_s", "peak_memory_gb", "started_at",
-    "first_step_compile_time_s", "switch_stall_s", "total_elapsed_s", "steps_per_sec",
-}  # fmt: skip
 WORDS = {"web": "the quick brown fox jumps over a lazy dog", "law": "whereas the party of first part shall"}
 
 
@@ -51,24 +47,14 @@ def tiny_train(place: Path, run_dir: Path, resume=None, **sections) -> dict:
 
 def last_state(run_dir: Path) -> dict[str, bytes]:
     """Every array of the checkpoint of step 12."""
-    import jax
-
-    arrays = {}
-    for item in ("params", "train", "baselines"):
-        for path, array in jax.tree.leaves_with_path(load_params(run_dir / "checkpoints/12" / item)):
-            arrays[item + jax.tree_util.keystr(path)] = np.asarray(array).tobytes()
-    assert len(arrays) > 20
-    return arrays
+    return saved_arrays(run_dir / "checkpoints/12", ("params", "train", "baselines"))
 
 
 def record(run_dir: Path, without=("resume", "checkpoint_failed")) -> tuple[list, list]:
     """Events and metrics with the fields of clock, speed and memory taken out."""
     run = load_run(run_dir)
     assert run.events and run.metrics
-    return tuple(
-        [{k: v for k, v in line.items() if k not in CLOCK_FIELDS} for line in lines if line.get("event") not in without]
-        for lines in (run.events, run.metrics)
-    )
+    return without_clock(e for e in run.events if e["event"] not in without), without_clock(run.metrics)
 
 
 def assert_same_run(run_dir: Path, other: Path, golds: bool = True) -> None:
