@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from tiny_run import flip_bit
+from tiny_run import flip_bit, with_changes
 
 from curriculum.branch import branch
 from curriculum.config import build_config
@@ -168,11 +168,7 @@ def test_a_moving_average_begins_with_the_parameters_where_the_checkpoint_has_no
 
 
 def changed(folder, **changes):
-    data = config_data(folder, ema_decay=0.5, phase_mean=3)
-    for key, value in changes.items():
-        section, _, name = key.partition("__")
-        data[section][name] = value
-    return build_config(data)
+    return build_config(with_changes(config_data(folder, ema_decay=0.5, phase_mean=3), changes))
 
 
 def mean_steps(run, phase):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from compared_runs import CLOCK_FIELDS, saved_arrays, without_clock
-from tiny_run import flip_bit, tiny_data, tiny_train, write_corpus
+from tiny_run import flip_bit, tiny_data, tiny_train, with_changes, write_corpus
 
 from curriculum.branch import branch
 from curriculum.cli.main import cli
@@ -54,13 +54,7 @@ def config_data(folder, **changes):
         "checkpoint": {"every": 4, "keep": 3},
         "logging": {"every": 1, "tensorboard": False},
     }
-    for key, value in changes.items():
-        section, _, name = key.partition("__")
-        if name:
-            data[section][name] = value
-        else:
-            data[section] = value
-    return data
+    return with_changes(data, changes)
 
 
 ROLLBACK = {"train__rollback": {"after": 3, "skip_steps": 5, "max": 2}}

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from compared_runs import saved_arrays, without_clock
-from tiny_run import tiny_data, tiny_train, write_corpus
+from tiny_run import tiny_data, tiny_train, with_changes, write_corpus
 
 from curriculum.config import build_config
 from curriculum.errors import InputError
@@ -62,13 +62,7 @@ def config_data(corpus, **changes):
         "checkpoint": {"every": 5, "keep": 3},
         "logging": {"every": 3, "tensorboard": False},
     }
-    for key, value in changes.items():
-        section, _, name = key.partition("__")
-        if name:
-            data[section][name] = value
-        else:
-            data[section] = value
-    return data
+    return with_changes(data, changes)
 
 
 def final_state(run_dir: Path):

@@ -1,6 +1,7 @@
 """A run of 12 steps that takes as little time as a run can: what tests of resume, damage and full disks start from."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,14 @@ def tiny_data(corpus: Path, **sections) -> dict:
         "checkpoint": {"every": 2, "keep": 3},
         "logging": {"every": 1, "tensorboard": False},
     } | sections
+
+
+def with_changes(data: dict, changes: Mapping) -> dict:
+    """The data of a config changed by `section__key` or whole sections."""
+    for name, value in changes.items():
+        section, _, key = name.partition("__")
+        data[section] = {**data[section], key: value} if key else value
+    return data
 
 
 def tiny_train(place: Path, run_dir: Path, resume=None, **sections) -> dict:
