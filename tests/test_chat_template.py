@@ -4,6 +4,7 @@ import json
 
 import pytest
 from hf_folders import FAMILIES, SPECIAL_TEXT, TEXTS, corpus, write_folder
+from test_chat import turns
 from test_hf_writer import own_tokenizer
 from tokenizers import Tokenizer as Library
 
@@ -24,10 +25,6 @@ KINDS = ("byte", "char", "bpe", "tiktoken", *FAMILIES)
 # Families whose special tokens ChatML spells, and those that put a blank before a document.
 WITHOUT_BOS = {"ChatML": {"qwen", "llama2", "mistral", "unigram"}, "OWN": {"llama2", "mistral", "unigram"}}
 CHATS = {"ChatML": CHATML, "OWN": OWN}
-
-
-def turns(*pairs):
-    return [{"role": role, "content": content} for role, content in pairs]
 
 
 TALKS = [

@@ -21,11 +21,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
+from test_documents import read_documents
 
 from curriculum.data import documents, flat, prepare
 from curriculum.data.cache import building, content_of, digest
 from curriculum.data.chat import CHATML, ChatConfig
-from curriculum.data.pieces import read_pieces
 from curriculum.data.prepare import (
     find_store,
     find_tokenizer,
@@ -73,17 +73,6 @@ def store_dir(tmp_path):
 
 
 BPE = TokenizerConfig(kind="bpe", vocab_size=300)
-
-
-def read_documents(source):
-    """The documents that are not empty, each in one string."""
-    found, parts = [], []
-    for piece in read_pieces(source):
-        parts.append(piece.text)
-        if piece.ends_document:
-            found.append("".join(parts))
-            parts = []
-    return [text for text in found if text]
 
 
 class Recorder:
