@@ -108,12 +108,7 @@ class Peers:
                 return
             self._left = self._ending = True
             self._changed.notify_all()
-        message = {"kind": "gone", "index": self.index, "why": why, "exit_code": exit_code}
-        for index in self._sockets:
-            try:
-                self._send(index, message)
-            except OSError:  # it is gone as well
-                pass
+        self._send_all({"kind": "gone", "index": self.index, "why": why, "exit_code": exit_code})
 
     def see_off(self) -> None:
         """Of process 0, before it ends: wait a while for the others to. jax's service ends with it, and a process that
@@ -317,10 +312,7 @@ class Peers:
         if self.index == 0:
             for other in self._sockets:
                 if other != index:
-                    try:
-                        self._send(other, {"kind": "gone", "index": index, "why": why, "exit_code": exit_code})
-                    except OSError:
-                        pass
+                    self._send(other, {"kind": "gone", "index": index, "why": why, "exit_code": exit_code})
         if why is not None:
             with self._changed:
                 if self._changed.wait_for(lambda: self._left or self._closed, GRACE_SECONDS):
@@ -345,7 +337,7 @@ class Peers:
             try:
                 self._sockets[index].sendall(framed)
             except OSError:
-                if self._left or self._ending:
+                if self._ending:  # it is gone as well
                     return
                 threading.Event().wait(GRACE_SECONDS)  # the receiving thread has noticed, and ends this process
                 raise
