@@ -55,10 +55,11 @@ class Checkpoints:
 
     With `keep_planned` = (every, n) also the newest n whose step is a multiple of `every`.
 
-    A step's folder holds `params` (restorable alone), `train` (optimizer state and accumulators), `ledger`
-    (plain JSON: segments, consumption, the record's offsets), `baselines` (nats of every eval window at the evals
-    that later ones are compared with) and the checksums of all of it in `manifest.json`. It gets its name when it is
-    whole and on the disk, and loses it before anything of it is deleted. Nothing is made before the first save.
+    A step's folder holds `params` (restorable alone), `train` (optimizer state and accumulators), `ema` where a moving
+    average is kept, `ledger` (plain JSON: segments, consumption, the record's offsets), `baselines` (nats of every eval
+    window at the evals that later ones are compared with) and the checksums of all of it in `manifest.json`. It gets
+    its name when it is whole and on the disk, and loses it before anything of it is deleted. Nothing is made before the
+    first save.
 
     Of a run of several processes all call the same methods in the same order. Each writes and reads the parts of the
     arrays that its devices hold, into one folder that all of them see; everything else of a method process 0 does.
@@ -233,19 +234,9 @@ class Checkpoints:
         ema = None
         if like.ema is not None:
             has_average = together.from_first((folder / _EMA).is_dir)
-            ema = self.restore_params(step, like.params, ema=has_average)
+            ema = load_params(folder / (_EMA if has_average else "params"), like.params)
         saved_step = placed(np.int32(step), like.step.sharding)
         return TrainState(params=params, step=saved_step, ema=ema, **rest)
-
-    def restore_params(self, step: int, like: Any, *, ema: bool = False) -> Any:
-        """The parameters of a step alone, or their moving average; nothing else is read.
-
-        Raises InputError where the step has no moving average, cannot be read, or is not of the shapes of `like`.
-        """
-        item = self._folder(step) / (_EMA if ema else "params")
-        if not item.is_dir():
-            raise InputError(f"{self.directory}: step {step} was saved without a moving average (averages.ema_decay)")
-        return load_params(item, like)
 
     def set_aside_after(self, step: int) -> None:
         """Move the steps after `step`, and what has a step's name but is none, into `superseded/` beside this folder.
