@@ -177,10 +177,10 @@ def _ask_gate(run: Running, done: int, step: int) -> tuple[str | None, float | N
             return f"its checkpoint was not saved: {run.why_not_saved}", None, None
 
         def answered() -> tuple[str | None, float | None, int | None, bool]:
-            folder, stopped = run.best.gold_folder(step), lambda: stop is not None and stop.received is not None
+            folder, stopped = run.directory.gold / str(step), lambda: stop is not None and stop.received is not None
             answer = run_gate(config.gate, folder, config.gate_timeout_seconds, stopped)
-            if why := damage(run.best.gold_folder(step)):
-                if run.best.gold_folder(step).exists():
+            if why := damage(folder):
+                if folder.exists():
                     golds.set_aside(step)  # else it stays among those that are whole
                 return f"it damaged the checkpoint gold/{step}: {why}", None, None, False
             if answer is None:

@@ -89,9 +89,6 @@ class BestCheckpoints:
     def places(self) -> tuple[Checkpoints, Checkpoints]:
         return self.gold, self.kept
 
-    def gold_folder(self, step: int) -> Path:
-        return self._directory.gold / str(step)
-
     def note_saving(self, step: int, state: GoldState) -> None:
         """Note that a checkpoint of `step` is being saved, with `state` in its ledger."""
         self._needed_by[step] = kept_steps(state)
