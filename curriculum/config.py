@@ -9,7 +9,6 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any
 
 from curriculum.adaptation import AdaptationSection
@@ -30,9 +29,8 @@ from curriculum.data.packing import PackingConfig
 from curriculum.data.sources import SourceConfig
 from curriculum.data.tokenizers.tokenizer import TokenizerConfig
 from curriculum.errors import InputError
-from curriculum.heritage import INHERITED, Heritage, heritage, model_from
+from curriculum.heritage import INHERITED, Heritage, heritage, model_from, run_begun_in
 from curriculum.model.presets import ModelSection
-from curriculum.run import RunDirectory
 from curriculum.train.mesh import MeshConfig
 from curriculum.typed import Limits, Problems, annotations, read
 from curriculum.variables import substitute
@@ -231,8 +229,8 @@ def _as_yaml(given: Any, path: str, problems: Problems) -> Any:
 
 def _keeps_tokenizer(values: Mapping[str, Any], continues: str | os.PathLike | None) -> bool:
     """Whether a run goes on with its own copy of the tokenizer, and needs no other."""
-    own = None if continues is None else RunDirectory(Path(continues))
-    if own is None or not own.tokenizer.exists() or not own.resolved_config.exists():
+    own = run_begun_in(continues)
+    if own is None or not own.tokenizer.exists():
         return False
     return "tokenizer" in values and own.resolved()["tokenizer"] == _plain(values["tokenizer"])
 

@@ -77,8 +77,7 @@ def heritage(init_from: str, continues: str | os.PathLike | None) -> Heritage:
     A run that goes on has its own copy of all of it: with `continues`, the directory of one that began from there,
     nothing else is looked at. Raises InputError where there is no checkpoint to begin from.
     """
-    if continues is not None and RunDirectory(Path(continues)).resolved_config.exists():
-        own = RunDirectory(Path(continues))
+    if (own := run_begun_in(continues)) is not None:
         resolved = own.resolved()
         if same_place(resolved.get("adaptation", {}).get("init_from"), init_from) and own.tokenizer.exists():
             return _heritage_of(own, {name: resolved[name] for name in INHERITED}, own.architecture())
@@ -93,6 +92,12 @@ def heritage(init_from: str, continues: str | os.PathLike | None) -> Heritage:
         model = model | {"rope_theta": architecture["rope_theta"]}
     sections = {"model": model, "tokenizer": asdict(TokenizerConfig(kind, path=path))}
     return _heritage_of(base.directory, sections, architecture)
+
+
+def run_begun_in(continues: str | os.PathLike | None) -> RunDirectory | None:
+    """The run that a config goes on with, in the directory `continues`; None where none was begun there."""
+    own = None if continues is None else RunDirectory(Path(continues))
+    return own if own is not None and own.resolved_config.exists() else None
 
 
 def _heritage_of(directory: RunDirectory, sections: dict[str, Any], architecture: dict[str, Any]) -> Heritage:
@@ -131,8 +136,8 @@ def model_from(data: dict[str, Any], continues: str | os.PathLike | None) -> dic
     if model.get("preset") is not None:
         raise InputError(f"got {model['from']!r} beside the preset {model['preset']!r}; expected one of the two")
     folder = Path(os.path.expanduser(model["from"]))
-    own = None if continues is None else RunDirectory(Path(continues))
-    if own is not None and own.resolved_config.exists() and not folder.exists():
+    own = run_begun_in(continues)
+    if own is not None and not folder.exists():
         its = own.resolved()["model"] or {}
     else:
         its = architecture_fields(read_hf_config(folder))
