@@ -13,7 +13,6 @@ from typing import Annotated, Any
 
 from curriculum.adaptation import AdaptationSection
 from curriculum.config_checks import CHECKS, PATH_CHECKS, TOKENIZER_PATH_CHECKS
-from curriculum.config_keys import field_key, no_such
 from curriculum.config_sections import (
     AveragesSection,
     CheckpointSection,
@@ -28,11 +27,11 @@ from curriculum.data.chat import ChatConfig
 from curriculum.data.packing import PackingConfig
 from curriculum.data.sources import SourceConfig
 from curriculum.data.tokenizers.tokenizer import TokenizerConfig
-from curriculum.errors import InputError
+from curriculum.errors import InputError, no_such
 from curriculum.heritage import INHERITED, Heritage, heritage, model_from, run_begun_in
 from curriculum.model.presets import ModelSection
 from curriculum.train.mesh import MeshConfig
-from curriculum.typed import Limits, Problems, annotations, read
+from curriculum.typed import Limits, Problems, annotations, field_key, read
 from curriculum.variables import substitute
 from curriculum.yaml12 import Origin, read_override, read_yaml
 from evalsets.evalset import PRIMARY

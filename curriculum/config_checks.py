@@ -9,11 +9,10 @@ import shlex
 import shutil
 from pathlib import Path
 
-from curriculum.config_keys import no_such
 from curriculum.config_sections import EvalSource
 from curriculum.config_shapes import SHAPE_CHECKS, known_vocab_size, model_of
 from curriculum.data.split import parse_share
-from curriculum.errors import FieldError, no_such_path
+from curriculum.errors import FieldError, no_such, no_such_path
 from curriculum.model.presets import model_problems
 from curriculum.record.events import Recorded
 from evalsets.evalset import PRIMARY

@@ -1,7 +1,7 @@
-"""What is raised where the user gave something wrong: InputError, and FieldError of one key of a section."""
+"""What is raised where the user gave something wrong, and how it is said: InputError, FieldError of one key."""
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 
@@ -33,6 +33,15 @@ def check_choice(option: str, name: str, choices: Collection[str]) -> None:
         near = get_close_matches(name, choices, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise InputError(f"{option} {name}: there is no such one; {hint}expected one of: {', '.join(choices)}")
+
+
+def no_such(what: str, name: str, known: Iterable[str]) -> str:
+    """`no such key; did you mean ...? (keys: ...)`."""
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, list(known), 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"no such {what}{hint} ({what}s: {', '.join(sorted(known))})"
 
 
 def no_such_path(path: Path) -> str:

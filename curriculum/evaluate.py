@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from curriculum.config import Config, changed_config
-from curriculum.config_keys import no_such
 from curriculum.data.config_stores import place_of
 from curriculum.data.corpus import find_read_documents, load_evalsets
 from curriculum.data.documents import rows_as_text_warnings
-from curriculum.errors import InputError
+from curriculum.errors import InputError, no_such
 from curriculum.plan_warnings import evalset_warnings
 from curriculum.record.events import config_name, record_name
 from curriculum.run import DEFAULT_STORE_DIR, load_run

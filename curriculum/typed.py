@@ -17,8 +17,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Annotated, Any, Literal, NamedTuple
 
-from curriculum.config_keys import field_key, no_such
-from curriculum.errors import FieldError
+from curriculum.errors import FieldError, no_such
 
 Problems = list[tuple[str, str]]  # (path, message)
 _WORDS = {str: "text", int: "an integer", float: "a number", bool: "true or false", dict: "a mapping"}
@@ -119,6 +118,11 @@ def _dataclass(kind: type, given: dict[str, Any], path: str, problems: Problems)
     except ValueError as error:
         problems.append((path, str(error)))
     return None
+
+
+def field_key(name: str) -> str:
+    """The key of a field in a file: `from` for `from_`, which Python could not be told otherwise."""
+    return name.removesuffix("_")
 
 
 @lru_cache

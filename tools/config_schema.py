@@ -13,10 +13,9 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from curriculum.config import Config, sections
-from curriculum.config_keys import field_key
 from curriculum.config_sections import OptimSection
 from curriculum.train.optimizer import OPTIMIZERS
-from curriculum.typed import annotations
+from curriculum.typed import annotations, field_key
 
 _USE = {
     "type": "string",

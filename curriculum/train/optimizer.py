@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from curriculum.config_keys import no_such
-from curriculum.errors import InputError
+from curriculum.errors import InputError, no_such
 
 if TYPE_CHECKING:
     import optax
