@@ -35,7 +35,7 @@ _TAIL_BYTES = 1 << 16  # more than most metrics rows have
 
 
 class View(Protocol):
-    """Shows the record as it grows. Both methods get exactly what the line in the file says."""
+    """Shows the record as it grows. `event` and `row` get exactly what the line in the file says."""
 
     def event(self, event: dict[str, Any]) -> None: ...
 
