@@ -228,13 +228,13 @@ def error_level(confidence: float, spent: float, planned: int, left: int) -> flo
 
     planned: comparisons in the whole run as it is planned now, one for each set, baseline and eval after the first.
     left: how many of them are still to come, those of the next eval included; 1 or more.
-    The error, 1 - confidence, is divided evenly over the plan. Where a run was extended, some of it is `spent` under an
-    older plan: then the rest is divided over what is left. In both cases the levels of a run sum to no more than it.
+    Three quarters of the error, 1 - confidence, are divided evenly over the plan. Where a run was extended, some of it
+    is `spent` under an older plan: then three quarters of the rest or less are divided over what is left. So the levels
+    of a run sum to no more than the error, and it may be extended again and again: what a rise must exceed grows
+    slowly, as a quantile does with the logarithm of its level.
     """
     error = 1 - confidence
-    rest = error - spent
-    # What only rounding leaves of it is not an error to test at.
-    return min(error / planned, rest / left) if rest > 1e-9 * error else 0.0
+    return min(0.75 * error / planned, max(error - spent, 0.0) / (left + planned / 3))
 
 
 class Change(NamedTuple):
@@ -303,7 +303,9 @@ def _errors(
 def _no_verdict(num_clusters: int, level: float) -> str | None:
     if num_clusters < 2:
         return "all its windows are of one document, so nothing tells how much chance there is in a difference"
-    return None if level > 0 else "what the run may err (evalsets.regression.confidence) is used up by its comparisons"
+    if level > 0:
+        return None
+    return "what the run may err is used up by its comparisons; a lower evalsets.regression.confidence lets it err more"
 
 
 def _loss(nats_N: np.ndarray, tokens_N: np.ndarray) -> np.ndarray:
