@@ -61,8 +61,9 @@ class Config:
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     chat: ChatConfig = field(default_factory=ChatConfig)
     model: ModelSection | None = field(default_factory=lambda: ModelSection(preset="tiny"))
-    """The transformer: a preset, single fields, or both; null where `train(make_model=...)` brings another model. Begun
-    from another run or from a folder, single fields change what that has.
+    """The transformer: a preset (tiny where the section is left out), single fields, which change what a preset has, or
+    without one all of n_layer, n_head, d_model, d_ff and max_seq_len; null where `train(make_model=...)` brings another
+    model. Begun from another run or from a folder, single fields change what that has.
     """
     packing: PackingConfig = field(default_factory=PackingConfig)
     adaptation: AdaptationSection = field(default_factory=AdaptationSection)
@@ -321,7 +322,8 @@ def apply_options(options: Iterable[tuple[str, str]], data: dict, origin: Origin
                 added.append(name)
     if added and isinstance(data, dict) and "phases" not in data:
         replayed = _table(_table(data, "adaptation"), "replay")
-        if mixture := {name: 1.0 for name in added if name not in replayed}:
+        if names := [name for name in added if name not in replayed]:
+            mixture = dict.fromkeys(names, 1 / len(names))
             data["phases"] = [{"name": "adaptation", "until": "end", "mixture": mixture}]
         origin.made_of["phases"] = f"sources.{added[-1]}"
 
