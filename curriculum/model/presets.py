@@ -170,7 +170,7 @@ class ModelSection:
     n_head: int | None = None
     """Query heads; a divisor of d_model, unless d_head says how wide one is."""
     n_kv_head: int | None = None
-    """Key and value heads; a divisor of n_head."""
+    """Key and value heads; a divisor of n_head, and n_head itself where no preset says otherwise."""
     d_model: int | None = None
     """Width of the residual stream."""
     d_ff: int | None = None
@@ -178,19 +178,19 @@ class ModelSection:
     max_seq_len: int | None = None
     """Most positions of a sequence."""
     pos_encoding: Literal["rope", "learned"] | None = None
-    """Rotated queries and keys, or a learned table added to the embedding."""
+    """Rotated queries and keys (rope, where no preset says otherwise), or a learned table added to the embedding."""
     mlp_type: Literal["swiglu", "gelu"] | None = None
-    """Feed-forward: gated, or gelu in its tanh form."""
+    """Feed-forward: gated (swiglu, where no preset says otherwise), or gelu in its tanh form."""
     norm_type: Literal["rmsnorm", "layernorm"] | None = None
-    """Norm before each part of a block and before the head."""
+    """Norm before each part of a block and before the head; rmsnorm where no preset says otherwise."""
     bias: bool | None = None
-    """Biases in linear layers and layernorms."""
+    """Biases in linear layers and layernorms; false where no preset says otherwise."""
     tie_embeddings: bool | None = None
-    """The head is the embedding's transpose."""
+    """The head is the embedding's transpose; true where no preset says otherwise."""
     rope_theta: float | None = None
-    """Base of rope's wavelengths."""
+    """Base of rope's wavelengths; 10,000 where no preset says otherwise."""
     norm_eps: float | None = None
-    """Added to the variance in a norm."""
+    """Added to the variance in a norm; 1e-5 where no preset says otherwise."""
     num_ids: int | None = None
     """Ids that can be predicted, the tokenizer's by default; rows of the embedding from here on are padding."""
     d_head: int | None = None
@@ -206,11 +206,11 @@ class ModelSection:
     sliding_window: int | None = None
     """How many tokens a token sees, itself among them; all before it by default."""
     dropout: float | None = None
-    """Share of what enters the residual stream that is zeroed in training; 0 or more and below 1."""
+    """Share of what enters the residual stream that is zeroed in training; 0, the default, or more and below 1."""
     compute_dtype: Literal["float32", "bfloat16"] | None = None
-    """Type of matrix products and activations; parameters, norms, softmax and loss stay in float32."""
+    """Type of matrix products and activations, float32 by default; parameters, norms, softmax and loss stay in it."""
     remat: Literal["none", "dots", "full"] | None = None
-    """Activation checkpointing: keep all, only products with weights, or only what enters a block."""
+    """Activation checkpointing: keep all (none, the default), only products with weights, or what enters a block."""
     attention: Literal["auto", "plain", "xla", "cudnn"] | None = None
     """How attention is computed: auto is NVIDIA's flash attention (cudnn) where it can be, else plain, or xla where
     mesh.tensor splits the heads."""
