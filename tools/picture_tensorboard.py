@@ -26,6 +26,7 @@ from curriculum.record.curves import all_sets
 from curriculum.record.events import read_events
 
 PATIENCE_SECONDS = 60
+WIDTHS = "path => [path.getBBox().width, path.ownerSVGElement.getBoundingClientRect().width]"
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
@@ -38,18 +39,22 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if find_chromium() is None:
         parser.error(f"no browser on the PATH: install one of {', '.join(CHROMIUM_NAMES)}")
+    if not (options.run / "tensorboard").is_dir():
+        parser.error(f"{options.run}: holds no tensorboard folder (logging.tensorboard)")
     with tensorboard(options.run.resolve().parent) as address, browser() as chromium:
         wait_for(address, options.run)
         page = new_page(chromium, options.width, options.height)
         page.goto(link(options.run, address).replace("=eval_sets", "=eval_sets/loss"))  # this chart alone
         chart = eval_chart(page)
+        path_width, chart_width = drawn(chart).first.evaluate(WIDTHS)
         page.get_by_role("button", name="Settings").first.click()
         chart.get_by_title("Toggle full size mode").click()
         expect(page.get_by_text("Smoothing")).to_have_count(0)
         page.mouse.move(0, 0)
-        page.wait_for_function(  # the curves were drawn again, over the whole width
-            "path => path.getBBox().width > 0.8 * path.ownerSVGElement.getBoundingClientRect().width",
-            arg=drawn(chart).first.element_handle(),
+        page.wait_for_function(  # the chart is wider, and the curves were drawn again: they take the same share of it
+            f"([path, chartWidth, share]) => {{const [own, whole] = ({WIDTHS})(path); "
+            "return whole > chartWidth && own > 0.95 * share * whole}",
+            arg=[drawn(chart).first.element_handle(), chart_width, path_width / chart_width],
         )
         page.screenshot(path=options.output, animations="disabled")
     print(f"{options.output}: {options.output.stat().st_size // 1000} KB")
