@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 import yaml
 from command_line import run
@@ -353,3 +354,29 @@ def test_what_is_imported_is_not_looked_through_for_garbage():
         assert gc.isenabled()
     finally:
         gc.unfreeze()
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (MemoryError("Unable to allocate 1.82 TiB for an array"), "Unable to allocate 1.82 TiB"),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9"), "to allocate 9"),
+    ],
+)
+def test_a_model_beyond_the_memory_is_told_without_a_traceback(folder, monkeypatch, error, told):
+    def too_much(*_, **__):
+        raise error
+
+    monkeypatch.setattr("curriculum.train.dry_run.build", too_much)
+    done = run(folder, "train", "c.yaml", "--dry-run")
+    assert done.returncode == 2 and done.stderr.startswith("error: out of memory: ") and told in done.stderr
+    assert "a higher train.grad_accum, model.remat" in done.stderr
+
+
+def test_another_error_of_a_device_is_raised(folder, monkeypatch):
+    def failed(*_, **__):
+        raise jax.errors.JaxRuntimeError("INTERNAL: it broke")
+
+    monkeypatch.setattr("curriculum.train.dry_run.build", failed)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="it broke"):
+        run(folder, "train", "c.yaml", "--dry-run")

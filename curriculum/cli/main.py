@@ -13,6 +13,10 @@ from curriculum.cli.lasting import lasting
 from curriculum.errors import InputError
 
 _INTERRUPTED = "interrupted; a run that had begun goes on with --resume latest"
+_TAKES_LESS = (
+    "`curriculum plan CONFIG` estimates what an update needs of a device; a higher train.grad_accum, model.remat, a "
+    "shorter seq_len, mesh.fsdp over more devices and a smaller model need less"
+)
 _LONGEST_LINE = 900  # characters of a message
 _COMMANDS = {  # each in the module of its name
     "train": "Train a run through its phases, or continue one.",
@@ -106,6 +110,12 @@ def run_command() -> None:
     except (KeyboardInterrupt, click.Abort):
         print(_INTERRUPTED, file=sys.stderr)
         sys.exit(130)
+    except (MemoryError, RuntimeError) as error:  # of the host; of a device, as jax raises it
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        print(f"error: out of memory: {_one_line(str(error))}", file=sys.stderr)
+        print(f"  {_TAKES_LESS}", file=sys.stderr)
+        sys.exit(2)
 
 
 def _unraisable(lost: sys.UnraisableHookArgs) -> None:
