@@ -370,6 +370,14 @@ def test_all_of_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeyp
     assert sorted(forced) == sorted(expected)
 
 
+def test_a_content_key_is_on_the_disk_before_it_has_its_name(sources, store_dir, monkeypatch):
+    forced = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: forced.append(os.fstat(descriptor)))
+    content_of("web", sources["web"], store_dir)
+    (noted,) = (store_dir / "contents").iterdir()
+    assert [(status.st_ino, status.st_size) for status in forced] == [(noted.stat().st_ino, 32)]
+
+
 def test_a_source_that_changes_meanwhile_is_refused(tmp_path, store_dir):
     path = tmp_path / "a.txt"
     path.write_text("before")
@@ -501,6 +509,24 @@ def test_a_store_is_held_against_its_checksums_once_after_each_touch(sources, st
     tokens.write_bytes(content)
     prepare_store("web", sources["web"], byte_tokenizer(), store_dir)
     assert len(list((store_dir / "verified").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    "noted",
+    [b"", b"abc", bytes(32), b"\xff\xfe" * 16, b"0" * 32 + b"\n"],
+    ids=["empty", "short", "nul", "not_utf8", "longer"],
+)
+def test_a_file_that_holds_no_content_key_counts_as_none(sources, store_dir, noted):
+    made = {name: prepare_store(name, source, byte_tokenizer(), store_dir) for name, source in sources.items()}
+    notes = {path: path.read_bytes() for path in (store_dir / "contents").iterdir()}
+    assert len(notes) == 2
+    for path in notes:
+        path.write_bytes(noted)
+    for name, source in sources.items():
+        assert find_store(name, source, byte_tokenizer(), store_dir) is None
+    for name, source in sources.items():
+        assert prepare_store(name, source, byte_tokenizer(), store_dir).directory == made[name].directory
+    assert {path: path.read_bytes() for path in (store_dir / "contents").iterdir()} == notes
 
 
 def test_a_sidecar_that_says_something_else_is_refused(sources, store_dir):

@@ -8,6 +8,7 @@
 
 import fcntl
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -24,6 +25,7 @@ from curriculum.manifest import sync, sync_folder
 
 READ_BYTES = 1 << 24
 PARTIAL = ".partial"
+_CONTENT_KEY = re.compile(rb"[0-9a-f]{32}")
 
 
 def digest(*parts: object) -> str:
@@ -42,15 +44,17 @@ def source_signature(source: SourceConfig) -> str:
 def find_content(source: SourceConfig, store_dir: Path) -> str | None:
     """The content key of a source, where it was worked out before and no file has been touched since.
 
-    Raises InputError where `store_dir` cannot be looked at.
+    A file that holds no key, as a power cut may leave one, counts as none. Raises InputError where `store_dir` cannot
+    be looked at.
     """
     path = store_dir / "contents" / source_signature(source)
     try:
-        return path.read_text()
+        noted = path.read_bytes()
     except FileNotFoundError:
         return None
     except OSError as error:
         raise _unreadable(path, error) from error
+    return noted.decode() if _CONTENT_KEY.fullmatch(noted) else None
 
 
 def is_there(path: Path) -> bool:
@@ -106,6 +110,7 @@ def content_of(name: str, source: SourceConfig, store_dir: Path) -> str:
         # A name of its own: processes of several machines that share the folder may have the same id.
         temporary = path.with_name(f"{signature}.{secrets.token_hex(8)}")
         temporary.write_text(content.hexdigest())
+        sync(temporary)
         temporary.replace(path)
     return content.hexdigest()
 
