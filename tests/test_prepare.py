@@ -539,6 +539,23 @@ def test_a_sidecar_that_says_something_else_is_refused(sources, store_dir):
             prepare_store("web", sources["web"], byte_tokenizer(), store_dir)
 
 
+def test_a_store_in_the_folder_of_another_is_refused(sources, store_dir):
+    web, code = (prepare_store(name, source, byte_tokenizer(), store_dir) for name, source in sources.items())
+    own, other = ((store.directory / "key").read_text() for store in (web, code))
+    assert (web.directory.name, code.directory.name) == (f"web-{own[:16]}", f"code-{other[:16]}") and len(own) == 32
+    web.directory.rename(store_dir / "aside")
+    code.directory.rename(web.directory)
+    (store_dir / "aside").rename(code.directory)
+    for go in (find_store, prepare_store):
+        with pytest.raises(InputError, match=f"/key: b'{other}'; expected {own}: the store of other .*; delete the fo"):
+            go("web", sources["web"], byte_tokenizer(), store_dir)
+    (web.directory / "key").unlink()  # as in a store of a version that wrote none
+    assert prepare_store("web", sources["web"], byte_tokenizer(), store_dir).facts == code.facts
+    (web.directory / "key").mkdir()
+    with pytest.raises(InputError, match="/key: Is a directory; delete the folder, and it is prepared again"):
+        find_store("web", sources["web"], byte_tokenizer(), store_dir)
+
+
 # --- tokenizers by path and by size -------------------------------------------------------------------------
 
 
@@ -599,7 +616,7 @@ def test_a_flat_file_is_used_where_it_lies(tmp_path, store_dir, monkeypatch, sca
     assert store.documents["bytes"].tolist() == [len(text.encode()) for text in texts]
     hashes = [high << 64 | low for high, low in store.documents["hash"].tolist()]
     assert hashes == [xxhash.xxh3_128(text.encode()).intdigest() for text in texts]
-    assert sorted(path.name for path in store.directory.iterdir()) == ["documents.bin", "store.json"]
+    assert sorted(path.name for path in store.directory.iterdir()) == ["documents.bin", "key", "store.json"]
     assert find_store("flat", source, byte_tokenizer(), store_dir).directory == store.directory
 
 

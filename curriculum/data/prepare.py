@@ -33,7 +33,7 @@ from curriculum.data.progress import Progress
 from curriculum.data.rows import type_name
 from curriculum.data.sources import SourceConfig, would_read
 from curriculum.data.store import FORMAT_VERSION as STORE_VERSION
-from curriculum.data.store import OPENED_VERSION, SIDECAR_NAME, Store, is_store, open_store
+from curriculum.data.store import KEY_NAME, OPENED_VERSION, SIDECAR_NAME, Store, is_store, open_store
 from curriculum.data.store_writer import SHARD_TOKENS
 from curriculum.data.tokenizers.tokenizer import FORMAT_VERSION as TOKENIZER_VERSION
 from curriculum.data.tokenizers.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, load_tokenizer
@@ -152,16 +152,16 @@ def find_store(
     """The store that `prepare_store` would give; None where it is not made yet. Looks at files' sizes and
     times only.
 
-    Raises InputError for a prepared folder made with another tokenizer, and for a store whose sidecar or files' sizes
-    are wrong; the content of the files is not looked at.
+    Raises InputError for a prepared folder made with another tokenizer, and for a store that was made for another key
+    or whose sidecar or files' sizes are wrong; the content of the files is not looked at.
     """
     if is_prepared(source):
         return open_prepared(name, source, tokenizer, chat)
     content = find_content(source, Path(store_dir))
     if content is None:
         return None
-    directory = _store_directory(name, source, tokenizer, Path(store_dir), content, chat)
-    return open_store(directory) if is_there(directory) else None
+    directory, key = _store_place(name, source, tokenizer, Path(store_dir), content, chat)
+    return open_store(directory, key) if is_there(directory) else None
 
 
 def prepare_store(
@@ -184,9 +184,10 @@ def prepare_store(
     if found is not None:
         return _verified(found, store_dir)
     content = _content(name, source, store_dir)
-    directory = _store_directory(name, source, tokenizer, store_dir, content, chat)
+    directory, key = _store_place(name, source, tokenizer, store_dir, content, chat)
 
     def write(folder: Path) -> None:
+        (folder / KEY_NAME).write_text(key)
         signature = source_signature(source)
         if source.is_flat:
             index_flat(source, tokenizer, folder, progress)
@@ -196,7 +197,7 @@ def prepare_store(
             raise _changed(source, f"source {name!r}: ")
 
     build_once(directory, store_dir, write)
-    return _verified(open_store(directory), store_dir)
+    return _verified(open_store(directory, key), store_dir)
 
 
 def _content(name: str, source: SourceConfig, store_dir: Path) -> str:
@@ -310,16 +311,17 @@ def _verified(store: Store, store_dir: Path) -> Store:
     return store
 
 
-def _store_directory(
+def _store_place(
     name: str, source: SourceConfig, tokenizer: Tokenizer, store_dir: Path, content: str, chat: ChatConfig
-) -> Path:
+) -> tuple[Path, str]:
+    """(where the store of a source lies, or will, the key by which it is found there)."""
     # The store of a flat file points to where the file lies, which is therefore part of the key.
     place = os.path.realpath(source.local_path) if source.is_flat else None
     version = OPENED_VERSION if tokenizer.has_own_bos else STORE_VERSION
     key = digest(version, content, tokenizer.fingerprint, *_reading(source, chat), source.dtype, place)
     directory = store_dir / "stores" / f"{name}-{key[:16]}"
     if is_there(directory):
-        return directory
+        return directory, key
     # The name is for people: a store of this key is the same under the name of any source or eval set.
     others = sorted(directory.parent.glob(f"*-{key[:16]}"))
-    return next(filter(is_store, others), directory)
+    return next(filter(is_store, others), directory), key

@@ -6,6 +6,7 @@ A store is a folder:
     scored-00000.bin ...  in a store of conversations, for each of them: one byte a token, 1 in an answer, else 0
     documents.bin         one DOCUMENT record for each document
     store.json            the sidecar, written last: a folder without one is no store; it has the others' checksums
+    key                   in a store folder (`curriculum.data.prepare`): the key by which the store is found there
 """
 
 import json
@@ -27,6 +28,7 @@ from curriculum.manifest import file_checksum
 
 SIDECAR_NAME = "store.json"
 DOCUMENTS_NAME = "documents.bin"
+KEY_NAME = "key"
 FORMAT_VERSION = 3
 OPENED_VERSION = 4  # as FORMAT_VERSION, and each document begins with the tokenizer's bos, which is not end-of-text
 SCORED_DTYPE = np.dtype("u1")
@@ -226,10 +228,11 @@ def is_store(directory: str | Path) -> bool:
     return os.path.isfile(os.path.join(directory, SIDECAR_NAME))  # False, too, where nobody may look
 
 
-def open_store(directory: str | Path) -> Store:
+def open_store(directory: str | Path, key: str | None = None) -> Store:
     """Open a store; its files are held against the sidecar by size, without reading them.
 
-    Raises InputError naming the file where one is missing, of another size, or of another format.
+    Raises InputError naming the file where one is missing, of another size, or of another format, and where the store
+    says that it was made for another `key` than the one given.
     """
     directory = Path(directory)
     path = directory / SIDECAR_NAME
@@ -258,7 +261,20 @@ def open_store(directory: str | Path) -> Store:
             f"{directory / DOCUMENTS_NAME}: the last document ends at token {last_end:,}; expected"
             f" {facts.num_tokens:,}, the end of the stream; {DAMAGED}"
         )
+    if key is not None:
+        _check_key(directory / KEY_NAME, key)
     return store
+
+
+def _check_key(path: Path, expected: str) -> None:
+    try:
+        key = path.read_bytes()
+    except FileNotFoundError:  # the store of an older version
+        return
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}; {DAMAGED}") from error
+    if key != expected.encode():
+        raise InputError(f"{path}: {key[:32]!r}; expected {expected}: the store of other text; {DAMAGED}")
 
 
 def _check_size(path: Path, expected_bytes: int) -> None:
