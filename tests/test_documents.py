@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import time
 import tracemalloc
 
+import numpy as np
 import pytest
 
 from curriculum.data.chat import ChatConfig
@@ -218,6 +220,20 @@ def test_an_arrow_file_with_an_index_is_read_as_a_stream_is(tmp_path):
     with pyarrow.ipc.new_file(str(tmp_path / "a.arrow"), table.schema) as writer:
         writer.write_table(table, max_chunksize=400)
     assert read(tmp_path) == table["text"].to_pylist()
+
+
+@pytest.mark.parametrize("form", ["new_stream", "new_file"])
+def test_an_arrow_file_with_damaged_offsets_is_refused(tmp_path, form):
+    import pyarrow
+
+    offsets = pyarrow.py_buffer(np.array([0, 4, 2], np.int32))  # the second text would have -2 bytes
+    texts = pyarrow.Array.from_buffers(pyarrow.string(), 2, [None, offsets, pyarrow.py_buffer(b"abcd")])
+    whole, damaged = (pyarrow.table({"text": column}) for column in (["one"], texts))
+    path = tmp_path / "a.arrow"
+    with getattr(pyarrow.ipc, form)(str(path), whole.schema) as writer:
+        writer.write_table(whole)
+        writer.write_table(damaged)
+    assert re.fullmatch(rf"{path}: .*offset.*; expected a whole arrow file", refused(path))
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])

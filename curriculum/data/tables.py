@@ -32,7 +32,7 @@ def open_table(path: str, kind: str, keys: Sequence[str]) -> Iterator[tuple[list
                 table = ParquetFile(stream, pre_buffer=False)
                 schema, batches = table.schema_arrow, table.iter_batches(ROWS_PER_BATCH, columns=list(keys))
             else:
-                schema, batches = _arrow(stream)
+                schema, batches = _arrow(stream, keys)
             if several := [key for key in keys if schema.names.count(key) > 1]:
                 count = schema.names.count(several[0])
                 raise InputError(f"{path}: {count} columns are named {several[0]!r}; expected one; rename the others")
@@ -43,7 +43,7 @@ def open_table(path: str, kind: str, keys: Sequence[str]) -> Iterator[tuple[list
             raise InputError(f"{path}: {error}; expected a whole {kind} file") from error
 
 
-def _arrow(stream: pyarrow.NativeFile) -> tuple[pyarrow.Schema, Iterator[pyarrow.RecordBatch]]:
+def _arrow(stream: pyarrow.NativeFile, keys: Sequence[str]) -> tuple[pyarrow.Schema, Iterator[pyarrow.RecordBatch]]:
     """A stream, as `datasets` saves it, or a file with an index of its batches, also called feather."""
     from pyarrow import ArrowInvalid, ipc
 
@@ -53,8 +53,15 @@ def _arrow(stream: pyarrow.NativeFile) -> tuple[pyarrow.Schema, Iterator[pyarrow
     except ArrowInvalid:
         table = ipc.open_file(stream)
         whole = map(table.get_batch, range(table.num_record_batches))
-    starts = ((batch, start) for batch in whole for start in range(0, batch.num_rows, ROWS_PER_BATCH))
+    checked = (_checked(batch.select(list(keys))) for batch in whole if batch.num_rows)
+    starts = ((batch, start) for batch in checked for start in range(0, batch.num_rows, ROWS_PER_BATCH))
     return table.schema, (batch.slice(start, ROWS_PER_BATCH) for batch, start in starts)
+
+
+def _checked(batch: pyarrow.RecordBatch) -> pyarrow.RecordBatch:
+    """The batch; raises ArrowInvalid where it is damaged: `to_pydict` would follow its offsets out of its memory."""
+    batch.validate(full=True)  # before it is cut into slices: of lists and dictionaries each slice has all to validate
+    return batch
 
 
 def _decoded(batches: Any, schema: pyarrow.Schema, keys: Sequence[str]) -> Iterator[dict[str, list]]:
