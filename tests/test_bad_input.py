@@ -431,7 +431,7 @@ DATA = [
     Row("JSONL of a list", rows('["text"]'), TRAIN, "law.jsonl:31: a list", "expected a JSON object with key 'text'"),
     Row("JSONL of null", rows("null"), PREPARE, "law.jsonl:31: null", "expected a JSON object with key 'text'"),
     Row("JSONL nested deeply", rows('{"text": ' + DEEP), PREPARE, "law.jsonl:31", "expected an object a line"),
-    Row("JSONL in one huge line", write("law.jsonl", "9" * 5_000_000), TRAIN, "law.jsonl:1", "expected an object a line"),
+    Row("JSONL in one huge line", write("law.jsonl", "9" * 5_000_000), TRAIN, "law.jsonl:1", "expected a JSON object"),
     Row("JSONL with half a surrogate pair", rows('{"text": "a\\ud83d"}'), TRAIN, "law.jsonl:31: 'text' holds half a surrogate pair at character 1", "expected Unicode text"),
     Row("JSONL with half a surrogate pair, raw", rows(b'{"text": "a\xed\xa0\xbd"}'), TRAIN, "law.jsonl:31", "expected"),
     Row("JSONL with NUL", rows(b'{"text": "a\0b"}'), TRAIN, "law.jsonl:31", "expected an object a line"),

@@ -118,6 +118,12 @@ def test_a_json_row_is_a_document_and_empty_ones_are_passed_over(tmp_path):
     assert read(write(tmp_path / "b.ndjson", '{"body": "x"}'), text_key="body") == ["x"]
 
 
+def test_a_number_that_nobody_reads_may_have_any_number_of_digits(tmp_path):
+    path = write(tmp_path / "a.jsonl", '{"n": %s, "text": "x"}\n' % ("9" * 10_000))
+    assert read(path) == ["x"]
+    assert ":1: 'n' holds a number; expected text" in refused(path, text_key="n")
+
+
 def test_a_long_file_comes_in_pieces_that_join_to_it(tmp_path, monkeypatch):
     monkeypatch.setattr("curriculum.data.pieces.PIECE_BYTES", 64)
     text = (AWKWARD + "some words in between. ") * 40
