@@ -1,6 +1,7 @@
 """All the data of a run: eval sets that are what they are whatever stands beside them, and training without them."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -114,6 +115,20 @@ def test_files_that_look_like_rows_and_are_read_as_text_are_told(folder):
     assert [details["documents"] for details in corpus.details.values()] == [1, 2, 2, 300]
     keyed = build_config({**config.to_json(), "sources": {"web": {"path": "web.json", "text_key": "text"}}} | ONE_PHASE)
     assert find_sizes(keyed, folder / "new").warnings == warnings[2:]  # which is refused where it is read
+
+
+def test_an_arrow_stream_without_its_end_is_told(folder):
+    import pyarrow
+
+    table = pyarrow.table({"text": rows("web", 40)})
+    for name, form in (("stream", "new_stream"), ("file", "new_file"), ("cut", "new_stream")):
+        with getattr(pyarrow.ipc, form)(f"{name}.arrow", table.schema) as writer:
+            writer.write_table(table)
+    os.truncate("cut.arrow", os.path.getsize("cut.arrow") - 8)
+    config = config_of(files={name: f"{name}.arrow" for name in ("stream", "file", "cut")})
+    doubt = "as if its writer was stopped; are all rows in it? if not, write it again"
+    warnings = (f"source cut: cut.arrow has no end mark, {doubt}",)
+    assert find_sizes(config, "store").warnings == load_corpus(config, "store").warnings == warnings
 
 
 def test_a_divided_document_that_stands_in_another_set_is_refused(folder):

@@ -20,7 +20,7 @@ from curriculum.data.config_stores import (
     prepare_stores,
     prepared,
 )
-from curriculum.data.documents import empty_warnings, rows_as_text_warnings
+from curriculum.data.documents import empty_warnings, rows_as_text_warnings, unended_warnings
 from curriculum.data.held_out import eval_documents, first_eval_documents
 from curriculum.data.packing import Bins, PackingFacts, find_packing, prepare_packing
 from curriculum.data.prepare import find_store, find_tokenizer, prepare_tokenizer
@@ -104,7 +104,7 @@ def load_corpus(config: Config, store_dir: str | Path, tokenizer: Tokenizer | No
             *_overlap_warnings(dropped),
             *_size_warnings(config, evalsets),
             *_empty_warnings(stores, eval_stores),
-            *_rows_as_text_warnings(config),
+            *_file_warnings(config),
         ),
     )
 
@@ -178,7 +178,7 @@ def find_sizes(config: Config, store_dir: str | Path) -> Sizes:
         if config.packing.mode == "best_fit" and held["tokens"]:
             packing = find_packing(held["stream"], config.longest_seq_len, store_dir)
         details[name] = held | _epoch(config, held, packing)
-    warnings = _overlap_warnings(dropped) + _empty_warnings(stores, eval_stores) + _rows_as_text_warnings(config)
+    warnings = _overlap_warnings(dropped) + _empty_warnings(stores, eval_stores) + _file_warnings(config)
     if stores and (missing := [name for name in own_sources(config) if name not in eval_stores]):
         warnings += (f"not prepared yet, so overlap with training is not counted: eval sets {', '.join(missing)}",)
     return Sizes(
@@ -276,9 +276,10 @@ def _empty_warnings(stores: Mapping[str, Store], eval_stores: Mapping[str, Store
     return empty_warnings(_called(stores, eval_stores))
 
 
-def _rows_as_text_warnings(config: Config) -> tuple[str, ...]:
+def _file_warnings(config: Config) -> tuple[str, ...]:
     texts = _called(config.sources, own_sources(config))
-    return rows_as_text_warnings({place: source for place, source in texts.items() if not source.is_missing})
+    texts = {place: source for place, source in texts.items() if not source.is_missing}
+    return rows_as_text_warnings(texts) + unended_warnings(texts)
 
 
 def _called(of_sources: Mapping[str, Any], of_evalsets: Mapping[str, Any]) -> dict[str, Any]:

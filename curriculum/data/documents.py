@@ -17,6 +17,7 @@ from curriculum.data.rows import type_name
 from curriculum.data.sources import COLUMNAR, SourceConfig, source_files
 from curriculum.data.store import Store
 from curriculum.data.store_writer import StoreWriter
+from curriculum.data.tables import lacks_end
 from curriculum.data.tokenizers.tokenizer import Tokenizer
 from curriculum.errors import InputError
 
@@ -120,6 +121,15 @@ def rows_as_text_warnings(sources: Mapping[str, SourceConfig]) -> tuple[str, ...
             read = f"each {' or '.join(sorted(suffixes))} file is read as one document of plain text"
             found.append(f"{place}: {read}; does it hold rows? give them as .jsonl, an object a line, or as .parquet")
     return tuple(found)
+
+
+def unended_warnings(sources: Mapping[str, SourceConfig]) -> tuple[str, ...]:
+    """A warning for each arrow stream that may be cut short, by what its source is called; raises as `source_files`."""
+    local = [(place, source) for place, source in sources.items() if source.path is not None]
+    files = [(place, file.path) for place, source in local for file in source_files(source)]
+    unended = [(place, path) for place, path in files if path.lower().endswith(".arrow") and lacks_end(path)]
+    doubt = "has no end mark, as if its writer was stopped; are all rows in it? if not, write it again"
+    return tuple(f"{place}: {path} {doubt}" for place, path in unended)
 
 
 def _size_bytes(sources: Sequence[SourceConfig]) -> int | None:

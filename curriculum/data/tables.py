@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from curriculum.errors import InputError
@@ -62,6 +62,14 @@ def _checked(batch: pyarrow.RecordBatch) -> pyarrow.RecordBatch:
     """The batch; raises ArrowInvalid where it is damaged: `to_pydict` would follow its offsets out of its memory."""
     batch.validate(full=True)  # before it is cut into slices: of lists and dictionaries each slice has all to validate
     return batch
+
+
+def lacks_end(path: str) -> bool:
+    """Whether an arrow file has neither the mark that ends a stream, which may be left out, nor that of an index."""
+    with suppress(OSError), open(path, "rb") as stream:  # too short, or unreadable: whoever reads it is told
+        stream.seek(-8, os.SEEK_END)
+        return not stream.read().endswith((b"\xff\xff\xff\xff\0\0\0\0", b"ARROW1"))
+    return False
 
 
 def _decoded(batches: Any, schema: pyarrow.Schema, keys: Sequence[str]) -> Iterator[dict[str, list]]:
