@@ -487,7 +487,7 @@ DATA = [
     Row("file of a folder may not be read", both(mode("extra/a.txt", 0), source(None, "extra")), TRAIN, "extra/a.txt", "expected a readable", True),
     Row("folder may not be listed", both(mode("extra", 0o300), source(None, "extra")), PLAN, "sources.law.path", "check its permissions", True),
     Row("eval set that is no text", write("extra/a.txt", b"\xff\xfe"), TRAIN, "extra/a.txt: byte 0 is not valid UTF-8", "convert the file to UTF-8"),
-    Row("eval set of a source's own text", lambda: shutil.copy("law.jsonl", "extra/law.jsonl"), TRAIN, "source 'law': 30 of 30 documents stand in eval set 'extra'", "take them out of one side"),
+    Row("eval set of a source's own text", lambda: shutil.copy("law.jsonl", "extra/law.jsonl"), TRAIN, "c.yaml:6:3: sources.law: 30 of 30 documents stand in eval set 'extra'", "take them out of one side"),
     Row("eval set of blanks", write("extra/a.txt", ""), TRAIN, "extra", "expected at least one document"),
     Row("held-out text too short", nothing, TRAIN + " --set sources.web.held_out=0.0001 --set evalsets.seq_len=512", "held_out of 0.0001", "hold out more"),
     Row("data-set folder with a script, as of the hub", both(write("scripted/scripted.py", "open('pwned', 'w')"), config("law: {path: law.jsonl}", "law: {hf: ./scripted}")), TRAIN, "hf:./scripted", "give its folder as path:"),

@@ -139,7 +139,7 @@ def test_a_divided_document_that_stands_in_another_set_is_refused(folder):
     assert load_corpus(config, folder / "store").evalsets["tail"].num_documents == 1
     write_rows(folder / "some.jsonl", texts[-1:])
     sets = {"tail": {"held_out_of": "web"}, "some": {"path": "some.jsonl"}}
-    with pytest.raises(InputError, match="source 'web': 1 of 99 documents stand in eval set 'some'"):
+    with pytest.raises(InputError, match="sources.web: 1 of 99 documents stand in eval set 'some'"):
         load_corpus(config_of({"web": "10%"}, sets=sets), folder / "store")
 
 
@@ -188,7 +188,7 @@ def test_a_small_source_with_a_copy_can_be_measured(folder):
 
 def test_the_same_file_as_another_source_is_refused(folder):
     config = config_of({"book": "10%"}, {"held_out_of": "book"}, files={"book": "book.txt", "again": "book.txt"})
-    with pytest.raises(InputError, match="source 'again': 1 of 1 documents stand in eval set 'primary'"):
+    with pytest.raises(InputError, match="sources.again: 1 of 1 documents stand in eval set 'primary'"):
         load_corpus(config, folder / "store")
 
 

@@ -95,6 +95,9 @@ def drop_evals(
         # A source trains on the head of a document that was divided in it; other sources may not have the document.
         others = {e: h for e, h in divided.items() if config.eval_sources[e].held_out_of != name}
         seen = {e: np.append(h, others[e], axis=0) if e in others else h for e, h in hashes.items()}
-        kept[name], counts = drop_overlap(splits[name], store.documents["hash"], name, seen)
+        try:
+            kept[name], counts = drop_overlap(splits[name], store.documents["hash"], name, seen)
+        except ValueError as error:
+            raise config.error([(f"sources.{name}", str(error))]) from None
         dropped[name] = {evalset: count for evalset, count in counts.items() if count}
     return kept, dropped

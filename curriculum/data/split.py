@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from curriculum.errors import InputError
-
 HASHED_FROM_DOCUMENTS = 100  # a source with fewer gives its tail
 MANY_DOCUMENTS = 300  # a source with at least so many gives at least FEWEST_DOCUMENTS
 FEWEST_DOCUMENTS = 30
@@ -195,8 +193,8 @@ def drop_overlap(
 ) -> tuple[Split, dict[str, int]]:
     """Keep out of training what stands in an eval set (name -> hashes [M, 2]); count it by set.
 
-    Raises InputError naming the source and the sets where that is more than LARGEST_OVERLAP of the source's
-    documents, over all sets. What `split` holds out already is not counted.
+    Raises ValueError naming the sets where that is more than LARGEST_OVERLAP of the source's documents, over all sets.
+    What `split` holds out already is not counted.
     """
     kept = np.flatnonzero(split.keep_N)
     all_hashes_M2 = np.concatenate([np.empty((0, 2), np.uint64), *eval_hashes.values()])
@@ -209,8 +207,8 @@ def drop_overlap(
     if (num_dropped := len(overlap)) > LARGEST_OVERLAP * len(keep_N):
         named = [repr(name) for name, count in dropped.items() if count]
         several = len(named) > 1
-        raise InputError(
-            f"source {source!r}: {num_dropped:,} of {len(keep_N):,} documents stand in eval set{'s' * several}"
+        raise ValueError(
+            f"{num_dropped:,} of {len(keep_N):,} documents stand in eval set{'s' * several}"
             f" {', '.join(named)}, more than {LARGEST_OVERLAP:.0%}; take them out of one side, or make the"
             f" set{'s' * several} from the source with held_out_of: {source}"
         )
