@@ -496,7 +496,7 @@ DATA = [
 
 TOKENIZERS = [
     Row("tokenizer not there", nothing, TRAIN + " --set 'tokenizer={kind: bpe, path: nowhere}'", "tokenizer.path", "does not exist"),
-    Row("tokenizer in a folder of text", nothing, TRAIN + " --set 'tokenizer={kind: bpe, path: extra}'", "extra/tokenizer.json", "expected the folder of a tokenizer"),
+    Row("tokenizer in a folder of text", nothing, TRAIN + " --set 'tokenizer={kind: bpe, path: extra}'", "tokenizer.path: extra/tokenizer.json", "expected the folder of a tokenizer"),
     Row("tokenizer is a file", nothing, TRAIN + " --set 'tokenizer={kind: bpe, path: web.jsonl}'", "web.jsonl/tokenizer.json", "expected the folder of a tokenizer"),
     Row("tokenizer of another program", write("bpe/tokenizer.json", '{"version": "1.0", "auto_map": {"AutoTokenizer": "evil.py"}, "model": {"type": "BPE"}}'), TRAIN + " --set 'tokenizer={kind: bpe, path: bpe}'", "bpe/tokenizer.json: not a tokenizer", "restore it"),
     Row("tokenizer of another kind", nothing, TRAIN + " --set 'tokenizer={kind: bpe, path: char}'", "tokenizer.path", "set tokenizer.kind: char"),

@@ -73,7 +73,10 @@ def prepare_tokenizer(
     if config.kind == "byte":
         tokenizer = byte_tokenizer()
     elif config.path is not None:
-        tokenizer = load_tokenizer(os.path.expanduser(config.path))
+        try:
+            tokenizer = load_tokenizer(os.path.expanduser(config.path))
+        except InputError as error:
+            raise InputError(f"tokenizer.path: {error}") from error
     else:
         ordered = _in_order_of_content(config, sources, chat, lambda name, source: _content(name, source, store_dir))
         directory = _tokenizer_directory(config, ordered, store_dir)
