@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from curriculum.config import Config, changed_config
 from curriculum.data.config_stores import place_of
 from curriculum.data.corpus import find_read_documents, load_evalsets
-from curriculum.data.documents import rows_as_text_warnings
+from curriculum.data.documents import file_warnings
 from curriculum.errors import InputError, no_such
 from curriculum.plan_warnings import evalset_warnings
 from curriculum.record.events import config_name, record_name
@@ -117,7 +117,7 @@ def evaluate(
                 for source, count in counts.items()
                 if count != 0
             ),
-            *rows_as_text_warnings({f"eval set {name}": text for name, text in texts.items()}),
+            *file_warnings({f"eval set {name}": text for name, text in texts.items()}),
             *evalset_warnings(evalsets.values()),
         ),
     )

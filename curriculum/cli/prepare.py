@@ -76,7 +76,7 @@ def _empty(num_empty: int) -> str:
 def _prepare_folder(texts, text_format: str, text_key: str | None, tokenizer: str, output: str) -> None:
     from pathlib import Path
 
-    from curriculum.data.documents import empty_warnings, rows_as_text_warnings
+    from curriculum.data.documents import empty_warnings, file_warnings
     from curriculum.data.prepare import prepare_folder
     from curriculum.data.progress import ConsoleProgress
     from curriculum.data.sources import SourceConfig
@@ -95,5 +95,5 @@ def _prepare_folder(texts, text_format: str, text_key: str | None, tokenizer: st
     counts = f"{facts.num_documents:,} documents, {facts.num_tokens:,} tokens of {facts.dtype}"
     click.echo(f"{output}: {counts}{_empty(facts.num_empty)}{scored}")
     sources = {text: SourceConfig(path=text, format=text_format, text_key=text_key) for text in texts}
-    for warning in (*empty_warnings({output: store}), *rows_as_text_warnings(sources)):
+    for warning in (*empty_warnings({output: store}), *file_warnings(sources)):
         click.echo(f"warning: {warning}")

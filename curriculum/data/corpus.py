@@ -20,7 +20,7 @@ from curriculum.data.config_stores import (
     prepare_stores,
     prepared,
 )
-from curriculum.data.documents import empty_warnings, rows_as_text_warnings, unended_warnings
+from curriculum.data.documents import empty_warnings, file_warnings
 from curriculum.data.held_out import eval_documents, first_eval_documents
 from curriculum.data.packing import Bins, PackingFacts, find_packing, prepare_packing
 from curriculum.data.prepare import find_store, find_tokenizer, prepare_tokenizer
@@ -278,8 +278,7 @@ def _empty_warnings(stores: Mapping[str, Store], eval_stores: Mapping[str, Store
 
 def _file_warnings(config: Config) -> tuple[str, ...]:
     texts = _called(config.sources, own_sources(config))
-    texts = {place: source for place, source in texts.items() if not source.is_missing}
-    return rows_as_text_warnings(texts) + unended_warnings(texts)
+    return file_warnings({place: source for place, source in texts.items() if not source.is_missing})
 
 
 def _called(of_sources: Mapping[str, Any], of_evalsets: Mapping[str, Any]) -> dict[str, Any]:

@@ -107,11 +107,13 @@ def empty_warnings(stores: Mapping[str, Store]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def rows_as_text_warnings(sources: Mapping[str, SourceConfig]) -> tuple[str, ...]:
-    """A warning for each source whose files all look like rows and are read as plain text, by what it is called.
+def file_warnings(sources: Mapping[str, SourceConfig]) -> tuple[str, ...]:
+    """What is to be said of files as they lie there, by what their source is called; raises as `source_files`."""
+    return _rows_as_text(sources) + _unended(sources)
 
-    Raises InputError as `source_files` does.
-    """
+
+def _rows_as_text(sources: Mapping[str, SourceConfig]) -> tuple[str, ...]:
+    """A warning for each source whose files all look like rows and are read as plain text."""
     found = []
     for place, source in sources.items():
         if source.path is None or source.format != "text" or source.text_key is not None:
@@ -123,8 +125,8 @@ def rows_as_text_warnings(sources: Mapping[str, SourceConfig]) -> tuple[str, ...
     return tuple(found)
 
 
-def unended_warnings(sources: Mapping[str, SourceConfig]) -> tuple[str, ...]:
-    """A warning for each arrow stream that may be cut short, by what its source is called; raises as `source_files`."""
+def _unended(sources: Mapping[str, SourceConfig]) -> tuple[str, ...]:
+    """A warning for each arrow stream that may be cut short."""
     local = [(place, source) for place, source in sources.items() if source.path is not None]
     files = [(place, file.path) for place, source in local for file in source_files(source)]
     unended = [(place, path) for place, path in files if path.lower().endswith(".arrow") and lacks_end(path)]
