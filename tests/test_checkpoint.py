@@ -283,6 +283,18 @@ to_resume(RunDirectory(Path(".")), "latest")
     (run / "checkpoints").chmod(0o700)
 
 
+def test_a_record_that_is_damaged_is_not_trained_on(place, run):
+    """As many bytes as before: at the end no view could read the run, and the checkpoints before it would be gone."""
+    events = run / "events.jsonl"
+    lines = events.read_bytes().splitlines()
+    lines[4] = b"#" * len(lines[4])
+    events.write_bytes(b"\n".join([*lines, b""]))
+    before = {path: path.read_bytes() for path in files_of(run) if path.name != ".lock"}
+    with pytest.raises(InputError, match=r"events.jsonl:5: got '####.*restore the file from a copy"):
+        tiny_train(place, run, 8)
+    assert {path: path.read_bytes() for path in files_of(run) if path.name != ".lock"} == before
+
+
 def test_results_of_an_eval_that_are_damaged_do_not_hold_the_run_up(place, run, capsys):
     for folder in ("checkpoints/12", "gold/12"):
         shutil.rmtree(run / folder)

@@ -17,6 +17,7 @@ from curriculum.record.events import (
     EVENTS,
     METRICS,
     Record,
+    check_offsets,
     eval_sets,
     last_row,
     number,
@@ -240,6 +241,22 @@ def test_offsets_that_do_not_fit_are_refused_and_change_nothing(tmp_path, wrong)
     )
     assert "restore the file" in message
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before and len(before) == 2
+
+
+@pytest.mark.parametrize("name, line", [(EVENTS, 1), (EVENTS, 2), (METRICS, 4)])
+def test_a_broken_line_is_refused_only_where_a_checkpoint_keeps_it(tmp_path, name, line):
+    """Overwritten in place: the sizes say nothing of it."""
+    offsets = written_run(tmp_path)
+    check_offsets(tmp_path, offsets)
+    path = tmp_path / name
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:-1], b"#" * (len(lines[-1]) - 1) + b"\n"]))
+    check_offsets(tmp_path, offsets)
+    lines[line - 1] = b"#" * (len(lines[line - 1]) - 1) + b"\n"
+    path.write_bytes(b"".join(lines))
+    with pytest.raises(InputError, match=f"{name}:{line}: got '###.*expected one JSON object .*restore the file"):
+        check_offsets(tmp_path, offsets)
+    check_offsets(tmp_path, FROM_THE_START)
 
 
 def test_going_on_from_the_start_sets_the_whole_record_aside(tmp_path):

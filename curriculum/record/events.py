@@ -30,6 +30,7 @@ EMA, PHASE_MEAN = "ema", "phase_mean"
 AVERAGES = (EMA, PHASE_MEAN)  # averages of the parameters; each is a field of an `eval` event that measured it
 TAKEN_UP = ("training_start", "resume", "rollback")  # events after which training goes on; they have the plan
 STAMPS = ("event", "step", "timestamp", "elapsed_s", "tokens_processed")  # what every event has
+_KEYS = {EVENTS: ("event", "step"), METRICS: ("step",)}  # what every line of a file has
 _UNROUNDED = ("lr", "grad_norm")
 _TAIL_BYTES = 1 << 16  # more than most metrics rows have
 
@@ -145,12 +146,12 @@ def read_events(run_dir: Path) -> list[dict[str, Any]]:
 
     Raises InputError, naming file and line, where there is no record or a line is broken.
     """
-    return _read(run_dir / EVENTS, ("event", "step"))
+    return _read(run_dir, EVENTS)
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """The metrics rows of a run, as `read_events`."""
-    return _read(run_dir / METRICS, ("step",))
+    return _read(run_dir, METRICS)
 
 
 def last_row(run_dir: Path) -> dict[str, Any] | None:
@@ -166,7 +167,7 @@ def last_row(run_dir: Path) -> dict[str, Any] | None:
             start = file.seek(max(0, size_bytes - tail_bytes))
             lines = file.read().split(b"\n")[:-1]
             tail_bytes *= 2
-    return _checked(lines[-1], f"{path}: last line", ("step",)) if lines else None
+    return _checked(lines[-1], f"{path}: last line", _KEYS[METRICS]) if lines else None
 
 
 def number(value: Any) -> float | None:
@@ -248,11 +249,12 @@ def _rounded(name: str, value: Any) -> Any:
     return round(value, 6) if isinstance(value, float) and name not in _UNROUNDED else value
 
 
-def _read(path: Path, keys: tuple[str, ...]) -> list[dict[str, Any]]:
+def _read(run_dir: Path, name: str) -> list[dict[str, Any]]:
+    path = run_dir / name
     if not path.is_file():
         raise InputError(f"{path}: no such file; expected the directory of a run, which holds one")
     *lines, _unfinished = path.read_bytes().split(b"\n")
-    return [_checked(line, f"{path}:{number}", keys) for number, line in enumerate(lines, start=1)]
+    return [_checked(line, f"{path}:{number}", _KEYS[name]) for number, line in enumerate(lines, start=1)]
 
 
 def _checked(line: bytes, where: str, keys: tuple[str, ...]) -> dict[str, Any]:
@@ -275,7 +277,20 @@ def _parsed(line: bytes) -> Any:
 
 
 def check_offsets(run_dir: Path, offsets: Mapping[str, int]) -> None:
-    """Raise InputError where the record ends before a checkpoint's offsets, or has no line's end there."""
+    """Raise InputError where the record up to a checkpoint's offsets is cut short, or has a line that is broken."""
+    _check_ends(run_dir, offsets)
+    for name in (EVENTS, METRICS):
+        if (left := offsets[name]) == 0:
+            continue
+        with open(run_dir / name, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                _checked(line.removesuffix(b"\n"), f"{run_dir / name}:{number}", _KEYS[name])
+                left -= len(line)
+                if left <= 0:
+                    break
+
+
+def _check_ends(run_dir: Path, offsets: Mapping[str, int]) -> None:
     for name in (EVENTS, METRICS):
         path, offset = run_dir / name, offsets[name]
         size_bytes = path.stat().st_size if path.exists() else 0
@@ -299,7 +314,7 @@ def _cut(run_dir: Path, offsets: Mapping[str, int]) -> None:
     appears at one instant, and then carried out by steps that may be repeated from the start.
     """
     _finish_cut(run_dir)
-    check_offsets(run_dir, offsets)
+    _check_ends(run_dir, offsets)
     entries = []
     for name in (EVENTS, METRICS):
         path, offset = run_dir / name, offsets[name]
