@@ -219,7 +219,9 @@ def test_the_gold_checkpoint_comes_before_the_latest(folder):
     shutil.copytree("base/checkpoints/4", "base/kept/3")
     write_manifest(Path("base/kept/3"), 3)
     with open("base/events.jsonl", "a") as file:
-        file.write('{"event": "gold_checkpoint", "step": 2}\n')
+        file.write(
+            '{"event": "gold_checkpoint", "step": 2, "timestamp": "then", "elapsed_s": 1, "tokens_processed": 256}\n'
+        )
     folders = {"base": "base/gold/2", "base/gold": "base/gold/2", "base/gold/2": "base/gold/2",
                "base/checkpoints/4/": "base/checkpoints/4", "base/kept/3": "base/kept/3"}  # fmt: skip
     for given, expected in folders.items():

@@ -185,7 +185,7 @@ def test_a_set_whose_content_no_record_tells_is_refused(tmp_path):
     assert [c.name for c in compare([first, first]).sets] == ["val"]
 
     # A `resume` event tells of the sets that were added with it.
-    resumed = {"event": "resume", "step": 0, "plan": told["plan"], "evalsets": {"added": facts}}
+    resumed = {**told, "event": "resume", "evalsets": {"added": facts}}
     events.write_text(json.dumps(told) + "\n" + json.dumps(resumed) + "\n" + "".join(rest))
     assert [c.name for c in compare([with_it, first]).sets] == ["val", "added"]
 

@@ -16,6 +16,7 @@ from curriculum.errors import InputError
 from curriculum.record.events import (
     EVENTS,
     METRICS,
+    STAMPS,
     Record,
     check_offsets,
     eval_sets,
@@ -397,10 +398,17 @@ def test_readers_name_the_line_that_is_broken(tmp_path, broken):
     assert "expected one JSON object with step; restore the file" in str(error.value)
 
 
-def test_an_event_has_a_name_and_a_step(tmp_path):
-    for line in ('{"step": 3}', '{"event": "eval"}'):
-        (tmp_path / "events.jsonl").write_text(line + "\n")
-        with pytest.raises(InputError, match=r"events.jsonl:1: got .*, expected one JSON object with event and step"):
+@pytest.mark.parametrize("change", [*({key: None} for key in STAMPS), {"step": "3"}, {"step": True}])
+def test_an_event_has_its_stamps(tmp_path, change):
+    stamps = {"event": "eval", "step": 3, "timestamp": "then", "elapsed_s": 1.0, "tokens_processed": 300}
+    (tmp_path / "events.jsonl").write_text(json.dumps(stamps) + "\n")
+    assert read_events(tmp_path) == [stamps]
+    left_out = {key: value for key, value in stamps.items() if key not in change}
+    for line in (stamps | change, left_out):
+        (tmp_path / "events.jsonl").write_text(json.dumps(line) + "\n")
+        with pytest.raises(
+            InputError, match=r"events.jsonl:1: got .*, expected one JSON object with event, step, time"
+        ):
             read_events(tmp_path)
 
 

@@ -237,7 +237,9 @@ def test_gold_is_what_is_exported_where_there_is_gold(run, tmp_path):
     (golden / "gold").mkdir()
     (golden / "checkpoints/2").rename(golden / "gold/2")
     with open(golden / "events.jsonl", "a") as file:
-        file.write('{"event": "gold_checkpoint", "step": 2}\n')
+        file.write(
+            '{"event": "gold_checkpoint", "step": 2, "timestamp": "then", "elapsed_s": 1, "tokens_processed": 256}\n'
+        )
     assert export(golden, tmp_path / "out") == 2
     assert_same(load_file(tmp_path / "out/model.safetensors"), saved_params(run, 2))
     assert export(golden, tmp_path / "latest", step="latest") == 4

@@ -28,11 +28,10 @@ def directory(tmp_path):
 
 
 def write_events(folder, *gold_steps):
-    events = [{"event": "training_start", "step": 0}]
-    events += [{"event": "gold_checkpoint", "step": step} for step in gold_steps]
-    (folder / "events.jsonl").write_text(
-        "".join(json.dumps(e) + "\n" for e in [*events, {"event": "eval", "step": 80}])
-    )
+    events = [("training_start", 0), *(("gold_checkpoint", step) for step in gold_steps), ("eval", 80)]
+    stamps = {"timestamp": "then", "elapsed_s": 1.0, "tokens_processed": 100}
+    lines = [json.dumps({"event": name, "step": step, **stamps}) + "\n" for name, step in events]
+    (folder / "events.jsonl").write_text("".join(lines))
 
 
 @pytest.mark.parametrize(

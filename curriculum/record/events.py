@@ -30,7 +30,7 @@ EMA, PHASE_MEAN = "ema", "phase_mean"
 AVERAGES = (EMA, PHASE_MEAN)  # averages of the parameters; each is a field of an `eval` event that measured it
 TAKEN_UP = ("training_start", "resume", "rollback")  # events after which training goes on; they have the plan
 STAMPS = ("event", "step", "timestamp", "elapsed_s", "tokens_processed")  # what every event has
-_KEYS = {EVENTS: ("event", "step"), METRICS: ("step",)}  # what every line of a file has
+_KEYS = {EVENTS: STAMPS, METRICS: ("step",)}  # what every line of a file has
 _UNROUNDED = ("lr", "grad_norm")
 _TAIL_BYTES = 1 << 16  # more than most metrics rows have
 
@@ -259,8 +259,8 @@ def _read(run_dir: Path, name: str) -> list[dict[str, Any]]:
 
 def _checked(line: bytes, where: str, keys: tuple[str, ...]) -> dict[str, Any]:
     record = _parsed(line)
-    if not isinstance(record, dict) or any(key not in record for key in keys) or type(record["step"]) is not int:
-        expected = f"one JSON object with {' and '.join(keys)}"
+    if not isinstance(record, dict) or any(record.get(k) is None for k in keys) or type(record["step"]) is not int:
+        expected = f"one JSON object with {', '.join(keys)}"
         raise InputError(
             f"{where}: got {line[:60].decode(errors='backslashreplace')!r}, expected {expected}; restore the file from "
             "a copy, or resume from a checkpoint before this line"
