@@ -1,7 +1,8 @@
 """What is raised where the user gave something wrong, and how it is said: InputError, FieldError of one key."""
 
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -23,6 +24,17 @@ class FieldError(ValueError):
     def __init__(self, key: str, message: str):
         self.key = key
         super().__init__(message)
+
+
+@contextmanager
+def readable(path: Path, what: str = "read") -> Iterator[None]:
+    """Raise InputError where a file or folder is there, but cannot be read (or what else is `what`): another user's."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"{error.filename or path}: cannot be {what}: {error.strerror}; mend that, and try again"
+        ) from None
 
 
 def check_choice(option: str, name: str, choices: Collection[str]) -> None:

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from curriculum.errors import InputError
+from curriculum.errors import InputError, readable
 from curriculum.manifest import damage
 from curriculum.record.append import DISK_ERRORS, tell
 from curriculum.record.events import EVENTS, TAKEN_UP, eval_key, last_gold, plain, read_events, read_metrics
@@ -53,6 +53,11 @@ class RunDirectory:
     def results(self, step: int) -> Path:
         """Every window's sums of the eval after `step`."""
         return self.path / "evals" / f"{step}.npz"
+
+    def all_results(self) -> list[tuple[int, Path]]:
+        """(step, file) of every eval that has its windows on file. Raises InputError where they cannot be listed."""
+        paths = [self.path / "evals" / name for name in names_in(self.path / "evals") if name.endswith(".npz")]
+        return [(int(path.stem), path) for path in paths if path.stem.isdecimal()]
 
     @property
     def superseded(self) -> Path:
@@ -132,8 +137,8 @@ class RunDirectory:
 
     def set_aside_evals_after(self, step: int) -> None:
         """Move the results of evals after `step` to `superseded/`: they will be measured again."""
-        for path in self.path.glob("evals/*.npz"):
-            if path.stem.isdecimal() and int(path.stem) > step:
+        for measured, path in self.all_results():
+            if measured > step:
                 target = self.superseded / "evals" / path.name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 path.replace(target)
@@ -302,25 +307,25 @@ def check_there(checkpoint: Path) -> None:
 
 
 def step_folders(place: Path) -> dict[int, Path]:
-    """Every folder with the name of a step, by step, ascending; it may be damaged. Raises InputError where the place
-    cannot be listed: that it has none must not be concluded."""
-    try:
-        names = os.listdir(place)
-    except (FileNotFoundError, NotADirectoryError):
-        names = []
-    except OSError as error:
-        raise InputError(f"{place}: cannot be listed: {error.strerror}; mend that, and try again") from None
-    steps = [int(name) for name in names if name.isascii() and name.isdecimal()]
-    return {step: folder for step in sorted(steps) if (folder := place / str(step)).is_dir()}
+    """Every folder with the name of a step, by step, ascending; it may be damaged. Raises InputError as `names_in`."""
+    steps = [int(name) for name in names_in(place) if name.isascii() and name.isdecimal()]
+    with readable(place):
+        return {step: folder for step in sorted(steps) if (folder := place / str(step)).is_dir()}
+
+
+def names_in(place: Path) -> list[str]:
+    """The names in a folder, none where it is not there. Raises InputError where it cannot be listed: that it has none
+    must not be concluded."""
+    with readable(place, "listed"):
+        try:
+            return os.listdir(place)
+        except FileNotFoundError:
+            return []
 
 
 def checkpoint_steps(place: Path) -> list[int]:
     """Steps of the checkpoints in a folder that have all that one has, ascending; its files may be damaged."""
-    return [
-        step
-        for step, folder in step_folders(place).items()
-        if all((folder / item).is_dir() for item in CHECKPOINT_ITEMS)
-    ]
+    return [step for step, folder in step_folders(place).items() if set(CHECKPOINT_ITEMS) <= set(names_in(folder))]
 
 
 def read_ledger(checkpoint: Path) -> dict[str, Any]:

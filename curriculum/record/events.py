@@ -18,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from curriculum.errors import InputError
+from curriculum.errors import InputError, readable
 from curriculum.manifest import sync
 from curriculum.record.append import Appender
 
@@ -160,7 +160,7 @@ def last_row(run_dir: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     lines: list[bytes] = []
-    with open(path, "rb") as file:
+    with readable(path), open(path, "rb") as file:
         size_bytes = start = file.seek(0, 2)
         tail_bytes = _TAIL_BYTES
         while start > 0 and len(lines) < 2:  # of a tail the first line may have lost its beginning
@@ -253,7 +253,8 @@ def _read(run_dir: Path, name: str) -> list[dict[str, Any]]:
     path = run_dir / name
     if not path.is_file():
         raise InputError(f"{path}: no such file; expected the directory of a run, which holds one")
-    *lines, _unfinished = path.read_bytes().split(b"\n")
+    with readable(path):
+        *lines, _unfinished = path.read_bytes().split(b"\n")
     return [_checked(line, f"{path}:{number}", _KEYS[name]) for number, line in enumerate(lines, start=1)]
 
 
@@ -302,7 +303,7 @@ def _check_ends(run_dir: Path, offsets: Mapping[str, int]) -> None:
 
 
 def _read_from(path: Path, offset: int, num_bytes: int = -1) -> bytes:
-    with open(path, "rb") as file:
+    with readable(path), open(path, "rb") as file:
         file.seek(offset)
         return file.read(num_bytes)
 

@@ -20,7 +20,7 @@ from curriculum.record.events import config_name, plain
 from curriculum.record.queries import EvalPoint, eval_points, evalset_facts
 from curriculum.record.windows import windows_of
 from curriculum.record.wording import signed
-from curriculum.run import Run, load_run, read_arrays
+from curriculum.run import Run, load_run, names_in, read_arrays
 from curriculum.views.shared_past import began_at, shared_past
 from evalsets.metrics import WindowResults, paired_difference
 from evalsets.student import student_quantile
@@ -212,7 +212,7 @@ class _Side:
         """Those of a set at an eval. Raises InputError where they are not on file."""
         path = self.run.directory.results(step)
         if step not in self._files:
-            if not path.exists():
+            if path.name not in names_in(path.parent):
                 raise InputError(f"{path}: no such file; the paired difference needs the windows of that eval")
             self._files[step] = read_arrays(path)
         try:

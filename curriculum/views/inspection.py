@@ -27,7 +27,7 @@ from curriculum.record.queries import (
 )
 from curriculum.record.sentences import sample_lines, skipped_line, verdict
 from curriculum.record.wording import columns, duration, listed, loss, mesh_text, signed
-from curriculum.run import Run, checkpoint_steps
+from curriculum.run import Run, checkpoint_steps, step_folders
 
 _BASELINES = {"start": "start", "phase_start": "phase start", "best": "best"}
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
@@ -88,7 +88,7 @@ def inspect_run(run: Run) -> dict[str, Any]:
         if gold is None
         else {
             **{key: gold[key] for key in ("step", "metric", "value", "path")},
-            "missing": not (path / gold["path"]).is_dir(),
+            "missing": gold["step"] not in step_folders(run.directory.gold),
         },
         "regressions": standing_regressions(events),
         "evals": _evals(events),
