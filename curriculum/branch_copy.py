@@ -58,9 +58,9 @@ def copy_trunk(
     for name in (EVENTS, METRICS):
         with open(trunk.path / name, "rb") as file:
             (made.path / name).write_bytes(file.read(offsets[name]))
-    for path in trunk.path.glob("evals/*.npz"):
-        if path.stem.isdecimal() and int(path.stem) <= step:
-            _copy_to(made.path / "evals" / path.name, path)
+    for measured, path in trunk.all_results():
+        if measured <= step:
+            _copy_to(made.results(measured), path)
     for path in trunk.averages.glob(f"*/{SIDECAR}"):
         if json.loads(path.read_text())["end"] <= step:
             _copy_to(made.averages / path.parent.name, path.parent)

@@ -570,6 +570,7 @@ RUNS = [
     Row("run without the right to read results", mode("run/evals", 0), "compare run run2", "run/evals: cannot be listed: Permission denied", "mend that, and try again", without_privileges=True),
     Row("run without the right to read gold", mode("run/gold", 0), "inspect run", "run/gold: cannot be listed: Permission denied", "mend that, and try again", without_privileges=True),
     Row("run without the right to read a checkpoint", mode("run/checkpoints/4", 0), "inspect run", "run/checkpoints/4: cannot be listed: Permission denied", "mend that, and try again", without_privileges=True),
+    Row("run without the right to read results, branched", mode("run/evals", 0), BRANCH, "run/evals: cannot be listed: Permission denied", "mend that, and try again", without_privileges=True),
     Row("run whose metrics are a folder", both(remove("run/metrics.jsonl"), lambda: os.mkdir("run/metrics.jsonl")), "inspect run", "run/metrics.jsonl: cannot be read: Is a directory", "mend that, and try again"),
     Row("run without its model.json", remove("run/model.json"), EXPORT, "run/model.json: cannot be read", "expected the JSON that this program wrote"),
     Row("run with another tokenizer's ranks", write("run/tokenizer/tokenizer.json", "{}"), EVAL, "run/tokenizer/tokenizer.json", "expected the folder of a tokenizer"),
