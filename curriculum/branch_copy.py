@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,10 +13,18 @@ from typing import Any
 
 from curriculum.config import Config
 from curriculum.errors import InputError
-from curriculum.manifest import update_manifest
+from curriculum.manifest import damage, update_manifest
 from curriculum.record.board import Board
 from curriculum.record.events import EVENTS, METRICS, STAMPS, Record, plain, read_events, read_metrics
-from curriculum.run import RunDirectory, checkpoint_steps, read_ledger, write_text, write_tokenizer
+from curriculum.run import (
+    RunDirectory,
+    checkpoint_steps,
+    names_in,
+    read_json,
+    read_ledger,
+    write_text,
+    write_tokenizer,
+)
 from curriculum.train import ledger
 from curriculum.train.averages import SIDECAR
 from curriculum.train.fields import branch_edit, derived
@@ -61,9 +70,7 @@ def copy_trunk(
     for measured, path in trunk.all_results():
         if measured <= step:
             _copy_to(made.results(measured), path)
-    for path in trunk.averages.glob(f"*/{SIDECAR}"):
-        if json.loads(path.read_text())["end"] <= step:
-            _copy_to(made.averages / path.parent.name, path.parent)
+    copy_means(made, trunk, step)
     events = [(event["event"], {k: v for k, v in event.items() if k not in STAMPS}) for event in told]
     if setup.course.branched_from["step"] == step:  # else it is told when the branch gets there
         events.append(("schedule_edit", branch_edit(setup)))
@@ -85,6 +92,18 @@ def copy_trunk(
                 _copy_checkpoint(to / str(s), place / str(s), now if s == step else before, rollbacks)
     if setup.config.logging.tensorboard:
         _draw(made, setup.config)
+
+
+def copy_means(made: RunDirectory, trunk: RunDirectory, step: int) -> None:
+    """The means of phases that end up to the branch's step. One that is damaged is told and left out."""
+    for name in names_in(trunk.averages):
+        folder = trunk.averages / name
+        if name.startswith("."):  # one that is being written
+            continue
+        if why := damage(folder, SIDECAR):
+            print(f"{folder}: is damaged: {why}; the branch is made without it", file=sys.stderr)
+        elif read_json(folder / SIDECAR)["end"] <= step:
+            _copy_to(made.averages / name, folder)
 
 
 def _copy_checkpoint(

@@ -11,13 +11,14 @@ from safetensors.numpy import load_file
 from tiny_run import flip_bit, with_changes
 
 from curriculum.branch import branch
+from curriculum.branch_copy import copy_means
 from curriculum.config import build_config
 from curriculum.errors import InputError
 from curriculum.export import export
 from curriculum.manifest import write_manifest
 from curriculum.record.console import eval_lines
 from curriculum.record.curves import eval_curves
-from curriculum.run import load_run
+from curriculum.run import RunDirectory, load_run
 from curriculum.train.averages import _write, set_aside_means_after
 from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.setup import build
@@ -142,6 +143,34 @@ def test_an_unchanged_branch_has_the_same_averages(run, folder, tmp_path):
     (tmp_path / "run/checkpoints/9").rename(tmp_path / "run/kept/9")
     branch(tmp_path / "run", 13, tmp_path / "new", store_dir=folder / "store")
     assert_same_averages(run, tmp_path / "new")
+
+
+def test_a_branch_takes_over_the_means_up_to_its_step(run, tmp_path, capsys):
+    made = RunDirectory(tmp_path / "made")
+    copy_means(made, RunDirectory(run), 13)
+    assert [folder.name for folder in made.averages.iterdir()] == ["first"] and capsys.readouterr().err == ""
+    assert_trees_equal(load_params(made.averages / "first/params"), load_params(run / "averages/first/params"))
+
+
+@pytest.mark.parametrize("content", [b"", b'{"steps": [3, 6', b"[]", b"{}", b"\xff\xfe", None])
+def test_a_branch_goes_without_a_mean_that_is_damaged(run, tmp_path, capsys, content):
+    trunk, made = (RunDirectory(tmp_path / name) for name in ("trunk", "made"))
+    shutil.copytree(run / "averages", trunk.averages)
+    sidecar = trunk.averages / "first/mean.json"
+    sidecar.unlink()
+    sidecar.symlink_to("nowhere") if content is None else sidecar.write_bytes(content)
+    copy_means(made, trunk, 14)
+    assert [folder.name for folder in made.averages.iterdir()] == ["last"]
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith(f"{trunk.averages}/first: is damaged: ") and "mean.json" in told
+
+
+def test_means_that_cannot_be_listed_are_told(tmp_path):
+    trunk = RunDirectory(tmp_path)
+    copy_means(RunDirectory(tmp_path / "made"), trunk, 14)
+    trunk.averages.write_text("a file")
+    with pytest.raises(InputError, match="averages: cannot be listed: Not a directory; mend that"):
+        copy_means(RunDirectory(tmp_path / "made"), trunk, 14)
 
 
 def assert_same_averages(run, other_run):
