@@ -421,7 +421,7 @@ def test_windows_that_are_gone_or_do_not_fit_are_said(pair):
     first, second = pair
     results = second / "evals/100.npz"
     arrays = dict(np.load(results))
-    np.savez(results, **{**arrays, "primary.tokens": arrays["primary.tokens"] + 1})
+    np.savez(results, **arrays | {key: 2 * arrays[key] for key in ("primary.tokens", "primary.nats")})
     with pytest.raises(InputError, match="val: evals/100.npz of second and evals/100.npz of first differ in windows"):
         compare(pair)
     np.savez(results, other=np.zeros(1))
@@ -435,6 +435,30 @@ def test_windows_that_are_gone_or_do_not_fit_are_said(pair):
     results.unlink()
     with pytest.raises(InputError, match="100.npz: no such file; the paired difference needs the windows"):
         compare(pair)
+
+
+def test_windows_that_contradict_the_record_are_said(tmp_path):
+    run = write_run(tmp_path / "run", {"val": lambda step: 3.0 - step / 100})
+    other = write_run(tmp_path / "other", {"val": lambda step: 2.0})
+    results = run / "evals/100.npz"
+    of_start, arrays = (dict(np.load(run / f"evals/{step}.npz")) for step in (0, 100))
+    nats, tokens = arrays["primary.nats"], arrays["primary.tokens"]
+    assert not math.isclose(nats.sum(), of_start["primary.nats"].sum())
+    for changed, got in (
+        (of_start, "a loss of 3.000000"),
+        ({"primary.nats": nats * math.nan}, "a loss of nan"),
+        ({"primary.nats": nats + 2e-6 * tokens}, "a loss of 2.000002"),
+        ({"primary.tokens": 0 * tokens}, "a loss of inf"),
+        ({"primary.nats": nats[:-1]}, "arrays of different lengths"),
+        ({"primary.document": nats[:, None]}, "arrays of different lengths"),
+    ):
+        np.savez(results, **arrays | changed)
+        said = f"evals/100.npz: the windows of primary are .*: got {got}, expected the loss of 2.000000 that the record"
+        for pair in ([run, other], [other, run]):
+            with pytest.raises(InputError, match=said):
+                compare(pair)
+    np.savez(results, **arrays | {"primary.nats": nats + 4e-7 * tokens})
+    assert only(compare([other, run])).difference.delta == pytest.approx(4e-7, rel=1e-6)
 
 
 def test_the_command_prints_a_table_or_json_and_needs_no_jax(pair):

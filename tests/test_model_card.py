@@ -195,14 +195,20 @@ def test_averages_are_measured_as_such(tmp_path):
     averages = {"ema": lambda step: 2.5, "phase_mean": lambda step: 2.25}
     run = load_run(write_run(tmp_path / "run", {"val": lambda step: 3.0}, averages=averages))
     raw = read_results(tmp_path / "run/evals/100.npz")
-    lower = {"primary": raw["primary"]._replace(nats_N=raw["primary"].nats_N - 0.5 * raw["primary"].tokens_N)}
-    write_results(tmp_path / "run/evals/100.npz", raw, dict.fromkeys(averages, lower))
-    for weights, what, loss in (("ema", "the moving average", "2.5000"), ("mean:domain", "phase domain", "2.2500")):
+    averaged = {
+        name: {"primary": raw["primary"]._replace(nats_N=of(100) * raw["primary"].tokens_N)}
+        for name, of in averages.items()
+    }
+    write_results(tmp_path / "run/evals/100.npz", raw, averaged)
+    for weights, what, loss, change in (
+        ("ema", "the moving average", "2.5000", "-0.5000"),
+        ("mean:domain", "phase domain", "2.2500", "-0.7500"),
+    ):
         exported = dataclasses.replace(EXPORTED, step=100, weights=Weights.parse(weights), tokens_drawn=None)
         card = sections(model_card(run, exported))
         assert what in card[""]
         val = rows(card["How well it does"])[1]
-        assert val[5] == loss and val[8] == "-0.5000 (-0.5000 to -0.5000)"
+        assert val[5] == loss and val[8] == f"{change} ({change} to {change})"
         # Of a mean of checkpoints no ledger says what was read: the record knows it at the ends of phases.
         assert rows(card["What it was trained on"])[2][3] == "web 400, law 3,600"
     assert "--weights mean:domain --dtype bf16" in card["How to make it again"]
@@ -311,11 +317,14 @@ def test_how_to_make_it_again(run_dir, tmp_path, happened):
 def test_what_cannot_be_known_is_said(run_dir, tmp_path):
     bare = tmp_path / "bare"
     shutil.copytree(run_dir, bare)
+    for results, said in ((b"damaged", "cannot be read"), ((bare / "evals/20.npz").read_bytes(), "of primary are not")):
+        shutil.copy(run_dir / "evals/0.npz", bare / "evals/0.npz")
+        (bare / "evals/80.npz").write_bytes(results)
+        card = sections(model_card(load_run(bare), EXPORTED))
+        assert rows(card["How well it does"])[1][8] == "-0.8000"
+        assert "The change of val has no interval: " in card["What is not known"] and said in card["What is not known"]
     (bare / "evals/0.npz").unlink()
-    (bare / "evals/60.npz").write_bytes(b"damaged")
-    card = sections(model_card(load_run(bare), EXPORTED))
-    assert rows(card["How well it does"])[1][8] == "-0.8000"
-    assert "The change of val has no interval: " in card["What is not known"]
+    assert "evals/0.npz: cannot be read" in model_card(load_run(bare), EXPORTED)
     assert "No licence is stated here: those of the sources apply;" in card["What is not known"]
 
     (bare / "training_state.json").write_text("{}")

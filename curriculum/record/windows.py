@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from curriculum.errors import InputError
 from curriculum.run import read_arrays
 from evalsets.metrics import WindowResults
 
@@ -49,6 +50,25 @@ def windows_of(arrays: Mapping[str, np.ndarray], name: str) -> WindowResults:
     array_names = {field: _array_name(name, field) for field in WindowResults._fields}
     optional = WindowResults._field_defaults
     return WindowResults(**{f: arrays[key] for f, key in array_names.items() if key in arrays or f not in optional})
+
+
+def recorded_windows(path: Path, arrays: Mapping[str, np.ndarray], name: str, loss: float) -> WindowResults:
+    """`windows_of` the arrays of a file, of which the record says that they gave this loss.
+
+    Raises InputError where they do not, to the six decimals of the record, or where an array lacks windows.
+    """
+    windows = windows_of(arrays, name)
+    got = "arrays of different lengths"
+    if {array.shape for array in windows if array is not None} == {(windows.nats_N.size,)}:
+        with np.errstate(invalid="ignore", divide="ignore"):
+            found = np.sum(windows.nats_N, dtype=np.float64) / np.sum(windows.tokens_N)
+        if np.isclose(found, loss, rtol=1e-9, atol=1e-6, equal_nan=True):
+            return windows
+        got = f"a loss of {found:.6f}"
+    raise InputError(
+        f"{path}: the windows of {name} are not those of that eval: got {got}, expected the loss of {loss:.6f} that "
+        "the record has; restore the file from a copy"
+    )
 
 
 def keep_sets(path: Path, names: Collection[str]) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from curriculum.errors import InputError
 from curriculum.record.events import config_name, plain
 from curriculum.record.queries import EvalPoint, eval_points, evalset_facts
-from curriculum.record.windows import windows_of
+from curriculum.record.windows import recorded_windows
 from curriculum.record.wording import signed
 from curriculum.run import Run, load_run, names_in, read_arrays
 from curriculum.views.shared_past import began_at, shared_past
@@ -208,15 +208,15 @@ class _Side:
     hashes: dict[str, str | None]
     _files: dict[int, Mapping[str, np.ndarray]] = field(default_factory=dict)  # by step: each is read once
 
-    def windows(self, name: str, step: int) -> WindowResults:
+    def windows(self, name: str, point: EvalPoint) -> WindowResults:
         """Those of a set at an eval. Raises InputError where they are not on file."""
-        path = self.run.directory.results(step)
+        step, path = point.step, self.run.directory.results(point.step)
         if step not in self._files:
             if path.name not in names_in(path.parent):
                 raise InputError(f"{path}: no such file; the paired difference needs the windows of that eval")
             self._files[step] = read_arrays(path)
         try:
-            return windows_of(self._files[step], config_name(name))
+            return recorded_windows(path, self._files[step], config_name(name), point.loss)
         except KeyError:
             raise InputError(f"{path}: has no windows of {name}, which the record says was measured then") from None
 
@@ -267,7 +267,7 @@ def _refusal(first: _Side, other: _Side, name: str) -> str:
 
 
 def _difference(name: str, side: _Side, now: EvalPoint, first: _Side, before: EvalPoint) -> Difference:
-    ours, theirs = side.windows(name, now.step), first.windows(name, before.step)
+    ours, theirs = side.windows(name, now), first.windows(name, before)
     if not np.array_equal(ours.tokens_N, theirs.tokens_N):
         where = f"evals/{now.step}.npz of {side.name} and evals/{before.step}.npz of {first.name}"
         raise InputError(f"{name}: {where} differ in windows though the content is the same; one is damaged")

@@ -22,7 +22,7 @@ from curriculum.record.queries import (
     standing_regressions,
 )
 from curriculum.record.sentences import skipped_line, verdict
-from curriculum.record.windows import windows_of
+from curriculum.record.windows import recorded_windows
 from curriculum.record.wording import WITH_SCATTER, interval_text, loss, signed
 from curriculum.run import Run, read_arrays
 from curriculum.views.compare import paired
@@ -160,8 +160,9 @@ def _change(run: Run, name: str, suffix: str, first: EvalPoint, last: EvalPoint,
     before_file, now_file = (run.directory.results(point.step) for point in (first, last))
     key = config_name(name)
     try:
-        before, now = read_arrays(before_file), read_arrays(now_file)
-        between = paired("its start", windows_of(now, f"{key}{suffix}"), windows_of(before, key))
+        before = recorded_windows(before_file, read_arrays(before_file), key, first.loss)
+        now = recorded_windows(now_file, read_arrays(now_file), f"{key}{suffix}", last.loss)
+        between = paired("its start", now, before)
     except InputError as error:
         unknown += [f"The change of {name} has no interval: {problem}" for problem in error.problems]
         return signed(last.loss - first.loss)
