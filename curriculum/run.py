@@ -179,7 +179,10 @@ class Run:
         """The `training_start` event. Raises InputError while the record is empty."""
         path = self.directory.path / EVENTS
         if not self.events:
-            raise InputError(f"{path}: is empty; the run has not begun yet")
+            raise InputError(
+                f"{path}: has no complete line: the run has not begun yet, or the file is damaged (then restore it "
+                "from a copy)"
+            )
         if self.events[0]["event"] != "training_start":
             raise InputError(f"{path}:1: got {self.events[0]['event']}, expected training_start; restore the file")
         return self.events[0]
@@ -238,11 +241,11 @@ def find_checkpoint(
 ) -> tuple[int, Path]:
     """(step, folder) of a checkpoint that verifies: the "latest", the "gold" one, or that of a step.
 
-    None is the gold one, or the latest where the record names no gold. "latest" is the newest of `checkpoints/`; a step
-    is looked for there, then in `gold/` and `kept/`. `option` is how the user gave `wanted`; `part` what of the
-    checkpoint is to be read, as for `damage`: the rest is not verified. Raises InputError that lists the steps there
-    are, also where the gold that the record names is gone; and where the one that is meant is damaged, with those that
-    are not.
+    None is the gold one, or the latest where the record names no gold or is gone. "latest" is the newest of
+    `checkpoints/`; a step is looked for there, then in `gold/` and `kept/`. `option` is how the user gave `wanted`;
+    `part` what of the checkpoint is to be read, as for `damage`: the rest is not verified. Raises InputError that lists
+    the steps there are, also where the gold that the record names is gone, or the record has no line beside a gold; and
+    where the one that is meant is damaged, with those that are not.
     """
     if isinstance(wanted, str) and wanted not in ("latest", "gold") and not _is_step(wanted):
         raise InputError(f"{option} {wanted}: expected 'latest', 'gold' or the step of a checkpoint")
@@ -251,7 +254,14 @@ def find_checkpoint(
     if not there:
         raise InputError(f"{directory.path}: has no checkpoint yet; train it up to its first save (checkpoint.every)")
     if wanted is None or wanted == "gold":
-        gold = _gold_step(read_events(directory.path)) if (directory.path / EVENTS).exists() else None
+        record = directory.path / EVENTS
+        events = read_events(directory.path) if record.exists() else None
+        if events == [] and found["gold"]:
+            raise InputError(
+                f"{record}: has no complete line to say which checkpoint is the gold one; restore it from a copy, or "
+                f"give a step (there are: {there})"
+            )
+        gold = _gold_step(events or [])
         if gold in found["gold"]:
             return gold, undamaged(directory.gold / str(gold), f"{option} gold: " if wanted else "", part)
         if gold is not None:

@@ -328,7 +328,7 @@ def test_what_is_no_run_is_said(tmp_path):
     with pytest.raises(InputError, match="events.jsonl: no such file"):
         load_run(tmp_path)
     (tmp_path / "events.jsonl").write_text("")
-    with pytest.raises(InputError, match="events.jsonl: is empty; the run has not begun yet"):
+    with pytest.raises(InputError, match="events.jsonl: has no complete line: the run has not begun yet, or"):
         inspect_run(load_run(tmp_path))
     code, out, errors, _ = command("inspect", tmp_path / "nowhere")
     assert (code, out) == (2, "") and "nowhere: holds no run" in errors

@@ -1,6 +1,7 @@
 """A run directory read back: which checkpoint is meant."""
 
 import json
+import shutil
 
 import pytest
 
@@ -73,6 +74,23 @@ def test_a_gold_that_is_gone_is_not_replaced_by_another(directory, wanted):
         "a copy, or give another step (there are: 90, 100, 120; in gold/: 70, 110; in kept/: 50)"
     )
     assert find_checkpoint(directory, "latest")[0] == 120 and find_checkpoint(directory, 70)[0] == 70
+
+
+@pytest.mark.parametrize("wanted", [None, "gold"])
+@pytest.mark.parametrize("content", [b"", b"\xff" * 3000, b'{"event": "training_start", "st'])
+def test_a_record_without_a_line_beside_a_gold_is_told(directory, wanted, content):
+    record = directory.path / "events.jsonl"
+    record.write_bytes(content)
+    with pytest.raises(InputError) as told:
+        find_checkpoint(directory, wanted)
+    assert str(told.value) == (
+        f"{record}: has no complete line to say which checkpoint is the gold one; restore it from a copy, or give a "
+        "step (there are: 90, 100, 120; in gold/: 70, 110; in kept/: 50)"
+    )
+    assert find_checkpoint(directory, "latest")[0] == 120 and find_checkpoint(directory, 70)[0] == 70
+    shutil.rmtree(directory.gold)
+    if wanted is None:
+        assert find_checkpoint(directory)[0] == 120
 
 
 @pytest.mark.parametrize(
