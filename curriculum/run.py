@@ -124,7 +124,7 @@ class RunDirectory:
             tell(f"{path}: cannot be written: {error.strerror}; it stays as it was")
 
     def check_usable(self) -> None:
-        """Raise InputError where the path cannot be a folder of ours; creates nothing."""
+        """Raise InputError where the path, or a folder of ours in it, cannot be written to; creates nothing."""
         try:
             os.lstat(self.path / EVENTS)
         except (FileNotFoundError, NotADirectoryError):
@@ -132,8 +132,12 @@ class RunDirectory:
         except OSError as error:  # a name too long, links in a circle
             raise InputError(f"--run-dir {self.path}: {error.strerror}; choose another") from None
         nearest = next((p for p in (self.path, *self.path.absolute().parents) if os.path.lexists(p)), None)
-        if nearest is None or not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-            raise InputError(f"--run-dir {self.path}: {nearest} is no folder that can be written to; choose another")
+        within = (*self.places, self.path / "evals", self.averages, self.superseded)
+        for folder in (nearest, *filter(os.path.lexists, within)):
+            if folder is None or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+                raise InputError(
+                    f"--run-dir {self.path}: {folder} is no folder that can be written to; mend that, or choose another"
+                )
 
     def set_aside_evals_after(self, step: int) -> None:
         """Move the results of evals after `step` to `superseded/`: they will be measured again."""

@@ -572,6 +572,8 @@ RUNS = [
     Row("run without the right to read a checkpoint", mode("run/checkpoints/4", 0), "inspect run", "run/checkpoints/4: cannot be listed: Permission denied", "mend that, and try again", without_privileges=True),
     Row("run without the right to read results, branched", mode("run/evals", 0), BRANCH, "run/evals: cannot be listed: Permission denied", "mend that, and try again", without_privileges=True),
     Row("run whose metrics are a folder", both(remove("run/metrics.jsonl"), lambda: os.mkdir("run/metrics.jsonl")), "inspect run", "run/metrics.jsonl: cannot be read: Is a directory", "mend that, and try again"),
+    Row("resume with evals/ read-only", both(remove("run/checkpoints/4"), remove("run/evals/4.npz"), mode("run/evals", 0o555)), RESUME + " latest", "--run-dir run: run/evals is no folder that can be written to", "mend that, or choose another", without_privileges=True),
+    Row("resume with checkpoints/ read-only", both(remove("run/checkpoints/4"), remove("run/evals/4.npz"), mode("run/checkpoints", 0o555)), RESUME + " latest", "--run-dir run: run/checkpoints is no folder that can be written to", "mend that, or choose another", without_privileges=True),
     Row("run without its model.json", remove("run/model.json"), EXPORT, "run/model.json: cannot be read", "expected the JSON that this program wrote"),
     Row("run with another tokenizer's ranks", write("run/tokenizer/tokenizer.json", "{}"), EVAL, "run/tokenizer/tokenizer.json", "expected the folder of a tokenizer"),
     Row("run with results that are none", write("run/evals/4.npz", "hello"), "compare run run2", "run/evals/4.npz", "expected the arrays that this program wrote"),
