@@ -96,7 +96,7 @@ def test_every_block_of_the_library_page_runs_and_prints_what_it_says(tmp_path):
 @pytest.mark.slow
 def test_the_guides_example_runs(tmp_path, text_folder):
     config = config_data(
-        text_folder, evalsets={"every": 100, "primary": OWN, "sets": {"general": OWN}}, checkpoint={"every": 100}
+        text_folder, evalsets={"every": 20, "primary": OWN, "sets": {"general": OWN}}, checkpoint={"every": 100}
     )
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs/quickstart.yaml").write_text(json.dumps(config))
