@@ -49,13 +49,13 @@ def test_the_walk_through_keeps_what_was_known_and_learns_the_domain(walked):
     run = load_run(folder / "runs/adapted")
     assert run.start["lineage"]["init_from"] == "pretrained"
     evals = {name: dict(run.evals(name)) for name in ("general", "domain")}
-    before, after = ({name: evals[name][step] for name in evals} for step in (0, 80))
+    before, after = ({name: evals[name][step] for name in evals} for step in (0, 120))
     # The pretrained model is no random one, and what it came with is what is measured at step 0.
     pretrained = load_run(folder / "runs/pretrained")
     assert before["general"] == pytest.approx(pretrained.evals()[-1][1], abs=1e-4) and before["general"] < 2.0
     assert after["domain"] < before["domain"] - 0.5 and after["general"] < before["general"] + 0.2
-    # The page's table is of such a run: what a model of 80 steps makes of other text varies with the last digits, which
-    # follow the number of cores. On one core 3.27 was seen where the page has 3.72.
+    # The page's table is of such a run: what so short a one makes of other text varies with the last digits, which
+    # follow the number of cores. On one core 3.27 was seen for what is 3.60 on the page.
     said = re.findall(r"^\| (general|domain) \| ([\d.]+) \| ([\d.]+) \|$", PAGE.read_text(), re.M)
     assert [name for name, *_ in said] == ["general", "domain"]
     for name, *losses in said:
@@ -88,7 +88,7 @@ def test_transformers_generates_from_what_the_walk_through_exports(walked):
     words = re.findall(r"\w+", " ".join(re.findall(r'"(.*?)"\.split', PAGE.read_text())))
     generated = re.findall(r"\w+", told)[:-1]  # the last may be cut off
     assert len(words) > 30 and len(generated) >= 8
-    assert sum(word in words for word in generated) > 0.8 * len(generated)
+    assert sum(word in words for word in generated) > 0.8 * len(generated), told
 
 
 @pytest.mark.slow
