@@ -124,20 +124,25 @@ class RunDirectory:
             tell(f"{path}: cannot be written: {error.strerror}; it stays as it was")
 
     def check_usable(self) -> None:
-        """Raise InputError where the path, or a folder of ours in it, cannot be written to; creates nothing."""
+        """Raise InputError where the path cannot be written to; creates nothing."""
         try:
             os.lstat(self.path / EVENTS)
         except (FileNotFoundError, NotADirectoryError):
             pass
         except OSError as error:  # a name too long, links in a circle
             raise InputError(f"--run-dir {self.path}: {error.strerror}; choose another") from None
-        nearest = next((p for p in (self.path, *self.path.absolute().parents) if os.path.lexists(p)), None)
-        within = (*self.places, self.path / "evals", self.averages, self.superseded)
-        for folder in (nearest, *filter(os.path.lexists, within)):
-            if folder is None or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-                raise InputError(
-                    f"--run-dir {self.path}: {folder} is no folder that can be written to; mend that, or choose another"
-                )
+        self._check_writable(next((p for p in (self.path, *self.path.absolute().parents) if os.path.lexists(p)), None))
+
+    def check_folders(self) -> None:
+        """Raise InputError where a folder of ours in it cannot be written to, as training does."""
+        for folder in filter(os.path.lexists, (*self.places, self.path / "evals", self.averages, self.superseded)):
+            self._check_writable(folder)
+
+    def _check_writable(self, folder: Path | None) -> None:
+        if folder is None or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+            raise InputError(
+                f"--run-dir {self.path}: {folder} is no folder that can be written to; mend that, or choose another"
+            )
 
     def set_aside_evals_after(self, step: int) -> None:
         """Move the results of evals after `step` to `superseded/`: they will be measured again."""

@@ -763,3 +763,11 @@ def test_nothing_that_runs_what_it_reads():
     modules = [path for name in ("curriculum", "phases", "evalsets", "tools") for path in (root / name).rglob("*.py")]
     found = [(path.name, line) for path in modules for line in path.read_text().splitlines() if runs.search(line)]
     assert len(modules) > 50 and not found
+
+
+def test_a_finished_run_with_a_folder_that_cannot_be_written_to_is_finished(good, tmp_path, monkeypatch, capfd):
+    command = RESUME + " latest --store-dir .curriculum"
+    row = Row("gold/ read-only", mode("run/gold", 0o555), command, "", "", without_privileges=True)
+    enter(row, good, tmp_path, monkeypatch)
+    code, out, err = in_process(monkeypatch, capfd, row)
+    assert code == 0 and "run is finished: 4 of 4 steps" in out, err

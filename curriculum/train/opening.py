@@ -128,6 +128,7 @@ def begin_in(
 
     Returns {step, why, moved_to} of each of these.
     """
+    directory.check_folders()
     if not lock.held:
         lock.take()
         if directory.holds_run():
