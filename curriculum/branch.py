@@ -64,7 +64,7 @@ def branch(
     and Stopped after a signal: `train(..., resume="latest")` then goes on.
     """
     trunk, directory = load_run(run), RunDirectory(Path(run_dir))
-    _check_new(directory, store_dir)
+    _check_new(directory, store_dir, make_model is not None)
     at = _step_of(trunk, at)
     folders = _checkpoints(trunk.directory)
     checkpoint = _checkpoint_before(trunk, folders, at)
@@ -104,17 +104,17 @@ def branch(
         return train_built(setup, directory, to_resume(directory, "latest"), lock, begins_branch=True)
 
 
-def go_on_command(run_dir: Path, store_dir: str | Path) -> str:
+def go_on_command(run_dir: Path, store_dir: str | Path, *, own_model: bool = False) -> str:
     """What to type to go on with a branch that was begun."""
-    return resume_command(run_dir / "config.yaml", run_dir, store_dir)
+    return resume_command(run_dir / "config.yaml", run_dir, store_dir, own_model=own_model)
 
 
-def _check_new(directory: RunDirectory, store_dir: str | Path) -> None:
+def _check_new(directory: RunDirectory, store_dir: str | Path, own_model: bool) -> None:
     directory.check_usable()
     if directory.holds_run():
         raise InputError(
             f"--run-dir {directory.path}: holds a run already; choose another, or go on with a branch that was begun: "
-            f"{go_on_command(directory.path, store_dir)}"
+            f"{go_on_command(directory.path, store_dir, own_model=own_model)}"
         )
     within = next((p for p in directory.path.absolute().parents if RunDirectory(p).resolved_config.is_file()), None)
     if within is not None:

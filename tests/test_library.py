@@ -4,6 +4,7 @@ import doctest
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from curriculum.branch import branch
 from curriculum.cli.plan import table
 from curriculum.config import build_config, load_config
 from curriculum.errors import InputError
@@ -20,7 +22,7 @@ from curriculum.export import export, load_exported
 from curriculum.model.formats.safetensors_writer import write_safetensors
 from curriculum.model.model import Model, check_model
 from curriculum.plan import plan
-from curriculum.run import load_run
+from curriculum.run import load_run, run_directory
 from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.dry_run import dry_run
 from curriculum.train.trainer import train
@@ -311,12 +313,28 @@ def test_what_goes_on_with_a_model_of_ones_own_is_a_call(tmp_path, text_folder, 
     run_dir, stores = tmp_path / "run", text_folder / "store"
     train(load_config(tmp_path / "c.json"), run_dir, store_dir=stores, make_model=lambda _: bigram(matrices))
     rest = f"{str(run_dir)!r}, resume='latest', store_dir={str(stores)!r}, make_model=...) from Python"
-    assert (
-        f"with more train.steps: train(load_config('{tmp_path}/c.json'), {rest}\n"
-        in (run_dir / "train.log").read_text()
-    )
+    remembered = f"remembered=run_directory('{run_dir}').command_line(), continues='{run_dir}'"
+    call = f"with more train.steps: train(load_config('{tmp_path}/c.json', {remembered}), {rest}\n"
+    assert call in (run_dir / "train.log").read_text()
     commands = inspect_run(load_run(run_dir))["commands"]
-    assert commands["train longer"] == f"train(load_config('{run_dir}/config.yaml'), {rest}, with more train.steps"
+    call = f"train(load_config('{run_dir}/config.yaml', {remembered}), {rest}"
+    assert commands["train longer"] == f"{call}, with more train.steps"
+    with pytest.raises(InputError, match=r"go on with a branch that was begun: train\(load_config\("):
+        branch(run_dir, 2, run_dir, make_model=lambda _: bigram(matrices))
+
+
+def test_the_call_that_goes_on_with_a_model_of_ones_own_changes_nothing(tmp_path, text_folder, matrices):
+    (tmp_path / "c.json").write_text(json.dumps(config_data(text_folder, checkpoint={"every": 2})))
+    given = {"store_dir": text_folder / "store", "make_model": lambda _: bigram(matrices)}
+    train(load_config(tmp_path / "c.json", ["optim.lr=2e-3", "train.batch_size=2"]), tmp_path / "run", **given)
+    newest = max((tmp_path / "run/checkpoints").iterdir(), key=lambda folder: int(folder.name))
+    shutil.rmtree(newest)
+    call = inspect_run(load_run(tmp_path / "run"))["commands"]["train longer"].partition(" from Python")[0]
+    names = {"train": train, "load_config": load_config, "run_directory": run_directory}
+    eval(call.replace("make_model=...", "make_model=given"), names | {"given": given["make_model"]})
+    run = load_run(tmp_path / "run")
+    assert run.complete and not [event for event in run.events if event["event"] == "schedule_edit"]
+    assert run.config.optim.lr == 2e-3
 
 
 def test_a_run_keeps_that_its_model_was_not_the_configs(tmp_path, text_folder, matrices):

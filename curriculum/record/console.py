@@ -272,8 +272,10 @@ def resume_command(
     """What to type to go on with a run; of a model of one's own, which no command knows, what to call."""
     if own_model:
         stores = "" if str(store_dir) == DEFAULT_STORE_DIR else f", store_dir={str(store_dir)!r}"
-        call = f"train(load_config({str(config_file)!r}), {str(run_dir)!r}, resume={step!r}{stores}, make_model=...)"
-        return f"{call} from Python"
+        run = repr(str(run_dir))
+        remembered = f"remembered=run_directory({run}).command_line(), continues={run}"
+        config = f"load_config({str(config_file)!r}, {remembered})"
+        return f"train({config}, {run}, resume={step!r}{stores}, make_model=...) from Python"
     own, where = shlex.quote(str(config_file)), shlex.quote(str(run_dir))
     stores = "" if str(store_dir) == DEFAULT_STORE_DIR else f" --store-dir {shlex.quote(str(store_dir))}"
     return f"{program('curriculum')} train {own} --run-dir {where}{stores} --resume {step}"

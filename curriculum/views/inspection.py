@@ -234,7 +234,7 @@ def text(facts: Mapping[str, Any]) -> list[str]:
     lines.append("")
     for what, command in facts["commands"].items():
         lines.append(f"  {what:<12}  {command}")
-        if "STEP" in command:
+        if what == "train longer" and "--resume STEP" in command:
             lines.append(
                 "                (STEP: latest; where the learning rate has decayed, a checkpoint before that)"
             )
