@@ -12,7 +12,7 @@ _WHOLE = re.compile(r"\$variables\.([A-Za-z0-9_.-]+)|\$\{variables\.([A-Za-z0-9_
 _INSIDE = re.compile(r"\$\{variables\.([A-Za-z0-9_.-]+)\}")
 _LEFT_OVER = re.compile(r"\$variables\.|\$\{variable")
 # A few lines that each use the next one twice would expand without end.
-_MAX_VALUES, _MAX_DEPTH = 100_000, 100
+_MAX_VALUES, _MAX_DEPTH = 100_000, 200
 
 
 def substitute(data: dict[str, Any], numbers: Mapping[str, str]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
@@ -51,7 +51,7 @@ def substitute(data: dict[str, Any], numbers: Mapping[str, str]) -> tuple[dict[s
 
     def replaced(value: Any, path: str, within: tuple[str, ...] = ()) -> Any:
         nonlocal num_values, depth
-        num_values, depth = num_values + 1, depth + 1
+        num_values, depth = num_values + bool(within), depth + 1  # of what stands in the config itself there is an end
         if num_values > _MAX_VALUES or depth > _MAX_DEPTH:
             raise _Endless
         try:

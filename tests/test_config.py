@@ -14,6 +14,7 @@ from curriculum.config import build_config, changed_config, config_from_json, lo
 from curriculum.errors import InputError
 from curriculum.plan_warnings import schedule_warnings
 from curriculum.scheduling import check_schedule, resolve_schedule
+from curriculum.variables import substitute
 from curriculum.yaml12 import Origin, read_override, read_yaml, set_option
 
 ROOT = Path(__file__).parents[1]
@@ -355,7 +356,12 @@ def test_variables_that_nothing_uses_are_resolved_too(folder):
 def test_variables_without_end_are_refused_at_once(folder, uses):
     lines = [f"  v{i}: {use}\n" for i, use in enumerate([*uses, "a"])]
     [problem] = problems(f"{GOOD}\nvariables:\n{''.join(lines)}")
-    assert "variables: come to more than 100,000 values or 100 levels" in problem
+    assert "variables: come to more than 100,000 values or 200 levels" in problem
+
+
+def test_a_config_itself_may_have_more_values_than_variables_may_bring():
+    data = {"sources": [[0.5] * 1000] * 200}
+    assert substitute({**data, "variables": {"a": "$variables.b", "b": 1}}, {}) == (data, [])
 
 
 def test_a_circle_of_variables_need_not_hold_the_first_one(folder):
