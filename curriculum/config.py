@@ -322,8 +322,7 @@ def apply_options(options: Iterable[tuple[str, str]], data: dict, origin: Origin
                 added.append(name)
     if added and isinstance(data, dict) and "phases" not in data:
         replayed = _table(_table(data, "adaptation"), "replay")
-        if names := [name for name in added if name not in replayed]:
-            mixture = dict.fromkeys(names, 1 / len(names))
+        if mixture := {name: 1.0 for name in added if name not in replayed}:
             data["phases"] = [{"name": "adaptation", "until": "end", "mixture": mixture}]
         origin.made_of["phases"] = f"sources.{added[-1]}"
 

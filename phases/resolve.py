@@ -174,7 +174,8 @@ def _new_segment(
     phase = declared.phase
     mixture = normalised(phase.mixture)
     weight_sum = sum(phase.mixture.values())
-    if not any(math.isclose(weight_sum, whole, rel_tol=1e-6) for whole in (1, 100)):  # shares, or percentages
+    known_sum = any(math.isclose(weight_sum, whole, rel_tol=1e-6) for whole in (1, 100))  # shares, or percentages
+    if not known_sum and set(phase.mixture.values()) != {1}:  # 1 to 1 is nothing but equal parts
         shares = ", ".join(f"{n} {w:.4g}" for n, w in mixture.items())
         warnings.append(f"phase {phase.name}: proportions add up to {weight_sum:.6g}, normalised to {shares}")
     start, cursors, found = 0, dict.fromkeys(supplies, 0), {}

@@ -327,7 +327,7 @@ def test_phases_are_made_of_dataset_dirs_only(folder):
         f"{section}: missing; this section is needed" for section in ("sources", "phases")
     }
     config = load_config("adapted.yaml", dataset_dirs=["law=law.txt", "code=code.txt"])
-    assert [phase.mixture for phase in config.phases] == [{"law": 0.5, "code": 0.5}]
+    assert [phase.mixture for phase in config.phases] == [{"law": 1.0, "code": 1.0}]
     assert not any("add up" in warning for warning in plan(config).warnings)
     with pytest.raises(InputError) as told:
         load_config("adapted.yaml", ["adaptation.replay.law=0.25"], dataset_dirs=["law=law.txt"])
