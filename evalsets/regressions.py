@@ -234,7 +234,10 @@ def error_level(confidence: float, spent: float, planned: int, left: int) -> flo
     slowly, as a quantile does with the logarithm of its level.
     """
     error = 1 - confidence
-    return min(0.75 * error / planned, max(error - spent, 0.0) / (left + planned / 3))
+    rest = error - spent
+    if rest <= 1e-9 * error:  # what rounding leaves of all that is spent
+        return 0.0
+    return min(0.75 * error / planned, rest / (left + planned / 3))
 
 
 class Change(NamedTuple):

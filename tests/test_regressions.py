@@ -425,6 +425,7 @@ def test_the_levels_of_a_run_sum_to_its_error():
         spent += error_level(0.95, spent, planned, planned - done)
     assert spent == pytest.approx(0.0375, rel=1e-12)
     assert error_level(0.95, 0.06, 1200, 600) == 0.0  # of a run that had a lower confidence before
+    assert error_level(0.95, math.fsum([0.05 / 60] * 60) - 1e-17, 80, 20) == 0.0  # all is spent, but for rounding
 
 
 def test_extended_again_and_again_a_run_spends_no_more():
