@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 from curriculum.errors import InputError, readable
 from curriculum.manifest import sync
-from curriculum.record.append import Appender
+from curriculum.record.append import Appender, tell
 
 EVENTS = "events.jsonl"
 METRICS = "metrics.jsonl"
@@ -278,14 +278,22 @@ def _parsed(line: bytes) -> Any:
 
 
 def check_offsets(run_dir: Path, offsets: Mapping[str, int]) -> None:
-    """Raise InputError where the record up to a checkpoint's offsets is cut short, or has a line that is broken."""
+    """Raise InputError where the record up to a checkpoint's offsets is cut short, or has an event that is broken.
+
+    A row of metrics that is broken is told: training needs none, and what there is may be all that is left of it.
+    """
     _check_ends(run_dir, offsets)
     for name in (EVENTS, METRICS):
         if (left := offsets[name]) == 0:
             continue
         with open(run_dir / name, "rb") as file:
             for number, line in enumerate(file, start=1):
-                _checked(line.removesuffix(b"\n"), f"{run_dir / name}:{number}", _KEYS[name])
+                try:
+                    _checked(line.removesuffix(b"\n"), f"{run_dir / name}:{number}", _KEYS[name])
+                except InputError as error:
+                    if name == EVENTS:
+                        raise
+                    tell(f"{error}; training goes on, but report, branch and an export to hf read it")
                 left -= len(line)
                 if left <= 0:
                     break
