@@ -26,6 +26,12 @@ class FieldError(ValueError):
         super().__init__(message)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Of the host; or of a device, as jax raises it, whose word for it gRPC has for other things too."""
+    exhausted = isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+    return isinstance(error, MemoryError) or (exhausted and any(w in str(error).lower() for w in ("memory", "alloc")))
+
+
 @contextmanager
 def readable(path: Path, what: str = "read") -> Iterator[None]:
     """Raise InputError where a file or folder is there, but cannot be read (or what else is `what`): another user's."""

@@ -373,9 +373,10 @@ def test_a_model_beyond_the_memory_is_told_without_a_traceback(folder, monkeypat
     assert "a higher train.grad_accum, model.remat" in done.stderr
 
 
-def test_another_error_of_a_device_is_raised(folder, monkeypatch):
+@pytest.mark.parametrize("message", ["INTERNAL: it broke", "RESOURCE_EXHAUSTED: too many files, it broke"])
+def test_another_error_of_a_device_is_raised(folder, monkeypatch, message):
     def failed(*_, **__):
-        raise jax.errors.JaxRuntimeError("INTERNAL: it broke")
+        raise jax.errors.JaxRuntimeError(message)
 
     monkeypatch.setattr("curriculum.train.dry_run.build", failed)
     with pytest.raises(jax.errors.JaxRuntimeError, match="it broke"):

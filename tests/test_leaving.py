@@ -203,8 +203,8 @@ def test_process_0_sees_off_one_that_tells_an_error_of_its_own_meanwhile(tmp_pat
 
 
 def test_the_exit_code_of_a_process_that_ends_by_an_error():
-    errors = [InputError("x"), KeyboardInterrupt(), SystemExit(143), SystemExit("x"), RuntimeError()]
-    assert [_exit_code(error) for error in errors] == [2, 130, 143, 1, 1]
+    errors = [InputError("x"), KeyboardInterrupt(), SystemExit(143), SystemExit("x"), RuntimeError(), MemoryError()]
+    assert [_exit_code(error) for error in errors] == [2, 130, 143, 1, 1, 2]
 
 
 def test_the_others_are_told_an_error_in_a_line():

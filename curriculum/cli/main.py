@@ -10,7 +10,7 @@ import traceback
 import click
 
 from curriculum.cli.lasting import lasting
-from curriculum.errors import InputError
+from curriculum.errors import InputError, is_out_of_memory
 
 _INTERRUPTED = "interrupted; a run that had begun goes on with --resume latest"
 _TAKES_LESS = (
@@ -110,8 +110,8 @@ def run_command() -> None:
     except (KeyboardInterrupt, click.Abort):
         print(_INTERRUPTED, file=sys.stderr)
         sys.exit(130)
-    except (MemoryError, RuntimeError) as error:  # of the host; of a device, as jax raises it
-        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
             raise
         print(f"error: out of memory: {_one_line(str(error))}", file=sys.stderr)
         print(f"  {_TAKES_LESS}", file=sys.stderr)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from curriculum.errors import InputError
+from curriculum.errors import InputError, is_out_of_memory
 from curriculum.train.device import missing_flags
 from curriculum.train.processes.launch import JOIN_SECONDS, Launch
 from curriculum.train.processes.peers import Peers
@@ -249,7 +249,9 @@ def _in_a_line(error: BaseException) -> str:
 def _exit_code(error: BaseException) -> int:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1
-    return 130 if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, InputError) else 1
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    return 2 if isinstance(error, InputError) or is_out_of_memory(error) else 1
 
 
 def _exit_at_once(code: int) -> None:
