@@ -125,7 +125,10 @@ def test_an_arrow_stream_without_its_end_is_told(folder):
         with getattr(pyarrow.ipc, form)(f"{name}.arrow", table.schema) as writer:
             writer.write_table(table)
     os.truncate("cut.arrow", os.path.getsize("cut.arrow") - 8)
-    config = config_of(files={name: f"{name}.arrow" for name in ("stream", "file", "cut")})
+    before_0_15 = pyarrow.ipc.IpcWriteOptions(use_legacy_format=True)
+    with pyarrow.ipc.new_stream("legacy.arrow", table.schema, options=before_0_15) as writer:
+        writer.write_table(table)
+    config = config_of(files={name: f"{name}.arrow" for name in ("stream", "file", "cut", "legacy")})
     doubt = "as if its writer was stopped; are all rows in it? if not, write it again"
     warnings = (f"source cut: cut.arrow has no end mark, {doubt}",)
     assert find_sizes(config, "store").warnings == load_corpus(config, "store").warnings == warnings

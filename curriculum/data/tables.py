@@ -67,8 +67,9 @@ def _checked(batch: pyarrow.RecordBatch) -> pyarrow.RecordBatch:
 def lacks_end(path: str) -> bool:
     """Whether an arrow file has neither the mark that ends a stream, which may be left out, nor that of an index."""
     with suppress(OSError), open(path, "rb") as stream:  # too short, or unreadable: whoever reads it is told
+        before_0_15 = stream.read(4) not in (b"\xff\xff\xff\xff", b"ARRO")  # of Arrow: a message began with its length
         stream.seek(-8, os.SEEK_END)
-        return not stream.read().endswith((b"\xff\xff\xff\xff\0\0\0\0", b"ARROW1"))
+        return not stream.read().endswith(b"\0\0\0\0" if before_0_15 else (b"\xff\xff\xff\xff\0\0\0\0", b"ARROW1"))
     return False
 
 
