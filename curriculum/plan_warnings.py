@@ -20,6 +20,7 @@ from evalsets.metrics import clusters
 from phases.rates import rate_spans
 from phases.schedule import Schedule, SourceSupply
 
+FEW_EVALS = 24  # behind which a verdict knows the scatter of neighbouring evals as well as it ever does
 # Muennighoff et al. 2023, arXiv:2305.16264: repeating a source up to 4 times is worth nearly as much as fresh data.
 MAX_EPOCHS_WORTH_FRESH = 4
 FEW_SCORED_TARGETS = 64  # of an update; answers stand together, so that with so few some updates have none
@@ -42,6 +43,7 @@ def schedule_warnings(config: Config, schedule: Schedule, epochs_of: Mapping[str
             )
     warnings += _replaced(config)
     warnings += _unread(config, schedule)
+    warnings += _few_evals(config, schedule)
     warnings += _shapes_that_do_nothing(config)
     spans = rate_spans(schedule)
     falls = [span for span in spans if span.piece.last < span.piece.first and not span.piece.warmup]
@@ -70,6 +72,17 @@ def _replaced(config: Config) -> Iterator[str]:
         if lost:
             keep = f"to keep its {listed([*lost])}, add {' '.join(lost.values())}"
             yield f"{origin.options[path]} replaced all of {path}; {keep}"
+
+
+def _few_evals(config: Config, schedule: Schedule) -> Iterator[str]:
+    """A warning where something is to be done about regressions that so few evals will hardly find."""
+    every, action = config.evalsets.every, config.evalsets.regression.action
+    planned = len({*range(every, schedule.total_steps + 1, every), *(end for _, _, end in schedule.phase_bounds)})
+    if action in ("stop", "replay") and planned < FEW_EVALS:
+        yield (
+            f"evalsets.regression.action is {action}, but {planned} evals are planned: with fewer than {FEW_EVALS} "
+            "only large rises are found; lower evalsets.every"
+        )
 
 
 def _shapes_that_do_nothing(config: Config) -> list[str]:

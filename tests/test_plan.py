@@ -130,6 +130,20 @@ def test_what_is_never_read_and_replay_that_changes_nothing_are_told(tmp_path):
     assert told(phases=alone, sources=sources, evalsets=evalsets) == []
 
 
+@pytest.mark.parametrize("action", ("log", "checkpoint", "stop", "replay"))
+def test_what_is_to_act_on_regressions_is_told_where_evals_are_few(tmp_path, action):
+    def told(every):
+        evalsets = {"every": every, "primary": {"held_out_of": "web"}, "regression": {"action": action}}
+        sources = {name: {"path": str(tmp_path / f"{name}.jsonl"), "held_out": "20%"} for name in ("web", "law")}
+        config = config_of(tmp_path, sources=sources, evalsets=evalsets)
+        load_corpus(config, tmp_path / "store")
+        return [w for w in plan(config, store_dir=tmp_path / "store").warnings if "evals are planned" in w]
+
+    few = f"evalsets.regression.action is {action}, but 20 evals are planned: with fewer than 24 only large rises are "
+    assert told(5) == ([few + "found; lower evalsets.every"] if action in ("stop", "replay") else [])
+    assert told(4) == []
+
+
 def test_warnings(tmp_path):
     phases = [
         {"name": "a", "until": 50, "mixture": {"law": 3, "web": 0.001}, "lr": {"decay_steps": 10}},
