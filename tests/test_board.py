@@ -17,7 +17,7 @@ from tensorboard.util import tensor_util
 
 from curriculum.config import build_config
 from curriculum.record import board
-from curriculum.record.board import Board
+from curriculum.record.board import Board, _phase_switch_markdown
 from curriculum.record.events import EVENTS, METRICS, Record, read_events, read_metrics
 
 PLAN = {
@@ -321,6 +321,17 @@ def test_what_happened_is_text(tmp_path):
             "| web | 1 | 0.25 | 384 | 0.5 |".encode(),
         )
     ]
+    ramped = {
+        "from_phase": "a",
+        "new_phase": "b",
+        "step": 6,
+        "lr": 1e-4,
+        "ramp_steps": 10,
+        "consumed": {},
+        "epochs": {},
+    }
+    told = _phase_switch_markdown({**ramped, "mixture_before": {"web": 1.0}, "mixture_after": {"law": 1.0}})
+    assert "| share before | share after a ramp of 10 steps |" in told
     texts = {
         tag: [(step, text.decode()) for step, text in main[tag]]
         for tag in ("regressions", "eval_recovered", "gold_checkpoint", "gold_blocked", "schedule_edit")

@@ -150,7 +150,9 @@ def test_what_it_trains_on_is_said_once_a_process(tmp_path):
     ("elapsed_s", "tokens", "shown"),
     [
         (59.9, 999, "59s | ETA ? | 999 tokens"),
-        (60.0, 1000, "1m | ETA ? | 1.0k tokens"),
+        (60.0, 1000, "1m00s | ETA ? | 1.0k tokens"),
+        (599.9, 1000, "9m59s | ETA ? | 1.0k tokens"),
+        (600.0, 1000, "10m | ETA ? | 1.0k tokens"),
         (3599.9, 9_940, "59m | ETA ? | 9.9k tokens"),
         (3600.0, 65_536, "1.0h | ETA ? | 66k tokens"),
         (188118.0, 999_600, "52.3h | ETA ? | 1.0M tokens"),
@@ -172,6 +174,9 @@ def test_header_says_what_is_about_to_be_trained(tmp_path):
         "  phase      foundation [    0, 45000) web 0.8, code 0.2",
         "  phase      domain     [45000, 75000) law 0.9, web 0.1",
     ]
+    ramped = {**PLAN, "phases": [{**phase, "ramp_steps": 1500} for phase in PLAN["phases"]]}
+    ends = [line.rpartition(" (")[2] for line in printed(tmp_path, {**start(), "plan": ramped})[4:]]
+    assert ends == ["ramp 1500 steps)", "ramp 1500 steps)"]
     one = {**start(), "plan": {**PLAN, "total_steps": 1}}
     assert printed(tmp_path, one)[0] == "example: 124M parameters, 1 step"
     base = {"init_from": "runs/base", "run": "base", "step": 1500, "keep_optimizer": False, "lineage": None}
@@ -214,6 +219,11 @@ VERDICTS = [
     (
         SWITCH,
         "phase switch at step 45000: base → law | web 0.8 → 0.125 | code 0.2 → 0 | law 0 → 0.9 | lr 3.00e-04",
+    ),
+    (
+        {**SWITCH, "ramp_steps": 500},
+        "phase switch at step 45000: base → law | web 0.8 → 0.125 | code 0.2 → 0 | law 0 → 0.9 | over 500 steps | "
+        "lr 3.00e-04",
     ),
     (
         stamped("eval_regression", 500, offenders=OFFENDERS, action=None),
@@ -439,6 +449,20 @@ def test_the_end_says_where_to_resume_what_to_deploy_and_how_to_look(tmp_path):
         f"  TensorBoard  {tensorboard} --logdir '{tmp_path}/my runs' --host 127.0.0.1",
         f"               {link}",
     ]
+
+
+def test_the_end_says_what_evals_took_of_the_time(tmp_path):
+    evals = [{**evaluated(step, 40.0), "eval_duration_s": 12.0} for step in (100, 200)]
+    end = {**complete(gold_step=None), "elapsed_s": 100.0}
+
+    def told(*events):
+        return printed(tmp_path, start(), *events, {**stamped("checkpoint", 300)}, end)
+
+    assert any("(39.2k tok/s; evals took 24% of the time) | " in line for line in told(*evals))
+    resumed = stamped("resume", 50, 20.0, plan=PLAN)
+    assert any("; evals took 30% of the time since step 50) | " in line for line in told(resumed, *evals))
+    short = [{**event, "eval_duration_s": 4.0} for event in evals]
+    assert any("(39.2k tok/s) | " in line for line in told(*short))
 
 
 def test_the_end_of_a_run_that_a_source_stopped_says_so(tmp_path):

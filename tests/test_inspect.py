@@ -143,7 +143,7 @@ def test_a_branch_begins_and_is_resumed(tmp_path):
     begun = ("resume", {"devices": devices, "plan": load_run(base).plan, "evalsets": {}, "begins_branch": True})
     resumed = ("resume", {**begun[1], "begins_branch": False})
     point = {"run": "runs/b", "step": 60, "branched_from": {"run": "runs/a", "step": 20, "branched_from": None}}
-    for times, said in ((0, "trained for 0 s\n"), (1, "s, resumed once\n"), (2, "s, resumed 2 times\n")):
+    for times, said in ((0, "trained for 0s\n"), (1, "s, resumed once\n"), (2, "s, resumed 2 times\n")):
         path = write_run(tmp_path / f"{times}", LOSSES, more={60: [begun, *[resumed] * times]}, branched_from=point)
         assert inspect_run(load_run(path))["progress"]["num_resumes"] == times
         assert said in shown(path)

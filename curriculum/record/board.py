@@ -143,11 +143,12 @@ class Board:
 
 def _phase_switch_markdown(event: dict[str, Any]) -> str:
     before, after = event["mixture_before"], event["mixture_after"]
+    ramp = f" a ramp of {event['ramp_steps']} steps" if event.get("ramp_steps") else ""
     lines = [
         f"**{event['from_phase']} → {event['new_phase']}** at step {event['step']}, lr {event['lr']:.2e}",
         *(["", "; ".join(moves)] if (moves := shape_moves(event)) else []),
         "",
-        "| source | share before | share after | consumed | epochs |",
+        f"| source | share before | share after{ramp} | consumed | epochs |",
         "|---|---|---|---|---|",
     ]
     for source in sorted({*before, *after}):

@@ -20,7 +20,7 @@ from curriculum.record.append import DISK_ERRORS, Appender
 from curriculum.record.events import eval_averages, eval_sets, number
 from curriculum.record.queries import beginning, planned_tokens, shapes_of
 from curriculum.record.sentences import sample_lines, skipped_counts, skipped_line, skipped_why, verdict
-from curriculum.record.wording import loss
+from curriculum.record.wording import duration, loss
 from curriculum.run import DEFAULT_STORE_DIR
 
 _RECENT_EVALS = 5
@@ -61,6 +61,8 @@ class Console:
         self._plan: dict[str, Any] = {}
         # (step, elapsed seconds) at the last evals of this process: the pace, evals included.
         self._marks: deque[tuple[int, float]] = deque(maxlen=_RECENT_EVALS + 1)
+        self._began: tuple[int, float] = (0, 0.0)  # where this process began: step, elapsed seconds
+        self._eval_s = 0.0  # that its evals took
 
     def event(self, event: dict[str, Any]) -> None:
         match event["event"]:
@@ -74,9 +76,12 @@ class Console:
                 # Which goes back to step 0 begins anew, from no checkpoint.
                 self._checkpoint_step = None if (kind, event["step"]) == ("rollback", 0) else event["step"]
                 self._marks.clear()  # a rollback's lie ahead of it
+                if kind == "resume":
+                    self._began = event["step"], event["elapsed_s"]
                 self._mark(event)
                 self._print(verdict(event), *(self._device_lines if kind == "resume" else ()))
             case "eval":
+                self._eval_s += event["eval_duration_s"]
                 self._mark(event)
                 self._print(*eval_lines(event, self._total_steps, self._seconds_left(event["step"])))
             case "checkpoint":
@@ -130,7 +135,8 @@ class Console:
             yield f"{skipped} of {event['total_steps']} updates were skipped: {skipped_why(skipped_counts(event))}"
         yield (
             f"complete: {_steps(event['total_steps'])}, {_count(event['total_tokens'], 10)} tokens in "
-            f"{_duration(event['total_elapsed_s'])} ({_count(event['tokens_per_sec'], 100)} tok/s) | "
+            f"{duration(event['total_elapsed_s'])} ({_count(event['tokens_per_sec'], 100)} tok/s"
+            f"{self._of_evals(event)}) | "
             f"train {loss(event['final_train_loss'])} | val {loss(event['final_val_loss'])}, "
             f"best {loss(event['best_val_loss'])}"
         )
@@ -159,6 +165,12 @@ class Console:
             logdir = shlex.quote(str(self._run_dir.parent))
             yield f"  TensorBoard  {program('tensorboard')} --logdir {logdir} --host 127.0.0.1"
             yield f"               {tensorboard_link(self._run_dir)}"
+
+    def _of_evals(self, event: dict[str, Any]) -> str:
+        """What share of the time evals took, of which the rate of the progress lines knows nothing."""
+        step, elapsed_s = self._began
+        share = self._eval_s / max(event["elapsed_s"] - elapsed_s, self._eval_s, 1e-9)
+        return f"; evals took {share:.0%} of the time{f' since step {step}' if step else ''}" if share >= 0.1 else ""
 
     def _mark(self, event: dict[str, Any]) -> None:
         if self._marks and self._marks[-1][0] == event["step"]:
@@ -215,7 +227,8 @@ def header(event: dict[str, Any], run_dir: Path) -> Iterator[str]:
     shapes = shapes_of(plan["phases"])
     for phase, shape in zip(plan["phases"], shapes, strict=True):
         bounds = f"[{phase['start']:>{step_width}}, {phase['end']:>{step_width}})"
-        mixture = _mixture(phase["mixture"])
+        ramp = f" (ramp {_steps(phase['ramp_steps'])})" if phase.get("ramp_steps") else ""
+        mixture = _mixture(phase["mixture"]) + ramp
         yield f"  phase      {phase['name']:<{name_width}} {bounds} {mixture}{f' | {shape}' if shape else ''}"
     if (wandb := config.get("logging", {}).get("wandb")) and wandb["mode"] == "offline":
         folder = shlex.quote(str(run_dir / "wandb"))
@@ -233,8 +246,8 @@ def eval_lines(event: dict[str, Any], total_steps: int, seconds_left: float | No
         (
             f"step {event['step']}/{total_steps} ({event['progress_pct']:.1f}%)",
             event["timestamp"][11:19],
-            _duration(event["elapsed_s"]),
-            f"ETA {'?' if seconds_left is None else _duration(seconds_left)}",
+            duration(event["elapsed_s"]),
+            f"ETA {'?' if seconds_left is None else duration(seconds_left)}",
             f"{_count(event['tokens_processed'], 10)} tokens",
         )
     )
@@ -294,12 +307,6 @@ def _gold(event: dict[str, Any]) -> str:
 
 def _steps(number: int) -> str:
     return f"{number} step{'' if number == 1 else 's'}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{int(seconds)}s"
-    return f"{int(seconds // 60)}m" if seconds < 3600 else f"{seconds / 3600:.1f}h"
 
 
 def _count(value: float, decimal_below: float) -> str:

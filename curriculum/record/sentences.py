@@ -18,7 +18,8 @@ def verdict(event: dict[str, Any]) -> str | None:
     match event["event"]:
         case "phase_switch":
             switch = f"phase switch at step {step}: {event['from_phase']} → {event['new_phase']}"
-            return " | ".join([switch, *_moves(event), *shape_moves(event), f"lr {event['lr']:.2e}"])
+            ramp = [f"over {event['ramp_steps']} steps"] if event.get("ramp_steps") else []
+            return " | ".join([switch, *_moves(event), *ramp, *shape_moves(event), f"lr {event['lr']:.2e}"])
         case "schedule_edit":
             edit = f"schedule edit at step {step}: {event['reason']}"
             until = f"{event['phase']} until step {event['until']}"

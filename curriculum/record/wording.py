@@ -29,10 +29,11 @@ def interval_text(interval: tuple[float, float] | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`90 s`, `45 min`, `3.2 h`."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+    """`42s`, `1m42s`, from ten minutes on `15m`, `52.3h`."""
+    minutes, whole_seconds = divmod(int(seconds), 60)
+    if minutes < 10:
+        return f"{minutes}m{whole_seconds:02d}s" if minutes else f"{whole_seconds}s"
+    return f"{minutes}m" if minutes < 60 else f"{seconds / 3600:.1f}h"
 
 
 def listed(names: Sequence[str]) -> str:
