@@ -264,16 +264,27 @@ def test_a_phase_that_ends_where_the_run_goes_on_is_one_that_is_over():
         resumed(saved, data)
     trained = '{"web": 0.3, "law": 0.5, "code": 0.2}'
     assert list(error.value.problems) == [
-        'config: phases[1].until: got "55%", but steps 40 to 60 were trained as it: let it end at 60',
+        'config: phases[1].until: got "55%", but steps 40 to 60 were trained as it: let it end at 60 or later, '
+        'as "80%" does',
         f'config: phases[1].mixture: got {{"code": 1.0}}, but steps 40 to 60 were trained with {trained}',
     ]
     how = error.value.details
     assert list(how[how.index("put this back into the config:") + 5 :][:3]) == [
         "- name: b",
-        "  until: 60",
+        "  until: 80%",
         "  mixture: {web: 0.3, law: 0.5, code: 0.2}",
     ]
+    # An end that may be is shown as it is, and so is the step, where what was declared is no end ahead any more.
+    for edits, until in (
+        ([lambda d: phase(d, "b").update(until="60%"), reweighted("b", code=1.0)], "60%"),
+        ([lambda d: phase(d, "b").update(until="55%"), put("train.steps", 70)], "60"),
+    ):
+        with pytest.raises(InputError) as error:
+            resumed(saved, changed(BASE, *edits))
+        how = error.value.details
+        assert f"  until: {until}" in how[how.index("put this back into the config:") + 5 :]
     # What the refusal gives back is taken, and what it calls for is no edit of the past later.
+    assert resumed(saved, BASE)[0].phase_bounds[1:] == (("b", 40, 80), ("c", 80, 100))
     true = changed(BASE, lambda d: phase(d, "b").update(until=60))
     schedule, past, edit = resumed(saved, true)
     assert schedule.phase_bounds[1:] == (("b", 40, 60), ("c", 60, 100)) and not edit.accepted

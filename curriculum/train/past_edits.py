@@ -92,11 +92,24 @@ class Contrast:
             return False
         if (end := self.settled_end(name)) is not None:
             return end <= self.step
+        return self._passed(phase["until"])
+
+    def _passed(self, until: int | str) -> bool:
+        """Whether a clock is reached by `step`, in a run as long as is declared now."""
         supplies = {source: SourceSupply(self.epochs.get(source)) for source in self.now["sources"]}
         try:
-            return reached(read_clock(phase["until"], supplies, total_steps, True), self.schedule, self.step)
+            return reached(read_clock(until, supplies, self.now["train"]["steps"], True), self.schedule, self.step)
         except ValueError:  # told where the config is resolved
             return False
+
+    def declared_end(self, name: str) -> int | str | None:
+        """The `until` that was declared of a phase, where `now` lets it end by `step` and that lies ahead still.
+
+        None of the last phase as well: it lasted to the end of the run, where others may follow now.
+        """
+        bounds, until = self.schedule.phase_bounds, self.old[name]["until"]
+        cut_short = any(end > self.step for phase, _, end in bounds[:-1] if phase == name)
+        return until if cut_short and not self._passed(until) else None
 
 
 def phases_by_name(declared: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -180,7 +193,10 @@ def _phases_changed(contrast: Contrast) -> Iterator[Problem]:
         for key in _fields_changed(contrast, name):
             got = json.dumps(field_of(contrast.now, contrast.new[name], key))
             trained = json.dumps(field_of(contrast.was, contrast.old[name], key))
-            how = f"as it: let it end at {end}" if key == "until" else f"with {trained}"
+            how = f"with {trained}"
+            if key == "until":
+                or_later = "" if contrast.declared_end(name) is None else f" or later, as {trained} does"
+                how = f"as it: let it end at {end}{or_later}"
             yield f"phases[{place[name]}].{key}", f"got {got}, but steps {start} to {end} were trained {how}"
 
 
@@ -235,7 +251,10 @@ def how_to_mend(config: Config, contrast: Contrast, problems: Sequence[Problem])
     """What was trained and what the config says instead, as a difference of YAML, and what to put back."""
     over, step, bounds = contrast.over, contrast.step, contrast.schedule.phase_bounds
     ended = {n for n, _, end in bounds if n in over and (end > step or n == bounds[-1][0])}  # by `now`
-    phases = [{**phase, "until": step} if phase["name"] in ended else phase for phase in contrast.was["phases"]]
+    phases = [
+        {**phase, "until": _end_to_put_back(contrast, phase["name"])} if phase["name"] in ended else phase
+        for phase in contrast.was["phases"]
+    ]
     was = {**contrast.was, "phases": phases}
 
     def shown(declared):
@@ -256,6 +275,14 @@ def how_to_mend(config: Config, contrast: Contrast, problems: Sequence[Problem])
     difference = difflib.unified_diff(shown(was), shown(contrast.now), "trained", config.origin.file, n=1, lineterm="")
     told = ["what is trained already stands; the difference:", *difference, "put this back into the config:"]
     return [*told, *shown(was)]
+
+
+def _end_to_put_back(contrast: Contrast, name: str) -> int | str:
+    """The `until` of a phase that ends by now as the config has it: its new one, where that is the contrast's step."""
+    if "until" not in _fields_changed(contrast, name):
+        return contrast.new[name]["until"]
+    declared = contrast.declared_end(name)
+    return contrast.step if declared is None else declared
 
 
 def _yaml(sections: Mapping[str, Any]) -> str:
