@@ -89,9 +89,11 @@ def _check_jump(
     before, after = (Schedule(tuple(segments)).segment_at(s) for s in (step - 1, step))
     if step == standing.past_end > span.start:
         where = "optim.allow_jump"
+        decaying = step > 1 and standing.past_rate(step - 2) > standing.past_rate(step - 1)
+        earlier = "go on from a step before its decay, " if decaying else ""
         message = (
             f"{jumps}, up to which the schedule stands: more than 2x; let a phase begin there with an lr of its "
-            "own (rewarm_steps, peak), set optim.allow_jump: true, or restore what the rate depends on "
+            f"own (rewarm_steps, peak), set optim.allow_jump: true, {earlier}or restore what the rate depends on "
             "(train.steps, optim, the phase's lr)"
         )
     elif max(before.lr_scale, after.lr_scale) > 2 * min(before.lr_scale, after.lr_scale):

@@ -296,6 +296,10 @@ def test_what_would_change_the_past_is_refused_and_the_future_is_free(corpus, st
     refused(r"phases\[0\].mixture: got .*, but steps 0 to 10 were trained with", train=longer,
             phases=[{**phases[0], "mixture": {"web": 1.0, "law": 0.5}}, phases[1]])  # fmt: skip
     refused("the learning rate jumps from 0.001 to 0.003 at step 20", train=longer, optim={**optim, "lr": 3e-3})
+    # The decay would begin at step 5: up to 15 the rate is more than half of what it was.
+    decayed = {**optim, "schedule": "wsd", "decay_steps": 25, "min_lr_ratio": 0.0}
+    refused("the learning rate jumps from 0.001 to 0.00036 at step 20.*\nor go on from before that, and train what came "
+            "after it anew: --resume 15$", train=longer, optim=decayed)  # fmt: skip
     refused("seed: got 7, but steps 0 to 20 were trained with 1337", train=longer, seed=7)
     refused("architecture of a run cannot change", train=longer, model={**data["model"], "n_layer": 2})
     refused("train.steps: the run would end at step 15, but its schedule stands already up to step 20",

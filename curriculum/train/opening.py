@@ -21,17 +21,19 @@ from curriculum.record.board import Board
 from curriculum.record.console import Console, resume_command
 from curriculum.record.events import EVENTS, METRICS, Record, check_offsets, plain
 from curriculum.record.wandb_log import WandbLog
-from curriculum.run import RunDirectory, load_run, read_json, step_folders, write_tokenizer
+from curriculum.run import RunDirectory, load_run, read_json, read_ledger, step_folders, write_tokenizer
+from curriculum.scheduling import Past
 from curriculum.train import fields
 from curriculum.train.averages import set_aside_means_after
 from curriculum.train.checkpoints.best import BadGolds, bad_golds
 from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.checkpoints.resumed import Resumed, to_resume
+from curriculum.train.edits import find_edit
 from curriculum.train.history import History
 from curriculum.train.processes.together import check_in_each, count, from_first, is_first
 from curriculum.train.processes.unwritten import Unwritten
 from curriculum.train.results import Results
-from curriculum.train.setup import Setup
+from curriculum.train.setup import Setup, check
 from curriculum.train.step import TrainState
 
 _SEEN_SECONDS = 30.0  # that a network's folder may show a file late by
@@ -56,6 +58,29 @@ def claim(directory: RunDirectory, lock: RunLock, resume: str | int | None) -> R
         there = "the run in it has no checkpoint" if directory.holds_run() else "holds no run"
         print(f"{directory.path}: {there}: nothing is there to resume, and the run begins anew", file=sys.stderr)
     return resumed
+
+
+def check_ahead(config: Config, directory: RunDirectory, step: int, past: Past) -> None:
+    """As `check`, where a run goes on from `step`: what is raised names the newest checkpoint before it that would do,
+    if there is one."""
+    try:
+        check(config, past)
+    except InputError as error:
+        found = [(s, folder) for place in directory.places for s, folder in step_folders(place).items() if s < step]
+        earlier = next((s for s, folder in sorted(found, reverse=True) if _would_do(config, s, folder)), None)
+        if earlier is None:
+            raise
+        fix = f"or go on from before that, and train what came after it anew: --resume {earlier}"
+        raise InputError(*error.problems, details=[*error.details, fix]) from None
+
+
+def _would_do(config: Config, step: int, checkpoint: Path) -> bool:
+    """Whether a run can go on from a checkpoint with a config, so far as that is known before it is built."""
+    try:
+        check(config, find_edit(config, read_ledger(checkpoint)).past)
+    except InputError:
+        return False
+    return step < config.train.steps and damage(checkpoint) is None
 
 
 def kept_tokenizer(directory: RunDirectory, config: Config) -> Tokenizer | None:

@@ -60,7 +60,7 @@ def train(
             return train_built(setup, directory, None, lock)
         saved = resumed.ledger
         edit = find_edit(config, saved, accept_past=accept_past)
-        check(config, edit.past)
+        opening.check_ahead(config, directory, resumed.step, edit.past)
         tokenizer, start = opening.kept_tokenizer(directory, config), start_of(config, saved)
         setup = build(config, store_dir, tokenizer, make_model, start, edit.past, saved["branched_from"])
         accepted = ledger.check_past(saved, setup, accept_past=accept_past)
