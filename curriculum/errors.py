@@ -54,11 +54,12 @@ def check_choice(option: str, name: str, choices: Collection[str]) -> None:
 
 
 def no_such(what: str, name: str, known: Iterable[str]) -> str:
-    """`no such key; did you mean ...? (keys: ...)`."""
+    """`no such key; did you mean ...? (keys: ...)`: the one most like it, or else those that begin with it."""
     from difflib import get_close_matches
 
-    near = get_close_matches(name, list(known), 1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    known = list(known)
+    near = get_close_matches(name, known, 1) or [other for other in known if name and other.startswith(name)]
+    hint = f"; did you mean {' or '.join(map(repr, near))}?" if 0 < len(near) <= 3 else ""
     return f"no such {what}{hint} ({what}s: {', '.join(sorted(known))})"
 
 

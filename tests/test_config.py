@@ -85,6 +85,7 @@ def test_json_round_trip_gives_an_equal_config(folder):
         ("law: 0.5", "law: x", 'c.yaml:7:47: phases[1].mixture.law: got "x", expected a number'),
         ("name: b", "name: a", "c.yaml:7:6: phases[1].name: 'a' is already the name of phases[0]"),
         ("until: 50%", "until: [5]", "c.yaml:6:15: phases[0].until: got [5], expected an integer or text"),
+        ("ramp_steps: 5", "ramp: 5", "phases[1].ramp: no such key; did you mean 'ramp_steps' or 'ramp_shape'? (keys:"),
         ("peak: 3e-4", "peek: 3e-4", "c.yaml:7:78: phases[1].lr.peek: no such key; did you mean 'peak'?"),
         ("path: web.txt", "path: web.text", "sources.web.path: 'web.text' does not exist; did you mean 'web.txt'?"),
         ("held_out: 10%", "held_out: 110%", "c.yaml:3:24: sources.web.held_out: expected a share such as"),
