@@ -78,9 +78,20 @@ def read(kind: Any, given: Any, path: str, problems: Problems) -> Any:
         return given
     elif kind is float and type(given) is int:
         return _as_float(given)
+    elif dataclasses.is_dataclass(kind):
+        problems.append((path, _message(given, _WORDS[dict] + _form(kind, given))))
     else:
-        problems.append((path, _message(given, _WORDS[origin or (dict if dataclasses.is_dataclass(kind) else kind)])))
+        problems.append((path, _message(given, _WORDS[origin or kind])))
     return None
+
+
+def _form(kind: type, given: Any) -> str:
+    """How to write `given` as the one field of a dataclass, where it has one alone that takes it."""
+    names = [field.name for field in dataclasses.fields(kind)]
+    if len(names) != 1:
+        return ""
+    read(annotations(kind)[names[0]], given, "", wrong := [])
+    return "" if wrong else f": {{{field_key(names[0])}: {json.dumps(given)}}}"
 
 
 def _any_of(kinds: tuple[Any, ...], given: Any, path: str, problems: Problems) -> Any:
