@@ -209,10 +209,20 @@ def _check_gold(v):
     yield from _below("evalsets.gold", problems)
     names = [PRIMARY, *section.sets]
     if not problems and (name := section.gold.target[0]) not in names:
-        yield "evalsets.gold.minimise", no_such("eval set", name, names)
+        yield "evalsets.gold.minimise", _no_such_set(name, v)
     for name in section.gold.subject_to:
         if name not in names:
-            yield f"evalsets.gold.subject_to.{name}", no_such("eval set", name, names)
+            yield f"evalsets.gold.subject_to.{name}", _no_such_set(name, v)
+
+
+def _no_such_set(name, v):
+    """As `no_such`; of a source, the set that is held out of it is meant."""
+    sets = {PRIMARY: v["evalsets"].primary, **v["evalsets"].sets}
+    meant = [evalset for evalset, source in sets.items() if source.held_out_of == name]
+    if not meant:
+        return no_such("eval set", name, sets)
+    hint = f"did you mean {meant[0]!r}, which is held out of {name}?"
+    return f"no such eval set; {hint} (eval sets: {', '.join(sorted(sets))})"
 
 
 def _check_skip_updates(v):
@@ -286,7 +296,7 @@ def _check_generate(v):
     section, names = v["logging"].generate, [PRIMARY, *v["evalsets"].sets]
     yield from _below("logging.generate", section.problems())
     if section.from_evalset is not None and section.from_evalset not in names:
-        yield "logging.generate.from_evalset", no_such("eval set", section.from_evalset, names)
+        yield "logging.generate.from_evalset", _no_such_set(section.from_evalset, v)
 
 
 CHECKS = [
