@@ -7,6 +7,7 @@ import math
 import os
 import shlex
 import shutil
+from difflib import get_close_matches
 from pathlib import Path
 
 from curriculum.config_sections import EvalSource
@@ -116,7 +117,10 @@ def _check_evalsets(v):
         if len(given) != 1:
             got = " and ".join(given) or "none"
             where = f"{path}.{given[-1]}" if given else path
-            yield where, f"got {got}, expected exactly one of 'held_out_of', 'path' and 'hf'"
+            name = path.rpartition(".")[2]
+            near = [] if given else get_close_matches(name, [other for other in section.sets if other != name], 1)
+            hint = f"; did you mean the set {near[0]!r}?" if near else ""
+            yield where, f"got {got}, expected exactly one of 'held_out_of', 'path' and 'hf'{hint}"
         own = [key for key in ("text_key", "glob", "format") if getattr(source, key) != getattr(EvalSource, key)]
         if source.held_out_of is not None and own:
             reason = "are read with 'path' or 'hf' only; held-out text comes from its source"

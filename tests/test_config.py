@@ -98,6 +98,7 @@ def test_json_round_trip_gives_an_equal_config(folder):
         ("every: 200}}", "every: 200}}\n  gold: {subject_to: {lwa: {max_increase: 0.1}}}", "c.yaml:11:23: evalsets.gold.subject_to.lwa: no such eval set; did you mean 'law'?"),
         ("every: 200}}", "every: 200}}\n  gold: {subject_to: {law: 0.1}}", "gold.subject_to.law: got 0.1, expected a mapping: {max_increase: 0.1}"),
         ("every: 200}}", "every: 200}}\n  gold: {subject_to: {web: {max_increase: 0.1}}}", "gold.subject_to.web: no such eval set; did you mean 'primary', which is held out of web? (eval sets:"),
+        ("every: 200}}", "every: 200}, lwa: {tolerance: 0.1}}", "evalsets.sets.lwa: got none, expected exactly one of 'held_out_of', 'path' and 'hf'; did you mean the set 'law'?"),
         ("every: 200}}", "every: 200}}\n  gold: {gate: no-such-gate --strict}", "c.yaml:11:10: evalsets.gold.gate: got the program 'no-such-gate', which is neither"),
         ("every: 200}}", "every: 200}}\n  regression: {tolerance: -1}", "c.yaml:11:16: evalsets.regression.tolerance: got -1.0, expected a finite number"),
         ("every: 200}}", "every: 200}}\n  regression: {confidence: 1}", "c.yaml:11:16: evalsets.regression.confidence: got 1.0, expected above 0.5"),
