@@ -587,6 +587,21 @@ def test_what_a_set_is_judged_by_is_told_where_the_set_stays():
     ]
 
 
+def test_a_mapping_is_told_by_what_changed_in_it():
+    data = changed(BASE, lambda d: phase(d, "c").update(lr={"decay_steps": 20}))
+    _, saved = begun(data)
+    other = changed(data, put("adaptation", {"replay": {"law": 0.1}}), reweighted("b", web=0.3, law=0.6, code=0.2))
+    phase(other, "c").update(lr={"decay_steps": 10}, mixture={"code": 2.0})
+    edit = resumed(saved, other)[2]
+    assert [_in_words(change) for change in edit.changes] == [
+        'adaptation.replay {} → {"law": 0.1}',
+        "phases.b.mixture.law 0.5 → 0.6",
+        'phases.c.mixture {"code": 1.0} → {"code": 2.0}',
+        "phases.c.lr.decay_steps 20 → 10",
+    ]
+    assert edit.changes[1]["now"] == {"web": 0.3, "law": 0.6, "code": 0.2}  # whole, as it was
+
+
 def test_a_run_whose_ledger_keeps_no_settings_goes_on():
     _, saved = begun()
     del saved["settings"]

@@ -219,9 +219,12 @@ def _reason(changes: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _in_words(change: Mapping[str, Any]) -> str:
+    """A mapping of which something stayed is told by the keys that did not."""
     path, was, now = (change[key] for key in ("path", "was", "now"))
     if path.rpartition(".")[0] in ("sources", "phases", "evalsets.sets") and (was is None or now is None):
         return f"{path} {'added' if was is None else 'gone'}"
+    if isinstance(was, Mapping) and isinstance(now, Mapping) and any(now.get(key, ...) == was[key] for key in was):
+        return _reason(list(_differing(path, was, now)))
     return f"{path} {json.dumps(was)} → {json.dumps(now)}"
 
 
