@@ -314,8 +314,8 @@ def test_a_run_is_compared_with_its_base_at_the_step_that_it_took_over(tmp_path,
     assert verdict.startswith("base at step 80 (adapted comes from it) is worse than adapted at step 60 by 1.0200 nats")
     first, *lines = table(comparison)
     assert first == (
-        f"the last evals of base at or before step 80, from which adapted began; of the others at or before {common:,} "
-        f"{'tokens' if at == 'tokens' else 'steps'}, the fewest that one was measured at"
+        "base counts with its last eval at or before step 80, where adapted began. Each other run counts with its last "
+        f"eval at or before {common:,} {'tokens' if at == 'tokens' else 'steps'}, where the shortest was last measured."
     )
     assert not any("unequal numbers of tokens" in line for line in lines)
     assert counted(compare([base, adapted], at=at)) == counted(comparison)
@@ -327,13 +327,13 @@ def test_a_run_that_shares_no_set_is_said_to_be_left_aside(tmp_path):
     runs += [write_run(tmp_path / "other", {"val": lambda step: 3.0}, hashes={"val": "its own"}, until=60)]
     comparison = compare(runs)
     assert comparison.alone == ("other",) and [run["tokens"] for run in comparison.runs] == [10_000, 10_000, 6_000]
-    words = "at that shares a set; of other, which shares none, the last"
-    assert (
-        table(comparison)[0] == f"the last evals at or before 10,000 tokens, the fewest that a run was measured {words}"
-    )
+    measured = "where the shortest that shares a set was last measured. other shares no set: its last eval counts."
+    assert table(comparison)[0] == f"Each run counts with its last eval at or before 10,000 tokens, {measured}"
     adapted = begun(tmp_path / "adapted", str(runs[0]), 80)
-    assert table(compare([*runs[:1], adapted, runs[2]]))[0].endswith(f"the fewest that one was measured {words}")
-    assert table(compare(runs[:2]))[0].endswith("the fewest that a run was measured at")
+    assert table(compare([*runs[:1], adapted, runs[2]]))[0].endswith(measured)
+    assert table(compare(runs[:2]))[0].endswith("10,000 tokens, where the shortest was last measured.")
+    runs.append(write_run(tmp_path / "last", {"val": lambda step: 3.0}, hashes={"val": "another"}))
+    assert table(compare(runs))[0].endswith("last measured. other and last share no set: their last evals count.")
 
 
 def test_a_base_that_was_not_measured_where_it_was_taken_over(tmp_path):
@@ -357,7 +357,7 @@ def test_several_runs_of_one_base_and_a_grandparent(tmp_path):
     # Two that began elsewhere: the later step, and how to see the other pair.
     comparison = compare([first, second, other])
     assert {name: step for name, (step, _) in counted(comparison).items()} == {"first": 60, "second": 100, "other": 100}
-    assert "of first at or before step 60, from which other began" in table(comparison)[0]
+    assert "first counts with its last eval at or before step 60, where other began." in table(comparison)[0]
     assert "second began from step 40 of first, another one: compare the two alone for that" in notes(comparison)
     assert "(second comes from its step 40)" in comparison.sets[0].runs[1].verdict
     # Neither began from the other.

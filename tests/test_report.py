@@ -346,9 +346,8 @@ def test_a_base_is_compared_where_it_was_taken_over_and_the_curves_say_so(tmp_pa
     page = Checked(report([load_run(base), load_run(adapted)]))
     assert page.has_row("val", "base", "80", "3.0800") and any("adapted | 60 | 2.0000" in row for row in page.rows)
     text = "".join(page.text)
-    assert (
-        "The last evals of base at or before step 80, from which adapted began; of the others" in text and own in text
-    )
+    assert "base counts with its last eval at or before step 80, where adapted began. Each other run" in text
+    assert own in text
     assert own not in "".join(Checked(report([load_run(base), load_run(base)])).text)
 
 

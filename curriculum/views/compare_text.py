@@ -29,20 +29,21 @@ def table(comparison: ComparedRuns) -> list[str]:
 
 
 def which_evals(comparison: ComparedRuns) -> str:
-    """Which evals are compared."""
+    """Which evals are compared, in whole sentences."""
     common = f"{comparison.common:,} {'tokens' if comparison.at == 'tokens' else 'steps'}"
-    fewest, rest = "measured at", ""
-    if comparison.alone:
-        share = "shares" if len(comparison.alone) == 1 else "share"
-        fewest, rest = "measured at that shares a set", f"; of {listed(comparison.alone)}, which {share} none, the last"
-    if not comparison.base_steps:
-        return f"the last evals at or before {common}, the fewest that a run was {fewest}{rest}"
-    bases = []
+    sentences = []
     for base, step in comparison.base_steps.items():
         begun = [pair["run"] for pair in comparison.begun if (pair["base"], pair["step"]) == (base, step)]
-        bases.append(f"of {base} at or before step {step:,}, from which {listed(begun)} began")
-    others = f"of the others at or before {common}, the fewest that one was {fewest}{rest}"
-    return f"the last evals {'; '.join(bases)}; {others}"
+        sentences.append(f"{base} counts with its last eval at or before step {step:,}, where {listed(begun)} began.")
+    each, shortest = "Each other run" if sentences else "Each run", "the shortest"
+    if comparison.alone:
+        shortest += " that shares a set"
+    sentences.append(f"{each} counts with its last eval at or before {common}, where {shortest} was last measured.")
+    if comparison.alone:
+        one = len(comparison.alone) == 1
+        count = "shares no set: its last eval counts." if one else "share no set: their last evals count."
+        sentences.append(f"{listed(comparison.alone)} {count}")
+    return " ".join(sentences)
 
 
 def notes(comparison: ComparedRuns) -> list[str]:

@@ -78,10 +78,9 @@ def _compare_table(comparison: ComparedRuns) -> Markup:
             )
     header = ("set", "run", "step", "loss", "± sem", "bpb", "difference", "95 % interval")
     verdicts = [f"{c.name}: {m.verdict}" for c in comparison.sets for m in c.runs if m.verdict]
-    which = which_evals(comparison)
     *special, closing = notes(comparison)
     return (
-        note(f"{which[0].upper()}{which[1:]}.")
+        note(which_evals(comparison))
         + table(header, rows, text_columns=2, grouped=True)
         + note(closing)
         + (bullets(special) if special else "")
