@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,6 +33,8 @@ from phases.schedule import Phase
 if TYPE_CHECKING:
     from curriculum.config import Config
 
+_PERCENT = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*%")
+
 
 @dataclass(frozen=True)
 class AdaptationSection:
@@ -44,7 +47,7 @@ class AdaptationSection:
     keep_optimizer: bool = False
     """Take the optimizer's state over too, not the parameters alone; the step is 0 either way."""
     replay: dict[str, Annotated[float, Limits(gt=0, lt=1)]] = field(default_factory=dict)
-    """Source to share, above 0 and below 1, mixed into every phase whose mixture does not name the source."""
+    """Source to share, above 0 and below 1 or such as `5%`, mixed into each phase whose mixture does not name it."""
     lora: LoraConfig | None = None
     """Train adapters alone, such as `{rank: 16, alpha: 32, targets: [query, value]}`; null: all of the model."""
 
@@ -196,6 +199,19 @@ def differences(ours: Mapping[str, Any], its: Mapping[str, Any]) -> str:
     """`n_layer 2 (there 4), d_ff 64 (there 128)`, empty where two architectures are equal."""
     keys = [key for key in {**its, **ours} if ours.get(key) != its.get(key)]
     return ", ".join(f"{key} {ours.get(key)} (there {its.get(key)})" for key in keys)
+
+
+def with_shares(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The data of a config, shares of replay such as `5%` as numbers."""
+    section = data.get("adaptation")
+    if not isinstance(section, dict) or not isinstance(section.get("replay"), dict):
+        return dict(data)
+    return {**data, "adaptation": {**section, "replay": {name: _share(s) for name, s in section["replay"].items()}}}
+
+
+def _share(given: Any) -> Any:
+    percent = _PERCENT.fullmatch(given.strip()) if isinstance(given, str) else None
+    return given if percent is None else float(percent[1]) / 100
 
 
 def with_replay(phases: Sequence[Phase], replay: Mapping[str, float]) -> tuple[Phase, ...]:

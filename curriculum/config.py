@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from curriculum.adaptation import AdaptationSection
+from curriculum.adaptation import AdaptationSection, with_shares
 from curriculum.config_checks import CHECKS, PATH_CHECKS, TOKENIZER_PATH_CHECKS
 from curriculum.config_sections import (
     AveragesSection,
@@ -192,7 +192,7 @@ def build_config(
         problems += wrong
     if inherited is not None:
         data = inherited.under(data)
-    values, wrong = _read_sections(with_seq_len(data), origin)
+    values, wrong = _read_sections(with_shares(with_seq_len(data)), origin)
     problems += wrong
     if inherited is not None and set(INHERITED) <= values.keys():
         problems += inherited.problems(values["model"], values["tokenizer"])

@@ -311,6 +311,8 @@ def test_of_a_model_single_fields_are_enough(folder):
         (["adaptation={replay: {web: 0.6, law: 0.4}}"], "adaptation.replay: the shares add up to 1, expected less"),
         (["adaptation={replay: {web: 0}}"], "adaptation.replay.web: got 0, expected more than 0"),
         (["adaptation={replay: {web: 1.0}}"], "adaptation.replay.web: got 1.0, expected less than 1"),
+        (["adaptation={replay: {web: 100%}}"], "adaptation.replay.web: got 1.0, expected less than 1"),
+        (["adaptation={replay: {web: 5 percent}}"], 'adaptation.replay.web: got "5 percent", expected a number'),
         (["adaptation={replays: {}}"], "adaptation.replays: no such key; did you mean 'replay'?"),
     ],
 )
@@ -364,6 +366,8 @@ def test_the_plan_and_the_resolved_config_show_it(folder, command):
     replay = ["adaptation.replay={web: 0.05}", "train.steps=50", "sources.web.path=web.txt"]
     config = adapted(*replay)
     assert config.phases[0].mixture == {"law": 1.0} and config.adaptation.replay == {"web": 0.05}
+    assert adapted("adaptation.replay={web: 5%}", *replay[1:]) == adapted("adaptation.replay.web= 5.0 % ", *replay[1:])
+    assert adapted("adaptation.replay={web: 5%}", *replay[1:]) == config
     assert config_from_json(json.loads(json.dumps(config.to_json()))) == config
     shown = plan(config, store_dir="store")
     assert shown.phases[0]["mixture"] == {"law": 0.95, "web": 0.05}

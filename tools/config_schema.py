@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from curriculum.adaptation import AdaptationSection
 from curriculum.config import Config, sections
 from curriculum.config_sections import OptimSection
 from curriculum.train.optimizer import OPTIMIZERS
@@ -22,6 +23,7 @@ _USE = {
     "pattern": r"^\$(variables\..+|\{variables\..+\})$",
     "description": "The value of a variable.",
 }
+_PERCENT = {"type": "string", "pattern": r"^\s*\d{1,18}(\.\d{1,18})?\s*%\s*$"}  # of `with_shares`
 _NOTES = ("title", "description", "default")
 
 
@@ -64,6 +66,8 @@ def _schema() -> dict:
         for name, text in _meanings(by_title[title]).items():
             schema["properties"][name]["description"] = text
     definitions["$defs"][OptimSection.__name__]["properties"]["name"]["enum"] = list(OPTIMIZERS)
+    replay = definitions["$defs"][AdaptationSection.__name__]["properties"]["replay"]
+    replay["additionalProperties"] = {"anyOf": [replay["additionalProperties"], _PERCENT]}
     required = [
         f.name for f in sections() if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
     ]

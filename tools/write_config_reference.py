@@ -48,6 +48,8 @@ def rows(schema, definitions, path=""):
 
 
 def type_of(option):
+    if "anyOf" in option:
+        return " or ".join(map(type_of, option["anyOf"]))
     if "enum" in option:
         return ", ".join(option["enum"])
     if "const" in option:
