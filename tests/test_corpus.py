@@ -117,6 +117,32 @@ def test_files_that_look_like_rows_and_are_read_as_text_are_told(folder):
     assert find_sizes(keyed, folder / "new").warnings == warnings[2:]  # which is refused where it is read
 
 
+def test_plain_text_beside_rows_is_told(folder):
+    for source, names in (("med", ["README.md"]), ("law", ["a.json", "b/LICENSE"]), ("web", ["a", "b", "c"])):
+        (folder / source).mkdir()
+        write_rows(folder / source / "rows.jsonl", rows(source, 40))
+        for name in names:
+            (folder / source / name).parent.mkdir(exist_ok=True)
+            (folder / source / name).write_text(f"{source} {name}, read as it stands " * 9)
+    (folder / "rows").mkdir()
+    write_rows(folder / "rows" / "a.jsonl", rows("a", 40))
+    write_rows(folder / "rows" / "b.NDJSON", rows("b", 40))
+    config = config_of(files={name: name for name in ("web", "law", "rows")}, sets={"med": {"path": "med"}})
+    leaves = 'a glob such as "**/*.jsonl" leaves'
+    warnings = (
+        f"source web: a and 2 more files are plain text beside rows and are read as a document each; {leaves} them out",
+        f"source law: a.json and b/LICENSE are plain text beside rows and are read as a document each; {leaves} them out",
+        f"eval set med: README.md is plain text beside rows and is read as a document; {leaves} it out",
+    )
+    assert find_sizes(config, folder / "store").warnings == warnings  # before anything is prepared
+    corpus = load_corpus(config, folder / "store")
+    assert corpus.warnings == warnings
+    assert [details["documents"] for details in corpus.details.values()] == [43, 42, 80]
+    with_glob = {"path": "med", "glob": "**/*.jsonl"}
+    config = config_of(files={"web": "rows"}, sets={"med": with_glob})
+    assert load_corpus(config, folder / "store").warnings == ()
+
+
 def test_an_arrow_stream_without_its_end_is_told(folder):
     import pyarrow
 

@@ -14,7 +14,7 @@ from curriculum.data.encode import encode_pieces
 from curriculum.data.pieces import Piece, document_pieces, read_pieces
 from curriculum.data.progress import Progress
 from curriculum.data.rows import type_name
-from curriculum.data.sources import COLUMNAR, SourceConfig, source_files
+from curriculum.data.sources import COLUMNAR, JSON_LINES, SourceConfig, source_files
 from curriculum.data.store import Store
 from curriculum.data.store_writer import StoreWriter
 from curriculum.data.tables import lacks_end
@@ -113,16 +113,28 @@ def file_warnings(sources: Mapping[str, SourceConfig]) -> tuple[str, ...]:
 
 
 def _rows_as_text(sources: Mapping[str, SourceConfig]) -> tuple[str, ...]:
-    """A warning for each source whose files all look like rows and are read as plain text."""
+    """A warning for each source whose files all look like rows and are read as plain text, or lie beside rows."""
     found = []
     for place, source in sources.items():
         if source.path is None or source.format != "text" or source.text_key is not None:
             continue
-        suffixes = {os.path.splitext(file.path)[1].lower() for file in source_files(source)}
-        if suffixes <= ROWS_AS_TEXT:
+        suffix_of = {file.relative: os.path.splitext(file.path)[1].lower() for file in source_files(source)}
+        suffixes = set(suffix_of.values())
+        if of_rows := sorted(suffixes & {*JSON_LINES, *COLUMNAR}):
+            if plain := [name for name, suffix in suffix_of.items() if suffix not in of_rows]:
+                found.append(f"{place}: {_beside_rows(plain, of_rows[0])}")
+        elif suffixes <= ROWS_AS_TEXT:
             read = f"each {' or '.join(sorted(suffixes))} file is read as one document of plain text"
             found.append(f"{place}: {read}; does it hold rows? give them as .jsonl, an object a line, or as .parquet")
     return tuple(found)
+
+
+def _beside_rows(plain: Sequence[str], of_rows: str) -> str:
+    glob = f'a glob such as "**/*{of_rows}"'
+    if len(plain) == 1:
+        return f"{plain[0]} is plain text beside rows and is read as a document; {glob} leaves it out"
+    others = plain[1] if len(plain) == 2 else f"{len(plain) - 1:,} more files"
+    return f"{plain[0]} and {others} are plain text beside rows and are read as a document each; {glob} leaves them out"
 
 
 def _unended(sources: Mapping[str, SourceConfig]) -> tuple[str, ...]:
