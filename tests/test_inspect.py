@@ -344,6 +344,21 @@ def test_resumes_are_counted(tmp_path):
         assert words in shown(path)
 
 
+def test_checkpoints_that_were_not_saved_are_told(tmp_path):
+    def failed(step, path):
+        last = {"last_good_step": 40, "next_try_step": 80}
+        return ("checkpoint_failed", {"path": path, "why": "No space left on device", **last})
+
+    path = write_run(tmp_path / "one", LOSSES, more={60: [failed(60, "checkpoints/60")]})
+    assert "trouble checkpoints/60 was not saved: No space left on device" in shown(path)
+    twice = {60: [failed(60, "checkpoints/60"), failed(60, "gold/60")], 80: [failed(80, "checkpoints/80")]}
+    path = write_run(tmp_path / "more", LOSSES, more=twice)
+    assert "trouble checkpoints/80 and 2 more were not saved: No space left on device" in shown(path)
+    page = report([load_run(path)])
+    assert '<p class="bad">checkpoints/80 and 2 more were not saved: No space left on device</p>' in page
+    assert page.count("; the last good one is of step 40; the next is tried at step 80</td>") == 3
+
+
 def test_what_went_wrong_in_training_is_a_line_each(tmp_path):
     rollback = {"told_at_step": 58, "first_bad_step": 50, "skip_steps": 5, "number": 1, "max": 1, "reason": "bad"}
     diverged = {"reason": "bad again", "first_bad_step": 70, "rollbacks": [], "last_good_step": 60}

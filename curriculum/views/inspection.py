@@ -69,6 +69,7 @@ def inspect_run(run: Run) -> dict[str, Any]:
             "skipped": skipped_line(row, {}) if row else None,
             # By its number: where the run went back to the same checkpoint twice, the record has the second one only.
             "num_rollbacks": max((e["number"] for e in events if e["event"] == "rollback"), default=0),
+            "unsaved": _unsaved(events),
             "diverged": next((verdict(e) for e in events if e["event"] == "diverged"), None),
             "num_resumes": sum(e["event"] == "resume" and not e.get("begins_branch") for e in events),
         },
@@ -118,6 +119,16 @@ def _evals(events: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
             "still_measured": name.partition("@")[0] in measured,
         }
     return evals
+
+
+def _unsaved(events: Iterable[Mapping[str, Any]]) -> str | None:
+    """Which checkpoints could not be written, the last of them by its path; None where all were."""
+    failed = {e["path"]: e["why"] for e in events if e["event"] == "checkpoint_failed"}
+    if not failed:
+        return None
+    *others, (path, why) = failed.items()
+    more = f" and {len(others)} more were" if others else " was"
+    return f"{path}{more} not saved: {why}"
 
 
 def _disk_bytes(folder: Path) -> int:
@@ -250,10 +261,10 @@ def model_text(model: Mapping[str, Any]) -> str:
 
 
 def troubles(progress: Mapping[str, Any]) -> list[str]:
-    """What went wrong in training, a line each: skipped updates, rollbacks, divergence."""
+    """What went wrong in training, a line each: skipped updates, rollbacks, checkpoints not saved, divergence."""
     rollbacks = progress["num_rollbacks"]
     went_back = f"went back {'once' if rollbacks == 1 else f'{rollbacks} times'}" if rollbacks else None
-    return [line for line in (progress["skipped"], went_back, progress["diverged"]) if line]
+    return [line for line in (progress["skipped"], went_back, progress["unsaved"], progress["diverged"]) if line]
 
 
 def lineage_lines(lineage: Mapping[str, Any]) -> list[str]:

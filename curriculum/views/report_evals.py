@@ -21,8 +21,8 @@ from curriculum.views.page import figure, folded, note, table, tag
 
 MAX_OVERLAID = 7  # more lines in one drawing cannot be told apart
 MAX_LISTED = 24
-_SHOWN = ("eval_regression", "eval_recovered", "gold_checkpoint", "gold_blocked", "schedule_edit", "rollback", "resume",
-          "diverged")  # fmt: skip
+_SHOWN = ("eval_regression", "eval_recovered", "gold_checkpoint", "gold_blocked", "checkpoint_failed", "schedule_edit",
+          "rollback", "resume", "diverged")  # fmt: skip
 
 
 def set_marks(run: Run, facts: Mapping[str, Any], points: Mapping[str, Sequence[EvalPoint]]) -> dict[str, list[Mark]]:
@@ -134,6 +134,8 @@ def log(run: Run) -> Markup:
                     what, lines = "○ recovered", [offender_in(event, o) for o in by_eval(event["offenders"])]
                 case "gold_blocked":
                     what, lines = "gold blocked", [event["reason"]]
+                case "checkpoint_failed":
+                    what, lines = tag("span", "checkpoint failed", class_="bad"), [_after_colon(event)]
                 case "schedule_edit":
                     what, lines = "schedule edited", [event.get("reason") or event["kind"]]
                 case other:
@@ -159,6 +161,11 @@ def _gold_row(golds: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
         steps += f" to {last['step']:,}"
         said += f"; {len(golds)} in a row"
     return steps, "★ gold", tag("td", said, class_="text")
+
+
+def _after_colon(event: Mapping[str, Any]) -> str:
+    """The verdict of an event without its name and step, which have columns of their own."""
+    return verdict(event).partition(": ")[2]
 
 
 def _mixture_change(o: Mapping[str, Any]) -> str:
