@@ -221,6 +221,20 @@ def test_golds_that_follow_each_other_are_one_row_of_what_happened(tmp_path):
     assert "earlier ones" not in "".join(page.text)
 
 
+def test_blocked_golds_that_follow_each_other_are_one_row_and_an_edit_says_what_it_changed(tmp_path):
+    blocked = {step: {**BLOCKED, "reason": f"overfit: val/train={step}x, threshold=5.0x"} for step in (10, 20, 30, 50)}
+    blocked[50] |= {"guard": "trend", "reason": "trend: too steep"}
+    more = {step: [("gold_blocked", fields)] for step, fields in blocked.items()}
+    edit = {"kind": "replay", "reason": "replay of books, as val got worse", "phase": "domain", "until": 100}
+    mixtures = {"mixture_before": {"med": 0.57, "books": 0.38}, "mixture_after": {"med": 0.4597, "books": 0.5}}
+    more[70] = [("schedule_edit", edit | mixtures)]
+    page = Checked(report([load_run(write_run(tmp_path / "run", {"val": lambda step: 3.0}, every=10, more=more))]))
+    assert page.has_row("10 to 30", "gold blocked", "overfit: val/train=30x, threshold=5.0x; 3 in a row")
+    assert page.has_row("50", "gold blocked", "trend: too steep | ")
+    moved = "replay of books, as val got worse | med 0.57 → 0.4597 | books 0.38 → 0.5 | domain until step 100"
+    assert page.has_row("70", "schedule edited", moved)
+
+
 def _loss_at(value) -> float:
     return value if isinstance(value, float) else float((value.nats_N / value.tokens_N).mean())
 

@@ -23,6 +23,7 @@ MAX_OVERLAID = 7  # more lines in one drawing cannot be told apart
 MAX_LISTED = 24
 _SHOWN = ("eval_regression", "eval_recovered", "gold_checkpoint", "gold_blocked", "checkpoint_failed", "schedule_edit",
           "rollback", "resume", "diverged")  # fmt: skip
+_ALIKE = ("event", "metric", "guard")  # what golds, or blocked ones, of one row share
 
 
 def set_marks(run: Run, facts: Mapping[str, Any], points: Mapping[str, Sequence[EvalPoint]]) -> dict[str, list[Mark]]:
@@ -116,11 +117,12 @@ def set_table(run: Run, facts: Mapping[str, Any]) -> Markup:
 
 
 def log(run: Run) -> Markup:
-    """Verdicts and edits, a row each, golds that follow each other in one; of many the first are folded."""
+    """Verdicts and edits, a row each, of golds and of blocked ones those that follow each other in one; of many rows
+    the first are folded."""
     rows = []
     shown = [event for event in run.events if event["event"] in _SHOWN]
-    for (kind, _), together in groupby(shown, key=lambda event: (event["event"], event.get("metric"))):
-        if kind == "gold_checkpoint":
+    for (kind, *_), together in groupby(shown, key=lambda event: [event.get(key) for key in _ALIKE]):
+        if kind in ("gold_checkpoint", "gold_blocked"):
             rows.append(_gold_row(list(together)))
             continue
         for event in together:
@@ -132,12 +134,10 @@ def log(run: Run) -> Markup:
                     lines += [f"done: {event['action']}"] if event.get("action") else []
                 case "eval_recovered":
                     what, lines = "○ recovered", [offender_in(event, o) for o in by_eval(event["offenders"])]
-                case "gold_blocked":
-                    what, lines = "gold blocked", [event["reason"]]
                 case "checkpoint_failed":
                     what, lines = tag("span", "checkpoint failed", class_="bad"), [_after_colon(event)]
                 case "schedule_edit":
-                    what, lines = "schedule edited", [event.get("reason") or event["kind"]]
+                    what, lines = "schedule edited", [_after_colon(event)]
                 case other:
                     what = other
             rows.append((f"{event['step']:,}", what, tag("td", *_broken(lines), class_="text")))
@@ -154,13 +154,16 @@ def log(run: Run) -> Markup:
 
 def _gold_row(golds: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
     first, last = golds[0], golds[-1]
-    said = f"{last['metric']} {loss(last['value'])}"
-    said += "" if first["previous"] is None else f", before {loss(first['previous'])}"
+    if blocked := last["event"] == "gold_blocked":
+        said = last["reason"]
+    else:
+        said = f"{last['metric']} {loss(last['value'])}"
+        said += "" if first["previous"] is None else f", before {loss(first['previous'])}"
     steps = f"{first['step']:,}"
     if len(golds) > 1:
         steps += f" to {last['step']:,}"
         said += f"; {len(golds)} in a row"
-    return steps, "★ gold", tag("td", said, class_="text")
+    return steps, "gold blocked" if blocked else "★ gold", tag("td", said, class_="text")
 
 
 def _after_colon(event: Mapping[str, Any]) -> str:
