@@ -88,7 +88,7 @@ def test_a_finished_run(tmp_path):
     assert "val 100 2.0000 0.0000 0.7213 3.0000 2.0000 100 0.0213" in lines
     assert f"gold step 80: primary/loss 2.2000 ({path}/gold/80)" in lines
     assert "checkpoints 60, 100" in lines and "gold 80" in lines and "kept" not in lines
-    assert "regressed none stands" in lines
+    assert "regressed none stands (law: what rise would show is not known)" in lines
     assert f"--run-dir {path} --resume STEP --set train.steps=MORE\n" in lines and f"report {path} -o run.html" in lines
     assert "(STEP: latest; where the learning rate has decayed, a checkpoint before that)" in lines
 
@@ -281,7 +281,7 @@ def test_a_set_that_the_run_goes_on_without_stands_in_no_view_as_regressed(tmp_p
             (row,) = [r for r in evals(run, step, Weights(), None, [])[0].splitlines() if r.startswith("| law |")]
             assert row.endswith(f"| {verdict or 'regressed against its best'} |") and "| `law` |" in row
             (row,) = [r for r in evals(run, step, Weights(), None, [])[0].splitlines() if r.startswith("| val (")]
-            assert row.endswith("| no regression stands |")
+            assert row.endswith("| none stands, but what rise would show is not known |")
 
 
 def test_evals_of_averages_and_what_is_not_finite(tmp_path):
@@ -332,6 +332,39 @@ def test_what_is_no_run_is_said(tmp_path):
         inspect_run(load_run(tmp_path))
     code, out, errors, _ = command("inspect", tmp_path / "nowhere")
     assert (code, out) == (2, "") and "nowhere: holds no run" in errors
+
+
+@pytest.mark.parametrize(
+    ("val", "law", "said", "detects"),
+    [
+        (0.0199, 0.02, None, "0.0200"),  # twice the tolerance
+        (0.0199, 0.0201, "law: only a rise above 0.02 would show", "0.0201"),
+        (0.381, 0.2, "val: only a rise above 0.38 would show", "0.2000"),
+        (0.381, 12.5, "law: too few evals yet to show one", "too few evals yet"),
+        (12.5, None, "law: what rise would show is not known", ""),
+    ],
+)
+def test_where_no_regression_stands_the_rise_that_would_show_is_told(tmp_path, val, law, said, detects):
+    path = write_run(tmp_path / "run", LOSSES, detectable={"val": val, "law": law}, averages={"ema": lambda step: 2.5})
+    lines, page = shown(path), report([load_run(path)])
+    assert ("regressed none stands" + (f" ({said})" if said else "")) in lines.splitlines()
+    assert f"law 100 4.0000 0.0000 1.4427 4.0000 4.0000 0 {detects}".strip() in lines.splitlines()
+    below = f"<small>{said}</small>" if said else ""
+    assert f"<dt>regressed now</dt><dd>none{below}</dd>" in page
+    assert ("too few evals yet</td>" in page) == (12.5 in (val, law))
+    card = evals(load_run(path), 100, Weights(), None, [])[0].splitlines()
+    verdicts = [row.split(" | ")[-1] for row in card[2:]]
+    told = "no regression stands" if said is None else f"none stands, but {said.partition(': ')[2]}"
+    assert told + " |" == verdicts[0 if said and said.startswith("val") else 1]
+
+
+def test_the_tolerance_of_a_set_of_its_own_counts(tmp_path):
+    path = write_run(tmp_path / "run", LOSSES, detectable={"val": 0.1, "law": 0.9})
+    resolved = json.loads((path / "config.resolved.json").read_text())
+    resolved["evalsets"]["primary"]["tolerance"] = 0.05
+    resolved["evalsets"]["sets"]["law"]["tolerance"] = 0.5
+    (path / "config.resolved.json").write_text(json.dumps(resolved))
+    assert "regressed none stands" in shown(path).splitlines()
 
 
 def test_resumes_are_counted(tmp_path):

@@ -46,7 +46,7 @@ def happened():
 def run_dir(tmp_path_factory, happened):
     more = happened | {80: [*happened[70], *happened[80]]}
     del more[70]
-    path = write_run(tmp_path_factory.mktemp("card") / "run", LOSSES, more=more)
+    path = write_run(tmp_path_factory.mktemp("card") / "run", LOSSES, more=more, detectable={"val": 0.02})
     resolved = json.loads((path / "config.resolved.json").read_text())
     resolved["command_line"] = ["--set train.steps=100", "--eval-dataset-dir law=a folder"]
     (path / "config.resolved.json").write_text(json.dumps(resolved))
@@ -184,7 +184,9 @@ def test_a_source_that_the_run_went_on_without_is_told(tmp_path, known):
 def test_the_verdict_beside_an_average_is_said_to_be_of_the_raw_parameters(run_dir, tmp_path, happened):
     """Alarms are raised by their losses alone."""
     averages = {"ema": lambda step: 2.5}
-    run = load_run(write_run(tmp_path / "run", LOSSES, more={60: happened[60]}, averages=averages))
+    run = load_run(
+        write_run(tmp_path / "run", LOSSES, more={60: happened[60]}, averages=averages, detectable={"val": 0.02})
+    )
     for weights, said in (("raw", ""), ("ema", "raw parameters: ")):
         exported = dataclasses.replace(EXPORTED, step=60, weights=Weights.parse(weights), tokens_drawn=None)
         val, law = rows(sections(model_card(run, exported))["How well it does"])[1:]

@@ -144,7 +144,7 @@ def test_an_alarm_tells_of_a_source_that_is_gone(tmp_path, monkeypatch):
     assert alarm["step"] == 3 and changes[0] == (0, {"web": [0.5, 1.0], "law": [0.5, 0.0]})
 
 
-def test_a_set_too_small_for_its_tolerance_is_told_once_in_the_life_of_a_run(tmp_path):
+def test_a_set_too_small_for_its_tolerance_is_told_once_in_the_life_of_a_run(tmp_path, monkeypatch):
     sections = {
         "phases": [{"name": "a", "until": "end", "mixture": {"web": 1.0}}],
         "evalsets": {
@@ -156,8 +156,8 @@ def test_a_set_too_small_for_its_tolerance_is_told_once_in_the_life_of_a_run(tmp
         "checkpoint": {"every": 7},
     }
 
-    def told():
-        notes = [(e["step"], note) for e in load_run(tmp_path / "run").events for note in e.get("notes", [])]
+    def told(name="run"):
+        notes = [(e["step"], note) for e in load_run(tmp_path / name).events for note in e.get("notes", [])]
         return [(step, note) for step, note in notes if not note.startswith("worse, but it may be chance")]
 
     write_corpus(tmp_path)
@@ -168,3 +168,6 @@ def test_a_set_too_small_for_its_tolerance_is_told_once_in_the_life_of_a_run(tmp
     assert small.endswith(" alone hides rises of twice that; give it more text, or a higher tolerance")
     tiny_train(tmp_path, tmp_path / "run", "latest", **sections, train={"steps": 14, "batch_size": 4, "seq_len": 32})
     assert len(load_run(tmp_path / "run").evals()) == 15 and told() == found
+    monkeypatch.setattr("curriculum.record.wording.MAX_RISE", 9.0)  # no rise of which can be found: it is the tolerance
+    tiny_train(tmp_path, tmp_path / "few", **sections, train={"steps": 7, "batch_size": 4, "seq_len": 32})
+    assert ": val too few evals yet, law 0" in told("few")[0][1]

@@ -10,11 +10,30 @@ from curriculum.record.events import number
 # What the intervals of alarms and of the transfer matrix cover; those of losses and comparisons, the text alone.
 WITH_SCATTER = "over the choice of held-out text and the scatter of neighbouring checkpoints"
 
+MAX_RISE = 10.0  # nats per token; about what a uniform guess of a large vocabulary loses
+
 
 def loss(value: Any) -> str:
     """Nats or bits in four decimals; `-` for what there is not."""
     as_float = number(value)
     return "-" if as_float is None else f"{as_float:.4f}"
+
+
+def smallest_rise(value: Any) -> str:
+    """The rise that an eval of a set finds, as `loss` writes it, so far as a loss can rise by that much."""
+    as_float = number(value)
+    return "too few evals yet" if as_float is not None and as_float > MAX_RISE else loss(value)
+
+
+def unseen(detectable: float | None, tolerance: float) -> str | None:
+    """What would not show of a set of which no regression stands; None where a rise of twice the tolerance would."""
+    if detectable is None:
+        return "what rise would show is not known"
+    if detectable <= 2 * tolerance:
+        return None
+    if detectable > MAX_RISE:
+        return "too few evals yet to show one"
+    return f"only a rise above {detectable:.2g} would show"
 
 
 def signed(value: Any) -> str:

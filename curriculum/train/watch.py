@@ -12,6 +12,7 @@ import numpy as np
 from curriculum.config import Config
 from curriculum.plan_warnings import evalset_warnings
 from curriculum.record.events import number, plain, record_name
+from curriculum.record.wording import smallest_rise
 from curriculum.train.setup import Setup
 from evalsets.metrics import Summary, WindowResults, summarise
 from evalsets.regressions import (
@@ -191,7 +192,7 @@ class Watch:
             and (step in setup.course.phase_ends or self.sets[name].history_phases_H[0] >= 0)
         }
         if new:
-            shown = ", ".join(f"{record_name(name)} {c.detectable:.4f}" for name, c in new.items())
+            shown = ", ".join(f"{record_name(name)} {smallest_rise(float(c.detectable))}" for name, c in new.items())
             notes.append(f"smallest rise that an eval finds with 80 % power, in nats: {shown}")
         for name, c in new.items():
             if c.too_small:

@@ -15,7 +15,7 @@ from typing import Any
 
 from curriculum.errors import InputError
 from curriculum.record.console import program, resume_command
-from curriculum.record.events import TAKEN_UP, last_gold, last_row, number
+from curriculum.record.events import TAKEN_UP, config_name, last_gold, last_row, number
 from curriculum.record.queries import (
     consumption,
     eval_points,
@@ -26,7 +26,7 @@ from curriculum.record.queries import (
     standing_regressions,
 )
 from curriculum.record.sentences import sample_lines, skipped_line, verdict
-from curriculum.record.wording import columns, duration, listed, loss, mesh_text, signed
+from curriculum.record.wording import columns, duration, listed, loss, mesh_text, signed, smallest_rise, unseen
 from curriculum.run import Run, checkpoint_steps, step_folders
 
 _BASELINES = {"start": "start", "phase_start": "phase start", "best": "best"}
@@ -92,7 +92,7 @@ def inspect_run(run: Run) -> dict[str, Any]:
             "missing": gold["step"] not in step_folders(run.directory.gold),
         },
         "regressions": standing_regressions(events),
-        "evals": _evals(events),
+        "evals": _evals(run),
         "samples": next(
             ({k: e[k] for k in ("step", "samples")} for e in reversed(events) if e["event"] == "generation"), None
         ),
@@ -103,11 +103,11 @@ def inspect_run(run: Run) -> dict[str, Any]:
     }
 
 
-def _evals(events: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _evals(run: Run) -> dict[str, dict[str, Any]]:
     """By set, those of averages too: its last eval, its first and best loss, and what its alarm would notice."""
-    detectable, measured = last_detectable(events), measured_sets(events)
+    detectable, measured = last_detectable(run.events), measured_sets(run.events)
     evals = {}
-    for name, of_set in eval_points(events).items():
+    for name, of_set in eval_points(run.events).items():
         best = min(of_set, key=lambda p: (p.loss != p.loss, p.loss))
         evals[name] = {
             **of_set[-1]._asdict(),
@@ -116,9 +116,32 @@ def _evals(events: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
             "best_step": best.step,
             "num_evals": len(of_set),
             "detectable": detectable.get(name),
+            "tolerance": tolerance_of(run, name),
             "still_measured": name.partition("@")[0] in measured,
         }
     return evals
+
+
+def tolerance_of(run: Run, name: str) -> float:
+    """Nats per token that an eval set of the record may rise by before it counts as worse, as the last config says."""
+    sets, key = run.resolved["evalsets"], config_name(name.partition("@")[0])
+    own = (sets["primary"] if key == "primary" else sets["sets"].get(key, {})).get("tolerance")
+    return sets["regression"]["tolerance"] if own is None else own
+
+
+def least_seen(evals: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """What would not show of the eval set that shows least, by its name; None where all would show enough."""
+
+    def hidden(name: str) -> float:
+        detectable, tolerance = evals[name]["detectable"], evals[name]["tolerance"]
+        return math.inf if detectable is None else detectable - 2 * tolerance
+
+    judged = [name for name, e in evals.items() if e["still_measured"] and "@" not in name]
+    if not judged:
+        return None
+    name = max(judged, key=hidden)
+    said = unseen(evals[name]["detectable"], evals[name]["tolerance"])
+    return said and f"{name}: {said}"
 
 
 def _unsaved(events: Iterable[Mapping[str, Any]]) -> str | None:
@@ -225,7 +248,8 @@ def text(facts: Mapping[str, Any]) -> list[str]:
     for o in by_eval(facts["regressions"]):
         lines.append(f"  regressed   {offender(o)}")
     if not facts["regressions"]:
-        lines.append("  regressed   none stands")
+        said = least_seen(facts["evals"])
+        lines.append("  regressed   none stands" + (f" ({said})" if said else ""))
     lines += [f"  trouble     {line}" for line in troubles(progress)]
     gold = facts["gold"]
     if gold:
@@ -338,7 +362,7 @@ def _eval_lines(evals: Mapping[str, Mapping[str, Any]]) -> list[str]:
         return ["  no eval yet"]
     rows = [("eval set", "step", "loss", "± sem", "bpb", "first", "best", "at step", "detects")]
     for name, e in evals.items():
-        detects = "" if e["detectable"] is None else f"{e['detectable']:.4f}"
+        detects = "" if e["detectable"] is None else smallest_rise(e["detectable"])
         best = (loss(e["best"]), f"{e['best_step']:,}")
         rows.append((name, f"{e['step']:,}", loss(e["loss"]), loss(e["sem"]), loss(e["bpb"]), loss(e["first"]), *best))
         rows[-1] += (detects,)

@@ -16,6 +16,7 @@ from curriculum.record.queries import (
     consumption,
     eval_points,
     evalset_facts,
+    last_detectable,
     measured_sets,
     planned_tokens,
     source_facts,
@@ -23,10 +24,10 @@ from curriculum.record.queries import (
 )
 from curriculum.record.sentences import skipped_line, verdict
 from curriculum.record.windows import recorded_windows
-from curriculum.record.wording import WITH_SCATTER, interval_text, loss, signed
+from curriculum.record.wording import WITH_SCATTER, interval_text, loss, signed, unseen
 from curriculum.run import Run, read_arrays
 from curriculum.views.compare import paired
-from curriculum.views.inspection import by_eval, edits_of, mixture_text, offender_in
+from curriculum.views.inspection import by_eval, edits_of, mixture_text, offender_in, tolerance_of
 from curriculum.weights import Weights
 from evalsets.metrics import count_clusters
 from evalsets.student import student_quantile
@@ -110,6 +111,7 @@ def evals(run: Run, step: int, weights: Weights, opens_with: str | None, unknown
     # What the run goes on without from this very step was still judged at it.
     judged = [event for event in before if event["step"] < step or event["event"] not in ("resume", "rollback")]
     still_measured = measured_sets(before) | measured_sets(judged)
+    detectable = last_detectable(before)
     worse: dict[str, list[str]] = {}
     for o in standing_regressions(judged):
         worse.setdefault(o["set"], []).append(o["baseline"].replace("_", " "))
@@ -134,7 +136,11 @@ def evals(run: Run, step: int, weights: Weights, opens_with: str | None, unknown
             num_clusters = facts.get("clusters") or count_clusters(num_documents, num_windows)
             half = float(student_quantile(0.025, num_clusters - 1)) * last.sem
             interval = f"{last.loss - half:.4f} to {last.loss + half:.4f}"
-        regressed = f"regressed against its {' and '.join(worse[name])}" if name in worse else "no regression stands"
+        if name in worse:
+            regressed = f"regressed against its {' and '.join(worse[name])}"
+        else:
+            hidden = unseen(detectable.get(name), tolerance_of(run, name))
+            regressed = f"none stands, but {hidden}" if hidden else "no regression stands"
         if suffix:  # only they are judged
             regressed = f"raw parameters: {regressed}"
         if name not in still_measured:

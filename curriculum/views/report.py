@@ -22,7 +22,7 @@ from curriculum.run import Run, load_run, write_text
 from curriculum.views import figures
 from curriculum.views.compare import labels
 from curriculum.views.figures import PALETTE, Curve, Phase
-from curriculum.views.inspection import inspect_run, lineage_lines, mixture_text, model_text, troubles
+from curriculum.views.inspection import inspect_run, least_seen, lineage_lines, mixture_text, model_text, troubles
 from curriculum.views.page import bullets, document, figure, folded, legend, note, section, table, tag, tiles
 from curriculum.views.report_evals import eval_figures, log, set_marks, set_table, transfer_matrix
 from curriculum.views.report_runs import of_runs
@@ -97,7 +97,10 @@ def _header(run: Run, facts: Mapping[str, Any], label: str) -> Markup:
     else:
         shown.append(("gold", "none", ""))
     worse = sorted({o["set"] for o in facts["regressions"]})
-    shown.append(("regressed now", tag("span", ", ".join(worse), class_="bad") if worse else "none", ""))
+    if worse:
+        shown.append(("regressed now", tag("span", ", ".join(worse), class_="bad"), ""))
+    else:
+        shown.append(("regressed now", "none", least_seen(facts["evals"])))
     lines = [tag("p", line, class_="lead") for line in lineage_lines(facts["lineage"])]
     lines += [tag("p", line, class_="bad") for line in troubles(progress)]
     lines += [tag("p", problem, class_="bad") for problem in facts["problems"]]

@@ -12,7 +12,7 @@ from markupsafe import Markup, escape
 from curriculum.record.events import EMA, PHASE_MEAN, number, record_name
 from curriculum.record.queries import EvalPoint, evalset_facts
 from curriculum.record.sentences import verdict
-from curriculum.record.wording import WITH_SCATTER, loss, signed
+from curriculum.record.wording import WITH_SCATTER, loss, signed, smallest_rise
 from curriculum.run import Run
 from curriculum.views import figures
 from curriculum.views.figures import PALETTE, Mark, Phase, eval_curve
@@ -100,7 +100,7 @@ def set_table(run: Run, facts: Mapping[str, Any]) -> Markup:
                 loss(e["loss"]),
                 loss(e["sem"]),
                 loss(e["bpb"]),
-                loss(e["detectable"]),
+                smallest_rise(e["detectable"]),
             )
         )
     header = ("set", "documents", "windows", "tokens", "first", "best", "last", "± sem", "bpb", "detects a rise of")
