@@ -252,11 +252,13 @@ def test_an_eval_set_without_a_place_is_refused(folder, name, place):
 
 def test_a_set_whose_first_document_alone_is_too_long_is_taken_whole_and_said(folder):
     write_rows(folder / "long.jsonl", ["x" * 1000])
-    config = config_of(sets={"long": {"path": "long.jsonl", "max_sequences": 2}})
+    long = {"path": "long.jsonl", "max_sequences": 2}
+    config = config_of(primary=long, sets={"long": long})
     corpus = load_corpus(config, "store")
     windows = corpus.evalsets["long"].num_windows
     assert windows > 2 and corpus.evalsets["long"].num_tokens == 1000
-    assert f"eval set long has {windows} windows, more than its max_sequences of 2" in "".join(corpus.warnings)
+    for place in ("evalsets.primary", "evalsets.sets.long"):
+        assert f"{place} has {windows} windows, more than its max_sequences of 2" in "".join(corpus.warnings)
 
 
 def talk(i, num_words=3):

@@ -289,7 +289,7 @@ def _called(of_sources: Mapping[str, Any], of_evalsets: Mapping[str, Any]) -> di
 
 def _size_warnings(config: Config, evalsets: Mapping[str, EvalSet]) -> tuple[str, ...]:
     return tuple(
-        f"eval set {name} has {evalsets[name].num_windows} windows, more than its max_sequences of "
+        f"{place_of(name)} has {evalsets[name].num_windows} windows, more than its max_sequences of "
         f"{source.max_sequences}: its first document alone has them, and documents are taken whole"
         for name, source in config.eval_sources.items()
         if source.max_sequences is not None and evalsets[name].num_windows > source.max_sequences
