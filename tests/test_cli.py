@@ -175,7 +175,7 @@ def test_dry_run_leaves_no_run_behind(folder):
 def test_prepare_then_plan_knows_the_epochs(folder):
     assert "?" in run(folder, "plan", "c.yaml").stdout
     done = run(folder, "prepare", "c.yaml")
-    assert done.returncode == 0 and "source web: 107 documents" in done.stdout and "eval set primary: 13" in done.stdout
+    assert done.returncode == 0 and "source web: 107 documents" in done.stdout and "eval set val: 13" in done.stdout
     assert "?" not in run(folder, "plan", "c.yaml").stdout
 
 
@@ -214,7 +214,7 @@ def test_prepare_tells_what_was_empty_or_may_be_rows(folder):
     done = run(folder, "prepare", "c.yaml", "--set", talk)
     assert done.returncode == 0, done.stderr
     assert re.search(r"source web: 107 documents, \d+,\d+ tokens, 13 empty documents left out, ", done.stdout)
-    assert "eval set primary: 13 documents" in done.stdout and done.stdout.count("left out") == 2
+    assert "eval set val: 13 documents" in done.stdout and done.stdout.count("left out") == 2
     warnings = [line for line in done.stdout.splitlines() if line.startswith("warning: ")]
     remedy = "does the text lie in another key or column? name it with text_key"
     # 13 of 133 are fewer than a tenth.
@@ -229,6 +229,8 @@ def test_prepare_tells_what_was_empty_or_may_be_rows(folder):
     assert said.endswith(" tokens of u16, 14 empty documents left out") and said.startswith("tokens: 120 documents, ")
     assert warning == f"warning: tokens: 14 of 134 documents are empty (10%); {remedy}"
     (folder / "array.json").write_text('[{"text": "a row"}]')
+    alone = ("--text", "array.json", "--tokenizer", "byte", "--output", "one")
+    assert "one: 1 document, 20 tokens of u16" in run(folder, "prepare", *alone).stdout
     texts = ("--text", "law.jsonl", "--text", "array.json", "--tokenizer", "byte", "--output", "both")
     *_, warning = run(folder, "prepare", *texts).stdout.splitlines()
     assert warning.startswith("warning: array.json: each .json file is read as one document of plain text; does it")

@@ -43,6 +43,7 @@ def command(config_path, changes, store_dir, texts, text_format, text_key, token
     from curriculum.config import load_config
     from curriculum.data.corpus import load_corpus
     from curriculum.plan_warnings import evalset_warnings
+    from curriculum.record.events import record_name
     from curriculum.scheduling import check_schedule
 
     config = load_config(config_path, **changes)
@@ -55,14 +56,14 @@ def command(config_path, changes, store_dir, texts, text_format, text_key, token
         packed = ""
         if config.packing.mode == "best_fit":
             num_bins = details["tokens_per_epoch"] // config.longest_seq_len
-            packed = f", packed into {num_bins:,} bins, {details['utilization']:.2%} full"
+            packed = f", packed into {_counted(num_bins, 'bin')}, {details['utilization']:.2%} full"
         scored = f", {details['scored_share']:.2%} scored" if "scored_share" in details else ""
-        counts = f"{details['documents']:,} documents, {details['tokens']:,} tokens"
+        counts = f"{_counted(details['documents'], 'document')}, {_counted(details['tokens'], 'token')}"
         click.echo(f"source {name}: {counts}{empty}{scored}{kept_out}{packed}")
     for name, evalset in corpus.evalsets.items():
         click.echo(
-            f"eval set {name}: {evalset.num_documents:,} documents, {evalset.num_windows:,} windows, "
-            f"{evalset.num_tokens:,} tokens"
+            f"eval set {record_name(name)}: {_counted(evalset.num_documents, 'document')}, "
+            f"{_counted(evalset.num_windows, 'window')}, {_counted(evalset.num_tokens, 'token')}"
         )
     for warning in (*corpus.warnings, *evalset_warnings(corpus.evalsets.values())):
         click.echo(f"warning: {warning}")
@@ -70,7 +71,12 @@ def command(config_path, changes, store_dir, texts, text_format, text_key, token
 
 def _empty(num_empty: int) -> str:
     """What was left out, as the line of its source says it."""
-    return f", {num_empty:,} empty documents left out" if num_empty else ""
+    return f", {_counted(num_empty, 'empty document')} left out" if num_empty else ""
+
+
+def _counted(num: int, what: str) -> str:
+    """`1 document`, `1,200 documents`."""
+    return f"{num:,} {what}{'' if num == 1 else 's'}"
 
 
 def _prepare_folder(texts, text_format: str, text_key: str | None, tokenizer: str, output: str) -> None:
@@ -92,7 +98,7 @@ def _prepare_folder(texts, text_format: str, text_key: str | None, tokenizer: st
     store = prepare_folder(list(texts), chosen, output, text_key, progress=ConsoleProgress(output), format=text_format)
     facts = store.facts
     scored = "" if facts.num_scored is None else f", {facts.num_scored / facts.num_tokens:.2%} scored"
-    counts = f"{facts.num_documents:,} documents, {facts.num_tokens:,} tokens of {facts.dtype}"
+    counts = f"{_counted(facts.num_documents, 'document')}, {_counted(facts.num_tokens, 'token')} of {facts.dtype}"
     click.echo(f"{output}: {counts}{_empty(facts.num_empty)}{scored}")
     sources = {text: SourceConfig(path=text, format=text_format, text_key=text_key) for text in texts}
     for warning in (*empty_warnings({output: store}), *file_warnings(sources)):
