@@ -271,6 +271,20 @@ def test_curves_that_are_marked():
     assert uses.count(RED) == 2 and uses.count("#e0a100") == 1
 
 
+def test_the_mark_of_what_is_cut_off_stands_clear_of_the_curves():
+    xs = list(range(0, 1001, 20))
+    low = Curve("low", "#d55e00", xs, [2.3 + 0.1 * math.exp(-x / 400) for x in xs])
+    cut = Curve("cut", "#0072b2", xs, [2.5 + 5.11 * math.exp(-x / 20) for x in xs])
+    for curves in ([cut], [low, cut], [cut, low]):
+        drawn = eval_chart("t", curves)
+        at = float(re.search(r'<text[^>]* x="([\d.]+)"[^>]*>↑ 7.61</text>', drawn)[1])
+        # The line comes into the drawing at its top and is at the height of the mark for some 11 pixels.
+        (path,) = re.findall(r'd="(M [^"]*)"[^>]* stroke: #0072b2', drawn)
+        points = [tuple(map(float, point)) for point in re.findall(r"(-?[\d.]+) (-?[\d.]+)", path)]
+        after = min(x for x, y in points if y > 10 + 11)
+        assert after < at < after + 20
+
+
 def test_a_lone_eval_stands_in_the_middle_at_its_step():
     drawn = eval_chart("t", [Curve("a", "#0072b2", [0], [3.0], [0.1])])
     texts = re.findall(r"<text[^>]*>([^<]*)</text>", drawn)

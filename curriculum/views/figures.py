@@ -263,7 +263,9 @@ def _fit_y(axes: Axes, curves: Sequence[Curve]) -> None:
             high = high_later + 0.4 * (high_later - low_later)
             first = max(y for c in curves for y in c.ys[:1])
             if first > high:
-                back = min(x for x, y, _ in spans if y <= high)
+                below = max(high - 0.05 * (high - low), high_later)  # the mark's lower edge
+                cut = max(x for x, _, top in spans if top > below)
+                back = max(min((x for x in c.xs if x > cut), default=cut) for c in curves)
                 axes.annotate(f"↑ {first:.2f}", (back, 1), (6, -9), xycoords=axes.get_xaxis_transform(),
                               textcoords="offset points", color=_MUTED, fontsize=10)  # fmt: skip
     margin = 0.06 * (high - low) or 0.05 * abs(high) or 0.1
