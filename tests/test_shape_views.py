@@ -193,7 +193,14 @@ def test_the_time_left_goes_by_tokens(written, tmp_path):
     out = io.StringIO()
     console = Console(tmp_path, None, stream=out)
     console.event(start)
-    stamp = {"event": "eval", "timestamp": "2026-11-20T14:45:12+01:00", "progress_pct": 1.0, "lr": 1e-3, "phase": "a"}
+    stamp = {
+        "event": "eval",
+        "timestamp": "2026-11-20T14:45:12+01:00",
+        "progress_pct": 1.0,
+        "lr": 1e-3,
+        "phase": "a",
+        "eval_duration_s": 0.5,
+    }
     for step, elapsed_s in ((0, 10.0), (30, 70.0)):  # 30 x 64 tokens in a minute; 30 x 64 + 40 x 256 are left
         of_eval = {"step": step, "elapsed_s": elapsed_s, "tokens_processed": step * 64, "val_loss": 3.0, "val_bpb": 1.0}
         console.event({**stamp, **of_eval})
