@@ -36,7 +36,8 @@ class Watched(NamedTuple):
     states_B: int8 [..., B], OK, WARNED or REGRESSED.
     first_steps_B: int64 [..., B], the first eval of the alarm that stands; -1 where none does.
     first_deltas_B: float64 [..., B], the rise at that eval; NaN where there is none.
-    history_steps_H, history_phases_H: int64 [NUM_HISTORY], the last evals, oldest first; phase -1 where there was none.
+    history_steps_H, history_phases_H: int64 [NUM_HISTORY], the last evals, oldest first; phase -1 where there was none,
+        and of the eval before the first update.
     history_losses_H: float64 [..., NUM_HISTORY].
     """
 
@@ -87,7 +88,11 @@ class Comparison(NamedTuple):
 
 
 def begin(step: int, phase_index: int, nats_N: np.ndarray, tokens_N: np.ndarray) -> Watched:
-    """What is remembered of a set's first eval, which becomes every baseline. `phase_index`: 0 or more, by phase."""
+    """What is remembered of a set's first eval, which becomes every baseline.
+
+    `phase_index`: 0 or more, by phase; -1 before the first update, as an eval is of the phase that it closes or stands
+    in and this one closes none. From there to the next eval a loss often moves further than ever after.
+    """
     nats_XN = np.array(nats_N, np.float64)
     lead = nats_XN.shape[:-1]
     num_baselines = len(BASELINES)
@@ -204,8 +209,8 @@ def checkpoint_jitter(watched: Watched) -> tuple[np.ndarray, np.ndarray]:
     """(jitter, nu), [...] each: how much the means of neighbouring checkpoints scatter, and its degrees of freedom.
 
     A straight line against step is fitted to the evals of the history in each phase: jitter^2 = RSS / nu, both summed
-    over the phases, nu = evals - 2 each. Phases with fewer than 3 finite losses are left out; jitter is NaN where all
-    are. What is not a line (the first, steep evals of a run) counts as scatter too.
+    over the phases, nu = evals - 2 each. The eval before the first update is of no phase. Phases with fewer than 3
+    finite losses are left out; jitter is NaN where all are. What is not a line (a steep start) counts as scatter too.
     """
     steps_H, phases_H, losses_XH = watched.history_steps_H, watched.history_phases_H, watched.history_losses_H
     rss, nu = np.zeros(losses_XH.shape[:-1]), np.zeros(losses_XH.shape[:-1], np.int64)

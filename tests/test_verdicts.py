@@ -212,6 +212,14 @@ def test_baselines_and_states_come_from_the_checkpoint(told, texts, store, tmp_p
     assert record(run_dir) == record(told)
 
 
+def test_the_eval_before_the_first_update_is_in_no_phase(told):
+    memory = read_ledger(told / "checkpoints/75")["history"]["watch"]["sets"]["law"]
+    steps_of = {phase: [] for phase in (-1, 0, 1)}
+    for step, phase in list(zip(memory["history_steps_H"], memory["history_phases_H"], strict=True))[-16:]:
+        steps_of[phase].append(step)
+    assert steps_of == {-1: [0], 0: list(range(5, 61, 5)), 1: [65, 70, 75]}
+
+
 def test_a_set_that_comes_back_is_compared_with_what_it_was(at_the_switch, told, texts, store):
     """Without `law` for 20 steps; with it again nothing of it begins anew."""
     both = {"evalsets": {"sets": {"code": {"held_out_of": "code"}}, "gold": {}}}

@@ -136,7 +136,7 @@ class Watch:
         phase = next((i for i, (_, _, end) in enumerate(bounds) if step <= end), len(bounds) - 1)
         for name, result in results.items():
             if name not in sets:
-                sets[name] = begin(step, phase, result.nats_N, result.tokens_N)
+                sets[name] = begin(step, phase if step else -1, result.nats_N, result.tokens_N)
                 continue
             if sets[name].baseline_steps_B[PHASE_START] < bounds[phase][1]:  # it was absent at the switch
                 sets[name] = begin_phase(sets[name], step, result.nats_N)
