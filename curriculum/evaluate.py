@@ -12,6 +12,7 @@ from curriculum.config import Config, changed_config
 from curriculum.data.config_stores import place_of
 from curriculum.data.corpus import find_read_documents, load_evalsets
 from curriculum.data.documents import file_warnings
+from curriculum.data.progress import WINDOWS, ConsoleProgress
 from curriculum.errors import InputError, no_such
 from curriculum.plan_warnings import evalset_warnings
 from curriculum.record.events import config_name, record_name
@@ -101,7 +102,8 @@ def evaluate(
         how = f"measured with data {trained.mesh.size}; sums may differ from training's in the last digits"
         warnings.append(f"{trained.unfit_mesh}: {how}")
     suite = make_suite(config, trained.mesh, trained.model, evalsets.values())
-    results = suite.run(trained.params)
+    progress = ConsoleProgress(f"measuring step {saved.step:,}", unit=WINDOWS)
+    results = suite.run(trained.params, progress=progress)
     return Evaluation(
         run=str(run),
         step=saved.step,

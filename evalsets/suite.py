@@ -1,6 +1,7 @@
 """All eval sets through one compiled function of one fixed shape."""
 
 import copy
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
@@ -90,12 +91,18 @@ class Suite:
 
         self._sum_windows = jax.jit(sum_windows, out_shardings=self._results_sharding)
 
-    def run(self, params: Any, names: Iterable[str] | None = None) -> dict[str, WindowResults]:
+    def run(
+        self,
+        params: Any,
+        names: Iterable[str] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> dict[str, WindowResults]:
         """Measure the named sets (default: all), in that order; no names, no work and an empty result.
 
-        If not `one_at_a_time`, every micro-batch is dispatched before the one wait, at the end, for all the
-        results. A Python loop over micro-batches rather than `lax.map`: a mapped function's shape holds the number
-        of micro-batches, so that each set would need a compilation of its own, or as much padding as the largest set.
+        If not `one_at_a_time`, every micro-batch is dispatched before the one wait, at the end, for all the results.
+        `progress`, if given, is called after each, which then is waited for, with the rows done and all rows, padding
+        included. A Python loop over micro-batches rather than `lax.map`: a mapped function's shape holds the number of
+        micro-batches, so that each set would need a compilation of its own, or as much padding as the largest set.
 
         Raises ValueError on a name that is not in the suite.
         """
@@ -104,11 +111,19 @@ class Suite:
             if name not in self.evalsets:
                 raise ValueError(f"no eval set '{name}' in the suite (sets: {', '.join(self.evalsets)})")
         contents = dict.fromkeys(self.evalsets[name].content_hash for name in names)
+        num_rows = [len(tokens_BT1) for content in contents for tokens_BT1, _ in self._micro_batches[content]]
+        rows_done = itertools.accumulate(num_rows)
+
+        def measured(arrays: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            sums = self._sum_windows(params, *arrays)
+            if self._one_at_a_time or progress is not None:
+                jax.block_until_ready(sums)
+            if progress is not None:
+                progress(next(rows_done), sum(num_rows))
+            return sums
+
         sums = jax.device_get(
-            {
-                content: [self._dispatched(params, *arrays) for arrays in self._micro_batches[content]]
-                for content in contents
-            }
+            {content: [measured(arrays) for arrays in self._micro_batches[content]] for content in contents}
         )
         results = {}
         for name in names:
@@ -125,10 +140,6 @@ class Suite:
                 document_N=evalset.origin_N.astype(np.int64),
             )
         return results
-
-    def _dispatched(self, params: Any, tokens_BT1: jax.Array, scored_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-        sums = self._sum_windows(params, tokens_BT1, scored_BT)
-        return jax.block_until_ready(sums) if self._one_at_a_time else sums
 
 
 def _micro_batches(array_N: np.ndarray, micro_batch_size: int) -> list[np.ndarray]:

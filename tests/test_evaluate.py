@@ -1,7 +1,9 @@
 """A checkpoint measured later: the numbers of training, new sets, and what cannot be measured."""
 
 import json
+import math
 import os
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -350,6 +352,9 @@ def test_the_command(folder, monkeypatch, capsys):
             run_command()
         return ended.value.code or 0, *capsys.readouterr()
 
+    monkeypatch.setattr("curriculum.data.progress.QUIET_SECONDS", 0.0)
+    assert re.match(r"measuring step 4: \d+ of \d+ windows \(\d+%\), ", command()[2])
+    monkeypatch.setattr("curriculum.data.progress.QUIET_SECONDS", math.inf)
     code, shown, errors = command("--step", "2", "--sets", "val, law")
     assert code == 0 and errors == ""
     title, head, *rows = shown.splitlines()

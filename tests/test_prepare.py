@@ -34,7 +34,7 @@ from curriculum.data.prepare import (
     prepare_store,
     prepare_tokenizer,
 )
-from curriculum.data.progress import ConsoleProgress, progress_text
+from curriculum.data.progress import WINDOWS, ConsoleProgress, progress_text
 from curriculum.data.sources import SourceConfig
 from curriculum.data.store import FORMAT_VERSION as STORE_VERSION
 from curriculum.data.store import open_store
@@ -1095,6 +1095,7 @@ def test_progress_text():
     assert progress_text(5_000_000, None, 2.0) == "5.0 MB, 2.5 MB/s"
     assert progress_text(1_000_000, 7_201_000_000, 1.0) == "1.0 of 7,201.0 MB (0%), 1.0 MB/s, ETA 2h00m"
     assert progress_text(0, 10, 1.0) == "0.0 of 0.0 MB (0%), 0.0 MB/s"
+    assert progress_text(1500, 6000, 100.0, WINDOWS) == "1,500 of 6,000 windows (25%), 15.0 windows/s, ETA 5m00s"
 
 
 def test_two_starts_may_note_the_same_content_at_once(tmp_path, monkeypatch):

@@ -73,6 +73,16 @@ def loop_over_tokens(documents):
     return np.array(rows).T
 
 
+def test_progress_is_told_in_rows_and_changes_nothing():
+    evalsets = [*four_evalsets(), replace(four_evalsets()[3], name="again")]
+    suite, told = Suite(evalsets, tiny_nats_per_token, micro_batch_size=4), []
+    results = suite.run(tiny_params(), progress=lambda done, total: told.append((done, total)))
+    rows = sum(4 * -(-evalset.num_windows // 4) for evalset in four_evalsets())  # one content is measured once
+    assert rows > 40 and told == [(done, rows) for done in range(4, rows + 1, 4)]
+    for name, expected in suite.run(tiny_params()).items():
+        assert_equal(results[name], expected)
+
+
 def test_equals_a_float64_loop():
     documents = tiny_documents(seed=3, num_documents=30)
     evalset = cut_windows("set", documents, TOKEN_BYTES_V, EOT, SEQ_LEN)

@@ -1,33 +1,51 @@
-"""Progress of a long job in bytes: one line that renews itself on a terminal, else a line now and then."""
+"""Progress of a long job: one line that renews itself on a terminal, else a line now and then."""
 
 import sys
 import time
 from collections.abc import Callable
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 QUIET_SECONDS = 2.0  # a job that is over sooner shows nothing
 TERMINAL_SECONDS = 0.2
 PLAIN_SECONDS = 5.0
 
-# (bytes done, bytes in all or None where that is not known); the last call has both equal.
+# (done, in all or None where that is not known); the last call has both equal.
 Progress = Callable[[int, int | None], None]
 
 
-class ConsoleProgress:
-    """A Progress that writes share, MB/s and time to go to stderr."""
+class Unit(NamedTuple):
+    """How what a job counts is told: bytes in MB."""
 
-    def __init__(self, label: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
+    name: str
+    size: float
+    digits: int
+
+
+MEGABYTES, WINDOWS = Unit("MB", 1e6, 1), Unit("windows", 1, 0)
+
+
+class ConsoleProgress:
+    """A Progress that writes share, rate and time to go to stderr."""
+
+    def __init__(
+        self,
+        label: str,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        unit: Unit = MEGABYTES,
+    ):
         self._label = label
+        self._unit = unit
         self._stream = stream or sys.stderr
         self._terminal = self._stream.isatty()
         self._clock = clock
         self._start = self._last = clock()
         self._shown = False
 
-    def __call__(self, done_bytes: int, total_bytes: int | None) -> None:
+    def __call__(self, done: int, total: int | None) -> None:
         now = self._clock()
         elapsed_seconds = now - self._start
-        finished = done_bytes == total_bytes
+        finished = done == total
         pause_seconds = TERMINAL_SECONDS if self._terminal else PLAIN_SECONDS
         if finished:
             due = self._shown
@@ -35,22 +53,26 @@ class ConsoleProgress:
             due = elapsed_seconds >= QUIET_SECONDS and (not self._shown or now - self._last >= pause_seconds)
         if not due:
             return
-        line = f"{self._label}: {progress_text(done_bytes, total_bytes, elapsed_seconds)}"
+        line = f"{self._label}: {progress_text(done, total, elapsed_seconds, self._unit)}"
         self._stream.write(f"\r\x1b[K{line}" + "\n" * finished if self._terminal else line + "\n")
         self._stream.flush()
         self._last, self._shown = now, True
 
 
-def progress_text(done_bytes: int, total_bytes: int | None, elapsed_seconds: float) -> str:
+def progress_text(done: int, total: int | None, elapsed_seconds: float, unit: Unit = MEGABYTES) -> str:
     """Such as `12.3 of 45.6 MB (27%), 10.1 MB/s, ETA 3s`."""
-    rate = done_bytes / max(elapsed_seconds, 1e-9)
-    if total_bytes is None:
-        return f"{done_bytes / 1e6:,.1f} MB, {rate / 1e6:.1f} MB/s"
-    text = f"{done_bytes / 1e6:,.1f} of {total_bytes / 1e6:,.1f} MB ({done_bytes / max(total_bytes, 1):.0%})"
-    text += f", {rate / 1e6:.1f} MB/s"
-    if done_bytes == total_bytes:
+
+    def counted(number: float) -> str:
+        return f"{number / unit.size:,.{unit.digits}f}"
+
+    per_second = done / max(elapsed_seconds, 1e-9)
+    rate = f"{per_second / unit.size:.1f} {unit.name}/s"
+    if total is None:
+        return f"{counted(done)} {unit.name}, {rate}"
+    text = f"{counted(done)} of {counted(total)} {unit.name} ({done / max(total, 1):.0%}), {rate}"
+    if done == total:
         return f"{text}, {_duration(elapsed_seconds)}"
-    return f"{text}, ETA {_duration((total_bytes - done_bytes) / rate)}" if rate else text
+    return f"{text}, ETA {_duration((total - done) / per_second)}" if done else text
 
 
 def _duration(seconds: float) -> str:
