@@ -125,7 +125,7 @@ def record(run_dir, up_to=10**9):
 
 def test_up_to_its_step_a_branch_is_its_trunk_and_after_it_its_own(whole, branched, folder):
     new, shown = branched
-    assert "resumed at step 12 of 20" in shown and "complete: 20 steps" in shown
+    assert f"resumed at step 12 of 20, a branch of {folder / 'trunk'}\n" in shown and "complete: 20 steps" in shown
     assert state(new, 14) == state(whole, 14)  # the trunk's own checkpoint of 14 was gone
     assert record(new, 14) == record(whole, 14)
     for step in (0, 4, 8, 12):

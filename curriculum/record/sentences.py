@@ -62,7 +62,9 @@ def verdict(event: dict[str, Any]) -> str | None:
                 f"gold/{gold['step']} is lost ({gold['why']}): the search for a gold checkpoint begins anew"
                 for gold in event.get("gold_lost", [])
             ]
-            return "; ".join([f"resumed at step {step} of {event['plan']['total_steps']}", *back])
+            plan = event["plan"]
+            branch = f", a branch of {plan['branched_from']['run']}" if event.get("begins_branch") else ""
+            return "; ".join([f"resumed at step {step} of {plan['total_steps']}{branch}", *back])
     return None
 
 
