@@ -164,7 +164,8 @@ def test_the_smallest_rise_that_can_be_told_stands_in_every_eval_but_the_first(t
     steady = [e["detectable"]["val"] for e in later if 150 < e["step"] <= SWITCH]
     assert all(0.01 < nats < 1 for nats in steady)
     notes = [(e["step"], note) for e in later for note in e.get("notes", [])]
-    assert [step for step, note in notes if note.startswith("smallest rise")] == [60]
+    ((step, note),) = [(step, note) for step, note in notes if note.startswith("smallest rise")]
+    assert step == 60 and note.endswith("; less once the losses fall evenly")
 
 
 def test_the_gold_is_the_best_that_no_guard_objects_to_and_its_checkpoint_is_whole(told, texts, store):

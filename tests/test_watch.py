@@ -1,5 +1,7 @@
 """What is remembered of the eval sets, told as plain data."""
 
+import re
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -171,3 +173,27 @@ def test_a_set_too_small_for_its_tolerance_is_told_once_in_the_life_of_a_run(tmp
     monkeypatch.setattr("curriculum.record.wording.MAX_RISE", 9.0)  # no rise of which can be found: it is the tolerance
     tiny_train(tmp_path, tmp_path / "few", **sections, train={"steps": 7, "batch_size": 4, "seq_len": 32})
     assert ": val too few evals yet, law 0" in told("few")[0][1]
+
+
+def test_a_smallest_rise_that_is_of_the_documents_alone_will_not_become_less(tmp_path, monkeypatch):
+    """Evals whose losses are equal, while their documents rise and fall."""
+    rng = np.random.default_rng(0)
+    measured = Suite.run
+
+    def even(self, params, names=None):
+        def moved(r):
+            own_N = rng.normal(0, 0.1, r.document_N.max() + 1)[r.document_N]
+            own_N -= np.sum(own_N * r.tokens_N) / np.sum(r.tokens_N)
+            return r._replace(nats_N=r.tokens_N * (3 + own_N))
+
+        return {name: moved(r) for name, r in measured(self, params, names).items()}
+
+    monkeypatch.setattr(Suite, "run", even)
+    evalsets = {"every": 1, "primary": {"held_out_of": "web"}}
+    phases = [{"name": "a", "until": "end", "mixture": {"web": 1.0}}]
+    write_corpus(tmp_path)
+    train_section = {"steps": 7, "batch_size": 4, "seq_len": 32}
+    tiny_train(tmp_path, tmp_path / "run", phases=phases, evalsets=evalsets, train=train_section)
+    notes = [note for e in load_run(tmp_path / "run").events for note in e.get("notes", [])]
+    (rise,) = [note for note in notes if note.startswith("smallest rise")]
+    assert re.search(r"nats: val 0\.\d{4}$", rise)

@@ -17,6 +17,7 @@ from curriculum.train.setup import Setup
 from evalsets.metrics import Summary, WindowResults, summarise
 from evalsets.regressions import (
     BASELINES,
+    BEST,
     MIN_NU,
     OK,
     PHASE_START,
@@ -193,7 +194,9 @@ class Watch:
         }
         if new:
             shown = ", ".join(f"{record_name(name)} {smallest_rise(float(c.detectable))}" for name, c in new.items())
-            notes.append(f"smallest rise that an eval finds with 80 % power, in nats: {shown}")
+            scattered = any(c.jitter_B[BEST] > c.sem_item_B[BEST] for c in new.values())
+            later = "; less once the losses fall evenly" if scattered else ""
+            notes.append(f"smallest rise that an eval finds with 80 % power, in nats: {shown}{later}")
         for name, c in new.items():
             if c.too_small:
                 notes.append(
