@@ -35,7 +35,7 @@ class Watched(NamedTuple):
     baseline_nats_BN: float64 [..., B, N], nats of each window then.
     states_B: int8 [..., B], OK, WARNED or REGRESSED.
     first_steps_B: int64 [..., B], the first eval of the alarm that stands; -1 where none does.
-    first_deltas_B: float64 [..., B], the rise at that eval; NaN where there is none.
+    recovery_deltas_B: float64 [..., B], the rise above which that alarm stays; NaN where there is none.
     history_steps_H, history_phases_H: int64 [NUM_HISTORY], the last evals, oldest first; phase -1 where there was none,
         and of the eval before the first update.
     history_losses_H: float64 [..., NUM_HISTORY].
@@ -45,7 +45,7 @@ class Watched(NamedTuple):
     baseline_nats_BN: np.ndarray
     states_B: np.ndarray
     first_steps_B: np.ndarray
-    first_deltas_B: np.ndarray
+    recovery_deltas_B: np.ndarray
     history_steps_H: np.ndarray
     history_phases_H: np.ndarray
     history_losses_H: np.ndarray
@@ -101,7 +101,7 @@ def begin(step: int, phase_index: int, nats_N: np.ndarray, tokens_N: np.ndarray)
         baseline_nats_BN=np.repeat(nats_XN[..., None, :], num_baselines, axis=-2),
         states_B=np.full((*lead, num_baselines), OK, np.int8),
         first_steps_B=np.full((*lead, num_baselines), -1, np.int64),
-        first_deltas_B=np.full((*lead, num_baselines), np.nan),
+        recovery_deltas_B=np.full((*lead, num_baselines), np.nan),
         history_steps_H=np.zeros(NUM_HISTORY, np.int64),
         history_phases_H=np.full(NUM_HISTORY, -1, np.int64),
         history_losses_H=np.full((*lead, NUM_HISTORY), np.nan),
@@ -124,9 +124,9 @@ def observe(
 
     SE^2 = SE_item^2 + 2 jitter^2 and t = (delta - tolerance) / SE, held against Student's quantile with
     min(nu, clusters - 1) degrees of freedom at `level`, the chance of a false alarm of one comparison. A set regresses
-    where t is above that or its loss is not finite, and stays regressed until t is below 1 and the rise smaller than at
-    the alarm. If only the baseline is not finite, no alarm is raised and a standing one ends. At a level of 0 or less
-    a set regresses only by a loss that is not finite.
+    where t is above that or its loss is not finite, and stays regressed until t is below 1 by the error of now and by
+    that of the alarm: after a large rise the scatter is large too. If only the baseline is not finite, no alarm is
+    raised and a standing one ends. At a level of 0 or less a set regresses only by a loss that is not finite.
 
     `detectable` is the smallest rise above the best eval that the next eval would show with 80 % power if it had the
     errors of this one: tolerance + (critical + t_0.8) SE. It is told of the best eval for two reasons: a rise above
@@ -155,14 +155,13 @@ def observe(
 
     before_B = watched.states_B
     worse_B = (t_B > critical[..., None]) | ~np.isfinite(loss)[..., None]
-    # t falls too where the error grows; a rise that is no smaller than at its alarm has not recovered.
-    stays_B = (before_B == REGRESSED) & ((t_B >= _RECOVER_T) | (delta_B >= watched.first_deltas_B))
+    stays_B = (before_B == REGRESSED) & ((t_B >= _RECOVER_T) | (delta_B > watched.recovery_deltas_B))
     milder_B = np.where(t_B > _WARN_T, WARNED, OK)
     states_B = np.where(worse_B | stays_B, REGRESSED, milder_B).astype(np.int8)
     since_B = np.where(before_B == REGRESSED, watched.first_steps_B, step)
     first_steps_B = np.where(states_B == REGRESSED, since_B, -1)
-    first_deltas_B = np.where(before_B == REGRESSED, watched.first_deltas_B, delta_B)
-    first_deltas_B = np.where(states_B == REGRESSED, first_deltas_B, np.nan)
+    recovery_deltas_B = np.where(before_B == REGRESSED, watched.recovery_deltas_B, tolerance + _RECOVER_T * sem_B)
+    recovery_deltas_B = np.where(states_B == REGRESSED, recovery_deltas_B, np.nan)
     comparison = Comparison(
         baseline_steps_B=watched.baseline_steps_B,
         baseline_losses_B=baseline_losses_B,
@@ -192,17 +191,17 @@ def observe(
     better = (loss < best_loss) | (np.isnan(best_loss) & np.isfinite(loss))
     if better.any():
         watched = _replace_baseline(watched, BEST, step, now_XN, better)
-    watched = watched._replace(states_B=states_B, first_steps_B=first_steps_B, first_deltas_B=first_deltas_B)
+    watched = watched._replace(states_B=states_B, first_steps_B=first_steps_B, recovery_deltas_B=recovery_deltas_B)
     return _remember(watched, step, phase_index, loss), comparison
 
 
 def begin_phase(watched: Watched, step: int, nats_N: np.ndarray) -> Watched:
     """After `observe` at a boundary: its eval is the new baseline `phase_start`; an alarm against the old one ends."""
     states_B, first_steps_B = watched.states_B.copy(), watched.first_steps_B.copy()
-    first_deltas_B = watched.first_deltas_B.copy()
-    states_B[..., PHASE_START], first_steps_B[..., PHASE_START], first_deltas_B[..., PHASE_START] = OK, -1, np.nan
+    recovery_deltas_B = watched.recovery_deltas_B.copy()
+    states_B[..., PHASE_START], first_steps_B[..., PHASE_START], recovery_deltas_B[..., PHASE_START] = OK, -1, np.nan
     watched = _replace_baseline(watched, PHASE_START, step, np.asarray(nats_N, np.float64), np.True_)
-    return watched._replace(states_B=states_B, first_steps_B=first_steps_B, first_deltas_B=first_deltas_B)
+    return watched._replace(states_B=states_B, first_steps_B=first_steps_B, recovery_deltas_B=recovery_deltas_B)
 
 
 def checkpoint_jitter(watched: Watched) -> tuple[np.ndarray, np.ndarray]:
