@@ -88,6 +88,12 @@ def test_an_eval_is_two_lines(tmp_path):
     assert lines[-4].startswith("step 0/75000 (0.0%) | 14:45:12 | 40s | ETA ? | 0 tokens")
 
 
+def test_an_eval_says_which_sets_are_worse_and_which_may_be(tmp_path):
+    standing = {"regressed": ["general", "code"], "warned": ["domain"]}
+    line = printed(tmp_path, start(), evaluated(350, 922.0, val=4.0, code=3.0) | standing)[-1]
+    assert line.endswith(" | phase: foundation | code 3.0000 | worse: general, code | maybe worse: domain")
+
+
 def test_sets_that_were_not_due_are_left_out_and_what_is_not_finite_is_shown(tmp_path):
     lines = printed(tmp_path, start(), evaluated(400, 1.0, val="NaN", code=3.0), evaluated(400, 1.0, new=2.0))
     assert lines[-3] == "  val nan | lr 1.40e-05 | phase: foundation | code 3.0000"

@@ -135,6 +135,10 @@ def test_a_set_recovers_and_its_phase_start_alarm_ends_with_the_phase(told):
     assert BACK < step <= END and pair["first_step"] in (SWITCH + 5, SWITCH + 10)
     late = [pair["baseline"] for s, pair in of_set(events(told, "eval_regression"), "val") if s > BACK]
     assert "phase_start" not in late
+    worse = [e["step"] for e in events(told, "eval") if "val" in e.get("regressed", [])]
+    assert worse == list(range(pair["first_step"], step, 5))
+    may_be = [e for e in events(told, "eval") if e.get("warned")]
+    assert all(set(e["warned"]).isdisjoint(e.get("regressed", [])) for e in may_be)
 
 
 def test_the_matrix_at_the_end_is_that_of_the_phase_ends(told):

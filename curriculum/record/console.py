@@ -253,7 +253,9 @@ def eval_lines(event: dict[str, Any], total_steps: int, seconds_left: float | No
     )
     losses = {name: f"{name} {loss(measured.loss)}" for name, measured in eval_sets(event).items()}
     val = [losses.pop("val")] if "val" in losses else []
-    yield "  " + " | ".join([*val, f"lr {event['lr']:.2e}", f"phase: {event['phase']}", *losses.values()])
+    standing = {"worse": event.get("regressed"), "maybe worse": event.get("warned")}
+    worse = [f"{how}: {', '.join(names)}" for how, names in standing.items() if names]
+    yield "  " + " | ".join([*val, f"lr {event['lr']:.2e}", f"phase: {event['phase']}", *losses.values(), *worse])
     for average, sets in eval_averages(event).items():
         yield f"  {average}: " + " | ".join(f"{name} {loss(measured.loss)}" for name, measured in sets.items())
     for note in event.get("notes", []):

@@ -176,7 +176,8 @@ def eval_event(
     averaged: Mapping[str, Mapping[str, WindowResults]],
     duration_s: float,
 ) -> dict[str, Any]:
-    """The losses of each set, again for each average of the parameters, and the smallest rise that each can show."""
+    """The losses of each set, again for each average of the parameters, the smallest rise that each can show, and which
+    are worse or may be."""
     course = setup.course
     fields: dict[str, Any] = {
         "progress_pct": round(100 * step / course.total_steps, 4),
@@ -188,6 +189,10 @@ def eval_event(
         fields[average] = _losses({name: summarise(result) for name, result in results.items()})
     if comparisons := evaluated.comparisons:
         fields["detectable"] = {record_name(name): _rounded(c.detectable) for name, c in comparisons.items()}
+    if evaluated.standing:
+        fields["regressed"] = [record_name(name) for name in evaluated.standing]
+    if evaluated.warned:
+        fields["warned"] = [record_name(name) for name in evaluated.warned]
     if evaluated.notes:
         fields["notes"] = list(evaluated.notes)
     return fields | {"eval_duration_s": round(duration_s, 3)}

@@ -56,6 +56,7 @@ class Evaluated(NamedTuple):
     worse: the sets that raised an alarm at this eval.
     newly: those of `worse` that had no alarm against any baseline.
     standing: every current alarm of the sets that the run measures, by set.
+    warned: the sets without an alarm that rose by more than chance alone often does.
     notes: what is to be said of the sets in words.
     """
 
@@ -65,6 +66,7 @@ class Evaluated(NamedTuple):
     worse: Sequence[str]
     newly: Sequence[str]
     standing: Mapping[str, Sequence[Pair]]
+    warned: Sequence[str]
     notes: Sequence[str]
 
 
@@ -122,6 +124,7 @@ class Watch:
             worse=worse,
             newly=[name for name in worse if name not in self.standing],
             standing={name: pairs for name, pairs in standing.items() if name in setup.corpus.evalsets},
+            warned=[name for name, c in comparisons.items() if name not in standing and np.any(c.states_B == WARNED)],
             notes=notes,
         )
         return replace(measured, standing=standing, told=told), evaluated
