@@ -281,7 +281,7 @@ def test_a_set_that_the_run_goes_on_without_stands_in_no_view_as_regressed(tmp_p
             (row,) = [r for r in evals(run, step, Weights(), None, [])[0].splitlines() if r.startswith("| law |")]
             assert row.endswith(f"| {verdict or 'regressed against its best'} |") and "| `law` |" in row
             (row,) = [r for r in evals(run, step, Weights(), None, [])[0].splitlines() if r.startswith("| val (")]
-            assert row.endswith("| none stands, but what rise would show is not known |")
+            assert row.endswith("| no alarm; what rise would show is not known |")
 
 
 def test_evals_of_averages_and_what_is_not_finite(tmp_path):
@@ -340,7 +340,7 @@ def test_what_is_no_run_is_said(tmp_path):
         (0.0199, 0.02, None, "0.0200"),  # twice the tolerance
         (0.0199, 0.0201, "law: only a rise above 0.02 would show", "0.0201"),
         (0.381, 0.2, "val: only a rise above 0.38 would show", "0.2000"),
-        (0.381, 12.5, "law: too few evals yet to show one", "too few evals yet"),
+        (0.381, 12.5, "law: no rise below 10 would show", "above 10"),
         (12.5, None, "law: what rise would show is not known", ""),
     ],
 )
@@ -351,11 +351,33 @@ def test_where_no_regression_stands_the_rise_that_would_show_is_told(tmp_path, v
     assert f"law 100 4.0000 0.0000 1.4427 4.0000 4.0000 0 {detects}".strip() in lines.splitlines()
     below = f"<small>{said}</small>" if said else ""
     assert f"<dt>regressed now</dt><dd>none{below}</dd>" in page
-    assert ("too few evals yet</td>" in page) == (12.5 in (val, law))
+    assert ("above 10</td>" in page) == (12.5 in (val, law))
     card = evals(load_run(path), 100, Weights(), None, [])[0].splitlines()
     verdicts = [row.split(" | ")[-1] for row in card[2:]]
-    told = "no regression stands" if said is None else f"none stands, but {said.partition(': ')[2]}"
+    told = "no alarm" if said is None else f"no alarm; {said.partition(': ')[2]}"
     assert told + " |" == verdicts[0 if said and said.startswith("val") else 1]
+
+
+def test_beside_an_alarm_the_sets_without_one_are_told_of_too(tmp_path):
+    alarm = {"phase": "domain", "action": None, "offenders": [offender("val", "best", 60, first_step=60)]}
+    detectable = {"val": 9.0, "law": 0.38}
+    path = write_run(tmp_path / "run", LOSSES, detectable=detectable, more={60: [("eval_regression", alarm)]})
+    *lines, last, end = map(json.loads, (path / "events.jsonl").read_text().splitlines())
+    assert (last["event"], end["event"]) == ("eval", "training_complete")
+    last["warned"] = ["law"]
+    (path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (*lines, last, end)))
+    told = [line for line in shown(path).splitlines() if line.startswith(("regressed", "maybe"))]
+    assert told[0].startswith("regressed val 2.1000") and told[1:] == [
+        "regressed no other stands (law: only a rise above 0.38 would show)",
+        "maybe worse law: by more than chance often does, by too little for an alarm",
+    ]
+    tile = '<dd><span class="bad">val</span><small>maybe law; law: only a rise above 0.38 would show</small></dd>'
+    assert tile in report([load_run(path)])
+    for step, none in ((100, "no alarm, but it may be worse"), (80, "no alarm")):
+        (row,) = [
+            r for r in evals(load_run(path), step, Weights(), None, [])[0].splitlines() if r.startswith("| law |")
+        ]
+        assert row.endswith(f"| {none}; only a rise above 0.38 would show |")
 
 
 def test_the_tolerance_of_a_set_of_its_own_counts(tmp_path):

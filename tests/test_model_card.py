@@ -100,7 +100,7 @@ def test_a_card_has_every_set_with_its_interval_and_verdict(run_dir):
     )
     # Every window of the set fell by 0.8: the change is sure, though the loss is not.
     assert found["change since the start"] == "-0.8000 (-0.8000 to -0.8000)"
-    assert found["verdict"] == "no regression stands"
+    assert found["verdict"] == "no alarm"
     # Not measured at 80, and what the record says of it at 60 stands.
     assert law[4:6] == ["60", "4.0000"] and law[-1] == "regressed against its best"
     # 4.0 nats a token, 4 bytes a token: 1 / ln 2 bits a byte.
@@ -190,7 +190,7 @@ def test_the_verdict_beside_an_average_is_said_to_be_of_the_raw_parameters(run_d
     for weights, said in (("raw", ""), ("ema", "raw parameters: ")):
         exported = dataclasses.replace(EXPORTED, step=60, weights=Weights.parse(weights), tokens_drawn=None)
         val, law = rows(sections(model_card(run, exported))["How well it does"])[1:]
-        assert (val[-1], law[-1]) == (f"{said}no regression stands", f"{said}regressed against its best")
+        assert (val[-1], law[-1]) == (f"{said}no alarm", f"{said}regressed against its best")
 
 
 def test_averages_are_measured_as_such(tmp_path):

@@ -153,6 +153,15 @@ def acts_of(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     return acts
 
 
+def warned_sets(events: Iterable[Mapping[str, Any]]) -> set[str]:
+    """The sets without an alarm that had risen, when last measured, by more than chance alone often does."""
+    warned: set[str] = set()
+    for event in events:
+        if event["event"] == "eval":
+            warned = (warned - eval_sets(event).keys()) | set(event.get("warned", []))
+    return warned
+
+
 def last_detectable(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """The smallest rise in nats per token that each set can detect, as the last eval that knew it says."""
     found: dict[str, float] = {}

@@ -22,7 +22,7 @@ def loss(value: Any) -> str:
 def smallest_rise(value: Any) -> str:
     """The rise that an eval of a set finds, as `loss` writes it, so far as a loss can rise by that much."""
     as_float = number(value)
-    return "too few evals yet" if as_float is not None and as_float > MAX_RISE else loss(value)
+    return f"above {MAX_RISE:g}" if as_float is not None and as_float > MAX_RISE else loss(value)
 
 
 def unseen(detectable: float | None, tolerance: float) -> str | None:
@@ -32,7 +32,7 @@ def unseen(detectable: float | None, tolerance: float) -> str | None:
     if detectable <= 2 * tolerance:
         return None
     if detectable > MAX_RISE:
-        return "too few evals yet to show one"
+        return f"no rise below {MAX_RISE:g} would show"
     return f"only a rise above {detectable:.2g} would show"
 
 

@@ -24,6 +24,7 @@ from curriculum.record.queries import (
     planned_tokens,
     shapes_of,
     standing_regressions,
+    warned_sets,
 )
 from curriculum.record.sentences import sample_lines, skipped_line, verdict
 from curriculum.record.wording import columns, duration, listed, loss, mesh_text, signed, smallest_rise, unseen
@@ -105,7 +106,7 @@ def inspect_run(run: Run) -> dict[str, Any]:
 
 def _evals(run: Run) -> dict[str, dict[str, Any]]:
     """By set, those of averages too: its last eval, its first and best loss, and what its alarm would notice."""
-    detectable, measured = last_detectable(run.events), measured_sets(run.events)
+    detectable, measured, warned = last_detectable(run.events), measured_sets(run.events), warned_sets(run.events)
     evals = {}
     for name, of_set in eval_points(run.events).items():
         best = min(of_set, key=lambda p: (p.loss != p.loss, p.loss))
@@ -117,6 +118,7 @@ def _evals(run: Run) -> dict[str, dict[str, Any]]:
             "num_evals": len(of_set),
             "detectable": detectable.get(name),
             "tolerance": tolerance_of(run, name),
+            "warned": name in warned,
             "still_measured": name.partition("@")[0] in measured,
         }
     return evals
@@ -129,14 +131,16 @@ def tolerance_of(run: Run, name: str) -> float:
     return sets["regression"]["tolerance"] if own is None else own
 
 
-def least_seen(evals: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """What would not show of the eval set that shows least, by its name; None where all would show enough."""
+def least_seen(facts: Mapping[str, Any]) -> str | None:
+    """Of the eval sets without an alarm the one that shows least, and what it would not show; None where all would show
+    enough."""
+    evals, worse = facts["evals"], {o["set"] for o in facts["regressions"]}
 
     def hidden(name: str) -> float:
         detectable, tolerance = evals[name]["detectable"], evals[name]["tolerance"]
         return math.inf if detectable is None else detectable - 2 * tolerance
 
-    judged = [name for name, e in evals.items() if e["still_measured"] and "@" not in name]
+    judged = [name for name, e in evals.items() if e["still_measured"] and "@" not in name and name not in worse]
     if not judged:
         return None
     name = max(judged, key=hidden)
@@ -247,9 +251,12 @@ def text(facts: Mapping[str, Any]) -> list[str]:
         lines.append(f"  left out    {listed(gone)}: no longer measured")
     for o in by_eval(facts["regressions"]):
         lines.append(f"  regressed   {offender(o)}")
-    if not facts["regressions"]:
-        said = least_seen(facts["evals"])
-        lines.append("  regressed   none stands" + (f" ({said})" if said else ""))
+    said = least_seen(facts)
+    if said or not facts["regressions"]:
+        none = "no other" if facts["regressions"] else "none"
+        lines.append(f"  regressed   {none} stands" + (f" ({said})" if said else ""))
+    if warned := [name for name, e in facts["evals"].items() if e["warned"]]:
+        lines.append(f"  maybe worse {', '.join(warned)}: by more than chance often does, by too little for an alarm")
     lines += [f"  trouble     {line}" for line in troubles(progress)]
     gold = facts["gold"]
     if gold:

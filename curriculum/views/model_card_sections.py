@@ -21,6 +21,7 @@ from curriculum.record.queries import (
     planned_tokens,
     source_facts,
     standing_regressions,
+    warned_sets,
 )
 from curriculum.record.sentences import skipped_line, verdict
 from curriculum.record.windows import recorded_windows
@@ -111,7 +112,7 @@ def evals(run: Run, step: int, weights: Weights, opens_with: str | None, unknown
     # What the run goes on without from this very step was still judged at it.
     judged = [event for event in before if event["step"] < step or event["event"] not in ("resume", "rollback")]
     still_measured = measured_sets(before) | measured_sets(judged)
-    detectable = last_detectable(before)
+    detectable, warned = last_detectable(before), warned_sets(before)
     worse: dict[str, list[str]] = {}
     for o in standing_regressions(judged):
         worse.setdefault(o["set"], []).append(o["baseline"].replace("_", " "))
@@ -140,7 +141,8 @@ def evals(run: Run, step: int, weights: Weights, opens_with: str | None, unknown
             regressed = f"regressed against its {' and '.join(worse[name])}"
         else:
             hidden = unseen(detectable.get(name), tolerance_of(run, name))
-            regressed = f"none stands, but {hidden}" if hidden else "no regression stands"
+            none = "no alarm, but it may be worse" if name in warned else "no alarm"
+            regressed = f"{none}; {hidden}" if hidden else none
         if suffix:  # only they are judged
             regressed = f"raw parameters: {regressed}"
         if name not in still_measured:

@@ -97,10 +97,12 @@ def _header(run: Run, facts: Mapping[str, Any], label: str) -> Markup:
     else:
         shown.append(("gold", "none", ""))
     worse = sorted({o["set"] for o in facts["regressions"]})
-    if worse:
-        shown.append(("regressed now", tag("span", ", ".join(worse), class_="bad"), ""))
-    else:
-        shown.append(("regressed now", "none", least_seen(facts["evals"])))
+    warned = [name for name, e in facts["evals"].items() if e["warned"]]
+    below = [f"maybe {', '.join(warned)}"] if warned else []
+    below += [said] if (said := least_seen(facts)) else []
+    shown.append(
+        ("regressed now", tag("span", ", ".join(worse), class_="bad") if worse else "none", "; ".join(below) or None)
+    )
     lines = [tag("p", line, class_="lead") for line in lineage_lines(facts["lineage"])]
     lines += [tag("p", line, class_="bad") for line in troubles(progress)]
     lines += [tag("p", problem, class_="bad") for problem in facts["problems"]]
