@@ -90,7 +90,7 @@ class Base:
             "run": self.config["name"],
             "step": self.step,
             "keep_optimizer": keep_optimizer,
-            "lineage": self.ledger.get("lineage"),
+            "lineage": self.ledger["lineage"],
         }
 
 

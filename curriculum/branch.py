@@ -76,7 +76,7 @@ def branch(
         check_between(trunk, config, saved, whole, at, sorted(folders))
     check_offsets(trunk.directory.path, saved["offsets"])
     edit = find_edit(config, newest, at=at)
-    rollbacks = [r for r in newest["history"].get("rollbacks", ()) if r["first_bad_step"] < at]
+    rollbacks = [r for r in newest["history"]["rollbacks"] if r["first_bad_step"] < at]
     settled = _settled(edit.past.settled, whole, rollbacks)
     past = replace(edit.past, segments=cut(whole.segments, at), settled=settled, planned=None, going_on=None)
     check(config, past)

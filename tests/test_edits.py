@@ -63,7 +63,7 @@ def ledger_of(config, schedule, step, past=None, sources=None):
         "sources": {name: {"tokens_per_epoch": EPOCHS[name], "tokens_drawn": drawn[name]} for name in drawn},
         "block_tokens": config.longest_seq_len,
         "branched_from": None,
-        "history": {},
+        "history": {"rollbacks": []},
         "model": {"rope_theta": 1e4},
     }
     return json.loads(json.dumps(saved))

@@ -476,9 +476,8 @@ def test_an_unknown_mode_is_refused(folder):
 def test_a_run_packs_resumes_bit_equal_and_keeps_its_packing(folder, tmp_path):
     import jax
 
-    from curriculum.run import load_run, read_ledger
+    from curriculum.run import load_run
     from curriculum.train.checkpoints.folder import Checkpoints
-    from curriculum.train.ledger import check_past
     from curriculum.train.setup import build
     from curriculum.train.trainer import train
 
@@ -502,11 +501,7 @@ def test_a_run_packs_resumes_bit_equal_and_keeps_its_packing(folder, tmp_path):
     for name in ("whole", "parts"):
         checkpoints = Checkpoints(tmp_path / name / "checkpoints")
         arrays.append([np.asarray(a).tobytes() for a in jax.tree.leaves(checkpoints.restore(8, like))])
-        saved = read_ledger(tmp_path / name / "checkpoints/8")
         checkpoints.close()
-    del saved["packing"]
-    with pytest.raises(InputError, match=r'packing\.mode: got "best_fit", but the run was trained with "stream"'):
-        check_past(saved, setup)
     batch = setup.course.feed[0]
     setup.course.feed.close()
     assert arrays[0] == arrays[1] and len(arrays[0]) > 10

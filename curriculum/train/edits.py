@@ -239,7 +239,7 @@ def _frozen(contrast: Contrast) -> tuple[int, Segment | None]:
     if until <= step:
         return step, None
     trunks = (saved["branched_from"] or {"step": 0})["step"]
-    step = max([step, trunks, *(r["first_bad_step"] + 1 for r in saved["history"].get("rollbacks", []))])
+    step = max([step, trunks, *(r["first_bad_step"] + 1 for r in saved["history"]["rollbacks"])])
     segment = schedule.segment_at(step)
     if step >= until or segment.phase != schedule.segment_at(until - 1).phase:
         return step, None

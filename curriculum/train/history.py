@@ -46,9 +46,8 @@ class History:
         """From a ledger, and the baselines of the eval sets in the same checkpoint."""
         history = saved["history"]
         watch = Watch.of(history["watch"], baselines)
-        rollbacks = tuple(history.get("rollbacks", ()))
         gold = GoldState.from_json(history["gold"])
-        return History(**{**history, "watch": watch, "gold": gold, "rollbacks": rollbacks})
+        return History(**{**history, "watch": watch, "gold": gold, "rollbacks": tuple(history["rollbacks"])})
 
     def done_before(self, step: int) -> Mapping[str, Any] | None:
         """What the run did after the eval at `step` before a rollback, where that step is now trained again unchanged.

@@ -10,7 +10,6 @@ from typing import Any
 from curriculum.config import Config
 from curriculum.data.chat import ROLES
 from curriculum.data.config_stores import place_of
-from curriculum.data.packing import PackingConfig
 from curriculum.data.split import parse_share
 from curriculum.model.model import by_name
 from curriculum.record.events import plain
@@ -126,8 +125,7 @@ def _model_changed(saved: Mapping[str, Any], setup: Setup) -> Iterator[Problem]:
         if changed == ["num_ids"] and "num_ids" not in saved["model"]:  # as where padding was always predicted
             got += f"; with model.num_ids: {model['vocab_size']} all rows are predicted, as they were"
         yield "model", f"the architecture of a run cannot change: {got}"
-    elif (parameters := _parameters(setup)) != saved.get("parameters", parameters):
-        was = saved["parameters"]
+    elif (parameters := _parameters(setup)) != (was := saved["parameters"]):
         name = next(n for n in sorted({**was, **parameters}) if parameters.get(n) != was.get(n))
         got = f"{name} {parameters.get(name)} (was {was.get(name)})"
         yield "model", f"the parameters of a run cannot change: {got}"
@@ -137,16 +135,14 @@ def _settings_changed(saved: Mapping[str, Any], setup: Setup) -> Iterator[Proble
     """What of the optimizer, the tokenizer and the packing is not as it was."""
     config = setup.config
     optimizer = state_layout(config.optim)
-    saved_optimizer = saved.get("optimizer", {"name": "adamw"})  # there was no other before ledgers told it
-    for key, was in saved_optimizer.items():
+    for key, was in saved["optimizer"].items():
         if optimizer.get(key, was) != was:
             yield f"optim.{key}", f"got {optimizer[key]}, but the run's optimizer state is of {was}"
     if setup.corpus.tokenizer.fingerprint != saved["tokenizer"]:
         yield "tokenizer", "is not the one that the run was trained with; restore it, or start a new --run-dir"
-    packing = saved.get("packing", asdict(PackingConfig()))  # a ledger that says nothing is of a run like that
     for key, value in asdict(config.packing).items():
-        if value != packing[key]:
-            got = f"got {json.dumps(value)}, but the run was trained with {json.dumps(packing[key])}"
+        if value != (was := saved["packing"][key]):
+            got = f"got {json.dumps(value)}, but the run was trained with {json.dumps(was)}"
             yield f"packing.{key}", got
 
 
@@ -223,7 +219,7 @@ def _changed_data_settings(saved: Mapping[str, Any], config: Config) -> dict[str
     settings = _data_settings(config)
     return {
         path: f"got {json.dumps(settings[path])}, but the run was begun with {json.dumps(was)}; restore it"
-        for path, was in saved.get("data", {}).items()
+        for path, was in saved["data"].items()
         if settings.get(path, was) != was
     }
 

@@ -43,7 +43,7 @@ def start_of(config: Config, saved: Mapping[str, Any] | None = None) -> Start:
         if fingerprint := from_first(lambda: _verified(config)):
             lineage["fingerprint"] = fingerprint
         return Start(lineage, base, base if section.lora else None)
-    lineage = saved.get("lineage") or {"init_from": None, "keep_optimizer": False}
+    lineage = saved["lineage"] or {"init_from": None, "keep_optimizer": False}
     if not same_place(section.init_from, lineage["init_from"]):
         got, was = json.dumps(section.init_from), json.dumps(lineage["init_from"])
         message = f"got {got}, but the run was begun with {was}; restore it, or start a new --run-dir"
@@ -51,7 +51,7 @@ def start_of(config: Config, saved: Mapping[str, Any] | None = None) -> Start:
     if section.keep_optimizer != lineage["keep_optimizer"]:
         got, was = json.dumps(section.keep_optimizer), json.dumps(lineage["keep_optimizer"])
         raise config.error([("adaptation.keep_optimizer", f"got {got}, but the run was begun with {was}; restore it")])
-    return Start(saved.get("lineage"), frozen=frozen_base(config, lineage) if section.lora else None)
+    return Start(saved["lineage"], frozen=frozen_base(config, lineage) if section.lora else None)
 
 
 def base_again(config: Config, model: Model, lineage: Mapping[str, Any]) -> Base | HfBase:
