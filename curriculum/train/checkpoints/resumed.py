@@ -31,8 +31,8 @@ def to_resume(directory: RunDirectory, resume: str | int | None) -> Resumed | No
         newest = newest_whole(directory)
         return newest and Resumed(*newest, read_ledger(newest[1]))
     step, folder = find_checkpoint(directory, resume, option="--resume")
-    own = directory.checkpoints / str(step)
-    if own.is_dir() and damage(own) is None:  # its record is the one of an unbroken run
+    own = directory.checkpoints / str(step)  # where a step is looked for first
+    if resume == "gold" and own.is_dir() and damage(own) is None:  # its record is the one of an unbroken run
         folder = own
     return Resumed(step, folder, read_ledger(folder))
 
