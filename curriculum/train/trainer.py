@@ -126,7 +126,7 @@ def _run(
                         adopt_parts(setup.config, directory, checkpoints, resumed.step)
                     # Before the record is cut: otherwise a kill would leave checkpoints newer than it.
                     checkpoints.set_aside_after(last)
-                    best = BestCheckpoints(directory, step, bad)
+                    best = BestCheckpoints(directory, last, bad)
                     from_first(partial(opening.directory_as_of, setup, directory, last, history))
                     record = opening.record_as_of(setup, directory, resumed, record)
                 with best, leaving_on_error():
@@ -136,7 +136,7 @@ def _run(
                         worse = _begin(run, step, on)
                         run.stop = stop
                         decide_gold(run, step or 0)
-                        return _loop(run, step, stop, worse)
+                        return _loop(run, step or 0, worse)
                     except GoingBack as going:
                         rollback = going.rollback
                 del run, state  # before another one is restored
@@ -160,10 +160,9 @@ def _begin(run: Running, resumed_step: int | None, resumption: Sequence[tuple[st
         run.keep(0, verdict.keep)
     for name, event in resumption:
         run.record.event(name, step, **event)
-    if resumed_step is None or step == schedule.total_steps:
-        switches = False
-    else:  # the record does not tell the switch yet: the run ended here before, or the config begins a phase here
-        switches = run.history.phase != schedule.segment_at(step).phase
+    # The record does not tell a switch yet where the run ended here before, or the config begins a phase here.
+    goes_on = resumed_step is not None and step != schedule.total_steps
+    switches = goes_on and run.history.phase != schedule.segment_at(step).phase
     measured = run.results.read(step) if switches else None
     there = run.history.watch.sets if measured is None else measured
     missing = [name for name in setup.corpus.evalsets if name not in there]
@@ -177,13 +176,13 @@ def _begin(run: Running, resumed_step: int | None, resumption: Sequence[tuple[st
     return verdict.worse
 
 
-def _loop(run: Running, resumed_step: int | None, stop: StopSignals, worse: Sequence[str]) -> dict[str, Any]:
-    """Train to the end. `worse`: sets that raised an alarm where the run was taken up, whose checkpoint does not know
-    it: `action: stop` ends the run after its first update, which is saved.
+def _loop(run: Running, first: int, worse: Sequence[str]) -> dict[str, Any]:
+    """Train from update `first` to the end. `worse`: sets that raised an alarm where the run was taken up, whose
+    checkpoint does not know it: `action: stop` ends the run after its first update, which is saved.
     """
     setup, config, record, clock = run.setup, run.setup.config, run.record, run.clock
     course = setup.course
-    first = done = resumed_step or 0
+    done = first
     while done < course.total_steps:  # as it is planned by then
         step = done
         with clock.update():
@@ -209,7 +208,7 @@ def _loop(run: Running, resumed_step: int | None, stop: StopSignals, worse: Sequ
         verdict = judge(run, done, evaluated) if evaluated else Verdict()
         for edit in fields.edits_again(setup, run.history, done):
             record.event("schedule_edit", done, **edit)
-        stopped_by = verdict.stopped_by or stop.after(done)
+        stopped_by = verdict.stopped_by or run.stop.after(done)
         # What the gate's answer would bring comes before the event of a checkpoint.
         planned = verdict.stopped_by is None and (done % config.checkpoint.every == 0 or at_end)
         worse = (*worse, *verdict.worse) if step == first else verdict.worse

@@ -50,15 +50,14 @@ def _golds_of(saved: Mapping[str, Any]) -> set[int]:
 
 
 class BestCheckpoints:
-    """What `gold/` and `kept/` hold of a run that begins, or goes on from step `resumed`; `bad` as it was found then.
+    """What `gold/` and `kept/` hold of a run that goes on from step `last`, -1 where it begins; `bad` as found then.
 
     A gold that was replaced stays as long as the ledger of a checkpoint that may be resumed still needs it, so that
-    going back to that one loses nothing. What came after the resumed step is moved to `superseded/`, as it will come
+    going back to that one loses nothing. What came after step `last` is moved to `superseded/`, as it will come
     again.
     """
 
-    def __init__(self, directory: RunDirectory, resumed: int | None, bad: BadGolds):
-        last = -1 if resumed is None else resumed
+    def __init__(self, directory: RunDirectory, last: int, bad: BadGolds):
         self._directory = directory
         self.gold = Checkpoints(directory.gold, keep=None)
         self.kept = Checkpoints(directory.kept, keep=None)  # what `regression.action: checkpoint` keeps
