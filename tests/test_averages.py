@@ -266,9 +266,9 @@ def test_the_arrays_of_a_mean_are_verified_where_they_are_used(run, tmp_path):
     means = tmp_path / "run/averages"
     flip_bit(next((means / "first/params/d").iterdir()))
     (means / "last/params/_METADATA").unlink()
-    set_aside_means_after(means, 14, tmp_path / "aside")
+    set_aside_means_after(RunDirectory(tmp_path / "run"), 14)
     assert [path.name for path in means.iterdir()] == ["first"]
-    assert [path.name for path in (tmp_path / "aside").iterdir()] == ["last"]
+    assert [path.name for path in (tmp_path / "run/superseded/averages").iterdir()] == ["last"]
     with pytest.raises(InputError, match="averages/first: is damaged: params/d/.* has another checksum than"):
         export(tmp_path / "run", tmp_path / "out", weights="mean:first")
 

@@ -129,12 +129,13 @@ def mean_of_phase(folder: Path, phase: str) -> tuple[int, Path]:
     return json.loads(there[phase].read_text())["end"], folder / phase / "params"
 
 
-def set_aside_means_after(folder: Path, step: int, target: Path) -> None:
-    """Move the means of phases that end after `step` to `target`: they come again. And those that are not whole.
+def set_aside_means_after(directory: RunDirectory, step: int) -> None:
+    """Move the means of phases that end after `step` to `superseded/`: they come again. And those that are not whole.
 
     Their arrays are verified where they are used: to read all of them here would keep a large run waiting.
     """
-    for path in folder.glob(f"*/{SIDECAR}"):
+    target = directory.superseded / "averages"
+    for path in directory.averages.glob(f"*/{SIDECAR}"):
         if (end := _end(path.parent, SIDECAR)) is None or end > step:
             shutil.rmtree(target / path.parent.name, ignore_errors=True)
             target.mkdir(parents=True, exist_ok=True)

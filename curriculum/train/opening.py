@@ -219,7 +219,7 @@ def directory_as_of(setup: Setup, directory: RunDirectory, last: int, history: H
     """
     directory.set_aside_evals_after(last)
     Results(directory).keep_only(last, history.watch.measured_at(last))
-    set_aside_means_after(directory.averages, last, directory.superseded / "averages")
+    set_aside_means_after(directory, last)
     derived = {**fields.derived(setup), "store_dir": setup.store_dir}
     directory.create(setup.config, derived, plain(dict(setup.model.architecture)))
     write_tokenizer(directory, setup.corpus.tokenizer)
