@@ -8,6 +8,7 @@ A packing is a folder below <store_dir>/packing:
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -67,7 +68,7 @@ def best_fit_decreasing(lengths_N: np.ndarray, capacity: int) -> np.ndarray:
             with_room[room] += bins
 
     bounds = [*np.flatnonzero(np.diff(descending_N, prepend=0)).tolist(), len(descending_N)]
-    for placed, end in zip(bounds, bounds[1:], strict=False):
+    for placed, end in pairwise(bounds):
         length = int(descending_N[placed])
         while placed < end:
             least = bisect_left(rooms, length)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 # What a disk says that is full, has no more room for this user or this file, or fails.
@@ -73,7 +74,5 @@ class Appender:
 
 def tell(message: str) -> None:
     """Say something on stderr, which may lie on the same disk."""
-    try:
+    with suppress(OSError):
         print(message, file=sys.stderr, flush=True)
-    except OSError:
-        pass

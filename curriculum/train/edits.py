@@ -198,7 +198,7 @@ def _changes(contrast: Contrast) -> Iterator[dict[str, Any]]:
                 yield from _differing(f"{section}.{name}", its[name], others[name])
             else:
                 yield {"path": f"{section}.{name}", "was": its.get(name), "now": others.get(name)}
-    sets = ({name: True for name in declared["evalsets"]["sets"]} for declared in (was, now))
+    sets = (dict.fromkeys(declared["evalsets"]["sets"], True) for declared in (was, now))
     yield from _differing("evalsets.sets", *sets)
 
 

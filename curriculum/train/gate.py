@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,8 +109,6 @@ def _one_line(text: str) -> str:
 
 def _kill_group(gate: subprocess.Popen) -> None:
     """End what is left of the gate's processes; it leads a group of its own."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(gate.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     gate.wait()

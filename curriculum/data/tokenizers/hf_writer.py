@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -130,7 +131,7 @@ def merges_of(tokens: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
             continue
         parts = [bytes([byte]) for byte in token]
         while len(parts) > 2:
-            found = [ranks.get(left + right, rank) for left, right in zip(parts, parts[1:], strict=False)]
+            found = [ranks.get(left + right, rank) for left, right in pairwise(parts)]
             lowest = min(found)
             if lowest >= rank:
                 break

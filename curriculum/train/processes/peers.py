@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 from curriculum.errors import InputError
@@ -237,7 +238,7 @@ class Peers:
             answer = read_message(connection)
             refused = answer["why"] if answer["kind"] == "refused" else None
             if refused is None:
-                self._names |= {index: name for index, name in answer["names"]}
+                self._names |= dict(answer["names"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             refused = f"is no process 0 of a run, or it ended: {error}; look there for why"
         if refused:
@@ -344,8 +345,6 @@ class Peers:
 
 
 def _refuse(connection: socket.socket, why: str) -> None:
-    try:
+    with suppress(OSError):  # it is gone
         connection.sendall(frame({"kind": "refused", "why": why}))
-    except OSError:  # it is gone
-        pass
     connection.close()
