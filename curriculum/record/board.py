@@ -71,7 +71,7 @@ class Board:
         match event["event"]:
             case "training_start":
                 # The old record of a run that starts anew was set aside; a view of both would mix two runs.
-                self._close()
+                self.close()
                 self._first_step = self._newest_step = 0
                 for path in self._folder.rglob("*.tfevents.*"):
                     path.unlink()
@@ -79,7 +79,7 @@ class Board:
                 write(_MAIN, self._hparams(event["config"], wall_time))
             case "resume" | "rollback" as kind:
                 # The record still holds the restored step's own row and eval.
-                self._close()
+                self.close()
                 self._first_step, self._newest_step = event["step"] + 1, event["step"]
                 self._phase_names = [phase["name"] for phase in event["plan"]["phases"]]
                 for folder in {path.parent for path in self._folder.rglob("*.tfevents.*")}:
@@ -110,9 +110,6 @@ class Board:
         self._write(_MAIN, row["step"], time.time(), _scalars(row_curves(row, self._phase_names)))
 
     def close(self) -> None:
-        self._close()
-
-    def _close(self) -> None:
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()
