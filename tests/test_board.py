@@ -360,7 +360,8 @@ def test_how_the_sets_went_from_phase_to_phase_is_a_table(tmp_path):
     }  # fmt: skip
     code = {
         "start": 5.25, "loss": [None, "NaN"],
-        "forgetting": {"value": 0.5, "interval": ["NaN", "NaN"], "best_phase": "foundation"}, "gain": None,
+        "forgetting": {"value": "NaN", "interval": None, "best_phase": None},
+        "gain": {"value": 0.5, "interval": None},
     }  # fmt: skip
     record.event(
         "training_complete",
@@ -375,8 +376,8 @@ def test_how_the_sets_went_from_phase_to_phase_is_a_table(tmp_path):
         "| start | 0 | 5.5000 | 5.2500 |",
         "| foundation | 6 | 4.0000 | - |",
         "| domain | 12 | 3.5000 | nan |",
-        "| **forgetting** |  | +0.0000 (95 % +0.0000 to +0.0000) | +0.5000 since foundation |",
-        "| **gain** |  | +2.0000 (95 % +1.7500 to +2.2500) | - |",
+        "| **forgetting** |  | +0.0000 (95 % +0.0000 to +0.0000) | +nan |",
+        "| **gain** |  | +2.0000 (95 % +1.7500 to +2.2500) | +0.5000 |",
     ]
     for name, fields in (
         ("old", {}),

@@ -9,7 +9,6 @@ parameters is one more, `<set>@<average>`. With `tensorboard --logdir runs` thei
 `quickstart/tensorboard`, `quickstart/tensorboard/general` and so on. The primary set is called `val`.
 """
 
-import math
 import time
 from collections.abc import Iterable, Iterator
 from datetime import datetime
@@ -171,7 +170,7 @@ def _transfer_markdown(transfer: dict[str, Any]) -> str:
     for i, (phase, step) in enumerate(zip(transfer["phases"], transfer["steps"], strict=True)):
         rows.append((phase, step, *(loss(of_set["loss"][i]) for of_set in sets.values())))
     for what in ("forgetting", "gain"):
-        rows.append((f"**{what}**", "", *(_change(of_set.get(what)) for of_set in sets.values())))
+        rows.append((f"**{what}**", "", *(_change(of_set[what]) for of_set in sets.values())))
     lines = [
         "Loss of each eval set at the end of each phase, nats per token. Forgetting: the last loss over the lowest of "
         "the start and the phase ends. Gain: the loss at the start over the last; positive is better.",
@@ -183,14 +182,10 @@ def _transfer_markdown(transfer: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _change(told: dict[str, Any] | None) -> str:
-    """A difference with its interval and, where it counts from a phase, that one."""
-    value = number(told["value"]) if told else None
-    if value is None:
-        return "-"
-    low, high = (number(end) for end in told.get("interval") or (None, None))
-    known = low is not None and high is not None and math.isfinite(low) and math.isfinite(high)
-    interval = f" (95 % {low:+.4f} to {high:+.4f})" if known else ""
+def _change(told: dict[str, Any]) -> str:
+    """A difference with its interval, if it has one, and, where it counts from a phase, that one."""
+    value = number(told["value"])
+    interval = " (95 % {:+.4f} to {:+.4f})".format(*told["interval"]) if told["interval"] else ""
     since = f" since {told['best_phase']}" if value and told.get("best_phase") else ""
     return f"{value:+.4f}{interval}{since}"
 
