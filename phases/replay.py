@@ -31,13 +31,12 @@ class Replay:
 
     `resolve` makes the schedule from the past again, but where a source stops the run at `until`: after the past alone
     the phase would begin anew, with quotas of its own, which may not be over the cap at once.
-    The mixtures are those of update `start` before and after the edit.
+    The mixtures are those of the first update that it changes, before and after the edit.
     """
 
     schedule: Schedule
     past: tuple[Segment, ...]
     phase: str
-    start: int
     until: int
     mixture_before: dict[str, float]
     mixture_after: dict[str, float]
@@ -104,4 +103,4 @@ def raise_share(
     if whole.cursors_at(until)[source] <= schedule.cursors_at(until)[source]:
         raise ReplayRefused(f"no more of it would be read up to step {until}, where the phase ends")
     past = cut(whole.segments, until)
-    return Replay(whole, past, old.phase, step, until, schedule.shares(step), whole.shares(step))
+    return Replay(whole, past, old.phase, until, schedule.shares(step), whole.shares(step))

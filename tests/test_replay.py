@@ -104,7 +104,7 @@ def check_counts(schedule):
 def test_the_share_is_raised_to_the_end_of_its_phase_and_no_further():
     schedule = resolved()
     edit = raised(schedule, 60, "web")
-    assert (edit.phase, edit.start, edit.until) == ("b", 60, 80)
+    assert (edit.phase, edit.until) == ("b", 80)
     assert edit.mixture_before == {"law": 0.9, "web": 0.1}
     assert edit.mixture_after == pytest.approx({"law": 0.8, "web": 0.2})
     assert [(s.start, s.end) for s in edit.schedule.segments] == [(0, 30), (30, 60), (60, 80), (80, 120)]
