@@ -166,7 +166,7 @@ def last_detectable(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """The smallest rise in nats per token that each set can detect, as the last eval that knew it says."""
     found: dict[str, float] = {}
     for event in events:
-        known = event.get("detectable", {}) if event["event"] == "eval" else {}
+        known = event.get("detectable", {})
         found |= {name: nats for name, value in known.items() if (nats := number(value)) is not None}
     return found
 

@@ -30,7 +30,8 @@ def verdict(event: dict[str, Any]) -> str | None:
             action = f" | {event['action']}" if event["action"] else ""
             new = [pair for pair in event["offenders"] if pair["first_step"] == step]
             since = {pair["set"]: pair["first_step"] for pair in event["offenders"] if pair["first_step"] < step}
-            old = [f"{name} (since step {first})" for name, first in since.items() if name not in _sets(new)]
+            named = {pair["set"] for pair in new}
+            old = [f"{name} (since step {first})" for name, first in since.items() if name not in named]
             still = f"; still worse: {', '.join(old)}" if old else ""
             return f"eval regression at step {step}: {_offenders(new)}{still}{action}"
         case "eval_recovered":
@@ -127,8 +128,7 @@ def shape_moves(event: dict[str, Any]) -> list[str]:
 
 def _left_out(event: dict[str, Any]) -> list[str]:
     """What a switch or an edit passes over, to begin a longer sequence."""
-    passed_over = event.get("passed_over")
-    left = ", ".join(f"{source} {tokens:,}" for source, tokens in (passed_over or {}).items())
+    left = ", ".join(f"{source} {tokens:,}" for source, tokens in event.get("passed_over", {}).items())
     return [f"passed over {left} tokens"] if left else []
 
 
@@ -145,10 +145,6 @@ _SHAPE_NAMES = {
     "rope_theta": "rope theta",
     "lr_scale": "rates x",
 }
-
-
-def _sets(pairs: Iterable[dict[str, Any]]) -> set[str]:
-    return {pair["set"] for pair in pairs}
 
 
 def _offenders(offenders: Iterable[dict[str, Any]]) -> str:

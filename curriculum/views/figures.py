@@ -217,7 +217,7 @@ def _shade(axes: Axes, phases: Sequence[Phase], x_range: tuple[float, float], *,
 
 def _draw(axes: Axes, curve: Curve) -> None:
     xs, ys, sems = _kept(curve)
-    if any(s for s in sems if s):
+    if any(sems):
         low = [y - 1.96 * (s or 0) for y, s in zip(ys, sems, strict=True)]
         high = [y + 1.96 * (s or 0) for y, s in zip(ys, sems, strict=True)]
         axes.fill_between(xs, low, high, color=curve.color, alpha=0.16, linewidth=0)

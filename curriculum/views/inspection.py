@@ -79,7 +79,7 @@ def inspect_run(run: Run) -> dict[str, Any]:
                 **phase,
                 "done": step >= phase["end"],
                 "edits": edits_of(events, phase),
-                "counted_at_step": read[phase["name"]]["step"] if phase["name"] in read else None,
+                "counted_at_step": read.get(phase["name"], {}).get("step"),
                 "tokens": read.get(phase["name"], {}).get("tokens", {}),
                 "epochs": read.get(phase["name"], {}).get("epochs", {}),
             }

@@ -125,7 +125,7 @@ def _headline(run: Run, exported: Exported) -> list[str]:
         f"# {run.name}",
         f"A language model of {size:,} parameters, a decoder-only transformer trained with `curriculum`. Here "
         f"{is_what} after step {step:,} of {total:,}{folded}{gold}.",
-        table_of(("", ""), [(name, value) for name, value in shape.items()]),
+        table_of(("", ""), shape.items()),
     ]
 
 

@@ -264,7 +264,7 @@ def _setup(run: Run, facts: Mapping[str, Any]) -> list[Markup]:
         ("model", model_text(facts["model"])),
         ("devices", f"{devices['num']} x {devices['kind']} ({devices['platform']}), mesh {mesh_text(devices['mesh'])}"),
         *(("lineage", line) for line in lineage_lines(facts["lineage"])),
-        *((f"{name}", ", ".join(map(str, steps))) for name, steps in facts["checkpoints"].items() if steps),
+        *((name, ", ".join(map(str, steps))) for name, steps in facts["checkpoints"].items() if steps),
     ]
     if options := run.resolved.get("command_line"):
         rows.append(("command line", " ".join(options)))

@@ -186,9 +186,8 @@ def transfer_matrix(run: Run, points: Mapping[str, Sequence[EvalPoint]]) -> list
 
     Of a run that goes on the losses so far, from the evals.
     """
-    told = (run.complete or {}).get("transfer")
-    if told is None:
-        told = _losses_so_far(run, points)
+    final = (run.complete or {}).get("transfer")
+    told = _losses_so_far(run, points) if final is None else final
     if not told or not told["phases"] or not told["sets"]:
         return []
     names = list(told["sets"])
@@ -206,7 +205,7 @@ def transfer_matrix(run: Run, points: Mapping[str, Sequence[EvalPoint]]) -> list
         "Loss at the end of each phase; the darker, the further above the set's lowest. Forgetting: the last loss over "
         "the lowest of the start and the phase ends. Gain: the loss at the start over the last; positive is better. In "
         f"brackets 95 %, {WITH_SCATTER}."
-        if run.complete and run.complete.get("transfer")
+        if final
         else "Loss at the end of each phase; the darker, the further above the set's lowest."
     )
     return [note(explained), table(("after phase", "step", *names), rows)]
