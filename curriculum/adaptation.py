@@ -173,7 +173,7 @@ def _hf_base(folder: Path, given: str) -> HfBase:
     if not (folder / DEFINITION_NAME).is_file():
         fix = "in transformers, AutoTokenizer.from_pretrained and then save_pretrained writes it"
         problems.append(f"{folder / DEFINITION_NAME}: is missing, the tokenizer as `tokenizers` reads it; {fix}")
-    if problems or model is None:
+    if problems:
         raise InputError(*problems)
     return HfBase(given, folder, hf_model_type(folder), model)
 
