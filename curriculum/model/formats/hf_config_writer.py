@@ -61,12 +61,12 @@ def hf_config_of(
         written["mlp_bias"] = config.bias
     if model_type != "llama":
         written["sliding_window"] = config.sliding_window
+    slides = config.sliding_window is not None
     if model_type in ("qwen2", "qwen3", "smollm3"):
-        slides = config.sliding_window is not None
         written["use_sliding_window"] = slides
         written["layer_types"] = ["sliding_attention" if slides else "full_attention"] * config.n_layer
     if model_type in ("qwen2", "qwen3"):
-        written["max_window_layers"] = 0 if config.sliding_window is not None else config.n_layer
+        written["max_window_layers"] = 0 if slides else config.n_layer
     if model_type == "smollm3":
         written["no_rope_layers"] = [int(config.has_rope(layer)) for layer in range(config.n_layer)]
         written["no_rope_layer_interval"] = config.no_rope_every or config.n_layer + 1
@@ -106,12 +106,11 @@ def _class_for(config: ModelConfig) -> str:
         _refuse_unlike(config, wanted, "GPT-2, the class with learned positions,")
         return "gpt2"
     _refuse_unlike(config, {"mlp_type": "swiglu", "norm_type": "rmsnorm"}, "the Llama family, the classes with rope,")
-    has_qkv_bias = config.qkv_bias and not config.bias
     if config.qk_norm:
         wanted = {"bias": False, "qkv_bias": config.qkv_bias and config.bias, "no_rope_every": None}
         _refuse_unlike(config, wanted, "Qwen3, the class with qk_norm,")
         return "qwen3"
-    if has_qkv_bias:
+    if config.qkv_bias and not config.bias:
         _refuse_unlike(config, {"no_rope_every": None}, "Qwen2, the class with qkv_bias alone,")
         return "qwen2"
     odd_width = config.d_model % config.n_head != 0  # Llama's class refuses that, whatever the width of a head
