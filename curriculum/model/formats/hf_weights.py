@@ -36,17 +36,13 @@ class StoredTensor:
     end: int
 
     def map(self) -> np.ndarray:
-        """The array, read-only, mapped from the file. For F32, F16 and BF16 only."""
-        dtype = np.dtype({"F32": "<f4", "F16": "<f2"}.get(self.dtype) or _bfloat16())
+        """The array, read-only, mapped from the file. For FLOATS only."""
+        import ml_dtypes
+
+        dtype = np.dtype({"F32": "<f4", "F16": "<f2", "BF16": ml_dtypes.bfloat16}[self.dtype])
         if 0 in self.shape:
             return np.zeros(self.shape, dtype)
         return np.memmap(self.file, dtype, "r", self.start, self.shape)
-
-
-def _bfloat16() -> np.dtype:
-    import ml_dtypes
-
-    return np.dtype(ml_dtypes.bfloat16)
 
 
 def stored_tensors(folder: str | os.PathLike) -> dict[str, StoredTensor]:
