@@ -320,5 +320,4 @@ def _sets_due(config: Config, done: int, boundaries: Set[int]) -> list[str]:
     """Names of the eval sets to measure after `done` updates; boundaries, the end among them, measure all."""
     if done in boundaries:
         return list(config.eval_sources)
-    every = config.evalsets.every
-    return [name for name, s in config.eval_sources.items() if done % every == 0 and done % (s.every or every) == 0]
+    return [name for name, s in config.eval_sources.items() if done % (s.every or config.evalsets.every) == 0]
