@@ -177,7 +177,7 @@ def _newest(directory: RunDirectory, at_or_before: int) -> int | None:
 def _summary(run: Running, done: int, divergence: _Divergence, why: str | None) -> str:
     course, state = run.setup.course, run.state
     config, guard = run.setup.config.train, jax.device_get(state.guard)
-    first, name = divergence.found_step, run.directory.path
+    first, path = divergence.found_step, run.directory.path
     lines = [
         f"training diverged at step {done} of {course.total_steps} (phase {course.phase_at(done)}, learning rate "
         f"{course.rate_at(done):.3g}): {divergence.reason}",
@@ -193,14 +193,14 @@ def _summary(run: Running, done: int, divergence: _Divergence, why: str | None) 
     if why is not None:
         lines.append(f"               {why}")
     good = divergence.good_step
-    lines.append(f"  last good    {'none' if good is None else f'step {good} of {name}'}")
+    lines.append(f"  last good    {'none' if good is None else f'step {good} of {path}'}")
     lines.append("  what to try  a lower optim.lr (or the phase's lr.peak), a longer warm-up, optim.grad_clip;")
     data = f"look at the data from step {divergence.first_bad_step} on"
     if config.rollback is None:
         data += ", and let the run pass over such data (train.rollback)"
     lines.append(f"               {data}")
     if good:
-        command = f"curriculum branch {shlex.quote(str(name))} --at {good} --run-dir NEW --set KEY=VALUE"
+        command = f"curriculum branch {shlex.quote(str(path))} --at {good} --run-dir NEW --set KEY=VALUE"
         lines.append(f"               from the last good step on: {command} --set optim.allow_jump=true")
         lines.append("               (allow_jump: a rate may fall to less than half at once)")
     return "\n".join(lines)
