@@ -97,7 +97,7 @@ def inspect_run(run: Run) -> dict[str, Any]:
         "samples": next(
             ({k: e[k] for k in ("step", "samples")} for e in reversed(events) if e["event"] == "generation"), None
         ),
-        "checkpoints": {name: checkpoint_steps(path / name) for name in ("checkpoints", "gold", "kept")},
+        "checkpoints": {place.name: checkpoint_steps(place) for place in run.directory.places},
         "superseded_bytes": _disk_bytes(run.directory.superseded),
         "commands": _commands(run),
         "problems": problems,

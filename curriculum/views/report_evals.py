@@ -126,7 +126,7 @@ def log(run: Run) -> Markup:
             rows.append(_gold_row(list(together)))
             continue
         for event in together:
-            lines = [verdict(event) or ""]
+            lines = [verdict(event)]
             match kind:
                 case "eval_regression":
                     what = tag("span", "▲ regression", class_="bad")
