@@ -6,7 +6,7 @@ import gc
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ def load_params(folder: str | os.PathLike, like: Any = None) -> Any:
         check_there(folder.parent)
     if not (folder / "_METADATA").exists():
         raise InputError(f"{folder}: holds no saved arrays; expected the folder RUN/checkpoints/STEP/params")
-    return _read(folder, lambda: _restore(folder, like))
+    return _read(folder, like)
 
 
 def _restore(folder: Path, like: Any) -> Any:
@@ -101,10 +101,10 @@ def _check_arrays(folder: Path, saved: Mapping[str, str], expected: Mapping[str,
         )
 
 
-def _read(folder: Path, restore: Callable[[], Any]) -> Any:
-    """What `restore` returns. Raises InputError where the saved arrays of the folder cannot be read."""
+def _read(folder: Path, like: Any) -> Any:
+    """What `_restore` returns. Raises InputError where the saved arrays of the folder cannot be read."""
     try:
-        return restore()
+        return _restore(folder, like)
     except Exception as error:
         # Where an array's bytes are missing orbax raises the class Exception itself; any other is none of the file's.
         if isinstance(error, InputError) or not (
