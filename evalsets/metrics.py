@@ -65,6 +65,7 @@ def summarise(results: WindowResults) -> Summary:
     if tokens == 0:
         raise ValueError(f"{len(results.tokens_N)} windows with no scored token, expected at least one token")
     cluster_N, kind = clusters(results.document_N)
+    _, sem = clustered_ratio(results.nats_N, results.tokens_N, cluster_N)
     loss = nats / tokens
     with np.errstate(over="ignore"):
         perplexity = float(np.exp(loss))
@@ -73,7 +74,7 @@ def summarise(results: WindowResults) -> Summary:
         perplexity=perplexity,
         bpb=nats / (math.log(2) * num_bytes) if num_bytes else None,
         accuracy=int(np.sum(results.correct_N, dtype=np.int64)) / tokens,
-        sem=clustered_sem(results.nats_N, results.tokens_N, cluster_N),
+        sem=float(sem) if cluster_N.max() > 0 else None,
         clusters=kind,
     )
 
@@ -107,12 +108,6 @@ def clusters(document_N: np.ndarray) -> tuple[np.ndarray, str]:
 def count_clusters(num_documents: int, num_windows: int) -> int:
     """How many groups `clusters` makes of a set without copies, each document having a window at least."""
     return MIN_CLUSTERS if num_documents < MIN_CLUSTERS <= num_windows else num_documents
-
-
-def clustered_sem(nats_N: np.ndarray, tokens_N: np.ndarray, cluster_N: np.ndarray) -> float | None:
-    """The standard error of `clustered_ratio`, None with one cluster."""
-    _, sem = clustered_ratio(nats_N, tokens_N, cluster_N)
-    return float(sem) if cluster_N.max() > 0 else None
 
 
 def clustered_ratio(nats_N: np.ndarray, tokens_N: np.ndarray, cluster_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from evalsets.metrics import WindowResults, clustered_sem, clusters, count_clusters, summarise
+from evalsets.metrics import WindowResults, clustered_ratio, clusters, count_clusters, summarise
 
 
 def results(nats, tokens, document, correct=None, num_bytes=None):
@@ -55,7 +55,7 @@ def test_sem_agrees_with_a_bootstrap_over_documents():
     assert summary.clusters == "documents"
     assert summary.sem == pytest.approx(bootstrap, rel=0.1)
     # Windows of a document are alike here: as if independent, the error would be a good deal too small.
-    assert clustered_sem(nats_N, tokens_N, np.arange(len(nats_N))) < 0.8 * bootstrap
+    assert clustered_ratio(nats_N, tokens_N, np.arange(len(nats_N)))[1] < 0.8 * bootstrap
 
 
 def test_clusters_are_documents_from_twenty_on():
