@@ -151,7 +151,9 @@ def encoder_of(
 
 def _check_built(library: Any, parsed: ParsedDefinition, special_tokens: dict[str, int]) -> None:
     found = library.get_vocab(with_added_tokens=True)
-    expected = _renamed(parsed.vocabulary, special_tokens, parsed.is_unigram)
+    expected = parsed.vocabulary
+    if parsed.is_unigram:
+        expected = {_renamed(name, special_tokens): token for name, token in expected.items()}
     if found != expected:
         name = min(n for n in {*found, *expected} if found.get(n) != expected.get(n))
         raise InputError(
@@ -201,11 +203,9 @@ def _without_prefix(definition: dict[str, Any]) -> dict[str, Any]:
     return definition | {key: changed(definition[key]) for key in ("normalizer", "pre_tokenizer")}
 
 
-def _renamed(vocabulary: dict[str, int], special: dict[str, int], is_unigram: bool) -> dict[str, int]:
-    """The vocabulary that encodes: for unigram with other names of special pieces, which it would find in text."""
-    if not is_unigram:
-        return vocabulary
-    return {_UNTYPABLE + name if name in special else name: token for name, token in vocabulary.items()}
+def _renamed(piece: str, special: dict[str, int]) -> str:
+    """What a piece of unigram is called where it encodes: a special one, which it would find in text, otherwise."""
+    return _UNTYPABLE + piece if piece in special else piece
 
 
 def _built(definition: dict[str, Any], special: dict[str, int]) -> Any:
@@ -214,11 +214,8 @@ def _built(definition: dict[str, Any], special: dict[str, int]) -> Any:
 
     model = definition["model"]
     if model.get("type") == "Unigram":
-        vocabulary = [[_UNTYPABLE + piece if piece in special else piece, score] for piece, score in model["vocab"]]
-        added = [
-            token | {"content": _UNTYPABLE + token["content"]} if token["content"] in special else token
-            for token in definition["added_tokens"]
-        ]
+        vocabulary = [[_renamed(piece, special), score] for piece, score in model["vocab"]]
+        added = [token | {"content": _renamed(token["content"], special)} for token in definition["added_tokens"]]
         definition = definition | {"model": model | {"vocab": vocabulary}, "added_tokens": added}
     try:
         library = Library.from_str(json.dumps(definition))
