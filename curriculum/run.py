@@ -285,10 +285,9 @@ def find_checkpoint(
             raise InputError(f"{option} latest: {directory.checkpoints} is empty; there are: {there}")
         newest = found["checkpoints"][-1]
         return newest, undamaged(directory.checkpoints / str(newest), f"{option} latest: " if wanted else "", part)
-    places = [directory.path / name for name, steps in found.items() if int(wanted) in steps]
-    if not places:
+    folders = [directory.path / name / str(int(wanted)) for name, steps in found.items() if int(wanted) in steps]
+    if not folders:
         raise InputError(f"{option} {wanted}: {directory.path} has no checkpoint of that step; there are: {there}")
-    folders = [place / str(int(wanted)) for place in places]
     whole = next((folder for folder in folders if damage(folder, part) is None), None)
     return int(wanted), whole or undamaged(folders[0], f"{option} {wanted}: ", part)
 

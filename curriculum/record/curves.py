@@ -14,8 +14,7 @@ from curriculum.record.events import Recorded, eval_averages, eval_sets, number
 
 def row_curves(row: dict[str, Any], phase_names: Sequence[str]) -> dict[str, float]:
     """The point of each curve that a metrics row holds; null and text have none."""
-    values = {re.sub("^loss_", "loss/", key): value for key, value in row.items() if key != "step"}
-    values = {f"train/{key}": value for key, value in values.items()}
+    values = {f"train/{re.sub('^loss_', 'loss/', key)}": value for key, value in row.items() if key != "step"}
     values |= {f"mixture/{source}": share for source, share in row["mixture"].items()}
     values["phase/index"] = phase_names.index(row["phase"])
     return _numbers(values)

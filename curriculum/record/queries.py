@@ -61,8 +61,7 @@ def evalset_facts(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, An
     """
     facts = {}
     for event in events:
-        for name, of_set in event.get("evalsets", {}).items():
-            facts[record_name(name)] = of_set
+        facts |= {record_name(name): of_set for name, of_set in event.get("evalsets", {}).items()}
     return facts
 
 

@@ -25,9 +25,7 @@ def write_results(
     Sets that the file has already, measured at this step before, stay in it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    arrays = {}
-    if path.exists():
-        arrays = read_arrays(path)
+    arrays = read_arrays(path) if path.exists() else {}
     named = dict(results) | {f"{name}@{a}": result for a, sets in averaged.items() for name, result in sets.items()}
     arrays |= {
         _array_name(name, field): array for name, result in named.items() for field, array in result._asdict().items()
