@@ -122,10 +122,10 @@ def continued_schedule(config: Config, tokens_per_epoch: Mapping[str, int], past
     schedule = resolve_schedule(config, tokens_per_epoch, past)
     if segment is None or schedule.total_steps <= past.end or schedule.segment_at(past.end).phase != segment.phase:
         return schedule, past
-    return kept_order(config, tokens_per_epoch, past, segment)
+    return lasting_to_phase_end(config, tokens_per_epoch, past, segment)
 
 
-def kept_order(
+def lasting_to_phase_end(
     config: Config, tokens_per_epoch: Mapping[str, int], past: Past, segment: Segment
 ) -> tuple[Schedule, Past]:
     """(schedule, past) after `segment`, which overrides the config's mixture, is extended to the end of its phase."""

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from curriculum.config import Config
 from curriculum.data.corpus import Corpus
-from curriculum.scheduling import Past, continued_schedule, curriculum_of, kept_order
+from curriculum.scheduling import Past, continued_schedule, curriculum_of, lasting_to_phase_end
 from curriculum.train.feed import Feed
 from curriculum.train.mesh import place_batch, rows_here
 from curriculum.train.programs import StepShape
@@ -190,7 +190,7 @@ class Course:
 
     def keep_edit(self, segment: Segment) -> None:
         """Let a segment that an edit made begin where the past ends, and last to the end of its phase."""
-        schedule, past = kept_order(self._config, self._corpus.tokens_per_epoch, self.past, segment)
+        schedule, past = lasting_to_phase_end(self._config, self._corpus.tokens_per_epoch, self.past, segment)
         self._replan(schedule, past.segments)
 
     def _replan(self, schedule: Schedule, past: Sequence[Segment]) -> None:
