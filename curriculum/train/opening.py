@@ -146,7 +146,7 @@ def writable(directory: RunDirectory) -> Iterator[None]:
         ) from None
 
 
-def begin_in(
+def take_up(
     directory: RunDirectory, lock: RunLock, checkpoints: Checkpoints, resumed: Resumed | None
 ) -> list[dict[str, Any]]:
     """Lock a directory that had no run to lock until now, and move damaged checkpoints into `superseded/`.

@@ -119,7 +119,7 @@ def _run(
                 last = -1 if step is None else step
                 with opening.writable(directory):
                     if rollback is None:
-                        damaged = from_first(partial(opening.begin_in, directory, lock, checkpoints, resumed))
+                        damaged = from_first(partial(opening.take_up, directory, lock, checkpoints, resumed))
                         opening.check_shared(lock)
                     if resumed is not None:
                         checkpoints.adopt(resumed.folder)
