@@ -88,17 +88,19 @@ class Past:
         return self.segments[-1].end if self.segments else 0
 
 
+NO_PAST = Past()  # of a run that begins
+
+
 def resolve_schedule(
     config: Config,
     tokens_per_epoch: Mapping[str, int | None],
-    past: Past | None = None,
+    past: Past = NO_PAST,
     going_on: Segment | None = None,
 ) -> Schedule:
     """The config's phases, replay mixed in, as segments, for epochs of so many tokens (None: not prepared).
 
     After a `past` the phases decide from its end on, but for `going_on`, as in `resolve`. Raises InputError.
     """
-    past = past or Past()
     message = (
         f"too few training tokens, expected at least one of the run's longest sequences ({config.longest_seq_len}) and "
         "the token after it; add text or shorten the sequences"
@@ -133,9 +135,9 @@ def lasting_to_phase_end(
     return whole, replace(past, segments=cut(whole.segments, whole.phase_end(segment.phase)))
 
 
-def check_schedule(config: Config, past: Past | None = None) -> None:
+def check_schedule(config: Config, past: Past = NO_PAST) -> None:
     """Raise InputError with every problem of the phases and the learning rate that needs no source's size."""
-    _resolve(config, dict.fromkeys(config.sources), past or Past(), sizes_to_come=True)
+    _resolve(config, dict.fromkeys(config.sources), past, sizes_to_come=True)
 
 
 def curriculum_of(config: Config, epochs: Mapping[str, int | None], past: Past) -> Curriculum:

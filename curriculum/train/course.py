@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from curriculum.config import Config
 from curriculum.data.corpus import Corpus
-from curriculum.scheduling import Past, continued_schedule, curriculum_of, lasting_to_phase_end
+from curriculum.scheduling import NO_PAST, Past, continued_schedule, curriculum_of, lasting_to_phase_end
 from curriculum.train.feed import Feed
 from curriculum.train.mesh import place_batch, rows_here
 from curriculum.train.programs import StepShape
@@ -44,12 +44,11 @@ class Course:
         config: Config,
         corpus: Corpus,
         mesh: Mesh,
-        past: Past | None = None,
+        past: Past = NO_PAST,
         branched_from: Mapping[str, Any] | None = None,
     ):
         self._config, self._corpus, self._mesh = config, corpus, mesh
         self.branched_from = branched_from
-        past = past or Past()
         epochs = corpus.tokens_per_epoch
         self.before_raised = [
             (step, *continued_schedule(config, epochs, before)) for step, before in past.before_raised

@@ -25,7 +25,7 @@ from curriculum.model.model import Model, abstract_params, check_model
 from curriculum.model.transformer import transformer
 from curriculum.plan_warnings import few_scored_targets, schedule_warnings
 from curriculum.record.wandb_log import check_wandb
-from curriculum.scheduling import Past, check_schedule
+from curriculum.scheduling import NO_PAST, Past, check_schedule
 from curriculum.train.abstract import abstract_on_mesh
 from curriculum.train.compiled import Compiled, micro_steps
 from curriculum.train.course import Course
@@ -94,7 +94,7 @@ class Setup:
         self.compiled.close()
 
 
-def check(config: Config, past: Past | None = None) -> None:
+def check(config: Config, past: Past = NO_PAST) -> None:
     """Raise InputError for what can be told of a config before anything is prepared."""
     if config.logging.wandb:
         check_wandb(config.logging.wandb)
@@ -107,7 +107,7 @@ def build(
     tokenizer: Tokenizer | None = None,
     make_model: Callable[[int], Model] | None = None,
     start: Start | None = None,
-    past: Past | None = None,
+    past: Past = NO_PAST,
     branched_from: Mapping[str, Any] | None = None,
 ) -> Setup:
     """Prepare what is not prepared, and build the rest. `tokenizer`: the one of a run that goes on.
