@@ -17,7 +17,7 @@ from typing import Any, TextIO
 from urllib.parse import quote
 
 from curriculum.record.append import DISK_ERRORS, Appender
-from curriculum.record.events import eval_averages, eval_sets, number
+from curriculum.record.events import eval_averages, eval_sets
 from curriculum.record.queries import beginning, planned_tokens, shapes_of
 from curriculum.record.sentences import sample_lines, skipped_counts, skipped_line, skipped_why, verdict
 from curriculum.record.wording import duration, loss
@@ -141,9 +141,9 @@ class Console:
             f"best {loss(event['best_val_loss'])}"
         )
         if forgotten := [
-            f"{name} {number(lost['value']):+.4f} since {lost['best_phase']}"
-            for name, lost in ((name, of_set["forgetting"]) for name, of_set in event["transfer"]["sets"].items())
-            if lost and lost["interval"] and number(lost["interval"][0]) > 0
+            f"{name} {lost['value']:+.4f} since {lost['best_phase']}"
+            for name, of_set in event["transfer"]["sets"].items()
+            if (lost := of_set["forgetting"])["interval"] and lost["interval"][0] > 0
         ]:
             yield f"  forgotten    {', '.join(forgotten)}"
         if event["total_steps"] < event["train_steps"]:
