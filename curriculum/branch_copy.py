@@ -62,7 +62,7 @@ def copy_trunk(
     trunk: no ledger has one whose data the branch does not pass over.
     """
     offsets = read_ledger(checkpoint)["offsets"]
-    made.create(setup.config, derived(setup), plain(dict(setup.model.architecture)))
+    made.create(setup.config, derived(setup), plain(setup.model.architecture))
     write_tokenizer(made, setup.corpus.tokenizer)
     for name in (EVENTS, METRICS):
         with open(trunk.path / name, "rb") as file:

@@ -30,7 +30,7 @@ def entry(setup: Setup, step: int, history: History, offsets: Mapping[str, int],
         "step": step,
         "seed": setup.config.seed,
         "data_seed": course.plan.seed,
-        "model": plain(dict(setup.model.architecture)),
+        "model": plain(setup.model.architecture),
         "parameters": _parameters(setup),
         "optimizer": state_layout(setup.config.optim),
         "window_steps": setup.config.train.window_steps,
@@ -118,7 +118,7 @@ def check_past(
 
 
 def _model_changed(saved: Mapping[str, Any], setup: Setup) -> Iterator[Problem]:
-    model = plain(dict(setup.model.architecture))
+    model = plain(setup.model.architecture)
     if model != saved["model"]:
         changed = [k for k in {**saved["model"], **model} if model.get(k) != saved["model"].get(k)]
         got = ", ".join(f"{k} {model.get(k)} (was {saved['model'].get(k)})" for k in changed)

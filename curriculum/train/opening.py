@@ -221,7 +221,7 @@ def directory_as_of(setup: Setup, directory: RunDirectory, last: int, history: H
     Results(directory).keep_only(last, history.watch.measured_at(last))
     set_aside_means_after(directory, last)
     derived = {**fields.derived(setup), "store_dir": setup.store_dir}
-    directory.create(setup.config, derived, plain(dict(setup.model.architecture)))
+    directory.create(setup.config, derived, plain(setup.model.architecture))
     write_tokenizer(directory, setup.corpus.tokenizer)
 
 

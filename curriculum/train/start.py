@@ -101,7 +101,7 @@ def check_base(base: Base | HfBase, config: Config, model: Model) -> None:
         message = f"parameter {first}: {name} has {were.get(first)}, this model {parameters.get(first)}"
         more = f" ({len(different) - 1} more differ)" if len(different) > 1 else ""
         problems.append(("adaptation.init_from", f"{message}{more}; expected the same model"))
-    elif different := differences(plain(dict(model.architecture)), base.architecture):
+    elif different := differences(plain(model.architecture), base.architecture):
         problems.append(("adaptation.init_from", f"the architecture is not that of {name} but has {different}"))
     if config.adaptation.keep_optimizer:
         layout, was = state_layout(config.optim), saved["optimizer"]
