@@ -146,9 +146,6 @@ def _checked(config: TokenizerConfig, tokenizer: Tokenizer) -> Tokenizer:
     return tokenizer
 
 
-# --- stores -------------------------------------------------------------------------------------------------
-
-
 def find_store(
     name: str, source: SourceConfig, tokenizer: Tokenizer, store_dir: str | Path, chat: ChatConfig = CHATML
 ) -> Store | None:
