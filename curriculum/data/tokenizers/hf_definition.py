@@ -12,7 +12,7 @@ DEFINITION_NAME = "tokenizer.json"
 BLANK = "\u2581"  # stands for a blank in vocabularies made by SentencePiece
 _UNTYPABLE = "\U0010ffff"  # before the name of a special piece that unigram would find in text
 
-LARGEST_ID = 1 << 24  # a file with larger ones is taken for damaged
+LARGEST_VOCAB = 1 << 24  # a saved tokenizer with more ids is taken for damaged
 # Components that drop no text.
 _LOSSLESS = {
     "normalizer": "Sequence NFC NFD NFKC NFKD Lowercase Prepend Replace ByteLevel Precompiled".split(),
@@ -86,8 +86,8 @@ class ParsedDefinition:
             if not isinstance(name, str):
                 yield f"token {name!r} is no text; restore it"
                 return
-            if type(token) is not int or not 0 <= token < LARGEST_ID:
-                yield f"token {name!r} has id {token!r}; expected a whole number from 0, below {LARGEST_ID}"
+            if type(token) is not int or not 0 <= token < LARGEST_VOCAB:
+                yield f"token {name!r} has id {token!r}; expected a whole number from 0, below {LARGEST_VOCAB}"
                 return
         for key in ("continuing_subword_prefix", "end_of_word_suffix"):
             if model.get(key):

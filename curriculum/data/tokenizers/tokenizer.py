@@ -19,6 +19,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from curriculum.data.sidecar import read_sidecar, write_sidecar
+from curriculum.data.tokenizers.hf_definition import LARGEST_VOCAB
 from curriculum.data.tokenizers.hf_files import HfFiles, is_hf_folder, load_hf_files, read_hf_files, save_hf_files
 from curriculum.errors import FieldError, InputError
 
@@ -29,7 +30,6 @@ RANKS_NAME = "ranks.tiktoken"  # tiktoken's own format: a token in base64, a bla
 HF_FOLDER = "hf"  # in a saved tokenizer of kind hf: the files of Hugging Face, one of which has the sidecar's name
 FORMAT_VERSION = 1
 SMALLEST_BPE = 257  # the 256 bytes and end-of-text
-LARGEST_VOCAB = 1 << 24  # beyond it a saved tokenizer is taken for damaged
 # The matcher in an encoding is the quickest for the thread that used it first: all others take 1.24x as long. So each
 # thread gets one of its own, but not for a little text: to make it takes as long as to encode 0.4 MB with 50,000 ids,
 # or 1.5 MB with 200,000, and 10 or 40 MB of memory.
