@@ -18,8 +18,9 @@ from curriculum.data.tokenizers.hf_definition import DEFINITION_NAME, ParsedDefi
 from curriculum.errors import InputError
 
 CONFIG_NAME = "tokenizer_config.json"
+MAP_NAME = "special_tokens_map.json"
 TEMPLATE_NAME = "chat_template.jinja"
-KEPT_NAMES = (DEFINITION_NAME, CONFIG_NAME, "special_tokens_map.json", TEMPLATE_NAME)
+KEPT_NAMES = (DEFINITION_NAME, CONFIG_NAME, MAP_NAME, TEMPLATE_NAME)
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +81,7 @@ def is_hf_folder(folder: str | Path) -> bool:
 def read_hf_files(folder: str | Path) -> HfFiles:
     """The tokenizer of a folder of Hugging Face.
 
-    End of text is the eos_token of CONFIG_NAME or special_tokens_map.json, else eos_token_id of generation_config.json
+    End of text is the eos_token of CONFIG_NAME or MAP_NAME, else eos_token_id of generation_config.json
     or config.json. Raises InputError that lists what is missing, damaged or of a kind that is not supported.
     """
     folder = Path(folder)
@@ -92,7 +93,7 @@ def read_hf_files(folder: str | Path) -> HfFiles:
         )
     parsed = _parsed(folder, files)
     config = _json(folder / CONFIG_NAME, files.get(CONFIG_NAME))
-    named = _json(folder / "special_tokens_map.json", files.get("special_tokens_map.json"))
+    named = _json(folder / MAP_NAME, files.get(MAP_NAME))
     ids = [_json(path, _read(path)) for path in (folder / "generation_config.json", folder / "config.json")]
     eot = _named_id(folder, "eos", parsed.vocabulary, (config, named), ids)
     if eot is None:

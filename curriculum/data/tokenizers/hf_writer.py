@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from curriculum.data.tokenizers.chat_template import chat_template, opens_document
 from curriculum.data.tokenizers.hf_definition import DEFINITION_NAME, byte_level_letters
-from curriculum.data.tokenizers.hf_files import CONFIG_NAME, TEMPLATE_NAME, save_hf_files
+from curriculum.data.tokenizers.hf_files import CONFIG_NAME, MAP_NAME, TEMPLATE_NAME, save_hf_files
 
 if TYPE_CHECKING:
     from curriculum.data.chat import ChatConfig
     from curriculum.data.tokenizers.tokenizer import Tokenizer
 
-MAP_NAME = "special_tokens_map.json"
 # What transformers 5 makes of the vocabulary alone: without the blank that DEFINITION_NAME puts before another.
 _BUILT_ANEW = ("LlamaTokenizer", "LlamaTokenizerFast")
 _NO_MATCH = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
