@@ -19,14 +19,7 @@ from curriculum.model.formats.hf import checked_tensors
 from curriculum.model.formats.hf_config import HF_CONFIG, hf_model_type, read_hf_config
 from curriculum.model.formats.hf_weights import INDEX, stored_tensors
 from curriculum.model.presets import LoraConfig, ModelConfig, resolve_model
-from curriculum.run import (
-    RunDirectory,
-    architecture_at,
-    find_checkpoint,
-    read_ledger,
-    step_folders,
-    undamaged,
-)
+from curriculum.run import RunDirectory, architecture_at, find_checkpoint, read_ledger, step_folders, undamaged
 from curriculum.typed import Limits
 from phases.schedule import Phase
 

@@ -19,15 +19,7 @@ from curriculum.model.model import Model
 from curriculum.record.console import resume_command
 from curriculum.record.events import check_offsets
 from curriculum.record.queries import acts_of
-from curriculum.run import (
-    DEFAULT_STORE_DIR,
-    Run,
-    RunDirectory,
-    checkpoint_steps,
-    load_run,
-    read_ledger,
-    undamaged,
-)
+from curriculum.run import DEFAULT_STORE_DIR, Run, RunDirectory, checkpoint_steps, load_run, read_ledger, undamaged
 from curriculum.scheduling import declaration
 from curriculum.train import ledger
 from curriculum.train.checkpoints.resumed import to_resume
