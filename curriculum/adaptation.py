@@ -149,7 +149,7 @@ _PLACES = ("checkpoints", "gold", "kept")
 def _run_at(path: Path, given: str) -> RunDirectory | None:
     """The run in a folder, its path as relative as the one that was given; None where there is none."""
     directory = RunDirectory(_as_given(path, given))
-    return directory if os.path.isfile(directory.resolved_config) else None
+    return directory if directory.has_config else None
 
 
 def _hf_base(folder: Path, given: str) -> HfBase:

@@ -108,7 +108,7 @@ def _check_new(directory: RunDirectory, store_dir: str | Path, own_model: bool) 
             f"--run-dir {directory.path}: holds a run already; choose another, or go on with a branch that was begun: "
             f"{go_on_command(directory.path, store_dir, own_model=own_model)}"
         )
-    within = next((p for p in directory.path.absolute().parents if RunDirectory(p).resolved_config.is_file()), None)
+    within = next((p for p in directory.path.absolute().parents if RunDirectory(p).has_config), None)
     if within is not None:
         raise InputError(f"--run-dir {directory.path}: lies within the run {within}; choose a folder outside it")
     if directory.path.exists() and any(directory.path.iterdir()):

@@ -97,7 +97,7 @@ def heritage(init_from: str, continues: str | os.PathLike | None) -> Heritage:
 def run_begun_in(continues: str | os.PathLike | None) -> RunDirectory | None:
     """The run that a config goes on with, in the directory `continues`; None where none was begun there."""
     own = None if continues is None else RunDirectory(Path(continues))
-    return own if own is not None and own.resolved_config.exists() else None
+    return own if own is not None and own.has_config else None
 
 
 def _heritage_of(directory: RunDirectory, sections: dict[str, Any], architecture: dict[str, Any]) -> Heritage:

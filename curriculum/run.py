@@ -80,15 +80,18 @@ class RunDirectory:
         """The folders that hold checkpoints, in the order in which a step is looked for."""
         return self.checkpoints, self.gold, self.kept
 
+    @property
+    def has_config(self) -> bool:
+        """Whether a run has its config here; False, too, for a name too long and links in a circle."""
+        return os.path.exists(self.resolved_config)
+
     def holds_run(self) -> bool:
         """Whether a run was begun here: it has a record or checkpoints."""
         return (self.path / EVENTS).exists() or self.checkpoints.exists()
 
     def command_line(self) -> list[str]:
         """The options that earlier commands added to the config of this run, in order."""
-        if not self.resolved_config.exists():
-            return []
-        return self.resolved().get("command_line", [])
+        return self.resolved().get("command_line", []) if self.has_config else []
 
     def resolved(self) -> dict[str, Any]:
         """The run's config with every default filled in, and what was derived from it. Raises InputError."""
@@ -236,7 +239,7 @@ def load_run(run_dir: str | os.PathLike) -> Run:
 def run_directory(run_dir: str | os.PathLike) -> RunDirectory:
     """Where the files of a run lie, some of them perhaps gone. Raises InputError when there is none."""
     directory = RunDirectory(Path(run_dir))
-    if not os.path.isfile(directory.resolved_config):  # False, too, for a name too long and links in a circle
+    if not directory.has_config:
         raise InputError(f"{run_dir}: holds no run; expected a directory made by `curriculum train`")
     return directory
 

@@ -366,6 +366,7 @@ COMMAND_LINES = [
     Row("run directory in a file", nothing, TRAIN + " --run-dir web.jsonl/x", "--run-dir web.jsonl/x", "choose another"),
     Row("run directory links to itself", link("loop", "loop"), TRAIN + " --run-dir loop", "--run-dir loop", "choose another"),
     Row("run directory too long", nothing, TRAIN + " --run-dir " + "x" * 300, "--run-dir", "choose another"),
+    Row("run directory to resume too long", nothing, TRAIN + " --resume latest --run-dir " + "x" * 300, "--run-dir", "choose another"),
     Row("run directory may not be written", both(lambda: os.mkdir("locked"), mode("locked", 0o555)), TRAIN + " --run-dir locked/new", "--run-dir locked/new", "choose another", True),
     Row("--dataset-dir without a folder", nothing, TRAIN + " --dataset-dir law=", "--dataset-dir law=", "expected DIR or NAME=DIR"),
     Row("--dataset-dir twice", nothing, TRAIN + " --dataset-dir law=extra --dataset-dir law=web.jsonl", "--dataset-dir law=web.jsonl", "OTHER="),

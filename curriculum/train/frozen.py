@@ -81,7 +81,7 @@ def _checkpoint(given: str, step: int, part: str | tuple[str, ...]) -> Base:
     """The checkpoint of that step, wherever the run keeps it now, and whatever its gold is by now."""
     path = Path(os.path.abspath(os.path.expanduser(given)))
     runs = (RunDirectory(place) for place in (path, path.parent, path.parent.parent))
-    run = next((run for run in runs if os.path.isfile(run.resolved_config)), None)
+    run = next((run for run in runs if run.has_config), None)
     if run is None:
         raise InputError(f"{given!r} is gone (paths are relative to the working folder)")
     return Base(given, run, *find_checkpoint(run, step, option="step", part=part))

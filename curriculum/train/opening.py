@@ -85,7 +85,7 @@ def _would_do(config: Config, step: int, checkpoint: Path) -> bool:
 
 def kept_tokenizer(directory: RunDirectory, config: Config) -> Tokenizer | None:
     """The tokenizer kept with the run, unless the config now asks for another: new sources do not train it anew."""
-    if not directory.tokenizer.exists() or not directory.resolved_config.exists():
+    if not directory.tokenizer.exists() or not directory.has_config:
         return None
     same = read_json(directory.resolved_config).get("tokenizer") == config.to_json()["tokenizer"]
     return load_tokenizer(directory.tokenizer) if same else None

@@ -22,7 +22,7 @@ def began_at(run: Run, base: Run) -> int | None:
         if lineage.get("run") == base.resolved["name"]:
             given = Path(base_directory(lineage)).expanduser()
             places = ((folder / given).resolve() for folder in (*path.parents, Path()))
-            if wanted == next((place for place in places if RunDirectory(place).resolved_config.is_file()), None):
+            if wanted == next((place for place in places if RunDirectory(place).has_config), None):
                 return lineage["step"]
         lineage = lineage.get("lineage")
     return None
