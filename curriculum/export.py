@@ -71,9 +71,9 @@ def export(
     check_choice("--format", format, _FORMATS)
     _check_dtype(dtype, format)
     # A folder that is there is kept: it may be a link, a mount, or the one that a shell stands in.
-    place = output if output.is_dir() else output.parent
+    place = output if os.path.isdir(output) else output.parent
     clear_killed(place, output)
-    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+    if os.path.exists(output) and not (place == output and not any(output.iterdir())):
         raise InputError(f"-o {output}: is there already; expected a new or an empty folder")
     begun_with = directory.architecture()
     adapted = "lora" in begun_with

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import click
 
 from curriculum.cli.options import config_options
@@ -80,8 +82,6 @@ def _counted(num: int, what: str) -> str:
 
 
 def _prepare_folder(texts, text_format: str, text_key: str | None, tokenizer: str, output: str) -> None:
-    from pathlib import Path
-
     from curriculum.data.documents import empty_warnings, file_warnings
     from curriculum.data.prepare import prepare_folder
     from curriculum.data.progress import ConsoleProgress
@@ -91,7 +91,7 @@ def _prepare_folder(texts, text_format: str, text_key: str | None, tokenizer: st
 
     if tokenizer == "byte":
         chosen = byte_tokenizer()
-    elif Path(tokenizer).is_dir():
+    elif os.path.isdir(tokenizer):
         chosen = load_tokenizer(tokenizer)
     else:
         chosen = tiktoken_tokenizer(tokenizer)

@@ -36,7 +36,7 @@ MAX_TRAINING_POINTS = 150  # of a training loss, which is noisy: more of them hi
 def write_report(run_dirs: Sequence[str | os.PathLike], output: str | os.PathLike) -> None:
     """Write the report of one run or several to the file `output`. Raises InputError."""
     path = Path(output)
-    if path.is_dir() or not path.absolute().parent.is_dir():
+    if os.path.isdir(path) or not os.path.isdir(path.absolute().parent):
         raise InputError(f"-o {output}: expected a file in a folder that is there, such as report.html")
     # A folder's name need not be text: its bytes are shown as such.
     page = report([load_run(run_dir) for run_dir in run_dirs]).encode(errors="backslashreplace").decode()
