@@ -114,8 +114,8 @@ def evaluate(
         warnings=(
             *warnings,
             *(
-                _read_warning(evalsets[name], source, count, own)
-                for name, counts in found.items()
+                _read_warning(evalsets[name], num_documents, source, count, own)
+                for name, (num_documents, counts) in found.items()
                 for source, count in counts.items()
                 if count != 0
             ),
@@ -125,11 +125,16 @@ def evaluate(
     )
 
 
-def _read_warning(evalset: EvalSet, source: str, count: int | None, config: Config) -> str:
-    """What is said of a source that the run read, where `count` documents of the set stand in it or None knows."""
+def _read_warning(evalset: EvalSet, num_documents: int, source: str, count: int | None, config: Config) -> str:
+    """What is said of a source that the run read, where `count` of the `num_documents` documents of the set's text
+    stand in it or None knows."""
     where = f"stand in source {source}, which the run was trained on"
     if count is not None:
-        return f"{count:,} of {evalset.num_documents:,} documents of {evalset.name} {where}"
+        measured = evalset.num_documents
+        of_text = f"'s text, of which {measured:,} {'is' if measured == 1 else 'are'} measured,"
+        return (
+            f"{count:,} of {num_documents:,} documents of {evalset.name}{of_text * (measured < num_documents)} {where}"
+        )
     why = "its text is not prepared here" if source in config.sources else "the config no longer has it"
     return f"it is not known how many documents of {evalset.name} {where}: {why}"
 

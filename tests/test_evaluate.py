@@ -173,6 +173,15 @@ def test_documents_that_were_trained_on_are_told(folder):
     assert 20 < count < 40
     (warning,) = measured.warnings
     assert warning == f"{count} of 45 documents of seen stand in source web, which the run was trained on"
+    fewer = ["evalsets.sets.seen.max_sequences=30"]
+    measured = evaluate(
+        "run", eval_dataset_dirs={"seen": "seen.jsonl"}, overrides=fewer, sets=["seen"], store_dir="store"
+    )
+    num = measured.evalsets["seen"].num_documents
+    assert 1 < num < 30 and measured.warnings[0] == (
+        f"{count} of 45 documents of seen's text, of which {num} are measured, stand in source web, which the run was "
+        "trained on"
+    )
     shutil.rmtree("store/stores")  # nothing is prepared for a warning
     Path("web.jsonl").rename("gone")
     assert evaluate("run", eval_dataset_dirs={"seen": "seen.jsonl"}, sets=["seen"], store_dir="store").warnings == (

@@ -143,26 +143,27 @@ def find_read_documents(
     tokenizer: Tokenizer,
     texts: Mapping[str, SourceConfig],
     sources: Iterable[str],
-) -> dict[str, dict[str, int | None]]:
-    """By new eval set and source: how many documents of the set a run of `config` reads there.
+) -> dict[str, tuple[int, dict[str, int | None]]]:
+    """By new eval set: the documents of its text, and by source how many of them a run of `config` reads there.
 
-    `texts` are the new sets' own, prepared. Told by content hash; what is held out of a source, or dropped from it
-    because an eval set of the config has it, is not read. None for a source that the config no longer has, or whose
-    text is gone or was never prepared here.
+    `texts` are the new sets' own, prepared; of a set with `max_sequences` only some of its documents are measured. Told
+    by content hash; what is held out of a source, or dropped from it because an eval set of the config has it, is not
+    read. None for a source that the config no longer has, or whose text is gone or was never prepared here.
     """
     if not texts:
         return {}
     stores, eval_stores = find_stores(config, tokenizer, store_dir)
     kept, _ = drop_evals(config, tokenizer, stores, eval_stores, hold_out(config, tokenizer, stores))
-    found: dict[str, dict[str, int | None]] = {}
+    found: dict[str, tuple[int, dict[str, int | None]]] = {}
     for name, text in texts.items():
         new = find_store(place_of(name), text, tokenizer, store_dir, config.chat).documents["hash"]
-        found[name] = {
+        counts = {
             source: int(overlapping(new, stores[source].documents["hash"][kept[source].keep_N]).sum())
             if source in stores
             else None
             for source in sources
         }
+        found[name] = len(new), counts
     return found
 
 
