@@ -188,6 +188,8 @@ def test_header_says_what_is_about_to_be_trained(tmp_path):
     base = {"init_from": "runs/base", "run": "base", "step": 1500, "keep_optimizer": False, "lineage": None}
     begun = "  begins with the parameters of base, step 1,500 (runs/base)"
     assert printed(tmp_path, {**start(), "lineage": base})[1:3] == [begun, f"  run        {tmp_path}"]
+    untrained = begun.replace("1,500", "0") + ", which that run began with itself"
+    assert printed(tmp_path, {**start(), "lineage": {**base, "step": 0}})[1] == untrained
     warned = {**start(), "warnings": ["phase domain: web has a positive proportion but gets no sequence"]}
     last = "  warning    phase domain: web has a positive proportion but gets no sequence"
     assert printed(tmp_path, warned)[-1] == last

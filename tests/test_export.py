@@ -337,6 +337,20 @@ def test_what_cannot_be_exported_is_told(run, tmp_path, monkeypatch, capsys, arg
     )
 
 
+def test_a_gold_that_is_the_beginning_of_the_run_is_told(tmp_path, monkeypatch, capsys):
+    from curriculum.cli.main import run_command
+
+    def told(*options):
+        monkeypatch.setattr(sys, "argv", ["curriculum", "export", "run", "--format", "hf", "-o", "out", *options])
+        with pytest.raises(SystemExit):
+            run_command()
+        return capsys.readouterr().out.splitlines()[1:]
+
+    monkeypatch.setattr("curriculum.export.export", lambda *_, step, **__: 0)
+    hint = "  the gold, but it is what the run began with: --step latest takes what it ended with"
+    assert told() == [hint] and told("--step", "0") == []
+
+
 def test_the_command(run, tmp_path):
     command = [
         CURRICULUM,

@@ -41,3 +41,5 @@ def command(run, format_name, step, weights, dtype, merge, output):
     exported = export(run, output, format=format_name, step=step, weights=weights, dtype=dtype, merge=merge)
     merged = ", adapters merged" if merge else ""
     click.echo(f"{output}: step {exported} of {run}, {format_name}, {weights} weights, {dtype}{merged}")
+    if exported == 0 and step is None:
+        click.echo("  the gold, but it is what the run began with: --step latest takes what it ended with")

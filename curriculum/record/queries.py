@@ -33,7 +33,8 @@ def beginning(lineage: Mapping[str, Any]) -> str:
     if lineage.get("kind") == "hf":
         return f"begins with the parameters of a {lineage['model_type']} model ({lineage['init_from']})"
     kept = "parameters and optimizer state" if lineage["keep_optimizer"] else "the parameters"
-    return f"begins with {kept} of {lineage['run']}, step {lineage['step']:,} ({lineage['init_from']})"
+    untrained = "" if lineage["step"] else ", which that run began with itself"
+    return f"begins with {kept} of {lineage['run']}, step {lineage['step']:,} ({lineage['init_from']}){untrained}"
 
 
 def base_directory(lineage: Mapping[str, Any]) -> str:
