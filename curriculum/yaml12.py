@@ -17,6 +17,7 @@ _MAX_DEPTH = 50
 _MAX_NODES = 100_000  # aliases can make a file of a few lines expand without end
 _TOO_DEEP = "not YAML that can be read: nested too deeply"
 _TAG = "tag:yaml.org,2002:"
+_WHENCE = ("path", "hf", "held_out_of")  # which of them says where text comes from: an option for a directory does
 
 
 class _Loader(yaml.SafeLoader):
@@ -95,7 +96,7 @@ class Origin:
         return {
             key: set_option(below, value)
             for key, (below, value) in lost.items()
-            if key not in ("path", "hf") and value is not None and below not in self.options
+            if key not in _WHENCE and value is not None and below not in self.options
         }
 
     def problem(self, path: str, message: str) -> str:

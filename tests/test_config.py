@@ -238,6 +238,8 @@ def test_what_a_directory_replaced_is_told_with_what_gives_it_again(folder):
         "--eval-dataset-dir law=b.txt replaced all of evalsets.sets.law; to keep its every, add "
         "--set evalsets.sets.law.every=200",
     ]
+    held_out = GOOD.replace("{path: law.txt, every: 200}", "{held_out_of: web, every: 200}")
+    assert warned(load(held_out, eval_dataset_dirs=["law=b.txt"])) == [warned(config)[1]]
     (problem,) = config.error([("sources.law.max_epochs", "got null, but the run had 2")]).problems
     assert (
         problem
