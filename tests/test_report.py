@@ -2,6 +2,7 @@
 
 import dataclasses
 import html.parser
+import json
 import math
 import os
 import re
@@ -190,6 +191,17 @@ def test_odd_runs_are_drawn(tmp_path, losses, until):
     assert len([t for t in titles if "eval loss of" in t and "every" not in t]) == (len(losses) if measured else 0)
     assert ("run: eval loss of every set" in titles) == (1 < len(losses) <= 7)
     assert ("the loss was not finite" in page) == (measured and not math.isfinite(_loss_at(losses["val"](100))))
+
+
+def test_the_command_line_can_be_typed_again(tmp_path):
+    path = write_run(tmp_path / "run", {"val": lambda step: 3.0})
+    resolved = json.loads((path / "config.resolved.json").read_text())
+    resolved["command_line"] = ['--set sources.web.glob="*.md"', "--keep-optimizer"]
+    (path / "config.resolved.json").write_text(json.dumps(resolved))
+    page = html.unescape(report([load_run(path)]))
+    assert re.search(
+        r"<td[^>]*>command line</td><td[^>]*>--set 'sources.web.glob=\"\*.md\"' --keep-optimizer</td>", page
+    )
 
 
 def test_the_only_set_of_a_run_has_the_width_of_the_page(tmp_path):

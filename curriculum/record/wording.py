@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -58,6 +59,12 @@ def duration(seconds: float) -> str:
 def listed(names: Sequence[str]) -> str:
     """`a`, `a and b`, `a, b and c`."""
     return " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
+
+
+def typed(option: str) -> str:
+    """An option that a run remembers, such as `--set a=b c`, as a shell takes it."""
+    flag, _, value = option.partition(" ")
+    return f"{flag} {shlex.quote(value)}" if value else flag
 
 
 def mesh_text(sizes: Mapping[str, int]) -> str:

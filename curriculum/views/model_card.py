@@ -22,7 +22,7 @@ from curriculum.data.chat import ChatConfig, render
 from curriculum.model.counts import num_parameters
 from curriculum.model.presets import ModelConfig
 from curriculum.record.queries import base_directory
-from curriculum.record.wording import mesh_text
+from curriculum.record.wording import mesh_text, typed
 from curriculum.run import Run
 from curriculum.views.inspection import lineage_lines
 from curriculum.views.model_card_sections import evals, fenced, happened, one_line, plan_of, table_of, training
@@ -242,17 +242,14 @@ def _edited(run: Run, event: Mapping[str, Any]) -> bool:
 def _commands(run: Run, exported: Exported) -> list[str]:
     """What to type to train the run again, and to export it as it was."""
     name = shlex.quote(run.name)
-    given = (option.partition(" ") for option in run.directory.command_line())
+    given = run.directory.command_line()
     branch = run.branched_from
     if branch is None:
         train = ["curriculum train run.yaml"]
     else:  # which takes the beginning over from the run that it leaves
-        given = (option for option in given if option[0] not in ("--init-from", "--keep-optimizer"))
+        given = [option for option in given if not option.startswith(("--init-from", "--keep-optimizer"))]
         train = [f"curriculum branch {shlex.quote(str(branch['run']))}", f"--at {branch['step']}"]
-    train += [
-        f"--run-dir runs/{name}",
-        *(f"{flag} {shlex.quote(value)}" if value else flag for flag, _, value in given),
-    ]
+    train += [f"--run-dir runs/{name}", *map(typed, given)]
     export = [f"curriculum export runs/{name}", "--format", "gguf" if exported.kind == "gguf" else "hf"]
     export += ["--merge"] if exported.merged else []
     export += [] if exported.weights.phase is not None else [f"--step {exported.step}"]

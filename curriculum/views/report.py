@@ -17,7 +17,7 @@ from markupsafe import Markup
 from curriculum.errors import InputError
 from curriculum.record.events import number
 from curriculum.record.queries import eval_points, shapes_of
-from curriculum.record.wording import duration, loss, mesh_text, printable
+from curriculum.record.wording import duration, loss, mesh_text, printable, typed
 from curriculum.run import Run, load_run, write_text
 from curriculum.views import figures
 from curriculum.views.compare import labels
@@ -266,8 +266,8 @@ def _setup(run: Run, facts: Mapping[str, Any]) -> list[Markup]:
         *(("lineage", line) for line in lineage_lines(facts["lineage"])),
         *((name, ", ".join(map(str, steps))) for name, steps in facts["checkpoints"].items() if steps),
     ]
-    if options := run.resolved.get("command_line"):
-        rows.append(("command line", " ".join(options)))
+    if options := run.directory.command_line():
+        rows.append(("command line", " ".join(map(typed, options))))
     as_yaml = yaml.safe_dump(run.config_json, sort_keys=False, allow_unicode=True, width=110)
     told = table(("", ""), [(name, tag("td", value, class_="text")) for name, value in rows], text_columns=2)
     return [told, folded("Config, every default filled in", tag("pre", as_yaml))]
