@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from test_trainer import WORDS, config_data, final_state, record
+from tiny_run import tiny_train, write_corpus
 
 from curriculum.cli.main import cli
 from curriculum.config import build_config
@@ -19,6 +20,7 @@ from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.setup import build
 from curriculum.train.trainer import train
 from evalsets.gold import GoldState, kept_steps
+from evalsets.suite import Suite
 
 SWITCH, BACK, END = 200, 225, 260
 
@@ -285,6 +287,29 @@ def test_a_gold_stays_while_the_newest_checkpoint_is_on_its_way(told, tmp_path):
         (directory.checkpoints / "50").rename(directory.checkpoints / "75")
         best.drop_all_but(kept_steps(ledgers[75]))
         assert best.gold.steps() == []
+
+
+def test_golds_that_no_checkpoint_needs_any_more_go_with_the_checkpoint(tmp_path, monkeypatch):
+    """The loss falls up to step 4, where `checkpoints/` has step 2, whose gold is its own; at the end it has step 8."""
+    measured, losses = Suite.run, iter([9.0, 8.0, 7.0, 6.0, 5.0, 6.0, 6.0, 6.0, 6.0])
+
+    def falling(self, params, names=None):
+        loss = next(losses)
+        return {name: r._replace(nats_N=r.tokens_N * loss) for name, r in measured(self, params, names).items()}
+
+    monkeypatch.setattr(Suite, "run", falling)
+    write_corpus(tmp_path)
+    tiny_train(
+        tmp_path,
+        tmp_path / "run",
+        phases=[{"name": "a", "until": "end", "mixture": {"web": 1.0}}],
+        evalsets={"every": 1, "primary": {"held_out_of": "web"}},
+        train={"steps": 8, "batch_size": 4, "seq_len": 32},
+        checkpoint={"every": 2, "keep": 1},
+    )
+    assert next(losses, None) is None
+    found = RunDirectory(tmp_path / "run")
+    assert checkpoint_steps(found.checkpoints) == [8] and checkpoint_steps(found.gold) == [4]
 
 
 def test_a_gold_that_is_lost_is_told_and_searched_anew(told, texts, store, tmp_path):

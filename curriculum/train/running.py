@@ -88,6 +88,10 @@ class Running:
             except SaveFailed as failure:
                 self.save_failed(done, failure, failure.path)
 
+    def drop_golds(self) -> None:
+        """Let go of the golds that were replaced, and that no checkpoint that is still there needs."""
+        self.best.drop_all_but(kept_steps(self.history.gold) | kept_steps(self.gold_before))
+
     def save_failed(self, done: int, error: OSError, path: str) -> None:
         """Record that the disk did not take a checkpoint, whose `path` is relative to the run. Raises any other error.
 

@@ -231,6 +231,7 @@ def _complete(run: Running) -> dict[str, Any]:
     total_steps = course.total_steps
     run.settle(total_steps)
     run.check_saved(total_steps)
+    run.drop_golds()
     results = {end: run.results.read(end) for end in course.phase_ends}
     transfer = transfer_matrix(course.schedule.phase_bounds, run.history.watch, results)
     complete = fields.training_complete(setup, run.history, transfer, run.record.elapsed_s, run.state)
@@ -301,6 +302,7 @@ def save(run: Running, done: int, planned: bool) -> dict[str, int] | None:
         check_diverged(run, done, whole_state=True)
         # The golds that the ledger names are whole before it is; the gold of `done` itself comes after.
         run.settle(done)
+        run.drop_golds()
         try:
             before = run.offsets()
             run.record.event("checkpoint", done, path=f"checkpoints/{done}")
