@@ -113,9 +113,10 @@ def evalset_warnings(evalsets: Iterable[EvalSet]) -> Iterator[str]:
                 "verdicts; remove the copies from its text"
             )
         if len(np.unique(clusters(evalset.origin_N)[0])) < 2:
+            num = np.count_nonzero(evalset.origin_N >= 0)
             yield (
-                f"eval set {name} is one document of {np.count_nonzero(evalset.origin_N >= 0)} windows: no standard "
-                "error, and no verdict on whether it got worse; give it more documents"
+                f"eval set {name} is one document of {num} window{'' if num == 1 else 's'}: no standard error, and no "
+                "verdict on whether it got worse; give it more documents"
             )
 
 

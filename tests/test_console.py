@@ -322,10 +322,10 @@ def test_updates_that_were_skipped_are_said_once_with_their_reasons(tmp_path):
     console.row(counted(220, 5, 1, 3))
     assert stream.getvalue().splitlines()[6:] == [
         "step 10/75000 | loss 5.1234 | lr 6.0e-04 | 12.3k tok/s | phase foundation",
-        "skipped 4 updates up to step 20: 1 not finite, 2 beyond the window's standard deviations, "
+        "skipped 4 updates up to step 20: 1 not finite, 2 with a loss or gradient norm far above the recent ones, "
         "1 without a scored target",
         "rollback 1 of 3 at step 212, to step 200: bad luck | the data of 20 steps from step 209 on are passed over",
-        "skipped 1 update up to step 220: 1 beyond the window's standard deviations",
+        "skipped 1 update up to step 220: 1 with a loss or gradient norm far above the recent ones",
     ]
     console.close()
     assert stream.getvalue().splitlines()[-1].endswith("resume from  " + str(tmp_path / "checkpoints/200"))

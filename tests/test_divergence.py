@@ -135,8 +135,8 @@ def test_a_bad_batch_is_skipped_counted_and_said(place, clean, tmp_path, capsys)
     assert [(row["step"], row["skipped_outliers"]) for row in rows[26:29]] == [(135, 0), (140, 3), (145, 3)]
     assert last_loss(run_dir) == pytest.approx(last_loss(clean), abs=0.1) and last_loss(run_dir) < 1.5
     out = capsys.readouterr().out
-    assert "\nskipped 3 updates up to step 140: 3 beyond the window's standard deviations\n" in out
-    assert "3 of 150 updates were skipped: 3 beyond the window's standard deviations" in out
+    assert "\nskipped 3 updates up to step 140: 3 with a loss or gradient norm far above the recent ones\n" in out
+    assert "3 of 150 updates were skipped: 3 with a loss or gradient norm far above the recent ones" in out
 
 
 def test_bad_updates_in_words():

@@ -425,7 +425,10 @@ def test_what_went_wrong_in_training_is_a_line_each(tmp_path):
     with open(path / "metrics.jsonl", "a") as metrics:
         metrics.write(json.dumps({"step": 80, **counts}) + "\n")
     text = shown(path)
-    assert "trouble skipped 5 updates up to step 80: 2 not finite, 3 beyond the window's standard deviations" in text
+    assert (
+        "trouble skipped 5 updates up to step 80: 2 not finite, 3 with a loss or gradient norm far above the recent ones"
+        in text
+    )
     assert "trouble went back once" in text
     assert "trouble diverged at step 80: bad again | the last good checkpoint is of step 60" in text
     assert "trouble" not in shown(tmp_path / "whole")

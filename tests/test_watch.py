@@ -68,6 +68,7 @@ def test_a_set_of_copies_and_one_of_a_single_document_are_told():
     assert warned(["one", "other"]) == warned(["one", "other", "last", "one", "other"]) == []
     assert warned(["one", "other"] * 2) == [f"eval set val has 4 documents, of which 2 are distinct: {copies}"]
     assert warned(["a text"], "law") == [one]
+    assert warned(["abc"], "law") == [one.replace("2 windows", "1 window")]
     assert warned(["a text"] * 1200, "law") == [
         f"eval set law has 1,200 documents, of which 1 is distinct: {copies}",
         one,

@@ -90,7 +90,7 @@ def skipped_why(skipped: dict[str, int]) -> str:
     nonfinite, outliers = skipped.get("skipped_nonfinite", 0), skipped.get("skipped_outliers", 0)
     reasons = {
         "not finite": nonfinite,
-        "beyond the window's standard deviations": outliers,
+        "with a loss or gradient norm far above the recent ones": outliers,
         "without a scored target": skipped["skipped_updates"] - nonfinite - outliers,
     }
     return ", ".join(f"{count} {reason}" for reason, count in reasons.items() if count)
