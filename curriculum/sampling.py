@@ -67,7 +67,7 @@ class GenerateSection(Sampling):
     num: int = 2
     """How many documents of that set: the first ones that are longer than their beginning."""
     prompt_tokens: int = 32
-    """Tokens of such a beginning."""
+    """Tokens of such a beginning; that of a conversation goes up to its first answer."""
 
     @property
     def evalset(self) -> str | None:

@@ -535,7 +535,8 @@ def test_what_a_set_begins_with():
     scored = [np.arange(len(document)) >= at for document, at in zip(documents, (9, 1, 3, 0), strict=True)]
     evalset = cut_windows("x", documents, BYTES.token_bytes_V, bos=BYTES.eot, seq_len=8, scored=scored)
     assert evalset.num_documents == 4
-    assert texts(2, 5) == ["ABCDE", "abcde"] and texts(9, 5) == ["ab", "ABCDE", "abcde"]
+    # One whose first answer stands in its first window is a prompt up to there.
+    assert texts(2, 5) == ["a", "ABC"] and texts(9, 5) == ["a", "ABC", "abcde"]
 
 
 def test_a_set_without_a_beginning_is_told(tmp_path):

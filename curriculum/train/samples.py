@@ -65,7 +65,8 @@ class Samples:
 
 
 def beginnings(evalset: EvalSet, num: int, prompt_tokens: int, tokenizer: Tokenizer) -> list[Prompt]:
-    """What `num` documents of a set begin with, in the set's order: the first that are longer than that.
+    """What `num` documents of a set begin with, in the set's order: `prompt_tokens` of the first that are longer than
+    that, and of a conversation all up to its first answer.
 
     Where there are not enough of them, the first of the others as well. A conversation whose first window holds no
     answer has no beginning in the set.
@@ -75,12 +76,13 @@ def beginnings(evalset: EvalSet, num: int, prompt_tokens: int, tokenizer: Tokeni
     first_D = first_D[evalset.tokens_NT1[first_D, 0] == tokenizer.bos]
     ends_DT = evalset.tokens_NT1[first_D, 1:] == tokenizer.bos
     length_D = np.where(ends_DT.any(axis=1), ends_DT.argmax(axis=1), ends_DT.shape[1])
-    length = min(prompt_tokens, evalset.seq_len - 1)
-    chosen_D = np.sort(np.argsort(length_D <= length, kind="stable")[:num])
+    asked_D = evalset.scored_NT[first_D].argmax(axis=1)  # what stands before the first scored token; 0 of plain text
+    prompt_D = np.where(asked_D > 0, asked_D, np.minimum(length_D, min(prompt_tokens, evalset.seq_len - 1)))
+    chosen_D = np.sort(np.argsort(length_D <= prompt_D, kind="stable")[:num])
     return [
         Prompt(
             tokenizer.decode_bytes(ids[1:], opens_document=True).decode(errors="replace"),
             ids.astype(np.int32),
         )
-        for ids in (evalset.tokens_NT1[first_D[d], : 1 + min(length, length_D[d])] for d in chosen_D)
+        for ids in (evalset.tokens_NT1[first_D[d], : 1 + prompt_D[d]] for d in chosen_D)
     ]
