@@ -105,7 +105,10 @@ def _any_of(kinds: tuple[Any, ...], given: Any, path: str, problems: Problems) -
         value = read(kind, given, path, wrong := [])
         if not wrong:
             return value
-    problems.append((path, _message(given, " or ".join(_WORDS[kind] for kind in kinds))))
+    expected = " or ".join(_WORDS[kind] for kind in kinds)
+    if type(given) is float and 0 < given < 1 and str in kinds:  # a share, where a count or a share as text is taken
+        expected += f" such as {100 * given:.10g}%"
+    problems.append((path, _message(given, expected)))
     return None
 
 

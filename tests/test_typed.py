@@ -75,6 +75,8 @@ def problems(given, kind=Outer, path="here"):
         ({"count": 1, "mode": "plan"}, [("here.mode", "got \"plan\", expected 'auto', 'plain' or 'xla' (did you mean 'plain'?)")]),
         ({"count": 1, "only": 3}, [("here.only", "got 3, expected 'sqrt'")]),
         ({"count": 1, "until": [5]}, [("here.until", "got [5], expected an integer or text")]),
+        ({"count": 1, "until": 0.03}, [("here.until", "got 0.03, expected an integer or text such as 3%")]),
+        ({"count": 1, "until": 1.5}, [("here.until", "got 1.5, expected an integer or text")]),
         ({"count": 1, "held_out": True}, [("here.held_out", "got true, expected text or a number")]),
         ({"count": 1, "inner": None}, [("here.inner", "got null, expected a mapping")]),
         ({"count": 1, "maybe": {"high": -1}}, [("here.maybe", "low 0.0 is above high -1.0")]),
