@@ -120,6 +120,9 @@ def _without_effect(
     if lr.schedule == "wsd" and decay_steps == 0 and any(span.program is None for span in spans):
         mending = "set optim.decay_steps, such as 20%, or optim.schedule: constant"
         warnings.append(f"schedule wsd with decay_steps 0 never decays, and min_lr_ratio is not used; {mending}")
+    if lr.schedule != "wsd" and lr.decay_steps != 0:
+        how = "never decays" if lr.schedule == "constant" else "decays all the way from the warm-up to the end"
+        warnings.append(f"optim.decay_steps does nothing: optim.schedule {lr.schedule} {how}")
     if numbers.warmup_steps and spans[0].program is not None:
         warnings.append(
             "optim.warmup_steps does nothing: the first phase has a learning rate of its own (phases[0].lr)"

@@ -284,6 +284,10 @@ def test_rates_that_do_nothing_are_warnings():
     web = {"web": 1.0}
     one = (Phase("a", "end", web),)
     assert "wsd with decay_steps 0 never decays" in resolved(*one, lr=LrSchedule()).warnings[0]
+    for schedule, how in (("cosine", "decays all the way from the warm-up to the end"), ("constant", "never decays")):
+        (told,) = resolved(*one, lr=LrSchedule(schedule=schedule, decay_steps="20%")).warnings
+        assert told == f"optim.decay_steps does nothing: optim.schedule {schedule} {how}"
+        assert resolved(*one, lr=LrSchedule(schedule=schedule)).warnings == ()
     assert resolved(*one, lr=LrSchedule(decay_steps=10)).warnings == ()
     (warning,) = resolved(
         Phase("a", "end", web, lr=LrProgram(rewarm_steps=5)), lr=LrSchedule(schedule="cosine", warmup_steps=9)
