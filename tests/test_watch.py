@@ -57,6 +57,18 @@ def test_a_set_without_a_standard_error_has_no_intervals():
     assert best_last["sets"]["val"]["forgetting"] == {"value": 0.0, "interval": [0.0, 0.0], "best_phase": "a"}
 
 
+def test_a_memory_from_when_an_alarm_ended_below_its_own_rise_is_taken_up():
+    tokens_N, document_N = np.full(40, 8), np.arange(40)
+    watched = begin(0, -1, tokens_N * 2.0, tokens_N)
+    watched, _ = observe(watched, 1, 0, tokens_N * 3.0, tokens_N, document_N, tolerance=0.01, level=0.01)
+    watch = Watch({"primary": watched})
+    saved = watch.to_json()
+    saved["sets"]["primary"]["first_deltas_B"] = saved["sets"]["primary"].pop("recovery_deltas_B")
+    again = Watch.of(saved, watch.baselines()).sets["primary"]
+    assert again.recovery_deltas_B.tolist() == [0.01] * 3  # all documents rose alike, so that the alarm had no error
+    assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(again, watched, strict=True))
+
+
 def test_a_set_of_copies_and_one_of_a_single_document_are_told():
     def warned(texts, name="primary"):
         documents = [np.frombuffer(text.encode(), np.uint8) for text in texts]

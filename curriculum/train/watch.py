@@ -35,6 +35,8 @@ from evalsets.regressions import (
 
 Pair = dict[str, Any]  # an eval set and a baseline that it is compared with, as an event names them
 _NATS = "baseline_nats_BN"  # of a Watched; saved as an array, the rest as JSON
+# Of a run that was begun when an alarm ended below the rise that had raised it: so it does still.
+_FORMERLY = {"first_deltas_B": "recovery_deltas_B"}
 _NO_ERROR_LEFT = "(no error is left)"  # cannot be the name of a set
 
 
@@ -239,7 +241,7 @@ def _arrays(memory: Mapping[str, Any]) -> dict[str, np.ndarray]:
         kinds = {type(value) for value in values}
         return np.array(values) if kinds == {int} else np.array([number(value) for value in values])
 
-    return {key: array(values) for key, values in memory.items()}
+    return {_FORMERLY.get(key, key): array(values) for key, values in memory.items()}
 
 
 def num_comparisons(setup: Setup, after: int, now: int) -> int:
