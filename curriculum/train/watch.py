@@ -182,7 +182,7 @@ class Watch:
         """(notes, what was said once), this being the memory after the eval.
 
         Said once: the smallest rise that each set can show, as soon as its scatter is known well, which sets are too
-        small for their tolerance, and that the run's error is used up. At every eval: what may be worse by chance.
+        small for their tolerance, and that the run's error is used up. Where it begins: what may be worse by chance.
         """
         notes, told = [], list(self.told)
         tested = {name: c for name, c in comparisons.items() if c.no_verdict is None}
