@@ -79,7 +79,7 @@ def branch(
     if on := _edit_in_force(trunk, config, whole, newest["settled"], step, at, passed_over):
         if setup.course.schedule.segment_at(at).phase == on.phase:
             setup.course.keep_edit(on)
-    ledger.check_past(saved, setup, of_branch=True)
+    ledger.check_past(saved, ledger.found_in(setup), of_branch=True)
     if setup.course.total_steps <= at:
         raise config.error([("train.steps", f"the run ends at step {at}, where the branch begins; give it more")])
     if config.origin.text is not None:

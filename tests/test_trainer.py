@@ -380,7 +380,7 @@ def test_another_set_under_an_old_name_is_refused(corpus, store, whole):
 
 def test_a_setting_that_changed_the_data_is_named(corpus, store, tmp_path):
     from curriculum.train.history import History
-    from curriculum.train.ledger import check_past, entry
+    from curriculum.train.ledger import check_past, entry, found_in
 
     rows = [
         {"messages": [{"role": "user", "content": f"ask {i}"}, {"role": "assistant", "content": f"say {i}"}],
@@ -408,11 +408,11 @@ def test_a_setting_that_changed_the_data_is_named(corpus, store, tmp_path):
     first = set_up()
     history = History("now", "a", eval_sets=content_hashes(first))
     saved = json.loads(json.dumps(entry(first, 10, history, {}, 1.0)))
-    check_past(saved, first)
+    check_past(saved, found_in(first))
 
     def problems(saved, **changes):
         with pytest.raises(InputError) as error:
-            check_past(saved, set_up(**changes))
+            check_past(saved, found_in(set_up(**changes)))
         return [problem.removeprefix("config: ") for problem in error.value.problems]
 
     begun = "but the run was begun with"
@@ -433,7 +433,8 @@ def test_a_setting_that_changed_the_data_is_named(corpus, store, tmp_path):
             "evalsets": {"primary": {"held_out_of": "web"}}}  # fmt: skip
     plain = set_up(**text)
     kept = json.loads(json.dumps(entry(plain, 10, replace(history, eval_sets=content_hashes(plain)), {}, 1.0)))
-    check_past(kept, set_up(**{**text, "chat": {"user": "Q{content}"}, "sources": {"web": {**web, "held_out": 0.1}}}))
+    same = {"chat": {"user": "Q{content}"}, "sources": {"web": {**web, "held_out": 0.1}}}
+    check_past(kept, found_in(set_up(**{**text, **same})))
 
 
 def test_source_text_that_changed_is_refused(corpus, store, tmp_path):

@@ -11,7 +11,7 @@ from curriculum.config import Config
 from curriculum.errors import InputError
 from curriculum.scheduling import Past, Planned, declaration, training_settings
 from curriculum.train import ledger
-from curriculum.train.ledger import Problem
+from curriculum.train.ledger import Found, Problem
 from curriculum.train.past_edits import SHAPE, Contrast, draw_alike, field_of, how_to_mend, of_past, phases_by_name
 from curriculum.train.setup import Setup
 from phases.clocks import resolve_steps
@@ -63,20 +63,19 @@ def find_edit(config: Config, saved: Mapping[str, Any], *, at: int | None = None
 
 
 def edit_event(
-    edit: Edit, saved: Mapping[str, Any], setup: Setup, accepted: Sequence[Problem]
+    edit: Edit, saved: Mapping[str, Any], found: Found, accepted: Sequence[Problem], warnings: Sequence[str]
 ) -> dict[str, Any] | None:
-    """What `schedule_edit` records of an edit whose run is built, None where nothing was changed.
+    """What `schedule_edit` records of an edit, None where nothing was changed.
 
-    `accepted` are the changes that only the built run showed, of text that was trained on.
+    `accepted` are the changes of text that was trained on, as `check_past` tells them of what the config was `found` to
+    come to; `warnings` are those of the schedule and the data as they are now.
     """
-    changes = [*edit.changes, *ledger.changed_contents(saved, setup)]
+    changes = [*edit.changes, *ledger.changed_contents(saved, found)]
     if not changes:
         return None
-    before, after = Schedule(segments_from_json(saved["segments"])), setup.course.schedule
-    return _event(edit.step, before, after, changes, bool(edit.accepted or accepted)) | {
-        # Older ledgers say none: all are told then.
-        "warnings": setup.warnings(saved.get("data_warnings", ())),
-    }
+    before = Schedule(segments_from_json(saved["segments"]))
+    event = _event(edit.step, before, found.schedule, changes, bool(edit.accepted or accepted))
+    return event | {"warnings": list(warnings)}
 
 
 def _event(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from curriculum.config import Config
@@ -20,6 +20,37 @@ from curriculum.train.setup import Setup
 from phases.schedule import Schedule, Segment, cut, segments_from_json, segments_to_json
 
 Problem = tuple[str, str]  # path in the config, message
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a config comes to, as it is held against a ledger. What is not known is None, or not in a mapping.
+
+    `sources` are the details of each as in `Corpus`, `evalsets` content hashes by name, `parameters` the shape of each
+    that is trained.
+    """
+
+    config: Config
+    schedule: Schedule
+    architecture: Mapping[str, Any] | None
+    parameters: Mapping[str, list[int]] | None
+    tokenizer: str | None  # its fingerprint
+    sources: Mapping[str, Mapping[str, Any]]
+    evalsets: Mapping[str, str]
+
+
+def found_in(setup: Setup) -> Found:
+    """What a run is that is built: all of it is known."""
+    corpus = setup.corpus
+    return Found(
+        config=setup.config,
+        schedule=setup.course.schedule,
+        architecture=plain(setup.model.architecture),
+        parameters=_parameters(setup),
+        tokenizer=corpus.tokenizer.fingerprint,
+        sources=corpus.details,
+        evalsets={name: evalset.content_hash for name, evalset in corpus.evalsets.items()},
+    )
 
 
 def entry(setup: Setup, step: int, history: History, offsets: Mapping[str, int], elapsed_s: float) -> dict[str, Any]:
@@ -83,9 +114,9 @@ def _source(setup: Setup, name: str) -> dict[str, Any]:
     return {key: details[key] for key in ("stream", "tokens_per_epoch", "dropped_documents")}
 
 
-def changed_contents(saved: Mapping[str, Any], setup: Setup) -> Iterator[dict[str, Any]]:
+def changed_contents(saved: Mapping[str, Any], found: Found) -> Iterator[dict[str, Any]]:
     """{path, was, now} of each source whose training text is another one than it was, by its fingerprint."""
-    for name, details in setup.corpus.details.items():
+    for name, details in found.sources.items():
         was = saved["sources"].get(name, details)["stream"]
         if details["stream"] != was:
             yield {"path": f"sources.{name}", "was": {"stream": was}, "now": {"stream": details["stream"]}}
@@ -97,95 +128,94 @@ def _parameters(setup: Setup) -> dict[str, list[int]]:
 
 
 def check_past(
-    saved: Mapping[str, Any], setup: Setup, *, accept_past: bool = False, of_branch: bool = False
+    saved: Mapping[str, Any], found: Found, *, accept_past: bool = False, of_branch: bool = False
 ) -> list[Problem]:
-    """Raise InputError where the built run is not the one that the ledger is of.
+    """Raise InputError where what was found is not the run that the ledger is of.
 
     With `accept_past` a source that was read may be gone, or have another text now; these changes are returned, as
     (path, message). A message tells that way out, which the command that makes a branch (`of_branch`) does not have.
     """
-    problems = [*_model_changed(saved, setup), *_settings_changed(saved, setup)]
-    changed = _changed_data_settings(saved, setup.config)
+    problems = [*_model_changed(saved, found), *_settings_changed(saved, found)]
+    changed = _changed_data_settings(saved, found.config)
     # With another tokenizer or packing every text is another one.
-    contents = list(_text_changed(saved, setup, changed, compare=not problems))
-    problems += [*_evalsets_changed(saved, setup, changed), *_still_read(saved, setup)]
+    contents = list(_text_changed(saved, found, changed, compare=not problems))
+    problems += [*_evalsets_changed(saved, found, changed), *_still_read(saved, found)]
     if problems:
-        raise setup.config.error(dict.fromkeys([*contents, *problems]))
+        raise found.config.error(dict.fromkeys([*contents, *problems]))
     if contents and not accept_past:
         way_out = ", or branch before it was read" if of_branch else _OR_ACCEPT
-        raise setup.config.error((path, message + way_out) for path, message in dict.fromkeys(contents))
+        raise found.config.error((path, message + way_out) for path, message in dict.fromkeys(contents))
     return contents
 
 
-def _model_changed(saved: Mapping[str, Any], setup: Setup) -> Iterator[Problem]:
-    model = plain(setup.model.architecture)
-    if model != saved["model"]:
+def _model_changed(saved: Mapping[str, Any], found: Found) -> Iterator[Problem]:
+    model, parameters, were = found.architecture, found.parameters, saved["parameters"]
+    if model is not None and model != saved["model"]:
         changed = [k for k in {**saved["model"], **model} if model.get(k) != saved["model"].get(k)]
         got = ", ".join(f"{k} {model.get(k)} (was {saved['model'].get(k)})" for k in changed)
         if changed == ["num_ids"] and "num_ids" not in saved["model"]:  # as where padding was always predicted
             got += f"; with model.num_ids: {model['vocab_size']} all rows are predicted, as they were"
         yield "model", f"the architecture of a run cannot change: {got}"
-    elif (parameters := _parameters(setup)) != (was := saved["parameters"]):
-        name = next(n for n in sorted({**was, **parameters}) if parameters.get(n) != was.get(n))
-        got = f"{name} {parameters.get(name)} (was {was.get(name)})"
+    elif parameters is not None and parameters != were:
+        name = next(n for n in sorted({**were, **parameters}) if parameters.get(n) != were.get(n))
+        got = f"{name} {parameters.get(name)} (was {were.get(name)})"
         yield "model", f"the parameters of a run cannot change: {got}"
 
 
-def _settings_changed(saved: Mapping[str, Any], setup: Setup) -> Iterator[Problem]:
+def _settings_changed(saved: Mapping[str, Any], found: Found) -> Iterator[Problem]:
     """What of the optimizer, the tokenizer and the packing is not as it was."""
-    config = setup.config
-    optimizer = state_layout(config.optim)
+    optimizer = state_layout(found.config.optim)
     for key, was in saved["optimizer"].items():
         if optimizer.get(key, was) != was:
             yield f"optim.{key}", f"got {optimizer[key]}, but the run's optimizer state is of {was}"
-    if setup.corpus.tokenizer.fingerprint != saved["tokenizer"]:
+    if found.tokenizer not in (None, saved["tokenizer"]):
         yield "tokenizer", "is not the one that the run was trained with; restore it, or start a new --run-dir"
-    for key, value in asdict(config.packing).items():
+    for key, value in asdict(found.config.packing).items():
         if value != (was := saved["packing"][key]):
             got = f"got {json.dumps(value)}, but the run was trained with {json.dumps(was)}"
             yield f"packing.{key}", got
 
 
 def _text_changed(
-    saved: Mapping[str, Any], setup: Setup, changed: Mapping[str, str], *, compare: bool
+    saved: Mapping[str, Any], found: Found, changed: Mapping[str, str], *, compare: bool
 ) -> Iterator[Problem]:
     """Each source that was read and whose training text is gone or, to be told with `compare` alone, another one.
 
     `changed`: the settings to blame first, by place in the config.
     """
-    details = setup.corpus.details
+    config = found.config
     for name, source in saved["sources"].items():
         if source["tokens_drawn"] == 0:
             continue
-        if name not in details:
+        if name not in config.sources:
             if name in saved["declared"]["sources"]:
                 drawn = f"{source['tokens_drawn']:,} of its tokens were trained on"
                 yield "sources", f"{name} is gone, but {drawn}; restore it"
-        elif compare and details[name]["stream"] != source["stream"]:
-            settings = [path for path in _of_source(setup.config, name) if path in changed]
+        elif compare and name in found.sources and found.sources[name]["stream"] != source["stream"]:
+            settings = [path for path in _of_source(config, name) if path in changed]
             yield from ((path, changed[path]) for path in settings)
             if not settings:
-                yield f"sources.{name}", _why_changed(source, details[name], setup.config)
+                yield f"sources.{name}", _why_changed(source, found.sources[name], config)
 
 
-def _still_read(saved: Mapping[str, Any], setup: Setup) -> Iterator[Problem]:
+def _still_read(saved: Mapping[str, Any], found: Found) -> Iterator[Problem]:
     """Each source that is gone and is read by updates that stand ahead: up to a branch's step, or where data were
     passed over.
     """
-    schedule, step = setup.course.schedule, saved["step"]
+    schedule, step = found.schedule, saved["step"]
     for name, num_tokens in schedule.read(step, schedule.total_steps).items():
-        if num_tokens and name not in setup.corpus.tokens_per_epoch:
+        if num_tokens and name not in found.config.sources:
             yield (
                 "sources",
                 f"{name} is gone, but updates from step {step} on, which stand already, read it; restore it",
             )
 
 
-def _evalsets_changed(saved: Mapping[str, Any], setup: Setup, changed: Mapping[str, str]) -> Iterator[Problem]:
+def _evalsets_changed(saved: Mapping[str, Any], found: Found, changed: Mapping[str, str]) -> Iterator[Problem]:
     """Each eval set that is not the one that the run measured under its name; `changed` as above."""
-    config = setup.config
-    for name, evalset in setup.corpus.evalsets.items():
-        if evalset.content_hash == saved["history"]["eval_sets"].get(name, evalset.content_hash):
+    config = found.config
+    for name, content_hash in found.evalsets.items():
+        if content_hash == saved["history"]["eval_sets"].get(name, content_hash):
             continue
         chosen = config.eval_sources[name]
         paths = ["evalsets.seq_len"]

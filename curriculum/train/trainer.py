@@ -63,8 +63,10 @@ def train(
         opening.check_ahead(config, directory, resumed.step, edit.past)
         tokenizer, start = opening.kept_tokenizer(directory, config), start_of(config, saved)
         setup = build(config, store_dir, tokenizer, make_model, start, edit.past, saved["branched_from"])
-        accepted = ledger.check_past(saved, setup, accept_past=accept_past)
-        changed = edit_event(edit, saved, setup, accepted)
+        found = ledger.found_in(setup)
+        accepted = ledger.check_past(saved, found, accept_past=accept_past)
+        # Older ledgers do not say what was told of the data: all of it is told then.
+        changed = edit_event(edit, saved, found, accepted, setup.warnings(saved.get("data_warnings", ())))
         return train_built(setup, directory, resumed, lock, edit=changed)
 
 
