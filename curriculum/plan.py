@@ -11,7 +11,7 @@ from typing import Any
 
 from curriculum.adaptation import base_lineage, resolved_model
 from curriculum.config import Config
-from curriculum.data.corpus import find_sizes
+from curriculum.data.corpus import Sizes, find_sizes
 from curriculum.model.counts import num_adapters, num_parameters, num_projections, num_trained
 from curriculum.model.memory import memory_estimate
 from curriculum.model.presets import ModelConfig, model_problems
@@ -50,7 +50,9 @@ class Plan:
     `memory` is estimated, in bytes on one device, by part and in total, for the micro-steps of `phase` that need the
     most, of `rows` x `seq_len` tokens there; its `free_axis` names the axis of the mesh whose -1 was taken for 1. It
     and `num_parameters`, with those that are trained, are None while the vocabulary is not known. `begins_from` is the
-    lineage of a run that begins from another, or from a folder.
+    lineage of a run that begins from another, or from a folder. `resumes`, of a run that goes on, is {run, step, lr,
+    edit}: its folder, the checkpoint's step, the learning rate of the next update, None where there is none, and the
+    `schedule_edit` that it would record, None where the config changes nothing.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Plan:
     sources: dict[str, dict[str, Any]]
     warnings: tuple[str, ...]
     begins_from: dict[str, Any] | None = None
+    resumes: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -76,19 +79,33 @@ class Plan:
 def plan(config: Config, *, store_dir: str | Path = DEFAULT_STORE_DIR) -> Plan:
     """Resolve the whole run from the config and the sizes of what is already prepared. Raises InputError."""
     sizes = find_sizes(config, store_dir)
+    return plan_of(config, sizes, resolve_schedule(config, sizes.tokens_per_epoch), base_lineage(config))
+
+
+def plan_of(
+    config: Config,
+    sizes: Sizes,
+    schedule: Schedule,
+    begins_from: dict[str, Any] | None,
+    resumes: dict[str, Any] | None = None,
+) -> Plan:
+    """The plan of a schedule that is resolved already. `sizes` may tell epochs of sources that the config no longer
+    has; the rest as in `Plan`.
+    """
     epochs_of = sizes.tokens_per_epoch
-    schedule = resolve_schedule(config, epochs_of)
-    vocab_size = None if config.model is None else sizes.vocab_size
-    if vocab_size is not None and (problems := model_problems(config.model, vocab_size)):
-        raise config.error((f"model.{key}", message) for key, message in problems)
-    model = None if vocab_size is None else resolved_model(config, vocab_size)
+    model = None
+    if config.model is not None and sizes.tokenizer is not None:
+        vocab_size = sizes.tokenizer.vocab_size
+        if problems := model_problems(config.model, vocab_size):
+            raise config.error((f"model.{key}", message) for key, message in problems)
+        model = resolved_model(config, vocab_size)
 
     rows, warnings = [], list(schedule.warnings) + list(sizes.warnings)
     for phase, start, end in schedule.phase_bounds:
         read, after = schedule.read(start, end), schedule.cursors_at(end)
         total = sum(read.values())
         asked, repeats = shares_asked(schedule, phase), _first_repeats(schedule, phase, epochs_of)
-        for name in sorted(asked, key=lambda n: list(config.sources).index(n)):
+        for name in sorted(asked, key=list(epochs_of).index):
             size = epochs_of[name]
             rows.append(
                 PlanRow(
@@ -108,9 +125,7 @@ def plan(config: Config, *, store_dir: str | Path = DEFAULT_STORE_DIR) -> Plan:
     warnings += [] if model is None else unsplit_vocabulary(config, model)
     unknown = [name for name, size in epochs_of.items() if size is None]
     if unknown:
-        prepare = f"curriculum prepare {'CONFIG' if config.origin.text is None else shlex.quote(config.origin.file)}"
-        fix = f"run `{prepare}`{' with the same options' if config.command_line else ''}"
-        warnings.append(f"not prepared yet, so epochs are unknown: {', '.join(unknown)} ({fix})")
+        warnings.append(f"not prepared yet, so epochs are unknown: {', '.join(unknown)} ({prepare_command(config)})")
     bounds = [start for _, start, _ in schedule.phase_bounds] + [schedule.total_steps - 1]
     rates = tuple((step, float(schedule.rates(step))) for step in dict.fromkeys(bounds))
     return Plan(
@@ -132,8 +147,15 @@ def plan(config: Config, *, store_dir: str | Path = DEFAULT_STORE_DIR) -> Plan:
         packing_mode=config.packing.mode,
         sources={n: {"tokens_per_epoch": epochs_of[n], **sizes.details.get(n, {})} for n in config.sources},
         warnings=tuple(warnings),
-        begins_from=base_lineage(config),
+        begins_from=begins_from,
+        resumes=resumes,
     )
+
+
+def prepare_command(config: Config) -> str:
+    """What to do about text of a config that is not prepared yet."""
+    prepare = f"curriculum prepare {'CONFIG' if config.origin.text is None else shlex.quote(config.origin.file)}"
+    return f"run `{prepare}`{' with the same options' if config.command_line else ''}"
 
 
 def constant_tokens_per_step(schedule: Schedule) -> int | None:

@@ -1,18 +1,34 @@
-"""Options that a run remembers, where its file says something else."""
+"""The config that a run goes on with: of the file, and of options that the run remembers."""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from curriculum.config import Config, apply_options, options_of
+from curriculum.config import Config, apply_options, load_config, options_of, run_name_of
+from curriculum.run import RunDirectory
 from curriculum.variables import substitute
 from curriculum.yaml12 import Origin, parse_yaml
 
 _ABSENT = object()
+
+
+def config_going_on(
+    config_path: str | Path, run_dir: Path | None, changes: Mapping[str, Any]
+) -> tuple[Config, Path, list[str]]:
+    """The config that a run goes on with, its directory (`runs/<name>` where none is given), and lines on values of the
+    file that are not used. `changes` are as in `load_config`; the options that the run remembers stand beside them.
+
+    Raises InputError.
+    """
+    run_dir = run_dir or Path("runs") / run_name_of(config_path, changes["overrides"])
+    remembered = RunDirectory(run_dir).command_line()
+    config = load_config(config_path, **changes, remembered=remembered, continues=run_dir)
+    return config, run_dir, list(outranked(config, remembered, **changes))
 
 
 def outranked(config: Config, remembered: Sequence[str], **given: Any) -> Iterator[str]:

@@ -334,7 +334,7 @@ def test_a_tokenizer_of_conversations_knows_the_template(folder):
     corpus = load_corpus(config, folder / "store")
     assert {"¿".encode(), b"?", b";"} < set(corpus.tokenizer.tokens)
     assert find_sizes(config, folder / "store").tokens_per_epoch["talks"] == corpus.tokens_per_epoch["talks"] > 0
-    assert find_sizes(chat_config(tokenizer={"kind": "char"}), folder / "store").vocab_size is None
+    assert find_sizes(chat_config(tokenizer={"kind": "char"}), folder / "store").tokenizer is None
 
 
 def test_a_conversation_that_an_eval_set_has_is_dropped_from_training(folder):

@@ -4,27 +4,52 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import click
 
+from curriculum.cli.lasting import lasting
 from curriculum.cli.options import config_options
 from curriculum.config import load_config
+from curriculum.errors import InputError
 from curriculum.model.memory import MemoryEstimate
 from curriculum.plan import Plan, plan
 from curriculum.record.queries import beginning
+from curriculum.record.sentences import verdict
 from curriculum.record.wording import columns
+from curriculum.remembered import config_going_on
 
 
 @click.command()
 @config_options()
+@click.option(
+    "--resume", metavar="latest|gold|STEP", help="Of the run as it would go on with CONFIG: what an edit changes."
+)
+@click.option("--run-dir", type=click.Path(path_type=Path), help="With --resume: the run; runs/<name> by default.")
+@click.option("--accept-past", is_flag=True, help="With --resume: as if train were given it.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
-def command(config_path, changes, store_dir, as_json):
+def command(config_path, changes, store_dir, resume, run_dir, accept_past, as_json):
     """Show who gets what and when, before anything is trained.
 
-    Looks only at what is prepared already: the epochs of other sources are unknown.
+    Looks only at what is prepared already: the epochs of other sources are unknown. With --resume it tells of a run,
+    which may be training, what `train` with the same options would do; nothing of the run is changed.
     """
-    resolved = plan(load_config(config_path, **changes), store_dir=store_dir)
+    if resume is None:
+        if run_dir is not None or accept_past:
+            given = "--accept-past" if run_dir is None else "--run-dir"
+            raise InputError(
+                f"{given}: the plan of a run that begins has no use for it; give --resume, or leave it out"
+            )
+        resolved = plan(load_config(config_path, **changes), store_dir=store_dir)
+    else:
+        with lasting():
+            from curriculum.plan_resumed import plan_resumed
+
+        config, run_dir, unused = config_going_on(config_path, run_dir, changes)
+        for line in unused:
+            click.echo(line, err=True)
+        resolved = plan_resumed(config, run_dir, resume, accept_past=accept_past, store_dir=store_dir)
     if as_json:
         click.echo(json.dumps(resolved.to_json(), indent=2))
     else:
@@ -43,6 +68,7 @@ def table(p: Plan) -> list[str]:
     lines = [
         f"{p.name}: {_tokens(p)}",
         *([] if p.begins_from is None else [beginning(p.begins_from)]),
+        *([] if p.resumes is None else _going_on(p)),
         f"parameters: {unknown if p.num_parameters is None else format(p.num_parameters, ',')}"
         + ("" if p.num_trained == p.num_parameters else f", {p.num_trained:,} of them trained"),
         f"memory per device (estimate): {no_memory if p.memory is None else _memory(p.memory, several)}",
@@ -57,7 +83,7 @@ def table(p: Plan) -> list[str]:
         own = [row for row in p.rows if row.phase == phase["name"]]
         for i, row in enumerate(own):
             ramp = f" (ramp {phase['ramp_steps']})" if phase["ramp_steps"] else ""
-            steps = f"{row.start:,} to {row.end:,}{ramp}"
+            steps = f"{row.start:,} to {row.end:,}{ramp}{_trained(p, row.start, row.end)}"
             first = (row.phase, steps, f"{rates[row.start]:.3g}") if i == 0 else ("", "", "")
             rows.append(
                 (
@@ -85,6 +111,23 @@ def table(p: Plan) -> list[str]:
         lines.append(f"passed over at {where}: {tokens} tokens")
     lines += [f"warning: {warning}" for warning in p.warnings]
     return lines
+
+
+def _going_on(p: Plan) -> list[str]:
+    """How a run goes on, and what its config changes of it."""
+    run, step, lr, edit = (p.resumes[key] for key in ("run", "step", "lr", "edit"))
+    if lr is None:
+        return [f"{run} is finished: {step:,} of {p.total_steps:,} steps; nothing is left to train"]
+    what = "the config changes nothing" if edit is None else verdict({"event": "schedule_edit", "step": step, **edit})
+    return [f"{run} goes on at step {step:,}, with a learning rate of {lr:.3g}", what]
+
+
+def _trained(p: Plan, start: int, end: int) -> str:
+    """How much of a phase is trained already."""
+    step = 0 if p.resumes is None else p.resumes["step"]
+    if step <= start:
+        return ""
+    return ", trained" if step >= end else f", trained to {step:,}"
 
 
 def _tokens(p: Plan) -> str:

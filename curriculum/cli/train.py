@@ -10,10 +10,9 @@ import click
 from curriculum.cli.exits import stopped_runs
 from curriculum.cli.lasting import lasting
 from curriculum.cli.options import config_options, process_options
-from curriculum.config import load_config, run_name_of
+from curriculum.config import load_config
 from curriculum.errors import InputError
-from curriculum.remembered import outranked
-from curriculum.run import RunDirectory
+from curriculum.remembered import config_going_on
 
 
 @click.command()
@@ -43,10 +42,7 @@ def command(config_path, changes, store_dir, run_dir, resume, accept_past, launc
     if resume is None:
         config = load_config(config_path, **changes)
     else:
-        run_dir = run_dir or Path("runs") / run_name_of(config_path, changes["overrides"])
-        remembered = RunDirectory(run_dir).command_line()
-        config = load_config(config_path, **changes, remembered=remembered, continues=run_dir)
-        unused = list(outranked(config, remembered, **changes))
+        config, run_dir, unused = config_going_on(config_path, run_dir, changes)
     run_dir = run_dir or Path("runs") / config.name
 
     if dry_run and resume is not None:

@@ -60,7 +60,7 @@ class Corpus:
 class Sizes:
     """What is known of a corpus without preparing it; None where something is not prepared."""
 
-    vocab_size: int | None
+    tokenizer: Tokenizer | None
     tokens_per_epoch: dict[str, int | None]
     details: dict[str, dict[str, Any]]
     warnings: tuple[str, ...]
@@ -137,6 +137,17 @@ def load_evalsets(
     }
 
 
+def find_evalsets(config: Config, store_dir: str | Path, tokenizer: Tokenizer) -> dict[str, EvalSet]:
+    """The eval sets whose text is prepared already, as `load_corpus` gives them. Raises InputError."""
+    stores, eval_stores = find_stores(config, tokenizer, store_dir)
+    splits = hold_out(config, tokenizer, stores)
+    return {
+        name: _evalset(config, name, source, tokenizer, stores, eval_stores, splits)
+        for name, source in config.eval_sources.items()
+        if name in eval_stores or source.held_out_of in stores
+    }
+
+
 def find_read_documents(
     config: Config,
     store_dir: str | Path,
@@ -167,9 +178,9 @@ def find_read_documents(
     return found
 
 
-def find_sizes(config: Config, store_dir: str | Path) -> Sizes:
-    """The sizes of what is prepared, by looking at file times and sidecars only."""
-    tokenizer = find_tokenizer(config.tokenizer, config.sources, store_dir, config.chat)
+def find_sizes(config: Config, store_dir: str | Path, tokenizer: Tokenizer | None = None) -> Sizes:
+    """The sizes of what is prepared, by looking at file times and sidecars only. `tokenizer` as in `load_corpus`."""
+    tokenizer = tokenizer or find_tokenizer(config.tokenizer, config.sources, store_dir, config.chat)
     stores, eval_stores = find_stores(config, tokenizer, store_dir) if tokenizer else ({}, {})
     splits = hold_out(config, tokenizer, stores)
     kept, dropped = drop_evals(config, tokenizer, stores, eval_stores, splits)
@@ -183,7 +194,7 @@ def find_sizes(config: Config, store_dir: str | Path) -> Sizes:
     if stores and (missing := [name for name in own_sources(config) if name not in eval_stores]):
         warnings += (f"not prepared yet, so overlap with training is not counted: eval sets {', '.join(missing)}",)
     return Sizes(
-        vocab_size=tokenizer.vocab_size if tokenizer else None,
+        tokenizer=tokenizer,
         tokens_per_epoch={
             name: details[name]["tokens_per_epoch"] if name in details else None for name in config.sources
         },

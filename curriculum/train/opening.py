@@ -55,9 +55,14 @@ def claim(directory: RunDirectory, lock: RunLock, resume: str | int | None) -> R
         lock.take()
     resumed = to_resume(directory, resume)
     if resume is not None and resumed is None and not step_folders(directory.checkpoints):  # damaged ones are told
-        there = "the run in it has no checkpoint" if directory.holds_run() else "holds no run"
-        print(f"{directory.path}: {there}: nothing is there to resume, and the run begins anew", file=sys.stderr)
+        print(nothing_to_resume(directory), file=sys.stderr)
     return resumed
+
+
+def nothing_to_resume(directory: RunDirectory) -> str:
+    """What to say where a run was to go on, and begins."""
+    there = "the run in it has no checkpoint" if directory.holds_run() else "holds no run"
+    return f"{directory.path}: {there}: nothing is there to resume, and the run begins anew"
 
 
 def check_ahead(config: Config, directory: RunDirectory, step: int, past: Past) -> None:
@@ -159,7 +164,7 @@ def take_up(
         if directory.holds_run():
             raise InputError(f"{directory.path}: another process began a run here; choose another --run-dir")
     moved = []
-    for s, folder, why in _damaged(directory, resumed):
+    for s, folder, why in damaged(directory, resumed):
         to = checkpoints.set_aside(s).relative_to(checkpoints.directory.parent)
         moved.append({"step": s, "why": why, "moved_to": str(to)})
         print(f"{folder}: is damaged: {why}; moved to {directory.path / to}", file=sys.stderr)
@@ -171,7 +176,7 @@ def take_up(
     return moved
 
 
-def _damaged(directory: RunDirectory, resumed: Resumed | None) -> list[tuple[int, Path, str]]:
+def damaged(directory: RunDirectory, resumed: Resumed | None) -> list[tuple[int, Path, str]]:
     """(step, folder, why) of the damaged ones in `checkpoints/`; the one that the run goes on from has verified.
 
     Of those that are older, only the ledger is read: it says which golds must stay.

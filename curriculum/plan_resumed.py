@@ -1,0 +1,84 @@
+"""The plan of a run that goes on: what its config would change, and what becomes of the rest. Nothing is touched."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from curriculum.adaptation import resolved_model
+from curriculum.config import Config
+from curriculum.data.corpus import find_evalsets, find_sizes
+from curriculum.plan import Plan, plan, plan_of, prepare_command
+from curriculum.record.events import plain
+from curriculum.run import DEFAULT_STORE_DIR, RunDirectory
+from curriculum.scheduling import continued_schedule
+from curriculum.train import opening
+from curriculum.train.checkpoints.resumed import to_resume
+from curriculum.train.edits import edit_event, find_edit
+from curriculum.train.ledger import Found, check_past
+from curriculum.train.start import start_of
+
+
+def plan_resumed(
+    config: Config,
+    run_dir: str | Path,
+    resume: str | int = "latest",
+    *,
+    accept_past: bool = False,
+    store_dir: str | Path = DEFAULT_STORE_DIR,
+) -> Plan:
+    """What `train` would do with the same arguments, without the run's lock: it may be training.
+
+    Of a run that has no checkpoint it is the plan of one that begins. Raises InputError where `train` would: for a
+    checkpoint that is not there, for what the config changes of what is trained. Text that is not prepared is not
+    looked at, and a warning says so.
+    """
+    directory = RunDirectory(Path(run_dir))
+    directory.check_usable()
+    resumed = to_resume(directory, resume)
+    told = [f"{folder}: is damaged: {why}; it is passed over" for _, folder, why in opening.damaged(directory, resumed)]
+    if resumed is None:
+        fresh = plan(config, store_dir=store_dir)
+        return replace(fresh, warnings=(*told, opening.nothing_to_resume(directory), *fresh.warnings))
+    step, _, saved = resumed
+    edit = find_edit(config, saved, accept_past=accept_past)
+    opening.check_ahead(config, directory, step, edit.past)
+    start_of(config, saved)
+
+    sizes = find_sizes(config, store_dir, opening.kept_tokenizer(directory, config))
+    gone = {name: source["tokens_per_epoch"] for name, source in saved["sources"].items() if name not in config.sources}
+    evalsets = find_evalsets(config, store_dir, sizes.tokenizer) if sizes.tokenizer else {}
+    schedule, _ = continued_schedule(config, sizes.tokens_per_epoch, edit.past)
+    known = config.model is not None and sizes.tokenizer is not None
+    missing = [name for name in config.eval_sources if name not in evalsets]
+    found = Found(
+        config=config,
+        schedule=schedule,
+        architecture=plain(resolved_model(config, sizes.tokenizer.vocab_size).architecture) if known else None,
+        parameters=None,
+        tokenizer=sizes.tokenizer and sizes.tokenizer.fingerprint,
+        # What eval sets have of a source is not trained on: without them all, its text is not known.
+        sources={} if missing else sizes.details,
+        evalsets={name: evalset.content_hash for name, evalset in evalsets.items()},
+    )
+    accepted = check_past(saved, found, accept_past=accept_past)
+    resumes = {
+        "run": str(directory.path),
+        "step": step,
+        "lr": float(schedule.rates(step)) if step < schedule.total_steps else None,
+        "edit": edit_event(edit, saved, found, accepted, warnings=()),
+    }
+    planned = plan_of(
+        config,
+        replace(sizes, tokens_per_epoch={**sizes.tokens_per_epoch, **gone}),
+        schedule,
+        saved["lineage"],
+        resumes,
+    )
+    unseen = [*missing, *(name for name in config.sources if name not in sizes.details)]
+    if unseen:
+        told.append(
+            "not prepared yet, so whether it is the text that the run was trained on or measured by is not known: "
+            f"{', '.join(unseen)} ({prepare_command(config)})"
+        )
+    return replace(planned, warnings=(*told, *planned.warnings))

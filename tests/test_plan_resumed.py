@@ -1,0 +1,229 @@
+"""What a run would do that goes on with a config, told before it does: held against what it then does."""
+
+import copy
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from command_line import run
+from tiny_run import flip_bit, tiny_data, with_changes, write_corpus
+
+from curriculum.config import build_config
+from curriculum.data.corpus import load_corpus
+from curriculum.errors import InputError
+from curriculum.lock import RunLock
+from curriculum.plan_resumed import plan_resumed
+from curriculum.run import load_run
+from curriculum.train.trainer import train
+
+STEP = 8  # of 12, in the second phase, and before the decay
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A run of 12 steps, `run`, its text, and `store`."""
+    place = write_corpus(tmp_path_factory.mktemp("planned"))
+    (place / "val.txt").write_text("a lazy dog jumps over the party of the first part\n" * 8)
+    shutil.copy(place / "web.jsonl", place / "more.jsonl")
+    train(config_of(place), place / "run", store_dir=place / "store")
+    return place
+
+
+def data_of(place):
+    data = tiny_data(place, evalsets={"every": 3, "primary": {"path": str(place / "val.txt")}})
+    return {**data, "sources": {name: {"path": str(place / f"{name}.jsonl")} for name in ("web", "law")}}
+
+
+def config_of(place, **changes):
+    return build_config(with_changes(copy.deepcopy(data_of(place)), changes))
+
+
+def files_of(folder):
+    """Every file with its content and time."""
+    found = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in Path(folder).rglob("*") if path.is_file()}
+    assert found
+    return found
+
+
+def planned_and_trained(place, copied, step=STEP, accept_past=False, **changes):
+    """(plan, run) of the config that goes on, the run being trained in a copy that the plan was made of."""
+    shutil.copytree(place / "run", copied)
+    config, before = config_of(place, **changes), files_of(copied)
+    planned = plan_resumed(config, copied, step, accept_past=accept_past, store_dir=place / "store")
+    assert files_of(copied) == before
+    train(config, copied, resume=step, accept_past=accept_past, store_dir=place / "store")
+    return planned, load_run(copied)
+
+
+PHASES = [{"name": "a", "until": 6, "mixture": {"web": 1.0}}, {"name": "b", "until": "end", "mixture": {"law": 1.0}}]
+SHORTER = [PHASES[0], {**PHASES[1], "until": 10}, {"name": "c", "until": "end", "mixture": {"web": 0.5, "law": 0.5}}]
+EDITS = {
+    "more steps": {"train__steps": 20},
+    "another mixture from now on": {"phases": [PHASES[0], {**PHASES[1], "mixture": {"web": 0.25, "law": 0.75}}]},
+    "a phase more": {"phases": SHORTER},
+    "another rate": {"optim__lr": 4e-3},
+    "what is no schedule": {"optim__weight_decay": 0.05},
+    "a set less often": {"evalsets__every": 4},
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_the_plan_is_what_the_run_does(edit, place, tmp_path):
+    planned, run = planned_and_trained(place, tmp_path / "run", **EDITS[edit])
+    (told,) = (e for e in run.events if e["event"] == "schedule_edit")
+    said = planned.resumes["edit"]
+    assert said["changes"] and {**{key: told[key] for key in said}, "warnings": []} == said
+    assert list(planned.phases) == run.plan["phases"]
+    assert planned.total_steps == run.complete["total_steps"] == max(row["step"] for row in run.metrics)
+    assert planned.total_tokens == run.complete["total_tokens"]
+    (next_row,) = (row for row in run.metrics if row["step"] == STEP + 1)
+    assert planned.resumes["lr"] == next_row["lr"]
+
+
+def test_without_an_edit_nothing_changes(place, tmp_path):
+    planned, run = planned_and_trained(place, tmp_path / "run")
+    assert planned.resumes["edit"] is None and planned.resumes["step"] == STEP
+    assert not [e for e in run.events if e["event"] == "schedule_edit"]
+    assert list(planned.phases) == run.plan["phases"]
+
+
+def test_an_accepted_past_is_counted_as_it_was_trained(place, tmp_path):
+    law = {"sources": {"law": {"path": str(place / "law.jsonl")}}, "phases": [{**PHASES[1], "name": "b"}]}
+    with pytest.raises(InputError, match="a is gone"):
+        plan_resumed(config_of(place, **law), place / "run", STEP, store_dir=place / "store")
+    planned, run = planned_and_trained(place, tmp_path / "run", accept_past=True, **law)
+    (told,) = (e for e in run.events if e["event"] == "schedule_edit")
+    assert planned.resumes["edit"]["accepted_past"] and told["reason"] == planned.resumes["edit"]["reason"]
+    rows = {(row.phase, row.source): row for row in planned.rows}
+    assert rows["a", "web"].tokens == 6 * 4 * 32  # as many steps of as many rows and tokens
+    assert rows["b", "law"].tokens == 6 * 4 * 32
+    # Of web, which the config no longer has, the run knows the size of an epoch.
+    web = run.start["sources"]["web"]["tokens_per_epoch"]
+    assert rows["a", "web"].epochs_so_far == pytest.approx(6 * 4 * 32 / web)
+
+
+REFUSED = {
+    "phases[0].mixture": {"phases": [{**PHASES[0], "mixture": {"web": 0.5, "law": 0.5}}, PHASES[1]]},
+    "seed": {"seed": 5},
+    "model": {"model__n_layer": 2},
+    "optim.name": {"optim__name": "lion"},
+    "tokenizer": {"tokenizer": {"kind": "bpe", "vocab_size": 300}},
+    "packing.mode": {"packing": {"mode": "best_fit"}},
+    "train.steps": {"train__steps": 4},
+    "train.seq_len": {"train__seq_len": 64},
+    "adaptation.keep_optimizer": {"adaptation": {"init_from": "nowhere", "keep_optimizer": True}},
+}
+
+
+@pytest.mark.parametrize("path", REFUSED)
+def test_what_training_refuses_is_refused_alike(path, place):
+    config = config_of(place, **{k: v for k, v in REFUSED[path].items() if k != "adaptation"})
+    if "adaptation" in REFUSED[path]:  # the file is not read for its base again where a run goes on
+        config = build_config({**data_of(place), **REFUSED[path]}, check_paths=False)
+    load_corpus(config, place / "store")  # what is not prepared is not looked at
+    before = files_of(place / "run")
+    with pytest.raises(InputError) as planned:
+        plan_resumed(config, place / "run", STEP, store_dir=place / "store")
+    assert files_of(place / "run") == before
+    with pytest.raises(InputError) as trained:
+        train(config, place / "run", resume=STEP, store_dir=place / "store")
+    assert (planned.value.problems, planned.value.details) == (trained.value.problems, trained.value.details)
+
+
+def test_an_earlier_checkpoint_that_would_do_is_named_alike(place):
+    config = config_of(place, train__steps=20)  # the rate has decayed at 12
+    with pytest.raises(InputError) as planned:
+        plan_resumed(config, place / "run", store_dir=place / "store")
+    with pytest.raises(InputError) as trained:
+        train(config, place / "run", resume="latest", store_dir=place / "store")
+    assert planned.value.problems == trained.value.problems
+    assert planned.value.details == trained.value.details != []
+    assert planned.value.details[-1].endswith("--resume 10")
+
+
+def test_a_source_whose_documents_an_eval_set_has_is_unknown_while_the_set_is(place, tmp_path):
+    """What an eval set has of a source is not trained on: which text that leaves is known with the set alone."""
+    rows = [json.dumps({"text": f"whereas the party of part {i} shall"}) for i in range(200)]
+    (tmp_path / "law.jsonl").write_text("\n".join(rows))
+    (tmp_path / "some.jsonl").write_text("\n".join(rows[:2]))
+    law, some = ({"path": str(tmp_path / name)} for name in ("law.jsonl", "some.jsonl"))
+    config = config_of(place, sources__law=law, evalsets__sets={"some": some})
+    train(config, tmp_path / "run", store_dir=tmp_path / "store")
+    assert load_run(tmp_path / "run").start["sources"]["law"]["dropped_documents"] == {"some": 2}
+    (tmp_path / "some.jsonl").touch()  # not looked at again until it is prepared
+    told = plan_resumed(config, tmp_path / "run", STEP, store_dir=tmp_path / "store")
+    assert told.resumes["edit"] is None
+    assert any("measured by is not known: some (run" in warning for warning in told.warnings)
+
+
+@pytest.mark.parametrize("which", ["web.jsonl", "val.txt"])
+def test_text_that_changed_is_unknown_until_it_is_prepared_and_then_refused(which, place, tmp_path):
+    for path in place.iterdir():
+        (shutil.copytree if path.is_dir() else shutil.copy)(path, tmp_path / path.name)
+    data = json.loads(json.dumps(data_of(place)).replace(str(place), str(tmp_path)))
+    store, run = tmp_path / "store", tmp_path / "run"
+    config = build_config(data)
+    load_corpus(config, store)
+    text = (tmp_path / which).read_text()
+    (tmp_path / which).write_text(text.replace("party", "parties").replace("brown", "red"))
+    name = {"web.jsonl": "web", "val.txt": "primary"}[which]
+    told = plan_resumed(config, run, STEP, store_dir=store)
+    assert told.resumes["edit"] is None
+    unknown = "not prepared yet, so whether it is the text that the run was trained on or measured by is not known: "
+    assert [w for w in told.warnings if w.startswith(f"{unknown}{name} (run `curriculum prepare")]
+    load_corpus(config, store)
+    with pytest.raises(InputError, match=f"{name}: i(s not the set that|ts training text is not what)"):
+        plan_resumed(config, run, STEP, store_dir=store)
+
+
+def test_a_run_that_trains_is_looked_at_all_the_same_and_damage_is_told(place, tmp_path):
+    shutil.copytree(place / "run", tmp_path / "run")
+    newest = tmp_path / "run/checkpoints/12"
+    flip_bit(max((path for path in (newest / "params").rglob("*") if path.is_file()), key=lambda p: p.stat().st_size))
+    with RunLock(tmp_path / "run") as lock:
+        lock.take()
+        told = plan_resumed(config_of(place), tmp_path / "run", store_dir=place / "store")
+    assert told.resumes["step"] == 10 and newest.is_dir()
+    assert told.warnings[0].startswith(f"{newest}: is damaged: ") and told.warnings[0].endswith("it is passed over")
+
+
+def test_the_command(place, tmp_path):
+    began = str(place / "run")
+
+    def told(*options, **changes):
+        (tmp_path / "c.yaml").write_text(json.dumps(config_of(place, **changes).to_json()))
+        return run(tmp_path, "plan", "c.yaml", *options, "--store-dir", str(place / "store"))
+
+    def of_run(step, *options, **changes):
+        done = told("--resume", step, "--run-dir", began, *options, **changes)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout
+
+    finished = f"{began} is finished: 12 of 12 steps; nothing is left to train"
+    assert of_run("latest").splitlines()[1] == finished
+    _, goes_on, same, *rest = of_run("8").splitlines()
+    assert goes_on == f"{began} goes on at step 8, with a learning rate of 0.003"
+    assert same == "the config changes nothing"
+    assert any("0 to 6, trained " in line for line in rest) and any("6 to 12, trained to 8 " in line for line in rest)
+    edit = "schedule edit at step 8: train.steps 12 → 20 | b until step 20"
+    assert of_run("8", train__steps=20).splitlines()[2] == edit
+    resumes = json.loads(of_run("8", "--json", train__steps=20))["resumes"]
+    assert (resumes["step"], resumes["edit"]["reason"]) == (8, "train.steps 12 → 20")
+    refused = told("--resume", "8", "--run-dir", began, seed=3)
+    assert refused.returncode == 2
+    assert "seed: got 3, but steps 0 to 8 were trained with 1337" in refused.stderr
+
+
+def test_the_command_where_no_run_goes_on(place, tmp_path):
+    (tmp_path / "c.yaml").write_text(json.dumps(config_of(place).to_json()))
+    done = run(tmp_path, "plan", "c.yaml", "--resume", "latest")
+    assert done.returncode == 0
+    begins = "warning: runs/tiny: holds no run: nothing is there to resume, and the run begins anew"
+    assert begins in done.stdout.splitlines() and not (tmp_path / "runs").exists()
+    for options in (["--run-dir", "there"], ["--accept-past"]):
+        refused = run(tmp_path, "plan", "c.yaml", *options)
+        expected = (
+            f"error: {options[0]}: the plan of a run that begins has no use for it; give --resume, or leave it out"
+        )
+        assert (refused.returncode, refused.stderr.splitlines()[0]) == (2, expected)
