@@ -1,0 +1,36 @@
+"""How far a job is, on the console."""
+
+import io
+
+from curriculum.data.progress import WINDOWS, ConsoleProgress, progress_text
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def play(stream, calls):
+    clock = [100.0]
+    progress = ConsoleProgress("web", stream, lambda: clock[0])
+    for at_seconds, done_bytes, total_bytes in calls:
+        clock[0] = 100.0 + at_seconds
+        progress(done_bytes, total_bytes)
+    return stream.getvalue()
+
+
+def test_progress_on_the_console():
+    calls = [(1, 10e6, 100e6), (2.5, 25e6, 100e6), (2.6, 26e6, 100e6), (5, 50e6, 100e6), (10, 100e6, 100e6)]
+    assert play(io.StringIO(), calls) == (
+        "web: 25.0 of 100.0 MB (25%), 10.0 MB/s, ETA 8s\nweb: 100.0 of 100.0 MB (100%), 10.0 MB/s, 10s\n"
+    )
+    renewed = play(Terminal(), calls)
+    assert renewed.count("\r\x1b[K") == 3 and renewed.count("\n") == 1 and renewed.endswith("10s\n")
+    assert play(Terminal(), [(0.1, 1e6, 2e6), (1.5, 2e6, 2e6)]) == ""
+
+
+def test_progress_text():
+    assert progress_text(5_000_000, None, 2.0) == "5.0 MB, 2.5 MB/s"
+    assert progress_text(1_000_000, 7_201_000_000, 1.0) == "1.0 of 7,201.0 MB (0%), 1.0 MB/s, ETA 2h00m"
+    assert progress_text(0, 10, 1.0) == "0.0 of 0.0 MB (0%), 0.0 MB/s"
+    assert progress_text(1500, 6000, 100.0, WINDOWS) == "1,500 of 6,000 windows (25%), 15.0 windows/s, ETA 5m00s"
