@@ -9,7 +9,7 @@ from curriculum.adaptation import resolved_model
 from curriculum.config import Config
 from curriculum.data.corpus import find_evalsets, find_sizes
 from curriculum.plan import Plan, plan, plan_of, prepare_command
-from curriculum.record.events import plain
+from curriculum.record.events import check_offsets, plain
 from curriculum.run import DEFAULT_STORE_DIR, RunDirectory
 from curriculum.scheduling import continued_schedule
 from curriculum.train import opening
@@ -30,8 +30,8 @@ def plan_resumed(
     """What `train` would do with the same arguments, without the run's lock: it may be training.
 
     Of a run that has no checkpoint it is the plan of one that begins. Raises InputError where `train` would: for a
-    checkpoint that is not there, for what the config changes of what is trained. Text that is not prepared is not
-    looked at, and a warning says so.
+    checkpoint that is not there, for what the config changes of what is trained. Not looked at is text that is not
+    prepared, which a warning tells, and the arrays of the checkpoint and of what adapters are trained beside.
     """
     directory = RunDirectory(Path(run_dir))
     directory.check_usable()
@@ -41,14 +41,16 @@ def plan_resumed(
         fresh = plan(config, store_dir=store_dir)
         return replace(fresh, warnings=(*told, opening.nothing_to_resume(directory), *fresh.warnings))
     step, _, saved = resumed
+    check_offsets(directory.path, saved["offsets"])
     edit = find_edit(config, saved, accept_past=accept_past)
     opening.check_ahead(config, directory, step, edit.past)
     start_of(config, saved)
 
     sizes = find_sizes(config, store_dir, opening.kept_tokenizer(directory, config))
-    gone = {name: source["tokens_per_epoch"] for name, source in saved["sources"].items() if name not in config.sources}
     evalsets = find_evalsets(config, store_dir, sizes.tokenizer) if sizes.tokenizer else {}
     schedule, _ = continued_schedule(config, sizes.tokens_per_epoch, edit.past)
+    drawn = schedule.cursors_at(schedule.total_steps)
+    gone = {name: saved["sources"][name]["tokens_per_epoch"] for name in drawn if name not in config.sources}
     known = config.model is not None and sizes.tokenizer is not None
     missing = [name for name in config.eval_sources if name not in evalsets]
     found = Found(

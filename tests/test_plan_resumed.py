@@ -103,6 +103,19 @@ def test_an_accepted_past_is_counted_as_it_was_trained(place, tmp_path):
     assert rows["a", "web"].epochs_so_far == pytest.approx(6 * 4 * 32 / web)
 
 
+def test_a_source_that_was_never_read_may_go(place, tmp_path):
+    """Not even its name is in the schedule then."""
+    alone = [{**PHASES[0], "until": 10}, PHASES[1]]  # up to 10 nothing of law is read
+    train(config_of(place, phases=alone), tmp_path / "run", store_dir=place / "store")
+    web = {"sources": {"web": {"path": str(place / "web.jsonl")}}, "phases": [{**PHASES[0], "until": "end"}]}
+    copied = tmp_path / "copied"
+    shutil.copytree(tmp_path / "run", copied)
+    planned = plan_resumed(config_of(place, **web), tmp_path / "run", STEP, store_dir=place / "store")
+    train(config_of(place, **web), copied, resume=STEP, store_dir=place / "store")
+    assert list(planned.phases) == load_run(copied).plan["phases"]
+    assert [row.source for row in planned.rows] == ["web"]
+
+
 REFUSED = {
     "phases[0].mixture": {"phases": [{**PHASES[0], "mixture": {"web": 0.5, "law": 0.5}}, PHASES[1]]},
     "seed": {"seed": 5},
