@@ -25,6 +25,7 @@ OK, WARNED, REGRESSED = range(3)
 NUM_HISTORY = 24
 _WARN_T, _RECOVER_T = 1.645, 1.0
 MIN_NU, _FALLBACK_NU = 3, 10
+_UNMEASURED = 2.0  # jitter that is not measured, in item errors
 _POWER, _CONFIDENCE = 0.8, 0.95  # of `detectable` and of the intervals
 
 
@@ -124,9 +125,10 @@ def observe(
 
     SE^2 = SE_item^2 + 2 jitter^2 and t = (delta - tolerance) / SE, held against Student's quantile with
     min(nu, clusters - 1) degrees of freedom at `level`, the chance of a false alarm of one comparison. A set regresses
-    where t is above that or its loss is not finite, and stays regressed until t is below 1 by the error of now and by
-    that of the alarm: after a large rise the scatter is large too. If only the baseline is not finite, no alarm is
-    raised and a standing one ends. At a level of 0 or less a set regresses only by a loss that is not finite.
+    where t is above that or its loss is not finite, and stays regressed until t is below 1 by the error of now, by that
+    of the alarm, and by that of a set whose jitter is not measured: a large rise makes the scatter large too, and that
+    nothing is known any more is no recovery. If only the baseline is not finite, no alarm is raised and a standing one
+    ends. At a level of 0 or less a set regresses only by a loss that is not finite.
 
     `detectable` is the smallest rise above the best eval that the next eval would show with 80 % power if it had the
     errors of this one: tolerance + (critical + t_0.8) SE. It is told of the best eval for two reasons: a rise above
@@ -155,7 +157,8 @@ def observe(
 
     before_B = watched.states_B
     worse_B = (t_B > critical[..., None]) | ~np.isfinite(loss)[..., None]
-    stays_B = (before_B == REGRESSED) & ((t_B >= _RECOVER_T) | (delta_B > watched.recovery_deltas_B))
+    at_most_B = np.minimum(watched.recovery_deltas_B, tolerance + _RECOVER_T * _unmeasured_sem(sem_item_B))
+    stays_B = (before_B == REGRESSED) & ((t_B >= _RECOVER_T) | (delta_B > at_most_B))
     milder_B = np.where(t_B > _WARN_T, WARNED, OK)
     states_B = np.where(worse_B | stays_B, REGRESSED, milder_B).astype(np.int8)
     since_B = np.where(before_B == REGRESSED, watched.first_steps_B, step)
@@ -302,9 +305,14 @@ def _errors(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(jitter, standard error, degrees of freedom) of a difference between two checkpoints. Both of them jitter."""
     few = nu < MIN_NU
-    jitter = np.where(few, 2 * sem_item, jitter)
+    jitter = np.where(few, _UNMEASURED * sem_item, jitter)
     sem = np.sqrt(sem_item * sem_item + 2 * jitter * jitter)
     return jitter, sem, np.minimum(np.where(few, _FALLBACK_NU, nu), num_clusters - 1)
+
+
+def _unmeasured_sem(sem_item: np.ndarray) -> np.ndarray:
+    """The standard error where the jitter is not measured."""
+    return math.sqrt(1 + 2 * _UNMEASURED**2) * sem_item
 
 
 def _no_verdict(num_clusters: int, level: float) -> str | None:
