@@ -35,7 +35,8 @@ class Measured:
     train_loss: the recent one; None where no update was made yet.
     regressed: every set that stands regressed now, whenever it was measured.
     is_last: no eval follows in this run.
-    is_candidate: False for an eval that is only remembered: step 0 of a run that begins from nothing.
+    is_candidate: False for step 0 of a run that begins from nothing, which is only remembered: what does no better is
+        no gold either.
     limits_from_start: `subject_to` counts from the set's first loss, else from its lowest so far.
     """
 
@@ -81,11 +82,13 @@ class GoldState:
     """What `decide` knows of the evals before. Finite numbers, None and text only: `to_json` and back is exact.
 
     metric: what is minimised; under another one the search begins anew, while the sets' losses stay.
+    start: its value before the first update of a run that begins from nothing; None of others, or where not finite.
     rises: evals in a row, up to the last, that were above the one before or not finite.
     last: value of the last eval, None where there is none or it is not finite.
     """
 
     metric: str | None = None
+    start: float | None = None
     gold: Best | None = None
     pending: Pending | None = None
     rises: int = 0
@@ -146,7 +149,7 @@ class Blocked(_Event):
     value: float
     best: float | None
     best_step: int | None
-    guard: Literal["overfit", "regression", "limit", "trend", "gate"]
+    guard: Literal["start", "overfit", "regression", "limit", "trend", "gate"]
     reason: str
 
 
@@ -185,6 +188,8 @@ def decide(config: GoldConfig, state: GoldState, measured: Measured) -> tuple[Go
     rises, pending, gold = state.rises, state.pending, state.gold
     rose = value is None or (state.last is not None and value > state.last)
     state = replace(state, rises=rises + 1 if rose else 0, last=value, pending=None)
+    if not measured.is_candidate:
+        return replace(state, start=value), []
 
     decisions: list[Decision] = []
     passed = own = None
@@ -195,9 +200,9 @@ def decide(config: GoldConfig, state: GoldState, measured: Measured) -> tuple[Go
         else:
             decisions.append(_blocked(state, dip, "trend", _unconfirmed(pending, measured.step, value, gold)))
 
-    if measured.is_candidate and _below(value, gold):
+    if _below(value, gold):
         own = Candidate(measured.step, config.minimise, value)
-        if objections := _objections(config, state, measured):
+        if objections := _objections(config, state, measured, value):
             own = _blocked(state, own, objections[0][0], "; ".join(reason for _, reason in objections))
         elif config.consecutive_rises and rises >= config.consecutive_rises and not rose:
             if measured.is_last:
@@ -262,9 +267,11 @@ def _remembered(sets: Mapping[str, SetMemory], measured: Measured) -> dict[str, 
     return remembered
 
 
-def _objections(config: GoldConfig, state: GoldState, measured: Measured) -> list[tuple[str, str]]:
+def _objections(config: GoldConfig, state: GoldState, measured: Measured, value: float) -> list[tuple[str, str]]:
     """(guard, reason) of every guard that objects to this eval as it stands, whatever came before it."""
     found = []
+    if state.start is not None and value >= state.start:
+        found.append(("start", f"start: {value:.4f} is not below {state.start:.4f}, what the run began with"))
     primary, train_loss = measured.summaries.get(PRIMARY), measured.train_loss
     if config.overfit_ratio is not None and primary is not None and _finite(train_loss) is not None:
         ratio = primary.loss / train_loss if train_loss > 0 else math.inf

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -104,9 +105,20 @@ def test_what_is_not_finite_is_never_the_gold(bad):
     assert json.loads(json.dumps(state.to_json(), allow_nan=False)) == state.to_json()
 
 
-def test_step_0_is_a_candidate_only_when_told_so():
-    state, decisions = run(OFF, [measured(0, primary=1.0, is_candidate=False), measured(10, primary=4.0)])
-    assert decisions[0] == [] and told(decisions[1][0]) == "gold 10"
+def test_step_0_is_a_candidate_only_when_told_so_and_else_the_bar():
+    begun = [measured(0, primary=7.0, is_candidate=False), measured(10, primary=147.0), measured(20, primary=7.0)]
+    state, decisions = run(OFF, [*begun, measured(30, primary=6.9), measured(40, primary=6.95)])
+    assert decisions[0] == [] and [told(d) for d in decisions[3]] == ["gold 30"] and decisions[4] == []
+    blocked = [(d.step, d.guard, d.reason) for d in [*decisions[1], *decisions[2]]]
+    assert blocked == [
+        (10, "start", "start: 147.0000 is not below 7.0000, what the run began with"),
+        (20, "start", "start: 7.0000 is not below 7.0000, what the run began with"),
+    ]
+    assert state.start == 7.0 and GoldState.from_json(state.to_json()) == state
+    # Without a finite loss, or of another metric, nothing is known of the start.
+    assert told(run(OFF, [measured(0, primary=math.nan, is_candidate=False), *begun[1:]])[1][1][0]) == "gold 10"
+    state, _ = run(OFF, begun[:1])
+    assert told(decide(replace(OFF, minimise="primary/perplexity"), state, begun[1])[1][0]) == "gold 10"
     _, decisions = run(OFF, [measured(0, primary=1.0), measured(10, primary=4.0)])
     assert [told(d) for d in decisions[0]] == ["gold 0"] and decisions[1] == []
 
