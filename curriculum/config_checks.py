@@ -236,18 +236,6 @@ def _check_skip_updates(v):
         yield "train.skip_updates.judge_from_steps", f"{got}: a window never holds more"
 
 
-def _check_rollback(v):
-    """One checkpoint from before the first bad update must be left when a row of them is long enough."""
-    rollback, checkpoint = v["train"].rollback, v["checkpoint"]
-    if rollback is None:
-        return
-    needed = 1 - (1 - rollback.after) // checkpoint.every
-    if checkpoint.keep < needed:
-        got = f"got {checkpoint.keep}, expected {needed} or more with train.rollback"
-        why = f"{rollback.after} bad updates in a row may have {needed - 1} checkpoints between them"
-        yield "checkpoint.keep", f"{got}: {why}, and one from before the row must be left"
-
-
 def _check_dropout(v):
     if v["train"].deterministic is False and not (v["model"].dropout or 0) > 0:
         yield "train.deterministic", "got false with model.dropout 0, expected a dropout above 0, true or null"
@@ -316,7 +304,6 @@ CHECKS = [
     ({"evalsets"}, _check_regression),
     ({"evalsets"}, _check_gold),
     ({"train"}, _check_skip_updates),
-    ({"train", "checkpoint"}, _check_rollback),
     ({"train", "model"}, _check_dropout),
     ({"optim"}, _check_optim),
     ({"mesh"}, _check_mesh),

@@ -157,7 +157,8 @@ class CheckpointSection:
     every: PositiveInt = 200
     """Steps between checkpoints; the last step is always saved."""
     keep: PositiveInt = 3
-    """How many of the newest checkpoints are kept; averages.phase_mean keeps more."""
+    """How many of the newest checkpoints are kept; averages.phase_mean keeps more, a row of bad updates the newest one
+    from before it."""
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,8 @@ class SaveFailed(OSError):
 class Checkpoints:
     """The checkpoints of one folder, the newest `keep` of them; None: all, until they are deleted.
 
-    With `keep_planned` = (every, n) also the newest n whose step is a multiple of `every`.
+    With `keep_planned` = (every, n) also the newest n whose step is a multiple of `every`. While updates in a row are
+    bad, the newest one from before them stays as well: it is the one to go back to.
 
     A step's folder holds `params` (restorable alone), `train` (optimizer state and accumulators), `ema` where a moving
     average is kept, `ledger` (plain JSON: segments, consumption, the record's offsets), `baselines` (nats of every eval
@@ -102,6 +103,7 @@ class Checkpoints:
         self.wait()
         check_finite(state)
         step = int(state.step)
+        sound = int(state.guard.row_began) if int(state.guard.bad_in_a_row) else step
         newest = together.from_first(lambda: max(step_folders(self.directory), default=-1))
         if newest >= step:
             raise RuntimeError(
@@ -116,14 +118,14 @@ class Checkpoints:
         saved = {name: ocp.args.PyTreeSave(tree) for name, tree in {**arrays, "baselines": dict(baselines)}.items()}
         items = ocp.args.Composite(**saved, ledger=ocp.args.JsonSave(ledger))
         if on_host and together.count() == 1:
-            self._pending = step, in_turn.submit(self._write, step, items)
+            self._pending = step, in_turn.submit(self._write, step, sound, items)
             return
         try:
             self._begin(step, items)  # returns once the writer has the arrays on the host
         except (OSError, ValueError) as error:
             self._drop_partial()
             raise self._failure(step, error) from None
-        self._pending = step, in_turn.submit(self._write, step)
+        self._pending = step, in_turn.submit(self._write, step, sound)
 
     def _begin(self, step: int, items: ocp.args.Composite) -> None:
         if together.is_first():
@@ -132,10 +134,11 @@ class Checkpoints:
         together.wait_for_all()
         self._writer.save(self._partial(step), items)
 
-    def _write(self, step: int, items: ocp.args.Composite | None = None) -> None:
+    def _write(self, step: int, sound: int, items: ocp.args.Composite | None = None) -> None:
         """In the background: give the step its name once it is whole and on the disk, then let old ones go.
 
-        `items`: what is to be written, None where that was begun before.
+        `sound`: up to there no update was bad that is in the row up to now. `items`: what is to be written, None where
+        that was begun before.
         """
         try:
             if items is not None:
@@ -153,6 +156,7 @@ class Checkpoints:
             raise
         steps = self.steps()
         kept = set(steps if self._keep is None else steps[-self._keep :])
+        kept.update([s for s in steps if s <= sound][-1:])
         if self._keep_planned is not None:
             every, num = self._keep_planned
             kept.update([s for s in steps if s % every == 0][-num:])
