@@ -8,6 +8,7 @@ import os
 import shlex
 import socket
 import sys
+import time
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -57,16 +58,16 @@ class RunLock:
                 "written to: mend it, or remove it while no process trains here"
             ) from None
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(descriptor)
         except OSError as error:
             os.close(descriptor)
             if not isinstance(error, BlockingIOError):
                 raise InputError(
                     f"{self.path}: cannot be locked: {error.strerror}; choose a --run-dir on a disk with locks"
                 ) from None
+            holder = _holder(self.path, "process {pid} on {host} (since {started_at}, command {command})")
             raise InputError(
-                f"{self.path.parent}: is being trained by {_holder(self.path)}; wait for it, stop it, or choose "
-                "another --run-dir"
+                f"{self.path.parent}: is being trained by {holder}; wait for it, stop it, or choose another --run-dir"
             ) from None
         self._descriptor = descriptor
         own = {
@@ -82,10 +83,38 @@ class RunLock:
             os.ftruncate(descriptor, 0)  # of a full disk: it is locked all the same
 
 
-def _holder(path: Path) -> str:
+def _lock(descriptor: int) -> None:
+    """Lock a file for this process alone. `trained_by` holds a lock for an instant, which is waited for."""
+    for _ in range(9):
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.02)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def trained_by(run_dir: Path) -> str | None:
+    """Which process trains the run of a directory now; None where none does, or that cannot be told."""
+    path = run_dir / LOCK
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _holder(path, "process {pid} on {host}")
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    return None
+
+
+def _holder(path: Path, what: str) -> str:
     """Who holds a lock, as far as its file says."""
     try:
         holder: Any = json.loads(path.read_text(encoding="utf-8"))
-        return "process {pid} on {host} (since {started_at}, command {command})".format(**holder)
+        return what.format(**holder)
     except (OSError, ValueError, TypeError, LookupError):
         return f"another process ({path.name} does not say which)"

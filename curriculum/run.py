@@ -220,6 +220,11 @@ class Run:
         return self.events[-1] if self.events and self.events[-1]["event"] == "training_complete" else None
 
     @property
+    def diverged(self) -> dict[str, Any] | None:
+        """The `diverged` event that the run ended with, None of others; to resume it takes the event back."""
+        return self.events[-1] if self.events and self.events[-1]["event"] == "diverged" else None
+
+    @property
     def gold_step(self) -> int | None:
         """The step of the gold checkpoint, None while there is none."""
         return _gold_step(self.events)

@@ -163,8 +163,8 @@ def test_a_branch_tells_where_it_comes_from(branched, folder):
     assert edit["reason"].startswith(f"branched from {folder / 'trunk'} at step 14 --set phases[1].until=17")
     assert "logging.every" not in edit["reason"]
     told = f"train {new / 'config.yaml'} --run-dir {new} --store-dir {folder / 'store'} --resume"
-    assert f"{told} latest\n" in printed
-    assert inspect_run(load_run(new))["commands"]["train longer"].endswith(f"{told} STEP --set train.steps=MORE")
+    longer = inspect_run(load_run(new))["commands"]["train longer"]
+    assert longer.endswith(f"{told} 12 --set train.steps=MORE") and f"{longer}\n" in printed
 
 
 @pytest.mark.parametrize("step", [12, 13, 17])

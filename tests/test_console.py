@@ -10,6 +10,7 @@ import pytest
 
 from curriculum.record.console import Console, tensorboard_link
 from curriculum.record.sentences import verdict
+from curriculum.run import CHECKPOINT_ITEMS
 
 PLAN = {
     "total_steps": 75000,
@@ -296,6 +297,7 @@ VERDICTS = [
         "diverged at step 2: parameters are not finite after update 1 | there is no checkpoint",
     ),
 ]
+DIVERGED = stamped("diverged", 212, reason="3 updates in a row were bad", last_good_step=200)
 ROLLBACK = stamped(
     "rollback", 200, told_at_step=212, first_bad_step=209, skip_steps=20, number=1, max=3, reason="bad luck",
     skipped_updates=4, skipped_nonfinite=1, skipped_outliers=2, plan=PLAN,
@@ -441,7 +443,7 @@ def test_the_end_says_where_to_resume_what_to_deploy_and_how_to_look(tmp_path):
         start(),
         stamped("checkpoint", 75000),
         complete(gold_step=70000),
-        resume_command="curriculum train example.yaml --resume latest",
+        resume_command=lambda step, longer: f"resume {step}{' longer' if longer else ''}",
     )
     link = "http://127.0.0.1:6006/?runFilter=%5Eexample-1%2F&tagFilter=eval_sets&smoothing=0#timeseries"
     tensorboard = Path(sys.executable).with_name("tensorboard")
@@ -450,9 +452,7 @@ def test_the_end_says_where_to_resume_what_to_deploy_and_how_to_look(tmp_path):
     assert lines[6:] == [
         "complete: 75000 steps, 7.4B tokens in 52.3h (39.2k tok/s) | train - | val 3.0500, best 3.0000",
         "  forgotten    code +0.2500 since base",
-        f"  resume from  {run_dir}/checkpoints/75000 with more train.steps: "
-        "curriculum train example.yaml --resume latest",
-        "               (where the learning rate has decayed: with --resume STEP, a checkpoint before that)",
+        f"  resume from  {run_dir}/checkpoints/75000: resume latest longer",
         f"  deploy       {run_dir}/gold/70000 (gold, step 70000, domain/bpb 1.2500)",
         f"  TensorBoard  {tensorboard} --logdir '{tmp_path}/my runs' --host 127.0.0.1",
         f"               {link}",
@@ -494,9 +494,29 @@ def test_without_gold_and_tensorboard_the_end_names_the_latest_checkpoint(tmp_pa
     lines = printed(tmp_path, start(), stamped("checkpoint", 75000), complete(gold_step=None))
     assert lines[8:] == [
         f"  resume from  {tmp_path}/checkpoints/75000 with more train.steps",
-        "               (where the learning rate has decayed: with --resume STEP, a checkpoint before that)",
         f"  deploy       {tmp_path}/checkpoints/75000 (the latest; the run has no gold checkpoint)",
     ]
+
+
+def test_the_end_names_the_checkpoint_from_before_the_decay(tmp_path):
+    def pieces(*spans):
+        return [{"piece": {"start": start, "first": first, "last": last}} for start, first, last in spans]
+
+    def told(*spans):
+        begun = {**start(), "plan": {**PLAN, "learning_rate": pieces((0, 0.0, 1.0), *spans)}}
+        lines = printed(
+            tmp_path, begun, stamped("checkpoint", 75000), complete(gold_step=None), resume_command="{0} {1}".format
+        )
+        return [line.removeprefix(f"  resume from  {tmp_path}/checkpoints/") for line in lines[8:-1]]
+
+    for step in (200, 60000, 65000, 75000):
+        for item in CHECKPOINT_ITEMS:
+            (tmp_path / f"checkpoints/{step}/{item}").mkdir(parents=True)
+    assert told((10, 1.0, 1.0)) == ["75000: latest True"]
+    before = "60000, before the rate's decay: 60000 True"
+    assert told((10, 1.0, 1.0), (60000, 1.0, 0.1)) == [before]
+    rises = "               (the learning rate rises again there: a jump asks for optim.allow_jump)"
+    assert told((10, 1.0, 0.1)) == ["75000: latest True", rises]
 
 
 def test_link_takes_the_name_of_a_run_literally():
@@ -513,12 +533,13 @@ def test_link_takes_the_name_of_a_run_literally():
         ([start(), stamped("checkpoint", 200)], ["stopped", "  resume from  {run}/checkpoints/200: again"]),
         ([start(), ROLLBACK | {"step": 0}], ["stopped before the first checkpoint: the run starts again at step 0"]),
         ([stamped("resume", 100, plan=PLAN)], ["stopped", "  resume from  {run}/checkpoints/100: again"]),
+        ([start(), stamped("checkpoint", 200), DIVERGED], []),  # what to do then, a summary says
         ([start(), stamped("checkpoint", 75000), complete(None)], []),
     ],
 )
 def test_a_run_that_stops_early_says_where_to_take_it_up(tmp_path, events, closing):
     stream = io.StringIO()
-    console = Console(tmp_path, resume_command="again", stream=stream)
+    console = Console(tmp_path, resume_command=lambda step, longer: "again", stream=stream)
     for event in events:
         console.event(event)
     before = stream.getvalue()

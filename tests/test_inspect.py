@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import shutil
+import socket
 import subprocess
 import sys
 
@@ -14,6 +16,7 @@ from written_run import command, offender, write_run
 
 from curriculum.config import build_config
 from curriculum.errors import InputError
+from curriculum.lock import RunLock
 from curriculum.plan import plan
 from curriculum.record.queries import consumption, eval_points, evalset_facts, last_detectable, standing_regressions
 from curriculum.run import CHECKPOINT_ITEMS, load_run
@@ -89,8 +92,9 @@ def test_a_finished_run(tmp_path):
     assert f"gold step 80: primary/loss 2.2000 ({path}/gold/80)" in lines
     assert "checkpoints 60, 100" in lines and "gold 80" in lines and "kept" not in lines
     assert "regressed none stands (law: what rise would show is not known)" in lines
-    assert f"--run-dir {path} --resume STEP --set train.steps=MORE\n" in lines and f"report {path} -o run.html" in lines
-    assert "(STEP: latest; where the learning rate has decayed, a checkpoint before that)" in lines
+    assert (
+        f"--run-dir {path} --resume latest --set train.steps=MORE\n" in lines and f"report {path} -o run.html" in lines
+    )
 
 
 def test_a_mixture_that_was_changed_on_its_way(tmp_path):
@@ -161,7 +165,13 @@ def test_a_run_in_progress(tmp_path):
     assert facts["evals"]["law"]["step"] == 60 and facts["evals"]["val"]["step"] == 80
     domain = facts["phases"][1]
     assert not domain["done"] and domain["counted_at_step"] == 80 and domain["tokens"] == {"web": 200, "law": 1_800}
-    assert "in phase domain, not finished" in shown(path) and "go on" in shown(path)
+    assert "not finished, in phase domain" in shown(path) and "go on" in shown(path)
+    with RunLock(path) as lock:
+        lock.take()
+        assert f"being trained by process {os.getpid()} on {socket.gethostname()}, in phase domain" in shown(path)
+        with pytest.raises(InputError, match="is being trained by process"), RunLock(path) as other:
+            other.take()
+    assert "not finished, in phase domain" in shown(path)
     assert "60 to 100 at 80 law 0.9" in shown(path)
 
 

@@ -18,10 +18,10 @@ from urllib.parse import quote
 
 from curriculum.record.append import DISK_ERRORS, Appender
 from curriculum.record.events import eval_averages, eval_sets
-from curriculum.record.queries import beginning, planned_tokens, shapes_of
+from curriculum.record.queries import beginning, longer_from, planned_tokens, shapes_of
 from curriculum.record.sentences import sample_lines, skipped_counts, skipped_line, skipped_why, verdict
 from curriculum.record.wording import duration, loss
-from curriculum.run import DEFAULT_STORE_DIR
+from curriculum.run import DEFAULT_STORE_DIR, checkpoint_steps
 
 _RECENT_EVALS = 5
 
@@ -29,7 +29,8 @@ _RECENT_EVALS = 5
 class Console:
     """Prints the events and rows of one process to `stream` and to `<run>/train.log`.
 
-    resume_command: what the user types to go on with this run; without it only the checkpoint is named.
+    resume_command: what the user types to go on with this run, by the step and whether it is to be longer; without it
+        only the checkpoint is named.
     device_lines: what this process trains on, said once as it begins.
     progress_every_seconds: at most one line of progress in this time; a terminal shows every row, in place.
     clock: seconds, for that rate alone; every time shown comes from the events.
@@ -38,7 +39,7 @@ class Console:
     def __init__(
         self,
         run_dir: Path,
-        resume_command: str | None = None,
+        resume_command: Callable[[str, bool], str] | None = None,
         stream: TextIO | None = None,
         progress_every_seconds: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
@@ -56,7 +57,7 @@ class Console:
         self._device_lines = tuple(device_lines)
         self._total_steps = 0
         self._checkpoint_step: int | None = None
-        self._complete = False
+        self._over = False  # complete, or diverged
         self._skipped: dict[str, int] = {}  # what the last row or event said
         self._plan: dict[str, Any] = {}
         # (step, elapsed seconds) at the last evals of this process: the pace, evals included.
@@ -93,9 +94,10 @@ class Console:
             case "generation":
                 self._print(*sample_lines(event))
             case "training_complete":
-                self._complete = True
+                self._over = True
                 self._print(*self._closing(event))
-            case _ if line := verdict(event):
+            case kind if line := verdict(event):
+                self._over |= kind == "diverged"  # to go on would be to diverge again: what to do instead is said
                 self._print(line, *_warnings(event))
 
     def row(self, row: dict[str, Any]) -> None:
@@ -115,20 +117,20 @@ class Console:
             self._show(line + "\n")
 
     def close(self) -> None:
-        """Ends the view; where the run is not complete, says where it can be taken up."""
-        if self._total_steps and not self._complete:
+        """Ends the view; where the run is not over, says where it can be taken up."""
+        if self._total_steps and not self._over:
             if self._checkpoint_step is None:
                 self._print("stopped before the first checkpoint: the run starts again at step 0")
             else:
-                self._print("stopped", f"  resume from  {self._checkpoint}{self._resume_hint()}")
+                self._print("stopped", f"  resume from  {self._checkpoint}{self._resume_hint('latest')}")
         self._log.close()
 
     @property
     def _checkpoint(self) -> Path:
         return self._run_dir / "checkpoints" / str(self._checkpoint_step)
 
-    def _resume_hint(self) -> str:
-        return f": {self._resume_command}" if self._resume_command else ""
+    def _resume_hint(self, step: str, longer: bool = False) -> str:
+        return f": {self._resume_command(step, longer)}" if self._resume_command else ""
 
     def _closing(self, event: dict[str, Any]) -> Iterator[str]:
         if skipped := event.get("skipped_updates", 0):
@@ -149,11 +151,10 @@ class Console:
         if event["total_steps"] < event["train_steps"]:
             steps = event["train_steps"]
             yield f"  ended early  before train.steps, {steps}: a source is exhausted whose on_exhaust is stop"
-            more = "a higher max_epochs of it, or another on_exhaust"
+            how = f"with a higher max_epochs of it, or another on_exhaust{self._resume_hint('latest')}"
+            yield f"  resume from  {self._checkpoint} {how}"
         else:
-            more = "more train.steps"
-        yield f"  resume from  {self._checkpoint} with {more}{self._resume_hint()}"
-        yield "               (where the learning rate has decayed: with --resume STEP, a checkpoint before that)"
+            yield from self._longer()
         if event["gold_step"] is None:
             yield f"  deploy       {self._checkpoint} (the latest; the run has no gold checkpoint)"
         else:
@@ -165,6 +166,17 @@ class Console:
             logdir = shlex.quote(str(self._run_dir.parent))
             yield f"  TensorBoard  {program('tensorboard')} --logdir {logdir} --host 127.0.0.1"
             yield f"               {tensorboard_link(self._run_dir)}"
+
+    def _longer(self) -> Iterator[str]:
+        """How a run that is complete can be trained for longer."""
+        newest, folder = self._checkpoint_step, self._run_dir / "checkpoints"
+        step = longer_from(self._plan, {newest, *checkpoint_steps(folder)})
+        resumed = "latest" if step in (None, newest) else str(step)
+        before = "" if resumed == "latest" else ", before the rate's decay"
+        how = self._resume_hint(resumed, True) or " with more train.steps"
+        yield f"  resume from  {folder / str(newest if step is None else step)}{before}{how}"
+        if step is None:
+            yield "               (the learning rate rises again there: a jump asks for optim.allow_jump)"
 
     def _of_evals(self, event: dict[str, Any]) -> str:
         """What share of the time evals took, of which the rate of the progress lines knows nothing."""
@@ -282,7 +294,13 @@ def _mixture(mixture: dict[str, float]) -> str:
 
 
 def resume_command(
-    config_file: str | Path, run_dir: Path, store_dir: str | Path, step: str = "latest", *, own_model: bool = False
+    config_file: str | Path,
+    run_dir: Path,
+    store_dir: str | Path,
+    step: str = "latest",
+    longer: bool = False,
+    *,
+    own_model: bool = False,
 ) -> str:
     """What to type to go on with a run; of a model of one's own, which no command knows, what to call."""
     if own_model:
@@ -290,10 +308,13 @@ def resume_command(
         run = repr(str(run_dir))
         remembered = f"remembered=run_directory({run}).command_line(), continues={run}"
         config = f"load_config({str(config_file)!r}, {remembered})"
-        return f"train({config}, {run}, resume={step!r}{stores}, make_model=...) from Python"
+        resume = repr(int(step) if step.isdecimal() else step)
+        more = ", with more train.steps" if longer else ""
+        return f"train({config}, {run}, resume={resume}{stores}, make_model=...) from Python{more}"
     own, where = shlex.quote(str(config_file)), shlex.quote(str(run_dir))
     stores = "" if str(store_dir) == DEFAULT_STORE_DIR else f" --store-dir {shlex.quote(str(store_dir))}"
-    return f"{program('curriculum')} train {own} --run-dir {where}{stores} --resume {step}"
+    more = " --set train.steps=MORE" if longer else ""
+    return f"{program('curriculum')} train {own} --run-dir {where}{stores} --resume {step}{more}"
 
 
 def program(name: str) -> str:

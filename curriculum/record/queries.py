@@ -124,6 +124,14 @@ def planned_tokens(plan: Mapping[str, Any], step: int) -> int:
     return sum(max(min(s["end"], step) - s["start"], 0) * s["tokens_per_step"] for s in plan["step_sizes"])
 
 
+def longer_from(plan: Mapping[str, Any], steps: Iterable[int]) -> int | None:
+    """The checkpoint from which a run is trained longer: the newest of `steps` from before the decay that the rate ends
+    in, after which it would jump up again; None where there is none."""
+    *_, last = plan.get("learning_rate") or [None]
+    falls = last is not None and last["piece"]["last"] < last["piece"]["first"]
+    return max((step for step in steps if not falls or step <= last["piece"]["start"]), default=None)
+
+
 def shapes_of(phases: Iterable[Mapping[str, Any]]) -> list[str]:
     """The shapes of each phase's updates in words, empty where there is one alone, or the run's record has none."""
     words = []

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from curriculum.errors import InputError
-from curriculum.record.events import STAMPS, Record, read_events
+from curriculum.record.events import STAMPS, Record, number, read_events, read_metrics
 from curriculum.record.queries import acts_of
 from curriculum.run import RunDirectory
 from curriculum.train.checkpoints.finite import NonFiniteState, check_finite
@@ -178,12 +178,13 @@ def _summary(run: Running, done: int, divergence: _Divergence, why: str | None) 
     course, state = run.setup.course, run.state
     config, guard = run.setup.config.train, jax.device_get(state.guard)
     first, path = divergence.found_step, run.directory.path
+    rows = [row for row in from_first(lambda: read_metrics(path)) if row["step"] <= first][-_SHOWN:]
     lines = [
         f"training diverged at step {done} of {course.total_steps} (phase {course.phase_at(done)}, learning rate "
         f"{course.rate_at(done):.3g}): {divergence.reason}",
         f"  skipped      {_counts(state)}",
-        f"  loss         {_course(guard.losses_W, first, done)}",
-        f"  grad norm    {_course(guard.grad_norms_W, first, done)}",
+        f"  loss         {_course(guard.losses_W, first, done, [row['loss'] for row in rows])}",
+        f"  grad norm    {_course(guard.grad_norms_W, first, done, [row['grad_norm'] for row in rows])}",
     ]
     if config.rollback is None:
         lines.append("  rollbacks    none (train.rollback is not set)")
@@ -214,21 +215,25 @@ def _counts(state: TrainState) -> str:
     )
 
 
-def _course(values_W: np.ndarray, first_bad: int, done: int) -> str:
-    """Mean and standard deviation of what the window holds before the bad updates, and the first of those."""
+def _course(values_W: np.ndarray, first_bad: int, done: int, rows: Sequence[float | str | None]) -> str:
+    """What it was before the bad updates, by the window, or by `rows` of metrics where it holds these alone; and the
+    first of them."""
     size = len(values_W)
     before = [float(values_W[s % size]) for s in range(max(0, done - size), first_bad)]
     bad = [float(values_W[s % size]) for s in range(max(first_bad, done - size), done)]
-    return f"{_mean(before)}; then {_listed(bad)}"
+    logged = [value for value in map(number, rows) if value is not None]
+    told = _mean(before, "updates") or _mean(logged, "metrics rows")
+    return f"{told or 'none before'}; then {_listed(bad)}"
 
 
-def _mean(values: Sequence[float]) -> str:
+def _mean(values: Sequence[float], of: str) -> str | None:
+    """Mean and standard deviation of the finite ones, None where there is none."""
     finite = [value for value in values if np.isfinite(value)]
-    if not finite:
-        return "none before"
-    return f"{np.mean(finite):.4g} ± {np.std(finite):.2g} over {len(finite)} updates before"
+    return f"{np.mean(finite):.4g} ± {np.std(finite):.2g} over {len(finite)} {of} before" if finite else None
 
 
 def _listed(values: Sequence[float]) -> str:
+    if not np.isfinite(values).any():
+        return "not finite in any"
     shown = [f"{value:.4g}" if np.isfinite(value) else "not finite" for value in values[:_SHOWN]]
     return ", ".join(shown) + (f", ... ({len(values)} updates)" if len(values) > _SHOWN else "")

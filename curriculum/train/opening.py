@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -244,7 +245,7 @@ def record_as_of(setup: Setup, directory: RunDirectory, resumed: Resumed | None,
     go_on = None
     if origin.text is not None:
         own_model = setup.config.model is None
-        go_on = resume_command(origin.file, directory.path, setup.store_dir, own_model=own_model)
+        go_on = partial(resume_command, origin.file, directory.path, setup.store_dir, own_model=own_model)
     views = [
         Console(directory.path, go_on, device_lines=setup.device_lines),
         *([Board(directory.path)] if setup.config.logging.tensorboard else []),

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from curriculum.errors import InputError
+from curriculum.lock import trained_by
 from curriculum.record.console import program, resume_command
 from curriculum.record.events import TAKEN_UP, config_name, last_gold, last_row, number
 from curriculum.record.queries import (
     consumption,
     eval_points,
     last_detectable,
+    longer_from,
     measured_sets,
     planned_tokens,
     shapes_of,
@@ -63,6 +65,7 @@ def inspect_run(run: Run) -> dict[str, Any]:
             "total_steps": plan["total_steps"],
             "phase": current,
             "finished": run.complete is not None,
+            "trained_by": trained_by(path),
             "tokens": planned_tokens(plan, step),
             "elapsed_s": last["elapsed_s"],
             "started_at": start["timestamp"],
@@ -71,7 +74,7 @@ def inspect_run(run: Run) -> dict[str, Any]:
             # By its number: where the run went back to the same checkpoint twice, the record has the second one only.
             "num_rollbacks": max((e["number"] for e in events if e["event"] == "rollback"), default=0),
             "unsaved": _unsaved(events),
-            "diverged": next((verdict(e) for e in events if e["event"] == "diverged"), None),
+            "diverged": run.diverged and verdict(run.diverged),
             "num_resumes": sum(e["event"] == "resume" and not e.get("begins_branch") for e in events),
         },
         "phases": [
@@ -209,14 +212,16 @@ def _commands(run: Run) -> dict[str, str]:
     own = shlex.quote(str(path))
     own_model = run.resolved["model"] is None
     commands = {}
-    if (path / "config.yaml").exists():
+    if run.diverged and (good := run.diverged["last_good_step"]):
+        commands["go on"] = f"{me} branch {own} --at {good} --run-dir NEW --set KEY=VALUE"
+    elif (path / "config.yaml").exists() and not run.diverged:
         go_on = partial(resume_command, path / "config.yaml", path, run.store_dir, own_model=own_model)
-        if run.complete is None:
-            commands["go on"] = go_on()
-        elif own_model:
-            commands["train longer"] = f"{go_on()}, with more train.steps"
+        if run.complete:
+            steps = checkpoint_steps(run.directory.checkpoints)
+            step = longer_from(run.plan, steps)
+            commands["train longer"] = go_on("latest" if step in (None, *steps[-1:]) else str(step), True)
         else:
-            commands["train longer"] = f"{go_on('STEP')} --set train.steps=MORE"
+            commands["go on"] = go_on()
     commands["report"] = f"{me} report {own} -o {shlex.quote(path.name + '.html')}"
     commands["compare"] = f"{me} compare {own} OTHER_RUN"
     format_name = "safetensors" if own_model else "hf"
@@ -228,14 +233,13 @@ def text(facts: Mapping[str, Any]) -> list[str]:
     """What `inspect_run` gave, as lines of text."""
     progress = facts["progress"]
     share = 100 * progress["step"] / progress["total_steps"]
-    state = "finished" if progress["finished"] else f"in phase {progress['phase']}, not finished"
     devices = facts["devices"]
     times = "once" if progress["num_resumes"] == 1 else f"{progress['num_resumes']} times"
     resumed = f", resumed {times}" if progress["num_resumes"] else ""
     lines = [
         f"{facts['name']}  ({facts['path']})",
-        f"  progress    step {progress['step']:,} of {progress['total_steps']:,} ({share:.1f} %), {state}; "
-        f"{progress['tokens']:,} tokens",
+        f"  progress    step {progress['step']:,} of {progress['total_steps']:,} ({share:.1f} %), "
+        f"{state_text(progress)}; {progress['tokens']:,} tokens",
         f"  time        begun {progress['started_at']}, last event {progress['last_event_at']}, "
         f"trained for {duration(progress['elapsed_s'])}{resumed}",
         f"  model       {model_text(facts['model'])}",
@@ -276,11 +280,17 @@ def text(facts: Mapping[str, Any]) -> list[str]:
     lines.append("")
     for what, command in facts["commands"].items():
         lines.append(f"  {what:<12}  {command}")
-        if what == "train longer" and "--resume STEP" in command:
-            lines.append(
-                "                (STEP: latest; where the learning rate has decayed, a checkpoint before that)"
-            )
     return lines
+
+
+def state_text(progress: Mapping[str, Any]) -> str:
+    """Whether a run is finished, and how it is with one that is not."""
+    if progress["finished"]:
+        return "finished"
+    state = "diverged" if progress["diverged"] else "not finished"
+    if progress["trained_by"]:
+        state = f"being trained by {progress['trained_by']}"
+    return f"{state}, in phase {progress['phase']}"
 
 
 def model_text(model: Mapping[str, Any]) -> str:

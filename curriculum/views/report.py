@@ -22,7 +22,15 @@ from curriculum.run import Run, load_run, write_text
 from curriculum.views import figures
 from curriculum.views.compare import labels
 from curriculum.views.figures import PALETTE, Curve, Phase
-from curriculum.views.inspection import inspect_run, least_seen, lineage_lines, mixture_text, model_text, troubles
+from curriculum.views.inspection import (
+    inspect_run,
+    least_seen,
+    lineage_lines,
+    mixture_text,
+    model_text,
+    state_text,
+    troubles,
+)
 from curriculum.views.page import bullets, document, figure, folded, legend, note, section, table, tag, tiles
 from curriculum.views.report_evals import eval_figures, log, set_marks, set_table, transfer_matrix
 from curriculum.views.report_runs import of_runs
@@ -81,8 +89,7 @@ def _of_run(run: Run, label: str) -> list[Markup]:
 def _header(run: Run, facts: Mapping[str, Any], label: str) -> Markup:
     progress, model = facts["progress"], facts["model"]
     share = 100 * progress["step"] / progress["total_steps"]
-    state = "finished" if progress["finished"] else f"not finished, in phase {progress['phase']}"
-    lead = f"{facts['name']} · begun {progress['started_at'][:16].replace('T', ' ')} · {state}"
+    lead = f"{facts['name']} · begun {progress['started_at'][:16].replace('T', ' ')} · {state_text(progress)}"
     val = facts["evals"].get("val")
     shown: list[tuple[str, Any, Any]] = [
         ("step", f"{progress['step']:,}", f"of {progress['total_steps']:,} ({share:.0f} %)"),
