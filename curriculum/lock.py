@@ -94,7 +94,7 @@ def _lock(descriptor: int) -> None:
 
 
 def trained_by(run_dir: Path) -> str | None:
-    """Which process trains the run of a directory now; None where none does, or that cannot be told."""
+    """Which other process trains the run of a directory now; None where none does, or that cannot be told."""
     path = run_dir / LOCK
     try:
         descriptor = os.open(path, os.O_RDONLY)
@@ -103,7 +103,8 @@ def trained_by(run_dir: Path) -> str | None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return _holder(path, "process {pid} on {host}")
+        holder = _holder(path, "process {pid} on {host}")
+        return None if holder == f"process {os.getpid()} on {socket.gethostname()}" else holder
     except OSError:
         return None
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from curriculum.errors import InputError, readable
+from curriculum.lock import trained_by
 from curriculum.manifest import damage
 from curriculum.record.append import DISK_ERRORS, tell
 from curriculum.record.events import EVENTS, TAKEN_UP, eval_key, last_gold, plain, read_events, read_metrics
@@ -262,29 +264,36 @@ def find_checkpoint(
     `checkpoints/`; a step is looked for there, then in `gold/` and `kept/`. `option` is how the user gave `wanted`;
     `part` what of the checkpoint is to be read, as for `damage`: the rest is not verified. Raises InputError that lists
     the steps there are, also where the gold that the record names is gone, or the record has no line beside a gold; and
-    where the one that is meant is damaged, with those that are not.
+    where the one that is meant is damaged, with those that are not. While a run trains, the gold before stands for one
+    that is being saved, which is told.
     """
     if isinstance(wanted, str) and wanted not in ("latest", "gold") and not _is_step(wanted):
         raise InputError(f"{option} {wanted}: expected 'latest', 'gold' or the step of a checkpoint")
+    record = directory.path / EVENTS
+    # Before the folders are listed: a gold's line comes before its checkpoint has its name.
+    events = read_events(directory.path) if wanted in (None, "gold") and record.exists() else None
     found = {folder.name: list(step_folders(folder)) for folder in directory.places}
     there = _listed(found)
     if not there:
         raise InputError(f"{directory.path}: has no checkpoint yet; train it up to its first save (checkpoint.every)")
     if wanted is None or wanted == "gold":
-        record = directory.path / EVENTS
-        events = read_events(directory.path) if record.exists() else None
         if events == [] and found["gold"]:
             raise InputError(
                 f"{record}: has no complete line to say which checkpoint is the gold one; restore it from a copy, or "
                 f"give a step (there are: {there})"
             )
         gold = _gold_step(events or [])
+        if gold not in (None, *found["gold"]) and trained_by(directory.path):
+            before = [e["step"] for e in events if e["event"] == "gold_checkpoint" and e["step"] in found["gold"]]
+            told = f"gold/{before[-1]}, the one before it, is taken" if before else "there is none before it"
+            print(f"{directory.gold / str(gold)}: is being saved; {told}", file=sys.stderr)
+            gold = before[-1] if before else None
         if gold in found["gold"]:
             return gold, undamaged(directory.gold / str(gold), f"{option} gold: " if wanted else "", part)
         if gold is not None:
             raise InputError(
-                f"{directory.gold / str(gold)}: is gone, or being saved, but the record names it as the gold "
-                f"checkpoint; restore it from a copy, or give another step (there are: {there})"
+                f"{directory.gold / str(gold)}: is gone, but the record names it as the gold checkpoint; restore it "
+                f"from a copy, or give another step (there are: {there})"
             )
         if wanted == "gold":
             raise InputError(f"{option} gold: {directory.path} has no gold checkpoint; there are: {there}")
@@ -327,8 +336,8 @@ def check_there(checkpoint: Path) -> None:
     """Raise InputError where a checkpoint that was found is gone by now: no damage, a run that trains deleted it."""
     if not checkpoint.exists():
         raise InputError(
-            f"{checkpoint}: is gone: a run that trains keeps its newest checkpoints only (checkpoint.keep); try again, "
-            "take the gold one, or wait for the run to end"
+            f"{checkpoint}: is gone: a run that trains keeps its newest checkpoints only (checkpoint.keep), and "
+            "the golds of these; try again, or wait for the run to end"
         )
 
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import shutil
 import socket
 import subprocess
@@ -10,6 +9,7 @@ import sys
 
 import processor
 import pytest
+from locked import locked_by_another
 from test_trainer import config_data, corpus, store  # noqa: F401  (fixtures)
 from tiny_run import tiny_data, tiny_train, write_corpus
 from written_run import command, offender, write_run
@@ -60,6 +60,8 @@ def test_a_finished_run(tmp_path):
         for item in CHECKPOINT_ITEMS:
             (path / folder / item).mkdir(parents=True)
     (path / "checkpoints/80/params").mkdir(parents=True)  # is being saved
+    with locked_by_another(path):
+        assert f"primary/loss 2.2000 ({path}/gold/80, which is being saved)" in shown(path)
     assert f"primary/loss 2.2000 ({path}/gold/80, which is not there)" in shown(path)
     for item in CHECKPOINT_ITEMS:
         (path / "gold/80" / item).mkdir(parents=True)
@@ -72,7 +74,14 @@ def test_a_finished_run(tmp_path):
         True,
     )
     assert facts["checkpoints"] == {"checkpoints": [60, 100], "gold": [80], "kept": []}
-    assert facts["gold"] == {"step": 80, "metric": "primary/loss", "value": 2.2, "path": "gold/80", "missing": False}
+    assert facts["gold"] == {
+        "step": 80,
+        "metric": "primary/loss",
+        "value": 2.2,
+        "path": "gold/80",
+        "missing": False,
+        "saving": False,
+    }
     law = facts["evals"]["law"]
     assert (law["step"], law["num_evals"], law["detectable"]) == (100, 3, None)
     # 60 steps of 100 tokens in foundation (web 0.8, code 0.2) and 40 in domain (law 0.9, web 0.1); epochs of 10,000.
@@ -166,11 +175,10 @@ def test_a_run_in_progress(tmp_path):
     domain = facts["phases"][1]
     assert not domain["done"] and domain["counted_at_step"] == 80 and domain["tokens"] == {"web": 200, "law": 1_800}
     assert "not finished, in phase domain" in shown(path) and "go on" in shown(path)
-    with RunLock(path) as lock:
-        lock.take()
-        assert f"being trained by process {os.getpid()} on {socket.gethostname()}, in phase domain" in shown(path)
-        with pytest.raises(InputError, match="is being trained by process"), RunLock(path) as other:
-            other.take()
+    with locked_by_another(path) as pid:
+        assert f"being trained by process {pid} on {socket.gethostname()}, in phase domain" in shown(path)
+        with pytest.raises(InputError, match=f"is being trained by process {pid} "), RunLock(path) as lock:
+            lock.take()
     assert "not finished, in phase domain" in shown(path)
     assert "60 to 100 at 80 law 0.9" in shown(path)
 

@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from locked import locked_by_another
 
 from curriculum.errors import InputError
 from curriculum.manifest import write_manifest
@@ -70,10 +71,26 @@ def test_a_gold_that_is_gone_is_not_replaced_by_another(directory, wanted):
     with pytest.raises(InputError) as told:
         find_checkpoint(directory, wanted)
     assert str(told.value) == (
-        f"{directory.gold}/60: is gone, or being saved, but the record names it as the gold checkpoint; restore it from "
-        "a copy, or give another step (there are: 90, 100, 120; in gold/: 70, 110; in kept/: 50)"
+        f"{directory.gold}/60: is gone, but the record names it as the gold checkpoint; restore it from a copy, or give "
+        "another step (there are: 90, 100, 120; in gold/: 70, 110; in kept/: 50)"
     )
     assert find_checkpoint(directory, "latest")[0] == 120 and find_checkpoint(directory, 70)[0] == 70
+
+
+@pytest.mark.parametrize("wanted", [None, "gold"])
+def test_while_a_gold_is_being_saved_it_is_the_one_before(directory, wanted, capsys):
+    with locked_by_another(directory.path):
+        write_events(directory.path, 110, 70, 60)
+        assert find_checkpoint(directory, wanted) == (70, directory.gold / "70")
+        saved = f"{directory.gold}/60: is being saved; "
+        assert capsys.readouterr().err == f"{saved}gold/70, the one before it, is taken\n"
+        write_events(directory.path, 60)
+        if wanted is None:
+            assert find_checkpoint(directory) == (120, directory.checkpoints / "120")
+        else:
+            with pytest.raises(InputError, match="has no gold checkpoint; there are: 90"):
+                find_checkpoint(directory, wanted)
+        assert capsys.readouterr().err == f"{saved}there is none before it\n"
 
 
 @pytest.mark.parametrize("wanted", [None, "gold"])

@@ -54,7 +54,7 @@ def inspect_run(run: Run) -> dict[str, Any]:
         read = {entry["phase"]: entry for entry in consumption(run)}
     except InputError as error:
         problems += error.problems
-    gold = last_gold(events)
+    gold, trainer = last_gold(events), trained_by(path)
     return {
         "name": run.name,
         "path": str(path),
@@ -65,7 +65,7 @@ def inspect_run(run: Run) -> dict[str, Any]:
             "total_steps": plan["total_steps"],
             "phase": current,
             "finished": run.complete is not None,
-            "trained_by": trained_by(path),
+            "trained_by": trainer,
             "tokens": planned_tokens(plan, step),
             "elapsed_s": last["elapsed_s"],
             "started_at": start["timestamp"],
@@ -93,7 +93,8 @@ def inspect_run(run: Run) -> dict[str, Any]:
         if gold is None
         else {
             **{key: gold[key] for key in ("step", "metric", "value", "path")},
-            "missing": gold["step"] not in step_folders(run.directory.gold),
+            "missing": (missing := gold["step"] not in step_folders(run.directory.gold)) and not trainer,
+            "saving": missing and trainer is not None,
         },
         "regressions": standing_regressions(events),
         "evals": _evals(run),
@@ -264,7 +265,8 @@ def text(facts: Mapping[str, Any]) -> list[str]:
     lines += [f"  trouble     {line}" for line in troubles(progress)]
     gold = facts["gold"]
     if gold:
-        where = f"{facts['path']}/{gold['path']}" + (", which is not there" if gold["missing"] else "")
+        state = ", which is not there" if gold["missing"] else ", which is being saved" if gold["saving"] else ""
+        where = f"{facts['path']}/{gold['path']}{state}"
         lines.append(f"  gold        step {gold['step']:,}: {gold['metric']} {loss(gold['value'])}  ({where})")
     else:
         lines.append("  gold        none")
