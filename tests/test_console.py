@@ -247,8 +247,8 @@ VERDICTS = [
         "(since step 400: web 0.8 → 0.1, law 0 → 0.9) | kept as kept/500",
     ),
     (
-        stamped("eval_recovered", 600, offenders=OFFENDERS[-1:]),
-        "eval recovered at step 600: web 3.0000: +0.2500 (95 % +0.2000 to +0.3000) against best at step 300",
+        stamped("eval_recovered", 600, offenders=[OFFENDERS[-1] | {"tolerance": 0.3}]),
+        "eval recovered at step 600: web 3.0000: +0.2500 (95 % +0.2000 to +0.3000) against best at step 300, tolerance 0.3",
     ),
     (
         stamped(
@@ -285,7 +285,7 @@ VERDICTS = [
         "gold checkpoint at step 100: domain/bpb 1.5000",
     ),
     (
-        stamped("gold_blocked", 800, reason="overfit: val/train=6.2x, threshold=5.0x"),
+        stamped("gold_blocked", 800, reason="overfit: val/train=6.2x, threshold=5.0x", guard="overfit"),
         "gold blocked at step 800: overfit: val/train=6.2x, threshold=5.0x",
     ),
     (
@@ -382,7 +382,7 @@ def test_on_a_terminal_progress_overwrites_itself(tmp_path, monkeypatch):
         console.event(stamped("resume", 30, plan=PLAN))
         console.row(row(40))
         console.row(row(50))
-        console.event(stamped("gold_blocked", 60, reason="trend"))
+        console.event(stamped("gold_blocked", 60, reason="trend", guard="trend"))
     shown = read_to_the_end(reader)
     assert shown == (
         "resumed at step 30 of 75000\r\n"
@@ -394,6 +394,24 @@ def test_on_a_terminal_progress_overwrites_itself(tmp_path, monkeypatch):
         "resumed at step 30 of 75000",
         "step 40/75000 | loss 5.1234 | lr 6.0e-04 | 12.3k tok/s | phase foundation",
         "gold blocked at step 60: trend",
+    ]
+
+
+def test_of_golds_that_one_guard_blocks_in_a_row_the_first_is_told(tmp_path):
+    def blocked(step, guard):
+        return stamped("gold_blocked", step, reason=f"{guard}: {step}", guard=guard)
+
+    gold = stamped("gold_checkpoint", 50, metric="val/loss", value=2.0, previous=None, previous_step=None)
+    guards = ["regression", "regression", "limit", "regression"]
+    before = [blocked(10 * i, guard) for i, guard in enumerate(guards, 1)]
+    lines = printed(tmp_path, *before, gold, blocked(60, "regression"), blocked(70, "regression"))
+    told = [line.partition(" at step ")[2] for line in lines]
+    assert told == [
+        "10: regression: 10",
+        "30: limit: 30",
+        "40: regression: 40",
+        "50: val/loss 2.0000",
+        "60: regression: 60",
     ]
 
 

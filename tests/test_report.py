@@ -227,8 +227,9 @@ def test_golds_that_follow_each_other_are_one_row_of_what_happened(tmp_path):
     page = Checked(
         report([load_run(write_run(tmp_path / "run", {"val": lambda step: 3 - step / 100}, every=2, more=more))])
     )
-    assert page.has_row("2 to 60", "★ gold", "law/loss 2.4000; 30 in a row")
-    assert page.has_row("62 to 98", "★ gold", "law/loss 2.0200, before 2.4000; 19 in a row")
+    assert page.has_row("2 to 58", "★ gold", "law/loss 2.4200; 29 times")
+    assert page.has_row("60", "phase switch") and page.has_row("60", "★ gold", "law/loss 2.4000")
+    assert page.has_row("62 to 98", "★ gold", "law/loss 2.0200, before 2.4000; 19 times")
     assert page.has_row("100", "★ gold", "val/loss 2.0000, before 2.0200")
     assert "earlier ones" not in "".join(page.text)
 
@@ -241,7 +242,7 @@ def test_blocked_golds_that_follow_each_other_are_one_row_and_an_edit_says_what_
     mixtures = {"mixture_before": {"med": 0.57, "books": 0.38}, "mixture_after": {"med": 0.4597, "books": 0.5}}
     more[70] = [("schedule_edit", edit | mixtures)]
     page = Checked(report([load_run(write_run(tmp_path / "run", {"val": lambda step: 3.0}, every=10, more=more))]))
-    assert page.has_row("10 to 30", "gold blocked", "overfit: val/train=30x, threshold=5.0x; 3 in a row")
+    assert page.has_row("10 to 30", "gold blocked", "3 times, the last: overfit: val/train=30x, threshold=5.0x")
     assert page.has_row("50", "gold blocked", "trend: too steep | ")
     moved = "replay of books, as val got worse | med 0.57 → 0.4597 | books 0.38 → 0.5 | domain until step 100"
     assert page.has_row("70", "schedule edited", moved)
@@ -289,7 +290,7 @@ def test_the_mark_of_what_is_cut_off_stands_clear_of_the_curves():
     cut = Curve("cut", "#0072b2", xs, [2.5 + 5.11 * math.exp(-x / 20) for x in xs])
     for curves in ([cut], [low, cut], [cut, low]):
         drawn = eval_chart("t", curves)
-        at = float(re.search(r'<text[^>]* x="([\d.]+)"[^>]*>↑ 7.61</text>', drawn)[1])
+        at = float(re.search(r'<text[^>]* x="([\d.]+)"[^>]*>↑ from 7.61</text>', drawn)[1])
         # The line comes into the drawing at its top and is at the height of the mark for some 11 pixels.
         (path,) = re.findall(r'd="(M [^"]*)"[^>]* stroke: #0072b2', drawn)
         points = [tuple(map(float, point)) for point in re.findall(r"(-?[\d.]+) (-?[\d.]+)", path)]

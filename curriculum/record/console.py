@@ -58,6 +58,7 @@ class Console:
         self._total_steps = 0
         self._checkpoint_step: int | None = None
         self._over = False  # complete, or diverged
+        self._blocked_by: str | None = None  # the guard that blocked the last candidate for the gold
         self._skipped: dict[str, int] = {}  # what the last row or event said
         self._plan: dict[str, Any] = {}
         # (step, elapsed seconds) at the last evals of this process: the pace, evals included.
@@ -91,6 +92,11 @@ class Console:
             case "checkpoint_failed":
                 self._checkpoint_step = event["last_good_step"]
                 self._print(verdict(event))
+            case "gold_blocked" | "gold_checkpoint" as kind:
+                guard = event["guard"] if kind == "gold_blocked" else None
+                if guard is None or guard != self._blocked_by:  # each candidate of many would be a line
+                    self._print(verdict(event))
+                self._blocked_by = guard
             case "generation":
                 self._print(*sample_lines(event))
             case "training_complete":
@@ -134,7 +140,8 @@ class Console:
 
     def _closing(self, event: dict[str, Any]) -> Iterator[str]:
         if skipped := event.get("skipped_updates", 0):
-            yield f"{skipped} of {event['total_steps']} updates were skipped: {skipped_why(skipped_counts(event))}"
+            were = "was" if skipped == 1 else "were"
+            yield f"{skipped} of {event['total_steps']} updates {were} skipped: {skipped_why(skipped_counts(event))}"
         yield (
             f"complete: {_steps(event['total_steps'])}, {_count(event['total_tokens'], 10)} tokens in "
             f"{duration(event['total_elapsed_s'])} ({_count(event['tokens_per_sec'], 100)} tok/s"

@@ -35,7 +35,7 @@ def verdict(event: dict[str, Any]) -> str | None:
             still = f"; still worse: {', '.join(old)}" if old else ""
             return f"eval regression at step {step}: {_offenders(new)}{still}{action}"
         case "eval_recovered":
-            return f"eval recovered at step {step}: {_offenders(event['offenders'])}"
+            return f"eval recovered at step {step}: {_offenders(event['offenders'], tolerances=True)}"
         case "gold_checkpoint":
             known = event["previous"] is not None
             previous = f", before {loss(event['previous'])} at step {event['previous_step']}" if known else ""
@@ -147,8 +147,9 @@ _SHAPE_NAMES = {
 }
 
 
-def _offenders(offenders: Iterable[dict[str, Any]]) -> str:
-    """Each set that an event names with what it is compared to, and how the mixture changed since the newest."""
+def _offenders(offenders: Iterable[dict[str, Any]], tolerances: bool = False) -> str:
+    """Each set that an event names with what it is compared to, and how the mixture changed since the newest; of a rise
+    that is small enough, `tolerances` say for what."""
     sets: dict[str, list[dict[str, Any]]] = {}
     for pair in offenders:
         sets.setdefault(pair["set"], []).append(pair)
@@ -160,6 +161,8 @@ def _offenders(offenders: Iterable[dict[str, Any]]) -> str:
         by_step = {pair["baseline_step"]: pair for pair in pairs}
         changes = [f"{_change(by_step[s])} against {listed(names[s])} at step {s}" for s in sorted(names)]
         lines.append(f"{name} {loss(pairs[0]['loss'])}: {', '.join(changes)}")
+        if tolerances:
+            lines[-1] += f", tolerance {pairs[0]['tolerance']:g}"
         newest = by_step[max(names)]
         if moved := [f"{s} {then:.4g} → {now:.4g}" for s, (then, now) in newest["mixture_change"].items()]:
             lines[-1] += f" (since step {newest['baseline_step']}: {', '.join(moved)})"

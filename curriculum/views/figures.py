@@ -265,8 +265,9 @@ def _fit_y(axes: Axes, curves: Sequence[Curve]) -> None:
             if first > high:
                 below = max(high - 0.05 * (high - low), high_later)  # the mark's lower edge
                 cut = max(x for x, _, top in spans if top > below)
-                back = max(min((x for x in c.xs if x > cut), default=cut) for c in curves)
-                axes.annotate(f"↑ {first:.2f}", (back, 1), (6, -9), xycoords=axes.get_xaxis_transform(),
+                above = [c for c in curves if max(c.ys[:1], default=0) > high]
+                back = max(min((x for x in c.xs if x > cut), default=cut) for c in above)
+                axes.annotate(f"↑ from {first:.2f}", (back, 1), (6, -9), xycoords=axes.get_xaxis_transform(),
                               textcoords="offset points", color=_MUTED, fontsize=10)  # fmt: skip
     margin = 0.06 * (high - low) or 0.05 * abs(high) or 0.1
     axes.set_ylim(low - margin, high + margin)

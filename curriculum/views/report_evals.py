@@ -21,8 +21,8 @@ from curriculum.views.page import figure, folded, note, table, tag
 
 MAX_OVERLAID = 7  # more lines in one drawing cannot be told apart
 MAX_LISTED = 24
-_SHOWN = ("eval_regression", "eval_recovered", "gold_checkpoint", "gold_blocked", "checkpoint_failed", "schedule_edit",
-          "rollback", "resume", "diverged")  # fmt: skip
+_SHOWN = ("eval_regression", "eval_recovered", "gold_checkpoint", "gold_blocked", "checkpoint_failed", "phase_switch",
+          "schedule_edit", "rollback", "resume", "diverged")  # fmt: skip
 _ALIKE = ("event", "metric", "guard")  # what golds, or blocked ones, of one row share
 
 
@@ -138,6 +138,8 @@ def log(run: Run) -> Markup:
                     what, lines = tag("span", "checkpoint failed", class_="bad"), [_after_colon(event)]
                 case "schedule_edit":
                     what, lines = "schedule edited", [_after_colon(event)]
+                case "phase_switch":
+                    what, lines = "phase switch", [_after_colon(event)]
                 case other:
                     what = other
             rows.append((f"{event['step']:,}", what, tag("td", *_broken(lines), class_="text")))
@@ -162,7 +164,7 @@ def _gold_row(golds: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
     steps = f"{first['step']:,}"
     if len(golds) > 1:
         steps += f" to {last['step']:,}"
-        said += f"; {len(golds)} in a row"
+        said = f"{len(golds)} times, the last: {said}" if blocked else f"{said}; {len(golds)} times"
     return steps, "gold blocked" if blocked else "★ gold", tag("td", said, class_="text")
 
 
@@ -191,7 +193,7 @@ def transfer_matrix(run: Run, points: Mapping[str, Sequence[EvalPoint]]) -> list
     if not told or not told["phases"] or not told["sets"]:
         return []
     names = list(told["sets"])
-    spans = {name: _span(told["sets"][name]["loss"]) for name in names}
+    spans = {name: _span(told["sets"][name]) for name in names}
     rows: list[Sequence[Any]] = [
         ("start", "0", *(_start(told["sets"][name]["start"], points[name][0]) for name in names))
     ]
@@ -202,12 +204,13 @@ def transfer_matrix(run: Run, points: Mapping[str, Sequence[EvalPoint]]) -> list
         if all(key in told["sets"][name] for name in names):
             rows.append((title, "", *(_change(told["sets"][name][key]) for name in names)))
     explained = (
-        "Loss at the end of each phase; the darker, the further above the set's lowest. Forgetting: the last loss over "
-        "the lowest of the start and the phase ends. Gain: the loss at the start over the last; positive is better. In "
-        f"brackets 95 %, {WITH_SCATTER}."
-        if final
-        else "Loss at the end of each phase; the darker, the further above the set's lowest."
+        "Loss at the end of each phase; the darker, the further above the lowest of the set's start and phase ends."
     )
+    if final:
+        explained += (
+            " Forgetting: the last loss over that lowest one. Gain: the loss at the start over the last; positive is "
+            f"better. In brackets 95 %, {WITH_SCATTER}."
+        )
     return [note(explained), table(("after phase", "step", *names), rows)]
 
 
@@ -222,9 +225,14 @@ def _losses_so_far(run: Run, points: Mapping[str, Sequence[EvalPoint]]) -> dict[
     return {"phases": [p["name"] for p in ended], "steps": [p["end"] for p in ended], "sets": sets}
 
 
-def _span(losses: Iterable[Any]) -> tuple[float, float]:
-    finite = [x for x in map(number, losses) if x is not None and math.isfinite(x)]
-    return (min(finite), max(finite)) if finite else (0.0, 0.0)
+def _span(of_set: Mapping[str, Any]) -> tuple[float, float]:
+    """From a set's lowest loss, which may be what it began with, to the highest at a phase's end."""
+
+    def finite(losses: Iterable[Any]) -> list[float]:
+        return [x for x in map(number, losses) if x is not None and math.isfinite(x)]
+
+    ends = finite(of_set["loss"])
+    return (min(ends + finite([of_set["start"]])), max(ends)) if ends else (0.0, 0.0)
 
 
 def _heat(value: Any, span: tuple[float, float]) -> Markup:
