@@ -247,7 +247,10 @@ def run_directory(run_dir: str | os.PathLike) -> RunDirectory:
     """Where the files of a run lie, some of them perhaps gone. Raises InputError when there is none."""
     directory = RunDirectory(Path(run_dir))
     if not directory.has_config:
-        raise InputError(f"{run_dir}: holds no run; expected a directory made by `curriculum train`")
+        names = sorted(names_in(directory.path)) if os.path.isdir(run_dir) else []
+        below = [name for name in names if RunDirectory(directory.path / name).has_config]
+        there = f"; there are runs below it: {', '.join(below)}" if below else ""
+        raise InputError(f"{run_dir}: holds no run; expected a directory made by `curriculum train`{there}")
     return directory
 
 

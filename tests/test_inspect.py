@@ -94,12 +94,14 @@ def test_a_finished_run(tmp_path):
     (path / "config.resolved.json").write_text(json.dumps(resolved | {"model": None}))
     assert f"export {path} --format safetensors -o run-export" in shown(path)
     assert "progress step 100 of 100 (100.0 %), finished; 10,000 tokens" in lines
+    row = load_run(path).metrics[-1]
+    assert f"training loss {row['loss']:.4f}, learning rate {row['lr']:.3g}" in lines and "few texts" not in lines
     assert "model 1,000 parameters: n_layer 1, d_model 8" in lines
     assert f"export {path} --format hf -o run-export" in lines
     assert "domain 60 to 100 done law 0.9, web 0.1 web 400, law 3,600 web 0.52, code 0.12, law 0.36" in lines
     assert "val 100 2.0000 0.0000 0.7213 3.0000 2.0000 100 0.0213" in lines
     assert f"gold step 80: primary/loss 2.2000 ({path}/gold/80)" in lines
-    assert "checkpoints 60, 100" in lines and "gold 80" in lines and "kept" not in lines
+    assert "checkpoints 60, 100" in lines and "in gold 80" in lines and "kept" not in lines
     assert "regressed none stands (law: what rise would show is not known)" in lines
     assert (
         f"--run-dir {path} --resume latest --set train.steps=MORE\n" in lines and f"report {path} -o run.html" in lines
@@ -181,6 +183,28 @@ def test_a_run_in_progress(tmp_path):
             lock.take()
     assert "not finished, in phase domain" in shown(path)
     assert "60 to 100 at 80 law 0.9" in shown(path)
+
+
+def test_sets_of_few_documents_are_told(tmp_path):
+    events = write_run(tmp_path / "run", LOSSES) / "events.jsonl"
+    first, *rest = events.read_text().splitlines()
+    start = json.loads(first)
+    start["evalsets"]["primary"] |= {"documents": 3, "clusters": 20}
+    start["evalsets"]["law"] |= {"documents": 20, "clusters": 20}
+    events.write_text("\n".join([json.dumps(start), *rest]) + "\n")
+    few = "few texts val: fewer than 20 documents; errors and intervals speak of more text from these few\n"
+    assert few in shown(tmp_path / "run")
+    assert "val: fewer than 20 documents" in report([load_run(tmp_path / "run")])
+
+
+def test_a_folder_of_runs_names_them(tmp_path):
+    for name in ("b", "a"):
+        write_run(tmp_path / "runs" / name, LOSSES)
+    (tmp_path / "runs/no run").mkdir()
+    with pytest.raises(InputError, match="runs: holds no run; expected .*; there are runs below it: a, b$"):
+        load_run(tmp_path / "runs")
+    with pytest.raises(InputError, match="events.jsonl: holds no run; expected a directory made by .*train`$"):
+        load_run(tmp_path / "runs/a/events.jsonl")
 
 
 def test_consumption_leaves_out_a_future_that_was_set_aside(tmp_path):

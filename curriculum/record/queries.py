@@ -5,6 +5,7 @@ Without jax and without numpy: to look at a run must be quick.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -64,6 +65,11 @@ def evalset_facts(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, An
     for event in events:
         facts |= {record_name(name): of_set for name, of_set in event.get("evalsets", {}).items()}
     return facts
+
+
+def documents_are_few(facts: Mapping[str, Any]) -> bool:
+    """Whether a set's standard errors are over blocks of its documents, as these are too few."""
+    return facts.get("documents", math.inf) < facts.get("clusters", 0)
 
 
 def measured_sets(events: Iterable[Mapping[str, Any]]) -> set[str]:

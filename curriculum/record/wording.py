@@ -26,6 +26,11 @@ def smallest_rise(value: Any) -> str:
     return f"above {MAX_RISE:g}" if as_float is not None and as_float > MAX_RISE else loss(value)
 
 
+def few_documents(names: Iterable[str]) -> str:
+    """Of sets whose standard errors are over blocks of few documents, what these errors are of."""
+    return f"{listed(list(names))}: fewer than 20 documents; errors and intervals speak of more text from these few"
+
+
 def unseen(detectable: float | None, tolerance: float) -> str | None:
     """What would not show of a set of which no regression stands; None where a rise of twice the tolerance would."""
     if detectable is None:

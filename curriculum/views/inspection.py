@@ -19,7 +19,9 @@ from curriculum.record.console import program, resume_command
 from curriculum.record.events import TAKEN_UP, config_name, last_gold, last_row, number
 from curriculum.record.queries import (
     consumption,
+    documents_are_few,
     eval_points,
+    evalset_facts,
     last_detectable,
     longer_from,
     measured_sets,
@@ -29,7 +31,17 @@ from curriculum.record.queries import (
     warned_sets,
 )
 from curriculum.record.sentences import sample_lines, skipped_line, verdict
-from curriculum.record.wording import columns, duration, listed, loss, mesh_text, signed, smallest_rise, unseen
+from curriculum.record.wording import (
+    columns,
+    duration,
+    few_documents,
+    listed,
+    loss,
+    mesh_text,
+    signed,
+    smallest_rise,
+    unseen,
+)
 from curriculum.run import Run, checkpoint_steps, step_folders
 
 _BASELINES = {"start": "start", "phase_start": "phase start", "best": "best"}
@@ -70,6 +82,7 @@ def inspect_run(run: Run) -> dict[str, Any]:
             "elapsed_s": last["elapsed_s"],
             "started_at": start["timestamp"],
             "last_event_at": last["timestamp"],
+            "newest_row": row and {key: row.get(key) for key in ("step", "loss", "lr", "tokens_per_sec")},
             "skipped": skipped_line(row, {}) if row else None,
             # By its number: where the run went back to the same checkpoint twice, the record has the second one only.
             "num_rollbacks": max((e["number"] for e in events if e["event"] == "rollback"), default=0),
@@ -111,7 +124,7 @@ def inspect_run(run: Run) -> dict[str, Any]:
 def _evals(run: Run) -> dict[str, dict[str, Any]]:
     """By set, those of averages too: its last eval, its first and best loss, and what its alarm would notice."""
     detectable, measured, warned = last_detectable(run.events), measured_sets(run.events), warned_sets(run.events)
-    evals = {}
+    evals, about = {}, evalset_facts(run.events)
     for name, of_set in eval_points(run.events).items():
         best = min(of_set, key=lambda p: (p.loss != p.loss, p.loss))
         evals[name] = {
@@ -124,6 +137,7 @@ def _evals(run: Run) -> dict[str, dict[str, Any]]:
             "tolerance": tolerance_of(run, name),
             "warned": name in warned,
             "still_measured": name.partition("@")[0] in measured,
+            "few_documents": documents_are_few(about.get(name.partition("@")[0], {})),
         }
     return evals
 
@@ -243,6 +257,7 @@ def text(facts: Mapping[str, Any]) -> list[str]:
         f"{state_text(progress)}; {progress['tokens']:,} tokens",
         f"  time        begun {progress['started_at']}, last event {progress['last_event_at']}, "
         f"trained for {duration(progress['elapsed_s'])}{resumed}",
+        *(f"  training    {line}" for line in [_training(progress["newest_row"])] if line),
         f"  model       {model_text(facts['model'])}",
         f"  devices     {devices['num']} x {devices['kind']}, mesh {mesh_text(devices['mesh'])}",
         *(f"  lineage     {line}" for line in lineage_lines(facts["lineage"])),
@@ -252,6 +267,8 @@ def text(facts: Mapping[str, Any]) -> list[str]:
         *_eval_lines(facts["evals"]),
         *(sample_lines(facts["samples"]) if facts["samples"] else ()),
     ]
+    if few := [name for name, e in facts["evals"].items() if e["few_documents"] and "@" not in name]:
+        lines.append(f"  few texts   {few_documents(few)}")
     if gone := [name for name, e in facts["evals"].items() if not e["still_measured"] and "@" not in name]:
         lines.append(f"  left out    {listed(gone)}: no longer measured")
     for o in by_eval(facts["regressions"]):
@@ -272,7 +289,8 @@ def text(facts: Mapping[str, Any]) -> list[str]:
         lines.append("  gold        none")
     for name, steps in facts["checkpoints"].items():
         if steps or name == "checkpoints":
-            lines.append(f"  {name:<11} {', '.join(map(str, steps)) or 'none'}")
+            place = name if name == "checkpoints" else f"in {name}"
+            lines.append(f"  {place:<11} {', '.join(map(str, steps)) or 'none'}")
     if num_bytes := facts["superseded_bytes"]:
         size = next((f"{num_bytes / of:.1f} {unit}" for unit, of in _UNITS if num_bytes >= of), f"{num_bytes} bytes")
         lines.append(
@@ -293,6 +311,14 @@ def state_text(progress: Mapping[str, Any]) -> str:
     if progress["trained_by"]:
         state = f"being trained by {progress['trained_by']}"
     return f"{state}, in phase {progress['phase']}"
+
+
+def _training(row: Mapping[str, Any] | None) -> str | None:
+    """What the newest metrics row says of the updates."""
+    if row is None or row["loss"] is None:
+        return None
+    speed = "" if row["tokens_per_sec"] is None else f", {row['tokens_per_sec']:,.0f} tokens/s"
+    return f"loss {loss(row['loss'])}, learning rate {row['lr']:.3g}{speed} at step {row['step']:,}"
 
 
 def model_text(model: Mapping[str, Any]) -> str:

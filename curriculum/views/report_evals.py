@@ -12,7 +12,7 @@ from markupsafe import Markup, escape
 from curriculum.record.events import EMA, PHASE_MEAN, number, record_name
 from curriculum.record.queries import EvalPoint, evalset_facts
 from curriculum.record.sentences import verdict
-from curriculum.record.wording import WITH_SCATTER, loss, signed, smallest_rise
+from curriculum.record.wording import WITH_SCATTER, few_documents, loss, signed, smallest_rise
 from curriculum.run import Run
 from curriculum.views import figures
 from curriculum.views.figures import PALETTE, Mark, Phase, eval_curve
@@ -106,12 +106,14 @@ def set_table(run: Run, facts: Mapping[str, Any]) -> Markup:
     header = ("set", "documents", "windows", "tokens", "first", "best", "last", "± sem", "bpb", "detects a rise of")
     if not rows:
         return Markup("")
+    few = [name for name, e in facts["evals"].items() if e["few_documents"] and "@" not in name]
     explained = (
         "The last column is the smallest rise, in nats per token, that an eval of this set finds with 80 % power."
     )
     return (
         table(header, rows)
         + (note(explained) if any(e["detectable"] for e in facts["evals"].values()) else "")
+        + (note(f"{few_documents(few)}.") if few else "")
         + (folded("With averages of the parameters", table(header, averaged)) if averaged else "")
     )
 
