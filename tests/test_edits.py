@@ -1,9 +1,10 @@
 """A run that goes on with another config: what is trained stands, what lies ahead is the config's, nothing is lost."""
 
 import copy
+import importlib.util
 import json
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, field, make_dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,10 +13,10 @@ import pytest
 from curriculum.config import build_config
 from curriculum.errors import InputError
 from curriculum.scheduling import check_schedule, continued_schedule, declaration, resolve_schedule, training_settings
-from curriculum.train.edits import _acts_at_once, _in_words, find_edit, gone_back
+from curriculum.train.edits import _acts_at_once, _declared, _in_words, find_edit, gone_back
 from phases.batches import DataPlan
 from phases.rollback import pass_over
-from phases.schedule import Schedule, SourceSupply, cut, segments_from_json, segments_to_json
+from phases.schedule import Phase, Schedule, SourceSupply, cut, segments_from_json, segments_to_json
 
 LENGTH, BATCH = 8, 4
 EPOCHS = {"web": 100 * LENGTH, "law": 60 * LENGTH, "code": 40 * LENGTH, "new": 30 * LENGTH}
@@ -694,6 +695,27 @@ def test_the_shape_of_a_phase_that_is_over_stands_and_others_may_change(name):
     config = config_of(data)
     again, _, edit = resumed(ledger_of(config, schedule, 85, past), data)
     assert again == schedule and not edit.changes
+
+
+def test_a_new_field_of_a_phase_stands_once_it_is_trained(monkeypatch):
+    """Of a phase with one field more than there is; `past_edits` is read anew, as with it in phases/schedule.py."""
+    module = {"__module__": __name__}
+    more = make_dataclass("Phase", [("window", int, field(default=8))], bases=(Phase,), frozen=True, namespace=module)
+    monkeypatch.setattr("phases.schedule.Phase", more)
+    spec = importlib.util.find_spec("curriculum.train.past_edits")
+    spec.loader.exec_module(anew := importlib.util.module_from_spec(spec))
+    config, (_, saved) = config_of(BASE), begun()
+    was = {**saved["declared"], "phases": [asdict(more(**p)) for p in BASE["phases"]]}
+    for name, refused in (("a", True), ("b", False), ("c", False)):
+        now = changed(was, shaped(name, window=4))
+        contrast = anew.Contrast(saved, was, now, STEP)
+        problems = list(anew.of_past(contrast))
+        assert problems == [("phases[0].window", "got 4, but steps 0 to 40 were trained with 8")][: int(refused)]
+        told = [line for line in anew.how_to_mend(config, contrast, problems) if "window" in line]
+        assert len(told) == int(refused) and all(line.startswith("+") and "window: 4" in line for line in told)
+        assert anew.draw_alike(was, now, name, {}) is False and anew.draw_alike(was, now, "ab"[name == "a"], {}) is True
+    monkeypatch.setattr("curriculum.train.edits.SHAPE", anew.SHAPE)
+    assert [p["window"] for p in _declared(saved)["phases"]] == [8, 8, 8]  # of a ledger from before
 
 
 @pytest.mark.parametrize("written", [["a"], ["b"], ["a", "b", "c"]], ids=str)

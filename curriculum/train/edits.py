@@ -157,10 +157,10 @@ def _of_blocks(config: Config, block_tokens: int) -> Problem | None:
 
 
 def _declared(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a ledger's config says of the schedule; all phases of older ones had the shape that train says."""
+    """What a ledger's config says of the schedule; what phases of older ones did not have is as by default."""
     declared = saved["declared"]
     seq_len = declared["train"].get("seq_len", ledger.block_tokens(saved))
-    phases = [{**phase, **{key: phase.get(key) for key in SHAPE}} for phase in declared["phases"]]
+    phases = [{**phase, **{key: phase.get(key, SHAPE[key]) for key in SHAPE}} for phase in declared["phases"]]
     return {
         **declared,
         "train": {**declared["train"], "seq_len": seq_len},

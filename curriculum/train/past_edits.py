@@ -6,7 +6,7 @@ import difflib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -16,9 +16,13 @@ from curriculum.adaptation import with_replay
 from curriculum.config import Config
 from curriculum.train.ledger import Problem
 from phases.clocks import clock_step, reached, read_clock, resolve_steps
-from phases.schedule import Phase, Schedule, SourceSupply, segments_from_json
+from phases.schedule import NOT_DATA, Phase, Schedule, SourceSupply, segments_from_json
 
-SHAPE = ("seq_len", "batch_size", "rope_theta")  # of a declared phase, None where it has none of its own
+_DEFAULTS = {field.name: field.default for field in fields(Phase)}
+# A phase is called by its name, the next five may say the same in other words, and micro-steps change no data.
+_NOT_SHAPE = ("name", "until", "mixture", "ramp_steps", "ramp_shape", "lr", "grad_accum")
+# Every other field of a phase, by its default: compared as it stands, or as train's where that is None.
+SHAPE = {name: default for name, default in _DEFAULTS.items() if name not in _NOT_SHAPE}
 
 
 @dataclass(frozen=True)
@@ -135,7 +139,7 @@ def draw_alike(was: Mapping[str, Any], now: Mapping[str, Any], name: str, settle
     if new["ramp_steps"] == old["ramp_steps"]:  # the same words stay what they have come to
         new, steps_now = {**new, "ramp_steps": ramp_steps}, steps_then
     old = {**old, "ramp_steps": ramp_steps}
-    own = [key for key in ("seq_len", "batch_size") if (old[key], new[key]) != (None, None)]
+    own = [key for key in SHAPE if key not in NOT_DATA and (old[key], new[key]) != (None, None)]
     return _drawn(was, old, steps_then, own) == _drawn(now, new, steps_now, own)
 
 
@@ -261,11 +265,10 @@ def how_to_mend(config: Config, contrast: Contrast, problems: Sequence[Problem])
         concerned = {*contrast.declared_first(declared), *over}
         if any(path == "phases" for path, _ in problems):  # of the order, or of one that is gone
             concerned.add(contrast.current)
-        defaults = {"ramp_steps": 0, "ramp_shape": "linear", **dict.fromkeys(["lr", *SHAPE])}
         of_train = [path.removeprefix("train.") for path, _ in problems if path.startswith("train.")]
         sections = {**declared, "train": {key: declared["train"][key] for key in of_train}}
         sections["phases"] = [
-            {key: value for key, value in phase.items() if key not in defaults or value != defaults[key]}
+            {key: value for key, value in phase.items() if value != _DEFAULTS.get(key, MISSING)}
             for phase in declared["phases"]
             if phase["name"] in concerned
         ]
