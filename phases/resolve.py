@@ -12,7 +12,7 @@ from phases.clocks import TokenGoal, reached
 from phases.curriculum import Curriculum, Declared, read_numbers
 from phases.mixture import normalised
 from phases.rates import with_rates
-from phases.schedule import Ramp, Schedule, Segment, SourceSupply, cut, joined
+from phases.schedule import NOT_DATA, Ramp, Schedule, Segment, SourceSupply, cut, joined
 
 
 def resolve(
@@ -138,13 +138,13 @@ def _phase(
         end = clock.step(before, declared.batch_size * declared.seq_len)
     else:
         end = total_steps if goal else clock
-    segment = _new_segment(declared, before, end, supplies, warnings)
+    new = segment = _new_segment(declared, before, end, supplies, warnings)
     _check_end(declared, start, end, total_steps)
     if under_way := [s for s in before if s.phase == declared.phase.name]:
         start = under_way[0].start
         segment = _phase_under_way(declared, segment, under_way, before, supplies, warnings)
     if going_on is not None and going_on.phase == declared.phase.name:
-        segment = replace(going_on, rope_theta=declared.phase.rope_theta).aligned()
+        segment = replace(going_on, **{key: getattr(new, key) for key in NOT_DATA}).aligned()
     if segment is None:
         inside, stopped = [], True
     else:

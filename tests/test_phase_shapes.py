@@ -15,7 +15,7 @@ from phases.rates import rate_spans
 from phases.replay import raise_share
 from phases.resolve import resolve
 from phases.rollback import judged_from, pass_over
-from phases.schedule import Phase, SourceSupply, cut, segments_from_json, segments_to_json
+from phases.schedule import NOT_DATA, Phase, SourceSupply, cut, segments_from_json, segments_to_json
 
 CONSTANT = LrSchedule(lr=1e-3, schedule="constant")
 # Blocks of 128; an epoch of law is over within every phase, one of web now and then.
@@ -38,9 +38,11 @@ UNEVEN = (
 UNEVEN_EPOCHS = {"web": 20 * 192, "law": 5 * 192}
 
 
-def resolved(phases=PHASES, supplies=SUPPLIES, lr=CONSTANT, total=70, batch=4, length=128, past=(), **more):
+def resolved(
+    phases=PHASES, supplies=SUPPLIES, lr=CONSTANT, total=70, batch=4, length=128, past=(), going_on=None, **more
+):
     curriculum = Curriculum(phases, supplies, lr, total_steps=total, batch_size=batch, seq_len=length, **more)
-    return resolve(curriculum, past=past)
+    return resolve(curriculum, past=past, going_on=going_on)
 
 
 def problems(*phases, **kwargs):
@@ -211,6 +213,16 @@ def test_the_shape_of_the_phase_under_way_may_change_where_the_past_ends():
     turned = resolved((PHASES[0], replace(PHASES[1], rope_theta=5e5), *PHASES[2:]), past=past)
     assert turned.segments[2] == replace(past[-1].continued(20), end=30, rope_theta=5e5, lr=turned.segments[2].lr)
     assert judged_from(turned)[[19, 20, 29, 30]].tolist() == [13, 20, 20, 30]
+
+
+def test_of_what_goes_on_all_but_the_data_is_as_declared(monkeypatch):
+    """The batch stands for a field that no data depend on."""
+    going_on = replace(resolved().segments[0], batch_size=9, rope_theta=2.0, lr_scale=7.0)
+    phases = (replace(PHASES[0], rope_theta=3.0), *PHASES[1:])
+    own = replace(going_on, rope_theta=3.0, lr_scale=1.0)
+    assert resolved(phases, going_on=going_on).segments[0] == own
+    monkeypatch.setitem(NOT_DATA, "batch_size", 0)
+    assert resolved(phases, going_on=going_on).segments[0] == replace(own, batch_size=5)
 
 
 def test_parameters_have_the_theta_of_the_phase_that_made_them():
