@@ -2,6 +2,7 @@
 
 import json
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 from tiny_run import tiny_data, tiny_train, write_corpus
@@ -153,6 +154,19 @@ def test_a_source_that_standing_updates_ahead_read_cannot_go(tmp_path):
             InputError, match="sources: law is gone, but updates from step 4 on, which stand already, read"
         ):
             ledger.check_past(saved, ledger.found_in(setup), accept_past=True)
+
+
+def test_null_in_the_architecture_is_as_if_left_out(tmp_path):
+    with closing(build(build_config(tiny_data(write_corpus(tmp_path))), tmp_path / "store")) as setup:
+        saved = json.loads(json.dumps(ledger.entry(setup, 4, History("now", "a"), {}, 0.0)))
+        found = ledger.found_in(setup)
+    null, seven = ({**saved["model"], "sliding_window": window} for window in (None, 7))
+    assert "sliding_window" not in saved["model"] == found.architecture
+    for then, now in ((saved["model"], null), (null, saved["model"])):
+        ledger.check_past({**saved, "model": then}, replace(found, architecture=now))
+    for then, now, told in ((null, seven, r"7 \(was None\)"), (seven, null, r"None \(was 7\)")):
+        with pytest.raises(InputError, match=f"architecture of a run cannot change: sliding_window {told}$"):
+            ledger.check_past({**saved, "model": then}, replace(found, architecture=now))
 
 
 def switches(run_dir):

@@ -150,8 +150,8 @@ def check_past(
 
 def _model_changed(saved: Mapping[str, Any], found: Found) -> Iterator[Problem]:
     model, parameters, were = found.architecture, found.parameters, saved["parameters"]
-    if model is not None and model != saved["model"]:
-        changed = [k for k in {**saved["model"], **model} if model.get(k) != saved["model"].get(k)]
+    known = {} if model is None else {**saved["model"], **model}
+    if changed := [k for k in known if model.get(k) != saved["model"].get(k)]:  # null is as if left out
         got = ", ".join(f"{k} {model.get(k)} (was {saved['model'].get(k)})" for k in changed)
         if changed == ["num_ids"] and "num_ids" not in saved["model"]:  # as where padding was always predicted
             got += f"; with model.num_ids: {model['vocab_size']} all rows are predicted, as they were"
