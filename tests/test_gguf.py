@@ -1,6 +1,7 @@
 """GGUF files read back with the package that llama.cpp's authors publish: tensors, metadata, tokenizer."""
 
 import json
+from dataclasses import make_dataclass, replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from curriculum.data.tokenizers.tokenizer import load_tokenizer
 from curriculum.errors import InputError
 from curriculum.model.formats.gguf import gguf_architecture, write_gguf
 from curriculum.model.model import by_name
+from curriculum.model.presets import ModelConfig
 
 VOCAB = 257  # byte's
 
@@ -217,6 +219,18 @@ def test_what_llama_cpp_has_not_is_refused_by_field(name, changes, expected):
     assert len(problems) == len(expected)
     for problem, beginning in zip(problems, expected, strict=True):
         assert problem.startswith(beginning) and problem.endswith("; export it in another format")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_field_that_no_architecture_knows_is_refused_away_from_its_default(name):
+    wider = make_dataclass("Wider", [("logit_cap", float | None, None)], bases=(ModelConfig,), frozen=True)
+    config = wider(**vars(config_of(name, VOCAB)))
+    architecture = gguf_architecture(config_of(name, VOCAB))
+    assert gguf_architecture(config) == architecture
+    with pytest.raises(InputError) as told:
+        gguf_architecture(replace(config, logit_cap=30.0))
+    expected = f"model.logit_cap: got 30.0, and {architecture}, the nearest that llama.cpp has, expects None"
+    assert told.value.problems == (f"{expected}; export it in another format",)
 
 
 def test_a_window_that_cuts_nothing_and_a_head_width_that_is_the_default_are_no_matter():

@@ -5,6 +5,7 @@ import os
 import struct
 import subprocess
 import sys
+from dataclasses import make_dataclass, replace
 
 import jax
 import ml_dtypes
@@ -449,6 +450,25 @@ def test_a_combination_that_no_class_has_is_named(config, fields):
         hf_config_of(config, bos=0, eos=0)
     assert [problem.split(":")[0] for problem in told.value.problems] == [f"model.{field}" for field in fields]
     assert all("no class has both" in problem for problem in told.value.problems)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_field_that_no_class_knows_is_refused_away_from_its_default(name):
+    more = [("logit_cap", float | None, None), ("residual_scale", float, 1.0)]
+    wider = make_dataclass("Wider", more, bases=(ModelConfig,), frozen=True)
+    config = wider(**vars(MODELS[name]))
+    assert hf_config_of(config, bos=0, eos=0) == hf_config_of(MODELS[name], bos=0, eos=0)
+    with pytest.raises(InputError) as told:
+        hf_config_of(replace(config, logit_cap=30.0, residual_scale=0.5), bos=0, eos=0)
+    who = (
+        "GPT-2, the class with learned positions,"
+        if name.startswith("gpt2")
+        else "the Llama family, the classes with rope,"
+    )
+    assert told.value.problems == (
+        f"model.logit_cap: got 30.0, but {who} has none; no class has both",
+        f"model.residual_scale: got 0.5, but {who} has 1.0; no class has both",
+    )
 
 
 def test_tensors_that_do_not_fit_are_all_told(tmp_path):

@@ -3,7 +3,7 @@
 Nothing here imports jax, so that a plan can be printed without it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal
@@ -114,6 +114,10 @@ class ModelConfig:
         """
         unused = {f.name for f in fields(self) if f.name in RARE and getattr(self, f.name) == f.default}
         return {name: setting for name, setting in asdict(self).items() if name not in HOW and name not in unused}
+
+    def defaults_beside(self, known: Collection[str]) -> dict[str, Any]:
+        """The defaults of the architecture's fields but for those `known`: what computes no others has these."""
+        return {f.name: f.default for f in fields(self) if f.name not in (*known, *HOW)}
 
     @classmethod
     def of(cls, architecture: Mapping[str, Any]) -> "ModelConfig":

@@ -43,6 +43,20 @@ _PARTS = {
 }
 _LEAVES = {"kernel": "weight", "scale": "weight", "embedding": "weight", "bias": "bias"}
 
+# The fields of a config that a file of any architecture tells, or that change nothing of it: learned positions have no
+# rope. One that is told nowhere is refused where it is not at its default.
+_WRITTEN = (
+    *("vocab_size", "num_ids", "n_layer", "n_head", "n_kv_head", "d_model", "d_ff", "max_seq_len", "pos_encoding"),
+    *("tie_embeddings", "norm_eps", "rope_theta", "rope_scaling", "lora"),
+)
+_WRITTEN_OF = {  # likewise, of each; a gpt2's bias is of query, key and value too
+    "gpt2": ("qkv_bias", "no_rope_every"),
+    "llama": ("bias", "qkv_bias", "d_head"),
+    "qwen2": ("qkv_bias",),
+    "qwen3": ("qk_norm", "d_head"),
+    "smollm3": ("no_rope_every", "d_head"),
+}
+
 
 class _Tensor(NamedTuple):
     name: str
@@ -118,20 +132,21 @@ def gguf_architecture(config: ModelConfig) -> str:
     Raises InputError that lists the fields it has not.
     """
     if config.pos_encoding == "learned":
-        wanted = {"mlp_type": "gelu", "norm_type": "layernorm", "bias": True, "qk_norm": False}
-        wanted |= {"n_kv_head": config.n_head, "d_head": None, "sliding_window": None}
+        wanted = {"mlp_type": "gelu", "norm_type": "layernorm", "bias": True, "n_kv_head": config.n_head}
         return _checked("gpt2", config, wanted)
-    wanted = {"mlp_type": "swiglu", "norm_type": "rmsnorm", "sliding_window": None}
+    wanted = {"mlp_type": "swiglu", "norm_type": "rmsnorm"}
     if config.qk_norm:
-        return _checked("qwen3", config, wanted | {"bias": False, "qkv_bias": False, "no_rope_every": None})
+        return _checked("qwen3", config, wanted)
     if config.no_rope_every is not None:
-        return _checked("smollm3", config, wanted | {"bias": False, "qkv_bias": False, "no_rope_every": 4})
+        return _checked("smollm3", config, wanted | {"no_rope_every": 4})
     if config.qkv_bias and not config.bias:
-        return _checked("qwen2", config, wanted | {"d_head": None})
+        return _checked("qwen2", config, wanted)
     return _checked("llama", config, wanted)
 
 
 def _checked(architecture: str, config: ModelConfig, wanted: dict[str, Any]) -> str:
+    """`wanted`: what an architecture has; it has the default of every other field that its file does not tell."""
+    wanted = config.defaults_beside((*_WRITTEN, *_WRITTEN_OF[architecture])) | wanted
     found = {field: getattr(config, field) for field in wanted}
     if config.head_width * config.n_head == config.d_model:
         found |= {"d_head": None} if "d_head" in wanted else {}

@@ -10,6 +10,14 @@ from curriculum.errors import InputError
 from curriculum.model.formats.hf_config import CLASSES, shortest
 from curriculum.model.presets import ModelConfig
 
+# The fields of a config that config.json and the tensors tell, or that change nothing: learned positions have no rope,
+# and GPT-2's bias is of query, key and value too. One that is told nowhere is refused where it is not at its default.
+_WRITTEN = (
+    *("vocab_size", "num_ids", "n_layer", "n_head", "n_kv_head", "d_model", "d_ff", "max_seq_len", "pos_encoding"),
+    *("tie_embeddings", "norm_eps", "rope_theta", "rope_scaling", "no_rope_every", "qkv_bias", "lora"),
+)
+_WRITTEN_WITH_ROPE = (*_WRITTEN, "bias", "d_head", "qk_norm", "sliding_window")
+
 
 def hf_config_of(
     config: ModelConfig, *, bos: int | None, eos: int | Sequence[int] | None, dtype: str = "float32"
@@ -94,18 +102,12 @@ def _class_for(config: ModelConfig) -> str:
     """The model_type that computes a model; Mistral and SmolLM3 also do what Llama does, and more."""
     config = shortest(config)
     if config.pos_encoding == "learned":
-        wanted = {
-            "mlp_type": "gelu",
-            "norm_type": "layernorm",
-            "bias": True,
-            "qk_norm": False,
-            "sliding_window": None,
-            "n_kv_head": config.n_head,
-            "d_head": None,
-        }
+        wanted = {"mlp_type": "gelu", "norm_type": "layernorm", "bias": True, "n_kv_head": config.n_head}
+        wanted = config.defaults_beside(_WRITTEN) | wanted
         _refuse_unlike(config, wanted, "GPT-2, the class with learned positions,")
         return "gpt2"
-    _refuse_unlike(config, {"mlp_type": "swiglu", "norm_type": "rmsnorm"}, "the Llama family, the classes with rope,")
+    wanted = config.defaults_beside(_WRITTEN_WITH_ROPE) | {"mlp_type": "swiglu", "norm_type": "rmsnorm"}
+    _refuse_unlike(config, wanted, "the Llama family, the classes with rope,")
     if config.qk_norm:
         wanted = {"bias": False, "qkv_bias": config.qkv_bias and config.bias, "no_rope_every": None}
         _refuse_unlike(config, wanted, "Qwen3, the class with qk_norm,")
@@ -123,7 +125,8 @@ def _refuse_unlike(config: ModelConfig, wanted: Mapping[str, Any], who: str) -> 
     problems = []
     for name, its in wanted.items():
         if (ours := getattr(config, name)) != its:
-            expected = "none" if its is None else json.dumps(its)
-            problems.append(f"model.{name}: got {json.dumps(ours)}, but {who} has {expected}; no class has both")
+            got, expected = (json.dumps(value, default=str) for value in (ours, its))
+            expected = "none" if its is None else expected
+            problems.append(f"model.{name}: got {got}, but {who} has {expected}; no class has both")
     if problems:
         raise InputError(*problems)
