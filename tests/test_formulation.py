@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from curriculum.errors import InputError
-from curriculum.model.formulation import BY_BACKEND, attention_of, backend, layers_of
+from curriculum.model.formulation import BY_BACKEND, attention_of, backend, layers_of, scan_problem
 from curriculum.model.loss import sum_nats
-from curriculum.model.presets import HOW, LoraConfig, ModelConfig, ModelSection, resolve_model
+from curriculum.model.presets import HOW, LoraConfig, ModelConfig, ModelSection, RopeScaling, resolve_model
 from curriculum.model.transformer import init_params, transformer
 from curriculum.train.optimizer import OptimConfig, make_optimizer
 from curriculum.train.step import init_state, make_train_step
@@ -39,6 +39,19 @@ CONFIGS = {  # and whether documents are kept apart
             remat="dots",
         ),
         False,
+    ),
+    "stretched, biases of query and key, padding": (
+        replace(
+            GROUPED,
+            d_head=6,
+            qkv_bias=True,
+            rope_theta=100.0,
+            rope_scaling=RopeScaling("linear", 2.0),
+            no_rope_every=2,
+            norm_eps=1e-3,
+            num_ids=V - 1,
+        ),
+        True,
     ),
 }
 TOKENS_BT = np.array([[1, 5, 0, 12, 7, 7], [3, 2, 11, 12, 0, 4]], np.int32)
@@ -75,14 +88,22 @@ def assert_alike(config, other, documents):
         np.testing.assert_allclose(another, one, atol=share * max(np.abs(one).max(), 0.02 * largest))
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+def test_each_field_of_the_architecture_is_off_its_default_in_one_of_these():
+    """What a model computes, each attention has to: a field that is new belongs into CONFIGS."""
+    alike = GROUPED.defaults_beside(())
+    for config, _ in CONFIGS.values():
+        alike = {name: default for name, default in alike.items() if getattr(config, name) == default}
+    assert alike == {}
+
+
+@pytest.mark.parametrize("name", [name for name, (config, _) in CONFIGS.items() if scan_problem(config) is None])
 def test_scanned_layers_compute_what_unrolled_ones_do(name):
     config, documents = CONFIGS[name]
     plain = replace(config, layers="unrolled", attention="plain")
     assert_alike(plain, replace(plain, layers="scanned"), documents)
 
 
-@pytest.mark.parametrize("name", ["grouped, dropout", "gpt-2, window, bfloat16, dots"])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_the_librarys_attention_computes_what_the_plain_one_does(name):
     config, documents = CONFIGS[name]
     plain = replace(config, layers="unrolled", attention="plain")
