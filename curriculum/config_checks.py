@@ -220,13 +220,14 @@ def _check_gold(v):
 
 
 def _no_such_set(name, v):
-    """As `no_such`; of a source, the set that is held out of it is meant."""
+    """As `no_such`; of a source, the set that is held out of it is meant, and of `val` the primary set."""
     sets = {PRIMARY: v["evalsets"].primary, **v["evalsets"].sets}
-    meant = [evalset for evalset, source in sets.items() if source.held_out_of == name]
+    meant = [f"{evalset!r}, which is held out of {name}" for evalset, s in sets.items() if s.held_out_of == name]
+    if name == "val":
+        meant.append(f"{PRIMARY!r}, which record and console call val")
     if not meant:
         return no_such("eval set", name, sets)
-    hint = f"did you mean {meant[0]!r}, which is held out of {name}?"
-    return f"no such eval set; {hint} (eval sets: {', '.join(sorted(sets))})"
+    return f"no such eval set; did you mean {meant[0]}? (eval sets: {', '.join(sorted(sets))})"
 
 
 def _check_skip_updates(v):

@@ -96,6 +96,8 @@ def test_json_round_trip_gives_an_equal_config(folder):
         ("every: 200}}", "every: 200}}\n  gold: {minimise: primary/los}", "c.yaml:11:10: evalsets.gold.minimise: got 'primary/los', expected one of SET/loss"),
         ("every: 200}}", "every: 200}}\n  gold: {minimise: lwa/loss}", "c.yaml:11:10: evalsets.gold.minimise: no such eval set; did you mean 'law'?"),
         ("every: 200}}", "every: 200}}\n  gold: {subject_to: {lwa: {max_increase: 0.1}}}", "c.yaml:11:23: evalsets.gold.subject_to.lwa: no such eval set; did you mean 'law'?"),
+        ("every: 200}}", "every: 200}}\n  gold: {minimise: val/loss}", "c.yaml:11:10: evalsets.gold.minimise: no such eval set; did you mean 'primary', which record and console call val? (eval sets: law, primary)"),
+        ("every: 200}}", "every: 200}}\n  gold: {subject_to: {val: {max_increase: 0.1}}}", "c.yaml:11:23: evalsets.gold.subject_to.val: no such eval set; did you mean 'primary', which record"),
         ("every: 200}}", "every: 200}}\n  gold: {subject_to: {law: 0.1}}", "gold.subject_to.law: got 0.1, expected a mapping: {max_increase: 0.1}"),
         ("every: 200}}", "every: 200}}\n  gold: {subject_to: {web: {max_increase: 0.1}}}", "gold.subject_to.web: no such eval set; did you mean 'primary', which is held out of web? (eval sets:"),
         ("every: 200}}", "every: 200}, lwa: {tolerance: 0.1}}", "evalsets.sets.lwa: got none, expected exactly one of 'held_out_of', 'path' and 'hf'; did you mean the set 'law'?"),
