@@ -1,5 +1,7 @@
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -41,6 +43,12 @@ def test_what_a_count_does_not_tell_of_a_preset():
     assert (three.n_head, three.n_kv_head, three.head_width, three.rope_theta) == (24, 8, 128, 500_000.0)
     assert (seven.n_head, seven.head_width, seven.rope_theta, seven.norm_eps) == (32, 128, 10_000.0, 1e-5)
     assert (seven.max_seq_len, seven.tie_embeddings, three.tie_embeddings) == (4096, False, True)
+
+
+def test_every_preset_is_named_where_the_config_is_described():
+    schema = json.loads((Path(__file__).parents[1] / "configs/schema.json").read_text())
+    told = schema["$defs"]["ModelSection"]["properties"]["preset"]["description"]
+    assert told == f"A named shape: {', '.join(PRESETS)}.", "mend ModelSection.preset"
 
 
 @pytest.mark.parametrize("pos_encoding", ["rope", "learned"])
