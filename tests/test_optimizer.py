@@ -5,7 +5,8 @@ import json
 import math
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
+from itertools import chain
 from pathlib import Path
 
 import jax
@@ -21,6 +22,8 @@ from curriculum.model.presets import PRESETS, ModelConfig
 from curriculum.model.transformer import forward, head, init_params, transformer
 from curriculum.run import load_run
 from curriculum.train.optimizer import (
+    _READS,
+    MOMENTS,
     OPTIMIZERS,
     AdamConfig,
     LionConfig,
@@ -365,6 +368,13 @@ def test_each_learns_and_resumes_bit_for_bit(text, tmp_path, optim, other, told)
     assert losses == [row["loss"] for row in load_run(tmp_path).metrics] and len(losses) == 7
     # Step 3 is between two of sophia's estimates.
     assert [event["step"] for event in load_run(tmp_path).events if event["event"] == "resume"] == [3]
+
+
+def test_every_optimizer_and_every_key_is_in_its_tables():
+    """Else plan would take it for one of the user's own, or a key would be accepted that nobody reads."""
+    assert OPTIMIZERS.keys() == MOMENTS.keys() == _READS.keys()
+    read_by_all = ["name", "weight_decay", "grad_clip"]
+    assert sorted([*read_by_all, *chain(*_READS.values())]) == sorted(f.name for f in fields(OptimConfig))
 
 
 def test_an_optimizer_of_ones_own_is_one_function_in_the_table(text, tmp_path, monkeypatch):

@@ -231,7 +231,8 @@ def sophia(config: OptimConfig) -> optax.GradientTransformation:
 
 # An optimizer of your own: a function of OptimConfig that returns an optax chain for a learning rate of 1, so with
 # optax.scale(-1.0) at its end, and a line here. `optim.name` takes its name from then on. It may read any key of
-# `optim`; the matrices to decay are `mask=matrices`. For one that is only tried: OPTIMIZERS["mine"] = mine.
+# `optim`; the matrices to decay are `mask=matrices`. For one that is only tried: OPTIMIZERS["mine"] = mine. One that
+# stays is also in MOMENTS, for the memory that a plan tells, and in _READS, with the keys that are its own.
 OPTIMIZERS: dict[str, Callable[[OptimConfig], optax.GradientTransformation]] = {
     "adamw": adamw,
     "lion": lion,
