@@ -2,6 +2,7 @@
 
 A balanced Feistel network permutes the 2**(2b) integers that cover n; an index that lands at n or above is sent
 through again until it falls below n ("cycle walking", Black and Rogaway 2002), which keeps the map a bijection.
+Of fewer than 8 elements some orders are somewhat likelier than others: an index of 3 bits has little to mix.
 Every operation is an integer one, so the order never changes with numpy's random streams.
 """
 

@@ -29,7 +29,7 @@ from curriculum.manifest import file_checksum
 SIDECAR_NAME = "store.json"
 DOCUMENTS_NAME = "documents.bin"
 KEY_NAME = "key"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 3  # to be raised, too, where files are read otherwise: a store that is there is not made again
 OPENED_VERSION = 4  # as FORMAT_VERSION, and each document begins with the tokenizer's bos, which is not end-of-text
 SCORED_DTYPE = np.dtype("u1")
 DAMAGED = "delete the folder, and it is prepared again"
