@@ -131,6 +131,56 @@ def test_sets_of_other_text_are_refused_by_name_and_sets_of_one_run_are_listed(t
     assert "law: refused: first measured other text than second" in shown and "mine: measured only by first" in shown
 
 
+def test_one_text_is_compared_under_two_names(tmp_path):
+    """An adapted run whose primary set is the domain has the base's primary text under another name."""
+    base = write_run(tmp_path / "base", {"val": lambda step: 3.0, "law": lambda step: 4.0, "code": lambda step: 1.0})
+    losses = {"val": lambda step: 3.5, "books": lambda step: 3.25, "poems": lambda step: 5.0}
+    hashes = {"val": "hash-of-law", "books": "hash-of-val"}
+    adapted = write_run(tmp_path / "adapted", losses, hashes=hashes)
+    comparison = compare([base, adapted])
+    compared = {c.title: [(m.run, m.set, m.loss) for m in c.runs] for c in comparison.sets}
+    assert compared == {
+        "val (books in adapted)": [("base", "val", 3.0), ("adapted", "books", 3.25)],
+        "law (val in adapted)": [("base", "law", 4.0), ("adapted", "val", 3.5)],
+    }
+    assert [c.runs[1].difference.delta for c in comparison.sets] == pytest.approx([0.25, -0.5])
+    (why,) = comparison.refused["val"]
+    assert why.startswith("base measured other text than adapted (content hash-of-val and hash-of-law)")
+    assert comparison.only == {"code": ("base",), "poems": ("adapted",)} and comparison.alone == ()
+    shown = table(comparison)
+    assert any(line.startswith("  val (books in adapted)  base ") for line in shown)
+    assert any(line.startswith("law (val in adapted): adapted at step 100 is better than base") for line in shown)
+    told = comparison.to_json()["sets"][0]
+    assert (told["name"], [m["set"] for m in told["runs"]]) == ("val", ["val", "books"])
+    results = adapted / "evals/100.npz"
+    arrays = dict(np.load(results))
+    np.savez(results, **arrays | {key: 2 * arrays[key] for key in ("books.tokens", "books.nats")})
+    with pytest.raises(
+        InputError, match=r"val \(books in adapted\): evals/100.npz of adapted and evals/100.npz of base"
+    ):
+        compare([base, adapted])
+
+
+def test_a_name_is_said_to_be_of_those_that_measured_its_text(tmp_path):
+    base = write_run(tmp_path / "base", {"val": lambda step: 3.0})
+    adapted = write_run(tmp_path / "adapted", {"books": lambda step: 3.0}, hashes={"books": "hash-of-val"})
+    other = write_run(tmp_path / "other", {"val": lambda step: 3.0}, hashes={"val": "other"})
+    comparison = compare([base, adapted, other])
+    assert [(c.title, [m.run for m in c.runs]) for c in comparison.sets] == [
+        ("val (books in adapted)", ["base", "adapted"])
+    ]
+    assert comparison.only == {"books": ("base", "adapted")} and list(comparison.refused) == ["val"]
+
+
+def test_a_text_that_counts_under_one_of_its_names_is_compared(tmp_path):
+    """The namesake in the base was first measured after the adapted run began."""
+    base = write_run(tmp_path / "base", {"val": lambda step: 3.0, "books": lambda step: 3.0 if step > 80 else None},
+                     hashes={"books": "hash-of-val"})  # fmt: skip
+    adapted = begun(tmp_path / "adapted", str(base), 80, hashes={"val": "domain", "books": "hash-of-val"}, books=2.0)
+    (compared,) = compare([base, adapted]).sets
+    assert [(m.set, m.step, m.loss) for m in compared.runs] == [("val", 80, 3.0), ("books", 100, 2.0)]
+
+
 def test_runs_are_compared_wherever_two_measured_the_same_text(tmp_path):
     losses = {"val": lambda step: 3.0, "law": lambda step: 2.0}
     other = {"hashes": {"law": "other-law"}}
@@ -182,7 +232,8 @@ def test_a_set_whose_content_no_record_tells_is_refused(tmp_path):
     assert [c.name for c in comparison.sets] == ["val"]
     assert comparison.refused["added"] == ("second and first: the record of first has no content hash of it",)
 
-    assert [c.name for c in compare([first, first]).sets] == ["val"]
+    twice = compare([first, first])
+    assert [c.name for c in twice.sets] == ["val"] and list(twice.refused) == ["added"]
 
     # A `resume` event tells of the sets that were added with it.
     resumed = {**told, "event": "resume", "evalsets": {"added": facts}}
@@ -290,10 +341,9 @@ def lineage(init_from, step, before=None, run="written"):
     return {"init_from": init_from, "run": run, "step": step, "keep_optimizer": False, "lineage": before}
 
 
-def begun(path, init_from, step, before=None, loss=2.0, **rest):
-    return write_run(
-        path, {"val": lambda s: loss + s / 1000}, start={"lineage": lineage(init_from, step, before)}, **rest
-    )
+def begun(path, init_from, step, before=None, loss=2.0, books=None, **rest):
+    losses = {"val": lambda s: loss + s / 1000} | ({} if books is None else {"books": lambda s: books})
+    return write_run(path, losses, start={"lineage": lineage(init_from, step, before)}, **rest)
 
 
 def counted(comparison):

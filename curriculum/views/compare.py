@@ -21,6 +21,7 @@ from curriculum.record.queries import EvalPoint, eval_points, evalset_facts
 from curriculum.record.windows import recorded_windows
 from curriculum.record.wording import signed
 from curriculum.run import Run, load_run, names_in, read_arrays
+from curriculum.views.same_text import same_text, set_title
 from curriculum.views.shared_past import began_at, shared_past
 from evalsets.metrics import WindowResults, paired_difference
 from evalsets.student import student_quantile
@@ -48,9 +49,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class RunOnSet:
-    """One run on one set: the eval that counts. `difference` is None for the run that the others are compared with."""
+    """One run on one set, by its own name `set`: the eval that counts.
+
+    `difference` is None for the run that the others are compared with.
+    """
 
     run: str
+    set: str
     step: int
     tokens: int
     loss: float
@@ -62,11 +67,17 @@ class RunOnSet:
 
 @dataclass(frozen=True)
 class ComparedSet:
-    """The runs that measured one set on the same text, in the order given; the others are compared with the first."""
+    """The runs that measured one text, in the order given: `name` is that of the first, which the others are compared
+    with."""
 
     name: str
     content_hash: str
     runs: tuple[RunOnSet, ...]
+
+    @property
+    def title(self) -> str:
+        """The name, and those that others have for it: `val (books in adapted)`."""
+        return set_title({m.run: m.set for m in self.runs})
 
 
 @dataclass(frozen=True)
@@ -79,8 +90,9 @@ class ComparedRuns:
     begun: {run, base, step} where a run began with the parameters of another, itself or through others. Of a base the
     eval counts that is its last at or before that step, of several steps the last one.
     runs: name, path, step and tokens of the last eval that counts, and whether the run is finished.
-    sets: one for each text that two runs or more measured under a name.
-    refused: sets that two runs measured on different text, as messages. only: sets that not every run measured.
+    sets: one for each text that two runs or more measured, under one name or several.
+    refused: names under which two runs measured different text, as messages. only: names whose text not every run
+    measured, with those that did, under whatever name.
     shared: of two runs with a common past, the step up to which they share it.
     """
 
@@ -116,8 +128,7 @@ def compare_runs(runs: Sequence[Run], *, at: str = "tokens") -> ComparedRuns:
     if at not in ("tokens", "step"):
         raise InputError(f"--at {at}: expected tokens or step")
     sides = [_side(name, run) for name, run in zip(labels(runs), runs, strict=True)]
-    groups = _same_text(sides)
-    sharing = {side for of_set in groups.values() for group in of_set if len(group) > 1 for side in group}
+    sharing = {sides[i] for group in same_text([side.hashes for side in sides]) if len(group) > 1 for i in group}
     begun = tuple(
         {"run": side.name, "base": base.name, "step": step}
         for side, base in permutations(sides, 2)
@@ -137,23 +148,26 @@ def compare_runs(runs: Sequence[Run], *, at: str = "tokens") -> ComparedRuns:
             raise InputError(f"{side.run.directory.path}: has no eval {where}")
 
     sets, refused, only = [], {}, {}
+    for group in same_text([{name: side.hashes[name] for name in last} for side, last in counting.items()]):
+        (first, name), *others = [(sides[i], name) for i, name in group.items()]
+        if not others:
+            continue
+        before = counting[first][name]
+        measured = [_measured(first, name, before)]
+        for side, its_name in others:
+            now = counting[side][its_name]
+            between = _difference(side, its_name, now, first, name, before)
+            verdict = _verdict(side.name, first.name, now, before, between, begun)
+            measured.append(_measured(side, its_name, now, between, verdict))
+        sets.append(ComparedSet(name, first.hashes[name], tuple(measured)))
     for name in dict.fromkeys(name for last in counting.values() for name in last):
-        having = [side for side in sides if name in counting[side]]
-        if len(having) < len(sides):
-            only[name] = tuple(side.name for side in having)
-        of_set = [[side for side in group if side in having] for group in groups[name]]
-        as_the_first = next(group for group in of_set if having[0] in group)
-        if different := [side for side in having if side not in as_the_first]:
-            refused[name] = tuple(_refusal(having[0], side, name) for side in different)
-        for first, *others in (group for group in of_set if len(group) > 1):
-            before = counting[first][name]
-            measured = [_measured(first, before)]
-            for side in others:
-                now = counting[side][name]
-                between = _difference(name, side, now, first, before)
-                verdict = _verdict(side.name, first.name, now, before, between, begun)
-                measured.append(_measured(side, now, between, verdict))
-            sets.append(ComparedSet(name, first.hashes[name], tuple(measured)))
+        first, *others = having = [side for side in sides if name in counting[side]]
+        texts = {side.hashes[name] for side in having} - {None}
+        holding = [s for s in sides if s in having or any(s.hashes[own] in texts for own in counting[s])]
+        if len(holding) < len(sides):
+            only[name] = tuple(side.name for side in holding)
+        if different := [s for s in others if s.hashes[name] is None or s.hashes[name] != first.hashes[name]]:
+            refused[name] = tuple(_refusal(first, side, name) for side in different)
     if not sets:
         reasons = [f"{name}: {why}" for name, whys in refused.items() for why in whys]
         reasons += [f"{name}: only {' and '.join(who)} measured it" for name, who in only.items()]
@@ -229,15 +243,6 @@ def _side(name: str, run: Run) -> _Side:
     return _Side(name, run, points, {name: facts.get(name, {}).get("content_hash") for name in points})
 
 
-def _same_text(sides: Iterable[_Side]) -> dict[str, list[list[_Side]]]:
-    """By set, the runs that measured the same text, together; one whose record has no content hash is alone."""
-    groups: dict[str, dict[Any, list[_Side]]] = {}
-    for side in sides:
-        for name, content_hash in side.hashes.items():
-            groups.setdefault(name, {}).setdefault(content_hash or side, []).append(side)
-    return {name: list(of_set.values()) for name, of_set in groups.items()}
-
-
 def _base_steps(begun: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     steps: dict[str, int] = {}
     for pair in begun:
@@ -251,8 +256,10 @@ def _last_points(side: _Side, at: str, most: float) -> dict[str, EvalPoint]:
     return {name: of_set[-1] for name, of_set in before.items() if of_set}
 
 
-def _measured(side: _Side, point: EvalPoint, between: Difference | None = None, verdict: str | None = None) -> RunOnSet:
-    return RunOnSet(side.name, point.step, point.tokens, point.loss, point.bpb, point.sem, between, verdict)
+def _measured(
+    side: _Side, name: str, point: EvalPoint, between: Difference | None = None, verdict: str | None = None
+) -> RunOnSet:
+    return RunOnSet(side.name, name, point.step, point.tokens, point.loss, point.bpb, point.sem, between, verdict)
 
 
 def _refusal(first: _Side, other: _Side, name: str) -> str:
@@ -266,11 +273,12 @@ def _refusal(first: _Side, other: _Side, name: str) -> str:
     )
 
 
-def _difference(name: str, side: _Side, now: EvalPoint, first: _Side, before: EvalPoint) -> Difference:
-    ours, theirs = side.windows(name, now), first.windows(name, before)
+def _difference(side: _Side, name: str, now: EvalPoint, first: _Side, first_name: str, before: EvalPoint) -> Difference:
+    ours, theirs = side.windows(name, now), first.windows(first_name, before)
     if not np.array_equal(ours.tokens_N, theirs.tokens_N):
+        title = set_title({first.name: first_name, side.name: name})
         where = f"evals/{now.step}.npz of {side.name} and evals/{before.step}.npz of {first.name}"
-        raise InputError(f"{name}: {where} differ in windows though the content is the same; one is damaged")
+        raise InputError(f"{title}: {where} differ in windows though the content is the same; one is damaged")
     return paired(first.name, ours, theirs)
 
 

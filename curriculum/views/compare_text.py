@@ -20,10 +20,10 @@ def table(comparison: ComparedRuns) -> list[str]:
             numbers = (f"{m.step:,}", loss(m.loss), loss(m.sem), loss(m.bpb))
             d = m.difference
             between = ("", "") if d is None else (signed(d.delta), interval_text(d.interval))
-            rows.append((compared.name if i == 0 else "", m.run, *numbers, *between))
+            rows.append((compared.title if i == 0 else "", m.run, *numbers, *between))
     lines += [*columns(rows, right=range(2, 8)), ""]
     for compared in comparison.sets:
-        lines += [f"{compared.name}: {m.verdict}" for m in compared.runs if m.verdict]
+        lines += [f"{compared.title}: {m.verdict}" for m in compared.runs if m.verdict]
     lines += notes(comparison)
     return lines
 
@@ -61,14 +61,14 @@ def notes(comparison: ComparedRuns) -> list[str]:
     ]
     of_bases = [{pair["run"], pair["base"]} for pair in comparison.begun]
     unequal = [
-        f"{compared.name} ({', '.join(f'{m.run} {m.tokens:,}' for m in compared.runs)})"
+        f"{compared.title} ({', '.join(f'{m.run} {m.tokens:,}' for m in compared.runs)})"
         for compared in comparison.sets
         for first in compared.runs[:1]
         if any(m.tokens != first.tokens and {m.run, first.run} not in of_bases for m in compared.runs)
     ]
     if unequal:
         lines.append(f"measured after unequal numbers of tokens, which is part of the difference: {', '.join(unequal)}")
-    few = [c.name for c in comparison.sets if any(m.difference and m.difference.clusters == "blocks" for m in c.runs)]
+    few = [c.title for c in comparison.sets if any(m.difference and m.difference.clusters == "blocks" for m in c.runs)]
     if few:
         lines.append(f"{', '.join(few)}: fewer than 20 documents; the intervals speak of more text from these few")
     lines.append(
