@@ -371,12 +371,32 @@ def test_several_runs_are_compared_and_drawn_together(tmp_path):
     assert any(row.startswith("second | 100 | 3.5000") or "+0.5000" in row for row in page.rows)
     assert "second at step 100 is worse than first at step 100 by 0.5000 nats per token" in text
     assert "law: refused: first measured other text than second" in text
-    assert "without second: other text" in text
+    assert "law without law of second: other text" in text and "law without law of first: other text" in text
     titles = [a["aria-label"] for name, a in page.tags if name == "svg"]
-    assert titles[:2] == ["eval loss of val, every run", "eval loss of law, every run"] and len(titles) == 2 + 2 * 6
-    val, law = overlays(runs, ["first", "second"], {"first": "#000", "second": "#111"})
-    assert [c.label for c in val.curves] == ["first", "second"] and val.x == "step"
+    of_all = ["eval loss of val, every run", "eval loss of law, first", "eval loss of law, second"]
+    assert titles[:3] == of_all and len(titles) == 3 + 2 * 6
+    val, law, other = overlays(runs, ["first", "second"], {"first": "#000", "second": "#111"})
+    assert [c.label for c in val.curves] == ["first", "second"] and val.x == "step" and val.left_out == []
     assert [c.label for c in law.curves] == ["first"] and law.left_out == ["second"]
+    assert [c.label for c in other.curves] == ["second"] and other.left_out == ["first"]
+
+
+def test_one_text_is_drawn_together_under_the_names_it_has(tmp_path):
+    base = write_run(tmp_path / "base", {"val": lambda step: 3.0, "code": lambda step: 4.0})
+    hashes = {"val": "domain", "books": "hash-of-val"}
+    losses = {"val": lambda step: 2.0, "books": lambda step: 3.25}
+    runs = [load_run(base), load_run(write_run(tmp_path / "adapted", losses, hashes=hashes))]
+    page = Checked(report(runs))
+    text = "".join(page.text)
+    assert page.has_row("val (books in adapted)", "base", "100", "3.0000")
+    assert "val (books in adapted): adapted at step 100 is worse than base at step 100 by 0.2500" in text
+    assert "val (books in adapted) without val of adapted: other text" in text
+    drawn = overlays(runs, ["base", "adapted"], {"base": "#000", "adapted": "#111"})
+    assert [(o.title, [(c.label, c.ys[0]) for c in o.curves], o.left_out) for o in drawn] == [
+        ("val (books in adapted)", [("base", 3.0), ("adapted", 3.25)], ["adapted"]),
+        ("val", [("adapted", 2.0)], ["base"]),
+        ("code", [("base", 4.0)], []),
+    ]
 
 
 def test_a_base_is_compared_where_it_was_taken_over_and_the_curves_say_so(tmp_path):

@@ -72,6 +72,12 @@ def documents_are_few(facts: Mapping[str, Any]) -> bool:
     return facts.get("documents", math.inf) < facts.get("clusters", 0)
 
 
+def content_hashes(events: Iterable[Mapping[str, Any]]) -> dict[str, str | None]:
+    """The content hash of the text of each set that has an eval, None where the record has none."""
+    facts = evalset_facts(events)
+    return {name: facts.get(name, {}).get("content_hash") for name in eval_points(events) if "@" not in name}
+
+
 def measured_sets(events: Iterable[Mapping[str, Any]]) -> set[str]:
     """The sets that the run measures since it was last taken up, by their names in the record."""
     names: set[str] = set()

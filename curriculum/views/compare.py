@@ -17,7 +17,7 @@ import numpy as np
 
 from curriculum.errors import InputError
 from curriculum.record.events import config_name, plain
-from curriculum.record.queries import EvalPoint, eval_points, evalset_facts
+from curriculum.record.queries import EvalPoint, content_hashes, eval_points
 from curriculum.record.windows import recorded_windows
 from curriculum.record.wording import signed
 from curriculum.run import Run, load_run, names_in, read_arrays
@@ -239,8 +239,7 @@ def _side(name: str, run: Run) -> _Side:
     points = {name: of_set for name, of_set in eval_points(run.events).items() if "@" not in name}
     if not points:
         raise InputError(f"{run.directory.path}: has no eval yet; compare it once it has one")
-    facts = evalset_facts(run.events)
-    return _Side(name, run, points, {name: facts.get(name, {}).get("content_hash") for name in points})
+    return _Side(name, run, points, content_hashes(run.events))
 
 
 def _base_steps(begun: Iterable[Mapping[str, Any]]) -> dict[str, int]:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from markupsafe import Markup, escape
 
 from curriculum.errors import InputError
-from curriculum.record.queries import eval_points, evalset_facts, planned_tokens
-from curriculum.record.wording import interval_text, loss, signed
+from curriculum.record.queries import content_hashes, eval_points, planned_tokens
+from curriculum.record.wording import interval_text, listed, loss, signed
 from curriculum.run import Run
 from curriculum.views import figures
 from curriculum.views.compare import ComparedRuns, compare_runs
@@ -18,6 +18,7 @@ from curriculum.views.compare_text import notes, which_evals
 from curriculum.views.figures import PALETTE, Curve, eval_curve
 from curriculum.views.inspection import inspect_run, lineage_lines
 from curriculum.views.page import bullets, figure, folded, legend, note, section, table, tag
+from curriculum.views.same_text import same_text, set_title
 from curriculum.views.shared_past import shared_past
 
 
@@ -66,7 +67,7 @@ def _compare_table(comparison: ComparedRuns) -> Markup:
                 look += " good" if d.interval[1] < 0 else " bad" if d.interval[0] > 0 else ""
             rows.append(
                 (
-                    compared.name if i == 0 else "",
+                    compared.title if i == 0 else "",
                     m.run,
                     f"{m.step:,}",
                     loss(m.loss),
@@ -77,7 +78,7 @@ def _compare_table(comparison: ComparedRuns) -> Markup:
                 )
             )
     header = ("set", "run", "step", "loss", "± sem", "bpb", "difference", "95 % interval")
-    verdicts = [f"{c.name}: {m.verdict}" for c in comparison.sets for m in c.runs if m.verdict]
+    verdicts = [f"{c.title}: {m.verdict}" for c in comparison.sets for m in c.runs if m.verdict]
     *special, closing = notes(comparison)
     return (
         note(which_evals(comparison))
@@ -95,10 +96,11 @@ def _overlays(runs: Sequence[Run], names: Sequence[str], colors: Mapping[str, st
         return [note("No eval yet.")]
     panels = []
     for overlay in drawn:
-        title = f"eval loss of {overlay.name}, every run"
+        whose = "every run" if len(overlay.curves) == len(runs) else listed([curve.label for curve in overlay.curves])
+        title = f"eval loss of {overlay.title}, {whose}"
         svg = figures.eval_chart(title, overlay.curves, x_label=overlay.x, branch_at=overlay.branch_at)
-        without = f"without {', '.join(overlay.left_out)}: other text" if overlay.left_out else ""
-        panels.append(figure(svg, escape(f"{overlay.name} ") + tag("small", without)))
+        without = f"without {overlay.name} of {listed(overlay.left_out)}: other text" if overlay.left_out else ""
+        panels.append(figure(svg, escape(f"{overlay.title} ") + tag("small", without)))
     keys = "Loss in nats per token; bands: ± 1.96 standard errors over the choice of held-out text."
     if any(overlay.branch_at for overlay in drawn):
         keys += " Dotted: where a run branches off another; what lies before is theirs together and drawn once."
@@ -108,13 +110,15 @@ def _overlays(runs: Sequence[Run], names: Sequence[str], colors: Mapping[str, st
 
 
 class Overlay(NamedTuple):
-    """The curves of one set over `step`, or over `tokens` where steps differ in tokens.
+    """The curves of one text over `step`, or over `tokens` where steps differ in tokens.
 
+    `name` is that of the set in the first run; `title` has those of the others too.
     `branch_at` are the x where a run leaves one that stands before it; its curve begins with their last joint eval.
-    `left_out` are the runs that measured other text under this name than the first one that has it.
+    `left_out` are the runs that measured other text under this name.
     """
 
     name: str
+    title: str
     x: str
     curves: list[Curve]
     branch_at: list[int]
@@ -122,25 +126,27 @@ class Overlay(NamedTuple):
 
 
 def overlays(runs: Sequence[Run], names: Sequence[str], colors: Mapping[str, str]) -> list[Overlay]:
-    """An overlay for each set that any run measured."""
+    """An overlay for each text that any run measured, as `same_text` puts the sets together."""
     of_update = {run.plan["tokens_per_step"] for run in runs}
     x = "step" if len(runs) == 1 or (len(of_update) == 1 and None not in of_update) else "tokens"
     points = [eval_points(run.events) for run in runs]
-    hashes = [{name: f.get("content_hash") for name, f in evalset_facts(run.events).items()} for run in runs]
+    hashes = [content_hashes(run.events) for run in runs]
     past = cache(lambda i, j: shared_past(runs[i], runs[j]))  # the same for every set, and read from the whole record
     drawn = []
-    for name in dict.fromkeys(name for of_run in points for name in of_run if "@" not in name):
-        measured = [i for i in range(len(runs)) if name in points[i]]
-        having = [i for i in measured if hashes[i].get(name) == hashes[measured[0]].get(name)]
+    for group in same_text(hashes):
         curves, branch_at = [], []
-        for position, i in enumerate(having):
-            of_set = points[i][name]
-            pasts = [s for j in having[:position] if (s := past(j, i)) is not None]
+        for position, (i, its_name) in enumerate(group.items()):
+            of_set = points[i][its_name]
+            pasts = [s for j in list(group)[:position] if (s := past(j, i)) is not None]
             if pasts:
                 shared = max(pasts)
                 branch_at.append(shared if x == "step" else planned_tokens(runs[i].plan, shared))
                 of_set = [*[p for p in of_set if p.step <= shared][-1:], *(p for p in of_set if p.step > shared)]
             curves.append(eval_curve(names[i], colors[names[i]], of_set, x))
-        left_out = [names[i] for i in measured if i not in having]
-        drawn.append(Overlay(name, x, curves, sorted(set(branch_at)), left_out))
+        first, name = next(iter(group.items()))
+        left_out = [
+            names[i] for i, of_run in enumerate(hashes) if of_run.get(name, hashes[first][name]) != hashes[first][name]
+        ]
+        title = set_title({names[i]: its_name for i, its_name in group.items()})
+        drawn.append(Overlay(name, title, x, curves, sorted(set(branch_at)), left_out))
     return drawn
