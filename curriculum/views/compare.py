@@ -29,6 +29,11 @@ from evalsets.student import student_quantile
 # Standard deviation of the final validation loss over seeds, in nats per token, of a GPT-2 of 124M parameters.
 SEED_SPREAD_NATS = 0.002
 _SHOWN_NATS = 0.0001  # the last decimal that is shown
+_NOTHING_SHARED = (
+    "no eval set can be compared: no two of these runs measured the same text where they are compared; expected a set "
+    "of the same documents, tokenizer and evalsets.seq_len in two of them, which --eval-dataset-dir NAME=DIR adds to a "
+    "run that goes on"
+)
 _SCOPE = "of these two checkpoints, not of the recipe"
 
 
@@ -171,7 +176,7 @@ def compare_runs(runs: Sequence[Run], *, at: str = "tokens") -> ComparedRuns:
     if not sets:
         reasons = [f"{name}: {why}" for name, whys in refused.items() for why in whys]
         reasons += [f"{name}: only {' and '.join(who)} measured it" for name, who in only.items()]
-        raise InputError(*(f"no eval set can be compared: {reason}" for reason in reasons))
+        raise InputError(_NOTHING_SHARED, details=reasons)
     return ComparedRuns(
         at=at,
         common=common,

@@ -42,13 +42,15 @@ def of_runs(runs: Sequence[Run], names: Sequence[str], of_run: Callable[[Run, st
         )
     header = ("run", "directory", "step", "tokens", "parameters", "val loss", "gold")
     try:
-        comparison, refusal = compare_runs(runs), None
+        comparison = compare_runs(runs)
+        compared = [_compare_table(comparison)]
     except InputError as error:
-        comparison, refusal = None, error
-    compared = bullets(refusal.problems) if comparison is None else _compare_table(comparison)
+        comparison, compared = None, [note(problem) for problem in error.problems]
+        if error.details:
+            compared.append(bullets(error.details))
     return [
         tag("header", tag("h1", f"{len(runs)} runs"), table(header, rows, text_columns=2)),
-        section("Compared", compared),
+        section("Compared", *compared),
         section("Eval loss", *_overlays(runs, names, colors, comparison is not None and bool(comparison.begun))),
         *(
             tag("section", tag("h2", name), folded("The whole report of this run", *of_run(run, name)))
