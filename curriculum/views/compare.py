@@ -21,6 +21,7 @@ from curriculum.record.queries import EvalPoint, content_hashes, eval_points
 from curriculum.record.windows import recorded_windows
 from curriculum.record.wording import signed
 from curriculum.run import Run, load_run, names_in, read_arrays
+from curriculum.views.config_differences import config_differences
 from curriculum.views.same_text import same_text, set_title
 from curriculum.views.shared_past import began_at, shared_past
 from evalsets.metrics import WindowResults, paired_difference
@@ -99,6 +100,7 @@ class ComparedRuns:
     refused: names under which two runs measured different text, as messages. only: names whose text not every run
     measured, with those that did, under whatever name.
     shared: of two runs with a common past, the step up to which they share it.
+    config: what differs between the configs, as `config_differences` tells it.
     """
 
     at: str
@@ -110,6 +112,7 @@ class ComparedRuns:
     shared: tuple[dict[str, Any], ...]
     begun: tuple[dict[str, Any], ...]
     alone: tuple[str, ...]
+    config: tuple[dict[str, Any], ...]
 
     @property
     def base_steps(self) -> dict[str, int]:
@@ -200,6 +203,7 @@ def compare_runs(runs: Sequence[Run], *, at: str = "tokens") -> ComparedRuns:
         ),
         begun=begun,
         alone=tuple(side.name for side in sides if side not in sharing),
+        config=config_differences(runs, [side.name for side in sides]),
     )
 
 

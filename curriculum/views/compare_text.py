@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from curriculum.record.wording import columns, interval_text, listed, loss, signed
 from curriculum.views.compare import SEED_SPREAD_NATS, ComparedRuns
+from curriculum.views.config_differences import rows as config_rows
 
 
 def table(comparison: ComparedRuns) -> list[str]:
@@ -14,6 +15,11 @@ def table(comparison: ComparedRuns) -> list[str]:
         state = "finished" if run["finished"] else "not finished"
         rows.append((run["name"], f"{run['step']:,}", f"{run['tokens']:,}", state, run["path"]))
     lines += [*columns(rows, right=(1, 2)), ""]
+    if comparison.config:
+        rows = [("config", *(run["name"] for run in comparison.runs)), *config_rows(comparison.config)]
+        lines += [*columns(rows, right=()), ""]
+    else:
+        lines += ["No key of the configs differs.", ""]
     rows = [("eval set", "run", "step", "loss", "± sem", "bpb", "difference", "95 % interval")]
     for compared in comparison.sets:
         for i, m in enumerate(compared.runs):

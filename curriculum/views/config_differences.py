@@ -1,0 +1,49 @@
+"""What the configs of several runs do not have in common, key by key."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from curriculum.record.wording import printable
+from curriculum.run import Run
+
+_LONGEST = 48  # characters of a value in a table
+
+
+def config_differences(runs: Sequence[Run], names: Sequence[str]) -> tuple[dict[str, Any], ...]:
+    """{key, values} of every key that differs, the run's `name` aside: its dotted path, phases by name, and each run's
+    value, None where it is null or not there."""
+    found = _differing("", [_by_name(run.config_json) for run in runs])
+    return tuple({"key": path, "values": dict(zip(names, values, strict=True))} for path, values in found)
+
+
+def rows(differences: Iterable[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """Each key and its values as text, `-` for None; long ones are shortened unless two of them look alike then."""
+    found = []
+    for difference in differences:
+        whole = [_text(value) for value in difference["values"].values()]
+        short = [t if len(t) <= _LONGEST else f"{t[: _LONGEST // 2]} … {t[3 - _LONGEST // 2 :]}" for t in whole]
+        found.append((difference["key"], *(short if len({*short}) == len({*whole}) else whole)))
+    return found
+
+
+def _by_name(config: Mapping[str, Any]) -> dict[str, Any]:
+    phases = {phase["name"]: {k: v for k, v in phase.items() if k != "name"} for phase in config["phases"]}
+    return {key: phases if key == "phases" else section for key, section in config.items() if key != "name"}
+
+
+def _differing(path: str, values: Sequence[Any]) -> Iterator[tuple[str, Sequence[Any]]]:
+    if all(value == values[0] for value in values):
+        return
+    if not all(value is None or isinstance(value, Mapping) for value in values):
+        yield path, values
+        return
+    sections = [value or {} for value in values]
+    for key in dict.fromkeys(key for section in sections for key in section):
+        yield from _differing(f"{path}.{key}" if path else key, [section.get(key) for section in sections])
+
+
+def _text(value: Any) -> str:
+    return "-" if value is None else printable(value) if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,89 @@
+"""What differs between configs, worked by hand on small ones, and where it is told."""
+
+import json
+from pathlib import Path
+
+from written_run import PHASES, command, write_run
+
+from curriculum.run import Run, RunDirectory, load_run
+from curriculum.views.compare import compare
+from curriculum.views.compare_text import table
+from curriculum.views.config_differences import config_differences, rows
+
+LAW = {"path": None, "held_out_of": "law"}
+FIRST = {
+    "sources": {"web": {"path": "web", "max_epochs": None}},
+    "phases": [{"name": "a", "until": 6, "lr": None}, {"name": "b", "until": "end", "lr": {"peak": 1.0}}],
+    "evalsets": {"every": 3, "seq_len": None, "sets": {}},
+    "name": "one",
+}
+SECOND = {
+    "sources": {"web": {"path": "web", "max_epochs": 2}},
+    "phases": [{"name": "new", "until": 2, "lr": None}, {"name": "b", "until": "end", "lr": {"peak": 2.0}}],
+    "evalsets": {"every": 3, "seq_len": None, "sets": {"law": LAW}},
+    "name": "two",
+    "extra": {"null": None},
+}
+THIRD = {**FIRST, "phases": [FIRST["phases"][0], {"name": "b", "until": "end", "lr": None}], "mesh": {"data": [1, 2]}}
+
+
+def differing(*configs: dict) -> list[tuple]:
+    runs = [Run(RunDirectory(Path("run")), {**c, "command_line": [c["name"]], "derived": c}, []) for c in configs]
+    names = "xyz"[: len(configs)]
+    found = config_differences(runs, names)
+    assert all(list(difference["values"]) == list(names) for difference in found)
+    return [(difference["key"], *difference["values"].values()) for difference in found]
+
+
+def test_every_key_that_differs_is_told_by_its_path_and_phases_by_name():
+    assert differing(FIRST, SECOND) == [
+        ("sources.web.max_epochs", None, 2),
+        ("phases.a.until", 6, None),
+        ("phases.b.lr.peak", 1.0, 2.0),
+        ("phases.new.until", None, 2),
+        ("evalsets.sets.law.held_out_of", None, "law"),
+    ]
+    assert differing(FIRST, THIRD, FIRST) == [("phases.b.lr.peak", 1.0, None, 1.0), ("mesh.data", None, [1, 2], None)]
+
+
+def test_what_is_a_section_in_one_and_a_value_in_another_is_told_as_a_whole():
+    wandb = {**FIRST, "logging": {"wandb": {"project": "p"}}}
+    assert differing(wandb, {**FIRST, "logging": {"wandb": True}}) == [("logging.wandb", {"project": "p"}, True)]
+
+
+def test_configs_that_differ_in_the_name_alone_differ_in_nothing():
+    assert differing(FIRST, {**FIRST, "name": "other"}) == []
+
+
+def test_values_are_shortened_in_the_middle_unless_they_look_alike_then():
+    def told(*values):
+        ((key, *cells),) = rows([{"key": "k", "values": dict(enumerate(values))}])
+        assert key == "k"
+        return cells
+
+    head, tail = "h" * 24, "t" * 21
+    assert told(None, "a\nb", 0.5, True, ["x"]) == ["-", "a\\nb", "0.5", "true", '["x"]']
+    assert told(f"{head}1234{tail}", f"{head}123{tail}") == [f"{head} … {tail}", f"{head}123{tail}"]
+    alike = [head + middle + tail for middle in ("1234", "5678")]
+    assert told(*alike) == alike
+
+
+def test_the_configs_stand_above_the_losses_as_text_and_in_json(tmp_path):
+    losses = {"val": lambda step: 3.0}
+    phases = [("early", 0, 60, {"web": 0.8, "code": 0.2}), PHASES[1]]
+    first = write_run(tmp_path / "first", losses)
+    second = write_run(tmp_path / "second", {**losses, "law": lambda step: 1.0}, phases=phases, name="other")
+    third = write_run(tmp_path / "third", losses, name="third")
+    lines = [line.split() for line in table(compare([first, second]))]
+    begin, end = lines.index(["config", "first", "second"]), lines.index([], lines.index(["config", "first", "second"]))
+    assert ["phases.foundation.mixture.web", "0.8", "-"] in lines[begin:end]
+    assert ["phases.early.until", "-", "60"] in lines[begin:end]
+    assert ["evalsets.sets.law.path", "-", "law"] in lines[begin:end]
+    assert lines[end + 1][:2] == ["eval", "set"] and lines[begin - 2][0] == "second"
+    assert not any(line[0] == "name" or "domain" in line[0] for line in lines[begin:end])
+    code, out, _, _ = command("compare", first, second, "--json")
+    told = {difference["key"]: difference["values"] for difference in json.loads(out)["config"]}
+    assert code == 0 and told["phases.early.until"] == {"first": None, "second": 60}
+    same = compare([first, third])
+    assert same.config == () and "No key of the configs differs." in table(same)
+    assert load_run(first).config_json != load_run(third).config_json
