@@ -416,8 +416,22 @@ def test_runs_without_a_common_set_are_still_reported(tmp_path):
     first = write_run(tmp_path / "first", {"val": lambda step: 3.0})
     second = write_run(tmp_path / "second", {"law": lambda step: 3.0})
     page = report([load_run(first), load_run(second)])
+    checked = Checked(page)
+    assert checked.has_row("key", "first", "second") and checked.has_row("evalsets.sets.law.path", "-", "law")
+    assert page.index("What differs in the configs") < page.index("Compared</h2>")
+    assert "No key differs." not in page and "No key differs." in report([load_run(first), load_run(first)])
     assert page.count("no eval set can be compared") == 1
     assert "<li>val: only first measured it</li><li>law: only second measured it</li>" in page
+
+
+def test_many_keys_that_differ_are_folded(tmp_path):
+    """A set has three keys that are not null: path, format and glob."""
+    for num, folded in ((5, 0), (6, 1)):
+        losses = {("val" if i == 0 else f"set_{i}"): lambda step: 3.0 for i in range(num + 1)}
+        paths = [write_run(tmp_path / f"a{num}", {"val": losses["val"]}), write_run(tmp_path / f"b{num}", losses)]
+        page = report([load_run(path) for path in paths])
+        assert page.count(f"<summary>{3 * num} keys</summary>") == folded
+        assert Checked(page).has_row(f"evalsets.sets.set_{num}.format", "-", "text")
 
 
 def test_a_shared_past_is_drawn_once(tmp_path):

@@ -1,4 +1,4 @@
-"""A report of several runs: the comparison, and a drawing a set with a line a run."""
+"""A report of several runs: what differs in their configs, the comparison, and a drawing a set with a line a run."""
 
 from __future__ import annotations
 
@@ -15,15 +15,19 @@ from curriculum.run import Run
 from curriculum.views import figures
 from curriculum.views.compare import ComparedRuns, compare_runs
 from curriculum.views.compare_text import notes, which_evals
+from curriculum.views.config_differences import config_differences
+from curriculum.views.config_differences import rows as config_rows
 from curriculum.views.figures import PALETTE, Curve, eval_curve
 from curriculum.views.inspection import inspect_run, lineage_lines
 from curriculum.views.page import bullets, figure, folded, legend, note, section, table, tag
 from curriculum.views.same_text import same_text, set_title
 from curriculum.views.shared_past import shared_past
 
+_MOST_KEYS = 15  # that differ; more of them are folded, as they would push the comparison off the first screen
+
 
 def of_runs(runs: Sequence[Run], names: Sequence[str], of_run: Callable[[Run, str], list[Markup]]) -> list[Markup]:
-    """The comparison, and folded below it what `of_run` draws of each."""
+    """What differs in the configs, the comparison, and folded below it what `of_run` draws of each."""
     colors = {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(names)}
     facts = [inspect_run(run) for run in runs]
     rows = []
@@ -50,6 +54,7 @@ def of_runs(runs: Sequence[Run], names: Sequence[str], of_run: Callable[[Run, st
             compared.append(bullets(error.details))
     return [
         tag("header", tag("h1", f"{len(runs)} runs"), table(header, rows, text_columns=2)),
+        section("What differs in the configs", _config_table(runs, names)),
         section("Compared", *compared),
         section("Eval loss", *_overlays(runs, names, colors, comparison is not None and bool(comparison.begun))),
         *(
@@ -57,6 +62,14 @@ def of_runs(runs: Sequence[Run], names: Sequence[str], of_run: Callable[[Run, st
             for name, run in zip(names, runs, strict=True)
         ),
     ]
+
+
+def _config_table(runs: Sequence[Run], names: Sequence[str]) -> Markup:
+    differences = config_differences(runs, names)
+    if not differences:
+        return note("No key differs.")
+    told = table(("key", *names), config_rows(differences), text_columns=1 + len(names))
+    return told if len(differences) <= _MOST_KEYS else folded(f"{len(differences)} keys", told)
 
 
 def _compare_table(comparison: ComparedRuns) -> Markup:
