@@ -266,7 +266,7 @@ def test_few_documents_are_said(tmp_path):
     ]
     comparison = compare(paths)
     assert only(comparison).difference.clusters == "blocks"
-    assert "val: fewer than 20 documents; the intervals speak of more text from these few" in table(comparison)
+    assert "val: fewer than 20 documents; errors and intervals speak of more text from these few" in table(comparison)
 
 
 def branch(trunk: Path, path: Path, at: int, losses) -> Path:

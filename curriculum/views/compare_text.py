@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from curriculum.record.wording import columns, interval_text, listed, loss, signed
+from curriculum.record.wording import columns, few_documents, interval_text, listed, loss, signed
 from curriculum.views.compare import SEED_SPREAD_NATS, ComparedRuns
 from curriculum.views.config_differences import rows as config_rows
 
@@ -76,7 +76,7 @@ def notes(comparison: ComparedRuns) -> list[str]:
         lines.append(f"measured after unequal numbers of tokens, which is part of the difference: {', '.join(unequal)}")
     few = [c.title for c in comparison.sets if any(m.difference and m.difference.clusters == "blocks" for m in c.runs)]
     if few:
-        lines.append(f"{', '.join(few)}: fewer than 20 documents; the intervals speak of more text from these few")
+        lines.append(few_documents(few))
     lines.append(
         "Differences are nats per token of each run minus the first, over the same windows; below 0 is better. Their "
         "intervals are over the choice of held-out text alone, and speak of these checkpoints, neither of those beside "
