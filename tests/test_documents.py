@@ -9,7 +9,8 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from curriculum.data.chat import ChatConfig
+from curriculum.data.chat import CHATML, ChatConfig
+from curriculum.data.documents import documents_of
 from curriculum.data.pieces import PIECE_BYTES, read_pieces
 from curriculum.data.sources import SourceConfig, source_files
 from curriculum.errors import InputError
@@ -116,6 +117,29 @@ def test_a_json_row_is_a_document_and_empty_ones_are_passed_over(tmp_path):
     assert read(path) == [AWKWARD, "two"]
     assert [piece.text for piece in read_pieces(SourceConfig(path=str(path)))] == [AWKWARD, "", "", "two"]
     assert read(write(tmp_path / "b.ndjson", '{"body": "x"}'), text_key="body") == ["x"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.ndjson.zst", "A.JSON.GZ", "c4-train.00000.json.zst"])
+def test_compressed_lines_are_read_as_they_are(tmp_path, name):
+    import pyarrow
+
+    lines = [json.dumps({"text": text}) + "\n" for text in (AWKWARD, "two", "three" * 40_000)]
+    packed = [pyarrow.compress(part.encode(), "gzip", asbytes=True) if name.lower().endswith("gz") else
+              pyarrow.compress(part.encode(), "zstd", asbytes=True) for part in (lines[0], "".join(lines[1:]))]  # fmt: skip
+    (tmp_path / name).write_bytes(b"".join(packed))  # parts that follow each other, as parallel writers leave them
+    assert read(tmp_path / name) == [AWKWARD, "two", "three" * 40_000]
+    pieces = list(read_pieces(SourceConfig(path=str(tmp_path / name))))
+    assert [piece.where for piece in pieces] == [f"{tmp_path / name}:{number}" for number in (1, 2, 3)]
+    assert [piece.source_bytes for piece in pieces] == [len(line.encode()) for line in lines]
+    assert documents_of([SourceConfig(path=str(tmp_path))], CHATML).total_bytes is None
+    kind = "gzip" if name.lower().endswith("gz") else "zstd"
+    for damaged in (packed[1][:-4], packed[1] + b"junk", b"plain text\n"):
+        (tmp_path / name).write_bytes(damaged)
+        assert (
+            f"{tmp_path / name}: " in (told := refused(tmp_path / name)) and f"; expected a whole {kind} file" in told
+        )
+    (tmp_path / "a.txt.gz").write_bytes(packed[0])
+    assert "compressed file? leave it out with glob:" in refused(tmp_path / "a.txt.gz")
 
 
 def test_a_number_that_nobody_reads_may_have_any_number_of_digits(tmp_path):
@@ -400,7 +424,7 @@ def test_plain_text_has_no_rows(tmp_path):
         "<|im_start|>user\n汉\n<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n"
     ]
     assert refused(tmp_path, text_key="body") == (
-        f"{path}: plain text has no rows; text_key 'body' is a key of rows of .jsonl, .ndjson, .parquet, .arrow;"
+        f"{path}: plain text has no rows; text_key 'body' is a key of rows of .jsonl, .ndjson, .parquet, .arrow, and of JSON lines compressed as .gz or .zst;"
         " leave the file out with glob:, or leave text_key out"
     )
     assert read(tmp_path, text_key="body", glob="*.jsonl") == ["ab"]

@@ -1,6 +1,5 @@
 """Documents of any origin, and how they become a token store: in bounded memory, a group of pieces at a time."""
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
@@ -14,7 +13,7 @@ from curriculum.data.encode import encode_pieces
 from curriculum.data.pieces import Piece, document_pieces, read_pieces
 from curriculum.data.progress import Progress
 from curriculum.data.rows import type_name
-from curriculum.data.sources import COLUMNAR, JSON_LINES, SourceConfig, source_files
+from curriculum.data.sources import COLUMNAR, COMPRESSED, JSON_LINES, SourceConfig, source_files, suffix_of
 from curriculum.data.store import Store
 from curriculum.data.store_writer import StoreWriter
 from curriculum.data.tables import lacks_end
@@ -118,10 +117,10 @@ def _rows_as_text(sources: Mapping[str, SourceConfig]) -> tuple[str, ...]:
     for place, source in sources.items():
         if source.path is None or source.format != "text" or source.text_key is not None:
             continue
-        suffix_of = {file.relative: os.path.splitext(file.path)[1].lower() for file in source_files(source)}
-        suffixes = set(suffix_of.values())
+        found_suffix = {file.relative: suffix_of(file.path) for file in source_files(source)}
+        suffixes = set(found_suffix.values())
         if of_rows := sorted(suffixes & {*JSON_LINES, *COLUMNAR}):
-            if plain := [name for name, suffix in suffix_of.items() if suffix not in of_rows]:
+            if plain := [name for name, suffix in found_suffix.items() if suffix not in of_rows]:
                 found.append(f"{place}: {_beside_rows(plain, of_rows[0])}")
         elif suffixes <= ROWS_AS_TEXT:
             read = f"each {' or '.join(sorted(suffixes))} file is read as one document of plain text"
@@ -151,6 +150,6 @@ def _size_bytes(sources: Sequence[SourceConfig]) -> int | None:
     if any(source.hf is not None for source in sources):
         return None
     files = [file for source in sources for file in source_files(source)]
-    if any(file.path.lower().endswith(tuple(COLUMNAR)) for file in files):
+    if any(file.path.lower().endswith((*COLUMNAR, *COMPRESSED)) for file in files):
         return None
     return sum(file.size_bytes for file in files)

@@ -1,16 +1,27 @@
 """Documents in pieces, as they are read from the files of a source, from the hub, or from an iterator."""
 
 import codecs
+import io
 import json
 import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from contextlib import contextmanager
+from typing import BinaryIO, NamedTuple
 
 from curriculum.data.chat import CHATML, ChatConfig, Stretch, render, render_completion
 from curriculum.data.rows import checked_text, found_keys, similar_key, type_name
-from curriculum.data.sources import COLUMNAR, FLAT, JSON_LINES, SourceConfig, SourceFile, source_files
+from curriculum.data.sources import (
+    COLUMNAR,
+    COMPRESSED,
+    FLAT,
+    JSON_LINES,
+    SourceConfig,
+    SourceFile,
+    source_files,
+    suffix_of,
+)
 from curriculum.data.tables import ROWS_PER_BATCH, open_table
 from curriculum.errors import InputError
 
@@ -39,11 +50,12 @@ class Piece(NamedTuple):
 def read_pieces(source: SourceConfig, chat: ChatConfig = CHATML) -> Iterator[Piece]:
     """The documents of a source in pieces, empty ones included, one file after the other in sorted order.
 
-    JSONL, parquet and arrow: a row is a document, one whose text is null an empty one, and in a format other than text
-    a conversation as `chat` renders it, a piece a stretch; any other file is plain UTF-8 text and one document, and
-    refused where a format or a text_key tells of rows. A byte-order mark at the start of a file is dropped, nothing
-    else is changed. Memory: a plain-text file is held one piece at a time (about PIECE_BYTES, more only where that long
-    a stretch has no two words), JSONL one line, tables as `open_table` says, the hub's rows as `datasets` streams them.
+    JSONL, compressed or not, parquet and arrow: a row is a document, one whose text is null an empty one, and in a
+    format other than text a conversation as `chat` renders it, a piece a stretch; any other file is plain UTF-8 text
+    and one document, and refused where a format or a text_key tells of rows. A byte-order mark at the start of a file
+    is dropped, nothing else is changed. Memory: a plain-text file is held one piece at a time (about PIECE_BYTES, more
+    only where that long a stretch has no two words), JSONL one line, tables as `open_table` says, the hub's rows as
+    `datasets` streams them.
 
     Raises InputError with file and line, row or byte offset for text that cannot be read, and for a conversation
     without an answer.
@@ -51,13 +63,13 @@ def read_pieces(source: SourceConfig, chat: ChatConfig = CHATML) -> Iterator[Pie
     if source.hf is not None:
         yield from _hub_rows(source, chat)
         return
-    files = [(file, os.path.splitext(file.path)[1].lower()) for file in source_files(source)]
+    files = [(file, suffix_of(file.path)) for file in source_files(source)]
     if source.format != "text" or source.text_key is not None:
         _check_rows(source, files)
     for file, suffix in files:
         try:
             if suffix in JSON_LINES:
-                yield from _json_lines(file, source, chat)
+                yield from _json_lines(file, COMPRESSED.get(os.path.splitext(suffix)[1]), source, chat)
             elif suffix in COLUMNAR:
                 yield from _columnar_rows(file, COLUMNAR[suffix], source, chat)
             else:
@@ -73,8 +85,9 @@ def _check_rows(source: SourceConfig, files: Iterable[tuple[SourceFile, str]]) -
         of_text = source.format == "text"
         reads = f"text_key {source.text_key!r} is a key of rows of" if of_text else f"format {source.format} reads"
         raise InputError(
-            f"{plain.path}: plain text has no rows; {reads} {', '.join((*JSON_LINES, *COLUMNAR))}; leave the file out"
-            f" with glob:, or {'leave text_key out' if of_text else 'set format: text'}"
+            f"{plain.path}: plain text has no rows; {reads} .jsonl, .ndjson, {', '.join(COLUMNAR)}, and of JSON lines"
+            f" compressed as {' or '.join(COMPRESSED)}; leave the file out with glob:, or"
+            f" {'leave text_key out' if of_text else 'set format: text'}"
         )
 
 
@@ -134,8 +147,8 @@ def _last_cut(text: str) -> int:
     return 0
 
 
-def _json_lines(file: SourceFile, source: SourceConfig, chat: ChatConfig) -> Iterator[Piece]:
-    with open(file.path, "rb") as stream:
+def _json_lines(file: SourceFile, compression: str | None, source: SourceConfig, chat: ChatConfig) -> Iterator[Piece]:
+    with open(file.path, "rb") if compression is None else _decompressed(file, compression) as stream:
         for number, line in enumerate(stream, start=1):
             where = f"{file.path}:{number}"
             if number == 1:
@@ -151,6 +164,21 @@ def _json_lines(file: SourceFile, source: SourceConfig, chat: ChatConfig) -> Ite
                 raise InputError(f"{where}: {type_name(row)}; expected a JSON object with key {keys}")
             _check_keys(source, row, where)
             yield from _row_pieces(row, source, chat, len(line), where)
+
+
+@contextmanager
+def _decompressed(file: SourceFile, compression: str) -> Iterator[BinaryIO]:
+    import pyarrow
+
+    with (
+        pyarrow.OSFile(os.fsencode(file.path)) as packed,
+        pyarrow.CompressedInputStream(packed, compression) as stream,
+        io.BufferedReader(stream, PIECE_BYTES) as lines,
+    ):
+        try:
+            yield lines
+        except OSError as error:
+            raise InputError(f"{file.path}: {error}; expected a whole {compression} file") from error
 
 
 def _row_of(pairs: list[tuple[str, object]]) -> dict[str, object]:

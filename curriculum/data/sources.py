@@ -10,7 +10,9 @@ from typing import ClassVar, Literal, NamedTuple
 from curriculum.data.split import parse_share
 from curriculum.errors import FieldError, InputError
 
-JSON_LINES = (".jsonl", ".ndjson")
+COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
+# Published corpora call compressed JSON lines .json too.
+JSON_LINES = (".jsonl", ".ndjson", *(rows + end for end in COMPRESSED for rows in (".jsonl", ".ndjson", ".json")))
 COLUMNAR = {".parquet": "parquet", ".arrow": "arrow"}
 FLAT = ".bin"
 
@@ -104,6 +106,12 @@ class SourceFile(NamedTuple):
     size_bytes: int
     mtime_ns: int
     ctime_ns: int  # moves with every change, and cannot be set back
+
+
+def suffix_of(path: str) -> str:
+    """The end of a file's name that says how it is read, in small letters: `.parquet`, `.jsonl`, `.jsonl.zst`."""
+    rest, suffix = os.path.splitext(path.lower())
+    return os.path.splitext(rest)[1] + suffix if suffix in COMPRESSED else suffix
 
 
 def source_files(source: SourceConfig) -> list[SourceFile]:
