@@ -33,6 +33,10 @@ CONFIG = {
     "sources": {"web": {"path": "data/web"}},
     "model": {"preset": "tiny", "dropout": None},
     "optim": {"name": "adamw", "lr": 6e-4, "allow_jump": False},
+    "phases": [
+        {"name": "foundation", "mixture": {"web": 1.0}},
+        {"name": "domain", "mixture": {"web": 0.25, "law": 0.75}},
+    ],
     "evalsets": {"every": 4, "sets": {"general": {}, "code": {"every": 8}}},
 }
 
@@ -411,6 +415,9 @@ def test_hyperparameters_name_the_run_and_its_end(tmp_path):
         "optim.name": "adamw",
         "optim.lr": 6e-4,
         "optim.allow_jump": False,
+        "mixture.foundation.web": 1.0,
+        "mixture.domain.web": 0.25,
+        "mixture.domain.law": 0.75,
         "phases": "foundation, domain",
     }
     finish = hparams_metadata.parse_session_end_info_plugin_data(end_value.metadata.plugin_data.content)
@@ -440,7 +447,7 @@ def test_every_section_that_the_board_names_is_one_of_a_config_and_arrives(tmp_p
         if value.metadata.plugin_data.plugin_name == "hparams"
     )
     start = hparams_metadata.parse_session_start_info_plugin_data(value.metadata.plugin_data.content)
-    assert {name.partition(".")[0] for name in start.hparams} == {*board._HPARAM_SECTIONS, "phases"}
+    assert {name.partition(".")[0] for name in start.hparams} == {*board._HPARAM_SECTIONS, "mixture", "phases"}
     assert start.hparams["averages.ema_decay"].number_value == 0.9
 
 

@@ -33,7 +33,7 @@ from curriculum.record.sentences import shape_moves, verdict
 from curriculum.record.wording import loss, printable
 
 _MAIN = "."
-_HPARAM_SECTIONS = ("seed", "tokenizer", "model", "packing", "train", "optim", "averages", "mesh")
+_HPARAM_SECTIONS = ("seed", "tokenizer", "model", "packing", "train", "optim", "adaptation", "averages", "mesh")
 
 
 class Board:
@@ -127,8 +127,9 @@ class Board:
         self._writer(run).write(event.SerializeToString())
 
     def _hparams(self, config: dict[str, Any], wall_time: float) -> list[Summary.Value]:
-        hparams = dict(_flat({name: config[name] for name in _HPARAM_SECTIONS if name in config}))
-        hparams["phases"] = ", ".join(self._phase_names)
+        told = {name: config[name] for name in _HPARAM_SECTIONS if name in config}
+        told["mixture"] = {phase["name"]: phase["mixture"] for phase in config["phases"]}
+        hparams = {**dict(_flat(told)), "phases": ", ".join(self._phase_names)}
         # The trial is the run: two runs of one configuration stay two lines of the table.
         return list(hparams_summary.hparams_pb(hparams, self._run_name, wall_time).value)
 
