@@ -390,7 +390,7 @@ def test_where_no_regression_stands_the_rise_that_would_show_is_told(tmp_path, v
     path = write_run(tmp_path / "run", LOSSES, detectable={"val": val, "law": law}, averages={"ema": lambda step: 2.5})
     lines, page = shown(path), report([load_run(path)])
     assert ("regressed none stands" + (f" ({said})" if said else "")) in lines.splitlines()
-    assert f"law 100 4.0000 0.0000 1.4427 4.0000 4.0000 0 {detects}".strip() in lines.splitlines()
+    assert f"law 100 4.0000 0.0000 1.4427 4.0000 4.0000 0 {detects}".strip() + " law" in lines.splitlines()
     below = f"<small>{said}</small>" if said else ""
     assert f"<dt>regressed now</dt><dd>none{below}</dd>" in page
     assert ("above 10</td>" in page) == (12.5 in (val, law))

@@ -118,7 +118,9 @@ def test_what_the_page_of_a_run_says(rich):
     assert "+0.5000<br><small>[+0.4500, +0.5500]</small>" in written  # five sets beside each other fit the page
     assert "parameters from runs/base, step 7" in text
     # 3 nats a token of 4 bytes are 3 / (4 ln 2) bits a byte.
-    assert page.has_row("law", "25", "50", "750", "4.0000", "3.0000 at 100", "3.0000", "0.0000", "1.0820", "0.0213")
+    assert page.has_row(
+        "law", "law", "25", "50", "750", "4.0000", "3.0000 at 100", "3.0000", "0.0000", "1.0820", "0.0213"
+    )
     assert page.has_row("80", "▲ regression", "law 2.1000 → 2.6000 (+0.5000, 95 % +0.4000 to +0.6000) against its best at "
                         "step 60, since step 80; mixture since: web 0.8 → 0.1", "done: kept as kept/80")  # fmt: skip
     assert page.has_row("80", "gold blocked", "overfit: val/train=6.2x, threshold=5.0x")

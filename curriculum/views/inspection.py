@@ -135,6 +135,7 @@ def _evals(run: Run) -> dict[str, dict[str, Any]]:
             "num_evals": len(of_set),
             "detectable": detectable.get(name),
             "tolerance": tolerance_of(run, name),
+            "text": text_of(run, name),
             "warned": name in warned,
             "still_measured": name.partition("@")[0] in measured,
             "few_documents": documents_are_few(about.get(name.partition("@")[0], {})),
@@ -147,6 +148,17 @@ def tolerance_of(run: Run, name: str) -> float:
     sets, key = run.resolved["evalsets"], config_name(name.partition("@")[0])
     own = (sets["primary"] if key == "primary" else sets["sets"].get(key, {})).get("tolerance")
     return sets["regression"]["tolerance"] if own is None else own
+
+
+def text_of(run: Run, name: str) -> str | None:
+    """Where the text of an eval set of the record comes from; None of one that the last config does not have."""
+    sets, key = run.resolved["evalsets"], config_name(name.partition("@")[0])
+    described = sets["primary"] if key == "primary" else sets["sets"].get(key)
+    if not described:
+        return None
+    if source := described.get("held_out_of"):
+        return f"held out of {source}"
+    return described.get("path") or f"hf:{described.get('hf')}"
 
 
 def least_seen(facts: Mapping[str, Any]) -> str | None:
@@ -405,10 +417,10 @@ def _phase_lines(phases: list[dict[str, Any]]) -> list[str]:
 def _eval_lines(evals: Mapping[str, Mapping[str, Any]]) -> list[str]:
     if not evals:
         return ["  no eval yet"]
-    rows = [("eval set", "step", "loss", "± sem", "bpb", "first", "best", "at step", "detects")]
+    rows = [("eval set", "step", "loss", "± sem", "bpb", "first", "best", "at step", "detects", "text")]
     for name, e in evals.items():
         detects = "" if e["detectable"] is None else smallest_rise(e["detectable"])
         best = (loss(e["best"]), f"{e['best_step']:,}")
         rows.append((name, f"{e['step']:,}", loss(e["loss"]), loss(e["sem"]), loss(e["bpb"]), loss(e["first"]), *best))
-        rows[-1] += (detects,)
+        rows[-1] += (detects, e["text"] or "")
     return columns(rows, right=range(1, 9))

@@ -84,6 +84,7 @@ def set_table(run: Run, facts: Mapping[str, Any]) -> Markup:
     standing = {o["set"] for o in facts["regressions"]}
     rows: list[Sequence[Any]] = []
     averaged: list[Sequence[Any]] = []
+    counts = ("documents", "windows", "tokens")
     for name, e in facts["evals"].items():
         of_set = about.get(name, {})
         (averaged if "@" in name else rows).append(
@@ -91,10 +92,11 @@ def set_table(run: Run, facts: Mapping[str, Any]) -> Markup:
                 tag(
                     "td",
                     name,
+                    tag("small", f" {e['text']}") if e["text"] else "",
                     tag("span", " regressed", class_="bad") if name in standing else "",
                     "" if e["still_measured"] else tag("small", " no longer measured"),
                 ),
-                *(f"{of_set[key]:,}" if key in of_set else "" for key in ("documents", "windows", "tokens")),
+                *(f"{of_set[key]:,}" if key in of_set else "" for key in counts),
                 loss(e["first"]),
                 f"{loss(e['best'])} at {e['best_step']:,}",
                 loss(e["loss"]),
@@ -103,7 +105,7 @@ def set_table(run: Run, facts: Mapping[str, Any]) -> Markup:
                 smallest_rise(e["detectable"]),
             )
         )
-    header = ("set", "documents", "windows", "tokens", "first", "best", "last", "± sem", "bpb", "detects a rise of")
+    header = ("set", *counts, "first", "best", "last", "± sem", "bpb", "detects a rise of")
     if not rows:
         return Markup("")
     few = [name for name, e in facts["evals"].items() if e["few_documents"] and "@" not in name]
