@@ -72,6 +72,13 @@ class LrPiece:
     warmup: bool = False
 
 
+def shaped(moved: np.ndarray, shape: str) -> np.ndarray:
+    """How far a rate or a mixture has gone, both ends kept, when `moved` of its steps is over, from 0 to 1."""
+    if shape == "cosine":
+        return 0.5 - 0.5 * np.cos(np.pi * moved)
+    return np.sqrt(moved) if shape == "1-sqrt" else moved  # the root: Hägele et al. 2024, arXiv:2405.18392
+
+
 def learning_rate(pieces: Sequence[LrPiece], steps) -> np.ndarray:
     """Learning rate (float64) of each update in `steps`, an integer or an array of them."""
     steps = np.asarray(steps, np.int64)
@@ -79,11 +86,7 @@ def learning_rate(pieces: Sequence[LrPiece], steps) -> np.ndarray:
     rates = np.empty(steps.shape, np.float64)
     for i, piece in enumerate(pieces):
         here = index == i
-        moved = np.minimum((steps[here] - piece.start + 1) / piece.steps, 1.0)
-        if piece.shape == "cosine":
-            moved = 0.5 - 0.5 * np.cos(np.pi * moved)
-        elif piece.shape == "1-sqrt":  # Hägele et al. 2024, arXiv:2405.18392
-            moved = np.sqrt(moved)
+        moved = shaped(np.minimum((steps[here] - piece.start + 1) / piece.steps, 1.0), piece.shape)
         rates[here] = np.where(moved == 1.0, piece.last, piece.first + (piece.last - piece.first) * moved)
     return rates
 

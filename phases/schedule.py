@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from phases.lr import LrPiece, LrProgram, learning_rate
+from phases.lr import LrPiece, LrProgram, learning_rate, shaped
 from phases.mixture import Quotas
 
 OnExhaust = Literal["error", "stop", "renormalise", "repeat"]
@@ -83,9 +83,7 @@ class Ramp:
     @property
     def progress(self) -> np.ndarray:
         """How far each of the segment's own ramp steps has moved, in (0, 1]."""
-        moved = np.arange(self.steps_done + 1, self.steps + 1) / self.steps
-        if self.shape == "cosine":
-            moved = 0.5 - 0.5 * np.cos(np.pi * moved)
+        moved = shaped(np.arange(self.steps_done + 1, self.steps + 1) / self.steps, self.shape)
         if self.mass_ratio == 1.0:
             return moved
         return moved * self.mass_ratio / (1 - moved + moved * self.mass_ratio)
