@@ -246,6 +246,11 @@ VERDICTS = [
         "eval regression at step 500: code 2.6000: +0.5000 (95 % +0.4600 to +0.5400) against best at step 400 "
         "(since step 400: web 0.8 → 0.1, law 0 → 0.9) | kept as kept/500",
     ),
+    (  # of one text under two names
+        stamped("eval_regression", 500, offenders=[*OFFENDERS[2:3], OFFENDERS[2] | {"set": "val"}], action=None),
+        "eval regression at step 500: code and val 2.6000: +0.5000 (95 % +0.4600 to +0.5400) against best at step 400 "
+        "(since step 400: web 0.8 → 0.1, law 0 → 0.9)",
+    ),
     (
         stamped("eval_recovered", 600, offenders=[OFFENDERS[-1] | {"tolerance": 0.3}]),
         "eval recovered at step 600: web 3.0000: +0.2500 (95 % +0.2000 to +0.3000) against best at step 300, tolerance 0.3",

@@ -148,25 +148,26 @@ _SHAPE_NAMES = {
 
 
 def _offenders(offenders: Iterable[dict[str, Any]], tolerances: bool = False) -> str:
-    """Each set that an event names with what it is compared to, and how the mixture changed since the newest; of a rise
-    that is small enough, `tolerances` say for what."""
+    """Each set that an event names with what it is compared to, and how the mixture changed since the newest; sets of
+    the same text together. Of a rise that is small enough, `tolerances` say for what."""
     sets: dict[str, list[dict[str, Any]]] = {}
     for pair in offenders:
         sets.setdefault(pair["set"], []).append(pair)
-    lines = []
+    lines: dict[str, list[str]] = {}  # the sets that each is said of
     for name, pairs in sets.items():
         names: dict[int, list[str]] = {}  # of the baselines at a step; they are one eval and one difference
         for pair in pairs:
             names.setdefault(pair["baseline_step"], []).append(pair["baseline"])
         by_step = {pair["baseline_step"]: pair for pair in pairs}
         changes = [f"{_change(by_step[s])} against {listed(names[s])} at step {s}" for s in sorted(names)]
-        lines.append(f"{name} {loss(pairs[0]['loss'])}: {', '.join(changes)}")
-        if tolerances:
-            lines[-1] += f", tolerance {pairs[0]['tolerance']:g}"
+        line = f"{loss(pairs[0]['loss'])}: {', '.join(changes)}"
         newest = by_step[max(names)]
         if moved := [f"{s} {then:.4g} → {now:.4g}" for s, (then, now) in newest["mixture_change"].items()]:
-            lines[-1] += f" (since step {newest['baseline_step']}: {', '.join(moved)})"
-    return "; ".join(lines)
+            line += f" (since step {newest['baseline_step']}: {', '.join(moved)})"
+        if tolerances:
+            line += f", tolerance {pairs[0]['tolerance']:g}"
+        lines.setdefault(line, []).append(name)
+    return "; ".join(f"{listed(named)} {line}" for line, named in lines.items())
 
 
 def _change(pair: dict[str, Any]) -> str:
