@@ -18,6 +18,7 @@ from curriculum.run import load_run
 from curriculum.views.figures import PANEL, RED, WIDE, Curve, Mark, eval_chart, short_count, short_rate, thinned
 from curriculum.views.report import _mixture_course, report, write_report
 from curriculum.views.report_runs import overlays
+from evalsets.metrics import summarise
 
 ALARM = {"phase": "domain", "action": "kept as kept/80", "offenders": [offender("law", "best", 60, first_step=80)]}
 WELL = {"phase": "domain", "offenders": [offender("law", "best", 60, first_step=80, delta=0.02)]}
@@ -94,7 +95,7 @@ class Checked(html.parser.HTMLParser):
 def test_nothing_comes_from_outside(rich):
     page = report([load_run(rich)])
     checked = Checked(page)
-    assert len([name for name, _ in checked.tags if name == "svg"]) == 6
+    assert len([name for name, _ in checked.tags if name == "svg"]) == 7
     assert "script" not in {name for name, _ in checked.tags}
     assert not re.search(r"https?:|//|@import|\bsrc=|\bdata:", re.sub(r"<pre>.*?</pre>", "", page, flags=re.DOTALL))
     pointed = {v for _, a in checked.tags for k, v in a.items() if k in ("href", "xlink:href") for v in [v.lstrip("#")]}
@@ -141,8 +142,38 @@ def test_what_the_page_of_a_run_says(rich):
     titles = [a["aria-label"] for name, a in page.tags if name == "svg"]
     assert titles == [
         "run: eval loss of every set", "run: eval loss of val", "run: eval loss of law",
-        "run: mixture", "run: training loss by source", "run: learning rate",
+        "run: mixture", "run: training loss by source", "run: learning rate", "run: gradient norm",
     ]  # fmt: skip
+
+
+def test_a_pointer_on_a_point_is_told_its_numbers(rich):
+    told = re.findall(r'<circle cx="([^"]*)" cy="([^"]*)" r="6"><title>([^<]*)</title>', report([load_run(rich)]))
+    at = {text: (float(x), float(y)) for x, y, text in told}
+    val = summarise(windows(3 - 60 / 200, spread=0.1))
+    assert f"val, step 60: {val.loss:.4f} ± {val.sem:.4f}" in at and "ema, step 60: 2.5000" in at
+    assert "lr, step 60: 7e-4" in at and "all, step 40: 1.0250" in at
+    [x_20, x_60], [y_20, y_60] = zip(*(at[f"law, step {step}: {4 - step / 100:.4f}"] for step in (20, 60)), strict=True)
+    assert x_20 < x_60 and y_20 < y_60  # a lower loss lies lower on the page
+
+
+def test_edits_and_rollbacks_are_dotted(tmp_path):
+    edit = {"kind": "replay", "reason": "replay of web", "phase": "domain", "until": 100}
+    edit |= {"mixture_before": {"law": 1.0}, "mixture_after": {"web": 1.0}}
+    losses = {"val": lambda step: 3 - step / 100, "law": lambda step: 4.0}
+    plain = report([load_run(write_run(tmp_path / "plain", losses))])
+    edited = report([load_run(write_run(tmp_path / "edited", losses, more={40: [("schedule_edit", edit)]}))])
+    dotted = "stroke-dasharray: 1,2"
+    assert plain.count(dotted) == 0 and "Dotted" not in plain
+    assert edited.count(dotted) == 3 and "Dotted: an edit of the schedule or a rollback." in edited
+
+
+def test_the_drawings_are_dark_where_the_page_is(rich):
+    page = report([load_run(rich)])
+    style, drawn = page.split("</style>")[0], page.split("</style>")[-1]
+    assert "prefers-color-scheme: dark" in style and "var(--muted)" in drawn
+    for variable in re.findall(r"var\(--(\w+)\)", drawn):
+        assert style.count(f"--{variable}:") == 2  # light and dark
+    assert not re.search(r"fill: (#ffffff|#202124|#6b7280)", drawn)
 
 
 def test_a_set_that_was_added_later_has_its_own_start(tmp_path):
@@ -376,7 +407,7 @@ def test_several_runs_are_compared_and_drawn_together(tmp_path):
     assert "law without law of second: other text" in text and "law without law of first: other text" in text
     titles = [a["aria-label"] for name, a in page.tags if name == "svg"]
     of_all = ["eval loss of val, every run", "eval loss of law, first", "eval loss of law, second"]
-    assert titles[:3] == of_all and len(titles) == 3 + 2 * 6
+    assert titles[:3] == of_all and len(titles) == 3 + 2 * 7
     val, law, other = overlays(runs, ["first", "second"], {"first": "#000", "second": "#111"})
     assert [c.label for c in val.curves] == ["first", "second"] and val.x == "step" and val.left_out == []
     assert [c.label for c in law.curves] == ["first"] and law.left_out == ["second"]

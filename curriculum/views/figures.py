@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from curriculum.record.queries import EvalPoint
+from curriculum.record.wording import loss
 
 # Okabe and Ito's colours, which colour-blind readers tell apart; yellow is left out, as it is too pale for a line.
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5d5d5d", "#8c510a", "#762a83")
@@ -26,7 +27,8 @@ RED, GOLD = "#c62828", "#e0a100"
 WIDE = (1040, 330)
 PANEL = (500, 250)
 MAX_POINTS = 400
-_INK, _MUTED, _SHADE = "#202124", "#6b7280", "#f3f5f8"
+_INK, _MUTED, _LINE, _SHADE, _PAPER = "#202124", "#6b7280", "#e3e7ec", "#f6f8fa", "#ffffff"
+_OF_PAGE = {_INK: "ink", _MUTED: "muted", _LINE: "line", _SHADE: "shade", _PAPER: "paper"}  # dark where the page is
 _PLACES = re.compile(r' (?:d|x|y|width|height|transform)="[^"]*"')  # attributes that hold coordinates
 _LONG = re.compile(r"-?\d+\.\d{3,}")
 _PX = 72  # matplotlib's SVG has 72 units an inch
@@ -44,7 +46,7 @@ _STYLE = {
     "axes.grid": True,
     "axes.grid.axis": "y",
     "axes.axisbelow": True,
-    "grid.color": "#e3e7ec",
+    "grid.color": _LINE,
     "grid.linewidth": 0.8,
     "xtick.color": "#b6bcc4",
     "ytick.color": "#b6bcc4",
@@ -97,9 +99,9 @@ def eval_chart(
     *,
     size: tuple[int, int] = PANEL,
     x_label: str = "step",
-    branch_at: Iterable[float] = (),
+    dotted_at: Iterable[float] = (),
 ) -> str:
-    """Losses with bands of +-1.96 standard errors, phases shaded, and what happened marked."""
+    """Losses with bands of +-1.96 standard errors, phases shaded, what happened marked, dotted lines at `dotted_at`."""
     with _styled(title):
         wide = size[0] > 700
         right = _label_room(curves) if len(curves) > 1 and wide else 22
@@ -110,16 +112,16 @@ def eval_chart(
         _fit_y(axes, curves)
         for curve in curves:
             _marks(axes, curve)
-        for x in branch_at:
+        for x in dotted_at:
             axes.axvline(x, color=_MUTED, linewidth=1, linestyle=(0, (1, 2)))
         if right > 22:
             _end_labels(axes, curves)
         _finish(axes, x_label)
-        return _svg(figure, title)
+        return _svg(figure, title, _told(axes, curves, x_label, loss))
 
 
 def line_chart(title: str, curves: Sequence[Curve], phases: Sequence[Phase], *, from_zero: bool = False) -> str:
-    """Lines without bands: training losses, the learning rate."""
+    """Lines without bands: training losses, the learning rate, the gradient norm."""
     with _styled(title):
         figure, axes = _axes(PANEL, left=62 if from_zero else 44)
         _shade(axes, phases, _x_range(curves), names=False)
@@ -131,7 +133,7 @@ def line_chart(title: str, curves: Sequence[Curve], phases: Sequence[Phase], *, 
         else:
             _fit_y(axes, curves)
         _finish(axes, "step")
-        return _svg(figure, title)
+        return _svg(figure, title, _told(axes, curves, "step", short_rate if from_zero else loss))
 
 
 def mixture_chart(
@@ -147,13 +149,13 @@ def mixture_chart(
         if steps:
             areas = axes.stackplot(steps, *shares.values(), colors=[colors[name] for name in shares], alpha=0.8)
             for area in areas:
-                area.set(edgecolor="white", linewidth=0.7)
+                area.set(edgecolor=_PAPER, linewidth=0.7)
             axes.set_xlim(steps[0], max(steps[-1], steps[0] + 1))
         axes.set_ylim(0, 1)
         axes.grid(False)
         for phase in phases:
             if steps and steps[0] < phase.start < steps[-1]:
-                axes.axvline(phase.start, color="white", linewidth=1.2)
+                axes.axvline(phase.start, color=_PAPER, linewidth=1.2)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:.0f} %"))
         axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
         _finish(axes, "step")
@@ -222,7 +224,7 @@ def _draw(axes: Axes, curve: Curve) -> None:
         high = [y + 1.96 * (s or 0) for y, s in zip(ys, sems, strict=True)]
         axes.fill_between(xs, low, high, color=curve.color, alpha=0.16, linewidth=0)
     if curve.style == "D":
-        axes.plot(xs, ys, "D", color=curve.color, markersize=5, markerfacecolor="white", markeredgewidth=1.4)
+        axes.plot(xs, ys, "D", color=curve.color, markersize=5, markerfacecolor=_PAPER, markeredgewidth=1.4)
         return
     width = 1.3 if curve.style != "-" else 1.8
     axes.plot(xs, ys, linestyle=curve.style, color=curve.color, linewidth=width)
@@ -281,7 +283,7 @@ def _marks(axes: Axes, curve: Curve) -> None:
             axes.plot([x], [0.985], "x", color=RED, markersize=6, transform=axes.get_xaxis_transform(), clip_on=False)
     looks = {
         "regressed": {"marker": "^", "color": RED, "markersize": 8},
-        "recovered": {"marker": "o", "color": curve.color, "markerfacecolor": "white", "markersize": 7},
+        "recovered": {"marker": "o", "color": curve.color, "markerfacecolor": _PAPER, "markersize": 7},
         "gold": {"marker": "*", "color": GOLD, "markersize": 15, "markeredgecolor": "#8a6300"},
     }
     for mark in curve.marks:
@@ -338,7 +340,20 @@ def short_rate(value: float) -> str:
     return f"{float(mantissa):g}e{int(exponent)}" if value else "0"
 
 
-def _svg(figure: Figure, title: str) -> str:
+def _told(axes: Axes, curves: Sequence[Curve], x_label: str, text_of: Callable[[float], str]) -> str:
+    """What each drawn point says where a pointer rests on it, as circles without a colour."""
+    box, height, circles = axes.get_window_extent(), axes.figure.bbox.height, []
+    for curve in curves:
+        for x, y, sem in zip(*_kept(curve), strict=True):
+            at_x, at_y = axes.transData.transform((x, y))
+            if math.isfinite(y) and box.y0 <= at_y <= box.y1:
+                error = f" ± {loss(sem)}" if sem else ""
+                text = escape(f"{curve.label}, {x_label} {x:,.0f}: {text_of(y)}{error}")
+                circles.append(f'<circle cx="{at_x:.1f}" cy="{height - at_y:.1f}" r="6"><title>{text}</title></circle>')
+    return "\n".join(circles)
+
+
+def _svg(figure: Figure, title: str, told: str = "") -> str:
     """The figure as an <svg> element: scaled by the page, told by its title, without any outside address."""
     file = io.StringIO()
     figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
@@ -351,5 +366,7 @@ def _svg(figure: Figure, title: str) -> str:
     # What matplotlib calls a part (`axes_1`) is the same in every drawing; what a drawing refers to hangs on its title.
     meant = set(re.findall(r'(?:xlink:href="|url\()#([^")]+)', drawn))
     drawn = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in meant else "", drawn)
-    name = escape(title)
-    return f'<svg viewBox="{view_box}" role="img" aria-label="{name}"><title>{name}</title>{drawn.strip()}'
+    for color, variable in _OF_PAGE.items():
+        drawn = drawn.replace(f": {color}", f": var(--{variable})")
+    name, drawn = escape(title), drawn.strip().removesuffix("</svg>")
+    return f'<svg viewBox="{view_box}" role="img" aria-label="{name}"><title>{name}</title>{drawn}{told}</svg>'

@@ -88,10 +88,16 @@ def document(title: str, *content: Any) -> str:
 
 
 _STYLE = """
-:root { color-scheme: light; --ink: #202124; --muted: #6b7280; --line: #e3e7ec; --shade: #f6f8fa; --red: #c62828; }
+:root { color-scheme: light dark; --paper: #fff; --ink: #202124; --muted: #6b7280; --line: #e3e7ec; --shade: #f6f8fa;
+  --red: #c62828; --green: #00704f; --link: #0b57d0; }
+@media screen and (prefers-color-scheme: dark) {
+  :root { --paper: #16181c; --ink: #e4e7eb; --muted: #9aa3af; --line: #333940; --shade: #1f2329; --red: #ff8a80;
+    --green: #5fd3a8; --link: #8ab4f8; }
+  svg, .legend i, .swatch { filter: brightness(1.3); }
+}
 * { box-sizing: border-box; }
-body { margin: 0; background: #fff; color: var(--ink); font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto,
-  "Helvetica Neue", "Noto Sans", "DejaVu Sans", sans-serif; -webkit-text-size-adjust: 100%; }
+body { margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, -apple-system, "Segoe UI",
+  Roboto, "Helvetica Neue", "Noto Sans", "DejaVu Sans", sans-serif; -webkit-text-size-adjust: 100%; }
 main { max-width: 1120px; margin: 0 auto; padding: 32px 24px 64px; }
 h1 { font-size: 28px; line-height: 1.2; margin: 0 0 4px; letter-spacing: -0.01em; overflow-wrap: anywhere; }
 h2 { font-size: 18px; margin: 44px 0 10px; padding-top: 14px; border-top: 1px solid var(--line); }
@@ -111,6 +117,8 @@ figcaption { font-size: 14px; color: var(--ink); font-weight: 600; }
 figcaption small { font-weight: 400; margin-left: 6px; }
 svg { display: block; width: 100%; height: auto; }
 svg text { font-family: inherit !important; font-variant-numeric: tabular-nums; }
+circle { fill: transparent; }
+circle:hover { fill: var(--muted); fill-opacity: 0.45; }
 .wide svg { min-width: 680px; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; margin: 8px 0; }
@@ -127,9 +135,9 @@ tr.first td { border-top: 1px solid var(--line); padding-top: 6px; }
   font-size: 13px; }
 .legend i, .swatch { display: inline-block; width: 11px; height: 11px; border-radius: 2px; margin-right: 6px; }
 .bad { color: var(--red); font-weight: 600; }
-.good { color: #00704f; font-weight: 600; }
+.good { color: var(--green); font-weight: 600; }
 details { margin: 10px 0; }
-summary { cursor: pointer; color: #0b57d0; }
+summary { cursor: pointer; color: var(--link); }
 summary.run { font-size: 18px; }
 pre { background: var(--shade); border-radius: 8px; padding: 12px 14px; overflow-x: auto; font: 12.5px/1.45
   ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; }

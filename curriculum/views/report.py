@@ -32,7 +32,7 @@ from curriculum.views.inspection import (
     troubles,
 )
 from curriculum.views.page import bullets, document, figure, folded, legend, note, section, table, tag, tiles
-from curriculum.views.report_evals import eval_figures, log, set_marks, set_table, transfer_matrix
+from curriculum.views.report_evals import eval_figures, log, set_marks, set_table, transfer_matrix, turns
 from curriculum.views.report_runs import of_runs
 
 MAX_SOURCES = 7  # with a colour of their own; the others together are "other"
@@ -75,7 +75,7 @@ def _of_run(run: Run, label: str) -> list[Markup]:
     sources = _source_colors(run)
     return [
         _header(run, facts, label),
-        section("Eval loss", *eval_figures(label, points, phases, marks)),
+        section("Eval loss", *eval_figures(label, points, phases, marks, turns(run))),
         section("Eval sets", set_table(run, facts)),
         section("What happened", log(run)),
         section("Transfer between phases", *transfer_matrix(run, points)),
@@ -157,6 +157,9 @@ def _training_figures(run: Run, label: str, phases: Sequence[Phase], colors: dic
     curves += [Curve(name, colors[name], xs, ys) for name, ys in zip(names, means[1:], strict=True)]
     smoothed = f"means of {per_bin} rows" if per_bin > 1 else "a point a row of the metrics"
     rate_xs, (rates,), _ = figures.thinned(steps, [_float(row["lr"]) for row in rows], most=figures.MAX_POINTS)
+    norms = [_float(row["grad_norm"]) for row in rows]
+    norm_xs, (norms,), _ = figures.thinned(steps, norms, most=MAX_TRAINING_POINTS)
+    skipped = rows[-1]["skipped_updates"]
     mixture = _mixture_course(run, colors)
     return [
         legend({**colors, "all sources together": "#b6bcc4"}),
@@ -174,6 +177,11 @@ def _training_figures(run: Run, label: str, phases: Sequence[Phase], colors: dic
                     f"{label}: learning rate", [Curve("lr", PALETTE[0], rate_xs, rates)], phases, from_zero=True
                 ),
                 "Learning rate",
+            ),
+            figure(
+                figures.line_chart(f"{label}: gradient norm", [Curve("all", PALETTE[6], norm_xs, norms)], phases),
+                Markup("Gradient norm before clipping ")
+                + tag("small", f"{skipped:,} updates skipped" if skipped else ""),
             ),
             class_="panels",
         ),

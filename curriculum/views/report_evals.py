@@ -45,8 +45,17 @@ def set_marks(run: Run, facts: Mapping[str, Any], points: Mapping[str, Sequence[
     return marks
 
 
+def turns(run: Run) -> list[int]:
+    """Steps where the schedule became another one, or training went back to an earlier step."""
+    return sorted({event["step"] for event in run.events if event["event"] in ("schedule_edit", "rollback")})
+
+
 def eval_figures(
-    label: str, points: Mapping[str, Sequence[EvalPoint]], phases: Sequence[Phase], marks: Mapping[str, Sequence[Mark]]
+    label: str,
+    points: Mapping[str, Sequence[EvalPoint]],
+    phases: Sequence[Phase],
+    marks: Mapping[str, Sequence[Mark]],
+    turns: Sequence[int] = (),
 ) -> list[Markup]:
     if not points:
         return [note("No eval yet.")]
@@ -60,10 +69,12 @@ def eval_figures(
         keys += " Dashed: the moving average of the parameters; ◇: the mean of a phase's last checkpoints."
     if any(not math.isfinite(p.loss) for of_set in points.values() for p in of_set):
         keys += " ✕ the loss was not finite."
+    if turns:
+        keys += " Dotted: an edit of the schedule or a rollback."
     drawn = [note(keys)]
     if 1 < len(names) <= MAX_OVERLAID:
         curves = [eval_curve(name, colors[name], points[name], marks=marks.get(name, ())) for name in names]
-        svg = figures.eval_chart(f"{label}: eval loss of every set", curves, phases, size=figures.WIDE)
+        svg = figures.eval_chart(f"{label}: eval loss of every set", curves, phases, size=figures.WIDE, dotted_at=turns)
         drawn.append(figure(svg, "Every set", wide=True))
     alone, panels = len(names) == 1, []
     for name in names:
@@ -73,7 +84,7 @@ def eval_figures(
                 curves.append(eval_curve(average, colors[name], of_average, style=style)._replace(sems=()))
         last = points[name][-1]
         size = figures.WIDE if alone else figures.PANEL
-        svg = figures.eval_chart(f"{label}: eval loss of {name}", curves, phases, size=size)
+        svg = figures.eval_chart(f"{label}: eval loss of {name}", curves, phases, size=size, dotted_at=turns)
         caption = escape(f"{name} ") + tag("small", f"{loss(last.loss)} at step {last.step:,}")
         panels.append(figure(svg, caption, wide=alone))
     return [*drawn, *panels] if alone else [*drawn, tag("div", *panels, class_="panels")]
@@ -208,7 +219,8 @@ def transfer_matrix(run: Run, points: Mapping[str, Sequence[EvalPoint]]) -> list
         if all(key in told["sets"][name] for name in names):
             rows.append((title, "", *(_change(told["sets"][name][key]) for name in names)))
     explained = (
-        "Loss at the end of each phase; the darker, the further above the lowest of the set's start and phase ends."
+        "Loss at the end of each phase; the stronger its shade, the further above the lowest of the set's start and "
+        "phase ends."
     )
     if final:
         explained += (
