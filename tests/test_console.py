@@ -402,6 +402,28 @@ def test_on_a_terminal_progress_overwrites_itself(tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.parametrize(
+    ("environment", "colored"),
+    [({"TERM": "xterm"}, True), ({"TERM": "xterm", "NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)],
+)
+def test_a_terminal_shows_what_matters_in_color_unless_it_is_not_to(tmp_path, monkeypatch, environment, colored):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    reader, writer = os.openpty()
+    failed = stamped(
+        "checkpoint_failed", 60, path="checkpoints/60", why="no space", last_good_step=30, next_try_step=90
+    )
+    with os.fdopen(writer, "w", encoding="utf-8") as terminal:
+        console = Console(tmp_path, stream=terminal)
+        console.event(stamped("resume", 30, plan=PLAN))
+        console.event(failed)
+    line = verdict(failed)
+    shown = f"\x1b[31m{line}\x1b[0m" if colored else line
+    assert read_to_the_end(reader) == f"resumed at step 30 of 75000\r\n{shown}\r\n"
+    assert (tmp_path / "train.log").read_text().splitlines() == ["resumed at step 30 of 75000", line]
+
+
 def test_of_golds_that_one_guard_blocks_in_a_row_the_first_is_told(tmp_path):
     def blocked(step, guard):
         return stamped("gold_blocked", step, reason=f"{guard}: {step}", guard=guard)

@@ -24,6 +24,9 @@ from curriculum.record.wording import duration, loss
 from curriculum.run import DEFAULT_STORE_DIR, checkpoint_steps
 
 _RECENT_EVALS = 5
+# Of a terminal, by event: red, yellow, green, bold.
+_COLORS = {"eval_regression": 31, "diverged": 31, "checkpoint_failed": 31, "rollback": 33, "schedule_edit": 33,
+           "eval_recovered": 32, "phase_switch": 1}  # fmt: skip
 
 
 class Console:
@@ -49,6 +52,7 @@ class Console:
         self._resume_command = resume_command
         self._stream = sys.stdout if stream is None else stream
         self._in_place = self._stream.isatty()
+        self._in_color = self._in_place and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self._progress_open = False
         self._progress_every_seconds = progress_every_seconds
         self._clock = clock
@@ -81,7 +85,8 @@ class Console:
                 if kind == "resume":
                     self._began = event["step"], event["elapsed_s"]
                 self._mark(event)
-                self._print(verdict(event), *(self._device_lines if kind == "resume" else ()))
+                self._print(verdict(event), color=_COLORS.get(kind))
+                self._print(*(self._device_lines if kind == "resume" else ()))
             case "eval":
                 self._eval_s += event["eval_duration_s"]
                 self._mark(event)
@@ -91,7 +96,7 @@ class Console:
                 self._log.write(f"checkpoint at step {event['step']}: {self._checkpoint}\n".encode())
             case "checkpoint_failed":
                 self._checkpoint_step = event["last_good_step"]
-                self._print(verdict(event))
+                self._print(verdict(event), color=_COLORS["checkpoint_failed"])
             case "gold_blocked" | "gold_checkpoint" as kind:
                 guard = event["guard"] if kind == "gold_blocked" else None
                 if guard is None or guard != self._blocked_by:  # each candidate of many would be a line
@@ -104,7 +109,8 @@ class Console:
                 self._print(*self._closing(event))
             case kind if line := verdict(event):
                 self._over |= kind == "diverged"  # to go on would be to diverge again: what to do instead is said
-                self._print(line, *_warnings(event))
+                self._print(line, color=_COLORS.get(kind))
+                self._print(*_warnings(event))
 
     def row(self, row: dict[str, Any]) -> None:
         if line := skipped_line(row, self._skipped):
@@ -206,13 +212,13 @@ class Console:
         first, last, now, end = (planned_tokens(self._plan, s) for s in steps)
         return (end - now) * (last_s - first_s) / (last - first)
 
-    def _print(self, *lines: str) -> None:
+    def _print(self, *lines: str, color: int | None = None) -> None:
         if self._progress_open:
             self._show("\r\x1b[K")
             self._progress_open = False
         for line in lines:
             self._log.write(f"{line}\n".encode())
-            self._show(line + "\n")
+            self._show(f"\x1b[{color}m{line}\x1b[0m\n" if color and self._in_color else f"{line}\n")
 
     def _show(self, text: str) -> None:
         encoding = self._stream.encoding or "utf-8"
