@@ -124,7 +124,7 @@ def line_chart(title: str, curves: Sequence[Curve], phases: Sequence[Phase], *, 
     """Lines without bands: training losses, the learning rate, the gradient norm."""
     with _styled(title):
         figure, axes = _axes(PANEL, left=62 if from_zero else 44)
-        _shade(axes, phases, _x_range(curves), names=False)
+        _shade(axes, phases, (0, _x_range(curves)[1]), names=False)  # as the mixture has it
         for curve in curves:
             _draw(axes, curve)
         if from_zero:
