@@ -13,11 +13,11 @@ from curriculum.adaptation import base_lineage, resolved_model
 from curriculum.config import Config
 from curriculum.data.corpus import Sizes, find_sizes
 from curriculum.model.counts import num_adapters, num_parameters, num_projections, num_trained
-from curriculum.model.memory import memory_estimate
+from curriculum.model.memory import FLOAT32_BYTES, memory_estimate
 from curriculum.model.presets import ModelConfig, model_problems
 from curriculum.plan_warnings import few_scored_targets, schedule_warnings, shares_asked, unsplit_vocabulary
 from curriculum.run import DEFAULT_STORE_DIR
-from curriculum.scheduling import resolve_schedule
+from curriculum.scheduling import num_due, resolve_schedule
 from curriculum.train.optimizer import MOMENTS, OptimConfig
 from phases.caps import first_step
 from phases.schedule import Schedule, Segment
@@ -49,10 +49,12 @@ class Plan:
     begins by leaving the rest of a longer sequence unread: {step, phase, tokens by source}.
     `memory` is estimated, in bytes on one device, by part and in total, for the micro-steps of `phase` that need the
     most, of `rows` x `seq_len` tokens there; its `free_axis` names the axis of the mesh whose -1 was taken for 1. It
-    and `num_parameters`, with those that are trained, are None while the vocabulary is not known. `begins_from` is the
-    lineage of a run that begins from another, or from a folder. `resumes`, of a run that goes on, is {run, step, lr,
-    edit}: its folder, the checkpoint's step, the learning rate of the next update, None where there is none, and the
-    `schedule_edit` that it would record, None where the config changes nothing.
+    and `num_parameters`, with those that are trained, are None while the vocabulary is not known. `evals` are those
+    ahead, {num, sets, tokens}: how many, of which sets, and how many tokens they measure in all at most, None while
+    that is not known; `checkpoints` are those ahead, {num, keep, bytes}, the bytes of one likewise. `begins_from` is
+    the lineage of a run that begins from another, or from a folder. `resumes`, of a run that goes on, is {run, step,
+    lr, edit}: its folder, the checkpoint's step, the learning rate of the next update, None where there is none, and
+    the `schedule_edit` that it would record, None where the config changes nothing.
     """
 
     name: str
@@ -62,6 +64,8 @@ class Plan:
     num_parameters: int | None
     num_trained: int | None
     memory: dict[str, Any] | None
+    evals: dict[str, Any]
+    checkpoints: dict[str, Any]
     phases: tuple[dict[str, Any], ...]
     rows: tuple[PlanRow, ...]
     rates: tuple[tuple[int, float], ...]
@@ -100,6 +104,7 @@ def plan_of(
             raise config.error((f"model.{key}", message) for key, message in problems)
         model = resolved_model(config, vocab_size)
 
+    trained = 0 if resumes is None else resumes["step"]
     rows, warnings = [], list(schedule.warnings) + list(sizes.warnings)
     for phase, start, end in schedule.phase_bounds:
         read, after = schedule.read(start, end), schedule.cursors_at(end)
@@ -136,6 +141,12 @@ def plan_of(
         num_parameters=None if model is None else num_parameters(model),
         num_trained=None if model is None else num_trained(model),
         memory=None if model is None else _memory(config, model, schedule),
+        evals=_evals(config, sizes, schedule, trained),
+        checkpoints={
+            "num": num_due({schedule.total_steps}, config.checkpoint.every, trained),
+            "keep": config.checkpoint.keep,
+            "bytes": None if model is None else _checkpoint_bytes(config, model),
+        },
         phases=describe_phases(schedule, config),
         rows=tuple(rows),
         rates=rates,
@@ -205,6 +216,29 @@ def step_sizes(schedule: Schedule) -> list[dict[str, int]]:
         else:
             sizes.append({"start": segment.start, "end": segment.end, "tokens_per_step": tokens_per_step})
     return sizes
+
+
+def _evals(config: Config, sizes: Sizes, schedule: Schedule, trained: int) -> dict[str, Any]:
+    """The evals after step `trained`; at step 0 the one there too."""
+    ends, at_start = {end for _, _, end in schedule.phase_bounds}, trained == 0
+    num = {
+        name: num_due(ends, source.every or config.evalsets.every, trained) + at_start
+        for name, source in config.eval_sources.items()
+    }
+    known = None not in sizes.evalset_tokens.values()
+    return {
+        "num": max(num.values()),
+        "sets": list(num),
+        "tokens": sum(num[name] * tokens for name, tokens in sizes.evalset_tokens.items()) if known else None,
+    }
+
+
+def _checkpoint_bytes(config: Config, model: ModelConfig) -> int | None:
+    """Of the arrays of a checkpoint, all devices together. None with an optimizer of one's own."""
+    moments = _moments_per_parameter(config.optim, model, {})
+    if moments is None:
+        return None
+    return round(FLOAT32_BYTES * num_trained(model) * (1 + moments + (config.averages.ema_decay is not None)))
 
 
 def _memory(config: Config, model: ModelConfig, schedule: Schedule) -> dict[str, Any] | None:

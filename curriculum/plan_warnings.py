@@ -14,7 +14,7 @@ from curriculum.model.formulation import BY_BACKEND
 from curriculum.model.presets import ModelConfig, own_rope_theta
 from curriculum.record.events import record_name
 from curriculum.record.wording import listed
-from curriculum.scheduling import mean_steps
+from curriculum.scheduling import mean_steps, num_due
 from evalsets.evalset import EvalSet
 from evalsets.metrics import clusters
 from phases.rates import rate_spans
@@ -77,7 +77,7 @@ def _replaced(config: Config) -> Iterator[str]:
 def _few_evals(config: Config, schedule: Schedule) -> Iterator[str]:
     """A warning where something is to be done about regressions that so few evals will hardly find."""
     every, action = config.evalsets.every, config.evalsets.regression.action
-    planned = len({*range(every, schedule.total_steps + 1, every), *(end for _, _, end in schedule.phase_bounds)})
+    planned = num_due({end for _, _, end in schedule.phase_bounds}, every, after=0)
     if action in ("stop", "replay") and planned < FEW_EVALS:
         yield (
             f"evalsets.regression.action is {action}, but {planned} evals are planned: with fewer than {FEW_EVALS} "

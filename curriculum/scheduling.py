@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
@@ -181,3 +181,10 @@ def mean_steps(config: Config, start: int, end: int, total_steps: int) -> list[i
     if end == total_steps and end % every:
         planned.append(end)
     return planned[-config.averages.phase_mean :]
+
+
+def num_due(ends: Set[int], every: int, after: int) -> int:
+    """How often it is due after step `after`, which is 0 or more, what comes at each multiple of `every` up to the last
+    of `ends`, and at these: the evals of a set at phase ends, checkpoints at the run's."""
+    between = sum(end > after and end % every > 0 for end in ends)
+    return max(ends) // every - after // every + between

@@ -400,6 +400,30 @@ def test_a_vocabulary_that_is_not_split_is_told_with_one_that_would_be(tmp_path,
     assert told == planned(1)[0] == [] and whole - split == (2 - tie_embeddings) * 4 * 120 * (257 - 384 // 3)
 
 
+def test_the_evals_and_checkpoints_ahead_by_hand(tmp_path):
+    """100 steps, phases that end at 50 and 100: evals at 0, 30, 50, 60, 90 and 100, of `half` at 0, 50, 60 and 100."""
+    web = {"held_out_of": "web"}
+    sources = {name: {"path": str(tmp_path / f"{name}.jsonl"), "held_out": "10%"} for name in ("web", "law")}
+    sets = {
+        "half": {**web, "every": 60},
+        "few": {**web, "max_sequences": 2},
+        "own": {"path": str(tmp_path / "val.jsonl")},
+    }
+    evalsets = {"primary": web, "every": 30, "seq_len": 20, "sets": sets}
+    config = config_of(tmp_path, evalsets=evalsets, sources=sources, checkpoint={"every": 40, "keep": 2})
+    unknown = plan(config, store_dir=tmp_path / "store")
+    assert unknown.evals == {"num": 6, "sets": ["primary", "half", "few", "own"], "tokens": None}
+    assert "evals: 6 of val, half, few, own" in table(unknown)
+    load_corpus(config, tmp_path / "store")
+    p = plan(config, store_dir=tmp_path / "store")
+    # A tenth of 4,000 tokens, of which `few` has two windows at most; the set with a path has 300 letters and their end.
+    assert p.evals["tokens"] == 6 * 400 + 4 * 400 + 6 * 40 + 6 * 301
+    assert f"evals: 6 of val, half, few, own: up to {p.evals['tokens']:,} tokens in all" in table(p)
+    # At 40, 80 and 100: parameters and AdamW's two moments.
+    assert p.checkpoints == {"num": 3, "keep": 2, "bytes": 12 * p.num_parameters}
+    assert f"checkpoints: 3 of {12 * p.num_parameters / 1e6:.1f} MB each, the newest 2 are kept" in table(p)
+
+
 def test_a_phase_with_fewer_checkpoints_than_its_mean_asks_for_is_told(tmp_path):
     phases = [
         {"name": "none", "until": 9, "mixture": {"web": 1.0}},

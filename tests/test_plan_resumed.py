@@ -72,6 +72,8 @@ EDITS = {
 def test_the_plan_is_what_the_run_does(edit, place, tmp_path):
     planned, run = planned_and_trained(place, tmp_path / "run", **EDITS[edit])
     (told,) = (e for e in run.events if e["event"] == "schedule_edit")
+    ahead = [event["event"] for event in run.events if event["step"] > STEP]
+    assert (planned.evals["num"], planned.checkpoints["num"]) == (ahead.count("eval"), ahead.count("checkpoint"))
     said = planned.resumes["edit"]
     assert said["changes"] and {**{key: told[key] for key in said}, "warnings": []} == said
     assert list(planned.phases) == run.plan["phases"]

@@ -10,8 +10,9 @@ from tiny_run import tiny_data, tiny_train, write_corpus
 from curriculum.config import build_config
 from curriculum.plan_warnings import evalset_warnings
 from curriculum.run import load_run
+from curriculum.scheduling import num_due
 from curriculum.train.trainer import train
-from curriculum.train.watch import Watch, num_evals, transfer_matrix
+from curriculum.train.watch import Watch, transfer_matrix
 from evalsets.evalset import cut_windows
 from evalsets.metrics import WindowResults
 from evalsets.regressions import begin, observe
@@ -22,7 +23,7 @@ from evalsets.suite import Suite
 def test_the_evals_that_are_planned_are_counted_as_one_by_one(ends, every, data):
     after = data.draw(st.integers(0, max(ends)))
     planned = [step for step in range(1, max(ends) + 1) if step % every == 0 or step in ends]
-    assert num_evals(ends, every, after) == sum(step > after for step in planned)
+    assert num_due(ends, every, after) == sum(step > after for step in planned)
 
 
 def test_a_set_without_a_standard_error_has_no_intervals():

@@ -15,10 +15,13 @@ from curriculum.config import load_config
 from curriculum.errors import InputError
 from curriculum.model.memory import MemoryEstimate
 from curriculum.plan import Plan, plan
+from curriculum.record.events import record_name
 from curriculum.record.queries import beginning
 from curriculum.record.sentences import verdict
 from curriculum.record.wording import columns
 from curriculum.remembered import config_going_on
+
+MAX_NAMED = 8  # eval sets by name in a line
 
 
 @click.command()
@@ -72,6 +75,8 @@ def table(p: Plan) -> list[str]:
         f"parameters: {unknown if p.num_parameters is None else format(p.num_parameters, ',')}"
         + ("" if p.num_trained == p.num_parameters else f", {p.num_trained:,} of them trained"),
         f"memory per device (estimate): {no_memory if p.memory is None else _memory(p.memory, several)}",
+        f"evals: {_evals(p.evals)}",
+        f"checkpoints: {_checkpoints(p.checkpoints)}",
         "",
     ]
     if several:
@@ -120,6 +125,17 @@ def _going_on(p: Plan) -> list[str]:
         return [f"{run} is finished: {step:,} of {p.total_steps:,} steps; nothing is left to train"]
     what = "the config changes nothing" if edit is None else verdict({"event": "schedule_edit", "step": step, **edit})
     return [f"{run} goes on at step {step:,}, with a learning rate of {lr:.3g}", what]
+
+
+def _evals(evals: dict[str, Any]) -> str:
+    num, sets, tokens = (evals[key] for key in ("num", "sets", "tokens"))
+    names = ", ".join(record_name(name) for name in sets) if len(sets) <= MAX_NAMED else f"{len(sets)} sets"
+    return f"{num:,} of {names}" + ("" if tokens is None else f": up to {tokens:,} tokens in all")
+
+
+def _checkpoints(checkpoints: dict[str, Any]) -> str:
+    num, keep, size = (checkpoints[key] for key in ("num", "keep", "bytes"))
+    return f"{num:,}" + ("" if size is None else f" of {size / 1e6:,.1f} MB each") + f", the newest {keep} are kept"
 
 
 def _trained(p: Plan, start: int, end: int) -> str:

@@ -62,6 +62,7 @@ class Sizes:
 
     tokenizer: Tokenizer | None
     tokens_per_epoch: dict[str, int | None]
+    evalset_tokens: dict[str, int | None]  # at most: `max_sequences` takes whole documents
     details: dict[str, dict[str, Any]]
     warnings: tuple[str, ...]
 
@@ -198,9 +199,31 @@ def find_sizes(config: Config, store_dir: str | Path, tokenizer: Tokenizer | Non
         tokens_per_epoch={
             name: details[name]["tokens_per_epoch"] if name in details else None for name in config.sources
         },
+        evalset_tokens={
+            name: _evalset_tokens(config, name, source, stores, eval_stores, splits)
+            for name, source in config.eval_sources.items()
+        },
         details=details,
         warnings=warnings,
     )
+
+
+def _evalset_tokens(
+    config: Config,
+    name: str,
+    source: EvalSource,
+    stores: Mapping[str, Store],
+    eval_stores: Mapping[str, Store],
+    splits: Mapping[str, Split],
+) -> int | None:
+    if source.held_out_of in stores:
+        store, split = stores[source.held_out_of], splits[source.held_out_of]
+        num_tokens = store.facts.num_tokens - len(store.view(split.keep_N, split.cut))
+    elif name in eval_stores:
+        num_tokens = eval_stores[name].facts.num_tokens
+    else:
+        return None
+    return num_tokens if source.max_sequences is None else min(num_tokens, source.max_sequences * config.eval_seq_len)
 
 
 def _evalset(

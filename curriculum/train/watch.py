@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from curriculum.config import Config
 from curriculum.plan_warnings import evalset_warnings
 from curriculum.record.events import number, plain, record_name
 from curriculum.record.wording import smallest_rise
+from curriculum.scheduling import num_due
 from curriculum.train.setup import Setup
 from evalsets.metrics import Summary, WindowResults, summarise
 from evalsets.regressions import (
@@ -251,14 +252,7 @@ def num_comparisons(setup: Setup, after: int, now: int) -> int:
     """
     ends, every = setup.course.phase_ends_at(now), setup.config.evalsets.every
     sources = setup.config.eval_sources.values()
-    return len(BASELINES) * sum(num_evals(ends, source.every or every, max(after, 0)) for source in sources)
-
-
-def num_evals(ends: Set[int], every: int, after: int) -> int:
-    """The evals of a set after step `after`, which is 0 or more: at each multiple of `every` up to the last of the
-    phase ends, and at these ends."""
-    between = sum(end > after and end % every > 0 for end in ends)
-    return max(ends) // every - after // every + between
+    return len(BASELINES) * sum(num_due(ends, source.every or every, max(after, 0)) for source in sources)
 
 
 def tolerance(config: Config, name: str) -> float:
