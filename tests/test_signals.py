@@ -22,12 +22,15 @@ with StopSignals() as stop:
 
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 def test_the_second_signal_ends_the_process_at_once(second):
-    process = subprocess.Popen([sys.executable, "-c", WAIT], stdout=subprocess.PIPE, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", WAIT], **pipes, text=True)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
     assert process.stdout.readline() == f"asked {int(signal.SIGTERM)}\n"
     process.send_signal(second)
-    assert process.wait(30) == 128 + second
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 128 + second
+    assert errors == "SIGTERM: the run stops after this step and saves; a second one ends it at once\n"
 
 
 @pytest.mark.parametrize(

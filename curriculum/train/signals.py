@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 from typing import Any
 
-from curriculum.train.processes.together import agreed_stop
+from curriculum.train.processes.together import agreed_stop, is_first
 
 
 class Stopped(Exception):
@@ -53,3 +54,8 @@ class StopSignals:
         if self.received is not None:
             os._exit(128 + number)
         self.received = number
+        if is_first():  # of several processes, which all stop
+            name, own_line = signal.Signals(number).name, "\n" if os.isatty(2) else ""
+            told = f"{own_line}{name}: the run stops after this step and saves; a second one ends it at once\n"
+            with contextlib.suppress(OSError):
+                os.write(2, told.encode())
