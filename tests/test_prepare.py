@@ -37,9 +37,6 @@ def store_dir(tmp_path):
     return tmp_path / "prepared"
 
 
-ROOT = Path(__file__).parents[1]
-
-
 @pytest.mark.parametrize("kind", ["byte", "char", "bpe"])
 @pytest.mark.parametrize("piece_bytes", [64, 1 << 20])
 def test_the_tokens_are_those_of_a_plain_loop(sources, store_dir, kind, piece_bytes, monkeypatch):
@@ -169,6 +166,21 @@ def test_changed_content_another_tokenizer_and_another_key_are_other_stores(sour
     first = prepare_store("web", web, byte_tokenizer(), store_dir)
     (Path(web.path) / "1.txt").rename(Path(web.path) / "9.txt")
     assert prepare_store("web", web, byte_tokenizer(), store_dir).directory != first.directory
+
+
+def test_rows_that_are_told_of_are_looked_for_though_the_store_is_there(tmp_path, store_dir):
+    """`text_key: text` reads what is read without it: the store is the same, but for plain text among the rows."""
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text('{"text": "a row"}\n' * 3)
+    keyed, tokenizer = SourceConfig(path=str(folder), text_key="text"), byte_tokenizer()
+    store = prepare_store("mixed", SourceConfig(path=str(folder)), tokenizer, store_dir)
+    assert find_store("mixed", keyed, tokenizer, store_dir).directory == store.directory
+    (folder / "README.md").write_text("what it is")
+    assert prepare_store("mixed", SourceConfig(path=str(folder)), tokenizer, store_dir).facts.num_documents == 4
+    for find in (find_store, prepare_store):
+        with pytest.raises(InputError, match="README.md: plain text has no rows; text_key 'text' is a key of rows"):
+            find("mixed", keyed, tokenizer, store_dir)
 
 
 def test_find_sees_what_is_prepared_and_prepares_nothing(sources, store_dir):

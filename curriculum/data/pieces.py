@@ -63,10 +63,10 @@ def read_pieces(source: SourceConfig, chat: ChatConfig = CHATML) -> Iterator[Pie
     if source.hf is not None:
         yield from _hub_rows(source, chat)
         return
-    files = [(file, suffix_of(file.path)) for file in source_files(source)]
-    if source.format != "text" or source.text_key is not None:
-        _check_rows(source, files)
-    for file, suffix in files:
+    files = source_files(source)
+    check_rows(source, files)
+    for file in files:
+        suffix = suffix_of(file.path)
         try:
             if suffix in JSON_LINES:
                 yield from _json_lines(file, COMPRESSED.get(os.path.splitext(suffix)[1]), source, chat)
@@ -78,9 +78,11 @@ def read_pieces(source: SourceConfig, chat: ChatConfig = CHATML) -> Iterator[Pie
             raise InputError(f"{file.path}: {error.strerror or error}; expected a readable file") from error
 
 
-def _check_rows(source: SourceConfig, files: Iterable[tuple[SourceFile, str]]) -> None:
-    """Raise InputError for a source of rows that holds plain text; before any of its files is read."""
-    plain = next((file for file, suffix in files if suffix not in (*JSON_LINES, *COLUMNAR)), None)
+def check_rows(source: SourceConfig, files: Iterable[SourceFile]) -> None:
+    """Raise InputError where a format or a text_key tells of rows and one of the source's files is plain text."""
+    if source.format == "text" and source.text_key is None:
+        return
+    plain = next((file for file in files if suffix_of(file.path) not in (*JSON_LINES, *COLUMNAR)), None)
     if plain is not None:
         of_text = source.format == "text"
         reads = f"text_key {source.text_key!r} is a key of rows of" if of_text else f"format {source.format} reads"

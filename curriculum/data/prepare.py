@@ -28,10 +28,11 @@ from curriculum.data.cache import (
 from curriculum.data.chat import CHATML, ChatConfig
 from curriculum.data.documents import documents_of, given_documents, write_store
 from curriculum.data.flat import index_flat
+from curriculum.data.pieces import check_rows
 from curriculum.data.prepared import is_prepared, open_prepared
 from curriculum.data.progress import Progress
 from curriculum.data.rows import type_name
-from curriculum.data.sources import SourceConfig, would_read
+from curriculum.data.sources import SourceConfig, source_files, would_read
 from curriculum.data.store import FORMAT_VERSION as STORE_VERSION
 from curriculum.data.store import KEY_NAME, OPENED_VERSION, SIDECAR_NAME, Store, is_store, open_store
 from curriculum.data.store_writer import SHARD_TOKENS
@@ -152,11 +153,14 @@ def find_store(
     """The store that `prepare_store` would give; None where it is not made yet. Looks at files' sizes and
     times only.
 
-    Raises InputError for a prepared folder made with another tokenizer, and for a store that was made for another key
-    or whose sidecar or files' sizes are wrong; the content of the files is not looked at.
+    Raises InputError for a prepared folder made with another tokenizer, for plain text among rows, and for a store that
+    was made for another key or whose sidecar or files' sizes are wrong; the content of the files is not looked at.
     """
     if is_prepared(source):
         return open_prepared(name, source, tokenizer, chat)
+    if source.text_key is not None and source.path is not None:
+        # `text_key: text` reads rows as they are read without it, and finds the store that was made so.
+        check_rows(source, source_files(source))
     content = find_content(source, Path(store_dir))
     if content is None:
         return None
