@@ -125,5 +125,7 @@ def _other_rows(trunk: Run, config: Config, step: int, at: int) -> str | None:
     rows = [row["step"] for row in trunk.metrics if step < row["step"] <= at and row["step"] != end]
     if rows == due:
         return None
-    had = f"rows at {', '.join(map(str, rows[:3]))}{', ...' if len(rows) > 3 else ''}" if rows else "no row"
+    had = (
+        f"rows at {', '.join(map(str, rows[:3]))}{', ...' if len(rows) > 3 else ''}" if rows else "no metrics row there"
+    )
     return f"got {every}, but the branch trains steps {step} to {at} again as its trunk did, with {had}"

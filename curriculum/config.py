@@ -190,6 +190,8 @@ def build_config(
     if check_paths or not set(INHERITED) <= data.keys():
         inherited, wrong = _inherited(data, continues)
         problems += wrong
+        if wrong and inherited is None:  # what its sections leave out is its own
+            data = {key: section for key, section in data.items() if key not in INHERITED}
     if inherited is not None:
         data = inherited.under(data)
     values, wrong = _read_sections(with_shares(with_seq_len(data)), origin)

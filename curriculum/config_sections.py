@@ -36,7 +36,8 @@ class EvalSource:
     glob: str = "**/*"
     """Which files of a directory are read."""
     max_sequences: PositiveInt | None = None
-    """Whole documents in hash order, up to this many windows; all of them by default."""
+    """Whole documents in hash order, up to this many windows; the first one also where it alone has more. By default
+    all of them."""
     every: PositiveInt | None = None
     """A multiple of `evalsets.every`, not for the primary set; boundaries, step 0 and the end always count."""
     tolerance: Annotated[float, Limits(ge=0, le=100)] | None = None

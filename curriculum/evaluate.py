@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from curriculum.config import Config, changed_config
 from curriculum.data.config_stores import place_of
-from curriculum.data.corpus import find_read_documents, load_evalsets
+from curriculum.data.corpus import find_read_documents, load_evalsets, size_warnings
 from curriculum.data.documents import file_warnings
 from curriculum.data.progress import WINDOWS, ConsoleProgress
 from curriculum.errors import InputError, no_such
@@ -120,6 +120,7 @@ def evaluate(
                 if count != 0
             ),
             *file_warnings({f"eval set {name}": text for name, text in texts.items()}),
+            *size_warnings(config, {name: evalset for name, evalset in evalsets.items() if name in new}),
             *evalset_warnings(evalsets.values()),
         ),
     )

@@ -77,6 +77,12 @@ def plan_resumed(
         saved["lineage"],
         resumes,
     )
+    if sizes.tokenizer is None:
+        own = directory.resolved()["tokenizer"]
+        theirs = ", ".join(f"{key}: {value}" for key, value in own.items() if value is not None)
+        told.append(
+            f"tokenizer: is not the run's ({theirs}) and not prepared yet: it is refused unless it gives the same ids"
+        )
     unseen = [*missing, *(name for name in config.sources if name not in sizes.details)]
     if unseen:
         told.append(

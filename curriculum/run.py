@@ -277,6 +277,8 @@ def find_checkpoint(
     events = read_events(directory.path) if wanted in (None, "gold") and record.exists() else None
     found = {folder.name: list(step_folders(folder)) for folder in directory.places}
     there = _listed(found)
+    if not there and not directory.holds_run():
+        raise InputError(f"{directory.path}: holds no run; expected a directory made by `curriculum train`")
     if not there:
         raise InputError(f"{directory.path}: has no checkpoint yet; train it up to its first save (checkpoint.every)")
     if wanted is None or wanted == "gold":
@@ -296,7 +298,7 @@ def find_checkpoint(
         if gold is not None:
             raise InputError(
                 f"{directory.gold / str(gold)}: is gone, but the record names it as the gold checkpoint; restore it "
-                f"from a copy, or give another step (there are: {there})"
+                f"from a copy, or give {option} latest or another step (there are: {there})"
             )
         if wanted == "gold":
             raise InputError(f"{option} gold: {directory.path} has no gold checkpoint; there are: {there}")

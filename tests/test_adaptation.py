@@ -258,6 +258,9 @@ def test_what_nothing_can_begin_from_is_told(folder, init_from, words):
         adapted(init_from=init_from)
     assert told.value.problems[0].startswith(f"--init-from {init_from}".rstrip() + ": adaptation.init_from: ")
     assert words in told.value.problems[0] and len(told.value.problems) == 1
+    with pytest.raises(InputError) as told:  # of fields that the base would complete nothing is missing
+        adapted("model.dropout=0.1", init_from=init_from)
+    assert words in told.value.problems[0] and len(told.value.problems) == 1
 
 
 @pytest.mark.parametrize(

@@ -359,7 +359,7 @@ COMMAND_LINES = [
     Row("--resume of another digit", nothing, RESUME + " ²", "--resume ²", "expected 'latest', 'gold' or the step"),
     Row("--resume of a step that is not there", nothing, RESUME + " 3", "--resume 3", "there are: "),
     Row("--resume of 5,000 digits", nothing, RESUME + " " + "9" * 5000, "--resume", "expected"),
-    Row("--resume with nothing there", nothing, TRAIN + " --resume 2", "small", "no checkpoint yet; train it up to its first save"),
+    Row("--resume with nothing there", nothing, TRAIN + " --resume 2", "small", "holds no run; expected a directory made by"),
     Row("--resume in a dry run", nothing, TRAIN + " --dry-run --resume latest", "--dry-run", "leave --resume out"),
     Row("run directory holds a run", nothing, TRAIN + " --run-dir run", "run", "continue it with --resume latest"),
     Row("run directory is a file", nothing, TRAIN + " --run-dir web.jsonl", "--run-dir web.jsonl", "choose another"),

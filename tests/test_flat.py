@@ -58,6 +58,15 @@ def test_a_flat_file_of_wide_ids(tmp_path, store_dir):
     assert len(prepare_store("flat", narrow, byte_tokenizer(), store_dir).view()) == 6
 
 
+def test_wide_ids_are_not_taken_for_narrow_ones(tmp_path, store_dir):
+    wide = flat_source(tmp_path, [97, 98] * 8, dtype="u32").path
+    with pytest.raises(InputError, match="every second u16 in it is 0, as where ids are u32; set the source's dtype"):
+        prepare_store("flat", SourceConfig(path=wide), byte_tokenizer(), store_dir)
+    assert len(prepare_store("flat", SourceConfig(path=wide, dtype="u16"), byte_tokenizer(), store_dir).view()) == 32
+    narrow = flat_source(tmp_path, [0] * 40)
+    assert len(prepare_store("flat", narrow, byte_tokenizer(), store_dir).view()) == 40
+
+
 def test_a_flat_file_that_changes_is_indexed_again(tmp_path, store_dir):
     source = flat_source(tmp_path, [97, 256, 98, 256])
     prepare_store("flat", source, byte_tokenizer(), store_dir)

@@ -219,12 +219,23 @@ def test_the_command(place, tmp_path):
     assert of_run("latest").splitlines()[1] == finished
     _, goes_on, same, *rest = of_run("8").splitlines()
     assert goes_on == f"{began} goes on at step 8, with a learning rate of 0.003"
-    assert same == "the config changes nothing"
+    assert same == "the config changes nothing that is trained or judged"
     assert any("0 to 6, trained " in line for line in rest) and any("6 to 12, trained to 8 " in line for line in rest)
     edit = "schedule edit at step 8: train.steps 12 → 20 | b until step 20"
     assert of_run("8", train__steps=20).splitlines()[2] == edit
     resumes = json.loads(of_run("8", "--json", train__steps=20))["resumes"]
     assert (resumes["step"], resumes["edit"]["reason"]) == (8, "train.steps 12 → 20")
+    reshaped = of_run("8", phases=[PHASES[0], {**PHASES[1], "batch_size": 8}]).splitlines()
+    size = data_of(place)["train"]
+    small, large = size["batch_size"] * size["seq_len"], 8 * size["seq_len"]
+    assert (
+        small != large
+        and f"12 steps of {small:,} to {large:,} tokens = {8 * small + 4 * large:,} tokens" in reshaped[0]
+    )
+    shapes = [line.split("  ")[0] for line in reshaped[reshaped.index("") + 2 :]]
+    assert shapes[: shapes.index("")] == ["a", "b", "b from step 8"]
+    (other,) = [line for line in of_run("8", tokenizer={"kind": "char"}).splitlines() if "tokenizer: is not" in line]
+    assert "tokenizer: is not the run's (kind: byte) and not prepared yet: it is refused unless" in other
     refused = told("--resume", "8", "--run-dir", began, seed=3)
     assert refused.returncode == 2
     assert "seed: got 3, but steps 0 to 8 were trained with 1337" in refused.stderr

@@ -66,7 +66,7 @@ def _percent(share: float | None) -> str:
 def table(p: Plan) -> list[str]:
     """The plan as lines of text."""
     unknown = "unknown (the tokenizer is not prepared, or model is null)"
-    several = len({_shape(phase) for phase in p.phases}) > 1
+    several = len({_shape(stretch) for stretch in _stretches(p)}) > 1
     no_memory = unknown if p.num_parameters is None else "unknown for an optimizer of your own"
     lines = [
         f"{p.name}: {_tokens(p)}",
@@ -123,7 +123,11 @@ def _going_on(p: Plan) -> list[str]:
     run, step, lr, edit = (p.resumes[key] for key in ("run", "step", "lr", "edit"))
     if lr is None:
         return [f"{run} is finished: {step:,} of {p.total_steps:,} steps; nothing is left to train"]
-    what = "the config changes nothing" if edit is None else verdict({"event": "schedule_edit", "step": step, **edit})
+    what = (
+        "the config changes nothing that is trained or judged"
+        if edit is None
+        else verdict({"event": "schedule_edit", "step": step, **edit})
+    )
     return [f"{run} goes on at step {step:,}, with a learning rate of {lr:.3g}", what]
 
 
@@ -149,7 +153,7 @@ def _trained(p: Plan, start: int, end: int) -> str:
 def _tokens(p: Plan) -> str:
     if p.tokens_per_step is not None:
         return f"{p.total_steps:,} steps x {p.tokens_per_step:,} tokens = {p.total_tokens:,} tokens"
-    per_step = [phase["batch_size"] * phase["seq_len"] for phase in p.phases]
+    per_step = [stretch["batch_size"] * stretch["seq_len"] for stretch in _stretches(p)]
     return f"{p.total_steps:,} steps of {min(per_step):,} to {max(per_step):,} tokens = {p.total_tokens:,} tokens"
 
 
@@ -157,14 +161,28 @@ def _shape(phase: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(phase[key] for key in ("batch_size", "seq_len", "grad_accum", "rope_theta", "lr_scale"))
 
 
+def _stretches(p: Plan) -> list[dict[str, Any]]:
+    """The phases, and of one whose shape was edited on its way each stretch of one shape."""
+    stretches = []
+    for phase in p.phases:
+        turns = phase.get("reshaped", [])
+        ends = [turn["step"] for turn in turns] + [phase["end"]]
+        stretches.append({**phase, "end": ends[0]})
+        for turn, end in zip(turns, ends[1:], strict=True):
+            name = f"{phase['name']} from step {turn['step']:,}"
+            stretches.append({**turn, "name": name, "start": turn["step"], "end": end})
+    return stretches
+
+
 def _shapes(p: Plan) -> list[str]:
     """What the updates of each phase are like; columns in which no phase has something of its own are left out."""
     rows = [("phase", "rows x tokens", "tokens a step", "micro-steps", "tokens", "rope theta", "rates x")]
-    for phase in p.phases:
-        batch_size, seq_len, grad_accum, rope_theta, lr_scale = _shape(phase)
-        size = f"{batch_size:,} x {seq_len:,}", f"{batch_size * seq_len:,}", f"{grad_accum:,}", f"{phase['tokens']:,}"
+    for stretch in _stretches(p):
+        batch_size, seq_len, grad_accum, rope_theta, lr_scale = _shape(stretch)
+        per_step, steps = batch_size * seq_len, stretch["end"] - stretch["start"]
+        size = f"{batch_size:,} x {seq_len:,}", f"{per_step:,}", f"{grad_accum:,}", f"{steps * per_step:,}"
         theta = "model's own" if rope_theta is None else f"{rope_theta:,.10g}"
-        rows.append((phase["name"], *size, theta, f"{lr_scale:.4g}"))
+        rows.append((stretch["name"], *size, theta, f"{lr_scale:.4g}"))
     alike = {"micro-steps": "1", "rope theta": "model's own", "rates x": "1"}
     kept = [i for i, title in enumerate(rows[0]) if any(row[i] != alike.get(title) for row in rows[1:])]
     return columns([tuple(row[i] for i in kept) for row in rows], right=range(1, len(kept)), indent="")

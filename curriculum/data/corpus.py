@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,7 +104,7 @@ def load_corpus(config: Config, store_dir: str | Path, tokenizer: Tokenizer | No
         details=details,
         warnings=(
             *_overlap_warnings(dropped),
-            *_size_warnings(config, evalsets),
+            *size_warnings(config, evalsets),
             *_empty_warnings(stores, eval_stores),
             *_file_warnings(config),
         ),
@@ -322,10 +323,11 @@ def _called(of_sources: Mapping[str, Any], of_evalsets: Mapping[str, Any]) -> di
     return called | {f"eval set {name}": item for name, item in of_evalsets.items()}
 
 
-def _size_warnings(config: Config, evalsets: Mapping[str, EvalSet]) -> tuple[str, ...]:
+def size_warnings(config: Config, evalsets: Mapping[str, EvalSet]) -> tuple[str, ...]:
+    """A warning for each of the sets whose first document alone has more windows than its `max_sequences`."""
     return tuple(
         f"{place_of(name)} has {evalsets[name].num_windows} windows, more than its max_sequences of "
         f"{source.max_sequences}: its first document alone has them, and documents are taken whole"
         for name, source in config.eval_sources.items()
-        if source.max_sequences is not None and evalsets[name].num_windows > source.max_sequences
+        if name in evalsets and (source.max_sequences or math.inf) < evalsets[name].num_windows
     )

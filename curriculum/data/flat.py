@@ -14,6 +14,11 @@ from curriculum.errors import InputError
 SCAN_TOKENS = 1 << 20
 
 
+def _is_wider(ids_N: np.ndarray) -> bool:
+    """Whether ids that are read as u16 look like u32 ones below 65,536."""
+    return len(ids_N) >= 32 and not ids_N[1::2].any() and bool(ids_N[::2].any())
+
+
 def index_flat(source: SourceConfig, tokenizer: Tokenizer, directory: Path, progress: Progress | None) -> None:
     """Write the index and the sidecar of a flat file of ids; the file itself stays where it lies.
 
@@ -31,6 +36,11 @@ def index_flat(source: SourceConfig, tokenizer: Tokenizer, directory: Path, prog
             f" a {dtype_name} token, above 0; set the source's dtype if it is another"
         )
     stream = np.memmap(path, dtype, mode="r").view(np.ndarray)
+    if source.dtype is None and dtype_name == "u16" and _is_wider(stream[:SCAN_TOKENS]):
+        raise InputError(
+            f"{source.path}: every second u16 in it is 0, as where ids are u32; set the source's dtype: u32, or u16 if "
+            "it is so"
+        )
     first_text = _first_text(stream, tokenizer.eot, source)
     document_start = 0
 
