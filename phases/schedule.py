@@ -6,7 +6,7 @@ and those that were passed over.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
@@ -155,6 +155,11 @@ class Segment:
             cursors[name] = cursors[name] + counts[..., i] * self.seq_len
         return cursors
 
+    def read_after(self, before: Mapping[str, int], step: int) -> dict[str, int]:
+        """Tokens of each of its sources that are read after `step` updates, `before` of them before the segment."""
+        cursors = self.cursors_over([self.start, min(step, self.end)])
+        return {n: before[n] + int(cursors[n][1] - cursors[n][0]) for n in self.quotas.sources}
+
     def ramp_steps_done(self, step: int) -> int:
         """Steps of the ramp that were taken before `step`; the segment has one."""
         return self.ramp.steps_done + self._in_order(step)
@@ -217,14 +222,20 @@ class Schedule:
 
     def read(self, start: int, end: int) -> dict[str, int]:
         """Tokens of each source that the updates [start, end) read: none that a switch or a rollback passes over."""
-        total = dict.fromkeys(self.segments[0].cursors, 0)
-        for segment in self.segments:
-            if segment.start < end and start < segment.end:
-                cursors = segment.cursors_over([max(start, segment.start), min(end, segment.end)])
-                for name in segment.quotas.sources:
-                    before, after = cursors[name].tolist()
-                    total[name] += after - before
-        return total
+        before, after = self._read_up_to(start), self._read_up_to(end)
+        return {name: after[name] - before[name] for name in after}
+
+    def _read_up_to(self, step: int) -> dict[str, int]:
+        i = max(bisect_left(self._starts, step) - 1, 0)
+        return self._read_before[i] | self.segments[i].read_after(self._read_before[i], step)
+
+    @cached_property
+    def _read_before(self) -> list[dict[str, int]]:
+        """Tokens of each source that were read before each segment: made once, as it is asked for at each checkpoint."""
+        read = [dict.fromkeys(self.segments[0].cursors, 0)]
+        for segment in self.segments[:-1]:
+            read.append(read[-1] | segment.read_after(read[-1], segment.end))
+        return read
 
     def passed_over(self, step: int) -> dict[str, int]:
         """Tokens of each source passed over at `step`, where an order begins: up to its first whole sequence."""
