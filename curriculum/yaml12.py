@@ -14,7 +14,7 @@ from curriculum.errors import InputError
 
 _MAX_CHARACTERS = 1 << 20  # a second's work; a config has a thousandth of it
 _MAX_DEPTH = 50
-_MAX_NODES = 100_000  # aliases can make a file of a few lines expand without end
+_MAX_REPEATED = 100_000  # values; aliases can make a file of a few lines expand without end
 _TOO_DEEP = "not YAML that can be read: nested too deeply"
 _TAG = "tag:yaml.org,2002:"
 _WHENCE = ("path", "hf", "held_out_of")  # which of them says where text comes from: an option for a directory does
@@ -188,14 +188,16 @@ def _reads_as_itself(text: str) -> bool:
 def parse_yaml(text: str, origin: Origin):
     """The plain data of a YAML text; `origin` is told where each value stands. Raises InputError with its place."""
     node = _root(text, origin)
-    count = 0
+    num_repeated = 0
+    met: set[int] = set()
     parents: set[int] = set()
 
     def convert(node, path):
-        nonlocal count
-        count += 1
-        if count > _MAX_NODES:
-            raise _error(origin, node.start_mark, f"expands to more than {_MAX_NODES:,} values; are aliases nested?")
+        nonlocal num_repeated
+        num_repeated += id(node) in met
+        met.add(id(node))
+        if num_repeated > _MAX_REPEATED:
+            raise _error(origin, node.start_mark, f"repeats more than {_MAX_REPEATED:,} values; are aliases nested?")
         if id(node) in parents:
             raise _error(origin, node.start_mark, "an alias contains itself")
         origin.positions.setdefault(path, (node.start_mark.line + 1, node.start_mark.column + 1))

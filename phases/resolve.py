@@ -14,6 +14,8 @@ from phases.mixture import normalised
 from phases.rates import with_rates
 from phases.schedule import NOT_DATA, Ramp, Schedule, Segment, SourceSupply, cut, joined
 
+MOST_NAMED = 4  # phases that a warning is told of one by one, and sources in it
+
 
 def resolve(
     curriculum: Curriculum,
@@ -74,7 +76,8 @@ def resolve(
         return None
     rated, lr_warnings = with_rates(segments, len(past), curriculum, numbers)
     schedule = Schedule(rated)
-    return replace(schedule, warnings=(*warnings, *lr_warnings, *_never_read(schedule)))
+    of_phases = [_told(_odd_sums(ahead, segments[len(past) :])), _told(_never_read(schedule, segments[: len(past)]))]
+    return replace(schedule, warnings=(*of_phases[0], *warnings, *lr_warnings, *of_phases[1]))
 
 
 def _may_stop_anywhere(supply: SourceSupply) -> bool:
@@ -138,7 +141,7 @@ def _phase(
         end = clock.step(before, declared.batch_size * declared.seq_len)
     else:
         end = total_steps if goal else clock
-    new = segment = _new_segment(declared, before, end, supplies, warnings)
+    new = segment = _new_segment(declared, before, end, supplies)
     _check_end(declared, start, end, total_steps)
     if under_way := [s for s in before if s.phase == declared.phase.name]:
         start = under_way[0].start
@@ -168,16 +171,9 @@ def _new_segment(
     before: Sequence[Segment],
     end: int,
     supplies: Mapping[str, SourceSupply],
-    warnings: list[str],
 ) -> Segment:
-    """A phase as it is declared, from the end of the segments `before` on. Adds to `warnings`."""
+    """A phase as it is declared, from the end of the segments `before` on."""
     phase = declared.phase
-    mixture = normalised(phase.mixture)
-    weight_sum = sum(phase.mixture.values())
-    known_sum = any(math.isclose(weight_sum, whole, rel_tol=1e-6) for whole in (1, 100))  # shares, or percentages
-    if not known_sum and set(phase.mixture.values()) != {1}:  # 1 to 1 is nothing but equal parts
-        shares = ", ".join(f"{n} {w:.4g}" for n, w in mixture.items())
-        warnings.append(f"phase {phase.name}: proportions add up to {weight_sum:.6g}, normalised to {shares}")
     start, cursors, found = 0, dict.fromkeys(supplies, 0), {}
     if before:
         start = before[-1].end
@@ -186,7 +182,7 @@ def _new_segment(
         start,
         end,
         phase.name,
-        mixture,
+        normalised(phase.mixture),
         ramp=_ramp(found, declared.ramp_steps, phase.ramp_shape, supplies),
         lr=(),
         cursors=cursors,
@@ -320,12 +316,38 @@ def _phase_under_way(
     return as_declared(segment.start, segment.cursors)
 
 
-def _never_read(schedule: Schedule) -> list[str]:
-    """A warning for each source that has a share in a step of a phase but gets no sequence in it."""
-    warnings = []
+def _odd_sums(ahead: Sequence[Declared], segments: Sequence[Segment]) -> list[tuple[str, str]]:
+    """(phase, what is to be said) of each whose proportions are neither shares nor percentages."""
+    found, reached = [], {segment.phase for segment in segments}
+    for phase in (declared.phase for declared in ahead if declared.phase.name in reached):
+        weight_sum = sum(phase.mixture.values())
+        known_sum = any(math.isclose(weight_sum, whole, rel_tol=1e-6) for whole in (1, 100))
+        if not known_sum and set(phase.mixture.values()) != {1}:  # 1 to 1 is nothing but equal parts
+            shares = [f"{name} {share:.4g}" for name, share in normalised(phase.mixture).items()]
+            told = ", ".join([*shares[:MOST_NAMED], *(["..."] if len(shares) > MOST_NAMED else [])])
+            found.append((phase.name, f"proportions add up to {weight_sum:.6g}, normalised to {told}"))
+    return found
+
+
+def _never_read(schedule: Schedule, past: Sequence[Segment]) -> list[tuple[str, str]]:
+    """The same of each that is not over and has a source with a share in one of its steps that gets no sequence."""
+    found, over = [], past[-1].end if past else 0
+    shared: dict[str, set[str]] = {}
+    for segment in schedule.segments:
+        if segment.end > over:
+            shared.setdefault(segment.phase, set()).update(segment.mean_mixture())
     for phase, start, end in schedule.phase_bounds:
         read = schedule.read(start, end)
-        for name in sorted({n for s in schedule.segments if s.phase == phase for n in s.mean_mixture()}):
-            if not read[name]:
-                warnings.append(f"phase {phase}: {name} has a positive proportion but gets no sequence")
-    return warnings
+        if unread := [name for name in sorted(shared.get(phase, ())) if not read[name]]:
+            have, get = ("has", "gets") if len(unread) == 1 else ("have", "get")
+            found.append((phase, f"{', '.join(unread)} {have} a positive proportion but {get} no sequence"))
+    return found
+
+
+def _told(of_phases: Sequence[tuple[str, str]]) -> list[str]:
+    """A warning for each phase; where there are many, of the first, and of how many others."""
+    if len(of_phases) <= MOST_NAMED:
+        return [f"phase {phase}: {what}" for phase, what in of_phases]
+    (phase, what), *others = of_phases
+    named = ", ".join(name for name, _ in others[: MOST_NAMED - 1])
+    return [f"phase {phase}: {what}; the like holds of {len(others)} more phases: {named}, ..."]

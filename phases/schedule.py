@@ -231,7 +231,7 @@ class Schedule:
 
     @cached_property
     def _read_before(self) -> list[dict[str, int]]:
-        """Tokens of each source that were read before each segment: made once, as it is asked for at each checkpoint."""
+        """Tokens of each source that were read before each segment; made once, as every checkpoint asks for them."""
         read = [dict.fromkeys(self.segments[0].cursors, 0)]
         for segment in self.segments[:-1]:
             read.append(read[-1] | segment.read_after(read[-1], segment.end))

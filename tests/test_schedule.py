@@ -244,6 +244,26 @@ def test_weights_are_normalised_and_it_is_said():
     assert schedule.warnings == ("phase a: proportions add up to 4, normalised to web 0.75, law 0.25",)
 
 
+def test_what_holds_of_many_phases_is_one_warning_and_of_those_that_are_over_none():
+    phases = [Phase(f"p{i}", 10 * (i + 1), {"web": 3, "law": 0.001}) for i in range(9)]
+    phases.append(Phase("p9", "end", {"web": 3, "law": 0.001}))
+    odd = "proportions add up to 3.001, normalised to web 0.9997, law 0.0003332"
+    none = "law has a positive proportion but gets no sequence"
+    others = "the like holds of {} more phases: {}, ..."
+    schedule = resolved(*phases)
+    assert schedule.warnings == (
+        f"phase p0: {odd}; {others.format(9, 'p1, p2, p3')}",
+        f"phase p0: {none}; {others.format(9, 'p1, p2, p3')}",
+    )
+    past = cut(schedule.segments, 65)  # within p6
+    later = resolved(*phases, past=past).warnings
+    assert later[-4:] == tuple(f"phase p{i}: {none}" for i in (6, 7, 8, 9))
+    assert not any("p5" in warning for warning in later) and any(odd in warning for warning in later)
+    every = {f"s{i}": SourceSupply(8000) for i in range(6)}
+    (told,) = resolved(Phase("a", "end", dict.fromkeys(every, 2)), supplies=every).warnings
+    assert told.endswith("normalised to s0 0.1667, s1 0.1667, s2 0.1667, s3 0.1667, ...")
+
+
 @pytest.mark.parametrize(
     ("weights", "told"),
     [

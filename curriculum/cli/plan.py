@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -83,13 +84,12 @@ def table(p: Plan) -> list[str]:
         lines += [*_shapes(p), ""]
     rates = dict(p.rates)
     header = ("phase", "steps", "lr at start", "source", "asked", "given", "tokens", "epochs so far", "first repeat")
-    rows = []
-    for phase in p.phases:
-        own = [row for row in p.rows if row.phase == phase["name"]]
+    rows, ramps = [], {phase["name"]: phase["ramp_steps"] for phase in p.phases}
+    for name, own in groupby(p.rows, key=lambda row: row.phase):
         for i, row in enumerate(own):
-            ramp = f" (ramp {phase['ramp_steps']})" if phase["ramp_steps"] else ""
+            ramp = f" (ramp {ramps[name]})" if ramps[name] else ""
             steps = f"{row.start:,} to {row.end:,}{ramp}{_trained(p, row.start, row.end)}"
-            first = (row.phase, steps, f"{rates[row.start]:.3g}") if i == 0 else ("", "", "")
+            first = (name, steps, f"{rates[row.start]:.3g}") if i == 0 else ("", "", "")
             rows.append(
                 (
                     *first,
