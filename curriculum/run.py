@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 import zipfile
@@ -247,11 +248,17 @@ def run_directory(run_dir: str | os.PathLike) -> RunDirectory:
     """Where the files of a run lie, some of them perhaps gone. Raises InputError when there is none."""
     directory = RunDirectory(Path(run_dir))
     if not directory.has_config:
-        names = sorted(names_in(directory.path)) if os.path.isdir(run_dir) else []
-        below = [name for name in names if RunDirectory(directory.path / name).has_config]
+        below = runs_below(run_dir)
         there = f"; there are runs below it: {', '.join(below)}" if below else ""
         raise InputError(f"{run_dir}: holds no run; expected a directory made by `curriculum train`{there}")
     return directory
+
+
+def runs_below(folder: str | os.PathLike) -> list[str]:
+    """The names in a folder that are run directories, `run10` after `run9`; none where there is no folder."""
+    names = names_in(Path(folder)) if os.path.isdir(folder) else []
+    found = [name for name in names if RunDirectory(Path(folder) / name).has_config]
+    return sorted(found, key=lambda name: [int(p) if p.isdecimal() else p for p in re.split(r"(\d+)", name)])
 
 
 def find_checkpoint(
@@ -277,7 +284,7 @@ def find_checkpoint(
     events = read_events(directory.path) if wanted in (None, "gold") and record.exists() else None
     found = {folder.name: list(step_folders(folder)) for folder in directory.places}
     there = _listed(found)
-    if not there and not directory.holds_run():
+    if not there and not (directory.has_config or directory.holds_run()):
         raise InputError(f"{directory.path}: holds no run; expected a directory made by `curriculum train`")
     if not there:
         raise InputError(f"{directory.path}: has no checkpoint yet; train it up to its first save (checkpoint.every)")

@@ -282,7 +282,7 @@ def test_prepare_a_folder_of_conversations(folder):
         (["train", "c.yaml", "--set", "train.stepz=1"], "did you mean 'steps'?"),
         (["train", "c.yaml", "--dataset-dir", "law=nowhere"], "'nowhere' does not exist"),
         (["train", "c.yaml", "--resume", "newest"], "expected 'latest', 'gold' or the step"),
-        (["train", "c.yaml", "--resume", "5"], "has no checkpoint yet"),
+        (["train", "c.yaml", "--resume", "5"], "holds no run; expected a directory made by"),
         (["train", "c.yaml", "--resume", "²"], "expected 'latest', 'gold' or the step"),
         (["train", "c.yaml", "--run-dir", "web.jsonl"], "web.jsonl is no folder that can be written to"),
         (["train", "c.yaml", "--run-dir", "web.jsonl/x"], "is no folder that can be written to"),

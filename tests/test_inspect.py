@@ -25,6 +25,7 @@ from curriculum.views.compare import compare
 from curriculum.views.inspection import edits_of, inspect_run, text
 from curriculum.views.model_card_sections import evals, training
 from curriculum.views.report import report
+from curriculum.views.run_list import list_runs
 from curriculum.weights import Weights
 
 LOSSES = {"val": lambda step: 3 - step / 100, "law": lambda step: 4.0 if step in (0, 60, 100) else None}
@@ -197,7 +198,30 @@ def test_sets_of_few_documents_are_told(tmp_path):
     assert "val: fewer than 20 documents" in report([load_run(tmp_path / "run")])
 
 
-def test_a_folder_of_runs_names_them(tmp_path):
+def test_a_folder_of_runs_has_a_line_each(tmp_path):
+    runs = tmp_path / "runs"
+    for number in (10, 9):
+        write_run(runs / f"run{number}", LOSSES, until=80 if number == 9 else None)
+    shutil.copytree(runs / "run9", runs / "torn")
+    (runs / "torn/events.jsonl").write_text("{")
+    (runs / "no run").mkdir()
+    first, second, torn = told = list_runs(runs)
+    assert [row["run"] for row in told] == ["run9", "run10", "torn"]
+    whole = inspect_run(load_run(runs / "run9"))
+    assert (first["step"], first["total_steps"], second["step"]) == (80, 100, 100)
+    assert first["val_loss"] == whole["evals"]["val"]["loss"] and first["regressed"] == []
+    assert (first["state"], second["state"]) == ("not finished, in phase domain", "finished")
+    assert torn["step"] is None and "events.jsonl" in torn["state"]
+    code, out, _, imported = command("inspect", str(runs))
+    header, line, *_ = out.splitlines()
+    assert code == 0 and header.split()[:3] == ["run", "step", "of"] and line.split()[:3] == ["run9", "80", "100"]
+    assert "jax" not in imported
+    code, out, *_ = command("inspect", str(runs), "--json")
+    assert code == 0 and json.loads(out) == told
+    assert command("inspect", str(runs / "no run"))[0] == 2
+
+
+def test_a_folder_of_runs_is_none(tmp_path):
     for name in ("b", "a"):
         write_run(tmp_path / "runs" / name, LOSSES)
     (tmp_path / "runs/no run").mkdir()

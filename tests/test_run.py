@@ -72,7 +72,7 @@ def test_a_gold_that_is_gone_is_not_replaced_by_another(directory, wanted):
         find_checkpoint(directory, wanted)
     assert str(told.value) == (
         f"{directory.gold}/60: is gone, but the record names it as the gold checkpoint; restore it from a copy, or give "
-        "another step (there are: 90, 100, 120; in gold/: 70, 110; in kept/: 50)"
+        "--step latest or another step (there are: 90, 100, 120; in gold/: 70, 110; in kept/: 50)"
     )
     assert find_checkpoint(directory, "latest")[0] == 120 and find_checkpoint(directory, 70)[0] == 70
 
@@ -128,7 +128,10 @@ def test_a_checkpoint_that_is_not_there_is_told(directory, wanted, words):
 
 
 def test_a_run_without_checkpoints_says_so(tmp_path):
-    with pytest.raises(InputError, match="has no checkpoint yet"):
+    with pytest.raises(InputError, match="holds no run; expected a directory made by `curriculum train`"):
+        find_checkpoint(RunDirectory(tmp_path), "latest")
+    (tmp_path / "events.jsonl").touch()
+    with pytest.raises(InputError, match="has no checkpoint yet; train it up to its first save"):
         find_checkpoint(RunDirectory(tmp_path), "latest")
     make_checkpoint(tmp_path / "kept/7")
     with pytest.raises(InputError, match="--step latest: .*checkpoints is empty; there are: in kept/: 7"):

@@ -118,7 +118,7 @@ def write_run(
                     "loss": train_loss(step, "all"),
                     **{f"loss_{s}": train_loss(step, s) if mixture.get(s) else None for s in sources},
                     "grad_norm": 1.0 + 1 / step,
-                    "skipped_updates": step // 10,
+                    "skipped_updates": 0,
                     "lr": 1e-3 * (1 - step / (2 * total)),
                     "phase": phase,
                     "mixture": {s: mixture.get(s, 0.0) for s in sources},

@@ -12,10 +12,17 @@ import click
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 def command(run, as_json):
-    """Show what RUN is, how far it is, and how it does; the run may still be training."""
-    from curriculum.record.events import plain
-    from curriculum.run import load_run
-    from curriculum.views.inspection import inspect_run, text
+    """Show what RUN is, how far it is, and how it does; the run may still be training.
 
-    facts = inspect_run(load_run(run))
-    click.echo(json.dumps(plain(facts), indent=2, allow_nan=False) if as_json else "\n".join(text(facts)))
+    Of a folder of runs a line each.
+    """
+    from curriculum.record.events import plain
+    from curriculum.run import RunDirectory, load_run, runs_below
+    from curriculum.views.inspection import inspect_run, text
+    from curriculum.views.run_list import list_runs, runs_text
+
+    if not RunDirectory(run).has_config and runs_below(run):
+        facts, as_text = list_runs(run), runs_text
+    else:
+        facts, as_text = inspect_run(load_run(run)), text
+    click.echo(json.dumps(plain(facts), indent=2, allow_nan=False) if as_json else "\n".join(as_text(facts)))

@@ -1,0 +1,62 @@
+"""The runs of a folder, a line each: what there is, how far it is, and how it does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from curriculum.errors import InputError
+from curriculum.record.wording import columns, loss
+from curriculum.run import load_run, runs_below
+from curriculum.views.inspection import inspect_run, state_text
+
+
+def list_runs(folder: str | os.PathLike) -> list[dict[str, Any]]:
+    """Of each run below a folder, by name, the facts of `inspect_run` that fit in a line, as plain data.
+
+    Of one whose record cannot be read `state` says why, and the rest is None.
+    """
+    return [{"run": name, **_facts(Path(folder) / name)} for name in runs_below(folder)]
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    try:
+        facts = inspect_run(load_run(path))
+    except InputError as error:
+        return dict.fromkeys(("step", "total_steps", "val_loss", "gold_step", "regressed", "last_event_at")) | {
+            "state": error.problems[0]
+        }
+    progress, gold = facts["progress"], facts["gold"]
+    return {
+        "step": progress["step"],
+        "total_steps": progress["total_steps"],
+        "val_loss": facts["evals"].get("val", {}).get("loss"),
+        "gold_step": gold and gold["step"],
+        "regressed": sorted({pair["set"] for pair in facts["regressions"]}),
+        "last_event_at": progress["last_event_at"],
+        "state": state_text(progress),
+    }
+
+
+def runs_text(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The runs as a table."""
+    header = ("run", "step", "of", "val loss", "gold", "regressed", "last event", "state")
+    table = []
+    for row in rows:
+        known = row["step"] is not None
+        table.append(
+            (
+                row["run"],
+                f"{row['step']:,}" if known else "-",
+                f"{row['total_steps']:,}" if known else "-",
+                loss(row["val_loss"]),
+                "-" if row["gold_step"] is None else f"{row['gold_step']:,}",
+                f"{len(row['regressed'])} sets" if row["regressed"] and len(row["regressed"]) > 2
+                else ", ".join(row["regressed"] or ()) or "-",
+                row["last_event_at"][:16].replace("T", " ") if known else "-",
+                row["state"],
+            )
+        )  # fmt: skip
+    return columns([header, *table], right=(1, 2, 3, 4), indent="")
