@@ -44,8 +44,8 @@ def outranked(config: Config, remembered: Sequence[str], **given: Any) -> Iterat
     in_file, data = _substituted(in_file, places), _substituted(data, origin)
     for place, option in origin.options.items():
         says = _at(in_file, place)
-        if option in new_texts or says is _ABSENT or says == _at(data, place):
-            continue
+        if place == "name" or option in new_texts or says is _ABSENT or says == _at(data, place):
+            continue  # a run is called what it was called, whichever file it goes on with
         says = json.dumps(says, ensure_ascii=False)
         yield (
             f"{places.place(place)}: {place}: the file says {says}, but {option} is used, which the run remembers; to "

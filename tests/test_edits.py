@@ -575,7 +575,7 @@ def test_what_a_set_is_judged_by_is_told_where_the_set_stays():
         {"path": "evalsets.sets.stays.tolerance", "was": 0.5, "now": None},
     ]
     assert [_in_words(change) for change in edit.changes[1:4]] == [
-        "evalsets.sets.goes gone",
+        "evalsets.sets.goes removed",
         "evalsets.primary.tolerance null → 5.0",
         "evalsets.sets.stays.every null → 200",
     ]
@@ -806,6 +806,7 @@ def test_a_change_of_the_schedule_has_its_step_and_any_other_acts_at_once():
         **dict.fromkeys(["averages.ema_decay", "evalsets.every", "evalsets.sets.more"], True),
     }
     text = {"path": "sources.law", "was": {"stream": "one"}, "now": {"stream": "another"}}
+    assert _in_words(text) == "sources.law: its text is another one"
     assert _acts_at_once(text, config_of(data)) and not _acts_at_once(text | {"now": None}, config_of(data))
 
 

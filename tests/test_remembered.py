@@ -4,6 +4,7 @@ from curriculum.config import load_config
 from curriculum.remembered import outranked
 
 FILE = """\
+name: first
 variables: {length: 64}
 sources: {web: {path: web.txt}, law: {path: law.txt, max_epochs: 2}}
 phases:
@@ -28,15 +29,16 @@ def test_only_what_the_file_says_otherwise_is_told(tmp_path):
         "--set train.batch_size=8",
         "--set train.seq_len=64",  # as the variable has it
         "--set checkpoint.keep=9",  # of which the file says nothing
+        "--set name=second",  # a run stays called what it was called
         "--set phases[1].until=100%",
         "--dataset-dir law=law.txt",
     )
     used = "is used, which the run remembers; to go by the file, give"
     assert told == [
-        f"7:9: train.steps: the file says 90, but --set train.steps=60 {used} --set train.steps=90",
-        f'5:15: phases[1].until: the file says "end", but --set phases[1].until=100% {used} '
+        f"8:9: train.steps: the file says 90, but --set train.steps=60 {used} --set train.steps=90",
+        f'6:15: phases[1].until: the file says "end", but --set phases[1].until=100% {used} '
         "--set 'phases[1].until=\"end\"'",
-        '2:33: sources.law: the file says {"path": "law.txt", "max_epochs": 2}, but --dataset-dir law=law.txt '
+        '3:33: sources.law: the file says {"path": "law.txt", "max_epochs": 2}, but --dataset-dir law=law.txt '
         f'{used} --set \'sources.law={{"path": "law.txt", "max_epochs": 2}}\'',
     ]
     assert not said(tmp_path)

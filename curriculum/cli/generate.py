@@ -19,13 +19,22 @@ from curriculum.sampling import Sampling
 @click.argument("run")
 @click.option("--prompt", "prompts", metavar="TEXT", multiple=True, help="What the text begins with; repeatable.")
 @click.option("--prompts-file", metavar="FILE", help='A prompt a line, or in a .jsonl {"prompt": TEXT} a line.')
-@click.option("--max-tokens", type=int, default=Sampling.max_tokens, show_default=True, help="Of each continuation.")
+@click.option(
+    "--max-tokens", type=int, default=Sampling.max_tokens, show_default=True, help="Most tokens of each continuation."
+)
 @click.option(
     "--temperature", type=float, default=Sampling.temperature, show_default=True, help="0: always the likeliest token."
 )
-@click.option("--top-k", type=int, default=Sampling.top_k, help="Only so many of the likeliest tokens.")
-@click.option("--top-p", type=float, default=Sampling.top_p, help="Only the likeliest that have this mass together.")
-@click.option("--min-p", type=float, default=Sampling.min_p, help="Only those so likely beside the likeliest one.")
+@click.option("--top-k", type=int, default=Sampling.top_k, help="Draw from this many of the likeliest tokens alone.")
+@click.option(
+    "--top-p",
+    type=float,
+    default=Sampling.top_p,
+    help="Draw from the likeliest tokens that have this share of the probability together.",
+)
+@click.option(
+    "--min-p", type=float, default=Sampling.min_p, help="Leave out tokens less likely than this share of the likeliest."
+)
 @click.option("--seed", type=int, default=Sampling.seed, show_default=True, help="The same seed gives the same text.")
 @click.option("--stop", metavar="TEXT", multiple=True, help="End before this text; repeatable.")
 @STEP
@@ -33,7 +42,7 @@ from curriculum.sampling import Sampling
 @click.option("--json", "as_json", is_flag=True, help="Print all of it as JSON, once it is there.")
 @STORE_DIR
 def command(run, prompts, prompts_file, step, weights, as_json, store_dir, **settings):
-    """Go on from prompts with a checkpoint of RUN, as a document that begins so would. RUN is only read."""
+    """Continue prompts with a checkpoint of RUN, as a document that begins so would. RUN is only read."""
     try:
         _generate(run, prompts, prompts_file, step, weights, as_json, store_dir, Sampling(**settings))
     except KeyboardInterrupt:

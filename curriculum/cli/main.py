@@ -24,10 +24,10 @@ _COMMANDS = {  # each in the module of its name
     "prepare": "Turn text into token stores.",
     "eval": "Measure a checkpoint on the run's eval sets and on new ones.",
     "inspect": "Show what a run is, how far it is, and how it does.",
-    "generate": "Go on from prompts with a checkpoint of a run.",
+    "generate": "Continue prompts with a checkpoint of a run.",
     "compare": "Compare the checkpoints of runs, set by set, with intervals.",
     "report": "Draw a run, or several, as one HTML file.",
-    "branch": "A new run that shares another one's history up to a step.",
+    "branch": "Train a new run that shares another one's history up to a step.",
     "export": "Write the parameters of a run in another format.",
 }
 

@@ -41,7 +41,7 @@ CHANGES = {
         "Face folder.",
     ),
     "keep_optimizer": click.option(
-        "--keep-optimizer", is_flag=True, help="With --init-from: take the optimizer's state over too."
+        "--keep-optimizer", is_flag=True, help="With --init-from: also take over the optimizer's state."
     ),
 }
 
@@ -80,7 +80,10 @@ def process_options(command):
             "SLURM and Open MPI the processes find together by themselves.",
         ),
         click.option(
-            "--num-processes", type=int, envvar=VARIABLES["--num-processes"], help="How many; 1: this one alone."
+            "--num-processes",
+            type=int,
+            envvar=VARIABLES["--num-processes"],
+            help="Processes in the run; 1: this one alone.",
         ),
         click.option(
             "--process-id", type=int, envvar=VARIABLES["--process-id"], help="Which of them this is, from 0 on."

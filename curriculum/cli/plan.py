@@ -28,10 +28,12 @@ MAX_NAMED = 8  # eval sets by name in a line
 @click.command()
 @config_options()
 @click.option(
-    "--resume", metavar="latest|gold|STEP", help="Of the run as it would go on with CONFIG: what an edit changes."
+    "--resume",
+    metavar="latest|gold|STEP",
+    help="Plan how the run would go on from this checkpoint with CONFIG, and what the edit changes.",
 )
 @click.option("--run-dir", type=click.Path(path_type=Path), help="With --resume: the run; runs/<name> by default.")
-@click.option("--accept-past", is_flag=True, help="With --resume: as if train were given it.")
+@click.option("--accept-past", is_flag=True, help="With --resume: plan what train --accept-past would do.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def command(config_path, changes, store_dir, resume, run_dir, accept_past, as_json):
     """Show who gets what and when, before anything is trained.

@@ -221,7 +221,9 @@ def _in_words(change: Mapping[str, Any]) -> str:
     """A mapping of which something stayed is told by the keys that did not."""
     path, was, now = (change[key] for key in ("path", "was", "now"))
     if path.rpartition(".")[0] in ("sources", "phases", "evalsets.sets") and (was is None or now is None):
-        return f"{path} {'added' if was is None else 'gone'}"
+        return f"{path} {'added' if was is None else 'removed'}"
+    if isinstance(was, Mapping) and was.keys() == {"stream"}:
+        return f"{path}: its text is another one"
     if isinstance(was, Mapping) and isinstance(now, Mapping) and any(now.get(key, ...) == was[key] for key in was):
         return _reason(list(_differing(path, was, now)))
     return f"{path} {json.dumps(was)} → {json.dumps(now)}"

@@ -275,7 +275,8 @@ def how_to_mend(config: Config, contrast: Contrast, problems: Sequence[Problem])
         named = {path.partition(".")[0].partition("[")[0] for path, _ in problems}
         return _yaml({key: section for key, section in sections.items() if key in named}).splitlines()
 
-    difference = difflib.unified_diff(shown(was), shown(contrast.now), "trained", config.origin.file, n=1, lineterm="")
+    now = " ".join([config.origin.file, *config.command_line])
+    difference = difflib.unified_diff(shown(was), shown(contrast.now), "trained", now, n=1, lineterm="")
     told = ["what is trained already stands; the difference:", *difference, "put this back into the config:"]
     return [*told, *shown(was)]
 
