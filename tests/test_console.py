@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from curriculum.record.console import Console, tensorboard_link
+from curriculum.record.console import Console, program, tensorboard_link
 from curriculum.record.sentences import verdict
 from curriculum.run import CHECKPOINT_ITEMS
 
@@ -491,15 +491,12 @@ def test_the_end_says_where_to_resume_what_to_deploy_and_how_to_look(tmp_path):
         resume_command=lambda step, longer: f"resume {step}{' longer' if longer else ''}",
     )
     link = "http://127.0.0.1:6006/?runFilter=%5Eexample-1%2F&tagFilter=eval_sets&smoothing=0#timeseries"
-    tensorboard = Path(sys.executable).with_name("tensorboard")
-    if tensorboard.is_relative_to(Path.cwd()):
-        tensorboard = tensorboard.relative_to(Path.cwd())
     assert lines[6:] == [
         "complete: 75000 steps, 7.4B tokens in 52.3h (39.2k tok/s) | train - | val 3.0500, best 3.0000",
         "  forgotten    code +0.2500 since base",
         f"  resume from  {run_dir}/checkpoints/75000: resume latest longer",
         f"  deploy       {run_dir}/gold/70000 (gold, step 70000, domain/bpb 1.2500)",
-        f"  TensorBoard  {tensorboard} --logdir '{tmp_path}/my runs' --host 127.0.0.1",
+        f"  TensorBoard  {program('tensorboard')} --logdir '{tmp_path}/my runs' --host 127.0.0.1",
         f"               {link}",
     ]
 
@@ -518,10 +515,24 @@ def test_the_end_says_what_evals_took_of_the_time(tmp_path):
     assert any("(39.2k tok/s) | " in line for line in told(*short))
 
 
+def test_a_program_is_called_as_it_can_be_typed(tmp_path, monkeypatch):
+    """By its name alone only where that calls the one of this environment."""
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    for folder in (here, elsewhere):
+        folder.mkdir()
+        (folder / "curriculum").touch(0o755)
+    monkeypatch.setattr(sys, "executable", str(here / "python"))
+    for path, typed in ((here, "curriculum"), (elsewhere, str(here / "curriculum")), (tmp_path, f"{here}/curriculum")):
+        monkeypatch.setenv("PATH", str(path))
+        assert program("curriculum") == typed
+    monkeypatch.chdir(tmp_path)
+    assert program("curriculum") == "here/curriculum"
+
+
 def test_the_end_of_a_run_that_a_source_stopped_says_so(tmp_path):
     lines = printed(tmp_path, start(), stamped("checkpoint", 75000), complete(70000, train_steps=80000))
     assert lines[8:10] == [
-        "  ended early  before train.steps, 80000: a source is exhausted whose on_exhaust is stop",
+        "  ended early  at step 75000 of 80000: a source with on_exhaust: stop has been read max_epochs times",
         f"  resume from  {tmp_path}/checkpoints/75000 with a higher max_epochs of it, or another on_exhaust",
     ]
 
@@ -560,7 +571,7 @@ def test_the_end_names_the_checkpoint_from_before_the_decay(tmp_path):
     assert told((10, 1.0, 1.0)) == ["75000: latest True"]
     before = "60000, before the rate's decay: 60000 True"
     assert told((10, 1.0, 1.0), (60000, 1.0, 0.1)) == [before]
-    rises = "               (the learning rate rises again there: a jump asks for optim.allow_jump)"
+    rises = "               (the rate has decayed there: to go on at its peak asks for optim.allow_jump: true)"
     assert told((10, 1.0, 0.1)) == ["75000: latest True", rises]
 
 

@@ -256,7 +256,9 @@ def test_a_run_that_a_source_stops_resumes_in_its_decay_and_says_why_it_ends(cor
     before_decay = (end - 4) // 5 * 5
     assert train(build_config(data), tmp_path / "run", resume=before_decay, store_dir=store)["total_steps"] > end
     out = capsys.readouterr().out
-    assert "  ended early  before train.steps, 70: a source is exhausted whose on_exhaust is stop\n" in out
+    assert re.search(
+        r"  ended early  at step \d+ of 70: a source with on_exhaust: stop has been read max_epochs times\n", out
+    )
     assert " with a higher max_epochs of it, or another on_exhaust\n" in out
 
 

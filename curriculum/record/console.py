@@ -163,7 +163,8 @@ class Console:
             yield f"  forgotten    {', '.join(forgotten)}"
         if event["total_steps"] < event["train_steps"]:
             steps = event["train_steps"]
-            yield f"  ended early  before train.steps, {steps}: a source is exhausted whose on_exhaust is stop"
+            at = f"at step {event['total_steps']} of {steps}"
+            yield f"  ended early  {at}: a source with on_exhaust: stop has been read max_epochs times"
             how = f"with a higher max_epochs of it, or another on_exhaust{self._resume_hint('latest')}"
             yield f"  resume from  {self._checkpoint} {how}"
         else:
@@ -189,7 +190,7 @@ class Console:
         how = self._resume_hint(resumed, True) or " with more train.steps"
         yield f"  resume from  {folder / str(newest if step is None else step)}{before}{how}"
         if step is None:
-            yield "               (the learning rate rises again there: a jump asks for optim.allow_jump)"
+            yield "               (the rate has decayed there: to go on at its peak asks for optim.allow_jump: true)"
 
     def _of_evals(self, event: dict[str, Any]) -> str:
         """What share of the time evals took, of which the rate of the progress lines knows nothing."""
@@ -331,8 +332,10 @@ def resume_command(
 
 
 def program(name: str) -> str:
-    """What to type for a program of this environment, which need not be on the PATH."""
+    """What to type for a program of this environment: its name where the PATH leads to it, else where it lies."""
     path = Path(sys.executable).with_name(name)
+    if shutil.which(name) == str(path):
+        return name
     here = Path.cwd()
     return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
 
