@@ -283,7 +283,7 @@ VERDICTS = [
     ),
     (
         stamped("gold_checkpoint", 700, metric="primary/loss", value=3.21, previous=3.456, previous_step=600),
-        "gold checkpoint at step 700: primary/loss 3.2100, before 3.4560 at step 600",
+        "gold checkpoint at step 700: primary/loss 3.2100, was 3.4560 at step 600",
     ),
     (
         stamped("gold_checkpoint", 100, metric="domain/bpb", value=1.5, previous=None, previous_step=None),

@@ -125,7 +125,7 @@ def test_what_the_page_of_a_run_says(rich):
     assert page.has_row("80", "▲ regression", "law 2.1000 → 2.6000 (+0.5000, 95 % +0.4000 to +0.6000) against its best at "
                         "step 60, since step 80; mixture since: web 0.8 → 0.1", "done: kept as kept/80")  # fmt: skip
     assert page.has_row("80", "gold blocked", "overfit: val/train=6.2x, threshold=5.0x")
-    assert page.has_row("100", "★ gold", "law/loss 2.2000, before 2.5000")
+    assert page.has_row("100", "★ gold", "law/loss 2.2000, was 2.5000")
     assert page.has_row("100", "○ recovered", "law")
     assert page.has_row("start", "0", "3.0000", "4.0000")
     assert page.has_row("foundation", "60", "2.4000", "-") and page.has_row("domain", "100", "2.9000", "3.2500")
@@ -262,8 +262,8 @@ def test_golds_that_follow_each_other_are_one_row_of_what_happened(tmp_path):
     )
     assert page.has_row("2 to 58", "★ gold", "law/loss 2.4200; 29 times")
     assert page.has_row("60", "phase switch") and page.has_row("60", "★ gold", "law/loss 2.4000")
-    assert page.has_row("62 to 98", "★ gold", "law/loss 2.0200, before 2.4000; 19 times")
-    assert page.has_row("100", "★ gold", "val/loss 2.0000, before 2.0200")
+    assert page.has_row("62 to 98", "★ gold", "law/loss 2.0200, was 2.4000; 19 times")
+    assert page.has_row("100", "★ gold", "val/loss 2.0000, was 2.0200")
     assert "earlier ones" not in "".join(page.text)
 
 

@@ -38,7 +38,7 @@ def verdict(event: dict[str, Any]) -> str | None:
             return f"eval recovered at step {step}: {_offenders(event['offenders'], tolerances=True)}"
         case "gold_checkpoint":
             known = event["previous"] is not None
-            previous = f", before {loss(event['previous'])} at step {event['previous_step']}" if known else ""
+            previous = f", was {loss(event['previous'])} at step {event['previous_step']}" if known else ""
             return f"gold checkpoint at step {step}: {event['metric']} {loss(event['value'])}{previous}"
         case "gold_blocked":
             return f"gold blocked at step {step}: {event['reason']}"

@@ -175,7 +175,7 @@ def _gold_row(golds: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
         said = last["reason"]
     else:
         said = f"{last['metric']} {loss(last['value'])}"
-        said += "" if first["previous"] is None else f", before {loss(first['previous'])}"
+        said += "" if first["previous"] is None else f", was {loss(first['previous'])}"
     steps = f"{first['step']:,}"
     if len(golds) > 1:
         steps += f" to {last['step']:,}"
