@@ -320,7 +320,7 @@ def _verdict(
         if not math.isfinite(point.loss):
             return f"no verdict: the loss of {who} is {point.loss}"
     if between.delta == 0 and not between.sem:
-        return f"{ours} and {theirs} are equal in every window ({_SCOPE})"
+        return f"{ours} and {theirs} are equal in every window"
     if between.interval is None:
         return (
             f"no verdict: {ours} differs from {theirs} by {signed(between.delta)} nats per token, but the set is a "
