@@ -1,5 +1,6 @@
 """What a run directory says of its run, finished or in progress."""
 
+import html
 import json
 import math
 import shutil
@@ -96,14 +97,14 @@ def test_a_finished_run(tmp_path):
     assert f"export {path} --format safetensors -o run-export" in shown(path)
     assert "progress step 100 of 100 (100.0 %), finished; 10,000 tokens" in lines
     row = load_run(path).metrics[-1]
-    assert f"training loss {row['loss']:.4f}, learning rate {row['lr']:.3g}" in lines and "few texts" not in lines
+    assert f"training loss {row['loss']:.4f}, learning rate {row['lr']:.3g}" in lines and "few documents" not in lines
     assert "model 1,000 parameters: n_layer 1, d_model 8" in lines
     assert f"export {path} --format hf -o run-export" in lines
     assert "domain 60 to 100 done law 0.9, web 0.1 web 400, law 3,600 web 0.52, code 0.12, law 0.36" in lines
     assert "val 100 2.0000 0.0000 0.7213 3.0000 2.0000 100 0.0213" in lines
     assert f"gold step 80: primary/loss 2.2000 ({path}/gold/80)" in lines
     assert "checkpoints 60, 100" in lines and "in gold 80" in lines and "kept" not in lines
-    assert "regressed none stands (law: what rise would show is not known)" in lines
+    assert "regressed none now (law: what rise would show is not known)" in lines
     assert (
         f"--run-dir {path} --resume latest --set train.steps=MORE\n" in lines and f"report {path} -o run.html" in lines
     )
@@ -193,9 +194,12 @@ def test_sets_of_few_documents_are_told(tmp_path):
     start["evalsets"]["primary"] |= {"documents": 3, "clusters": 20}
     start["evalsets"]["law"] |= {"documents": 20, "clusters": 20}
     events.write_text("\n".join([json.dumps(start), *rest]) + "\n")
-    few = "few texts val: fewer than 20 documents; errors and intervals speak of more text from these few\n"
-    assert few in shown(tmp_path / "run")
-    assert "val: fewer than 20 documents" in report([load_run(tmp_path / "run")])
+    over = "fewer than 20; their errors are over blocks of these documents' text, not over new documents"
+    lines = text(inspect_run(load_run(tmp_path / "run")))
+    assert f"  few documents val: {over}" in lines
+    assert lines[1].startswith("  progress      step 100 ")  # all labels have the width of the longest
+    page = html.unescape(report([load_run(tmp_path / "run")]))
+    assert f"Few documents in val: {over}." in page
 
 
 def test_a_folder_of_runs_has_a_line_each(tmp_path):
@@ -338,7 +342,7 @@ def test_a_set_that_the_run_goes_on_without_stands_in_no_view_as_regressed(tmp_p
         run, gone = load_run(path), case == "without"
         assert ("regressed law 2.1000 → 2.6000" in shown(path)) != gone
         assert ("left out law: no longer measured" in shown(path)) == gone
-        assert ("regressed none stands" in shown(path)) == gone
+        assert ("regressed none now" in shown(path)) == gone
         page = report([run])
         assert ("<small> no longer measured</small>" in page) == gone
         assert ('<span class="bad"> regressed</span>' in page) != gone
@@ -413,7 +417,7 @@ def test_what_is_no_run_is_said(tmp_path):
 def test_where_no_regression_stands_the_rise_that_would_show_is_told(tmp_path, val, law, said, detects):
     path = write_run(tmp_path / "run", LOSSES, detectable={"val": val, "law": law}, averages={"ema": lambda step: 2.5})
     lines, page = shown(path), report([load_run(path)])
-    assert ("regressed none stands" + (f" ({said})" if said else "")) in lines.splitlines()
+    assert ("regressed none now" + (f" ({said})" if said else "")) in lines.splitlines()
     assert f"law 100 4.0000 0.0000 1.4427 4.0000 4.0000 0 {detects}".strip() + " law" in lines.splitlines()
     below = f"<small>{said}</small>" if said else ""
     assert f"<dt>regressed now</dt><dd>none{below}</dd>" in page
@@ -434,7 +438,7 @@ def test_beside_an_alarm_the_sets_without_one_are_told_of_too(tmp_path):
     (path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (*lines, last, end)))
     told = [line for line in shown(path).splitlines() if line.startswith(("regressed", "maybe"))]
     assert told[0].startswith("regressed val 2.1000") and told[1:] == [
-        "regressed no other stands (law: only a rise above 0.38 would show)",
+        "regressed no other now (law: only a rise above 0.38 would show)",
         "maybe worse law: by more than chance often does, by too little for an alarm",
     ]
     tile = '<dd><span class="bad">val</span><small>maybe law; law: only a rise above 0.38 would show</small></dd>'
@@ -452,7 +456,7 @@ def test_the_tolerance_of_a_set_of_its_own_counts(tmp_path):
     resolved["evalsets"]["primary"]["tolerance"] = 0.05
     resolved["evalsets"]["sets"]["law"]["tolerance"] = 0.5
     (path / "config.resolved.json").write_text(json.dumps(resolved))
-    assert "regressed none stands" in shown(path).splitlines()
+    assert "regressed none now" in shown(path).splitlines()
 
 
 def test_resumes_are_counted(tmp_path):

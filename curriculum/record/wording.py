@@ -27,8 +27,11 @@ def smallest_rise(value: Any) -> str:
 
 
 def few_documents(names: Iterable[str]) -> str:
-    """Of sets whose standard errors are over blocks of few documents, what these errors are of."""
-    return f"{listed(list(names))}: fewer than 20 documents; errors and intervals speak of more text from these few"
+    """Of sets with few documents, which is said before it, what their standard errors are over."""
+    return (
+        f"{listed(list(names))}: fewer than 20; their errors are over blocks of these documents' text, not over new "
+        "documents"
+    )
 
 
 def unseen(detectable: float | None, tolerance: float) -> str | None:

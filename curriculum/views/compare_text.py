@@ -76,7 +76,7 @@ def notes(comparison: ComparedRuns) -> list[str]:
         lines.append(f"measured after unequal numbers of tokens, which is part of the difference: {', '.join(unequal)}")
     few = [c.title for c in comparison.sets if any(m.difference and m.difference.clusters == "blocks" for m in c.runs)]
     if few:
-        lines.append(few_documents(few))
+        lines.append(f"few documents in {few_documents(few)}")
     lines.append(
         "Differences are nats per token of each run minus the first, over the same windows; below 0 is better. Their "
         "intervals are over the choice of held-out text alone, and speak of these checkpoints, neither of those beside "

@@ -265,14 +265,14 @@ def text(facts: Mapping[str, Any]) -> list[str]:
     resumed = f", resumed {times}" if progress["num_resumes"] else ""
     lines = [
         f"{facts['name']}  ({facts['path']})",
-        f"  progress    step {progress['step']:,} of {progress['total_steps']:,} ({share:.1f} %), "
+        f"  progress      step {progress['step']:,} of {progress['total_steps']:,} ({share:.1f} %), "
         f"{state_text(progress)}; {progress['tokens']:,} tokens",
-        f"  time        begun {progress['started_at']}, last event {progress['last_event_at']}, "
+        f"  time          begun {progress['started_at']}, last event {progress['last_event_at']}, "
         f"trained for {duration(progress['elapsed_s'])}{resumed}",
-        *(f"  training    {line}" for line in [_training(progress["newest_row"])] if line),
-        f"  model       {model_text(facts['model'])}",
-        f"  devices     {devices['num']} x {devices['kind']}, mesh {mesh_text(devices['mesh'])}",
-        *(f"  lineage     {line}" for line in lineage_lines(facts["lineage"])),
+        *(f"  training      {line}" for line in [_training(progress["newest_row"])] if line),
+        f"  model         {model_text(facts['model'])}",
+        f"  devices       {devices['num']} x {devices['kind']}, mesh {mesh_text(devices['mesh'])}",
+        *(f"  lineage       {line}" for line in lineage_lines(facts["lineage"])),
         "",
         *_phase_lines(facts["phases"]),
         "",
@@ -280,38 +280,38 @@ def text(facts: Mapping[str, Any]) -> list[str]:
         *(sample_lines(facts["samples"]) if facts["samples"] else ()),
     ]
     if few := [name for name, e in facts["evals"].items() if e["few_documents"] and "@" not in name]:
-        lines.append(f"  few texts   {few_documents(few)}")
+        lines.append(f"  few documents {few_documents(few)}")
     if gone := [name for name, e in facts["evals"].items() if not e["still_measured"] and "@" not in name]:
-        lines.append(f"  left out    {listed(gone)}: no longer measured")
+        lines.append(f"  left out      {listed(gone)}: no longer measured")
     for o in by_eval(facts["regressions"]):
-        lines.append(f"  regressed   {offender(o)}")
+        lines.append(f"  regressed     {offender(o)}")
     said = least_seen(facts)
     if said or not facts["regressions"]:
-        none = "no other" if facts["regressions"] else "none"
-        lines.append(f"  regressed   {none} stands" + (f" ({said})" if said else ""))
+        none = "no other now" if facts["regressions"] else "none now"
+        lines.append(f"  regressed     {none}" + (f" ({said})" if said else ""))
     if warned := [name for name, e in facts["evals"].items() if e["warned"]]:
-        lines.append(f"  maybe worse {', '.join(warned)}: by more than chance often does, by too little for an alarm")
-    lines += [f"  trouble     {line}" for line in troubles(progress)]
+        lines.append(f"  maybe worse   {', '.join(warned)}: by more than chance often does, by too little for an alarm")
+    lines += [f"  trouble       {line}" for line in troubles(progress)]
     gold = facts["gold"]
     if gold:
         state = ", which is not there" if gold["missing"] else ", which is being saved" if gold["saving"] else ""
         where = f"{facts['path']}/{gold['path']}{state}"
-        lines.append(f"  gold        step {gold['step']:,}: {gold['metric']} {loss(gold['value'])}  ({where})")
+        lines.append(f"  gold          step {gold['step']:,}: {gold['metric']} {loss(gold['value'])}  ({where})")
     else:
-        lines.append("  gold        none")
+        lines.append("  gold          none")
     for name, steps in facts["checkpoints"].items():
         if steps or name == "checkpoints":
             place = name if name == "checkpoints" else f"in {name}"
-            lines.append(f"  {place:<11} {', '.join(map(str, steps)) or 'none'}")
+            lines.append(f"  {place:<14}{', '.join(map(str, steps)) or 'none'}")
     if num_bytes := facts["superseded_bytes"]:
         size = next((f"{num_bytes / of:.1f} {unit}" for unit, of in _UNITS if num_bytes >= of), f"{num_bytes} bytes")
         lines.append(
-            f"  superseded  {size} in {facts['path']}/superseded, set aside by resumes and rollbacks: may be deleted"
+            f"  superseded    {size} in {facts['path']}/superseded, set aside by resumes and rollbacks: may be deleted"
         )
-    lines += [f"  damaged     {problem}" for problem in facts["problems"]]
+    lines += [f"  damaged       {problem}" for problem in facts["problems"]]
     lines.append("")
     for what, command in facts["commands"].items():
-        lines.append(f"  {what:<12}  {command}")
+        lines.append(f"  {what:<14}{command}")
     return lines
 
 

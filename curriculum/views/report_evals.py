@@ -126,7 +126,7 @@ def set_table(run: Run, facts: Mapping[str, Any]) -> Markup:
     return (
         table(header, rows)
         + (note(explained) if any(e["detectable"] for e in facts["evals"].values()) else "")
-        + (note(f"{few_documents(few)}.") if few else "")
+        + (note(f"Few documents in {few_documents(few)}.") if few else "")
         + (folded("With averages of the parameters", table(header, averaged)) if averaged else "")
     )
 
