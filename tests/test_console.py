@@ -315,6 +315,24 @@ def test_a_verdict_is_one_line(tmp_path, event, line):
     assert printed(tmp_path, start(), event)[6:] == [line]
 
 
+def test_a_verdict_names_the_sets_that_rose_most_and_counts_the_others():
+    def sets(num, first_step):
+        return [pair(f"s{i}", "best", 400, 3 + i / 10, i / 10, [0.0, 2.0], first_step) for i in range(1, num + 1)]
+
+    def of(i):
+        return f"s{i} {3 + i / 10:.4f}: {i / 10:+.4f} (95 % +0.0000 to +2.0000) against best at step 400"
+
+    alarm = stamped("eval_regression", 500, offenders=sets(6, 500), action=None)
+    assert verdict(alarm) == f"eval regression at step 500: {'; '.join(of(i) for i in range(1, 7))}"
+    lost = pair("lost", "best", 400, "NaN", "NaN", ["NaN", "NaN"], 500)
+    alarm["offenders"] = [*sets(8, 500), lost]
+    named = "lost nan: not finite against best at step 400; " + "; ".join(of(i) for i in (8, 7, 6, 5, 4))
+    assert verdict(alarm) == f"eval regression at step 500: {named}; and 3 more"
+    alarm["offenders"] = [*sets(9, 450), lost]
+    still = ", ".join(f"s{i} (since step 450)" for i in range(1, 9))
+    assert verdict(alarm).endswith(f"against best at step 400; still worse: {still} and 1 more")
+
+
 def test_updates_that_were_skipped_are_said_once_with_their_reasons(tmp_path):
     def counted(step, total, nonfinite, outliers):
         return row(step) | {"skipped_updates": total, "skipped_nonfinite": nonfinite, "skipped_outliers": outliers}

@@ -7,8 +7,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from curriculum.record.events import number
-from curriculum.record.wording import listed, loss, printable
+from curriculum.record.wording import first_of, listed, loss, printable
 
+MOST_NAMED = 8  # sets in a row of names
+_MOST_TOLD = 6  # sets of a verdict, each with its numbers
 _LONGEST_PROMPT, _LONGEST_SAMPLE = 40, 160  # characters of a sample's line
 
 
@@ -28,12 +30,8 @@ def verdict(event: dict[str, Any]) -> str | None:
             return " | ".join([edit, *_moves(event), *_left_out(event), until])
         case "eval_regression":
             action = f" | {event['action']}" if event["action"] else ""
-            new = [pair for pair in event["offenders"] if pair["first_step"] == step]
-            since = {pair["set"]: pair["first_step"] for pair in event["offenders"] if pair["first_step"] < step}
-            named = {pair["set"] for pair in new}
-            old = [f"{name} (since step {first})" for name, first in since.items() if name not in named]
-            still = f"; still worse: {', '.join(old)}" if old else ""
-            return f"eval regression at step {step}: {_offenders(new)}{still}{action}"
+            new, still = new_offenders(event)
+            return f"eval regression at step {step}: {'; '.join([_offenders(new), *still])}{action}"
         case "eval_recovered":
             return f"eval recovered at step {step}: {_offenders(event['offenders'], tolerances=True)}"
         case "gold_checkpoint":
@@ -67,6 +65,15 @@ def verdict(event: dict[str, Any]) -> str | None:
             branch = f", a branch of {plan['branched_from']['run']}" if event.get("begins_branch") else ""
             return "; ".join([f"resumed at step {step} of {plan['total_steps']}{branch}", *back])
     return None
+
+
+def new_offenders(event: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The pairs that an `eval_regression` tells first, and where there are others a line of their sets."""
+    new = [pair for pair in event["offenders"] if pair["first_step"] == event["step"]]
+    named = {pair["set"] for pair in new}
+    since = {pair["set"]: pair["first_step"] for pair in event["offenders"] if pair["set"] not in named}
+    old = [f"{name} (since step {first})" for name, first in since.items()]
+    return new, [f"still worse: {first_of(old, MOST_NAMED)}"] if old else []
 
 
 def skipped_line(row: dict[str, Any], before: dict[str, int]) -> str | None:
@@ -149,10 +156,15 @@ _SHAPE_NAMES = {
 
 def _offenders(offenders: Iterable[dict[str, Any]], tolerances: bool = False) -> str:
     """Each set that an event names with what it is compared to, and how the mixture changed since the newest; sets of
-    the same text together. Of a rise that is small enough, `tolerances` say for what."""
+    the same text together. Of many sets those that rose most are named. Of a rise that is small enough, `tolerances`
+    say for what."""
     sets: dict[str, list[dict[str, Any]]] = {}
     for pair in offenders:
         sets.setdefault(pair["set"], []).append(pair)
+    more = len(sets) - _MOST_TOLD
+    if more > 0:
+        by_rise = sorted(sets, key=lambda name: max(map(rise, sets[name])), reverse=True)
+        sets = {name: sets[name] for name in by_rise[:_MOST_TOLD]}
     lines: dict[str, list[str]] = {}  # the sets that each is said of
     for name, pairs in sets.items():
         names: dict[int, list[str]] = {}  # of the baselines at a step; they are one eval and one difference
@@ -167,7 +179,14 @@ def _offenders(offenders: Iterable[dict[str, Any]], tolerances: bool = False) ->
         if tolerances:
             line += f", tolerance {pairs[0]['tolerance']:g}"
         lines.setdefault(line, []).append(name)
-    return "; ".join(f"{listed(named)} {line}" for line, named in lines.items())
+    told = [f"{listed(named)} {line}" for line, named in lines.items()]
+    return "; ".join([*told, f"and {more} more"] if more > 0 else told)
+
+
+def rise(pair: dict[str, Any]) -> float:
+    """Nats per token by which a set is worse; one that is not finite is worse than all others."""
+    delta = number(pair["delta"])
+    return delta if math.isfinite(delta) else math.inf
 
 
 def _change(pair: dict[str, Any]) -> str:

@@ -69,6 +69,12 @@ def listed(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
 
 
+def first_of(names: Sequence[str], most: int) -> str:
+    """`a, b, c`; of more than `most` names `a, b and 12 more`."""
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
 def typed(option: str) -> str:
     """An option that a run remembers, such as `--set a=b c`, as a shell takes it."""
     flag, _, value = option.partition(" ")
