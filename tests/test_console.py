@@ -95,6 +95,28 @@ def test_an_eval_says_which_sets_are_worse_and_which_may_be(tmp_path):
     assert line.endswith(" | phase: foundation | code 3.0000 | worse: general, code | maybe worse: domain")
 
 
+def test_of_many_sets_an_eval_shows_the_primary_one_and_those_that_are_worse(tmp_path):
+    def shown(num_sets, regressed=(), warned=(), **more):
+        names = ["val", *(f"s{i}" for i in range(1, num_sets))]
+        event = evaluated(350, 922.0, **{name: 3.0 + i / 100 for i, name in enumerate(names)})
+        return printed(tmp_path, start(), event | {"regressed": regressed, "warned": warned} | more)[7:]
+
+    assert shown(12)[0].count(" | s") == 11 and "others" not in shown(12)[0]
+    assert shown(13) == ["  val 3.0000 | lr 1.40e-05 | phase: foundation | 12 others"]
+    measured = {key: 2.5 for i in range(1, 13) for key in (f"eval_s{i}", f"eval_s{i}_bpb")}
+    averages = {"ema": {"val_loss": 2.5, "val_bpb": 1.0, **measured}}
+    # One that stands worse need not be measured at each eval.
+    assert shown(13, ["val", "rare"], ["s11", "s2"], **averages) == [
+        "  val 3.0000 | lr 1.40e-05 | phase: foundation | s11 3.1100 | s2 3.0200 | 10 others | worse: val, rare | "
+        "maybe worse: s11, s2",
+        "  ema: val 2.5000 | s11 2.5000 | s2 2.5000 | 10 others",
+    ]
+    (line,) = shown(41, [f"s{i}" for i in range(1, 10)], [f"s{i}" for i in range(10, 31)])
+    eight = ", ".join(f"s{i}" for i in range(1, 9))
+    assert " | s8 3.0800 | 32 others | worse: " in line
+    assert f" | worse: {eight} and 1 more | maybe worse: s10, s11, s12, s13, s14, s15, s16, s17 and 13 more" in line
+
+
 def test_sets_that_were_not_due_are_left_out_and_what_is_not_finite_is_shown(tmp_path):
     lines = printed(tmp_path, start(), evaluated(400, 1.0, val="NaN", code=3.0), evaluated(400, 1.0, new=2.0))
     assert lines[-3] == "  val nan | lr 1.40e-05 | phase: foundation | code 3.0000"

@@ -11,19 +11,27 @@ import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 from urllib.parse import quote
 
 from curriculum.record.append import DISK_ERRORS, Appender
-from curriculum.record.events import eval_averages, eval_sets
+from curriculum.record.events import Recorded, eval_averages, eval_sets
 from curriculum.record.queries import beginning, longer_from, planned_tokens, shapes_of
-from curriculum.record.sentences import sample_lines, skipped_counts, skipped_line, skipped_why, verdict
-from curriculum.record.wording import duration, loss
+from curriculum.record.sentences import (
+    MOST_NAMED,
+    sample_lines,
+    skipped_counts,
+    skipped_line,
+    skipped_why,
+    verdict,
+)
+from curriculum.record.wording import duration, first_of, loss
 from curriculum.run import DEFAULT_STORE_DIR, checkpoint_steps
 
 _RECENT_EVALS = 5
+_MANY_SETS = 12  # more of them make a line that nobody reads
 # Of a terminal, by event: red, yellow, green, bold.
 _COLORS = {"eval_regression": 31, "diverged": 31, "checkpoint_failed": 31, "rollback": 33, "schedule_edit": 33,
            "eval_recovered": 32, "phase_switch": 1}  # fmt: skip
@@ -277,15 +285,26 @@ def eval_lines(event: dict[str, Any], total_steps: int, seconds_left: float | No
             f"{_count(event['tokens_processed'], 10)} tokens",
         )
     )
-    losses = {name: f"{name} {loss(measured.loss)}" for name, measured in eval_sets(event).items()}
+    regressed, warned = event.get("regressed", []), event.get("warned", [])
+    losses = _losses(eval_sets(event), [*regressed, *warned])
     val = [losses.pop("val")] if "val" in losses else []
-    standing = {"worse": event.get("regressed"), "maybe worse": event.get("warned")}
-    worse = [f"{how}: {', '.join(names)}" for how, names in standing.items() if names]
+    standing = {"worse": regressed, "maybe worse": warned}
+    worse = [f"{how}: {first_of(names, MOST_NAMED)}" for how, names in standing.items() if names]
     yield "  " + " | ".join([*val, f"lr {event['lr']:.2e}", f"phase: {event['phase']}", *losses.values(), *worse])
     for average, sets in eval_averages(event).items():
-        yield f"  {average}: " + " | ".join(f"{name} {loss(measured.loss)}" for name, measured in sets.items())
+        yield f"  {average}: " + " | ".join(_losses(sets, [*regressed, *warned]).values())
     for note in event.get("notes", []):
         yield f"  {note}"
+
+
+def _losses(sets: Mapping[str, Recorded], worse: Iterable[str]) -> dict[str, str]:
+    """What is said of each set, by name; of many sets of the primary and the `worse` ones, and how many others."""
+    names = list(sets)
+    if len(sets) > _MANY_SETS:
+        names = [name for name in dict.fromkeys(["val", *worse]) if name in sets][: 1 + MOST_NAMED]
+    told = {name: f"{name} {loss(sets[name].loss)}" for name in names}
+    left = len(sets) - len(told)
+    return told | {"": f"{left} others"} if left else told
 
 
 def progress_line(row: dict[str, Any], total_steps: int) -> str:
