@@ -182,18 +182,24 @@ def test_a_set_that_was_added_later_has_its_own_start(tmp_path):
     assert page.has_row("start", "0", "3.0000", "4.0000", "at 40")
 
 
-def test_an_alarm_that_stands_has_the_step_at_which_its_set_was_measured(tmp_path):
-    pairs = [
-        {**offender("law", "best", 20, first_step=40), "step": 40},
-        {**offender("val", "best", 20, first_step=60), "step": 60},
-    ]
-    alarm = {"phase": "foundation", "action": None, "offenders": pairs}
-    path = write_run(
-        tmp_path / "run", {n: lambda step: 3.0 for n in ("val", "law")}, more={60: [("eval_regression", alarm)]}
+def test_an_alarm_lists_what_is_new_and_names_what_stands(tmp_path):
+    def alarm(step, new):
+        old = [{**offender(f"s{i}", "best", 20, first_step=40), "step": 40} for i in range(1, 11)]
+        pairs = [{**offender(name, "start", 0, first_step=step), "step": step} for name in new]
+        return {step: [("eval_regression", {"phase": "foundation", "action": None, "offenders": [*old, *pairs]})]}
+
+    # s1 is worse than another baseline too, so it is told with what is new.
+    more = alarm(40, []) | alarm(60, ["s1", "val"])
+    names = ["val", *(f"s{i}" for i in range(1, 11))]
+    page = Checked(report([load_run(write_run(tmp_path / "run", {n: lambda step: 3.0 for n in names}, more=more))]))
+    first, second = [row.split(" | ")[2:-1] for row in page.rows if "▲ regression" in row]
+    assert [line.split()[0] for line in first] == names[1:]
+    told = (
+        "2.1000 → 2.6000 (+0.5000, 95 % +0.4000 to +0.6000) against its start at step 0, since step 60; mixture since"
     )
-    page = Checked(report([load_run(path)]))
-    (row,) = [row for row in page.rows if row.startswith("60 | ▲ regression")]
-    assert "law 2.1000 → 2.6000 at step 40 (+0.5000" in row and "val 2.1000 → 2.6000 (+0.5000" in row
+    assert [line.split(":")[0] for line in second[:2]] == [f"s1 {told}", f"val {told}"]
+    still = ", ".join(f"s{i} (since step 40)" for i in range(2, 10))
+    assert second[2:] == [f"still worse: {still} and 1 more"]
 
 
 def test_an_unfinished_run_shows_the_losses_of_the_phases_that_ended(tmp_path):

@@ -23,7 +23,7 @@ from curriculum.record.queries import (
     standing_regressions,
     warned_sets,
 )
-from curriculum.record.sentences import skipped_line, verdict
+from curriculum.record.sentences import new_offenders, skipped_line, verdict
 from curriculum.record.windows import recorded_windows
 from curriculum.record.wording import WITH_SCATTER, interval_text, loss, signed, unseen
 from curriculum.run import Run, read_arrays
@@ -191,7 +191,7 @@ def happened(run: Run, step: int) -> list[str]:
         lines.append(verdict(event))
         judged |= "offenders" in event
         if event["event"] == "eval_regression":
-            new = [o for o in event["offenders"] if o["first_step"] == event["step"]]
+            new, _ = new_offenders(event)
             lines += [f"  - {offender_in(event, o)}" for o in by_eval(new)]
     rows = run.metrics if (run.directory.path / METRICS).exists() else []
     last = next((row for row in reversed(rows) if row["step"] <= step), None)

@@ -11,7 +11,7 @@ from markupsafe import Markup, escape
 
 from curriculum.record.events import EMA, PHASE_MEAN, number, record_name
 from curriculum.record.queries import EvalPoint, evalset_facts
-from curriculum.record.sentences import verdict
+from curriculum.record.sentences import new_offenders, verdict
 from curriculum.record.wording import WITH_SCATTER, few_documents, loss, signed, smallest_rise
 from curriculum.run import Run
 from curriculum.views import figures
@@ -145,7 +145,8 @@ def log(run: Run) -> Markup:
             match kind:
                 case "eval_regression":
                     what = tag("span", "▲ regression", class_="bad")
-                    lines = [offender_in(event, o) + _mixture_change(o) for o in by_eval(event["offenders"])]
+                    new, still = new_offenders(event)
+                    lines = [offender_in(event, o) + _mixture_change(o) for o in by_eval(new)] + still
                     lines += [f"done: {event['action']}"] if event.get("action") else []
                 case "eval_recovered":
                     what, lines = "○ recovered", [offender_in(event, o) for o in by_eval(event["offenders"])]
