@@ -202,6 +202,31 @@ def test_an_alarm_lists_what_is_new_and_names_what_stands(tmp_path):
     assert second[2:] == [f"still worse: {still} and 1 more"]
 
 
+@pytest.mark.parametrize(
+    ("num", "num_warned", "value", "below"),
+    [
+        (4, 1, "s01, s02, s03, s04", "maybe s05"),
+        (5, 0, "5 of 29 sets", "s01, s02, s03, s04, s05"),
+        (14, 13, "14 of 29 sets", "s01, s02, s03, s04, s05, s06, s07, s08, s09, s10, s11, s12 and 2 more; "
+                                  "maybe s15, s16, s17, s18, s19, s20, s21, s22, s23, s24, s25, s26 and 1 more"),
+    ],
+)  # fmt: skip
+def test_of_many_sets_that_are_worse_the_header_has_the_number(tmp_path, num, num_warned, value, below):
+    names = ["val", *(f"s{i:02}" for i in range(1, 29))]
+    pairs = [offender(name, "best", 80, first_step=100) for name in names[1 : num + 1]]
+    alarm = ("eval_regression", {"phase": "domain", "action": None, "offenders": pairs})
+    warned = ("eval", {"phase": "domain", "warned": names[num + 1 : num + 1 + num_warned]})
+    path = write_run(
+        tmp_path / "run",
+        {name: lambda step: 3.0 for name in names},
+        more={100: [alarm, warned]},
+        averages={"ema": lambda step: 2.5},
+        detectable=dict.fromkeys(names, 0.01),
+    )
+    tile = f'<dt>regressed now</dt><dd><span class="bad">{value}</span><small>{below}</small></dd>'
+    assert tile in report([load_run(path)])
+
+
 def test_an_unfinished_run_shows_the_losses_of_the_phases_that_ended(tmp_path):
     path = write_run(tmp_path / "run", {"val": lambda step: 3 - step / 100}, until=80)
     page = Checked(report([load_run(path)]))

@@ -17,7 +17,7 @@ from markupsafe import Markup
 from curriculum.errors import InputError
 from curriculum.record.events import number
 from curriculum.record.queries import eval_points, shapes_of
-from curriculum.record.wording import duration, loss, mesh_text, printable, typed
+from curriculum.record.wording import duration, first_of, loss, mesh_text, printable, typed
 from curriculum.run import Run, load_run, write_text
 from curriculum.views import figures
 from curriculum.views.compare import labels
@@ -37,6 +37,7 @@ from curriculum.views.report_runs import of_runs
 
 MAX_SOURCES = 7  # with a colour of their own; the others together are "other"
 MAX_SAMPLES = 20  # events of samples
+_MOST_IN_TILE, _MOST_BELOW = 4, 12  # names of sets, as the number that matters and in the small text below it
 _OF_SAMPLE = ("prompt", "text")
 MAX_TRAINING_POINTS = 150  # of a training loss, which is noisy: more of them hide the course
 
@@ -105,11 +106,13 @@ def _header(run: Run, facts: Mapping[str, Any], label: str) -> Markup:
         shown.append(("gold", "none", ""))
     worse = sorted({o["set"] for o in facts["regressions"]})
     warned = [name for name, e in facts["evals"].items() if e["warned"]]
-    below = [f"maybe {', '.join(warned)}"] if warned else []
+    num_sets = sum(e["still_measured"] and "@" not in name for name, e in facts["evals"].items())
+    many = len(worse) > _MOST_IN_TILE
+    value = f"{len(worse)} of {num_sets} sets" if many else ", ".join(worse)
+    below = [first_of(worse, _MOST_BELOW)] if many else []
+    below += [f"maybe {first_of(warned, _MOST_BELOW)}"] if warned else []
     below += [said] if (said := least_seen(facts)) else []
-    shown.append(
-        ("regressed now", tag("span", ", ".join(worse), class_="bad") if worse else "none", "; ".join(below) or None)
-    )
+    shown.append(("regressed now", tag("span", value, class_="bad") if worse else "none", "; ".join(below) or None))
     lines = [tag("p", line, class_="lead") for line in lineage_lines(facts["lineage"])]
     lines += [tag("p", line, class_="bad") for line in troubles(progress)]
     lines += [tag("p", problem, class_="bad") for problem in facts["problems"]]
