@@ -324,6 +324,20 @@ def test_what_stands_regressed_is_told(tmp_path):
     assert "at step 60, since step 80\n" in shown(path)
 
 
+def test_of_many_regressions_the_largest_rises_are_told(tmp_path):
+    def told(num):
+        pairs = [offender(f"s{i}", "best", 60, first_step=100, delta=i / 10) for i in range(1, num)]
+        pairs.append(offender("lost", "best", 60, first_step=100) | {"delta": "NaN"})
+        more = {100: [("eval_regression", {"phase": "domain", "action": None, "offenders": pairs})]}
+        path = write_run(tmp_path / f"{num}", LOSSES, more=more, detectable={"val": 0.01, "law": 0.01})
+        assert len(inspect_run(load_run(path))["regressions"]) == num
+        return [line.split()[1:3] for line in shown(path).splitlines() if line.startswith("regressed")]
+
+    assert [name for name, *_ in told(12)] == [*(f"s{i}" for i in range(1, 12)), "lost"]
+    *named, rest = told(14)
+    assert [name for name, *_ in named] == ["lost", *(f"s{i}" for i in range(13, 2, -1))] and rest == ["and", "2"]
+
+
 def test_a_set_that_the_run_goes_on_without_stands_in_no_view_as_regressed(tmp_path):
     alarm = {"phase": "domain", "action": "stop", "offenders": [offender("law", "best", 60, first_step=60)]}
     start = load_run(write_run(tmp_path / "whole", LOSSES)).start

@@ -30,7 +30,7 @@ from curriculum.record.queries import (
     standing_regressions,
     warned_sets,
 )
-from curriculum.record.sentences import sample_lines, skipped_line, verdict
+from curriculum.record.sentences import rise, sample_lines, skipped_line, verdict
 from curriculum.record.wording import (
     columns,
     duration,
@@ -45,6 +45,7 @@ from curriculum.record.wording import (
 from curriculum.run import Run, checkpoint_steps, step_folders
 
 _BASELINES = {"start": "start", "phase_start": "phase start", "best": "best"}
+_MOST_OFFENDERS = 12  # a line each
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
@@ -283,8 +284,11 @@ def text(facts: Mapping[str, Any]) -> list[str]:
         lines.append(f"  few documents {few_documents(few)}")
     if gone := [name for name, e in facts["evals"].items() if not e["still_measured"] and "@" not in name]:
         lines.append(f"  left out      {listed(gone)}: no longer measured")
-    for o in by_eval(facts["regressions"]):
-        lines.append(f"  regressed     {offender(o)}")
+    standing = by_eval(facts["regressions"])
+    if (more := len(standing) - _MOST_OFFENDERS) > 0:
+        standing = sorted(standing, key=rise, reverse=True)[:_MOST_OFFENDERS]
+    lines += [f"  regressed     {offender(o)}" for o in standing]
+    lines += [f"  regressed     and {more} more"] if more > 0 else []
     said = least_seen(facts)
     if said or not facts["regressions"]:
         none = "no other now" if facts["regressions"] else "none now"
