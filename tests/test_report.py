@@ -445,6 +445,15 @@ def test_several_runs_are_compared_and_drawn_together(tmp_path):
     assert [c.label for c in other.curves] == ["second"] and other.left_out == ["first"]
 
 
+def test_of_many_runs_the_page_leaves_out_their_own_reports(tmp_path):
+    runs = [load_run(write_run(tmp_path / f"run_{i}", {"val": lambda step: 3.0}, until=20)) for i in range(5)]
+    for num, whole in ((4, 4), (5, 0)):
+        page = report(runs[:num])
+        assert page.count("The whole report of this run") == page.count("How it was run") == whole
+        told = "The whole report of one of these runs: curriculum report RUN -o FILE"
+        assert (told in page) == (whole == 0) and Checked(page).has_row("val", "run_0", "20", "3.0000")
+
+
 def test_one_text_is_drawn_together_under_the_names_it_has(tmp_path):
     base = write_run(tmp_path / "base", {"val": lambda step: 3.0, "code": lambda step: 4.0})
     hashes = {"val": "domain", "books": "hash-of-val"}

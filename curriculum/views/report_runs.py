@@ -23,11 +23,13 @@ from curriculum.views.page import bullets, figure, folded, legend, note, section
 from curriculum.views.same_text import same_text, set_title
 from curriculum.views.shared_past import shared_past
 
+_MOST_WHOLE = 4  # runs whose own reports are in the page: with many sets each is megabytes
 _MOST_KEYS = 15  # that differ; more of them are folded, as they would push the comparison off the first screen
 
 
 def of_runs(runs: Sequence[Run], names: Sequence[str], of_run: Callable[[Run, str], list[Markup]]) -> list[Markup]:
-    """What differs in the configs, the comparison, and folded below it what `of_run` draws of each."""
+    """What differs in the configs, the comparison, and folded below it, unless they are many, what `of_run` draws of
+    each."""
     colors = {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(names)}
     facts = [inspect_run(run) for run in runs]
     rows = []
@@ -57,10 +59,18 @@ def of_runs(runs: Sequence[Run], names: Sequence[str], of_run: Callable[[Run, st
         section("What differs in the configs", _config_table(runs, names)),
         section("Compared", *compared),
         section("Eval loss", *_overlays(runs, names, colors, comparison is not None and bool(comparison.begun))),
-        *(
-            tag("section", tag("h2", name), folded("The whole report of this run", *of_run(run, name)))
-            for name, run in zip(names, runs, strict=True)
-        ),
+        *_single_reports(runs, names, of_run),
+    ]
+
+
+def _single_reports(
+    runs: Sequence[Run], names: Sequence[str], of_run: Callable[[Run, str], list[Markup]]
+) -> list[Markup]:
+    if len(runs) > _MOST_WHOLE:
+        return [note("The whole report of one of these runs: curriculum report RUN -o FILE")]
+    return [
+        tag("section", tag("h2", name), folded("The whole report of this run", *of_run(run, name)))
+        for name, run in zip(names, runs, strict=True)
     ]
 
 
