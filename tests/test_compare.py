@@ -1,5 +1,6 @@
 """Runs beside each other: which evals count, paired differences worked by hand, what is refused."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -10,7 +11,7 @@ from written_run import command, windows, write_run
 
 from curriculum.errors import InputError
 from curriculum.run import load_run
-from curriculum.views.compare import compare
+from curriculum.views.compare import compare, compare_runs
 from curriculum.views.compare_text import notes, table
 from curriculum.views.shared_past import began_at, shared_past
 
@@ -100,6 +101,22 @@ def test_the_last_eval_at_or_before_the_common_tokens_or_step_counts(tmp_path):
     assert [(m.step, m.tokens, m.loss) for m in by_tokens.sets[0].runs] == [(100, 10_000, 3.1), (40, 8_000, 4.04)]
     assert [(m.step, m.loss) for m in by_step.sets[0].runs] == [(100, 3.1), (100, 4.1)]
     assert only(by_tokens).difference.delta == pytest.approx(0.94)
+
+
+def test_the_evals_of_a_run_are_read_once(tmp_path):
+    class Counted(dict):
+        times = 0
+
+        def __getitem__(self, key):
+            self.times += key == "tokens_processed"
+            return super().__getitem__(key)
+
+    losses = {"val": lambda step: 3.0, "law": lambda step: 4.0}
+    runs = [load_run(write_run(tmp_path / name, losses)) for name in ("first", "second")]
+    runs = [dataclasses.replace(run, events=[Counted(event) for event in run.events]) for run in runs]
+    assert [c.name for c in compare_runs(runs).sets] == ["val", "law"]
+    read = [event.times for run in runs for event in run.events if event["event"] == "eval"]
+    assert read == [len(losses)] * 12  # steps 0 to 100 of two runs, each set once
 
 
 def test_a_set_measured_less_often_counts_where_it_was_measured(tmp_path):

@@ -72,10 +72,10 @@ def documents_are_few(facts: Mapping[str, Any]) -> bool:
     return facts.get("documents", math.inf) < facts.get("clusters", 0)
 
 
-def content_hashes(events: Iterable[Mapping[str, Any]]) -> dict[str, str | None]:
-    """The content hash of the text of each set that has an eval, None where the record has none."""
+def content_hashes(events: Iterable[Mapping[str, Any]], names: Iterable[str]) -> dict[str, str | None]:
+    """The content hash of the text of each of these sets, averages left out; None where the record has none."""
     facts = evalset_facts(events)
-    return {name: facts.get(name, {}).get("content_hash") for name in eval_points(events) if "@" not in name}
+    return {name: facts.get(name, {}).get("content_hash") for name in names if "@" not in name}
 
 
 def measured_sets(events: Iterable[Mapping[str, Any]]) -> set[str]:

@@ -248,7 +248,7 @@ def _side(name: str, run: Run) -> _Side:
     points = {name: of_set for name, of_set in eval_points(run.events).items() if "@" not in name}
     if not points:
         raise InputError(f"{run.directory.path}: has no eval yet; compare it once it has one")
-    return _Side(name, run, points, content_hashes(run.events))
+    return _Side(name, run, points, content_hashes(run.events, points))
 
 
 def _base_steps(begun: Iterable[Mapping[str, Any]]) -> dict[str, int]:

@@ -155,7 +155,7 @@ def overlays(runs: Sequence[Run], names: Sequence[str], colors: Mapping[str, str
     of_update = {run.plan["tokens_per_step"] for run in runs}
     x = "step" if len(runs) == 1 or (len(of_update) == 1 and None not in of_update) else "tokens"
     points = [eval_points(run.events) for run in runs]
-    hashes = [content_hashes(run.events) for run in runs]
+    hashes = [content_hashes(run.events, of_run) for run, of_run in zip(runs, points, strict=True)]
     past = cache(lambda i, j: shared_past(runs[i], runs[j]))  # the same for every set, and read from the whole record
     drawn = []
     for group in same_text(hashes):
