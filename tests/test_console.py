@@ -367,15 +367,45 @@ def test_updates_that_were_skipped_are_said_once_with_their_reasons(tmp_path):
     console.event(ROLLBACK)
     console.row(counted(210, 4, 1, 2))
     console.row(counted(220, 5, 1, 3))
+    console.close()
     assert stream.getvalue().splitlines()[6:] == [
         "step 10/75000 | loss 5.1234 | lr 6.0e-04 | 12.3k tok/s | phase foundation",
         "skipped 4 updates up to step 20: 1 not finite, 2 with a loss or gradient norm far above the recent ones, "
         "1 without a scored target",
         "rollback 1 of 3 at step 212, to step 200: bad luck | the data of 20 steps from step 209 on are passed over",
         "skipped 1 update up to step 220: 1 with a loss or gradient norm far above the recent ones",
+        "stopped",
+        f"  resume from  {tmp_path / 'checkpoints/200'}",
     ]
-    console.close()
-    assert stream.getvalue().splitlines()[-1].endswith("resume from  " + str(tmp_path / "checkpoints/200"))
+
+
+def test_a_run_that_skips_updates_all_along_says_so_once_an_eval(tmp_path):
+    stream = io.StringIO()
+    console = Console(tmp_path, stream=stream, clock=Clock())
+    console.event(start())
+
+    def told(step, *totals):
+        """What is said, rows of these totals and the eval at `step` given, as `NUMBER STEP`; `eval` for the eval."""
+        before = len(stream.getvalue())
+        for i, total in enumerate(totals):
+            counts = {"skipped_updates": total, "skipped_nonfinite": total, "skipped_outliers": 0}
+            console.row(row(step - len(totals) + 1 + i) | counts)
+        console.event(evaluated(step, 40.0 + step, val=4.0))
+        words = [line.split() for line in stream.getvalue()[before:].splitlines()]
+        return [f"{w[1]} {w[6]}" if w[0] == "skipped" else "eval" for w in words if w[0] in ("skipped", "val")]
+
+    assert told(100, 0, 1, 1, 3, 4) == ["1 97:", "3 100:", "eval"]  # the first one at once, the others with the eval
+    assert told(200, 4, 5, 6) == ["2 200:", "eval"]
+    assert [told(step, 6) for step in range(300, 1200, 100)] == [["eval"]] * 9
+    assert told(1200, 7, 7) == ["1 1200:", "eval"]  # the tenth eval
+    assert [told(step, 7) for step in range(1300, 2300, 100)] == [["eval"]] * 10
+    assert told(2300, 8, 8) == ["1 2299:", "eval"]  # is news after ten
+    console.row(row(2310) | {"skipped_updates": 9, "skipped_nonfinite": 9, "skipped_outliers": 0})
+    console.event(DIVERGED)
+    assert [line.split(":")[0] for line in stream.getvalue().splitlines()[-2:]] == [
+        "skipped 1 update up to step 2310",
+        "diverged at step 212",
+    ]
 
 
 def test_other_events_print_nothing(tmp_path):

@@ -31,6 +31,7 @@ from curriculum.record.wording import duration, first_of, loss
 from curriculum.run import DEFAULT_STORE_DIR, checkpoint_steps
 
 _RECENT_EVALS = 5
+_CALM_EVALS = 10  # after them an update that is skipped is news
 _MANY_SETS = 12  # more of them make a line that nobody reads
 # Of a terminal, by event: red, yellow, green, bold.
 _COLORS = {"eval_regression": 31, "diverged": 31, "checkpoint_failed": 31, "rollback": 33, "schedule_edit": 33,
@@ -71,7 +72,9 @@ class Console:
         self._checkpoint_step: int | None = None
         self._over = False  # complete, or diverged
         self._blocked_by: str | None = None  # the guard that blocked the last candidate for the gold
-        self._skipped: dict[str, int] = {}  # what the last row or event said
+        self._skipped: dict[str, int] = {}  # what was said of skipped updates last
+        self._row: dict[str, Any] = {}  # the last one
+        self._calm_evals = _CALM_EVALS  # since skipped updates were told
         self._plan: dict[str, Any] = {}
         # (step, elapsed seconds) at the last evals of this process: the pace, evals included.
         self._marks: deque[tuple[int, float]] = deque(maxlen=_RECENT_EVALS + 1)
@@ -79,13 +82,16 @@ class Console:
         self._eval_s = 0.0  # that its evals took
 
     def event(self, event: dict[str, Any]) -> None:
+        if event["event"] in ("eval", "rollback", "diverged", "training_complete"):
+            self._calm_evals += event["event"] == "eval"
+            self._tell_skipped()
         match event["event"]:
             case "training_start":
-                self._skipped = {}
+                self._skipped, self._row = {}, {}
                 self._plan, self._total_steps = event["plan"], event["plan"]["total_steps"]
                 self._print(*header(event, self._run_dir), *self._device_lines)
             case "resume" | "rollback" as kind:
-                self._skipped = skipped_counts(event)
+                self._skipped, self._row = skipped_counts(event), {}
                 self._plan, self._total_steps = event["plan"], event["plan"]["total_steps"]
                 # Which goes back to step 0 begins anew, from no checkpoint.
                 self._checkpoint_step = None if (kind, event["step"]) == ("rollback", 0) else event["step"]
@@ -121,9 +127,9 @@ class Console:
                 self._print(*_warnings(event))
 
     def row(self, row: dict[str, Any]) -> None:
-        if line := skipped_line(row, self._skipped):
-            self._print(line)
-        self._skipped = skipped_counts(row)
+        self._row = row
+        if self._calm_evals >= _CALM_EVALS:  # else with the next eval, as a run may skip updates all along
+            self._tell_skipped()
         line = progress_line(row, self._total_steps)
         due = self._clock() >= self._progress_due
         if due:
@@ -136,8 +142,14 @@ class Console:
         elif due:
             self._show(line + "\n")
 
+    def _tell_skipped(self) -> None:
+        if line := skipped_line(self._row, self._skipped):
+            self._print(line)
+            self._skipped, self._calm_evals = skipped_counts(self._row), 0
+
     def close(self) -> None:
         """Ends the view; where the run is not over, says where it can be taken up."""
+        self._tell_skipped()
         if self._total_steps and not self._over:
             if self._checkpoint_step is None:
                 self._print("stopped before the first checkpoint: the run starts again at step 0")
