@@ -174,9 +174,10 @@ def _walk(root: str) -> Iterator[str]:
                     subfolders.clear()
                     continue
                 seen.add((status.st_dev, status.st_ino))
+                inside = os.path.relpath(folder, root).replace(os.sep, "/")  # dear, so once a folder
                 for name in names:
                     if not name.startswith("."):
-                        yield os.path.relpath(os.path.join(folder, name), root).replace(os.sep, "/")
+                        yield name if inside == "." else f"{inside}/{name}"
                 subfolders[:] = [name for name in subfolders if not name.startswith(".")]
                 links += filter(os.path.islink, (os.path.join(folder, name) for name in subfolders))
         starts = sorted(links, key=lambda path: path.split(os.sep))
