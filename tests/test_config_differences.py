@@ -46,6 +46,23 @@ def test_every_key_that_differs_is_told_by_its_path_and_phases_by_name():
     assert differing(FIRST, THIRD, FIRST) == [("phases.b.lr.peak", 1.0, None, 1.0), ("mesh.data", None, [1, 2], None)]
 
 
+def test_a_field_of_the_model_that_is_left_out_is_no_other_than_its_default():
+    configs = [{"preset": "tiny", "n_layer": None, "bias": None}, {"preset": None, "n_layer": 4, "bias": True}]
+    runs = []
+    for model in configs:
+        start = {
+            "event": "training_start",
+            "model": {"n_layer": 4, "bias": model["bias"] or False, "num_parameters": 9},
+        }
+        runs.append(
+            Run(RunDirectory(Path("run")), {**FIRST, "model": model, "command_line": [], "derived": {}}, [start])
+        )
+    assert [(d["key"], *d["values"].values()) for d in config_differences(runs, "xy")] == [
+        ("model.preset", "tiny", None),
+        ("model.bias", False, True),
+    ]
+
+
 def test_what_is_a_section_in_one_and_a_value_in_another_is_told_as_a_whole():
     wandb = {**FIRST, "logging": {"wandb": {"project": "p"}}}
     assert differing(wandb, {**FIRST, "logging": {"wandb": True}}) == [("logging.wandb", {"project": "p"}, True)]

@@ -14,8 +14,8 @@ _LONGEST = 48  # characters of a value in a table
 
 def config_differences(runs: Sequence[Run], names: Sequence[str]) -> tuple[dict[str, Any], ...]:
     """{key, values} of every key that differs, the run's `name` aside: its dotted path, phases by name, and each run's
-    value, None where it is null or not there."""
-    found = _differing("", [_by_name(run.config_json) for run in runs])
+    value, None where it is null or not there. Fields of the model that a config leaves out are what they came to be."""
+    found = _differing("", [_by_name(_spelled_out(run)) for run in runs])
     return tuple({"key": path, "values": dict(zip(names, values, strict=True))} for path, values in found)
 
 
@@ -27,6 +27,15 @@ def rows(differences: Iterable[Mapping[str, Any]]) -> list[tuple[str, ...]]:
         short = [t if len(t) <= _LONGEST else f"{t[: _LONGEST // 2]} … {t[3 - _LONGEST // 2 :]}" for t in whole]
         found.append((difference["key"], *(short if len({*short}) == len({*whole}) else whole)))
     return found
+
+
+def _spelled_out(run: Run) -> dict[str, Any]:
+    """The config with the model's fields as they came to be: one that is left out is no other than its default."""
+    config, start = run.config_json, run.events[0] if run.events else {}
+    if not config.get("model") or "model" not in start:
+        return config
+    fields = {key: start["model"].get(key) if value is None else value for key, value in config["model"].items()}
+    return {**config, "model": fields}
 
 
 def _by_name(config: Mapping[str, Any]) -> dict[str, Any]:
