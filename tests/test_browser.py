@@ -17,6 +17,7 @@ from curriculum.record.events import number, read_events, read_metrics
 from curriculum.record.sentences import verdict
 from curriculum.train.feed import Feed
 from curriculum.train.trainer import train
+from curriculum.views.report import write_report
 
 pytest.importorskip("playwright", reason="playwright is not installed: nothing can look at TensorBoard")
 
@@ -251,3 +252,26 @@ def test_a_picture_is_taken(runs, tmp_path):
     chart = image[220:500, 330:1160, :3].reshape(-1, 3)
     coloured = chart[np.ptp(chart, axis=1) > 0.4]  # the grid is grey
     assert len(np.unique(coloured // 0.25, axis=0)) >= 3 and len(coloured) > 1000
+
+
+@pytest.mark.parametrize("width", [1200, 400])
+def test_a_report_fits_its_window_and_its_points_tell_their_numbers(runs, page, tmp_path, width):
+    errors = []
+    page.on("console", lambda message: errors.append(message.text))
+    write_report([runs / "whole"], tmp_path / "report.html")
+    page.set_viewport_size({"width": width, "height": 800})
+    page.goto((tmp_path / "report.html").as_uri())
+    assert page.evaluate("document.documentElement.scrollWidth") <= width and errors == []
+    [(step, loss)] = [point for point in recorded(runs / "whole")["code"] if point[0] == 16]
+    point = page.locator("circle", has_text=f"code, step {step}: {loss:.4f}").first
+    expect(point).to_be_attached()
+    of_point, of_chart = point.bounding_box(), point.locator("..").bounding_box()
+    assert of_chart["x"] < of_point["x"] < of_chart["x"] + of_chart["width"]
+
+
+def test_a_picture_of_a_report_is_taken(runs, tmp_path):
+    file = tmp_path / "report.png"
+    command = [sys.executable, SCRIPT.with_name("picture_report.py"), runs / "whole", "-o", file]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{file}: {file.stat().st_size // 1000} KB\n" and 20_000 < file.stat().st_size < 300_000
