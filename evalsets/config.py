@@ -5,7 +5,7 @@ import shlex
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-METRICS = ("loss", "bpb", "perplexity")  # that may be minimised
+METRICS = ("loss", "bpb", "perplexity")  # those that `minimise` may name
 
 
 @dataclass(frozen=True)

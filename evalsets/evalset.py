@@ -18,13 +18,14 @@ class EvalSet:
       padding (the id that opens documents), which no result may depend on.
     scored_NT: bool, the targets that count: all of a document, or the answers of a conversation; never padding.
     num_tokens_N: int32, scored targets of each window, 1..T.
-    num_bytes_N: int64, UTF-8 bytes of those targets; over a document scored throughout they sum to its bytes.
+    num_bytes_N: int64, UTF-8 bytes of those targets; over a fully scored document they sum to its bytes.
     document_N: int32, the document of each window, 0..D-1, non-decreasing.
-    origin_N: int64, what an error may take as independent: as `document_N`, but ~n (below 0) where a window repeats
-      window n, being the same one of a copy. A copy of a document has the same tokens, the same of them scored.
-    content_hash: hexadecimal, of the documents' tokens in order, T, the id that opens documents and, unless all tokens
-      are scored, of which are. Two sets may be compared window by window exactly when their hashes are equal; their
-      names take no part.
+    origin_N: int64, the unit that standard errors may take as independent: as `document_N`, but ~n (below 0) for a
+      window of a copied document, which repeats window n. A copy has the same tokens as an earlier document, and the
+      same ones scored.
+    content_hash: hexadecimal hash of the documents' tokens in order, T, the id that opens documents and, unless all
+      tokens are scored, which of them are. Two sets can be compared window by window if and only if their hashes are
+      equal; their names play no part.
     """
 
     name: str
@@ -50,7 +51,7 @@ class EvalSet:
 
     @property
     def num_distinct_documents(self) -> int:
-        """Documents that are no copy of an earlier one."""
+        """Documents that are not copies of an earlier one."""
         return len(np.unique(self.document_N[self.origin_N >= 0]))
 
     @property
@@ -77,13 +78,12 @@ def cut_windows(
 ) -> EvalSet:
     """Cut documents into disjoint windows that score every token, or every token of the answers, exactly once.
 
-    Each document is prefixed by `bos`, the id that opens a document, mostly end-of-text; its window k holds the
-    tokens [k*T .. (k+1)*T] of that, T = `seq_len`.
-    So the first token is predicted from `bos`, the first token of a later window from the last token of the
-    window before it, and every other token from all the tokens before it in its window. A closing
-    end-of-text is not scored: `documents` come without one. Empty documents hold nothing to score; they are
-    skipped, and neither counted nor hashed. So are documents without a scored token; of other documents the
-    windows without one are left out, since nothing in them would be measured.
+    Each document is prefixed by `bos`, the id that opens documents (usually end-of-text); with that prefix, its
+    window k holds the tokens [k*T .. (k+1)*T], T = `seq_len`. So the first token is predicted from `bos`, the first
+    token of a later window from the last token of the window before it, and every other token from all the tokens
+    before it in its window. A closing end-of-text is not scored: `documents` come without one. Documents without a
+    scored token, such as empty ones, are skipped, and neither counted nor hashed. Windows without a scored token are
+    left out too.
 
     A window belongs to one document, so a document of n tokens costs ceil(n / T) rows: with documents of 100
     tokens and T = 1,024 nine tenths of an eval go to padding. That is the price of results that depend on
@@ -91,19 +91,19 @@ def cut_windows(
 
     documents: 1-D integer arrays, in the order that the set keeps.
     token_bytes_V: UTF-8 bytes of each id of the vocabulary, 0 for special tokens.
-    max_sequences: the most windows wanted. Whole documents are taken in ascending hash order up to the first that
-      does not fit (so a smaller set is a subset of a larger one), and keep their order among themselves. The
-      first document in hash order is always taken, even if it alone has more windows than that.
+    max_sequences: the maximum number of windows. Whole documents are taken in ascending hash order up to the first
+      that does not fit (so a smaller set is a subset of a larger one), and stay in the order of `documents`. The first
+      document in hash order is always taken, even if it alone has more windows.
     document_hashes: one for each document, empty ones included, uint64 pairs [D, 2] or bytes; default: computed from
       the tokens.
     scored: one for each document, empty ones included: whether each of its tokens is scored, or None for all of them.
       Default: all tokens of all documents.
-    document_bytes: one for each document, empty ones included: UTF-8 bytes of what is scored of its text. They are the
-      bytes of its tokens, unless the tokenizer normalises text or adds to it; then they are divided among its windows
-      in proportion to the bytes of their tokens. Default: the bytes of its tokens.
+    document_bytes: one for each document, empty ones included: UTF-8 bytes of its scored text. They differ from the
+      bytes of its tokens if the tokenizer normalises text or adds to it, and are divided among its windows in
+      proportion to the bytes of their tokens. Default: the bytes of its tokens.
 
-    Raises ValueError: nothing to score; an id outside the vocabulary; a document that is not 1-D integers;
-    hashes or `scored` that do not match the documents; seq_len or max_sequences below 1; a bad name.
+    Raises ValueError for: nothing to score; an id outside the vocabulary; a document that is not 1-D integers;
+    hashes, `scored` or `document_bytes` that do not match the documents; seq_len or max_sequences below 1; a bad name.
     """
     if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
         raise ValueError(f"eval set name {name!r}: expected letters, digits, '_' and '-' only")
@@ -119,7 +119,7 @@ def cut_windows(
     _check_documents(where, documents, document_hashes, document_bytes)
     scored = _checked_scored(where, documents, scored)
 
-    # Windows with a scored token; a document without one holds nothing to score.
+    # Windows with a scored token; a document that has none is skipped.
     windows = np.array([num_scored_windows(scored_t, seq_len) for scored_t in scored], np.int64)
     chosen_D = np.flatnonzero(windows)
     if not chosen_D.size:
@@ -170,7 +170,7 @@ def cut_windows(
 
 
 def num_scored_windows(scored_t: np.ndarray, seq_len: int) -> int:
-    """Windows of a document that hold a scored token."""
+    """The number of a document's windows that hold a scored token."""
     if not len(scored_t):
         return 0
     return int(np.count_nonzero(np.logical_or.reduceat(scored_t, np.arange(0, len(scored_t), seq_len))))
@@ -227,7 +227,7 @@ def _check_ids(where: str, targets: np.ndarray, vocab_size: int, chosen_D: np.nd
 def _smallest_hashes(
     document_hashes: np.ndarray | Sequence[bytes], windows: np.ndarray, max_sequences: int
 ) -> np.ndarray:
-    """The documents with `windows` that are taken of a set of at most `max_sequences`, in the documents' order."""
+    """Indices, ascending, of the documents taken for at most `max_sequences` windows; `windows` are each one's."""
     order_D = hash_order(document_hashes)
     order_D = order_D[windows[order_D] > 0]
     windows_so_far = np.cumsum(windows[order_D])
@@ -246,13 +246,13 @@ def _window_bytes(token_bytes_V: np.ndarray, targets_NT: np.ndarray, scored_NT: 
 
 
 def _shared_bytes(num_bytes_N: np.ndarray, document_N: np.ndarray, document_bytes_D: np.ndarray) -> np.ndarray:
-    """The bytes of each document divided among its windows as those of their tokens are: whole, and exact in sum."""
+    """Each document's bytes divided among its windows in proportion to their tokens' bytes: ints with an exact sum."""
     token_bytes_D = np.bincount(document_N, num_bytes_N, len(document_bytes_D)).astype(np.int64)
     so_far_N = np.cumsum(num_bytes_N) - (np.cumsum(token_bytes_D) - token_bytes_D)[document_N]
     if (token_bytes_D == document_bytes_D).all():
         return num_bytes_N
     is_last_N = np.append(document_N[1:] != document_N[:-1], True)
-    # Python's integers: the products pass 64 bits for documents of gigabytes.
+    # Python's integers: for documents of gigabytes the products exceed 64 bits.
     shares = document_bytes_D[document_N].astype(object) * so_far_N // np.maximum(token_bytes_D, 1)[document_N]
     upto_N = np.where(is_last_N, document_bytes_D[document_N], shares.astype(np.int64))
     before_N = np.concatenate([[0], upto_N[:-1]])
@@ -261,14 +261,14 @@ def _shared_bytes(num_bytes_N: np.ndarray, document_N: np.ndarray, document_byte
 
 
 def _first_alike(documents: Sequence[np.ndarray], scored: Sequence[np.ndarray], chosen_D: np.ndarray) -> np.ndarray:
-    """The first of the chosen documents that each of them is a copy of, [D], itself where it is of none."""
+    """For each chosen document the first chosen one with the same content, [D]: itself unless it is a copy."""
     first: dict[bytes, int] = {}
     contents = (_hash_document(documents[i]) + _hash_document(scored[i]) for i in chosen_D)
     return np.array([first.setdefault(content, d) for d, content in enumerate(contents)], np.int64)
 
 
 def _origins(document_N: np.ndarray, first_D: np.ndarray) -> np.ndarray:
-    """`EvalSet.origin_N`; copies have windows that are the same, in the same order."""
+    """`EvalSet.origin_N`; a copy has the same windows in the same order."""
     start_D = np.searchsorted(document_N, np.arange(len(first_D)))
     repeated_N = np.arange(len(document_N)) + (start_D[first_D] - start_D)[document_N]
     is_copy_N = first_D[document_N] != document_N
@@ -276,5 +276,5 @@ def _origins(document_N: np.ndarray, first_D: np.ndarray) -> np.ndarray:
 
 
 def _hash_document(document: np.ndarray) -> bytes:
-    """A hash of the values alone: the same for every integer type that they are stored in."""
+    """A hash of the values alone, whatever their integer type."""
     return hashlib.blake2b(np.ascontiguousarray(document, "<i8"), digest_size=16).digest()

@@ -1,11 +1,11 @@
-"""Which eval's parameters are the best of the run that no guard objects to: the gold.
+"""The gold: the run's best parameters at an eval, of those that no guard objects to.
 
-Every eval is one call of `decide`. It knows the past only by a `GoldState`, which stands in every checkpoint, so a
-resumed run decides as an unbroken one. A candidate is an eval whose value lies below the gold's; only candidates are
-guarded, and one that was blocked changes nothing: the next is held against the gold again.
+Every eval is one call of `decide`. All it knows of earlier evals is a `GoldState`, saved in every checkpoint, so a
+resumed run decides like an uninterrupted one. A candidate is an eval whose value is below the gold's. Guards look only
+at candidates, and a blocked candidate leaves the gold as it is: the next eval is compared with the same gold.
 
-A dip right after several rises in a row is likely noise, so it is pending until the next eval: confirmed if that one
-lies below the gold too. Nothing is lost by waiting: `kept_steps` says whose checkpoints must stay.
+A dip right after several rises in a row is likely noise, so it is pending until the next eval, which confirms it by
+being below the gold too. Nothing is lost by waiting: `kept_steps` says whose checkpoints must stay.
 """
 
 import math
@@ -19,7 +19,7 @@ from evalsets.metrics import Summary
 
 
 class Regressed(NamedTuple):
-    """An eval set that stands regressed: losses in nats per token, `half_interval` of the 95 % interval of delta."""
+    """An eval set with a standing alarm. Losses in nats per token, and half the width of delta's 95 % interval."""
 
     before: float
     now: float
@@ -32,12 +32,11 @@ class Measured:
     """One eval. Sets go by their names in the config.
 
     summaries: of the sets that were measured.
-    train_loss: the recent one; None where no update was made yet.
-    regressed: every set that stands regressed now, whenever it was measured.
+    train_loss: the recent training loss; None before the first update.
+    regressed: every set with a standing alarm, whenever it was last measured.
     is_last: no eval follows in this run.
-    is_candidate: False for step 0 of a run that begins from nothing, which is only remembered: what does no better is
-        no gold either.
-    limits_from_start: `subject_to` counts from the set's first loss, else from its lowest so far.
+    is_candidate: False at step 0 of a run from scratch, whose value is only remembered: a gold must be below it.
+    limits_from_start: `subject_to` limits count from a set's first loss; otherwise from its lowest so far.
     """
 
     step: int
@@ -51,7 +50,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Best:
-    """The gold: `score` is the gate's, None where it gave none."""
+    """The gold; `score` is the gate's, None if it gave none."""
 
     step: int
     value: float
@@ -69,7 +68,7 @@ class Pending:
 
 @dataclass(frozen=True)
 class SetMemory:
-    """An eval set's first and lowest finite loss, and its `last`, of `step`: None where that is not finite."""
+    """An eval set's first and lowest finite loss, and its `last` loss, of `step`; None for one that is not finite."""
 
     start: float | None
     lowest: float | None
@@ -79,12 +78,12 @@ class SetMemory:
 
 @dataclass(frozen=True)
 class GoldState:
-    """What `decide` knows of the evals before. Finite numbers, None and text only: `to_json` and back is exact.
+    """What `decide` knows of earlier evals. Finite numbers, None and text only, so `to_json` and back is exact.
 
-    metric: what is minimised; under another one the search begins anew, while the sets' losses stay.
-    start: its value before the first update of a run that begins from nothing; None of others, or where not finite.
+    metric: what is minimised; if it changes, the search for the gold starts over, but the sets' losses stay.
+    start: its value before the first update of a run from scratch; None for other runs or if it is not finite.
     rises: evals in a row, up to the last, that were above the one before or not finite.
-    last: value of the last eval, None where there is none or it is not finite.
+    last: value of the last eval; None if there is none or it is not finite.
     """
 
     metric: str | None = None
@@ -99,7 +98,7 @@ class GoldState:
         return asdict(self)
 
     def without(self, steps: Iterable[int]) -> "GoldState":
-        """Where the checkpoints of these steps are lost: the search begins anew, the sets' losses stay."""
+        """The state once the checkpoints of `steps` are lost: without a gold or pending dip among them."""
         gold, pending = (None if point and point.step in steps else point for point in (self.gold, self.pending))
         return replace(self, gold=gold, pending=pending)
 
@@ -116,7 +115,7 @@ class GoldState:
 
 
 class _Event:
-    """A decision that stands in the record: the event's name, its step, which is the candidate's, and its fields."""
+    """A decision for the record: the event's name, its step (the candidate's), and its fields."""
 
     event: ClassVar[str]
 
@@ -126,7 +125,7 @@ class _Event:
 
 @dataclass(frozen=True)
 class Gold(_Event):
-    """The candidate of `step` is the gold now."""
+    """The candidate of `step` becomes the gold."""
 
     event: ClassVar[str] = "gold_checkpoint"
 
@@ -140,7 +139,7 @@ class Gold(_Event):
 
 @dataclass(frozen=True)
 class Blocked(_Event):
-    """A guard objected to the candidate of `step`; where several did, `guard` is the first, `reason` holds all."""
+    """A guard objected to the candidate of `step`; if several did, `guard` is the first, and `reason` tells all."""
 
     event: ClassVar[str] = "gold_blocked"
 
@@ -155,10 +154,11 @@ class Blocked(_Event):
 
 @dataclass(frozen=True)
 class Candidate:
-    """An eval that no guard objects to. The gate is asked next; then `accepted` or `vetoed` is called with its answer.
+    """An eval that no guard objects to. Ask the gate next, then call `accepted` or `vetoed` with its answer.
 
-    One eval may bring two: a pending dip, and the eval itself that confirmed it. The gate is asked about the lower one
-    first. `instead` is what becomes of the other one if the gate vetoes that: it is blocked, or asked about next.
+    One eval may bring two candidates: the pending dip that it confirms, and itself. The gate is asked about the lower
+    one first. `instead` is the decision about the other one in case the gate vetoes the first: `Blocked`, or a
+    `Candidate` to ask about next.
     """
 
     step: int
@@ -171,11 +171,11 @@ Decision = Gold | Blocked | Candidate
 
 
 def decide(config: GoldConfig, state: GoldState, measured: Measured) -> tuple[GoldState, list[Decision]]:
-    """The state after an eval, and what was decided, in the order of the record.
+    """The state after an eval, and the decisions in the order of the record.
 
-    Where the eval did not measure the set to minimise, its other losses are remembered and nothing is decided. With
-    `config.gate` a candidate that passed comes as `Candidate`, without as `Gold`. A pending candidate makes no
-    decision until the next eval; at the last eval it is blocked, since nothing can confirm it any more.
+    If the eval did not measure the set to minimise, the losses of the others are remembered and nothing is decided. A
+    candidate that passes all guards is returned as `Candidate` if there is a `config.gate`, else as `Gold`. A dip that
+    has to be confirmed makes no decision until the next eval; at the last eval it is blocked, as none follows.
     """
     state = replace(state, sets=_remembered(state.sets, measured))
     if state.metric != config.minimise:
@@ -231,7 +231,7 @@ def decide(config: GoldConfig, state: GoldState, measured: Measured) -> tuple[Go
 def accepted(
     state: GoldState, candidate: Candidate, score: float | None = None
 ) -> tuple[GoldState, list[Gold | Blocked | Candidate]]:
-    """After the gate let a candidate pass. A finite `score`, lower is better, must be below the gold's too."""
+    """After the gate accepted a candidate. A finite `score` (lower is better) must also be below the gold's."""
     gold = state.gold
     if score is not None and gold is not None and gold.score is not None and not score < gold.score:
         return vetoed(state, candidate, f"score {score:g} is not below {gold.score:g}, the gold's of step {gold.step}")
@@ -242,16 +242,15 @@ def accepted(
 
 
 def vetoed(state: GoldState, candidate: Candidate, reason: str) -> tuple[GoldState, list[Blocked | Candidate]]:
-    """After the gate vetoed a candidate: blocked, and what is decided instead, which may be to ask about another."""
+    """After the gate vetoed a candidate: it is blocked, and `instead` comes next, which may be another to ask about."""
     blocked = _blocked(state, candidate, "gate", f"gate: {reason}")
     return state, [blocked] if candidate.instead is None else [blocked, candidate.instead]
 
 
 def kept_steps(state: GoldState) -> set[int]:
-    """The steps whose checkpoints `gold/` has to hold between evals: the gold and the pending one.
+    """The steps whose checkpoints `gold/` has to hold between evals: the gold and the pending dip.
 
-    A step that is no longer among them may be dropped, once no checkpoint that could be resumed holds a state that
-    names it.
+    Another step may be dropped once no checkpoint that can be resumed has a state that names it.
     """
     return {point.step for point in (state.gold, state.pending) if point is not None}
 
@@ -268,7 +267,7 @@ def _remembered(sets: Mapping[str, SetMemory], measured: Measured) -> dict[str, 
 
 
 def _objections(config: GoldConfig, state: GoldState, measured: Measured, value: float) -> list[tuple[str, str]]:
-    """(guard, reason) of every guard that objects to this eval as it stands, whatever came before it."""
+    """(guard, reason) of every guard that objects to this eval, the trend guard aside: see `decide`."""
     found = []
     if state.start is not None and value >= state.start:
         found.append(("start", f"start: {value:.4f} is not below {state.start:.4f}, what the run began with"))
@@ -324,12 +323,12 @@ def _finite(value: float | None) -> float | None:
 
 
 def _apart(value: float, threshold: float, digits: int) -> tuple[str, str]:
-    """Both numbers with as many decimals, `digits` or more, as show that they differ."""
+    """Both numbers with `digits` decimals, or more if it takes more to show that they differ."""
     while digits < 12 and f"{value:.{digits}f}" == f"{threshold:.{digits}f}":
         digits += 1
     return f"{value:.{digits}f}", f"{threshold:.{digits}f}"
 
 
 def _shown(name: str) -> str:
-    """An eval set's name as the record has it."""
+    """An eval set's name in the record."""
     return "val" if name == PRIMARY else name

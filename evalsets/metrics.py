@@ -1,7 +1,7 @@
-"""From sums of nats per window to the numbers that are reported. Sums first, one division each.
+"""From per-window sums of nats to the reported metrics: sums first, one division each.
 
-To add a metric: a field of `Summary` and its line in `summarise`. One that needs a sum that is not here yet
-also gets an array in `WindowResults`, filled where `suite.py` sums a window.
+To add a metric, add a field to `Summary` and a line to `summarise`. If it needs another sum per window, also add an
+array to `WindowResults`, to be filled where `suite.py` sums a window.
 """
 
 import math
@@ -14,16 +14,17 @@ MIN_CLUSTERS = 20
 
 
 class WindowResults(NamedTuple):
-    """What one eval of one set measured, a row a window, in the set's order. Scored targets only: neither
-    padding nor the end-of-text that opens a document counts anywhere.
+    """What one eval of one set measured, by window, in the set's order.
+
+    Only scored targets count: neither padding nor the end-of-text that opens a document.
 
     nats_N: float64, sum over the window of -ln p(target | the tokens before it in the window).
     correct_N: int64, targets that were the most probable token.
     tokens_N: int64, targets.
     bytes_N: int64, UTF-8 bytes of the targets.
-    document_N: int64, the document that the window belongs to; ~n (below 0) where it repeats window n, being the same
-      one of a copy. Evals from before copies were told have the number of the copy there, as if its text were new.
-    A field that is added has the default None, which it is in the evals of runs from before it.
+    document_N: int64, the document of the window; ~n (below 0) if that is a copy, whose window repeats window n. In
+      evals of older runs a copy has a number of its own, as if its text were new.
+    Give a new field the default None: evals of older runs do not have it.
     """
 
     nats_N: np.ndarray
@@ -35,8 +36,9 @@ class WindowResults(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """The metrics of one eval of one set, each a quotient of sums over all its windows (a mean over tokens,
-    never a mean of means of windows or batches).
+    """The metrics of one eval of one set, each a quotient of sums over all windows.
+
+    So they are means over tokens, never means of the means of windows or batches.
 
     loss: nats per token, sum nats / sum tokens. Depends on the tokenizer.
     perplexity: exp(loss); inf where that overflows.
@@ -44,7 +46,7 @@ class Summary:
       Special tokens have no bytes, yet their nats count. None when the set has no bytes at all.
     accuracy: share of tokens that were the most probable one, 0..1.
     sem: standard error of `loss` in nats per token over the choice of held-out text (not of seeds), clustered
-      by `clusters`, for which copies of a document are one. None with one cluster.
+      by `clusters`, where copies of a document count once. None with one cluster.
     clusters: 'documents', or 'blocks' of neighbouring windows where documents are few.
     A run that diverged has NaN or infinities here, never an error.
     """
@@ -58,7 +60,7 @@ class Summary:
 
 
 def summarise(results: WindowResults) -> Summary:
-    """The metrics of one set. Raises ValueError when it holds no token."""
+    """The metrics of one set. Raises ValueError if it holds no token."""
     nats = float(np.sum(results.nats_N, dtype=np.float64))
     tokens = int(np.sum(results.tokens_N, dtype=np.int64))
     num_bytes = int(np.sum(results.bytes_N, dtype=np.int64))
@@ -83,14 +85,14 @@ def clusters(document_N: np.ndarray) -> tuple[np.ndarray, str]:
     """Groups of windows that a standard error may take as independent: (cluster_N in 0..G-1, kind).
 
     'documents': windows of one document are alike, so each document is one cluster.
-    'blocks': with fewer than 20 documents but at least 20 windows, 20 runs of neighbouring windows, equal to
-    within one window. They follow the windows' order and ignore where documents end: a run across an end
-    only joins two things that are independent anyway, while cutting there would make scraps. They are no more
-    than 20, hence as long as can be, because neighbouring windows resemble each other and short runs would
-    make the error look smaller than it is. Such an error speaks of more text from these few documents.
+    'blocks': with fewer than 20 documents but at least 20 windows, 20 blocks of neighbouring windows, equal in
+    length to within one window. They ignore where documents end: a block across an end only joins windows that are
+    independent anyway, while cutting there would leave scraps. There are only 20, so that each is as long as possible:
+    neighbouring windows resemble each other, and short blocks would make the error look smaller than it is. Such an
+    error covers more text from these few documents, not other documents.
     With fewer than 20 windows too, documents again: single windows of a document are not independent.
 
-    Copies are left out of all these counts: each of their windows (see `WindowResults`) joins the one that it repeats,
+    Copies do not count: each of their windows (see `WindowResults`) joins the cluster of the window that it repeats,
     since a model gives both the same nats.
     """
     is_copy_N = document_N < 0
@@ -106,17 +108,17 @@ def clusters(document_N: np.ndarray) -> tuple[np.ndarray, str]:
 
 
 def count_clusters(num_documents: int, num_windows: int) -> int:
-    """How many groups `clusters` makes of a set without copies, each document having a window at least."""
+    """How many groups `clusters` makes of a set without copies, in which each document has at least one window."""
     return MIN_CLUSTERS if num_documents < MIN_CLUSTERS <= num_windows else num_documents
 
 
 def clustered_ratio(nats_N: np.ndarray, tokens_N: np.ndarray, cluster_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The ratio r = sum nats / sum tokens and its standard error, windows dependent within a cluster only.
+    """The ratio r = sum nats / sum tokens and its standard error, with windows dependent only within a cluster.
 
-    nats [..., N] may have leading axes, which the results keep; each is worked out as if it were alone, to the bit.
+    nats [..., N] may have leading axes, which the results keep; each gets what it would get alone, bit for bit.
     The error is the linearised (Taylor) one of a ratio under cluster sampling (Cochran, Sampling Techniques,
     3rd ed., 6.3 and 9A): SE^2 = G/(G-1) * sum_g u_g^2 / (sum tokens)^2, u_g = sum over cluster g of
-    (nats_i - r * tokens_i). In nats per token; NaN with one cluster, and where a window is not finite.
+    (nats_i - r * tokens_i). In nats per token; NaN with one cluster, or if a window is not finite.
     """
     nats_XN = np.ascontiguousarray(nats_N, np.float64)
     num_clusters = int(cluster_N.max()) + 1
@@ -133,8 +135,11 @@ def clustered_ratio(nats_N: np.ndarray, tokens_N: np.ndarray, cluster_N: np.ndar
 
 
 class Paired(NamedTuple):
-    """Rise of a set's loss between two checkpoints [...], and the standard error that the choice of documents gives it
-    (NaN with one cluster), with `num_clusters` - 1 degrees of freedom. No jitter: it speaks of these two alone."""
+    """Rise of a set's loss between two checkpoints, [...], and its standard error over the choice of documents.
+
+    The error is NaN with one cluster, and has `num_clusters` - 1 degrees of freedom. It holds for these two checkpoints
+    alone: no jitter is included.
+    """
 
     delta: np.ndarray
     sem: np.ndarray
@@ -143,7 +148,7 @@ class Paired(NamedTuple):
 
 
 def paired_difference(now_N: np.ndarray, before_N: np.ndarray, tokens_N: np.ndarray, document_N: np.ndarray) -> Paired:
-    """Nats of the same windows under two checkpoints, compared; exactly 0.0 +- 0.0 where they are equal."""
+    """The difference between two checkpoints' nats of the same windows; exactly 0.0 +- 0.0 if they are equal."""
     cluster_N, kind = clusters(document_N)
     with np.errstate(invalid="ignore"):
         difference_XN = np.asarray(now_N, np.float64) - np.asarray(before_N, np.float64)

@@ -1,12 +1,12 @@
-"""Whether an eval set got worse by more than noise and tolerance, against three evals that are remembered.
+"""Whether an eval set got worse by more than noise and tolerance, compared with three remembered evals.
 
 A verdict compares the same windows under two checkpoints. Two things make the means of two equally good checkpoints
 differ: which documents the set happens to hold (the item error) and where on its noisy path training was halted
 (the jitter, seen in the scatter of the set's own evals about a line).
 
 Pure numpy. Shapes: N windows, B baselines in the order of `BASELINES`, H evals of the history. Every function but
-`transfer` takes leading axes (`...`: runs or sets with the same windows) and gives each what it would get alone, to
-the bit. Losses, differences and errors are in nats per token.
+`transfer` takes leading axes (`...`: runs or sets with the same windows) and gives each what it would get alone, bit
+for bit. Losses, differences and errors are in nats per token.
 """
 
 import math
@@ -25,21 +25,21 @@ OK, WARNED, REGRESSED = range(3)
 NUM_HISTORY = 24
 _WARN_T, _RECOVER_T = 1.645, 1.0
 MIN_NU, _FALLBACK_NU = 3, 10
-_UNMEASURED = 2.0  # jitter that is not measured, in item errors
-_POWER, _CONFIDENCE = 0.8, 0.95  # of `detectable` and of the intervals
+_UNMEASURED = 2.0  # what unmeasured jitter is taken to be, in item errors
+_POWER, _CONFIDENCE = 0.8, 0.95  # power of `detectable`, confidence of the intervals
 
 
 class Watched(NamedTuple):
-    """What is remembered of one eval set, all that a later verdict depends on.
+    """The memory of one eval set: all that a later verdict depends on.
 
-    baseline_steps_B: int64 [..., B], when each baseline was measured.
+    baseline_steps_B: int64 [..., B], the step at which each baseline was measured.
     baseline_nats_BN: float64 [..., B, N], nats of each window then.
     states_B: int8 [..., B], OK, WARNED or REGRESSED.
-    first_steps_B: int64 [..., B], the first eval of the alarm that stands; -1 where none does.
-    recovery_deltas_B: float64 [..., B], the rise above which that alarm stays; NaN where there is none.
-    history_steps_H, history_phases_H: int64 [NUM_HISTORY], the last evals, oldest first; phase -1 where there was none,
-        and of the eval before the first update.
-    history_losses_H: float64 [..., NUM_HISTORY].
+    first_steps_B: int64 [..., B], the step at which the standing alarm was raised; -1 if none stands.
+    recovery_deltas_B: float64 [..., B], the rise above which that alarm stays; NaN if none stands.
+    history_steps_H, history_phases_H: int64 [NUM_HISTORY], step and phase of the last evals, oldest first; the phase is
+        -1 in empty places and for the eval before the first update.
+    history_losses_H: float64 [..., NUM_HISTORY], NaN in empty places.
     """
 
     baseline_steps_B: np.ndarray
@@ -53,15 +53,16 @@ class Watched(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """One eval of one set against its baselines, as they were before it.
+    """One eval of one set, compared with the baselines as they were before it.
 
-    Of each baseline, [..., B]: its step and loss; `delta_B`, the rise since; `sem_item_B`, `jitter_B` and `sem_B`, the
-    parts of its standard error and the whole; `t_B`, NaN where there is nothing to judge by; `low_B` and `high_B`, the
-    95 % interval of delta; the state before and after; the first step of the alarm that stands, or -1.
-    Of the set, [...]: `loss`; `nu` of the jitter (below 3 it is not measured but taken as twice the item error);
-    `df` and `critical`, what t must pass; `detectable`, see `observe`; `spent`, what this eval used of the error.
-    Of all: `clusters` ('documents' or 'blocks') and their number; `too_small`, [...], the item error alone makes the
-    detectable rise more than twice the tolerance; `no_verdict`, why none can be given at all, else None.
+    Of each baseline, [..., B]: its step and loss; `delta_B`, the rise since; `sem_B`, the standard error of that rise,
+    and its parts `sem_item_B` and `jitter_B`; `t_B`, NaN if it cannot be computed; `low_B` and `high_B`, the 95 %
+    interval of delta; the state before and after; the step at which the standing alarm was raised, or -1.
+    Of the set, [...]: `loss`; `nu`, the jitter's degrees of freedom (below 3 the jitter is not measured but taken as
+    twice the item error); `df`, and `critical`, which t must exceed for an alarm; `detectable`, see `observe`;
+    `too_small`, whether the item error alone makes the detectable rise more than twice the tolerance; `spent`, how much
+    of the run's false-alarm probability this eval used.
+    For all: `clusters` ('documents' or 'blocks') and their number; `no_verdict`, why no verdict is possible, or None.
     """
 
     baseline_steps_B: np.ndarray
@@ -89,10 +90,10 @@ class Comparison(NamedTuple):
 
 
 def begin(step: int, phase_index: int, nats_N: np.ndarray, tokens_N: np.ndarray) -> Watched:
-    """What is remembered of a set's first eval, which becomes every baseline.
+    """The memory after a set's first eval, which becomes every baseline.
 
-    `phase_index`: 0 or more, by phase; -1 before the first update, as an eval is of the phase that it closes or stands
-    in and this one closes none. From there to the next eval a loss often moves further than ever after.
+    `phase_index`: the phase that the eval is in or closes, from 0. It is -1 before the first update, so that this eval
+    is in no phase: from it to the next one the loss often moves further than ever after.
     """
     nats_XN = np.array(nats_N, np.float64)
     lead = nats_XN.shape[:-1]
@@ -121,17 +122,17 @@ def observe(
     tolerance: float,
     level: float,
 ) -> tuple[Watched, Comparison]:
-    """Compare an eval with the baselines, then remember it. `phase_index` is that of the phase it closes or stands in.
+    """Compare an eval with the baselines, then remember it. `phase_index` is as in `begin`.
 
-    SE^2 = SE_item^2 + 2 jitter^2 and t = (delta - tolerance) / SE, held against Student's quantile with
-    min(nu, clusters - 1) degrees of freedom at `level`, the chance of a false alarm of one comparison. A set regresses
-    where t is above that or its loss is not finite, and stays regressed until t is below 1 by the error of now, by that
-    of the alarm, and by that of a set whose jitter is not measured: a large rise makes the scatter large too, and that
-    nothing is known any more is no recovery. If only the baseline is not finite, no alarm is raised and a standing one
-    ends. At a level of 0 or less a set regresses only by a loss that is not finite.
+    SE^2 = SE_item^2 + 2 jitter^2, and t = (delta - tolerance) / SE is compared with Student's quantile at `level`, the
+    false-alarm probability of one comparison, with min(nu, clusters - 1) degrees of freedom (10 for nu if the jitter is
+    not measured). A set regresses if t exceeds the quantile or its loss is not finite. It stays regressed until t is
+    below 1 by each of three errors: the present one, that of the alarm, and that of unmeasured jitter. A large rise
+    inflates the scatter too, and more noise is no recovery. If only the baseline is not finite, no alarm is raised and
+    a standing one ends. At a level of 0 or less a set regresses only if its loss is not finite.
 
     `detectable` is the smallest rise above the best eval that the next eval would show with 80 % power if it had the
-    errors of this one: tolerance + (critical + t_0.8) SE. It is told of the best eval for two reasons: a rise above
+    errors of this one: tolerance + (critical + t_0.8) SE. It refers to the best eval for two reasons: a rise above
     another baseline is at least as large above the best; and the best is usually recent, so that less training lies in
     between and the item error is smaller.
     """
@@ -199,7 +200,10 @@ def observe(
 
 
 def begin_phase(watched: Watched, step: int, nats_N: np.ndarray) -> Watched:
-    """After `observe` at a boundary: its eval is the new baseline `phase_start`; an alarm against the old one ends."""
+    """Make the eval at `step` the new baseline `phase_start`; an alarm against the old one ends.
+
+    Call it after `observe` at a phase boundary; for a set that was not measured there, before its next `observe`.
+    """
     states_B, first_steps_B = watched.states_B.copy(), watched.first_steps_B.copy()
     recovery_deltas_B = watched.recovery_deltas_B.copy()
     states_B[..., PHASE_START], first_steps_B[..., PHASE_START], recovery_deltas_B[..., PHASE_START] = OK, -1, np.nan
@@ -208,18 +212,18 @@ def begin_phase(watched: Watched, step: int, nats_N: np.ndarray) -> Watched:
 
 
 def checkpoint_jitter(watched: Watched) -> tuple[np.ndarray, np.ndarray]:
-    """(jitter, nu), [...] each: how much the means of neighbouring checkpoints scatter, and its degrees of freedom.
+    """(jitter, nu), [...] each: the scatter of the mean losses of neighbouring checkpoints, and its degrees of freedom.
 
-    A straight line against step is fitted to the evals of the history in each phase: jitter^2 = RSS / nu, both summed
-    over the phases, nu = evals - 2 each. The eval before the first update is of no phase. Phases with fewer than 3
-    finite losses are left out; jitter is NaN where all are. What is not a line (a steep start) counts as scatter too.
+    In each phase a straight line against step is fitted to the evals of the history: jitter^2 = RSS / nu, both summed
+    over the phases, with nu = evals - 2 for each. The eval before the first update is in no phase. Phases with fewer
+    than 3 finite losses are left out; if all are, jitter is NaN. Curvature (a steep start) counts as scatter too.
     """
     steps_H, phases_H, losses_XH = watched.history_steps_H, watched.history_phases_H, watched.history_losses_H
     rss, nu = np.zeros(losses_XH.shape[:-1]), np.zeros(losses_XH.shape[:-1], np.int64)
     ends = [*(1 + np.flatnonzero(np.diff(phases_H))), len(phases_H)]
     with np.errstate(invalid="ignore", divide="ignore"):
         for start, end in zip([0, *ends], ends, strict=False):
-            used_XH = np.isfinite(losses_XH[..., start:end])  # those that were never measured are NaN
+            used_XH = np.isfinite(losses_XH[..., start:end])  # empty places of the history are NaN
             num = np.count_nonzero(used_XH, axis=-1)
             x_XH = _centred(steps_H[start:end].astype(np.float64), used_XH, num)
             y_XH = _centred(losses_XH[..., start:end], used_XH, num)
@@ -231,24 +235,25 @@ def checkpoint_jitter(watched: Watched) -> tuple[np.ndarray, np.ndarray]:
 
 
 def error_level(confidence: float, spent: float, planned: int, left: int) -> float:
-    """The level of each comparison of the next eval; 0: no error is left, and no verdict can be given any more.
+    """The false-alarm probability for each comparison of the next eval; 0 if none is left, so no verdict is possible.
 
-    planned: comparisons in the whole run as it is planned now, one for each set, baseline and eval after the first.
-    left: how many of them are still to come, those of the next eval included; 1 or more.
-    Three quarters of the error, 1 - confidence, are divided evenly over the plan. Where a run was extended, some of it
-    is `spent` under an older plan: then three quarters of the rest or less are divided over what is left. So the levels
-    of a run sum to no more than the error, and it may be extended again and again: what a rise must exceed grows
-    slowly, as a quantile does with the logarithm of its level.
+    spent: what earlier comparisons used of the run's false-alarm probability, 1 - confidence.
+    planned: comparisons in the whole run as planned now, one for each set, baseline and eval after the first.
+    left: how many of them are still to come, including those of the next eval; 1 or more.
+    Three quarters of the run's probability are divided evenly over the plan. After an extension, some of it was `spent`
+    under an older plan: then at most three quarters of the rest are divided over what is left. So the levels of a run
+    never sum to more than its probability, however often it is extended. The rise needed for an alarm grows slowly, as
+    a quantile does with the logarithm of its level.
     """
     error = 1 - confidence
     rest = error - spent
-    if rest <= 1e-9 * error:  # what rounding leaves of all that is spent
+    if rest <= 1e-9 * error:  # all of it is spent, up to rounding
         return 0.0
     return min(0.75 * error / planned, rest / (left + planned / 3))
 
 
 class Change(NamedTuple):
-    """A difference of losses and its 95 % interval; NaN where it is not known."""
+    """A difference of losses and its 95 % interval; NaN for what is not known."""
 
     value: float
     low: float
@@ -256,11 +261,11 @@ class Change(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """One set over the phases: its loss at the start and at each phase end (None where not measured).
+    """One set over the phases: its loss at the start and at each phase end (None if not measured).
 
     forgetting: last - best over the start and the phase ends, 0 or more: what a run begins with can be forgotten too.
-    gain: start - last, positive where the set got better.
-    best: where the loss was lowest, 0 at the start, i at the end of phase i - 1; None where no loss is finite.
+    gain: start - last, positive if the set got better.
+    best: where the loss was lowest, 0 at the start, i at the end of phase i - 1; None if no loss is finite.
     """
 
     start: float
@@ -273,11 +278,11 @@ class Transfer(NamedTuple):
 def transfer(
     watched: Watched, ends: Sequence[np.ndarray | None], tokens_N: np.ndarray, document_N: np.ndarray
 ) -> Transfer:
-    """How a set's loss changed over the phases, from its nats at the end of each; None where it was not measured.
+    """How a set's loss changed over the phases, from its nats at the end of each (None if not measured).
 
-    `watched` is the set's memory after the last eval, without leading axes: it holds the start and the scatter of the
-    checkpoints. The set must be measured at the end of the last phase. A checkpoint differs from itself by 0, without
-    error.
+    `watched` is the set's memory after the last eval, without leading axes: it has the start and the scatter of the
+    checkpoints. The set must be measured at the end of the last phase. The difference of a checkpoint from itself is 0,
+    without error.
     """
     start_N, last_N = watched.baseline_nats_BN[START], ends[-1]
     measured = [start_N, *ends]
@@ -303,7 +308,7 @@ def transfer(
 def _errors(
     sem_item: np.ndarray, jitter: np.ndarray, nu: np.ndarray, num_clusters: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(jitter, standard error, degrees of freedom) of a difference between two checkpoints. Both of them jitter."""
+    """(jitter, standard error, degrees of freedom) of a difference between two checkpoints, both of which jitter."""
     few = nu < MIN_NU
     jitter = np.where(few, _UNMEASURED * sem_item, jitter)
     sem = np.sqrt(sem_item * sem_item + 2 * jitter * jitter)
@@ -311,7 +316,7 @@ def _errors(
 
 
 def _unmeasured_sem(sem_item: np.ndarray) -> np.ndarray:
-    """The standard error where the jitter is not measured."""
+    """The standard error if the jitter is not measured."""
     return math.sqrt(1 + 2 * _UNMEASURED**2) * sem_item
 
 
@@ -335,7 +340,7 @@ def _centred(values_XH: np.ndarray, used_XH: np.ndarray, num: np.ndarray) -> np.
 
 
 def _num_distinct(steps_B: np.ndarray, compared_B: np.ndarray) -> np.ndarray:
-    """Comparisons made, those with baselines of the same eval counted once: they are the same comparison."""
+    """How many comparisons were made; baselines that are the same eval count once, as the comparison is the same."""
     distinct = np.zeros(steps_B.shape[:-1], np.int64)
     for b in range(steps_B.shape[-1]):
         repeated = np.any(steps_B[..., :b] == steps_B[..., b : b + 1], axis=-1)

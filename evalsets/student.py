@@ -1,4 +1,4 @@
-"""Student's distribution with a whole number of degrees of freedom: its tail, and the quantiles of it."""
+"""Student's t-distribution with a whole number of degrees of freedom: its tail and its quantiles."""
 
 import math
 from functools import lru_cache
@@ -7,9 +7,9 @@ import numpy as np
 
 
 def student_quantile(tail: float, df: np.ndarray | int) -> np.ndarray:
-    """The t that Student's variable with `df` degrees of freedom (integers) exceeds with probability `tail`.
+    """The t that Student's T with `df` degrees of freedom (integers) exceeds with probability `tail`.
 
-    [..., as df]; inf for a tail of 0, NaN for df below 1. Raises ValueError unless 0 <= tail <= 0.5.
+    In the shape of `df`; inf for a tail of 0, NaN for df below 1. Raises ValueError unless 0 <= tail <= 0.5.
     """
     if not 0 <= tail <= 0.5:
         raise ValueError(f"student_quantile: the tail is {tail}, expected 0 to 0.5")
@@ -21,7 +21,7 @@ def student_quantile(tail: float, df: np.ndarray | int) -> np.ndarray:
 
 @lru_cache(maxsize=4096)
 def _student_quantile(tail: float, df: int) -> float:
-    """By bisection down to neighbouring floats; the tail falls strictly in t."""
+    """By bisection down to neighbouring floats, as the tail falls strictly with t."""
     if df < 1:
         return math.nan
     if tail == 0:
@@ -38,9 +38,10 @@ def student_tail(t: float, df: int) -> float:
     """P(T > t) for Student's T with a whole number of degrees of freedom, t >= 0.
 
     With angle = atan(t / sqrt(df)) and x = cos^2, P(|T| > t) = sin * sum over j = df, df + 2, ... of c_j cos^j,
-    c_j = Gamma((j+1)/2) / (sqrt(pi) Gamma(j/2 + 1)): what Abramowitz & Stegun 26.7.3 and 26.7.4 leave out of the series
-    of 1 (even df) or of 2/pi (pi/2 - angle) (odd df), of which they are the first terms. A difference of near equals
-    has no digits in a far tail: there the rest is summed, whose terms are all positive and fall at least as x^k.
+    c_j = Gamma((j+1)/2) / (sqrt(pi) Gamma(j/2 + 1)). This is the rest of a series for 1 (even df) or for
+    2/pi (pi/2 - angle) (odd df), whose first terms are Abramowitz & Stegun 26.7.3 and 26.7.4. Subtracting the first
+    terms from the whole would cancel all digits of a far tail: there the rest itself is summed, whose terms are all
+    positive and fall at least as fast as x^k.
     """
     root, side = math.sqrt(df), math.hypot(t, math.sqrt(df))
     sin, cos, x = t / side, root / side, df / (df + t * t)

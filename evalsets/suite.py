@@ -21,19 +21,19 @@ class Suite:
     nats_per_token: pure and jittable, (params, inputs_BT, targets_BT) -> (nats_BT float32, correct_BT bool).
       A position may see only the inputs up to itself in its own row: padding follows the scored tokens.
     micro_batch_size: rows of the compiled shape [B, T], for all sets. Results depend on it, and on the number
-      of devices, by rounding only (below 1e-6 relative).
-    put: places a host array, its leading axis the rows of a micro-batch, on the device or devices.
-    results_sharding: where the results of a micro-batch lie; None: where the compiler leaves them. Of a run of
-      several processes all of them must be readable by each, so replicated.
-    one_at_a_time: each micro-batch is waited for before the next is begun.
+      of devices, only by rounding (below 1e-6 relative).
+    put: places a host array, whose leading axis is the rows of a micro-batch, on the device or devices.
+    results_sharding: the sharding of a micro-batch's results; None leaves it to the compiler. With several
+      processes each must be able to read all results, so it must be replicated.
+    one_at_a_time: whether to wait for each micro-batch before starting the next.
 
     Each set is padded on its own to whole micro-batches, so its results depend neither on its place in the
-    suite nor on the other sets, bit for bit. Sets of the same content, under two names, are measured once.
+    suite nor on the other sets, bit for bit. Sets of the same content under two names are measured once.
 
-    Raises ValueError: two sets of one name, sets of different seq_len, micro_batch_size below 1.
+    Raises ValueError for: two sets of one name, sets of different seq_len, micro_batch_size below 1.
 
     evalsets: {name: EvalSet}, in the order given.
-    num_traces: how often the function was traced; stays 1 while the shapes and types of `params` do.
+    num_traces: how often the function was traced; 1 as long as the shapes and types of `params` stay the same.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class Suite:
         self._measure_by(nats_per_token)
 
     def using(self, nats_per_token: NatsPerToken) -> Self:
-        """The same windows, where they lie, measured by another function: compiled apart, traces counted apart."""
+        """The same windows, shared on the device, measured by another function, which is compiled and traced apart."""
         other = copy.copy(self)
         other._measure_by(nats_per_token)
         return other
 
     def compile(self, params: Any) -> None:
-        """Compile for parameters like `params`, arrays or jax.ShapeDtypeStruct: `run` takes no others from then on."""
+        """Compile for parameters like `params`, arrays or jax.ShapeDtypeStruct; from then on `run` takes no others."""
         arrays = next(iter(self._micro_batches.values()))[0]
         self._sum_windows = self._sum_windows.lower(params, *arrays).compile()
 
@@ -97,14 +97,14 @@ class Suite:
         names: Iterable[str] | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> dict[str, WindowResults]:
-        """Measure the named sets (default: all), in that order; no names, no work and an empty result.
+        """Measure the named sets (default: all), in that order; an empty `names` gives an empty result without work.
 
-        If not `one_at_a_time`, every micro-batch is dispatched before the one wait, at the end, for all the results.
-        `progress`, if given, is called after each, which then is waited for, with the rows done and all rows, padding
-        included. A Python loop over micro-batches rather than `lax.map`: a mapped function's shape holds the number of
-        micro-batches, so that each set would need a compilation of its own, or as much padding as the largest set.
+        Unless `one_at_a_time`, all micro-batches are dispatched before a single wait for the results at the end. With
+        `progress`, each micro-batch is waited for, and `progress` is then called with the rows done and all rows,
+        padding included. Micro-batches are looped over in Python: `lax.map` would compile their number into the
+        function, so that each set would need a compilation of its own, or as much padding as the largest set.
 
-        Raises ValueError on a name that is not in the suite.
+        Raises ValueError for a name that is not in the suite.
         """
         names = list(self.evalsets if names is None else names)
         for name in names:
@@ -143,14 +143,14 @@ class Suite:
 
 
 def _micro_batches(array_N: np.ndarray, micro_batch_size: int) -> list[np.ndarray]:
-    """Consecutive pieces of micro_batch_size rows, the last filled up with zeros: token 0, nothing scored."""
+    """Consecutive pieces of micro_batch_size rows, the last padded with zeros: token 0, nothing scored."""
     missing = -len(array_N) % micro_batch_size
     padded = np.pad(array_N, [(0, missing)] + [(0, 0)] * (array_N.ndim - 1))
     return np.split(padded, len(padded) // micro_batch_size)
 
 
 def _sum_pairwise(terms_BT: jax.Array) -> jax.Array:
-    """Sum over T in float32 as a balanced tree, in an order that no compiler or shape of the batch changes.
+    """Sum over T in float32 as a balanced tree, in an order that neither the compiler nor the batch shape changes.
 
     For terms of one sign the relative error is at most ceil(log2 T) * 2^-24, 6e-7 at T = 1,024, where the
     plain loop's bound is (T - 1) * 2^-24, 6e-5.

@@ -1,8 +1,8 @@
-"""Which sequence every row of every batch is, at random access, and the batch itself.
+"""Random access to the data of a run: which sequence each row of any batch is, and the batch itself.
 
-A source is read in blocks of the longest sequence of the run, in a fresh permutation each epoch. Block b holds
-the tokens [b * block_tokens, (b + 1) * block_tokens] with the last one shared with the next block: it is the
-target of the block's last position. Everything here is a pure function of (segments, seed, store sizes).
+A source is read in blocks as long as the run's longest sequence, in a new permutation each epoch. Block b holds
+the tokens [b * block_tokens, (b + 1) * block_tokens], both ends included: the last one is the target of the
+block's last position and also begins the next block. The order is a pure function of (segments, seed, store sizes).
 
 A stream is an array of tokens, whose rows are consecutive tokens, or a `RowStream`, which makes its rows itself.
 """
@@ -24,14 +24,14 @@ class Batch(NamedTuple):
     """One update's sequences: A micro-steps of B rows of T tokens."""
 
     inputs_ABT: np.ndarray  # int32
-    targets_ABT: np.ndarray  # int32, what each input is followed by
+    targets_ABT: np.ndarray  # int32, the token after each input
     loss_mask_ABT: np.ndarray  # bool, True where the target is scored
-    segment_ids_ABT: np.ndarray  # int32, document of each slot within its row, counted from 0; -1: holds none
+    segment_ids_ABT: np.ndarray  # int32, document of each slot, counted from 0 within its row; -1 for an empty slot
     source_ids_AB: np.ndarray  # int32, index into the data plan's `sources`
 
 
 class Row(NamedTuple):
-    """T slots of a stream: what a row of a batch holds, `scored_T` before the masks of the batch."""
+    """T slots of a stream, for one row of a batch; the batch's masks are yet to be applied to `scored_T`."""
 
     inputs_T: np.ndarray
     targets_T: np.ndarray
@@ -40,21 +40,21 @@ class Row(NamedTuple):
 
 
 class RowStream(Protocol):
-    """A stream whose rows are more than consecutive tokens that are all scored.
+    """A stream that makes its rows itself, because they are more than consecutive tokens that are all scored.
 
-    It may also have `read_rows(offsets_R, length) -> Row`, with columns [R, T]; then its rows of a batch are read in
-    one call of that.
+    It may also have `read_rows(offsets_R, length) -> Row`, with columns [R, T], which then reads all its rows of a
+    batch in one call.
     """
 
     def read(self, offset: int, length: int) -> Row:
-        """The `length` slots from slot `offset` on; they never run over the end of a block."""
+        """The `length` slots from slot `offset` on; they never cross the end of a block."""
 
 
 @dataclass(frozen=True, eq=False)
 class TokenStream:
-    """A stream of consecutive tokens, of which only those are scored whose entry of `scored` is True (None: all).
+    """A stream of consecutive tokens; `scored` says of each token whether it is scored (None: all are).
 
-    `eot` and `bos` are as for `document_ids`.
+    `eot` and `bos` are as in `document_ids`.
     """
 
     tokens: Sequence[int]
@@ -88,8 +88,8 @@ def epoch_tokens(num_tokens: int, block_tokens: int) -> int:
 def document_ids(tokens_BT: np.ndarray, eot: int, bos: int | None = None) -> np.ndarray:
     """The document of each slot of rows of consecutive tokens, counted from 0 within the row: int32.
 
-    As an input, end-of-text opens the next document, as in evals; as a target it closes the one before. Where `bos`,
-    another id, follows it, that opens the document instead.
+    As an input, end-of-text opens the next document, as in evals; as a target, it closes the one before. A `bos` other
+    than `eot` opens a document too, and an end-of-text right before it does not.
     """
     opens_BT = tokens_BT == eot
     if bos not in (None, eot):
@@ -97,7 +97,7 @@ def document_ids(tokens_BT: np.ndarray, eot: int, bos: int | None = None) -> np.
         opens_BT[..., :-1] &= ~is_bos_BT[..., 1:]
         opens_BT |= is_bos_BT
     opens_BT[..., 0] = True  # a row begins with its document 0
-    # Documents are long: to repeat each number over its document is quicker than to count slot by slot.
+    # Documents are long: repeating each number over its document is faster than counting slot by slot.
     starts_N = opens_BT.reshape(-1).nonzero()[0]
     ends_N = np.empty_like(starts_N)
     ends_N[:-1], ends_N[-1:] = starts_N[1:], opens_BT.size
@@ -111,8 +111,8 @@ def document_ids(tokens_BT: np.ndarray, eot: int, bos: int | None = None) -> np.
 class DataPlan:
     """The order of all sequences of a run.
 
-    `tokens_per_epoch` gives each source's size in whole blocks (`epoch_tokens` of a plain stream). A source may be
-    absent if no batch that is asked for draws from it.
+    `tokens_per_epoch` is the size of each source in tokens, a multiple of `block_tokens` (`epoch_tokens` of a plain
+    stream). A source may be missing as long as no requested batch draws from it.
     """
 
     def __init__(self, schedule: Schedule, seed: int, tokens_per_epoch: Mapping[str, int], block_tokens: int):
@@ -131,9 +131,9 @@ class DataPlan:
                     raise ValueError(f"source {name}: got no block of {block_tokens} tokens, expected at least one")
 
     def draws(self, first_step: int, num_steps: int = 1) -> list[Draws]:
-        """The rows of each of `num_steps` batches from `first_step` on; any step, no state.
+        """The rows of each of `num_steps` batches from `first_step` on, at random access.
 
-        Many steps at a time cost a fraction of one by one.
+        Many steps in one call cost a fraction of one call per step.
         """
         by_step: list[Draws] = []
         step, end = first_step, first_step + num_steps
@@ -175,17 +175,17 @@ class DataPlan:
     ) -> Batch:
         """The batch of update `step`, from each source's stream: an array or memory map of tokens, or a RowStream.
 
-        `mask_boundary_loss` leaves the first token of each document unscored: the target of an end-of-text. Without
-        `train_on_eos` the targets that are end-of-text are not scored. Where the tokenizer has a `bos` of its own, that
-        opens documents: it is never scored, for nothing ahead of it tells of it. `draws` may hand in this step's
-        rows where they were worked out many steps at a time.
+        `mask_boundary_loss` leaves the first token of each document, the target of an end-of-text, unscored. Without
+        `train_on_eos`, targets that are end-of-text are not scored. A `bos` other than `eot` opens documents and is
+        never scored, since nothing before it predicts it; `mask_boundary_loss` then also leaves the token after it
+        unscored. `draws` are this step's rows, if they were computed already, many steps at a time.
 
         `rows` selects among the B rows of each micro-step: only those are read, and the batch is `[:, rows]` of the
         whole one.
         """
         segment = self.schedule.segment_at(step)
         draws = self.draws(step)[0] if draws is None else draws
-        num_micro = math.gcd(grad_accum, segment.batch_size)  # steps of another batch size may be trained again
+        num_micro = math.gcd(grad_accum, segment.batch_size)  # a step trained again may have another batch size
         if rows is not None:
             draws = Draws(*(column.reshape(num_micro, -1)[:, rows].reshape(-1) for column in draws))
         by_source = [streams.get(name) for name in self.sources]
@@ -217,7 +217,7 @@ class DataPlan:
 
 
 def _consecutive_tokens(streams: Sequence, draws: Draws, length: int) -> np.ndarray:
-    """The tokens of rows and the one after each, [B, T + 1], where every stream is an array: of the streams' type."""
+    """The tokens of each row and the one after it, [B, T + 1], in the streams' type. Every stream is an array."""
     cuts, end = [_cut(stream) for stream in streams], length + 1
     spans = zip(draws.source.tolist(), draws.offset.tolist(), strict=True)
     tokens_B = [cuts[source](offset, offset + end) for source, offset in spans]
@@ -225,9 +225,9 @@ def _consecutive_tokens(streams: Sequence, draws: Draws, length: int) -> np.ndar
 
 
 def _cut(stream: Sequence) -> Callable[[int, int], np.ndarray]:
-    """The function that gives the tokens [start, stop) of a stream: its own `between`, or slices of an array.
+    """The function that gives the tokens [start, stop) of a stream: its own `between`, or a slice of the array.
 
-    A memory map is sliced as the plain array that it is at bottom, which is ten times as fast.
+    A memory map is sliced through a plain array view, which is ten times as fast.
     """
     if isinstance(stream, np.memmap):
         stream = stream.view(np.ndarray)
@@ -235,7 +235,7 @@ def _cut(stream: Sequence) -> Callable[[int, int], np.ndarray]:
 
 
 def _rows(streams: Sequence, draws: Draws, length: int, eot: int, bos: int | None) -> tuple[np.ndarray, ...]:
-    """The columns of `Row` [B, T], of streams of any kind; one that has `read_rows` is read in one call."""
+    """The columns of `Row`, [B, T], from streams of any kind; a stream that has `read_rows` is read in one call."""
     shape = len(draws.source), length
     columns = tuple(np.empty(shape, dtype) for dtype in (np.int32, np.int32, bool, np.int32))
     for source in np.unique(draws.source).tolist():

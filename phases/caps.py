@@ -1,4 +1,4 @@
-"""The segments of one phase: where a source comes to its cap the phase goes on without it, or the run stops."""
+"""The segments of one phase: when a source reaches its cap, the phase goes on without it, or the run stops."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phases.curriculum import Declared
 from phases.mixture import normalised
 from phases.schedule import Segment, SourceSupply
 
-_PARTS = 64  # into which a search cuts a segment: counts of many steps take little longer than those of one
+_PARTS = 64  # that a search cuts its range into: counts at many steps take little longer than at one
 
 
 def phase_segments(
@@ -22,10 +22,11 @@ def phase_segments(
 ) -> tuple[list[Segment], bool]:
     """The segments of a phase, and whether the run stops with the last of them.
 
-    The phase begins as `segment` and lasts until its end, or until its goal is reached before. A source at its cap ends
-    a segment; what follows is what its on_exhaust says. Where only the update that would reach the goal exceeds the cap
-    of the goal's own source, the phase ends before it, but with `stop` the run. Adds to `warnings`. Raises
-    ScheduleError where a cap would be exceeded, or the goal is not reached.
+    The phase begins as `segment` and lasts until that ends or its goal is reached, whichever comes first. When a source
+    reaches its cap, the segment ends there, and the source's `on_exhaust` decides what follows. If only the update that
+    would reach the goal exceeds the cap of the goal's own source, the phase ends before that update; with `stop`, the
+    run does. Appends to `warnings`. Raises ScheduleError if a source with `on_exhaust: error` would exceed its cap, if
+    no source is left, or if the goal is not reached.
     """
     path, goal = declared.path, declared.goal
 
@@ -75,7 +76,7 @@ def phase_segments(
 
 
 def ends_at_cap(goal: EpochGoal, segment: Segment, supplies: Mapping[str, SourceSupply]) -> bool:
-    """Whether a phase that has come to the end of `segment` ends there as the goal's source comes to its cap."""
+    """Whether a phase ends with `segment` because its next update would exceed the cap of the goal's source."""
     supply = supplies[goal.source]
     if goal.tokens is None or supply.on_exhaust == "stop" or not _within_cap(goal, supply):
         return False
@@ -83,12 +84,12 @@ def ends_at_cap(goal: EpochGoal, segment: Segment, supplies: Mapping[str, Source
 
 
 def _within_cap(goal: EpochGoal, supply: SourceSupply) -> bool:
-    """Whether the goal asks for no more epochs than the cap: in tokens it is rounded up, and the cap down."""
+    """Whether the goal asks for no more epochs than the cap. In tokens, the goal is rounded up and the cap down."""
     return supply.cap_tokens is not None and goal.tokens <= supply.cap_tokens + 1
 
 
 def _first_exhausted(segment: Segment, supplies: Mapping[str, SourceSupply]) -> tuple[int, str] | None:
-    """(update, source) of the first batch that would exceed a source's cap, or None; of several the first by name."""
+    """(update, source) of the first batch that would exceed a cap, or None; of several sources the first by name."""
     limits = {
         name: max(cap, segment.cursors[name])
         for name in segment.quotas.sources
@@ -105,7 +106,7 @@ def _first_exhausted(segment: Segment, supplies: Mapping[str, SourceSupply]) -> 
 
 
 def first_step(segment: Segment, end: int, reached: Callable[[np.ndarray], np.ndarray]) -> int | None:
-    """The first step in (start, end] at which a condition that stays true once it is true holds; not yet at `start`."""
+    """The first step in (segment.start, end] at which `reached` holds, or None. Once true, `reached` must stay true."""
     low, high = segment.start, end
     if low == high or not reached(np.array([high]))[0]:
         return None

@@ -1,4 +1,4 @@
-"""What can be told of phases before any step is resolved: (path in the config, message) pairs."""
+"""Checks of phases that need no resolved step. Problems are (path in the config, message) pairs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from phases.clocks import MOST_SEQUENCES, MOST_TOKENS, no_such_source, short
 from phases.schedule import Phase, SourceSupply
 
-NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")  # of what becomes part of a file's or a folder's name
+NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")  # of anything that becomes part of a file or folder name
 EXPECTED_NAME = "expected letters, digits, '_' and '-', at most 100"
-_SHAPES = {"seq_len": (2, 2**24), "batch_size": (1, 2**20), "grad_accum": (1, 10**9)}  # least and most, of a phase
+_SHAPES = {"seq_len": (2, 2**24), "batch_size": (1, 2**20), "grad_accum": (1, 10**9)}  # least and most in a phase
 
 
 class ScheduleError(ValueError):
@@ -66,7 +66,7 @@ def check_phases(phases: Sequence[Phase], sources: Sequence[str]) -> list[tuple[
 
 
 def check_lengths(phases: Sequence[Phase], seq_len: int) -> list[tuple[str, str]]:
-    """Sequences that do not cut the blocks of the longest one evenly; `seq_len` is train's."""
+    """Problems of sequence lengths that do not divide the longest one; `seq_len` is train.seq_len."""
     lengths = {f"phases[{i}].seq_len": phase.seq_len for i, phase in enumerate(phases) if phase.seq_len is not None}
     longest_path, longest = max([("train.seq_len", seq_len), *lengths.items()], key=lambda item: item[1])
     if len(lengths) < len(phases):
@@ -82,7 +82,7 @@ def check_lengths(phases: Sequence[Phase], seq_len: int) -> list[tuple[str, str]
 def check_bounds(
     supplies: Mapping[str, SourceSupply], total_steps: int, batch_size: int, seq_len: int
 ) -> list[tuple[str, str]]:
-    """Numbers that the arithmetic cannot hold; batch and sequence are the largest of the run."""
+    """Problems of runs too large for the arithmetic and of bad `max_epochs`; the sizes are the run's largest."""
     problems = []
     sequences = total_steps * batch_size
     if sequences > MOST_SEQUENCES or sequences * seq_len > MOST_TOKENS:

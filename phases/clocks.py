@@ -21,7 +21,7 @@ MOST_SEQUENCES, MOST_TOKENS = 2**42, 2**62
 
 
 def resolve_steps(value: int | str, total_steps: int) -> int:
-    """A number of steps, given as such or as a percentage of the run (rounded up). ValueError if it is neither."""
+    """A number of steps, given as such or as a percentage of the run (rounded up). Raises ValueError for others."""
     if isinstance(value, int):
         if not 0 <= value <= MOST_SEQUENCES:
             raise ValueError(f"got {short(value)}, expected 0 or more steps, and at most 2**42")
@@ -32,7 +32,7 @@ def resolve_steps(value: int | str, total_steps: int) -> int:
 
 
 class EpochGoal(NamedTuple):
-    """A clock in epochs: reached once `tokens` of `source` are read since the run's start; None: size unknown."""
+    """A clock in epochs: reached once the cursor of `source` is at `tokens`, None if its size is unknown."""
 
     source: str
     tokens: int | None
@@ -40,12 +40,12 @@ class EpochGoal(NamedTuple):
 
 
 class TokenGoal(NamedTuple):
-    """A clock in tokens: reached once all updates since the run's start have so many slots together."""
+    """A clock in tokens: reached once the updates since the run's start have `tokens` slots in total."""
 
     tokens: Fraction
 
     def step(self, segments: Sequence[Segment], tokens_per_step: int) -> int:
-        """The step at which it is reached, where updates after those segments have `tokens_per_step` slots each."""
+        """The step at which it is reached, if updates after `segments` have `tokens_per_step` slots each."""
         tokens, start = self.tokens, 0
         for segment in segments:
             of_update, num_steps = segment.batch_size * segment.seq_len, segment.end - segment.start
@@ -59,7 +59,7 @@ class TokenGoal(NamedTuple):
 def read_clock(
     until: int | str, supplies: Mapping[str, SourceSupply], total_steps: int, sizes_to_come: bool
 ) -> int | EpochGoal | TokenGoal:
-    """The exclusive end of a phase: a step, or what has to be read for it. ValueError if it is no clock."""
+    """The exclusive end of a phase: a step, or the goal whose reaching ends it. Raises ValueError if there is none."""
     if isinstance(until, int):
         if abs(until) > MOST_TOKENS:
             raise ValueError(f"got {short(until)}, expected a step of the run")
@@ -88,14 +88,14 @@ def read_clock(
 
 
 def in_epochs(until: int | str) -> bool:
-    """Whether a clock counts what is read of a source."""
+    """Whether `until` is a clock in epochs of a source."""
     return isinstance(until, str) and _EPOCHS.fullmatch(until.strip()) is not None
 
 
 def clock_step(until: int | str, total_steps: int, past: Sequence[Segment]) -> int | None:
-    """The step that `until` means in a run that has this past.
+    """The step that `until` means in a run with this past.
 
-    None for a clock in epochs, for one in tokens that lies beyond the past, and for text that is no clock.
+    None for a clock in epochs, for one in tokens that is reached only after the past, and for text that is no clock.
     """
     try:
         clock = read_clock(until, {}, total_steps, True)
@@ -108,7 +108,7 @@ def clock_step(until: int | str, total_steps: int, past: Sequence[Segment]) -> i
 
 
 def reached(clock: int | EpochGoal | TokenGoal, schedule: Schedule, step: int) -> bool:
-    """Whether a clock is reached by a step of a schedule; no clock is in epochs of unknown size."""
+    """Whether a clock is reached by `step` of a schedule; one in epochs of unknown size never is."""
     if isinstance(clock, EpochGoal):
         return clock.tokens is not None and schedule.cursors_at(step).get(clock.source, 0) >= clock.tokens
     if isinstance(clock, TokenGoal):
@@ -117,7 +117,7 @@ def reached(clock: int | EpochGoal | TokenGoal, schedule: Schedule, step: int) -
 
 
 def short(value: int | str) -> str:
-    """What was got, for a message, whatever its length."""
+    """A value for an error message, shortened if it is long."""
     if isinstance(value, int):
         return str(value) if abs(value) < 10**30 else "a number of more than 30 digits"
     return repr(value if len(value) <= 60 else value[:60] + "...")

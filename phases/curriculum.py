@@ -1,4 +1,4 @@
-"""What a schedule is resolved from, and its numbers as steps, however they are given."""
+"""The input that a schedule is resolved from, and its step counts as numbers, however the config gives them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from phases.schedule import Phase, SourceSupply
 
 @dataclass(frozen=True)
 class Curriculum:
-    """All that a schedule is resolved from: phases in order, what there is of each source, and the run's numbers.
+    """All that a schedule is resolved from: phases in order, the supply of each source, and the run's numbers.
 
-    `lr` is the run's global learning rate, meant for `batch_size` (see `lr.scale_lr_by_batch`), and `total_steps` are
-    the updates that it is to have. `batch_size`, sequences per update, and `seq_len`, tokens per sequence, are those of
-    phases that have none of their own.
-    `settled` are steps that stay what they came to, by name. `optim.warmup_steps`, `PHASE.ramp_steps` and
-    `PHASE.lr.rewarm_steps` are given as a share of the run and had begun before `total_steps` changed. `PHASE.until` is
-    a clock in epochs, of a phase some of whose data were passed over: it would count these too.
+    `total_steps` is the number of updates. `batch_size` (sequences per update) and `seq_len` (tokens per sequence) are
+    those of phases that have none of their own. `lr` is the run's global learning rate, meant for `batch_size` (see
+    `lr.scale_lr_by_batch`).
+
+    `settled` has step counts that are not resolved again, by name. `optim.warmup_steps`, `PHASE.ramp_steps` and
+    `PHASE.lr.rewarm_steps` are settled if they are given as a share of the run and had begun before `total_steps`
+    changed. `PHASE.until` is settled if it is in epochs and some of the phase's data were passed over, since the clock
+    would count these too.
     """
 
     phases: Sequence[Phase]
@@ -34,9 +36,9 @@ class Curriculum:
 
 
 class Declared(NamedTuple):
-    """A phase, and its numbers as steps. `path` is where the config declares it.
+    """A phase with its step counts as numbers. `path` is where the config declares it.
 
-    `clock` is the step at which the phase ends, or what has to be read for its end.
+    `clock` is the step at which the phase ends, or the goal whose reaching ends it.
     """
 
     path: str
@@ -56,7 +58,7 @@ class Declared(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """The steps of the global learning rate, and the phases."""
+    """The step counts of the global learning rate, and the phases with theirs."""
 
     warmup_steps: int
     decay_steps: int
@@ -64,7 +66,7 @@ class Numbers(NamedTuple):
 
 
 def read_numbers(curriculum: Curriculum, sizes_to_come: bool) -> tuple[Numbers, list[tuple[str, str]]]:
-    """(the numbers, problems) with 0 in the place of each that cannot be read; `sizes_to_come` as in `resolve`."""
+    """(the numbers, problems), with 0 for each number that cannot be read; `sizes_to_come` is as in `resolve`."""
     lr, supplies, total_steps = curriculum.lr, curriculum.supplies, curriculum.total_steps
     problems: list[tuple[str, str]] = []
 

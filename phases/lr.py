@@ -59,9 +59,9 @@ class LrProgram:
 
 @dataclass(frozen=True)
 class LrPiece:
-    """From update `start` on the rate goes from `first` to `last`, reached at the `steps`-th update, and stays.
+    """From update `start` on, the rate moves from `first` to `last` within `steps` updates, and then stays.
 
-    A piece holds until the next one starts. The k-th update of a piece (from 1) has moved k / steps of the way.
+    A piece holds until the next one starts. Its k-th update (from 1) has moved k / steps of the way.
     """
 
     start: int
@@ -73,7 +73,7 @@ class LrPiece:
 
 
 def shaped(moved: np.ndarray, shape: str) -> np.ndarray:
-    """How far a rate or a mixture has gone, both ends kept, when `moved` of its steps is over, from 0 to 1."""
+    """How far a rate or mixture has moved once the fraction `moved` of its steps is done; 0 and 1 stay 0 and 1."""
     if shape == "cosine":
         return 0.5 - 0.5 * np.cos(np.pi * moved)
     return np.sqrt(moved) if shape == "1-sqrt" else moved  # the root: Hägele et al. 2024, arXiv:2405.18392
@@ -92,14 +92,14 @@ def learning_rate(pieces: Sequence[LrPiece], steps) -> np.ndarray:
 
 
 def lr_scale(schedule: LrSchedule, batch_size: int, meant_for: int) -> float:
-    """What every rate is multiplied by in updates of `batch_size` sequences."""
+    """The factor on every rate in updates of `batch_size` sequences, if the rates are `meant_for` another size."""
     return math.sqrt(batch_size / meant_for) if schedule.scale_lr_by_batch == "sqrt" else 1.0
 
 
 class PhaseSpan(NamedTuple):
-    """The updates [start, end) of a phase, its program, and how many of them re-warm and decay by that.
+    """The updates [start, end) of a phase, its own learning rate, and how many of the updates re-warm and decay.
 
-    `path` is where the config declares the phase. One that only the past knows of has neither a path nor a program.
+    `path` is where the config declares the phase. One known only from the past has neither a path nor a program.
     """
 
     start: int
@@ -111,14 +111,14 @@ class PhaseSpan(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """What the pieces of a run have to fit: rates that stand already, and the segments' `lr_scale`.
+    """What the pieces of a run have to fit: the rates of the past, and the segments' `lr_scale`.
 
-    Updates before `past_end` keep the rates that they had, `past_rate(update)`: the pieces hold from `past_end` on.
-    `scales` are (update, the factor from there on) pairs; all these rates are without it.
+    Updates before `past_end` keep their rates, `past_rate(update)`: the pieces hold from `past_end` on. `scales` are
+    pairs of an update and the factor from there on. All rates here are without that factor.
     """
 
     past_end: int = 0
-    past_rate: Callable[[int], float] | None = None  # where past_end is above 0
+    past_rate: Callable[[int], float] | None = None  # needed if past_end is above 0
     scales: Sequence[tuple[int, float]] = ((0, 1.0),)
 
     def scale(self, step: int) -> float:
@@ -135,10 +135,10 @@ def lr_pieces(
     decay_steps: int,
     standing: Standing = NOTHING_STANDS,
 ) -> tuple[LrPiece, ...]:
-    """The pieces of a run of these phases; `warmup_steps` and `decay_steps` are those of `schedule`, resolved.
+    """The pieces of a run of these phases; `warmup_steps` and `decay_steps` are those of `schedule`, in updates.
 
     A re-warming begins at the scaled rate of the update before the phase, even if the phase has another scale.
-    Otherwise a rate that stays is the same before scaling, and a new scale changes it.
+    Elsewhere a rate that is held is held before scaling, so a new scale changes it.
     """
     total = spans[-1].end
     floor = schedule.lr * schedule.min_lr_ratio
@@ -153,7 +153,7 @@ def lr_pieces(
         pieces.append(LrPiece(start, 1, "linear", rate, rate))
 
     def follow_global(start, rate):
-        """Stay at the rate that was found until the global decay begins, then go down with it."""
+        """Hold `rate` until the global decay begins, then decay from it."""
         if start < decay_start:
             hold(start, rate)
         if decay_start < math.inf:
@@ -194,7 +194,7 @@ def first_jump(pieces: Sequence[LrPiece], standing: Standing = NOTHING_STANDS) -
     """(update, rate before, rate) of the first jump: a change by more than 2x from one update to the next.
 
     Changes inside a warm-up, a re-warming of at least 2 updates or a decay are not jumps, except those caused by
-    `lr_scale`. A decay starts at its `first` rate: a change to that one by more than 2x is a jump. Where the past ends
+    `lr_scale`. A decay counts from its `first` rate: a change to that rate by more than 2x is a jump. If the past ends
     inside a piece that gives the past's last rate, that piece goes on, and there is no jump.
     """
     past_end, scales = standing.past_end, standing.scales

@@ -11,8 +11,8 @@ from its exact share than
 
     1/2 x sum over the nodes from the leaf up to the root's child of share(leaf) / share(node).
 
-The tree is built from the leaves up so that this stays small for every source. Along a ramp the shares move, and
-the same sum is kept small at both ends and between them; `Quotas.error_bound` tells its largest value.
+The tree is built from the leaves up so that this bound stays small for every source. Along a ramp the shares move,
+and it is kept small at both ends and between them; `Quotas.error_bound` is its largest value.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HALF = 1 << (_UNIT_BITS - 1)
 
 
 def normalised(mixture: Mapping[str, float]) -> dict[str, float]:
-    """The shares of a mixture of any scale: they add up to 1; one that is 0, or too small for a float, is left out."""
+    """A mixture of any scale as shares that add up to 1, without those that are 0 or too small for a float."""
     total = math.fsum(mixture.values())
     return {name: weight / total for name, weight in mixture.items() if weight > 0 and weight / total > 0}
 
@@ -46,7 +46,7 @@ class _Split:
         self._tail_light = light / tail_own if tail_own > 0 else 0.0
 
     def to_left(self, counts: np.ndarray) -> np.ndarray:
-        """L(m) for each m; monotone, and m - L(m) is monotone too, so that the two children share out exactly."""
+        """L(m) for each m. Both L(m) and m - L(m) are monotone, so each sequence goes to exactly one child."""
         units = counts << _UNIT_BITS
         if len(self._own_K) == 1:  # without a ramp
             return (self._tail(units) + _HALF) >> _UNIT_BITS
@@ -64,7 +64,7 @@ class _Split:
         return (self._left_K[knot] + left + _HALF) >> _UNIT_BITS
 
     def _tail(self, offset: np.ndarray) -> np.ndarray:
-        """The left child's units of those from the last knot on."""
+        """The left child's units among `offset` units after the last knot."""
         # The lighter child is computed and the heavier is what remains: a share of at most 1/2 cannot be
         # rounded up twice between neighbours, whatever float64 does.
         light = np.floor(offset * self._tail_light).astype(np.int64)
@@ -72,12 +72,11 @@ class _Split:
 
 
 class Quotas:
-    """The order of sources inside one segment, by position (sequences since the segment's start).
+    """The order of sources inside one segment, by position (sequences since its order of data began).
 
-    Sequences are drawn by `mixture` (source to proportion, any positive scale). With a ramp they are drawn by
-    (1 - x) `ramp_from` + x `mixture` during the steps whose progress x stands in `ramp_progress`, of
-    `batch_size` sequences each, and by `mixture` after them, without end. Nothing depends on where the segment
-    ends, nor on the order in which sources are named.
+    Sequences are drawn by `mixture` (source to proportion, any positive scale). With a ramp they are first drawn by
+    (1 - x) `ramp_from` + x `mixture`, for one step of `batch_size` sequences per x in `ramp_progress`, and then by
+    `mixture`, without end. Nothing depends on where the segment ends or on the order in which sources are named.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class Quotas:
         self._root = _splits(tree, units_SK, last_S)[0]
 
     def counts(self, positions) -> np.ndarray:
-        """Sequences taken of each source before each position: shape `positions.shape + (num_sources,)`."""
+        """Sequences taken from each source before each position: shape `positions.shape + (num_sources,)`."""
         positions = np.asarray(positions, np.int64)
         out = np.zeros((positions.size, len(self.sources)), np.int64)
 
@@ -117,7 +116,7 @@ class Quotas:
         return out.reshape(*positions.shape, len(self.sources))
 
     def locate(self, positions) -> tuple[np.ndarray, np.ndarray]:
-        """(source index into `sources`, sequences of that source before it) of each position of a 1-D array."""
+        """(source index into `sources`, sequences of that source before it) for each position in a 1-D array."""
         positions = np.asarray(positions, np.int64)
         source, before = np.empty(len(positions), np.int64), np.empty(len(positions), np.int64)
 
@@ -138,9 +137,9 @@ class Quotas:
 def _tree(shares: bytes, num_points: int):
     """(tree of nested pairs of source indices, its error bound in sequences) for shares at some points of a ramp.
 
-    `shares` are float64, by point and source. The two nodes are joined next whose leaves would then have the least
-    bound, heavy pairs later than light ones. Ties go by name order, so the tree never depends on the order of
-    declaration. Kept, because the segments of a schedule are made anew again and again with the same shares.
+    `shares` are the bytes of a float64 array [points, sources]. Each round joins the two nodes whose leaves would then
+    have the smallest worst bound, with a penalty on heavy pairs. Ties go by name order, so the tree does not depend on
+    the order of declaration. Cached, because segments are made again and again with the same shares.
     """
     shares_XS = np.frombuffer(shares).reshape(num_points, -1)
     num_sources = shares_XS.shape[1]
@@ -149,8 +148,8 @@ def _tree(shares: bytes, num_points: int):
     nodes = list(range(num_sources))  # slot -> subtree
     slot_S = np.arange(num_sources)  # leaf -> the slot of its subtree
     share_XN = shares_XS.copy()  # by slot
-    bound_XS = np.ones((num_points, num_sources))  # sum so far, the leaf's present subtree included
-    joined_N = np.zeros(num_sources, bool)  # slots that are no more: each is part of another
+    bound_XS = np.ones((num_points, num_sources))  # sum so far, including the leaf's current subtree
+    joined_N = np.zeros(num_sources, bool)  # slots that were merged into another
 
     def join_costs(slot):
         """Cost of joining `slot` with each other slot: worst bound of the leaves in both, plus the weight."""
@@ -193,7 +192,7 @@ def _tree(shares: bytes, num_points: int):
 
 
 def _divisor(whole):
-    """What a part of a share is divided by; where the whole is nothing the part is too, and its ratio is 0."""
+    """`whole` as the divisor of its parts, with 1 in place of 0: the parts of 0 are 0, and so is their ratio then."""
     return np.where(whole > 0, whole, 1.0)
 
 

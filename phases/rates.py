@@ -1,4 +1,4 @@
-"""The learning rate of a whole schedule: its pieces given to the segments, and what is wrong with them."""
+"""The learning rate of a whole schedule: assigns its pieces to the segments and checks them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RateSpan(NamedTuple):
 
 
 def rate_spans(schedule: Schedule) -> list[RateSpan]:
-    """Which piece of the learning rate holds when: the longest spans, in order and without a gap."""
+    """Which piece of the learning rate holds when: in order, without gaps, equal neighbours merged."""
     spans: list[RateSpan] = []
     for segment in schedule.segments:
         starts = [min(max(piece.start, segment.start), segment.end) for piece in segment.lr]
@@ -39,10 +39,10 @@ def rate_spans(schedule: Schedule) -> list[RateSpan]:
 def with_rates(
     segments: Sequence[Segment], num_past: int, curriculum: Curriculum, numbers: Numbers
 ) -> tuple[tuple[Segment, ...], list[str]]:
-    """The segments with their `lr` and `lr_scale`, and warnings of settings that do nothing.
+    """The segments with their `lr` and `lr_scale`, and warnings about settings that do nothing.
 
     The first `num_past` segments have theirs already and keep them. `numbers` are those of the curriculum. Raises
-    ScheduleError for a rate that jumps, unless `allow_jump` is set.
+    ScheduleError if the rate jumps, unless `allow_jump` is set.
     """
     lr, past = curriculum.lr, segments[:num_past]
     ahead = [replace(s, lr_scale=lr_scale(lr, s.batch_size, curriculum.batch_size)) for s in segments[num_past:]]
@@ -79,7 +79,7 @@ def _span_at(spans: Sequence[PhaseSpan], step: int) -> PhaseSpan:
 def _check_jump(
     pieces: Sequence[LrPiece], standing: Standing, segments: Sequence[Segment], spans: Sequence[PhaseSpan]
 ) -> None:
-    """Raise ScheduleError for the first jump of the rate, at the setting that mends it."""
+    """Raise ScheduleError for the first jump of the rate, with the path of the setting that fixes it."""
     jump = first_jump(pieces, standing)
     if jump is None:
         return

@@ -1,4 +1,4 @@
-"""Replay: more of one source from a step on to the end of its phase, against what a model forgets."""
+"""Replay: a larger share of one source, from a step to the end of the phase, to counter forgetting."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from phases.curriculum import Curriculum
 from phases.resolve import resolve
 from phases.schedule import Schedule, Segment, cut
 
-_SMALLEST_SHARE = 0.01  # the least that is multiplied: a source with no share has to get one
-_ROUNDING = 1e-12  # of shares
+_SMALLEST_SHARE = 0.01  # smaller shares are multiplied as if they were this, so that one of 0 is raised too
+_ROUNDING = 1e-12  # error of a share that counts as 0
 
 
 class ReplayRefused(ScheduleError):
@@ -29,9 +29,9 @@ class ReplayRefused(ScheduleError):
 class Replay:
     """An edited schedule, and the part of it that is `past`: frozen up to the end of the phase (`until`).
 
-    `resolve` makes the schedule from the past again, but where a source stops the run at `until`: after the past alone
-    the phase would begin anew, with quotas of its own, which may not be over the cap at once.
-    The mixtures are those of the first update that it changes, before and after the edit.
+    `resolve` gives the same schedule from the past again, except if a source stops the run at `until`: from the past
+    alone, the phase would go on in a new order of data, whose first update may still be within the cap. The mixtures
+    are those of the first update that the edit changes, before and after it.
     """
 
     schedule: Schedule
@@ -54,11 +54,13 @@ def raise_share(
 ) -> Replay:
     """Raise the share of `source` to min(max_share, factor x max(share, 0.01)) from update `step` on.
 
-    It lasts to the end of the phase that owns the update. `spared` sources keep their shares; the others give what is
-    added, and keep their proportions to each other. Both ends of a ramp under way are raised, each where the others
-    have enough to give. A share is never lowered. The curriculum is the one that `schedule` was resolved from. Raises
-    ReplayRefused where there is nothing to raise or to give for it, and where the edited schedule would not resolve (a
-    cap exceeded, an epoch clock missed) or would end the run at another step.
+    The share stays raised to the end of the phase that owns the update, and is never lowered. `spared` sources keep
+    their shares; the others give up what is added and keep their proportions to each other. If a ramp is under way, the
+    share is raised in both of its mixtures, in each only if the others have enough to give. `curriculum` is the one
+    that `schedule` was resolved from.
+
+    Raises ReplayRefused if no more of the source would be read, if the others have not enough to give, or if the edited
+    schedule would not resolve (a cap exceeded, an epoch clock missed) or would end the run at another step.
     """
     if source not in curriculum.supplies:
         raise ReplayRefused(f"there is no source {source}")

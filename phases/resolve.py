@@ -1,4 +1,4 @@
-"""From phases to segments: every clock a step, every ramp and cap in place, every rate a number, before step 0."""
+"""Turns phases into segments before step 0: clocks become steps, ramps and caps are applied, rates become numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phases.mixture import normalised
 from phases.rates import with_rates
 from phases.schedule import NOT_DATA, Ramp, Schedule, Segment, SourceSupply, cut, joined
 
-MOST_NAMED = 4  # phases that a warning is told of one by one, and sources in it
+MOST_NAMED = 4  # most phases that get a warning each, and most sources that one names
 
 
 def resolve(
@@ -24,23 +24,23 @@ def resolve(
     going_on: Segment | None = None,
     sizes_to_come: bool = False,
 ) -> Schedule | None:
-    """Turn phases into segments: every clock a step, every ramp and cap in place, every rate a number.
+    """Turn phases into segments: clocks become steps, ramps and caps are applied, rates become numbers.
 
-    Where a segment begins, the cursor of each source that it reads is rounded up to a whole number of its sequences, so
-    that no sequence runs over the end of a block; the tokens between are passed over.
+    When a new order of data begins, the cursor of each source that it reads is rounded up to a whole number of
+    sequences, so that no sequence crosses the end of a block. The tokens in between are passed over.
 
-    A source of unknown size is never exhausted, and an `until` in epochs of it is a problem, but with
-    `sizes_to_come`: then the phases from there on stay unresolved, all that needs no size is checked, and None is
-    returned. So it is with the phases after one that reads a source of unknown size that may stop the run: it may end
-    before them, and the rates follow from its end.
+    A source of unknown size is never exhausted, and an `until` in its epochs is a problem. With `sizes_to_come` it is
+    none: everything that needs no size is checked, the phases from that one on stay unresolved, and None is returned.
+    The same holds after a phase that reads a source of unknown size that may stop the run: the run may end there, and
+    the learning rates depend on its end.
 
-    `past` are the segments that stand already. They are taken over with their data and rates, and the phases decide
-    what follows. If the last phase of the past is declared to end later, it goes on; otherwise the next one begins. A
-    phase that goes on keeps the order of data that the past has, if the phase as it is declared now would have had the
-    same order from its first step on. Otherwise a new segment begins, with the declared mixture and with the ramp as
-    far as it had come. Caps and clocks count what the past has read, of sources that are no longer declared too.
-    `going_on` takes the place of the segment that follows the past, up to the end of its phase.
-    Raises ScheduleError with every problem that can be found without mending another first.
+    `past` are segments that are fixed: their data and rates stay, and the phases decide what follows. If the last phase
+    of the past is declared to end later, it goes on; otherwise the next one begins. A phase that goes on keeps its
+    order of data if the phase as declared now would have had the same order. Otherwise a new order begins, with the
+    declared mixture, and the ramp continues where it was. Caps and clocks count the past too, including its sources
+    that are no longer declared. `going_on` replaces the segment that follows the past, up to the end of its phase.
+
+    Raises ScheduleError with every problem that can be found without fixing another first.
     """
     supplies, total_steps = curriculum.supplies, curriculum.total_steps
     numbers, unread = read_numbers(curriculum, sizes_to_come)
@@ -81,7 +81,7 @@ def resolve(
 
 
 def _may_stop_anywhere(supply: SourceSupply) -> bool:
-    """Whether the run ends where the source is exhausted, which nobody knows yet."""
+    """Whether the source stops the run at a step that is unknown until its size is."""
     return supply.num_tokens is None and supply.max_epochs is not None and supply.on_exhaust == "stop"
 
 
@@ -94,9 +94,9 @@ def _add_phases(
     problems: list[tuple[str, str]],
     warnings: list[str],
 ) -> bool:
-    """Add the segments of these phases to `segments`; False where one of them cannot be resolved, or not yet.
+    """Append the segments of these phases to `segments`; False if one of them cannot be resolved, or not yet.
 
-    Adds to `problems` and `warnings` too.
+    Appends to `problems` and `warnings` too.
     """
     stopped = False
     for declared in phases:
@@ -128,11 +128,10 @@ def _phase(
     problems: list[tuple[str, str]],
     warnings: list[str],
 ) -> tuple[list[Segment], bool]:
-    """The segments of a phase that follow those `before`, and whether the run stops with the last of them.
+    """The segments of a phase that follow the segments `before`, and whether the run stops with the last of them.
 
-    `going_on` is as in `resolve`; it is of this phase or of another.
-    Adds to `warnings`, and to `problems` a ramp or a rate that does not fit into the phase. Raises ScheduleError where
-    the phase cannot be resolved.
+    `going_on` is as in `resolve`; it may belong to another phase. Appends to `warnings`, and to `problems` if the
+    phase's ramp or learning rate needs more steps than it has. Raises ScheduleError if the phase cannot be resolved.
     """
     path, clock, goal = declared.path, declared.clock, declared.goal
     supplies, total_steps = curriculum.supplies, curriculum.total_steps
@@ -172,7 +171,7 @@ def _new_segment(
     end: int,
     supplies: Mapping[str, SourceSupply],
 ) -> Segment:
-    """A phase as it is declared, from the end of the segments `before` on."""
+    """The segment of a phase as declared, beginning where the segments `before` end."""
     phase = declared.phase
     start, cursors, found = 0, dict.fromkeys(supplies, 0), {}
     if before:
@@ -193,19 +192,19 @@ def _new_segment(
 
 
 def _cursors_of(cursors: Mapping[str, int], sources: Iterable[str]) -> dict[str, int]:
-    """The cursors of these sources; 0 where a source is new."""
+    """The cursors of `sources`; 0 for a source that is new."""
     return {name: cursors.get(name, 0) for name in sources}
 
 
 def _ramp(before: Mapping[str, float], steps: int, shape: str, sources: Iterable[str]) -> Ramp | None:
-    """The ramp from a mixture, sources that are gone taken out; None if it has no steps or nothing to start from."""
+    """The ramp from the mixture `before`, reduced to `sources`; None if it has no steps or nothing to start from."""
     if any(name not in sources for name in before):
         before = normalised({name: share for name, share in before.items() if name in sources})
     return Ramp(before, steps, shape) if steps and before else None
 
 
 def _check_end(declared: Declared, start: int, end: int, total_steps: int) -> None:
-    """Raise ScheduleError where a phase that starts at `start` cannot end at `end`."""
+    """Raise ScheduleError if a phase that starts at `start` cannot end at `end`."""
     if end <= start:
         message = f"ends at step {end} but starts at step {start}; ends must increase from phase to phase"
     elif end > total_steps:
@@ -218,7 +217,7 @@ def _check_end(declared: Declared, start: int, end: int, total_steps: int) -> No
 
 
 def _check_past(past, total_steps, longest) -> list[tuple[str, str]]:
-    """Problems of a past that contradicts what is declared now."""
+    """Problems where the past contradicts what is declared now."""
     if not past:
         return []
     problems, end = [], past[-1].end
@@ -237,10 +236,11 @@ def _first_ahead(
     curriculum: Curriculum,
     warnings: list[str],
 ) -> int:
-    """Index of the phase that has the first step after the past. Adds to `warnings`.
+    """Index of the phase that owns the first step after the past. Appends to `warnings`.
 
-    The last phase of the past goes on if it is declared to end later. Else the next one begins: the first that is
-    declared after the past's phases and ends later.
+    The last phase of the past goes on if it is declared to end later. Otherwise the next one begins: the first phase
+    declared after the past's phases that ends later. Raises ScheduleError if there is none although the run goes on, or
+    if a later phase has the name of one that is trained already.
     """
     supplies, total_steps = curriculum.supplies, curriculum.total_steps
     schedule = Schedule(tuple(past))
@@ -285,11 +285,10 @@ def _phase_under_way(
     supplies: Mapping[str, SourceSupply],
     warnings: list[str],
 ) -> Segment | None:
-    """The segment that a phase goes on with after those `under_way`; None where the run stops there.
+    """The segment with which a phase goes on after its segments `under_way`; None if the run stops there.
 
-    `segment` is the rest of the phase as it is declared now; its ramp goes on from where it was. If the phase as
-    declared would have had the data of `under_way`, it goes on in their order, and without the sources that were
-    exhausted by then.
+    `segment` is the rest of the phase as declared now; its ramp continues where it was. If the phase as declared would
+    have had the data of `under_way`, their order of data goes on, without the sources exhausted by then.
     """
     under_way = joined(under_way)
     begun, ramp = under_way[0].start, segment.ramp
@@ -317,12 +316,12 @@ def _phase_under_way(
 
 
 def _odd_sums(ahead: Sequence[Declared], segments: Sequence[Segment]) -> list[tuple[str, str]]:
-    """(phase, what is to be said) of each whose proportions are neither shares nor percentages."""
+    """(phase, warning) for each phase whose proportions are neither shares, nor percentages, nor all 1."""
     found, reached = [], {segment.phase for segment in segments}
     for phase in (declared.phase for declared in ahead if declared.phase.name in reached):
         weight_sum = sum(phase.mixture.values())
         known_sum = any(math.isclose(weight_sum, whole, rel_tol=1e-6) for whole in (1, 100))
-        if not known_sum and set(phase.mixture.values()) != {1}:  # 1 to 1 is nothing but equal parts
+        if not known_sum and set(phase.mixture.values()) != {1}:  # all 1 plainly means equal parts
             shares = [f"{name} {share:.4g}" for name, share in normalised(phase.mixture).items()]
             told = ", ".join([*shares[:MOST_NAMED], *(["..."] if len(shares) > MOST_NAMED else [])])
             found.append((phase.name, f"proportions add up to {weight_sum:.6g}, normalised to {told}"))
@@ -330,7 +329,7 @@ def _odd_sums(ahead: Sequence[Declared], segments: Sequence[Segment]) -> list[tu
 
 
 def _never_read(schedule: Schedule, past: Sequence[Segment]) -> list[tuple[str, str]]:
-    """The same of each that is not over and has a source with a share in one of its steps that gets no sequence."""
+    """(phase, warning) for each phase that is not over and has a source with a positive share but no sequence."""
     found, over = [], past[-1].end if past else 0
     shared: dict[str, set[str]] = {}
     for segment in schedule.segments:
@@ -345,7 +344,7 @@ def _never_read(schedule: Schedule, past: Sequence[Segment]) -> list[tuple[str, 
 
 
 def _told(of_phases: Sequence[tuple[str, str]]) -> list[str]:
-    """A warning for each phase; where there are many, of the first, and of how many others."""
+    """A warning for each phase; if there are many, one warning that tells the first and counts the others."""
     if len(of_phases) <= MOST_NAMED:
         return [f"phase {phase}: {what}" for phase, what in of_phases]
     (phase, what), *others = of_phases

@@ -1,4 +1,4 @@
-"""Going back: the same schedule with a stretch of data passed over, and from which update on losses are comparable."""
+"""Rollback: a schedule with a stretch of its data passed over, and from which update on losses are comparable."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class RollbackRefused(ValueError):
 
 
 def pass_over(schedule: Schedule, supplies: Mapping[str, SourceSupply], step: int, num_steps: int) -> Schedule:
-    """The schedule in which the data of the next `num_steps` updates, from `step` on, are never read.
+    """The schedule with the data of the `num_steps` updates from `step` on passed over.
 
-    From `step` on, each update reads what the update `num_steps` later would have read, as long as that is of the same
-    order of data; the last updates of that order read on in it, beyond where it ended before. So exactly the sequences
-    of `num_steps` updates of that order are passed over. Its ramp moves with its data, and the orders that follow
-    begin where this one ends now. An order ends at the latest where the shape of a batch changes.
+    From `step` on, each update reads what the update `num_steps` later would have read in the same order of data; the
+    last updates of that order read on beyond its old end. So exactly the sequences of `num_steps` updates are passed
+    over. The ramp moves with the data, and the orders that follow begin where this one ends now. A change of the batch
+    shape always ends an order.
 
-    Boundaries, rates, rope thetas and the number of steps stay as they are. `supplies` are those that the schedule was
-    resolved from. Raises RollbackRefused where there is no such update, and where a source would be read beyond its
-    `max_epochs`.
+    Phase boundaries, rates, rope thetas and the number of steps stay as they are. `supplies` are those that the
+    schedule was resolved from. Raises RollbackRefused if there is no update `step`, if `num_steps` is below 1, or if a
+    source would be used beyond its `max_epochs`.
     """
     if not 0 <= step < schedule.total_steps:
         raise RollbackRefused(f"the run has no update {step}")
@@ -37,14 +37,14 @@ def pass_over(schedule: Schedule, supplies: Mapping[str, SourceSupply], step: in
     last = next(ends, len(segments) - 1)  # of the order that `step` belongs to
     out = list(cut(segments, step))
     for i in range(first, last + 1):
-        begins = max(segments[i].start, step + num_steps)  # the update that would have read what the piece begins with
+        begins = max(segments[i].start, step + num_steps)  # the update that would have read the piece's first batch
         if i < last and segments[i].end <= begins:
             continue
         end = segments[i].end if i == last else segments[i].end - num_steps
         out += _rated(segments, replace(segments[i].continued(begins), start=begins - num_steps, end=end))
     cursors: dict[str, int] = {}
     for before, after in pairwise(segments[last:]):
-        if not _same_order(before, after):  # as with the first of them
+        if not _same_order(before, after):  # always so for the first pair
             cursors = out[-1].cursors_at(after.start)
         out.append(replace(after, cursors=cursors).aligned())
     for segment in out:
@@ -60,7 +60,7 @@ def _same_order(before: Segment, after: Segment) -> bool:
 
 
 def _rated(segments: tuple[Segment, ...], moved: Segment) -> list[Segment]:
-    """A segment in pieces that each have what is not data of the one that owns their steps: rates, rope theta."""
+    """`moved` in pieces, each with the NOT_DATA fields (rates, rope theta) of the segment that owns its steps."""
     out: list[Segment] = []
     for owner in (s for s in segments if s.start < moved.end and moved.start < s.end):
         start, end = max(owner.start, moved.start), min(owner.end, moved.end)
@@ -83,10 +83,10 @@ def _check_caps(segment: Segment, supplies: Mapping[str, SourceSupply]) -> None:
 
 
 def judged_from(schedule: Schedule) -> np.ndarray:
-    """For each update, the first one whose loss is comparable with its own: int32, by update.
+    """For each update, the first one whose loss is comparable with its own: int32 [total_steps].
 
-    That is the last place up to there where an order of data begins, a ramp ends or the rope theta changes: at each the
-    loss may rise for that reason alone. Where data are passed over, losses stay comparable.
+    That is the last step up to it at which an order of data begins, a ramp ends or the rope theta changes, since each
+    of these may raise the loss by itself. Passing over data leaves losses comparable.
     """
     places: list[int] = []
     before: Segment | None = None

@@ -1,6 +1,6 @@
-"""Phases as declared, segments as resolved. `phases.resolve` leads from the ones to the others.
+"""Phases as the config declares them, and the segments that `phases.resolve` makes of them.
 
-A source's cursor is the place in it that the run has come to, in tokens since the run's start: those that updates read
+A source's cursor is the run's position in that source, in tokens since the run's start: those that updates have read
 and those that were passed over.
 """
 
@@ -51,7 +51,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class SourceSupply:
-    """What the schedule needs to know of a source; `num_tokens` is one epoch, None while it is not prepared."""
+    """What the schedule needs to know about a source; `num_tokens` is one epoch, None until the source is prepared."""
 
     num_tokens: int | None = None
     max_epochs: float | None = None
@@ -59,19 +59,20 @@ class SourceSupply:
 
     @property
     def cap_tokens(self) -> int | None:
-        """Most tokens that may be read of the source in the whole run; None where nothing limits them."""
+        """The highest cursor that the source may reach in the run; None if it has no limit or no known size."""
         if self.max_epochs is None or self.num_tokens is None or self.on_exhaust == "repeat":
             return None
-        # By way of its digits: the float 0.7 lies below 7/10, which would take a token off the cap.
+        # From the decimal digits: the float 0.7 is slightly below 7/10, which would take a token off the cap.
         return int(Fraction(str(self.max_epochs)) * self.num_tokens)
 
 
 @dataclass(frozen=True)
 class Ramp:
-    """The way from one mixture into a segment's own. `steps_done` were taken before the segment began.
+    """A gradual change from `from_mixture` to the segment's own mixture, over `steps` updates.
 
-    Where sources were taken out on the way, `mass_ratio` is what is left of the segment's mixture over what is left
-    of `from_mixture`: between the two ends, each normalised again, the other sources keep the ratios they had.
+    `steps_done` of them were taken before the segment's order of data began. If sources were removed during the ramp,
+    both mixtures are normalised without them, and `mass_ratio` is the share left in the segment's mixture over the
+    share left in `from_mixture`. It adjusts `progress` so that the other sources keep their ratios to each other.
     """
 
     from_mixture: dict[str, float]
@@ -82,15 +83,15 @@ class Ramp:
 
     @property
     def progress(self) -> np.ndarray:
-        """How far each of the segment's own ramp steps has moved, in (0, 1]."""
+        """Fraction of the way from `from_mixture` at each ramp step after the `steps_done`, in (0, 1]."""
         moved = shaped(np.arange(self.steps_done + 1, self.steps + 1) / self.steps, self.shape)
         if self.mass_ratio == 1.0:
             return moved
         return moved * self.mass_ratio / (1 - moved + moved * self.mass_ratio)
 
 
-# What a segment's data do not depend on, as it is where only they matter. Every other field of a segment is compared
-# where it is asked whether an order of data goes on: one that is missing here begins it anew when it is edited.
+# Fields of a segment that its data do not depend on, with the values that stand in for them when only the data matter.
+# All other fields are compared to decide whether an order of data goes on: editing one of those begins a new order.
 NOT_DATA: dict[str, Any] = {"lr": (), "lr_scale": 1.0, "rope_theta": None}
 
 
@@ -98,10 +99,10 @@ NOT_DATA: dict[str, Any] = {"lr": (), "lr_scale": 1.0, "rope_theta": None}
 class Segment:
     """Steps [start, end) of one phase, resolved: all that the data order and the learning rate depend on.
 
-    `cursors` are the places in the sources where the segment's order begins, in tokens since the run's start. The first
-    batch begins with sequence `first_sequence` of that order: the batches before it were read by another segment or are
-    passed over. The ramp's steps count from the beginning of the order too. `rope_theta` is None where it is the
-    model's own; the rates of `lr` are multiplied by `lr_scale`.
+    `cursors` are the sources' cursors where the segment's order of data begins. The segment's first batch begins with
+    sequence `first_sequence` of that order: earlier ones were read by another segment or are passed over. Ramp steps,
+    too, count from the beginning of the order. `rope_theta` None is the model's own. The rates of `lr` are multiplied
+    by `lr_scale`.
     """
 
     start: int
@@ -130,7 +131,7 @@ class Segment:
         return self._moved(float(progress[k]))
 
     def mean_mixture(self) -> dict[str, float]:
-        """Mean proportion of each source over the segment's steps; sources without any are left out."""
+        """Mean proportion of each source over the segment's steps; sources whose mean is 0 are left out."""
         if self.ramp is None:
             return self.mixture
         length = self.end - self.start
@@ -139,7 +140,7 @@ class Segment:
         return {name: share for name, share in self._moved(mean).items() if share > 0}
 
     def _in_order(self, step: int) -> int:
-        """Steps of the segment's order before `step`, those before the segment's start among them."""
+        """Steps of the segment's order of data before `step`, including those before the segment's start."""
         return self.first_sequence // self.batch_size + step - self.start
 
     def _moved(self, x: float) -> dict[str, float]:
@@ -147,7 +148,7 @@ class Segment:
         return {n: (1 - x) * before.get(n, 0.0) + x * after.get(n, 0.0) for n in sorted(before.keys() | after.keys())}
 
     def cursors_over(self, steps) -> dict[str, np.ndarray]:
-        """The place in each source before each of `steps` in [start, end]: tokens since the run's start."""
+        """The cursor of each source before each of `steps`, from `start` on; the order continues beyond `end`."""
         positions = self.first_sequence + (np.asarray(steps, np.int64) - self.start) * self.batch_size
         counts = self.quotas.counts(positions)
         cursors = {n: np.full(positions.shape, c) for n, c in self.cursors.items()}
@@ -156,22 +157,22 @@ class Segment:
         return cursors
 
     def read_after(self, before: Mapping[str, int], step: int) -> dict[str, int]:
-        """Tokens of each of its sources that are read after `step` updates, `before` of them before the segment."""
+        """Tokens read of each of the segment's sources after `step` updates, given those read `before` the segment."""
         cursors = self.cursors_over([self.start, min(step, self.end)])
         return {n: before[n] + int(cursors[n][1] - cursors[n][0]) for n in self.quotas.sources}
 
     def ramp_steps_done(self, step: int) -> int:
-        """Steps of the ramp that were taken before `step`; the segment has one."""
+        """Ramp steps taken before `step`. The segment must have a ramp."""
         return self.ramp.steps_done + self._in_order(step)
 
     def aligned(self) -> Segment:
-        """The same with the cursor of each source that it reads rounded up to a whole number of its sequences."""
+        """This segment with the cursor of each source that it reads rounded up to a whole number of sequences."""
         mixtures = [self.mixture, *([self.ramp.from_mixture] if self.ramp else [])]
         read = {name for mixture in mixtures for name, share in mixture.items() if share > 0}
         return replace(self, cursors={n: c + (-c % self.seq_len if n in read else 0) for n, c in self.cursors.items()})
 
     def rest(self, step: int) -> Segment:
-        """From `step` on, as a segment of its own: its quotas begin anew, its ramp goes on where it stood."""
+        """The part from `step` on as a new order of data: its quotas start afresh, its ramp goes on where it was."""
         if self._in_order(step) == 0:
             return self
         ramp = self.ramp
@@ -181,11 +182,11 @@ class Segment:
         return replace(self, start=step, ramp=ramp, cursors=self.cursors_at(step), first_sequence=0)
 
     def continued(self, step: int) -> Segment:
-        """From `step` on, as a segment that gives the very same data: its order goes on."""
+        """The part from `step` on, in the same order of data: it reads exactly what this segment would."""
         return replace(self, start=step, first_sequence=self.first_sequence + (step - self.start) * self.batch_size)
 
     def cursors_at(self, step: int) -> dict[str, int]:
-        """`cursors_over` one step, as plain numbers."""
+        """`cursors_over` for one step, as plain ints."""
         return {name: int(tokens) for name, tokens in self.cursors_over(step).items()}
 
 
@@ -209,19 +210,18 @@ class Schedule:
         return [segment.start for segment in self.segments]
 
     def rope_theta_at(self, step: int) -> float | None:
-        """The rope theta of the phase that made the parameters after `step` updates.
+        """The rope theta of the phase that trained the parameters after `step` updates; None is the model's own.
 
-        None: the model's own; at step 0 too, where no phase has made them yet. Evals, samples and exports of these
-        parameters use it.
+        It is None at step 0, before any phase has trained them. Evals, samples and exports of these parameters use it.
         """
         return self.segment_at(step - 1).rope_theta if step else None
 
     def cursors_at(self, step: int) -> dict[str, int]:
-        """The place in each source after `step` updates: tokens since the run's start, read and passed over."""
+        """The cursor of each source after `step` updates: tokens read and passed over since the run's start."""
         return self.segment_at(max(step - 1, 0)).cursors_at(step)
 
     def read(self, start: int, end: int) -> dict[str, int]:
-        """Tokens of each source that the updates [start, end) read: none that a switch or a rollback passes over."""
+        """Tokens of each source read by the updates [start, end), without those a switch or rollback passes over."""
         before, after = self._read_up_to(start), self._read_up_to(end)
         return {name: after[name] - before[name] for name in after}
 
@@ -231,14 +231,14 @@ class Schedule:
 
     @cached_property
     def _read_before(self) -> list[dict[str, int]]:
-        """Tokens of each source that were read before each segment; made once, as every checkpoint asks for them."""
+        """Tokens of each source read before each segment; cached, because every checkpoint asks for them."""
         read = [dict.fromkeys(self.segments[0].cursors, 0)]
         for segment in self.segments[:-1]:
             read.append(read[-1] | segment.read_after(read[-1], segment.end))
         return read
 
     def passed_over(self, step: int) -> dict[str, int]:
-        """Tokens of each source passed over at `step`, where an order begins: up to its first whole sequence."""
+        """Tokens of each source passed over at `step`, if a new order of data begins there with a whole sequence."""
         before, after = self.segment_at(step - 1), self.segment_at(step)
         if step == 0 or after.start != step:
             return {}
@@ -251,13 +251,11 @@ class Schedule:
         return sum(num_steps * tokens_per_step for num_steps, tokens_per_step in rows)
 
     def shares(self, step: int) -> dict[str, float]:
-        """The proportions of update `step` that are more than 0."""
+        """The proportions of update `step` that are above 0."""
         return {name: share for name, share in self.segment_at(step).mixture_at(step).items() if share > 0}
 
     def rates(self, steps) -> np.ndarray:
-        """Learning rate (float64) of each update in `steps`, an integer or an array, by the pieces and the scale of
-        the segment that owns it.
-        """
+        """Learning rate (float64) of each update in `steps`, an integer or an array; includes the `lr_scale`."""
         steps = np.asarray(steps, np.int64)
         index = np.searchsorted([s.start for s in self.segments], steps, side="right") - 1
         rates = np.empty(steps.shape, np.float64)
@@ -266,7 +264,7 @@ class Schedule:
         return rates
 
     def unscaled_rate(self, step: int) -> float:
-        """The rate of an update before its segment's factor."""
+        """The learning rate of update `step` without the `lr_scale` of its segment."""
         return float(learning_rate(self.segment_at(step).lr, step))
 
     @cached_property
@@ -282,12 +280,12 @@ class Schedule:
 
     @cached_property
     def phase_ends(self) -> frozenset[int]:
-        """The steps at which a phase ends, the run's end among them."""
+        """The steps at which a phase ends, including the run's end."""
         return frozenset(end for _, _, end in self.phase_bounds)
 
 
 def segments_to_json(segments: Sequence[Segment]) -> list[dict]:
-    """Plain JSON; `segments_from_json` gives equal segments back. `first_sequence` is `skipped` there."""
+    """The segments as plain JSON for `segments_from_json`. In JSON, `first_sequence` is called `skipped`."""
     names = {"first_sequence": "skipped"}
     return [{names.get(key, key): value for key, value in asdict(segment).items()} for segment in segments]
 
@@ -303,7 +301,7 @@ def segments_from_json(rows: Sequence[Mapping]) -> tuple[Segment, ...]:
 
 
 def cut(segments: Sequence[Segment], step: int) -> tuple[Segment, ...]:
-    """What lies before `step`: the segment that owns it ends there, with the pieces of the rate that it got to."""
+    """The segments before `step`; the one that owns `step` ends there and keeps only the rate pieces begun by then."""
     return tuple(
         s if s.end <= step else replace(s, end=step, lr=tuple(p for p in s.lr if p.start < step))
         for s in segments
@@ -312,9 +310,9 @@ def cut(segments: Sequence[Segment], step: int) -> tuple[Segment, ...]:
 
 
 def joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
-    """The same data in as few segments as possible: one that only continues the order before it is merged into it.
+    """The same data in as few segments as possible: one that continues the order of the one before is merged into it.
 
-    The result holds only what the data depend on (NOT_DATA).
+    The fields in NOT_DATA are reset.
     """
     out: list[Segment] = []
     for segment in segments:

@@ -2,8 +2,8 @@
 
 A balanced Feistel network permutes the 2**(2b) integers that cover n; an index that lands at n or above is sent
 through again until it falls below n ("cycle walking", Black and Rogaway 2002), which keeps the map a bijection.
-Of fewer than 8 elements some orders are somewhat likelier than others: an index of 3 bits has little to mix.
-Every operation is an integer one, so the order never changes with numpy's random streams.
+With fewer than 8 elements some orders are somewhat likelier than others: an index of 3 bits has little to mix.
+No random generator takes part, so the order cannot change with numpy's random streams.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ROUNDS = 6
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, the increment of SplitMix64
 _ROUND_INCREMENTS_R1 = np.array([_GOLDEN * (r + 1) % 2**64 for r in range(_ROUNDS)], np.uint64)[:, None]
 _FACTOR_1, _FACTOR_2, _MASK_64 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 2**64 - 1
-_FEW = 16  # rows: so many walk quicker as plain integers, whose rounds cost what 0.2 of a row's would in an array
+_FEW = 16  # rows: so few walk faster as plain integers than in an array
 
 
 def stream_key(seed: int, source: str) -> int:
@@ -26,10 +26,10 @@ def stream_key(seed: int, source: str) -> int:
 
 
 def permute(indices, sizes, keys, epochs) -> np.ndarray:
-    """Where each index of 0..size-1 stands in the order of its epoch; a bijection for each (size, key, epoch).
+    """The element at each index of 0..size-1 in the order of an epoch: a bijection for each (size, key, epoch).
 
-    All four are integers or integer arrays that broadcast together, so that rows of many sources go in one call;
-    sizes below 2**53. Returns int64. Raises ValueError for a size below 1.
+    All four are integers or integer arrays that broadcast together, so that one call serves rows of many sources;
+    sizes are below 2**53. Returns int64. Raises ValueError for a size below 1.
     """
     if np.min(sizes) < 1:
         raise ValueError(f"a permutation needs at least 1 element, got size {np.min(sizes)}")
@@ -46,7 +46,7 @@ def permute(indices, sizes, keys, epochs) -> np.ndarray:
     permuted = np.empty_like(values)
     while len(rows) > _FEW:
         walking = _encipher(walking, half_bits, keys_RN)
-        permuted[rows] = walking  # for good where it landed inside
+        permuted[rows] = walking  # final for those that are below their size
         outside = np.flatnonzero(walking >= sizes)
         if len(outside) < len(rows):
             rows, walking, sizes, half_bits = (a[outside] for a in (rows, walking, sizes, half_bits))
@@ -58,7 +58,7 @@ def permute(indices, sizes, keys, epochs) -> np.ndarray:
 
 
 def _walk_one(value: int, size: int, half_bits: int, keys_R: list[int]) -> int:
-    """`_encipher` of one value again and again until it falls below `size`, in plain integers."""
+    """Apply `_encipher` to one value until it falls below `size`, in plain integers."""
     mask = (1 << half_bits) - 1
     while True:
         left, right = value >> half_bits, value & mask
@@ -73,9 +73,9 @@ def _walk_one(value: int, size: int, half_bits: int, keys_R: list[int]) -> int:
 
 
 def _encipher(values_N: np.ndarray, half_bits_N: np.ndarray, keys_RN: np.ndarray) -> np.ndarray:
-    """One pass through the network: left and right half change places at each round.
+    """One pass through the network: the left and right halves change places at each round.
 
-    Everything is written into three arrays: it is called for a batch's few rows as well as for those of many.
+    It writes in place, to be fast for the few rows of one batch as well as for those of many.
     """
     left_N, right_N = values_N >> half_bits_N, values_N & (mask_N := (np.uint64(1) << half_bits_N) - np.uint64(1))
     mixed_N, scratch_N = np.empty_like(left_N), np.empty_like(left_N)
@@ -91,7 +91,7 @@ def _encipher(values_N: np.ndarray, half_bits_N: np.ndarray, keys_RN: np.ndarray
 def _mix(x: np.ndarray, out: np.ndarray | None = None, scratch: np.ndarray | None = None) -> np.ndarray:
     """The finaliser of SplitMix64 (Steele, Lea and Flood 2014): every input bit reaches every output bit.
 
-    Of arrays: their products overflow without a warning, as they should. `out` may be `x`.
+    Takes arrays, whose products overflow without a warning, as they should. `out` may be `x`.
     """
     scratch = np.right_shift(x, np.uint64(30), out=scratch)
     out = np.bitwise_xor(x, scratch, out=out)
