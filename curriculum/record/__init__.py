@@ -1,1 +1,1 @@
-"""What a run writes: the record (events.py), and what shows it as it grows, console.py, board.py and wandb_log.py."""
+"""What a run writes: the record (events.py), and the views of it: console.py, board.py and wandb_log.py."""

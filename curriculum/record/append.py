@@ -1,4 +1,4 @@
-"""Appending to files of a disk that may be full."""
+"""Appending to files on a disk that may be full."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-# What a disk says that is full, has no more room for this user or this file, or fails.
+# Errors of a disk that is full, has no more room for this user or this file, fails, or is read-only.
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
 class Appender:
-    """Appends whole pieces to a file. What the disk does not take is held back, and written with the next piece.
+    """Appends whole pieces to a file. What the disk does not take is held in memory and written with the next piece.
 
-    Of a piece that was written in part the part is cut off again, so the file ends with a whole piece at any time. The
-    first failure is told on stderr, and when the disk takes everything again. `new`: the file must not be there yet.
-    Only `flush` and `sync` raise such an error of the disk; any other is raised.
+    A piece that was written only in part is cut off again, so the file always ends with a whole piece. The first
+    failure is reported on stderr, and so is the recovery. Only `flush` and `sync` raise the errors in DISK_ERRORS;
+    every method raises others. `new`: the file must not exist yet.
     """
 
     def __init__(self, path: Path, *, new: bool = False):
@@ -40,7 +40,7 @@ class Appender:
             self._failing = True
 
     def flush(self) -> None:
-        """Return once all pieces are in the file. Raises OSError where the disk does not take them."""
+        """Write all pieces to the file. Raises OSError if the disk does not take them."""
         if self._descriptor is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(self.path, self._flags, 0o666)
@@ -57,13 +57,13 @@ class Appender:
         self._failing = False
 
     def sync(self) -> int:
-        """Return the file's size once all pieces are on the disk. Raises OSError where it does not take them."""
+        """Return the file's size once all pieces are on the disk. Raises OSError if it does not take them."""
         self.flush()
         os.fsync(self._descriptor)
         return os.fstat(self._descriptor).st_size
 
     def close(self) -> None:
-        """Give the file back; what the disk does not take even now is lost, and told."""
+        """Close the file. What the disk does not take even then is lost, and reported."""
         self.write(b"")
         if self._held:
             tell(f"{self.path}: the disk did not take the last {len(self._held)} bytes: they are lost")
@@ -73,6 +73,6 @@ class Appender:
 
 
 def tell(message: str) -> None:
-    """Say something on stderr, which may lie on the same disk."""
+    """Print to stderr. Errors are ignored, as it may be a file on the same disk."""
     with suppress(OSError):
         print(message, file=sys.stderr, flush=True)

@@ -2,11 +2,11 @@
 
 The folder itself is the main run: `train/...` from the metrics rows, `mixture/<source>`, `phase/index`,
 `eval/<set>/loss` and `eval/<set>/bpb`, hyperparameters, and as text the phase switches, schedule edits, rollbacks,
-regressions, what became gold or did not, samples of what the model writes, and at the end how the sets went from
-phase to phase. Under it stands one run an eval set; all of them share the tags `eval_sets/loss` and
-`eval_sets/bpb`, so that one chart shows every set in its own colour; a set measured with an average of the
-parameters is one more, `<set>@<average>`. With `tensorboard --logdir runs` their names read
-`quickstart/tensorboard`, `quickstart/tensorboard/general` and so on. The primary set is called `val`.
+regressions, gold decisions, samples, and at the end the losses of the sets from phase to phase. Below it each eval
+set is a run of its own. These share the tags `eval_sets/loss` and `eval_sets/bpb`, so that one chart shows every set
+in its own colour; a set measured with an average of the parameters is one more, `<set>@<average>`. With
+`tensorboard --logdir runs` the runs are named `quickstart/tensorboard`, `quickstart/tensorboard/general` and so on.
+The primary set is called `val`.
 """
 
 import time
@@ -37,12 +37,12 @@ _HPARAM_SECTIONS = ("seed", "tokenizer", "model", "packing", "train", "optim", "
 
 
 class Board:
-    """Writes the events and rows of one process; everything is on file when a call returns, unless the disk is full.
+    """Writes the events and rows of one process; all is in the files when a call returns, unless the disk is full.
 
-    A process begins with `training_start` or `resume`, which carries the plan. What an earlier process
-    wrote after the step resumed from is taken back (`SessionLog.START`), so curves never run backwards.
-    Wall times are the timestamps of the events; rows have none and take the clock's. A row's `mixture`
-    names every source, those with no share too, so that a curve falls to 0 where a source ends.
+    A process begins with `training_start` or `resume`, which has the plan. What an earlier process wrote after the
+    step that was resumed from is taken back (`SessionLog.START`), so curves never run backwards. Wall times are the
+    timestamps of events; rows have none and take the current time. A row's `mixture` names every source, even without
+    a share, so that its curve falls to 0 when the source ends.
     """
 
     def __init__(self, run_dir: Path):
@@ -56,8 +56,8 @@ class Board:
     def event(self, event: dict[str, Any]) -> None:
         wall_time = datetime.fromisoformat(event["timestamp"]).timestamp()
 
-        # What is told of an earlier step (a gold that was confirmed) stands where it is told: TensorBoard's data server
-        # takes a step back for a restart, and forgets what the tag had after it. So each kind of text has its own tag.
+        # An event of an earlier step (a confirmed gold) is written at the newest step: TensorBoard's data server takes
+        # a step back for a restart and forgets what the tag had after it. So each kind of text has its own tag.
         self._newest_step = max(self._newest_step, event["step"])
 
         def write(run: str, values: Iterable[Summary.Value]) -> None:
@@ -65,7 +65,7 @@ class Board:
 
         match event["event"]:
             case "training_start":
-                # The old record of a run that starts anew was set aside; a view of both would mix two runs.
+                # A run that starts anew has its old record set aside; a view of both would mix two runs.
                 self.close()
                 self._first_step = self._newest_step = 0
                 for path in self._folder.rglob("*.tfevents.*"):
@@ -112,7 +112,7 @@ class Board:
     def _writer(self, run: str) -> RecordWriter:
         if run not in self._writers:
             folder = self._folder / run
-            # TensorBoard reads a run's files in the order of their names. A clock may go back, the count not.
+            # TensorBoard reads a run's files in the order of their names. A clock may go back, the count cannot.
             count = len(list(folder.glob("*.tfevents.*")))
             now = time.time()
             writer = RecordWriter(Appender(folder / f"events.out.tfevents.{count:06d}.{now:.0f}", new=True))
@@ -152,7 +152,7 @@ def _phase_switch_markdown(event: dict[str, Any]) -> str:
 
 
 def _samples_markdown(event: dict[str, Any]) -> str:
-    """Each sample as text that is shown as it is: prompt, then what came of it, told apart by a bar."""
+    """Each sample as preformatted text: the prompt and its continuation, separated by a bar."""
     blocks = []
     for sample in event["samples"]:
         shown = printable(f"{sample['prompt']}▏{sample['text']}", also="\n\t")
@@ -161,7 +161,7 @@ def _samples_markdown(event: dict[str, Any]) -> str:
 
 
 def _transfer_markdown(transfer: dict[str, Any]) -> str:
-    """Every set's loss at every phase end, and what was forgotten and gained, as `training_complete` tells it."""
+    """Every set's loss at every phase end, its forgetting and gain, from the `transfer` of `training_complete`."""
     sets = transfer["sets"]
     rows = [("start", 0, *(loss(of_set["start"]) for of_set in sets.values()))]
     for i, (phase, step) in enumerate(zip(transfer["phases"], transfer["steps"], strict=True)):
@@ -180,7 +180,7 @@ def _transfer_markdown(transfer: dict[str, Any]) -> str:
 
 
 def _change(told: dict[str, Any]) -> str:
-    """A difference with its interval, if it has one, and, where it counts from a phase, that one."""
+    """A difference with its interval and the phase that it counts from, if it has these."""
     value = number(told["value"])
     interval = " (95 % {:+.4f} to {:+.4f})".format(*told["interval"]) if told["interval"] else ""
     since = f" since {told['best_phase']}" if value and told.get("best_phase") else ""
@@ -198,7 +198,7 @@ def _flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, bool
 def _scalars(values: dict[str, float]) -> list[Summary.Value]:
     """A scalar for each value, by its tag.
 
-    TensorBoard's default data server drops doubles without a word, so these are float32.
+    TensorBoard's default data server silently drops doubles, so these are float32.
     """
     return [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
 

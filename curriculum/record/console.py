@@ -1,7 +1,7 @@
 """The console: a view of the record that prints, and keeps what it prints in `<run>/train.log`.
 
-Two lines an eval, one line a verdict, a header, a sign of life between evals, and at the end where to resume
-from, what to deploy and how to open TensorBoard.
+It prints a header, two lines per eval, one per verdict, progress between evals, and at the end where to resume from,
+what to deploy and how to open TensorBoard.
 """
 
 import os
@@ -31,9 +31,9 @@ from curriculum.record.wording import duration, first_of, loss
 from curriculum.run import DEFAULT_STORE_DIR, checkpoint_steps
 
 _RECENT_EVALS = 5
-_CALM_EVALS = 10  # after them an update that is skipped is news
-_MANY_SETS = 12  # more of them make a line that nobody reads
-# Of a terminal, by event: red, yellow, green, bold.
+_CALM_EVALS = 10  # after so many without a skipped update, the next one is reported at once
+_MANY_SETS = 12  # with more, the line of an eval would be too long to read
+# Terminal codes by event: red, yellow, green, bold.
 _COLORS = {"eval_regression": 31, "diverged": 31, "checkpoint_failed": 31, "rollback": 33, "schedule_edit": 33,
            "eval_recovered": 32, "phase_switch": 1}  # fmt: skip
 
@@ -41,11 +41,11 @@ _COLORS = {"eval_regression": 31, "diverged": 31, "checkpoint_failed": 31, "roll
 class Console:
     """Prints the events and rows of one process to `stream` and to `<run>/train.log`.
 
-    resume_command: what the user types to go on with this run, by the step and whether it is to be longer; without it
-        only the checkpoint is named.
-    device_lines: what this process trains on, said once as it begins.
-    progress_every_seconds: at most one line of progress in this time; a terminal shows every row, in place.
-    clock: seconds, for that rate alone; every time shown comes from the events.
+    resume_command: gives the command that goes on with this run, from the step and whether to train for longer; without
+        it only the checkpoint is named.
+    device_lines: what this process trains on, printed once as it begins.
+    progress_every_seconds: least time between two lines of progress; a terminal shows every row, in place.
+    clock: seconds, used for that alone; every time shown comes from the events.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class Console:
         self._checkpoint_step: int | None = None
         self._over = False  # complete, or diverged
         self._blocked_by: str | None = None  # the guard that blocked the last candidate for the gold
-        self._skipped: dict[str, int] = {}  # what was said of skipped updates last
-        self._row: dict[str, Any] = {}  # the last one
-        self._calm_evals = _CALM_EVALS  # since skipped updates were told
+        self._skipped: dict[str, int] = {}  # the counts of skipped updates when last reported
+        self._row: dict[str, Any] = {}  # the last metrics row
+        self._calm_evals = _CALM_EVALS  # evals since skipped updates were reported
         self._plan: dict[str, Any] = {}
         # (step, elapsed seconds) at the last evals of this process: the pace, evals included.
         self._marks: deque[tuple[int, float]] = deque(maxlen=_RECENT_EVALS + 1)
         self._began: tuple[int, float] = (0, 0.0)  # where this process began: step, elapsed seconds
-        self._eval_s = 0.0  # that its evals took
+        self._eval_s = 0.0  # seconds that its evals took
 
     def event(self, event: dict[str, Any]) -> None:
         if event["event"] in ("eval", "rollback", "diverged", "training_complete"):
@@ -93,9 +93,9 @@ class Console:
             case "resume" | "rollback" as kind:
                 self._skipped, self._row = skipped_counts(event), {}
                 self._plan, self._total_steps = event["plan"], event["plan"]["total_steps"]
-                # Which goes back to step 0 begins anew, from no checkpoint.
+                # A rollback to step 0 begins anew, without a checkpoint.
                 self._checkpoint_step = None if (kind, event["step"]) == ("rollback", 0) else event["step"]
-                self._marks.clear()  # a rollback's lie ahead of it
+                self._marks.clear()  # those before a rollback are of later steps
                 if kind == "resume":
                     self._began = event["step"], event["elapsed_s"]
                 self._mark(event)
@@ -113,7 +113,7 @@ class Console:
                 self._print(verdict(event), color=_COLORS["checkpoint_failed"])
             case "gold_blocked" | "gold_checkpoint" as kind:
                 guard = event["guard"] if kind == "gold_blocked" else None
-                if guard is None or guard != self._blocked_by:  # each candidate of many would be a line
+                if guard is None or guard != self._blocked_by:  # else each of many candidates would get a line
                     self._print(verdict(event))
                 self._blocked_by = guard
             case "generation":
@@ -122,13 +122,13 @@ class Console:
                 self._over = True
                 self._print(*self._closing(event))
             case kind if line := verdict(event):
-                self._over |= kind == "diverged"  # to go on would be to diverge again: what to do instead is said
+                self._over |= kind == "diverged"  # no hint to resume: the run would diverge again
                 self._print(line, color=_COLORS.get(kind))
                 self._print(*_warnings(event))
 
     def row(self, row: dict[str, Any]) -> None:
         self._row = row
-        if self._calm_evals >= _CALM_EVALS:  # else with the next eval, as a run may skip updates all along
+        if self._calm_evals >= _CALM_EVALS:  # else with the next eval, as a run may skip updates all the time
             self._tell_skipped()
         line = progress_line(row, self._total_steps)
         due = self._clock() >= self._progress_due
@@ -148,7 +148,7 @@ class Console:
             self._skipped, self._calm_evals = skipped_counts(self._row), 0
 
     def close(self) -> None:
-        """Ends the view; where the run is not over, says where it can be taken up."""
+        """Close the view; if the run is not over, print where to resume from."""
         self._tell_skipped()
         if self._total_steps and not self._over:
             if self._checkpoint_step is None:
@@ -202,7 +202,7 @@ class Console:
             yield f"               {tensorboard_link(self._run_dir)}"
 
     def _longer(self) -> Iterator[str]:
-        """How a run that is complete can be trained for longer."""
+        """The lines on how to train a complete run for longer."""
         newest, folder = self._checkpoint_step, self._run_dir / "checkpoints"
         step = longer_from(self._plan, {newest, *checkpoint_steps(folder)})
         resumed = "latest" if step in (None, newest) else str(step)
@@ -213,19 +213,19 @@ class Console:
             yield "               (the rate has decayed there: to go on at its peak asks for optim.allow_jump: true)"
 
     def _of_evals(self, event: dict[str, Any]) -> str:
-        """What share of the time evals took, of which the rate of the progress lines knows nothing."""
+        """The share of the time that evals took, which the rate in the progress lines leaves out; empty below 10 %."""
         step, elapsed_s = self._began
         share = self._eval_s / max(event["elapsed_s"] - elapsed_s, self._eval_s, 1e-9)
         return f"; evals took {share:.0%} of the time{f' since step {step}' if step else ''}" if share >= 0.1 else ""
 
     def _mark(self, event: dict[str, Any]) -> None:
         if self._marks and self._marks[-1][0] == event["step"]:
-            # What happened without a step (start-up, the eval at step 0) is no part of the pace.
+            # Time without a step (start-up, the eval at step 0) does not count towards the pace.
             self._marks.pop()
         self._marks.append((event["step"], event["elapsed_s"]))
 
     def _seconds_left(self, step: int) -> float | None:
-        """By tokens, of which the updates of one phase may have more than those of another."""
+        """Estimated by tokens, since updates of one phase may have more of them than those of another."""
         (first_step, first_s), (last_step, last_s) = self._marks[0], self._marks[-1]
         if first_step == last_step:
             return None
@@ -249,7 +249,7 @@ class Console:
         except OSError as error:
             if error.errno in DISK_ERRORS:  # it may be a file; train.log keeps the line
                 return
-            # A pipe's reader or a terminal that is gone: the run is not to end with it.
+            # The pipe's reader or the terminal is gone: the run goes on without it.
             self._log.write(f"console: {error.strerror}; what follows stands here alone\n".encode())
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
@@ -287,7 +287,7 @@ def _warnings(event: dict[str, Any]) -> Iterator[str]:
 
 
 def eval_lines(event: dict[str, Any], total_steps: int, seconds_left: float | None) -> Iterator[str]:
-    """The two lines of an `eval` event, and one for each average; a set that was not measured is left out."""
+    """The two lines of an `eval` event, one for each average, and its notes; sets not measured are left out."""
     yield " | ".join(
         (
             f"step {event['step']}/{total_steps} ({event['progress_pct']:.1f}%)",
@@ -310,7 +310,7 @@ def eval_lines(event: dict[str, Any], total_steps: int, seconds_left: float | No
 
 
 def _losses(sets: Mapping[str, Recorded], worse: Iterable[str]) -> dict[str, str]:
-    """What is said of each set, by name; of many sets of the primary and the `worse` ones, and how many others."""
+    """The text for each set, by name; of many sets, only for the primary and `worse` ones, and a count of others."""
     names = list(sets)
     if len(sets) > _MANY_SETS:
         names = [name for name in dict.fromkeys(["val", *worse]) if name in sets][: 1 + MOST_NAMED]
@@ -320,7 +320,7 @@ def _losses(sets: Mapping[str, Recorded], worse: Iterable[str]) -> dict[str, str
 
 
 def progress_line(row: dict[str, Any], total_steps: int) -> str:
-    """The sign of life of a metrics row."""
+    """The line of progress of a metrics row."""
     return (
         f"step {row['step']}/{total_steps} | loss {loss(row['loss'])} | lr {row['lr']:.1e} | "
         f"{_count(row['tokens_per_sec'], 100)} tok/s | phase {row['phase']}"
@@ -328,7 +328,7 @@ def progress_line(row: dict[str, Any], total_steps: int) -> str:
 
 
 def tensorboard_link(run_dir: Path) -> str:
-    """The chart of every eval set of this run, with TensorBoard serving the folder above it."""
+    """The URL of one chart with all eval sets of this run, if TensorBoard serves the folder above it."""
     run_filter = "^" + re.sub(r"([^\w-])", r"\\\1", run_dir.resolve().name) + "/"
     query = f"runFilter={quote(run_filter, safe='')}&tagFilter=eval_sets&smoothing=0"
     return f"http://127.0.0.1:6006/?{query}#timeseries"
@@ -347,7 +347,7 @@ def resume_command(
     *,
     own_model: bool = False,
 ) -> str:
-    """What to type to go on with a run; of a model of one's own, which no command knows, what to call."""
+    """The command that goes on with a run; with `own_model`, which no command can build, the Python call."""
     if own_model:
         stores = "" if str(store_dir) == DEFAULT_STORE_DIR else f", store_dir={str(store_dir)!r}"
         run = repr(str(run_dir))
@@ -363,7 +363,7 @@ def resume_command(
 
 
 def program(name: str) -> str:
-    """What to type for a program of this environment: its name where the PATH leads to it, else where it lies."""
+    """How to call a program of this environment: by its name if PATH leads to it, else by its path."""
     path = Path(sys.executable).with_name(name)
     if shutil.which(name) == str(path):
         return name
@@ -380,7 +380,7 @@ def _steps(number: int) -> str:
 
 
 def _count(value: float, decimal_below: float) -> str:
-    """The number in thousands, millions or billions, with one decimal below `decimal_below` of them."""
+    """A number in thousands, millions, billions or trillions, with one decimal below `decimal_below` of them."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if value >= 0.9995 * size:
             scaled = value / size

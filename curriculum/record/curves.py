@@ -13,7 +13,7 @@ from curriculum.record.events import Recorded, eval_averages, eval_sets, number
 
 
 def row_curves(row: dict[str, Any], phase_names: Sequence[str]) -> dict[str, float]:
-    """The point of each curve that a metrics row holds; null and text have none."""
+    """The point of each curve that a metrics row has; null and text give none."""
     values = {f"train/{re.sub('^loss_', 'loss/', key)}": value for key, value in row.items() if key != "step"}
     values |= {f"mixture/{source}": share for source, share in row["mixture"].items()}
     values["phase/index"] = phase_names.index(row["phase"])
@@ -21,7 +21,7 @@ def row_curves(row: dict[str, Any], phase_names: Sequence[str]) -> dict[str, flo
 
 
 def eval_curves(event: dict[str, Any]) -> dict[str, float]:
-    """The same of an `eval` event."""
+    """The point of each curve that an `eval` event has; `sem` gives none."""
     values = {}
     for name, measured in all_sets(event).items():
         values |= {f"eval/{name}/{metric}": value for metric, value in measured._asdict().items() if metric != "sem"}
@@ -29,7 +29,7 @@ def eval_curves(event: dict[str, Any]) -> dict[str, float]:
 
 
 def all_sets(event: dict[str, Any]) -> dict[str, Recorded]:
-    """Of each set that an `eval` event measured, those with averages among them."""
+    """What an `eval` event says of each set, including those measured with averages, `<set>@<average>`."""
     averaged = {f"{name}@{a}": found for a, sets in eval_averages(event).items() for name, found in sets.items()}
     return eval_sets(event) | averaged
 

@@ -3,8 +3,8 @@
 Every line is one complete JSON object. Console, TensorBoard and reports are views of these lines and
 see nothing else, so whatever they show can be read again from the files.
 
-Numbers: a float directly in a line is rounded to six decimals (losses are nats per token), `lr` and
-`grad_norm` aside, which live on other scales; what is nested (config, plan, mixtures) is kept as given.
+Numbers: a float at the top level of a line is rounded to six decimals (losses are nats per token), except `lr` and
+`grad_norm`, whose scales differ; nested values (config, plan, mixtures) are kept as given.
 JSON has no literal for a float that is not finite, so such a float is written as the string "NaN",
 "Infinity" or "-Infinity"; `number` turns any of them back into a float.
 """
@@ -28,7 +28,7 @@ SUPERSEDED = "superseded.jsonl"
 _PENDING_CUT = "superseded.pending.json"
 EMA, PHASE_MEAN = "ema", "phase_mean"
 AVERAGES = (EMA, PHASE_MEAN)  # averages of the parameters; each is a field of an `eval` event that measured it
-TAKEN_UP = ("training_start", "resume", "rollback")  # events after which training goes on; they have the plan
+TAKEN_UP = ("training_start", "resume", "rollback")  # events after which training starts or goes on; they have the plan
 STAMPS = ("event", "step", "timestamp", "elapsed_s", "tokens_processed")  # what every event has
 _KEYS = {EVENTS: STAMPS, METRICS: ("step",)}  # what every line of a file has
 _UNROUNDED = ("lr", "grad_norm")
@@ -36,7 +36,7 @@ _TAIL_BYTES = 1 << 16  # more than most metrics rows have
 
 
 class View(Protocol):
-    """Shows the record as it grows. `event` and `row` get exactly what the line in the file says."""
+    """Shows the record as it grows. `event` and `row` get exactly what the line in the file has."""
 
     def event(self, event: dict[str, Any]) -> None: ...
 
@@ -48,8 +48,8 @@ class View(Protocol):
 class Record:
     """Appends to the record of `run_dir` and hands every line to the views.
 
-    tokens_at: number of tokens consumed once `step` updates are done; stands in every event.
-    elapsed_before_s: what `elapsed_s` said when the checkpoint was saved that this process resumes from.
+    tokens_at: gives the number of tokens consumed by the first `step` updates, which every event has.
+    elapsed_before_s: `elapsed_s` when the checkpoint that this process resumes from was saved.
     The views are closed with the record. On a full disk lines are held back: see Appender.
     """
 
@@ -75,16 +75,16 @@ class Record:
         elapsed_before_s: float,
         views: Iterable[View] = (),
     ) -> "Record":
-        """The record as it stood at `offsets`; what came after them goes to `superseded.jsonl`.
+        """The record as it was at `offsets`; later lines are moved to `superseded.jsonl`.
 
-        A kill at any moment loses no line and doubles none: calling this again completes what was begun.
-        Raises InputError where a file is shorter than its offset.
+        A kill at any moment neither loses nor doubles a line: calling this again completes what was begun.
+        Raises InputError if in a file no line ends at its offset, or if a cut that was begun cannot be read.
         """
         _cut(run_dir, offsets)
         return cls(run_dir, tokens_at, elapsed_before_s, views)
 
     def cut_back(self, offsets: Mapping[str, int]) -> None:
-        """Go on from `offsets` in the same process: what came after them goes to `superseded.jsonl`, as in `resume`."""
+        """Go on from `offsets` in the same process; later lines are moved to `superseded.jsonl`, as in `resume`."""
         for file in self._files.values():
             file.close()
         _cut(self._run_dir, offsets)
@@ -99,7 +99,7 @@ class Record:
         return time.monotonic() - self._clock_zero_s
 
     def event(self, name: str, step: int, **fields: Any) -> dict[str, Any]:
-        """Appends one event, stamped with the step after the update, and returns it as written."""
+        """Append one event, stamped with `step`, the number of updates done, and return it as written."""
         event = self._append(
             EVENTS,
             {
@@ -116,7 +116,7 @@ class Record:
         return event
 
     def row(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Appends one metrics row, which carries its own `step`, and returns it as written."""
+        """Append one metrics row, which has its own `step`, and return it as written."""
         row = self._append(METRICS, fields)
         for view in self._views:
             view.row(row)
@@ -125,7 +125,7 @@ class Record:
     def offsets(self) -> dict[str, int]:
         """Size in bytes of each file once every line is on the disk: what a checkpoint stores and `resume` takes.
 
-        Raises OSError while the disk does not take them: a checkpoint is never ahead of the record.
+        Raises OSError while the disk does not take them, so that a checkpoint is never ahead of the record.
         """
         return {name: file.sync() for name, file in self._files.items()}
 
@@ -144,7 +144,7 @@ class Record:
 def read_events(run_dir: Path) -> list[dict[str, Any]]:
     """The events of a run, oldest first; a last line that is still being written is left out.
 
-    Raises InputError, naming file and line, where there is no record or a line is broken.
+    Raises InputError, naming file and line, if there is no record or a line is broken.
     """
     return _read(run_dir, EVENTS)
 
@@ -155,7 +155,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def last_row(run_dir: Path) -> dict[str, Any] | None:
-    """The last complete metrics row, without reading the rest; None where there is none. Raises InputError."""
+    """The last complete metrics row, without reading the rest; None if there is none. Raises InputError if broken."""
     path = run_dir / METRICS
     if not path.exists():
         return None
@@ -163,7 +163,7 @@ def last_row(run_dir: Path) -> dict[str, Any] | None:
     with readable(path), open(path, "rb") as file:
         size_bytes = start = file.seek(0, 2)
         tail_bytes = _TAIL_BYTES
-        while start > 0 and len(lines) < 2:  # of a tail the first line may have lost its beginning
+        while start > 0 and len(lines) < 2:  # the first line of a tail may lack its beginning
             start = file.seek(max(0, size_bytes - tail_bytes))
             lines = file.read().split(b"\n")[:-1]
             tail_bytes *= 2
@@ -178,7 +178,7 @@ def number(value: Any) -> float | None:
 
 
 class Recorded(NamedTuple):
-    """What an `eval` event says of one set, as it stands there: floats, None, or the strings for NaN and infinities."""
+    """What an `eval` event says of one set, as written: floats, None, or the strings for NaN and infinities."""
 
     loss: Any
     bpb: Any
@@ -193,22 +193,22 @@ def eval_key(name: str, metric: str = "loss") -> str:
 
 
 def eval_sets(event: Mapping[str, Any]) -> dict[str, Recorded]:
-    """Of each set that an `eval` event measured, `val` the primary."""
+    """What an `eval` event says of each set that it measured; the primary set is `val`."""
     named = ["val", *(key.removeprefix("eval_") for key in event if key.startswith("eval_"))]
     return {
         name: Recorded(*(event.get(eval_key(name, metric)) for metric in Recorded._fields))
         for name in named
-        if eval_key(name, "bpb") in event  # no other field that begins so has one: no set may be called by its suffix
+        if eval_key(name, "bpb") in event  # other fields that begin with `eval_` have none: no set may have their name
     }
 
 
 def eval_averages(event: Mapping[str, Any]) -> dict[str, dict[str, Recorded]]:
-    """The same as `eval_sets` of each average of the parameters that an `eval` event measured."""
+    """`eval_sets` for each average of the parameters that an `eval` event measured."""
     return {name: eval_sets(event[name]) for name in AVERAGES if name in event}
 
 
 def last_gold(events: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The newest `gold_checkpoint` event whose checkpoint could be saved; None where that one was lost since."""
+    """The newest `gold_checkpoint` event whose checkpoint was saved; None if that checkpoint was lost since."""
     failed, lost = set(), set()
     for event in reversed([e for e in events if e["event"] in ("gold_checkpoint", "checkpoint_failed", "resume")]):
         if event["event"] == "checkpoint_failed":
@@ -223,18 +223,18 @@ def last_gold(events: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
 
 
 def record_name(evalset: str) -> str:
-    """What the record calls an eval set of the config: the primary one `val`, as in `val_loss`."""
+    """The name in the record of an eval set of the config: `val` for the primary one, as in `val_loss`."""
     return "val" if evalset == "primary" else evalset
 
 
 def config_name(evalset: str) -> str:
-    """What the config and the files of windows call an eval set of the record."""
+    """The name in the config and the files of windows of an eval set of the record."""
     return "primary" if evalset == "val" else evalset
 
 
 def plain(value: Any) -> Any:
-    """The same value in what JSON has; numpy scalars and arrays become numbers and lists."""
-    if hasattr(value, "tolist"):  # of numpy, which is slow to import for a view that only reads
+    """The value in JSON's types: numpy scalars and arrays as numbers and lists, floats that are not finite as text."""
+    if hasattr(value, "tolist"):  # a numpy value; importing numpy to ask is slow for a view that only reads
         value = value.tolist()
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
@@ -270,7 +270,7 @@ def _checked(line: bytes, where: str, keys: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _parsed(line: bytes) -> Any:
-    """What the line says, or the line itself as a string where it is not complete JSON."""
+    """The JSON value of a line, or the line itself as a string if it is not complete JSON."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError):
@@ -278,9 +278,9 @@ def _parsed(line: bytes) -> Any:
 
 
 def check_offsets(run_dir: Path, offsets: Mapping[str, int]) -> None:
-    """Raise InputError where the record up to a checkpoint's offsets is cut short, or has an event that is broken.
+    """Raise InputError if the record is shorter than a checkpoint's offsets, or has a broken event up to there.
 
-    A row of metrics that is broken is told: training needs none, and what there is may be all that is left of it.
+    A broken metrics row is only reported on stderr: training needs none, and there may be no other copy of the file.
     """
     _check_ends(run_dir, offsets)
     for name in (EVENTS, METRICS):
@@ -317,10 +317,10 @@ def _read_from(path: Path, offset: int, num_bytes: int = -1) -> bytes:
 
 
 def _cut(run_dir: Path, offsets: Mapping[str, int]) -> None:
-    """Moves what lies beyond the offsets to superseded.jsonl, one entry `{file, line}` a line.
+    """Move the lines beyond the offsets to superseded.jsonl, an entry `{file, line}` for each.
 
-    Several files cannot change at one instant. So the whole change is first written down in one file that
-    appears at one instant, and then carried out by steps that may be repeated from the start.
+    Several files cannot change atomically. So the whole change is first described in one file, which appears
+    atomically, and then carried out in steps that can be repeated from the start.
     """
     _finish_cut(run_dir)
     _check_ends(run_dir, offsets)
@@ -348,7 +348,7 @@ def _cut(run_dir: Path, offsets: Mapping[str, int]) -> None:
 
 
 def _finish_cut(run_dir: Path) -> None:
-    """Carries out a cut that was written down, from the start; does nothing where there is none."""
+    """Carry out a pending cut, from its start; do nothing if there is none."""
     path = run_dir / _PENDING_CUT
     if not path.exists():
         return

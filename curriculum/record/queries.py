@@ -1,6 +1,6 @@
-"""What the record of a run says: its evals, its sets, what stands regressed, what was read. Every view asks here.
+"""Queries on the record of a run, for every view: its evals, its sets, its standing alarms, what it read.
 
-Without jax and without numpy: to look at a run must be quick.
+Imports neither jax nor numpy, so that looking at a run is quick.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _Mark = tuple[str, int, Mapping[str, int], Mapping[str, int]]  # phase, step, to
 
 
 class EvalPoint(NamedTuple):
-    """One set at one eval. NaN and infinities are floats here; `bpb` and `sem` are None where there is none."""
+    """One set at one eval. NaN and infinities are floats here; `bpb` and `sem` are None if there is none."""
 
     step: int
     tokens: int
@@ -30,7 +30,7 @@ class EvalPoint(NamedTuple):
 
 
 def beginning(lineage: Mapping[str, Any]) -> str:
-    """Where the parameters of a run come from that begins with those of another, as `lineage` tells it."""
+    """A line on where a run's first parameters come from, according to its `lineage`."""
     if lineage.get("kind") == "hf":
         return f"begins with the parameters of a {lineage['model_type']} model ({lineage['init_from']})"
     kept = "parameters and optimizer state" if lineage["keep_optimizer"] else "the parameters"
@@ -39,7 +39,7 @@ def beginning(lineage: Mapping[str, Any]) -> str:
 
 
 def base_directory(lineage: Mapping[str, Any]) -> str:
-    """The directory of the run that a lineage names, as its `init_from` was given: without what it names within."""
+    """The directory of the run that a lineage's `init_from` names, without the checkpoint that it names in it."""
     return re.sub(r"/(checkpoints|gold|kept)(/\d+)?/?$", "", lineage["init_from"])
 
 
@@ -68,18 +68,18 @@ def evalset_facts(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, An
 
 
 def documents_are_few(facts: Mapping[str, Any]) -> bool:
-    """Whether a set's standard errors are over blocks of its documents, as these are too few."""
+    """Whether a set has so few documents that its standard errors are over blocks of their windows."""
     return facts.get("documents", math.inf) < facts.get("clusters", 0)
 
 
 def content_hashes(events: Iterable[Mapping[str, Any]], names: Iterable[str]) -> dict[str, str | None]:
-    """The content hash of the text of each of these sets, averages left out; None where the record has none."""
+    """The content hash of each of these sets, averages left out; None if the record has none."""
     facts = evalset_facts(events)
     return {name: facts.get(name, {}).get("content_hash") for name in names if "@" not in name}
 
 
 def measured_sets(events: Iterable[Mapping[str, Any]]) -> set[str]:
-    """The sets that the run measures since it was last taken up, by their names in the record."""
+    """The sets that the run has measured since it last started or resumed, by their names in the record."""
     names: set[str] = set()
     for event in events:
         if "evalsets" in event:
@@ -88,9 +88,9 @@ def measured_sets(events: Iterable[Mapping[str, Any]]) -> set[str]:
 
 
 def source_facts(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The `details` of each source of a run's corpus, by name: what its training text holds, at the last taking up.
+    """The `details` of each source of a run's corpus, by name: its training text when the run last started or resumed.
 
-    A source that the run went on without has those that it had.
+    A source that was removed keeps its last ones.
     """
     facts = {}
     for event in events:
@@ -99,10 +99,10 @@ def source_facts(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any
 
 
 def standing_regressions(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The offenders of `eval_regression` events that have not recovered, as last told.
+    """The offenders of `eval_regression` events that have not recovered, as last recorded.
 
-    Each with the `phase` of that event, the `step` that it was measured at, and as `now` the {step, loss} of its set's
-    last eval. Alarms against the start of a phase end with it, and those of a set where the run goes on without it.
+    Each has the `phase` of that event, the `step` at which it was measured, and as `now` the {step, loss} of its set's
+    last eval. Alarms against a phase's start end with the phase, those of a set when the run goes on without the set.
     """
     standing: dict[tuple[str, str], dict[str, Any]] = {}
     phase, last = None, {}
@@ -131,21 +131,23 @@ def standing_regressions(events: Iterable[Mapping[str, Any]]) -> list[dict[str, 
 
 def planned_tokens(plan: Mapping[str, Any], step: int) -> int:
     """Token slots of the first `step` updates, by the `plan` of a run's record."""
-    if "step_sizes" not in plan:  # of a run whose updates are all alike
+    if "step_sizes" not in plan:  # all updates of the run have the same size
         return step * plan["tokens_per_step"]
     return sum(max(min(s["end"], step) - s["start"], 0) * s["tokens_per_step"] for s in plan["step_sizes"])
 
 
 def longer_from(plan: Mapping[str, Any], steps: Iterable[int]) -> int | None:
-    """The checkpoint from which a run is trained longer: the newest of `steps` from before the decay that the rate ends
-    in, after which it would jump up again; None where there is none."""
+    """The checkpoint from which to train a run for longer: the newest of `steps` before its final decay, or None.
+
+    After the decay, going on would make the learning rate jump up again.
+    """
     *_, last = plan.get("learning_rate") or [None]
     falls = last is not None and last["piece"]["last"] < last["piece"]["first"]
     return max((step for step in steps if not falls or step <= last["piece"]["start"]), default=None)
 
 
 def shapes_of(phases: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The shapes of each phase's updates in words, empty where there is one alone, or the run's record has none."""
+    """The shapes of each phase's updates in words; empty if the run has a single shape or its record tells none."""
     words = []
     for phase in phases:
         turns = [f"from step {turn['step']:,} {_shape_text(turn)}" for turn in phase.get("reshaped", ())]
@@ -183,7 +185,7 @@ def warned_sets(events: Iterable[Mapping[str, Any]]) -> set[str]:
 
 
 def last_detectable(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """The smallest rise in nats per token that each set can detect, as the last eval that knew it says."""
+    """The smallest rise in nats per token that each set can detect, from the last eval that has it."""
     found: dict[str, float] = {}
     for event in events:
         known = event.get("detectable", {})
@@ -194,14 +196,13 @@ def last_detectable(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 def consumption(run: Run, at: tuple[str, int, Mapping[str, int]] | None = None) -> list[dict[str, Any]]:
     """What each phase that has begun has read: {phase, start, step, tokens, epochs}, in order.
 
-    `tokens` are what the phase's updates up to `step` read, by source; `epochs` how far each source is used up since
-    the run's start, as `max_epochs` counts: what a rollback or a change of length passed over is in them too. The
-    record knows both where a phase ends, and `training_state.json` at the last checkpoint: of the phase that is
-    running, `step` is that one. Of a switch that does not tell `tokens_drawn`, as in older records, what was passed
-    over counts as read.
+    `tokens` are those that the phase's updates up to `step` read, by source. `epochs` are how far each source is used
+    up since the run's start, as `max_epochs` counts, including what a rollback or a change of length passed over. Both
+    come from the phase switches, and for the running phase from `training_state.json`, whose `step` is that of the last
+    checkpoint. Switches of older records lack `tokens_drawn`: there, tokens passed over count as read.
 
-    Raises InputError where that file is damaged. With `at`, (phase, step, tokens drawn by then) as the ledger of a
-    checkpoint has them, it is what was read up to that step, in the last row without `epochs`.
+    With `at`, the (phase, step, tokens drawn by then) of a checkpoint's ledger, only what was read up to that step; the
+    last row then has no `epochs`. Raises InputError if `training_state.json` is damaged.
     """
     sizes = {name: source.get("tokens_per_epoch") for name, source in source_facts(run.events).items()}
     starts = {phase["name"]: phase["start"] for phase in run.plan["phases"]}
@@ -215,7 +216,7 @@ def consumption(run: Run, at: tuple[str, int, Mapping[str, int]] | None = None) 
         state = read_json(path)
         if missing := [key for key in ("step", "phase", "tokens_drawn") if key not in state]:
             raise InputError(f"{path}: has no {', '.join(missing)}; the next checkpoint writes it anew")
-        # After a resume from an older step the file may speak of a future that was set aside.
+        # After a resume from an older step the file may be of a later step that was superseded.
         if (marks[-1][1] if marks else 0) < state["step"] <= last_step:
             drawn = state["tokens_drawn"]
             marks.append((state["phase"], state["step"], drawn, state.get("consumed", drawn)))
@@ -231,7 +232,8 @@ def consumption(run: Run, at: tuple[str, int, Mapping[str, int]] | None = None) 
 def _trained(marks: Iterable[_Mark]) -> list[_Mark]:
     """The last mark of each stretch of updates of one phase.
 
-    More than one at a step is of a run that was taken up there with another phase ahead; no update was made between.
+    Of several marks at one step only the first counts: the run was resumed there with another phase ahead, and made no
+    update in between.
     """
     last: list[_Mark] = []
     for mark in marks:

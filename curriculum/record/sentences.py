@@ -1,4 +1,4 @@
-"""What an event or a row of the record says, as a line of text: the same in every view that tells it."""
+"""Events and rows of the record as lines of text, the same in every view."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from curriculum.record.events import number
 from curriculum.record.wording import first_of, listed, loss, printable
 
 MOST_NAMED = 8  # sets in a row of names
-_MOST_TOLD = 6  # sets of a verdict, each with its numbers
+_MOST_TOLD = 6  # sets that a verdict gives numbers for
 _LONGEST_PROMPT, _LONGEST_SAMPLE = 40, 160  # characters of a sample's line
 
 
 def verdict(event: dict[str, Any]) -> str | None:
-    """The line of an event that says something happened; None for the others."""
+    """The line for an event that reports something that happened; None for other events."""
     step = event["step"]
     match event["event"]:
         case "phase_switch":
@@ -68,7 +68,7 @@ def verdict(event: dict[str, Any]) -> str | None:
 
 
 def new_offenders(event: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
-    """The pairs that an `eval_regression` tells first, and where there are others a line of their sets."""
+    """The pairs whose alarm an `eval_regression` raises, and a text of the other sets that are still worse, if any."""
     new = [pair for pair in event["offenders"] if pair["first_step"] == event["step"]]
     named = {pair["set"] for pair in new}
     since = {pair["set"]: pair["first_step"] for pair in event["offenders"] if pair["set"] not in named}
@@ -77,7 +77,7 @@ def new_offenders(event: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str
 
 
 def skipped_line(row: dict[str, Any], before: dict[str, int]) -> str | None:
-    """What a metrics row says of updates that were skipped since the counts were `before`; None where none was."""
+    """The line on updates that were skipped since the counts were `before`, from a metrics row; None if none was."""
     now = skipped_counts(row)
     more = {key: now[key] - before.get(key, 0) for key in now}
     if not more.get("skipped_updates"):
@@ -87,7 +87,7 @@ def skipped_line(row: dict[str, Any], before: dict[str, int]) -> str | None:
 
 
 def skipped_counts(line: dict[str, Any]) -> dict[str, int]:
-    """How many updates were skipped, in all and by reason, so far as an event or a row tells it."""
+    """How many updates were skipped, in all and by reason, as far as an event or a row tells it."""
     keys = ("skipped_updates", "skipped_nonfinite", "skipped_outliers")
     return {key: line[key] for key in keys if key in line}
 
@@ -104,7 +104,7 @@ def skipped_why(skipped: dict[str, int]) -> str:
 
 
 def sample_lines(event: dict[str, Any]) -> Iterator[str]:
-    """A line for each sample of a `generation` event, its beginning where it is long."""
+    """A line for each sample of a `generation` event; long prompts and texts are shortened."""
     for sample in event["samples"]:
         prompt, text = (printable(sample[key]) for key in ("prompt", "text"))
         prompt = prompt if len(prompt) <= _LONGEST_PROMPT else f"...{prompt[-_LONGEST_PROMPT:]}"
@@ -123,7 +123,7 @@ def _moves(event: dict[str, Any]) -> list[str]:
 
 
 def shape_moves(event: dict[str, Any]) -> list[str]:
-    """What a phase switch changes of the updates' shape, and what it passes over for that."""
+    """The changes that a phase switch makes to the shape of updates, and what it passes over for them."""
     before, after = event.get("shape_before", {}), event.get("shape_after", {})
     moves = []
     for key, name in _SHAPE_NAMES.items():
@@ -134,7 +134,7 @@ def shape_moves(event: dict[str, Any]) -> list[str]:
 
 
 def _left_out(event: dict[str, Any]) -> list[str]:
-    """What a switch or an edit passes over, to begin a longer sequence."""
+    """What a switch or an edit passes over, to begin with a whole sequence."""
     left = ", ".join(f"{source} {tokens:,}" for source, tokens in event.get("passed_over", {}).items())
     return [f"passed over {left} tokens"] if left else []
 
@@ -155,9 +155,11 @@ _SHAPE_NAMES = {
 
 
 def _offenders(offenders: Iterable[dict[str, Any]], tolerances: bool = False) -> str:
-    """Each set that an event names with what it is compared to, and how the mixture changed since the newest; sets of
-    the same text together. Of many sets those that rose most are named. Of a rise that is small enough, `tolerances`
-    say for what."""
+    """Each set that an event names, its change against each baseline, and the change of mixture since the newest one.
+
+    Sets with the same text are named together. Of many sets, those that rose most are named. `tolerances` adds the
+    tolerance of each set.
+    """
     sets: dict[str, list[dict[str, Any]]] = {}
     for pair in offenders:
         sets.setdefault(pair["set"], []).append(pair)
@@ -165,9 +167,9 @@ def _offenders(offenders: Iterable[dict[str, Any]], tolerances: bool = False) ->
     if more > 0:
         by_rise = sorted(sets, key=lambda name: max(map(rise, sets[name])), reverse=True)
         sets = {name: sets[name] for name in by_rise[:_MOST_TOLD]}
-    lines: dict[str, list[str]] = {}  # the sets that each is said of
+    lines: dict[str, list[str]] = {}  # the sets of each text
     for name, pairs in sets.items():
-        names: dict[int, list[str]] = {}  # of the baselines at a step; they are one eval and one difference
+        names: dict[int, list[str]] = {}  # baselines by step; those of one step are the same eval
         for pair in pairs:
             names.setdefault(pair["baseline_step"], []).append(pair["baseline"])
         by_step = {pair["baseline_step"]: pair for pair in pairs}
@@ -190,7 +192,7 @@ def rise(pair: dict[str, Any]) -> float:
 
 
 def _change(pair: dict[str, Any]) -> str:
-    """A difference in nats per token and its interval, where there is one."""
+    """A difference in nats per token and its interval, if it is finite."""
     delta, low, high = (number(value) for value in (pair["delta"], *pair["interval"]))
     if not math.isfinite(delta):
         return "not finite"

@@ -1,7 +1,7 @@
-"""Weights & Biases: a view of the record, kept in `<run>/wandb/` and sent to a server where the mode is online.
+"""Weights & Biases: a view of the record, kept in `<run>/wandb/` and sent to a server if the mode is online.
 
-The curves have the names that TensorBoard shows, over an axis of their own, `step`: the axis that wandb counts
-itself refuses what goes back, and a resume goes back to a checkpoint. Phase switches and verdicts are text.
+The curves have the names that TensorBoard shows, over a custom axis, `step`: wandb's own step must not go back, but
+a resume goes back to a checkpoint. Phase switches and verdicts are text.
 """
 
 import os
@@ -48,7 +48,7 @@ class WandbConfig:
 
 
 def check_wandb(config: WandbConfig) -> None:
-    """Raise InputError where the package is missing, or where there is no login to send anything with.
+    """Raise InputError if the package is missing, or if the mode is online and there is no login.
 
     Online and at a terminal, wandb asks for its key here.
     """
@@ -71,10 +71,10 @@ def check_wandb(config: WandbConfig) -> None:
 class WandbLog:
     """Logs the events and rows of one process to one run of wandb, which a resume continues.
 
-    config: the resolved config as plain JSON, wandb's config of the run; the files of it are an artifact.
-    A failure of wandb is told once on stderr, and then nothing more is logged there: training and the record
-    do not depend on it. Nothing can be taken back: steps that are trained again after a kill are logged again,
-    with the same values unless the config was changed in between.
+    config: the resolved config as plain JSON, for wandb's config of the run; its files are logged as an artifact.
+    A failure of wandb is reported once on stderr, and nothing more is logged to it: training and the record do not
+    depend on it. Nothing can be taken back: steps that are trained again after a kill are logged again, with the same
+    values unless the config was changed in between.
     """
 
     def __init__(self, run_dir: Path, settings: WandbConfig, config: dict[str, Any]):
@@ -173,13 +173,13 @@ class WandbLog:
 
 
 def _send_no_errors(config: WandbConfig) -> None:
-    """Keep an offline process from reporting wandb's own errors to its makers; read when wandb is imported."""
+    """Keep an offline process from sending wandb's own errors to its makers. Call it before wandb is imported."""
     if config.mode == "offline":
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
 
 
 def _run_id(path: Path, continued: bool) -> str:
-    """The id kept in a run directory; another one for a run that starts anew, or where none is kept yet."""
+    """The wandb id kept in a run directory; a new one if the run starts anew or none is kept yet."""
     if continued and path.exists() and (kept := path.read_text(encoding="utf-8").strip()):
         return kept
     path.write_text(secrets.token_hex(4) + "\n", encoding="utf-8")

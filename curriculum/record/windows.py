@@ -1,7 +1,7 @@
-"""The windows of an eval on the disk: `evals/<step>.npz`, an array for each field of each set's `WindowResults`.
+"""The windows of an eval on disk: `evals/<step>.npz`, with an array for each field of each set's `WindowResults`.
 
-It is named `<set>.<field>`, with sets as the config calls them, and `<set>@<average>.<field>` where an average of the
-parameters was measured.
+An array is named `<set>.<field>`, or `<set>@<average>.<field>` if it was measured with an average of the parameters.
+Sets are named as in the config.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from evalsets.metrics import WindowResults
 def write_results(
     path: Path, results: Mapping[str, WindowResults], averaged: Mapping[str, Mapping[str, WindowResults]]
 ) -> None:
-    """Write the results of an eval by set, and those of averages of the parameters by average and set, at once.
+    """Write the results of an eval by set, and those of averages of the parameters by average and set, atomically.
 
-    Sets that the file has already, measured at this step before, stay in it.
+    Other sets that were measured at this step before stay in the file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     arrays = read_arrays(path) if path.exists() else {}
@@ -34,7 +34,7 @@ def write_results(
 
 
 def read_results(path: Path) -> dict[str, WindowResults]:
-    """What `write_results` wrote of the raw parameters, by set; nothing where there is no such file."""
+    """The results of the raw parameters that `write_results` wrote, by set; empty if there is no such file."""
     if not path.exists():
         return {}
     arrays = read_arrays(path)
@@ -43,17 +43,19 @@ def read_results(path: Path) -> dict[str, WindowResults]:
 
 
 def windows_of(arrays: Mapping[str, np.ndarray], name: str) -> WindowResults:
-    """The windows of `<set>` or `<set>@<average>` among a file's arrays. Raises KeyError with the name of one that is
-    missing, unless its field has a default: files from before there was such a field are read."""
+    """The windows of `<set>` or `<set>@<average>` from a file's arrays.
+
+    Raises KeyError with the name of an array that is missing, unless its field has a default, as older files lack it.
+    """
     array_names = {field: _array_name(name, field) for field in WindowResults._fields}
     optional = WindowResults._field_defaults
     return WindowResults(**{f: arrays[key] for f, key in array_names.items() if key in arrays or f not in optional})
 
 
 def recorded_windows(path: Path, arrays: Mapping[str, np.ndarray], name: str, loss: float) -> WindowResults:
-    """`windows_of` the arrays of a file, of which the record says that they gave this loss.
+    """`windows_of` a file's arrays, checked against the `loss` that the record has for them.
 
-    Raises InputError where they do not, to the six decimals of the record, or where an array lacks windows.
+    Raises InputError if their loss differs at the six decimals of the record, or if their lengths differ.
     """
     windows = windows_of(arrays, name)
     got = "arrays of different lengths"
@@ -70,7 +72,7 @@ def recorded_windows(path: Path, arrays: Mapping[str, np.ndarray], name: str, lo
 
 
 def keep_sets(path: Path, names: Collection[str]) -> None:
-    """Leave nothing in a file but these sets, and what was measured of them with averages."""
+    """Drop all sets but these from a file; what was measured of these with averages stays too."""
     kept = {key: array for key, array in read_arrays(path).items() if key.rpartition(".")[0].partition("@")[0] in names}
     _replace(path, kept)
 
@@ -80,13 +82,13 @@ def _array_name(name: str, field: str) -> str:
 
 
 def _replace(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write a file at once. Raises OSError, the file as it was."""
+    """Replace a file atomically. If this raises OSError, the file is as it was."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as file:
             np.savez_compressed(file, **arrays)
             file.flush()
-            os.fsync(file.fileno())  # a checkpoint, which is on the disk when it has its name, is never ahead of them
+            os.fsync(file.fileno())  # so that a checkpoint, on the disk once it has its name, is never ahead of them
         os.replace(temporary, path)
     except OSError:
         temporary.unlink(missing_ok=True)

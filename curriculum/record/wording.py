@@ -1,4 +1,4 @@
-"""How every view writes numbers of the record, lists of names, text that is not ours, and tables of plain text."""
+"""How every view writes numbers of the record, lists of names, untrusted text, and tables of plain text."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Any
 
 from curriculum.record.events import number
 
-# What the intervals of alarms and of the transfer matrix cover; those of losses and comparisons, the text alone.
+# What the intervals of alarms and of the transfer matrix cover; those of losses and comparisons cover the text alone.
 WITH_SCATTER = "over the choice of held-out text and the scatter of neighbouring checkpoints"
 
-MAX_RISE = 10.0  # nats per token; about what a uniform guess of a large vocabulary loses
+MAX_RISE = 10.0  # nats per token; about the loss of a uniform guess over a large vocabulary
 
 
 def loss(value: Any) -> str:
-    """Nats or bits in four decimals; `-` for what there is not."""
+    """Nats or bits in four decimals; `-` if there is no number."""
     as_float = number(value)
     return "-" if as_float is None else f"{as_float:.4f}"
 
 
 def smallest_rise(value: Any) -> str:
-    """The rise that an eval of a set finds, as `loss` writes it, so far as a loss can rise by that much."""
+    """The smallest rise that an eval of a set finds, as `loss` writes it, up to MAX_RISE."""
     as_float = number(value)
     return f"above {MAX_RISE:g}" if as_float is not None and as_float > MAX_RISE else loss(value)
 
 
 def few_documents(names: Iterable[str]) -> str:
-    """Of sets with few documents, which is said before it, what their standard errors are over."""
+    """What the standard errors of sets with few documents cover; the caller puts "few documents" before it."""
     return (
         f"{listed(list(names))}: fewer than 20; their errors are over blocks of these documents' text, not over new "
         "documents"
@@ -35,7 +35,7 @@ def few_documents(names: Iterable[str]) -> str:
 
 
 def unseen(detectable: float | None, tolerance: float) -> str | None:
-    """What would not show of a set of which no regression stands; None where a rise of twice the tolerance would."""
+    """Which rises of a set without an alarm would not show; None if one of twice the tolerance would."""
     if detectable is None:
         return "what rise would show is not known"
     if detectable <= 2 * tolerance:
@@ -46,7 +46,7 @@ def unseen(detectable: float | None, tolerance: float) -> str | None:
 
 
 def signed(value: Any) -> str:
-    """A difference in four decimals, its sign always shown."""
+    """A difference in four decimals, always with its sign."""
     as_float = number(value)
     return "-" if as_float is None else f"{round(as_float, 4) + 0.0:+.4f}"  # no -0.0000
 
@@ -76,7 +76,7 @@ def first_of(names: Sequence[str], most: int) -> str:
 
 
 def typed(option: str) -> str:
-    """An option that a run remembers, such as `--set a=b c`, as a shell takes it."""
+    """An option that a run remembers, such as `--set a=b c`, quoted for a shell."""
     flag, _, value = option.partition(" ")
     return f"{flag} {shlex.quote(value)}" if value else flag
 
@@ -87,12 +87,12 @@ def mesh_text(sizes: Mapping[str, int]) -> str:
 
 
 def printable(text: str, also: str = "") -> str:
-    """What a model or a document says, with nothing in it that steers a terminal; `also`: what else stays as it is."""
+    """Text of a model or a document, with all but printable characters and those in `also` escaped."""
     return "".join(c if c.isprintable() or c in also else repr(c)[1:-1] for c in text)
 
 
 def columns(rows: list[tuple[str, ...]], right: Iterable[int], indent: str = "  ") -> list[str]:
-    """Rows of equal length as lines with aligned columns; those in `right` end at the same place."""
+    """Rows of equal length as lines with aligned columns; those in `right` are aligned to the right."""
     right = set(right)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
