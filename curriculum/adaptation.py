@@ -1,6 +1,6 @@
-"""Begin from what was learned before, a run's checkpoint or a Hugging Face folder, and keep what it knew by replay.
+"""Begin a run from another run's checkpoint or a Hugging Face folder, and keep what that model knew by replay.
 
-Nothing here imports jax: a plan needs it too.
+Nothing here imports jax, as a plan needs this module too.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Base:
 
     @property
     def architecture(self) -> dict[str, Any]:
-        """What its parameters are computed with."""
+        """The architecture of the checkpoint's parameters."""
         return architecture_at(self.ledger, self.step)
 
     @property
@@ -77,7 +77,7 @@ class Base:
         return read_ledger(self.checkpoint)
 
     def lineage(self, keep_optimizer: bool) -> dict[str, Any]:
-        """Where a run that begins here comes from, back to the first, as its record keeps it."""
+        """The lineage of a run that begins here, back to its first ancestor, as its record keeps it."""
         return {
             "init_from": self.init_from,
             "run": self.config["name"],
@@ -97,7 +97,7 @@ class HfBase:
     model: ModelConfig
 
     def lineage(self, keep_optimizer: bool) -> dict[str, Any]:
-        """Where a run that begins here comes from. `train.start` adds the fingerprint, for which all is read."""
+        """The lineage of a run that begins here. `train.start` adds the fingerprint, for which it reads all weights."""
         return {
             "init_from": self.init_from,
             "kind": "hf",
@@ -108,9 +108,9 @@ class HfBase:
 
 
 def find_base(init_from: str | os.PathLike, part: str | tuple[str, ...] = "ledger/") -> Base | HfBase:
-    """What `adaptation.init_from` means; of a checkpoint `part` is verified, as by `damage`.
+    """The checkpoint or folder that `adaptation.init_from` names. Of a checkpoint `part` is verified, as by `damage`.
 
-    Raises InputError where there is nothing to begin from, and for a run that trained adapters alone.
+    Raises InputError if there is nothing to begin from, and for a run that trained adapters alone.
     """
     base = _find_base(init_from, part)
     if isinstance(base, Base) and base.config.get("adaptation", {}).get("lora") is not None:
@@ -147,13 +147,13 @@ _PLACES = ("checkpoints", "gold", "kept")
 
 
 def _run_at(path: Path, given: str) -> RunDirectory | None:
-    """The run in a folder, its path as relative as the one that was given; None where there is none."""
+    """The run in a folder, None if there is none. Its path is relative if `given` is."""
     directory = RunDirectory(_as_given(path, given))
     return directory if directory.has_config else None
 
 
 def _hf_base(folder: Path, given: str) -> HfBase:
-    """Raises InputError with all that is wrong with a folder, so far as headers tell."""
+    """The base in a folder. Raises InputError with all its problems that the config and the weights' headers show."""
     model, problems = None, []
     try:
         model = read_hf_config(folder)
@@ -176,26 +176,26 @@ def _as_given(path: Path, given: str) -> Path:
 
 
 def base_lineage(config: Config) -> dict[str, Any] | None:
-    """The lineage of a run that begins with this config, None where it begins from its seed."""
+    """The lineage of a run that begins with this config, None if it begins from its seed."""
     section = config.adaptation
     return None if section.init_from is None else find_base(section.init_from).lineage(section.keep_optimizer)
 
 
 def same_place(one: str | None, other: str | None) -> bool:
-    """Whether two values of `init_from` name one place."""
+    """Whether two values of `init_from` name the same path."""
     if one is None or other is None:
         return one is other
     return os.path.abspath(os.path.expanduser(one)) == os.path.abspath(os.path.expanduser(other))
 
 
 def differences(ours: Mapping[str, Any], its: Mapping[str, Any]) -> str:
-    """`n_layer 2 (there 4), d_ff 64 (there 128)`, empty where two architectures are equal."""
+    """`n_layer 2 (there 4), d_ff 64 (there 128)`; empty if the two architectures are equal."""
     keys = [key for key in {**its, **ours} if ours.get(key) != its.get(key)]
     return ", ".join(f"{key} {ours.get(key)} (there {its.get(key)})" for key in keys)
 
 
 def with_shares(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The data of a config, shares of replay such as `5%` as numbers."""
+    """The data of a config, with replay shares such as `5%` turned into numbers."""
     section = data.get("adaptation")
     if not isinstance(section, dict) or not isinstance(section.get("replay"), dict):
         return dict(data)
@@ -208,9 +208,9 @@ def _share(given: Any) -> Any:
 
 
 def with_replay(phases: Sequence[Phase], replay: Mapping[str, float]) -> tuple[Phase, ...]:
-    """The phases, each with the replayed sources that its mixture does not name at their shares of the whole.
+    """Add to each phase's mixture the replayed sources that it does not name, at their shares of the whole.
 
-    What the mixture names keeps its proportions in the rest. To do it twice changes nothing more.
+    The sources that it names keep their proportions in the rest. Applying it twice is the same as once.
     """
     mixed = []
     for phase in phases:

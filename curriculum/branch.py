@@ -43,17 +43,19 @@ def branch(
     store_dir: str | Path = DEFAULT_STORE_DIR,
     make_model: Callable[[int], Model] | None = None,
 ) -> dict[str, Any]:
-    """Begin a run in `run_dir` that is `run`, the trunk, up to step `at`, and train it to its end.
+    """Begin a run in `run_dir` that equals `run`, the trunk, up to step `at`, and train it to its end.
 
-    It starts from the trunk's newest checkpoint at or before `at` that verifies, takes over the record up to there,
-    trains the steps in between exactly as the trunk did, and goes on by the trunk's config, changed by `overrides`
-    (`a.b=value`) and directories as in `load_config`. A share that the trunk raised is raised to the end of its phase
-    here too, unless what the phase draws is changed. Without a change all of the run is the trunk's, if that one was
-    not edited after `at`: its config is the one that it was last trained with, and is refused where the steps in
-    between were trained, measured or judged otherwise.
-    It needs nothing of the trunk afterwards; `make_model` as in `train`.
-    Returns its `training_complete` event. Raises InputError for what the user can mend, before anything is created,
-    and Stopped after a signal: `train(..., resume="latest")` then goes on.
+    The branch starts from the trunk's newest checkpoint at or before `at` that verifies and takes over the record up to
+    it. It trains the steps from there to `at` exactly as the trunk did. From `at` on it follows the config that the
+    trunk was last trained with, changed by `overrides` (`a.b=value`) and directories, as in `load_config`. That config
+    is refused if the steps up to `at` were trained, measured or judged by other settings. A share that the trunk raised
+    stays raised to the end of its phase, unless the config changes what the phase draws. Without changes the branch
+    repeats the whole trunk, if the trunk was not edited after `at`.
+
+    The branch needs nothing of the trunk afterwards. `make_model` is as in `train`.
+
+    Returns the branch's `training_complete` event. Raises InputError for what the user can fix, before `run_dir` is
+    created, and Stopped after a signal: `train(..., resume="latest")` then resumes the branch.
     """
     trunk, directory = load_run(run), RunDirectory(Path(run_dir))
     _check_new(directory, store_dir, make_model is not None)
@@ -83,10 +85,10 @@ def branch(
     if setup.course.total_steps <= at:
         raise config.error([("train.steps", f"the run ends at step {at}, where the branch begins; give it more")])
     if config.origin.text is not None:
-        # The branch has its own copy of the file; what was wrong up to here was told of the one that was read.
+        # Messages name the trunk's config file, which was read, up to here; from here on the branch's own copy.
         origin = replace(config.origin, file=str(directory.path / "config.yaml"))
         setup = replace(setup, config=replace(setup.config, origin=origin))
-    if step == at:  # else the console tells it with the edit, when the branch gets there
+    if step == at:  # else the console shows them with the edit, when the branch reaches `at`
         print(*(f"warning: {w}\n" for w in branch_edit(setup)["warnings"]), sep="", end="", file=sys.stderr)
     told = [] if step == at else [e for e in trunk.events if e["step"] == step and _came_after(e, at)]
     with made_whole(directory, trunk.directory) as made:
@@ -97,7 +99,7 @@ def branch(
 
 
 def go_on_command(run_dir: Path, store_dir: str | Path, *, own_model: bool = False) -> str:
-    """What to type to go on with a branch that was begun."""
+    """The command that resumes a branch that was begun."""
     return resume_command(run_dir / "config.yaml", run_dir, store_dir, own_model=own_model)
 
 
@@ -116,14 +118,14 @@ def _check_new(directory: RunDirectory, store_dir: str | Path, own_model: bool) 
 
 
 def _came_after(event: Mapping[str, Any], at: int) -> bool:
-    """Whether an event of a checkpoint's step was recorded after it was saved, and concerns a branch at `at` too."""
+    """Whether an event at a checkpoint's step was recorded after it was saved, and applies to a branch at `at` too."""
     if event["event"] == "rollback":
         return event["first_bad_step"] < at
     return event["event"] == "schedule_edit" and event["kind"] == "config"
 
 
 def _settled(settled: Mapping[str, int], whole: Schedule, rollbacks: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """What of `settled` stands in a branch that takes over these rollbacks: no phase ends where a later one left it."""
+    """The entries of `settled` that hold in a branch with these rollbacks: no phase end that a later one settled."""
     ends = {f"{whole.segment_at(rollback['first_bad_step']).phase}.until" for rollback in rollbacks}
     return {key: steps for key, steps in settled.items() if not key.endswith(".until") or key in ends}
 
@@ -137,23 +139,23 @@ def _edit_in_force(
     at: int,
     passed_over: bool,
 ) -> Segment | None:
-    """The segment of the trunk that goes on at `at` with a raised share, or after data that were passed over, where the
-    branch changes nothing of what its phase draws.
+    """The trunk's segment that the branch continues at `at`, if it has a raised share or follows data passed over.
 
-    `whole` is the trunk's schedule, `settled` what shares of its run came to. `step` is the checkpoint's: what the
-    trunk did after an eval at `at` itself counts only where it is in there.
+    None if there is no such segment, or if the branch changes what its phase draws. `whole` is the trunk's schedule,
+    `settled` as in `Curriculum`. `step` is that of the branch's checkpoint: what the trunk did after an eval at `at`
+    itself counts only if the checkpoint is of that step.
     """
     last = at if step == at else at - 1
     edits = [e for e in trunk.events if e["event"] == "schedule_edit" and e["kind"] == "replay" and e["step"] <= last]
     if not passed_over and not any(at < edit["until"] for edit in edits):
         return None
     if trunk.branched_from is not None and trunk.branched_from["step"] > at:
-        return None  # up to there the schedule is not what the trunk's config says
+        return None  # up to that step the schedule is not the one that the trunk's config declares
     return gone_on(whole.segment_at(last), at, declaration(trunk.config), declaration(config), settled)
 
 
 def _step_of(trunk: Run, at: int | str) -> int:
-    """`at` as a step that the trunk has come to."""
+    """`at` as an int. Raises InputError unless it is a step that the trunk has reached."""
     if isinstance(at, bool) or not (isinstance(at, int) or (at.isascii() and at.isdecimal())) or int(at) < 0:
         raise InputError(f"--at {at}: expected a step of {trunk.directory.path}")
     last = max((line["step"] for line in [*trunk.events[-1:], *trunk.metrics[-1:]]), default=0)
@@ -163,7 +165,7 @@ def _step_of(trunk: Run, at: int | str) -> int:
 
 
 def _checkpoints(directory: RunDirectory) -> dict[int, list[Path]]:
-    """The folders of every checkpoint of a run by its step, wherever it is kept."""
+    """By step, the folders of every checkpoint of a run, wherever it is kept."""
     folders: dict[int, list[Path]] = {}
     for place in directory.places:
         for step in checkpoint_steps(place):
@@ -172,7 +174,7 @@ def _checkpoints(directory: RunDirectory) -> dict[int, list[Path]]:
 
 
 def _checkpoint_before(trunk: Run, folders: Mapping[int, Sequence[Path]], at: int) -> Path:
-    """The newest checkpoint at or before `at` that verifies. Raises InputError where there is none."""
+    """The newest checkpoint at or before `at` that verifies. Raises InputError if there is none."""
     before = [step for step in folders if step <= at]
     if not before:
         there = ", ".join(map(str, sorted(folders))) or "none"
@@ -181,13 +183,13 @@ def _checkpoint_before(trunk: Run, folders: Mapping[int, Sequence[Path]], at: in
 
 
 def _newest_whole(folders: Mapping[int, Sequence[Path]], steps: Iterable[int]) -> Path | None:
-    """The newest checkpoint of these steps that verifies; those passed over for it are told on stderr."""
+    """The newest checkpoint of these steps that verifies, if any; newer ones, damaged, are reported on stderr."""
     passed_over = []
     for folder in (folder for step in sorted(steps, reverse=True) for folder in folders[step]):
         if (why := damage(folder)) is None:
             print(*passed_over, sep="", end="", file=sys.stderr)
             return folder
-        if folder.exists():  # else the trunk, which trains, deleted it just now
+        if folder.exists():  # else the trunk is training and has just deleted it
             passed_over.append(f"{folder}: is damaged: {why}; the branch begins without it\n")
     return None
 
@@ -195,10 +197,10 @@ def _newest_whole(folders: Mapping[int, Sequence[Path]], steps: Iterable[int]) -
 def _config(
     trunk: Run, overrides: Iterable[str], dataset_dirs: Iterable[str], eval_dataset_dirs: Iterable[str]
 ) -> Config:
-    """The trunk's config with its changes and the new ones."""
+    """The trunk's config, with the options that it remembers and the new ones."""
     path = trunk.directory.path / "config.yaml"
     directories = {"dataset_dirs": dataset_dirs, "eval_dataset_dirs": eval_dataset_dirs}
-    if not path.exists():  # a run of no file
+    if not path.exists():  # the run's config came from Python, not from a file
         return changed_config(trunk.config, overrides, **directories, continues=trunk.directory.path)
     remembered = trunk.directory.command_line()
     return load_config(path, overrides, **directories, remembered=remembered, continues=trunk.directory.path)
@@ -207,9 +209,10 @@ def _config(
 def _branching(
     run: str | Path, trunk: Run, at: int, config: Config, whole: Schedule, saved: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What the branch remembers of its trunk, as its ledgers keep it: `Course` says what for.
+    """What the branch remembers of its trunk, as its ledgers keep it. `whole` is the trunk's schedule.
 
-    `whole` is the trunk's schedule, `saved` the ledger that the branch begins with.
+    `acts` and `phase_ends` let it repeat what the trunk did after evals up to `at`. `saved` is the ledger that the
+    branch begins with.
     """
     remembered = trunk.directory.command_line()
     changes = [option for option in config.command_line if option not in remembered]
@@ -227,7 +230,7 @@ def _branching(
 
 
 def _phase_ends(trunk: Run, at: int, saved: Mapping[str, Any]) -> Iterator[tuple[int, list[int]]]:
-    """(the step up to which they were planned so, the phase ends) of the trunk, in order, the last one up to `at`."""
+    """(step, phase ends) in order: the phase ends as the trunk planned them up to that step. The last step is `at`."""
     planned = (saved["branched_from"] or {"phase_ends": []})["phase_ends"]
     since = planned[-1][0] if planned else 0
     plans = [event for event in trunk.events if "plan" in event and event["step"] < at]

@@ -1,4 +1,4 @@
-"""The steps between a branch's checkpoint and its step: the branch trains them again, as its trunk did."""
+"""Check that a branch can train the steps between its checkpoint and its branch step again as its trunk did."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from curriculum.run import Run
 from curriculum.scheduling import training_settings
 from phases.schedule import Schedule
 
-Settings = Mapping[str, Any]  # by path, as `schedule_edit` tells changes of them; the name of an eval set has True
+Settings = Mapping[str, Any]  # by path, as in the changes of a `schedule_edit`; the path of a named eval set has True
 
-_SETS, _PHASES = "evalsets.sets.", "phases."  # a ledger tells of all that there were
+_SETS, _PHASES = "evalsets.sets.", "phases."  # a ledger lists every one that there was
 _MICRO_STEPS = "train.grad_accum"
 
 
 def check_between(
     trunk: Run, config: Config, saved: Mapping[str, Any], schedule: Schedule, at: int, steps: list[int]
 ) -> None:
-    """Raise InputError for what the config says otherwise than the trunk did from a checkpoint, `saved`, up to `at`.
+    """Raise InputError for each setting of the config that differs from what the trunk used from a checkpoint to `at`.
 
-    The schedule aside: `schedule`, the trunk's, stands up to there. `steps` are those of all its checkpoints.
+    `saved` is the checkpoint's ledger. The config's schedule is not compared, as `schedule`, the trunk's, holds up to
+    `at`. `steps` are those of all the trunk's checkpoints.
     """
     step, now = saved["step"], _settings(config)
     stretches = list(_in_force(trunk, saved, at))
@@ -46,21 +47,21 @@ def check_between(
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    """What an update depends on beside its batch and its rate, and what is measured and judged, by path."""
+    """By path, what an update depends on besides its batch and learning rate, and what evals and verdicts depend on."""
     mesh = {f"mesh.{key}": value for key, value in config.to_json()["mesh"].items()}
     return mesh | _flat(training_settings(config))
 
 
 def _flat(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Settings of sections, as a ledger keeps them, by path."""
+    """Settings by path, from settings by section as a ledger keeps them."""
     sets = {section: True for section in settings if section.startswith(_SETS)}
     return sets | {f"{section}.{key}": value for section, own in settings.items() for key, value in own.items()}
 
 
 def _in_force(trunk: Run, saved: Mapping[str, Any], at: int) -> Iterator[tuple[int, int, Settings]]:
-    """(start, end, settings) of each stretch from the ledger's step to `at`: what the trunk was trained with there."""
+    """(start, end, settings) of each stretch from the ledger's step to `at`, by the settings that the trunk used."""
     start, settings = saved["step"], _settings(trunk.config)
-    if "settings" in saved:  # what it does not tell (a mesh, an option that came later) is the config's
+    if "settings" in saved:  # what it lacks (the mesh, an option that came later) is the config's
         own = {path: value for path, value in settings.items() if not path.startswith((_SETS, _PHASES))}
         settings = own | _flat(saved["settings"])
     edits = [
@@ -69,7 +70,7 @@ def _in_force(trunk: Run, saved: Mapping[str, Any], at: int) -> Iterator[tuple[i
         if event["event"] == "schedule_edit" and event["kind"] == "config" and event["step"] >= start
     ]
     if trunk.branched_from is not None and trunk.branched_from["step"] > start:
-        # Its record does not tell what a branch changed where it left: that is what no edit accounts for.
+        # The record of a branch does not say what it changed at its branch step: all that no edit accounts for.
         last = settings | {path: value for _, changed in edits for path, value in changed.items()}
         now = _settings(trunk.config)
         gone = dict.fromkeys(_sets(last) - _sets(now))
@@ -88,11 +89,11 @@ def _sets(settings: Settings) -> set[str]:
 
 
 def _differing(were: Settings, now: Settings) -> Iterator[tuple[str, str, str]]:
-    """(path, got, was) of each setting that is another one; the micro-steps of phases aside."""
+    """(path, got, was) of each setting that differs, except the micro-steps of phases."""
     for path in sorted(_sets(were) ^ _sets(now)):
         yield path, *(("a set", "none of that name") if path in now else ("no such set", "one"))
     for path, got in now.items():
-        was = were.get(path, got)  # nothing is known of the settings of a set that was added on the way
+        was = were.get(path, got)  # the settings of a set that was added later are not known
         if was == got or path.startswith(_PHASES):
             continue
         if isinstance(was, dict) and isinstance(got, dict):
@@ -108,7 +109,7 @@ def _differing(were: Settings, now: Settings) -> Iterator[tuple[str, str, str]]:
 def _other_micro_steps(
     were: Settings, now: Settings, config: Config, phases: Collection[str]
 ) -> Iterator[tuple[str, str, str]]:
-    """The same of these phases' micro-steps; of train's the one is told that changed."""
+    """The same for these phases' micro-steps; none if train.grad_accum differs, which `_differing` reports."""
     if were[_MICRO_STEPS] != now[_MICRO_STEPS]:
         return
     for i, phase in enumerate(config.phases):
@@ -119,8 +120,8 @@ def _other_micro_steps(
 
 
 def _other_rows(trunk: Run, config: Config, step: int, at: int) -> str | None:
-    """What is wrong with the steps of the rows of metrics; None where they are the trunk's. No ledger keeps `every`."""
-    every, end = config.logging.every, trunk.plan["total_steps"]  # where there is a row in any case
+    """What is wrong with `logging.every`, None if it gives the trunk's metrics rows, as no ledger keeps its value."""
+    every, end = config.logging.every, trunk.plan["total_steps"]  # the last step always has a row
     due = [s for s in range(step + 1, at + 1) if s % every == 0 and s != end]
     rows = [row["step"] for row in trunk.metrics if step < row["step"] <= at and row["step"] != end]
     if rows == due:

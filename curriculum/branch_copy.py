@@ -1,4 +1,4 @@
-"""What a branch takes over of its trunk: the record, the checkpoints and what else was measured up to its step."""
+"""What a branch takes over from its trunk: the record, checkpoints, evals and means up to its first checkpoint."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from curriculum.train.setup import Setup
 
 @contextmanager
 def made_whole(directory: RunDirectory, trunk: RunDirectory) -> Iterator[RunDirectory]:
-    """A directory to make the branch in, beside its place; moved there once the branch is whole, else removed."""
+    """A temporary directory beside `directory`, to make the branch in: renamed at the end, or removed on an error."""
     place = Path(os.path.abspath(directory.path))
     beside = place.with_name(f".{place.name}.branch")
-    shutil.rmtree(beside, ignore_errors=True)  # of a call that was killed
+    shutil.rmtree(beside, ignore_errors=True)  # left by a call that was killed
     made = RunDirectory(beside / place.name)
     try:
         yield made
@@ -48,10 +48,10 @@ def copy_trunk(
     told: Sequence[Mapping[str, Any]],
     rollbacks: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Make the branch as of the trunk's checkpoint.
+    """Write the branch into `made`, as of the trunk's `checkpoint` of `step`.
 
-    `told` is what the trunk recorded when it went on from there, `rollbacks` are those of the branch's part of the
-    trunk: no ledger has one whose data the branch does not pass over.
+    `told` are the events of that step that the trunk recorded after saving it. `rollbacks` are those that concern the
+    branch; they replace the rollbacks of every ledger, which would else name data that the branch does not pass over.
     """
     offsets = read_ledger(checkpoint)["offsets"]
     made.create(setup.config, derived(setup), plain(setup.model.architecture))
@@ -64,7 +64,7 @@ def copy_trunk(
             _copy_to(made.results(measured), path)
     copy_means(made, trunk, step)
     events = [(event["event"], {k: v for k, v in event.items() if k not in STAMPS}) for event in told]
-    if setup.course.branched_from["step"] == step:  # else it is told when the branch gets there
+    if setup.course.branched_from["step"] == step:  # else it is recorded when the branch reaches that step
         events.append(("schedule_edit", branch_edit(setup)))
     if events:
         record = Record(made.path, setup.course.tokens_at, read_ledger(checkpoint)["elapsed_s"])
@@ -74,7 +74,7 @@ def copy_trunk(
         record.close()
     now = {**ledger.scheduled(setup), "branched_from": setup.course.branched_from}
     _copy_checkpoint(made.checkpoints / str(step), checkpoint, {**now, "offsets": offsets}, rollbacks)
-    before = {key: value for key, value in now.items() if key != "settings"}  # the trunk's own led there
+    before = {key: value for key, value in now.items() if key != "settings"}  # theirs stay the trunk's
     folders = [(made.gold, trunk.gold), (made.kept, trunk.kept)]
     if setup.config.averages.phase_mean is not None:  # the phase's mean may need them
         folders.append((made.checkpoints, trunk.checkpoints))
@@ -87,7 +87,7 @@ def copy_trunk(
 
 
 def copy_means(made: RunDirectory, trunk: RunDirectory, step: int) -> None:
-    """The means of phases that end up to the branch's step. One that is damaged is told and left out."""
+    """Take over the means of phases that end at or before `step`. A damaged one is reported and left out."""
     for name in names_in(trunk.averages):
         folder = trunk.averages / name
         if name.startswith("."):  # one that is being written
@@ -101,7 +101,7 @@ def copy_means(made: RunDirectory, trunk: RunDirectory, step: int) -> None:
 def _copy_checkpoint(
     to: Path, checkpoint: Path, changed: Mapping[str, Any], rollbacks: Sequence[Mapping[str, Any]]
 ) -> None:
-    """A checkpoint whose ledger is changed, with the rollbacks of the branch's part of the trunk."""
+    """Take over a checkpoint, with `changed` and `rollbacks` in its ledger."""
     _copy_to(to, checkpoint)
     saved = read_ledger(checkpoint)
     history = {**saved["history"], "rollbacks": list(rollbacks)}
@@ -110,7 +110,7 @@ def _copy_checkpoint(
 
 
 def _copy_to(to: Path, path: Path) -> None:
-    """Take over a file, or a folder with all that is in it, as hard links: whatever changes a file replaces it."""
+    """Take over a file or folder as hard links. That is safe, as files are only ever replaced, never modified."""
     to.parent.mkdir(parents=True, exist_ok=True)
     shutil.copytree(path, to, copy_function=_link) if path.is_dir() else _link(path, to)
 
@@ -118,12 +118,12 @@ def _copy_to(to: Path, path: Path) -> None:
 def _link(path: str | Path, to: str | Path) -> None:
     try:
         os.link(os.path.realpath(path), to)
-    except OSError:  # another disk, one without hard links, another user's file; what else is wrong a copy tells
+    except OSError:  # another disk, one without hard links, another user's file; copying raises any other error
         shutil.copy2(path, to)
 
 
 def _draw(made: RunDirectory, config: Config) -> None:
-    """The TensorBoard files of the record that was taken over: as of one run that went straight there."""
+    """Write TensorBoard files from the record that was taken over, as if one run had made it in one go."""
     board = Board(made.path)
     for line in sorted([*read_metrics(made.path), *read_events(made.path)], key=lambda line: line["step"]):
         if line.get("event") == "training_start":

@@ -1,5 +1,4 @@
-"""What must agree between the sections of a config. A check takes the sections by name, and `origin`, and
-yields (path, message)."""
+"""Checks across the sections of a config. Each takes the sections by name, and `origin`, and yields (path, message)."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from evalsets.evalset import PRIMARY
 from phases.checks import EXPECTED_NAME, NAME, check_phases
 from phases.lr import check_rates
 
-_METRICS = tuple(f"_{metric}" for metric in Recorded._fields if metric != "loss")  # as the record's keys end
+_METRICS = tuple(f"_{metric}" for metric in Recorded._fields if metric != "loss")  # suffixes of the record's keys
 NO_ADAPTERS = "a model of one's own (model: null) has no adapters; leave lora out, and freeze within the model itself"
 
 
@@ -62,7 +61,7 @@ def _check_gate_program(v):
 
 
 def _check_tokenizer_path(v):
-    if v["adaptation"].init_from is not None:  # the base run's, or the copy that a run has which goes on
+    if v["adaptation"].init_from is not None:  # the tokenizer is the base run's, or a resumed run's own copy
         return
     yield from _check_readable("tokenizer.path", v["tokenizer"].path)
 
@@ -74,7 +73,7 @@ def _eval_sources(v):
 
 
 def _below(section, problems):
-    """(path, message) of what a section says of its own keys; one that is of no single key has none."""
+    """A section's problems, given as (key, message), as (path, message); an empty key means the section itself."""
     return ((f"{section}.{key}" if key else section, message) for key, message in problems)
 
 
@@ -144,7 +143,7 @@ def _check_held_out(v):
 
 
 def _to_hold_out(evalset, v):
-    """What to do about a source that holds nothing out for an eval set."""
+    """The fix for an eval set whose source holds nothing out."""
     origin, path = v["origin"], f"sources.{evalset.held_out_of}"
     option = origin.options.get(path, "")
     if again := origin.lost(path).get("held_out"):
@@ -220,7 +219,7 @@ def _check_gold(v):
 
 
 def _no_such_set(name, v):
-    """As `no_such`; of a source, the set that is held out of it is meant, and of `val` the primary set."""
+    """As `no_such`, but suggests for a source's name the set that is held out of it, and for `val` the primary set."""
     sets = {PRIMARY: v["evalsets"].primary, **v["evalsets"].sets}
     meant = [f"{evalset!r}, which is held out of {name}" for evalset, s in sets.items() if s.held_out_of == name]
     if name == "val":

@@ -1,4 +1,4 @@
-"""What must agree of the phases' shapes: sequences, batches, micro-steps, and the base of rotary positions."""
+"""Checks of the phases' shapes: sequence lengths, batch sizes, micro-steps, and the base of rotary positions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phases.schedule import Phase
 
 
 class _Cut(NamedTuple):
-    """How a batch is cut into micro-steps, with the places in the config that say so."""
+    """How a batch is cut into micro-steps, with the config paths that say so."""
 
     batch_path: str
     batch_size: int
@@ -22,7 +22,10 @@ class _Cut(NamedTuple):
 
 
 def _cuts(train: TrainSection, phases: Sequence[Phase]) -> list[_Cut]:
-    """Every way in which a phase cuts its batch, those that are train's own once."""
+    """Each distinct way in which phases cut their batches, or train's own without phases.
+
+    Sizes below 1 are left out: other checks report them.
+    """
     cuts = [] if phases else [_Cut("train.batch_size", train.batch_size, "train.grad_accum", train.grad_accum)]
     for i, phase in enumerate(phases):
         batch, accum = ("train.batch_size", train.batch_size), ("train.grad_accum", train.grad_accum)
@@ -35,7 +38,7 @@ def _cuts(train: TrainSection, phases: Sequence[Phase]) -> list[_Cut]:
 
 
 def row_problems(train: TrainSection, phases: Sequence[Phase], row_shards: int) -> Iterator[tuple[str, str]]:
-    """(path, message) of each batch whose micro-steps the mesh cannot split evenly into `row_shards` parts."""
+    """(path, message) for each batch whose micro-steps the mesh cannot split evenly into `row_shards` parts."""
     for cut in _cuts(train, phases):
         if cut.batch_size % cut.grad_accum:
             continue
@@ -61,7 +64,7 @@ def _check_rows(v):
 
 
 def with_seq_len(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The data of a config; where each phase gives its own seq_len and train none, train's is their longest."""
+    """The data of a config; if train has no seq_len but every phase has one, train gets the longest of them."""
     train, phases = data.get("train"), data.get("phases")
     if isinstance(train, dict) and "seq_len" not in train and isinstance(phases, list) and phases:
         lengths = [phase.get("seq_len") if isinstance(phase, dict) else None for phase in phases]
@@ -75,7 +78,7 @@ def _check_blocks(v):
 
 
 def _check_positions(v):
-    """Sequences, in training and in evals, that are longer than the model reads."""
+    """Sequences of training and evals must fit into the model's max_seq_len."""
     if (model := model_of(v)) is None:
         return
     lengths = [("train.seq_len", v["train"].seq_len), ("evalsets.seq_len", v["evalsets"].seq_len)]
@@ -106,16 +109,16 @@ def _check_rope_theta(v):
 
 
 def model_of(v) -> ModelConfig | None:
-    """The model that the section describes, None where it does not fit together, which is told elsewhere.
+    """The model that the section describes, None if it is inconsistent, which `_check_model` reports.
 
-    A vocabulary that is not known yet is taken for a large one.
+    A vocabulary that is not known yet counts as a large one.
     """
     vocab_size = known_vocab_size(v) or v["model"].vocab_size or 2**20
     return None if model_problems(v["model"], vocab_size) else resolve_model(v["model"], vocab_size)
 
 
 def known_vocab_size(v) -> int | None:
-    """The tokenizer's vocabulary where the config alone tells it."""
+    """The tokenizer's vocabulary size if the config alone determines it, else None."""
     tokenizer = v["tokenizer"]
     return {"byte": 257, "bpe": tokenizer.vocab_size}.get(tokenizer.kind)
 

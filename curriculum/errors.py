@@ -1,4 +1,4 @@
-"""What is raised where the user gave something wrong, and how it is said: InputError, FieldError of one key."""
+"""Errors for bad user input: InputError, FieldError for a single key, and helpers that word their messages."""
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -9,8 +9,8 @@ from pathlib import Path
 class InputError(ValueError):
     """The user's input cannot be used as it is; the command exits with code 2.
 
-    Each problem is one line that says where, what was got, what was expected and how to mend it. `details` are lines to
-    read or to copy, of all problems together.
+    Each problem is one line: where it is, what was given, what was expected and how to fix it. `details` are further
+    lines to read or copy that belong to all problems together.
     """
 
     def __init__(self, *problems: str, details: Sequence[str] = ()):
@@ -19,7 +19,7 @@ class InputError(ValueError):
 
 
 class FieldError(ValueError):
-    """What a dataclass of the config refuses of its field `key`, with the others as they are."""
+    """Raised by a config dataclass if its field `key` is invalid, by itself or given the other fields."""
 
     def __init__(self, key: str, message: str):
         self.key = key
@@ -27,14 +27,18 @@ class FieldError(ValueError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Of the host; or of a device, as jax raises it, whose word for it gRPC has for other things too."""
+    """Whether an error means that the host or a device is out of memory.
+
+    For a device jax raises a RuntimeError with gRPC's status RESOURCE_EXHAUSTED. That has other causes too, so the
+    message must also speak of memory or allocation.
+    """
     exhausted = isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
     return isinstance(error, MemoryError) or (exhausted and any(w in str(error).lower() for w in ("memory", "alloc")))
 
 
 @contextmanager
 def readable(path: Path, what: str = "read") -> Iterator[None]:
-    """Raise InputError where a file or folder is there, but cannot be read (or what else is `what`): another user's."""
+    """Turn an OSError of the block into an InputError that says that the path cannot be `what`, "read" or "listed"."""
     try:
         yield
     except OSError as error:
@@ -44,7 +48,7 @@ def readable(path: Path, what: str = "read") -> Iterator[None]:
 
 
 def check_choice(option: str, name: str, choices: Collection[str]) -> None:
-    """Raise InputError where the value of an option is not among its choices."""
+    """Raise InputError if the value of an option is not among its choices."""
     if name not in choices:
         from difflib import get_close_matches
 
@@ -54,7 +58,7 @@ def check_choice(option: str, name: str, choices: Collection[str]) -> None:
 
 
 def no_such(what: str, name: str, known: Iterable[str]) -> str:
-    """`no such key; did you mean ...? (keys: ...)`: the one most like it, or else those that begin with it."""
+    """`no such key; did you mean ...? (keys: ...)`, with the closest known name, or else up to 3 that begin with it."""
     from difflib import get_close_matches
 
     known = list(known)
@@ -64,7 +68,7 @@ def no_such(what: str, name: str, known: Iterable[str]) -> str:
 
 
 def no_such_path(path: Path) -> str:
-    """What to say of a path that is not there: the name beside it that it may have been meant for."""
+    """The message for a path that does not exist, with the most similar name in the same folder as a suggestion."""
     from difflib import get_close_matches
 
     parent = next((p for p in path.parents if p.exists()), Path("."))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One checkpoint, measured. Sets by name, the primary one as `val`."""
+    """What one checkpoint scored on eval sets, by the set's name; the primary set is `val`."""
 
     run: str
     step: int
@@ -38,7 +38,7 @@ class Evaluation:
     warnings: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """All but the windows, as plain data."""
+        """All but the results by window, as plain data."""
         sets = {
             name: {
                 **asdict(summary),
@@ -67,15 +67,16 @@ def evaluate(
 ) -> Evaluation:
     """Measure a checkpoint on eval sets, with the function, the windows and the micro-batches of training.
 
-    So on the same devices the sums of every window equal those in `evals/<step>.npz` bit for bit; where the run's mesh
-    does not fit the devices here, every device takes rows, and a warning says so. `step` and `weights`
-    are as for `export`. `eval_dataset_dirs` are new sets by name; `overrides` say more of them, as
-    `evalsets.sets.NAME.format=messages`. `sets` are the names to measure, by default all of the run's and all new ones.
-    `make_model` is the one that the run was trained with, where it was.
+    So on the same devices the sums of every window equal those in `evals/<step>.npz` bit for bit. If the run's mesh
+    does not fit the devices here, all of them become the data axis, and a warning says so.
+
+    `step` and `weights` are as for `export`. `eval_dataset_dirs` are new sets by name; `overrides` give their other
+    fields, as in `evalsets.sets.NAME.format=messages`. `sets` are the names to measure, by default all of the run's and
+    all new ones. `make_model` is the one that the run was trained with, if any.
 
     Nothing is written into the run. A new set needs neither the run's sources nor its phases; a set that is held out
-    of a source needs the source's text. Raises InputError where a set is not the one that the run measured under its
-    name, and for what is not there.
+    of a source needs the source's text. Raises InputError if a set is not the one that the run measured under its
+    name, or if something needed is missing.
     """
     new = {name: str(folder) for name, folder in (eval_dataset_dirs or {}).items()}
     own = load_run(run).config
@@ -92,7 +93,7 @@ def evaluate(
     texts = {name: text for name, text in own_texts.items() if text is not None}
     found = find_read_documents(own, store_dir, saved.tokenizer, texts, read)
 
-    # What can be said without these is said at once.
+    # Slow imports, after all checks that do without them.
     from curriculum.train.compiled import make_suite
     from curriculum.train.trained import load_trained
 
@@ -127,8 +128,10 @@ def evaluate(
 
 
 def _read_warning(evalset: EvalSet, num_documents: int, source: str, count: int | None, config: Config) -> str:
-    """What is said of a source that the run read, where `count` of the `num_documents` documents of the set's text
-    stand in it or None knows."""
+    """The warning that `count` of the `num_documents` documents of a set's text are in a source that the run read.
+
+    `count` is None if that is unknown.
+    """
     where = f"stand in source {source}, which the run was trained on"
     if count is not None:
         measured = evalset.num_documents
@@ -141,7 +144,7 @@ def _read_warning(evalset: EvalSet, num_documents: int, source: str, count: int 
 
 
 def _with_sets(config: Config, new: Mapping[str, str], overrides: Iterable[str]) -> Config:
-    """The config with more eval sets. Raises InputError as reading a config with them would."""
+    """The config with the new eval sets. Raises InputError if one is invalid, or an override is of anything else."""
     overrides = list(overrides)
     for override in overrides:
         if not override.lstrip().startswith(tuple(f"evalsets.sets.{name}." for name in new)):
@@ -152,7 +155,7 @@ def _with_sets(config: Config, new: Mapping[str, str], overrides: Iterable[str])
 
 
 def _names(config: Config, sets: Iterable[str] | None) -> list[str]:
-    """The eval sets to measure, as the config calls them: the primary one is `val` in the record."""
+    """The eval sets to measure, by their names in the config. `sets` may call the primary one `val`, as records do."""
     if sets is None:
         return list(config.eval_sources)
     known = [record_name(name) for name in config.eval_sources]
@@ -166,7 +169,7 @@ def _names(config: Config, sets: Iterable[str] | None) -> list[str]:
 
 
 def _check_content(config: Config, evalsets: Mapping[str, EvalSet], measured: Mapping[str, str]) -> None:
-    """Raise InputError for a set with the name of one that the run measured and another content."""
+    """Raise InputError for each set whose content is not what the run measured under its name."""
     changed = [
         name for name, evalset in evalsets.items() if measured.get(name, evalset.content_hash) != evalset.content_hash
     ]

@@ -46,31 +46,33 @@ def export(
 ) -> int:
     """Write the parameters of a run into a folder that needs neither the run nor this program; return their step.
 
-    `step`: "gold", "latest" or a number; by default gold, or latest where there is no gold.
-    `weights`: "raw", or "ema", the moving average, of the checkpoint of `step`; or "mean:PHASE", the mean of the last
-    checkpoints of a phase (`averages.phase_mean`), whose step is the phase's end.
+    format: one of
+        "safetensors": model.safetensors, with arrays named by their dotted path (`blocks.000.attention.query.kernel`, a
+            kernel as [in, out]), model.json and tokenizer/. Needs neither the run's record nor more of the checkpoint
+            than its ledger and the parameters.
+        "hf": what transformers and compatible libraries load: model.safetensors in their names and layout without the
+            rows that pad the vocabulary, config.json, generation_config.json, the tokenizer's files, and a model card,
+            README.md.
+        "gguf": model.gguf for llama.cpp, tokenizer included, and the model card.
+    step: "gold", "latest" or a number; by default gold, or latest if there is no gold.
+    weights: "raw"; "ema", the moving average in the checkpoint of `step`; or "mean:PHASE", the mean of a phase's last
+        checkpoints (`averages.phase_mean`), whose step is the phase's end.
+    dtype: "f32"; "bf16" or "f16" for half the size, every value rounded to the nearest; for gguf also "q8_0", blocks
+        of 8 bits.
+    merge: fold the adapters of a run with `adaptation.lora`, whose checkpoints hold nothing else, into the model that
+        they were trained beside, which must still be where it was. Without it hf and safetensors both write a folder
+        for peft, and gguf is refused.
 
-    `safetensors`: arrays in model.safetensors, named by their dotted path (`blocks.000.attention.query.kernel`, a
-    kernel as [in, out]), with model.json and tokenizer/. Of the checkpoint only the parameters are read, and of the run
-    nothing else is needed.
-    `hf`: what transformers and its like load: model.safetensors in their names and layout without what pads the
-    vocabulary, config.json, generation_config.json, the tokenizer's files, and a model card, README.md.
-    `gguf`: model.gguf for llama.cpp, tokenizer included, and the card.
-    Of parameters that were trained on a source of format messages both have the chat template that wrote it.
+    For parameters that were trained on a source of format messages, hf, gguf and peft folders have the chat template
+    that rendered it. Above 5 GB safetensors are split into several files with model.safetensors.index.json.
 
-    Of a run with `adaptation.lora` a checkpoint holds adapters alone. `merge` folds them into the model that they were
-    trained beside, which has to be where it was; without it both hf and safetensors write a folder for peft.
-
-    Above 5 GB safetensors are cut into several files with model.safetensors.index.json. `dtype`: "f32", or "bf16" or
-    "f16" for half the size, every value rounded to the nearest; for gguf also "q8_0", blocks of 8 bits.
-    Raises InputError for a run, step, format, weights, dtype, merge or folder that will not do, for a model that the
-    format has no class for, and for a value too large for the dtype; then nothing is written. What is left of an export
-    into the same folder that was killed is cleared.
+    Raises InputError for arguments that cannot be used, for a model that the format has no class for, and for a value
+    too large for the dtype; then nothing is written. Leftovers of a killed export into the same folder are removed.
     """
     directory, output = run_directory(run), Path(output_dir)
     check_choice("--format", format, _FORMATS)
     _check_dtype(dtype, format)
-    # A folder that is there is kept: it may be a link, a mount, or the one that a shell stands in.
+    # An existing folder is filled, not replaced: it may be a link, a mount, or a shell's working directory.
     place = output if os.path.isdir(output) else output.parent
     clear_killed(place, output)
     if os.path.exists(output) and not (place == output and not any(output.iterdir())):
@@ -82,7 +84,7 @@ def export(
     if adapted and not merge and format == "gguf":
         raise InputError("--format gguf: the run trained adapters alone; fold them in with --merge")
     kind = "peft" if adapted and not merge else format
-    # What the format has no class for is told before the checkpoint is looked at.
+    # A model that the format has no class for is refused before the checkpoint is looked at.
     target = None if kind == "safetensors" else _target(directory, kind, dtype, begun_with)
     step, saved = find_weights(directory, step, weights)
     ledger = ledger_of(directory, saved)
@@ -92,7 +94,7 @@ def export(
     if target is not None:
         target = replace(target, chat=_chat_of(directory, ledger, step))
 
-    # What can be said without jax is said at once.
+    # Imports jax, which is slow, after all checks that do without it.
     arrays = _merged(directory, saved, architecture) if merge else _parameters(saved)
     metadata = {"step": str(step), "weights": weights}
     try:
@@ -125,7 +127,7 @@ def _parameters(saved: Path) -> dict[str, np.ndarray]:
 
 
 def _merged(directory: RunDirectory, saved: Path, architecture: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The same of a checkpoint of adapters: the whole model with them folded in."""
+    """The same for a checkpoint of adapters: the whole model with the adapters folded in."""
     from curriculum.model.lora import merged
     from curriculum.model.model import abstract_params
     from curriculum.model.transformer import transformer
@@ -146,18 +148,18 @@ def _float32(params: Params) -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True)
 class _Target:
-    """What a folder for other programs is made of, beside the parameters."""
+    """What a folder for other programs is made from, besides the parameters."""
 
     name: str
     config: ModelConfig
     tokenizer: Tokenizer
-    hf_config: dict[str, Any]  # of the formats that have one
-    base: str | None  # of peft: what the adapters are for
-    chat: ChatConfig | None = None  # how conversations were written, where there were some
+    hf_config: dict[str, Any]  # empty for gguf
+    base: str | None  # for peft: the model that the adapters are for
+    chat: ChatConfig | None = None  # how conversations were rendered, None if there were none
 
 
 def _target(directory: RunDirectory, kind: str, dtype: str, architecture: Mapping[str, Any]) -> _Target:
-    """Raises InputError where the format has no model like that of the parameters, whose `architecture` it is."""
+    """The target for parameters of an `architecture`. Raises InputError if the format has no such model."""
     resolved, begun_with = directory.resolved(), directory.architecture()
     if resolved["model"] is None:
         raise InputError(
@@ -183,9 +185,9 @@ def _target(directory: RunDirectory, kind: str, dtype: str, architecture: Mappin
 
 
 def _chat_of(directory: RunDirectory, ledger: Mapping[str, Any], step: int) -> ChatConfig | None:
-    """How conversations were written that the parameters after `step` updates saw; None where they saw none.
+    """How the conversations were rendered that the first `step` updates read; None if they read none.
 
-    Of a source of format completion nothing tells whether its rows are conversations.
+    A source of format completion does not count: nothing tells whether its rows are conversations.
     """
     resolved = directory.resolved()
     read = {name for segment in ledger["segments"] if segment["start"] < step for name in segment["mixture"]}
@@ -238,10 +240,10 @@ def _write_peft(
 
 
 def _described(target: _Target, kind: str, dtype: str, step: int, weights: str, saved: Path, merged: bool) -> Exported:
-    """What the model card says of a folder."""
+    """What the model card says about a folder."""
     checkpoint = saved.parent
     drawn = None
-    if (checkpoint / "ledger").is_dir():  # and not a mean of several
+    if (checkpoint / "ledger").is_dir():  # else it is a mean of several checkpoints
         drawn = {name: source["tokens_drawn"] for name, source in read_ledger(checkpoint)["sources"].items()}
     names = target.tokenizer.special_tokens.items()
     opens_with = next((text for text, token in names if token == target.tokenizer.bos), None)
@@ -255,7 +257,7 @@ _WRITERS = {"hf": _write_hf, "gguf": _write_gguf, "peft": _write_peft}
 
 
 def _with_record(directory: RunDirectory) -> Run:
-    """The run, without events where its record is gone."""
+    """The run, without events if its record is gone."""
     there = (directory.path / EVENTS).exists()
     return Run(directory, directory.resolved(), read_events(directory.path) if there else [])
 
@@ -263,7 +265,7 @@ def _with_record(directory: RunDirectory) -> Run:
 def load_exported(folder: str | os.PathLike, model: Model) -> Params:
     """The parameters of `model` on the host, float32, from a folder that `export` wrote as safetensors.
 
-    Raises InputError where the folder holds no such files, or other arrays than the model's.
+    Raises InputError if the folder holds no such files, or other arrays than the model's.
     """
     import jax
     from safetensors import SafetensorError

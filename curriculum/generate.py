@@ -1,4 +1,4 @@
-"""Text from a run: a checkpoint, ready to go on from prompts."""
+"""Text from a run: load a checkpoint and continue prompts with it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint's parameters and what draws text with them."""
+    """A checkpoint's parameters and the generator that draws text with them."""
 
     step: int
     generator: Generator
@@ -30,7 +30,7 @@ class Loaded:
     warnings: tuple[str, ...]
 
     def prompts(self, texts: Iterable[str]) -> list[Prompt]:
-        """Raises InputError for every text that the tokenizer cannot represent."""
+        """The texts as prompts. Raises InputError with every text that the tokenizer cannot represent."""
         prompts, problems = [], []
         for number, text in enumerate(texts, start=1):
             try:
@@ -42,7 +42,7 @@ class Loaded:
         return prompts
 
     def stream(self, texts: Iterable[str], sampling: Sampling) -> Iterator[NewText]:
-        """The continuations as they come, several at a time; each text's last piece has all of it."""
+        """Pieces of the continuations as they are drawn, several texts at a time; a text's last piece has all of it."""
         return self.generator.stream(self.params, self.prompts(texts), sampling)
 
 
@@ -56,14 +56,14 @@ def generate(
     make_model: Callable[[int], Model] | None = None,
     **settings: Any,
 ) -> list[Generation]:
-    """What a run goes on with after each prompt, in order; of the run nothing is read but a checkpoint.
+    """Continue each prompt with a checkpoint of a run, in order. The run is only read.
 
     `step` and `weights` are as for `export`, `settings` the fields of `curriculum.sampling.Sampling`. `make_model` is
-    the one that the run was trained with, where it was. A prompt is read as a document that begins so, all of it
-    ordinary text; an empty one leaves the beginning to the model. The same settings, seed, prompt and parameters give
-    the same text on the same machine, whatever other prompts there are; of equal prompts each has draws of its own.
+    the one that the run was trained with, if any. A prompt is read as the beginning of a document, all of it ordinary
+    text; an empty one leaves the beginning to the model. The same settings, seed, prompt and parameters give the same
+    text on the same machine, whatever the other prompts are; equal prompts have draws of their own.
 
-    Raises InputError for a run, step, weights or settings that will not do, and for a prompt longer than the model's
+    Raises InputError for a run, step, weights or settings that cannot be used, and for a prompt longer than the model's
     positions.
     """
     sampling = Sampling(**settings)
@@ -81,10 +81,10 @@ def load_generator(
     store_dir: str | Path = DEFAULT_STORE_DIR,
     make_model: Callable[[int], Model] | None = None,
 ) -> Loaded:
-    """A checkpoint on the devices of the run's mesh or, where that does not fit, a copy on each; as for `generate`."""
+    """Load a checkpoint onto the run's mesh or, if that does not fit, a copy onto each device; as for `generate`."""
     saved = find_saved(run, load_run(run).config, step, weights, make_model, "generate")
 
-    # What can be said without these is said at once.
+    # Slow imports, after all checks that do without them.
     from curriculum.model.generate import Generator
     from curriculum.train.mesh import on_mesh
     from curriculum.train.trained import load_trained
@@ -96,13 +96,13 @@ def load_generator(
 
 
 def read_prompts(path: str | os.PathLike) -> list[str]:
-    """The prompts of a file: in a `.jsonl` the `prompt` of each line's object, in any other each line. Not blank ones.
+    """The prompts of a file: the `prompt` of each object in a `.jsonl`, else each line. Blank lines are left out.
 
-    Raises InputError for a file that cannot be read or holds none, and for every line that is not what it should be.
+    Raises InputError for a file that cannot be read or has no prompts, and with every line of a `.jsonl` that has none.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")  # a byte order mark is no text, as in sources
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path, bytes that are no UTF-8
+        text = Path(path).read_text(encoding="utf-8-sig")  # without a byte order mark, as in sources
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path, bytes that are not UTF-8
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"--prompts-file {path}: cannot be read: {reason}") from None
     prompts, problems = [], []

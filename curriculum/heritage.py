@@ -1,4 +1,4 @@
-"""What a config takes from the run or the folder that it begins from, instead of saying it itself."""
+"""What a config inherits from the run or the folder that it begins from, instead of giving it itself."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from curriculum.model.formats.hf_config import HF_CONFIG, architecture_fields, r
 from curriculum.model.presets import HOW, ModelSection, model_problems, resolve_model
 from curriculum.run import RunDirectory
 
-INHERITED = ("model", "tokenizer")  # sections that a config may leave to what it begins from
+INHERITED = ("model", "tokenizer")  # sections that a config may leave out if it begins from a run or folder
 
 
 @dataclass(frozen=True)
 class Heritage:
-    """The `model` and `tokenizer` sections that a config takes from a run or a folder, and may not contradict.
+    """The `model` and `tokenizer` sections that a config inherits from a run or a folder, and must not contradict.
 
-    The vocabulary of a folder's model may be padded up.
+    The config may pad the vocabulary of a folder's model.
     """
 
     run: str  # as messages name it
@@ -32,9 +32,9 @@ class Heritage:
     is_hf: bool = False
 
     def under(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """The data of a config with what it leaves out taken over: a section, or of `model` single fields.
+        """The data of a config with what it leaves out filled in: whole sections, and single fields of `model`.
 
-        A `model` with a preset is a whole one.
+        A `model` with a preset is complete and inherits nothing.
         """
         merged, model, its = self.sections | data, data.get("model"), self.sections["model"]
         if isinstance(model, dict) and its is not None and model.get("preset") is None:
@@ -42,7 +42,7 @@ class Heritage:
         return merged
 
     def problems(self, model: ModelSection | None, tokenizer: TokenizerConfig) -> Iterator[tuple[str, str]]:
-        """(path, message) for everything in which sections that a config gives differ from the run's."""
+        """(path, message) for each setting of a config's sections that contradicts the inherited ones."""
         fix = "leave the section out to take what it has"
         if tokenizer.kind not in (self.tokenizer.kind, self.sections["tokenizer"]["kind"]):
             yield "tokenizer.kind", f"got {tokenizer.kind}, but {self.run} has {self.tokenizer.kind}; {fix}"
@@ -72,10 +72,10 @@ class Heritage:
 
 
 def heritage(init_from: str, continues: str | os.PathLike | None) -> Heritage:
-    """What a config that begins from `init_from` takes from there.
+    """What a config that begins from `init_from` inherits.
 
-    A run that goes on has its own copy of all of it: with `continues`, the directory of one that began from there,
-    nothing else is looked at. Raises InputError where there is no checkpoint to begin from.
+    `continues` is the directory of the run that is resumed, if any. If that run began from `init_from` it has its own
+    copy of everything, and nothing else is looked at. Raises InputError if there is nothing to begin from.
     """
     if (own := run_begun_in(continues)) is not None:
         resolved = own.resolved()
@@ -95,24 +95,24 @@ def heritage(init_from: str, continues: str | os.PathLike | None) -> Heritage:
 
 
 def run_begun_in(continues: str | os.PathLike | None) -> RunDirectory | None:
-    """The run that a config goes on with, in the directory `continues`; None where none was begun there."""
+    """The run in the directory `continues`, None if none was begun there or no directory is given."""
     own = None if continues is None else RunDirectory(Path(continues))
     return own if own is not None and own.has_config else None
 
 
 def _heritage_of(directory: RunDirectory, sections: dict[str, Any], architecture: dict[str, Any]) -> Heritage:
     tokenizer, model = load_tokenizer(directory.tokenizer), sections["model"]
-    # Of a run that goes on: the section `model` says nothing of its adapters.
+    # A resumed run's architecture lists its adapters, which no `model` section does.
     architecture = {key: setting for key, setting in architecture.items() if key != "lora"}
     if model is not None and model.get("vocab_size") is not None:
-        # What is padding there, is padding here.
+        # Rows that only pad the vocabulary there only pad it here too.
         num_ids = architecture.get("num_ids", architecture["vocab_size"])
         sections = sections | {"model": model | {"num_ids": num_ids}}
     return Heritage(str(directory.path), sections, tokenizer, architecture)
 
 
 def _hf_heritage(base: HfBase) -> Heritage:
-    """All rows of the folder's embedding are ids, whether its tokenizer has them or not: its model predicts them."""
+    """What a folder gives. Every row of its embedding is an id, in its tokenizer or not, as the model predicts it."""
     tokenizer, num_ids = load_tokenizer(base.folder), base.model.vocab_size
     if num_ids < tokenizer.vocab_size:
         got = f"got {num_ids}, but its tokenizer.json has {tokenizer.vocab_size} ids"
@@ -125,10 +125,11 @@ def _hf_heritage(base: HfBase) -> Heritage:
 
 
 def model_from(data: dict[str, Any], continues: str | os.PathLike | None) -> dict[str, Any]:
-    """The data of a config whose `model.from` is replaced by the fields that it stands for, its own fields on top.
+    """The data of a config with `model.from` replaced by the fields of the folder that it names.
 
-    A run that goes on, in the directory `continues`, needs the folder no more: its own model is taken where the folder
-    is gone, and has the same architecture. Raises InputError for a folder that will not do.
+    The section's own fields override these. If the folder is gone, a resumed run, in the directory `continues`, uses
+    its own model section, which has the same architecture. Raises InputError if the folder cannot be used, or is given
+    beside a preset.
     """
     model = data.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("from"), str):

@@ -1,4 +1,4 @@
-"""One writer: a run directory is trained in by one process at a time."""
+"""The lock by which one process at a time trains in a run directory."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ LOCK = ".lock"
 class RunLock:
     """The lock of a run directory, held from `take` to the end of the `with`.
 
-    The kernel's lock on the file `.lock` (flock) counts, not that the file is there: however its process ends, it is
-    free then. What the file says, {pid, host, started_at, command}, is for people. The file is never removed, as
-    another process may be about to lock it.
+    What counts is the kernel's lock (flock) on the file `.lock`, which is released however its process ends; that the
+    file exists means nothing. Its content, {pid, host, started_at, command}, only tells who holds the lock. The file is
+    never removed, as another process may be about to lock it.
     """
 
     def __init__(self, run_dir: Path):
@@ -43,9 +43,9 @@ class RunLock:
         return self._descriptor is not None
 
     def take(self) -> None:
-        """Lock the directory, which is made where it is not there; nothing where it is locked already.
+        """Lock the directory, and create it if needed. Does nothing if this lock is held already.
 
-        Raises InputError where another process holds it, and says which.
+        Raises InputError that names the holder if another process has it, or if the file cannot be opened or locked.
         """
         if self.held:
             return
@@ -80,11 +80,11 @@ class RunLock:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, (json.dumps(own) + "\n").encode(), 0)
         except OSError:
-            os.ftruncate(descriptor, 0)  # of a full disk: it is locked all the same
+            os.ftruncate(descriptor, 0)  # the disk is full: the lock is held all the same
 
 
 def _lock(descriptor: int) -> None:
-    """Lock a file for this process alone. `trained_by` holds a lock for an instant, which is waited for."""
+    """Lock a file for this process alone. Retries, as `trained_by` of another process holds a lock for an instant."""
     for _ in range(9):
         try:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -94,7 +94,7 @@ def _lock(descriptor: int) -> None:
 
 
 def trained_by(run_dir: Path) -> str | None:
-    """Which other process trains the run of a directory now; None where none does, or that cannot be told."""
+    """Which other process is training in a run directory; None if there is none, or it cannot be told."""
     path = run_dir / LOCK
     try:
         descriptor = os.open(path, os.O_RDONLY)

@@ -1,7 +1,7 @@
-"""What a folder must hold, written beside it: the sizes and checksums of its files, in `manifest.json`.
+"""The manifest of a folder: the sizes and checksums of its files, in its `manifest.json`.
 
 {"step", "files": {relative path: {"bytes", "xxh3_128"}}, "checksum"}; the last is the xxh3_128 of the rest as canonical
-JSON. The manifest is written last and replaced at once, so a folder that was not finished has none.
+JSON. The manifest is written last and atomically, so a folder that was not finished has none.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from curriculum.errors import InputError
 
 MANIFEST = "manifest.json"
 _CHUNK_BYTES = 1 << 22
-# What is wrong with the file itself: it is gone or no file, or its disk cannot read it.
+# Errors of the file itself: it is missing or not a file, or the disk cannot read it.
 _OF_THE_FILE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EIO}
 
 
 def write_manifest(folder: Path, step: int | None = None) -> None:
-    """Write down what a folder holds. `step`: the name that the folder will have, None where it is not a step's."""
+    """Write a folder's manifest. `step`: the step that the folder will be named after, None if it is not a step's."""
     _write(folder, {"step": step, "files": {name: _entry(folder / name) for name in _files(folder)}})
 
 
 def update_manifest(folder: Path, names: Iterable[str]) -> None:
-    """Take up that these files of a folder were changed; any other that is damaged stays so, a manifest too."""
+    """Renew the entries of these files after a change. Damage to other files, or to the manifest, stays detectable."""
     try:
         manifest = _read(folder)
     except ValueError:
@@ -39,12 +39,12 @@ def update_manifest(folder: Path, names: Iterable[str]) -> None:
 
 
 def damage(folder: Path, part: str | tuple[str, ...] = "") -> str | None:
-    """What is wrong with a folder or its manifest, in one line with the word checksum; None where all of it verifies.
+    """What is wrong with a folder or its manifest, in one line that contains "checksum"; None if the folder verifies.
 
-    `part`: read only the files whose path begins so, or in one of these ways, `ledger/` for one; of the others only the
-    sizes are compared.
-    Raises InputError where this process cannot read a file at all (rights, a file server that is away, too many open
-    files): that says nothing of the file, and nothing may be thrown away for it.
+    `part` is one or several path prefixes, such as `ledger/`: only files under them are read, and of the others only
+    the sizes are compared.
+    Raises InputError if this process cannot read a file at all (permissions, a file server that is away, too many open
+    files): that says nothing about the file, so nothing may be discarded because of it.
     """
     try:
         return _damage(folder, part)
@@ -84,7 +84,7 @@ def _more(names: list[str]) -> str:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """The manifest of a folder. Raises ValueError where it is missing or not as it was written."""
+    """The manifest of a folder. Raises ValueError if it is missing or not as it was written."""
     try:
         content = (folder / MANIFEST).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -108,7 +108,7 @@ def _write(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def _files(folder: Path) -> set[str]:
-    """Paths of all files below a folder, from there; the manifest aside."""
+    """Paths, relative to a folder, of all files below it except the manifest."""
     found = {
         (Path(place) / name).relative_to(folder).as_posix()
         for place, _, names in os.walk(folder, onerror=_raise)
@@ -126,7 +126,7 @@ def _entry(path: Path) -> dict[str, Any]:
 
 
 def file_checksum(path: Path) -> str:
-    """xxh3_128 of a file, read block by block: a map of it would count as memory of the process."""
+    """xxh3_128 of a file, read in blocks: a memory map of it would count as the process's memory."""
     checksum = xxhash.xxh3_128()
     with open(path, "rb", buffering=0) as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -139,14 +139,14 @@ def _checksum_of(manifest: Mapping[str, Any]) -> str:
 
 
 def sync_folder(folder: Path) -> None:
-    """Return once a folder with all that is in it is on the disk: a rename outlives a power cut only then."""
+    """Flush a folder and all that is in it to the disk: only then does a rename survive a power cut."""
     for place, _, names in os.walk(folder, topdown=False):
         for path in (*(os.path.join(place, name) for name in names), place):
             sync(path)
 
 
 def sync(path: str | os.PathLike) -> None:
-    """Return once a file, or the names in a folder, are on the disk."""
+    """Flush a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""The plan of a run, before anything is trained: who gets what, when, and what to beware of. No jax, no preparing."""
+"""The plan of a run before training: what each source gets, when, and warnings. Imports no jax, prepares no text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from curriculum.train.optimizer import MOMENTS, OptimConfig
 from phases.caps import first_step
 from phases.schedule import Schedule, Segment
 
-# Arrays like a matrix that the compiler for CPUs holds of each at once while muon makes its update orthogonal.
+# While muon orthogonalises its updates, XLA on a CPU holds this many arrays of the size of every matrix at once.
 MUON_ARRAYS = 6
 
 
@@ -43,18 +43,24 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `curriculum plan` shows. `rates` are (step, learning rate of that update) at every boundary.
+    """What `curriculum plan` shows.
 
-    `tokens_per_step` is None where phases differ in it; `phases` say each its own. `passed_over` tells where a phase
-    begins by leaving the rest of a longer sequence unread: {step, phase, tokens by source}.
-    `memory` is estimated, in bytes on one device, by part and in total, for the micro-steps of `phase` that need the
-    most, of `rows` x `seq_len` tokens there; its `free_axis` names the axis of the mesh whose -1 was taken for 1. It
-    and `num_parameters`, with those that are trained, are None while the vocabulary is not known. `evals` are those
-    ahead, {num, sets, tokens}: how many, of which sets, and how many tokens they measure in all at most, None while
-    that is not known; `checkpoints` are those ahead, {num, keep, bytes}, the bytes of one likewise. `begins_from` is
-    the lineage of a run that begins from another, or from a folder. `resumes`, of a run that goes on, is {run, step,
-    lr, edit}: its folder, the checkpoint's step, the learning rate of the next update, None where there is none, and
-    the `schedule_edit` that it would record, None where the config changes nothing.
+    tokens_per_step: None if phases differ in it; each of `phases` gives its own batch size and sequence length.
+    num_parameters, num_trained: how many the model has, and how many of them are trained. Both are None while the
+        vocabulary is unknown, and for a model of one's own.
+    memory: estimated bytes on one device, by part and in total, for the update that needs the most: that of `phase`,
+        with micro-steps of `rows` x `seq_len` tokens. `on_gpu` is the total on an NVIDIA GPU. `free_axis` is the mesh
+        axis given as -1, which counts as 1. None as for `num_parameters`, and for an optimizer of one's own.
+    evals: {num, sets, tokens} of those ahead: how many, of which sets, and an upper bound of the tokens that they
+        measure in all, None while that is unknown.
+    checkpoints: {num, keep, bytes} of those ahead; the bytes are those of one checkpoint, None as for `memory`.
+    rates: (step, learning rate of that update) at the start of every phase and at the last update.
+    passed_over: {step, phase, tokens by source} where a phase leaves tokens unread to begin with whole sequences of
+        its own length.
+    begins_from: the lineage of a run that begins from another run or from a folder.
+    resumes: for a run that is resumed, {run, step, lr, edit}: its folder, the checkpoint's step, the learning rate of
+        the next update (None if there is none), and the `schedule_edit` that the run would record (None if the config
+        changes nothing).
     """
 
     name: str
@@ -93,8 +99,9 @@ def plan_of(
     begins_from: dict[str, Any] | None,
     resumes: dict[str, Any] | None = None,
 ) -> Plan:
-    """The plan of a schedule that is resolved already. `sizes` may tell epochs of sources that the config no longer
-    has; the rest as in `Plan`.
+    """The plan of a schedule that is resolved already.
+
+    `sizes` may have epochs of sources that the config no longer has. `begins_from` and `resumes` are as in `Plan`.
     """
     epochs_of = sizes.tokens_per_epoch
     model = None
@@ -164,22 +171,23 @@ def plan_of(
 
 
 def prepare_command(config: Config) -> str:
-    """What to do about text of a config that is not prepared yet."""
+    """The advice for text that is not prepared yet: which command to run."""
     prepare = f"curriculum prepare {'CONFIG' if config.origin.text is None else shlex.quote(config.origin.file)}"
     return f"run `{prepare}`{' with the same options' if config.command_line else ''}"
 
 
 def constant_tokens_per_step(schedule: Schedule) -> int | None:
-    """Token slots of an update, None where segments differ in it."""
+    """Token slots of an update, None if segments differ in it."""
     found = {segment.batch_size * segment.seq_len for segment in schedule.segments}
     return found.pop() if len(found) == 1 else None
 
 
 def describe_phases(schedule: Schedule, config: Config) -> tuple[dict[str, Any], ...]:
-    """Each phase with its bounds, the mixture after its ramp, the ramp and the shape it begins with, as the record has
-    it. A `rope_theta` of None is the model's own, and of the rates of the phase each is multiplied by `lr_scale`.
-    `reshaped`, of a phase whose shape was edited on its way: {step, ...} of each that it went on with; `remixed`, of
-    one whose mixture changes on its way, as where a source is exhausted: {step, mixture} of each.
+    """Each phase as the record keeps it: its bounds, the mixture after its ramp, the ramp, and its first shape.
+
+    A `rope_theta` of None is the model's own. `lr_scale` multiplies every learning rate of the phase. A phase whose
+    shape was edited midway has `reshaped`, {step, ...} of each later shape. One whose mixture changes midway, as when a
+    source is exhausted, has `remixed`, {step, mixture} of each later mixture.
     """
     phases = []
     for name, start, end in schedule.phase_bounds:
@@ -196,7 +204,7 @@ def describe_phases(schedule: Schedule, config: Config) -> tuple[dict[str, Any],
 
 
 def shape_of(segment: Segment, config: Config) -> dict[str, Any]:
-    """The shape of a segment's updates, and what else of how they are computed is the phase's."""
+    """The shape of a segment's updates, and the other settings of their computation that a phase may set."""
     return {
         "batch_size": segment.batch_size,
         "seq_len": segment.seq_len,
@@ -207,7 +215,7 @@ def shape_of(segment: Segment, config: Config) -> dict[str, Any]:
 
 
 def step_sizes(schedule: Schedule) -> list[dict[str, int]]:
-    """{start, end, tokens_per_step} of each longest stretch of updates of one size, in order."""
+    """{start, end, tokens_per_step} of each maximal stretch of updates of one size, in order."""
     sizes: list[dict[str, int]] = []
     for segment in schedule.segments:
         tokens_per_step = segment.batch_size * segment.seq_len
@@ -219,7 +227,7 @@ def step_sizes(schedule: Schedule) -> list[dict[str, int]]:
 
 
 def _evals(config: Config, sizes: Sizes, schedule: Schedule, trained: int) -> dict[str, Any]:
-    """The evals after step `trained`; at step 0 the one there too."""
+    """The evals ahead after step `trained`; if that is 0, the eval at step 0 counts too."""
     ends, at_start = {end for _, _, end in schedule.phase_bounds}, trained == 0
     num = {
         name: num_due(ends, source.every or config.evalsets.every, trained) + at_start
@@ -234,7 +242,10 @@ def _evals(config: Config, sizes: Sizes, schedule: Schedule, trained: int) -> di
 
 
 def _checkpoint_bytes(config: Config, model: ModelConfig) -> int | None:
-    """Of the arrays of a checkpoint, all devices together. None with an optimizer of one's own."""
+    """Bytes of a checkpoint's parameters, moments and moving average on all devices together.
+
+    None for an optimizer of one's own.
+    """
     moments = _moments_per_parameter(config.optim, model, {})
     if moments is None:
         return None
@@ -242,8 +253,9 @@ def _checkpoint_bytes(config: Config, model: ModelConfig) -> int | None:
 
 
 def _memory(config: Config, model: ModelConfig, schedule: Schedule) -> dict[str, Any] | None:
-    """What the largest update needs of a CPU's memory, and `on_gpu`, the total of the largest on an NVIDIA GPU. -1 in
-    the mesh is taken for 1. None with an optimizer of one's own.
+    """The memory of the largest update on a CPU, and `on_gpu`, the total of the largest one on an NVIDIA GPU.
+
+    A mesh axis of -1 counts as 1. None for an optimizer of one's own.
     """
     mesh, estimates = config.mesh, {"cpu": [], "gpu": []}
     split = {"fsdp": max(mesh.fsdp, 1), "tensor": max(mesh.tensor, 1)}
@@ -277,19 +289,22 @@ def _memory(config: Config, model: ModelConfig, schedule: Schedule) -> dict[str,
 
 
 def _moments_per_parameter(optim: OptimConfig, model: ModelConfig, split: Mapping[str, int]) -> float | None:
-    """The mean over what a device holds, of which a part may be split and another not."""
+    """The optimizer's moments per parameter: the mean over a device's parameters, some of which `split` does not cut.
+
+    None for an optimizer of one's own.
+    """
     if optim.name != "muon":
         return MOMENTS.get(optim.name)
     if model.lora is not None:
-        return MOMENTS["muon"]  # of the adapters, which are all matrices
+        return MOMENTS["muon"]  # the adapters are all matrices
     muon_share = num_projections(model, **split) / num_parameters(model, **split)
     if optim.muon.allow_all_2d or (optim.muon.allow_tied_embed and model.tie_embeddings):
-        muon_share = 1.0  # but for vectors, and a table of positions
+        muon_share = 1.0  # except vectors and a table of positions
     return muon_share * MOMENTS["muon"] + (1 - muon_share) * MOMENTS[optim.muon.rest]
 
 
 def _first_repeats(schedule: Schedule, phase: str, epochs_of: Mapping[str, int | None]) -> dict[str, int]:
-    """The first update of a phase that reads something of a source again, by source; those without any are left out."""
+    """By source, the first update of a phase that reads any of it again; sources that are not reread are left out."""
     found: dict[str, int] = {}
     for segment in (s for s in schedule.segments if s.phase == phase):
         at_end = segment.cursors_at(segment.end)

@@ -1,4 +1,4 @@
-"""The plan of a run that goes on: what its config would change, and what becomes of the rest. Nothing is touched."""
+"""The plan of a resumed run: what its config would change, and how the rest is planned. Nothing is touched."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def plan_resumed(
     accept_past: bool = False,
     store_dir: str | Path = DEFAULT_STORE_DIR,
 ) -> Plan:
-    """What `train` would do with the same arguments, without the run's lock: it may be training.
+    """Plan what `train` would do with the same arguments. Takes no lock, so the run may be training.
 
-    Of a run that has no checkpoint it is the plan of one that begins. Raises InputError where `train` would: for a
-    checkpoint that is not there, for what the config changes of what is trained. Not looked at is text that is not
-    prepared, which a warning tells, and the arrays of the checkpoint and of what adapters are trained beside.
+    A run without a checkpoint gets the plan of one that begins. Raises InputError where `train` would: if there is no
+    such checkpoint, or if the config changes what is trained already. Text that is not prepared is not compared, and a
+    warning says so. Arrays are verified by their checksums but not loaded.
     """
     directory = RunDirectory(Path(run_dir))
     directory.check_usable()
@@ -59,7 +59,7 @@ def plan_resumed(
         architecture=plain(resolved_model(config, sizes.tokenizer.vocab_size).architecture) if known else None,
         parameters=None,
         tokenizer=sizes.tokenizer and sizes.tokenizer.fingerprint,
-        # What eval sets have of a source is not trained on: without them all, its text is not known.
+        # Text of eval sets is kept out of training: unless all sets are known, the text that is trained on is not.
         sources={} if missing else sizes.details,
         evalsets={name: evalset.content_hash for name, evalset in evalsets.items()},
     )

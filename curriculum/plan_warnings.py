@@ -1,4 +1,4 @@
-"""Settings that have no effect, or a larger one than the user probably intends, and eval sets that tell too little."""
+"""Warnings: settings with no effect, or a larger one than probably intended, and eval sets that tell too little."""
 
 from __future__ import annotations
 
@@ -20,19 +20,23 @@ from evalsets.metrics import clusters
 from phases.rates import rate_spans
 from phases.schedule import Schedule, SourceSupply
 
-FEW_EVALS = 24  # behind which a verdict knows the scatter of neighbouring evals as well as it ever does
+FEW_EVALS = 24  # from this many on, a verdict knows the scatter of neighbouring evals as well as it ever does
 # Muennighoff et al. 2023, arXiv:2305.16264: repeating a source up to 4 times is worth nearly as much as fresh data.
 MAX_EPOCHS_WORTH_FRESH = 4
-FEW_SCORED_TARGETS = 64  # of an update; answers stand together, so that with so few some updates have none
+FEW_SCORED_TARGETS = 64  # per update; answers are contiguous, so that below this mean some updates have none
 
 
 def schedule_warnings(config: Config, schedule: Schedule, epochs_of: Mapping[str, int | None]) -> list[str]:
-    """Settings that do nothing with this schedule, or more than may be meant; `epochs_of`: tokens, None if unknown."""
+    """Warnings of settings that do nothing with this schedule, or more than may be meant.
+
+    `epochs_of` are tokens per epoch by source, None if unknown.
+    """
     warnings, cursors = [], schedule.cursors_at(schedule.total_steps)
     for name, size in epochs_of.items():
         source = config.sources.get(name)
         repeats = source is not None and source.on_exhaust == "repeat"
-        cap = SourceSupply(size, source.max_epochs).cap_tokens if repeats else None  # where it would end otherwise
+        # A source that repeats does not end at its max_epochs, but reading on is worth a warning.
+        cap = SourceSupply(size, source.max_epochs).cap_tokens if repeats else None
         if cap is not None and cursors[name] > cap:
             most = f"its max_epochs is {source.max_epochs:g}"
             warnings.append(f"{name} is read {cursors[name] / size:.3g} times, and {most}: it repeats")
@@ -63,7 +67,7 @@ def schedule_warnings(config: Config, schedule: Schedule, epochs_of: Mapping[str
 
 
 def _replaced(config: Config) -> Iterator[str]:
-    """A warning of each source and eval set of whose settings an option for its directory left some out."""
+    """A warning for each source and eval set that lost settings when an option for its directory replaced it."""
     origin = config.origin
     now = {f"sources.{name}": source for name, source in config.sources.items()}
     now |= {f"evalsets.sets.{name}": evalset for name, evalset in config.evalsets.sets.items()}
@@ -75,7 +79,7 @@ def _replaced(config: Config) -> Iterator[str]:
 
 
 def _few_evals(config: Config, schedule: Schedule) -> Iterator[str]:
-    """A warning where something is to be done about regressions that so few evals will hardly find."""
+    """A warning if the action on regressions is stop or replay, but too few evals are planned to find small ones."""
     every, action = config.evalsets.every, config.evalsets.regression.action
     planned = num_due({end for _, _, end in schedule.phase_bounds}, every, after=0)
     if action in ("stop", "replay") and planned < FEW_EVALS:
@@ -86,7 +90,7 @@ def _few_evals(config: Config, schedule: Schedule) -> Iterator[str]:
 
 
 def _shapes_that_do_nothing(config: Config) -> list[str]:
-    """Warnings of a phase's shape that changes nothing, or more than may be meant."""
+    """Warnings of shape settings that change nothing, or more than may be meant."""
     warnings = []
     if config.optim.scale_lr_by_batch and not any(
         phase.batch_size not in (None, config.train.batch_size) for phase in config.phases
@@ -103,7 +107,7 @@ def _shapes_that_do_nothing(config: Config) -> list[str]:
 
 
 def evalset_warnings(evalsets: Iterable[EvalSet]) -> Iterator[str]:
-    """What is to be said of sets that tell less than their size promises, or nothing at all, whatever they measure."""
+    """Warnings of eval sets that tell less than their size suggests: many copies, or a single document."""
     for evalset in evalsets:
         name, distinct = record_name(evalset.name), evalset.num_distinct_documents
         if 2 * distinct <= evalset.num_documents:
@@ -123,7 +127,8 @@ def evalset_warnings(evalsets: Iterable[EvalSet]) -> Iterator[str]:
 def few_scored_targets(schedule: Schedule, details: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """A warning for each phase with conversations whose updates have few scored targets.
 
-    `details` are those of a corpus. Of a source that is not prepared, and of text, every slot counts as scored.
+    `details` are those of a corpus. In plain text every slot that holds text counts as scored; in a source that is not
+    prepared, every slot does.
     """
     warnings = []
     for phase, start, _ in schedule.phase_bounds:
@@ -143,7 +148,7 @@ def few_scored_targets(schedule: Schedule, details: Mapping[str, Mapping[str, An
 
 
 def unsplit_vocabulary(config: Config, model: ModelConfig) -> list[str]:
-    """A warning where `mesh.tensor` does not divide the vocabulary."""
+    """A warning if `mesh.tensor` does not divide the vocabulary."""
     tensor, rows = config.mesh.tensor, model.vocab_size
     if tensor < 2 or rows % tensor == 0:
         return []
@@ -157,7 +162,7 @@ def unsplit_vocabulary(config: Config, model: ModelConfig) -> list[str]:
 
 
 def _unread(config: Config, schedule: Schedule) -> list[str]:
-    """A warning for each replay that no phase takes, and for each source that is neither read nor measured."""
+    """A warning for each replayed source that every phase names itself, and each source neither read nor measured."""
     warnings = []
     for name in config.adaptation.replay:
         if all(name in phase.mixture for phase in config.phases):

@@ -1,4 +1,4 @@
-"""The config that a run goes on with: of the file, and of options that the run remembers."""
+"""The config of a resumed run, from the file and from the options that the run remembers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _ABSENT = object()
 def config_going_on(
     config_path: str | Path, run_dir: Path | None, changes: Mapping[str, Any]
 ) -> tuple[Config, Path, list[str]]:
-    """The config that a run goes on with, its directory (`runs/<name>` where none is given), and lines on values of the
-    file that are not used. `changes` are as in `load_config`; the options that the run remembers stand beside them.
+    """(config, run directory, notes) of a run that is resumed.
 
-    Raises InputError.
+    The directory is `runs/<name>` if none is given. `changes` are as in `load_config`; options that the run remembers
+    apply before them. The notes are `outranked`'s lines on values of the file that are not used. Raises InputError.
     """
     run_dir = run_dir or Path("runs") / run_name_of(config_path, changes["overrides"])
     remembered = RunDirectory(run_dir).command_line()
@@ -32,9 +32,9 @@ def config_going_on(
 
 
 def outranked(config: Config, remembered: Sequence[str], **given: Any) -> Iterator[str]:
-    """A line on each value of a config's file that is not used, as an earlier command's option says another.
+    """A line on each value of a config's file that is not used because an option of an earlier command overrides it.
 
-    `remembered` and `given` are as in `load_config`, which made the config; what is given again is no news.
+    `remembered` and `given` are what `load_config` made the config from. An option that is given again is left out.
     """
     places, origin = Origin(config.origin.file), Origin(config.origin.file)
     in_file, data = (parse_yaml(config.origin.text, o) for o in (places, origin))
@@ -45,7 +45,7 @@ def outranked(config: Config, remembered: Sequence[str], **given: Any) -> Iterat
     for place, option in origin.options.items():
         says = _at(in_file, place)
         if place == "name" or option in new_texts or says is _ABSENT or says == _at(data, place):
-            continue  # a run is called what it was called, whichever file it goes on with
+            continue  # a run keeps its name, whichever file it is resumed with
         says = json.dumps(says, ensure_ascii=False)
         yield (
             f"{places.place(place)}: {place}: the file says {says}, but {option} is used, which the run remembers; to "
@@ -58,7 +58,7 @@ def _substituted(data: dict[str, Any], origin: Origin) -> dict[str, Any]:
 
 
 def _at(data: Any, place: str) -> Any:
-    """The value at a place such as `phases[1].until`."""
+    """The value at a place such as `phases[1].until`, _ABSENT if there is none."""
     for part in re.findall(r"[^.\[\]]+", place):
         if isinstance(data, list) and part.isdecimal() and int(part) < len(data):
             data = data[int(part)]

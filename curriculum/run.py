@@ -1,4 +1,4 @@
-"""A run directory as an object: where everything lies, what was written at the start, what can be read back."""
+"""A run directory: where its files lie, writing those that describe the run, reading a run and its checkpoints back."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 DEFAULT_STORE_DIR = ".curriculum"  # beside the runs: token stores, and compiled programs
 CHECKPOINT_ITEMS = ("params", "train", "ledger", "baselines")  # folders that a whole checkpoint has
-_SECTIONS = ("name", "tokenizer", "model", "sources", "phases", "evalsets", "train")  # of every resolved config
+_SECTIONS = ("name", "tokenizer", "model", "sources", "phases", "evalsets", "train")  # in every resolved config
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class RunDirectory:
         return self.path / "averages"
 
     def results(self, step: int) -> Path:
-        """Every window's sums of the eval after `step`."""
+        """The file with every window's sums for the eval after `step`."""
         return self.path / "evals" / f"{step}.npz"
 
     def all_results(self) -> list[tuple[int, Path]]:
-        """(step, file) of every eval that has its windows on file. Raises InputError where they cannot be listed."""
+        """(step, file) of every eval whose window sums are saved. Raises InputError if they cannot be listed."""
         paths = [self.path / "evals" / name for name in names_in(self.path / "evals") if name.endswith(".npz")]
         return [(int(path.stem), path) for path in paths if path.stem.isdecimal()]
 
@@ -80,12 +80,12 @@ class RunDirectory:
 
     @property
     def places(self) -> tuple[Path, ...]:
-        """The folders that hold checkpoints, in the order in which a step is looked for."""
+        """The folders that hold checkpoints, in the order in which they are searched for a step."""
         return self.checkpoints, self.gold, self.kept
 
     @property
     def has_config(self) -> bool:
-        """Whether a run has its config here; False, too, for a name too long and links in a circle."""
+        """Whether the directory holds a run's config; False also for a path that is too long or a symlink loop."""
         return os.path.exists(self.resolved_config)
 
     def holds_run(self) -> bool:
@@ -97,7 +97,10 @@ class RunDirectory:
         return self.resolved().get("command_line", []) if self.has_config else []
 
     def resolved(self) -> dict[str, Any]:
-        """The run's config with every default filled in, and what was derived from it. Raises InputError."""
+        """The run's config with every default filled in, and what was derived from it.
+
+        Raises InputError if it cannot be read or lacks a section.
+        """
         resolved = read_json(self.resolved_config)
         if missing := [key for key in _SECTIONS if key not in resolved]:
             raise InputError(
@@ -107,11 +110,11 @@ class RunDirectory:
         return resolved
 
     def architecture(self) -> dict[str, Any]:
-        """What the run's model was when it was begun; `architecture_at` tells of later steps. Raises InputError."""
+        """The model's architecture as of the run's start; for later steps see `architecture_at`. Raises InputError."""
         return read_json(self._architecture)
 
     def create(self, config: Config, derived: dict[str, Any], model: dict[str, Any]) -> None:
-        """Write what describes the run; harmless to repeat."""
+        """Write the run's config, as given and as resolved, and its model's architecture. Safe to repeat."""
         self.path.mkdir(parents=True, exist_ok=True)
         if config.origin.text is not None:
             write_text(self.path / "config.yaml", config.origin.text)
@@ -120,7 +123,10 @@ class RunDirectory:
         write_text(self._architecture, json.dumps(model, indent=2) + "\n")
 
     def write_training_state(self, state: dict[str, Any]) -> None:
-        """Rewrite the summary of where the run stands. On a full disk the old one stays, and that is told."""
+        """Rewrite training_state.json, the summary of the run's progress.
+
+        If the disk fails (full, over quota, read-only), the old file stays and a line on stderr says so.
+        """
         path = self.path / "training_state.json"
         try:
             write_text(path, json.dumps(plain(state), indent=2, allow_nan=False) + "\n")
@@ -130,7 +136,7 @@ class RunDirectory:
             tell(f"{path}: cannot be written: {error.strerror}; it stays as it was")
 
     def check_usable(self) -> None:
-        """Raise InputError where the path cannot be written to; creates nothing."""
+        """Raise InputError if the path cannot be written to. Creates nothing."""
         try:
             os.lstat(self.path / EVENTS)
         except (FileNotFoundError, NotADirectoryError):
@@ -140,7 +146,7 @@ class RunDirectory:
         self._check_writable(next((p for p in (self.path, *self.path.absolute().parents) if os.path.lexists(p)), None))
 
     def check_folders(self) -> None:
-        """Raise InputError where a folder of ours in it cannot be written to, as training does."""
+        """Raise InputError if one of the run's existing subfolders cannot be written to, as training needs."""
         for folder in filter(os.path.lexists, (*self.places, self.path / "evals", self.averages, self.superseded)):
             self._check_writable(folder)
 
@@ -169,19 +175,19 @@ class Run:
 
     @cached_property
     def config(self) -> Config:
-        """The checked config of the run's last process."""
+        """The checked config of the process that last trained the run."""
         from curriculum.config import config_from_json  # slow to import, and most views do without
 
         return config_from_json(self.config_json)
 
     @property
     def config_json(self) -> dict[str, Any]:
-        """The same as plain JSON, every default filled in."""
+        """The same config as plain JSON, every default filled in."""
         return {key: section for key, section in self.resolved.items() if key not in ("command_line", "derived")}
 
     @property
     def name(self) -> str:
-        """The config's name; of a branch, which has that from its trunk, the name of its directory."""
+        """The config's name; for a branch, whose config has its trunk's name, the name of its directory."""
         return self.resolved["name"] if self.branched_from is None else self.directory.path.resolve().name
 
     @cached_property
@@ -191,7 +197,7 @@ class Run:
 
     @property
     def start(self) -> dict[str, Any]:
-        """The `training_start` event. Raises InputError while the record is empty."""
+        """The `training_start` event. Raises InputError if the record is empty or begins with another event."""
         path = self.directory.path / EVENTS
         if not self.events:
             raise InputError(
@@ -204,17 +210,17 @@ class Run:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """What was planned last: at the start, or when the run was last taken up."""
+        """The latest plan in the record: from the start, or from the last resume or rollback."""
         return next((e["plan"] for e in reversed(self.events) if e["event"] in TAKEN_UP), self.start["plan"])
 
     @property
     def branched_from(self) -> dict[str, Any] | None:
-        """{run, step} of the run that this one branched off, None where it did not."""
+        """{run, step, id, branched_from} of the branch point, None if the run is no branch."""
         return self.resolved.get("derived", {}).get("branched_from")
 
     @property
     def store_dir(self) -> str:
-        """Where the run's last process had its token stores, as it was given."""
+        """The token store directory, as given, of the process that last trained the run."""
         return self.resolved.get("derived", {}).get("store_dir", DEFAULT_STORE_DIR)
 
     @property
@@ -224,7 +230,7 @@ class Run:
 
     @property
     def diverged(self) -> dict[str, Any] | None:
-        """The `diverged` event that the run ended with, None of others; to resume it takes the event back."""
+        """The `diverged` event if the run ended with it, else None. Resuming the run removes it from the record."""
         return self.events[-1] if self.events and self.events[-1]["event"] == "diverged" else None
 
     @property
@@ -245,7 +251,7 @@ def load_run(run_dir: str | os.PathLike) -> Run:
 
 
 def run_directory(run_dir: str | os.PathLike) -> RunDirectory:
-    """Where the files of a run lie, some of them perhaps gone. Raises InputError when there is none."""
+    """The directory of a run. Raises InputError if it holds no run's config; other files may be missing."""
     directory = RunDirectory(Path(run_dir))
     if not directory.has_config:
         below = runs_below(run_dir)
@@ -255,7 +261,7 @@ def run_directory(run_dir: str | os.PathLike) -> RunDirectory:
 
 
 def runs_below(folder: str | os.PathLike) -> list[str]:
-    """The names in a folder that are run directories, `run10` after `run9`; none where there is no folder."""
+    """Names of the run directories directly in a folder, `run10` after `run9`; none if the folder does not exist."""
     names = names_in(Path(folder)) if os.path.isdir(folder) else []
     found = [name for name in names if RunDirectory(Path(folder) / name).has_config]
     return sorted(found, key=lambda name: [int(p) if p.isdecimal() else p for p in re.split(r"(\d+)", name)])
@@ -268,14 +274,18 @@ def find_checkpoint(
     option: str = "--step",
     part: str | tuple[str, ...] = "",
 ) -> tuple[int, Path]:
-    """(step, folder) of a checkpoint that verifies: the "latest", the "gold" one, or that of a step.
+    """(step, folder) of the checkpoint `wanted`, verified: "latest", "gold" or a step.
 
-    None is the gold one, or the latest where the record names no gold or is gone. "latest" is the newest of
-    `checkpoints/`; a step is looked for there, then in `gold/` and `kept/`. `option` is how the user gave `wanted`;
-    `part` what of the checkpoint is to be read, as for `damage`: the rest is not verified. Raises InputError that lists
-    the steps there are, also where the gold that the record names is gone, or the record has no line beside a gold; and
-    where the one that is meant is damaged, with those that are not. While a run trains, the gold before stands for one
-    that is being saved, which is told.
+    None means the gold checkpoint, or the latest if the record names no gold or is missing. "latest" is the newest in
+    `checkpoints/`. A step is looked for there first, then in `gold/` and `kept/`. `option` is the option that gave
+    `wanted`, for messages. `part` is the part of the checkpoint that will be read, as for `damage`; only that part is
+    verified.
+
+    While a run trains, its gold may still be being saved. The gold before it is then used, and stderr says so.
+
+    Raises InputError that lists the existing steps if there is no such checkpoint, if the gold that the record names is
+    gone, or if there is a gold but no line in the record; and one that lists the undamaged steps if the checkpoint is
+    damaged.
     """
     if isinstance(wanted, str) and wanted not in ("latest", "gold") and not _is_step(wanted):
         raise InputError(f"{option} {wanted}: expected 'latest', 'gold' or the step of a checkpoint")
@@ -326,9 +336,9 @@ def _is_step(text: str) -> bool:
 
 
 def undamaged(checkpoint: Path, given: str = "", part: str | tuple[str, ...] = "") -> Path:
-    """The folder of a checkpoint. Raises InputError where it does not verify, with the steps that do.
+    """`checkpoint` itself, if it verifies. Otherwise raises InputError that lists the steps that do.
 
-    `given`: what the message begins with, how the user named it. `part` is as for `damage`.
+    `given` begins the message: how the user named the checkpoint. `part` is as for `damage`.
     """
     if (why := damage(checkpoint, part)) is None:
         return checkpoint
@@ -345,7 +355,7 @@ def undamaged(checkpoint: Path, given: str = "", part: str | tuple[str, ...] = "
 
 
 def check_there(checkpoint: Path) -> None:
-    """Raise InputError where a checkpoint that was found is gone by now: no damage, a run that trains deleted it."""
+    """Raise InputError if a checkpoint that was found is gone: it is not damaged, a training run deleted it."""
     if not checkpoint.exists():
         raise InputError(
             f"{checkpoint}: is gone: a run that trains keeps its newest checkpoints only (checkpoint.keep), and "
@@ -354,15 +364,17 @@ def check_there(checkpoint: Path) -> None:
 
 
 def step_folders(place: Path) -> dict[int, Path]:
-    """Every folder with the name of a step, by step, ascending; it may be damaged. Raises InputError as `names_in`."""
+    """Folders named after a step, by step, ascending; they may be damaged. Raises InputError as `names_in` does."""
     steps = [int(name) for name in names_in(place) if name.isascii() and name.isdecimal()]
     with readable(place):
         return {step: folder for step in sorted(steps) if (folder := place / str(step)).is_dir()}
 
 
 def names_in(place: Path) -> list[str]:
-    """The names in a folder, none where it is not there. Raises InputError where it cannot be listed: that it has none
-    must not be concluded."""
+    """The names in a folder, none if it does not exist.
+
+    Raises InputError if it cannot be listed, which must not pass for an empty folder.
+    """
     with readable(place, "listed"):
         try:
             return os.listdir(place)
@@ -371,19 +383,19 @@ def names_in(place: Path) -> list[str]:
 
 
 def checkpoint_steps(place: Path) -> list[int]:
-    """Steps of the checkpoints in a folder that have all that one has, ascending; its files may be damaged."""
+    """Steps of the checkpoints in a folder that have all CHECKPOINT_ITEMS, ascending; files in them may be damaged."""
     return [step for step, folder in step_folders(place).items() if set(CHECKPOINT_ITEMS) <= set(names_in(folder))]
 
 
 def read_ledger(checkpoint: Path) -> dict[str, Any]:
-    """The ledger of a checkpoint, by its folder."""
+    """The ledger in a checkpoint's folder."""
     return read_json(checkpoint / "ledger" / "metadata")
 
 
 def architecture_at(ledger: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """What a run's parameters after `step` updates are computed with, from any ledger of the run that goes so far.
+    """The architecture of a run's parameters after `step` updates, from any ledger of the run that reaches that step.
 
-    It is the run's architecture, which stands in model.json, but with the rope theta of the phase that made them.
+    It is the run's architecture, as in model.json, with the rope theta of the phase that made these parameters.
     """
     from phases.schedule import Schedule, segments_from_json  # brings numpy, and most views do without
 
@@ -426,7 +438,7 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file at once, so that a kill or a full disk leaves the old one or the new one."""
+    """Replace a file atomically: a kill or a full disk leaves either the old content or the new."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         temporary.write_text(text, encoding="utf-8")
@@ -437,7 +449,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_tokenizer(directory: RunDirectory, tokenizer) -> None:
-    """Keep the tokenizer with the run: nothing outside the run directory is needed to read its checkpoints."""
+    """Save the tokenizer in the run directory, unless it is there, so that checkpoints can be read from it alone."""
     if directory.tokenizer.exists():
         return
     temporary = directory.path / "tokenizer.tmp"

@@ -1,4 +1,4 @@
-"""How text is drawn from a model: the settings alone, which the config reads too."""
+"""The settings for drawing text from a model. They are apart from the drawing itself, as the config reads them too."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ LARGEST_SEED = 2**63 - 1
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a continuation is drawn, and where it ends. What is off by default filters nothing.
+    """How a continuation is drawn, and where it ends. By default top_k, top_p and min_p filter nothing.
 
-    Of the ids as the temperature makes them, top_k, top_p and min_p keep those that all of them keep, top_p counting
-    the mass of what top_k left; ids that are equally likely are kept or left out together.
+    They apply after the temperature, and keep the ids that pass all three; top_p is a share of the mass that top_k
+    left. Ids that are equally likely are kept or left out together.
     """
 
     __pydantic_config__: ClassVar = {"extra": "forbid"}
@@ -71,7 +71,7 @@ class GenerateSection(Sampling):
 
     @property
     def evalset(self) -> str | None:
-        """The set that beginnings are taken from."""
+        """The eval set whose documents' beginnings are prompts, None if there is none."""
         return self.from_evalset or (None if self.prompts else "primary")
 
     def problems(self) -> list[tuple[str, str]]:

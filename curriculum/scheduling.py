@@ -1,4 +1,4 @@
-"""The schedule of a config: resolved from its phases and, of a run that goes on, from what stands of it already."""
+"""The schedule of a config, resolved from its phases and, for a resumed run, from the part that is fixed already."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from phases.schedule import Schedule, Segment, SourceSupply, cut
 
 
 def declaration(config: Config) -> dict[str, Any]:
-    """What a config says of the schedule, as plain JSON; a run's ledger keeps it."""
+    """What a config declares about the schedule, as plain JSON; a run's ledger keeps it."""
     whole = config.to_json()
     return {
         "seed": config.seed,
@@ -31,7 +31,7 @@ def declaration(config: Config) -> dict[str, Any]:
 
 
 def training_settings(config: Config) -> dict[str, dict[str, Any]]:
-    """What a config says of how a run is trained and judged, the schedule apart, by section; a ledger keeps it too.
+    """A config's settings for training and judging a run, by section, without the schedule; a ledger keeps them too.
 
     Each eval set has a section of its own, `evalsets.primary` or `evalsets.sets.NAME`.
     """
@@ -66,13 +66,15 @@ class Planned(NamedTuple):
 
 @dataclass(frozen=True)
 class Past:
-    """What stands of a run's schedule, whatever its config says.
+    """The part of a run's schedule that is fixed, whatever its config says.
 
-    `segments` are frozen: the config decides from their end on. `settled` is the curriculum's. `planned` is there where
-    the config is as it was: the schedule is too, if the epochs are. `seed` is that of the order in which the sources
-    are read, None: the config's. `sources` is what the ledger says of each source, those that are gone among them.
-    `going_on` is a segment with data of its own (a raised share, a rollback), which goes on where `segments` end.
-    `before_raised` has of each share that was raised, oldest first, its step and what stood of the schedule before.
+    segments: frozen; the config decides what follows them.
+    settled: as in `Curriculum`.
+    planned: set if the config declares the same schedule as before. It is used as it is, if the epochs are the same.
+    seed: of the order in which the sources are read; None: the config's.
+    sources: the ledger's entry of each source, including those that the config dropped.
+    going_on: a segment with data of its own (a raised share, a rollback) that continues where `segments` end.
+    before_raised: (step, past before it) of each share that was raised, oldest first.
     """
 
     segments: tuple[Segment, ...] = ()
@@ -97,9 +99,10 @@ def resolve_schedule(
     past: Past = NO_PAST,
     going_on: Segment | None = None,
 ) -> Schedule:
-    """The config's phases, replay mixed in, as segments, for epochs of so many tokens (None: not prepared).
+    """Resolve the config's phases, with replay mixed in, into segments.
 
-    After a `past` the phases decide from its end on, but for `going_on`, as in `resolve`. Raises InputError.
+    `tokens_per_epoch` is by source, None for one that is not prepared. `past` is kept; what follows it is up to the
+    phases, except for `going_on`, as in `resolve`. Raises InputError.
     """
     message = (
         f"too few training tokens, expected at least one of the run's longest sequences ({config.longest_seq_len}) and "
@@ -117,7 +120,7 @@ def resolve_schedule(
 
 
 def continued_schedule(config: Config, tokens_per_epoch: Mapping[str, int], past: Past) -> tuple[Schedule, Past]:
-    """The schedule of a run that goes on, and what of it is frozen: as it was planned, where nothing changed."""
+    """(schedule, past) of a resumed run: as they were planned if nothing changed, else resolved anew."""
     if past.planned is not None and past.planned.epochs == tokens_per_epoch:
         return past.planned.schedule, replace(past, segments=past.planned.past, planned=None)
     segment, past = past.going_on, replace(past, planned=None, going_on=None)
@@ -136,12 +139,12 @@ def lasting_to_phase_end(
 
 
 def check_schedule(config: Config, past: Past = NO_PAST) -> None:
-    """Raise InputError with every problem of the phases and the learning rate that needs no source's size."""
+    """Raise InputError with every problem of the phases and rates that can be found without the sources' sizes."""
     _resolve(config, dict.fromkeys(config.sources), past, sizes_to_come=True)
 
 
 def curriculum_of(config: Config, epochs: Mapping[str, int | None], past: Past) -> Curriculum:
-    """What the schedule of a config is resolved from, for epochs of so many tokens; replay is mixed in."""
+    """The curriculum that a config's schedule is resolved from, with replay mixed in; `epochs` are tokens by source."""
     return Curriculum(
         with_replay(config.phases, config.adaptation.replay),
         {n: SourceSupply(epochs[n], s.max_epochs, s.on_exhaust) for n, s in config.sources.items()},
@@ -161,7 +164,7 @@ def _resolve(
     sizes_to_come: bool = False,
     going_on: Segment | None = None,
 ) -> Schedule | None:
-    """The schedule for epochs of so many tokens; None only where sizes are still to come."""
+    """As `resolve`, but raises InputError. Returns None only with `sizes_to_come`; `epochs` are tokens by source."""
     try:
         curriculum = curriculum_of(config, epochs, past)
         return resolve(curriculum, past=past.segments, going_on=going_on, sizes_to_come=sizes_to_come)
@@ -170,9 +173,10 @@ def _resolve(
 
 
 def mean_steps(config: Config, start: int, end: int, total_steps: int) -> list[int]:
-    """The checkpoints, oldest first, whose mean is taken at the end of a phase of steps `start` to `end`.
+    """Steps of the checkpoints, oldest first, that are averaged at the end of a phase from step `start` to `end`.
 
-    Only those that the schedule asks for count, so that a run that was stopped in between has the same mean.
+    Only those due by `checkpoint.every` or at the run's end count, so that a run that was stopped in between has the
+    same mean.
     """
     if config.averages.phase_mean is None:
         return []
@@ -184,7 +188,10 @@ def mean_steps(config: Config, start: int, end: int, total_steps: int) -> list[i
 
 
 def num_due(ends: Set[int], every: int, after: int) -> int:
-    """How often it is due after step `after`, which is 0 or more, what comes at each multiple of `every` up to the last
-    of `ends`, and at these: the evals of a set at phase ends, checkpoints at the run's."""
+    """How many evals or checkpoints are due after step `after`, at least 0.
+
+    They are due at each multiple of `every` up to the last of `ends`, and at each of `ends`: the phase ends for evals,
+    the run's end for checkpoints.
+    """
     between = sum(end > after and end % every > 0 for end in ends)
     return max(ends) // every - after // every + between

@@ -1,5 +1,7 @@
-"""Hidden folders in which a folder is made before it has its name, so that an error leaves nothing of it, and a kill
-nothing that the next try does not clear."""
+"""Hidden folders in which a folder is made before it gets its name.
+
+An error leaves nothing of it behind; what a kill leaves, the next try clears.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,14 @@ from contextlib import contextmanager, suppress
 from glob import glob
 from pathlib import Path
 
-_WHOLE = "whole"  # the folder within, made once the one around it is locked
+_WHOLE = "whole"  # the folder inside, made once the hidden one is locked
 
 
 @contextmanager
 def scratch(place: Path, target: Path) -> Iterator[Path]:
-    """Around the making of `target`: an empty folder within a hidden one in `place`, which is gone in the end.
+    """An empty folder to make `target` in, inside a hidden folder in `place` that is removed at the end of the block.
 
-    While it is there the hidden one has the kernel's lock (flock), which is free however its process ends.
+    The hidden folder is locked with the kernel's lock (flock), which is released however the process ends.
     """
     with tempfile.TemporaryDirectory(dir=place, prefix=_prefix(target)) as hidden, _locked(hidden):
         folder = Path(hidden) / _WHOLE
@@ -29,8 +31,10 @@ def scratch(place: Path, target: Path) -> Iterator[Path]:
 
 
 def clear_killed(place: Path, target: Path) -> None:
-    """Throw away what processes that were killed while they made `target` left in `place`; where the disk has no locks
-    it stays."""
+    """Remove what processes that were killed while making `target` left in `place`.
+
+    Nothing is removed on a disk without locks, where it might still be in use.
+    """
     for whole in glob(f"{_prefix(target)}*/{_WHOLE}", root_dir=place):
         hidden = (place / whole).parent
         with suppress(OSError), _locked(hidden) as is_ours:
@@ -39,7 +43,10 @@ def clear_killed(place: Path, target: Path) -> None:
 
 
 def _prefix(target: Path) -> str:
-    """A link's is that of where it leads; a checksum, as the name itself may be as long as names can be."""
+    """The prefix of the hidden folders of `target`, with links resolved.
+
+    It has a checksum of the name, as the name itself may already be as long as names can be.
+    """
     name = os.path.basename(os.path.realpath(target))
     return f".export.{zlib.crc32(os.fsencode(name)):08x}."
 
@@ -51,7 +58,7 @@ def _locked(folder: str | Path) -> Iterator[bool]:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         is_ours = True
-    except OSError:  # another has it, or the disk has none
+    except OSError:  # another process has it, or the disk has no locks
         is_ours = False
     try:
         yield is_ours

@@ -1,8 +1,8 @@
-"""Plain data, as JSON has it, read as the dataclasses of a config or of a sidecar: every problem told with its place.
+"""Read plain data, as in JSON, into the dataclasses of a config or a sidecar, and report every problem with its path.
 
-What a field may be stands in its annotation: text, a number, true or false, `Literal`, another dataclass, dict[str, X],
-tuple[X, ...], list[X], `X | None`, and numbers within `Limits`. Pydantic reads all of it in the same way and makes the
-JSON schema of it; to import it here would be a third of what a plan takes.
+A field's annotation says what it may be: text, a number, true or false, `Literal`, another dataclass, dict[str, X],
+tuple[X, ...], list[X], `X | None`, or a number within `Limits`. Pydantic reads these annotations in the same way and
+makes the JSON schema from them; to import it here would take a third of a plan's time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WORDS |= {tuple: "a list", list: "a list"}
 
 
 class Limits(NamedTuple):
-    """What a number may be, as in `Annotated[int, Limits(ge=1, le=9)]`."""
+    """The bounds of a number, as in `Annotated[int, Limits(ge=1, le=9)]`."""
 
     le: float | None = None
     lt: float | None = None
@@ -33,7 +33,7 @@ class Limits(NamedTuple):
     gt: float | None = None
 
     def broken_by(self, number: float) -> str | None:
-        """What is expected instead, None where the number is within; NaN is within no limits."""
+        """The first bound that the number breaks, in words, or None. NaN breaks any bound."""
         of = type(number)
         if self.le is not None and not number <= self.le:
             return f"at most {of(self.le)}"
@@ -46,14 +46,14 @@ class Limits(NamedTuple):
         return None
 
     def __get_pydantic_core_schema__(self, kind: Any, handler: Callable[[Any], dict]) -> dict:
-        """What pydantic asks for."""
+        """Pydantic's hook for annotations: add the limits to the schema."""
         return handler(kind) | {name: limit for name, limit in self._asdict().items() if limit is not None}
 
 
 def read(kind: Any, given: Any, path: str, problems: Problems) -> Any:
-    """`given` as the annotation `kind` has it. What is wrong is added to `problems`, and the result is then of no use.
+    """Read `given` as a value of the annotation `kind`. Adds what is wrong to `problems`; the result is then unusable.
 
-    A dataclass whose `__pydantic_config__` does not forbid other keys than its own passes over them.
+    A dataclass ignores keys that are not its own, unless its `__pydantic_config__` forbids them.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
@@ -86,7 +86,7 @@ def read(kind: Any, given: Any, path: str, problems: Problems) -> Any:
 
 
 def _form(kind: type, given: Any) -> str:
-    """How to write `given` as the one field of a dataclass, where it has one alone that takes it."""
+    """How to write `given` as a dataclass's only field, empty if it has several or the one does not take it."""
     names = [field.name for field in dataclasses.fields(kind)]
     if len(names) != 1:
         return ""
@@ -95,7 +95,10 @@ def _form(kind: type, given: Any) -> str:
 
 
 def _any_of(kinds: tuple[Any, ...], given: Any, path: str, problems: Problems) -> Any:
-    """As the first of the kinds that takes it. Two or more beside None are plain: what they expect is told as one."""
+    """Read `given` as the first of the kinds that takes it.
+
+    Two or more kinds besides None must be plain types, as one message names them all.
+    """
     if given is None and types.NoneType in kinds:
         return None
     kinds = tuple(kind for kind in kinds if kind is not types.NoneType)
@@ -106,14 +109,14 @@ def _any_of(kinds: tuple[Any, ...], given: Any, path: str, problems: Problems) -
         if not wrong:
             return value
     expected = " or ".join(_WORDS[kind] for kind in kinds)
-    if type(given) is float and 0 < given < 1 and str in kinds:  # a share, where a count or a share as text is taken
+    if type(given) is float and 0 < given < 1 and str in kinds:  # a share that has to be given as text
         expected += f" such as {100 * given:.10g}%"
     problems.append((path, _message(given, expected)))
     return None
 
 
 def _dataclass(kind: type, given: dict[str, Any], path: str, problems: Problems) -> Any:
-    """Its fields in their order, then keys that are none; what its `__post_init__` refuses where all of that fits."""
+    """Read a dataclass. Problems come in the order of its fields, then unknown keys; if none, from `__post_init__`."""
     known, values, below = len(problems), {}, f"{path}." if path else ""
     keys = {field_key(field.name): field for field in dataclasses.fields(kind)}
     for key, field in keys.items():
@@ -135,7 +138,7 @@ def _dataclass(kind: type, given: dict[str, Any], path: str, problems: Problems)
 
 
 def field_key(name: str) -> str:
-    """The key of a field in a file: `from` for `from_`, which Python could not be told otherwise."""
+    """The key of a field in a file: `from` for `from_`, as `from` is reserved in Python."""
     return name.removesuffix("_")
 
 

@@ -11,17 +11,17 @@ _NAME = re.compile(r"[A-Za-z0-9_-]+")  # a dot looks up a key of a variable that
 _WHOLE = re.compile(r"\$variables\.([A-Za-z0-9_.-]+)|\$\{variables\.([A-Za-z0-9_.-]+)\}")
 _INSIDE = re.compile(r"\$\{variables\.([A-Za-z0-9_.-]+)\}")
 _LEFT_OVER = re.compile(r"\$variables\.|\$\{variable")
-# A few lines that each use the next one twice would expand without end.
+# A few lines that each use the next one twice would expand exponentially.
 _MAX_VALUES, _MAX_DEPTH = 100_000, 200
 
 
 def substitute(data: dict[str, Any], numbers: Mapping[str, str]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """(data without `variables` and with every use replaced, problems as (path, message) pairs).
 
-    A value that is nothing but a use takes the variable's own kind: a number stays a number, a mapping a mapping.
-    Inside other text a variable must be text or a number, which stands there as `numbers` has it by path: as it was
-    written. Variables may use each other, but not in a circle. Every
-    variable is looked at, also where nothing uses it, and text that only resembles a use is a problem.
+    A value that is nothing but a use gets the variable's type: a number stays a number, a mapping a mapping. Inside
+    other text a variable must be text or a number. A number appears there as it was written, which `numbers` gives by
+    path. Variables may use each other, but not in a circle. Every variable is checked, even if nothing uses it, and
+    text that only resembles a use is a problem.
     """
     variables = data.get("variables", {})
     rest = {key: value for key, value in data.items() if key != "variables"}
@@ -51,7 +51,7 @@ def substitute(data: dict[str, Any], numbers: Mapping[str, str]) -> tuple[dict[s
 
     def replaced(value: Any, path: str, within: tuple[str, ...] = ()) -> Any:
         nonlocal num_values, depth
-        num_values, depth = num_values + bool(within), depth + 1  # of what stands in the config itself there is an end
+        num_values, depth = num_values + bool(within), depth + 1  # values outside of variables are finite in number
         if num_values > _MAX_VALUES or depth > _MAX_DEPTH:
             raise _Endless
         try:
@@ -95,7 +95,7 @@ def substitute(data: dict[str, Any], numbers: Mapping[str, str]) -> tuple[dict[s
 
 
 class _Endless(Exception):
-    """Variables use each other so often that what they stand for has no end in sight."""
+    """Variables expand to more values or levels than the limits allow."""
 
 
 class _Problem(Exception):

@@ -1,6 +1,6 @@
-"""Which parameters of a run are meant: the `--step` and `--weights` of eval, generate and export.
+"""Find the parameters of a run that `--step` and `--weights` of eval, generate and export name.
 
-Nothing is verified of a checkpoint but what is then read: the rest is twice as large.
+Of a checkpoint only what is then read is verified: the rest is twice as large.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Weights:
-    """What `--weights` names: the raw parameters, or one of their averages as the record calls it.
+    """What `--weights` names: the raw parameters, or one of their averages.
 
-    `phase` is whose mean it is, and None for all but a mean.
+    `average` is the record's name of the average, None for raw. `phase` is the phase of a mean, else None.
     """
 
     average: str | None = None
@@ -33,7 +33,7 @@ class Weights:
 
     @classmethod
     def parse(cls, text: str) -> Weights:
-        """Of "raw", "ema" or "mean:PHASE". Raises InputError for any other."""
+        """Parse "raw", "ema" or "mean:PHASE". Raises InputError for anything else."""
         kind, _, phase = text.partition(":")
         if kind == "mean":
             return cls(PHASE_MEAN, phase)
@@ -45,9 +45,9 @@ class Weights:
 
 
 def find_weights(directory: RunDirectory, step: str | int | None, weights: str) -> tuple[int, Path]:
-    """(step, folder of the arrays) of what `Weights.parse` takes, of a checkpoint or the mean of a phase.
+    """(step, folder of the arrays) of `weights`, as `Weights.parse` takes them: of a checkpoint, or a phase's mean.
 
-    `step` is as for `find_checkpoint`, and None for a mean. Raises InputError where there are none.
+    `step` is as for `find_checkpoint`, and must be None for a mean. Raises InputError if there are none.
     """
     of = Weights.parse(weights)
     if of.phase is not None:
@@ -68,10 +68,10 @@ def find_weights(directory: RunDirectory, step: str | int | None, weights: str) 
 
 
 class Saved(NamedTuple):
-    """Weights of a run on the disk, and what they are loaded with.
+    """Weights of a run on the disk, and what is needed to load them.
 
-    `arrays`: their folder; `step`: the updates that they are after; `ledger`: the run's; `make_model`: what gave the
-    run its model, None where its config does.
+    `arrays` is their folder, `step` the number of updates that they had, `ledger` that of `ledger_of`. `make_model`
+    makes the run's model; None if its config describes it.
     """
 
     config: Config
@@ -90,8 +90,11 @@ def find_saved(
     make_model: Callable[[int], Model] | None,
     caller: str,
 ) -> Saved:
-    """What `find_weights` finds, with all that loading it takes. `config` is the run's, `caller` the function that
-    takes `make_model` from the user. Raises InputError also where the run has a model of one's own and it is None."""
+    """What `find_weights` finds, with all that is needed to load it.
+
+    `config` is the run's. `caller` is the function that takes `make_model` from the user, for the message. Raises
+    InputError as `find_weights` does, and if the run has a model of one's own but `make_model` is None.
+    """
     if config.model is None and make_model is None:
         raise InputError(f"{run}: was trained with a model of one's own; call {caller}(make_model=...) from Python")
     directory = RunDirectory(Path(run))
@@ -101,7 +104,7 @@ def find_saved(
 
 
 def ledger_of(directory: RunDirectory, arrays: Path) -> dict[str, Any]:
-    """The ledger of the checkpoint that some weights are of; of a mean of several, that of the run's latest."""
+    """The ledger of the checkpoint that holds `arrays`; for a mean of several, that of the run's latest checkpoint."""
     checkpoint = arrays.parent
     if not (checkpoint / "ledger").is_dir():
         _, checkpoint = find_checkpoint(directory, "latest", part="ledger/")

@@ -12,25 +12,25 @@ import yaml
 
 from curriculum.errors import InputError
 
-_MAX_CHARACTERS = 1 << 20  # a second's work; a config has a thousandth of it
+_MAX_CHARACTERS = 1 << 20  # takes a second to read; a config is a thousand times shorter
 _MAX_DEPTH = 50
-_MAX_REPEATED = 100_000  # values; aliases can make a file of a few lines expand without end
+_MAX_REPEATED = 100_000  # values; aliases can make a file of a few lines expand exponentially
 _TOO_DEEP = "not YAML that can be read: nested too deeply"
 _TAG = "tag:yaml.org,2002:"
-_WHENCE = ("path", "hf", "held_out_of")  # which of them says where text comes from: an option for a directory does
+_WHENCE = ("path", "hf", "held_out_of")  # where text comes from: an option for a directory means to replace it
 
 
 class _Loader(yaml.SafeLoader):
     """A safe loader that leaves plain scalars to YAML 1.2's core schema.
 
-    The one in Python: a config takes it milliseconds, and libyaml's crashes the process on deep nesting.
+    It is PyYAML's loader in Python, which takes milliseconds for a config; libyaml's crashes on deep nesting.
     """
 
     yaml_implicit_resolvers: dict = {}
     depth = 0
 
     def compose_node(self, parent, index):
-        # Deeper down every token costs the scanner more: a file of brackets takes it seconds.
+        # The deeper the nesting, the more a token costs the scanner: a file of brackets would take seconds.
         self.depth += 1
         if self.depth > _MAX_DEPTH:
             raise RecursionError
@@ -41,7 +41,7 @@ class _Loader(yaml.SafeLoader):
     def compose_scalar_node(self, anchor):
         tag = self.peek_event().tag
         node = super().compose_scalar_node(anchor)
-        if tag in ("!", _TAG + "str"):  # says that it is text, as quotes do
+        if tag in ("!", _TAG + "str"):  # an explicit tag makes it text, as quotes do
             node.style = '"'
         return node
 
@@ -60,19 +60,22 @@ class Origin:
     text: str | None = None
     positions: dict[str, tuple[int, int]] = field(default_factory=dict)
     options: dict[str, str] = field(default_factory=dict)
-    numbers: dict[str, str] = field(default_factory=dict)  # as they are written: 1.10 is 1.1 to a program
-    made_of: dict[str, str] = field(default_factory=dict)  # a path that neither gave, to the one that it was made of
-    replaced: dict[str, dict] = field(default_factory=dict)  # by path, what an option for a directory took the place of
+    numbers: dict[str, str] = field(default_factory=dict)  # as written: the value of 1.10 is 1.1
+    made_of: dict[str, str] = field(default_factory=dict)  # a path that neither gave, to the path it was derived from
+    replaced: dict[str, dict] = field(default_factory=dict)  # by path, what an option for a directory replaced
 
     def given_by(self, path: str, option: str) -> None:
-        """Remember the option that set a path; the last one for a path counts, in its place of the order."""
+        """Remember the option that set a path. It replaces, and comes after, earlier ones for this path or below it."""
         for known in (self.options, self.positions, self.numbers, self.replaced):
             for replaced in [p for p in known if p == path or p.startswith((f"{path}.", f"{path}["))]:
                 del known[replaced]
         self.options[path] = option
 
     def place(self, path: str) -> str:
-        """`file:line:column` of a path such as `phases[1].mixture.web`, or of the nearest parent that is there."""
+        """Where a path such as `phases[1].mixture.web`, or its nearest parent that is known, was given.
+
+        That is `file:line:column`, or an option of the command line.
+        """
         below = [option for p, option in self.options.items() if path and p.startswith((f"{path}.", f"{path}["))]
         if below and path not in self.positions:
             return below[-1]
@@ -91,7 +94,7 @@ class Origin:
             here = here[: max(cut, 0)]
 
     def lost(self, path: str) -> dict[str, str]:
-        """By key, the `--set` that gives again what was said below `path` until an option replaced all of it."""
+        """By key, the `--set` that restores what was lost below `path` when an option replaced all of it."""
         lost = {key: (f"{path}.{key}", value) for key, value in self.replaced.get(path, {}).items()}
         return {
             key: set_option(below, value)
@@ -136,7 +139,7 @@ def read_yaml(path) -> tuple[dict, Origin]:
 
 
 def read_override(data: dict, origin: Origin, override: str) -> None:
-    """Put `a.b[0].c=value` into data; the value is read as YAML."""
+    """Apply `a.b[0].c=value` to data; the value is read as YAML."""
     option = f"--set {override}"
     path, equals, text = override.partition("=")
     parts = [p for p in re.split(r"[.\[\]]+", path.strip()) if p]
@@ -173,7 +176,7 @@ def read_override(data: dict, origin: Origin, override: str) -> None:
 
 
 def set_option(path: str, value) -> str:
-    """`--set PATH=VALUE` as a shell takes it; a text in quotes of YAML's where it would be read as something else."""
+    """`--set PATH=VALUE` quoted for a shell, and a text for YAML too if it would be read as something else."""
     text = value if isinstance(value, str) and _reads_as_itself(value) else json.dumps(value, ensure_ascii=False)
     return f"--set {shlex.quote(f'{path}={text}')}"
 
@@ -186,7 +189,7 @@ def _reads_as_itself(text: str) -> bool:
 
 
 def parse_yaml(text: str, origin: Origin):
-    """The plain data of a YAML text; `origin` is told where each value stands. Raises InputError with its place."""
+    """The plain data of a YAML text. Adds where each value stands to `origin`. Raises InputError with the place."""
     node = _root(text, origin)
     num_repeated = 0
     met: set[int] = set()
@@ -233,7 +236,7 @@ def parse_yaml(text: str, origin: Origin):
 
 
 def _root(text: str, origin: Origin) -> yaml.Node | None:
-    """The nodes of a YAML text; None: it has none. Raises InputError with its place."""
+    """The root node of a YAML text, None if it is empty. Raises InputError with the place."""
     loader = None
     try:
         loader = _Loader(text)
@@ -251,7 +254,7 @@ def _root(text: str, origin: Origin) -> yaml.Node | None:
 
 
 def _scalar(node: yaml.ScalarNode, origin: Origin) -> str | int | float | bool | None:
-    """What a scalar means by YAML 1.2's core schema. Raises InputError with its place."""
+    """The value of a scalar by YAML 1.2's core schema. Raises InputError with its place."""
     text, mark = node.value, node.start_mark
     if any("\ud800" <= c <= "\udfff" for c in text):
         raise _error(origin, mark, "got half of a surrogate pair, expected text that is Unicode")

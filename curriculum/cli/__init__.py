@@ -1,1 +1,1 @@
-"""The command line: one small file a command, heavy libraries imported inside them."""
+"""The command line: one small file per command, with heavy libraries imported inside the command."""

@@ -1,4 +1,4 @@
-"""How the commands that train end where a run was stopped."""
+"""How the commands that train end if the run is stopped."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import click
 
 @contextmanager
 def stopped_runs(go_on: str) -> Iterator[None]:
-    """Say why a run was stopped and how to `go_on`: exit code 128 + N after signal N, 0 after a regression, 3 where
-    training diverged."""
+    """Say why a run was stopped, and how to `go_on` unless it diverged.
+
+    The exit code is 128 + N after signal N, 0 after a regression, 3 after a divergence.
+    """
     from curriculum.train.divergence import Diverged
     from curriculum.train.processes.together import is_first
     from curriculum.train.signals import Stopped

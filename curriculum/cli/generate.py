@@ -47,7 +47,7 @@ def command(run, prompts, prompts_file, step, weights, as_json, store_dir, **set
         _generate(run, prompts, prompts_file, step, weights, as_json, store_dir, Sampling(**settings))
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # who read it has seen enough
+    except BrokenPipeError:  # the reader of the pipe has closed it
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
@@ -89,12 +89,12 @@ def _generate(run, prompts, prompts_file, step, weights, as_json, store_dir, sam
 
 
 def _show(pieces, prompts, started):
-    """Print prompts and continuations in order, the first one that is not whole as it comes.
+    """Print prompts and continuations in order, and stream the first one that is not finished.
 
-    Gives all of them, whole, and how long after `started` the first token was there.
+    Returns all continuations, and the seconds from `started` to the first piece.
     """
     waiting, wholes = ["" for _ in prompts], [None for _ in prompts]
-    shown, first_s = 0, None  # `shown` prompts are out as a whole
+    shown, first_s = 0, None  # `shown` is how many are printed to their end
     _write(prompts[0], bold=True)
     for piece in pieces:
         first_s = first_s or time.perf_counter() - started
@@ -114,7 +114,7 @@ def _show(pieces, prompts, started):
 
 
 def _write(text, bold=False):
-    """To stdout at once. At a terminal nothing in it steers the terminal."""
+    """Write text to stdout at once. At a terminal control characters are escaped."""
     if not text:
         return
     if sys.stdout.isatty():

@@ -1,4 +1,8 @@
-"""The `curriculum` command. Exit codes: 0 done, 2 wrong input, 3 training diverged, 130 and 143 stopped by a signal."""
+"""The `curriculum` command.
+
+Exit codes: 0 done, or stopped by `regression.action: stop`; 1 another process of the run is gone; 2 wrong input or out
+of memory; 3 training diverged; 130 and 143 stopped by a signal.
+"""
 
 from __future__ import annotations
 
@@ -68,10 +72,10 @@ def cli():
 
 
 def _one_line(problem: str) -> str:
-    """A message as a terminal may show it: what it quotes may be long, and hold line breaks and control characters."""
+    """A message as one line that is safe to print: what it quotes may be long and hold control characters."""
     line = "".join(c if c.isprintable() else " " if c.isspace() else repr(c)[1:-1] for c in problem)
     if len(line) > _LONGEST_LINE:
-        line = f"{line[: _LONGEST_LINE // 2]} [...] {line[-_LONGEST_LINE // 2 :]}"  # the place, and how to mend it
+        line = f"{line[: _LONGEST_LINE // 2]} [...] {line[-_LONGEST_LINE // 2 :]}"  # keeps the place and the fix
     return line
 
 
@@ -90,7 +94,7 @@ def main() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         if processes := sys.modules.get("curriculum.train.processes.together"):
-            processes.see_off()  # which it else does at the interpreter's end
+            processes.see_off()  # else done at the interpreter's exit
         os._exit(status)
 
 
@@ -119,7 +123,7 @@ def run_command() -> None:
 
 
 def _unraisable(lost: sys.UnraisableHookArgs) -> None:
-    """Ctrl-C where nothing can be raised, as while jax collects garbage: it is not lost, the process ends at once."""
+    """End the process on a Ctrl-C that cannot be raised, as during garbage collection in jax, and would be lost."""
     if lost.exc_type is KeyboardInterrupt:
         print(_INTERRUPTED, file=sys.stderr, flush=True)
         os._exit(130)

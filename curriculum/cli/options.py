@@ -47,8 +47,10 @@ CHANGES = {
 
 
 def config_options(config_required: bool = True):
-    """CONFIG and everything that changes it: the command gets `config_path`, `store_dir`, and `changes` to unpack
-    into `load_config`."""
+    """Decorate a command with CONFIG and the options that change it.
+
+    The command gets `config_path`, `store_dir`, and `changes` to unpack into `load_config`.
+    """
 
     def decorate(command):
         @functools.wraps(command)
@@ -64,7 +66,7 @@ def config_options(config_required: bool = True):
 
 
 def process_options(command):
-    """How a run of several processes is told of them: the command gets `launch` and `join_seconds`."""
+    """Decorate a command with the options for several processes; it gets `launch` and `join_seconds`."""
     from curriculum.train.processes.launch import JOIN_SECONDS, VARIABLES, find_launch
 
     @functools.wraps(command)

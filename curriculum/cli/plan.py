@@ -22,7 +22,7 @@ from curriculum.record.sentences import verdict
 from curriculum.record.wording import columns
 from curriculum.remembered import config_going_on
 
-MAX_NAMED = 8  # eval sets by name in a line
+MAX_NAMED = 8  # more eval sets are counted, not named
 
 
 @click.command()
@@ -121,7 +121,7 @@ def table(p: Plan) -> list[str]:
 
 
 def _going_on(p: Plan) -> list[str]:
-    """How a run goes on, and what its config changes of it."""
+    """Lines on where a run resumes, and what the config changes."""
     run, step, lr, edit = (p.resumes[key] for key in ("run", "step", "lr", "edit"))
     if lr is None:
         return [f"{run} is finished: {step:,} of {p.total_steps:,} steps; nothing is left to train"]
@@ -164,7 +164,7 @@ def _shape(phase: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _stretches(p: Plan) -> list[dict[str, Any]]:
-    """The phases, and of one whose shape was edited on its way each stretch of one shape."""
+    """The phases, with one whose shape was edited midway cut into stretches of one shape."""
     stretches = []
     for phase in p.phases:
         turns = phase.get("reshaped", [])
@@ -177,7 +177,7 @@ def _stretches(p: Plan) -> list[dict[str, Any]]:
 
 
 def _shapes(p: Plan) -> list[str]:
-    """What the updates of each phase are like; columns in which no phase has something of its own are left out."""
+    """A table of the shapes of the phases' updates, without columns in which all phases have the default."""
     rows = [("phase", "rows x tokens", "tokens a step", "micro-steps", "tokens", "rope theta", "rates x")]
     for stretch in _stretches(p):
         batch_size, seq_len, grad_accum, rope_theta, lr_scale = _shape(stretch)
@@ -191,7 +191,10 @@ def _shapes(p: Plan) -> list[str]:
 
 
 def _memory(memory: dict[str, Any], several: bool) -> str:
-    """Parts that round to nothing are told together, as "other"; with `several` shapes, which phase it is of."""
+    """The memory estimate as text. Parts that round to 0 are added up as "other".
+
+    With `several` shapes it names the phase that it is of.
+    """
     phase = f" of phase {memory['phase']}" if several else ""
     total = memory["total"]
     unit, unit_bytes = ("GB", 10**9) if total >= 10**10 else ("MB", 10**6)

@@ -72,7 +72,7 @@ def command(config_path, changes, store_dir, texts, text_format, text_key, token
 
 
 def _empty(num_empty: int) -> str:
-    """What was left out, as the line of its source says it."""
+    """How many empty documents were left out, to append to the line of their source."""
     return f", {_counted(num_empty, 'empty document')} left out" if num_empty else ""
 
 

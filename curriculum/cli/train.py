@@ -67,7 +67,7 @@ def command(config_path, changes, store_dir, run_dir, resume, accept_past, launc
 
 
 def _tell(name: str, done: dict[str, Any]) -> None:
-    """What a dry run found."""
+    """Print what a dry run found."""
     from curriculum.record.events import record_name
     from curriculum.record.wording import mesh_text
 
