@@ -1,4 +1,4 @@
-"""Arrays without values: what a program is compiled for before there is anything to give it."""
+"""Abstract arrays, for which programs are compiled before there are values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from phases.batches import Batch
 
 
 def abstract_on_mesh(mesh: Mesh, shapes: Any) -> Any:
-    """Shapes and types of a state or of parameters, with their placement."""
+    """Shapes, types and placement of a state or of parameters."""
     return jax.tree.map(
         lambda array, sharding: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding),
         shapes,
@@ -25,7 +25,7 @@ def abstract_on_mesh(mesh: Mesh, shapes: Any) -> Any:
 
 
 def abstract_batch(mesh: Mesh, shape: StepShape) -> Batch:
-    """Shapes and types of a batch, with their placement."""
+    """Shapes, types and placement of a batch."""
     A, B, T, _ = shape
     lying = partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, PartitionSpec(None, ROW_AXES)))
     ids_ABT, scored_ABT = lying((A, B, T), np.int32), lying((A, B, T), np.bool_)
@@ -33,7 +33,7 @@ def abstract_batch(mesh: Mesh, shape: StepShape) -> Batch:
 
 
 def num_bytes(tree: Any) -> int:
-    """Bytes of the arrays of a tree, of which the shapes and types are enough."""
+    """Total bytes of the arrays of a tree; abstract arrays will do."""
     return sum(math.prod(array.shape) * array.dtype.itemsize for array in jax.tree.leaves(tree))
 
 

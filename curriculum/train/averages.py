@@ -1,7 +1,7 @@
-"""Averages of the parameters that are measured beside the raw ones: a moving one, and the mean of a phase's end.
+"""Averages of the parameters, measured beside the raw ones: a moving one, and the mean of a phase's last checkpoints.
 
-The mean of the last n checkpoints of a phase (arXiv:2209.14981) is worked out where the phase ends, from the
-checkpoints on disk and the parameters at hand, and kept as `averages/<phase>` in the run directory.
+The mean of the last n checkpoints of a phase (arXiv:2209.14981) is computed at the end of the phase, from the
+checkpoints on disk and the current parameters, and saved as `averages/<phase>` in the run directory.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ SIDECAR = "mean.json"
 def averages_at(
     setup: Setup, done: int, state: TrainState, directory: RunDirectory
 ) -> tuple[dict[str, Params], list[str]]:
-    """What to measure beside the raw parameters after `done` updates, by name, none at step 0; and what a mean lacks.
+    """(averages to measure beside the raw parameters after `done` updates, by name; notes on what a mean lacks).
 
-    At the end of a phase with two or more checkpoints its mean is among them, and is written to `averages/<phase>`; on
-    a full disk it is only measured. Of its planned checkpoints those that are not there are told, in words. No save may
-    be under way.
+    There are none at step 0. At the end of a phase with two or more checkpoints, the mean of the phase is one of them,
+    and is written to `averages/<phase>`. If the disk refuses it, it is only measured; with several processes
+    InputError is raised. The notes name planned checkpoints that are missing. No save may be under way.
     """
     averages = {EMA: state.ema} if state.ema is not None and done else {}
     schedule, folder = setup.course.schedule, directory.averages
     phase, start = next(((name, start) for name, start, end in schedule.phase_bounds if end == done), (None, 0))
     if phase is None or setup.config.averages.phase_mean is None:
         return averages, []
-    # It is there where a run goes on from here and has new sets to measure.
+    # It exists if the run continues from here and has new sets to measure.
     if from_first(lambda: _end(folder / phase)) == done:
         averages[PHASE_MEAN] = place_state(setup.mesh, load_params(folder / phase / "params"))
         return averages, []
@@ -68,7 +68,7 @@ def averages_at(
         if error.errno not in DISK_ERRORS:
             raise
         why = f"{folder / phase}: cannot be written: {error.strerror}"
-        if count() > 1:  # others wait for this one's part
+        if count() > 1:  # the others wait for the part of this process
             raise InputError(f"{why}; mend that, and go on with --resume latest") from None
         tell(f"{why}; the mean is measured, but not kept")
     of = listed([f"{s}" for s in parts])
@@ -76,10 +76,10 @@ def averages_at(
 
 
 def adopt_parts(config: Config, directory: RunDirectory, checkpoints: Checkpoints, step: int) -> None:
-    """Take into `checkpoints` what else there is, in `gold/` and `kept/`, of those that the mean of a phase may need.
+    """Link checkpoints that the mean of a phase may need from `gold/` and `kept/` into `checkpoints`.
 
-    `step` is the one that the run goes on from. A run that was never taken up has them all until the phase ends, and a
-    gold may be dropped before.
+    `step` is the one that the run continues from. A run without interruption has them all until the phase ends,
+    whereas a gold may be deleted earlier.
     """
     if config.averages.phase_mean is None or not is_first():
         return
@@ -91,7 +91,7 @@ def adopt_parts(config: Config, directory: RunDirectory, checkpoints: Checkpoint
 
 
 def _found(directory: RunDirectory, step: int) -> tuple[str | None, str]:
-    """(where in the run a checkpoint is whose parameters verify, None where there is none; why)."""
+    """(path in the run of a checkpoint whose parameters verify, or None; why there is none)."""
     why = "is gone"  # not saved on a full disk, or deleted before the run went back, or changed checkpoint.every
     for folder in (place / str(step) for place in directory.places):
         if folder.is_dir():
@@ -102,7 +102,7 @@ def _found(directory: RunDirectory, step: int) -> tuple[str | None, str]:
 
 
 def _mean(setup: Setup, state: TrainState, directory: RunDirectory, parts: Mapping[int, str | None]) -> Params:
-    """The mean of `parts`: by step, where in the run the checkpoint is; None is the state itself."""
+    """The mean of `parts`, {step: path of the checkpoint in the run}; None stands for the state itself."""
     mean = jax.tree.map(lambda p: zeros(abstract_of(p)), state.params)
     for path in parts.values():
         params = state.params if path is None else load_params(directory.path / path / "params", state.params)
@@ -112,12 +112,15 @@ def _mean(setup: Setup, state: TrainState, directory: RunDirectory, parts: Mappi
 
 @partial(jax.jit, static_argnums=0)
 def _add(mesh: Mesh, mean: Params, params: Params, num: jax.Array) -> Params:
-    """A mean with one of its `num` parts added, placed as parameters are."""
+    """Add one of the `num` parts to a mean; the result is placed as parameters are."""
     return constrain(mesh, jax.tree.map(lambda m, p: m + p / num, mean, params))
 
 
 def mean_of_phase(folder: Path, phase: str) -> tuple[int, Path]:
-    """(step that the phase ended at, folder of the arrays) of a phase's mean. Raises InputError where there is none."""
+    """(step at which the phase ended, folder of the arrays) of a phase's mean.
+
+    Raises InputError if there is none or it is damaged.
+    """
     if phase not in (there := {path.parent.name: path for path in folder.glob(f"*/{SIDECAR}")}):
         names = ", ".join(sorted(there)) or "none"
         raise InputError(
@@ -130,9 +133,9 @@ def mean_of_phase(folder: Path, phase: str) -> tuple[int, Path]:
 
 
 def set_aside_means_after(directory: RunDirectory, step: int) -> None:
-    """Move the means of phases that end after `step` to `superseded/`: they come again. And those that are not whole.
+    """Move the means of phases that end after `step`, and damaged ones, to `superseded/`: they will be made again.
 
-    Their arrays are verified where they are used: to read all of them here would keep a large run waiting.
+    Their arrays are verified when they are used: reading all of them here would delay a large run.
     """
     target = directory.superseded / "averages"
     for path in directory.averages.glob(f"*/{SIDECAR}"):
@@ -143,14 +146,15 @@ def set_aside_means_after(directory: RunDirectory, step: int) -> None:
 
 
 def _end(folder: Path, part: str = "") -> int | None:
-    """The step that the phase of a mean ended at; None where there is no mean whose `part` verifies, as by `damage`."""
+    """The step at which the phase of a mean ended; None if `part` of the mean does not verify, as in `damage`."""
     return json.loads((folder / SIDECAR).read_text())["end"] if damage(folder, part) is None else None
 
 
 def _write(folder: Path, mean: Any, sidecar: dict[str, Any]) -> None:
-    """Written whole or not at all: made beside its place, and moved there. Each process writes its part.
+    """Write a mean whole or not at all: it is made beside its place and moved there. Each process writes its part.
 
-    Of several processes none clears what was half written, where another one may still be at its part; the next does.
+    With several processes, a failed write leaves its files, as another process may still be writing; the next write
+    clears them.
     """
     partial = folder.with_name(f".{folder.name}.partial")
     if is_first():

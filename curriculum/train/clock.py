@@ -1,4 +1,4 @@
-"""How long training takes, and how much memory."""
+"""Training time and peak memory."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class TrainClock:
         self._running_since: float | None = time.perf_counter()  # None while paused
         self._seconds = 0.0
         self._steps = 0
-        self._compiled = False  # whether the first update is over, which compiles
-        self._compile_s: float | None = None  # of that update, until it is told
-        self._switch_s: float | None = None  # of a switch whose first update is to come
+        self._compiled = False  # whether the first update, which compiles, is over
+        self._compile_s: float | None = None  # seconds of that update, until `take` reports them
+        self._switch_s: float | None = None  # seconds of a switch, until its first update
         self._stall_s: float | None = None
 
     @contextmanager
     def paused(self, state: TrainState):
-        """Around what is not training. Waits for the updates that are under way first: their time is training's.
+        """Exclude a block from training time. First waits for the updates under way, whose time counts as training.
 
-        Within a pause it does nothing.
+        Does nothing inside another pause.
         """
         if self._running_since is None:
             yield
@@ -43,7 +43,7 @@ class TrainClock:
 
     @contextmanager
     def update(self):
-        """Around one update, the wait for its batch included."""
+        """Time one update, including the wait for its batch."""
         started = time.perf_counter()
         yield
         waited_s = time.perf_counter() - started
@@ -55,17 +55,19 @@ class TrainClock:
 
     @contextmanager
     def switching(self):
-        """Around what a switch of phase asks for. Its stall is that, and how long the host then takes to have the next
-        update under way: the wait for its batch and a compilation, should there be one, included.
+        """Time the work of a phase switch.
+
+        The stall of a switch is this block plus the time until the host has dispatched the next update, including the
+        wait for its batch and any compilation.
         """
         started = time.perf_counter()
         yield
         self._switch_s = time.perf_counter() - started
 
     def take(self) -> tuple[int, float, dict[str, float]]:
-        """(updates, seconds) since the last call, and what is told once: the compile time, a switch's stall.
+        """(updates, seconds) since the last call, and what is reported once: the compile time, a switch's stall.
 
-        Not within a pause.
+        Not to be called inside a pause.
         """
         now = time.perf_counter()
         steps, seconds = self._steps, self._seconds + now - self._running_since
@@ -80,7 +82,7 @@ class TrainClock:
 
 
 def peak_memory_gb() -> float:
-    """Peak memory in GB: of the first device where it tells, else of this process."""
+    """Peak memory in GB: of the first device if it reports it, else of this process."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "peak_bytes_in_use" in stats:
         return round(stats["peak_bytes_in_use"] / 1e9, 3)

@@ -1,4 +1,4 @@
-"""What of a run is compiled: its updates, its evals, and the text that it writes."""
+"""The compiled functions of a run: its updates, its evals, and its samples."""
 
 from __future__ import annotations
 
@@ -24,22 +24,24 @@ from curriculum.train.step import TrainState, clear_window, make_train_step
 from evalsets.evalset import EvalSet
 from evalsets.suite import Suite
 
-# Of a state: up to here a program that is compiled ahead runs once, on zeros. Of one layer, 32 wide, the first run took
-# 30 to 60 ms of a CPU's time, later ones 3 to 5. It takes the state's memory again meanwhile.
+# Up to this size of a state, a program that is compiled ahead is run once, on zeros. With one layer of width 32 the
+# first run took 30 to 60 ms of CPU time, later ones 3 to 5. Meanwhile it needs the memory of a second state.
 WARMED_BYTES = 256 << 20
-EVAL_ROWS = 32  # of a micro-batch on a device, at most; on 2 CPU cores 32 is 1.1x 16, and all windows at once x0.65
+# Most rows of an eval micro-batch per device. On 2 CPU cores 32 rows have 1.1 times the speed of 16, and all windows at
+# once 0.65 times.
+EVAL_ROWS = 32
 
 
 class Compiled:
-    """The functions of a run. Those of one phase serve every other one of the same shape and rope theta.
+    """The compiled functions of a run, shared by all phases of the same shape and rope theta.
 
-    updates: by shape, (state, batch, *knobs) -> state. An update consumes the state that it is given.
-    suites: what measures the eval sets, by the rope theta of a phase, None where it is the model's own. It takes
-      parameters that lie as those of a state.
-    samples: what writes, where `logging.generate_every` asks for it; the same.
-    clear_window: empties the metrics window in one dispatch, a tenth of the time that one an array takes.
+    updates: by shape, (state, batch, *knobs) -> state. The state passed in is donated.
+    suites: what measures the eval sets, by the rope theta of a phase, None for the model's own. They take parameters
+        that are placed as in a state.
+    samples: what generates text, by rope theta as well; only if `logging.generate_every` is set.
+    clear_window: empties the metrics window in one dispatch, in a tenth of the time of one dispatch per array.
 
-    Raises InputError where prompts of `logging.generate` will not do.
+    Raises InputError if the model cannot generate or prompts of `logging.generate` are unusable.
     """
 
     def __init__(self, states: States, corpus: Corpus):
@@ -54,7 +56,7 @@ class Compiled:
             self._own_samples = Samples(config, states.mesh, self._model(None), corpus.tokenizer, corpus.evalsets)
 
     def ahead(self, shapes: Iterable[StepShape]) -> None:
-        """Begin to compile in the background what updates, evals and samples of these shapes need; returns at once."""
+        """Start compiling in the background what updates, evals and samples of these shapes need; returns at once."""
         for shape in shapes:  # in the order in which they are needed
             self.updates.ahead([shape])
             self.suites.ahead([shape.rope_theta])
@@ -62,11 +64,11 @@ class Compiled:
                 self.samples.ahead([shape.rope_theta])
 
     def close(self) -> None:
-        """Compile no more ahead."""
+        """Start no more compilations in the background."""
         self.updates.close()
 
     def lower_update(self, shape: StepShape) -> jax.stages.Lowered:
-        """The update of a shape, as the compiler gets it."""
+        """The lowered update of a shape, as the compiler gets it."""
         states, config, mesh = self._states, self._states.config, self._states.mesh
         skipping = config.train.skip_updates
         train_step = make_train_step(
@@ -88,7 +90,7 @@ class Compiled:
         return jax.jit(train_step, donate_argnums=0, out_shardings=states.shardings).lower(*inputs, **frozen)
 
     def update_bytes(self, shape: StepShape) -> int:
-        """What an update of a shape needs of a device's memory, as the compiler counts it."""
+        """Bytes of a device's memory that an update of a shape needs, as the compiler counts them."""
         update = self.updates[shape]
         compiled = update.func if isinstance(update, partial) else update
         sizes = compiled.memory_analysis()
@@ -102,7 +104,7 @@ class Compiled:
     def _warm(self, shape: StepShape, update: Callable[..., TrainState]) -> None:
         """Run an update once, on zeros."""
         mesh, like = self._states.mesh, self._states.like
-        if mesh.size > 1 or num_bytes(like) > WARMED_BYTES:  # beside a run's own no other may talk between devices
+        if mesh.size > 1 or num_bytes(like) > WARMED_BYTES:  # no second program may run collectives beside the run's
             return
         state, batch = (jax.tree.map(zeros, shapes) for shapes in (like, abstract_batch(mesh, shape)))
         jax.block_until_ready(update(state, batch, np.float32(0), np.int32(0)).step)
@@ -118,7 +120,7 @@ class Compiled:
         return samples
 
     def _model(self, rope_theta: float | None) -> Model:
-        """The model on the mesh."""
+        """The model on the mesh, with this rope theta; None: its own."""
         model = self._states.model
         if rope_theta is not None:
             model = transformer(replace(self._states.architecture, rope_theta=rope_theta))
@@ -126,20 +128,20 @@ class Compiled:
 
 
 def make_suite(config: Config, mesh: Mesh, model: Model, evalsets: Iterable[EvalSet]) -> Suite:
-    """What measures eval sets, in training and later: the same compiled function over the same micro-batches."""
+    """The suite that measures eval sets, in training and later: the same compiled function and micro-batches."""
     measured = partial(nats_per_token, on_mesh(model, mesh))
     rows = _eval_rows(config, mesh)
-    # On CPUs no two evals that exchange anything may be under way at once. The devices of a process share a thread a
-    # core, and hold it while they wait for each other: dozens of evals on one device hold all threads, and nothing goes
-    # on. Between processes gloo takes the messages of two for each other's, and all wait for ever.
+    # On CPUs only one eval with collectives may be under way. The devices of a process share one thread per core, and
+    # hold it while they wait for each other: dozens of evals on one device hold all threads, and nothing proceeds.
+    # Between processes gloo confuses the messages of two evals, and all wait forever.
     one_at_a_time = mesh.size > 1 and jax.default_backend() == "cpu"
     return Suite(list(evalsets), measured, rows, partial(place_rows, mesh), everywhere(mesh), one_at_a_time)
 
 
 def _eval_rows(config: Config, mesh: Mesh) -> int:
-    """Rows of an eval micro-batch: at most twice the tokens of the largest micro-step, which keeps far more of each.
+    """Rows of an eval micro-batch: at most twice the tokens of the largest micro-step, which keeps far more per token.
 
-    So what makes updates smaller (`train.grad_accum`) makes an eval smaller as well.
+    So `train.grad_accum`, which makes updates smaller, makes evals smaller too.
     """
     shards = row_shards(mesh)
     micro_step_tokens = max(num_rows * seq_len for num_rows, seq_len in micro_steps(config))
@@ -148,7 +150,7 @@ def _eval_rows(config: Config, mesh: Mesh) -> int:
 
 
 def micro_steps(config: Config) -> list[tuple[int, int]]:
-    """(rows, tokens of a row) of each micro-step that a phase has, once."""
+    """The distinct (rows, tokens per row) of the micro-steps of all phases."""
     batch_size, seq_len = config.train.batch_size, config.train.seq_len
     found = (
         ((phase.batch_size or batch_size) // config.grad_accum_of(phase.name), phase.seq_len or seq_len)

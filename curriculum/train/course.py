@@ -1,4 +1,4 @@
-"""What a run trains on at each step, and at which rate: its course, which may be changed from a step on."""
+"""The course of a run: what it trains on at each step, and at which learning rate. It can be changed midway."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from phases.schedule import Schedule, Segment, cut
 class Course:
     """The schedule of a run and all that follows from it.
 
-    schedule: as it is planned now.
-    past: what the config does not decide. Its segments are fixed already (trained, or set by a replay or a rollback);
-        the config decides only what follows them. Checkpoints keep it.
-    before_raised: (step, schedule, past) of each share that was raised, oldest first: what was planned without it,
-        which a rollback to before that step goes back to. Checkpoints keep these too.
-    branched_from: what a branch remembers of its trunk (`curriculum.branch`), None for a run that is no branch.
+    schedule: as currently planned.
+    past: what the config does not decide. Its segments are fixed (trained, or set by a replay or a rollback); the
+        config decides only what follows them. Saved in checkpoints.
+    before_raised: (step, schedule, past) for each share that was raised, oldest first: the plan without it, which a
+        rollback to before that step returns to. Saved in checkpoints.
+    branched_from: what a branch remembers of its trunk (`curriculum.branch`); None for other runs.
     plan: the order in which the sources are read.
     rates: the learning rate by update, float64.
-    judged_from: by update, the first one whose loss is comparable with its own, int32.
+    judged_from: for each update, the first one whose loss is comparable with its own; int32.
     feed: the batches, on the mesh.
 
-    Raises InputError where the config's schedule does not resolve after `past`.
+    Raises InputError if the config's schedule does not resolve after `past`.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Course:
         self.feed = Feed(self.plan, self._batch)
 
     def _batch(self, step: int, draws: Draws) -> Batch:
-        """The batch of update `step`, each process bringing to the mesh what its devices take of it."""
+        """The batch of update `step`; each process makes only the rows that its devices take."""
         shape = self.shape_at(step)
         batch = self.plan.batch(
             step,
@@ -80,11 +80,11 @@ class Course:
         return place_batch(self._mesh, batch, shape.B)
 
     def close(self) -> None:
-        """Make no more batches ahead."""
+        """Stop making batches ahead."""
         self.feed.close()
 
     def knobs(self, step: int) -> tuple[np.float32, np.int32]:
-        """What update `step` is given beside its batch: its learning rate, and its entry of `judged_from`."""
+        """The arguments of update `step` besides its batch: its learning rate and its entry of `judged_from`."""
         return np.float32(self.rates[step]), np.int32(self.judged_from[step])
 
     def shape_at(self, step: int) -> StepShape:
@@ -100,24 +100,24 @@ class Course:
 
     @property
     def total_steps(self) -> int:
-        """Updates of the run, as it is planned now."""
+        """Updates of the run, as currently planned."""
         return self.schedule.total_steps
 
     @property
     def phase_ends(self) -> frozenset[int]:
-        """The steps at which a phase ends as it is planned now, the run's end among them."""
+        """The steps at which a phase ends, as currently planned; they include the run's end."""
         return self.schedule.phase_ends
 
     def phase_at(self, done: int) -> str:
-        """The phase that made the parameters after `done` updates; the first one at 0."""
+        """The phase of the newest of `done` updates; at 0, of the first update."""
         return self.schedule.segment_at(_newest(done)).phase
 
     def mixture_at(self, done: int) -> dict[str, float]:
-        """The proportions by source of the newest of `done` updates; of the first update at 0."""
+        """The shares of the sources at the newest of `done` updates; at 0, at the first update."""
         return self.schedule.segment_at(_newest(done)).mixture_at(_newest(done))
 
     def rate_at(self, done: int) -> float:
-        """The learning rate of the newest of `done` updates; of the first update at 0."""
+        """The learning rate of the newest of `done` updates; at 0, of the first update."""
         return float(self.rates[_newest(done)])
 
     def tokens_at(self, step: int) -> int:
@@ -125,14 +125,14 @@ class Course:
         return self.schedule.tokens(step)
 
     def phase_ends_at(self, step: int) -> frozenset[int]:
-        """The phase ends as planned after `step` updates: up to where a branch leaves its trunk, the trunk's."""
+        """The phase ends as planned after `step` updates; before a branch leaves its trunk, those of the trunk."""
         of_trunks = self.branched_from["phase_ends"] if self.branched_from else []
         return next((frozenset(ends) for until, ends in of_trunks if step <= until), self.schedule.phase_ends)
 
     def of_trunk(self, step: int) -> Mapping[str, Any] | None:
-        """What a branch's trunk did after `step` updates, before the two part: {action, edits}, None if nothing.
+        """What a branch's trunk did after `step` updates, before the branch point: {action, edits}; None if nothing.
 
-        action: that of its `eval_regression`; edits: what it recorded as `schedule_edit`.
+        action: that of its `eval_regression`; edits: its `schedule_edit` events.
         """
         if self.branched_from is None or step >= self.branched_from["step"]:
             return None
@@ -141,9 +141,10 @@ class Course:
     def raise_share(
         self, step: int, source: str, factor: float, max_share: float, spared: Collection[str] = ()
     ) -> dict[str, Any]:
-        """Replay more of a source from update `step` on to the end of its phase, as `phases.replay` says.
+        """Raise the share of a source from update `step` to the end of its phase, as described in `phases.replay`.
 
-        What `schedule_edit` records of it. Raises ReplayRefused where it cannot be; the schedule is then as it was.
+        Returns what `schedule_edit` records of it. Raises ReplayRefused if that is not possible, with the schedule
+        unchanged.
         """
         if self.branched_from and step < self.branched_from["step"]:
             raise ReplayRefused(f"up to step {self.branched_from['step']} the schedule is the trunk's")
@@ -162,11 +163,11 @@ class Course:
         }
 
     def pass_over(self, step: int, num_steps: int, *, back_to: int) -> None:
-        """Go on by a schedule without the data of `num_steps` updates from `step` on, as `phases.rollback` says.
+        """Replan without the data of `num_steps` updates from `step` on, as described in `phases.rollback`.
 
-        A share that was raised after that step is raised no more: the eval that asked for it will come out otherwise.
-        Raises RollbackRefused where it cannot be, and where the run, which goes back to step `back_to`, would read a
-        source again that it has gone on without; the schedule is then as it was.
+        A share that was raised after `step` is lowered again: the eval that asked for it will come out differently.
+        Raises RollbackRefused if that is not possible, or if the run, which goes back to step `back_to`, would again
+        read a source that it has continued without. The schedule is then unchanged.
         """
         supplies = curriculum_of(self._config, self._corpus.tokens_per_epoch, self.past).supplies
         raised_later = [before for before in self.before_raised if before[0] > step]
@@ -188,19 +189,19 @@ class Course:
         self._replan(schedule, cut(schedule.segments, until))
 
     def keep_edit(self, segment: Segment) -> None:
-        """Let a segment that an edit made begin where the past ends, and last to the end of its phase."""
+        """Let a segment made by an edit begin where the past ends, and last to the end of its phase."""
         schedule, past = lasting_to_phase_end(self._config, self._corpus.tokens_per_epoch, self.past, segment)
         self._replan(schedule, past.segments)
 
     def _replan(self, schedule: Schedule, past: Sequence[Segment]) -> None:
-        """Go on by another schedule of the same sources; batches that were made ahead are dropped.
+        """Switch to another schedule of the same sources, dropping batches made ahead.
 
-        `past` is what of the schedule does not come from the config.
+        `past`: the part of the schedule that does not come from the config.
         """
-        self.feed.close()  # and waits: none is made by two schedules
+        self.feed.close()  # waits, so that no batch mixes two schedules
         self._follow(schedule, replace(self.past, segments=tuple(past)))
 
 
 def _newest(done: int) -> int:
-    """The newest of `done` updates, which are counted from 0; the first one where there is none yet."""
+    """Index of the newest of `done` updates, counted from 0; 0 if there is none yet."""
     return max(done - 1, 0)

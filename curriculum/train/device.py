@@ -1,4 +1,4 @@
-"""The machine that trains: what is set before jax starts, and what is said about it once."""
+"""The machine that trains: what is set before jax starts, and the console's lines about it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import platform
 from collections.abc import Sequence
 from pathlib import Path
 
-# (in the name of the card, flag of the compiler); docs/gpu.md says what each is for and who recommends it. None was
-# measured here. A jaxlib that does not know a flag ends the process: a test asks the installed one.
+# (part of the card's name, flag of XLA); docs/gpu.md says what each is for and who recommends it. None was measured
+# here. jaxlib ends the process at a flag that it does not know: a test asks the installed one.
 GPU_FLAGS = (
     ("", "--xla_gpu_enable_latency_hiding_scheduler=true"),
     ("B200", "--xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL"),
@@ -20,9 +20,9 @@ DETERMINISTIC_FLAG = "--xla_gpu_deterministic_ops=true"
 def tune_device(deterministic: bool | None, root: Path = Path("/")) -> list[str]:
     """Set what helps on this machine; to be called before the process starts threads or a jax backend.
 
-    Where there is an NVIDIA driver, the flags for its cards are added to XLA_FLAGS, and with `deterministic` true
-    the one for deterministic kernels; a flag that stands there already keeps its value. Returns those added.
-    `root`: the folder that holds dev and proc.
+    With an NVIDIA driver, the flags for its cards are added to XLA_FLAGS, and if `deterministic` is true the one for
+    deterministic kernels. A flag that is already there keeps its value. Returns the flags added. `root`: the folder
+    that holds dev and proc.
     """
     tune_malloc()
     if not has_nvidia_driver(root):
@@ -39,8 +39,8 @@ def tune_device(deterministic: bool | None, root: Path = Path("/")) -> list[str]
 def cache_compiled(store_dir: str | Path) -> None:
     """Keep compiled programs beside the stores: a second start reads them instead of compiling again.
 
-    A folder that jax has been given already (JAX_COMPILATION_CACHE_DIR) stays, with jax's own limits of what it keeps,
-    and so does that of an earlier run in this process: jax opens only one.
+    A folder that jax already has (JAX_COMPILATION_CACHE_DIR) stays, with jax's own limits on what it keeps. So does
+    that of an earlier run in this process: jax opens only one.
     """
     import jax
 
@@ -52,27 +52,28 @@ def cache_compiled(store_dir: str | Path) -> None:
 
 
 def missing_flags(given: str, flags: Sequence[str]) -> list[str]:
-    """Those of `flags` whose name does not stand in `given`, the content of XLA_FLAGS."""
+    """Those of `flags` whose names are not in `given`, the content of XLA_FLAGS."""
     names = {flag.partition("=")[0] for flag in given.split()}
     return [flag for flag in flags if flag.partition("=")[0] not in names]
 
 
 def has_nvidia_driver(root: Path = Path("/")) -> bool:
-    """Whether the machine has the driver of an NVIDIA card; nothing is started to find out."""
+    """Whether the machine has an NVIDIA driver; nothing is started to find out."""
     return any((root / path).exists() for path in ("proc/driver/nvidia/version", "dev/nvidiactl"))
 
 
 def card_names(root: Path = Path("/")) -> list[str]:
-    """The models of the NVIDIA cards as their driver names them; none where it does not tell."""
+    """The model names of the NVIDIA cards, from their driver; empty if it does not tell."""
     files = sorted(root.glob("proc/driver/nvidia/gpus/*/information"))
     lines = [line for path in files for line in path.read_text(encoding="utf-8").splitlines()]
     return [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
 
 
 def device_lines(added: Sequence[str], compute_dtype: str | None = None, root: Path = Path("/")) -> list[str]:
-    """What the devices are, what was set for them and what would make better use of them. Starts the jax backend.
+    """Console lines on what the devices are, what was set for them, and what would make better use of them.
 
-    `added`: what `tune_device` returned. `compute_dtype`: the model's, None for a model of one's own.
+    Starts the jax backend. `added`: what `tune_device` returned. `compute_dtype`: the model's, None for a custom
+    model.
     """
     import jax
 
@@ -94,7 +95,7 @@ def device_lines(added: Sequence[str], compute_dtype: str | None = None, root: P
 def gpu_lines(
     num_devices: int, kind: str, bytes_limit: int | None, added: Sequence[str], compute_dtype: str | None
 ) -> list[str]:
-    """`device_lines` of a GPU; `bytes_limit` is what jax may take of each card's memory, None where it is unknown."""
+    """`device_lines` for GPUs; `bytes_limit` is what jax may use of each card's memory, None if unknown."""
     memory = "" if bytes_limit is None else f", {bytes_limit / 1e9:.1f} GB of each for jax (XLA_CLIENT_MEM_FRACTION)"
     lines = [f"  devices    {num_devices} x {kind}{memory}"]
     if added:
@@ -107,17 +108,17 @@ def gpu_lines(
 
 
 def tune_malloc() -> None:
-    """Make glibc keep what is freed, so that XLA's temporaries cost no page faults; elsewhere do nothing.
+    """Make glibc keep freed memory, so that XLA's temporaries cost no page faults; without glibc do nothing.
 
-    To be called before the process starts threads or compiles. The memory of the largest program then stays
-    with the process, two to three times over as freed blocks come apart.
+    To be called before the process starts threads or compiles. The memory of the largest program then stays with the
+    process, two to three times over as freed blocks fragment.
     """
     if platform.libc_ver()[0] != "glibc":
         return
     libc = ctypes.CDLL(None)
     m_mmap_max, m_trim_threshold, m_top_pad, m_arena_max = -4, -1, -2, -8  # malloc.h
     libc.mallopt(m_mmap_max, 0)
-    libc.mallopt(m_trim_threshold, -1)  # any size_t stands for a size; this one for never
+    libc.mallopt(m_trim_threshold, -1)  # as a size_t the largest threshold: never trim
     libc.mallopt(m_top_pad, 64 << 20)
     # A thread with an arena of its own would take large blocks from mmap all the same.
     libc.mallopt(m_arena_max, 1)

@@ -1,4 +1,4 @@
-"""Where training diverges: how it is found out, how far the run goes back, and what is said where it cannot go on."""
+"""Divergence: how it is found, how far the run goes back, and what is reported if it cannot go on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from curriculum.train.start import base_again
 from curriculum.train.step import TrainState
 from phases.rollback import RollbackRefused
 
-_SHOWN = 5  # values of a row of bad updates
+_SHOWN = 5  # bad values, or metrics rows before them, that a summary uses
 
 
 class Diverged(Exception):
@@ -34,10 +34,10 @@ class Diverged(Exception):
 
 
 class Rollback(NamedTuple):
-    """A run goes back: `event` is what is recorded of it, `rollbacks` all those of the run, this one the last.
+    """A run goes back: `event` is what is recorded of it; `rollbacks` are all of the run, this one last.
 
-    `edits` are what its checkpoint does not know yet: what the config changed at the very step that it goes back to,
-    and what it changed later that is none of the schedule, which acts from there on now.
+    `edits` are config edits that the checkpoint lacks: those made at the very step that the run goes back to, and
+    later ones that do not concern the schedule, which apply from that step on.
     """
 
     event: dict[str, Any]
@@ -46,7 +46,7 @@ class Rollback(NamedTuple):
 
 
 class GoingBack(Exception):
-    """Training diverged, and the run goes back. Its schedule is already the one without the bad data."""
+    """Training diverged, and the run goes back. Its schedule already leaves out the bad data."""
 
     def __init__(self, rollback: Rollback):
         self.rollback = rollback
@@ -55,17 +55,17 @@ class GoingBack(Exception):
 
 class _Divergence(NamedTuple):
     reason: str
-    first_bad_step: int  # from there on the data are passed over
-    good_step: int | None  # of the checkpoint to go back to, None where there is none
+    first_bad_step: int  # data are passed over from here on
+    good_step: int | None  # of the checkpoint to go back to; None if there is none
     found_step: int  # the first update that looked bad
 
 
 def check_diverged(run: Running, done: int, *, whole_state: bool = False) -> None:
-    """Raise where training has diverged in the first `done` updates: GoingBack, or Diverged where that is no way out.
+    """Raise if training has diverged in the first `done` updates: GoingBack, or Diverged if the run cannot go back.
 
-    It has after a row of bad updates, and with `whole_state` also where parameters or the optimizer's state are not
-    finite. This waits for the updates under way: call it where the host waits anyway, before anything relies on the
-    state.
+    It has diverged after `train.diverged_after` bad updates in a row and, with `whole_state`, also if parameters,
+    optimizer state or moving average are not finite. This waits for the updates under way: call it where the host
+    waits anyway, before anything relies on the state.
     """
     divergence = _find(run, done, whole_state)
     if divergence is None:
@@ -88,7 +88,7 @@ def check_diverged(run: Running, done: int, *, whole_state: bool = False) -> Non
 def _rollback(run: Running, done: int, divergence: _Divergence) -> Rollback:
     config, before = run.setup.config.train.rollback, run.history.rollbacks
     good, first = divergence.good_step or 0, divergence.first_bad_step
-    # What is done up to the first bad update is done again; of what came after, the config's edits alone stand.
+    # What was done up to the first bad update is repeated; of what came after, only the config's edits stand.
     done_again, edits = [], []
     for event in from_first(lambda: read_events(run.directory.path)):
         if event["step"] < good:
@@ -115,9 +115,9 @@ def _rollback(run: Running, done: int, divergence: _Divergence) -> Rollback:
 
 
 def checkpoint_before(setup: Setup, directory: RunDirectory, record: Record, rollback: Rollback) -> Resumed | None:
-    """The checkpoint that a run goes back to, None where it begins anew: with the parameters that it began with.
+    """The checkpoint that a run goes back to; None if it begins anew, with the parameters that it first began with.
 
-    Raises Diverged where these are not there any more.
+    Raises Diverged if those are gone.
     """
     told, first = rollback.event, rollback.event["first_bad_step"]
     if (step := _newest(directory, first)) is not None:
@@ -165,7 +165,7 @@ def _find(run: Running, done: int, whole_state: bool) -> _Divergence | None:
 
 
 def _newest(directory: RunDirectory, at_or_before: int) -> int | None:
-    """The newest step up to there that verifies, None where there is none."""
+    """The newest step up to `at_or_before` whose checkpoint verifies; None if there is none."""
 
     def newest() -> int | None:
         found = newest_whole(directory, at_or_before)
@@ -216,8 +216,10 @@ def _counts(state: TrainState) -> str:
 
 
 def _course(values_W: np.ndarray, first_bad: int, done: int, rows: Sequence[float | str | None]) -> str:
-    """What it was before the bad updates, by the window, or by `rows` of metrics where it holds these alone; and the
-    first of them."""
+    """A loss or norm in words: its mean before the bad updates, then the first bad values.
+
+    The mean is over the guard's window or, if that holds only bad updates, over the metrics `rows`.
+    """
     size = len(values_W)
     before = [float(values_W[s % size]) for s in range(max(0, done - size), first_bad)]
     bad = [float(values_W[s % size]) for s in range(max(first_bad, done - size), done)]
@@ -227,7 +229,7 @@ def _course(values_W: np.ndarray, first_bad: int, done: int, rows: Sequence[floa
 
 
 def _mean(values: Sequence[float], of: str) -> str | None:
-    """Mean and standard deviation of the finite ones, None where there is none."""
+    """Mean and standard deviation of the finite values; None if there are none."""
     finite = [value for value in values if np.isfinite(value)]
     return f"{np.mean(finite):.4g} ± {np.std(finite):.2g} over {len(finite)} {of} before" if finite else None
 

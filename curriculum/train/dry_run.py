@@ -1,4 +1,4 @@
-"""A run tried out: everything that it does once, and nothing kept of it but prepared data."""
+"""A dry run: does everything that a run does once, and keeps only prepared data and compiled programs."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def dry_run(
     store_dir: str | Path = DEFAULT_STORE_DIR,
     make_model: Callable[[int], Model] | None = None,
 ) -> dict[str, Any]:
-    """Validate, prepare, build, compile, take one step of each shape and one eval. Leaves nothing but prepared data.
+    """Validate, prepare, build, compile, take one step of each shape and run one eval.
 
-    `shapes`: how long the updates of each took to compile; `update_bytes`: what they need of a device's memory, as the
-    compiler counts it, where `plan` estimates it.
+    Leaves only prepared data and compiled programs behind. In the result, `shapes` has the seconds it took to compile
+    each update, and `update_bytes` the device memory it needs, as the compiler counts it (`plan` estimates it).
     """
     check(config)
     setup = build(config, store_dir, make_model=make_model, start=start_of(config))
@@ -42,7 +42,7 @@ def dry_run(
         evaluated = setup.suite_at(1).run(states.whole(state.params))
         eval_losses = {name: summarise(r).loss for name, r in evaluated.items()}
         eval_s = time.perf_counter() - clock
-        for shape in course.shapes_from(0)[1:]:  # each takes a step, so that what it needs of memory is seen too
+        for shape in course.shapes_from(0)[1:]:  # each takes a step, so that its memory shows too
             step = next(s.start for s in course.schedule.segments if course.shape_at(s.start) == shape)
             state = setup.update_at(step)(state, course.feed[step], *course.knobs(step))
         jax.block_until_ready(state.step)

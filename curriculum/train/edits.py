@@ -1,4 +1,4 @@
-"""What a config changes of a run that goes on: what is trained stands as the ledger has it."""
+"""What a config changes of a run that continues: what is trained stays as the ledger has it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _OR_ACCEPT = "or keep the edit, in the record too, and go on from what was train
 
 @dataclass(frozen=True)
 class Edit:
-    """What a config changes of what a ledger says: `changes` are {path, was, now}, those of the schedule first.
+    """What a config changes compared with a ledger: `changes` are {path, was, now}, those of the schedule first.
 
-    `accepted` are the changes among them of what is trained already, as `--accept-past` took them.
+    `accepted`: (path, message) of the changes to what is already trained, which `--accept-past` accepted.
     """
 
     step: int
@@ -34,11 +34,12 @@ class Edit:
 
 
 def find_edit(config: Config, saved: Mapping[str, Any], *, at: int | None = None, accept_past: bool = False) -> Edit:
-    """What a config changes of the ledger of the checkpoint that the run goes on from; `at`: a later step, of a branch.
+    """What a config changes compared with the ledger of the checkpoint that the run continues from.
 
-    Raises InputError, with the difference and the YAML that undoes it, where the config would change what is trained
-    before that step and `accept_past` is not given: phases that are over, with their shapes, seed, replay. The size of
-    a run's blocks, which is the longest of its sequences, can never change.
+    `at`: the step where a branch begins, in place of the ledger's own step. Raises InputError, with the difference and
+    the YAML that undoes it, if the config would change what is trained before that step and `accept_past` is not set:
+    finished phases with their shapes, seed, replay. The size of a run's blocks, which is its longest sequence, can
+    never change.
     """
     if problem := _of_blocks(config, ledger.block_tokens(saved)):
         raise config.error([problem])
@@ -47,7 +48,7 @@ def find_edit(config: Config, saved: Mapping[str, Any], *, at: int | None = None
     step = saved["step"] if at is None else at
     contrast = Contrast(saved, was, now, step)
     changes = tuple(_changes(contrast))
-    # A run that was begun before ledgers kept them says nothing of them; nor does a set that comes or goes.
+    # Only sections on both sides are compared: older ledgers lack some, and eval sets come and go.
     others = tuple(_changes_of_settings(_settings(saved), training_settings(config)))
     problems = [] if step == 0 else list(of_past(contrast))
     if problems and not accept_past:
@@ -56,7 +57,7 @@ def find_edit(config: Config, saved: Mapping[str, Any], *, at: int | None = None
         raise InputError(*config.error(dict.fromkeys(problems)).problems, details=how)
     unchanged = all(change["path"].startswith("evalsets.") for change in changes)
     past = _past(contrast, unchanged)
-    if at is None and config.train.rollback is not None:  # nothing else goes back to what was before
+    if at is None and config.train.rollback is not None:  # only a rollback returns to an earlier plan
         raised = [(b["at"], replace(contrast, saved={**saved, **b})) for b in saved.get("before_raised", ())]
         past = replace(past, before_raised=tuple((at, _past(before, unchanged)) for at, before in raised))
     return Edit(step, changes + others, past, tuple(problems))
@@ -65,10 +66,10 @@ def find_edit(config: Config, saved: Mapping[str, Any], *, at: int | None = None
 def edit_event(
     edit: Edit, saved: Mapping[str, Any], found: Found, accepted: Sequence[Problem], warnings: Sequence[str]
 ) -> dict[str, Any] | None:
-    """What `schedule_edit` records of an edit, None where nothing was changed.
+    """The `schedule_edit` event of an edit; None if nothing changed.
 
-    `accepted` are the changes of text that was trained on, as `check_past` tells them of what the config was `found` to
-    come to; `warnings` are those of the schedule and the data as they are now.
+    `found`: what the config resolves to. `accepted`: changes to text that was trained on, as returned by `check_past`.
+    `warnings`: those about the schedule and the data as they are now.
     """
     changes = [*edit.changes, *ledger.changed_contents(saved, found)]
     if not changes:
@@ -96,11 +97,11 @@ def _event(
 
 
 def gone_back(event: Mapping[str, Any], setup: Setup, step: int) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """A `schedule_edit` of the config in two, where the run goes back to `step`, which lies before the edit's.
+    """Split a config's `schedule_edit` in two, for a run that goes back to `step`, before the step of the edit.
 
-    The first is what it says of the schedule, whose steps stay. The second is all else, which has no step: what is
-    trained again from `step` on is trained by the config as it is now. Each is None where it says nothing; the warnings
-    go with the first, if there is one.
+    The first part holds the changes to the schedule, which keep their steps. The second holds all others, which have
+    no step: what is trained again from `step` on is trained by the current config. A part without changes is None. The
+    warnings go with the first part, if there is one.
     """
     at_once = [change for change in event["changes"] if _acts_at_once(change, setup.config)]
     if not at_once:
@@ -113,14 +114,14 @@ def gone_back(event: Mapping[str, Any], setup: Setup, step: int) -> tuple[dict[s
 
 
 def _acts_at_once(change: Mapping[str, Any], config: Config) -> bool:
-    """Whether a change is none of the schedule, and so acts on every update and eval from the resume on."""
+    """Whether a change is not about the schedule, and so applies to every update and eval from the resume on."""
     section, _, key = change["path"].partition(".")
     match section:
         case "train" | "optim":
             return key not in declaration(config)[section]
         case "phases":
             return key.endswith(".grad_accum")
-        case "sources":  # its text, or its epochs
+        case "sources":  # a change of its text; changes of its epochs are the schedule's
             return isinstance(change["now"], Mapping) and change["now"].keys() == {"stream"}
         case "seed" | "adaptation":
             return False
@@ -128,7 +129,7 @@ def _acts_at_once(change: Mapping[str, Any], config: Config) -> bool:
 
 
 def _past(contrast: Contrast, unchanged: bool) -> Past:
-    """What of a ledger's schedule stands at the contrast's step: all of it, where the declaration is `unchanged`."""
+    """What of a ledger's schedule stands at the contrast's step: all of it if the declaration is `unchanged`."""
     saved, planned = contrast.saved, None
     if unchanged:
         epochs = {name: contrast.epochs[name] for name in contrast.was["sources"]}
@@ -145,7 +146,7 @@ def _past(contrast: Contrast, unchanged: bool) -> Past:
 
 
 def _of_blocks(config: Config, block_tokens: int) -> Problem | None:
-    """What is wrong with the longest sequence of a config whose run reads in blocks of so many tokens."""
+    """The problem with the longest sequence of a config, if any, for a run that reads in blocks of `block_tokens`."""
     longest = config.longest_seq_len
     if longest == block_tokens:
         return None
@@ -157,7 +158,7 @@ def _of_blocks(config: Config, block_tokens: int) -> Problem | None:
 
 
 def _declared(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a ledger's config says of the schedule; what phases of older ones did not have is as by default."""
+    """What a ledger's config declares of the schedule; fields that older ledgers lack have their defaults."""
     declared = saved["declared"]
     seq_len = declared["train"].get("seq_len", ledger.block_tokens(saved))
     phases = [{**phase, **{key: phase.get(key, SHAPE[key]) for key in SHAPE}} for phase in declared["phases"]]
@@ -170,13 +171,13 @@ def _declared(saved: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _without_theta(declared: Mapping[str, Any], theta: float | None) -> dict[str, Any]:
-    """A declaration in which no phase writes out `theta`, the model's own rope theta: without one it has the same."""
+    """A declaration in which no phase spells out `theta`, the model's own rope theta and thus the default."""
     own = {"rope_theta": None}
     return {**declared, "phases": [p if p["rope_theta"] != theta else {**p, **own} for p in declared["phases"]]}
 
 
 def _settings(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """What a ledger says of the settings beside the schedule; older ones have the length of sequences among them."""
+    """A ledger's settings beside the schedule, without the sequence length that older ledgers have among them."""
     settings = dict(saved.get("settings", {}))
     if "train" in settings:
         settings["train"] = {key: value for key, value in settings["train"].items() if key != "seq_len"}
@@ -184,7 +185,7 @@ def _settings(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _changes(contrast: Contrast) -> Iterator[dict[str, Any]]:
-    """Every difference of the two declarations; phases, sources and eval sets by name."""
+    """Every difference of the two declarations; phases, sources and eval sets are matched by name."""
     was, now, old, new = contrast.was, contrast.now, contrast.old, contrast.new
     yield from _differing("", {"seed": was["seed"]}, {"seed": now["seed"]})
     for section in ("train", "optim", "adaptation"):
@@ -218,7 +219,7 @@ def _reason(changes: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _in_words(change: Mapping[str, Any]) -> str:
-    """A mapping of which something stayed is told by the keys that did not."""
+    """One change in words; of a mapping that changed in part, only the keys that changed."""
     path, was, now = (change[key] for key in ("path", "was", "now"))
     if path.rpartition(".")[0] in ("sources", "phases", "evalsets.sets") and (was is None or now is None):
         return f"{path} {'added' if was is None else 'removed'}"
@@ -230,10 +231,10 @@ def _in_words(change: Mapping[str, Any]) -> str:
 
 
 def _frozen(contrast: Contrast) -> tuple[int, Segment | None]:
-    """(the step up to which the schedule is kept, the segment that goes on there; None where the config says which).
+    """(the step up to which the schedule is kept, the segment that continues there or None if the config decides).
 
-    There is one where something else than the config decided it, such as a raised share or a rollback. It lasts to its
-    phase's end, unless what the phase draws is edited now; rates and the end itself are what the config says.
+    There is one if something other than the config decided it, such as a raised share or a rollback. It lasts to its
+    phase's end, unless this edit changes what the phase draws. The rates and the phase's end are what the config says.
     """
     saved, schedule, now, step = contrast.saved, contrast.schedule, contrast.now, contrast.step
     until = saved["past_end"]
@@ -250,10 +251,10 @@ def _frozen(contrast: Contrast) -> tuple[int, Segment | None]:
 def gone_on(
     segment: Segment, step: int, was: Mapping[str, Any], now: Mapping[str, Any], settled: Mapping[str, int]
 ) -> Segment | None:
-    """A segment with data of its own as it goes on at `step`, `settled` as in `draw_alike`.
+    """A segment with data of its own as it continues at `step`; `settled` as in `draw_alike`.
 
-    None where what its phase draws is edited, or it reads a source that is gone. In another shape, which is train's,
-    its quotas begin anew.
+    None if what its phase draws is edited, or if it reads a source that is gone. If the shape of train, which the
+    phase uses, has changed, its quotas begin anew.
     """
     read = {*segment.mixture, *(segment.ramp.from_mixture if segment.ramp else ())}
     if read - now["sources"].keys() or not draw_alike(was, now, segment.phase, settled):
@@ -266,7 +267,7 @@ def gone_on(
 
 
 def _settled(contrast: Contrast) -> dict[str, int]:
-    """What stays what it came to in steps, `Curriculum.settled`: of what has begun and is declared as it was."""
+    """The step counts that stay as resolved (`Curriculum.settled`): of what has begun and is declared unchanged."""
     warmup, warmup_now = (declared["optim"]["warmup_steps"] for declared in (contrast.was, contrast.now))
     texts = [("optim.warmup_steps", warmup, warmup_now)] if contrast.step else []
     for name, start, _ in contrast.schedule.phase_bounds:

@@ -1,4 +1,4 @@
-"""Batches ahead of time: a thread works out the order of many steps at once and places each batch on the mesh."""
+"""Batches made ahead: a thread works out the order of many steps at once, and places each batch on the mesh."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from phases.batches import Batch, DataPlan, Draws
 
-_PLANNED_STEPS = 256  # order worked out at a time; one by one takes over 30 times as long (tools/bench_data.py)
+_PLANNED_STEPS = 256  # ordered at a time; one by one takes over 30 times as long (tools/bench_data.py)
 
 
 class Feed:
-    """`feed[step]` is the batch of that update, on the device. Any step may be asked for, in order is fast.
+    """`feed[step]` is the batch of that update, on the device. Any step may be asked for; asking in order is fast.
 
-    `make(step, draws)` makes it, in a thread; `draws` are the plan's.
-
-    The batches depend on the step alone: neither on how far ahead they were made nor on what was asked before.
+    `make(step, draws)` makes a batch, in a thread; `draws` are the plan's. The batches depend on the step alone, not
+    on how far ahead they were made or on what was asked before.
     """
 
     def __init__(self, plan: DataPlan, make: Callable[[int, Draws], Batch], prefetch: int = 3):
@@ -40,7 +39,7 @@ class Feed:
         self._worker.shutdown(wait=True, cancel_futures=True)
 
     def _made(self, step: int) -> Batch:
-        # From the step that is asked for: what lies before it may have been read of sources that are gone.
+        # From the requested step on: earlier steps may have read sources that are gone.
         if self._planned is None or not 0 <= step - self._planned[0] < len(self._planned[1]):
             num_steps = max(1, min(_PLANNED_STEPS, self._plan.schedule.total_steps - step))
             self._planned = step, self._plan.draws(step, num_steps)

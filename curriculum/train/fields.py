@@ -1,4 +1,4 @@
-"""What each event, metrics row and checkpoint says: plain data from the parts of a run."""
+"""The fields of every event, of metrics rows and of the training state, as plain data from the parts of a run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def resumption(
     edits: Sequence[Mapping[str, Any]],
     begins_branch: bool,
 ) -> list[tuple[str, dict[str, Any]]]:
-    """The events, by name, that tell how training goes on after `step`; none where a run begins, whose step is None."""
+    """The events, as (name, fields), that record how training continues after `step`.
+
+    None for a new run, which has neither a step nor a rollback.
+    """
     if step is None and rollback is None:
         return []
     going_on = {
@@ -68,7 +71,7 @@ def resumption(
 
 
 def skipped(state: TrainState) -> dict[str, int]:
-    """Updates that were skipped since the run's start, and of the bad ones how many for which reason."""
+    """Updates skipped since the run's start, and how many of them the guard found bad, by reason."""
     guard = state.guard
     return {
         "skipped_updates": int(state.skipped_updates),
@@ -78,11 +81,11 @@ def skipped(state: TrainState) -> dict[str, int]:
 
 
 def _evalsets(setup: Setup) -> dict[str, Any]:
-    """What each set holds; a resume may have added some."""
+    """The size and content hash of each eval set; a resume may have added sets."""
     return {
         name: {
             "documents": e.num_documents,
-            "clusters": len(np.unique(clusters(e.origin_N)[0])),  # that its standard error counts as independent
+            "clusters": len(np.unique(clusters(e.origin_N)[0])),  # the independent units of its standard error
             "windows": e.num_windows,
             "tokens": e.num_tokens,
             "bytes": e.num_bytes,
@@ -107,21 +110,25 @@ def derived(setup: Setup) -> dict[str, Any]:
 
 
 def _sizes(setup: Setup) -> dict[str, int]:
-    """How many parameters the model has; and how many are trained, where that is not all."""
+    """How many parameters the model has; and, if adapters are trained, how many are trained."""
     sizes = {"num_parameters": num_parameters(setup.model)}
     return sizes if setup.states.frozen is None else {**sizes, "num_trained": count(setup.states.like.params)}
 
 
 def branch_point(branched_from: Mapping[str, Any]) -> dict[str, Any]:
-    """What names a branching: no other has its `id`. Its `branched_from` is that of the trunk, None if it has none."""
+    """What identifies the point where a run branched off; its `id` is unique.
+
+    `branched_from` is the branch point of the trunk, None if the trunk is no branch.
+    """
     return {key: branched_from[key] for key in ("run", "step", "id", "branched_from")}
 
 
 def edits_again(setup: Setup, history: History, done: int) -> list[dict[str, Any]]:
-    """The edits to record after `done` updates though the schedule has them already: the run comes here once more.
+    """The `schedule_edit` events due after `done` updates for edits that the schedule already contains.
 
-    Where a branch leaves its trunk that is the branching itself; before that, what the trunk's config changed here.
-    After a rollback it is what the config changed here before the run went back.
+    At the step where a branch leaves its trunk, that is the branching itself; before it, the edits of the trunk's
+    config at this step. After a rollback, these are the edits of the config at this step from before the run went
+    back.
     """
     course = setup.course
     if course.branched_from and done == course.branched_from["step"]:
@@ -132,7 +139,7 @@ def edits_again(setup: Setup, history: History, done: int) -> list[dict[str, Any
 
 
 def branch_edit(setup: Setup) -> dict[str, Any]:
-    """What a branch tells where it leaves its trunk."""
+    """The `schedule_edit` event of a branch at the step where it leaves its trunk."""
     schedule, branch = setup.course.schedule, setup.course.branched_from
     phase = schedule.segment_at(branch["step"]).phase
     return {
@@ -147,11 +154,11 @@ def branch_edit(setup: Setup) -> dict[str, Any]:
     }
 
 
-_INTERNAL = ("phase", "watch", "gold", "row_step", "gold_undecided")  # of the history
+_INTERNAL = ("phase", "watch", "gold", "row_step", "gold_undecided")  # fields of the history that people do not need
 
 
 def training_state(setup: Setup, step: int, history: History) -> dict[str, Any]:
-    """Where the run stands, for people and scripts that watch it; resuming never reads it."""
+    """Where the run stands, for people and scripts that watch it. A resume never reads it."""
     course = setup.course
     return {
         "step": step,
@@ -171,8 +178,11 @@ def eval_event(
     averaged: Mapping[str, Mapping[str, WindowResults]],
     duration_s: float,
 ) -> dict[str, Any]:
-    """The losses of each set, again for each average of the parameters, the smallest rise that each can show, and which
-    are worse or may be."""
+    """The fields of an `eval` event.
+
+    These are the losses of each set, for the raw parameters and for each average; the smallest rise that each set can
+    show; and the sets that are worse or may be.
+    """
     course = setup.course
     fields: dict[str, Any] = {
         "progress_pct": round(100 * step / course.total_steps, 4),
@@ -194,12 +204,12 @@ def eval_event(
 
 
 def _rounded(nats: Any) -> float | None:
-    """Nats per token as the record has them; None where there are none."""
+    """Nats per token rounded as in the record; None if not finite."""
     return round(float(nats), 6) if np.isfinite(nats) else None
 
 
 def _losses(summaries: Mapping[str, Summary]) -> dict[str, float | None]:
-    """Loss, bits per byte and standard error of each set, in six decimals."""
+    """Loss, bits per byte and standard error of each set, rounded to six decimals."""
     fields: dict[str, float | None] = {}
     for name, summary in summaries.items():
         for metric in Recorded._fields:
@@ -209,12 +219,13 @@ def _losses(summaries: Mapping[str, Summary]) -> dict[str, float | None]:
 
 
 def metrics_row(setup: Setup, done: int, row_before: int, state: TrainState, clock: TrainClock) -> dict[str, Any]:
-    """The row of a step; `row_before` is the step of the one before it, 0 of the first."""
+    """The metrics row after `done` updates; `row_before` is the step of the row before it, 0 for the first row."""
     course = setup.course
     mixture = course.mixture_at(done)
     means = read_window(state.window, course.plan.sources)
     filled, scored = means["filled_tokens"], means["scored_tokens"]
-    # Per update since the row before: exact, unless some were skipped in a row that spans updates of two sizes.
+    # Token slots per update since the row before. Inexact only if updates of two sizes share a row and some were
+    # skipped.
     slots = (course.tokens_at(done) - course.tokens_at(row_before)) / (done - row_before)
     steps, seconds, once = clock.take()
     fields = {
@@ -238,9 +249,10 @@ def metrics_row(setup: Setup, done: int, row_before: int, state: TrainState, clo
 
 
 def phase_switch(setup: Setup, done: int, told: str) -> dict[str, Any]:
-    """The switch after `done` updates, 1 or more, from the phase that they ended with.
+    """The fields of the `phase_switch` event after `done` updates, 1 or more.
 
-    Where that one goes on, though the record told a switch here, it is switched back to from the phase `told`.
+    `told`: the current phase according to the record. It matters if the record already has a switch at this step but
+    the edited config continues the phase before: then the run switches from `told` back to that phase.
     """
     schedule = setup.course.schedule
     before, after = schedule.segment_at(done - 1), schedule.segment_at(done)
@@ -261,7 +273,7 @@ def phase_switch(setup: Setup, done: int, told: str) -> dict[str, Any]:
 
 
 def _consumption(schedule: Schedule, step: int) -> dict[str, dict[str, int]]:
-    """By source, what the first `step` updates read, and how far the source is used up: what was passed over too."""
+    """By source: tokens read by the first `step` updates, and tokens consumed, which include those passed over."""
     return {"tokens_drawn": schedule.read(0, step), "consumed": schedule.cursors_at(step)}
 
 
@@ -274,7 +286,7 @@ def training_complete(
         "started_at": history.started_at,
         "total_elapsed_s": round(elapsed_s, 3),
         "total_steps": total_steps,
-        "train_steps": setup.config.train.steps,  # more where a source that is exhausted stopped the run
+        "train_steps": setup.config.train.steps,  # more than total_steps if an exhausted source stopped the run
         "total_tokens": total_tokens,
         "steps_per_sec": round(total_steps / elapsed_s, 3),
         "tokens_per_sec": round(total_tokens / elapsed_s, 1),

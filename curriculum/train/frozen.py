@@ -1,7 +1,6 @@
-"""The parameters beside which a run's adapters are trained: read from what it began from, each time anew.
+"""The frozen parameters beside which a run trains adapters, read each time from what the run began from.
 
-They are in no checkpoint. What they were is kept in the run's lineage as a digest, so that adapters are never put
-beside others.
+They are in no checkpoint. The run's lineage keeps their digest, so that adapters are never combined with others.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _FIX = "the run's checkpoints hold adapters alone, which go with the very parame
 
 
 def frozen_base(config: Config, lineage: Mapping[str, Any]) -> Base | HfBase:
-    """What a run began from, found again. Raises InputError where it is gone or damaged."""
+    """Find again what a run began from. Raises InputError if it is gone or damaged."""
 
     def find(part: str | tuple[str, ...]) -> Base | HfBase:
         try:
@@ -47,7 +46,7 @@ def frozen_base(config: Config, lineage: Mapping[str, Any]) -> Base | HfBase:
 def found_by_first(
     find: Callable[[str | tuple[str, ...]], Base | HfBase], part: str | tuple[str, ...]
 ) -> Base | HfBase:
-    """What `find(part)` finds, reading it for its checksums, in process 0 alone: the others find the same without."""
+    """What `find(part)` finds; only process 0 verifies checksums, and the others find the same without."""
 
     def place() -> str | None:
         base = find(part)
@@ -58,9 +57,9 @@ def found_by_first(
 
 
 def found_again(lineage: Mapping[str, Any], part: str | tuple[str, ...]) -> Base | HfBase:
-    """What a run of this lineage began from; of a checkpoint `part` is verified, as by `damage`.
+    """What a run of this lineage began from; `part` of a checkpoint is verified, as in `damage`.
 
-    Raises InputError where it is gone or damaged.
+    Raises InputError if it is gone or damaged.
     """
     of_folder, given = lineage.get("kind") == "hf", lineage["init_from"]
     what = f"the {lineage['model_type']} model" if of_folder else f"step {lineage['step']} of run {lineage['run']}"
@@ -78,7 +77,7 @@ def _folder(given: str) -> HfBase:
 
 
 def _checkpoint(given: str, step: int, part: str | tuple[str, ...]) -> Base:
-    """The checkpoint of that step, wherever the run keeps it now, and whatever its gold is by now."""
+    """The checkpoint of that step, in whichever folder the run keeps it, and whatever its gold is by now."""
     path = Path(os.path.abspath(os.path.expanduser(given)))
     runs = (RunDirectory(place) for place in (path, path.parent, path.parent.parent))
     run = next((run for run in runs if run.has_config), None)
@@ -92,7 +91,7 @@ def load_frozen(
 ) -> tuple[Params, dict[str, Any]]:
     """(the frozen parameters of a model, placed as in `like`; the lineage with their digest).
 
-    Raises InputError where the lineage has the digest of others.
+    Raises InputError if the lineage already has another digest.
     """
     if isinstance(base, HfBase):
         frozen = load_hf(base.folder, architecture, like)
@@ -109,10 +108,10 @@ def load_frozen(
 def whole_params(
     config: Config, architecture: ModelConfig | None, lineage: Mapping[str, Any] | None, arrays: Path, like: Params
 ) -> Params:
-    """The whole parameters of a run's saved ones, placed as in `like`: of adapters with what they were trained beside.
+    """The whole parameters of a run, placed as in `like`; saved adapters are joined with their frozen parameters.
 
-    `architecture`: the run's `resolved_model`, None for a model of one's own; `lineage`: that of the run's ledger.
-    Raises InputError where something is gone, or is not what it was.
+    `arrays`: the folder of the saved parameters. `architecture`: the run's `resolved_model`, None for a custom model.
+    `lineage`: that of the run's ledger. Raises InputError if something is gone or has changed.
     """
     if config.adaptation.lora is None:
         return load_params(arrays, like)
@@ -122,7 +121,7 @@ def whole_params(
 
 
 def digest(params: Params) -> str:
-    """xxh3_128 of names, shapes and float32 bytes, wherever the arrays lie; one of them at a time on the host."""
+    """xxh3_128 of names, shapes and float32 bytes, whatever the placement; one array at a time on the host."""
     checksum = xxhash.xxh3_128()
     for name, array in by_name(params).items():
         checksum.update(f"{name}{list(array.shape)}".encode())

@@ -1,4 +1,4 @@
-"""The external gate: a command that looks at a checkpoint and may keep it from being the gold."""
+"""The external gate: a command that inspects a checkpoint and may veto it as the gold."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOOK_SECONDS = 0.2
 
 
 class GateVerdict(NamedTuple):
-    """`reason` says in one line why not, None where the gate accepts; `score` is lower for better, None without one."""
+    """`reason`: why the gate vetoes, in one line; None if it accepts. `score`: lower is better; None if not given."""
 
     accept: bool
     score: float | None
@@ -32,14 +32,15 @@ def run_gate(
 ) -> GateVerdict | None:
     """Ask the gate about a checkpoint, which must be saved whole.
 
-    `command` is split as a shell would, and run without one, in the working folder, with the checkpoint's absolute
-    path as last argument and nothing on stdin. It exits with 0 and prints on stdout nothing but a JSON object:
-    {"accept": true or false, "reason": text, "score": number}, the last two optional; other keys are its own. Whatever
-    else happens is a veto, whose reason says what: it never ends the run. At `timeout_seconds` it is killed, with every
-    process of its group. So it is once the run is to be `stopped`: None then, the gate has not answered.
+    `command` is split like a shell command but run without a shell, in the working folder, with the checkpoint's
+    absolute path as the last argument and nothing on stdin. It must exit with 0 and print on stdout only a JSON
+    object: {"accept": true or false, "reason": text, "score": number}. The last two are optional; other keys are
+    ignored. Anything else is a veto whose reason says what happened; it never ends the run. After `timeout_seconds`
+    the gate is killed with its whole process group. The same happens once `stopped` returns True; the result is then
+    None: no answer.
     """
     arguments = [*shlex.split(command), str(Path(checkpoint).absolute())]
-    # Files, not pipes: a process that the gate leaves behind holds no read of ours open.
+    # Files, not pipes: a process left behind by the gate could keep a pipe open, and the read of it waiting.
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         try:
             gate = subprocess.Popen(
@@ -65,7 +66,7 @@ def run_gate(
 
 
 def _waited_for(gate: subprocess.Popen, timeout_seconds: float, stopped: Callable[[], bool]) -> int:
-    """The gate's exit code. Raises TimeoutExpired after that time, and soon after the run is to be stopped."""
+    """The gate's exit code. Raises TimeoutExpired after `timeout_seconds`, and soon after `stopped` returns True."""
     until = time.monotonic() + timeout_seconds
     while True:
         left = until - time.monotonic()
@@ -108,7 +109,7 @@ def _one_line(text: str) -> str:
 
 
 def _kill_group(gate: subprocess.Popen) -> None:
-    """End what is left of the gate's processes; it leads a group of its own."""
+    """Kill what is left of the gate's process group, which the gate leads."""
     with suppress(ProcessLookupError):
         os.killpg(gate.pid, signal.SIGKILL)
     gate.wait()

@@ -1,4 +1,4 @@
-"""The guard of an update: is its loss or gradient norm what the updates before it lead to expect?
+"""The guard of an update: are its loss and gradient norm what the updates before it lead to expect?
 
 Shape suffix: W steps of the window.
 """
@@ -11,29 +11,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# What a standard deviation counts as at least, over the mean. The rounding of float32 sums over a batch moves a loss by
-# about 1e-6 of it, so that where the loss stands still each rounding would be a spike. The losses of batches that are
+# The smallest standard deviation, relative to the mean. Rounding in float32 sums over a batch moves a loss by about
+# 1e-6 of its value, so if the loss stood still, each rounding would look like a spike. The losses of batches that are
 # learned from scatter by more than this, and a rise of 6 times as much, 0.6 %, is no divergence.
 SIGMA_FLOOR = 1e-3
 
 
 class Guard(NamedTuple):
-    """What the updates so far were like. An update is bad that is skipped though it has a scored target.
+    """What the updates so far were like. An update is bad if it is skipped although it has a scored target.
 
-    That of step s stands at s % W, as NaN where it was not finite.
+    The values of step s are at index s % W, as NaN if not finite.
     """
 
     losses_W: jax.Array
     grad_norms_W: jax.Array
-    num_nonfinite: jax.Array  # int32, bad updates since the run's start
-    num_outliers: jax.Array  # int32, the same of those that were finite
+    num_nonfinite: jax.Array  # int32, bad updates since the run's start that were not finite
+    num_outliers: jax.Array  # int32, bad updates since the run's start that were finite
     bad_in_a_row: jax.Array  # int32, up to now
     row_began: jax.Array  # int32, the first update of that row
-    diverged_at: jax.Array  # int32, the first update of the first row that was too long, -1 while there was none
+    diverged_at: jax.Array  # int32, the first update of the first row that was too long; -1: none
 
 
 def new_guard(window_steps: int) -> Guard:
-    """The guard of a run that begins."""
+    """The guard of a new run."""
     empty_W = np.full(window_steps, np.nan, np.float32)
     return Guard(empty_W, empty_W.copy(), *(np.int32(number) for number in (0, 0, 0, 0, -1)))
 
@@ -52,10 +52,10 @@ def guarded(
 ) -> tuple[jax.Array, Guard]:
     """(whether update `step` is taken, the guard after it), inside a compiled function.
 
-    One that is not finite is not taken, nor one whose loss or gradient norm is more than `sigmas` standard deviations
-    above the mean of the window: the finite values, taken or not, of the last W updates, of those from `judged_from`
-    on. While it holds fewer than `judge_from_steps`, or without `sigmas`, no finite one is judged. `has_targets` is
-    False for a batch without a scored target: it is skipped, and counts for nothing here.
+    An update is not taken if its loss or gradient norm is not finite, or is more than `sigmas` standard deviations
+    above the mean of the window. The window is the finite values, taken or not, of the last W updates, from update
+    `judged_from` on. While it holds fewer than `judge_from_steps`, or without `sigmas`, every finite update is taken.
+    `has_targets` is False for a batch without a scored target: its update is not taken, but does not count as bad.
     """
     num_steps = guard.losses_W.shape[0]
     slots_W = jnp.arange(num_steps)
@@ -64,7 +64,7 @@ def guarded(
     num_counted = counts_W.sum()
 
     def is_beyond(value, values_W):
-        # In units of the largest, whose square float32 may not hold.
+        # In units of the largest value, whose square may overflow float32.
         unit = jnp.maximum(jnp.where(counts_W, jnp.abs(values_W), 0).max(), np.finfo(np.float32).tiny)
         values_W = jnp.where(counts_W, values_W / unit, 0)
         mean = values_W.sum() / jnp.maximum(num_counted, 1)
@@ -95,7 +95,7 @@ def guarded(
 
 
 def with_window(guard: Guard, step: int, window_steps: int) -> Guard:
-    """The guard before update `step` with another length of its window: the newest values stay. Arrays of the host."""
+    """The guard before update `step` with a window of another length, the newest values kept; arrays on the host."""
     guard = jax.device_get(guard)
     before = len(guard.losses_W)
     kept = np.arange(max(0, step - min(before, window_steps)), step)

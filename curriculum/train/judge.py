@@ -1,4 +1,4 @@
-"""What follows from an eval: who got worse or recovered, what is done about it, and which checkpoint is the gold."""
+"""What follows from an eval: which sets got worse or recovered, how the run reacts, and which checkpoint is gold."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from phases.replay import ReplayRefused
 
 
 class Verdict(NamedTuple):
-    """What follows from an eval: the sets that raised an alarm, and the folders that its step is to be kept in.
+    """What follows from an eval: the sets that raised an alarm, and the folders to keep its step's checkpoint in.
 
-    stopped_by: the signal by which the gate was stopped before it answered; `decide_gold` asks it again on resume.
+    stopped_by: the signal that stopped the gate before it answered; on resume `decide_gold` asks the gate again.
     """
 
     worse: Sequence[str] = ()
@@ -55,9 +55,9 @@ def judge(run: Running, done: int, evaluated: Evaluated) -> Verdict:
 
 
 def decide_gold(run: Running, step: int) -> None:
-    """Decide about the gold of a run that goes on from `step`, where a signal stopped the gate: as if none had.
+    """Make the decision about the gold that a signal interrupted, for a run that continues from `step`.
 
-    Raises Stopped where a signal does so again.
+    The run then continues as if it had not been interrupted. Raises Stopped if a signal stops the gate again.
     """
     undecided, run.history = run.history.gold_undecided, replace(run.history, gold_undecided=None)
     if undecided is None:
@@ -68,16 +68,16 @@ def decide_gold(run: Running, step: int) -> None:
     if stopped_by is not None:
         raise Stopped(stopped_by, step)
     if step % run.setup.config.checkpoint.every == 0 or step == run.setup.course.total_steps:
-        run.record.event("checkpoint", step, path=f"checkpoints/{step}")  # it was saved without
+        run.record.event("checkpoint", step, path=f"checkpoints/{step}")  # the checkpoint was saved without this event
     if kept:
         run.keep(step, (run.best.gold,))
 
 
 def _act(run: Running, done: int, evaluated: Evaluated) -> tuple[list[dict[str, Any]], str | None]:
-    """(the schedule's edits, what is done in words), as `regression.action` asks for where sets got worse."""
+    """React to an alarm as `regression.action` says; returns (edits of the schedule, the action in words)."""
     course, action = run.setup.course, run.setup.config.evalsets.regression.action
     acts = course.of_trunk(done) or run.history.done_before(done)
-    if acts:  # its edits are in the schedule already
+    if acts:  # the schedule already has their edits
         return [edit for edit in acts["edits"] if edit["kind"] == "replay"], acts["action"]
     if action == "checkpoint":
         return [], f"kept as kept/{done}"
@@ -91,9 +91,9 @@ def _act(run: Running, done: int, evaluated: Evaluated) -> tuple[list[dict[str, 
 
 
 def _replay(run: Running, done: int, evaluated: Evaluated) -> tuple[list[dict[str, Any]], str | None]:
-    """Raise the share of each source that sets without an alarm until now are held out of, once per source.
+    """Raise the share of each source that newly worse sets are held out of, once per source.
 
-    Never at the cost of the source of another set that has an alarm. Returns what `_act` does.
+    Sources of other sets with an alarm keep their shares. Returns the same as `_act`.
     """
     setup, regression = run.setup, run.setup.config.evalsets.regression
     edits, told, sets_of = [], [], {}
@@ -122,12 +122,13 @@ def _replay(run: Running, done: int, evaluated: Evaluated) -> tuple[list[dict[st
 def _judge_gold(
     run: Running, done: int, summaries: Mapping[str, Summary], regressed: Mapping[str, Regressed]
 ) -> tuple[bool, int | None]:
-    """Decide whether this eval's parameters, or those that waited for it, are the gold.
+    """Decide whether the parameters of this eval, or those pending from an earlier one, become the gold.
 
-    (whether this eval's are, or wait to be confirmed: they have to be kept; the signal by which nothing is decided).
+    Returns (whether this eval's checkpoint must be kept, as the gold or as pending; the signal that stopped the gate,
+    in which case nothing is decided).
     """
     setup, config, best = run.setup, run.setup.config.evalsets.gold, run.best
-    run.settle(done, best.gold)  # one that was not saved is none
+    run.settle(done, best.gold)  # a gold whose save failed does not count
     run.gold_before = run.history.gold
     measured = Measured(
         step=done,
@@ -164,9 +165,9 @@ def _judge_gold(
 
 
 def _ask_gate(run: Running, done: int, step: int) -> tuple[str | None, float | None, int | None]:
-    """(why the candidate of `step` is vetoed, or None; its score; the signal by which it did not answer).
+    """Ask the gate about the candidate of `step`, whose checkpoint must be whole; one that was not saved is vetoed.
 
-    It has seen the candidate's whole checkpoint.
+    Returns (the reason of a veto or None; the score; the signal that stopped the gate before it answered).
     """
     config, golds, stop = run.setup.config.evalsets.gold, run.best.gold, run.stop
     with run.clock.paused(run.state):
@@ -181,7 +182,7 @@ def _ask_gate(run: Running, done: int, step: int) -> tuple[str | None, float | N
             answer = run_gate(config.gate, folder, config.gate_timeout_seconds, stopped)
             if why := damage(folder):
                 if folder.exists():
-                    golds.set_aside(step)  # else it stays among those that are whole
+                    golds.set_aside(step)  # else it would still be listed as whole
                 return f"it damaged the checkpoint gold/{step}: {why}", None, None, False
             if answer is None:
                 return None, None, stop.received, True
@@ -189,12 +190,12 @@ def _ask_gate(run: Running, done: int, step: int) -> tuple[str | None, float | N
 
         reason, score, stopped_by, whole = from_first(answered)
         if whole and step == done:
-            golds.delete(done)  # its ledger knows nothing of the answer
+            golds.delete(done)  # its ledger lacks the gate's answer; if the checkpoint is kept, it is saved again
     return reason, score, stopped_by
 
 
 def _worst(pairs: Sequence[Pair]) -> Regressed:
-    """A set's largest rise over the baselines that it stands regressed against; one that is not finite is larger."""
+    """A set's largest rise over the baselines it stands regressed against; a rise that is not finite is the largest."""
     numbers = [[number(x) for x in (p["baseline_loss"], p["loss"], p["delta"], *p["interval"])] for p in pairs]
     before, now, delta, low, high = max(numbers, key=lambda n: (not math.isfinite(n[2]), n[2]))
     return Regressed(before, now, delta, (high - low) / 2)

@@ -1,4 +1,4 @@
-"""What a checkpoint remembers of the run beside its arrays, and whether a config may go on from there."""
+"""The ledger: what a checkpoint remembers of a run beside its arrays, and whether a config may continue from it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Problem = tuple[str, str]  # path in the config, message
 
 @dataclass(frozen=True)
 class Found:
-    """What a config comes to, as it is held against a ledger. What is not known is None, or not in a mapping.
+    """What a config resolves to, to be compared with a ledger. What is not known is None, or missing from a mapping.
 
-    `sources` are the details of each as in `Corpus`, `evalsets` content hashes by name, `parameters` the shape of each
-    that is trained.
+    `sources`: the details of each, as in `Corpus`. `evalsets`: content hashes by name. `parameters`: the shape of each
+    trained parameter.
     """
 
     config: Config
@@ -40,7 +40,7 @@ class Found:
 
 
 def found_in(setup: Setup) -> Found:
-    """What a run is that is built: all of it is known."""
+    """The `Found` of a run that is built, with everything known."""
     corpus = setup.corpus
     return Found(
         config=setup.config,
@@ -81,7 +81,7 @@ def entry(setup: Setup, step: int, history: History, offsets: Mapping[str, int],
 
 
 def scheduled(setup: Setup) -> dict[str, Any]:
-    """What a ledger says of the schedule, and of the config that it was resolved from and trained by."""
+    """What a ledger says about the schedule, and about the config that it was resolved from and trained by."""
     course = setup.course
     return {
         "declared": declaration(setup.config),
@@ -96,26 +96,26 @@ def _planned(schedule: Schedule, past: Past) -> dict[str, Any]:
 
 
 def block_tokens(saved: Mapping[str, Any]) -> int:
-    """The longest sequence of a run: its sources are read, packed and counted in blocks of so many tokens."""
-    # A run that was begun before ledgers told it had sequences of one length.
+    """The longest sequence of a run: its sources are read, packed and counted in blocks of that many tokens."""
+    # Older ledgers lack it; their runs had sequences of one length.
     return saved.get("block_tokens") or max(segment["seq_len"] for segment in saved["segments"])
 
 
 def past_of(saved: Mapping[str, Any]) -> tuple[Segment, ...]:
-    """What of a run's schedule does not come from its config: the config decides from its end on."""
+    """The part of a run's schedule that does not come from its config; the config decides what follows."""
     return cut(segments_from_json(saved["segments"]), saved["past_end"])
 
 
 def _source(setup: Setup, name: str) -> dict[str, Any]:
-    """The fingerprint of a source's training text, and what was left out of it."""
-    if name not in setup.corpus.details:  # the run went on without it
+    """The fingerprint of a source's training text, its size, and what was left out of it."""
+    if name not in setup.corpus.details:  # the run continues without it
         return dict(setup.course.past.sources[name])
     details = setup.corpus.details[name]
     return {key: details[key] for key in ("stream", "tokens_per_epoch", "dropped_documents")}
 
 
 def changed_contents(saved: Mapping[str, Any], found: Found) -> Iterator[dict[str, Any]]:
-    """{path, was, now} of each source whose training text is another one than it was, by its fingerprint."""
+    """{path, was, now} of each source whose training text has another fingerprint than in the ledger."""
     for name, details in found.sources.items():
         was = saved["sources"].get(name, details)["stream"]
         if details["stream"] != was:
@@ -130,14 +130,14 @@ def _parameters(setup: Setup) -> dict[str, list[int]]:
 def check_past(
     saved: Mapping[str, Any], found: Found, *, accept_past: bool = False, of_branch: bool = False
 ) -> list[Problem]:
-    """Raise InputError where what was found is not the run that the ledger is of.
+    """Raise InputError if `found` does not fit the run of the ledger `saved`.
 
-    With `accept_past` a source that was read may be gone, or have another text now; these changes are returned, as
-    (path, message). A message tells that way out, which the command that makes a branch (`of_branch`) does not have.
+    With `accept_past`, a source that was read may be gone or have other text; these changes are returned, as (path,
+    message). The error mentions that option, except to the command that makes a branch (`of_branch`), which lacks it.
     """
     problems = [*_model_changed(saved, found), *_settings_changed(saved, found)]
     changed = _changed_data_settings(saved, found.config)
-    # With another tokenizer or packing every text is another one.
+    # With another tokenizer or packing every text has changed.
     contents = list(_text_changed(saved, found, changed, compare=not problems))
     problems += [*_evalsets_changed(saved, found, changed), *_still_read(saved, found)]
     if problems:
@@ -153,7 +153,7 @@ def _model_changed(saved: Mapping[str, Any], found: Found) -> Iterator[Problem]:
     known = {} if model is None else {**saved["model"], **model}
     if changed := [k for k in known if model.get(k) != saved["model"].get(k)]:  # null is as if left out
         got = ", ".join(f"{k} {model.get(k)} (was {saved['model'].get(k)})" for k in changed)
-        if changed == ["num_ids"] and "num_ids" not in saved["model"]:  # as where padding was always predicted
+        if changed == ["num_ids"] and "num_ids" not in saved["model"]:  # older runs always predicted padding
             got += f"; with model.num_ids: {model['vocab_size']} all rows are predicted, as they were"
         yield "model", f"the architecture of a run cannot change: {got}"
     elif parameters is not None and parameters != were:
@@ -163,7 +163,7 @@ def _model_changed(saved: Mapping[str, Any], found: Found) -> Iterator[Problem]:
 
 
 def _settings_changed(saved: Mapping[str, Any], found: Found) -> Iterator[Problem]:
-    """What of the optimizer, the tokenizer and the packing is not as it was."""
+    """Changed settings of the optimizer and the packing, and a changed tokenizer."""
     optimizer = state_layout(found.config.optim)
     for key, was in saved["optimizer"].items():
         if optimizer.get(key, was) != was:
@@ -179,9 +179,9 @@ def _settings_changed(saved: Mapping[str, Any], found: Found) -> Iterator[Proble
 def _text_changed(
     saved: Mapping[str, Any], found: Found, changed: Mapping[str, str], *, compare: bool
 ) -> Iterator[Problem]:
-    """Each source that was read and whose training text is gone or, to be told with `compare` alone, another one.
+    """Each source that was read and whose training text is gone or, with `compare`, has changed.
 
-    `changed`: the settings to blame first, by place in the config.
+    `changed`: the messages about changed data settings, by place in the config; they are blamed first.
     """
     config = found.config
     for name, source in saved["sources"].items():
@@ -199,8 +199,9 @@ def _text_changed(
 
 
 def _still_read(saved: Mapping[str, Any], found: Found) -> Iterator[Problem]:
-    """Each source that is gone and is read by updates that stand ahead: up to a branch's step, or where data were
-    passed over.
+    """Each source that is gone but is read by updates ahead whose schedule stands already.
+
+    These are updates before a branch's step, or updates after data that were passed over.
     """
     schedule, step = found.schedule, saved["step"]
     for name, num_tokens in schedule.read(step, schedule.total_steps).items():
@@ -212,7 +213,7 @@ def _still_read(saved: Mapping[str, Any], found: Found) -> Iterator[Problem]:
 
 
 def _evalsets_changed(saved: Mapping[str, Any], found: Found, changed: Mapping[str, str]) -> Iterator[Problem]:
-    """Each eval set that is not the one that the run measured under its name; `changed` as above."""
+    """Each eval set that is not the one that the run measured under its name; `changed` as in `_text_changed`."""
     config = found.config
     for name, content_hash in found.evalsets.items():
         if content_hash == saved["history"]["eval_sets"].get(name, content_hash):
@@ -235,7 +236,7 @@ _CHAT = [f"chat.{role}" for role in ROLES]
 
 
 def _data_settings(config: Config) -> dict[str, Any]:
-    """What decides beside the files what the data are, by its place in the config."""
+    """The settings that decide, beside the files, what the data are; by place in the config."""
     settings: dict[str, Any] = {"evalsets.seq_len": config.evalsets.seq_len}
     settings |= {f"chat.{role}": template for role, template in asdict(config.chat).items()}
     for name, source in config.sources.items():
@@ -245,7 +246,7 @@ def _data_settings(config: Config) -> dict[str, Any]:
 
 
 def _changed_data_settings(saved: Mapping[str, Any], config: Config) -> dict[str, str]:
-    """What to say of each of them that is not as it was, by its place in the config."""
+    """A message about each data setting that has changed, by place in the config."""
     settings = _data_settings(config)
     return {
         path: f"got {json.dumps(settings[path])}, but the run was begun with {json.dumps(was)}; restore it"
@@ -261,7 +262,7 @@ def _of_source(config: Config, name: str) -> list[str]:
 
 
 def _why_changed(saved: Mapping[str, Any], details: Mapping[str, Any], config: Config) -> str:
-    """What most likely made the training text of a source another one, and how to mend it."""
+    """The most likely reason why the training text of a source has changed, and how to fix it."""
     whys = []
     if added := [name for name in details["dropped_documents"] if name not in saved["dropped_documents"]]:
         whys.append(

@@ -1,6 +1,6 @@
-"""Where arrays live: one mesh, one rule for the state and one for rows. One device is a mesh of one.
+"""Where arrays live: one mesh, one sharding rule for the state and one for rows. A single device is a mesh of one.
 
-Nothing heavy is imported with this module: the config reads its settings here.
+Importing this module imports nothing heavy: the config reads its settings here.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class MeshConfig:
     """Devices over which heads, feed-forward and vocabulary are split where it divides them; all take the same rows."""
 
     def problems(self) -> list[tuple[str, str]]:
-        """What is wrong with the numbers: (field, message) pairs, the field empty for more than one of them."""
+        """Problems with the sizes, as (field, message) pairs; the field is empty if several are concerned."""
         sizes = asdict(self)
         problems = [
             (name, f"got {size}, expected 1 or more, or -1 for all the devices that are left")
@@ -55,12 +55,12 @@ class MeshConfig:
 
     @property
     def row_shards(self) -> int:
-        """Into how many parts the rows of a micro-step are cut, so far as the config alone tells: a divisor of it."""
+        """How many parts the rows of a micro-step are cut into, or a divisor of that number while a size is -1."""
         return max(self.data, 1) * max(self.fsdp, 1)
 
 
 def rows_problem(batch_size: int, grad_accum: int, row_shards: int) -> str | None:
-    """Why the rows of a micro-step cannot be cut into `row_shards` equal parts; None where they can."""
+    """Why the rows of a micro-step cannot be cut into `row_shards` equal parts; None if they can."""
     rows = batch_size // grad_accum
     if rows % row_shards == 0:
         return None
@@ -71,9 +71,9 @@ def rows_problem(batch_size: int, grad_accum: int, row_shards: int) -> str | Non
 
 
 def make_mesh(config: MeshConfig) -> Mesh:
-    """The devices present as data x fsdp x tensor; the first of them where every size is given and fewer are asked for.
+    """The mesh of the devices present, data x fsdp x tensor; only the first of them if the given sizes take fewer.
 
-    Raises InputError where the sizes do not fit the devices.
+    Raises InputError if the sizes do not fit the devices, or leave a process without one.
     """
     import jax
     from jax.sharding import AxisType
@@ -109,10 +109,10 @@ def _axis_sizes(config: MeshConfig, num_present: int, kind: str) -> tuple[int, .
 
 
 def introduce(mesh: Mesh) -> None:
-    """Exchange something over every group of devices that the axes make; all processes come here at about one time.
+    """Run one collective over every group of devices that the axes make; all processes call this at about one time.
 
-    Gloo waits at a group's first exchange for 30 s and no longer, at others as long as it takes. Without this the first
-    would be that of a program which one process reads from its cache while another compiles it.
+    At a group's first collective gloo waits for at most 30 s, at later ones as long as it takes. Without this, the
+    first one would be in a program that one process reads from its cache while another is still compiling it.
     """
     import jax
     import numpy as np
@@ -129,13 +129,15 @@ def introduce(mesh: Mesh) -> None:
 
 
 def row_shards(mesh: Mesh) -> int:
-    """Into how many parts rows are cut."""
+    """How many parts rows are cut into."""
     return math.prod(mesh.shape[axis] for axis in ROW_AXES)
 
 
 def describe_devices(mesh: Mesh) -> dict[str, Any]:
-    """The devices of a mesh, for the record: platform, kind, number, and the size of each axis; of how many processes,
-    where that is more than one."""
+    """The devices of a mesh, for the record: platform, kind, number, and the size of each axis.
+
+    The number of processes is included if it is more than one.
+    """
     device, processes = mesh.devices.flat[0], {d.process_index for d in mesh.devices.flat}
     return {
         "platform": device.platform,
@@ -147,10 +149,10 @@ def describe_devices(mesh: Mesh) -> dict[str, Any]:
 
 
 def partition_spec(path: tuple, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    """The rule for every array of the state: parameters, their gradients, and moments, whose paths end alike.
+    """The sharding rule for every array of the state: parameters, their gradients, and moments, whose paths end alike.
 
-    `path` is a key path of jax.tree. The last two axes of a matrix are split, by `split_axes`. All else stays whole:
-    scalars, vectors, and what is an attribute of a named tuple rather than an entry of a dict or a list (counters and
+    `path` is a key path of jax.tree. The last two axes of a matrix are split by `split_axes`. Everything else stays
+    whole: scalars, vectors, and attributes of a named tuple, as opposed to entries of a dict or list (counters and
     sums).
     """
     from jax.sharding import PartitionSpec
@@ -174,7 +176,7 @@ def state_shardings(mesh: Mesh, state: Any) -> Any:
 
 
 def placed(array: np.ndarray, sharding: Sharding) -> jax.Array:
-    """A host array, the same in every process, with a sharding: each device gets its own part alone."""
+    """Put a host array, the same in every process, on devices; each gets only its part by the sharding."""
     import jax
 
     if sharding.is_fully_addressable:
@@ -183,7 +185,7 @@ def placed(array: np.ndarray, sharding: Sharding) -> jax.Array:
 
 
 def place_state(mesh: Mesh, state: Any) -> Any:
-    """A tree of host arrays on the mesh by `partition_spec`; what lies there as it should stays."""
+    """Put a tree of host arrays on the mesh by `partition_spec`; arrays that are already placed so stay as they are."""
     import jax
 
     def place(array: Any, sharding: NamedSharding) -> jax.Array:
@@ -194,8 +196,10 @@ def place_state(mesh: Mesh, state: Any) -> Any:
 
 
 def constrain(mesh: Mesh, tree: Any) -> Any:
-    """Inside a compiled function: a tree laid out as `state_shardings` says, such as gradients, of which the compiler
-    may otherwise keep all on every device."""
+    """Inside a compiled function: lay out a tree, such as gradients, as `state_shardings` says.
+
+    Without it the compiler may keep all of the tree on every device.
+    """
     import jax
 
     return jax.lax.with_sharding_constraint(tree, state_shardings(mesh, tree))
@@ -204,10 +208,10 @@ def constrain(mesh: Mesh, tree: Any) -> Any:
 def gather(mesh: Mesh, params: Any) -> Any:
     """Inside a compiled function: parameters as a model uses them, whole over fsdp and still split over tensor.
 
-    Without it the compiler splits the products along the width instead of the rows and sums activations of every
-    row over all devices. The gradient through it lies as the parameters do, where jax would have it whole too: of a sum
-    over all devices that is asked for whole, the compiler for GPUs makes no reduce-scatter. Not so beside `tensor`:
-    there the compiler then copies matrices whole to every device and back.
+    Without it the compiler splits the products along the width instead of the rows, and sums activations of every row
+    over all devices. The gradient is laid out as the parameters are. By default jax would ask for it whole too, and
+    for a sum over all devices that is asked for whole, the compiler for GPUs makes no reduce-scatter. With a `tensor`
+    axis the gradient is left to jax: otherwise the compiler copies whole matrices to every device and back.
     """
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
@@ -227,7 +231,7 @@ def gather(mesh: Mesh, params: Any) -> Any:
 
 
 def on_mesh(model: Model, mesh: Mesh) -> Model:
-    """The same model, its parameters whole over fsdp while it uses them."""
+    """The same model, with its parameters whole over fsdp while it uses them."""
     from curriculum.model.model import Placement
 
     whole = partial(gather, mesh)
@@ -243,7 +247,7 @@ def on_mesh(model: Model, mesh: Mesh) -> Model:
 
 
 def rows_here(mesh: Mesh, num_rows: int) -> slice:
-    """Those of `num_rows` rows that this process's devices take; several processes may take the same ones."""
+    """The slice of `num_rows` rows that this process's devices take; several processes may take the same rows."""
     from jax.sharding import NamedSharding, PartitionSpec
 
     indices = NamedSharding(mesh, PartitionSpec(ROW_AXES)).addressable_devices_indices_map((num_rows,))
@@ -252,9 +256,9 @@ def rows_here(mesh: Mesh, num_rows: int) -> slice:
 
 
 def place_batch(mesh: Mesh, batch: Any, num_rows: int) -> Any:
-    """A batch on the mesh: rows (the second axis) split over data and fsdp.
+    """Put a batch on the mesh, with its rows (the second axis) split over data and fsdp.
 
-    The whole batch has `num_rows` of them, of which `batch` holds `rows_here`.
+    The whole batch has `num_rows` rows; `batch` holds only those of `rows_here`.
     """
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
@@ -275,21 +279,21 @@ def place_batch(mesh: Mesh, batch: Any, num_rows: int) -> Any:
 
 
 def place_rows(mesh: Mesh, array: np.ndarray) -> jax.Array:
-    """Rows of an eval micro-batch (the first axis) split over data and fsdp."""
+    """Put the rows of an eval micro-batch (the first axis) on the mesh, split over data and fsdp."""
     from jax.sharding import NamedSharding, PartitionSpec
 
     return placed(array, NamedSharding(mesh, PartitionSpec(ROW_AXES)))
 
 
 def everywhere(mesh: Mesh) -> NamedSharding:
-    """The sharding of what every device, and so every process, has whole."""
+    """The replicated sharding: every device, and so every process, has the whole array."""
     from jax.sharding import NamedSharding, PartitionSpec
 
     return NamedSharding(mesh, PartitionSpec())
 
 
 def on_host(array: jax.Array) -> np.ndarray:
-    """A whole array on the host, also where other processes hold parts of it; all must ask for it."""
+    """The whole array on the host, even if other processes hold parts of it; all processes must call this."""
     import numpy as np
     from jax.experimental.multihost_utils import process_allgather
 

@@ -1,4 +1,4 @@
-"""How the directory of a run is opened: what the run goes on from, what is moved away first, and its record."""
+"""How a run directory is opened: what the run continues from, what is moved away first, and its record."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from curriculum.train.results import Results
 from curriculum.train.setup import Setup, check
 from curriculum.train.step import TrainState
 
-_SEEN_SECONDS = 30.0  # that a network's folder may show a file late by
+_SEEN_SECONDS = 30.0  # by which a network folder may show a file late
 
 
 def claim(directory: RunDirectory, lock: RunLock, resume: str | int | None) -> Resumed | None:
-    """Lock the run of a directory, if there is one, and find the checkpoint that it goes on from; None: it begins.
+    """Lock the run of a directory, if there is one, and find the checkpoint that it continues from; None if it begins.
 
-    Where there is nothing to resume, that is told: a folder may be another one than was meant.
-    Raises InputError for a directory that will not do, for one that holds a run where `resume` is None, and for a run
-    that another process trains.
+    If there is nothing to resume, a line on stderr says so: the folder may not be the one that was meant. Raises
+    InputError if the directory is unusable, if it holds a run and `resume` is None, if the checkpoint asked for is not
+    there, or if another process trains the run.
     """
     directory.check_usable()
     if directory.holds_run() and resume is None:
@@ -55,20 +55,22 @@ def claim(directory: RunDirectory, lock: RunLock, resume: str | int | None) -> R
     if directory.holds_run():
         lock.take()
     resumed = to_resume(directory, resume)
-    if resume is not None and resumed is None and not step_folders(directory.checkpoints):  # damaged ones are told
+    if resume is not None and resumed is None and not step_folders(directory.checkpoints):  # damaged ones are reported
         print(nothing_to_resume(directory), file=sys.stderr)
     return resumed
 
 
 def nothing_to_resume(directory: RunDirectory) -> str:
-    """What to say where a run was to go on, and begins."""
+    """The message when a run was to be resumed, but begins."""
     there = "the run in it has no checkpoint" if directory.holds_run() else "holds no run"
     return f"{directory.path}: {there}: nothing is there to resume, and the run begins anew"
 
 
 def check_ahead(config: Config, directory: RunDirectory, step: int, past: Past) -> None:
-    """As `check`, where a run goes on from `step`: what is raised names the newest checkpoint before it that would do,
-    if there is one."""
+    """Do what `check` does for a run that continues from `step`.
+
+    The error names the newest earlier checkpoint that would do for this config, if there is one.
+    """
     try:
         check(config, past)
     except InputError as error:
@@ -81,7 +83,7 @@ def check_ahead(config: Config, directory: RunDirectory, step: int, past: Past) 
 
 
 def _would_do(config: Config, step: int, checkpoint: Path) -> bool:
-    """Whether a run can go on from a checkpoint with a config, so far as that is known before it is built."""
+    """Whether a run can continue from a checkpoint with a config, as far as is known before it is built."""
     try:
         check(config, find_edit(config, read_ledger(checkpoint)).past)
     except InputError:
@@ -90,7 +92,10 @@ def _would_do(config: Config, step: int, checkpoint: Path) -> bool:
 
 
 def kept_tokenizer(directory: RunDirectory, config: Config) -> Tokenizer | None:
-    """The tokenizer kept with the run, unless the config now asks for another: new sources do not train it anew."""
+    """The tokenizer kept with the run, so that new sources do not train it anew.
+
+    None if there is none, or if the config now asks for another.
+    """
     if not directory.tokenizer.exists() or not directory.has_config:
         return None
     same = read_json(directory.resolved_config).get("tokenizer") == config.to_json()["tokenizer"]
@@ -104,7 +109,7 @@ def finished(
     resumed: Resumed,
     edit: Mapping[str, Any] | None,
 ) -> dict[str, Any] | None:
-    """The `training_complete` event of a run that has nothing left to train, which is said; None for others.
+    """Return the `training_complete` event of a run that has nothing left to train, and say so; None for other runs.
 
     `edit`: what the config changed of it, which is said to come too late.
     """
@@ -124,9 +129,9 @@ def finished(
 
 
 def state_as_of(setup: Setup, directory: RunDirectory, resumed: Resumed | None) -> tuple[TrainState, History, BadGolds]:
-    """What the run goes on from: its state, its history without the golds that are lost, and what is wrong with golds.
+    """What the run continues from: its state, its history without lost golds, and what is wrong with its golds.
 
-    Nothing is changed where InputError is raised.
+    Nothing on disk is changed, so that InputError leaves the directory as it was.
     """
     if resumed is None:
         return setup.states.first(), History.begin(setup), BadGolds()
@@ -142,7 +147,7 @@ def state_as_of(setup: Setup, directory: RunDirectory, resumed: Resumed | None) 
 
 @contextmanager
 def writable(directory: RunDirectory) -> Iterator[None]:
-    """Raise InputError where a run cannot be begun, or taken up, because its folder cannot be written to."""
+    """Raise InputError if a run cannot begin, or continue, because its folder cannot be written to."""
     try:
         yield
     except OSError as error:
@@ -155,9 +160,9 @@ def writable(directory: RunDirectory) -> Iterator[None]:
 def take_up(
     directory: RunDirectory, lock: RunLock, checkpoints: Checkpoints, resumed: Resumed | None
 ) -> list[dict[str, Any]]:
-    """Lock a directory that had no run to lock until now, and move damaged checkpoints into `superseded/`.
+    """Lock a directory that had no run to lock before, and move damaged checkpoints to `superseded/`.
 
-    Returns {step, why, moved_to} of each of these.
+    Returns {step, why, moved_to} of each of them. Raises InputError if another process has begun a run here.
     """
     directory.check_folders()
     if not lock.held:
@@ -178,9 +183,9 @@ def take_up(
 
 
 def damaged(directory: RunDirectory, resumed: Resumed | None) -> list[tuple[int, Path, str]]:
-    """(step, folder, why) of the damaged ones in `checkpoints/`; the one that the run goes on from has verified.
+    """(step, folder, why) of the damaged ones in `checkpoints/`; the one that the run continues from has verified.
 
-    Of those that are older, only the ledger is read: it says which golds must stay.
+    Of older ones only the ledger is read: it says which golds must stay.
     """
     found = []
     for step, folder in step_folders(directory.checkpoints).items():
@@ -192,12 +197,12 @@ def damaged(directory: RunDirectory, resumed: Resumed | None) -> list[tuple[int,
 
 
 def check_shared(lock: RunLock) -> None:
-    """Raise InputError in every process where one does not see the folder in which process 0 has taken the lock."""
+    """Raise InputError in every process if one does not see the folder in which process 0 has taken the lock."""
     if count() == 1:
         return
 
     def written() -> str:
-        sync(lock.path)  # on a network's disk others see only what has left this machine's cache
+        sync(lock.path)  # on a network disk others see only what has left this machine's cache
         return lock.path.read_text()
 
     said = from_first(written)
@@ -218,10 +223,11 @@ def check_shared(lock: RunLock) -> None:
 
 
 def directory_as_of(setup: Setup, directory: RunDirectory, last: int, history: History) -> None:
-    """Move away what was measured after the checkpoint of step `last`, whose `history` it is; write the config, model
-    and tokenizer that go on from there.
+    """Bring the directory to the state of the checkpoint at step `last`, whose `history` is given.
 
-    At `last` itself a set may have been measured after it: one that the run was given when it was taken up there.
+    What was measured after it is moved away, and the config, model and tokenizer that continue from there are written.
+    Even at `last` a set may have been measured after the checkpoint: one that was added when the run was taken up
+    there.
     """
     directory.set_aside_evals_after(last)
     Results(directory).keep_only(last, history.watch.measured_at(last))
@@ -232,7 +238,10 @@ def directory_as_of(setup: Setup, directory: RunDirectory, last: int, history: H
 
 
 def record_as_of(setup: Setup, directory: RunDirectory, resumed: Resumed | None, record: Record | None) -> Record:
-    """The record as of what the run goes on from; `record` is the one that this process has open already."""
+    """The record, cut back to what the run continues from.
+
+    `record` is the one that this process already has open; None: it is opened.
+    """
     offsets = {EVENTS: 0, METRICS: 0} if resumed is None else resumed.ledger["offsets"]
     if record is not None:
         record.cut_back(offsets)

@@ -1,4 +1,4 @@
-"""The optimizers and their settings. Nothing heavy is imported with this module: the config reads them here."""
+"""The optimizers and their settings. Importing this module imports nothing heavy: the config reads them here."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class OptimConfig:
     """Settings of sophia."""
 
     def problems(self) -> list[tuple[str, str]]:
-        """What is wrong with the name, the numbers and what nobody would read: (field, message) pairs."""
+        """Problems with the name, the numbers, and keys that nothing would read, as (field, message) pairs."""
         problems = []
         for path, (expected, fits) in _RANGES.items():
             number = attrgetter(path)(self)
@@ -136,25 +136,25 @@ _POSITIVE = "a finite number above 0", lambda number: 0 < number < math.inf
 _RANGES = {
     **dict.fromkeys(("b1", "b2", "lion.b1", "lion.b2", "muon.momentum", "sophia.b1", "sophia.b2"), _SHARE),
     "grad_clip": ("a finite number, 0 or more", lambda number: 0 <= number < math.inf),
-    # An update beyond these bounds ruins the parameters, and only the next one would show it.
+    # Beyond these bounds an update ruins the parameters, and only the next update would show it.
     **dict.fromkeys(("weight_decay", "muon.weight_decay_mult"), ("0 to 100", lambda number: 0 <= number <= 100)),
     "muon.lr_scale": ("above 0, at most 1000", lambda number: 0 < number <= 1000),
     **dict.fromkeys(("eps", "muon.consistent_rms", "sophia.gamma", "sophia.eps"), _POSITIVE),
     "muon.ns_steps": ("1 to 20", lambda number: 1 <= number <= 20),
     "sophia.every": ("1 to 1000000000", lambda number: 1 <= number <= 10**9),
 }
-# The keys of `optim` that are one optimizer's; the others are for all.
+# The keys of `optim` that only one optimizer reads; all optimizers read the others.
 _READS = {"adamw": ("b1", "b2", "eps", "adam"), "lion": ("lion",), "muon": ("muon",), "sophia": ("sophia",)}
 
 
 def make_optimizer(config: OptimConfig) -> optax.GradientTransformationExtraArgs:
     """The update rule without its learning rate.
 
-    Its updates are those of a learning rate of 1, to be multiplied by the rate of the step and added to the
-    parameters: so the rate is an array of the step's, and a change of rate compiles nothing. Clipping is the
-    step's too, which has the gradient's norm at hand. `update(grads, opt_state, params, hessian_diagonal=fn)`
-    serves them all; `fn()` returns a tree like the parameters, an estimate of the diagonal of the loss's Hessian,
-    and is called by those that use one (sophia). Moments stand in trees with the keys of the parameters.
+    Its updates are for a learning rate of 1: the step multiplies them by its rate and adds them to the parameters. So
+    the rate is an input of the step, and a change of it compiles nothing. Clipping is the step's too, which has the
+    gradient's norm at hand. All rules are called as `update(grads, opt_state, params, hessian_diagonal=fn)`. `fn()`
+    returns a tree like the parameters, an estimate of the diagonal of the loss's Hessian; only rules that use one
+    (sophia) call it. Moments are stored in trees with the keys of the parameters.
     """
     import optax
 
@@ -184,16 +184,16 @@ def lion(config: OptimConfig) -> optax.GradientTransformation:
 
 
 def muon(config: OptimConfig) -> optax.GradientTransformation:
-    """Muon (kellerjordan.github.io/posts/muon, scaled as in arXiv:2502.16982) and `rest`, as `muon_partition` says.
+    """Muon (kellerjordan.github.io/posts/muon, scaled as in arXiv:2502.16982) and `rest`, split by `muon_partition`.
 
-    Its matrices are [inputs, outputs]. `init` raises InputError where the model has none.
+    Matrices of muon are [inputs, outputs]. `init` raises InputError if the model has none.
     """
     import jax
     import optax
 
     own = config.muon
 
-    def axes(updates):  # optax takes None for "all are matrices", and then trips over a tree
+    def axes(updates):  # for optax None means "all are matrices", but then it fails on a tree
         return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(0, 1), updates)
 
     def by_shape(update):
@@ -229,10 +229,10 @@ def sophia(config: OptimConfig) -> optax.GradientTransformation:
     )
 
 
-# An optimizer of your own: a function of OptimConfig that returns an optax chain for a learning rate of 1, so with
-# optax.scale(-1.0) at its end, and a line here. `optim.name` takes its name from then on. It may read any key of
-# `optim`; the matrices to decay are `mask=matrices`. For one that is only tried: OPTIMIZERS["mine"] = mine. One that
-# stays is also in MOMENTS, for the memory that a plan tells, and in _READS, with the keys that are its own.
+# To add an optimizer, write a function of OptimConfig that returns an optax chain for a learning rate of 1, so with
+# optax.scale(-1.0) at its end, and add a line here: `optim.name` then accepts its name. It may read any key of `optim`;
+# `mask=matrices` selects the arrays to decay. To only try one: OPTIMIZERS["mine"] = mine. To keep one, add it also to
+# MOMENTS, for the memory estimate of `plan`, and to _READS, with the keys that only it reads.
 OPTIMIZERS: dict[str, Callable[[OptimConfig], optax.GradientTransformation]] = {
     "adamw": adamw,
     "lion": lion,
@@ -241,12 +241,12 @@ OPTIMIZERS: dict[str, Callable[[OptimConfig], optax.GradientTransformation]] = {
 }
 
 
-# Float32 numbers that the state has for each parameter, for the estimate of memory.
+# Float32 numbers of optimizer state per parameter, for the memory estimate.
 MOMENTS = {"adamw": 2, "lion": 1, "muon": 1, "sophia": 2}
 
 
 def matrices(params: Any) -> Any:
-    """True for each array of two or more axes, token and position embeddings included, as GPT-2 trainers do."""
+    """True for each array of two or more axes, token and position embeddings included, as in GPT-2 trainers."""
     import jax
 
     return jax.tree.map(lambda array: array.ndim >= 2, params)
@@ -255,9 +255,9 @@ def matrices(params: Any) -> Any:
 def muon_partition(params: Any, config: MuonConfig) -> Any:
     """A tree like `params` with "muon" for each array that muon takes and "rest" for the others.
 
-    Muon takes the arrays of exactly two axes whose path has no part named `embed`, `embedding`, `positions` or
-    `head`; with `allow_all_2d` those too; with `allow_tied_embed` the embedding of a model that has no `head`. Raises
-    InputError where that leaves muon nothing.
+    Muon takes the arrays of exactly two axes whose path has no part named `embed`, `embedding`, `positions` or `head`;
+    with `allow_all_2d` those too; with `allow_tied_embed` also the embedding of a model without a `head`. Raises
+    InputError if nothing is left for muon.
     """
     import jax
 
@@ -282,6 +282,6 @@ def muon_partition(params: Any, config: MuonConfig) -> Any:
 
 
 def state_layout(config: OptimConfig) -> dict[str, Any]:
-    """The settings that the arrays of the optimizer's state follow from: a run keeps them."""
+    """The settings that determine which arrays the optimizer's state has; the ledger keeps them."""
     names = ("name", "muon.rest", "muon.allow_all_2d", "muon.allow_tied_embed")
     return {name: attrgetter(name)(config) for name in (names if config.name == "muon" else names[:1])}

@@ -1,4 +1,4 @@
-"""What a config changes of what is trained already, and how that is undone."""
+"""What a config changes of what is already trained, and how to undo it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from phases.clocks import clock_step, reached, read_clock, resolve_steps
 from phases.schedule import NOT_DATA, Phase, Schedule, SourceSupply, segments_from_json
 
 _DEFAULTS = {field.name: field.default for field in fields(Phase)}
-# A phase is called by its name, the next five may say the same in other words, and micro-steps change no data.
+# The name identifies a phase, the next five can be spelled in several ways, and micro-steps change no data.
 _NOT_SHAPE = ("name", "until", "mixture", "ramp_steps", "ramp_shape", "lr", "grad_accum")
-# Every other field of a phase, by its default: compared as it stands, or as train's where that is None.
+# Every other field of a phase, with its default: compared as it is, or as train's if it is None.
 SHAPE = {name: default for name, default in _DEFAULTS.items() if name not in _NOT_SHAPE}
 
 
 @dataclass(frozen=True)
 class Contrast:
-    """What is declared of a run now, beside what was declared of it up to `step`, as its ledger `saved` has it.
+    """What a run's config declares now, beside what was declared up to `step` according to its ledger `saved`.
 
-    `was` and `now` are as of `curriculum.scheduling.declaration`.
+    `was` and `now` are declarations (`curriculum.scheduling.declaration`).
     """
 
     saved: Mapping[str, Any]
@@ -39,12 +39,12 @@ class Contrast:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """What `was` came to."""
+        """The schedule that `was` resolved to."""
         return Schedule(segments_from_json(self.saved["segments"]))
 
     @cached_property
     def epochs(self) -> dict[str, int]:
-        """The tokens of an epoch by source, as they were."""
+        """Tokens per epoch by source, from the ledger."""
         return {name: source["tokens_per_epoch"] for name, source in self.saved["sources"].items()}
 
     @cached_property
@@ -59,7 +59,10 @@ class Contrast:
 
     @cached_property
     def current(self) -> str | None:
-        """The phase under way at `step`, as the last one of a run always is; None where `now` lets it end by then."""
+        """The phase under way at `step`; None if `now` lets it end by then.
+
+        At the end of the run the last phase still counts as under way.
+        """
         step, total_steps = self.step, self.schedule.total_steps
         for name, start, end in self.schedule.phase_bounds:
             if start < step and (step < end or end == total_steps) and not self._ends(name):
@@ -74,23 +77,26 @@ class Contrast:
 
     @property
     def kept(self) -> list[str]:
-        """Those of `over` that were declared and are declared now too."""
+        """Those of `over` that both declarations contain."""
         return [name for name in self.over if name in self.old and name in self.new]
 
     def declared_first(self, declared: Mapping[str, Any]) -> list[str]:
-        """The phases that are declared before the one under way, or up to the last one that is over."""
+        """The phases declared before the one under way, or else up to the last one that is over."""
         names = [phase["name"] for phase in declared["phases"]]
         if self.current in names:
             return names[: names.index(self.current)]
         return names[: max((names.index(name) + 1 for name in self.over if name in names), default=0)]
 
     def settled_end(self, name: str) -> int | None:
-        """Where a phase ends whatever its clock counts (`Curriculum.settled`), None where its `until` is edited."""
+        """The step at which a phase ends whatever its clock counts (`Curriculum.settled`).
+
+        None if there is no such step or if the `until` of the phase is edited.
+        """
         old, new = self.old.get(name), self.new.get(name)
         return self.saved["settled"].get(f"{name}.until") if old and new and old["until"] == new["until"] else None
 
     def _ends(self, name: str) -> bool:
-        """Whether a phase is declared now to end by `step`, with more of the run behind it."""
+        """Whether `now` lets a phase end by `step` with more of the run to follow."""
         phase, total_steps = self.new.get(name), self.now["train"]["steps"]
         if phase is None or total_steps <= self.step:
             return False
@@ -99,17 +105,17 @@ class Contrast:
         return self._passed(phase["until"])
 
     def _passed(self, until: int | str) -> bool:
-        """Whether a clock is reached by `step`, in a run as long as is declared now."""
+        """Whether a clock is reached by `step`, given the run length that `now` declares."""
         supplies = {source: SourceSupply(self.epochs.get(source)) for source in self.now["sources"]}
         try:
             return reached(read_clock(until, supplies, self.now["train"]["steps"], True), self.schedule, self.step)
-        except ValueError:  # told where the config is resolved
+        except ValueError:  # reported when the config is resolved
             return False
 
     def declared_end(self, name: str) -> int | str | None:
-        """The `until` that was declared of a phase, where `now` lets it end by `step` and that lies ahead still.
+        """The declared `until` of a phase that `now` lets end by `step`, if that `until` still lies ahead.
 
-        None of the last phase as well: it lasted to the end of the run, where others may follow now.
+        None for the last phase too: it lasted to the end of the run, and others may follow it now.
         """
         bounds, until = self.schedule.phase_bounds, self.old[name]["until"]
         cut_short = any(end > self.step for phase, _, end in bounds[:-1] if phase == name)
@@ -121,22 +127,22 @@ def phases_by_name(declared: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def field_of(declared: Mapping[str, Any], phase: Mapping[str, Any], key: str) -> Any:
-    """A field of a phase as it is declared: train's, where the phase has none of its own."""
+    """A field of a phase as declared; train's if the phase has none of its own."""
     return declared["train"].get(key) if phase[key] is None else phase[key]
 
 
 def draw_alike(was: Mapping[str, Any], now: Mapping[str, Any], name: str, settled: Mapping[str, int]) -> bool:
-    """Whether two declarations say the same of what the updates of a phase draw, in whatever words.
+    """Whether two declarations agree on what the updates of a phase draw, however they spell it.
 
-    Where the phase has no shape of its own in either, train's may differ. `settled` is what the shares of the run came
-    to by the first of them, as of `Curriculum.settled`.
+    If neither gives the phase a shape of its own, train's may differ. `settled`: the step counts that percentages of
+    the run resolved to by the first declaration, as in `Curriculum.settled`.
     """
     old, new = (phases_by_name(declared).get(name) for declared in (was, now))
     if old is None or new is None:
         return False
     steps_then, steps_now = (declared["train"]["steps"] for declared in (was, now))
     ramp_steps = settled.get(f"{name}.ramp_steps", old["ramp_steps"])
-    if new["ramp_steps"] == old["ramp_steps"]:  # the same words stay what they have come to
+    if new["ramp_steps"] == old["ramp_steps"]:  # an unchanged percentage stays as it was resolved
         new, steps_now = {**new, "ramp_steps": ramp_steps}, steps_then
     old = {**old, "ramp_steps": ramp_steps}
     own = [key for key in SHAPE if key not in NOT_DATA and (old[key], new[key]) != (None, None)]
@@ -144,14 +150,14 @@ def draw_alike(was: Mapping[str, Any], now: Mapping[str, Any], name: str, settle
 
 
 def _drawn(declared: Mapping[str, Any], phase: Mapping[str, Any], total_steps: int, shape: Sequence[str]) -> list[Any]:
-    """What a phase draws, replay mixed in, in one way of saying it; `shape`: the fields of its shape that count."""
+    """What a phase draws, replay included, in canonical form; `shape`: the fields of its shape that count."""
     (mixed,) = with_replay([Phase(phase["name"], "end", phase["mixture"])], declared["adaptation"]["replay"])
     drawn = _resolved({**phase, "mixture": mixed.mixture, "lr": None}, total_steps)
     return [drawn, *(field_of(declared, phase, key) for key in shape)]
 
 
 def of_past(contrast: Contrast) -> Iterator[Problem]:
-    """The ways in which what is declared now contradicts what was trained before the contrast's step."""
+    """The ways in which the current declaration contradicts what was trained before the contrast's step."""
     trained, got = contrast.was["seed"], contrast.now["seed"]
     if got != trained:
         yield "seed", f"got {got}, but steps 0 to {contrast.step} were trained with {trained}"
@@ -162,7 +168,7 @@ def of_past(contrast: Contrast) -> Iterator[Problem]:
 
 
 def _train_changed(contrast: Contrast) -> Iterator[Problem]:
-    """Of train's shape, where phases that are over have none of their own."""
+    """Changes to train's shape, if finished phases have none of their own."""
     for key in ("batch_size", "seq_len"):
         trained, got = (declared["train"][key] for declared in (contrast.was, contrast.now))
         of_train = [n for n in contrast.kept if contrast.old[n][key] is None and contrast.new[n][key] is None]
@@ -173,7 +179,7 @@ def _train_changed(contrast: Contrast) -> Iterator[Problem]:
 
 
 def _order_changed(contrast: Contrast) -> Iterator[Problem]:
-    """Phases that are new among those trained, and another order of these."""
+    """New phases among the trained ones, and a changed order of the trained ones."""
     stood, stand = (contrast.declared_first(declared) for declared in (contrast.was, contrast.now))
     for i, name in enumerate(stand):
         if name not in stood:
@@ -186,7 +192,7 @@ def _order_changed(contrast: Contrast) -> Iterator[Problem]:
 
 
 def _phases_changed(contrast: Contrast) -> Iterator[Problem]:
-    """Phases that are over and gone by now, or other ones."""
+    """Finished phases that are gone or changed."""
     place = {name: i for i, name in enumerate(contrast.new)}
     for name, (start, end) in contrast.over.items():
         if name not in contrast.old:
@@ -205,9 +211,9 @@ def _phases_changed(contrast: Contrast) -> Iterator[Problem]:
 
 
 def _fields_changed(contrast: Contrast, name: str) -> Iterator[str]:
-    """The fields in which a phase that is over is another one now: other words for the same are the same.
+    """The fields in which a finished phase has changed; another spelling of the same value is no change.
 
-    Where neither has a shape of its own, it is train's that changed.
+    If neither declaration gives the phase a shape of its own, a changed shape is train's change.
     """
     old, new, (_, end) = contrast.old[name], contrast.new[name], contrast.over[name]
     steps_then, steps_now = (declared["train"]["steps"] for declared in (contrast.was, contrast.now))
@@ -223,7 +229,7 @@ def _fields_changed(contrast: Contrast, name: str) -> Iterator[str]:
 
 
 def _replay_changed(contrast: Contrast) -> Iterator[Problem]:
-    """Shares of replay that a phase has which is over."""
+    """Changed shares of replay that finished phases were trained with."""
     before, after = (declared["adaptation"]["replay"] for declared in (contrast.was, contrast.now))
     for source in {**before, **after}:
         share, trained = after.get(source), before.get(source)
@@ -233,12 +239,12 @@ def _replay_changed(contrast: Contrast) -> Iterator[Problem]:
 
 
 def _resolved(phase: Mapping[str, Any], total_steps: int) -> dict[str, Any]:
-    """The fields of a phase, beside its end, in one way of saying them."""
+    """The fields of a phase that can be spelled in several ways, except its end, in canonical form."""
 
     def steps(value):
         try:
             return resolve_steps(value, total_steps)
-        except ValueError:  # told where the config is resolved
+        except ValueError:  # reported when the config is resolved
             return value
 
     mixture, lr, ramp_steps = phase["mixture"], phase["lr"], steps(phase["ramp_steps"])
@@ -252,9 +258,9 @@ def _resolved(phase: Mapping[str, Any], total_steps: int) -> dict[str, Any]:
 
 
 def how_to_mend(config: Config, contrast: Contrast, problems: Sequence[Problem]) -> list[str]:
-    """What was trained and what the config says instead, as a difference of YAML, and what to put back."""
+    """What was trained against what the config says, as a diff of YAML, and what to put back."""
     over, step, bounds = contrast.over, contrast.step, contrast.schedule.phase_bounds
-    ended = {n for n, _, end in bounds if n in over and (end > step or n == bounds[-1][0])}  # by `now`
+    ended = {n for n, _, end in bounds if n in over and (end > step or n == bounds[-1][0])}  # by the current config
     phases = [
         {**phase, "until": _end_to_put_back(contrast, phase["name"])} if phase["name"] in ended else phase
         for phase in contrast.was["phases"]
@@ -263,7 +269,7 @@ def how_to_mend(config: Config, contrast: Contrast, problems: Sequence[Problem])
 
     def shown(declared):
         concerned = {*contrast.declared_first(declared), *over}
-        if any(path == "phases" for path, _ in problems):  # of the order, or of one that is gone
+        if any(path == "phases" for path, _ in problems):  # the order changed, or a phase is gone
             concerned.add(contrast.current)
         of_train = [path.removeprefix("train.") for path, _ in problems if path.startswith("train.")]
         sections = {**declared, "train": {key: declared["train"][key] for key in of_train}}
@@ -282,7 +288,11 @@ def how_to_mend(config: Config, contrast: Contrast, problems: Sequence[Problem])
 
 
 def _end_to_put_back(contrast: Contrast, name: str) -> int | str:
-    """The `until` of a phase that ends by now as the config has it: its new one, where that is the contrast's step."""
+    """The `until` to put back for a phase that the config lets end by the contrast's step.
+
+    That is the config's own if it fits what was trained, else the declared one if it lies ahead, else the contrast's
+    step.
+    """
     if "until" not in _fields_changed(contrast, name):
         return contrast.new[name]["until"]
     declared = contrast.declared_end(name)
@@ -290,7 +300,7 @@ def _end_to_put_back(contrast: Contrast, name: str) -> int | str:
 
 
 def _yaml(sections: Mapping[str, Any]) -> str:
-    """Each section by its key, what is deep in it on one line."""
+    """The YAML of each section by its key, with nested values on one line."""
     flow = {True: None, False: False}  # a lone scalar in the style of a file
     return "".join(
         yaml.safe_dump(

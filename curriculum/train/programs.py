@@ -1,4 +1,4 @@
-"""The compiled programs of a run: one a shape, made before it is needed, and never twice."""
+"""The compiled programs of a run: one per shape, made before it is needed, and never twice."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ COMPILE_THREAD = "curriculum-compile"
 
 
 class StepShape(NamedTuple):
-    """What of an update is compiled in: A micro-steps of B rows of T tokens, and the base of the rotary positions.
+    """What is compiled into an update: A micro-steps of B rows of T tokens, and the base of the rotary positions.
 
-    `rope_theta` is None where it is the model's own.
+    `rope_theta` is None if it is the model's own.
     """
 
     A: int
@@ -27,7 +27,7 @@ class StepShape(NamedTuple):
 
     @staticmethod
     def of(segment: Segment, grad_accum: int) -> StepShape:
-        """The shape of a segment's updates: A as `DataPlan.batch` has it."""
+        """The shape of a segment's updates, with A as in `DataPlan.batch`."""
         num_micro = math.gcd(grad_accum, segment.batch_size)
         return StepShape(num_micro, segment.batch_size // num_micro, segment.seq_len, segment.rope_theta)
 
@@ -37,12 +37,12 @@ class StepShape(NamedTuple):
 
 
 class Programs:
-    """`programs[shape]` is the compiled update of that shape, or what else of a run is compiled by what it is for.
-    To be asked by one thread.
+    """`programs[shape]` is the compiled program of a shape, or of another key. To be asked by one thread only.
 
-    `compile(shape)` makes one, and is called once a shape, in whatever thread; `warm(shape, program)` is called after
-    it in the background alone. `of` says in a message what the programs are. `beside`: those that share the thread.
-    `seconds`: how long each took, in the order in which they were ready.
+    `compile(shape)` makes a program; it is called once per shape, in the asking thread or in the background.
+    `warm(shape, program)` is called after it, in the background only. `of` names the programs in a message. `beside`:
+    other programs whose background thread these share. `seconds`: how long each took to compile, in the order they
+    were ready.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class Programs:
         self.seconds: dict[Hashable, float] = {}
 
     def __getitem__(self, shape: Hashable) -> Any:
-        """Waits for a program that is being compiled; one that nothing was begun of is compiled here and now.
+        """Wait for a program that is being compiled; one that has not been started is compiled here and now.
 
-        Raises what the compiler raised, in the background too, with the shape as a note.
+        Raises what the compiler raised, also in the background, with the shape as a note.
         """
         if shape not in self._ready:
             future = self._ahead.get(shape)
@@ -70,15 +70,16 @@ class Programs:
         return self._ready[shape]
 
     def ahead(self, shapes: Iterable[Hashable]) -> None:
-        """Begin to compile in the background, in this order, what is not yet there; returns at once."""
+        """Start compiling missing programs in the background, in this order; returns at once."""
         for shape in shapes:
             if shape not in self._ready and shape not in self._ahead:
                 self._ahead[shape] = self._worker.submit(self._make_ahead, shape)
 
     def close(self) -> None:
-        """Begin nothing more. What is being compiled is not waited for here, but by the interpreter as it ends: the
-        compiler cannot be interrupted, and a process that is taken down under it crashes. So the `curriculum` command
-        leaves without the interpreter's end.
+        """Start no more compilations. The one under way is not waited for here, but by the interpreter at its exit.
+
+        The compiler cannot be interrupted, and a process that is torn down during a compilation crashes. To avoid that
+        wait, the `curriculum` command exits without the interpreter's shutdown.
         """
         self._worker.shutdown(wait=False, cancel_futures=True)
 
@@ -99,5 +100,5 @@ class Programs:
 
 
 def compiling() -> bool:
-    """Whether something is still being compiled after all `Programs` were closed: their threads end with it."""
+    """Whether something is still being compiled after all `Programs` were closed, whose threads then end."""
     return any(thread.name.startswith(COMPILE_THREAD) for thread in threading.enumerate())

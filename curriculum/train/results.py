@@ -14,15 +14,15 @@ from evalsets.metrics import WindowResults
 
 
 class Results:
-    """Writes and reads them, process 0 for all.
+    """Writes and reads the results of evals; process 0 does it for all.
 
-    What a full disk does not take is kept in memory, and written with the next ones.
+    What a full disk refuses is kept in memory, and written with the next results.
     """
 
     def __init__(self, directory: RunDirectory):
         self._directory = directory
         self._held: list[tuple[int, Mapping[str, WindowResults], Mapping[str, Mapping[str, WindowResults]]]] = []
-        self._newest: tuple[int | None, Mapping[str, WindowResults]] = (None, {})  # all that there is of a step
+        self._newest: tuple[int | None, Mapping[str, WindowResults]] = (None, {})  # all results of a step, if in memory
 
     def write(
         self, step: int, results: Mapping[str, WindowResults], averaged: Mapping[str, Mapping[str, WindowResults]]
@@ -41,7 +41,7 @@ class Results:
             tell(f"{path}: cannot be written: {error.strerror}; held back in memory until the next eval or checkpoint")
 
     def flush(self) -> None:
-        """Write what was held back. Raises OSError where the disk still does not take it."""
+        """Write what was held back. Raises OSError if the disk still refuses it."""
         while self._held:
             step, results, averaged = self._held[0]
             self._on_disk(step)
@@ -49,12 +49,12 @@ class Results:
             self._held.pop(0)
 
     def read(self, step: int) -> dict[str, WindowResults]:
-        """Those of the raw parameters at a step, by set; nothing where there was no eval, or they are damaged."""
+        """The results of the raw parameters at a step, by set; empty if there was no eval, or if they are damaged."""
         found = from_first(lambda: {name: result._asdict() for name, result in self._found(step).items()})
         return {name: WindowResults(**arrays) for name, arrays in found.items()}
 
     def keep_only(self, step: int, names: Collection[str]) -> None:
-        """Of the eval at a step keep these sets alone; where it has others, it is kept whole in `superseded/`."""
+        """Keep only these sets of the eval at a step; if it has others, a whole copy goes to `superseded/`."""
         path = self._directory.results(step)
         if not self._on_disk(step).keys() - names:
             return
@@ -73,7 +73,7 @@ class Results:
         return found
 
     def _on_disk(self, step: int) -> dict[str, WindowResults]:
-        """What the disk has. A file that cannot be read is moved to `superseded/`, which is told: the run goes on."""
+        """What the disk has. An unreadable file is moved to `superseded/`, with a message, and the run continues."""
         path = self._directory.results(step)
         try:
             return read_results(path)

@@ -1,4 +1,4 @@
-"""A run under way: what it is made of, where it is kept, and how far it has come."""
+"""A run under way: its parts, its directory, and how far it has come."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from evalsets.gold import GoldState, kept_steps
 
 @dataclass
 class Running:
-    """The parts of a run that goes on; `state` and `history` are as of its newest update."""
+    """The parts of a run under way; `state` and `history` are as of its newest update."""
 
     setup: Setup
     directory: RunDirectory
@@ -35,16 +35,19 @@ class Running:
     history: History
     clock: TrainClock = field(default_factory=TrainClock)
     results: Results = field(init=False)
-    # As it was before the gold that may still be on its way to the disk.
+    # From before the newest gold decision, whose checkpoint may still be being saved.
     gold_before: GoldState = field(default_factory=GoldState)
-    why_not_saved: str = ""  # of the save that failed last
-    stop: StopSignals | None = None  # what ends a gate; None before the first update, when no work would be lost
+    why_not_saved: str = ""  # the reason of the last save that failed
+    stop: StopSignals | None = None  # ends a running gate; None during `_begin`, when no work would be lost
 
     def __post_init__(self):
         self.results = Results(self.directory)
 
     def offsets(self) -> dict[str, int]:
-        """How long the record is. Raises OSError where the disk did not take all that was recorded and measured."""
+        """Write the record and the eval results to disk; return the length of each file of the record.
+
+        Raises OSError if the disk refuses any of it.
+        """
 
         def on_disk() -> dict[str, int]:
             self.results.flush()
@@ -53,20 +56,20 @@ class Running:
         return from_first(on_disk)
 
     def save_in(self, checkpoints: Checkpoints, done: int, offsets: Mapping[str, int]) -> None:
-        """Start saving the run as it is after `done` updates, its record being as long as `offsets` say."""
+        """Start saving the run after `done` updates; `offsets` are the lengths of its record."""
         entry = ledger.entry(self.setup, done, self.history, offsets, self.record.elapsed_s)
         checkpoints.save(self.state, entry, self.history.watch.baselines())
 
     def keep(self, done: int, folders: Iterable[Checkpoints], offsets: Mapping[str, int] | None = None) -> None:
-        """Save the run as it is after `done` updates in some of the folders beside `checkpoints/`.
+        """Save the run after `done` updates in folders other than `checkpoints/`.
 
-        `offsets`: the length of the record that goes with the step's own checkpoint, where it has one, which is saved
-        first: going on from any of them gives one record.
+        `offsets`: the length of the record that belongs to the step's own checkpoint, if it has one, which is saved
+        first. Continuing from any of these copies then gives the same record.
         """
         for checkpoints in folders:
             with self.clock.paused(self.state):
                 self.settle(done, checkpoints)
-                if done in from_first(checkpoints.steps):  # of this very step, before a set was added
+                if done in from_first(checkpoints.steps):  # a copy of this step from before an eval set was added
                     checkpoints.delete(done)
                 try:
                     self.save_in(checkpoints, done, offsets or self.offsets())
@@ -74,10 +77,10 @@ class Running:
                     self.save_failed(done, error, f"{checkpoints.directory.name}/{done}")
 
     def settle(self, done: int, *of: Checkpoints, wait: bool = True) -> None:
-        """Wait until the saves under way in the folders `of`, all by default, are on the disk; record what failed.
+        """Wait until the saves under way in the folders `of` (default: all) are on disk, and record those that failed.
 
-        Without `wait`: only look at those that have ended. Several processes may see that at different steps, so that
-        each of them only looks for a save that failed, which ends the run.
+        Without `wait`, only handle saves that have already ended. Several processes may notice that at different
+        steps, so each then only checks for a failed save, which ends the run.
         """
         for checkpoints in of or (self.checkpoints, *self.best.places):
             try:
@@ -89,14 +92,14 @@ class Running:
                 self.save_failed(done, failure, failure.path)
 
     def drop_golds(self) -> None:
-        """Let go of the golds that were replaced, and that no checkpoint that is still there needs."""
+        """Delete replaced golds that no remaining checkpoint needs."""
         self.best.drop_all_but(kept_steps(self.history.gold) | kept_steps(self.gold_before))
 
     def save_failed(self, done: int, error: OSError, path: str) -> None:
-        """Record that the disk did not take a checkpoint, whose `path` is relative to the run. Raises any other error.
+        """Record that the disk refused the checkpoint at `path`, relative to the run. Raises any other `error`.
 
-        A gold that was not saved is none: it is linked from `checkpoints/` if that has the step, else the one before
-        is the gold again.
+        A gold that could not be saved is linked from `checkpoints/` if its step is there, and nothing is recorded.
+        Otherwise the gold before it stands again.
         """
         if error.errno not in DISK_ERRORS:
             raise error
@@ -121,7 +124,7 @@ class Running:
         )
 
     def _link_gold(self, done: int, step: int) -> bool:
-        """Take the gold of `step` from the step's own checkpoint; whether that could be done."""
+        """Hard-link the gold of `step` from that step's own checkpoint; returns whether that worked."""
         self.settle(done, self.checkpoints)
         if step not in from_first(self.checkpoints.steps):
             return False
@@ -132,7 +135,7 @@ class Running:
         return True
 
     def check_saved(self, done: int) -> None:
-        """Raise InputError where the run ends after `done` updates and its checkpoint of them is not there."""
+        """Raise InputError if the run ends after `done` updates without the checkpoint of that step."""
         last = max(from_first(self.checkpoints.steps), default=None)
         if last != done:
             good = (

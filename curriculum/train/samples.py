@@ -1,4 +1,4 @@
-"""What the model writes while it is trained: the same prompts again and again."""
+"""Text that the model generates during training, always from the same prompts."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from evalsets.evalset import EvalSet
 
 
 class Samples:
-    """Goes on from the prompts of `logging.generate` with any parameters, by what is compiled once.
+    """Continues the prompts of `logging.generate` with any parameters, by programs that are compiled once.
 
-    The parameters are only read, and the draws have keys of their own: training is the same with and without.
-    Raises InputError where the model cannot generate, and for every prompt that will not do.
+    The parameters are only read, and sampling has its own random keys: training is the same with and without it.
+    Raises InputError if the model cannot generate, and for every unusable prompt.
     """
 
     def __init__(self, config: Config, mesh: Mesh, model: Model, tokenizer: Tokenizer, evalsets: Mapping[str, EvalSet]):
@@ -50,29 +50,29 @@ class Samples:
             raise config.error(problems)
 
     def using(self, model: Model) -> Samples:
-        """The same prompts for another model, which is compiled apart."""
+        """The same prompts for another model, which is compiled separately."""
         other = copy.copy(self)
         other.generator = Generator(model, self.generator.tokenizer, self.mesh)
         return other
 
     def compile(self, params: Params) -> None:
-        """Compile for parameters like `params`, arrays or jax.ShapeDtypeStruct: others will not do from then on."""
+        """Compile for parameters like `params`, arrays or jax.ShapeDtypeStruct; later calls accept no others."""
         self.generator.compile(params, self.prompts, self.sampling)
 
     def __call__(self, params: Params) -> list[dict[str, Any]]:
-        """One a prompt, as the event `generation` tells it."""
+        """One sample per prompt, as in the event `generation`."""
         return [sample.to_json() for sample in self.generator.generate(params, self.prompts, self.sampling)]
 
 
 def beginnings(evalset: EvalSet, num: int, prompt_tokens: int, tokenizer: Tokenizer) -> list[Prompt]:
-    """What `num` documents of a set begin with, in the set's order: `prompt_tokens` of the first that are longer than
-    that, and of a conversation all up to its first answer.
+    """The beginnings of `num` documents of a set, in the set's order.
 
-    Where there are not enough of them, the first of the others as well. A conversation whose first window holds no
-    answer has no beginning in the set.
+    Of the first documents longer than `prompt_tokens`, that many tokens; of a conversation, everything up to its first
+    answer. If these are too few, the first of the other documents are used as well. A conversation whose first window
+    holds no answer has no beginning in the set.
     """
     first_D = np.searchsorted(evalset.document_N, np.arange(evalset.num_documents))
-    # What opens documents, no text holds; a window is filled up with it too.
+    # The bos token opens each document and pads windows; no text contains it.
     first_D = first_D[evalset.tokens_NT1[first_D, 0] == tokenizer.bos]
     ends_DT = evalset.tokens_NT1[first_D, 1:] == tokenizer.bos
     length_D = np.where(ends_DT.any(axis=1), ends_DT.argmax(axis=1), ends_DT.shape[1])

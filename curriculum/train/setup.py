@@ -1,4 +1,4 @@
-"""All that a run is made of, built from its config before anything is written."""
+"""All parts of a run, built from its config before anything is written to its directory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from curriculum.train.step import TrainState
 from evalsets.suite import Suite
 from phases.schedule import Schedule, segments_to_json
 
-_COMPARED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")  # between the processes of a run
+_COMPARED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")  # what processes must share
 _NO_ROPE = "is of the config's own models only, not of one that make_model gives; leave it out"
 
 
@@ -55,27 +55,27 @@ class Setup:
     course: Course  # what is trained on, step by step
     states: States  # how a state begins, or is restored
     compiled: Compiled
-    lineage: dict[str, Any] | None  # the run that this one began from, back to the first
+    lineage: dict[str, Any] | None  # what this run began from, back to the first run; None: its seed
     device_lines: list[str]  # for the console
-    store_dir: str  # as it was given
+    store_dir: str  # as the caller gave it
 
     def update_at(self, step: int) -> Callable[..., TrainState]:
-        """Update `step`, compiled: (state, batch, *knobs) -> state. It consumes the state that it is given.
+        """Update `step`, compiled: (state, batch, *knobs) -> state. The state passed in is donated.
 
         Raises what the compiler raised.
         """
         return self.compiled.updates[self.course.shape_at(step)]
 
     def suite_at(self, step: int) -> Suite:
-        """What measures the parameters after `step` updates: with the rope theta of the phase that made them."""
+        """The suite for the parameters after `step` updates, with the rope theta of the phase that trained them."""
         return self.compiled.suites[self.course.schedule.rope_theta_at(step)]
 
     def samples_at(self, step: int) -> Samples:
-        """What writes with the parameters after `step` updates, where `logging.generate_every` asks for it."""
+        """The samples for the parameters after `step` updates; only if `logging.generate_every` is set."""
         return self.compiled.samples[self.course.schedule.rope_theta_at(step)]
 
     def warnings(self, told: Collection[str] = ()) -> list[str]:
-        """What is to be said of the schedule as it is planned now, and of the data what is not `told` yet."""
+        """Warnings about the schedule as currently planned, and those about the data that are not in `told`."""
         schedule = self.course.schedule
         return [
             *schedule.warnings,
@@ -85,17 +85,17 @@ class Setup:
         ]
 
     def compile_ahead(self, step: int) -> None:
-        """Begin to compile in the background what updates, evals and samples from `step` on need; returns at once."""
+        """Start compiling in the background what updates, evals and samples from `step` on need; returns at once."""
         self.compiled.ahead(self.course.shapes_from(step))
 
     def close(self) -> None:
-        """End what goes on beside the run: batches and programs made ahead."""
+        """Stop making batches and programs in the background."""
         self.course.close()
         self.compiled.close()
 
 
 def check(config: Config, past: Past = NO_PAST) -> None:
-    """Raise InputError for what can be told of a config before anything is prepared."""
+    """Raise InputError for problems of a config that can be found before anything is prepared."""
     if config.logging.wandb:
         check_wandb(config.logging.wandb)
     check_schedule(config, past)
@@ -110,11 +110,12 @@ def build(
     past: Past = NO_PAST,
     branched_from: Mapping[str, Any] | None = None,
 ) -> Setup:
-    """Prepare what is not prepared, and build the rest. `tokenizer`: the one of a run that goes on.
+    """Prepare the data that is not prepared yet, and build the other parts of a run.
 
-    `make_model(vocab_size)` gives a model of one's own in the place of the config's, which is then null. `start`: what
-    the run begins from, its seed by default. `past`: what of its schedule the config does not decide.
-    `branched_from`: what a branch remembers of its trunk.
+    `tokenizer`: that of a run that continues. `make_model(vocab_size)` returns a custom model in place of the config's
+    `model`, which becomes null. `start`: what the run begins from, by default its seed. `past`: the part of the
+    schedule that the config does not decide. `branched_from`: what a branch remembers of its trunk. Raises InputError,
+    also if the processes of the run do not agree.
     """
     config = _with_model(config, make_model)
     start = start or Start()
@@ -147,7 +148,10 @@ def build(
 
 
 def _with_model(config: Config, make_model: Callable[[int], Model] | None) -> Config:
-    """The config whose `model` is what is trained: null for a model of one's own. Raises InputError."""
+    """The config with the `model` section of what is trained: null for a custom model.
+
+    Raises InputError if there is no model, or if the config asks for what a custom model cannot have.
+    """
     if make_model is None:
         if config.model is None:
             raise config.error([("model", "got null and no other model; name a preset, or call train(make_model=...)")])
@@ -160,7 +164,7 @@ def _with_model(config: Config, make_model: Callable[[int], Model] | None) -> Co
 
 
 def _mesh_of(config: Config) -> Mesh:
-    """The mesh of a config, or InputError with its place in the file."""
+    """The mesh of a config. Raises InputError with its place in the file."""
     try:
         mesh = make_mesh(config.mesh)
     except InputError as error:
@@ -171,7 +175,7 @@ def _mesh_of(config: Config) -> Mesh:
 
 
 def _agreed(config: Config, corpus: Corpus, schedule: Schedule, lineage: Mapping[str, Any] | None) -> dict[str, str]:
-    """What every process of a run must have alike, or digests of it, by what it is."""
+    """What all processes of a run must have in common, by name: versions and digests."""
     found = {
         **{f"the config's {section}": value for section, value in config.to_json().items()},
         "the tokenizer": corpus.tokenizer.fingerprint,
@@ -186,7 +190,7 @@ def _agreed(config: Config, corpus: Corpus, schedule: Schedule, lineage: Mapping
 
 
 def _program(house: Path) -> dict[str, str]:
-    """What decides the programs beside what the run is told; processes that compute others may wait for ever."""
+    """Versions and a digest of the code: processes that compile different programs may wait for each other forever."""
     code = xxhash.xxh3_64()
     for path in sorted(path for room in ("curriculum", "evalsets", "phases") for path in (house / room).rglob("*.py")):
         code.update(path.read_bytes())

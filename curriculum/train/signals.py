@@ -1,4 +1,4 @@
-"""Stopping in an orderly way."""
+"""Orderly stops by SIGINT and SIGTERM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from curriculum.train.processes.together import agreed_stop, is_first
 
 
 class Stopped(Exception):
-    """The run was stopped by a signal, after its checkpoint was saved, or `why_not`; then `last_good` is the last."""
+    """A signal stopped the run after its checkpoint was saved or, if `why_not` is given, could not be saved.
+
+    `last_good` is then the step of the last good checkpoint.
+    """
 
     in_every_process = True
 
@@ -47,7 +50,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def after(self, step: int) -> int | None:
-        """The signal to stop by after `step`, None to go on: the same in every process, whichever of them got it."""
+        """The signal to stop by after `step`, None to continue: the same in every process, whichever received it."""
         return agreed_stop(self.received, step)
 
     def _receive(self, number, _frame):

@@ -20,13 +20,13 @@ class SophiaState(NamedTuple):
 def scale_by_sophia(
     b1: float, b2: float, gamma: float, eps: float, every: int
 ) -> optax.GradientTransformationExtraArgs:
-    """clip(m / max(gamma h, eps), 1): Algorithm 3 of arXiv:2305.14342, without decay, sign and rate.
+    """clip(m / max(gamma h, eps), 1): Algorithm 3 of arXiv:2305.14342, without weight decay, sign and learning rate.
 
-    m is the mean of the gradients that decays by `b1`, h that of the estimates by `b2`; neither is corrected for
-    its start at 0. `update` takes `hessian_diagonal`, a function without arguments that returns a tree like the
-    parameters: an estimate on the batch at hand. It is called, inside the compiled step, at updates 0, `every`,
-    2 `every` and so on. An estimate that is not finite everywhere leaves h as it is: one of them would stay in
-    the mean for good.
+    m is a moving average of the gradients with decay `b1`, h one of the Hessian estimates with decay `b2`; neither is
+    bias-corrected. `update` takes `hessian_diagonal`, a function without arguments that returns a tree like the
+    parameters: an estimate on the current batch. It is called inside the compiled step, at updates 0, `every`, 2
+    `every` and so on. An estimate that is not finite everywhere leaves h unchanged, as it would stay in the average
+    for good.
     """
 
     def init(params):

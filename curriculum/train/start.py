@@ -21,17 +21,17 @@ from curriculum.train.processes.together import from_first
 
 @dataclass(frozen=True)
 class Start:
-    """What a run begins from. All None: from its seed."""
+    """What a run begins from; all None: from its seed."""
 
     lineage: dict[str, Any] | None = None
-    base: Base | HfBase | None = None  # None too for a run that goes on from a checkpoint of its own: see `base_again`
-    frozen: Base | HfBase | None = None  # what a run trains adapters beside, also where it goes on
+    base: Base | HfBase | None = None  # None too for a run that continues from its own checkpoint: see `base_again`
+    frozen: Base | HfBase | None = None  # source of the parameters under adapters, also if it continues
 
 
 def start_of(config: Config, saved: Mapping[str, Any] | None = None) -> Start:
-    """Where the run of a config comes from: what `saved` says, the ledger that it goes on from, or else the config.
+    """What the run of a config begins from, by the ledger `saved` that it continues from or else by the config.
 
-    Raises InputError where the config says otherwise than the checkpoint, or where there is nothing to begin from.
+    Raises InputError if the config contradicts that ledger, or if there is nothing to begin from.
     """
     section = config.adaptation
     if saved is None:
@@ -39,7 +39,7 @@ def start_of(config: Config, saved: Mapping[str, Any] | None = None) -> Start:
             return Start()
         base = _base_of(config, "ledger/")
         lineage = base.lineage(section.keep_optimizer)
-        # All that is taken from it is read for its checksums by one process, not by each.
+        # One process verifies the checksums of all that is taken from it, not each.
         if fingerprint := from_first(lambda: _verified(config)):
             lineage["fingerprint"] = fingerprint
         return Start(lineage, base, base if section.lora else None)
@@ -55,7 +55,10 @@ def start_of(config: Config, saved: Mapping[str, Any] | None = None) -> Start:
 
 
 def base_again(config: Config, model: Model, lineage: Mapping[str, Any]) -> Base | HfBase:
-    """What a run began from that begins anew. Raises InputError where it is gone, damaged, or not what it was."""
+    """What a run first began from, for a run that has to begin anew.
+
+    Raises InputError if it is gone, damaged or changed.
+    """
 
     parts = ("params/", "train/") if lineage["keep_optimizer"] else "params/"
     base = found_by_first(partial(found_again, lineage), parts)
@@ -79,13 +82,13 @@ def _base_of(config: Config, part: str | tuple[str, ...]) -> Base | HfBase:
 
 
 def _verified(config: Config) -> str | None:
-    """Raise InputError where what a run begins from is damaged; return the fingerprint of a Hugging Face folder."""
+    """Raise InputError if what a run begins from is damaged; return a Hugging Face folder's fingerprint, else None."""
     base = _base_of(config, ("params/", "train/") if config.adaptation.keep_optimizer else "params/")
     return hf_fingerprint(base.folder) if isinstance(base, HfBase) else None
 
 
 def check_base(base: Base | HfBase, config: Config, model: Model) -> None:
-    """Raise InputError where the arrays of the checkpoint or folder are not those of the run that begins from it."""
+    """Raise InputError if the arrays of the checkpoint or folder do not fit the run that begins from it."""
     problems = []
     if isinstance(base, HfBase):
         if config.model is not None:  # and agrees: it was compared when the config was read

@@ -1,4 +1,4 @@
-"""The state of a run: its shapes and where they lie, the first one, and one that a checkpoint kept."""
+"""The state of a run: its shapes and placement, the first state, and a state restored from a checkpoint."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from curriculum.train.step import TrainState, init_state, window_for
 
 @dataclass
 class States:
-    """What makes the states of a run. Its parameters are those of `model`, or the adapters beside `frozen` alone."""
+    """Makes the states of a run, whose parameters are those of `model` or, beside `frozen` ones, the adapters alone."""
 
     config: Config
     mesh: Mesh
     model: Model
-    architecture: ModelConfig | None  # None: of a model of one's own
+    architecture: ModelConfig | None  # None: a custom model
     frozen: Params | None  # None: all parameters are trained
-    base: Base | HfBase | None  # where the first parameters come from, None: the seed
-    sources: Sequence[str]  # what a metrics window counts by, in its order
+    base: Base | HfBase | None  # where the first parameters come from; None: the seed
+    sources: Sequence[str]  # the order of the sources in a metrics window
 
     @cached_property
     def optimizer(self) -> Any:
@@ -45,7 +45,7 @@ class States:
 
     @cached_property
     def like(self) -> TrainState:
-        """Shapes, types and placement of a state, no values."""
+        """Shapes, types and placement of a state, without values."""
         return self._like(len(self.sources), self.config.train.window_steps)
 
     @cached_property
@@ -53,12 +53,12 @@ class States:
         return state_shardings(self.mesh, self.like)
 
     def whole(self, params: Params) -> Params:
-        """The model's parameters, as evals and generation take them, from those of a state or from an average."""
+        """The whole model's parameters, as evals and generation take them, from those of a state or of an average."""
         return params if self.frozen is None else joined(self.frozen, params)
 
     def first(self) -> TrainState:
         """The state at step 0."""
-        # Compiled, so that the moments are made where they belong: no device ever holds all of them.
+        # Compiled, so that the moments are made in their place: no device ever holds all of them.
         begun = self._begun(len(self.sources), self.config.train.window_steps)
         compiled = jax.jit(begun, donate_argnums=0, out_shardings=self.shardings)
         if self.frozen is not None:
@@ -73,13 +73,16 @@ class States:
                 return state
             beside = load_params(self.base.checkpoint / "train", beside_params(like))
             return state._replace(opt_state=beside["opt_state"])
-        # The run takes its parameters over; what a model of one's own keeps of them stays its own.
+        # Copied, as the run donates its parameters and a custom model may keep references to its own.
         params = self.model.init(self.config.seed)
         params = jax.tree.map(lambda p: np.array(p) if isinstance(p, jax.Array) else p, params)
         return compiled(place_state(self.mesh, params))
 
     def restored(self, checkpoints: Checkpoints, step: int, sources: Sequence[str], window_steps: int) -> TrainState:
-        """The state of a checkpoint whose metrics window was over `sources`, and whose guard had `window_steps`."""
+        """The state of a checkpoint, with this run's metrics window and guard.
+
+        The checkpoint was saved with a metrics window over `sources` and a guard of `window_steps`.
+        """
         state = checkpoints.restore(step, self._like(len(sources), window_steps))
         window = window_for(state.window, sources, self.sources)
         guard = with_window(state.guard, step, self.config.train.window_steps)
@@ -91,7 +94,7 @@ class States:
         return abstract_on_mesh(self.mesh, jax.eval_shape(self._begun(num_sources, window_steps), trained))
 
     def _begun(self, num_sources: int, window_steps: int) -> Callable[[Params], TrainState]:
-        """What makes the first state of parameters; its guard looks back on `window_steps`."""
+        """A function from parameters to the first state, whose guard looks back `window_steps` updates."""
         return partial(
             init_state,
             optimizer=self.optimizer,

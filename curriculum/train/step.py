@@ -1,6 +1,6 @@
-"""One update: the gradient of a batch, the optimizer's move, and the sums of the next metrics row.
+"""One update: the gradient of a batch, the optimizer's update, and the sums for the next metrics row.
 
-Shape suffixes: A micro-steps, B rows, T positions, S sources; 2 a number in two words, high and low.
+Shape suffixes: A micro-steps, B rows, T positions, S sources; 2 for a number in two words, high and low.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from phases.batches import Batch
 
 
 class Window(NamedTuple):
-    """Sums over the updates since the last metrics row, skipped ones left out.
+    """Sums over the updates since the last metrics row, without skipped ones.
 
-    Each sum is a pair of float32 whose exact value is the first plus the second: a bare float32 stops counting
-    tokens one by one at 16.8 million.
+    Each float sum is a pair of float32 whose exact value is the first plus the second: a single float32 cannot count
+    tokens one by one beyond 16.8 million.
     """
 
     nats_S2: jax.Array
@@ -37,7 +37,7 @@ class Window(NamedTuple):
 
 
 class TrainState(NamedTuple):
-    """All that an update reads and writes. `step` counts batches consumed, skipped updates included."""
+    """All that an update reads and writes. `step` counts batches consumed, including those of skipped updates."""
 
     params: Params
     opt_state: Any
@@ -45,10 +45,10 @@ class TrainState(NamedTuple):
     window: Window
     skipped_updates: jax.Array  # int32, whatever the reason
     guard: Guard
-    ema: Params | None = None  # exponential moving average of the parameters, where one is kept
+    ema: Params | None = None  # exponential moving average of the parameters, if one is kept
 
 
-_SAMPLED = 0x5A3D1ED  # a branch of a row's key: the targets that are drawn from the model
+_SAMPLED = 0x5A3D1ED  # folded into a row's key to sample targets from the model
 
 TrainStep = Callable[..., TrainState]
 
@@ -63,7 +63,7 @@ def init_state(
 ) -> TrainState:
     """The state at step 0. It takes `params` over: a step that donates its state consumes them.
 
-    `window_steps`: how many updates the guard looks back on.
+    `window_steps`: how many updates the guard looks back.
     """
     window = Window(
         nats_S2=np.zeros((num_sources, 2), np.float32),
@@ -93,24 +93,24 @@ def make_train_step(
     skip: Literal["branch", "select"] | None = None,
     place_grads: Callable[[Params], Params] = lambda grads: grads,
 ) -> TrainStep:
-    """The pure function train_step(state, batch, lr, judged_from=0, frozen=None) -> state, to be jitted with its state
-    donated.
+    """Make train_step(state, batch, lr, judged_from=0, frozen=None) -> state, to be jitted with its state donated.
 
-    The loss is the mean nats over the valid tokens of the whole batch, however many micro-steps it is cut into.
-    Its gradient is clipped to a global norm of `grad_clip` (0: not at all). `lr` is a float32 scalar and
-    `optimizer` an update rule at a rate of 1, which is given `hessian_diagonal` as well: a function without
-    arguments that estimates it. A loss or norm that is not finite or that the guard does not take (`guarded` says what
-    `sigmas`, `judge_from_steps` and the int32 `judged_from` are), or a batch without a valid token, leaves parameters,
-    optimizer state and window as they were and counts as a skipped update. `diverged_after` bad ones in a row are told
-    as `guard.diverged_at`.
+    The function is pure. Its loss is the mean nats over the valid tokens of the whole batch, however many micro-steps
+    it is cut into. Its gradient is clipped to a global norm of `grad_clip` (0: no clipping). `lr` is a float32 scalar.
+    `optimizer` is an update rule for a learning rate of 1; it also gets `hessian_diagonal`, a function without
+    arguments that estimates that diagonal.
 
-    Random keys come from (seed, step, row of the batch); the model gets none where the step is `deterministic`. With
+    An update is skipped if its loss or gradient norm is not finite, if the guard rejects it, or if its batch has no
+    valid token. It then leaves parameters, optimizer state, moving average and window unchanged, and counts in
+    `skipped_updates`. `guarded` explains `sigmas`, `judge_from_steps` and the int32 `judged_from`. After
+    `diverged_after` bad updates in a row, `guard.diverged_at` tells the first of them.
+
+    Random keys come from (seed, step, row of the batch); a `deterministic` step gives the model none. With
     `document_mask` a token sees its own document only.
-    The moving average `state.ema` has a decay of min(ema_decay, (1 + step) / (10 + step)), so that the first
-    parameters are forgotten. `place_grads` pins the gradients to the devices that hold the parameters.
-    `skip` names how an update that is not taken is left out (`curriculum.model.formulation`), None the backend's way.
-    `frozen` are the parameters of the model that the state has not, of one that trains its adapters alone: they have
-    no gradient, and stay with the caller.
+    The decay of the moving average `state.ema` is min(ema_decay, (1 + step) / (10 + step)), so that the first
+    parameters are forgotten. `place_grads` pins the gradients to the devices that hold the parameters. `skip` is how a
+    skipped update leaves the state unchanged (`curriculum.model.formulation`); None: the backend's way. If only
+    adapters are trained, `frozen` are the model's other parameters: they have no gradient, and stay with the caller.
     """
 
     batch_gradient = _make_batch_gradient(model, num_sources, document_mask, deterministic, place_grads)
@@ -180,9 +180,9 @@ def make_train_step(
 def read_window(window: Window, sources: Sequence[str]) -> dict[str, Any]:
     """Means over a window, on the host; waits for the updates under way.
 
-    `loss`: nats per valid token. `source_loss`: the same by source name, None where nothing was drawn.
-    `grad_norm`: mean over updates, before clipping. `filled_tokens`: slots of an update that hold a document's
-    token. `scored_tokens`: valid tokens of an update. None where there was no update.
+    `loss`: nats per valid token. `source_loss`: the same by source name, None if nothing was drawn. `grad_norm`: mean
+    over updates, before clipping. `filled_tokens`: slots per update that hold a document's token. `scored_tokens`:
+    valid tokens per update. All are None if there was no update.
     """
     window = jax.device_get(window)
     nats_S, tokens_S = np.sum(window.nats_S2, -1, np.float64), np.sum(window.tokens_S2, -1, np.float64)
@@ -200,12 +200,12 @@ def read_window(window: Window, sources: Sequence[str]) -> dict[str, Any]:
 
 
 def clear_window(window: Window) -> Window:
-    """The empty window, placed as `window` is."""
+    """An empty window with the placement of `window`."""
     return jax.tree.map(jnp.zeros_like, window)
 
 
 def window_for(window: Window, sources: Sequence[str], wanted: Sequence[str]) -> Window:
-    """A window over `sources` as one over `wanted`: the sums of a source that is new are 0. Arrays of the host."""
+    """A window over `sources` converted to one over `wanted`, with sums of 0 for new sources; arrays on the host."""
     window = jax.device_get(window)
     row_of = {name: row for row, name in enumerate(sources)}
 
@@ -223,12 +223,12 @@ def _make_batch_gradient(
     deterministic: bool,
     place_grads: Callable[[Params], Params],
 ) -> Callable[..., tuple[Params, jax.Array, jax.Array]]:
-    """The gradient of a batch, summed over its micro-steps; arguments as of `make_train_step`."""
+    """Make the gradient of a batch, summed over its micro-steps; arguments as in `make_train_step`."""
 
     def batch_gradient(
         params: Params, frozen: Params | None, batch: Batch, keys_AB: jax.Array, *, sampled: bool = False
     ):
-        """Sums over the valid tokens of a batch: (gradient, nats_S, tokens_S); of the targets, or of sampled ones."""
+        """(gradient, nats_S, tokens_S), summed over a batch's valid tokens; with `sampled`, of sampled targets."""
 
         def whole(params):
             return params if frozen is None else joined(frozen, params)
@@ -241,7 +241,7 @@ def _make_batch_gradient(
             segment_ids_BT = micro.segment_ids_ABT if document_mask else None
             targets_BT = micro.targets_ABT
             if sampled:
-                # Other draws than those of dropout, which come from the same keys.
+                # Independent of dropout, which uses the same keys.
                 draws_B = jax.vmap(partial(jax.random.fold_in, data=_SAMPLED))(keys_B)
                 targets_BT = sample_targets(model, whole(params), micro.inputs_ABT, segment_ids_BT, draws_B)
             if sampled or deterministic:
@@ -268,14 +268,14 @@ def _make_batch_gradient(
 
 
 def _row_keys(seed: int, step: jax.Array, shape_AB: tuple[int, int]) -> jax.Array:
-    """keys_AB, a random key a row: the same however the rows are cut into micro-steps."""
+    """keys_AB, one random key per row: the same however the rows are cut into micro-steps."""
     key = jax.random.fold_in(jax.random.key(seed), step)
     rows_AB = jnp.arange(shape_AB[0] * shape_AB[1]).reshape(shape_AB)
     return jax.vmap(jax.vmap(partial(jax.random.fold_in, key)))(rows_AB)
 
 
 def _add(total_2: jax.Array, number: jax.Array) -> jax.Array:
-    """A float32 added to a two-word sum, its rounding error kept in the low word (Knuth's TwoSum)."""
+    """Add a float32 to a two-word sum, keeping its rounding error in the low word (Knuth's TwoSum)."""
     high, low = total_2[..., 0], total_2[..., 1]
     total = high + number
     rounded = total - high

@@ -1,4 +1,4 @@
-"""A run's model and parameters, loaded after training: for evals, and for text."""
+"""A run's model and parameters, loaded after training, for evals and generation."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from curriculum.weights import Saved
 
 
 class Trained(NamedTuple):
-    """A run's whole parameters and what computes with them.
+    """A run's whole parameters, and the model and mesh to compute with them.
 
-    `unfit_mesh` says so where the mesh of the run does not fit the devices here; None: it is `mesh`.
+    `unfit_mesh`: a message if the run's mesh does not fit the devices here; None if it does and is `mesh`.
     """
 
     mesh: Mesh
@@ -35,9 +35,9 @@ class Trained(NamedTuple):
 
 
 def load_trained(saved: Saved, store_dir: str | Path) -> Trained:
-    """The whole parameters on the mesh of the run or, where that does not fit, on one of data alone.
+    """Load the whole parameters onto the mesh of the run or, if that does not fit, onto one of data alone.
 
-    Raises InputError where what adapters were trained beside is gone.
+    Raises InputError if they cannot be read, or if the frozen parameters beside adapters are gone.
     """
     config, vocab_size = saved.config, saved.tokenizer.vocab_size
     tune_device(config.train.deterministic)
@@ -49,7 +49,7 @@ def load_trained(saved: Saved, store_dir: str | Path) -> Trained:
         mesh = make_mesh(MeshConfig())
         unfit_mesh = f"the run's mesh ({mesh_text(asdict(config.mesh))}) does not fit the devices here"
     if saved.make_model is None:
-        # What was trained, whatever its config would mean by now; how it is computed is the config's.
+        # The architecture as it was trained, whatever the config resolves to now; how it is computed is the config's.
         configured = resolved_model(config, vocab_size)
         how = {name: getattr(configured, name) for name in HOW}
         architecture = replace(ModelConfig.of(architecture_at(saved.ledger, saved.step)), **how)

@@ -1,4 +1,4 @@
-"""A run, from its config to its last checkpoint. Read `_loop` first: it is the story of every step."""
+"""A run, from its config to its last checkpoint. Read `_loop` first: it is what happens at every step."""
 
 from __future__ import annotations
 
@@ -41,14 +41,15 @@ def train(
 ) -> dict[str, Any]:
     """Train a run, or continue it, and return its `training_complete` event.
 
-    `run_dir` is `runs/<name>` by default; `resume` is None for a new run, "latest", "gold", or a checkpoint's step.
-    What the config changes of a run that goes on is recorded as `schedule_edit`; what it changes of what is trained
-    already is refused, unless `accept_past` says that the run goes on from what was trained all the same.
-    `make_model(vocab_size)` gives a model of one's own, for the tokenizer's ids; the `model` section is then not
-    read, and null in what the run keeps.
-    Raises InputError for what the user can mend, before anything is created; Stopped after a signal, and RegressionStop
-    where `regression.action` is stop: the run is saved then, and may be resumed. Raises Diverged where training
-    diverged and going back is no way out (any more).
+    `run_dir` defaults to `runs/<name>`. `resume` is None for a new run, "latest", "gold" or a checkpoint's step. On
+    resume, changes of the config are recorded as `schedule_edit`. A change to what was already trained is refused,
+    unless `accept_past` is set: the run then continues from what was trained. `make_model(vocab_size)` returns a
+    custom model for the tokenizer's ids; the `model` section is then ignored, and saved as null.
+
+    Raises InputError, before anything is created, for what the user can fix; also as the run ends, if the disk refused
+    its last checkpoint or the end of its record. Raises Stopped after a signal, and RegressionStop if
+    `regression.action` is stop: both once the run is saved, to be resumed (if the disk refuses that, Stopped says so).
+    Raises Diverged if training diverged and a rollback is not configured or not possible.
     """
     directory = RunDirectory(Path(run_dir) if run_dir is not None else Path("runs") / config.name)
     with RunLock(directory.path) as lock:
@@ -65,7 +66,7 @@ def train(
         setup = build(config, store_dir, tokenizer, make_model, start, edit.past, saved["branched_from"])
         found = ledger.found_in(setup)
         accepted = ledger.check_past(saved, found, accept_past=accept_past)
-        # Older ledgers do not say what was told of the data: all of it is told then.
+        # Older ledgers do not list the data warnings already shown: all are shown again.
         changed = edit_event(edit, saved, found, accepted, setup.warnings(saved.get("data_warnings", ())))
         return train_built(setup, directory, resumed, lock, edit=changed)
 
@@ -79,11 +80,11 @@ def train_built(
     edit: Mapping[str, Any] | None = None,
     begins_branch: bool = False,
 ) -> dict[str, Any]:
-    """Begin the run of a directory with what is built already, or continue it, and close it.
+    """Train a run whose parts are built: begin it, or continue it from `resumed`. Closes `setup`.
 
-    `lock` is held already where the directory holds a run; else it is taken here. `edit`: what the config changed of
-    the run that goes on, as `schedule_edit` tells it. `begins_branch`: the run goes on from a checkpoint of its trunk
-    for the first time.
+    `lock` is already held if the directory holds a run; otherwise it is taken here. `edit`: the `schedule_edit` event
+    of what the config changed on resume. `begins_branch`: the run continues from a checkpoint of its trunk for the
+    first time.
     """
     config = setup.config
     mean_of = config.averages.phase_mean
@@ -105,7 +106,7 @@ def _run(
     edit: Mapping[str, Any] | None,
     begins_branch: bool,
 ) -> dict[str, Any]:
-    """Begin or continue the run of a directory, up to its `training_complete` event; go back where it diverges."""
+    """Begin or continue the run of a directory, rolling back if it diverges; return its `training_complete` event."""
     if resumed is not None:
         if complete := from_first(lambda: opening.finished(setup, directory, checkpoints, resumed, edit)):
             return complete
@@ -126,7 +127,7 @@ def _run(
                     if resumed is not None:
                         checkpoints.adopt(resumed.folder)
                         adopt_parts(setup.config, directory, checkpoints, resumed.step)
-                    # Before the record is cut: otherwise a kill would leave checkpoints newer than it.
+                    # Before the record is cut back: otherwise a kill could leave checkpoints newer than the record.
                     checkpoints.set_aside_after(last)
                     best = BestCheckpoints(directory, last, bad)
                     from_first(partial(opening.directory_as_of, setup, directory, last, history))
@@ -141,7 +142,7 @@ def _run(
                         return _loop(run, step or 0, worse)
                     except GoingBack as going:
                         rollback = going.rollback
-                del run, state  # before another one is restored
+                del run, state  # frees the memory before another state is restored
                 resumed, edits = checkpoint_before(setup, directory, record, rollback), rollback.edits
         finally:
             if record is not None:
@@ -149,20 +150,20 @@ def _run(
 
 
 def _begin(run: Running, resumed_step: int | None, resumption: Sequence[tuple[str, dict[str, Any]]]) -> Sequence[str]:
-    """Record and measure what is due before the first update, or before the one after `resumed_step`.
+    """Record and measure what is due before the first update, or before the first one after `resumed_step`.
 
-    `resumption`: the events, by name, that tell how the run goes on. Returns the sets that raised an alarm there.
+    `resumption`: (name, event) pairs that record how the run continues. Returns the sets that raised an alarm here.
     """
     setup, schedule, step = run.setup, run.setup.course.schedule, resumed_step or 0
     if resumed_step is None:
         run.record.event("training_start", 0, **fields.training_start(setup))
         verdict = judge(run, 0, evaluate(run, 0, list(setup.corpus.evalsets)))
         if setup.lineage is not None and setup.config.logging.generate_every:
-            generate(run, 0)  # what the model wrote that it begins from
+            generate(run, 0)  # what the model it begins from writes
         run.keep(0, verdict.keep)
     for name, event in resumption:
         run.record.event(name, step, **event)
-    # The record does not tell a switch yet where the run ended here before, or the config begins a phase here.
+    # The record lacks the switch if the run had ended at this step, or if an edited config begins a phase here.
     goes_on = resumed_step is not None and step != schedule.total_steps
     switches = goes_on and run.history.phase != schedule.segment_at(step).phase
     measured = run.results.read(step) if switches else None
@@ -179,13 +180,15 @@ def _begin(run: Running, resumed_step: int | None, resumption: Sequence[tuple[st
 
 
 def _loop(run: Running, first: int, worse: Sequence[str]) -> dict[str, Any]:
-    """Train from update `first` to the end. `worse`: sets that raised an alarm where the run was taken up, whose
-    checkpoint does not know it: `action: stop` ends the run after its first update, which is saved.
+    """Train from update `first` to the end.
+
+    `worse`: sets that raised an alarm as the run was taken up. The checkpoint it continues from does not know that
+    alarm, so `action: stop` ends the run after its first update, which is saved.
     """
     setup, config, record, clock = run.setup, run.setup.config, run.record, run.clock
     course = setup.course
     done = first
-    while done < course.total_steps:  # as it is planned by then
+    while done < course.total_steps:
         step = done
         with clock.update():
             run.state = setup.update_at(step)(run.state, course.feed[step], *course.knobs(step))
@@ -211,7 +214,7 @@ def _loop(run: Running, first: int, worse: Sequence[str]) -> dict[str, Any]:
         for edit in fields.edits_again(setup, run.history, done):
             record.event("schedule_edit", done, **edit)
         stopped_by = verdict.stopped_by or run.stop.after(done)
-        # What the gate's answer would bring comes before the event of a checkpoint.
+        # If a signal stopped the gate, its decision is made on resume and recorded before the `checkpoint` event.
         planned = verdict.stopped_by is None and (done % config.checkpoint.every == 0 or at_end)
         worse = (*worse, *verdict.worse) if step == first else verdict.worse
         ends_here = stopped_by is not None or (bool(worse) and config.evalsets.regression.action == "stop")
@@ -228,7 +231,10 @@ def _loop(run: Running, first: int, worse: Sequence[str]) -> dict[str, Any]:
 
 
 def _complete(run: Running) -> dict[str, Any]:
-    """Close a run that is trained to its end, once all of it is on the disk."""
+    """Finish a fully trained run, once all of it is on disk; return its `training_complete` event.
+
+    Raises InputError if the last checkpoint or the end of the record could not be written.
+    """
     setup, course = run.setup, run.setup.course
     total_steps = course.total_steps
     run.settle(total_steps)
@@ -249,9 +255,9 @@ def _complete(run: Running) -> dict[str, Any]:
 
 
 def evaluate(run: Running, done: int, names: list[str]) -> Evaluated:
-    """Measure the named sets after `done` updates, and compare them with what they were.
+    """Measure the named sets after `done` updates, and compare them with their baselines.
 
-    Nothing is measured of training that diverged: raises what `check_diverged` does.
+    A diverged state is not measured: raises what `check_diverged` raises.
     """
     setup = run.setup
     with run.clock.paused(run.state):
@@ -261,7 +267,7 @@ def evaluate(run: Running, done: int, names: list[str]) -> Evaluated:
         suite = setup.suite_at(done)
         results = suite.run(setup.states.whole(run.state.params), names)
         if done in setup.course.phase_ends and setup.config.averages.phase_mean is not None:
-            # The mean of a phase is of checkpoints that were saved; and it is saved after what is being saved.
+            # The mean of a phase is made from saved checkpoints, and written after the saves under way.
             run.settle(done)
         averages, missing = averages_at(setup, done, run.state, run.directory)
         averaged = {average: suite.run(setup.states.whole(params), names) for average, params in averages.items()}
@@ -281,9 +287,9 @@ def generate(run: Running, done: int) -> None:
 
 
 def switch_phase(run: Running, done: int) -> None:
-    """Record the phase switch after `done` updates; the eval there is what the new phase is compared with.
+    """Record the phase switch after `done` updates; the eval there is the new phase's baseline.
 
-    At step 0 the first phase only has another name: nothing was trained that another could have followed.
+    At step 0 only the name of the first phase changes, and nothing is recorded: no phase was trained before it.
     """
     if done == 0:
         run.history = replace(run.history, phase=run.setup.course.phase_at(0))
@@ -295,20 +301,21 @@ def switch_phase(run: Running, done: int) -> None:
 
 
 def save(run: Running, done: int, planned: bool) -> dict[str, int] | None:
-    """Save the run after `done` updates; the length of the record that the checkpoint goes with.
+    """Start saving the run after `done` updates; return the record's length that belongs to the checkpoint.
 
-    None where the disk did not take it, which is told. Nothing is saved of a run that diverged: raises what
-    `check_diverged` does.
+    `planned`: the schedule asks for this checkpoint, so its `checkpoint` event belongs to that record. Returns None if
+    the disk refused the checkpoint, which is recorded. A diverged run is not saved: raises what `check_diverged`
+    raises.
     """
     with run.clock.paused(run.state):
         check_diverged(run, done, whole_state=True)
-        # The golds that the ledger names are whole before it is; the gold of `done` itself comes after.
+        # The golds that the ledger names must be whole before it is; the gold of `done` itself is saved after it.
         run.settle(done)
         run.drop_golds()
         try:
             before = run.offsets()
             run.record.event("checkpoint", done, path=f"checkpoints/{done}")
-            # A checkpoint is never ahead of the record; one that only a stop made leaves no event once it is resumed.
+            # A checkpoint is never ahead of the record. If only a stop asked for it, a resume cuts its event off again.
             offsets = run.offsets() if planned else before
             run.save_in(run.checkpoints, done, offsets)
         except OSError as error:
@@ -321,7 +328,7 @@ def save(run: Running, done: int, planned: bool) -> dict[str, int] | None:
 
 
 def _sets_due(config: Config, done: int, boundaries: Set[int]) -> list[str]:
-    """Names of the eval sets to measure after `done` updates; boundaries, the end among them, measure all."""
+    """Names of the eval sets to measure after `done` updates: all of them at `boundaries`, which include the end."""
     if done in boundaries:
         return list(config.eval_sources)
     return [name for name, s in config.eval_sources.items() if done % (s.every or config.evalsets.every) == 0]

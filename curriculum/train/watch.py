@@ -1,4 +1,4 @@
-"""What the run remembers of its eval sets, and what the newest eval says beside that: who got worse, who recovered."""
+"""What the run remembers of its eval sets, and how the newest eval compares: which sets got worse, which recovered."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from evalsets.regressions import (
 )
 
 Pair = dict[str, Any]  # an eval set and a baseline that it is compared with, as an event names them
-_NATS = "baseline_nats_BN"  # of a Watched; saved as an array, the rest as JSON
-# Of a run that was begun when an alarm ended below the rise that had raised it: so it does still.
+_NATS = "baseline_nats_BN"  # a field of Watched that is saved as an array, the rest as JSON
+# Older ledgers have the rise that raised an alarm: there the alarm ends below that rise.
 _FORMERLY = {"first_deltas_B": "recovery_deltas_B"}
 _NO_ERROR_LEFT = "(no error is left)"  # cannot be the name of a set
 
 
 class RegressionStop(Exception):
-    """The run ended as `regression.action: stop` asks for, after its checkpoint was saved."""
+    """Ends the run as `regression.action: stop` asks for, after its checkpoint was saved."""
 
     in_every_process = True
 
@@ -52,15 +52,15 @@ class RegressionStop(Exception):
 
 
 class Evaluated(NamedTuple):
-    """What an eval found, by set of the config.
+    """What an eval found, by set as named in the config.
 
-    comparisons: how each set stands that was measured before.
+    comparisons: how each set that was measured before compares with its baselines.
     recovered: the alarms that ended at this eval.
     worse: the sets that raised an alarm at this eval.
-    newly: those of `worse` that had no alarm against any baseline.
+    newly: those of `worse` that had no alarm against any baseline before.
     standing: every current alarm of the sets that the run measures, by set.
     warned: the sets without an alarm that rose by more than chance alone often does.
-    notes: what is to be said of the sets in words.
+    notes: remarks about the sets, in words.
     """
 
     summaries: Mapping[str, Summary]
@@ -77,10 +77,11 @@ class Evaluated(NamedTuple):
 class Watch:
     """The memory of every eval set.
 
-    spent: how much is used up of the probability that any comparison of the run raises a false alarm.
+    spent: the part already used of the probability that any comparison of the run raises a false alarm.
     standing: the pairs of a set and a baseline that are regressed, as last measured, by set.
-    told: what is not said again: the sets whose smallest detectable rise was told, and `_NO_ERROR_LEFT`.
-    A set that the config no longer has stays in memory: should it come back, it is compared with what it was; in a
+    told: what is said only once: the sets whose smallest detectable rise was reported, and `_NO_ERROR_LEFT`.
+
+    A set that the config no longer has stays in memory. If it comes back, it is compared with its old baselines; in a
     later phase its first eval there counts as the phase's start.
     """
 
@@ -91,7 +92,7 @@ class Watch:
 
     @staticmethod
     def of(saved: Mapping[str, Any], baselines: Mapping[str, np.ndarray]) -> Watch:
-        """From `to_json` and `baselines`."""
+        """Restore from `to_json` and `baselines`."""
         sets = {
             name: Watched(**_arrays(memory), **{_NATS: baselines[name].astype(np.float64)})
             for name, memory in saved["sets"].items()
@@ -106,7 +107,7 @@ class Watch:
         return plain({"sets": sets, "spent": self.spent, "standing": self.standing, "told": self.told})
 
     def baselines(self) -> dict[str, np.ndarray]:
-        """Nats of every window at each baseline, [B, N] by set; float32, as the device summed them, loses nothing."""
+        """Nats of every window at each baseline, [B, N] by set; float32 loses nothing, as the device sums in it."""
         return {name: watched.baseline_nats_BN.astype(np.float32) for name, watched in self.sets.items()}
 
     def measured_at(self, step: int) -> set[str]:
@@ -114,11 +115,11 @@ class Watch:
         return {name for name, watched in self.sets.items() if watched.history_steps_H[-1] == step}
 
     def with_eval(self, setup: Setup, step: int, results: Mapping[str, WindowResults]) -> tuple[Watch, Evaluated]:
-        """After an eval of some sets, and what it found."""
+        """The watch after an eval of some sets, and what the eval found."""
         measured, comparisons = self._compared(setup, step, results)
         standing, recovered, worse = self._verdicts(setup, step, comparisons)
         notes, told = measured._notes(setup, step, comparisons)
-        if step:  # those of the first eval stand in `training_start`
+        if step:  # those of the first eval are in `training_start`
             notes += evalset_warnings(setup.corpus.evalsets[name] for name in results if name not in self.sets)
         evaluated = Evaluated(
             summaries={name: summarise(result) for name, result in results.items()},
@@ -135,7 +136,7 @@ class Watch:
     def _compared(
         self, setup: Setup, step: int, results: Mapping[str, WindowResults]
     ) -> tuple[Watch, dict[str, Comparison]]:
-        """With what an eval measured, and how each set stands that was measured before."""
+        """(the watch with an eval's measurements, the comparison of each set that was measured before)."""
         sets, comparisons = dict(self.sets), {}
         planned, left = (num_comparisons(setup, after, step) for after in (0, step - 1))
         level = error_level(setup.config.evalsets.regression.confidence, self.spent, planned, left) if left else 0.0
@@ -163,7 +164,7 @@ class Watch:
     def _verdicts(
         self, setup: Setup, step: int, comparisons: Mapping[str, Comparison]
     ) -> tuple[dict[str, list[Pair]], list[Pair], list[str]]:
-        """(what stands now, what recovered, the sets that raised an alarm), this being the memory before the eval."""
+        """(alarms that stand, alarms that recovered, sets that raised an alarm); `self` is from before the eval."""
         standing, recovered, worse = dict(self.standing), [], []
         for name, comparison in comparisons.items():
             before_B, now_B = comparison.states_before_B == REGRESSED, comparison.states_B == REGRESSED
@@ -180,10 +181,11 @@ class Watch:
     def _notes(
         self, setup: Setup, step: int, comparisons: Mapping[str, Comparison]
     ) -> tuple[list[str], tuple[str, ...]]:
-        """(notes, what was said once), this being the memory after the eval.
+        """(notes, what was said once); `self` is from after the eval.
 
-        Said once: the smallest rise that each set can show, as soon as its scatter is known well, which sets are too
-        small for their tolerance, and that the run's error is used up. Where it begins: what may be worse by chance.
+        Said once: the smallest rise that each set can show, as soon as its scatter is known well; which sets are too
+        small for their tolerance; and that the run's false-alarm probability is used up. Said when it begins: which
+        sets may be worse by chance.
         """
         notes, told = [], list(self.told)
         tested = {name: c for name, c in comparisons.items() if c.no_verdict is None}
@@ -213,8 +215,10 @@ class Watch:
         return [*notes, *_newly_warned(tested)], (*told, *new)
 
     def with_phase(self, step: int, results: Mapping[str, WindowResults]) -> Watch:
-        """After a phase switch: the eval at `step` is what the new phase starts from, and no alarm against the old
-        start stands."""
+        """The watch after a phase switch.
+
+        The eval at `step` is the new phase's baseline; alarms against the old phase's start no longer stand.
+        """
         begun = {name: begin_phase(self.sets[name], step, result.nats_N) for name, result in results.items()}
         standing = {
             name: [pair for pair in pairs if pair["baseline"] != "phase_start"] for name, pairs in self.standing.items()
@@ -224,7 +228,7 @@ class Watch:
 
 
 def _newly_warned(comparisons: Mapping[str, Comparison]) -> list[str]:
-    """A line on the sets that rose by more than chance alone often does, but by too little for an alarm."""
+    """A note on the sets that newly rose by more than chance alone often does, but too little for an alarm."""
     risen = []
     for name, c in comparisons.items():
         new_B = (c.states_B == WARNED) & (c.states_before_B == OK)
@@ -236,7 +240,7 @@ def _newly_warned(comparisons: Mapping[str, Comparison]) -> list[str]:
 
 
 def _arrays(memory: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The arrays of a `Watched` from their JSON, where a float that is not finite is a text."""
+    """The arrays of a `Watched` from their JSON, in which a float that is not finite is a string."""
 
     def array(values: list) -> np.ndarray:
         kinds = {type(value) for value in values}
@@ -246,9 +250,9 @@ def _arrays(memory: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def num_comparisons(setup: Setup, after: int, now: int) -> int:
-    """How many comparisons the evals after step `after` make, as planned at step `now`: one per set, eval and baseline.
+    """How many comparisons the evals after step `after` make, as planned at step `now`.
 
-    The eval at step 0 makes none: it gives the baselines.
+    One per set, eval and baseline. The eval at step 0 makes none: it provides the baselines.
     """
     ends, every = setup.course.phase_ends_at(now), setup.config.evalsets.every
     sources = setup.config.eval_sources.values()
@@ -264,11 +268,11 @@ def tolerance(config: Config, name: str) -> float:
 def transfer_matrix(
     bounds: Sequence[tuple[str, int, int]], watch: Watch, results: Mapping[int, Mapping[str, WindowResults]]
 ) -> dict[str, Any]:
-    """How every set went from phase end to phase end, by the eval results at each of them that there are.
+    """How every set's loss changed from phase end to phase end, from the eval results that are available there.
 
-    `bounds` are the schedule's phases, (name, start, end). `best_phase`, since whose end the set forgot, is "start"
-    where it was best before the first of them. An interval is None where the set has no standard error, or
-    a loss is not finite.
+    `bounds` are the schedule's phases, (name, start, end). `best_phase`, the phase since whose end the set has
+    forgotten, is "start" if the set was best before the first phase. An interval is None if the set has no standard
+    error, or if a loss is not finite.
     """
     sets, names = {}, ["start", *(name for name, _, _ in bounds)]
     for name, last in results[bounds[-1][2]].items():
@@ -297,7 +301,7 @@ def _pair(setup: Setup, step: int, name: str, comparison: Comparison, b: int) ->
     then, now = (setup.course.mixture_at(s) for s in (baseline_step, step))
     return {
         "set": record_name(name),
-        "step": step,  # an alarm that stands is told again with those of later evals, which may not measure its set
+        "step": step,  # of the measurement: later evals repeat a standing alarm, and may not measure its set
         "baseline": BASELINES[b],
         "baseline_step": baseline_step,
         "loss": float(comparison.loss),
@@ -311,7 +315,7 @@ def _pair(setup: Setup, step: int, name: str, comparison: Comparison, b: int) ->
         "first_step": int(comparison.first_steps_B[b]),
         "mixture_change": {
             source: [then.get(source, 0.0), now.get(source, 0.0)]
-            for source in dict.fromkeys([*setup.config.sources, *then, *now])  # one that was read may be gone
+            for source in dict.fromkeys([*setup.config.sources, *then, *now])  # some may be gone from the config
             if then.get(source, 0.0) != now.get(source, 0.0)
         },
     }

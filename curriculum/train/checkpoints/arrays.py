@@ -1,4 +1,4 @@
-"""Trees of arrays on the disk, such as the parameters of a checkpoint: saved, and loaded where they are needed."""
+"""Trees of arrays on disk, such as the parameters of a checkpoint: saved, and loaded to where they are needed."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from curriculum.record.append import DISK_ERRORS
 from curriculum.run import check_there
 from curriculum.train.abstract import abstract_of
 
-# All saves of a process, one after the other: what orbax begins it tells from other saves by one number for them all.
+# Runs the saves of a process one after the other: orbax tells their operations apart by one counter for all of them.
 in_turn = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
 
 def disk_error(error: Exception) -> Exception:
-    """The error of the disk behind one of tensorstore, which has its number in the message; or the error itself."""
+    """The OSError behind an error of tensorstore, which has its number in the message; or else the error itself."""
     number = None if isinstance(error, OSError) else re.search(r"os_error_code='(\d+)'", str(error))
     return OSError(int(number[1]), os.strerror(int(number[1]))) if number else error
 
@@ -36,9 +36,9 @@ def is_disk_error(error: Exception) -> bool:
 
 
 def save_params(folder: Path, params: Any) -> None:
-    """Save a tree of arrays, so that `load_params` reads it, once the saves under way are over.
+    """Save a tree of arrays for `load_params`, once the saves under way are over.
 
-    Raises OSError where the disk does not take it.
+    Raises OSError if the disk refuses it.
     """
     import orbax.checkpoint as ocp
 
@@ -54,10 +54,10 @@ def save_params(folder: Path, params: Any) -> None:
 
 
 def load_params(folder: str | os.PathLike, like: Any = None) -> Any:
-    """A saved tree of arrays: `RUN/checkpoints/STEP/params`, whatever devices it was saved from.
+    """Load a saved tree of arrays, such as `RUN/checkpoints/STEP/params`, whatever devices it was saved from.
 
-    On the host, or with the placement of `like`. Raises InputError where there is none, it cannot be read, or an array
-    has another shape or type than in `like`.
+    It goes to the host, or gets the placement of `like`. Raises InputError if there is none, if it cannot be read, or
+    if an array has another shape or type than in `like`.
     """
     folder = Path(folder).absolute()
     if folder.parent.name.isdecimal():
@@ -92,7 +92,7 @@ def _described(tree: Any) -> dict[str, str]:
 
 
 def _check_arrays(folder: Path, saved: Mapping[str, str], expected: Mapping[str, str]) -> None:
-    """Raise InputError where arrays differ: what reads them would cast their type in silence."""
+    """Raise InputError if arrays differ in type or shape: orbax would cast another type silently."""
     if different := [name for name in sorted({**saved, **expected}) if saved.get(name) != expected.get(name)]:
         name, *more = different
         raise InputError(
@@ -102,11 +102,11 @@ def _check_arrays(folder: Path, saved: Mapping[str, str], expected: Mapping[str,
 
 
 def _read(folder: Path, like: Any) -> Any:
-    """What `_restore` returns. Raises InputError where the saved arrays of the folder cannot be read."""
+    """Do what `_restore` does. Raises InputError if the saved arrays of the folder cannot be read."""
     try:
         return _restore(folder, like)
     except Exception as error:
-        # Where an array's bytes are missing orbax raises the class Exception itself; any other is none of the file's.
+        # If an array's bytes are missing, orbax raises the class Exception itself; others are not about the file.
         if isinstance(error, InputError) or not (
             type(error) is Exception or isinstance(error, ValueError | OSError | KeyError)
         ):
@@ -116,8 +116,8 @@ def _read(folder: Path, like: Any) -> Any:
         cause = error.__cause__ if type(error) is Exception and error.__cause__ else error
         what = next(iter(str(cause).partition(" [tensorstore_spec")[0].splitlines()), type(cause).__name__)
         del cause
-    # Outside of `except`, so that nothing holds on to the reads of other arrays that were under way: as they go,
-    # each would be told with a traceback.
+    # Outside of `except`, so that nothing holds on to the reads of other arrays that were under way: once collected,
+    # each would print a traceback.
     told, sys.unraisablehook = sys.unraisablehook, lambda _: None
     gc.collect()
     sys.unraisablehook = told

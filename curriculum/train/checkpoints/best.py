@@ -1,4 +1,4 @@
-"""Whole checkpoints outside the newest ones: `gold/`, the best of the run and its candidates, and `kept/`."""
+"""Whole checkpoints beside the newest ones: `gold/`, the best of the run and its candidates, and `kept/`."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from evalsets.gold import GoldState, kept_steps
 
 
 class BadGolds(NamedTuple):
-    """What is wrong with the golds that the ledger of a run that goes on needs; the others verified."""
+    """What is wrong with the golds that the ledger of a resumed run needs; those not listed verified."""
 
-    lost: Mapping[int, str] = {}  # step to why: those of which no copy is whole
-    damaged: Sequence[int] = ()  # in `gold/`; another copy may be whole
+    lost: Mapping[int, str] = {}  # {step: why} of those without a whole copy
+    damaged: Sequence[int] = ()  # steps in `gold/`; another copy may be whole
 
 
 def bad_golds(directory: RunDirectory, resumed: Resumed) -> tuple[list[tuple[int, str]], list[int]]:
     """The fields of `BadGolds`, as plain lists.
 
-    Each file is read once at most, of a gold whose first copy is whole no other, and none of the checkpoint that the
-    run goes on from, which verified.
+    Each file is read at most once. A gold's second copy is read only if the first is not whole, and the checkpoint
+    that the run continues from, which verified, is not read.
     """
     lost, damaged = [], []
     for gold in sorted(_golds_of(resumed.ledger)):
@@ -45,16 +45,15 @@ def _damage(folder: Path) -> str | None:
 
 
 def _golds_of(saved: Mapping[str, Any]) -> set[int]:
-    """The steps whose golds a ledger needs."""
+    """The steps of the golds that a ledger needs."""
     return kept_steps(GoldState.from_json(saved["history"]["gold"]))
 
 
 class BestCheckpoints:
-    """What `gold/` and `kept/` hold of a run that goes on from step `last`, -1 where it begins; `bad` as found then.
+    """The folders `gold/` and `kept/` of a run that continues from step `last`, -1 if it begins; `bad` as found then.
 
-    A gold that was replaced stays as long as the ledger of a checkpoint that may be resumed still needs it, so that
-    going back to that one loses nothing. What came after step `last` is moved to `superseded/`, as it will come
-    again.
+    A replaced gold stays as long as the ledger of a checkpoint that may be resumed needs it, so that going back to
+    that checkpoint loses nothing. What came after step `last` is moved to `superseded/`, as it will be made again.
     """
 
     def __init__(self, directory: RunDirectory, last: int, bad: BadGolds):
@@ -74,7 +73,7 @@ class BestCheckpoints:
         for step in set(bad.damaged) & set(self.gold.steps()):
             self.gold.set_aside(step)
         for step in sorted(needed - set(self.gold.steps()) - bad.lost.keys()):
-            self.gold.adopt(directory.checkpoints / str(step))  # a kill came between the two
+            self.gold.adopt(directory.checkpoints / str(step))  # a kill came between the saves of the two
         self.kept.set_aside_after(last)
 
     def __enter__(self) -> BestCheckpoints:
@@ -93,9 +92,9 @@ class BestCheckpoints:
         self._needed_by[step] = kept_steps(state)
 
     def drop_all_but(self, steps: set[int]) -> None:
-        """Drop the golds that are neither among `steps` nor needed by a checkpoint that a resume may find.
+        """Delete the golds that are neither among `steps` nor needed by a checkpoint that a resume may find.
 
-        That is every one that is on the disk now, as a kill may leave no other, and the one that is being saved.
+        A resume may find each checkpoint on disk, as a kill may leave no other, and the one that is being saved.
         """
         for step in from_first(lambda: self._not_needed(steps)):
             self.gold.delete(step)

@@ -1,4 +1,4 @@
-"""Whether a state holds numbers alone: one that does not is neither saved nor gone on from."""
+"""Whether a state is finite: one that is not is neither saved nor continued from."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _looked_at: list[weakref.ref] = []  # the leaves last found finite; arrays are n
 
 
 def check_finite(state: TrainState) -> None:
-    """Raise NonFiniteState where parameters, optimizer state or average hold an infinity or NaN, naming the first.
+    """Raise NonFiniteState if parameters, optimizer state or moving average hold an infinity or NaN, naming the first.
 
-    A state that was found finite by the last call is not read again: before a save several ask.
+    A state that the last call found finite is not read again: several callers ask before a save.
     """
     global _looked_at
     parts = {"params": state.params, "opt_state": state.opt_state, "ema": state.ema}
@@ -44,11 +44,11 @@ def _finite(tree: Any) -> jax.Array:
     return jnp.stack([_finite_leaf(leaf) for leaf in jax.tree.leaves(tree)])
 
 
-@jax.jit  # of its own, so that leaves of one shape are traced and lowered once: blocks have many
+@jax.jit  # jitted by itself, so that the many leaves of one shape are traced and lowered once
 def _finite_leaf(leaf: jax.Array) -> jax.Array:
     """Whether a leaf is finite everywhere: times 0 a number is 0, an infinity or NaN is NaN.
 
-    XLA spreads the sums of rows over the cores of a CPU: 0.8 of the time of `isfinite(leaf).all()`. A maximum would not
-    do: on CPUs that of a matrix passes over NaN.
+    XLA spreads the sums of rows over the cores of a CPU: 0.8 of the time of `isfinite(leaf).all()`. A maximum would
+    not do: on CPUs the maximum of a matrix ignores NaN.
     """
     return ((jnp.atleast_1d(leaf) * 0).sum(axis=-1) == 0).all()

@@ -30,20 +30,20 @@ from curriculum.train.step import TrainState
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 
-_EMA = "ema"  # an item of its own where a moving average is kept, so that it can be read alone
+_EMA = "ema"  # an item of its own, so that the moving average can be read alone
 _ARRAYS = ("params", "train", "baselines", _EMA)  # the items of a step that are trees of arrays
 _LEFT_OVER = re.compile(r"\.\d+\.(saving.*|deleting|adopted)")
 
 
 def import_ahead() -> threading.Thread:
-    """Begin to import what saves and restores need, which takes half a second: the first of them waits for it."""
+    """Start importing orbax in a thread: it takes half a second, which the first save or restore would wait for."""
     thread = threading.Thread(target=importlib.import_module, args=("orbax.checkpoint",), name="import")
     thread.start()
     return thread
 
 
 class SaveFailed(OSError):
-    """The disk did not take a checkpoint; nothing of it is left. `path` is that of the step in the run directory."""
+    """The disk refused a checkpoint, and nothing of it is left. `path`: that of the step in the run directory."""
 
     def __init__(self, error: OSError, path: str):
         super().__init__(error.errno, os.strerror(error.errno))
@@ -51,19 +51,19 @@ class SaveFailed(OSError):
 
 
 class Checkpoints:
-    """The checkpoints of one folder, the newest `keep` of them; None: all, until they are deleted.
+    """The checkpoints of one folder: the newest `keep` of them, or with None all until they are deleted.
 
-    With `keep_planned` = (every, n) also the newest n whose step is a multiple of `every`. While updates in a row are
-    bad, the newest one from before them stays as well: it is the one to go back to.
+    With `keep_planned` = (every, n), the newest n whose step is a multiple of `every` stay too. During a row of bad
+    updates the newest checkpoint from before it stays as well: it is the one to go back to.
 
-    A step's folder holds `params` (restorable alone), `train` (optimizer state and accumulators), `ema` where a moving
-    average is kept, `ledger` (plain JSON: segments, consumption, the record's offsets), `baselines` (nats of every eval
-    window at the evals that later ones are compared with) and the checksums of all of it in `manifest.json`. It gets
-    its name when it is whole and on the disk, and loses it before anything of it is deleted. Nothing is made before the
-    first save.
+    A step's folder holds `params` (restorable alone), `train` (optimizer state and accumulators), `ema` if a moving
+    average is kept, `ledger` (plain JSON: segments, consumption, the record's offsets), `baselines` (nats of every
+    eval window at the evals that later ones are compared with), and their checksums in `manifest.json`. The folder
+    gets its name when it is whole and on disk, and loses it before anything in it is deleted. Nothing is created
+    before the first save.
 
-    Of a run of several processes all call the same methods in the same order. Each writes and reads the parts of the
-    arrays that its devices hold, into one folder that all of them see; everything else of a method process 0 does.
+    With several processes, all call the same methods in the same order. Each writes and reads the parts of the arrays
+    that its devices hold, in one folder that all of them see; process 0 does everything else.
     """
 
     def __init__(self, directory: Path, keep: int | None = 1, keep_planned: tuple[int, int] | None = None):
@@ -76,8 +76,8 @@ class Checkpoints:
         import orbax.checkpoint as ocp
 
         quiet_failed_saves()
-        # Compressing float32 noise saves 7 % of the disk, and takes more of the processor than all the rest of a save.
-        # Where processes save one step in two folders at once, those who save the one wait for each other alone.
+        # Compressing float32 noise saves 7 % of the disk, and takes more CPU time than all the rest of a save.
+        # If processes save one step in two folders at once, each save must have barriers of its own.
         apart = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=self.directory.name)
         own = {"multiprocessing_options": apart}
         arrays = {name: ocp.PyTreeCheckpointHandler(use_compression=False, **own) for name in _ARRAYS}
@@ -87,16 +87,18 @@ class Checkpoints:
         return ocp.AsyncCheckpointer(items, **own)
 
     def steps(self) -> list[int]:
-        """Steps whose checkpoints are whole, ascending; one that is being saved is not."""
+        """Steps whose checkpoints are whole, ascending, without one that is being saved."""
         return checkpoint_steps(self.directory)
 
     def save(self, state: TrainState, ledger: dict[str, Any], baselines: Mapping[str, np.ndarray]) -> None:
-        """Start saving the state as of its step; `baselines` are float32 [B, N] by eval set.
+        """Start saving the state at its step; `baselines` are float32 [B, N] by eval set. Waits for the save before.
 
-        The next update may take the state over as soon as this returns, and waits for nothing: where the device's
-        memory is the host's, what is written is a copy, which takes the state's memory again until it is on the disk.
-        Raises SaveFailed where the disk does not take it, or did not take the one before, NonFiniteState before
-        anything is written, and RuntimeError where a later step is there.
+        The state may be donated to the next update as soon as this returns, and that update waits for nothing. If the
+        device's memory is the host's, a copy is written, which needs the state's memory a second time until it is on
+        disk.
+
+        Raises SaveFailed (with several processes InputError) if the disk refuses this save or refused the one before,
+        NonFiniteState before anything is written, and RuntimeError if the folder has this step or a later one.
         """
         import orbax.checkpoint as ocp
 
@@ -130,15 +132,14 @@ class Checkpoints:
     def _begin(self, step: int, items: ocp.args.Composite) -> None:
         if together.is_first():
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._drop_partial()  # of a save that failed: writes that were under way then may have ended since
+            self._drop_partial()  # left by a failed save, some of whose writes may have ended since
         together.wait_for_all()
         self._writer.save(self._partial(step), items)
 
     def _write(self, step: int, sound: int, items: ocp.args.Composite | None = None) -> None:
-        """In the background: give the step its name once it is whole and on the disk, then let old ones go.
+        """In the background: give the step its name once it is whole and on disk, then delete old checkpoints.
 
-        `sound`: up to there no update was bad that is in the row up to now. `items`: what is to be written, None where
-        that was begun before.
+        `sound`: the newest step before the current row of bad updates. `items`: what to write; None if that has begun.
         """
         try:
             if items is not None:
@@ -173,8 +174,11 @@ class Checkpoints:
             shutil.rmtree(path, ignore_errors=True)
 
     def _failure(self, step: int, error: Exception) -> Exception:
-        """What to raise for an error of a save: SaveFailed where the disk is what failed, or of several processes
-        InputError, which ends the run, as the others would wait for this one's part; else the error itself."""
+        """The exception to raise for an error of a save.
+
+        If the disk failed, that is SaveFailed; with several processes InputError, which ends the run, as the others
+        would wait for this one's part. Otherwise it is the error itself.
+        """
         error = disk_error(error)
         if is_disk_error(error):
             if together.count() > 1:
@@ -186,17 +190,17 @@ class Checkpoints:
         return error
 
     def wait(self) -> None:
-        """Return once every save has reached the disk. Raises what made one fail, once."""
+        """Return once every save is on disk. Raises what made one fail, once."""
         if self._pending is not None:
             (step, future), self._pending = self._pending, None
             try:
                 future.result()
             except (OSError, ValueError) as error:
                 raise self._failure(step, error) from None
-            together.wait_for_all()  # for process 0, which gives it its name
+            together.wait_for_all()  # for process 0, which gives the folder its name
 
     def check(self) -> None:
-        """Raise what made a save fail, if that is known by now; no process waits for another."""
+        """Raise what made a save fail, if that is already known; no process waits for another."""
         if self._pending is not None and self._pending[1].done() and self._pending[1].exception() is not None:
             self.wait()
 
@@ -206,14 +210,14 @@ class Checkpoints:
         return self._pending is None or self._pending[1].done()
 
     def close(self) -> None:
-        """Wait, and give back what saving took. Raises what made a save fail."""
+        """Wait for the saves and release the writer. Raises what made a save fail."""
         try:
             self.wait()
         finally:
             if "_writer" in self.__dict__:
                 try:
                     self._writer.close()
-                except (OSError, ValueError) as error:  # tells again of a save that failed, which `wait` told
+                except (OSError, ValueError) as error:  # repeats the failure that `wait` raised
                     if not is_disk_error(error := disk_error(error)):
                         raise error from None
                 finally:
@@ -221,16 +225,16 @@ class Checkpoints:
                     self._drop_partial()
 
     def baselines(self, step: int) -> dict[str, np.ndarray]:
-        """What `save` got as such, on the host."""
+        """The `baselines` given to `save`, on the host."""
         saved = load_params(self._folder(step) / "baselines")
         return {name: np.asarray(nats_BN) for name, nats_BN in saved.items()}
 
     def restore(self, step: int, like: TrainState) -> TrainState:
         """The state of a step, with the placement of `like`: arrays, or jax.ShapeDtypeStruct.
 
-        It may have been saved from another mesh: each device reads its own part. A moving average that `like` has
-        and the checkpoint has not begins with the parameters. Raises InputError where it cannot be read, or an array
-        has another shape or type than in `like`.
+        It may have been saved from another mesh: each device reads its own part. If `like` has a moving average and
+        the checkpoint has none, the average begins with the parameters. Raises InputError if the checkpoint cannot be
+        read, or if an array has another shape or type than in `like`.
         """
         folder = self._folder(step)
         params = load_params(folder / "params", like.params)
@@ -243,10 +247,10 @@ class Checkpoints:
         return TrainState(params=params, step=saved_step, ema=ema, **rest)
 
     def set_aside_after(self, step: int) -> None:
-        """Move the steps after `step`, and what has a step's name but is none, into `superseded/` beside this folder.
+        """Move the steps after `step`, and what is named like a step but is no checkpoint, to `superseded/`.
 
-        Those of `checkpoints` go there directly, those of another folder below its name. What a process that was
-        killed left half saved or half deleted is removed.
+        That is beside this folder. Those of `checkpoints` go directly there, those of another folder below its name.
+        What a killed process left half saved or half deleted is removed.
         """
         self.wait()
         if not together.is_first():
@@ -260,7 +264,7 @@ class Checkpoints:
             self.set_aside(s)
 
     def set_aside(self, step: int) -> Path:
-        """Move one step into `superseded/`, and tell where it is now."""
+        """Move one step to `superseded/`; returns its new place."""
         below = "" if self.directory.name == "checkpoints" else self.directory.name
         target = self.directory.parent / "superseded" / below / str(step)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -268,7 +272,7 @@ class Checkpoints:
         return (self.directory / str(step)).rename(target)
 
     def adopt(self, folder: Path) -> None:
-        """Take in a whole checkpoint from another folder of the same disk, as hard links; one of its step stays."""
+        """Hard-link a whole checkpoint from another folder of the same disk, unless its step is already here."""
         if not together.is_first():
             return
         if int(folder.name) in self.steps():
@@ -282,7 +286,7 @@ class Checkpoints:
         sync(self.directory)
 
     def delete(self, step: int) -> None:
-        """Remove a step, once it is saved."""
+        """Remove a step, once saves are over."""
         self.wait()
         if together.is_first():
             self._delete(step)
@@ -316,9 +320,9 @@ def beside_params(state: TrainState) -> dict[str, Any]:
 
 @jax.jit
 def _copied(tree: Any) -> Any:
-    """A copy by all cores. An update to which arrays are donated that are being read copies them itself, by one.
+    """A copy made by all cores: an update that is given arrays still being read would copy them with one.
 
-    One that takes no donation, and so could leave them to the save, is slower by as much as the copy takes: of 154 MB
+    An update without donation, which would leave them to the save, is slower by as much as the copy takes: for 154 MB
     on 2 cores 22 ms of their time, and the copy 25.
     """
     return jax.tree.map(jnp.copy, tree)

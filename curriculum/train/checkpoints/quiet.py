@@ -1,4 +1,4 @@
-"""What orbax and tensorstore print of a save that failed: here whoever waits for the save is told, once."""
+"""Silences what orbax and tensorstore print about a failed save: whoever waits for the save gets the error, once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from curriculum.record.append import DISK_ERRORS
 
 @cache
 def quiet_failed_saves() -> None:
-    """Leave out their tracebacks: the save's own, and those of the writes of other arrays that were under way."""
+    """Suppress the tracebacks of a failed save and of the other arrays' writes that were under way."""
     logging.getLogger("absl").addFilter(lambda r: not ("orbax" in r.pathname and r.levelno >= logging.ERROR))
     logging.getLogger("asyncio").addFilter(lambda r: not _of_write(r))
     told = sys.unraisablehook
@@ -25,7 +25,7 @@ def quiet_failed_saves() -> None:
 
 
 def _of_write(record: logging.LogRecord) -> bool:
-    """Whether it tells of a write that nobody waited for: the disk did not take it, or its folder was gone by then."""
+    """Whether it is about a write that nobody waited for: the disk refused it, or its folder was already gone."""
     error = record.exc_info and record.exc_info[1]
     late = isinstance(error, FileNotFoundError) and ".saving" in str(error.filename)
     of_disk = isinstance(error, OSError) and error.errno in DISK_ERRORS

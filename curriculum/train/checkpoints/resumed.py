@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from."""
+"""Which checkpoint a run continues from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from curriculum.train.processes.together import from_first
 
 
 class Resumed(NamedTuple):
-    """The checkpoint that a run goes on from; it verified."""
+    """The checkpoint that a run continues from; it has been verified."""
 
     step: int
     folder: Path
@@ -21,9 +21,9 @@ class Resumed(NamedTuple):
 
 
 def to_resume(directory: RunDirectory, resume: str | int | None) -> Resumed | None:
-    """What `resume` means of a run, None where the run begins. Raises InputError for a checkpoint that is not there.
+    """The checkpoint that `resume` means; None if the run begins. Raises InputError if the one asked for is not there.
 
-    "latest" is the newest of `checkpoints/` that verifies; where none does, the newest of `gold/` and `kept/`.
+    "latest" is the newest in `checkpoints/` that verifies or, if none does, the newest in `gold/` and `kept/`.
     """
     if resume is None:
         return None
@@ -31,15 +31,17 @@ def to_resume(directory: RunDirectory, resume: str | int | None) -> Resumed | No
         newest = newest_whole(directory)
         return newest and Resumed(*newest, read_ledger(newest[1]))
     step, folder = find_checkpoint(directory, resume, option="--resume")
-    own = directory.checkpoints / str(step)  # where a step is looked for first
-    if resume == "gold" and own.is_dir() and damage(own) is None:  # its record is the one of an unbroken run
+    own = directory.checkpoints / str(step)  # a step is looked for here first
+    if resume == "gold" and own.is_dir() and damage(own) is None:  # with it the record becomes that of an unbroken run
         folder = own
     return Resumed(step, folder, read_ledger(folder))
 
 
 def newest_whole(directory: RunDirectory, up_to: float = math.inf) -> tuple[int, Path] | None:
-    """(step, folder) of the newest checkpoint that verifies, of those up to a step: of `checkpoints/`, or where it has
-    none of `gold/` and `kept/`."""
+    """(step, folder) of the newest checkpoint up to a step that verifies; None if there is none.
+
+    `gold/` and `kept/` count only if `checkpoints/` has none.
+    """
     for places in ((directory.checkpoints,), (directory.gold, directory.kept)):
         found = [step_folder for place in places for step_folder in step_folders(place).items()]
         for step, folder in sorted(found, reverse=True):
@@ -49,7 +51,7 @@ def newest_whole(directory: RunDirectory, up_to: float = math.inf) -> tuple[int,
 
 
 def resumed_by_first(find: Callable[[], Resumed | None]) -> Resumed | None:
-    """What process 0 finds, in every process."""
+    """What `find` returns in process 0, in every process."""
 
     def found() -> list[Any] | None:
         resumed = find()

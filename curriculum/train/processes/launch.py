@@ -1,4 +1,4 @@
-"""How the processes of a run are told of each other: by options, by their environment variables, or by a launcher."""
+"""How the processes of a run learn of each other: from options, their environment variables, or a launcher."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from dataclasses import dataclass
 
 from curriculum.errors import InputError
 
-# What several launchers and programs of the field set; the options of `curriculum train` read them too.
+# Several launchers and tools set these; the options of `curriculum train` read them too.
 VARIABLES = {
     "--coordinator": "JAX_COORDINATOR_ADDRESS",
     "--num-processes": "JAX_NUM_PROCESSES",
     "--process-id": "JAX_PROCESS_ID",
 }
 
-JOIN_SECONDS = 300.0  # that a process waits for the others to be started
+JOIN_SECONDS = 300.0  # how long a process waits for the others to start
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One process of several. `local_devices`: the devices of its machine that it takes, None for all of them.
+    """One process of several. `local_devices`: the devices of its machine that it takes; None for all.
 
-    `launched_by`: the launch that numbered it, such as a step of SLURM; empty where its number was given.
+    `launched_by`: the launch that numbered it, such as a step of SLURM; empty if its number was given.
     """
 
     host: str
@@ -36,7 +36,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class _Launcher:
-    """What a launcher tells of its own accord; None what it does not."""
+    """What a launcher says without being asked; None for what it does not say."""
 
     name: str
     num_processes: int | None
@@ -52,14 +52,15 @@ def find_launch(
     process_id: int | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Launch | None:
-    """Of which processes this one is one: None where it is alone.
+    """Which process of a run this one is; None if it is alone.
 
-    What is given counts, then what Open MPI, SLURM or an indexed Job of Kubernetes says. `num_processes` 1 keeps the
-    tasks of a launcher apart: each is a run of its own. Raises InputError with all that is missing or does not fit.
+    What is given counts first, then what Open MPI, SLURM or an indexed Job of Kubernetes says. `num_processes` 1 keeps
+    the tasks of a launcher apart: each is a run of its own. Raises InputError with everything that is missing or does
+    not fit.
     """
     if num_processes == 1 and process_id in (None, 0):
         return None
-    # Within SLURM mpirun starts its daemons by srun, whose tasks are not the ranks.
+    # Open MPI goes first: within SLURM, mpirun starts its daemons by srun, whose tasks are not the ranks.
     launcher = _open_mpi(environ) or _slurm(environ) or _indexed_job(environ)
     if (coordinator, num_processes, process_id) == (None, None, None):
         if launcher is None or launcher.num_processes in (None, 1):
@@ -110,7 +111,7 @@ def find_launch(
 
 
 def _address(text: str) -> tuple[str, int | None]:
-    """(host, port) of HOST:PORT or [IPV6]:PORT; no port where it is neither."""
+    """(host, port) of HOST:PORT or [IPV6]:PORT; the port is None if it is neither."""
     match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\s:\[\]]+)):([0-9]{1,5})", text)
     if match is None or not 0 < int(match[3]) < 65536:
         return "", None
@@ -118,10 +119,10 @@ def _address(text: str) -> tuple[str, int | None]:
 
 
 def _slurm(environ: Mapping[str, str]) -> _Launcher | None:
-    """A task of `srun`. The batch script itself, and a step of one task, stand in an allocation of many but are alone.
+    """A task of `srun`. The batch script itself and a step of one task are alone, even in an allocation of many.
 
-    The address is that of the first machine of the step, and a port by the numbers of job and step; for a job's step 0
-    it is jax's.
+    The coordinator is the first machine of the step, with a port derived from the numbers of job and step; for a job's
+    step 0 it is the port that jax uses.
     """
     if not {"SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID"} <= environ.keys():
         return None
@@ -129,7 +130,7 @@ def _slurm(environ: Mapping[str, str]) -> _Launcher | None:
     # Such as node3,gpu1 or rack[1-2]-node[003-007,9]-ib,gpu1: up to the first comma outside of brackets.
     first = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", environ["SLURM_STEP_NODELIST"])
     job, step = _number(environ, "SLURM_JOB_ID"), _number(environ, "SLURM_STEP_ID", 0)
-    # Each step of a job has its own port, and the next jobs, which may share the machine, have others.
+    # Each step of a job has its own port; so have the next jobs, which may share the machine.
     port = environ.get("JAX_COORDINATOR_PORT") or 61440 + (job + 1021 * step) % 4096
     devices = None
     # With --gpus-per-task SLURM shows a task its own GPUs alone, however many, and numbers them from 0.
@@ -142,7 +143,10 @@ def _slurm(environ: Mapping[str, str]) -> _Launcher | None:
 
 
 def _open_mpi(environ: Mapping[str, str]) -> _Launcher | None:
-    """A process of `mpirun`. Up to version 4 it says where it was started, which is where process 0 is; later not."""
+    """A process of `mpirun`.
+
+    Up to version 4 it says where mpirun was started, which is where process 0 runs; later versions do not.
+    """
     if not {"OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"} <= environ.keys():
         return None
     if environ.get("PMIX_NAMESPACE", "").startswith("slurm.pmix."):  # a task of `srun --mpi=pmix` inside of an mpirun
@@ -163,20 +167,20 @@ def _open_mpi(environ: Mapping[str, str]) -> _Launcher | None:
 
 
 def _indexed_job(environ: Mapping[str, str]) -> _Launcher | None:
-    """A pod of an indexed Job, or of a JobSet of one: it knows its own number only. Many such Jobs are no one run."""
+    """A pod of an indexed Job, or of a JobSet of one: it only knows its own number. Several Jobs are not one run."""
     index = _number(environ, "JOB_COMPLETION_INDEX")
     return None if index is None else _Launcher("Kubernetes", None, index, None)
 
 
 def _one_device(environ: Mapping[str, str], local_id: str) -> tuple[int, ...] | None:
-    """Of the tasks of one machine each takes one device, unless the launcher or the user shares them out."""
+    """The one device for each of several tasks on a machine; None if the launcher or the user assigns them."""
     shared_out = "JAX_LOCAL_DEVICE_IDS" in environ or len(environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")) == 1
     number = _number(environ, local_id)
     return None if shared_out or number is None else (number,)
 
 
 def _number(environ: Mapping[str, str], variable: str, default: int | None = None) -> int | None:
-    """The number that a launcher's environment variable holds, `default` where it is not there or empty."""
+    """The number in a launcher's environment variable, `default` if it is unset or empty. Raises InputError."""
     value = environ.get(variable) or default
     try:
         return None if value is None else int(value)

@@ -12,13 +12,13 @@ _LONGEST_BYTES = 1 << 31
 
 
 def frame(message: dict[str, Any]) -> bytes:
-    """The bytes of a message: its length, 8 bytes, and its JSON. Raises TypeError for what does not go into it."""
+    """The bytes of a message: its length in 8 bytes, then its JSON. Raises TypeError for what JSON cannot hold."""
     content = json.dumps(message, default=_array_to_json).encode()
     return struct.pack("!Q", len(content)) + content
 
 
 def read_message(connection: socket.socket) -> dict[str, Any]:
-    """The next message. Raises OSError at the connection's end, ValueError for what is no message."""
+    """The next message. Raises OSError if the connection has ended, ValueError if this is no message."""
     (num_bytes,) = struct.unpack("!Q", _exactly(connection, 8))
     if num_bytes > _LONGEST_BYTES:
         raise ValueError(f"a message of {num_bytes} bytes")

@@ -1,7 +1,8 @@
-"""The processes of a run in touch with each other, by a connection of each to process 0.
+"""The connections between the processes of a run, one from each to process 0.
 
-Over it goes what all must decide alike, and the end of one is noticed by all at once: its operating system closes the
-connection, however it ended. jax alone would take up to its heartbeat's timeout, or say it in a stack trace.
+They carry what all must decide alike. By them the end of one process is noticed by all at once: its operating system
+closes the connection, however it ended. jax alone would take up to its heartbeat's timeout, or say it in a stack
+trace.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from curriculum.train.processes.launch import Launch
 from curriculum.train.processes.messages import frame, read_message
 from curriculum.train.processes.sockets import free_port, keep_alive, listening, written
 
-GRACE_SECONDS = 5.0  # for a process to end by itself where another one ends with an error, which may be its own too
-_OFF_SECONDS = 3.0  # that the end of a process takes after that
+GRACE_SECONDS = 5.0  # for a process to end by itself when another ends with an error, which it may have too
+_OFF_SECONDS = 3.0  # that a process may take to end after that
 _TELL_AFTER_SECONDS = 10.0
 _GO_ON = "go on from the newest checkpoint with --resume latest, with as many processes as there are then"
 
 
 class Peers:
-    """What one process knows of the others. One thread, the main one, uses `from_first` and `gather`, in every process
-    in the same order.
+    """What one process knows of the others.
 
-    Raises InputError where they do not find together within `join_seconds`.
+    Only the main thread uses `from_first` and `gather`, in every process in the same order. Raises InputError if the
+    processes do not all connect within `join_seconds`.
     """
 
     def __init__(self, launch: Launch, join_seconds: float):
@@ -42,7 +43,7 @@ class Peers:
         self._changed = threading.Condition()  # guards all that follows
         self._closed = self._left = self._ending = False
         self._next_look = 0  # the first step at which the main thread asks whether to stop
-        self._looks: dict[int, int] = {}  # of process 0: the same by process, once a stop is asked for
+        self._looks: dict[int, int] = {}  # in process 0: the same of each process, once a stop is asked for
         self._stop_signal: int | None = None
         self._stop_step: int | None = None
         self._waits_for_stop = self._asking = False
@@ -58,7 +59,7 @@ class Peers:
             thread.start()
 
     def from_first(self, value: Any = None) -> Any:
-        """The value that process 0 passes, in every process; plain JSON and numpy arrays. The others' are ignored."""
+        """The value that process 0 passes, in every process; plain JSON and numpy arrays. Others are ignored."""
         if self._left:
             return value
         if self.index:
@@ -78,10 +79,10 @@ class Peers:
         return values
 
     def agreed_stop(self, received: int | None, step: int) -> int | None:
-        """The signal to stop by after `step`, None to go on; the same in all processes.
+        """The signal to stop by after `step`, None to continue; the same in all processes.
 
-        Asked after every step. `received`: the signal that this process got. No process waits for another until a stop
-        is asked for; then all stop at the first step that none has passed.
+        Called after every step. `received`: the signal that this process got. No process waits for another until a
+        stop is asked for; then all stop at the first step that none has passed.
         """
         if self._left:
             return received
@@ -89,7 +90,7 @@ class Peers:
             asks = received is not None and self._stop_signal is None
             if self._stop_signal is None:
                 self._next_look = step + 1
-            # Once this process has said that it looks at `_next_look`, it must learn there when to stop.
+            # Having promised process 0 to look at `_next_look`, this process must wait there to learn when to stop.
             if self._waits_for_stop and step >= self._next_look:
                 self._changed.wait_for(lambda: self._stop_step is not None)
             if self._stop_step is not None and step >= self._stop_step:
@@ -102,8 +103,10 @@ class Peers:
         return None
 
     def leave(self, why: str, exit_code: int) -> None:
-        """Tell the others that this process ends by an error, so that they do too, with the same exit code. From then
-        on it is alone."""
+        """Tell the others that this process ends with an error, so that they end too, with the same exit code.
+
+        From then on it communicates with none of them.
+        """
         with self._changed:
             if self._left or self._closed:
                 return
@@ -112,19 +115,21 @@ class Peers:
         self._send_all({"kind": "gone", "index": self.index, "why": why, "exit_code": exit_code})
 
     def see_off(self) -> None:
-        """Of process 0, before it ends: wait a while for the others to. jax's service ends with it, and a process that
-        still needs it is aborted, whatever it was about to say."""
+        """In process 0, before it ends: wait a while for the others to end.
+
+        jax's service ends with process 0, and a process that still needs it is aborted before it can report anything.
+        """
         until = time.monotonic() + GRACE_SECONDS + _OFF_SECONDS
         for thread in self._receiving if self.index == 0 else ():
             thread.join(max(until - time.monotonic(), 0))
 
     def wait_for_news(self, seconds: float) -> None:
-        """Give the receiving threads time to hear why something between the processes failed; they end this one."""
+        """Give the receiving threads time to hear why communication failed; they then end this process."""
         with self._changed:
             self._changed.wait_for(lambda: self._left or self._closed, seconds)
 
     def close(self) -> None:
-        """Part in good order, all at once."""
+        """Disconnect in good order, all at once."""
         if not self._left:
             if self.index:
                 self._send(0, {"kind": "value", "value": None})
@@ -139,7 +144,7 @@ class Peers:
             connection.close()
 
     def _meet(self, launch: Launch, join_seconds: float) -> str:
-        """Of process 0: wait for all the others; the address where jax's own service is to listen."""
+        """In process 0: wait for all the others; returns the address where jax's own service is to listen."""
         where, began, told = written(launch.host, launch.port), time.monotonic(), False
         try:
             server = listening(launch.host, launch.port)
@@ -174,8 +179,10 @@ class Peers:
         return jax_address
 
     def _welcome(self, connection: socket.socket) -> None:
-        """Take a process in, or refuse it and with it all others. What is no process of a run is passed over, and one
-        of another launch, which has the same address, sent away."""
+        """Accept a process, or refuse it and with it all others.
+
+        A connection from anything else is ignored; a process of another launch, with the same address, is sent away.
+        """
         keep_alive(connection)
         connection.settimeout(5.0)
         try:
@@ -212,7 +219,7 @@ class Peers:
             _refuse(connection, why)
 
     def _come(self, launch: Launch, join_seconds: float) -> str:
-        """Of the others: find process 0, which may be started later; the address of jax's own service."""
+        """In the others: connect to process 0, which may start later; returns the address of jax's own service."""
         where, began, told = written(launch.host, launch.port), time.monotonic(), False
         while True:
             try:
@@ -248,7 +255,7 @@ class Peers:
         return answer["jax"]
 
     def _receive(self, sender: int) -> None:
-        """A thread for each connection: to the inbox what the main thread waits for; the rest is answered here."""
+        """A thread per connection: values go to the main thread's inbox; other messages are handled here."""
         while True:
             try:
                 message = read_message(self._sockets[sender])
@@ -261,7 +268,7 @@ class Peers:
                 self._closed = True
                 self._inbox[sender].put(None)
                 return None
-            elif kind == "gone" and message["why"] is None:  # process 0 ends at once, and is not the one that was lost
+            elif kind == "gone" and message["why"] is None:  # before process 0, which ends at once, seems the lost one
                 self._lost(message["index"], None, message["exit_code"])
             elif kind == "gone" and not self._left:  # at the interpreter's end no thread can be started
                 lost = (message["index"], message["why"], message["exit_code"])
@@ -276,7 +283,7 @@ class Peers:
                 self._stop_after(message["step"])
 
     def _asked_to_stop(self, signal_number: int) -> None:
-        """Of process 0: ask every process for the first step at which it can stop."""
+        """In process 0: ask every process for the first step at which it can stop."""
         with self._changed:
             if self._asking:
                 return
@@ -303,7 +310,7 @@ class Peers:
             self._changed.notify_all()
 
     def _lost(self, index: int, why: str | None, exit_code: int) -> None:
-        """End this process, as another one is gone: `why` it said itself, None where its connection broke."""
+        """End this process, as another one is gone; `why` is its own message, None if its connection broke."""
         with self._changed:
             if self._closed or self._left:
                 return

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import socket
 
-# A machine that is gone closes nothing: after 10 s of silence, three questions 5 s apart.
+# A machine that is gone closes no connection: after 10 s of silence it gets three probes, 5 s apart.
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """What listens on a loopback address alone where that is given, else on all addresses of the machine."""
+    """A listening socket: on a loopback address only there, otherwise on all addresses of the machine."""
     if _is_loopback(host):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family)
@@ -35,5 +35,5 @@ def keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEP_ALIVE.items():
-        if hasattr(socket, name):  # of Linux
+        if hasattr(socket, name):  # Linux only
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,8 +1,8 @@
-"""One run in several processes: they begin together, decide alike, and end together. A single one notices none of it.
+"""One run in several processes: they begin together, decide alike, and end together. A single process notices nothing.
 
-Every process runs the same program on the same config. Process 0 alone writes: the record, evals, the manifest of a
-checkpoint, what is prepared of data. So whatever is read from the disk, asked of a clock or of another program, and
-leads to a decision, is asked in process 0 and told to the others: `from_first`.
+Every process runs the same program on the same config. Process 0 alone writes: the record, evals, the manifests of
+checkpoints, prepared data. So whatever leads to a decision and comes from the disk, a clock or another program is
+asked in process 0 and told to the others: `from_first`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from curriculum.train.device import missing_flags
 from curriculum.train.processes.launch import JOIN_SECONDS, Launch
 from curriculum.train.processes.peers import Peers
 
-# Of jax's own service, where a process hangs whose machine still answers; the end of a process is noticed at once.
+# Of jax's own service, for a process that hangs while its machine answers; the end of a process is noticed at once.
 _HEARTBEAT_SECONDS = 60
 _NEWS_SECONDS = 2.0
-_LEAVE_SECONDS = 10.0  # for a process that ends by an error to give back what it holds
+_LEAVE_SECONDS = 10.0  # for a process that ends with an error to release what it holds
 
 _IN_ORDER = "--xla_cpu_multi_thread_eigen=false"
 
 _peers: Peers | None = None
-_left: Peers | None = None  # those whom this process told of the error by which it ends
+_left: Peers | None = None  # the peers that this process told of the error that ends it
 
 
 def count() -> int:
@@ -38,22 +38,22 @@ def count() -> int:
 
 
 def by_gloo() -> bool:
-    """Whether this run's processes exchange by gloo, as on CPUs."""
+    """Whether the processes of this run communicate by gloo, as on CPUs."""
     import jax
 
     return count() > 1 and jax.default_backend() == "cpu"
 
 
 def is_first() -> bool:
-    """Whether this process keeps the record."""
+    """Whether this is process 0, which writes the record."""
     return _peers is None or _peers.index == 0
 
 
 def from_first(make: Callable[[], Any]) -> Any:
     """Call `make` in process 0 alone, and return its result in every process. All processes must call this.
 
-    The result is plain JSON with numpy arrays: in the others tuples are lists, keys of mappings strings. InputError and
-    OSError are raised in every process; the message of the former is in process 0 alone.
+    The result is plain JSON with numpy arrays: in the others tuples are lists, and keys of mappings strings.
+    InputError and OSError are raised in every process; only process 0 has the message of an InputError.
     """
     if _peers is None:
         return make()
@@ -80,7 +80,7 @@ def from_first(make: Callable[[], Any]) -> Any:
 
 
 def first_then_all(make: Callable[[], Any]) -> Any:
-    """Call `make` in process 0 first, then in the others, which find what it prepared; what it returned here."""
+    """Call `make` in process 0 first, then in the others, which find what it prepared; each returns its own result."""
     if _peers is None:
         return make()
     made: list[Any] = []
@@ -92,18 +92,18 @@ def first_then_all(make: Callable[[], Any]) -> Any:
 
 
 def wait_for_all() -> None:
-    """Return once every process has come here."""
+    """Return once every process has called this."""
     if _peers is not None:
         _peers.gather()
 
 
 def agreed_stop(received: int | None, step: int) -> int | None:
-    """The signal that stops the run after `step`, None to go on: the same in all, whichever process `received` it."""
+    """The signal that stops the run after `step`, None to continue: the same in all, whichever `received` it."""
     return received if _peers is None else _peers.agreed_stop(received, step)
 
 
 def check_same(find: Callable[[], Mapping[str, str]]) -> None:
-    """Raise InputError in every process where one finds something else than process 0 under a name."""
+    """Raise InputError in every process if one of them finds another value under a name than process 0."""
     if _peers is None:
         return
     of_processes = _peers.gather(dict(find()))
@@ -118,13 +118,13 @@ def check_same(find: Callable[[], Mapping[str, str]]) -> None:
 
 
 def check_in_each(find: Callable[[], Sequence[str]]) -> None:
-    """Raise InputError in every process where one finds problems; process 0 says them all. One alone looks for none."""
+    """Raise InputError in every process if one finds problems; process 0 reports all. One alone looks for none."""
     if _peers is not None:
         _refuse([problem for found in _peers.gather(list(find())) for problem in found])
 
 
 def _refuse(problems: Sequence[str]) -> None:
-    """Raise InputError for problems that every process knows of, if there are any."""
+    """Raise InputError for problems that every process knows of, if there are any; process 0 has the messages."""
     if problems:
         error = InputError(*(problems if is_first() else ()))
         error.in_every_process = True
@@ -133,10 +133,10 @@ def _refuse(problems: Sequence[str]) -> None:
 
 @contextmanager
 def joined(launch: Launch | None, join_seconds: float = JOIN_SECONDS) -> Iterator[None]:
-    """Around a run: the processes find together, jax learns of it, and they part when all are done. None: it is alone.
+    """Context of a run: the processes connect, jax learns of it, and they part when all are done. None: it is alone.
 
-    Before anything asks jax for its devices. Where a process ends by an error, or is killed, the others end too, with a
-    line that says which one it was. Raises InputError where they do not find together.
+    To be entered before anything asks jax for its devices. If a process ends with an error or is killed, the others
+    end too, with a line that says which one it was. Raises InputError if they cannot connect.
     """
     global _peers
     if launch is None:
@@ -164,8 +164,10 @@ def joined(launch: Launch | None, join_seconds: float = JOIN_SECONDS) -> Iterato
 
 @contextmanager
 def leaving_on_error() -> Iterator[None]:
-    """Around what the processes do together: one that ends by an error tells the others before it cleans up after
-    itself, for which it may need them."""
+    """Context of what the processes do together.
+
+    One that ends with an error tells the others before it cleans up, as the clean-up may need them.
+    """
     try:
         yield
     except BaseException as error:
@@ -174,11 +176,11 @@ def leaving_on_error() -> Iterator[None]:
 
 
 def leave(error: BaseException) -> None:
-    """Tell the other processes of an error by which this one ends, unless they end by the same."""
+    """Tell the other processes of an error that ends this one, unless they end by the same error."""
     global _left
     if _peers is None or _is_agreed(error) or isinstance(error, GeneratorExit):
         return
-    _peers.wait_for_news(_NEWS_SECONDS)  # it may be that another one is gone, which then ends this one
+    _peers.wait_for_news(_NEWS_SECONDS)  # perhaps another process is gone: that news then ends this one
     _peers.leave(_in_a_line(error), _exit_code(error))
     _left = _peers
     late = threading.Timer(_LEAVE_SECONDS, _exit_late, (error,))
@@ -187,7 +189,7 @@ def leave(error: BaseException) -> None:
 
 
 def see_off() -> None:
-    """Last of all, of a process that leaves by an error: what `Peers.see_off` says."""
+    """Last call of a process that leaves with an error; does what `Peers.see_off` says."""
     if _left is not None:
         _left.see_off()
 
@@ -197,16 +199,16 @@ def _start_jax(launch: Launch, address: str) -> None:
     from absl import flags
     from orbax.checkpoint import multihost  # which defines the flag
 
-    # While a checkpoint is saved in the background its processes wait for each other by jax's service. Orbax's own way
-    # is a computation on the devices, which would come between those of a training step, here before and there after.
+    # During a save in the background, processes wait for each other by jax's service. Orbax's default is a computation
+    # on the devices, which one process might run before a training step and another after it.
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()
     flags.FLAGS.experimental_orbax_use_distributed_barrier = True
     del multihost
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # Exchanges of one computation that do not wait for each other a CPU may begin in another order here than there,
-    # which gloo takes for a mismatch and ends the process: seen within 100 steps in most runs without these two. Two
-    # computations at once are not kept apart by them (`make_suite`).
+    # CPUs may start independent collectives of one computation in another order in each process. Gloo takes that for a
+    # mismatch and ends the process: seen within 100 steps in most runs without these two settings. They do not keep two
+    # concurrent computations apart (`make_suite`).
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     given = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = " ".join([*given.split(), *missing_flags(given, [_IN_ORDER])])
@@ -226,7 +228,7 @@ def _start_jax(launch: Launch, address: str) -> None:
 
 
 def _part() -> None:
-    """In good order: jax's service, which process 0 runs, ends once nobody needs it."""
+    """End in good order: jax's service, which process 0 runs, ends once nobody needs it."""
     import jax
 
     _peers.gather()
@@ -235,7 +237,7 @@ def _part() -> None:
 
 
 def _is_agreed(error: BaseException) -> bool:
-    """Whether every process ends by this, having decided it together."""
+    """Whether every process ends by this error, having decided so together."""
     if isinstance(error, SystemExit) and error.__context__ is not None:
         return _is_agreed(error.__context__)
     return getattr(error, "in_every_process", False)

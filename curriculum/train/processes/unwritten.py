@@ -1,4 +1,4 @@
-"""The record as the processes of a run have it that do not write it."""
+"""The record in those processes of a run that do not write it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from curriculum.record.events import EVENTS, METRICS, Record
 
 
 class _Nothing:
-    """Takes what an Appender takes, and keeps none of it."""
+    """Takes what an Appender takes, and discards it."""
 
     def write(self, piece: bytes) -> None:
         pass
@@ -21,7 +21,7 @@ class _Nothing:
 
 
 class Unwritten(Record):
-    """Gives back every line as the record of process 0 does, clocks apart, and writes and shows none."""
+    """Returns every line as the record of process 0 does, except for times, but writes and shows none."""
 
     def _opened(self) -> dict[str, _Nothing]:
         return {EVENTS: _Nothing(), METRICS: _Nothing()}
