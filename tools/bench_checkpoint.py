@@ -1,15 +1,20 @@
-"""Time what a save costs training: the steps around it, the one after it included, beside a synchronous save.
+"""Time what a save costs training, in the save itself and in the steps after it, against a synchronous save.
 
     python tools/bench_checkpoint.py [--megabytes 300] [--rounds 5] [--json FILE]
 
-The state is that of AdamW over a transformer, its moments random, so that nothing compresses; the loop is of the
-trainer's update on few tokens. Windows of as many steps take turns: without a save; with one that is waited for
-(`synchronous`); with one in the background; and with one in the background that begins to write only when the update
-after it is over (`blocked`). In that last one training waits for what a save makes it wait for, and for nothing else:
-until `save` returns, the check for infinities included, and what the update after it takes beyond the one in the same
-place of a window without a save, the copying of the state. `waited_ms` is the sum of the two. With the writing beside
-it, `waited_ms` and `lost_ms`, a window's time beyond that of the windows without, also hold what the writer's threads,
-the checksums and the disk take of the cores from the steps meanwhile, which two cores cannot hide.
+The state is AdamW's over a transformer, with random moments, so that nothing compresses; the loop is the trainer's
+update on few tokens. Windows of equally many steps take turns:
+
+    no save
+    synchronous    a save that is waited for
+    background     a save in the background
+    blocked        a save in the background that begins to write only when the update after it is over
+
+`waited_ms` is the time until `save` returns, the check for infinities included, plus the time by which the update after
+it exceeds the same update of a window without a save, as the state is copied then. In `blocked` this is exactly what
+training has to wait for. `lost_ms` is a window's time beyond that of a window without a save. While writing goes on
+beside steps, both figures also include what the writer's threads, the checksums and the disk take from the cores, which
+two cores cannot hide.
 """
 
 import argparse
@@ -112,7 +117,7 @@ def measure(folder: Path, megabytes: int, num_rounds: int, num_steps: int) -> li
     for round_ in range(num_rounds + 1):
         for name, save in variants.items():
             result = window(save)
-            if round_:  # the first compiles, and takes the memory that later ones find
+            if round_:  # the first round compiles, and allocates memory that later ones reuse
                 taken[name].append(result)
     checkpoints.close()
     median = {

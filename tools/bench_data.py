@@ -1,14 +1,20 @@
-"""Time the data plan: batches in sequence planned ahead, random access, bins, against a copy and random windows.
+"""Time the data plan's batches, planned ahead, at random steps and from bins, against a copy and random windows.
 
     python tools/bench_data.py [--json FILE]
 
-Four sources as memory maps of u16, documents of about 700 tokens, batches of 32 x 1,024; the rows take turns, and each
-is the median of its rounds. `planned` works the order out 256 steps at a time, as training does, from token stores;
-`quarter` makes a quarter of each batch's rows, as one of four processes does. `alone` asks for each step on its own,
-`random` for steps in any order. `bins` is `planned` where the same tokens are documents packed by best fit. `windows`
-draws as nanoGPT's get_batch does, in numpy: 32 windows at random places of one memory map, which promises no epoch, no
-mixture and no resume. `copy` converts as many tokens that lie in the cache. Last, the packing of a million documents
-itself.
+Four sources as memory maps of u16, documents of about 700 tokens, batches of 32 x 1,024. The rows take turns; each is
+the median of its rounds:
+
+    planned          batches from token stores, their order worked out 256 steps at a time, as in training
+    quarter          the same for a quarter of each batch's rows, as in one of four processes
+    alone, random    batches asked for one by one, in sequence and in random order
+    bins             `planned` over the same tokens as documents packed by best fit
+    order_planned, order_alone    the order of the batches only, without their tokens
+    windows          nanoGPT's get_batch in numpy: 32 windows at random places of one memory map, which promises no
+                     epochs, no mixture and no resume
+    copy             the conversion of as many tokens that are in the cache
+
+Last, the packing of a million documents is timed.
 """
 
 import argparse
@@ -36,12 +42,12 @@ MIXTURE = {"web": 0.5, "code": 0.25, "law": 0.15, "books": 0.1}
 
 
 def document_lengths(num_documents: int) -> np.ndarray:
-    """Long-tailed, about 700 tokens on average, a tenth of them longer than a sequence."""
+    """Long-tailed, about 700 tokens on average, a fifth of them longer than a sequence."""
     return np.random.default_rng(0).lognormal(6, 1.1, num_documents).astype(np.int64) + 1
 
 
 def make_bins(tokens: dict[str, TokenView]) -> dict[str, Bins]:
-    """The streams as documents packed into bins; the last document is cut off."""
+    """The streams as documents packed into bins; a last document that does not fit whole is dropped."""
     lengths = document_lengths(60_000)
     ends = np.cumsum(lengths)
     bins = {}
@@ -70,7 +76,7 @@ def make_tokens(folder: Path) -> dict[str, np.ndarray]:
 
 
 def seconds_a_batch(functions) -> dict[str, float]:
-    """Median over rounds, in which the functions take turns, of the time for STEPS batches, a batch."""
+    """Seconds per batch of each function, which makes STEPS batches: medians over rounds in which they take turns."""
     times = {function.__name__: [] for function in functions}
     for _ in range(ROUNDS):
         for function in functions:
@@ -84,7 +90,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    tune_malloc()  # as training does: without it glibc gives each batch's memory back and takes it page by page
+    tune_malloc()  # as in training: otherwise glibc returns each batch's memory and takes it again page by page
     with tempfile.TemporaryDirectory() as folder:
         tokens = make_tokens(Path(folder))
         stores = {
@@ -99,7 +105,7 @@ def main():
         target = np.empty((BATCH, LENGTH + 1), np.int32)
 
         def in_sequence(plan, streams, **options):
-            for first in range(4750, 4750 + STEPS, PLANNED):  # over the switch and into the ramp
+            for first in range(4750, 4750 + STEPS, PLANNED):  # across the phase switch, into the ramp
                 for i, draws in enumerate(plan.draws(first, PLANNED)):
                     plan.batch(first + i, streams, EOT, draws=draws, **options)
 

@@ -1,14 +1,14 @@
-"""Time an eval beside the forward pass alone: what padding, sums and the fetch of results cost.
+"""Time an eval against the forward pass alone: what padding, sums and fetching the results cost.
 
     python tools/bench_eval.py [--sizes tiny medium] [--json FILE]
 
-The limit is a jitted forward pass with its mean loss over full micro-batches that lie on the device: no accuracy, no
-sum by window, nothing fetched. The eval is the one of training (`make_suite`), over sets of documents with long-tailed
-lengths, about 700 tokens on average; `limit, accuracy` is the limit with whether each target is the likeliest token,
-which an eval reports as well. All variants take turns in one process. `slots` are windows x seq_len, `tokens` those of
-them that are scored: the others are padding behind a document's last token, and in the last micro-batch of a set.
+`limit` is a jitted forward pass with its mean loss, over full micro-batches on the device: no accuracy, no sums per
+window, nothing fetched. `limit, accuracy` also works out whether each target is the likeliest token, which an eval
+reports too. The eval is that of training (`make_suite`), over sets of documents with long-tailed lengths, about
+700 tokens on average. All variants take turns in one process. `slots` are windows x seq_len, `tokens` the slots that
+are scored: the others are padding behind a document's last token and in the last micro-batch of a set.
 
-Ratios are to the limit, of medians over the rounds; on a machine that others use, believe those of processor seconds.
+Ratios are to `limit`, from medians over the rounds. On a shared machine, trust those of processor seconds.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measure(size: str, num_windows: int, num_rounds: int) -> list[dict]:
-    """A row for the limit and one for evals of three sets and of four."""
+    """A row for each limit, and one each for evals of three sets and of four."""
     from curriculum.train.device import tune_malloc
 
     tune_malloc()

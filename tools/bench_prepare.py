@@ -1,17 +1,18 @@
-"""Time preparing text, JSONL, parquet and arrow against tiktoken's own rates, and weigh the memory it takes.
+"""Time the preparing of text, JSONL, parquet and arrow against tiktoken's own rates, and measure its peak memory.
 
     python tools/bench_prepare.py [--text DIR] [--encoding gpt2] [--megabytes N] [--json FILE]
 
 The corpus is the text below DIR, by default the modules of Python's standard library, cut into documents of about
-4,000 characters, in an order drawn once and repeated to N megabytes; the tokenizer is tiktoken's encoding of that name
-or, by default, byte pairs trained on the corpus. Each format is prepared into a new store: reading, hashing, encoding,
-writing, checksums and the reading back that verifies them. The rows take turns; each is the median of its rounds.
+4,000 characters, shuffled with a fixed seed and repeated to N megabytes. The tokenizer is tiktoken's encoding of that
+name or, by default, byte pairs trained on the corpus. Each format is prepared into a new store: reading, hashing,
+encoding, writing, checksums and the reading back that verifies them. The rows take turns; each is the median of its
+rounds.
 
-`one thread` is encode_to_numpy, document by document, in one thread; its rate times the cores is the limit that the
-first ratio is held against. `processes` is the same with a process a core at once, each of its share of the documents:
-what the cores can do, which share caches and clocks; the second ratio. `all threads` is encode_ordinary_batch with a
-thread a core, what a user of tiktoken would call; the third. `x CPU` is bytes a second of processor time against that
-of one thread: what a row costs beside encoding, however busy the machine is.
+`one thread` is encode_to_numpy, document by document, in one thread; the first ratio is to its rate times the cores.
+`processes` is the same in one process per core at once, each with its share of the documents: what the cores can do,
+as they share caches and clocks; the second ratio is to its rate. `all threads` is encode_ordinary_batch with one thread
+per core, what a user of tiktoken would call; the third ratio is to its rate. `x CPU` compares bytes per second of
+processor time with those of `one thread`: what a row costs beyond encoding, however busy the machine is.
 Memory: the peak of a process that prepares N/2 megabytes, and of one that prepares 2N.
 """
 
@@ -41,7 +42,7 @@ DOCUMENT_CHARACTERS, FILES, ROUNDS = 4000, 8, 3
 
 
 def read_documents(folder: Path) -> list[str]:
-    """The text below a folder in documents, shuffled; of JSONL the rows' `text`."""
+    """The text below a folder as shuffled documents; from JSONL, each row's `text`."""
     documents = []
     for path in sorted(folder.rglob("*")):
         if path.suffix == ".jsonl":
@@ -66,7 +67,7 @@ def repeat(documents: list[str], megabytes: float) -> list[str]:
 
 
 def write_corpus(documents: list[str], folder: Path) -> None:
-    """The documents in each format: plain text a file for an eighth of them, the others one file."""
+    """Write the documents in each format: plain text as 8 files, the other formats as one file each."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -99,7 +100,7 @@ def tiktoken_encoding(tokenizer: Tokenizer):
 def measure_rates(
     documents: list[str], tokenizer: Tokenizer, folder: Path
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Bytes of text by row a second, and a second of processor time: medians of rounds in which the rows take turns."""
+    """Bytes of text per second and per processor second, by row: medians of rounds in which the rows take turns."""
     encoding = tiktoken_encoding(tokenizer)
     num_bytes = sum(len(document.encode()) for document in documents)
 
@@ -138,7 +139,7 @@ def measure_rates(
 
 
 def in_processes(work: Callable[[int], float]) -> float:
-    """Do the work of each core's part in a process of its own, all at once; the sum of what they return."""
+    """Run `work` on each core's part, in one process per core at once. Returns the sum of the results."""
     readers = []
     for part in range(NUM_THREADS):
         read_end, write_end = os.pipe()
@@ -156,14 +157,14 @@ def in_processes(work: Callable[[int], float]) -> float:
 
 
 def peak_memory_bytes(source: Path, tokenizer_dir: Path) -> int:
-    """Of a process of its own, libraries and tokenizer included."""
+    """Peak memory of preparing in a new process, libraries and tokenizer included."""
     command = [sys.executable, __file__, "--weigh", str(source), str(tokenizer_dir)]
     return int(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split()[-1])
 
 
 def weigh(source: str, tokenizer_dir: str) -> None:
     prepare(Path(source), load_tokenizer(tokenizer_dir))
-    # Not ru_maxrss, which begins at what the parent weighed when it forked.
+    # Not ru_maxrss, which starts from the memory of the parent when it forked.
     status = Path("/proc/self/status").read_text().splitlines()
     print(next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM")))
 

@@ -1,4 +1,4 @@
-"""What every benchmark says of the machine, and how it prints its table."""
+"""What benchmarks have in common: a description of the machine, and the printing of tables."""
 
 import os
 import platform
@@ -10,13 +10,13 @@ from typing import Any
 
 
 def machine(*packages: str) -> dict[str, Any]:
-    """Processor, cores, Python and the versions of those of the packages that are installed; never the host's name."""
+    """Processor, cores, Python, and the version of each package that is installed; never the host's name."""
     versions = {name: version(name) for name in packages if find_spec(name)}
     return {"processor": processor(), "cores": os.cpu_count(), "python": platform.python_version(), **versions}
 
 
 def processor() -> str:
-    """What Linux calls the processor; elsewhere what Python knows of it."""
+    """The processor's name by Linux; on other systems, by Python."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -29,7 +29,7 @@ def print_machine(machine: Mapping[str, Any]) -> None:
 
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """A line a row under the names of the columns, all as wide as they need; None is an empty cell."""
+    """One line per row below the column names, each column as wide as it needs; None is an empty cell."""
     cells = [list(rows[0]), *(["" if cell is None else str(cell) for cell in row.values()] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     for row in cells:

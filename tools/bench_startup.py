@@ -1,13 +1,13 @@
-"""Time how long commands take to start, beside `python -c pass`, and a second start of training beside the first.
+"""Time how long commands take to start, against `python -c pass`, and a second start of training against the first.
 
     python tools/bench_startup.py [--starts 10] [--layers 4 12] [--json FILE]
 
-Whole processes, taking turns: minimum and median of the wall time, and the least processor time. The config is like
-the quickstart's, its corpus prepared. A start of training is timed from the start of the process to the first row of
-metrics.jsonl, which the first finished update writes (the evals before it included): the first start with an empty
-cache of compiled programs, the second in a new run directory with what the first left there.
+Commands are whole processes that take turns: minimum and median of the wall time, and the least processor time. The
+config is like the quickstart's, and its corpus is prepared. A start of training is timed from the start of the process
+to the first row of metrics.jsonl, which is written after the first update; the evals before it are included. The first
+start has an empty cache of compiled programs. The second uses that cache as the first left it, in a new run directory.
 
-On a machine that others use, believe the ratios of processor seconds.
+On a shared machine, trust the ratios of processor seconds.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def write_config(folder: Path) -> None:
 
 
 def commands(folder: Path, num_starts: int) -> list[dict]:
-    """A row a command; ratios are to `python -c pass`."""
+    """One row per command; ratios are to `python -c pass`."""
     work = {
         "python -c pass": ([sys.executable, "-c", "pass"], 0),
         "--help": ([*CURRICULUM, "--help"], 0),
@@ -128,7 +128,7 @@ def training(folder: Path, num_layers: int) -> list[dict]:
 
 
 def first_step(folder: Path, num_layers: int, run_dir: Path) -> tuple[float, float]:
-    """(wall, processor) seconds from the start of the process to its first row of metrics, and it is stopped."""
+    """(wall, processor) seconds from the start of the process to its first row of metrics; then it is killed."""
     changes = (f"model.n_layer={num_layers}", "logging.every=1", "train.steps=100000")
     command = [*CURRICULUM, "train", "c.json", "--run-dir", str(run_dir)]
     for change in changes:
@@ -152,7 +152,7 @@ def first_step(folder: Path, num_layers: int, run_dir: Path) -> tuple[float, flo
 
 
 def processor_seconds(pid: int) -> float:
-    """Of a process that runs; NaN where the system does not tell."""
+    """Processor seconds of a running process so far; NaN on a system without /proc."""
     stat = Path(f"/proc/{pid}/stat")
     if not stat.exists():
         return float("nan")
@@ -171,7 +171,7 @@ def run(command: list[str], folder: Path, expected: int = 0) -> tuple[float, flo
 
 
 def environment() -> dict[str, str]:
-    """Compiled programs are kept beside the stores, and modules as an installation has them: compiled."""
+    """The environment, changed so that compiled programs are cached beside the stores, and Python writes bytecode."""
     left_out = ("JAX_COMPILATION_CACHE_DIR", "PYTHONDONTWRITEBYTECODE")
     return {name: setting for name, setting in os.environ.items() if name not in left_out}
 

@@ -1,23 +1,23 @@
-"""Time one update: as `curriculum train` makes it, bare, in plain jax, and in torch; all of the same model and batch.
+"""Time one update of one model and batch: in `curriculum train`, on its own, in plain jax, and in torch.
 
     python tools/bench_step.py --json bench.json
     python tools/bench_step.py --sizes small --variants step step:layers=scanned step:attention=xla step:skip=select
     python tools/bench_step.py --sizes small --variants step:n_layer=24 step:n_layer=24,layers=scanned
 
     train           `curriculum train` in a process of its own: text, logging every 10 steps, checkpoints, TensorBoard;
-                    its times are those of its record (`step_time_s`, which leaves evals and saves out), each the mean
-                    of 10 steps, without its first row
-    step            the update of curriculum.train.step on a batch that is there; after a colon fields of ModelConfig,
-                    or skip=branch|select
+                    its times are those of its record (`step_time_s`, without evals and saves), each the mean of 10
+                    steps; the first row is left out
+    step            the update of curriculum.train.step on a batch that is on the device already; fields of ModelConfig,
+                    or skip=branch|select, may follow a colon
     plain           tools/plain_jax.py
     torch, torch_compile, hf, hf_trainer      tools/torch_gpt2.py
 
-Each variant is a process that stays; they take turns, a few steps at a time, and each step is waited for. Believe the
-ratios within one run: the machine may be shared. FLOPs of an update are 6 per token and number of the blocks' matrices
-and of the head, and 6 x layers x positions x width per token for attention's two products, half of them as it is
-causal; flop_share, the model FLOP utilisation, is FLOPs a second over those of a float32 product of 1,024 x 1,024
-matrices in the same run (CPU, its best), or over the dense bfloat16 figure of the card's data sheet, half of it for
-float32, whose products are TF32 there, in jax by default and in torch as asked.
+Each variant but `train` is a process that stays alive; they take turns, a few steps at a time, and each step is waited
+for. The machine may be shared: trust only the ratios within one run. An update's FLOPs are 6 per token and parameter of
+the blocks' matrices and the head, and 6 x layers x positions x width per token for attention's two products (causal:
+half of 12). flop_share, the model FLOP utilisation, is FLOPs per second over a peak. On a CPU that is the best float32
+product of 1,024 x 1,024 matrices in the same run. On a GPU it is the dense bfloat16 figure of the card's data sheet,
+halved for float32, whose products are TF32 there, in jax by default and in torch as asked.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from pathlib import Path
 from bench_report import machine, print_machine, print_table
 
 LEARNING_RATE, GRAD_CLIP, LOG_EVERY = 1e-3, 1.0, 10
-# nanoGPT's run on a CPU and its default, then for a GPU: rows, positions, layers, heads, width, vocabulary; rounds,
-# steps of each in a round, and steps of `train`.
+# nanoGPT's CPU run, its default, and two for a GPU. SIZES: rows, positions, layers, heads, width, vocabulary.
+# TURNS: rounds, steps of each variant in a round, and steps of `train`.
 SIZES = {
     "small": (12, 64, 4, 4, 128, 65),
     "medium": (16, 256, 6, 6, 384, 65),
@@ -49,7 +49,7 @@ SIZES = {
 TURNS = {"small": (3, 50, 120), "medium": (2, 4, 20), "gpt2-124m": (3, 20, 60), "gpt2-355m": (3, 20, 60)}
 VARIANTS = ("train", "step", "plain", "torch", "torch_compile", "hf", "hf_trainer")
 TORCH_NEEDS = {"torch": ["torch"], "torch_compile": ["torch"], "hf": ["transformers"], "hf_trainer": ["accelerate"]}
-TARGETS = {  # (of the first to the second, at least) by size
+TARGETS = {  # by size: (first, second, least ratio of their speeds)
     "small": [("train", "step", 0.97), ("step", "plain", 0.97), ("step", "torch", 1.6), ("step", "torch_compile", 1.6)],
     "medium": [
         ("train", "step", 0.97),
@@ -101,7 +101,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def missing(variant: str) -> str | None:
-    """Why a variant cannot run here; None where it can."""
+    """Why a variant cannot run here; None if it can."""
     for module in ["torch", *TORCH_NEEDS[variant]] if variant in TORCH_NEEDS else []:
         if find_spec(module) is None:
             return f"{module} is not installed (make parity; accelerate comes with the extra `judge`)"
@@ -110,7 +110,7 @@ def missing(variant: str) -> str | None:
     return None
 
 
-# ------------------------------------------------------------------------------------------ the process that asks
+# ------------------------------------------------------------------------------------------ the parent process
 
 
 def measure(size: str, variants: list[str], args: argparse.Namespace) -> list[dict]:
@@ -127,7 +127,7 @@ def measure(size: str, variants: list[str], args: argparse.Namespace) -> list[di
                 workers[variant] = stack.enter_context(Worker(variant, size, args.dtype))
         for worker in workers.values():
             if isinstance(worker, Worker):
-                worker.turn(2)  # warm
+                worker.turn(2)  # warm up
                 worker.forget()
         for number in range(rounds):
             names = list(workers)
@@ -139,7 +139,7 @@ def measure(size: str, variants: list[str], args: argparse.Namespace) -> list[di
 
 
 class Worker:
-    """A process of one variant; `turn(n)` has it make n updates while the others wait."""
+    """A process that runs one variant; `turn(n)` has it make n updates while the others wait."""
 
     def __init__(self, variant: str, size: str, dtype: str):
         command = [sys.executable, __file__, "--worker", variant, size, "--dtype", dtype]
@@ -163,7 +163,7 @@ class Worker:
         self.about |= {name: answer[name] for name in ("peak_memory_mb",) if name in answer}
 
     def _answer(self) -> dict:
-        for line in self.process.stdout:  # others may print there as well
+        for line in self.process.stdout:  # libraries may print there too
             if line.startswith('{"bench"'):
                 return json.loads(line)["bench"]
         raise SystemExit(f"{self.process.args[3]}: ended with exit code {self.process.wait()}; see above")
@@ -177,7 +177,7 @@ class Worker:
 
 
 class TrainRuns:
-    """`curriculum train` from its start to its end, each turn anew; its step times are those of its record."""
+    """`curriculum train` from start to end, a new run each turn; step times are those of its record."""
 
     def __init__(self, folder: Path, size: str, dtype: str, num_steps: int):
         self.folder, self.num_steps, self.runs = folder, max(num_steps, 2 * LOG_EVERY), 0
@@ -213,7 +213,7 @@ class TrainRuns:
         rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
         resolved = json.loads((run_dir / "config.resolved.json").read_text())
         self.seconds += [row["step_time_s"] for row in rows[1:]]
-        # The compile time of the first run: later ones read the compiled program that it kept.
+        # The compile time is the first run's: later runs load the program that it compiled.
         self.about = (
             {"num_parameters": resolved["derived"]["num_parameters"]}
             | {"compile_seconds": rows[0]["first_step_compile_time_s"]}
@@ -223,7 +223,7 @@ class TrainRuns:
 
 
 def write_text(folder: Path) -> None:
-    """600 documents over 64 characters, 1.2 MB, the same each time; the tokenizer has an end-of-text beside them."""
+    """600 documents over 64 characters, 1.2 MB, the same each time; the tokenizer adds an end-of-text."""
     import numpy as np
 
     alphabet = np.array(list("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 \n"))
@@ -262,7 +262,7 @@ def row_of(size: str, variant: str, worker: Worker | TrainRuns, peak: float) -> 
 
 
 def of_tens(ms):
-    """Means of ten steps each, as a run's record has them."""
+    """Means over ten steps each, as in a run's record."""
     import numpy as np
 
     size = min(LOG_EVERY, len(ms))
@@ -270,7 +270,7 @@ def of_tens(ms):
 
 
 def ratios(size: str, rows: list[dict]) -> list[dict]:
-    """Speed of the first over the second, by medians; of `train` by medians of means of ten steps."""
+    """Speed of the first variant over that of the second, from medians; for `train`, from medians of ten-step means."""
     by_name = {row["variant"]: row for row in rows}
     found = []
     for one, other, target in TARGETS.get(size, []):
@@ -292,11 +292,11 @@ def print_report(report: dict) -> None:
         print(f"{name}: skipped: {why}")
 
 
-# --------------------------------------------------------------------------------------- the processes that are asked
+# --------------------------------------------------------------------------------------- the worker processes
 
 
 def work(variant: str, size: str, dtype: str) -> None:
-    """Build, compile, say what was built, then make as many updates as each line of stdin says."""
+    """Build and compile, print what was built, then make as many updates as each line of stdin asks for."""
 
     def tell(answer: dict) -> None:
         print(json.dumps({"bench": answer}), flush=True)
@@ -350,7 +350,7 @@ def matmul_run(dtype: str):
 def jax_run(name: str, size: str, dtype: str, settings: dict[str, str]):
     import plain_jax
 
-    plain_jax.keep_freed_memory()  # as the trainer does it, too
+    plain_jax.keep_freed_memory()  # as the trainer does
     import jax
     import numpy as np
 
@@ -403,7 +403,7 @@ def jax_run(name: str, size: str, dtype: str, settings: dict[str, str]):
 
 
 def peak_memory_mb() -> int:
-    """Of the card where it tells, else of this process."""
+    """Peak memory of the card, if it is known, else of this process."""
     if "jax" in sys.modules:
         import jax
 

@@ -1,15 +1,15 @@
-"""What a phase switch costs: what is compiled for it, and how long training stalls.
+"""Measure what a phase switch costs: what is compiled for it, and how long training stalls.
 
     python tools/bench_switch.py --json bench.json
 
-Two runs of `curriculum.train.trainer.train`, as a user's but that every step is logged, so that every step is timed:
+Two runs of `curriculum.train.trainer.train`, like a user's, except that every step is logged and so timed:
 
-    same shapes    the phases change the mixture alone: the steps right after a switch against all steps, and beside
-                   them those after an eval in the middle of a phase, as there is an eval at every switch too
-    other shapes   the phases change seq_len, batch_size and rope_theta: when and where each update was compiled; how
-                   much longer the first update of a phase took than the others of that shape, and, of that, how long
-                   the host took to have it under way (`switch_stall_s`). What is compiled in the background is done
-                   by the first switch: the last update before it waits for that, should it be necessary
+    same shapes    the phases change the mixture only. Compares the steps right after a switch with all steps, and with
+                   those after an eval in the middle of a phase, since there is an eval at every switch too
+    other shapes   the phases change seq_len, batch_size and rope_theta. Tells when and where each update was compiled;
+                   how much longer the first update of a phase took than the others of its shape; and how much of that
+                   the host took to start it (`switch_stall_s`). Background compilation is over by the first switch: if
+                   need be, the last update before it waits
 
 The model is that of nanoGPT's CPU run, 4 layers of 128, unless --small is given.
 """
@@ -29,8 +29,8 @@ MODELS = {
     False: {"n_layer": 4, "d_model": 128, "n_head": 4, "n_kv_head": 4, "d_ff": 512},
     True: {"n_layer": 1, "d_model": 32, "n_head": 2, "n_kv_head": 2, "d_ff": 64},
 }
-COMPILED = "/jax/core/compile/backend_compile_duration"  # what jax records whenever the backend makes a program
-SHAPES = [  # of the second run, with the phase's name
+COMPILED = "/jax/core/compile/backend_compile_duration"  # jax's event for each program that the backend compiles
+SHAPES = [  # of the second run: (phase, shape)
     ("short", {"seq_len": 16, "batch_size": 48}),
     ("base", {}),
     ("small", {"batch_size": 6}),
@@ -60,13 +60,13 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def same_shapes(folder: Path, args: argparse.Namespace) -> dict:
-    """A run of `switches` + 1 phases that have only their mixtures apart."""
+    """Measure a run of `switches` + 1 phases that differ only in their mixtures."""
     phases = [
         {"name": f"p{i}", "until": (i + 1) * args.steps, "mixture": {"web": 1 + i % 2, "law": 2 - i % 2}}
         for i in range(args.switches + 1)
     ]
     rows, compiled, _ = run(folder, "same", phases, args, evals_every=args.steps // 2)
-    by_step = {row["step"]: row["step_time_s"] for row in rows[1:]}  # the first one is compiled
+    by_step = {row["step"]: row["step_time_s"] for row in rows[1:]}  # the first includes compiling
     after = [by_step[phase["until"] + 1] for phase in phases[:-1]]
     after_eval = [by_step[phase["until"] - args.steps // 2 + 1] for phase in phases]
     first_switch = phases[0]["until"]
@@ -84,13 +84,13 @@ def same_shapes(folder: Path, args: argparse.Namespace) -> dict:
 
 
 def other_shapes(folder: Path, args: argparse.Namespace) -> list[dict]:
-    """A run whose every phase has a shape of its own; one row a phase."""
+    """Measure a run in which every phase has a shape of its own; one row per phase."""
     num_steps = args.steps_a_shape
     phases = [
         {"name": name, "until": (i + 1) * num_steps, "mixture": {"web": 0.5, "law": 0.5}, **shape}
         for i, (name, shape) in enumerate(SHAPES)
     ]
-    # The first eval after step 0 gives the run its gold, whose save slows the next updates: it comes before any switch.
+    # The first eval after step 0 saves a gold, which slows the next updates: it must come before any switch.
     rows, compiled, setup = run(folder, "other", phases, args, evals_every=num_steps // 2)
     by_step = {row["step"]: row for row in rows}
     compile_s = setup.compiled.updates.seconds
@@ -121,14 +121,14 @@ def other_shapes(folder: Path, args: argparse.Namespace) -> list[dict]:
 
 
 def of_updates(setup, compiled: list[tuple[int, str, float]]) -> list[tuple[int, str]]:
-    """(step under way, thread) of the compilation of each update, in order: the first in the foreground, then those in
-    the thread."""
+    """(step under way, where) of the compilation of each update: the first in the foreground, the others in the
+    background thread, in order."""
     background = [(step, "background") for step, thread, _ in compiled if thread.startswith("curriculum-compile")]
     return [(0, "foreground"), *background][: len(setup.compiled.updates.seconds)]  # evals are compiled after them
 
 
 def run(folder: Path, name: str, phases: list[dict], args: argparse.Namespace, evals_every: int):
-    """(metrics rows, compilations as (step under way, thread, seconds), the setup) of a run."""
+    """Train a run. Returns (metrics rows, compilations as (step under way, thread, seconds), its setup)."""
     from jax import monitoring
 
     from curriculum.config import build_config
@@ -145,7 +145,7 @@ def run(folder: Path, name: str, phases: list[dict], args: argparse.Namespace, e
     def update_at(setup, step):
         at[0], setups[:] = step, [setup]
         if step == phases[0]["until"] - 1:
-            # All that is compiled ahead was asked for before.
+            # Whatever is compiled ahead is queued by this step: wait for it.
             setup.compiled.updates._worker.submit(lambda: None).result()
         return unwatched(setup, step)
 
@@ -160,7 +160,7 @@ def run(folder: Path, name: str, phases: list[dict], args: argparse.Namespace, e
             "phases": phases,
             "evalsets": {"every": evals_every, "primary": {"held_out_of": "web", "max_sequences": 4}, "sets": {}},
             "train": {"steps": phases[-1]["until"], "batch_size": 12, "seq_len": 64},
-            "optim": {"lr": 1e-30},  # no eval is better than the first, so that no gold is saved where a phase ends
+            "optim": {"lr": 1e-30},  # no eval is better than the first, so that no gold is saved at a phase's end
             "checkpoint": {"every": 10**6},
             "logging": {"every": 1, "tensorboard": False},
         }

@@ -9,10 +9,10 @@ Three folders of JSONL, one document a line (`{"text": ..., "id": ...}`):
     python  the standard library's code without its docstrings
     cpp     the headers that numpy and pyarrow ship
 
-The files depend on the interpreter and on the versions of the pinned packages, and on nothing else: no module
-is imported for its text, no machine path is written, order comes from hashes of relative paths. A finished
-corpus of the same environment is recognised by its manifest and left as it is; a new one is made in a folder
-of its own and renamed into place.
+The files depend only on this script, the interpreter and the versions of the pinned packages: no module is imported for
+its text, no machine path is written, and the order comes from hashes of relative paths. A finished corpus of the same
+environment is recognised by its manifest and left as it is. A new one is made in a temporary folder and renamed into
+place.
 """
 
 import argparse
@@ -34,11 +34,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 BUDGET_BYTES = {"docs": 4_500_000, "python": 4_500_000, "cpp": 3_500_000}
-DOCUMENT_CHARS = 4_000  # longer texts are cut: more documents make a held-out share that represents its source
+DOCUMENT_CHARS = 4_000  # longer texts are cut: with more documents, a held-out share represents its source
 SHORTEST_CHARS = 200
 FEWEST_DOCUMENTS = 300
 REPEAT_CHARS = 200  # paragraphs from this length on appear once: a copy in training would flatter the held-out loss
-DESCRIPTION_CHARS = 30_000  # what follows in a longer description is its change log
+DESCRIPTION_CHARS = 30_000  # a longer description continues with its change log
 
 PINS = Path(__file__).resolve().parent.parent / "requirements.txt"
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -76,7 +76,7 @@ def pieces(text: str, seams: tuple[re.Pattern, ...] = (UNINDENTED_PARAGRAPH, PAR
 
 
 def without_repeats(text: str, seen: set[bytes]) -> str:
-    """The text without the longer paragraphs that `seen` holds, white space apart; `seen` learns the rest."""
+    """The text without the longer paragraphs in `seen`, compared up to white space; `seen` gets the rest."""
     kept = []
     for paragraph in PARAGRAPH.split(text):
         digest = hashlib.sha256(" ".join(paragraph.split()).encode()).digest()
@@ -105,7 +105,7 @@ def documents(name: str, text: str, seen: set[bytes]) -> Iterator[Document]:
 
 
 def scopes(node: ast.AST, name: str) -> Iterator[tuple[str, ast.AST]]:
-    """The dotted name and the node of a module and of every class and function in it, in the text's order."""
+    """The dotted name and the node of a module and of every class and function in it, in source order."""
     if isinstance(node, SCOPES):
         yield name, node
     for field in ("body", "handlers", "orelse", "finalbody", "cases"):
@@ -125,7 +125,7 @@ def docstrings(tree: ast.Module, module: str) -> str:
 
 
 def without_docstrings(source: str, tree: ast.Module) -> str:
-    """The code without its docstrings, the rest as it is; `pass` stands for a body that held no more."""
+    """The code without its docstrings, the rest as it is; `pass` replaces a body that held nothing else."""
     lines = source.encode().splitlines(keepends=True)  # ast counts columns in UTF-8 bytes
     bare = [node for _, node in scopes(tree, "") if ast.get_docstring(node, clean=False) is not None]
     for node in sorted(bare, key=lambda node: node.body[0].lineno, reverse=True):
@@ -152,7 +152,7 @@ def hashed_order(root: Path, patterns: Iterable[str]) -> list[tuple[str, Path]]:
 
 
 def modules(root: Path) -> Iterator[tuple[str, str, ast.Module]]:
-    """(relative name, source, syntax tree) of the files of valid Python below `root`."""
+    """(relative name, source, syntax tree) of each file below `root` that is valid Python."""
     for name, path in hashed_order(root, ["*.py"]):
         if SKIPPED_MODULES.match(name):
             continue
@@ -177,7 +177,7 @@ def dotted(name: str) -> str:
 
 
 def package_root(package: str) -> Path:
-    """The folder of an installed package, which is not imported."""
+    """The folder of an installed package, found without importing it."""
     spec = importlib.util.find_spec(package)
     if spec is None:
         sys.exit(f"{package}: not installed in {sys.prefix}; expected the packages of {PINS.name}: `make install`")
@@ -185,7 +185,7 @@ def package_root(package: str) -> Path:
 
 
 def pinned_versions() -> dict[str, str]:
-    """Name and version of each pinned package that is installed: markers leave some out on every machine."""
+    """Name and version of each pinned package that is installed; environment markers exclude some on every machine."""
     versions = {}
     for name in re.findall(r"^([\w.-]+)==", PINS.read_text(), re.MULTILINE):
         try:
@@ -217,7 +217,7 @@ def package_docstrings(package: str, seen: set[bytes]) -> Iterator[Document]:
 
 
 def headers(package: str, seen: set[bytes]) -> Iterator[Document]:
-    """The C and C++ headers of an installed package, licences at their head left out; UTF-8 only."""
+    """The C and C++ headers of an installed package, without licences at their head; UTF-8 only."""
     for name, path in hashed_order(package_root(package), ["*.h", "*.hpp"]):
         try:
             text = path.read_text(encoding="utf-8")
@@ -227,7 +227,7 @@ def headers(package: str, seen: set[bytes]) -> Iterator[Document]:
 
 
 def standard_library(seen: set[bytes]) -> tuple[list[Document], list[Document]]:
-    """The documents of the standard library: (docstrings, code); one pass, since parsing takes the time."""
+    """The standard library's documents: (docstrings, code). One pass for both, since parsing is what takes time."""
     texts, code = [], []
     for name, source, tree in modules(Path(sysconfig.get_path("stdlib"))):
         texts += documents(f"stdlib/{name}", docstrings(tree, dotted(name)), seen)
@@ -237,7 +237,7 @@ def standard_library(seen: set[bytes]) -> tuple[list[Document], list[Document]]:
 
 
 def docs(library: list[Document], seen: set[bytes]) -> Iterator[Document]:
-    """The documents of `docs`, the most readable first: a budget cuts the packages' docstrings."""
+    """The documents of `docs`, the most readable first, so that the budget cuts numpy's docstrings."""
     yield from topics(seen)
     yield from library
     yield from descriptions(seen)
@@ -256,8 +256,8 @@ def cpp(seen: set[bytes]) -> Iterator[Document]:
 def write_folder(folder: Path, found: Iterable[Document], budget_bytes: int) -> dict[str, int | str]:
     """Write the distinct documents to `folder`/`folder`.jsonl until the next one would exceed the budget.
 
-    Returns the counts: documents, bytes of text, the file's size and sha256. Fewer than FEWEST_DOCUMENTS end
-    the script: the environment lacks the text.
+    Returns the counts: documents, bytes of text, the file's size and sha256. Exits with fewer than
+    FEWEST_DOCUMENTS: the environment lacks the text.
     """
     text_bytes, written, lines = 0, set(), []
     for document in found:
@@ -281,7 +281,7 @@ def write_folder(folder: Path, found: Iterable[Document], budget_bytes: int) -> 
 
 
 def environment() -> dict:
-    """All that the corpus depends on."""
+    """Everything that the corpus depends on."""
     builder = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
     return {"builder": builder, "python": sys.version, "packages": pinned_versions()}
 
@@ -300,7 +300,7 @@ def build(folder: Path) -> dict:
 
 
 def read_manifest(output: Path) -> dict | None:
-    """The manifest of the corpus in `output`; None for a folder without one of this script's."""
+    """The manifest of the corpus in `output`; None if this script wrote none there."""
     try:
         manifest = json.loads((output / "manifest.json").read_text())
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -310,7 +310,7 @@ def read_manifest(output: Path) -> dict | None:
 
 
 def finished(output: Path) -> dict | None:
-    """The manifest of a corpus of this environment whose files have their sizes, else None."""
+    """The manifest if `output` holds this environment's corpus with files of the right sizes, else None."""
     manifest = read_manifest(output)
     if manifest is None or manifest["environment"] != environment():
         return None
@@ -321,7 +321,7 @@ def finished(output: Path) -> dict | None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """One process at a time; the lock falls with the process that holds it."""
+    """Let one process in at a time; the lock is released when the process that holds it ends."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -329,9 +329,9 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def ensure(output: Path) -> tuple[dict, bool]:
-    """Make `output` hold this environment's corpus: its manifest, and whether it had to be built.
+    """Make `output` hold this environment's corpus. Returns its manifest, and whether it had to be built.
 
-    A kill leaves the old corpus, the new one or none, and never a part of one.
+    A kill leaves the old corpus, the new one or none, but never a partial one.
     """
     partial, old = (output.with_name(f".{output.name}.{word}") for word in ("partial", "old"))
     with locked(output.with_name(f".{output.name}.lock")):

@@ -1,16 +1,16 @@
-"""Compile the update for NVIDIA cards that are not there, and say what it needs of them at the least.
+"""Compile the update for NVIDIA cards without having one, and work out the least time and memory that it needs.
 
-    pip install 'jax[cuda13]==VERSION'    # of the jax that is installed: the compiler; no card, no driver
+    pip install 'jax[cuda13]==VERSION'    # VERSION of the installed jax; for the compiler: no card, no driver is needed
     python tools/check_gpu_program.py --preset gpt2-124m --rows 32 --seq-len 1024
     python tools/check_gpu_program.py --preset llama-1b --mesh 1 8 1 --rows 32 --seq-len 2048 --remat dots --most 20
 
-The update of `curriculum train` (AdamW, state donated) is compiled for shapes alone, as on a GPU
-(curriculum/model/formulation.py; --attention, --layers and --loss-tokens take others), and its program is counted
-(tools/hlo_traffic.py) against the card's data sheet: `least ms` is what it takes where every instruction reaches the
-limit of its products or of the memory, whichever is longer; MFU is the model's FLOPs, as tools/bench_step.py counts
-them, in that time. Nothing is run, so that nothing is known of launches, caches, and how near kernels come to these
-limits; without a card the compiler chooses them by rules where it would otherwise time them. What the cards send to
-each other is told apart, at the rate of NVLink: it may be hidden behind the rest.
+The update of `curriculum train` (AdamW, state donated) is compiled from shapes alone, in the formulation for GPUs
+(curriculum/model/formulation.py; --attention, --layers and --loss-tokens choose others). The FLOPs and bytes of its
+program (tools/hlo_traffic.py) are set against the card's data sheet. `least_ms` is the time if every instruction takes
+no longer than its products or its memory traffic must, whichever is longer; `mfu_at_most` is the model FLOP utilisation
+in that time, by the FLOPs of tools/bench_step.py. Nothing is run, so launches, caches, and how near kernels come to
+these limits remain unknown; without a card the compiler picks kernels by rules instead of timing them. What the cards
+send to each other is reported separately (`sent_ms`), at the rate of NVLink: it may be hidden behind the rest.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
-# The plugin asks the driver for versions, and there is none. Both are read as it is loaded.
+# The plugin would ask the driver for versions, and there is none. It reads these variables as it is loaded.
 os.environ |= {"CUDA_VISIBLE_DEVICES": "-1", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "JAX_PLATFORMS": "cpu"}
 
 import jax
@@ -44,8 +44,8 @@ from curriculum.train.mesh import AXES
 
 @dataclass(frozen=True)
 class Card:
-    """NVIDIA's data sheet: dense products of bfloat16 (of float32, as TF32, half of it), the memory, and NVLink one
-    way; a second."""
+    """NVIDIA's data sheet: FLOPs per second of dense bfloat16 products (float32, as TF32, has half of it), memory
+    bandwidth and size, and NVLink's bandwidth one way."""
 
     flops: float
     memory_bytes_per_second: float
@@ -54,7 +54,7 @@ class Card:
 
 
 CARDS = {"H100": Card(989e12, 3.35e12, 80e9, 450e9), "H200": Card(989e12, 4.8e12, 141e9, 450e9)}
-# What the compiler asks a card for; compute capability 9.0, 132 multiprocessors.
+# What the compiler would ask a card: compute capability 9.0, 132 multiprocessors.
 _DESCRIPTION = """
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
@@ -69,13 +69,13 @@ device_description_str: "NVIDIA {name}"
 
 
 def card_of(name: str, config: ModelConfig) -> Card:
-    """A card at the rate of a config's products."""
+    """The card with the FLOPs per second of the config's compute_dtype."""
     card = CARDS[name]
     return card if config.compute_dtype == "bfloat16" else replace(card, flops=card.flops / 2)
 
 
 def cards_mesh(name: str, sizes: tuple[int, int, int]) -> Mesh:
-    """data x fsdp x tensor of cards that are not there; exits where the compiler for them is not installed."""
+    """A data x fsdp x tensor mesh of absent cards; exits if the compiler for them is not installed."""
     card, num = CARDS[name], math.prod(sizes)
     description = _DESCRIPTION.format(name=name, bandwidth=card.memory_bytes_per_second, memory=card.memory_bytes)
     hosts = -(-num // 8)
@@ -89,7 +89,7 @@ def cards_mesh(name: str, sizes: tuple[int, int, int]) -> Mesh:
 
 
 def as_on_a_gpu(loss_tokens: int | None) -> ExitStack:
-    """While it is open everything is traced as where jax has such a card."""
+    """A context in which everything is traced as if jax had such a card."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     stack = ExitStack()
@@ -105,20 +105,20 @@ def as_on_a_gpu(loss_tokens: int | None) -> ExitStack:
 
 
 def least_seconds(cost: Cost, card: Card) -> float:
-    """Of all its times together, sending left out."""
+    """The least time of all executions of an instruction, without sending."""
     return cost.times * max(cost.flops / card.flops, cost.num_bytes / card.memory_bytes_per_second)
 
 
 def model_flops(config: ModelConfig, num_tokens: int, seq_len: int) -> float:
-    """6 a token and number of the blocks' matrices and of the head, 6 x layers x positions x width / 2 a token for the
-    two products of attention, which is causal."""
+    """FLOPs of an update: 6 per token and parameter of the blocks' matrices and of the head, and 6 x layers x positions
+    x width per token for the two products of attention (causal: half of 12)."""
     matrices = num_projections(config) + config.vocab_size * config.d_model
     width = config.n_head * config.head_width
     return num_tokens * (6 * matrices + 6 * config.n_layer * seq_len * width)
 
 
 def measure(config: ModelConfig, card_name: str, options: argparse.Namespace) -> tuple[dict, list[Cost]]:
-    """What is told of an update, by name; and the cost of each instruction."""
+    """The figures of an update, by name, and the cost of each instruction."""
     card, sizes = card_of(card_name, config), tuple(options.mesh)
     rows, seq_len = options.rows, options.seq_len
     started = time.perf_counter()
@@ -169,7 +169,7 @@ def measure(config: ModelConfig, card_name: str, options: argparse.Namespace) ->
 
 
 def print_most(found: list[Cost], card: Card, num: int) -> None:
-    """The instructions that take longest at the least, those of one kind and one source together."""
+    """Print the instructions with the longest least times; those of one kind and one source are summed."""
     together: dict[tuple[str, str], list[float]] = {}
     for cost in found:
         kind = cost.instruction.name.rstrip("0123456789.")

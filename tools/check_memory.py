@@ -1,11 +1,11 @@
-"""Compare the memory estimate of `curriculum plan` with what jax and the compiler say; nothing is trained.
+"""Compare the memory estimate of `curriculum plan` with the figures of jax and the compiler; nothing is trained.
 
     python tools/check_memory.py --rows 4 --seq-len 512
 
-For each preset: the whole jitted update (AdamW, state donated), compiled for shapes only, by the compiler's own
-analysis; and for each remat policy what automatic differentiation keeps for the way back, from jax.vjp, with --scanned
-the stacked copy of the blocks' matrices among it. The compiler for CPUs merges what is computed again with what was
-there and works bfloat16 products out in float32, so it is asked about float32 without remat alone.
+For each preset: the memory of the whole jitted update (AdamW, state donated), compiled from shapes only, by the
+compiler's own analysis; and for each remat policy what jax.vjp keeps for the backward pass, with --scanned including
+the stacked copy of the blocks' matrices. The compiler for CPUs merges recomputed values with the original ones, which
+undoes remat, and computes bfloat16 products in float32, so it is asked only about float32 without remat.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def compiled_bytes(
     document_mask: bool = False,
     optim: OptimConfig = OptimConfig(),  # noqa: B008
 ) -> int:
-    """Arguments, temporaries and what of the results has no argument's place, of one compiled update."""
+    """Bytes of one compiled update: arguments, temporaries, and results that do not take an argument's place."""
     model, optimizer = transformer(config), make_optimizer(optim)
     step = make_train_step(
         model,
@@ -116,14 +116,14 @@ def compiled_bytes(
 
 
 def _parts(config: ModelConfig) -> tuple[Params, Params | None]:
-    """Shapes of what is trained, and of what is not, if anything."""
+    """Shapes of the trained parameters, and of the frozen ones, if any."""
     shapes = transformer(config).shapes()
     return (shapes, None) if config.lora is None else (adapters_of(shapes), frozen_of(shapes))
 
 
 def residual_bytes(config: ModelConfig, rows: int, seq_len: int, *, document_mask: bool = False) -> int:
-    """What jax.vjp of the way forward holds on to, less what it was given and constants of the program. The stacked
-    copy of scanned layers is among it."""
+    """Bytes that jax.vjp of the forward pass keeps, without its inputs and the program's constants. The stacked copy
+    of scanned layers is included."""
     params, frozen = _parts(config)
     tokens_BT = jax.ShapeDtypeStruct((rows, seq_len), jnp.int32)
 

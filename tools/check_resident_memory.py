@@ -1,12 +1,12 @@
-"""Show that resident memory stays flat while a run trains, and bounded while a large source is prepared.
+"""Check that resident memory stays flat while a run trains, and bounded while a large source is prepared.
 
     python tools/check_resident_memory.py train --steps 10000
     python tools/check_resident_memory.py prepare --gigabytes 2 --directory /a/disk/with/6/GB
 
 `train`: a run of a tiny model in a process of its own, with evals, checkpoints and TensorBoard. Its resident memory is
-sampled ten times a second, and a line fitted over the last 80 % of the steps and over the last half: the growth has to
-stay below --limit MB per 1,000 steps. `prepare`: `curriculum prepare` of JSONL text generated for it; its peak has to
-stay below --limit-gb. Both print their figures and exit with 1 where the limit is passed. Linux only: they read /proc.
+sampled ten times a second, and a line is fitted over the last 80 % of the steps and over the last half. Both slopes
+must stay below --limit MB per 1,000 steps. `prepare`: `curriculum prepare` of generated JSONL text. Its peak must stay
+below --limit-gb. Both print their figures and exit with 1 if the limit is passed. Linux only: they read /proc.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 SAMPLE_SECONDS = 0.1
-FROM = (0.2, 0.5)  # of the steps; twice, as what the collector gives back once would hide growth in a single fit
+FROM = (0.2, 0.5)  # shares of the steps to fit from; two, as memory that is freed once could hide growth in one fit
 ROOT = Path(__file__).parents[1]
 
 
@@ -130,7 +130,7 @@ def check_prepare(folder: Path, options: argparse.Namespace) -> bool:
 
 
 def start(command: str, folder: Path, config: dict, *options: str) -> subprocess.Popen:
-    """A `curriculum` command over a config, its token stores in the same folder."""
+    """Start a `curriculum` command on a config, with the token stores in the same folder."""
     (folder / "config.yaml").write_text(json.dumps(config))  # JSON is YAML
     arguments = [command, str(folder / "config.yaml"), "--store-dir", str(folder / "store"), *options]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -142,9 +142,9 @@ def start(command: str, folder: Path, config: dict, *options: str) -> subprocess
 
 
 def write_text(path: Path, num_bytes: float, seed: int) -> None:
-    """JSONL of made-up words; documents of 5 to 500 words.
+    """Write JSONL documents of 5 to 500 made-up words.
 
-    A few words are common, most are rare, and one in forty stands nowhere else, so that a tokenizer finds ever more.
+    A few words are common, most are rare, and one in forty occurs only once, so a tokenizer always finds new ones.
     """
     rng = np.random.default_rng(seed)
     letters = np.array(list("etaoinshrdlucmfwypvbgkjqxz"))
@@ -166,7 +166,7 @@ def write_text(path: Path, num_bytes: float, seed: int) -> None:
 
 
 def resident_mb(process_id: int, field: str = "VmRSS") -> tuple[float, float] | None:
-    """Resident memory of a process, as `field` has it, and what is no file's now; None where it is ending."""
+    """(resident memory by `field`, anonymous memory right now) of a process in MB; None while it is ending."""
     try:
         status = Path(f"/proc/{process_id}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -178,7 +178,7 @@ def resident_mb(process_id: int, field: str = "VmRSS") -> tuple[float, float] | 
 
 
 def last_step(path: Path) -> int | None:
-    """The step of the newest whole row of a metrics file; None while there is none."""
+    """The step of the newest complete row of a metrics file; None while there is none."""
     if not path.exists():
         return None
     with open(path, "rb") as file:

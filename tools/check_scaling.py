@@ -1,12 +1,13 @@
-"""What one update holds on a device and sends between devices, by the compiler: nothing is trained.
+"""Print what one update holds on a device and sends between devices, by the compiler's analysis; nothing is trained.
 
     python tools/check_scaling.py --preset llama-1b --mesh 1 8 1 --rows 8 --seq-len 2048
 
-The update of `curriculum train` (AdamW, state donated) is compiled for shapes alone, over simulated devices of the CPU,
-for each mesh given as DATA FSDP TENSOR. `state`: parameters, moments and counters on one device. `peak`: all that the
-program holds there at once beside code, by the compiler's own analysis. Then each kind of collective: how many, and how
-many bytes a device gets of them. The compiler for CPUs knows no reduce-scatter: it sums whole gradients, of which each
-device keeps its part; one for GPUs makes a reduce-scatter of the two, which sends half.
+The update of `curriculum train` (AdamW, state donated) is compiled from shapes alone, over simulated CPU devices, for
+each mesh given as DATA FSDP TENSOR. `state`: parameters, moments and counters on one device. `peak`: all that the
+program holds there at once, except its code, by the compiler's own analysis. Then, for each kind of collective, how
+many there are and how many bytes a device receives from them. The compiler for CPUs has no reduce-scatter: it sums
+whole gradients, and each device keeps its part. The compiler for GPUs turns the two into a reduce-scatter, which sends
+half as much.
 """
 
 import argparse
@@ -73,7 +74,7 @@ def compiled_update(
 
 
 def collectives(program: str) -> dict[str, dict[str, int]]:
-    """{kind: {shape of the result: how often}} of a compiled program's text; in a loop, once a round."""
+    """{kind: {shape of the result: how often}} from a compiled program's text; in a loop, once per round."""
     found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for cost in costs(program):
         if cost.sent_bytes:
@@ -92,7 +93,7 @@ def measure(config: ModelConfig, sizes: tuple[int, int, int], rows: int, seq_len
     return {
         "mesh": list(sizes),
         "num_parameters": num_parameters(config),
-        "state_bytes": memory.alias_size_in_bytes,  # what is donated is all of the state
+        "state_bytes": memory.alias_size_in_bytes,  # the donated arguments, which are all of the state
         "temp_bytes": memory.temp_size_in_bytes,
         "peak_bytes": memory.argument_size_in_bytes + memory.temp_size_in_bytes + not_in_place,
         "collectives": sent,

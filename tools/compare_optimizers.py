@@ -7,7 +7,7 @@
 Every run goes through `train()` with the config of the quickstart, in a folder of its own; seeds are 0, 1, ... The
 optimizers take turns within a seed, so that a machine that slows down slows them all. Started again with the same
 options, it keeps the runs that are finished. Prints a Markdown table: losses are nats per token at the last step, mean
-and standard deviation over the seeds; time is that of a step without evals, saves and the first compilation.
+and standard deviation over the seeds; times are of a step, without evals, saves and the first compilation.
 """
 
 import argparse
@@ -17,8 +17,8 @@ import statistics
 import sys
 from pathlib import Path
 
-# Overrides of `optim`. Rates: AdamW has the quickstart's. The others have the best of two or three rates a factor of
-# 3 apart, by the loss of one seed after 60 steps, so a coarse choice; muon+lion joins those of its two.
+# Overrides of `optim`. AdamW has the quickstart's learning rate. The others have the best of two or three rates, which
+# are a factor of 3 apart, by the loss of one seed after 60 steps: a coarse choice. muon+lion has the rates of its two.
 OPTIMIZERS = {
     "adamw": {"lr": 2e-3},
     "adamw-nesterov": {"lr": 2e-3, "adam.nesterov": True},
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measure(config_file: Path, optim: dict, num_steps: int, seed: int, run_dir: Path) -> dict:
-    """Train one run, or finish it, and read its result off its record."""
+    """Train or finish one run, and read its result from its record."""
     import jax
 
     from curriculum.config import load_config
@@ -95,7 +95,7 @@ def measure(config_file: Path, optim: dict, num_steps: int, seed: int, run_dir: 
         "lr": config.optim.lr,
         "tokens": complete["total_tokens"],
         "losses": {name: measured.loss for name, measured in eval_sets(last).items()},
-        # The first row has the first update's warm caches to pay for.
+        # Without the first row, which includes filling the caches.
         "step_seconds": statistics.median(row["step_time_s"] for row in run.metrics[1:]),
         "state_bytes": sum(array.size * array.dtype.itemsize for array in state),
         "num_parameters": sum(array.size for array in jax.tree.leaves(params)),
@@ -103,7 +103,7 @@ def measure(config_file: Path, optim: dict, num_steps: int, seed: int, run_dir: 
 
 
 def summarise(rows: dict[str, list[dict]]) -> list[dict]:
-    """One result an optimizer: [mean, standard deviation over the seeds] of each loss (None for one seed)."""
+    """One result per optimizer and rate: [mean, standard deviation over the seeds] of each loss (None for one seed)."""
     baseline = "adamw" if "adamw" in rows else next(iter(rows))
     results = []
     for label, runs in rows.items():

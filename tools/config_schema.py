@@ -23,12 +23,12 @@ _USE = {
     "pattern": r"^\$(variables\..+|\{variables\..+\})$",
     "description": "The value of a variable.",
 }
-_PERCENT = {"type": "string", "pattern": r"^\s*\d{1,18}(\.\d{1,18})?\s*%\s*$"}  # of `with_shares`
+_PERCENT = {"type": "string", "pattern": r"^\s*\d{1,18}(\.\d{1,18})?\s*%\s*$"}  # as read by `with_shares`
 _NOTES = ("title", "description", "default")
 
 
 def json_schema(*, variables: bool = True) -> dict:
-    """The JSON schema of a config file, for editors; without `variables`, of the file once they are replaced."""
+    """The JSON schema of a config file, for editors. `variables=False`: of the file after their substitution."""
     schema = _schema()
     if not variables:
         return schema
@@ -41,7 +41,7 @@ def json_schema(*, variables: bool = True) -> dict:
 
 
 def _or_variable(schema: dict) -> dict:
-    """The schema of a value, or of anything inside it, that may also be given as `$variables.x`."""
+    """The schema changed so that the value, or anything inside it, may also be given as `$variables.x`."""
     options = []
     for option in schema.get("anyOf", [{key: value for key, value in schema.items() if key not in _NOTES}]):
         inside = {key: _or_variable(option[key]) for key in ("items", "additionalProperties") if key in option}
@@ -89,7 +89,7 @@ def _schema() -> dict:
 
 
 def _dataclasses_below(kind: Any) -> Iterable[type]:
-    """Every dataclass that a type of the config is made of."""
+    """Every dataclass inside a type of the config."""
     if dataclasses.is_dataclass(kind):
         yield kind
         for inner in typing.get_type_hints(kind, include_extras=True).values():
@@ -99,7 +99,7 @@ def _dataclasses_below(kind: Any) -> Iterable[type]:
 
 
 def _meanings(section: type) -> dict[str, str]:
-    """The text below each field of a dataclass and of its bases. Read from the source, and only for the schema."""
+    """The docstring below each field of a dataclass and of its bases, read from the source."""
     meanings: dict[str, str] = {}
     for base in section.__bases__:
         meanings |= _meanings(base) if dataclasses.is_dataclass(base) else {}

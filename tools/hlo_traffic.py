@@ -1,8 +1,8 @@
-"""What each instruction of a compiled program computes, moves in memory and sends, read off its text.
+"""What each instruction of a compiled program computes, moves in memory and sends, read off the program's text.
 
-The least a program can take is the sum over its instructions of the longer of two times: FLOPs of its products over the
-card's rate, and bytes that it reads and writes over the memory's (the roofline: Williams et al., CACM 52(4), 2009).
-What is not counted: launches, caches, kernels that do not reach these rates.
+The least time of a program is the sum over its instructions of the longer of two times: the FLOPs of its products over
+the card's rate, and the bytes that it reads and writes over the memory's rate (the roofline: Williams et al., CACM
+52(4), 2009). Launches, caches, and kernels that do not reach these rates are not accounted for.
 """
 
 import math
@@ -23,7 +23,7 @@ _SENT = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective
 
 @dataclass(frozen=True)
 class Instruction:
-    """A line of a computation. `attributes`: what stands behind its operands."""
+    """A line of a computation. argument: the text of its operands; attributes: the text after them."""
 
     name: str
     type: str
@@ -35,7 +35,7 @@ class Instruction:
 
 
 class Cost(NamedTuple):
-    """Of one instruction, made `times` times in a run of the program."""
+    """The cost of one execution of an instruction, which a run of the program executes `times` times."""
 
     instruction: Instruction
     times: int
@@ -45,26 +45,26 @@ class Cost(NamedTuple):
 
     @property
     def source(self) -> str:
-        """Where in the traced function it comes from, as jax names it."""
+        """Where in the traced function the instruction comes from, as jax names it."""
         found = re.search(r'op_name="([^"]*)"', self.instruction.attributes)
         return found[1] if found else ""
 
 
 def arrays(type: str) -> list[str]:
-    """Of an array its type without its layout, of a tuple that of each."""
+    """The type of an array without its layout; for a tuple, that of each of its arrays."""
     return [f"{dtype}[{dims}]" for dtype, dims in _ARRAY.findall(type)]
 
 
 def size_bytes(type: str) -> int:
-    """Of an array, or of all arrays of a tuple."""
+    """Bytes of an array, or of all arrays of a tuple."""
     return sum(BYTES[dtype] * math.prod(_dims(dims)) for dtype, dims in _ARRAY.findall(type))
 
 
 def costs(program: str) -> list[Cost]:
-    """The cost of each instruction that computes, moves or sends something. What is in a loop counts as often as the
-    compiler knows it to run, of branches the one of a condition that holds, which jax.lax.cond has last.
+    """The cost of each instruction that computes, moves or sends something.
 
-    Raises ValueError for a loop whose number of rounds the compiler does not know.
+    A loop's instructions count once per round. Of a conditional's branches only the one for true counts, which
+    jax.lax.cond puts last. Raises ValueError for a loop whose number of rounds the compiler does not know.
     """
     computations, entry = _parsed(program)
     return list(_walk(computations, entry, 1))
@@ -116,7 +116,7 @@ def _called(attribute: str, attributes: str) -> str:
 
 
 def _flops(instruction: Instruction, here: dict, computations: dict) -> float:
-    """Of products alone: 2 for each number of the result and of what is summed over. Attention counts as causal."""
+    """FLOPs of products only: 2 x size of the result x size of the contracted axes. Attention counts as causal."""
     if instruction.opcode == "dot":
         left = _dims(_ARRAY.search(here[instruction.operands[0]].type)[2])
         axes = _dims(re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)[1])
@@ -125,14 +125,14 @@ def _flops(instruction: Instruction, here: dict, computations: dict) -> float:
     if instruction.opcode == "fusion":
         inner = computations[_called("calls", instruction.attributes)]
         return sum(_flops(one, inner, computations) for one in inner.values())
-    if "__cudnn$fmha" in instruction.attributes:  # [B, T, H, K]: two products there, five back
+    if "__cudnn$fmha" in instruction.attributes:  # [B, T, H, K]: two products forward, five backward
         B, T, H, K = _dims(_ARRAY.search(here[instruction.operands[0]].type)[2])
         return (5 if "Backward" in instruction.attributes else 2) * 2.0 * B * H * T * T * K / 2
     return 0.0
 
 
 def _moved(instruction: Instruction, here: dict, computations: dict) -> int:
-    """Bytes read and written: of what is sliced the slice, of what is updated in place the update."""
+    """Bytes read and written; of a slice only the slice, of an update in place only the update."""
     given = [here[operand].type for operand in instruction.operands]
     if instruction.opcode == "dynamic-slice":
         return 2 * size_bytes(instruction.type)
@@ -149,7 +149,7 @@ def _moved(instruction: Instruction, here: dict, computations: dict) -> int:
 
 
 def _read(value: Instruction, whole: int, inner: dict) -> int:
-    """Bytes that are read of a value: of what is cut out of it, or looked up in it, no more than that."""
+    """Bytes that are read of a value; if it is only sliced or gathered from, no more than those parts."""
     total = 0
     for user in inner.values():
         if value.name not in user.operands:
@@ -175,14 +175,15 @@ def _written(result: Instruction, inner: dict) -> int:
 
 
 def _sent(instruction: Instruction, here: dict) -> int:
-    """Bytes that a device sends in a ring, less its own part, which is 1/N of them: the larger of what goes in and
-    what comes out; of an all-reduce twice that.
+    """Bytes that a device sends in a ring: the larger of input and output, or twice the input for an all-reduce.
+
+    The device's own part, 1/N of them, is not sent but counted as well.
     """
     given = sum(size_bytes(here[operand].type) for operand in instruction.operands)
     kind = instruction.opcode.removesuffix("-start")
     whole = size_bytes(instruction.type)
     if instruction.opcode.endswith("-start") and kind in ("all-gather", "collective-permute"):
-        whole -= given  # what begins one names what goes in beside what comes out
+        whole -= given  # its type is (input, output)
     return 2 * given if kind == "all-reduce" else max(given, whole)
 
 

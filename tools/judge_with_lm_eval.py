@@ -1,25 +1,25 @@
-"""A judge from outside: lm-evaluation-harness on an exported run, and its bits per byte beside ours.
+"""Have an outside judge, lm-evaluation-harness, score an exported run, and compare its bits per byte with curriculum's.
 
     curriculum train CONFIG --run-dir runs/base
     make parity    # or: pip install 'curriculum[judge]'
     python tools/judge_with_lm_eval.py runs/base --sets general domain
 
-Exports the run as a Hugging Face folder (or takes the one that --folder names, which has to be of the same step),
-writes the documents of each eval set and a task over them into a folder, runs lm-eval on it without a network (output
-type loglikelihood_rolling, the model in float32 through transformers), and compares bits per byte with those of
-`curriculum eval`. Prints a Markdown table; exits with 1 where they differ by more than --tolerance.
+Exports the run as a Hugging Face folder, or takes the one that --folder names, which must be of the same step. Writes
+the documents of each eval set and a task over them into a folder, runs lm-eval on it offline (output type
+loglikelihood_rolling, the model in float32 through transformers), and compares bits per byte with those of `curriculum
+eval`. Prints a Markdown table; exits with 1 if they differ by more than --tolerance.
 
-What has to agree for that, and how it is made to:
+What must agree for that, and how:
 
-- The first token of a document is predicted from the one that opens documents. lm-eval takes the tokenizer's bos token,
-  which an exported folder names as that; `add_bos_token=False` keeps it from standing there twice.
-- A window of lm-eval is `max_length` tokens: it is set to the run's `evalsets.seq_len`. Both cut a document into
-  disjoint windows of that many targets, each with the token before it as context. Only a last window that is shorter
-  differs: lm-eval fills its context up with tokens that the window before has scored, ours begins it with one token, as
-  every other. So documents of at most one window, or of a multiple of it, are cut alike: those have to agree. What the
-  longer context is worth to the model is the difference over all documents, which the table has too.
-- The bytes are those of the document's UTF-8 text. The text is what the tokens of the set stand for; a document whose
-  text does not give the same tokens and bytes again (which a tokenizer that normalises can do) is left out and counted.
+- The first token of a document is predicted from the token that opens documents. lm-eval uses the tokenizer's bos
+  token, which is that one in an exported folder; `add_bos_token=False` keeps it from being added twice.
+- lm-eval's windows have `max_length` tokens, which is set to the run's `evalsets.seq_len`. Both cut a document into
+  disjoint windows of that many targets, each with the token before it as context. They differ only in a last window
+  that is shorter: lm-eval fills its context up with tokens that the window before has scored, while curriculum begins
+  it with one token, like every other window. So documents of at most one window, or of a multiple of it, are cut alike
+  and must agree. The table also has the difference over all documents: what the longer context is worth to the model.
+- The bytes are those of the document's UTF-8 text, decoded from the tokens of the set. A document whose text does not
+  encode to the same tokens and bytes again, as can happen with a normalising tokenizer, is left out and counted.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def problems(figures: dict[str, dict], tolerance: float) -> list[str]:
-    """What stands against saying that both judge alike."""
+    """Why the two results cannot be said to agree, one message per set; empty if they agree."""
     told = []
     for name, of_set in figures.items():
         alike = of_set["alike"]
@@ -85,7 +85,7 @@ def problems(figures: dict[str, dict], tolerance: float) -> list[str]:
 
 
 def documents_of(run: Path, evalset) -> dict[int, str]:
-    """The text of each document of a set, by its number; without those that its tokens do not give back exactly."""
+    """The text of each document of a set, by its number; without those whose tokens do not round-trip exactly."""
     from curriculum.data.tokenizers.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(run / "tokenizer")
@@ -102,7 +102,7 @@ def documents_of(run: Path, evalset) -> dict[int, str]:
 
 
 def judged(folder: Path, documents: dict, scratch: Path, ours, batch_size: int) -> dict[str, dict[int, float]]:
-    """lm-eval's nats of each document of each set."""
+    """The nats that lm-eval gives each document of each set."""
     if not any(documents.values()):
         return {name: {} for name in documents}
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -132,7 +132,7 @@ def judged(folder: Path, documents: dict, scratch: Path, ours, batch_size: int) 
 
 
 def write_task(folder: Path, task: str, documents: dict[int, str], cache: Path) -> None:
-    """A task of lm-eval that scores each document whole."""
+    """Write an lm-eval task that scores each document whole."""
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / f"{task}.jsonl"
     rows = ({"document": number, "text": text} for number, text in documents.items())
@@ -151,7 +151,7 @@ def write_task(folder: Path, task: str, documents: dict[int, str], cache: Path) 
 
 
 def compared(ours, name: str, documents: dict[int, str], their_nats: dict[int, float]) -> dict:
-    """Bits per byte of both, over all documents and over those that both cut alike."""
+    """Bits per byte of curriculum and of lm-eval, over all documents and over those that both cut alike."""
     results, seq_len = ours.results[name], ours.evalsets[name].seq_len
     rows = []  # tokens, bytes, our nats, their nats
     for document in documents:

@@ -6,10 +6,11 @@
 
 Makes a small corpus and trains a model of 0.1M parameters over three phases, once undisturbed. Then runs of the same
 config are killed: each start waits for a state of the run directory (a save under way, a store half-written, a row
-without its eval ...), waits a random moment more, and kills the process; what it was killed in is read off the
-directory afterwards. A run is resumed until it is done and compared; another one begins until there are enough kills.
-Compared are all arrays of the last checkpoint, its ledger, metrics, events, eval results and what TensorBoard shows;
-what was cut off has to stand in superseded.jsonl once. Prints what was hit; exits with 1 and the first differences.
+without its eval ...), waits a random moment more, and kills the process. What the kill interrupted is read off the
+directory afterwards. A run is resumed until it is done, then compared; new runs are begun until there are enough kills.
+The comparison covers all arrays and ledgers of the last checkpoint and the gold, metrics, events, eval results and what
+TensorBoard shows; every line cut off the record must be in superseded.jsonl once. Prints what the kills hit. If a run
+differs, exits with 1 and prints the first differences.
 """
 
 import argparse
@@ -33,12 +34,12 @@ CLOCK_FIELDS = {
     "timestamp", "elapsed_s", "eval_duration_s", "tokens_per_sec", "step_time_s", "peak_memory_gb", "started_at",
     "first_step_compile_time_s", "switch_stall_s", "total_elapsed_s", "steps_per_sec",
 }  # fmt: skip
-OF_THE_CLOCK = {*CLOCK_FIELDS, "offsets"}  # the record's lines are as long as their clock fields
+OF_THE_CLOCK = {*CLOCK_FIELDS, "offsets"}  # byte offsets vary with the length of clock fields
 PHASE_ENDS = (40, 80)
 STEPS, EVAL_EVERY, LOG_EVERY, CHECKPOINT_EVERY = 120, 10, 2, 5
 POLL_SECONDS = 0.001
-PATIENCE_STEPS = 30  # for a state that does not come
-# What a kill aims at, and how long after it was seen at most: about as long as it lasts.
+PATIENCE_STEPS = 30  # how long to wait for a state that does not come
+# What a kill aims at, and the longest delay in seconds once it is seen: about as long as it lasts.
 AIMS = {
     "start": 3.0,  # from the start of the process: nothing there yet, imports, restoring, the first step
     "prepare": 0.02,
@@ -66,7 +67,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def kill_runs(folder: Path, options: argparse.Namespace) -> int:
-    """Train undisturbed, kill and resume until there are enough kills; the exit code."""
+    """Train undisturbed, then kill and resume until there are enough kills. Returns the exit code."""
     chance = random.Random(options.seed)
     config = write_corpus(folder)
     whole = folder / "whole"
@@ -128,7 +129,7 @@ def failed(message: str, log: Path | None = None) -> int:
 
 
 def write_corpus(folder: Path) -> Path:
-    """Three sources, an eval set of its own text, and the config over them."""
+    """Write three sources, an eval set with text of its own, and a config that uses them. Returns the config's path."""
     chance = random.Random(0)
     words = {name: ["".join(chance.choices(letters, k=chance.randint(2, 8))) for _ in range(300)]
              for name, letters in (("web", "etaoinshr"), ("code", "(){}=+-def"), ("law", "wpartyhsc"))}  # fmt: skip
@@ -181,19 +182,19 @@ def start(config: Path, run: Path, store: Path, log: Path, *, cached: bool) -> s
 
 
 def unprepare(store: Path) -> None:
-    """Take away what is prepared, the compiled programs aside: the next start writes its token stores again."""
+    """Delete what is prepared, except compiled programs: the next start writes its token stores again."""
     for folder in store.glob("*"):
         if folder.name not in ("compiled", "locks"):
-            shutil.rmtree(folder)  # with what a process left there that was killed while it prepared
+            shutil.rmtree(folder)  # and what a process killed while preparing left there
 
 
 # --- the kill -----------------------------------------------------------------------------------------------
 
 
 class Watched:
-    """A run directory and its store as a process finds them, and what has changed there since.
+    """A run directory and its store: what a process finds there, and what it has changed since.
 
-    What an earlier kill left behind is no sign of what this process is doing.
+    Files that an earlier kill left behind say nothing about what this process is doing, so they are ignored.
     """
 
     def __init__(self, run: Path, store: Path):
@@ -203,32 +204,32 @@ class Watched:
         self._told_before = [*self.lines("events.jsonl")]
 
     def there(self, name: str) -> bool:
-        """Whether a file or folder is there that stands for `name`, and is of this process."""
+        """Whether this process has made a file or folder that is a sign of `name`."""
         return any(self._identity(path) not in self._left for path in self._signs(name))
 
     def told(self) -> bool:
-        """Whether this process has told an event: one that it only cut back to was there before."""
+        """Whether this process has recorded an event. One that it only cut the record back to was there before."""
         events = self.lines("events.jsonl")
         return bool(events) and events[-1] not in self._told_before
 
     def at_boundary(self) -> bool:
-        """Between the eval that closes a phase and the next row."""
+        """Whether the run is between the eval that closes a phase and the next row."""
         events = self.lines("events.jsonl")
         return bool(events) and events[-1]["step"] in PHASE_ENDS and self.step() == events[-1]["step"]
 
     def in_eval(self) -> bool:
-        """The row of a step that is evaluated stands in the record, its eval does not."""
+        """Whether the record has the row of a step with an eval, but not the eval."""
         step, events = self.step(), self.lines("events.jsonl")
         evaluated = any(event["event"] == "eval" and event["step"] >= step for event in events)
         return bool(events) and step % EVAL_EVERY == 0 and not evaluated
 
     def step(self) -> int:
-        """That of the newest metrics row."""
+        """The step of the newest metrics row."""
         rows = self.lines("metrics.jsonl")
         return rows[-1]["step"] if rows else 0
 
     def lines(self, name: str) -> list[dict]:
-        """The whole lines of a file of the record; parsed again only where it has changed."""
+        """The complete lines of a file of the record; parsed again only if its size has changed."""
         path = self.run / name
         size = path.stat().st_size if path.exists() else 0
         if path not in self._lines or self._lines[path][0] != size:
@@ -240,10 +241,10 @@ class Watched:
 
     @staticmethod
     def _identity(path: Path) -> tuple[Path, int]:
-        """A name is used again; a folder made anew has another inode, or at least another time."""
+        """(path, ctime). Names are reused, but a folder made anew has another ctime."""
         try:
             return path, path.stat().st_ctime_ns
-        except FileNotFoundError:  # it was, a moment ago
+        except FileNotFoundError:  # deleted a moment ago
             return path, 0
 
 
@@ -257,16 +258,16 @@ _OF_AIM = {"prepare": "preparing", "cut": "cutting the record", "delete": "delet
 
 
 def watch(process: subprocess.Popen, watched: Watched, aim: str | None, chance: random.Random) -> float | None:
-    """Kill the process at a random moment after it came to what is aimed at; None: let it end.
+    """Kill the process at a random moment after it reaches the state `aim`; with None, let it end.
 
-    What does not come within PATIENCE_STEPS is not waited for. Returns once the process has ended: seconds from its
-    start to the first metrics row that it wrote, None where it wrote none.
+    If the state does not come within PATIENCE_STEPS of the first row, kills anyway. Returns, once the process has
+    ended, the seconds from its start to the first metrics row that it wrote, None if it wrote none.
     """
     started, metrics = time.monotonic(), watched.run / "metrics.jsonl"
     first_row_s = first_step = None
     reached = started if aim == "start" else None
     delay = 0.0 if aim is None else chance.uniform(0, AIMS[aim])
-    let_by = chance.randint(0, 2) if aim in ("save", "eval", "delete") else 0  # not always the first occasion
+    let_by = chance.randint(0, 2) if aim in ("save", "eval", "delete") else 0  # do not always take the first occasion
     size, was = None, False
     try:
         while process.poll() is None:
@@ -284,7 +285,7 @@ def watch(process: subprocess.Popen, watched: Watched, aim: str | None, chance: 
             if reached is not None and now - reached >= delay:
                 break
             time.sleep(POLL_SECONDS)
-    finally:  # also where this tool itself is interrupted
+    finally:  # also if this tool itself is interrupted
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -303,7 +304,7 @@ def aimed_at(aim: str, watched: Watched, stepped: bool) -> bool:
 
 
 def states(watched: Watched) -> list[str]:
-    """What the killed process was in the middle of, as the files tell that it left."""
+    """What the killed process was doing, judged by the files that it left."""
     found = [name for name in _SIGNS if watched.there(name)]
     if not watched.told():
         if not watched.run.exists():
@@ -320,7 +321,7 @@ def states(watched: Watched) -> list[str]:
 
 
 def read_lines(path: Path) -> list[dict]:
-    """The whole lines of a file."""
+    """The complete lines of a file, parsed."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
@@ -330,7 +331,7 @@ def read_lines(path: Path) -> list[dict]:
 
 
 def everything(run: Path) -> dict[str, object]:
-    """All that a finished run holds, by place, the fields of the clock and `resume` events aside."""
+    """Everything that a finished run holds, by place, except clock fields and `resume` events."""
     from curriculum.run import checkpoint_steps, read_arrays, read_ledger
     from curriculum.train.checkpoints.arrays import load_params
 
@@ -359,11 +360,11 @@ def _gold_folder(run: Path, events: list[dict]) -> list[Path]:
 
 
 def shown_by_tensorboard(run: Path) -> dict[str, object]:
-    """Every point of every curve and text, by TensorBoard's own reader; the values of the clock's are left out."""
+    """Every point of every curve and text, from TensorBoard's own reader; values of clock fields are left out."""
     from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
     from tensorboard.util import tensor_util
 
-    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it tells of every restart
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it warns of every restart
     multiplexer = EventMultiplexer(tensor_size_guidance={"scalars": 0, "text": 0, "hparams": 0})
     multiplexer.AddRunsFromDirectory(str(run / "tensorboard"))
     multiplexer.Reload()
@@ -383,7 +384,7 @@ def shown_by_tensorboard(run: Path) -> dict[str, object]:
 
 
 def differences(expected: dict[str, object], got: dict[str, object]) -> list[str]:
-    """One line a place that differs, the first twenty."""
+    """A line for each place that differs, at most twenty."""
     problems = []
     for place in dict.fromkeys([*expected, *got]):
         if place not in got or place not in expected:
@@ -394,7 +395,10 @@ def differences(expected: dict[str, object], got: dict[str, object]) -> list[str
 
 
 def unsound(run: Path, store: Path, seen: set[str]) -> list[str]:
-    """What is wrong with a finished run on its own: what is double, lost, or left over. `seen`: see `kill_runs`."""
+    """What is wrong with a finished run in itself: lines twice or lost, files left over.
+
+    `seen`: every line that a kill found in the record.
+    """
     problems = []
     events, rows = read_lines(run / "events.jsonl"), read_lines(run / "metrics.jsonl")
     steps = [row["step"] for row in rows]
@@ -432,7 +436,7 @@ def _glob(folder: Path, patterns: list[str]) -> Iterator[Path]:
 
 
 def record_lines(run: Path) -> list[str]:
-    """The lines of both files, a half-written one too."""
+    """The lines of events.jsonl and metrics.jsonl, including a half-written last one."""
     lines = []
     for name in ("events.jsonl", "metrics.jsonl"):
         if (run / name).exists():

@@ -2,8 +2,8 @@
 
     python tools/picture_tensorboard.py runs/quickstart -o docs/tensorboard.png
 
-Needs chromium on the PATH, and playwright, which drives it. A TensorBoard of its own serves the folder above the run
-on 127.0.0.1 and ends with the picture.
+Needs chromium on the PATH, and playwright, which drives it. Starts a TensorBoard of its own over the folder above the
+run, on 127.0.0.1, and stops it after the picture.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
         chart.get_by_title("Toggle full size mode").click()
         expect(page.get_by_text("Smoothing")).to_have_count(0)
         page.mouse.move(0, 0)
-        page.wait_for_function(  # the chart is wider, and the curves were drawn again: they take the same share of it
+        page.wait_for_function(  # until the chart is wider and its curves are redrawn to the same share of it
             f"([path, chartWidth, share]) => {{const [own, whole] = ({WIDTHS})(path); "
             "return whole > chartWidth && own > 0.95 * share * whole}",
             arg=[drawn(chart).first.element_handle(), chart_width, path_width / chart_width],
@@ -84,7 +84,7 @@ def _address(server: subprocess.Popen, log: Path) -> str:
 
 
 def wait_for(address: str, run_dir: Path) -> None:
-    """Return once TensorBoard has read the last eval of a run, in the main run and in every set's own."""
+    """Wait until TensorBoard has read the last eval of a run, in its main curves and in those of every set."""
     main, last = f"{run_dir.resolve().name}/tensorboard", {}
     for event in read_events(run_dir):
         if event["event"] == "eval":
@@ -102,7 +102,7 @@ def wait_for(address: str, run_dir: Path) -> None:
 
 
 def scalars(address: str, run: str, tag: str) -> list[tuple[int, float]]:
-    """(step, value) of every point that TensorBoard holds; empty where it knows no such curve."""
+    """(step, value) of every point of a curve that TensorBoard holds; empty if it knows no such curve."""
     request = f'[{{"plugin": "scalars", "tag": {json.dumps(tag)}, "run": {json.dumps(run)}}}]'
     boundary = "points"
     body = f'--{boundary}\r\nContent-Disposition: form-data; name="requests"\r\n\r\n{request}\r\n--{boundary}--\r\n'
@@ -114,13 +114,13 @@ def scalars(address: str, run: str, tag: str) -> list[tuple[int, float]]:
 
 
 def link(run_dir: Path, address: str) -> str:
-    """The address that the console prints at a run's end, at another port."""
+    """The link that the console prints at a run's end, with `address` as its host and port."""
     return address + tensorboard_link(run_dir).removeprefix("http://127.0.0.1:6006")
 
 
 @contextmanager
 def browser() -> Iterator[Browser]:
-    """Chromium without a window. It has no 3D, so TensorBoard draws each curve as a path that can be read."""
+    """Chromium without a window. 3D is off, so that TensorBoard draws each curve as an SVG path that can be read."""
     with sync_playwright() as playwright:
         arguments = ["--no-sandbox", "--disable-3d-apis"]
         chromium = playwright.chromium.launch(executable_path=find_chromium(), args=arguments)

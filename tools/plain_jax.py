@@ -1,10 +1,10 @@
-"""GPT-2's update in plain jax, without any of our modules, as fast as it could be written: what ours is held against.
+"""GPT-2's update in plain jax, without curriculum's modules, written for speed: the baseline for curriculum's update.
 
     python tools/plain_jax.py FILE --steps 2000        trains on the file's bytes, at the size of nanoGPT's CPU run
 
-What is meant to make it fast on a CPU: tokens are the rows of one matrix, query, key and value are one product,
-attention is two batched products, a norm has its own way back, the state is donated and one pass over each array
-updates it, and glibc keeps what is freed. On an NVIDIA GPU with bfloat16 attention is cuDNN's.
+Made for speed on a CPU: tokens are the rows of one matrix; query, key and value are one product; attention is two
+batched products; norms have a hand-written backward pass; the state is donated and updated in one pass over each array;
+and glibc keeps freed memory. On an NVIDIA GPU with bfloat16, attention is cuDNN's.
 
 Shape suffixes: B rows, T positions, M = B*T, D width, H heads, K head width, P = B*H, V vocabulary.
 """
@@ -29,7 +29,10 @@ class Size(NamedTuple):
 
 
 def keep_freed_memory() -> None:
-    """Of glibc alone; before jax starts. XLA's temporaries otherwise go back to the kernel after every update."""
+    """Make glibc keep what is freed; call before jax starts. Does nothing with another C library.
+
+    Otherwise XLA's temporaries go back to the kernel after every update.
+    """
     if platform.libc_ver()[0] == "glibc":
         for option, number in ((-4, 0), (-1, 2**31 - 1), (-2, 64 << 20), (-8, 1)):
             ctypes.CDLL(None).mallopt(option, number)

@@ -1,13 +1,13 @@
-"""How much replay keeps what a model knew: adapt one base model to C++ with several shares of its old text mixed in.
+"""Study how much replay keeps of what a model knew: adapt one base to C++ with several shares of its old text mixed in.
 
     python tools/build_quickstart_corpus.py --output data/quickstart
     python tools/study_replay.py --json study.json
 
-Trains configs/adaptation_base.yaml once, then configs/adaptation.yaml from it once a share, half docs and half Python:
-the same steps, rates, seed and domain order for all. Started again with the same options, it goes on where it was and
-keeps what is finished. Prints a Markdown table: loss in nats per token at the last step on general (docs), domain (C++)
-and code (Python), and its change since the base, with its 95 % interval as `curriculum compare` has it: paired by
-window, clustered by document, Student's quantile.
+Trains configs/adaptation_base.yaml once, then configs/adaptation.yaml from it once per share. The replayed text is half
+docs and half Python; steps, rates, seed and the order of the domain's text are the same for all. Started again with the
+same options, it goes on where it was and keeps what is finished. Prints a Markdown table: loss in nats per token at the
+last step on general (docs), domain (C++) and code (Python), and the change since the base with half its 95 % interval
+as `curriculum compare` computes it: paired by window, clustered by document, Student's quantile.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def steps(count: int | None) -> list[str]:
 
 
 def run(config_name: str, run_dir: Path, overrides: list[str], **begin) -> dict:
-    """Train one run, or finish it; its `training_complete` event. Measured at its two ends alone."""
+    """Train or finish one run, with evals at its start and end only. Returns its `training_complete` event."""
     from curriculum.config import load_config
     from curriculum.train.trainer import train
 
@@ -71,7 +71,8 @@ def run(config_name: str, run_dir: Path, overrides: list[str], **begin) -> dict:
 
 
 def measure(run_dir: Path, last_step: int, replay: dict[str, float]) -> dict:
-    """Each set's loss before and after, the paired change, half its 95 % interval; and the share of replay given."""
+    """Each set's loss before and after, and the paired change with its 95 % interval; the share of replay drawn, the
+    learning rate, steps and tokens."""
     from curriculum.record.windows import read_results
     from curriculum.run import load_run, read_ledger
     from curriculum.views.compare import paired
@@ -94,13 +95,13 @@ def measure(run_dir: Path, last_step: int, replay: dict[str, float]) -> dict:
             "base": summarise(before[name]).loss,
             "loss": summarise(after[name]).loss,
             "change": difference.delta,
-            "interval": difference.interval,  # None where the set is one cluster
+            "interval": difference.interval,  # None if the set is one cluster
         }
     return found
 
 
 def add_removed(results: list[dict]) -> None:
-    """The share of the forgetting without replay that each share of replay removes, where there was some."""
+    """Add the part of the forgetting that each share of replay removes; None if nothing is forgotten without replay."""
     without = next((result for result in results if result["replay"] == 0), None)
     for result in results:
         for name in ("general", "code"):

@@ -1,7 +1,7 @@
-"""The same model in torch, as one writes it (nanoGPT's block) and as transformers has it: what one would take instead.
+"""The same model in torch, written by hand (nanoGPT's block) and from transformers: the alternatives to curriculum.
 
-For `tools/bench_step.py`. Each function returns (run, num_parameters): run(n) makes n updates and returns the seconds
-and processor seconds of each.
+For `tools/bench_step.py`. `program` returns (run, num_parameters): run(n) makes n updates and returns the seconds and
+the processor seconds of each.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ class Shape(NamedTuple):
 
 
 def program(variant: str, shape: Shape, dtype: str) -> tuple[Run, int]:
-    """torch, torch_compile, hf or hf_trainer: all threads, fused AdamW, matrices decayed, norm clipped at 1."""
+    """`variant`: torch, torch_compile, hf or hf_trainer. Fused AdamW, matrices decayed, norm clipped at 1.
+
+    Uses all threads.
+    """
     import torch
 
     torch.set_num_threads(os.cpu_count())

@@ -22,7 +22,7 @@ Generated from the code by `python tools/write_config_reference.py`; `NAME` stan
 
 
 def rows(schema, definitions, path=""):
-    """(key, type, default, meaning) of every field below a schema."""
+    """(key, type, default, meaning) of every field in a schema, those of nested sections included."""
     required = schema.get("required", [])
     for name, field in schema["properties"].items():
         key = f"{path}.{name}" if path else name

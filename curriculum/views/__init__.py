@@ -1,1 +1,1 @@
-"""Views of runs that are read back: inspect, compare, the report, the model card."""
+"""Views of recorded runs: inspect, compare, the report, the model card."""

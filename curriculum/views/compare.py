@@ -1,7 +1,7 @@
-"""Runs beside each other: their losses on the eval sets that they share, and paired differences with intervals.
+"""Compare runs: their losses on the eval sets that they share, and paired differences with confidence intervals.
 
-A difference is of two checkpoints on the same windows, so the choice of held-out text hardly moves it. What another
-seed would do is not in it: that two recipes differ takes several seeds of each to show.
+A difference is between two checkpoints on the same windows, so the choice of held-out text hardly affects it. It says
+nothing of the variation between seeds: to show that two recipes differ takes several seeds of each.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SCOPE = "of these two checkpoints, not of the recipe"
 class Difference:
     """One run minus the one it is compared with, on one set, in nats per token: positive is worse.
 
-    interval: 95 %, over the choice of held-out text. sem and interval are None where the set has one cluster only.
+    interval: 95 %, over the choice of held-out text. sem and interval are None if the set has a single cluster.
     """
 
     against: str
@@ -55,9 +55,9 @@ class Difference:
 
 @dataclass(frozen=True)
 class RunOnSet:
-    """One run on one set, by its own name `set`: the eval that counts.
+    """The eval of one run on one set that enters the comparison; `set` is this run's own name for the set.
 
-    `difference` is None for the run that the others are compared with.
+    `difference` and `verdict` are None for the run that the others are compared with.
     """
 
     run: str
@@ -73,8 +73,10 @@ class RunOnSet:
 
 @dataclass(frozen=True)
 class ComparedSet:
-    """The runs that measured one text, in the order given: `name` is that of the first, which the others are compared
-    with."""
+    """The runs that measured one text, in the order given. The others are compared with the first.
+
+    `name` is the first run's name for the set.
+    """
 
     name: str
     content_hash: str
@@ -82,25 +84,25 @@ class ComparedSet:
 
     @property
     def title(self) -> str:
-        """The name, and those that others have for it: `val (books in adapted)`."""
+        """The name, and what other runs call the set: `val (books in adapted)`."""
         return set_title({m.run: m.set for m in self.runs})
 
 
 @dataclass(frozen=True)
 class ComparedRuns:
-    """What `compare` found.
+    """The result of `compare`.
 
-    at, common: `tokens` or `step`, and how many of them: an eval counts when it is the run's last at or before them.
-    They are the fewest over the runs that share a set with another; of those that share none, `alone`, the last eval
-    counts.
-    begun: {run, base, step} where a run began with the parameters of another, itself or through others. Of a base the
-    eval counts that is its last at or before that step, of several steps the last one.
+    at, common: the unit, `tokens` or `step`, and how many of them: where the shortest run was last measured, among
+    those that share a set with another and are no base. A run enters with its last eval at or before that many.
+    alone: runs that share no set with another; they enter with their last eval.
+    begun: {run, base, step} for each run that began with the parameters of another, directly or through other runs. A
+    base enters with its last eval at or before that step, or the latest such step if several runs began from it.
     runs: name, path, step and tokens of the last eval that counts, and whether the run is finished.
-    sets: one for each text that two runs or more measured, under one name or several.
-    refused: names under which two runs measured different text, as messages. only: names whose text not every run
-    measured, with those that did, under whatever name.
-    shared: of two runs with a common past, the step up to which they share it.
-    config: what differs between the configs, as `config_differences` tells it.
+    sets: one for each text that two or more runs measured, under one name or several.
+    refused: names under which runs measured different text, or text without a content hash, each with messages.
+    only: names whose text not every run measured, with the runs that did, under whatever name.
+    shared: {runs, step} for each pair with a common past: the step up to which they share it.
+    config: the differences between the configs, from `config_differences`.
     """
 
     at: str
@@ -116,21 +118,24 @@ class ComparedRuns:
 
     @property
     def base_steps(self) -> dict[str, int]:
-        """The step that counts of each run that another one began with, by name."""
+        """By name, the step at which each base enters the comparison."""
         return _base_steps(self.begun)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON; a float that is not finite is one of the record's strings."""
+        """As plain JSON; floats that are not finite become the strings that the record uses for them."""
         return plain(asdict(self))
 
 
 def compare(run_dirs: Sequence[str | os.PathLike], *, at: str = "tokens") -> ComparedRuns:
-    """Compare run directories by their last evals at or before the common `tokens` or `step`. Raises InputError."""
+    """Compare run directories by their last evals at or before the common `tokens` or `step`.
+
+    Raises InputError if a directory cannot be read, no two runs share a set, or an eval or its windows are missing.
+    """
     return compare_runs([load_run(path) for path in run_dirs], at=at)
 
 
 def compare_runs(runs: Sequence[Run], *, at: str = "tokens") -> ComparedRuns:
-    """The same of runs that are loaded. The same run may stand there twice."""
+    """`compare` for runs that are loaded already. The same run may be given twice."""
     if len(runs) < 2:
         raise InputError(f"got {len(runs)} run, expected two or more to compare")
     if at not in ("tokens", "step"):
@@ -208,7 +213,10 @@ def compare_runs(runs: Sequence[Run], *, at: str = "tokens") -> ComparedRuns:
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
-    """A short name of each run: its folder, its path where two folders are called the same, numbered where both are."""
+    """A short name for each run: its folder's name, or its path if another folder has that name.
+
+    A run that is given twice is numbered.
+    """
     paths = [run.directory.path for run in runs]
     whole = [path.resolve() for path in paths]
     long = [
@@ -220,9 +228,9 @@ def labels(runs: Sequence[Run]) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class _Side:
-    """One of the runs, under its name in the comparison: by set its evals, and the content hash of the set's text.
+    """A run under its name in the comparison, with the evals and the content hash of each set.
 
-    The evals are those of the parameters themselves, not of their averages. A hash is None where the record has none.
+    Evals are those of the raw parameters, not of their averages. A hash is None if the record has none.
     """
 
     name: str
@@ -232,7 +240,7 @@ class _Side:
     _files: dict[int, Mapping[str, np.ndarray]] = field(default_factory=dict)  # by step: each is read once
 
     def windows(self, name: str, point: EvalPoint) -> WindowResults:
-        """Those of a set at an eval. Raises InputError where they are not on file."""
+        """The windows of a set at an eval. Raises InputError if they are not on file."""
         step, path = point.step, self.run.directory.results(point.step)
         if step not in self._files:
             if path.name not in names_in(path.parent):
@@ -259,7 +267,7 @@ def _base_steps(begun: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def _last_points(side: _Side, at: str, most: float) -> dict[str, EvalPoint]:
-    """The last eval of each set at or before `most` tokens or steps, where there is one."""
+    """The last eval of each set at or before `most` tokens or steps; sets without one are left out."""
     before = {name: [p for p in of_set if getattr(p, at) <= most] for name, of_set in side.points.items()}
     return {name: of_set[-1] for name, of_set in before.items() if of_set}
 
@@ -291,7 +299,7 @@ def _difference(side: _Side, name: str, now: EvalPoint, first: _Side, first_name
 
 
 def paired(against: str, now: WindowResults, before: WindowResults) -> Difference:
-    """The difference of two checkpoints on the windows of one set."""
+    """The difference between two checkpoints on the windows of one set."""
     delta, sem, num_clusters, kind = paired_difference(now.nats_N, before.nats_N, now.tokens_N, now.document_N)
     if num_clusters < 2:
         return Difference(against, float(delta), None, None, kind, num_clusters)
@@ -307,7 +315,7 @@ def _verdict(
     between: Difference,
     begun: Iterable[Mapping[str, Any]],
 ) -> str:
-    """One sentence that can stand alone."""
+    """The difference on one set in one sentence that can stand alone."""
     points = {run: now, against: before}
     told = {name: f"{name} at step {point.step:,}" for name, point in points.items()}
     if of_pair := next((b for b in begun if {b["run"], b["base"]} == {run, against}), None):
@@ -334,7 +342,7 @@ def _verdict(
         span = f"95 % {signed(low)} to {signed(high)}"
         return f"no difference shown between {ours} and {theirs}: {signed(between.delta)} ({span}; {_SCOPE})"
     better, (least, most) = ("better", (-high, -low)) if high < 0 else ("worse", (low, high))
-    # Twice the spread of the difference of two seeds of one recipe.
+    # Twice the standard deviation of the difference between two seeds of one recipe.
     by_seed = abs(between.delta) <= 2 * math.sqrt(2) * SEED_SPREAD_NATS
     caution = "; so small that another seed could turn it round" if by_seed else ""
     amount = f"{abs(between.delta):.4f} nats per token (95 % {least:.4f} to {most:.4f}"

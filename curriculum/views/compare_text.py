@@ -53,7 +53,7 @@ def which_evals(comparison: ComparedRuns) -> str:
 
 
 def notes(comparison: ComparedRuns) -> list[str]:
-    """What else has to be said: sets left out, shared pasts, and what no difference here can tell."""
+    """Notes on the comparison: sets left out, shared pasts, unequal tokens, and what the differences cannot show."""
     lines = [f"{name}: refused: {why}" for name, whys in comparison.refused.items() for why in whys]
     lines += [f"{name}: measured only by {', '.join(who)}" for name, who in comparison.only.items()]
     lines += [
@@ -87,7 +87,7 @@ def notes(comparison: ComparedRuns) -> list[str]:
 
 
 def _families(comparison: ComparedRuns) -> list[tuple[int, list[str]]]:
-    """(step, runs) for every step up to which runs are one: a line a branching, however many pairs share it."""
+    """(step, runs) for each branching: runs that are one up to `step`, merged over all pairs that share it."""
     names = [run["name"] for run in comparison.runs]
     families: list[tuple[int, list[str]]] = []
     for pair in sorted(comparison.shared, key=lambda pair: pair["step"]):

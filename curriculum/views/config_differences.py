@@ -1,4 +1,4 @@
-"""What the configs of several runs do not have in common, key by key."""
+"""Where the configs of several runs differ, key by key."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ _LONGEST = 48  # characters of a value in a table
 
 
 def config_differences(runs: Sequence[Run], names: Sequence[str]) -> tuple[dict[str, Any], ...]:
-    """{key, values} of every key that differs, the run's `name` aside: its dotted path, phases by name, and each run's
-    value, None where it is null or not there. Fields of the model that a config leaves out are what they came to be."""
+    """{key, values} for every key that differs, except the run's `name`.
+
+    `key` is the dotted path, with phases by name; `values` has each run's value, None if it is null or absent. Model
+    fields that a config leaves out have the values that the run gave them.
+    """
     found = _differing("", [_by_name(_spelled_out(run)) for run in runs])
     return tuple({"key": path, "values": dict(zip(names, values, strict=True))} for path, values in found)
 
 
 def rows(differences: Iterable[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Each key and its values as text, `-` for None; long ones are shortened unless two of them look alike then."""
+    """Each key and its values as text, `-` for None; long values are shortened unless that makes two look alike."""
     found = []
     for difference in differences:
         whole = [_text(value) for value in difference["values"].values()]
@@ -30,7 +33,7 @@ def rows(differences: Iterable[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def _spelled_out(run: Run) -> dict[str, Any]:
-    """The config with the model's fields as they came to be: one that is left out is no other than its default."""
+    """The config with the model's null fields filled in from the record, so that they equal fields spelled out."""
     config, start = run.config_json, run.events[0] if run.events else {}
     if not config.get("model") or "model" not in start:
         return config

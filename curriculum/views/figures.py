@@ -1,6 +1,6 @@
-"""The drawings of a report: SVG to stand inside a page, with the page's fonts and nothing from outside.
+"""The charts of a report: SVG to inline in a page, with the page's fonts and no outside references.
 
-Every drawing is a function of the numbers alone: the same numbers give the same bytes. A drawing's unit is a CSS pixel.
+The same arguments give the same bytes. Sizes are in CSS pixels.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ WIDE = (1040, 330)
 PANEL = (500, 250)
 MAX_POINTS = 400
 _INK, _MUTED, _LINE, _SHADE, _PAPER = "#202124", "#6b7280", "#e3e7ec", "#f6f8fa", "#ffffff"
-_OF_PAGE = {_INK: "ink", _MUTED: "muted", _LINE: "line", _SHADE: "shade", _PAPER: "paper"}  # dark where the page is
+_OF_PAGE = {_INK: "ink", _MUTED: "muted", _LINE: "line", _SHADE: "shade", _PAPER: "paper"}  # dark if the page is
 _PLACES = re.compile(r' (?:d|x|y|width|height|transform)="[^"]*"')  # attributes that hold coordinates
 _LONG = re.compile(r"-?\d+\.\d{3,}")
-_PX = 72  # matplotlib's SVG has 72 units an inch
+_PX = 72  # matplotlib's SVG has 72 units per inch
 _STYLE = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
@@ -60,7 +60,7 @@ _STYLE = {
 
 
 class Phase(NamedTuple):
-    """A phase as shaded: it owns the steps [start, end)."""
+    """A phase to shade: the steps [start, end)."""
 
     name: str
     start: int
@@ -75,7 +75,7 @@ class Mark(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """One line of a drawing; `sems` may hold None. A point whose y is not finite breaks it and is marked above."""
+    """One line of a chart; `sems` may hold None. A y that is not finite breaks it, and eval charts mark it on top."""
 
     label: str
     color: str
@@ -101,7 +101,7 @@ def eval_chart(
     x_label: str = "step",
     dotted_at: Iterable[float] = (),
 ) -> str:
-    """Losses with bands of +-1.96 standard errors, phases shaded, what happened marked, dotted lines at `dotted_at`."""
+    """Losses with bands of +-1.96 standard errors, shaded phases, event marks, and dotted lines at `dotted_at`."""
     with _styled(title):
         wide = size[0] > 700
         right = _label_room(curves) if len(curves) > 1 and wide else 22
@@ -124,7 +124,7 @@ def line_chart(title: str, curves: Sequence[Curve], phases: Sequence[Phase], *, 
     """Lines without bands: training losses, the learning rate, the gradient norm."""
     with _styled(title):
         figure, axes = _axes(PANEL, left=62 if from_zero else 44)
-        _shade(axes, phases, (0, _x_range(curves)[1]), names=False)  # as the mixture has it
+        _shade(axes, phases, (0, _x_range(curves)[1]), names=False)  # from 0, as in the mixture chart
         for curve in curves:
             _draw(axes, curve)
         if from_zero:
@@ -143,7 +143,7 @@ def mixture_chart(
     colors: Mapping[str, str],
     phases: Sequence[Phase],
 ) -> str:
-    """Shares of the sources over time, stacked to 100 %; two points of one step make a sharp edge."""
+    """Shares of the sources over steps, stacked to 100 %; two points at one step make a sharp edge."""
     with _styled(title):
         figure, axes = _axes(PANEL)
         if steps:
@@ -163,9 +163,9 @@ def mixture_chart(
 
 
 def thinned(xs: Sequence[float], *series: Sequence[float], most: int) -> tuple[list[float], list[list[float]], int]:
-    """Means over bins of neighbouring rows, at most `most` of them: (last x of each, series, rows in a bin).
+    """Means over bins of neighbouring rows, at most `most` bins: (last x of each bin, binned series, rows per bin).
 
-    A bin of one row keeps it. What is NaN does not count; a bin of NaN alone is NaN.
+    With one row per bin the values stay as they are. Otherwise a mean is over finite values, and NaN if a bin has none.
     """
     per_bin = -(-len(xs) // most)
     if per_bin <= 1:
@@ -192,7 +192,7 @@ def _axes(size: tuple[int, int], *, left: int = 44, right: int = 22, top: int = 
 
 
 def _x_range(curves: Sequence[Curve]) -> tuple[float, float]:
-    """From the first to the last x; a lone one stands in the middle."""
+    """(first, last) x, widened around a single x so that it is in the middle."""
     xs = [x for curve in curves for x in (*curve.xs[:1], *curve.xs[-1:])]
     if not xs:
         return 0, 1
@@ -200,7 +200,7 @@ def _x_range(curves: Sequence[Curve]) -> tuple[float, float]:
 
 
 def _shade(axes: Axes, phases: Sequence[Phase], x_range: tuple[float, float], *, names: bool) -> None:
-    """Every other phase grey; names above where they fit, else their numbers, else nothing."""
+    """Set the x range and shade every other phase. `names`: write the name above, else the number, if either fits."""
     low, high = x_range
     axes.set_xlim(low, high)
     per_step = axes.get_window_extent().width / (high - low)
@@ -229,14 +229,14 @@ def _draw(axes: Axes, curve: Curve) -> None:
     width = 1.3 if curve.style != "-" else 1.8
     axes.plot(xs, ys, linestyle=curve.style, color=curve.color, linewidth=width)
     drawn = [False, *(not math.isnan(y) for y in ys), False]
-    alone = [i for i in range(len(xs)) if drawn[i : i + 3] == [False, True, False]]  # a line has two ends
+    alone = [i for i in range(len(xs)) if drawn[i : i + 3] == [False, True, False]]  # no line through one point: a dot
     if alone:
         axes.plot([xs[i] for i in alone], [ys[i] for i in alone], "o", color=curve.color,
                   markersize=7 if len(xs) == 1 else 3.5)  # fmt: skip
 
 
 def _kept(curve: Curve) -> tuple[list[float], list[float], list[float | None]]:
-    """At most MAX_POINTS points, the last one among them; what is not finite is NaN."""
+    """At most MAX_POINTS points plus the last one, as (xs, ys, sems); a y that is not finite becomes NaN."""
     every = -(-len(curve.xs) // MAX_POINTS) or 1
     chosen = sorted({*range(0, len(curve.xs), every), len(curve.xs) - 1} if len(curve.xs) else ())
     ys = [curve.ys[i] if math.isfinite(curve.ys[i]) else math.nan for i in chosen]
@@ -244,7 +244,7 @@ def _kept(curve: Curve) -> tuple[list[float], list[float], list[float | None]]:
 
 
 def _fit_y(axes: Axes, curves: Sequence[Curve]) -> None:
-    """Limits for what comes after a run's first steps, where these alone would take most of the height."""
+    """Set the y limits. If a run's first steps would take up too much of the height, fit only what comes after them."""
     low_x, high_x = axes.get_xlim()
     spans = [
         (x, y - 1.96 * s, y + 1.96 * s)
@@ -298,7 +298,7 @@ def _label_room(curves: Sequence[Curve]) -> int:
 
 
 def _end_labels(axes: Axes, curves: Sequence[Curve]) -> None:
-    """A name at the end of each line, moved apart where they would overlap."""
+    """A name at the end of each line; names that would overlap are moved apart."""
     gap = 14.0
     wanted = []
     for curve in curves:
@@ -341,7 +341,7 @@ def short_rate(value: float) -> str:
 
 
 def _told(axes: Axes, curves: Sequence[Curve], x_label: str, text_of: Callable[[float], str]) -> str:
-    """What each drawn point says where a pointer rests on it, as circles without a colour."""
+    """The tooltip of each drawn point, as the title of a transparent circle."""
     box, height, circles = axes.get_window_extent(), axes.figure.bbox.height, []
     for curve in curves:
         for x, y, sem in zip(*_kept(curve), strict=True):
@@ -354,7 +354,7 @@ def _told(axes: Axes, curves: Sequence[Curve], x_label: str, text_of: Callable[[
 
 
 def _svg(figure: Figure, title: str, told: str = "") -> str:
-    """The figure as an <svg> element: scaled by the page, told by its title, without any outside address."""
+    """The figure as an <svg> element that the page scales, labelled with its title, without any outside address."""
     file = io.StringIO()
     figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     drawn = file.getvalue()
@@ -363,7 +363,7 @@ def _svg(figure: Figure, title: str, told: str = "") -> str:
     drawn = _PLACES.sub(lambda m: _LONG.sub(lambda n: f"{float(n[0]):.2f}".rstrip("0").rstrip("."), m[0]), drawn)
     view_box = re.search(r'viewBox="([^"]*)"', drawn)[1]
     drawn = re.sub(r"<svg[^>]*>", "", drawn, count=1)
-    # What matplotlib calls a part (`axes_1`) is the same in every drawing; what a drawing refers to hangs on its title.
+    # Ids of parts (`axes_1`) repeat in every drawing and are dropped. Ids that are referred to are salted by the title.
     meant = set(re.findall(r'(?:xlink:href="|url\()#([^")]+)', drawn))
     drawn = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in meant else "", drawn)
     for color, variable in _OF_PAGE.items():

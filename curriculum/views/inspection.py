@@ -1,6 +1,6 @@
-"""What a run is and how far it is: as plain data, and that as lines of text.
+"""What a run is and how far it has come, as plain data and as lines of text.
 
-Reads a run in progress. Without jax and without numpy: to look at a run must be quick.
+The run may still be training. Imports neither jax nor numpy, so that looking at a run is quick.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 def inspect_run(run: Run) -> dict[str, Any]:
     """Everything that `curriculum inspect` shows, as plain data (NaN and infinities as floats).
 
-    `problems` are files that only describe the run and cannot be read; what they would tell is left out. Raises
+    `problems` names files that only describe the run but cannot be read; the facts in them are left out. Raises
     InputError while the record is empty.
     """
     start, plan, events = run.start, run.plan, run.events
@@ -85,7 +85,7 @@ def inspect_run(run: Run) -> dict[str, Any]:
             "last_event_at": last["timestamp"],
             "newest_row": row and {key: row.get(key) for key in ("step", "loss", "lr", "tokens_per_sec")},
             "skipped": skipped_line(row, {}) if row else None,
-            # By its number: where the run went back to the same checkpoint twice, the record has the second one only.
+            # Not a count: if the run went back to one checkpoint twice, the record keeps the second rollback only.
             "num_rollbacks": max((e["number"] for e in events if e["event"] == "rollback"), default=0),
             "unsaved": _unsaved(events),
             "diverged": run.diverged and verdict(run.diverged),
@@ -123,7 +123,7 @@ def inspect_run(run: Run) -> dict[str, Any]:
 
 
 def _evals(run: Run) -> dict[str, dict[str, Any]]:
-    """By set, those of averages too: its last eval, its first and best loss, and what its alarm would notice."""
+    """By set, evals of averages included: its last eval, first and best loss, and the rise that its alarm detects."""
     detectable, measured, warned = last_detectable(run.events), measured_sets(run.events), warned_sets(run.events)
     evals, about = {}, evalset_facts(run.events)
     for name, of_set in eval_points(run.events).items():
@@ -145,14 +145,20 @@ def _evals(run: Run) -> dict[str, dict[str, Any]]:
 
 
 def tolerance_of(run: Run, name: str) -> float:
-    """Nats per token that an eval set of the record may rise by before it counts as worse, as the last config says."""
+    """Nats per token by which an eval set may rise before it counts as worse, by the last config.
+
+    `name` is the set's name in the record.
+    """
     sets, key = run.resolved["evalsets"], config_name(name.partition("@")[0])
     own = (sets["primary"] if key == "primary" else sets["sets"].get(key, {})).get("tolerance")
     return sets["regression"]["tolerance"] if own is None else own
 
 
 def text_of(run: Run, name: str) -> str | None:
-    """Where the text of an eval set of the record comes from; None of one that the last config does not have."""
+    """Where the text of an eval set comes from; None if the last config does not have the set.
+
+    `name` is the set's name in the record.
+    """
     sets, key = run.resolved["evalsets"], config_name(name.partition("@")[0])
     described = sets["primary"] if key == "primary" else sets["sets"].get(key)
     if not described:
@@ -163,8 +169,10 @@ def text_of(run: Run, name: str) -> str | None:
 
 
 def least_seen(facts: Mapping[str, Any]) -> str | None:
-    """Of the eval sets without an alarm the one that shows least, and what it would not show; None where all would show
-    enough."""
+    """The least sensitive eval set without an alarm, and which rises it would miss.
+
+    None if each of them would show a rise of twice its tolerance.
+    """
     evals, worse = facts["evals"], {o["set"] for o in facts["regressions"]}
 
     def hidden(name: str) -> float:
@@ -180,7 +188,7 @@ def least_seen(facts: Mapping[str, Any]) -> str | None:
 
 
 def _unsaved(events: Iterable[Mapping[str, Any]]) -> str | None:
-    """Which checkpoints could not be written, the last of them by its path; None where all were."""
+    """The last checkpoint that could not be written, and how many others there are; None if all were written."""
     failed = {e["path"]: e["why"] for e in events if e["event"] == "checkpoint_failed"}
     if not failed:
         return None
@@ -190,7 +198,7 @@ def _unsaved(events: Iterable[Mapping[str, Any]]) -> str | None:
 
 
 def _disk_bytes(folder: Path) -> int:
-    """What the files below a folder take of the disk; one that has several names counts once."""
+    """Total size of the files below a folder; a file with several hard links counts once."""
     sizes = {}
     for path, _, names in os.walk(folder):
         for name in names:
@@ -203,10 +211,10 @@ def _disk_bytes(folder: Path) -> int:
 
 
 def edits_of(events: Iterable[Mapping[str, Any]], phase: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """How the mixture of a phase changes on its way: {step, kind, mixture}, of edits at one step the last.
+    """The changes of mixture within a phase, in order: {step, kind, mixture}. Of edits at one step the last counts.
 
-    `phase` is as the last plan has it. The kind is "planned" where no edit says why, as where a source is exhausted;
-    of what comes after a share that was raised since, that plan knows nothing.
+    `phase` is from the last plan. Changes that the plan itself foresaw, as when a source is exhausted, have the kind
+    "planned". They are left out from the first replay edit on, which raised a share without the plan knowing of it.
     """
     edits, raised = {}, math.inf
     for e in events:
@@ -222,7 +230,7 @@ def edits_of(events: Iterable[Mapping[str, Any]], phase: Mapping[str, Any]) -> l
 
 
 def mixture_text(phase: Mapping[str, Any], share: Callable[[float], str]) -> str:
-    """The mixture of a phase as `inspect_run` gives it, and those that it was changed to."""
+    """The mixture of a phase from `inspect_run`, followed by each later one with its step."""
     return "; ".join(_mixtures(phase, share))
 
 
@@ -235,7 +243,7 @@ def _mixtures(phase: Mapping[str, Any], share: Callable[[float], str]) -> list[s
 
 
 def _commands(run: Run) -> dict[str, str]:
-    """What to type next, by what it does."""
+    """Commands to type next, keyed by what they do."""
     path, me = run.directory.path, program("curriculum")
     own = shlex.quote(str(path))
     own_model = run.resolved["model"] is None
@@ -258,7 +266,7 @@ def _commands(run: Run) -> dict[str, str]:
 
 
 def text(facts: Mapping[str, Any]) -> list[str]:
-    """What `inspect_run` gave, as lines of text."""
+    """The facts of `inspect_run` as lines of text."""
     progress = facts["progress"]
     share = 100 * progress["step"] / progress["total_steps"]
     devices = facts["devices"]
@@ -320,7 +328,7 @@ def text(facts: Mapping[str, Any]) -> list[str]:
 
 
 def state_text(progress: Mapping[str, Any]) -> str:
-    """Whether a run is finished, and how it is with one that is not."""
+    """Whether a run is finished, being trained, diverged or just not finished; unless finished, with its phase."""
     if progress["finished"]:
         return "finished"
     state = "diverged" if progress["diverged"] else "not finished"
@@ -330,7 +338,7 @@ def state_text(progress: Mapping[str, Any]) -> str:
 
 
 def _training(row: Mapping[str, Any] | None) -> str | None:
-    """What the newest metrics row says of the updates."""
+    """Loss, learning rate and speed from the newest metrics row; None without a row or a loss in it."""
     if row is None or row["loss"] is None:
         return None
     speed = "" if row["tokens_per_sec"] is None else f", {row['tokens_per_sec']:,.0f} tokens/s"
@@ -338,7 +346,7 @@ def _training(row: Mapping[str, Any] | None) -> str | None:
 
 
 def model_text(model: Mapping[str, Any]) -> str:
-    """How many parameters a model has, how many of them are trained where that is not all, and its shape."""
+    """A model's number of parameters, how many of them are trained (if not all), and its shape."""
     sizes = ("num_parameters", "num_trained")
     shape = ", ".join(f"{key} {value}" for key, value in model.items() if key not in sizes)
     trained = f", {model['num_trained']:,} of them trained" if "num_trained" in model else ""
@@ -353,7 +361,7 @@ def troubles(progress: Mapping[str, Any]) -> list[str]:
 
 
 def lineage_lines(lineage: Mapping[str, Any]) -> list[str]:
-    """Where a run's parameters come from, a line a generation."""
+    """Where a run's parameters come from, one line per generation."""
     lines = []
     branch = lineage["branched_from"]
     while branch:
@@ -371,7 +379,10 @@ def lineage_lines(lineage: Mapping[str, Any]) -> list[str]:
 
 
 def by_eval(offenders: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The offenders, those of one set that are worse than one eval as one, whose `baseline` names what that eval is."""
+    """Merge the offenders of one set that are compared with the same eval, which may be several of its baselines.
+
+    `baseline` becomes text that names all of them.
+    """
     found: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for o in offenders:
         found.setdefault(tuple(o.get(key) for key in ("set", "step", "baseline_step", "first_step")), []).append(o)
@@ -379,13 +390,13 @@ def by_eval(offenders: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def offender(o: Mapping[str, Any]) -> str:
-    """One of `by_eval`: a set and an eval that it is worse than, in words and numbers.
+    """One result of `by_eval` as text: a set, and the eval that it is worse than.
 
-    Of an alarm that stands also the step of these numbers, and the set's last loss if that is newer.
+    A standing alarm also has the step at which the rise was measured, and the set's last loss if that is newer.
     """
     delta, interval = number(o["delta"]), o.get("interval") or (None, None)
     risen = f" ({signed(delta)}, 95 % {signed(interval[0])} to {signed(interval[1])})"
-    if delta is not None and not math.isfinite(delta):  # the losses say it
+    if delta is not None and not math.isfinite(delta):  # the losses show it
         risen = ""
     measured = f" at step {o['step']:,}" if "step" in o else ""
     now = o.get("now")
@@ -397,7 +408,7 @@ def offender(o: Mapping[str, Any]) -> str:
 
 
 def offender_in(event: Mapping[str, Any], o: Mapping[str, Any]) -> str:
-    """`offender` as a line under its event: the step is left out where it is the event's own."""
+    """`offender` as a line under its event, without the step if it is the event's own."""
     return offender({key: value for key, value in o.items() if key != "step" or value != event["step"]})
 
 

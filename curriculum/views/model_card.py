@@ -1,7 +1,7 @@
 """The model card of an exported folder, README.md, made from the record of the run.
 
-A view of the run like the report: nothing in it is measured anew, and the same run gives the same bytes. Of the machine
-it says only the paths that the user gave.
+Like the report it measures nothing anew, and the same run and installation give the same bytes. Of the machine it tells
+the devices, the versions of Python and packages, and the paths that the user gave.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from curriculum.weights import Weights
 
 _QUESTION = "Who are you?"
 _PACKAGES = ("curriculum", "jax", "flax", "optax", "numpy", "tokenizers", "tiktoken")
-_HUB_CACHE = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")  # of the hub's own folders: whose the weights are
+_HUB_CACHE = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")  # the hub's cache: owner and name of the model
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What lies in the folder beside the card.
+    """What the exported folder holds beside the card.
 
-    `dtype` as `export` takes it; `kind`: "hf", "peft" (adapters alone) or "gguf". `tokens_drawn`: read
-    of each source up to `step`, of the checkpoint's ledger; None for a mean of checkpoints.
+    kind: "hf", "peft" (adapters alone) or "gguf". dtype: as `export` takes it. tokens_drawn: tokens read of each source
+    up to `step`, from the checkpoint's ledger; None for a mean of checkpoints.
     """
 
     step: int
@@ -47,14 +47,14 @@ class Exported:
     dtype: str
     config: ModelConfig
     tokens_drawn: Mapping[str, int] | None = None
-    opens_with: str | None = None  # the token that each document of the evals came after
+    opens_with: str | None = None  # the token that preceded each document in evals
     merged: bool = False
-    chat: ChatConfig | None = None  # how conversations were written that it was trained on
-    template_opens: bool = False  # whether the chat template begins with that token
+    chat: ChatConfig | None = None  # the format of the conversations that it was trained on
+    template_opens: bool = False  # whether the chat template begins with `opens_with`
 
 
 def model_card(run: Run, exported: Exported) -> str:
-    """The card. Raises InputError where the record has a broken line; what cannot be read beside it, the card says."""
+    """The card as Markdown. Raises InputError if the record has a broken line; says what else could not be read."""
     unknown: list[str] = []
     parts = [
         _front_matter(run, exported),
@@ -88,7 +88,7 @@ def _front_matter(run: Run, exported: Exported) -> str:
 
 
 def _base_model(run: Run) -> str | None:
-    """The hub's name of the model that the first run began from: only a path of the hub's own cache says it surely."""
+    """The hub name of the model that the lineage goes back to; None unless a path in the hub's cache proves it."""
     lineage = _beginning(run)
     while lineage is not None:
         if named := _HUB_CACHE.search(f"{lineage.get('init_from') or ''}/".replace("\\", "/")):
@@ -184,7 +184,7 @@ def _loading(run: Run, exported: Exported) -> list[str]:
 
 
 def _prompt(exported: Exported) -> list[str]:
-    """The lines that make `ids`."""
+    """The lines of Python that define `ids`."""
     if exported.chat is None:
         text = 'text = tokenizer.encode("Once upon a time", add_special_tokens=False)'
     else:
@@ -231,7 +231,7 @@ def _reproducing(run: Run, exported: Exported) -> list[str]:
 
 
 def _edited(run: Run, event: Mapping[str, Any]) -> bool:
-    """Whether an event is of what a user did on the way: not the run itself, nor the commands that make it again."""
+    """Whether an event is a resume or an edit of the config, which the card's commands do not repeat."""
     if run.branched_from is not None and event["step"] < run.branched_from["step"]:
         return False  # taken over from the trunk
     if event["event"] == "schedule_edit":
@@ -240,13 +240,13 @@ def _edited(run: Run, event: Mapping[str, Any]) -> bool:
 
 
 def _commands(run: Run, exported: Exported) -> list[str]:
-    """What to type to train the run again, and to export it as it was."""
+    """The commands that train the run again and export it in the same way."""
     name = shlex.quote(run.name)
     given = run.directory.command_line()
     branch = run.branched_from
     if branch is None:
         train = ["curriculum train run.yaml"]
-    else:  # which takes the beginning over from the run that it leaves
+    else:  # a branch takes over the beginning of its trunk
         given = [option for option in given if not option.startswith(("--init-from", "--keep-optimizer"))]
         train = [f"curriculum branch {shlex.quote(str(branch['run']))}", f"--at {branch['step']}"]
     train += [f"--run-dir runs/{name}", *map(typed, given)]
@@ -272,5 +272,5 @@ def _not_known(run: Run, unknown: Iterable[str]) -> list[str]:
 
 
 def _beginning(run: Run) -> dict[str, Any] | None:
-    """The lineage of the run: what its first parameters are."""
+    """The run's lineage, which says where its first parameters come from; None if from its own seed."""
     return run.start.get("lineage") if run.events else run.resolved["derived"].get("lineage")

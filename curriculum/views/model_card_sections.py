@@ -1,6 +1,6 @@
-"""What the record of a run says of it up to one step, as sections of Markdown for its model card.
+"""The sections of a model card that come from the run's record up to one step, as Markdown.
 
-`step` is the exported one, `weights` are those exported. A run without events is one whose record is gone.
+`step` and `weights` are the exported ones. A run without events has lost its record.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ _HAPPENED = ("eval_regression", "eval_recovered", "schedule_edit", "rollback", "
 
 
 def training(run: Run, step: int, tokens_drawn: Mapping[str, int] | None, unknown: list[str]) -> list[str]:
-    """Phases and sources with what was read of each: by `tokens_drawn`, a ledger's, or by the record where it is None.
+    """Phases and sources with the tokens read of each, from the record.
 
-    What cannot be read is added to `unknown`.
+    The last phase's come from `tokens_drawn`, a ledger's totals at `step`, unless that is None. What cannot be read is
+    added to `unknown`.
     """
     plan = plan_of(run)
     phases = [phase for phase in plan["phases"] if phase["start"] < step]
@@ -77,9 +78,9 @@ def training(run: Run, step: int, tokens_drawn: Mapping[str, int] | None, unknow
     for row in read.values():
         for name, num in row["tokens"].items():
             drawn[name] = drawn.get(name, 0) + num
-    # Taken up at this very step, the run may have read another text from there on.
+    # If the run was resumed at this very step, it may have read other text from there on.
     facts = source_facts(run.events) | source_facts(event for event in run.events if event["step"] < step)
-    # A source that the run went on without stands in the config that it began with, unless it was added in between.
+    # A source that a resume dropped is in the config that the run began with, unless it was added in between.
     sources = run.resolved["sources"]
     begun_with = run.start["config"]["sources"] if run.events else {}
     rows = []
@@ -102,14 +103,16 @@ def training(run: Run, step: int, tokens_drawn: Mapping[str, int] | None, unknow
 
 
 def evals(run: Run, step: int, weights: Weights, opens_with: str | None, unknown: list[str]) -> list[str]:
-    """Every eval set at its last eval, a mean's at the end of its phase; what cannot be read of its windows is added to
-    `unknown`."""
+    """Every eval set at its last eval, or for a mean of checkpoints at the end of its phase.
+
+    Windows that cannot be read are named in `unknown`.
+    """
     if not run.events:
         return ["The record of the run was not there when this was exported, so its evals are not known."]
     before = [event for event in run.events if event["step"] <= step]
     points, about = eval_points(before), evalset_facts(before)
     suffix = "" if weights.average is None else f"@{weights.average}"
-    # What the run goes on without from this very step was still judged at it.
+    # A set that a resume or rollback at this very step dropped was still judged at it.
     judged = [event for event in before if event["step"] < step or event["event"] not in ("resume", "rollback")]
     still_measured = measured_sets(before) | measured_sets(judged)
     detectable, warned = last_detectable(before), warned_sets(before)
@@ -125,7 +128,7 @@ def evals(run: Run, step: int, weights: Weights, opens_with: str | None, unknown
         num_documents, num_windows, tokens = (facts.get(key, 0) for key in ("documents", "windows", "tokens"))
         cells = [f"{name} (primary)" if key == "primary" else name, origin, f"{num_documents:,}", f"{tokens:,}"]
         first = points[name][0]
-        # A mean is measured at its phase's end; those before are of other phases.
+        # A mean is measured at the end of its phase; earlier evals are of other phases.
         own = [p for p in points.get(name + suffix, ()) if weights.phase is None or p.step == step]
         last = own[-1] if own else None
         if last is None:
@@ -133,7 +136,7 @@ def evals(run: Run, step: int, weights: Weights, opens_with: str | None, unknown
             continue
         interval = "-"
         if last.sem is not None and num_windows:
-            # Records from before copies counted as one document do not tell it.
+            # Older records, which count a copy as a document of its own, do not have it.
             num_clusters = facts.get("clusters") or count_clusters(num_documents, num_windows)
             half = float(student_quantile(0.025, num_clusters - 1)) * last.sem
             interval = f"{last.loss - half:.4f} to {last.loss + half:.4f}"
@@ -143,7 +146,7 @@ def evals(run: Run, step: int, weights: Weights, opens_with: str | None, unknown
             hidden = unseen(detectable.get(name), tolerance_of(run, name))
             none = "no alarm, but it may be worse" if name in warned else "no alarm"
             regressed = f"{none}; {hidden}" if hidden else none
-        if suffix:  # only they are judged
+        if suffix:  # only the raw parameters are judged
             regressed = f"raw parameters: {regressed}"
         if name not in still_measured:
             regressed = "no longer measured"
@@ -162,7 +165,7 @@ def evals(run: Run, step: int, weights: Weights, opens_with: str | None, unknown
 
 
 def _change(run: Run, name: str, suffix: str, first: EvalPoint, last: EvalPoint, unknown: list[str]) -> str:
-    """The loss against that of the first eval, paired by window where the windows of both are there."""
+    """The change of the loss since the first eval, paired by window if the windows of both are on file."""
     if not suffix and first.step == last.step:
         return "-"
     before_file, now_file = (run.directory.results(point.step) for point in (first, last))
@@ -181,7 +184,7 @@ def _change(run: Run, name: str, suffix: str, first: EvalPoint, last: EvalPoint,
 
 
 def happened(run: Run, step: int) -> list[str]:
-    """Regressions, recoveries, rollbacks, edits and skipped updates."""
+    """Regressions, recoveries, rollbacks, edits, divergence and skipped updates."""
     if not run.events:
         return ["The record of the run was not there when this was exported."]
     lines, judged = [], False
@@ -222,18 +225,18 @@ def _place(described: Mapping[str, Any]) -> str:
 
 
 def table_of(header: Sequence[str], rows: Iterable[Sequence[Any]], right: Iterable[int] = ()) -> str:
-    """A Markdown table; the columns in `right` end at the same place."""
+    """A Markdown table; the columns in `right` are right-aligned."""
     right = set(right)
     marks = ["---:" if i in right else "---" for i in range(len(header))]
     return "\n".join(f"| {' | '.join(one_line(str(cell)) for cell in row)} |" for row in (header, marks, *rows))
 
 
 def one_line(line: str) -> str:
-    """One line that cannot end a cell or a list."""
+    """The text as one line that cannot end a table cell or a list item."""
     return " ".join(line.split()).replace("|", "\\|")
 
 
 def fenced(language: str, text: str) -> str:
-    """A block of code, whatever fences are in it."""
+    """A fenced block of code, which may itself hold fences."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}{language}\n{text}\n{fence}"

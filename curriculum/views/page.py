@@ -1,4 +1,4 @@
-"""The parts that a report's page is made of. Text is escaped here; what is HTML already is Markup."""
+"""The HTML building blocks of a report. Text is escaped here; content that is HTML already is Markup."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from markupsafe import Markup
 
 
 def tag(name: str, *content: Any, **attributes: str) -> Markup:
-    """<name class="...">content</name>; an attribute's trailing underscore falls away."""
+    """<name class="...">content</name>; the trailing underscore of an attribute's name is dropped."""
     given = Markup("").join(Markup(' {}="{}"').format(key.rstrip("_"), value) for key, value in attributes.items())
     return Markup("<{0}{1}>{2}</{0}>").format(name, given, Markup("").join(content))
 
 
 def section(title: str, *content: Any) -> Markup:
-    """A heading and what belongs to it; nothing where there is nothing."""
+    """A heading and its content; empty if there is no content."""
     return tag("section", tag("h2", title), *content) if any(content) else Markup("")
 
 
@@ -28,8 +28,8 @@ def table(
 ) -> Markup:
     """A table whose first `text_columns` columns are text and whose others are numbers. A cell may be a <td> already.
 
-    `grouped`: rows belong together from one with a first cell to the next; lines stand only between groups. Where
-    all of `header` is empty there is no head.
+    `grouped`: a row whose first cell is not empty begins a group, and there are lines only between groups. If all of
+    `header` is empty, there is no head.
     """
 
     def cell(kind: str, i: int, value: Any) -> Markup:
@@ -52,13 +52,13 @@ def figure(svg: str, caption: Any, *, wide: bool = False) -> Markup:
 
 
 def legend(colors: dict[str, str]) -> Markup:
-    """A swatch and a name for each."""
+    """A swatch and a name for each colour."""
     entries = (tag("li", tag("i", style=f"background:{color}"), name) for name, color in colors.items())
     return tag("ul", *entries, class_="legend")
 
 
 def tiles(pairs: Iterable[tuple[str, Any, Any]]) -> Markup:
-    """The few numbers that matter most: (name, value, what belongs to it)."""
+    """The few numbers that matter most, as (name, value, small text below it)."""
     return tag(
         "dl",
         *(
@@ -78,7 +78,7 @@ def bullets(lines: Iterable[Any]) -> Markup:
 
 
 def document(title: str, *content: Any) -> str:
-    """The whole file."""
+    """The whole HTML file."""
     body = Markup("\n").join(content)
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

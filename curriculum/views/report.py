@@ -1,6 +1,6 @@
-"""The report: one HTML file of a run, or of several beside each other. A view of the record.
+"""The report: one HTML file about a run, or about several side by side, made from their records.
 
-The file needs nothing from outside and no script. The same runs give the same bytes.
+The file is self-contained and has no script. The same runs give the same bytes.
 """
 
 from __future__ import annotations
@@ -36,18 +36,21 @@ from curriculum.views.report_evals import eval_figures, log, set_marks, set_tabl
 from curriculum.views.report_runs import of_runs
 
 MAX_SOURCES = 7  # with a colour of their own; the others together are "other"
-MAX_SAMPLES = 20  # events of samples
-_MOST_IN_TILE, _MOST_BELOW = 4, 12  # names of sets, as the number that matters and in the small text below it
+MAX_SAMPLES = 20  # earlier generation events below the newest
+_MOST_IN_TILE, _MOST_BELOW = 4, 12  # set names in a tile's value, and in the small text below it
 _OF_SAMPLE = ("prompt", "text")
-MAX_TRAINING_POINTS = 150  # of a training loss, which is noisy: more of them hide the course
+MAX_TRAINING_POINTS = 150  # of a training loss, which is noisy: more points hide the trend
 
 
 def write_report(run_dirs: Sequence[str | os.PathLike], output: str | os.PathLike) -> None:
-    """Write the report of one run or several to the file `output`. Raises InputError."""
+    """Write the report of one or more runs to the file `output`.
+
+    Raises InputError if there is no run, one has not begun or cannot be read, or `output` cannot be written.
+    """
     path = Path(output)
     if os.path.isdir(path) or not os.path.isdir(path.absolute().parent):
         raise InputError(f"-o {output}: expected a file in a folder that is there, such as report.html")
-    # A folder's name need not be text: its bytes are shown as such.
+    # A folder's name need not be valid text: other bytes are shown escaped.
     page = report([load_run(run_dir) for run_dir in run_dirs]).encode(errors="backslashreplace").decode()
     try:
         if path.exists() and not path.is_file():  # a device or a pipe is written to, never replaced
@@ -59,7 +62,7 @@ def write_report(run_dirs: Sequence[str | os.PathLike], output: str | os.PathLik
 
 
 def report(runs: Sequence[Run]) -> str:
-    """The page. Raises InputError where there is no run, or one has not begun."""
+    """The report as HTML. Raises InputError if there is no run, or one has not begun."""
     if not runs:
         raise InputError("got no run, expected one or more to report on")
     names = labels(runs)
@@ -124,7 +127,7 @@ def _header(run: Run, facts: Mapping[str, Any], label: str) -> Markup:
 
 
 def _warnings(run: Run) -> list[str]:
-    """What the start and later edits warned of, each once, with the step where it was told first."""
+    """The warnings of the start and of later edits, each once, with the step at which it was first given."""
     told: dict[str, int] = {}
     for event in run.events:
         for warning in event.get("warnings", []):
@@ -133,7 +136,7 @@ def _warnings(run: Run) -> list[str]:
 
 
 def _source_colors(run: Run) -> dict[str, str]:
-    """A colour for each source, those with the largest shares first; the rest together are `other`."""
+    """A colour for each source; of too many, those with the largest shares have one and the rest are `other`."""
     totals: dict[str, float] = {}
     for row in run.metrics:
         for name, share in row["mixture"].items():
@@ -192,8 +195,10 @@ def _training_figures(run: Run, label: str, phases: Sequence[Phase], colors: dic
 
 
 def _mixture_course(run: Run, colors: Mapping[str, str]) -> tuple[list[float], dict[str, list[float]]]:
-    """(steps, shares by source) from the metrics rows, with an edge at each phase switch and edit; points that say
-    nothing new are left out."""
+    """(steps, shares by source) from the metrics rows, with a sharp edge at each phase switch and edit.
+
+    Points inside a constant stretch are left out.
+    """
     first = run.plan["phases"][0]
     course: list[tuple[int, int, Mapping[str, float]]] = [(0, 0, first["mixture"])] if not first["ramp_steps"] else []
     course += [(row["step"], 0, row["mixture"]) for row in run.metrics]
@@ -236,7 +241,7 @@ def _phase_table(facts: Mapping[str, Any]) -> Markup:
 
 
 def _epoch_table(facts: Mapping[str, Any]) -> Markup:
-    """Tokens read in each phase and epochs since the start, a column a source."""
+    """Tokens read in each phase and epochs since the run's start, one column per source."""
     read = [phase for phase in facts["phases"] if phase["tokens"] or phase["epochs"]]
     if not read:
         return Markup("")
@@ -255,7 +260,7 @@ def _epoch_table(facts: Mapping[str, Any]) -> Markup:
 
 
 def _samples(run: Run) -> list[Markup]:
-    """The newest samples as a table, and those before it, from the newest on."""
+    """The newest samples as a table, with earlier ones folded below it, newest first."""
     told = [event for event in run.events if event["event"] == "generation"]
 
     def samples(events: Sequence[Mapping[str, Any]]) -> Markup:

@@ -23,11 +23,11 @@ MAX_OVERLAID = 7  # more lines in one drawing cannot be told apart
 MAX_LISTED = 24
 _SHOWN = ("eval_regression", "eval_recovered", "gold_checkpoint", "gold_blocked", "checkpoint_failed", "phase_switch",
           "schedule_edit", "rollback", "resume", "diverged")  # fmt: skip
-_ALIKE = ("event", "metric", "guard")  # what golds, or blocked ones, of one row share
+_ALIKE = ("event", "metric", "guard")  # consecutive golds, or blocked ones, that agree in these share a row
 
 
 def set_marks(run: Run, facts: Mapping[str, Any], points: Mapping[str, Sequence[EvalPoint]]) -> dict[str, list[Mark]]:
-    """New regressions, recoveries and the gold checkpoint, by the set they are of."""
+    """The marks of each set: new regressions, recoveries and the gold checkpoint."""
     marks: dict[str, list[Mark]] = {name: [] for name in points}
     for event in run.events:
         if event["event"] == "eval_regression":
@@ -46,7 +46,7 @@ def set_marks(run: Run, facts: Mapping[str, Any], points: Mapping[str, Sequence[
 
 
 def turns(run: Run) -> list[int]:
-    """Steps where the schedule became another one, or training went back to an earlier step."""
+    """The steps of schedule edits and of rollbacks."""
     return sorted({event["step"] for event in run.events if event["event"] in ("schedule_edit", "rollback")})
 
 
@@ -132,8 +132,10 @@ def set_table(run: Run, facts: Mapping[str, Any]) -> Markup:
 
 
 def log(run: Run) -> Markup:
-    """Verdicts and edits, a row each, of golds and of blocked ones those that follow each other in one; of many rows
-    the first are folded."""
+    """The events of _SHOWN as a table, one row each; consecutive golds, or blocked golds, share a row.
+
+    With more than MAX_LISTED rows the earlier ones are folded.
+    """
     rows = []
     shown = [event for event in run.events if event["event"] in _SHOWN]
     for (kind, *_), together in groupby(shown, key=lambda event: [event.get(key) for key in _ALIKE]):
@@ -200,9 +202,9 @@ def _broken(lines: Iterable[str]) -> Iterable[Markup]:
 
 
 def transfer_matrix(run: Run, points: Mapping[str, Sequence[EvalPoint]]) -> list[Markup]:
-    """Loss of every set at every phase end, and what was forgotten and gained, as `training_complete` tells it.
+    """The loss of every set at every phase end, with forgetting and gain, from the `training_complete` event.
 
-    Of a run that goes on the losses so far, from the evals.
+    While a run is unfinished, the losses so far, from its evals.
     """
     final = (run.complete or {}).get("transfer")
     told = _losses_so_far(run, points) if final is None else final
@@ -243,7 +245,7 @@ def _losses_so_far(run: Run, points: Mapping[str, Sequence[EvalPoint]]) -> dict[
 
 
 def _span(of_set: Mapping[str, Any]) -> tuple[float, float]:
-    """From a set's lowest loss, which may be what it began with, to the highest at a phase's end."""
+    """(lowest, highest) finite loss of a set at phase ends; the lowest may also be the loss at its start."""
 
     def finite(losses: Iterable[Any]) -> list[float]:
         return [x for x in map(number, losses) if x is not None and math.isfinite(x)]
@@ -262,7 +264,7 @@ def _heat(value: Any, span: tuple[float, float]) -> Markup:
 
 
 def _start(value: Any, first: EvalPoint) -> Markup:
-    """A set's loss at its start, which for a set that was added later is not the run's."""
+    """The cell of a set's loss at its start; for a set that was added later, with that step."""
     return tag("td", loss(value), tag("small", f" at {first.step:,}") if first.step else "", class_="n heat")
 
 

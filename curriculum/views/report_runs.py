@@ -1,4 +1,4 @@
-"""A report of several runs: what differs in their configs, the comparison, and a drawing a set with a line a run."""
+"""The report of several runs: config differences, the comparison, and a chart per text with a line per run."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ from curriculum.views.page import bullets, figure, folded, legend, note, section
 from curriculum.views.same_text import same_text, set_title
 from curriculum.views.shared_past import shared_past
 
-_MOST_WHOLE = 4  # runs whose own reports are in the page: with many sets each is megabytes
-_MOST_KEYS = 15  # that differ; more of them are folded, as they would push the comparison off the first screen
+_MOST_WHOLE = 4  # runs up to which the page holds each one's own report: with many sets each is megabytes
+_MOST_KEYS = 15  # more differing keys are folded, as they would push the comparison off the first screen
 
 
 def of_runs(runs: Sequence[Run], names: Sequence[str], of_run: Callable[[Run, str], list[Markup]]) -> list[Markup]:
-    """What differs in the configs, the comparison, and folded below it, unless they are many, what `of_run` draws of
-    each."""
+    """The page's sections: config differences, the comparison, eval charts, and each run's own report, folded.
+
+    `of_run` draws a run's own report. These are left out of a page with more than _MOST_WHOLE runs.
+    """
     colors = {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(names)}
     facts = [inspect_run(run) for run in runs]
     rows = []
@@ -115,7 +117,7 @@ def _compare_table(comparison: ComparedRuns) -> Markup:
 
 
 def _overlays(runs: Sequence[Run], names: Sequence[str], colors: Mapping[str, str], with_bases: bool) -> list[Markup]:
-    """A drawing a set with a line a run. `with_bases`: some of the runs began from others of them."""
+    """A chart per text with a line per run. `with_bases`: whether some of the runs began from others of them."""
     drawn = overlays(runs, names, colors)
     if not drawn:
         return [note("No eval yet.")]
@@ -135,11 +137,11 @@ def _overlays(runs: Sequence[Run], names: Sequence[str], colors: Mapping[str, st
 
 
 class Overlay(NamedTuple):
-    """The curves of one text over `step`, or over `tokens` where steps differ in tokens.
+    """The curves of one text over `step`, or over `tokens` if steps differ in tokens.
 
-    `name` is that of the set in the first run; `title` has those of the others too.
-    `branch_at` are the x where a run leaves one that stands before it; its curve begins with their last joint eval.
-    `left_out` are the runs that measured other text under this name.
+    name, title: the first run's name for the set; the same with the other runs' names.
+    branch_at: each x where a run branches off an earlier one listed; its curve begins with their last joint eval.
+    left_out: runs that measured other text under this name.
     """
 
     name: str
@@ -151,12 +153,12 @@ class Overlay(NamedTuple):
 
 
 def overlays(runs: Sequence[Run], names: Sequence[str], colors: Mapping[str, str]) -> list[Overlay]:
-    """An overlay for each text that any run measured, as `same_text` puts the sets together."""
+    """An overlay for each text that any run measured; sets are matched by `same_text`."""
     of_update = {run.plan["tokens_per_step"] for run in runs}
     x = "step" if len(runs) == 1 or (len(of_update) == 1 and None not in of_update) else "tokens"
     points = [eval_points(run.events) for run in runs]
     hashes = [content_hashes(run.events, of_run) for run, of_run in zip(runs, points, strict=True)]
-    past = cache(lambda i, j: shared_past(runs[i], runs[j]))  # the same for every set, and read from the whole record
+    past = cache(lambda i, j: shared_past(runs[i], runs[j]))  # the same for every set, and reads the whole record
     drawn = []
     for group in same_text(hashes):
         curves, branch_at = [], []

@@ -1,4 +1,4 @@
-"""The runs of a folder, a line each: what there is, how far it is, and how it does."""
+"""The runs in a folder, one line each: how far each has come and how well it does."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from curriculum.views.inspection import inspect_run, state_text
 
 
 def list_runs(folder: str | os.PathLike) -> list[dict[str, Any]]:
-    """Of each run below a folder, by name, the facts of `inspect_run` that fit in a line, as plain data.
+    """For each run in a folder, in order of name, the facts of `inspect_run` that fit in a line, as plain data.
 
-    Of one whose record cannot be read `state` says why, and the rest is None.
+    If a run's record cannot be read, `state` says why and the rest is None.
     """
     return [{"run": name, **_facts(Path(folder) / name)} for name in runs_below(folder)]
 

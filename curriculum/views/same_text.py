@@ -8,11 +8,12 @@ from curriculum.record.wording import listed
 
 
 def same_text(hashes: Sequence[Mapping[str, str | None]]) -> list[dict[int, str]]:
-    """The sets of one text together, each as {run: its name there}, ordered by the names of the first runs.
+    """Group the sets that hold one text, each group as {run: its name there}, in the order in which the names appear.
 
-    `hashes`: of each run the content hash of each set by name; a set without one is alone. A set meets its namesakes of
-    the first run that holds the text; a run that has none of that run's names for it joins the most of them with its
-    first. What is left over is put together in the same way.
+    `hashes`: for each run, the content hash of each set by name. A set without a hash is a group of its own.
+    A run may hold a text under several names. Each name that the first run has for it starts a group, which the same
+    name in other runs joins. A run that has none of these names joins the largest group with its first name. Sets that
+    are left over are grouped in the same way.
     """
     texts: dict[object, dict[int, list[str]]] = {}
     for run, of_run in enumerate(hashes):
@@ -33,7 +34,7 @@ def same_text(hashes: Sequence[Mapping[str, str | None]]) -> list[dict[int, str]
 
 
 def set_title(names: Mapping[str, str]) -> str:
-    """What to call the sets of one text, {run: its name there}: `val`, or `val (books in adapted)`."""
+    """A title for the sets of one text, {run: its name there}: `val`, or `val (books in adapted)`."""
     name, *_ = names.values()
     others = [other for other in dict.fromkeys(names.values()) if other != name]
     told = [f"{other} in {listed([run for run, its in names.items() if its == other])}" for other in others]

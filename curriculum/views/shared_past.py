@@ -1,4 +1,4 @@
-"""What one run has of another: the steps of a branch's trunk, the parameters of a checkpoint that it began with."""
+"""What one run takes from another: the steps of a branch's trunk, or the parameters that it began with."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from curriculum.run import Run, RunDirectory
 
 
 def began_at(run: Run, base: Run) -> int | None:
-    """The step of `base` whose parameters `run` began with, or a run that it comes from; None where it did not.
+    """The step of `base` whose parameters `run`, or a run in its lineage, began with; None if none did.
 
-    A lineage names its run by the path that was given, relative to where the training was started: that folder is
-    looked for among those above `run`, then in the working folder.
+    A lineage names its base by the path as it was given, relative to the folder where training was started. The path
+    is resolved against each folder above `run`, then against the working folder; the first that holds a run counts.
     """
     path, wanted = run.directory.path.resolve(), base.directory.path.resolve()
     lineage = run.start.get("lineage")
@@ -29,11 +29,11 @@ def began_at(run: Run, base: Run) -> int | None:
 
 
 def shared_past(first: Run, second: Run) -> int | None:
-    """The step up to which two runs are one: one branched off the other, or both off a third. None where they are not.
+    """The step up to which two runs are one: one branched off the other, or both off a third; None if unrelated.
 
-    A branch begins with a copy of its trunk's events, so related runs begin with the same event. Where one of them went
-    another way since, such as a trunk that was resumed from before the branching, it is the last step up to which
-    their records agree.
+    A branch begins with a copy of its trunk's events, so related runs begin with the same event. If one of them has
+    since changed its past, such as a trunk resumed from before the branching, it is the last step up to which their
+    records agree.
     """
     if first.directory.path.resolve() == second.directory.path.resolve() or first.start != second.start:
         return None
@@ -42,7 +42,7 @@ def shared_past(first: Run, second: Run) -> int | None:
 
 
 def _agreed(first: Run, second: Run, step: int) -> int:
-    """`step`, or the last one before it that both records have and up to which they say the same losses."""
+    """`step`, or the last earlier step in both records up to which all their losses agree."""
     ours, theirs = _recorded(first), _recorded(second)
     agreed = 0
     for at in sorted(s for s in ours.keys() & theirs.keys() if s <= step):
@@ -53,7 +53,7 @@ def _agreed(first: Run, second: Run, step: int) -> int:
 
 
 def _recorded(run: Run) -> dict[int, dict[str, Any]]:
-    """Every loss of a run's record, by its step and what it is of."""
+    """Every loss in a run's record: {step: {what was measured: loss}}."""
     found: dict[int, dict[str, Any]] = {}
     for event in run.events:
         if event["event"] == "eval":
@@ -65,7 +65,7 @@ def _recorded(run: Run) -> dict[int, dict[str, Any]]:
 
 
 def _branchings(run: Run) -> set[tuple[int, str]]:
-    """(step, id) of every branching on the way to a run."""
+    """(step, id) of every branching in a run's ancestry."""
     points, branching = set(), run.branched_from
     while branching is not None:
         points.add((branching["step"], branching["id"]))
