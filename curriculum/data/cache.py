@@ -1,7 +1,7 @@
-"""What has been prepared already: the content key of a source, by a look at its files, and folders built once.
+"""What is prepared already: the content key of a source, found by its files' sizes and times, and folders built once.
 
 <store_dir>/contents/<signature>   the content key of a source whose files have these sizes and times
-<store_dir>/verified/<signature>   empty: the store whose files have these sizes and times has its checksums
+<store_dir>/verified/<signature>   empty; exists if the store whose files have these sizes and times was verified
 <store_dir>/locks/<name>           held while the folder of that name is built; never deleted
 <store_dir>/.../<name>.partial     a folder being built, or left by a process that was killed
 """
@@ -34,7 +34,7 @@ def digest(*parts: object) -> str:
 
 
 def source_signature(source: SourceConfig) -> str:
-    """A key of a source's files as the file system describes them; writing to one of them changes it."""
+    """A key of a source's files from their paths, sizes and times; writing to one of them changes it."""
     if source.hf is not None:
         return digest("hf", source.hf)
     files = [(file.relative, file.size_bytes, file.mtime_ns, file.ctime_ns) for file in source_files(source)]
@@ -42,10 +42,10 @@ def source_signature(source: SourceConfig) -> str:
 
 
 def find_content(source: SourceConfig, store_dir: Path) -> str | None:
-    """The content key of a source, where it was worked out before and no file has been touched since.
+    """The content key of a source if it was computed before and no file has changed since, else None.
 
-    A file that holds no key, as a power cut may leave one, counts as none. Raises InputError where `store_dir` cannot
-    be looked at.
+    A file without a valid key, as a power cut may leave one, is ignored. Raises InputError if `store_dir` cannot be
+    read.
     """
     path = store_dir / "contents" / source_signature(source)
     try:
@@ -58,7 +58,7 @@ def find_content(source: SourceConfig, store_dir: Path) -> str | None:
 
 
 def is_there(path: Path) -> bool:
-    """Whether something under the store folder exists; raises InputError where that cannot be told."""
+    """Whether a path under the store folder exists; raises InputError if that cannot be told."""
     try:
         os.stat(path)
     except FileNotFoundError:
@@ -76,10 +76,9 @@ def _unreadable(path: Path, error: OSError) -> InputError:
 
 
 def content_of(name: str, source: SourceConfig, store_dir: Path) -> str:
-    """A key of the bytes of a source's files, in order; reads them where `find_content` knows nothing.
+    """A key of the bytes of a source's files, in order; reads them if `find_content` has no key.
 
-    A read that takes long shows its progress under `name`. A hub dataset has no files here: its
-    name stands for its content.
+    A long read shows its progress under `name`. A hub dataset has no files here: its name stands for its content.
     """
     if (known := find_content(source, store_dir)) is not None:
         return known
@@ -107,7 +106,7 @@ def content_of(name: str, source: SourceConfig, store_dir: Path) -> str:
     with writing(store_dir):
         path = store_dir / "contents" / signature
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A name of its own: processes of several machines that share the folder may have the same id.
+        # A random name: processes on several machines that share the folder may have the same process id.
         temporary = path.with_name(f"{signature}.{secrets.token_hex(8)}")
         temporary.write_text(content.hexdigest())
         sync(temporary)
@@ -117,7 +116,7 @@ def content_of(name: str, source: SourceConfig, store_dir: Path) -> str:
 
 @contextmanager
 def writing(directory: Path) -> Iterator[None]:
-    """Turn what the file system refuses into an InputError that names `directory`."""
+    """Turn an OSError of the block into an InputError that names its path, or else `directory`."""
     try:
         yield
     except OSError as error:
@@ -127,13 +126,13 @@ def writing(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def building(target: Path, lock_path: Path | None = None) -> Iterator[Path | None]:
-    """Yield an empty folder, renamed to `target` where the block ends without an error; None where `target` is there.
+    """Yield an empty folder, renamed to `target` if the block ends without an error; None if `target` exists.
 
-    An empty `target` counts as none: it is replaced at the end, and stays where the block fails.
+    An empty `target` counts as missing: it is replaced at the end, and stays if the block fails.
 
-    One process at a time: others wait for the lock and then find the folder. What a killed process left is
-    thrown away, and nothing but a finished folder ever carries the name. Without a `lock_path` the lock is a
-    hidden file beside the folder, which goes at the end.
+    One process builds at a time; others wait for the lock and then find the folder. What a killed process left is
+    deleted, and only a finished folder ever has the name. Without a `lock_path` the lock is a hidden file beside the
+    folder, deleted at the end.
     """
     beside = target.absolute().with_name(f".{target.name}.lock")
     with writing(target):
@@ -155,7 +154,7 @@ def building(target: Path, lock_path: Path | None = None) -> Iterator[Path | Non
 
 
 def build_once(directory: Path, store_dir: Path, write: Callable[[Path], None]) -> None:
-    """Unless `directory`, which lies below `store_dir`, is there: let `write` fill it, in the way of `building`."""
+    """Unless `directory`, which lies below `store_dir`, exists: let `write` fill it, under the rules of `building`."""
     if is_there(directory):
         return
     locks = store_dir / "locks"
@@ -166,7 +165,7 @@ def build_once(directory: Path, store_dir: Path, write: Callable[[Path], None]) 
 
 
 def _sweep(parent: Path, locks: Path) -> None:
-    """Throw away the folders that killed processes left half-built under `parent`."""
+    """Delete the folders that killed processes left half-built under `parent`."""
     for partial in parent.glob("*" + PARTIAL):
         lock_path = locks / partial.name.removesuffix(PARTIAL)
         with writing(partial), _locked(lock_path, wait_message=None) as held:
@@ -176,7 +175,10 @@ def _sweep(parent: Path, locks: Path) -> None:
 
 @contextmanager
 def _locked(path: Path, wait_message: str | None, goes: bool = False) -> Iterator[bool]:
-    """Hold the lock of a file, which `goes` at the end; without a message to wait with, False where it is held."""
+    """Hold the lock of a file and yield True; with `goes`, delete the file at the end.
+
+    If another process holds it: print `wait_message` and wait, or yield False if that is None.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -190,7 +192,7 @@ def _locked(path: Path, wait_message: str | None, goes: bool = False) -> Iterato
                 print(wait_message, file=sys.stderr, flush=True)
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             if not _is_at(path, descriptor):
-                continue  # who held the lock took the file away, and others may hold a new one by now
+                continue  # the last holder deleted the file, and others may hold a new one by now
             try:
                 yield True
             finally:

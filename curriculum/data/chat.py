@@ -1,7 +1,7 @@
 """Conversations as text: one template for each role, and which stretches of the text are answers.
 
-An answer is the content of an assistant turn and what closes the turn in the template: a model has to write both.
-What introduces the turn, and every other turn, is given to it.
+An answer is the content of an assistant turn and the text that closes the turn in the template: a model has to write
+both. The text that introduces the turn, and every other turn, is part of the prompt.
 """
 
 from collections.abc import Iterable, Iterator
@@ -62,9 +62,9 @@ CHATML = ChatConfig()
 def render(messages: list[dict], chat: ChatConfig, key: str = "messages") -> list[Stretch]:
     """A conversation as stretches of text, alternately scored and unscored, none empty; joined they are its text.
 
-    Encode each stretch on its own: then no token reaches over the edge of an answer, and a prompt, which ends at that
-    edge, has the ids that it had in training. Content is ordinary text even where it looks like the template. Of a
-    message only the keys role and content are read.
+    Encode each stretch on its own: then no token crosses the edge of an answer, and a prompt, which ends at that edge,
+    has the same ids as in training. Content is ordinary text even if it looks like the template. Only the keys role and
+    content of a message are read.
 
     Raises InputError naming the message, as one of `key`, for a role that the template lacks, a missing key, and
     content that is not text.
@@ -75,8 +75,8 @@ def render(messages: list[dict], chat: ChatConfig, key: str = "messages") -> lis
 def render_completion(prompt: str | list[dict], completion: str | list[dict], chat: ChatConfig) -> list[Stretch]:
     """A prompt and its completion as stretches, like those of `render`; nothing in the prompt is scored.
 
-    Two texts are joined as they are, and all of the completion is scored; of two lists of messages the answers in the
-    completion are. Raises InputError like `render`, and for any other two values.
+    Two texts are joined as they are, and all of the completion is scored. Of two lists of messages, the answers in the
+    completion are scored. Raises InputError like `render`, and for any other combination.
     """
     if isinstance(prompt, list) and isinstance(completion, list):
         given = [(text, False) for text, _ in _turns(prompt, "prompt", chat)]

@@ -1,4 +1,4 @@
-"""The stores of a config's sources and eval sets, and what of each source is left for training."""
+"""The stores of a config's sources and eval sets, and the part of each source that is left for training."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def own_sources(config: Config) -> dict[str, SourceConfig]:
 
 
 def place_of(evalset: str) -> str:
-    """Where the config describes an eval set; its own text is prepared and told of under this name."""
+    """The config's path of an eval set; its own text is prepared and reported under this name."""
     return "evalsets.primary" if evalset == PRIMARY else f"evalsets.sets.{evalset}"
 
 
 def prepare_stores(
     config: Config, tokenizer: Tokenizer, store_dir: str | Path
 ) -> tuple[dict[str, Store], dict[str, Store]]:
-    """(the stores of the sources, those of the eval sets with text of their own), made where they are not yet.
+    """(stores of the sources, stores of the eval sets with text of their own); builds those that do not exist.
 
-    Prepared folders are opened first, and the eval sets come before the sources, which take the longest: what is wrong
-    with the former is told before the latter are read.
+    Prepared folders are opened first, and eval sets come before sources, which take the longest: their errors are
+    reported before the sources are read.
     """
     texts = {place_of(name): source for name, source in own_sources(config).items()} | config.sources
     in_turn = sorted(texts, key=lambda name: not is_prepared(texts[name]))
@@ -46,7 +46,7 @@ def prepare_stores(
 def find_stores(
     config: Config, tokenizer: Tokenizer, store_dir: str | Path
 ) -> tuple[dict[str, Store], dict[str, Store]]:
-    """What `prepare_stores` would give, without what is not made yet."""
+    """What `prepare_stores` would give, without the stores that are not built yet."""
 
     def find(name: str, source: SourceConfig) -> Store | None:
         return None if source.is_missing else find_store(name, source, tokenizer, store_dir, config.chat)
@@ -57,7 +57,7 @@ def find_stores(
 
 
 def prepared(config: Config, name: str, source: SourceConfig, tokenizer: Tokenizer, store_dir: str | Path) -> Store:
-    """The store of a source, or of an eval set under its `place_of`; where it takes long, progress is shown."""
+    """The store of a source, or of an eval set under its `place_of`; shows progress if it takes long."""
     return prepare_store(name, source, tokenizer, store_dir, ConsoleProgress(f"preparing {name}"), chat=config.chat)
 
 
@@ -80,7 +80,7 @@ def drop_evals(
     eval_stores: Mapping[str, Store],
     splits: Mapping[str, Split],
 ) -> tuple[dict[str, Split], dict[str, dict[str, int]]]:
-    """(what is left for training, documents dropped by eval set) of each source."""
+    """(the split left for training, the number of documents dropped for each eval set), both by source."""
     hashes = {name: store.documents["hash"] for name, store in eval_stores.items()}
     divided = {}  # by eval set, the hash of the whole document whose tail it measures
     for name, source in config.eval_sources.items():
@@ -92,7 +92,7 @@ def drop_evals(
                 divided[name] = store.documents["hash"][split.cut[0]][None]
     kept, dropped = {}, {}
     for name, store in stores.items():
-        # A source trains on the head of a document that was divided in it; other sources may not have the document.
+        # A source trains on the head of its own divided document; other sources must not have that document.
         others = {e: h for e, h in divided.items() if config.eval_sources[e].held_out_of != name}
         seen = {e: np.append(h, others[e], axis=0) if e in others else h for e, h in hashes.items()}
         try:

@@ -1,4 +1,4 @@
-"""All the data of a run: a training stream for each source, and the eval sets, kept apart from each other."""
+"""All the data of a run: a training stream for each source, and the eval sets, which are kept out of the streams."""
 
 from __future__ import annotations
 
@@ -36,13 +36,15 @@ from phases.batches import TokenStream, epoch_tokens
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a run trains on and is measured by.
+    """The training data and the eval sets of a run.
 
-    `streams` are what the data plan reads of each source, packed where the config says so; `details` say of each
-    what it holds, what was held out and what was dropped because an eval set has it, with `stream`, a hash that names
-    the stream's content, `tokens_per_epoch`, and `utilization`, the share of an epoch's slots that hold a token. Where
-    there were some, `empty_documents`, which had no text. Of conversations also `scored_share`: of all tokens of the
-    source, held-out ones among them, the share in answers.
+    `streams`: what the data plan reads of each source, packed if the config says so.
+
+    `details`, for each source: `tokens` and `documents` left for training; `kept_out_tokens`, held out or dropped;
+    `dropped_documents`, counted for each eval set that contains them; `stream`, a hash of the stream's content;
+    `tokens_per_epoch`; and `utilization`, the share of an epoch's slots that hold a token. If the source has documents
+    without text, also `empty_documents`, their number. For conversations also `scored_share`, the share of the source's
+    tokens, held-out ones included, that lie in answers.
     """
 
     tokenizer: Tokenizer
@@ -59,19 +61,19 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is known of a corpus without preparing it; None where something is not prepared."""
+    """What is known of a corpus without preparing it; None for what is not prepared yet."""
 
     tokenizer: Tokenizer | None
     tokens_per_epoch: dict[str, int | None]
-    evalset_tokens: dict[str, int | None]  # at most: `max_sequences` takes whole documents
+    evalset_tokens: dict[str, int | None]  # at most, unless its first document alone exceeds `max_sequences`
     details: dict[str, dict[str, Any]]
     warnings: tuple[str, ...]
 
 
 def load_corpus(config: Config, store_dir: str | Path, tokenizer: Tokenizer | None = None) -> Corpus:
-    """Prepare what is not prepared yet, and open it all. `tokenizer`: used instead of the config's.
+    """Prepare what is not prepared yet, and open everything. `tokenizer` replaces the config's.
 
-    Raises InputError; where the model's vocabulary does not fit the tokenizer, before any source is prepared.
+    Raises InputError. A model vocabulary that does not fit the tokenizer is reported before any source is prepared.
     """
     if tokenizer is None:
         tokenizer = prepare_tokenizer(config.tokenizer, config.sources, store_dir, config.chat)
@@ -114,9 +116,9 @@ def load_corpus(config: Config, store_dir: str | Path, tokenizer: Tokenizer | No
 def load_evalsets(
     config: Config, store_dir: str | Path, tokenizer: Tokenizer, names: Iterable[str]
 ) -> dict[str, EvalSet]:
-    """The named eval sets alone, as `load_corpus` gives them; of the sources only those they are held out of are read.
+    """Only the named eval sets, as `load_corpus` gives them; reads no source but those that they are held out of.
 
-    Raises InputError for text that is not there, naming the set.
+    Raises InputError naming the set if its text is missing.
     """
     problems, stores, eval_stores = [], {}, {}
     wanted = {name: config.eval_sources[name] for name in names}
@@ -157,11 +159,12 @@ def find_read_documents(
     texts: Mapping[str, SourceConfig],
     sources: Iterable[str],
 ) -> dict[str, tuple[int, dict[str, int | None]]]:
-    """By new eval set: the documents of its text, and by source how many of them a run of `config` reads there.
+    """For each new eval set: its number of documents, and by source how many of them a run of `config` trains on.
 
-    `texts` are the new sets' own, prepared; of a set with `max_sequences` only some of its documents are measured. Told
-    by content hash; what is held out of a source, or dropped from it because an eval set of the config has it, is not
-    read. None for a source that the config no longer has, or whose text is gone or was never prepared here.
+    `texts`: the new sets' own text, prepared already. All its documents count, even if `max_sequences` lets only some
+    be measured. Documents are matched by content hash. Those held out of a source, or dropped from it because an eval
+    set of the config has them, are not trained on. The count is None for a source that the config lacks, or whose text
+    is missing or was not prepared here.
     """
     if not texts:
         return {}
@@ -181,7 +184,10 @@ def find_read_documents(
 
 
 def find_sizes(config: Config, store_dir: str | Path, tokenizer: Tokenizer | None = None) -> Sizes:
-    """The sizes of what is prepared, by looking at file times and sidecars only. `tokenizer` as in `load_corpus`."""
+    """The sizes of what is prepared already, from file times and stores; no source is read.
+
+    `tokenizer` replaces the config's.
+    """
     tokenizer = tokenizer or find_tokenizer(config.tokenizer, config.sources, store_dir, config.chat)
     stores, eval_stores = find_stores(config, tokenizer, store_dir) if tokenizer else ({}, {})
     splits = hold_out(config, tokenizer, stores)
@@ -290,7 +296,7 @@ def _kept_tokens(store: Store, split: Split) -> np.ndarray:
 
 
 def _epoch(config: Config, details: Mapping[str, Any], packing: PackingFacts | None) -> dict[str, Any]:
-    """The size of an epoch of a source; None where it depends on a packing that is not made yet."""
+    """The size of an epoch of a source; None if it depends on a packing that is not made yet."""
     if config.packing.mode == "stream":
         return {"tokens_per_epoch": epoch_tokens(details["tokens"], config.longest_seq_len), "utilization": 1.0}
     if details["tokens"] == 0:  # nothing to pack; a schedule that draws from it is refused
@@ -318,13 +324,13 @@ def _file_warnings(config: Config) -> tuple[str, ...]:
 
 
 def _called(of_sources: Mapping[str, Any], of_evalsets: Mapping[str, Any]) -> dict[str, Any]:
-    """Both, each under what a warning calls it."""
+    """Both mappings in one, keyed by the names that warnings use."""
     called = {f"source {name}": item for name, item in of_sources.items()}
     return called | {f"eval set {name}": item for name, item in of_evalsets.items()}
 
 
 def size_warnings(config: Config, evalsets: Mapping[str, EvalSet]) -> tuple[str, ...]:
-    """A warning for each of the sets whose first document alone has more windows than its `max_sequences`."""
+    """A warning for each eval set whose first document alone has more windows than its `max_sequences`."""
     return tuple(
         f"{place_of(name)} has {evalsets[name].num_windows} windows, more than its max_sequences of "
         f"{source.max_sequences}: its first document alone has them, and documents are taken whole"

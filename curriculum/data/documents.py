@@ -20,17 +20,17 @@ from curriculum.data.tables import lacks_end
 from curriculum.data.tokenizers.tokenizer import Tokenizer
 from curriculum.errors import InputError
 
-MANY_EMPTY = 0.1  # of the documents of a source; fewer may be stray blank rows
-ROWS_AS_TEXT = {".json", ".csv", ".tsv"}  # files that often hold rows, and are read as plain text
+MANY_EMPTY = 0.1  # share of a source's documents; fewer may be stray empty rows
+ROWS_AS_TEXT = {".json", ".csv", ".tsv"}  # files that often hold rows, but are read as plain text
 
 
 class Documents(NamedTuple):
-    """What is to be written as a store."""
+    """Documents to be written as a store."""
 
     pieces: Iterable[Piece]
-    template: ChatConfig | None  # that rendered the conversations; None: they are texts
+    template: ChatConfig | None  # renders the conversations; None: the documents are texts
     origin: str  # where they come from, for the sidecar and error messages
-    total_bytes: int | None  # that reading them will report, where that is known
+    total_bytes: int | None  # that reading them will report; None if unknown
 
 
 def documents_of(sources: Sequence[SourceConfig], chat: ChatConfig) -> Documents:
@@ -44,7 +44,10 @@ def documents_of(sources: Sequence[SourceConfig], chat: ChatConfig) -> Documents
 
 
 def given_documents(documents: Iterable[str] | Iterable[list[dict]], chat: ChatConfig | None) -> Documents:
-    """Documents from an iterator, as `document_pieces` takes them; raises InputError for what cannot be one."""
+    """Documents from an iterator, as `document_pieces` takes them.
+
+    Raises InputError for a single text, a mapping, or what cannot be iterated over.
+    """
     if isinstance(documents, str):
         raise InputError("documents: a single text; expected an iterable of documents, such as a list with this one")
     if isinstance(documents, Mapping) or not _is_iterable(documents):
@@ -54,7 +57,7 @@ def given_documents(documents: Iterable[str] | Iterable[list[dict]], chat: ChatC
 
 def _is_iterable(value: object) -> bool:
     try:
-        iter(value)  # also what has only __getitem__, which is no collections.abc.Iterable
+        iter(value)  # also accepts a class with only __getitem__, which collections.abc.Iterable does not
     except TypeError:
         return False
     return True
@@ -65,7 +68,7 @@ def write_store(
 ) -> None:
     """Encode the documents into a store in an empty folder; raises InputError for text that cannot be read or encoded.
 
-    `progress` hears of every group.
+    `progress` is called after every group.
     """
     pieces, template, origin, total_bytes = documents
     done_bytes = document_tokens = 0
@@ -96,7 +99,7 @@ def write_store(
 
 
 def empty_warnings(stores: Mapping[str, Store]) -> tuple[str, ...]:
-    """A warning for each store of whose documents a large part had no text, by what it is the store of."""
+    """A warning for each store with many empty documents; `stores` are keyed by the names that warnings use."""
     found = []
     for place, store in stores.items():
         empty, num_all = store.facts.num_empty, store.facts.num_empty + store.facts.num_documents
@@ -107,12 +110,12 @@ def empty_warnings(stores: Mapping[str, Store]) -> tuple[str, ...]:
 
 
 def file_warnings(sources: Mapping[str, SourceConfig]) -> tuple[str, ...]:
-    """What is to be said of files as they lie there, by what their source is called; raises as `source_files`."""
+    """Warnings about the sources' files, under the names that key `sources`; raises as `source_files` does."""
     return _rows_as_text(sources) + _unended(sources)
 
 
 def _rows_as_text(sources: Mapping[str, SourceConfig]) -> tuple[str, ...]:
-    """A warning for each source whose files all look like rows and are read as plain text, or lie beside rows."""
+    """A warning for each source whose files all look like rows but are read as plain text, or lie beside rows."""
     found = []
     for place, source in sources.items():
         if source.path is None or source.format != "text" or source.text_key is not None:
@@ -146,7 +149,7 @@ def _unended(sources: Mapping[str, SourceConfig]) -> tuple[str, ...]:
 
 
 def _size_bytes(sources: Sequence[SourceConfig]) -> int | None:
-    """Bytes that reading the sources will report; None where they are compressed or not here."""
+    """Bytes that reading the sources will report; None if they are compressed, columnar or on the hub."""
     if any(source.hf is not None for source in sources):
         return None
     files = [file for source in sources for file in source_files(source)]

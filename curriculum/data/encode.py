@@ -13,21 +13,23 @@ from curriculum.errors import InputError
 
 GROUP_BYTES = 1 << 20  # of text that a thread encodes at a time
 
-# What a token holds that may stand on both sides of a place where a text is cut in pieces: between two words, before
-# the blank, or where a line begins.
+# Matches a token that can span a place where a text is cut into pieces: between two words, before the space, or at the
+# start of a line.
 _ACROSS_CUT = re.compile(r"[^\W\d_] ([^\W\d_]|\Z)|(\A|\S)\n[^\W\d_]")
 
 
 def encode_pieces(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[list[Piece], np.ndarray, list[int]]]:
-    """Groups of pieces in order, with their tokens and how many each piece has.
+    """Groups of pieces in order, with their tokens and each piece's number of tokens.
 
-    End-of-text follows the last piece of a document, and bos precedes the first where the tokenizer has one of its own;
-    both count as tokens of their pieces. An empty document gives nothing. Memory: at most 2 x NUM_THREADS + 1 groups,
-    each about GROUP_BYTES of text and its tokens (more only where one piece is longer), and for byte pairs one encoding
-    for each thread, 10 MB with 50,000 ids. Raises InputError naming the place of text that cannot be represented.
+    End-of-text follows the last piece of a document; bos precedes the first if it is not end-of-text. Both count as
+    tokens of their pieces. An empty document has no tokens.
 
-    The ids are those of the whole text. Where a token of the vocabulary goes beyond a word, it might have stood where
-    the text was cut: then what is scored alike of a document is encoded, and held, as one piece.
+    Cutting a text into pieces does not change its ids. If a token of the vocabulary could span a cut, all consecutive
+    pieces of a document that are scored alike are joined, and encoded and held as one.
+
+    Memory: at most 2 x NUM_THREADS + 1 groups, each about GROUP_BYTES of text and its tokens (more only if one piece is
+    longer), and for byte pairs one encoding per thread, 10 MB with 50,000 ids. Raises InputError naming the place of
+    text that cannot be represented.
     """
     if _crosses_words(tokenizer):
         pieces = _joined(pieces)
@@ -51,7 +53,7 @@ def _crosses_words(tokenizer: Tokenizer) -> bool:
 
 
 def _joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """The same documents with what follows each other in one, and is scored alike, in one piece."""
+    """The same documents, with consecutive pieces that are scored alike joined into one."""
     waiting: list[Piece] = []
     for piece in pieces:
         if waiting and (waiting[-1].ends_document or waiting[-1].scored != piece.scored):

@@ -1,4 +1,4 @@
-"""Flat files of token ids, used where they lie: only an index of their documents is written."""
+"""Flat files of token ids, used in place: only an index of their documents is written."""
 
 from contextlib import closing
 from pathlib import Path
@@ -22,9 +22,10 @@ def _is_wider(ids_N: np.ndarray) -> bool:
 def index_flat(source: SourceConfig, tokenizer: Tokenizer, directory: Path, progress: Progress | None) -> None:
     """Write the index and the sidecar of a flat file of ids; the file itself stays where it lies.
 
-    A document ends with end-of-text: with all of them where several stand in a row. Those that the file begins with
-    belong to the first document. A bos of its own that the tokenizer has opens the documents where each begins with it;
-    else it is one of their tokens. Raises InputError for a size or ids that do not fit the tokenizer.
+    A document ends with end-of-text, or with the last of several in a row. End-of-text at the start of the file belongs
+    to the first document. If every document begins with the tokenizer's bos, and that is not end-of-text, the store
+    records that bos opens its documents; otherwise bos is an ordinary token of the text. Raises InputError for a size
+    or ids that do not fit the tokenizer.
     """
     (file,) = source_files(source)
     path = Path(file.path).resolve()
@@ -45,7 +46,7 @@ def index_flat(source: SourceConfig, tokenizer: Tokenizer, directory: Path, prog
     document_start = 0
 
     def text_of(text_start: int, stop: int) -> bytes:
-        """Text of the document that begins at `document_start`, of which the tokens up to `text_start` are done."""
+        """Text of the tokens [text_start, stop) of the document that begins at `document_start`."""
         done = stream[document_start:text_start]
         return tokenizer.decode_bytes(stream[text_start:stop], len(done) <= 1 and bool((done == tokenizer.bos).all()))
 
@@ -61,7 +62,7 @@ def index_flat(source: SourceConfig, tokenizer: Tokenizer, directory: Path, prog
             if stop == len(stream):
                 is_end[-1] = True
             ends = start + np.flatnonzero(is_end) + 1
-            text_start = start  # of what has not been added yet
+            text_start = start  # of the text that is not added yet
             for end in ends[ends > first_text].tolist():
                 writer.add_text(text_of(text_start, end))
                 writer.end_document(end - document_start)

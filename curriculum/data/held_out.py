@@ -16,10 +16,10 @@ _RELEASE_EVERY = 500  # documents; about 32 MB of pages
 
 
 def split_store(store: Store, tokenizer: Tokenizer, share: float, min_tokens: int = 1) -> Split:
-    """The split of a store as `split_documents` makes it, a divided document cut between characters.
+    """The split of a store as `split_documents` makes it; a divided document is cut between characters.
 
-    A bos is not counted among the tokens: what is held out does not depend on it. Conversations, whose store marks
-    scored tokens, are never divided: an answer stays with what it answers. Raises ValueError as `split_documents` does.
+    bos does not count as a token, so that what is held out does not depend on it. Conversations, whose store marks
+    scored tokens, are never divided: an answer stays with its prompt. Raises ValueError as `split_documents` does.
     """
     document_tokens_N, opening = store.document_tokens_N, store.facts.opening_tokens
     if opening:
@@ -39,16 +39,16 @@ def split_store(store: Store, tokenizer: Tokenizer, share: float, min_tokens: in
 class EvalDocument(NamedTuple):
     """A document that an eval set measures."""
 
-    tokens: np.ndarray  # without end-of-text
-    num_bytes: int  # UTF-8 bytes of what is scored of its text
-    hash: tuple[int, int]  # high and low half, of its text
-    scored: np.ndarray | None = None  # which of the tokens are, u8; None: all
+    tokens: np.ndarray  # without bos and end-of-text
+    num_bytes: int  # UTF-8 bytes of its scored text
+    hash: tuple[int, int]  # high and low half of its text's hash
+    scored: np.ndarray | None = None  # whether each token is scored, u8; None: all are
 
 
 def held_out_piece(store: Store, tokenizer: Tokenizer, split: Split) -> EvalDocument | None:
-    """The tail of the document that `split` divides, as a document of its own; None where it divides none.
+    """The tail of the document that `split` divides, as a document of its own; None if it divides none.
 
-    Its text is what its tokens decode to, which is normalised where the tokenizer does that.
+    Its text is decoded from its tokens, so it is normalised if the tokenizer normalises.
     """
     if split.cut is None:
         return None
@@ -63,10 +63,10 @@ def held_out_piece(store: Store, tokenizer: Tokenizer, split: Split) -> EvalDocu
 
 
 def eval_documents(store: Store, tokenizer: Tokenizer, split: Split | None = None) -> Iterator[EvalDocument]:
-    """What `split` holds out of a store, in the store's order; without a split all its documents.
+    """The documents that `split` holds out of a store, in the store's order; without a split all documents.
 
-    The tail of a divided document comes first, as a document of its own. The memory is that of the documents, wherever
-    they lie in the store: each is a copy, and the pages that it was read from are given back.
+    The tail of a divided document comes first, as a document of its own. Memory is that of the documents alone, however
+    scattered they are: each is a copy, and the pages that it was read from are released.
     """
     if split is None:
         split = _whole(store)
@@ -78,10 +78,10 @@ def eval_documents(store: Store, tokenizer: Tokenizer, split: Split | None = Non
 def first_eval_documents(
     store: Store, tokenizer: Tokenizer, split: Split | None, seq_len: int, max_sequences: int
 ) -> list[EvalDocument]:
-    """The few of `eval_documents`, in their order, that make the same eval set of at most `max_sequences` windows.
+    """As few of `eval_documents`, in their order, as give the same eval set of at most `max_sequences` windows.
 
     `cut_windows` takes whole documents in ascending hash order up to the first that does not fit. So documents are read
-    in that order until they have that many windows; those after them are not read at all.
+    in that order until they have `max_sequences` windows; the rest are not read at all.
     """
     if split is None:
         split = _whole(store)

@@ -1,8 +1,8 @@
 """Documents packed into bins of one sequence each, so that as few as possible are cut: built once, kept on disk.
 
 A packing is a folder below <store_dir>/packing:
-    pieces.bin      one PIECE record for each piece, in the order of the bins and, within a bin, of the stream
-    bins.bin        one u64 for each bin: how many pieces there are up to its end
+    pieces.bin      one PIECE record per piece, in the order of the bins and, within a bin, of the stream
+    bins.bin        one u64 per bin: the number of pieces up to its end
     packing.json    the sidecar, written last
 """
 
@@ -25,7 +25,7 @@ SIDECAR_NAME, PIECES_NAME, BINS_NAME = "packing.json", "pieces.bin", "bins.bin"
 FORMAT_VERSION = 1
 DAMAGED = "delete the folder, and it is packed again"
 
-# `start` is the first token in the training stream; `opens` is 1 where a document begins with it.
+# `start`: index of the piece's first token in the training stream. `opens`: 1 if that token begins a document.
 PIECE = np.dtype([("start", "<u8"), ("tokens", "<u4"), ("opens", "<u4")])
 BIN = np.dtype("<u8")
 
@@ -49,15 +49,15 @@ class PackingConfig:
 def best_fit_decreasing(lengths_N: np.ndarray, capacity: int) -> np.ndarray:
     """The bin of each item, counted from 0: int64.
 
-    The longest item first, each goes into the bin with the least room that still takes it, or else into a new one
-    (Johnson 1973; for documents, Ding et al. 2024, arXiv:2404.10830). Lengths are 1 to `capacity`. Items of one
-    length are placed bin by bin: while a bin that took one still takes the next, no other that does has less room.
+    Longest item first, each goes into the bin with the least room that still fits it, or else into a new bin (Johnson
+    1973; for documents, Ding et al. 2024, arXiv:2404.10830). Lengths are 1 to `capacity`. Items of equal length are
+    placed bin by bin: as long as the bin that took the last one fits the next, no other bin that fits it has less room.
     """
     order_N = np.argsort(-lengths_N, kind="stable")
     descending_N = lengths_N[order_N]
     bin_N = np.empty(len(lengths_N), np.int64)  # in descending order
     with_room: dict[int, list[int]] = {}  # room -> the bins that have it
-    rooms: list[int] = []  # its keys, ascending
+    rooms: list[int] = []  # the keys of with_room, ascending
     num_bins = 0
 
     def put(room: int, bins: list[int]) -> None:
@@ -94,11 +94,11 @@ def best_fit_decreasing(lengths_N: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def pack(document_tokens_N: np.ndarray, block_tokens: int, opening_tokens: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """(pieces, bins) of the documents of a stream, end to end, as the files hold them.
+    """(pieces, bins) of a stream's documents, given in order, in the format of the files.
 
-    The first `opening_tokens` of each document are in no piece: they are not predicted (`Bins` puts bos there itself).
-    A document of more than `block_tokens` tokens is split into full bins, which come first, and a rest. Depends on
-    nothing but the arguments; takes about 100 bytes of memory for each document while it runs.
+    The first `opening_tokens` of each document, its bos, are in no piece: they are not predicted (`Bins` puts bos there
+    itself). A document of more than `block_tokens` tokens is split into full bins and a rest; all full bins come first.
+    Depends on the arguments only; takes about 100 bytes of memory per document while it runs.
     """
     document_tokens_N = np.asarray(document_tokens_N, np.int64)
     starts_N = np.cumsum(document_tokens_N) - document_tokens_N + opening_tokens
@@ -131,12 +131,12 @@ class PackingFacts:
     block_tokens: int  # slots of a bin
     num_bins: int
     num_pieces: int
-    num_tokens: int  # of the stream, without what opens its documents; each of them stands in one bin
+    num_tokens: int  # of the stream, without each document's bos; each token lies in one bin
     content_hash: str  # xxh3_128 of pieces.bin and bins.bin
 
     @property
     def tokens_per_epoch(self) -> int:
-        """Slots of all bins, those that hold no token included."""
+        """Slots of all bins, padding included."""
         return self.num_bins * self.block_tokens
 
     @property
@@ -147,12 +147,11 @@ class PackingFacts:
 
 @dataclass(frozen=True, eq=False)
 class Bins:
-    """A stream whose block b is bin b of a packing: a `RowStream`.
+    """A `RowStream` whose block b is bin b of a packing.
 
-    A document of n tokens, its end-of-text included and a bos not, takes n slots: its tokens are their targets, and the
-    input of each is the token before it, `bos` for the first (None: end-of-text). Each piece is a segment. What is left
-    of a bin is padding: end-of-text, not scored, segment -1. Tokens whose entry of `scored` is False are not scored
-    (None: all are).
+    A document of n tokens, with its end-of-text but without bos, takes n slots. Its tokens are the targets; the input
+    of each is the token before it, for the first `bos` (None: end-of-text). Each piece is a segment. The rest of a bin
+    is padding: end-of-text, not scored, segment -1. `scored` marks the tokens that are scored (None: all).
     """
 
     tokens: TokenView
@@ -168,7 +167,7 @@ class Bins:
         return Row(*(column_RT[0] for column_RT in self.read_rows(np.array([offset]), length)))
 
     def read_rows(self, offsets_R: np.ndarray, length: int) -> Row:
-        """`read` of R offsets, its columns [R, T]: P pieces of all their bins are placed at once, then copied."""
+        """`read` for R offsets, with columns [R, T]: the P pieces of all their bins are placed at once, then copied."""
         index_R, within_R = np.divmod(offsets_R, self.block_tokens)
         stops_R = self.bins[index_R].astype(np.int64)
         firsts_R = np.where(index_R > 0, self.bins[index_R - 1], 0).astype(np.int64)
@@ -178,7 +177,7 @@ class Bins:
         pieces_P = self.pieces[np.arange(len(row_P)) + (firsts_R - ahead_R)[row_P]]
         tokens_P = pieces_P["tokens"].astype(np.int64)
         slot_P = np.cumsum(tokens_P) - tokens_P
-        slot_P -= (slot_P[ahead_R] + within_R)[row_P]  # within the row; negative for what begins before it
+        slot_P -= (slot_P[ahead_R] + within_R)[row_P]  # within the row; negative if the piece begins before it
 
         low_P, high_P = np.maximum(slot_P, 0), np.minimum(slot_P + tokens_P, length)
         kept = np.flatnonzero(low_P < high_P)
@@ -212,15 +211,15 @@ class Bins:
         inputs[1:] = targets[:-1]
         used_R = np.bincount(row_P, high_P - low_P, minlength=len(offsets_R)).astype(np.int64)
         padded_R = np.flatnonzero(used_R < length)
-        inputs_RT[padded_R, used_R[padded_R]] = self.eot  # a document's last token may be another
+        inputs_RT[padded_R, used_R[padded_R]] = self.eot  # the token before the padding need not be end-of-text
         inputs[at_P] = first_P
         return Row(inputs_RT, targets_RT, scored_RT, segment_ids_RT)
 
 
 def find_packing(stream: str, block_tokens: int, store_dir: str | Path) -> PackingFacts | None:
-    """The facts of the packing that `prepare_packing` made of a stream; None where there is none yet.
+    """The facts of the packing that `prepare_packing` made of a stream; None if there is none yet.
 
-    Raises InputError naming the file where one is missing, of another size, or of another format.
+    Raises InputError naming the file if one is missing or has the wrong size or format.
     """
     directory = _directory(stream, block_tokens, Path(store_dir))
     return _open(directory)[0] if is_there(directory) else None
@@ -229,10 +228,10 @@ def find_packing(stream: str, block_tokens: int, store_dir: str | Path) -> Packi
 def prepare_packing(
     stream: str, document_tokens_N: np.ndarray, block_tokens: int, store_dir: str | Path, opening_tokens: int = 0
 ) -> tuple[PackingFacts, np.ndarray, np.ndarray]:
-    """(facts, pieces, bins) of a stream, memory-mapped: opened where they exist, made where they do not.
+    """(facts, pieces, bins) of a stream, memory-mapped: opened if they exist, made if they do not.
 
-    `stream` names the stream's content, `document_tokens_N` and `opening_tokens` are as for `pack`. Any number of
-    processes may call this at once: one does the work. Raises InputError for a packing that is damaged.
+    `stream` identifies the stream's content; `document_tokens_N` and `opening_tokens` are as for `pack`. Any number of
+    processes may call this at once: one does the work and the others wait. Raises InputError for a damaged packing.
     """
     store_dir = Path(store_dir)
     directory = _directory(stream, block_tokens, store_dir)
@@ -277,7 +276,7 @@ def _open(directory: Path) -> tuple[PackingFacts, np.ndarray, np.ndarray]:
 
 
 def _map_records(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
-    """A file as a read-only array. Raises InputError where it cannot be read or is not `count` records long."""
+    """A file as a read-only array. Raises InputError if it cannot be read or is not `count` records long."""
     try:
         size_bytes = path.stat().st_size
         if size_bytes != count * dtype.itemsize:

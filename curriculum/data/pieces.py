@@ -25,37 +25,39 @@ from curriculum.data.sources import (
 from curriculum.data.tables import ROWS_PER_BATCH, open_table
 from curriculum.errors import InputError
 
-# A plain-text file is read in pieces of about this size: of a megabyte each, malloc keeps twice the memory in the end.
+# A plain-text file is read in pieces of about this size: with pieces of a megabyte malloc ends up keeping twice the
+# memory.
 PIECE_BYTES = 1 << 16
 
-# A place where a text may be cut without changing the ids of any published byte-pair pattern: between two
-# words, before the blank, or at the start of a line that begins with a letter. Each of those patterns starts
-# a new token there whatever stands further left, and none looks back.
+# A place where a text may be cut without changing its ids under any published byte-pair pattern: between two words,
+# before the space, or at the start of a line that begins with a letter. Each of those patterns starts a new token
+# there, whatever precedes it, and none looks back.
 _CUT = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])|(?<=\S\n)(?=[^\W\d_])")
 
 
 class Piece(NamedTuple):
-    """A stretch of one document. The pieces of a document follow each other and join to its text.
+    """A stretch of one document. The pieces of a document come in order and concatenate to its text.
 
-    In a conversation a piece is either part of an answer or not; in a text all are scored alike.
+    A piece of a conversation lies either inside an answer or outside; all pieces of a text are scored alike.
     """
 
     text: str  # "" only as the single piece of an empty document
     ends_document: bool
-    source_bytes: int  # what was read from the source since the piece before, for progress
+    source_bytes: int  # bytes read from the source since the previous piece, for progress
     where: str  # file, file:line or file:row, for error messages
     scored: bool = True
 
 
 def read_pieces(source: SourceConfig, chat: ChatConfig = CHATML) -> Iterator[Piece]:
-    """The documents of a source in pieces, empty ones included, one file after the other in sorted order.
+    """The documents of a source in pieces, empty ones included, file by file in sorted order.
 
-    JSONL, compressed or not, parquet and arrow: a row is a document, one whose text is null an empty one, and in a
-    format other than text a conversation as `chat` renders it, a piece a stretch; any other file is plain UTF-8 text
-    and one document, and refused where a format or a text_key tells of rows. A byte-order mark at the start of a file
-    is dropped, nothing else is changed. Memory: a plain-text file is held one piece at a time (about PIECE_BYTES, more
-    only where that long a stretch has no two words), JSONL one line, tables as `open_table` says, the hub's rows as
-    `datasets` streams them.
+    JSONL (compressed or not), parquet and arrow: each row is a document; a null text is an empty document. In a format
+    other than text a row is a conversation, which `chat` renders, with one piece per stretch. Any other file is one
+    document of plain UTF-8 text, and is refused if the source has a text_key or a format other than text. A byte-order
+    mark at the start of a file is dropped; nothing else is changed.
+
+    Memory: a plain-text file is held one piece at a time (about PIECE_BYTES; more only if that long a stretch has no
+    two words), JSONL one line at a time, tables as `open_table` says, the hub's rows as `datasets` streams them.
 
     Raises InputError with file and line, row or byte offset for text that cannot be read, and for a conversation
     without an answer.
@@ -79,7 +81,7 @@ def read_pieces(source: SourceConfig, chat: ChatConfig = CHATML) -> Iterator[Pie
 
 
 def check_rows(source: SourceConfig, files: Iterable[SourceFile]) -> None:
-    """Raise InputError where a format or a text_key tells of rows and one of the source's files is plain text."""
+    """Raise InputError if the format or text_key of a source requires rows and one of its files is plain text."""
     if source.format == "text" and source.text_key is None:
         return
     plain = next((file for file in files if suffix_of(file.path) not in (*JSON_LINES, *COLUMNAR)), None)
@@ -94,7 +96,7 @@ def check_rows(source: SourceConfig, files: Iterable[SourceFile]) -> None:
 
 
 def conversation_pieces(stretches: list[Stretch], source_bytes: int, where: str) -> Iterator[Piece]:
-    """A rendered conversation in pieces, one for each stretch; raises InputError where none of them is scored."""
+    """A rendered conversation in pieces, one for each stretch; raises InputError if none of them is scored."""
     if not any(scored for _, scored in stretches):
         raise InputError(
             f"{where}: no answer in it, so nothing to score; expected an assistant's turn or a completion that is not"
@@ -141,7 +143,7 @@ def _plain_text(file: SourceFile) -> Iterator[Piece]:
 
 
 def _last_cut(text: str) -> int:
-    """The last place where `text` may be cut, 0 where there is none."""
+    """The last place where `text` may be cut; 0 if there is none."""
     for start in (max(0, len(text) - 4096), 0):
         cuts = [match.start() for match in _CUT.finditer(text[start:])]
         if cuts:
@@ -184,7 +186,7 @@ def _decompressed(file: SourceFile, compression: str) -> Iterator[BinaryIO]:
 
 
 def _row_of(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """An object of JSON; raises ValueError for a key that stands twice: some readers take the first, some the last."""
+    """A JSON object; raises ValueError for a duplicate key: some readers take the first, some the last."""
     row = dict(pairs)
     if len(row) < len(pairs):
         seen: set[str] = set()
@@ -193,7 +195,8 @@ def _row_of(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return row
 
 
-# Kept: to make one costs as much as to read a row. No document is a number, and int refuses one of 4,301 digits.
+# Made once: making a decoder costs as much as decoding a row. Numbers are parsed as float, since no document is a
+# number and int refuses one of 4,301 digits.
 _ROW = json.JSONDecoder(object_pairs_hook=_row_of, parse_int=float)
 
 
@@ -223,7 +226,7 @@ def _hub_rows(source: SourceConfig, chat: ChatConfig) -> Iterator[Piece]:
 def _rows_of(
     names: Sequence[str], batches: Iterable[Mapping[str, list]], source: SourceConfig, chat: ChatConfig, where: str
 ) -> Iterator[Piece]:
-    """The pieces of a table's rows. `names`: of its columns, none where it has no rows or does not tell them."""
+    """The pieces of a table's rows. `names`: its columns; empty if it has no rows or does not name them."""
     if names:
         _check_keys(source, names, where)
     number = 0
@@ -238,7 +241,7 @@ def _rows_of(
 def _row_pieces(
     row: Mapping, source: SourceConfig, chat: ChatConfig, source_bytes: int | None, where: str
 ) -> Iterator[Piece]:
-    """The pieces of a row, which has the keys. `source_bytes` were read for it; None: as many as it has characters."""
+    """The pieces of a row that has all keys. `source_bytes`: bytes read for it; None: count its characters instead."""
     values = [row[key] for key in source.keys]
     try:
         if source.format == "text":
@@ -276,9 +279,10 @@ def _check_keys(source: SourceConfig, keys: Iterable[str], where: str) -> None:
 
 
 def document_pieces(documents: Iterable[str] | Iterable[list[dict]], chat: ChatConfig | None) -> Iterator[Piece]:
-    """Documents from an iterator in pieces: texts, or with `chat` conversations that it renders.
+    """Documents from an iterator in pieces: texts, or with `chat` conversations, which it renders.
 
-    Raises InputError naming the document (the first is 1) for what is neither, and where the iterator meets an OSError.
+    Raises InputError naming the document (counted from 1) if it is not of this kind, and if the iterator raises
+    OSError.
     """
     for number, document in _numbered(documents):
         where = f"document {number}"
@@ -302,5 +306,5 @@ def _numbered(documents: Iterable) -> Iterator[tuple[int, object]]:
     try:
         for number, document in enumerate(documents, start=1):
             yield number, document
-    except OSError as error:  # not to be taken for an error of writing
+    except OSError as error:  # else the caller would report an error of writing
         raise InputError(f"documents: after {number:,} of them: {error}; expected all of them readable") from error

@@ -1,12 +1,11 @@
-"""From sources to tokenizers and token stores on disk, once; afterwards a look at the sources' files finds them.
+"""Build tokenizers and token stores from sources, once; later they are found by the sources' file sizes and times.
 
-Everything lies under one folder, <store_dir>/tokenizers/<kind>-<key> and <store_dir>/stores/<name>-<key>,
-keyed by the content of the sources and by the tokenizer; <name> is that of the first source that had the content.
-A source that is tokens already (a flat .bin, a prepared folder) is used where it lies.
+Everything lies under one folder, in <store_dir>/tokenizers/<kind>-<key> and <store_dir>/stores/<name>-<key>. The keys
+depend on the content of the sources and on the tokenizer; <name> is that of the first source with this content. A
+source that already holds tokens (a flat .bin, a prepared folder) is used in place.
 
-Memory while preparing does not grow with the source: a bounded number of groups of text is on its way
-(`encode_pieces`), the index of documents goes to the disk record by record, and training a tokenizer sees at
-most TRAIN_BYTES of text.
+Memory does not grow with the source: a bounded number of text groups is in flight (`encode_pieces`), the index of
+documents is written record by record, and a tokenizer is trained on at most TRAIN_BYTES of text.
 """
 
 import os
@@ -47,9 +46,9 @@ from curriculum.errors import InputError
 def find_tokenizer(
     config: TokenizerConfig, sources: dict[str, SourceConfig], store_dir: str | Path, chat: ChatConfig = CHATML
 ) -> Tokenizer | None:
-    """The tokenizer that `prepare_tokenizer` would give; None where it is not made yet.
+    """The tokenizer that `prepare_tokenizer` would give; None if it is not made yet.
 
-    Of the sources it looks at files' sizes and times only, and it imports no tokenizer library.
+    Looks only at the sizes and times of the sources' files, and imports no tokenizer library.
     """
     if config.kind == "byte" or config.path is not None:
         return prepare_tokenizer(config, sources, store_dir, chat)
@@ -66,9 +65,9 @@ def prepare_tokenizer(
 ) -> Tokenizer:
     """The tokenizer of a run: made from the sources, fetched or loaded, and kept under `store_dir`.
 
-    Of conversations it is made from the text that `chat` renders, so that a char tokenizer knows the template.
+    Conversations count as the text that `chat` renders, so that a char tokenizer knows the template.
 
-    Raises InputError where it cannot be had, or has another vocab_size than asked.
+    Raises InputError if the tokenizer cannot be made or loaded, or has another kind or vocab_size than the config.
     """
     store_dir = Path(store_dir)
     if config.kind == "byte":
@@ -99,9 +98,9 @@ def _in_order_of_content(
     chat: ChatConfig,
     content: Callable[[str, SourceConfig], str | None],
 ) -> dict[tuple, SourceConfig] | None:
-    """The sources that a tokenizer is made from by content key and `_reading`; None where a key is not known.
+    """The sources that a tokenizer is made from, sorted by content key and `_reading`; None if a key is unknown.
 
-    So the tokenizer depends on what the sources hold, not on their names or their order.
+    So the tokenizer depends on the content of the sources, not on their names or order.
     """
     if config.kind == "tiktoken":
         return {}
@@ -123,7 +122,7 @@ def _in_order_of_content(
 
 
 def _reading(source: SourceConfig, chat: ChatConfig) -> tuple:
-    """What decides, beside the content of its files, which text a source has and what of it is scored."""
+    """What determines a source's text and its scored part, besides the content of its files."""
     return source.keys if source.format == "text" else (*source.keys, source.format, astuple(chat))
 
 
@@ -150,16 +149,15 @@ def _checked(config: TokenizerConfig, tokenizer: Tokenizer) -> Tokenizer:
 def find_store(
     name: str, source: SourceConfig, tokenizer: Tokenizer, store_dir: str | Path, chat: ChatConfig = CHATML
 ) -> Store | None:
-    """The store that `prepare_store` would give; None where it is not made yet. Looks at files' sizes and
-    times only.
+    """The store that `prepare_store` would give, found by files' sizes and times; None if it is not made yet.
 
-    Raises InputError for a prepared folder made with another tokenizer, for plain text among rows, and for a store that
-    was made for another key or whose sidecar or files' sizes are wrong; the content of the files is not looked at.
+    Raises InputError for a prepared folder that does not fit the run, for plain text among rows, and for a store that
+    was made for another key or whose sidecar or file sizes are wrong. The content of the files is not checked.
     """
     if is_prepared(source):
         return open_prepared(name, source, tokenizer, chat)
     if source.text_key is not None and source.path is not None:
-        # `text_key: text` reads rows as they are read without it, and finds the store that was made so.
+        # `text_key: text` has the key of a source without text_key, whose store may include plain-text files.
         check_rows(source, source_files(source))
     content = find_content(source, Path(store_dir))
     if content is None:
@@ -177,11 +175,11 @@ def prepare_store(
     shard_tokens: int = SHARD_TOKENS,
     chat: ChatConfig = CHATML,
 ) -> Store:
-    """The token store of a source: opened where it exists, made where it does not or the content changed.
+    """The token store of a source: opened if it exists, built if it does not or if the content changed.
 
-    `chat` renders the conversations of a source that holds some; another template gives another store. Any number
-    of processes may call this at once: one does the work. Raises InputError for a source that cannot be read or
-    encoded; nothing half-written stays.
+    `chat` renders the conversations of a source that holds some; another template gives another store. Any number of
+    processes may call this at once: one builds the store and the others wait. Raises InputError for a source that
+    cannot be read or encoded. Nothing half-written is left.
     """
     found = find_store(name, source, tokenizer, store_dir, chat)
     store_dir = Path(store_dir)
@@ -205,7 +203,7 @@ def prepare_store(
 
 
 def _content(name: str, source: SourceConfig, store_dir: Path) -> str:
-    """`content_of`; raises InputError for a source of which the store folder's own files would become a part."""
+    """`content_of`; raises InputError if files of the store folder would be read as part of the source."""
     if any(would_read(source, store_dir / path) for path in ("contents/x", f"stores/x/{SIDECAR_NAME}")):
         raise InputError(
             f"source {name!r}: the store folder {store_dir} lies in {source.location}, so that what is prepared would"
@@ -228,12 +226,11 @@ def prepare_folder(
     *,
     format: str = "text",
 ) -> Store:
-    """Write the tokenizer and the tokens of files and folders of text to a new folder, which the `path` of a
-    source and that of a tokenizer accept as it is.
+    """Tokenize files and folders of text into a new folder, which can be the `path` of a source and of a tokenizer.
 
-    `format` and `text_key` are those of a source; conversations are rendered as ChatML. Raises InputError where the
-    folder exists and is not empty or lies in one of the texts, and where a text cannot be read or encoded or changes
-    meanwhile.
+    `format` and `text_key` are those of a source; conversations are rendered as ChatML. Raises InputError if the output
+    folder is not empty, is the working folder or lies in one of the texts, and if a text cannot be read or encoded or
+    changes meanwhile.
     """
     _check_new(Path(output_dir))
     try:
@@ -266,12 +263,12 @@ def prepare_documents(
     progress: Progress | None = None,
     shard_tokens: int = SHARD_TOKENS,
 ) -> Store:
-    """Write the tokenizer and the tokens of documents from any iterator to a new folder, as `prepare_folder`.
+    """Tokenize documents from any iterator into a new folder, as `prepare_folder` does.
 
-    Without `chat` a document is a text; with it a conversation, a list of {"role", "content"} messages that it
-    renders, of which the answers are scored. The iterator is read once and its documents are not kept. Raises
-    InputError naming the document (the first is 1) for what is neither, where the iterator meets an OSError, and
-    like `prepare_folder`. Nothing half-written stays.
+    Without `chat` a document is a text. With `chat` it is a conversation, a list of {"role", "content"} messages, which
+    `chat` renders and of which the answers are scored. The iterator is read once and its documents are not kept. Raises
+    InputError naming the document (counted from 1) if it is not of this kind, if the iterator raises OSError, and as
+    `prepare_folder` does. Nothing half-written is left.
     """
     if not isinstance(tokenizer, Tokenizer):
         raise InputError(
@@ -305,11 +302,11 @@ def _write_folder(output_dir: str | Path, tokenizer: Tokenizer, write: Callable[
 
 
 def _verified(store: Store, store_dir: Path) -> Store:
-    """The store; its files are held against their checksums, unless that was done since they were last touched."""
+    """The store, with its files checked against their checksums, unless they were since they last changed."""
     known = store_dir / "verified" / source_signature(SourceConfig(path=str(store.directory)))
     if not is_there(known):
         store.verify()
-        with suppress(OSError):  # a store folder that may not be written to: next time they are read again
+        with suppress(OSError):  # a read-only store folder: they are checked again next time
             known.parent.mkdir(parents=True, exist_ok=True)
             known.touch()
     return store
@@ -318,7 +315,7 @@ def _verified(store: Store, store_dir: Path) -> Store:
 def _store_place(
     name: str, source: SourceConfig, tokenizer: Tokenizer, store_dir: Path, content: str, chat: ChatConfig
 ) -> tuple[Path, str]:
-    """(where the store of a source lies, or will, the key by which it is found there)."""
+    """(the folder where a source's store lies or will lie, the key by which it is found there)."""
     # The store of a flat file points to where the file lies, which is therefore part of the key.
     place = os.path.realpath(source.local_path) if source.is_flat else None
     version = OPENED_VERSION if tokenizer.has_own_bos else STORE_VERSION
@@ -326,6 +323,6 @@ def _store_place(
     directory = store_dir / "stores" / f"{name}-{key[:16]}"
     if is_there(directory):
         return directory, key
-    # The name is for people: a store of this key is the same under the name of any source or eval set.
+    # The name is for people: a store with this key serves any source or eval set, under whatever name it was made.
     others = sorted(directory.parent.glob(f"*-{key[:16]}"))
     return next(filter(is_store, others), directory), key

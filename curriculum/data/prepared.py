@@ -1,4 +1,4 @@
-"""Sources that are prepared folders, as `prepare_folder` writes them: used where they lie, if they fit the run."""
+"""Sources that are prepared folders, as `prepare_folder` writes them: used in place if they fit the run."""
 
 from dataclasses import asdict
 
@@ -15,8 +15,10 @@ def is_prepared(source: SourceConfig) -> bool:
 
 
 def open_prepared(name: str, source: SourceConfig, tokenizer: Tokenizer, chat: ChatConfig) -> Store:
-    """The store of such a source; raises InputError where the run's tokenizer or templates are others than its own, and
-    where the source has keys that say how text is read.
+    """The store of a prepared folder.
+
+    Raises InputError if the run's tokenizer, chat templates or format do not match the folder's, and if the source sets
+    a key that says how text is read.
     """
     store = open_store(source.local_path)
     if store.facts.tokenizer_fingerprint != tokenizer.fingerprint:
@@ -41,7 +43,7 @@ def open_prepared(name: str, source: SourceConfig, tokenizer: Tokenizer, chat: C
             f"source {name!r}: format text, and {source.path} was prepared from conversations, of which the answers"
             " alone are scored; set format: messages or completion"
         )
-    saved = store.facts.chat or {}  # none in a folder of text, or that says nothing of it
+    saved = store.facts.chat or {}  # empty if the folder holds text or does not record templates
     for role, template in asdict(chat).items():
         if saved.get(role, template) != template:
             raise InputError(

@@ -1,4 +1,4 @@
-"""Progress of a long job: one line that renews itself on a terminal, else a line now and then."""
+"""Progress of a long job: one line that updates in place on a terminal, else a line every PLAIN_SECONDS."""
 
 import sys
 import time
@@ -9,12 +9,12 @@ QUIET_SECONDS = 2.0  # a job that is over sooner shows nothing
 TERMINAL_SECONDS = 0.2
 PLAIN_SECONDS = 5.0
 
-# (done, in all or None where that is not known); the last call has both equal.
+# (done, total or None if unknown); in the last call both are equal.
 Progress = Callable[[int, int | None], None]
 
 
 class Unit(NamedTuple):
-    """How what a job counts is told: bytes in MB."""
+    """The unit that a count is shown in: divided by `size`, with `digits` decimals."""
 
     name: str
     size: float
@@ -25,7 +25,7 @@ MEGABYTES, WINDOWS = Unit("MB", 1e6, 1), Unit("windows", 1, 0)
 
 
 class ConsoleProgress:
-    """A Progress that writes share, rate and time to go to stderr."""
+    """A Progress that writes share, rate and time left to stderr."""
 
     def __init__(
         self,

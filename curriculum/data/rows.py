@@ -1,4 +1,4 @@
-"""What a row of JSONL or of a table may hold, and how an error names what it holds instead."""
+"""Checks of what a row of JSONL or of a table holds, and words for it in error messages."""
 
 import difflib
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from curriculum.errors import InputError
 
 
 def checked_text(value: object, name: str) -> str:
-    """`value` where it is Unicode text; raises InputError, which names it `name`."""
+    """`value` if it is Unicode text; otherwise raises InputError, which calls it `name`."""
     if not isinstance(value, str):
         raise InputError(f"{name} holds {type_name(value)}; expected text")
     try:
@@ -31,7 +31,7 @@ def found_keys(keys: Iterable[str]) -> str:
 
 
 def similar_key(key: str, keys: Iterable[str]) -> str | None:
-    """The one of `keys` that may have been meant by `key`."""
+    """The one of `keys` that `key` was probably meant to be; None if none is similar."""
     return next(iter(difflib.get_close_matches(key, _shortened(keys), n=1)), None)
 
 

@@ -1,4 +1,4 @@
-"""Small JSON records that describe what lies beside them, checked field by field when read back."""
+"""Small JSON records that describe the files beside them, checked field by field when read back."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ def write_sidecar(path: Path, record: object) -> None:
 
 
 def read_sidecar(path: Path, record_type: type[Record], remedy: str) -> Record:
-    """Read what `write_sidecar` wrote; `remedy` ends the InputError raised where it is missing or damaged."""
+    """Read what `write_sidecar` wrote; `remedy` ends the InputError raised if it is missing or damaged."""
     try:
         content = path.read_bytes()
     except OSError as error:

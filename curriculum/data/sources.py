@@ -1,4 +1,4 @@
-"""Sources of text: how a config names them, and the files in which their documents lie."""
+"""Sources of text: how a config names them, and the files that hold their documents."""
 
 import os
 import re
@@ -72,12 +72,12 @@ class SourceConfig:
 
     @property
     def local_path(self) -> str | None:
-        """`path` as the file system takes it, ~ being the user's folder; None for a source of the hub."""
+        """`path` with ~ expanded; None for a source of the hub."""
         return None if self.path is None else os.path.expanduser(self.path)
 
     @property
     def is_missing(self) -> bool:
-        """Whether `path` names nothing that is there."""
+        """Whether `path` is given and does not exist."""
         return self.path is not None and not os.path.exists(self.local_path)
 
     @property
@@ -101,7 +101,7 @@ class SourceConfig:
 class SourceFile(NamedTuple):
     """A file of a source as the file system describes it."""
 
-    path: str  # the way to open it
+    path: str  # the path to open
     relative: str  # below the source's folder, with forward slashes
     size_bytes: int
     mtime_ns: int
@@ -109,17 +109,17 @@ class SourceFile(NamedTuple):
 
 
 def suffix_of(path: str) -> str:
-    """The end of a file's name that says how it is read, in small letters: `.parquet`, `.jsonl`, `.jsonl.zst`."""
+    """The suffix that decides how a file is read, in lower case: `.parquet`, `.jsonl`, `.jsonl.zst`."""
     rest, suffix = os.path.splitext(path.lower())
     return os.path.splitext(rest)[1] + suffix if suffix in COMPRESSED else suffix
 
 
 def source_files(source: SourceConfig) -> list[SourceFile]:
-    """The files of a `path` source, sorted by relative path, by looking at the file system only.
+    """The files of a `path` source, sorted by relative path, from file-system metadata only.
 
-    Hidden files and folders are passed over, links are followed, and a folder that can be reached twice (a loop of
-    links) is read once: where it lies, if that is in the source, else by the first link. Raises InputError where the
-    path is missing, unreadable or without files.
+    Hidden files and folders are skipped and links are followed. A folder that can be reached twice, as in a loop of
+    links, is read once: at its own place if that lies in the source, else through the first link. Raises InputError if
+    the path is missing, unreadable or without matching files.
     """
     root = source.local_path
     try:
@@ -144,7 +144,7 @@ def source_files(source: SourceConfig) -> list[SourceFile]:
 
 
 def would_read(source: SourceConfig, path: str | os.PathLike) -> bool:
-    """Whether a file written to `path` would be one of a source's files; links inside of the source aside."""
+    """Whether a file written to `path` would become one of a source's files; ignores links inside the source."""
     root = source.local_path
     if root is None or not os.path.isdir(root):
         return False
@@ -165,7 +165,7 @@ def _walk(root: str) -> Iterator[str]:
         raise error
 
     seen, starts = set(), [root]
-    while starts:  # folders come before links to them, wherever those lie: a link changes no other file's name
+    while starts:  # folders before links to them, wherever those lie: adding a link renames no other file
         links = []
         for start in starts:
             for folder, subfolders, names in os.walk(start, onerror=refuse):
@@ -174,7 +174,7 @@ def _walk(root: str) -> Iterator[str]:
                     subfolders.clear()
                     continue
                 seen.add((status.st_dev, status.st_ino))
-                inside = os.path.relpath(folder, root).replace(os.sep, "/")  # dear, so once a folder
+                inside = os.path.relpath(folder, root).replace(os.sep, "/")  # slow, so once per folder
                 for name in names:
                     if not name.startswith("."):
                         yield name if inside == "." else f"{inside}/{name}"

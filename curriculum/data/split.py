@@ -9,19 +9,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-HASHED_FROM_DOCUMENTS = 100  # a source with fewer gives its tail
-MANY_DOCUMENTS = 300  # a source with at least so many gives at least FEWEST_DOCUMENTS
+HASHED_FROM_DOCUMENTS = 100  # a source with fewer holds out its tail
+MANY_DOCUMENTS = 300  # a source with at least this many holds out at least FEWEST_DOCUMENTS
 FEWEST_DOCUMENTS = 30
-LARGEST_OVERLAP = 0.01  # share of a source's documents that may stand in an eval set
+LARGEST_OVERLAP = 0.01  # share of a source's documents that may be dropped because an eval set has them
 _TABLE_BITS = 22  # a table of 4 MB, which a cache holds
 
 
 @dataclass(frozen=True)
 class Split:
-    """What training reads of a source: the documents kept, of one of them perhaps only the head.
+    """The part of a source that training reads: the documents kept, one of them perhaps only up to a cut.
 
-    What is held out is the rest: the documents not kept and, with `cut` = (document, token), the tokens of
-    that kept document from `token` on.
+    The rest is held out: the documents not kept and, with `cut` = (document, token), the tokens of that kept document
+    from `token` on.
     """
 
     keep_N: np.ndarray
@@ -34,9 +34,9 @@ class Split:
 
 
 def parse_share(held_out: str | float | None) -> float:
-    """The share that `held_out` means: "1%" is 0.01, a number itself, None nothing.
+    """`held_out` as a share: "1%" is 0.01, a number is itself, None is 0.
 
-    Raises ValueError for what is neither, and outside [0, 1).
+    Raises ValueError for anything else and for a share outside [0, 1).
     """
     if held_out is None:
         return 0.0
@@ -66,15 +66,17 @@ def split_documents(
 ) -> Split:
     """Hold out `share` of the tokens of a source.
 
-    Of HASHED_FROM_DOCUMENTS documents or more: those with the smallest content hashes, until the share is
-    reached (and FEWEST_DOCUMENTS of them where there are MANY_DOCUMENTS). With fewer documents: the last tokens of the
-    stream, the document that straddles the cut being divided where a character starts (`starts_character(document,
-    token)`); with `whole` it is held out undivided, but the first document stays in training. Copies of a document
-    stay on one side: what is held out is more than the share by them. Share 0 keeps everything. In a source that has
-    grown the share is reached at another hash: documents held out before may be kept, and the other way round.
+    From HASHED_FROM_DOCUMENTS documents on: those with the smallest content hashes, until the share is reached (at
+    least FEWEST_DOCUMENTS if there are MANY_DOCUMENTS). With fewer: the last tokens of the stream. The document that
+    straddles the cut is divided where a character starts (`starts_character(document, token)`); with `whole` it is held
+    out undivided, unless it is the first, which stays in training.
 
-    `document_tokens_N` counts the end-of-text token of each document. Raises ValueError where the held-out
-    part has fewer than `min_tokens` tokens, training keeps none, or the only document is to stay undivided.
+    Copies of a document stay on one side, so that more than the share may be held out. Share 0 keeps everything. If a
+    source grows, the share is reached at another hash: documents held out before may then be kept, and the other way
+    round.
+
+    `document_tokens_N` includes the end-of-text of each document. Raises ValueError if the held-out part has fewer than
+    `min_tokens` tokens, if training keeps no document, or if with `whole` there is only one document.
     """
     num_documents = len(document_tokens_N)
     if share == 0:
@@ -108,7 +110,7 @@ def _smallest_hashes(document_tokens_N, document_hashes_N2, wanted_tokens: float
     num_documents = len(document_tokens_N)
     fewest = FEWEST_DOCUMENTS if num_documents >= MANY_DOCUMENTS else 1
     high_N = np.ascontiguousarray(document_hashes_N2[:, 0])
-    # Sorting the few smallest is enough; where they do not reach the share, twice as many.
+    # Sorting the few smallest is enough; if they do not reach the share, twice as many are taken.
     guess = max(fewest, int(2 * wanted_tokens / max(document_tokens_N.mean(), 1)))
     while True:
         guess = min(guess, num_documents)
@@ -164,8 +166,8 @@ def _with_copies(split: Split, document_hashes_N2: np.ndarray) -> Split:
 def overlapping(document_hashes_N2: np.ndarray, other_hashes_M2: np.ndarray) -> np.ndarray:
     """A mask over N documents: those whose hash is among those of M others.
 
-    Two rounds, each by other bits of the hashes, leave the C documents and K others whose bits occur on the other side:
-    all those that are equal, and few more. Of them the whole hashes are compared.
+    Two rounds, each on different bits of the hashes, leave C documents and K others whose bits occur on the other side:
+    all that are equal, and few more. Only these are compared by their whole hashes.
     """
     overlap_N = np.zeros(len(document_hashes_N2), bool)
     documents_C, hashes_C2, others_K2 = np.arange(len(overlap_N)), document_hashes_N2, other_hashes_M2
@@ -182,7 +184,7 @@ def overlapping(document_hashes_N2: np.ndarray, other_hashes_M2: np.ndarray) -> 
 
 
 def _is_among(numbers: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """A mask over numbers of _TABLE_BITS bits: a look-up in a table, where np.isin would sort them."""
+    """A mask of the numbers, of _TABLE_BITS bits, that are among others; a table lookup, while np.isin would sort."""
     table = np.zeros(1 << _TABLE_BITS, bool)
     table[others] = True
     return table[numbers]
@@ -191,14 +193,14 @@ def _is_among(numbers: np.ndarray, others: np.ndarray) -> np.ndarray:
 def drop_overlap(
     split: Split, document_hashes_N2: np.ndarray, source: str, eval_hashes: dict[str, np.ndarray]
 ) -> tuple[Split, dict[str, int]]:
-    """Keep out of training what stands in an eval set (name -> hashes [M, 2]); count it by set.
+    """Drop from training the documents that an eval set has; returns the split and the number dropped for each set.
 
-    Raises ValueError naming the sets where that is more than LARGEST_OVERLAP of the source's documents, over all sets.
-    What `split` holds out already is not counted.
+    `eval_hashes`: name -> hashes [M, 2]. Documents that `split` holds out already do not count. Raises ValueError
+    naming the sets if more than LARGEST_OVERLAP of the source's documents, over all sets, would be dropped.
     """
     kept = np.flatnonzero(split.keep_N)
     all_hashes_M2 = np.concatenate([np.empty((0, 2), np.uint64), *eval_hashes.values()])
-    # One look for all sets: most often nothing is found, and there is nothing to look for by set.
+    # One search over all sets first: usually nothing is found, and the sets need not be searched one by one.
     overlap = kept[overlapping(document_hashes_N2[kept], all_hashes_M2)]
     overlap_hashes = document_hashes_N2[overlap]
     dropped = {name: int(overlapping(overlap_hashes, hashes_M2).sum()) for name, hashes_M2 in eval_hashes.items()}

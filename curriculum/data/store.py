@@ -1,11 +1,11 @@
-"""Token stores: the documents of a source as flat token ids on disk, memory-mapped, and their index.
+"""Token stores: the documents of a source as flat token ids on disk, memory-mapped, with an index of documents.
 
 A store is a folder:
-    tokens-00000.bin ...  little-endian u16 or u32 ids: each document's tokens, then end-of-text; where the tokenizer
-                          has a bos of its own, that comes first
-    scored-00000.bin ...  in a store of conversations, for each of them: one byte a token, 1 in an answer, else 0
-    documents.bin         one DOCUMENT record for each document
-    store.json            the sidecar, written last: a folder without one is no store; it has the others' checksums
+    tokens-00000.bin ...  little-endian u16 or u32 ids: each document's tokens, then end-of-text; if the tokenizer has a
+                          bos that is not end-of-text, each document begins with it
+    scored-00000.bin ...  conversations only, one beside each tokens file: a byte per token, 1 in an answer, else 0
+    documents.bin         one DOCUMENT record per document
+    store.json            the sidecar, with checksums of the .bin files; written last: without it there is no store
     key                   in a store folder (`curriculum.data.prepare`): the key by which the store is found there
 """
 
@@ -29,20 +29,20 @@ from curriculum.manifest import file_checksum
 SIDECAR_NAME = "store.json"
 DOCUMENTS_NAME = "documents.bin"
 KEY_NAME = "key"
-FORMAT_VERSION = 3  # to be raised, too, where files are read otherwise: a store that is there is not made again
-OPENED_VERSION = 4  # as FORMAT_VERSION, and each document begins with the tokenizer's bos, which is not end-of-text
+FORMAT_VERSION = 3  # raise it also if source files are read differently: else existing stores are reused
+OPENED_VERSION = 4  # the same format, and each document begins with a bos that is not end-of-text
 SCORED_DTYPE = np.dtype("u1")
 DAMAGED = "delete the folder, and it is prepared again"
 
-# `end` is where the document's tokens end in the stream, its end-of-text included; `bytes` those of its UTF-8
-# text, and `scored_bytes` those of its answers, or of all of it; `hash` the high and the low half of the xxh3_128 of
-# that text.
+# `end`: where the document's tokens end in the stream, its end-of-text included. `bytes`: size of its UTF-8 text.
+# `scored_bytes`: size of its answers, or of the whole text if all of it is scored. `hash`: high and low half of the
+# text's xxh3_128.
 DOCUMENT = np.dtype([("end", "<u8"), ("bytes", "<u8"), ("scored_bytes", "<u8"), ("hash", "<u8", 2)])
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A file of tokens: a name in the store's folder, or the absolute path of a file used where it lies."""
+    """A file of tokens: a name in the store's folder, or the absolute path of a file used in place."""
 
     path: str
     num_tokens: int
@@ -62,25 +62,25 @@ class StoreFacts:
     num_documents: int
     num_bytes: int  # of the documents' UTF-8 text
     num_empty: int  # documents left out because they had no text
-    content_hash: str  # xxh3_128 over the documents' hashes in order, over which tokens are scored, and OPENED_VERSION
+    content_hash: str  # xxh3_128 of the documents' hashes in order; of scored marks and OPENED_VERSION if they apply
     shards: list[Shard]
-    num_scored: int | None = None  # tokens of answers, where the store says which they are
-    chat: dict[str, str | None] | None = None  # by role the template that rendered conversations
-    checksums: dict[str, str] | None = None  # xxh3_128 of each file in the folder
+    num_scored: int | None = None  # tokens in answers; None: all tokens are scored
+    chat: dict[str, str | None] | None = None  # the templates that rendered the conversations, by role
+    checksums: dict[str, str] | None = None  # xxh3_128 of each .bin file in the folder
     checksum: str | None = None  # xxh3_128 of the fields above
 
     @property
     def opening_tokens(self) -> int:
-        """Tokens of each document ahead of its text: 1 where bos opens it, else 0."""
+        """Tokens of each document ahead of its text: 1 if bos opens it, else 0."""
         return int(self.format_version == OPENED_VERSION)
 
     def own_checksum(self) -> str:
-        """What `checksum` has to be."""
+        """The value that `checksum` must have."""
         return xxhash.xxh3_128(json.dumps(asdict(replace(self, checksum=None)), sort_keys=True).encode()).hexdigest()
 
 
 def scored_name(shard: int) -> str:
-    """The file beside that of a shard's tokens which says of each whether it is scored."""
+    """The file that marks which tokens of a shard are scored."""
     return f"scored-{shard:05d}.bin"
 
 
@@ -91,7 +91,7 @@ def split_hash(text_hash: xxhash.xxh3_128) -> tuple[int, int]:
 
 @dataclass(frozen=True, eq=False)
 class Store:
-    """An open store. Nothing is read before it is asked for."""
+    """An open store. Each file is mapped on first use."""
 
     directory: Path
     facts: StoreFacts
@@ -103,7 +103,7 @@ class Store:
 
     @cached_property
     def shards(self) -> list[np.ndarray]:
-        """The stream in its files."""
+        """The stream as one array per file."""
         dtype = DTYPES[self.facts.dtype]
         return [_map_file(self.directory / shard.path, dtype) for shard in self.facts.shards]
 
@@ -113,7 +113,7 @@ class Store:
 
     @cached_property
     def document_tokens_N(self) -> np.ndarray:
-        """Tokens of each document, bos and end-of-text included; raises InputError where the index is damaged."""
+        """Tokens of each document, bos and end-of-text included; raises InputError if the index is damaged."""
         tokens_N = np.diff(self.documents["end"].astype(np.int64), prepend=0)
         if tokens_N.min() < 1:
             document = int(np.argmax(tokens_N < 1))
@@ -127,11 +127,11 @@ class Store:
 
     @cached_property
     def scored_stream(self) -> TokenView | None:
-        """Which of the `stream` are scored, as in `scored_view`."""
+        """Marks of the scored tokens of `stream`, as in `scored_view`."""
         return self.scored_view()
 
     def verify(self) -> None:
-        """Read every file of the folder; raises InputError for one whose content is not what was written."""
+        """Check the store's files against the sidecar; raises InputError if one is unreadable or differs."""
         facts, written = self.facts, {DOCUMENTS_NAME}
         for number, shard in enumerate(facts.shards):
             written |= set() if os.path.isabs(shard.path) else {shard.path}
@@ -153,14 +153,14 @@ class Store:
         return self.stream[start:stop]
 
     def document_scored(self, document: int) -> np.ndarray | None:
-        """Which of the `document_tokens` are scored, u8; None where the store does not say."""
+        """Whether each of the `document_tokens` is scored, u8 1 or 0; None if all are."""
         start, stop = self._text_span(document)
         return None if self.scored_stream is None else self.scored_stream[start:stop]
 
     def release(self) -> None:
-        """Give back the memory of the token pages read so far; what is read again comes from the disk or its cache.
+        """Release the memory of the token pages read so far; reading them again goes to the page cache or the disk.
 
-        Each read of a document maps the 64 KB around it: documents scattered over a file would map most of it.
+        Each read of a document maps the 64 KB around it, so reading scattered documents would map most of a file.
         """
         for shard in [*self.shards, *(self._scored_shards if self.facts.num_scored is not None else ())]:
             shard.base.base.madvise(mmap.MADV_DONTNEED)  # the np.memmap below the array, and its mmap
@@ -169,7 +169,7 @@ class Store:
         stop = int(self.documents["end"][document])
         start = stop - int(self.document_tokens_N[document]) + self.facts.opening_tokens
         tokens = self.stream[start:stop]
-        # A flat file of somebody else's may end without end-of-text, or have several, or begin with one.
+        # A flat file from elsewhere may lack the last end-of-text, or have several, or begin with one.
         first, last = 0, len(tokens)
         while last > first and tokens[last - 1] == self.facts.eot:
             last -= 1
@@ -178,14 +178,14 @@ class Store:
         return start + first, start + last
 
     def view(self, keep_N: np.ndarray | None = None, cut: tuple[int, int] | None = None) -> TokenView:
-        """The kept documents one after the other as one array; without arguments the whole stream.
+        """The kept documents, concatenated; without arguments the whole stream.
 
         With `cut`, only the first cut[1] tokens of the kept document cut[0].
         """
         return TokenView(self.shards, *self._spans(keep_N, cut))
 
     def scored_view(self, keep_N: np.ndarray | None = None, cut: tuple[int, int] | None = None) -> TokenView | None:
-        """Whether each token of `view` of the same arguments is scored: 1 or 0, u8. None where all of them are."""
+        """Whether each token of `view(keep_N, cut)` is scored, u8 1 or 0; None if all are."""
         if self.facts.num_scored is None:
             return None
         return TokenView(self._scored_shards, *self._spans(keep_N, cut))
@@ -206,7 +206,7 @@ class Store:
 
 
 def _remove_span(starts, stops, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-    """Take [start, stop), which lies inside one span, out of a sorted table of spans."""
+    """Remove [start, stop), which lies inside one span, from a sorted table of spans."""
     starts, stops = np.sort(np.append(starts, stop)), np.sort(np.append(stops, start))
     return starts[starts < stops], stops[starts < stops]
 
@@ -225,14 +225,14 @@ def _map_file(path: Path, dtype: np.dtype) -> np.ndarray:
 
 def is_store(directory: str | Path) -> bool:
     """Whether a folder claims to be a token store."""
-    return os.path.isfile(os.path.join(directory, SIDECAR_NAME))  # False, too, where nobody may look
+    return os.path.isfile(os.path.join(directory, SIDECAR_NAME))  # False also if permission is denied
 
 
 def open_store(directory: str | Path, key: str | None = None) -> Store:
-    """Open a store; its files are held against the sidecar by size, without reading them.
+    """Open a store and check the sizes of its files against the sidecar, without reading them.
 
-    Raises InputError naming the file where one is missing, of another size, or of another format, and where the store
-    says that it was made for another `key` than the one given.
+    Raises InputError naming the file if one is missing or has the wrong size or format, and if the store was made for
+    another `key`.
     """
     directory = Path(directory)
     path = directory / SIDECAR_NAME
@@ -269,7 +269,7 @@ def open_store(directory: str | Path, key: str | None = None) -> Store:
 def _check_key(path: Path, expected: str) -> None:
     try:
         key = path.read_bytes()
-    except FileNotFoundError:  # the store of an older version
+    except FileNotFoundError:  # a store written by an older version
         return
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}; {DAMAGED}") from error
@@ -282,7 +282,7 @@ def _check_size(path: Path, expected_bytes: int) -> None:
         size_bytes, is_folder = path.stat().st_size, path.is_dir()
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise InputError(f"{path}: {getattr(error, 'strerror', None) or error}; {DAMAGED}") from error
-    if is_folder:  # which may have the size of the file
+    if is_folder:  # its size may happen to match
         raise InputError(f"{path}: is a folder; the sidecar says {expected_bytes:,} bytes; {DAMAGED}")
     if size_bytes != expected_bytes:
         raise InputError(f"{path}: {size_bytes:,} bytes; the sidecar says {expected_bytes:,}; {DAMAGED}")

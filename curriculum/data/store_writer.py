@@ -28,10 +28,10 @@ SHARD_TOKENS = 1 << 28
 
 
 class StoreWriter:
-    """Writes a store into an empty folder, front to back, in bounded memory; `finish` makes the folder one.
+    """Writes a store into an empty folder, front to back, in bounded memory; `finish` completes it.
 
-    `marks_scored`: whether the store says of each token if it is scored. `opened` is to be set before `finish`: whether
-    each document begins with a bos that is not end-of-text.
+    `marks_scored`: whether the store records which tokens are scored. `opened`, to be set before `finish`: whether each
+    document begins with a bos that is not end-of-text.
     """
 
     def __init__(self, directory: Path, dtype: str, shard_tokens: int = SHARD_TOKENS, marks_scored: bool = False):
@@ -52,7 +52,7 @@ class StoreWriter:
         self._text_bytes = self._scored_bytes = 0
 
     def add_tokens(self, tokens: np.ndarray, scored: np.ndarray | None = None) -> None:
-        """Append ids to the stream, end-of-text like any other; `scored`, one for each, in a store that marks them."""
+        """Append ids to the stream, end-of-text included; `scored` marks each of them if the store records that."""
         tokens = np.ascontiguousarray(tokens, DTYPES[self._dtype])
         if self.marks_scored:
             scored = np.ascontiguousarray(scored, SCORED_DTYPE)
@@ -70,7 +70,7 @@ class StoreWriter:
             self.shards[-1] = Shard(self.shards[-1].path, self.shards[-1].num_tokens + len(written))
 
     def add_shard_in_place(self, path: Path, num_tokens: int) -> None:
-        """Let the stream go on with that of a file that stays where it lies."""
+        """Append the tokens of a file to the stream without copying it."""
         self.shards.append(Shard(str(path), num_tokens))
 
     def add_text(self, utf8: bytes, scored: bool = True) -> None:
@@ -92,9 +92,9 @@ class StoreWriter:
         self._text_bytes = self._scored_bytes = 0
 
     def finish(self, source: str, tokenizer: Tokenizer, chat: dict[str, str | None] | None = None) -> None:
-        """Write the sidecar, with the templates by role where the documents are conversations.
+        """Write the sidecar. `chat`: the templates by role, if the documents are conversations.
 
-        Raises InputError where no document was added.
+        Raises InputError if no document was added.
         """
         self.close()
         if self.num_documents == 0:

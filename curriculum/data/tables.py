@@ -17,16 +17,17 @@ ROWS_PER_BATCH = 256
 
 @contextmanager
 def open_table(path: str, kind: str, keys: Sequence[str]) -> Iterator[tuple[list[str], Iterator[dict[str, list]]]]:
-    """The names of all columns, and batches of rows: the values of the columns `keys`, which must be there, by name.
+    """The names of all columns, and batches of rows: by name the values of the columns `keys`, which must exist.
 
-    `kind`: parquet or arrow. Memory: of parquet a page of each column that is read, of arrow one of the file's batches.
-    Raises InputError where the file is none of that kind, or not whole; OSError where it cannot be opened.
+    `kind`: parquet or arrow. Memory: for parquet a page of each column that is read, for arrow one of the file's
+    batches. Raises InputError if the file is not of that kind, is cut short, or has two columns of a name in `keys`;
+    OSError if it cannot be opened.
     """
-    # Not by `datasets`: its scanner reads 250 MB ahead, and a process that leaves it early may end with an abort.
+    # Not read by `datasets`: its scanner reads 250 MB ahead, and a process that leaves it early may abort.
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
-    with pyarrow.OSFile(os.fsencode(path)) as stream:  # of text it would take UTF-8 only
+    with pyarrow.OSFile(os.fsencode(path)) as stream:  # as str the path would have to be UTF-8
         try:
             if kind == "parquet":
                 table = ParquetFile(stream, pre_buffer=False)
@@ -44,7 +45,7 @@ def open_table(path: str, kind: str, keys: Sequence[str]) -> Iterator[tuple[list
 
 
 def _arrow(stream: pyarrow.NativeFile, keys: Sequence[str]) -> tuple[pyarrow.Schema, Iterator[pyarrow.RecordBatch]]:
-    """A stream, as `datasets` saves it, or a file with an index of its batches, also called feather."""
+    """The schema and batches of a stream, as `datasets` saves it, or of a file with an index, also called feather."""
     from pyarrow import ArrowInvalid, ipc
 
     try:
@@ -59,22 +60,22 @@ def _arrow(stream: pyarrow.NativeFile, keys: Sequence[str]) -> tuple[pyarrow.Sch
 
 
 def _checked(batch: pyarrow.RecordBatch) -> pyarrow.RecordBatch:
-    """The batch; raises ArrowInvalid where it is damaged: `to_pydict` would follow its offsets out of its memory."""
-    batch.validate(full=True)  # before it is cut into slices: of lists and dictionaries each slice has all to validate
+    """The batch; raises ArrowInvalid if it is damaged: `to_pydict` would follow its offsets out of its memory."""
+    batch.validate(full=True)  # before slicing: each slice of lists or dictionaries would validate all of them
     return batch
 
 
 def lacks_end(path: str) -> bool:
-    """Whether an arrow file has neither the mark that ends a stream, which may be left out, nor that of an index."""
-    with suppress(OSError), open(path, "rb") as stream:  # too short, or unreadable: whoever reads it is told
-        before_0_15 = stream.read(4) not in (b"\xff\xff\xff\xff", b"ARRO")  # of Arrow: a message began with its length
+    """Whether an arrow file has neither the end mark of a stream, which is optional, nor that of an indexed file."""
+    with suppress(OSError), open(path, "rb") as stream:  # too short or unreadable: the reader reports it
+        before_0_15 = stream.read(4) not in (b"\xff\xff\xff\xff", b"ARRO")  # of Arrow: messages began with their length
         stream.seek(-8, os.SEEK_END)
         return not stream.read().endswith(b"\0\0\0\0" if before_0_15 else (b"\xff\xff\xff\xff\0\0\0\0", b"ARROW1"))
     return False
 
 
 def _decoded(batches: Any, schema: pyarrow.Schema, keys: Sequence[str]) -> Iterator[dict[str, list]]:
-    """The columns of each batch as Python's objects: what `datasets` keeps as JSON text, too."""
+    """The columns of each batch as Python objects, those that `datasets` stores as JSON text decoded."""
     features = None
     if b'"Json"' in (schema.metadata or {}).get(b"huggingface", b""):
         import datasets

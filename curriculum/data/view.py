@@ -1,4 +1,4 @@
-"""Chosen spans of a stream of tokens that lies in several files, read as one array."""
+"""Chosen spans of a token stream that lies in several files, read as one array."""
 
 from bisect import bisect_right
 
@@ -16,7 +16,7 @@ class TokenView:
         """The spans [starts[i], stops[i]) of the concatenated shards; sorted, disjoint, none empty."""
         shard_stops = np.cumsum([len(shard) for shard in shards], dtype=np.int64)
         shard_starts = np.concatenate([[0], shard_stops[:-1]])
-        # A span that runs over the start of a file is divided there.
+        # A span that crosses the start of a file is split there.
         before = np.searchsorted(starts, shard_starts, side="left") - 1
         inside = shard_starts[(before >= 0) & (shard_starts < np.append(stops, 0)[before])]
         starts = np.sort(np.concatenate([starts, inside]))
@@ -28,7 +28,7 @@ class TokenView:
         # Plain lists: bisecting and indexing them is several times faster than numpy on single numbers.
         span_stops = np.cumsum(lengths)
         self._starts: list[int] = (span_stops - lengths).tolist()
-        # Of each span: where it ends in the view, its file, and how far its place in the file is from that in the view.
+        # For each span: its end in the view, its file, and what to add to a position in the view for that in the file.
         shifts = starts - shard_starts[shard] - (span_stops - lengths)
         files = [shards[i] for i in shard.tolist()]
         self._spans = list(zip(span_stops.tolist(), files, shifts.tolist(), strict=True))
@@ -48,7 +48,7 @@ class TokenView:
         return self.between(start, stop)
 
     def between(self, start: int, stop: int) -> np.ndarray:
-        """The slice of 0 <= start < stop <= len, unchecked: to check a row of a batch takes as long as to read it."""
+        """The slice of 0 <= start < stop <= len, unchecked: a check takes as long as reading a row of a batch."""
         span = bisect_right(self._starts, start) - 1
         end, file, shift = self._spans[span]
         if stop <= end:

@@ -1,4 +1,4 @@
-"""The text that comes of a prompt, token by token: whole characters, up to where it ends."""
+"""The continuation of a prompt, token by token: whole characters, up to where it ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from curriculum.data.tokenizers.tokenizer import Tokenizer
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """What a text begins with: `ids` from the one that opens a document on, int32; `text` is what they say."""
+    """The beginning of a text: `ids`, int32, from the one that opens a document on, and `text`, what they decode to."""
 
     text: str
     ids: np.ndarray
@@ -22,10 +22,10 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Generation:
-    """A prompt's continuation. `text` ends before the stop string or the end-of-text, `ids` are all that were drawn.
+    """A prompt's continuation. `text` ends before the stop string or end-of-text; `ids` are all that were drawn.
 
-    finished: "stop" at end-of-text or a stop string, "length" after max_tokens, "max_seq_len" where the model has no
-    more positions. A character that the end cuts through is left out; bytes that are no UTF-8 are U+FFFD.
+    finished: "stop" at end-of-text or a stop string, "length" after max_tokens, "max_seq_len" if the model has no more
+    positions. A character cut off by the end is left out; bytes that are not UTF-8 become U+FFFD.
     """
 
     prompt: str
@@ -45,7 +45,7 @@ class Generation:
 
 
 class NewText(NamedTuple):
-    """What has newly come of prompt `index`; with the last piece, all of it."""
+    """New text of prompt `index`; `whole` is the complete continuation, once it has ended."""
 
     index: int
     text: str
@@ -53,10 +53,10 @@ class NewText(NamedTuple):
 
 
 class Continuation:
-    """One that goes on; `whole` is None until it has ended.
+    """A continuation in progress; `whole` is None until it has ended.
 
-    key: uint32 [2], of its draws. last: where its last token stands at the latest, the prompt's first being at 0;
-    ends_as: what it is then.
+    key: uint32 [2], for its draws. last: the last position that its tokens may reach, counted from 0 at the prompt's
+    first token. ends_as: its `finished` if it gets there.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Continuation:
         self._text, self._num_shown = "", 0
 
     def add(self, ids: Iterable[int], tokenizer: Tokenizer) -> NewText:
-        """What newly drawn ids add to the text; those after its end are not looked at."""
+        """The text that newly drawn ids add; ids after its end are ignored."""
         for id_ in ids:
             if self.whole is None:
                 self._add(id_, tokenizer)
@@ -89,10 +89,10 @@ class Continuation:
         self._ids.append(id_)
         if id_ == tokenizer.eot:
             return self._end("stop")
-        opens_document = len(self.prompt.ids) + len(self._ids) == 2  # after nothing but the id that opens one
+        opens_document = len(self.prompt.ids) + len(self._ids) == 2  # the first id after the one that opens a document
         for character in self._decoder.decode(tokenizer.decode_bytes(np.array([id_]), opens_document)):
             self._text += character
-            # The first to be whole ends the text, the longest of several: so it does not matter how tokens cut it.
+            # The stop string that is complete first ends the text, the longest of several, however tokens cut it.
             if found := [stop for stop in self._stop if self._text.endswith(stop)]:
                 self._text = self._text[: -max(map(len, found))]
                 return self._end("stop")
@@ -104,5 +104,5 @@ class Continuation:
 
 
 def _begun(text: str, stop: str) -> int:
-    """How much of `stop`, less than all, the end of the text may be the beginning of."""
+    """The length of the longest proper prefix of `stop` that `text` ends with."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,6 +1,6 @@
-"""How many numbers a model of a config has, in all and by part. Nothing here imports jax or makes an array.
+"""The number of parameters of a config's model, in all and by part. Nothing here imports jax or makes an array.
 
-With `fsdp` and `tensor`, sizes of the axes of a mesh, they are those that one device of it holds.
+With `fsdp` and `tensor`, the sizes of mesh axes, it is the number that one device holds.
 """
 
 from curriculum.model.presets import ModelConfig
@@ -8,13 +8,13 @@ from curriculum.model.split import num_held
 
 
 def num_trained(config: ModelConfig, *, fsdp: int = 1, tensor: int = 1) -> int:
-    """Numbers that training changes: all of the model, or its adapters alone."""
+    """Parameters that training changes: all of the model, or its adapters alone."""
     counted = num_parameters if config.lora is None else num_adapters
     return counted(config, fsdp=fsdp, tensor=tensor)
 
 
 def num_adapters(config: ModelConfig, *, fsdp: int = 1, tensor: int = 1) -> int:
-    """Numbers of the adapters, 0 without any."""
+    """Parameters of the adapters, 0 without any."""
     if config.lora is None:
         return 0
     shapes, rank, num = config.projections(), config.lora.rank, 0
@@ -26,7 +26,7 @@ def num_adapters(config: ModelConfig, *, fsdp: int = 1, tensor: int = 1) -> int:
 
 
 def num_parameters(config: ModelConfig, *, fsdp: int = 1, tensor: int = 1) -> int:
-    """Numbers of the model, tied embeddings counted once, adapters included."""
+    """Parameters of the model, tied embeddings counted once, adapters included."""
     query_width, kv_width = config.n_head * config.head_width, config.n_kv_head * config.head_width
     d_model, d_ff, split = config.d_model, config.d_ff, {"fsdp": fsdp, "tensor": tensor}
 
@@ -48,7 +48,7 @@ def num_parameters(config: ModelConfig, *, fsdp: int = 1, tensor: int = 1) -> in
 
 
 def num_head(config: ModelConfig, *, fsdp: int = 1, tensor: int = 1) -> int:
-    """Numbers of the matrix that features are multiplied by, which is the embedding where the two are tied."""
+    """Parameters of the matrix that features are multiplied by, which is the embedding if the two are tied."""
     shape = (config.d_model, config.vocab_size)
     if config.tie_embeddings:
         return num_held("embed", "embedding", shape[::-1], fsdp=fsdp, tensor=tensor)
@@ -56,7 +56,7 @@ def num_head(config: ModelConfig, *, fsdp: int = 1, tensor: int = 1) -> int:
 
 
 def num_projections(config: ModelConfig, *, fsdp: int = 1, tensor: int = 1) -> int:
-    """Numbers of the blocks' matrices, without embeddings, head, norms, biases and adapters."""
+    """Parameters of the blocks' matrices, without embeddings, head, norms, biases and adapters."""
     return config.n_layer * sum(
         num_held(name, "kernel", shape, fsdp=fsdp, tensor=tensor) for name, shape in config.projections().items()
     )

@@ -1,6 +1,6 @@
-"""The next token, drawn from logits: temperature, top-k, top-p and min-p as numbers that may change without compiling.
+"""Sampling the next token from logits; temperature, top-k, top-p and min-p can change without compiling.
 
-No sort: what a filter keeps is all that is at least as likely as some id, so that each filter is a threshold, which
+No sort is needed: each filter keeps all ids that are at least as likely as some id, so it is a threshold, which
 bisection finds in 31 passes over the logits.
 
 Shape suffixes: B rows, V vocabulary.
@@ -33,7 +33,7 @@ class Knobs(NamedTuple):
 
 
 def draw(logits_BV: jax.Array, keys_B2: jax.Array, positions_B: jax.Array, knobs: Knobs) -> jax.Array:
-    """tokens_B, int32. A row's draw depends on its logits, its key (uint32) and the token's position alone."""
+    """tokens_B, int32. A row's draw depends only on its logits, its key (uint32) and the token's position."""
 
     def one_of_many() -> jax.Array:
         scaled_BV = scaled(logits_BV, knobs)
@@ -43,7 +43,7 @@ def draw(logits_BV: jax.Array, keys_B2: jax.Array, positions_B: jax.Array, knobs
 
 
 def scaled(logits_BV: jax.Array, knobs: Knobs) -> jax.Array:
-    """The logits over the temperature, the largest 0, and -inf for what the filters leave out."""
+    """The logits over the temperature, shifted so that the largest is 0, and -inf for ids that the filters remove."""
     temperature = jnp.where(knobs.temperature > 0, knobs.temperature, 1)
     scaled_BV = (logits_BV - logits_BV.max(axis=-1, keepdims=True)) / temperature
     filters = (knobs.top_k > 0) | (knobs.top_p < 1) | (knobs.min_p > 0)
@@ -69,15 +69,15 @@ def _kept(scaled_BV: jax.Array, knobs: Knobs) -> jax.Array:
 
 
 def _order(x_BV: jax.Array) -> jax.Array:
-    """int32 in the order of the float32."""
+    """int32 numbers in the same order as the float32 ones."""
     bits_BV = jax.lax.bitcast_convert_type(x_BV, jnp.int32)
     return jnp.where(bits_BV < 0, bits_BV ^ 0x7FFFFFFF, bits_BV)
 
 
 def _largest(scaled_BV: jax.Array, holds: Callable[[jax.Array], jax.Array], asked: jax.Array) -> jax.Array:
-    """The largest threshold in `_order`, at most that of 0, for which a condition holds that holds for -inf's.
+    """The largest threshold, in `_order` and at most that of 0, for which `holds` is true; it is true for that of -inf.
 
-    That of -inf where it is not `asked` for.
+    If not `asked`, the threshold of -inf.
     """
     low_B1 = jnp.full((scaled_BV.shape[0], 1), _order(jnp.float32(-jnp.inf)))
 

@@ -1,11 +1,11 @@
 """How a transformer is computed on each backend: its attention, its layers, its loss and its skipped updates.
 
-All of them compute the same function, up to the rounding of sums taken in another order. `tools/bench_step.py
---variants step step:layers=scanned step:attention=xla step:skip=select` measures them beside one another; docs/gpu.md
-says what was never run. What every backend shares: tokens are the rows of one matrix [B*T, D] (of [B, T, D] XLA copies
-a transposed cotangent for each weight's gradient on a CPU), and glibc keeps what is freed (`tune_malloc`).
+All formulations compute the same function, up to the rounding of sums taken in another order. `tools/bench_step.py
+--variants step step:layers=scanned step:attention=xla step:skip=select` measures them side by side; docs/gpu.md says
+what was never run. All backends share two choices. Tokens are the rows of one matrix [B*T, D]: with [B, T, D], XLA on a
+CPU copies a transposed cotangent for each weight's gradient. And glibc keeps freed memory (`tune_malloc`).
 
-Nothing here imports jax when it is read: a config is checked with it.
+Importing this module does not import jax, since configs are checked with it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Formulation:
-    """What a backend is given where the config leaves it to us.
+    """How a backend computes what the config leaves open.
 
     `attention`: `plain`, two batched products [B*J, G*T, K] x [B*J, T, K] with the softmax between them; `xla`,
     jax.nn.dot_product_attention in its portable form; `cudnn`, NVIDIA's flash attention through the same function.
@@ -27,8 +27,8 @@ class Formulation:
     `layers`: `unrolled`, one after the other in the program; `scanned`, one layer in a loop over stacked parameters,
     which compiles in the time of one.
 
-    `skip`, how an update that is not taken leaves the state as it was: `branch` computes the new state only where it is
-    taken; `select` always does, and picks each array.
+    `skip`, how a skipped update leaves the state unchanged: `branch` computes the new state only if the update is
+    taken; `select` always computes it, and selects the old or the new of each array.
     """
 
     attention: Literal["plain", "xla", "cudnn"]
@@ -40,21 +40,23 @@ class Formulation:
     """The loss fills the head up to a multiple of so many rows."""
 
 
-# Of a small vocabulary more than `loss_tokens` at a time: as many tokens as have so many logits.
+# With a small vocabulary, more than `loss_tokens` tokens at a time: as many as have this many logits.
 LOSS_LOGITS = 1 << 22
 BY_BACKEND = {
-    # Of the speed of what is chosen, two cores, 0.8M parameters, three rounds of one run: scanned layers 0.83; xla
-    # attention 1.03 and selecting 1.09, which is what two runs of the same differ by there. Selecting has the compiler
-    # copy each moment: 84 copies in an update of 4 layers, with a branch 10. 2,048 tokens of D = 512, V = 16,384: their
-    # loss 512 at a time took 1.0x of all at once, 64 at a time 2.2x, and computing logits again on the way back 1.3x.
+    # Speeds relative to these choices, with two cores, 0.8M parameters, three rounds of one run: scanned layers 0.83;
+    # xla attention 1.03 and select 1.09, which is how much two equal runs differ there. With select the compiler copies
+    # each moment: 84 copies in an update of 4 layers, with branch 10. The loss of 2,048 tokens with D = 512, V =
+    # 16,384, computed 512 tokens at a time, took 1.0x the time of all at once; 64 at a time 2.2x; recomputing logits in
+    # the backward pass 1.3x.
     "cpu": Formulation(attention="plain", layers="unrolled", skip="branch", loss_tokens=512, head_rows=1),
-    # Not run, but compiled for an H100 and counted (tools/check_gpu_program.py; docs/gpu.md has the table): at the
-    # limits of its data sheet an update of 124M parameters takes 46 ms; 61 with scanned layers, as what each hands to
-    # the way back is copied twice more; 103 with plain attention, which keeps [B, H, T, T]; and 52 with the loss of 512
-    # tokens at a time, each adding its part to the head's gradient. A branch would make the host wait for each update.
-    # Of GPT-2's 50,257 ids no row of logits begins at a multiple of 16 bytes, as tensor cores want it.
+    # Not run, but compiled for an H100 and counted (tools/check_gpu_program.py; docs/gpu.md has the table). At the
+    # limits of its data sheet an update of 124M parameters takes 46 ms; 61 with scanned layers, as what each keeps for
+    # the backward pass is copied twice more; 103 with plain attention, which keeps [B, H, T, T]; and 52 with the loss
+    # of 512 tokens at a time, each chunk adding to the head's gradient. A branch would make the host wait for each
+    # update. head_rows: with GPT-2's 50,257 ids no row of logits would begin at a multiple of 16 bytes, as tensor cores
+    # want it.
     "gpu": Formulation(attention="cudnn", layers="unrolled", skip="select", loss_tokens=4096, head_rows=128),
-    # Nothing is known of these: a loop compiles in the time of one layer.
+    # Nothing is known of these; a loop compiles in the time of one layer.
     "other": Formulation(attention="plain", layers="scanned", skip="select", loss_tokens=4096, head_rows=128),
 }
 
@@ -63,7 +65,7 @@ CUDNN_LARGEST_HEAD, CUDNN_HEAD_STEP = 128, 8  # widths that it takes on every ca
 
 
 def backend() -> str:
-    """A key of BY_BACKEND: what jax computes on by default. Starts the jax backend."""
+    """The key of BY_BACKEND for jax's default backend. Starts the jax backend."""
     import jax
 
     platform = jax.default_backend()
@@ -75,10 +77,10 @@ def backend() -> str:
 def attention_of(
     config: ModelConfig, backend: str, *, seq_len: int, has_document_mask: bool, heads_split: bool = False
 ) -> str:
-    """The attention of a config on a backend: its own choice, or the backend's as far as that one's limits allow.
+    """The attention of a config on a backend: its own choice, or the backend's if the config is within its limits.
 
-    Where the heads are split over devices, the plain form, whose one batch axis is of rows and heads, would have all of
-    them gathered on each (tests/test_scaling.py counts): xla's has an axis for each.
+    With heads split over devices, plain attention, whose one batch axis joins rows and heads, would gather all heads on
+    each device (tests/test_scaling.py counts). xla attention has an axis for each, and takes its place.
     """
     if config.attention != "auto":
         return config.attention
@@ -89,21 +91,21 @@ def attention_of(
 
 
 def layers_of(config: ModelConfig, backend: str) -> str:
-    """`unrolled` or `scanned`, likewise: layers that differ are not scanned."""
+    """`unrolled` or `scanned`: the config's choice, or the backend's; layers that differ are not scanned."""
     if config.layers != "auto":
         return config.layers
     return "unrolled" if scan_problem(config) is not None else BY_BACKEND[backend].layers
 
 
 def loss_positions(rows: int, seq_len: int, vocab_size: int, backend: str) -> int:
-    """Of how many positions at a time, in all of a device's `rows`, the logits are worked out."""
+    """The number of positions, in all of a device's `rows`, whose logits the loss computes at a time."""
     tokens = max(BY_BACKEND[backend].loss_tokens, LOSS_LOGITS // vocab_size)
     num_chunks = min(seq_len, -(-rows * seq_len // tokens))
     return -(-seq_len // num_chunks)
 
 
 def cudnn_problem(config: ModelConfig) -> str | None:
-    """Why cuDNN's flash attention cannot compute a config's; None where it can."""
+    """Why cuDNN's flash attention cannot compute a config's attention; None if it can."""
     if config.compute_dtype not in CUDNN_DTYPES:
         return f"got cudnn with compute_dtype {config.compute_dtype}, expected compute_dtype bfloat16 for it"
     if config.head_width > CUDNN_LARGEST_HEAD or config.head_width % CUDNN_HEAD_STEP:
@@ -113,7 +115,7 @@ def cudnn_problem(config: ModelConfig) -> str | None:
 
 
 def scan_problem(config: ModelConfig) -> str | None:
-    """Why a config's layers cannot be scanned; None where they are alike."""
+    """Why a config's layers cannot be scanned; None if they are alike."""
     if config.no_rope_every is not None and config.pos_encoding == "rope":
         return (
             f"got scanned, expected layers that are alike, and no_rope_every {config.no_rope_every} makes them differ"

@@ -1,8 +1,8 @@
-"""Text from a model: one compiled function that reads a prompt, and one that goes on with several rows at once.
+"""Text generation: one compiled function that reads a prompt, and one that continues several rows at once.
 
-Every shape follows from a prompt's own length and the most tokens it may get, in powers of two. A prompt is read
-alone, and goes on in one of NUM_ROWS rows whatever stands in the others: so what it gives is the same, bit for bit,
-alone, among others and in another order. The settings of `Sampling` are arguments: nothing is compiled for them.
+Shapes depend only on a prompt's own length and its largest number of tokens, in powers of two. A prompt is read alone,
+and continued in one of NUM_ROWS rows, whatever the others hold: its text is the same, bit for bit, alone, among others
+and in another order. The settings of `Sampling` are arguments, so nothing is compiled for them.
 
 Shape suffixes: B rows, T positions, D width, V vocabulary, N steps of one dispatch.
 """
@@ -32,26 +32,26 @@ from curriculum.sampling import Sampling
 
 NUM_ROWS = 8  # a multiple of 4: the products of XLA on a CPU then treat every row alike
 SMALLEST_BUCKET = 16  # positions
-# What one dispatch draws is seen when all of it is there. Many steps save the time between them, few look alive.
+# The tokens of one dispatch appear together. Many steps save the time between dispatches, few make the text flow.
 MOST_STEPS, DISPATCH_SECONDS = 32, 0.05
 
 
 class Rows(NamedTuple):
-    """The texts under way, on the device."""
+    """The texts being generated, on the device."""
 
     cache: Any
     tokens_B: jax.Array  # the newest token of each row, which is not in the cache yet
-    positions_B: jax.Array  # where it stands
-    last_B: jax.Array  # where the row's last token stands at the latest
+    positions_B: jax.Array  # its position
+    last_B: jax.Array  # the last position that the row may reach
     keys_B2: jax.Array  # uint32
-    going_B: jax.Array  # bool: the row has not come to its end
+    going_B: jax.Array  # bool: the row has not ended
 
 
 class Generator:
-    """Draws text with any parameters of one model.
+    """Generates text with any parameters of one model.
 
-    num_prefill_traces, num_decode_traces: how often the two functions were traced, once a shape.
-    Raises InputError where the model cannot go on from what it has read.
+    num_prefill_traces, num_decode_traces: how often the two functions were traced, once per shape. Raises InputError if
+    the model lacks `empty_cache` or `extend`.
     """
 
     def __init__(self, model: Model, tokenizer: Tokenizer, mesh: Mesh):
@@ -71,7 +71,7 @@ class Generator:
         self._whole, self._compiled = whole, {}  # what `compile` made, by function and shape
 
     def prompt(self, text: str) -> Prompt:
-        """The prompt of a text, all of it ordinary. Raises InputError for what the tokenizer cannot represent."""
+        """The prompt of a text, all of it ordinary. Raises InputError if the tokenizer cannot represent it."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -80,7 +80,7 @@ class Generator:
         return Prompt(text, np.concatenate([[self.tokenizer.bos], ids]).astype(np.int32))
 
     def check(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
-        """Raise InputError with all that is wrong with the settings, and every prompt that is too long."""
+        """Raise InputError that lists all that is wrong with the settings, and every prompt that is too long."""
         problems = [f"{name}: {message}" for name, message in sampling.problems()]
         for number, prompt in enumerate(prompts, start=1):
             try:
@@ -98,8 +98,9 @@ class Generator:
             raise InputError(f"{got}, expected at most the model's max_seq_len {longest}")
 
     def compile(self, params: Params, prompts: Sequence[Prompt], sampling: Sampling) -> None:
-        """Compile what these prompts need for parameters like `params`, arrays or jax.ShapeDtypeStruct. From then on
-        they go on with no others.
+        """Compile what these prompts need for parameters like `params`, arrays or jax.ShapeDtypeStruct.
+
+        Afterwards, prompts of these shapes run only with parameters of the same shapes, types and shardings.
         """
         knobs, number = Knobs.of(sampling), np.int32(0)
         for num_positions, texts in self._by_room(prompts, sampling).items():
@@ -126,14 +127,14 @@ class Generator:
         return self._stream(params, self._by_room(prompts, sampling), Knobs.of(sampling))
 
     def _by_room(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[int, deque[Continuation]]:
-        """What is to come of each prompt, in order, by how many positions the rows need for it."""
+        """A continuation for each prompt, in order, grouped by the number of positions that its row needs."""
         met: Counter[bytes] = Counter()
         by_room: dict[int, deque[Continuation]] = {}
         for index, prompt in enumerate(prompts):
             ids = prompt.ids.astype("<i4").tobytes()
             key, last = _key(sampling.seed, ids, met[ids]), len(prompt.ids) - 1 + sampling.max_tokens
             met[ids] += 1
-            # The last token of all is not read: so it may stand where there is no position any more.
+            # The last token is never fed to the model, so it may lie one beyond the model's positions.
             limited = self.model.max_seq_len is not None and last > self.model.max_seq_len
             last, ends_as = (self.model.max_seq_len, "max_seq_len") if limited else (last, "length")
             text = Continuation(index, prompt, key, last, ends_as, sampling.stop)
@@ -160,7 +161,7 @@ class Generator:
                     drawn_NB = np.asarray(drawn_NB)[: int(num_drawn)]
                     step_seconds = (time.perf_counter() - started) / len(drawn_NB)
                     num_steps = int(np.clip(DISPATCH_SECONDS / step_seconds, 1, MOST_STEPS))
-                    if jax.process_count() > 1:  # their clocks differ, and all must run the same
+                    if jax.process_count() > 1:  # clocks differ between processes, and all must run the same steps
                         num_steps = MOST_STEPS
                     for row, text in under_way.items():
                         yield text.add(drawn_NB[:, row], self.tokenizer)
@@ -179,7 +180,7 @@ class Generator:
         return prefill(params, rows, tokens_BT, *place, text.key, knobs)
 
     def _bucket(self, num_positions: int) -> int:
-        """The shape for so many positions: the next power of two, or all that the model has."""
+        """`num_positions` rounded up to a power of two, within SMALLEST_BUCKET and the model's max_seq_len."""
         bucket = max(SMALLEST_BUCKET, 1 << (num_positions - 1).bit_length())
         return bucket if self.model.max_seq_len is None else min(bucket, self.model.max_seq_len)
 
@@ -215,10 +216,10 @@ class Generator:
     def _trace_decode(
         self, params: Params, rows: Rows, stays_B: jax.Array, num_steps: jax.Array, knobs: Knobs
     ) -> tuple[Rows, jax.Array, jax.Array]:
-        """(rows, drawn_NB, how many of the N steps were taken) after `num_steps`, or once no row goes on.
+        """(rows, drawn_NB, how many of the N steps were taken) after `num_steps`, or once all rows have ended.
 
-        A row is at its end where stays_B says so, at end-of-text and at its last token; what is drawn for it from then
-        on is nothing.
+        A row ends if stays_B is False, at end-of-text and at its last position; what is drawn for it after that is to
+        be ignored.
         """
         self.num_decode_traces += 1
         one_B = jnp.ones(NUM_ROWS, jnp.int32)
@@ -244,6 +245,6 @@ class Generator:
 
 
 def _key(seed: int, ids: bytes, occurrence: int) -> np.ndarray:
-    """uint32 [2] of the draws after a prompt; of equal prompts each has its own."""
+    """uint32 [2] for the draws after a prompt; equal prompts get different keys."""
     digest = hashlib.blake2b(b"%d %d " % (seed, occurrence) + ids, digest_size=8).digest()
     return np.frombuffer(digest, "<u4").astype(np.uint32)

@@ -1,4 +1,4 @@
-"""What a block is made of: norms, linear layers with and without an adapter, the feed-forward.
+"""The parts of a block: norms, linear layers with and without an adapter, the feed-forward.
 
 Shape suffixes as in `curriculum.model.transformer`.
 """
@@ -16,7 +16,7 @@ from curriculum.model.presets import LoraConfig, ModelConfig
 
 
 class Norm(nnx.Module):
-    """Layernorm (`centred`) or rmsnorm of the last axis. In float32, whatever the type of what is normed."""
+    """Layernorm (`centred`) or rmsnorm of the last axis, computed in float32 whatever the input's type."""
 
     def __init__(self, config: ModelConfig, width: int, *, centred: bool, bias: bool):
         self.scale = nnx.Param(jnp.ones(width, jnp.float32))
@@ -30,8 +30,9 @@ class Norm(nnx.Module):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _normed(centred: bool, eps: float, x: jax.Array, scale_D: jax.Array) -> jax.Array:
-    """x over its deviation, times the scale, in float32. Its own way back keeps x and two numbers a row, and takes two
-    sums a row: autodiff keeps three arrays.
+    """x over its deviation, times the scale, in float32.
+
+    Its own backward pass keeps x and two numbers per row, and takes two sums per row; autodiff keeps three arrays.
     """
     return _normed_forward(centred, eps, x, scale_D)[0]
 
@@ -45,7 +46,8 @@ def _normed_forward(centred, eps, x, scale_D):
 
 def _normed_backward(centred, eps, kept, dnormed):
     x, mean, rate, scale_D = kept
-    # Else XLA works both sums out anew for the scale's gradient, and writes that one's terms as a float32 array.
+    # Without the barrier XLA computes both sums again for the scale's gradient, and writes the terms of that gradient
+    # as a float32 array.
     mean, rate = jax.lax.optimization_barrier((mean, rate))
     unit, dunit = _shifted(x, mean) * rate, dnormed * scale_D
     dx = dunit - unit * (dunit * unit).mean(axis=-1, keepdims=True)
@@ -71,9 +73,9 @@ def head_norm(config: ModelConfig) -> Norm:
 
 
 class AdaptedLinear(nnx.Linear):
-    """x W + scale (x A) B: a linear layer whose matrix W stays and whose adapter A, B of low rank is trained.
+    """x W + scale (x A) B: a linear layer with a frozen matrix W and a trained adapter A, B of low rank.
 
-    R is the rank. The two products with A and B are small; W + scale A B is never made.
+    R is the rank. The two products with A and B are small; W + scale A B is never formed.
     """
 
     def __init__(self, inputs: int, outputs: int, lora: LoraConfig, rngs: nnx.Rngs, **settings: Any):
@@ -88,7 +90,7 @@ class AdaptedLinear(nnx.Linear):
 
 
 def linear(config: ModelConfig, name: str, bias: bool, rngs: nnx.Rngs) -> nnx.Linear:
-    """The matrix of a block that the config's `projections` names so, adapted where `lora` asks for it."""
+    """The linear layer of a block that `projections` calls `name`, with an adapter if `lora` targets it."""
     inputs, outputs = config.projections()[name]
     settings = {"use_bias": bias, "dtype": config.compute_dtype, "rngs": rngs}
     if config.lora is not None and name in config.lora.targets:
@@ -97,7 +99,7 @@ def linear(config: ModelConfig, name: str, bias: bool, rngs: nnx.Rngs) -> nnx.Li
 
 
 class MLP(nnx.Module):
-    """gelu in its tanh form, or swiglu (arXiv:2002.05202)."""
+    """The feed-forward: gelu in its tanh form, or swiglu (arXiv:2002.05202)."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.gate = linear(config, "gate", config.bias, rngs) if config.mlp_type == "swiglu" else None
@@ -107,7 +109,7 @@ class MLP(nnx.Module):
 
     def __call__(self, x_MD: jax.Array) -> jax.Array:
         inner = self._inner
-        if self.remat == "none":  # else it says what is kept of the whole block
+        if self.remat == "none":  # else remat decides what is kept of the whole block
             inner = jax.checkpoint(inner, policy=_is_product_or_cast)
         return self.down(inner(x_MD))
 
@@ -118,8 +120,10 @@ class MLP(nnx.Module):
 
 
 def _is_product_or_cast(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Keep products for the way back, and matrices as they went into them; what is made of each number of a product is
-    made again. Together with the norms' own way back an update of 10.7M parameters takes 0.90 of the memory on a CPU by
-    the compiler's count, in 0.93 to 0.99 of the time; of 124M compiled for an H100 0.84, in 0.94 of the least time.
+    """Keep products for the backward pass, and matrices as they entered them; recompute what is elementwise.
+
+    Together with the norms' own backward pass, an update of 10.7M parameters takes 0.90 of the memory on a CPU by the
+    compiler's count, in 0.93 to 0.99 of the time; one of 124M compiled for an H100 takes 0.84, in 0.94 of the least
+    time.
     """
     return primitive.name in ("dot_general", "convert_element_type")

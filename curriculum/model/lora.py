@@ -1,4 +1,4 @@
-"""Adapters of low rank (arXiv:2106.09685): taken out of a model's parameters, put back, merged.
+"""Low-rank adapters (arXiv:2106.09685): taken out of a model's parameters, put back, merged.
 
 Nothing here imports jax. Shape suffixes: D inputs of a matrix, F its outputs, R the rank.
 """
@@ -38,7 +38,7 @@ def _part(tree: Params, wanted: Callable[[str], bool]) -> Params:
 
 
 def joined(frozen: Params, adapters: Params) -> Params:
-    """The whole parameters, of which these are the parts."""
+    """The parameters that `frozen_of` and `adapters_of` took apart."""
     both = {name: frozen.get(name, adapters.get(name)) for name in (*frozen, *adapters)}
     return {
         name: joined(frozen[name], adapters[name]) if name in frozen and name in adapters else value

@@ -1,9 +1,9 @@
 """Cross-entropy over a large vocabulary, a few positions at a time: no array of [B, T, V] is ever made.
 
-In training the gradient is worked out on the way forward: while the logits of a chunk are at hand, their cotangent
-is known up to one factor (the loss is a sum), so nothing has to be kept or computed again on the way back.
+In training the gradient is computed in the forward pass: while the logits of a chunk are at hand, their cotangent is
+known up to one factor (the loss is a sum), so nothing has to be kept or recomputed for the backward pass.
 
-Shape suffixes: B rows, t positions of a chunk, m = B*t, D width, V vocabulary; S parts of the rows, one a device.
+Shape suffixes: B rows, t positions of a chunk, m = B*t, D width, V vocabulary; S shards of the rows, one per device.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ def sum_nats(
     segment_ids_BT: jax.Array | None = None,
     keys_B: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(sum of nats over the masked targets, the same by row, nats_B); float32. The sum alone has a gradient."""
+    """(sum of nats over the targets in the loss mask, nats_B: the same sum by row); float32.
+
+    Only the first has a gradient.
+    """
     features_BTD = model.forward(params, inputs_BT, segment_ids_BT, keys_B)
     if model.head is None:
         nats_BT, _ = _nats(_without_padding(features_BTD.astype(jnp.float32), model.num_ids), targets_BT)
@@ -80,7 +83,7 @@ def sample_targets(
 
 
 def next_logits(model: Model, params: Params, features_BD: jax.Array) -> jax.Array:
-    """logits_BV in float32 of the token that comes after each of these positions."""
+    """logits_BV in float32 for the token that follows each of these positions."""
     if model.head is None:
         return _without_padding(features_BD.astype(jnp.float32), model.num_ids)
     kernel_VD = model.head(params).astype(features_BD.dtype)
@@ -88,7 +91,7 @@ def next_logits(model: Model, params: Params, features_BD: jax.Array) -> jax.Arr
 
 
 def _head(model: Model, params: Params) -> tuple[jax.Array, int | None]:
-    """(kernel_VD, how many of its rows are ids, None: all), filled up with rows of zeros as the backend has it."""
+    """(kernel_VD, padded with rows of zeros as the backend wants; how many rows are ids, None: all)."""
     kernel_VD = model.head(params)
     V = kernel_VD.shape[0]
     missing = -V % BY_BACKEND[backend()].head_rows
@@ -133,8 +136,8 @@ def _sum_nats_forward(num_ids, row_shards, features_BTD, kernel_VD, targets_BT, 
         return dkernel_SVD, (jnp.where(mask_Bt, nats_Bt, 0).sum(axis=1), dfeatures_BtD)
 
     # Each chunk adds its part to the kernel's gradient, V x D numbers read and written: little beside its three
-    # products where it is long enough. Where rows are split over S devices, each adds up its own: of one array of
-    # V x D the compiler would sum that of each chunk over all of them.
+    # products if the chunk is long enough. If rows are split over S devices, each device sums its own part: with one
+    # array of V x D the compiler would sum every chunk's part over all devices.
     chunks = _split((features_BTD, targets_BT, loss_mask_BT), low_VD, row_shards)
     zeros_SVD = jnp.zeros((row_shards, *kernel_VD.shape), jnp.float32)
     dkernel_SVD, (nats_CB, dfeatures_CBtD) = jax.lax.scan(chunk_step, zeros_SVD, chunks)
@@ -155,12 +158,12 @@ _sum_nats.defvjp(_sum_nats_forward, _sum_nats_backward)
 def _logits(features_BtD: jax.Array, kernel_VD: jax.Array, num_ids: int | None) -> jax.Array:
     B, t, D = features_BtD.shape
     logits_mV = jnp.einsum("md,vd->mv", features_BtD.reshape(B * t, D), kernel_VD, preferred_element_type=jnp.float32)
-    # A slice is read in place; what is set to -inf would be written once more.
+    # A slice is read in place; setting logits to -inf would write them once more.
     return logits_mV.reshape(B, t, -1)[..., :num_ids]
 
 
 def _without_padding(logits_V: jax.Array, num_ids: int | None) -> jax.Array:
-    """No probability for ids from `num_ids` on, along the last axis; None: all are meant."""
+    """The logits with -inf for ids from `num_ids` on, along the last axis; None: there is no padding."""
     if num_ids is None:
         return logits_V
     return jnp.where(jnp.arange(logits_V.shape[-1]) < num_ids, logits_V, -jnp.inf)
@@ -169,7 +172,7 @@ def _without_padding(logits_V: jax.Array, num_ids: int | None) -> jax.Array:
 def _nats(logits_BTV: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
     target_logits_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
     nats_BT = jax.nn.logsumexp(logits_BTV, axis=-1) - target_logits_BT
-    # The target comes first among the likeliest, as `argmax` has it, in a reduction that XLA's CPU compiler vectorises.
+    # Whether `argmax` would give the target (the first of equals), as a reduction that XLA's CPU compiler vectorises.
     ids_V, target_BT1 = jnp.arange(logits_BTV.shape[-1]), targets_BT[..., None]
     below_BTV = logits_BTV < target_logits_BT[..., None]
     tied_after_BTV = (logits_BTV == target_logits_BT[..., None]) & (ids_V >= target_BT1)
@@ -177,13 +180,13 @@ def _nats(logits_BTV: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.
 
 
 def _by_chunk(function, arrays, kernel_VD, row_shards):
-    """function over chunks of positions, the results as [B, T] again."""
+    """Map a function over chunks of positions, and join the results to [B, T] again."""
     T = arrays[0].shape[1]
     return jax.tree.map(lambda array: _join(array, T), jax.lax.map(function, _split(arrays, kernel_VD, row_shards)))
 
 
 def _split(arrays_BT: Any, kernel_VD: jax.Array, row_shards: int) -> Any:
-    """[C, B, t, ...] of each [B, T, ...]; positions are added at the end, as zeros, to make the chunks whole.
+    """[C, B, t, ...] of each [B, T, ...], padded with zeros at the end to make the chunks whole.
 
     Chunks are cut along the positions, so that rows stay where a mesh has put them.
     """

@@ -1,10 +1,9 @@
-"""What one update of the transformer needs of a device's memory, worked out from its shape. Nothing here imports jax.
+"""The device memory that one update of the transformer needs, estimated from its shape. Nothing here imports jax.
 
-The count is of one moment, the fullest: the way forward of a micro-step is done, and the loss has its first chunk of
-logits at hand. On the way back gradients take the place of activations. What is counted of a block is what automatic
-differentiation hands to the way back, which a compiler that fuses keeps less of.
-Where adapters alone are trained, a matrix beside which nothing is trained hands over no input, and the first block is
-counted like the others, although there is no way back beyond its first adapter.
+The estimate is of the peak: the forward pass of a micro-step is done, and the loss has its first chunk of logits at
+hand. In the backward pass gradients take the place of activations. For a block it counts what automatic differentiation
+keeps for the backward pass; a compiler that fuses keeps less. If only adapters are trained, a matrix without an adapter
+keeps no input, and the first block is counted like the others, although the backward pass ends at its first adapter.
 
 Shape suffixes: B rows of a micro-step, T positions, M = B*T, D width, F ffn, H query heads, V vocabulary.
 """
@@ -73,14 +72,13 @@ def memory_estimate(
     tensor: int = 1,
     update_bytes: int = 0,
 ) -> MemoryEstimate:
-    """Bytes of one update on one device of a `backend`, a key of BY_BACKEND, computed as that one has it.
+    """Bytes of one update on one device of a `backend`, a key of BY_BACKEND, with that backend's formulation.
 
-    `rows`: those of one micro-step on this device, batch_size / grad_accum / (devices the rows are split over).
-    `moments_per_parameter`: float32 numbers that the optimizer keeps, 2 for AdamW; the mean where parameters differ. Of
-    trained parameters on the device.
-    `fsdp`, `tensor`: sizes of the mesh's axes, over which parameters, gradients, moments and average are split as
-    `curriculum.model.split` says; activations are counted whole. `update_bytes`: temporaries of the optimizer's update.
-    Raises ValueError where a size is below 1 or the moments below 0.
+    `rows`: rows of one micro-step on this device, batch_size / grad_accum / (devices the rows are split over).
+    `moments_per_parameter`: float32 numbers that the optimizer keeps for each trained parameter on the device, 2 for
+    AdamW; the mean if parameters differ. `fsdp`, `tensor`: sizes of the mesh axes, over which parameters, gradients,
+    moments and average are split as `curriculum.model.split` says; activations are counted whole. `update_bytes`:
+    temporaries of the optimizer's update. Raises ValueError if a size is below 1 or the moments below 0.
     """
     sizes = {"rows": rows, "seq_len": seq_len, "grad_accum": grad_accum, "fsdp": fsdp, "tensor": tensor}
     for name, size in sizes.items():
@@ -91,7 +89,7 @@ def memory_estimate(
 
     attention = attention_of(model, backend, seq_len=seq_len, has_document_mask=document_mask)
     model = replace(model, attention=attention, layers=layers_of(model, backend))
-    split, used = {"fsdp": fsdp, "tensor": tensor}, {"tensor": tensor}  # as a device keeps parameters, and uses them
+    split, used = {"fsdp": fsdp, "tensor": tensor}, {"tensor": tensor}  # how a device stores parameters, and uses them
     params, trained = (FLOAT32_BYTES * num(model, **split) for num in (num_parameters, num_trained))
     num_tokens, width_bytes = rows * seq_len, BYTES_OF[model.compute_dtype]
 
@@ -102,7 +100,7 @@ def memory_estimate(
     computed_again = 0 if model.remat == "none" else block_bytes(model, rows, seq_len, "none")
     activations = kept_bytes(model, rows, seq_len, document_mask) + max(computed_again - chunk, 0)
     gathered = FLOAT32_BYTES * (num_parameters(model, **used) + num_trained(model, **used)) if fsdp > 1 else 0
-    if model.remat != "none":  # all blocks but one are not gathered yet, or are not any more
+    if model.remat != "none":  # only one block is gathered at a time
         others = num_projections(model, **used) * (1 - 1 / model.n_layer)
         gathered = round(gathered * (1 - others / num_parameters(model, **used)))
     stacked = num_projections(model, **split) + num_adapters(model, **split) if model.layers == "scanned" else 0
@@ -121,12 +119,12 @@ def memory_estimate(
 
 
 def kept_bytes(model: ModelConfig, rows: int, seq_len: int, document_mask: bool = False) -> int:
-    """All that the way forward hands to the way back, parameters apart.
+    """Bytes that the forward pass keeps for the backward pass, parameters apart.
 
-    Beside the blocks: the tokens; what goes into the last norm (what comes out is the loss's); of the embedding's
-    dropout what a block has of its own two. For computing blocks again, what all of them share: which positions are
-    visible, [B, T, T] with a document mask and [T, T] without. For cuDNN a document mask is an array of compute_dtype.
-    A loop over scanned layers keeps once what is the same in all of them.
+    Besides the blocks: the tokens; the input of the last norm (its output is counted with the loss); for the
+    embedding's dropout as much as for each of the two of a block. If blocks are recomputed, also the mask of visible
+    positions that they share, [B, T, T] with a document mask and [T, T] without. For cuDNN a document mask is an array
+    of compute_dtype. A loop over scanned layers keeps once what is the same in all of them.
     """
     num_tokens = rows * seq_len
     outside = num_tokens * (4 + _norm_bytes(model) + _dropout_bytes(model))
@@ -144,27 +142,27 @@ def kept_bytes(model: ModelConfig, rows: int, seq_len: int, document_mask: bool 
 
 
 def _alike_bytes(model: ModelConfig, rows: int, seq_len: int) -> int:
-    """What of a block is the same in each: what is visible, and the zeros of scores and dropouts."""
+    """Bytes of a block that are the same in all blocks: the visible positions, and the zeros of scores and dropouts."""
     scores = 0 if model.attention == "cudnn" else model.n_head * seq_len * (FLOAT32_BYTES + 1)
     zeros = 2 * model.d_model * BYTES_OF[model.compute_dtype] if model.dropout else 0
     return rows * seq_len * (scores + zeros)
 
 
 def block_bytes(model: ModelConfig, rows: int, seq_len: int, remat: str) -> int:
-    """What one block hands to the way back. In compute_dtype where nothing else is said:
+    """Bytes that one block keeps for the backward pass. In compute_dtype unless stated otherwise:
 
     | remat | [M, D] | [M, K n_kv_head] | [M, F] | [B, H, T, T] |
     |---|---|---|---|---|
-    | full | what comes in | | | |
-    | dots | what comes in, query, attention's out | key, value | up; swiglu: gate as well | |
-    | none | query, mixed; of each norm what comes in and what comes out | key, value | up; swiglu: gate as well; \
-and what down is given | scores' other branch (zeros) and exponentials in float32, shares, and a byte that says what \
-is visible; cudnn: none, and mixed in any case |
+    | full | block input | | | |
+    | dots | block input, query, attention's out | key, value | up; swiglu: gate as well | |
+    | none | query, mixed; input and output of each norm | key, value | up; swiglu: gate as well; \
+    and the input of down | scores' other branch (zeros) and exponentials in float32, shares, and a byte for whether \
+    it is visible; cudnn: none, and mixed in any case |
 
-    With none there are also small float32 numbers a row of these arrays, dropout's mask and zeros, and in bfloat16 a
-    copy of each weight, but of scanned layers, which have one. With adapters what comes out of a norm, mixed and the
-    input of down are handed over where an adapter reads them; each adapter adds its inner [M, rank], and its result:
-    with dots, but that of down; with none, of gate and up.
+    With none it also keeps small float32 numbers for each row of these arrays, dropout's mask and zeros, and in
+    bfloat16 a copy of each weight, unless layers are scanned (their copy is `stacked`). With adapters, the output of a
+    norm, mixed and the input of down are kept only if an adapter reads them. Each adapter adds its inner [M, rank] and
+    its result: with dots for all but down; with none for gate and up only.
     """
     num_tokens, width_bytes = rows * seq_len, BYTES_OF[model.compute_dtype]
     query_width, kv_width = model.n_head * model.head_width, model.n_kv_head * model.head_width
@@ -186,7 +184,7 @@ is visible; cudnn: none, and mixed in any case |
     flash = model.attention == "cudnn"
     attention = ((1 + (flash or is_kept("out"))) * query_width + 2 * kv_width) * width_bytes
     if model.qk_norm:
-        # Of each query and key what comes into its norm, and each head's deviation.
+        # The input of each query's and key's norm, and each head's deviation.
         attention += (query_width + kv_width) * width_bytes
         attention += (model.n_head + model.n_kv_head) * FLOAT32_BYTES
     of_score = 2 * FLOAT32_BYTES + width_bytes + 1
@@ -201,11 +199,11 @@ is visible; cudnn: none, and mixed in any case |
 
 
 def _norm_bytes(model: ModelConfig) -> int:
-    """Of one position at one norm over the width: what comes in, its mean where that is taken off, its deviation."""
+    """Bytes for one position at one norm over the width: its input, its mean (layernorm only), its deviation."""
     num_sums = 2 if model.norm_type == "layernorm" else 1
     return model.d_model * BYTES_OF[model.compute_dtype] + num_sums * FLOAT32_BYTES
 
 
 def _dropout_bytes(model: ModelConfig) -> int:
-    """Of one position at one dropout: a byte that says what is kept, and the zeros in the other's place."""
+    """Bytes for one position at one dropout: a byte per number for whether it is kept, and the zeros in its place."""
     return model.d_model * (1 + BYTES_OF[model.compute_dtype]) if model.dropout else 0

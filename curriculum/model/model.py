@@ -16,10 +16,10 @@ Params = Any  # nested dicts, keyed by strings, and lists of float32 arrays
 
 
 class Placement(NamedTuple):
-    """How the parameters lie on devices, for a model that gathers them itself, part by part as it uses them.
+    """How parameters are placed on devices, for a model that gathers them part by part as it uses them.
 
-    `gather(params)` gives parameters, all of them or those of some modules, as a matrix product takes them: whole but
-    for what is split over heads, feed-forward and vocabulary. `heads_split`: whether the heads lie on several devices.
+    `gather(params)` gives parameters, all of them or those of some modules, as matrix products use them: whole, except
+    for the axes that stay split (heads, feed-forward, vocabulary). `heads_split`: whether heads are split over devices.
     """
 
     gather: Callable[[Params], Params] = lambda params: params
@@ -28,39 +28,38 @@ class Placement(NamedTuple):
 
 @dataclass(frozen=True)
 class Model:
-    """What training, evals and checkpoints need of a model, and all that they know of one.
+    """The interface of a model: all that training, evals and checkpoints use of it.
 
-    `init(seed)`: the first parameters, float32 arrays on the host; of arrays on a device a copy is taken.
+    `init(seed)`: the initial parameters, float32 arrays on the host; arrays on a device are copied.
 
-    `forward(params, tokens_BT, segment_ids_BT, keys_B)`: features_BTD. Position t may depend on the tokens 0..t of
-    its row only. `segment_ids_BT` is None, or the mask of `packing.document_mask`: then position t may depend on its
-    own document only, neighbours of equal id being one document. `keys_B` is a random key a row in training and None
-    in evals.
+    `forward(params, tokens_BT, segment_ids_BT, keys_B)`: features_BTD. Position t may depend only on tokens 0..t of its
+    row. `segment_ids_BT` is None, or the mask of `packing.document_mask`: neighbours of equal id are one document, and
+    position t may depend only on its own document. `keys_B` is one random key per row in training, and None in evals.
 
-    `head(params)`: kernel_VD; logits are features_BTD @ kernel_VD.T, worked out a few positions at a time. Without
-    `head` the features are the logits.
+    `head(params)`: kernel_VD; logits are features_BTD @ kernel_VD.T, computed a few positions at a time. Without `head`
+    the features are the logits.
 
-    `num_ids`: rows of the head, or logits, from here on are padding and never predicted; None: there are none.
+    `num_ids`: rows of the head, or logits, from this one on are padding and never predicted; None: there are none.
 
-    `architecture`: what the model is, as plain JSON; kept with the run, and a resumed run must have an equal one.
+    `architecture`: a description of the model as plain JSON, kept with the run; a resumed run must have an equal one.
 
-    `shapes()`: the parameters as jax.ShapeDtypeStruct, where that is cheaper than `init`.
+    `shapes()`: the parameters as jax.ShapeDtypeStruct, if that is cheaper than `init`.
 
     To generate text, a model also needs these two:
 
-    `empty_cache(num_rows, num_positions)`: what is kept of no tokens yet, with room for `num_positions` in each row, as
-    a tree of arrays whose first axis is the row.
+    `empty_cache(num_rows, num_positions)`: a cache that holds no tokens yet and has room for `num_positions` in each
+    row, as a tree of arrays whose first axis is the row.
 
-    `extend(params, cache, tokens_BT, starts_B, lengths_B)`: (features_BTD, cache) of tokens that come after those in
-    the cache, as `forward` gives them for all of the row. Row b's first token stands at position starts_B[b], counted
-    from 0. Tokens from lengths_B[b] on are padding, which must leave no trace in what comes later.
+    `extend(params, cache, tokens_BT, starts_B, lengths_B)`: (features_BTD, cache) for tokens that follow those in the
+    cache; the features are those that `forward` gives for the whole row. Row b's first token is at position
+    starts_B[b], counted from 0. Tokens from lengths_B[b] on are padding and must not affect what comes later.
 
-    `max_seq_len`: positions that the model has at most; None: there is no limit.
+    `max_seq_len`: the largest number of positions; None: no limit.
 
-    `placed(placement)`: the same model, gathering its parameters part by part, each where it is used; without it all of
-    them are gathered before any is.
+    `placed(placement)`: the same model, gathering its parameters part by part where it uses them; without it all
+    parameters are gathered first.
 
-    `row_shards`: over how many devices the rows of a batch lie.
+    `row_shards`: the number of devices that the rows of a batch are split over.
     """
 
     init: Callable[[int], Params]
@@ -87,14 +86,14 @@ def parameter_name(path: tuple) -> str:
 
 
 def by_name(params: Params) -> dict[str, Any]:
-    """The arrays, or what stands in their places, by dotted name, in the order of the tree."""
+    """The leaves of a parameter tree by dotted name, in the order of the tree."""
     return {parameter_name(path): array for path, array in jax.tree.leaves_with_path(params)}
 
 
 def check_model(model: Model, vocab_size: int, num_rows: int, seq_len: int) -> None:
-    """Raise InputError where shapes and types show that a model is not what `Model` promises.
+    """Raise InputError if shapes and types show that a model does not satisfy `Model`.
 
-    Nothing is computed but `init`, where it is plain numpy. That position t sees no later token is not checked.
+    Nothing is computed, except `init` if it is plain numpy. That position t sees no later token is not checked.
     """
     if not isinstance(model, Model):
         raise InputError(f"make_model: gave {type(model).__name__}, expected a curriculum.model.model.Model")
@@ -171,10 +170,10 @@ def _brief(value: Any) -> str:
 
 
 def num_parameters(model: Model) -> int:
-    """Numbers of the model."""
+    """The number of parameters of a model."""
     return count(abstract_params(model))
 
 
 def count(params: Params) -> int:
-    """Numbers of a tree of arrays; shapes are enough."""
+    """The number of elements in a tree of arrays, or of anything with shapes."""
     return sum(int(np.prod(array.shape)) for array in jax.tree.leaves(params))

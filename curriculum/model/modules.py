@@ -1,4 +1,4 @@
-"""The modules of a decoder-only transformer: the whole, a block, its attention, and what all blocks share of a batch.
+"""The modules of a decoder-only transformer: the whole, a block, its attention, and the batch data that blocks share.
 
 Shape suffixes as in `curriculum.model.transformer`.
 """
@@ -21,7 +21,7 @@ from curriculum.model.rope import rope_angles
 
 Cache = dict[str, tuple[jax.Array, jax.Array]]  # by block: its keys and its values, [B, J, S, K] in compute_dtype
 
-# What is kept of a block from the way forward to the way back; the rest is computed again.
+# What is kept of a block for the backward pass; the rest is recomputed.
 REMAT_POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -29,8 +29,9 @@ REMAT_POLICIES = {
 
 
 class Transformer(nnx.Module):
-    """Embedding, then blocks that are alike and are not its own, and a norm; `head` is a matrix that `forward`'s caller
-    multiplies by, where it is not tied.
+    """Embedding, blocks and last norm; the blocks are alike and are passed in.
+
+    `head`, None if tied, is only held here: the caller of `forward` multiplies by it.
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
@@ -57,7 +58,7 @@ class Transformer(nnx.Module):
             rows = _rows(self.config, T, segment_ids_BT, keys_B if self.config.dropout else None)
         else:
             rows = _rows_after(self.config, T, starts_B, next(iter(cache.values()))[0].shape[2])
-        # The tables are read in float32, so that their gradients are added up in it.
+        # The tables are read in float32, so that their gradients are summed in float32.
         x_MD = self.embed(tokens_BT.reshape(B * T))
         if self.positions is not None:
             apart = rows.positions_BT is not None
@@ -88,7 +89,8 @@ class Transformer(nnx.Module):
         has_rope = self.config.has_rope(0)
 
         def stacked(*arrays):
-            # The matrices are used in compute_dtype alone: the copy that stacking makes is no larger than need be.
+            # Matrices are used in compute_dtype only, so they are cast before stacking: the copy is no larger than
+            # needed.
             dtype = self.config.compute_dtype if arrays[0].ndim > 1 else arrays[0].dtype
             return jnp.stack([array.astype(dtype) for array in arrays])
 
@@ -113,11 +115,11 @@ def _run_block(
     cache: tuple | None,
     layer: int | jax.Array,
 ) -> tuple[jax.Array, tuple | None]:
-    """A block on parameters that are gathered here: where it is computed again, so is what it gathered.
+    """Run a block on parameters that are gathered here: a block that is recomputed gathers them again.
 
-    Blocks are alike, and jax traces them once for all of them. Inlined, so that nothing else is changed: were it not,
-    they would be differentiated and lowered once as well (for the update of 24 layers 42 % less work, not 26 %), but
-    each would keep arrays for the way back that it now shares with the others.
+    Blocks are alike, so jax traces one for all of them. The jit is inlined, so that nothing else changes. Without
+    inlining, the blocks would also be differentiated and lowered only once (42 % less work instead of 26 %, for the
+    update of 24 layers), but each would keep arrays for the backward pass that inlined blocks share.
     """
     block = nnx.merge(graph, placement.gather(params))
     split = placement.heads_split
@@ -125,10 +127,10 @@ def _run_block(
 
 
 class Rows(NamedTuple):
-    """What all blocks are told of the rows of a batch. A leading axis of 1 stands for all rows alike."""
+    """What all blocks need to know of the rows of a batch. A leading axis of 1 means that all rows are alike."""
 
     positions_BT: jax.Array | None  # None: 0..T-1 in every row
-    visible_BTS: jax.Array  # bool: whether position t of the row sees position s
+    visible_BTS: jax.Array  # bool: whether position t of the row attends to position s
     rope_BTHK: tuple[Any, Any] | None  # cosine and sine, H being 1 and K half a head; None: learned positions
     keys_B: jax.Array | None  # None: no dropout
 
@@ -147,7 +149,7 @@ def _rows(config: ModelConfig, T: int, segment_ids_BT: jax.Array | None, keys_B:
 
 
 def _rows_after(config: ModelConfig, T: int, starts_B: jax.Array, S: int) -> Rows:
-    """The rows of tokens that come after others: each row at a position of its own, of S."""
+    """`Rows` for tokens that follow those in a cache of S positions: each row starts at a position of its own."""
     positions_BT, count_S = starts_B[:, None] + jnp.arange(T), jnp.arange(S)
     visible_BTS = positions_BT[..., None] >= count_S
     if config.sliding_window is not None:
@@ -156,7 +158,7 @@ def _rows_after(config: ModelConfig, T: int, starts_B: jax.Array, S: int) -> Row
 
 
 def _rope(config: ModelConfig, num_positions: int, positions_BT: jax.Array | None) -> tuple[Any, Any] | None:
-    """`Rows.rope_BTHK` of positions below `num_positions`; None for positions: all of them, in every row."""
+    """`Rows.rope_BTHK` for positions below `num_positions`; positions_BT None: all of them, in every row."""
     if config.pos_encoding != "rope":
         return None
     angles_TK = rope_angles(num_positions, config.head_width, config.rope_theta, config.rope_scaling)
@@ -167,7 +169,7 @@ def _rope(config: ModelConfig, num_positions: int, positions_BT: jax.Array | Non
 
 
 class Block(nnx.Module):
-    """Attention, then the feed-forward, each normed before and added to what came in."""
+    """Attention, then the feed-forward, each with a norm before it and added to the residual stream."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.config = config
@@ -193,7 +195,7 @@ class Block(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Causal self-attention; n_head / n_kv_head query heads in turn share a key and a value head."""
+    """Causal self-attention; every n_head / n_kv_head consecutive query heads share a key and a value head."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.config = config
@@ -226,8 +228,8 @@ class Attention(nnx.Module):
             mixed_BTHK = self._library_attention(attention, query_BTHK, key_BTJK, value_BTJK, rows)
             return self.out(mixed_BTHK.reshape(B * T, -1)), None
 
-        # The queries of a group stand below one another, so that no key or value is repeated, and both products
-        # have the one batch axis in front that XLA's fast routine wants.
+        # The queries of a group are stacked along one axis, so that no key or value is repeated, and both products have
+        # the single leading batch axis that XLA's fast routine wants.
         query_PGTK = (query_BTHK * K**-0.5).transpose(0, 2, 1, 3).reshape(B * J, G * T, K)
         key_PSK = key_BTJK.transpose(0, 2, 1, 3).reshape(B * J, T, K)
         value_PSK = value_BTJK.transpose(0, 2, 1, 3).reshape(B * J, T, K)
@@ -246,30 +248,30 @@ class Attention(nnx.Module):
     def _library_attention(self, name: str, query_BTHK, key_BTJK, value_BTJK, rows: Rows) -> jax.Array:
         """mixed_BTHK by jax.nn.dot_product_attention."""
         attend = partial(jax.nn.dot_product_attention, query_BTHK, key_BTJK, value_BTJK, implementation=name)
-        if rows.positions_BT is not None:  # documents: each row sees otherwise
+        if rows.positions_BT is not None:  # documents: the mask differs from row to row
             return attend(mask=rows.visible_BTS[:, None])
         window = self.config.sliding_window
         return attend(is_causal=True, local_window_size=None if window is None else (window - 1, 0))
 
 
 def _write(cache_BJSK: jax.Array, new_BJTK: jax.Array, starts_B: jax.Array) -> jax.Array:
-    """The cache with each row's new keys, or values, from its own start on."""
+    """The cache with each row's new keys (or values) written from the row's own start on."""
     return jax.vmap(lambda cache_JSK, new_JTK, start: jax.lax.dynamic_update_slice(cache_JSK, new_JTK, (0, start, 0)))(
         cache_BJSK, new_BJTK, starts_B
     )
 
 
 def rotate(x_BTHK: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Each head turned by its position's angles, its first half paired with its second, as in Llama."""
+    """Each head rotated by its position's angles, its first half paired with its second, as in Llama."""
     first, second = jnp.split(x_BTHK, 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x_BTHK.dtype)
 
 
 def _dropout(config: ModelConfig, x_MD: jax.Array, rows: Rows, site: int | jax.Array) -> jax.Array:
-    """Dropout of what is added to the residual stream. `site` tells the draws of one row apart.
+    """Dropout of what is added to the residual stream. `site` distinguishes the draws of one row.
 
-    A row's draws come from its own key, so that they do not depend on what else is in the batch.
+    A row's draws come from its own key, so that they do not depend on the rest of the batch.
     """
     if rows.keys_B is None:
         return x_MD

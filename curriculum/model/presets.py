@@ -62,20 +62,19 @@ class ModelConfig:
     """A decoder-only transformer: its architecture, which never changes within a run, and how it is computed.
 
     `vocab_size` counts the rows of the embedding; those from `num_ids` on are padding, which is never predicted.
-    `n_kv_head` below `n_head` is grouped-query attention (arXiv:2305.13245); a head is `d_head` wide, by default
-    d_model / n_head.
-    `d_ff` is the inner width of the feed-forward, the same for swiglu (three matrices) and gelu (two).
-    `max_seq_len` bounds the positions: a table of that many for learned, a promise for rope. `bias` covers
-    every linear layer and layernorm, `qkv_bias` those of query, key and value alone; rmsnorm has none. `qk_norm` is an
-    rmsnorm of each head's queries and keys. `rope_theta` and `rope_scaling` are read for rope only; layers n, 2n, ...
-    of `no_rope_every` n have no positions at all. A token sees the last `sliding_window` tokens, itself among them.
-    With `lora` some matrices have adapters, which alone are trained.
+    `n_kv_head` below `n_head` is grouped-query attention (arXiv:2305.13245). A head is `d_head` wide, by default
+    d_model / n_head. `d_ff` is the inner width of the feed-forward, the same for swiglu (three matrices) and gelu
+    (two). `max_seq_len` bounds the positions: learned positions are a table of that many, rope only observes the bound.
+    `bias` covers every linear layer and layernorm, `qkv_bias` those of query, key and value alone; rmsnorm has none.
+    `qk_norm` is an rmsnorm of each head's queries and keys. `rope_theta` and `rope_scaling` apply to rope only; with
+    `no_rope_every` = n, layers n, 2n, ... have no positions at all. A token attends to the last `sliding_window`
+    tokens, itself included. With `lora` some matrices have adapters, and only these are trained.
 
-    Parameters are float32 always. In bfloat16, `compute_dtype` is that of the matrix products and of the residual
-    stream; norms, softmax and loss stay in float32. `dropout` is of the embedding and of what attention and
-    feed-forward add to the residual stream. `remat` is what of a block is computed again on the way back: nothing,
-    all but the products with weights (dots), or everything (full). `attention` and `layers` name a formulation of
-    `curriculum.model.formulation`; auto is what suits the backend.
+    Parameters are always float32. `compute_dtype` is the type of matrix products and of the residual stream; norms,
+    softmax and loss are in float32 even if it is bfloat16. `dropout` is applied to the embedding and to what attention
+    and feed-forward add to the residual stream. `remat` is the part of a block that is recomputed in the backward pass:
+    nothing (none), all but the products with weights (dots), or everything (full). `attention` and `layers` name a
+    formulation of `curriculum.model.formulation`; auto is what suits the backend.
     """
 
     vocab_size: int
@@ -108,20 +107,20 @@ class ModelConfig:
 
     @property
     def architecture(self) -> dict[str, Any]:
-        """What stays the same for the whole run; how it is computed (`HOW`) may change.
+        """The fields that stay the same for the whole run; how the model is computed (`HOW`) may change.
 
-        Fields that few models use (`RARE`) are left out where they have their defaults.
+        Fields that few models use (`RARE`) are left out if they have their defaults.
         """
         unused = {f.name for f in fields(self) if f.name in RARE and getattr(self, f.name) == f.default}
         return {name: setting for name, setting in asdict(self).items() if name not in HOW and name not in unused}
 
     def defaults_beside(self, known: Collection[str]) -> dict[str, Any]:
-        """The defaults of the architecture's fields but for those `known`: what computes no others has these."""
+        """The defaults of the architecture's fields except those `known`, for a format that knows no others."""
         return {f.name: f.default for f in fields(self) if f.name not in (*known, *HOW)}
 
     @classmethod
     def of(cls, architecture: Mapping[str, Any]) -> "ModelConfig":
-        """The config of an `architecture`, computed as by default."""
+        """The config of an `architecture`, with the defaults for how it is computed."""
         scaling, lora = architecture.get("rope_scaling"), architecture.get("lora")
         if lora is not None:
             lora = LoraConfig(**{**lora, "targets": tuple(lora["targets"])})
@@ -249,8 +248,8 @@ PRESETS = {
         max_seq_len=8192,
         rope_theta=100_000.0,
     ),
-    # The shape of Llama-3.2-1B; its 131,072 positions come from stretched frequencies, 8,192 is what it was
-    # trained with before them.
+    # The shape of Llama-3.2-1B. Its 131,072 positions come from rope scaling; 8,192 is what it was trained with before
+    # that.
     "llama-1b": ModelConfig(
         vocab_size=128256,
         n_layer=16,
@@ -261,7 +260,7 @@ PRESETS = {
         max_seq_len=8192,
         rope_theta=500_000.0,
     ),
-    # The shape of Llama-3.2-3B, with the positions of its sister above.
+    # The shape of Llama-3.2-3B, with the positions of llama-1b.
     "llama-3b": ModelConfig(
         vocab_size=128256,
         n_layer=28,
@@ -295,9 +294,10 @@ _NEEDED_WITHOUT_PRESET = ("n_layer", "n_head", "d_model", "d_ff", "max_seq_len")
 
 
 def model_problems(section: ModelSection, vocab_size: int | None = None) -> list[tuple[str, str]]:
-    """Everything wrong with a `model` section, as (field, what was got, what is expected, how to mend it).
+    """Everything wrong with a `model` section, as (field, message).
 
-    Empty when the section resolves. `vocab_size` is the tokenizer's, None where it is not known yet.
+    A message says what was got, what is expected and how to fix it. Empty if the section resolves. `vocab_size` is the
+    tokenizer's; None if it is not known yet.
     """
     if section.preset is not None and section.preset not in PRESETS:
         near = get_close_matches(section.preset, PRESETS, n=1)
@@ -384,7 +384,7 @@ def own_rope_theta(section: ModelSection) -> float:
 
 
 def _merged(section: ModelSection) -> dict[str, Any]:
-    """The fields that the section settles: its own over its preset's, vocab_size only where it is its own."""
+    """The fields that the section sets: its own over its preset's, vocab_size only if it sets it itself."""
     own = {field.name: getattr(section, field.name) for field in fields(section) if field.name not in _SHAPES}
     own = {name: setting for name, setting in own.items() if setting is not None}
     base = {}

@@ -1,4 +1,4 @@
-"""Rotary positions: by which angle each pair of a head is turned. Nothing here imports jax.
+"""Rotary positions: the angle by which each pair of a head is rotated. Nothing here imports jax.
 
 Shape suffixes: T positions, K pairs of a head, half its width.
 """
@@ -13,7 +13,7 @@ from curriculum.model.presets import RopeScaling
 def rope_angles(num_positions: int, head_width: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
     """angles_TK: position t times the frequency theta^(-2k / head_width) (arXiv:2104.09864), float64.
 
-    Scaled, a frequency is divided by the factor, so far as `unscaled_share` leaves it.
+    With scaling, each frequency is divided by the factor, except for its `unscaled_share`.
     """
     frequencies_K = _frequencies(head_width, theta)
     if scaling is not None:
@@ -23,11 +23,11 @@ def rope_angles(num_positions: int, head_width: int, theta: float, scaling: Rope
 
 
 def unscaled_share(head_width: int, theta: float, scaling: RopeScaling) -> np.ndarray:
-    """share_K of each frequency that scaling leaves as it is: 0 where all of it is divided by the factor, 1 where none.
+    """share_K of each frequency that scaling leaves unchanged: from 0 (divided by the factor) to 1 (kept).
 
-    Of kind linear it is 0 throughout. With kind llama3 (arXiv:2407.21783, as released with Llama 3.1) it is 0 for
-    wavelengths above original_max_seq_len / low_freq_factor, 1 for those below original_max_seq_len /
-    high_freq_factor, and between them linear in 1 / wavelength.
+    For kind linear it is 0 throughout. For kind llama3 (arXiv:2407.21783, as released with Llama 3.1) it is 0 for
+    wavelengths above original_max_seq_len / low_freq_factor, 1 for those below original_max_seq_len / high_freq_factor,
+    and between them linear in 1 / wavelength.
     """
     frequencies_K = _frequencies(head_width, theta)
     if scaling.kind == "linear":

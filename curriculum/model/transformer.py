@@ -1,15 +1,15 @@
 """A decoder-only transformer as pure functions over a plain dict, which run the modules of `curriculum.model.modules`.
 
-The modules are built once, abstractly, to learn the graph and the shapes. From then on the model is a nested dict
-of float32 arrays, which goes through jit, optax and a checkpoint without any of them knowing flax.
+The modules are built once, abstractly, for the graph and the shapes. From then on the model is a nested dict of float32
+arrays, which goes through jit, optax and checkpoints without any of them knowing flax.
 
-Inside, the tokens are the rows of one matrix, `x_MD`: the gradient of a weight is then one plain product, where a
-third axis would make XLA copy a transposed cotangent for each of them. How attention and layers are computed is chosen
-by `curriculum.model.formulation`.
+Inside, the tokens are the rows of one matrix, `x_MD`: the gradient of a weight is then one plain product, while with a
+third axis XLA would copy a transposed cotangent for each weight. `curriculum.model.formulation` chooses how attention
+and layers are computed.
 
-Shape suffixes: B rows, T positions, M = B*T tokens, D width, V vocabulary, H heads, K head width; H = J*G heads
-in J groups that share keys and values, P = B*J such groups in a batch; S positions that are seen: the T of the batch
-itself, or, where text goes on, all that the cache has room for.
+Shape suffixes: B rows, T positions, M = B*T tokens, D width, V vocabulary, H heads, K head width; H = J*G heads in J
+groups that share keys and values, P = B*J such groups in a batch; S positions attended to: the T of the batch or, in
+generation, all that the cache has room for.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _HERE = Placement()
 
 
 def transformer(config: ModelConfig, placement: Placement = _HERE) -> Model:
-    """The transformer of a config, as the trainer takes it. Raises InputError where the backend cannot compute it."""
+    """The transformer of a config, as the trainer takes it. Raises InputError if the backend cannot compute it."""
     if config.attention == "cudnn" and backend() != "gpu":
         expected = "expected an NVIDIA GPU for it, or auto"
         raise InputError(
@@ -59,15 +59,15 @@ def transformer(config: ModelConfig, placement: Placement = _HERE) -> Model:
 def init_params(config: ModelConfig, seed: int) -> dict[str, Any]:
     """Float32 arrays on the host, as a nested dict keyed by the names of the modules.
 
-    As in GPT-2: weights are normal with a deviation of 0.02, divided by sqrt(2 n_layer) where a product is added
-    to the residual stream; biases 0, norm scales 1. An adapter's A is uniform up to 1 / sqrt(inputs), as with peft, and
-    its B is 0. An array depends on the seed, its name and its shape alone.
+    As in GPT-2, weights are normal with a standard deviation of 0.02, divided by sqrt(2 n_layer) for projections into
+    the residual stream; biases are 0, norm scales 1. As in peft, an adapter's A is uniform within 1 / sqrt(inputs) of
+    0, and its B is 0. An array depends only on the seed, its name and its shape.
     """
     return _drawn(config, seed, _blueprint(config)[2])
 
 
 def init_adapters(config: ModelConfig, seed: int) -> dict[str, Any]:
-    """The adapters of `init_params` alone: nothing is drawn of what they are trained beside."""
+    """Only the adapters of `init_params`; the parameters beside them are not drawn."""
     return _drawn(config, seed, adapters_of(_blueprint(config)[2]))
 
 
@@ -99,9 +99,9 @@ def forward(
 ) -> jax.Array:
     """features_BTD in compute_dtype, to be multiplied by `head`; pure and jittable, `config` static.
 
-    Position t sees tokens 0..t of its row. With `segment_ids_BT`, neighbours of equal id being one document, it
-    sees its own document only, whose positions count from 0. `keys_B`, a random key a row, draw the dropout; without
-    them there is none. Raises ValueError where T is above max_seq_len.
+    Position t attends to tokens 0..t of its row. With `segment_ids_BT` (neighbours of equal id are one document) it
+    attends only to its own document, whose positions count from 0. `keys_B`, one random key per row, are for dropout;
+    without them there is none. Raises ValueError if T is above max_seq_len.
     """
     num_positions = tokens_BT.shape[1]
     if num_positions > config.max_seq_len:
@@ -126,27 +126,26 @@ def extend(
     starts_B: jax.Array,
     placement: Placement = _HERE,
 ) -> tuple[jax.Array, Cache]:
-    """(features_BTD, the cache with these tokens): what `forward` gives for them after the tokens in the cache.
+    """(features_BTD, the cache with these tokens): the features are those of `forward` after the tokens in the cache.
 
-    Token t of row b stands at position starts_B[b] + t, which the cache has room for; what the cache holds from there
-    on is overwritten. So the end of a row may be padding of any kind: no token before it sees it, and the tokens that
-    come next are written over it.
+    Token t of row b is at position starts_B[b] + t, for which the cache must have room; what the cache holds from there
+    on is overwritten. So a row may end in any padding: no token before it sees it, and the next tokens overwrite it.
     """
     return _run(config, params, placement, tokens_BT, None, None, starts_B, cache)
 
 
 def head(params: dict[str, Any]) -> jax.Array:
-    """kernel_VD of the output layer: logits are features @ kernel.T. The embedding where the two are tied."""
+    """kernel_VD of the output layer: logits are features @ kernel.T. The embedding if the two are tied."""
     return params["head"]["kernel"].T if "head" in params else params["embed"]["embedding"]
 
 
 def _without_blocks(params: dict[str, Any], placement: Placement) -> dict[str, Any]:
-    """Embeddings, last norm and head, as they are used."""
+    """Embeddings, last norm and head, gathered for use."""
     return placement.gather({name: part for name, part in params.items() if name != "blocks"})
 
 
 def _run(config: ModelConfig, params: dict[str, Any], placement: Placement, *inputs: Any) -> tuple[jax.Array, Any]:
-    """The modules, run with these parameters; those of the blocks are still as they are placed."""
+    """Run the modules with these parameters; each block gathers its own later."""
     graph, block_graph, _ = _blueprint(config)
     model = nnx.merge(graph, _without_blocks(params, placement))
     return model(block_graph, params["blocks"], placement, *inputs)
@@ -154,9 +153,9 @@ def _run(config: ModelConfig, params: dict[str, Any], placement: Placement, *inp
 
 @lru_cache
 def _blueprint(config: ModelConfig) -> tuple[nnx.GraphDef, nnx.GraphDef, dict[str, Any]]:
-    """The graph of the modules without the blocks, that of a block, and the shapes of all arrays; nothing is computed.
+    """(graph of the modules without the blocks, graph of a block, shapes of all arrays); nothing is computed.
 
-    Blocks are alike: one stands for all of them, and a deep model is known as quickly as a shallow one.
+    Blocks are alike, so one stands for all of them: a deep model takes no longer than a shallow one.
     """
     graph, shapes = _split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))))
     block_graph, block_shapes = _split(nnx.eval_shape(lambda: Block(config, nnx.Rngs(0))))

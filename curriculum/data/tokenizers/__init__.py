@@ -1,1 +1,1 @@
-"""Tokenizers: every kind of them behind one interface, and the files that they come in and go out as."""
+"""Tokenizers of every kind behind one interface, and the file formats that they are read from and written to."""

@@ -1,4 +1,4 @@
-"""How a run wrote conversations, as the Jinja template that transformers, vllm and llama.cpp read."""
+"""A run's chat format as a Jinja template, which transformers, vllm and llama.cpp read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def spells_special(chat: ChatConfig, tokenizer: Tokenizer) -> bool:
-    """Whether the template's own text holds the name of a special token, which was ordinary text in training."""
+    """Whether the template's own text contains the name of a special token, which was ordinary text in training."""
     texts = [text for role in chat.roles for text in chat.around(role)]
     return any(name in text for name in tokenizer.special_tokens for text in texts)
 
@@ -20,16 +20,16 @@ def spells_special(chat: ChatConfig, tokenizer: Tokenizer) -> bool:
 def opens_document(chat: ChatConfig, tokenizer: Tokenizer) -> bool:
     """Whether the template can begin with the token that opens a document, as conversations did in training.
 
-    Not where it spells a special token, and would give its id; nor where a blank is put before a document, and would
-    not be put behind that token.
+    False if the template spells a special token, which would then get that token's id. False also if the tokenizer puts
+    a space before a document, since it puts none after that token.
     """
     return not tokenizer.prefix and not spells_special(chat, tokenizer)
 
 
 def chat_template(chat: ChatConfig, tokenizer: Tokenizer) -> str:
-    """The template whose text is that of `render`; with add_generation_prompt it goes on to where an answer begins.
+    """A Jinja template with the text of `render`; with add_generation_prompt it also introduces an answer.
 
-    Where it `opens_document`, the bos token comes first. A role that `chat` lacks is an error.
+    If `opens_document`, the bos token comes first. A role that `chat` lacks is an error.
     """
     lines = ["{{- bos_token }}"] if opens_document(chat, tokenizer) else []
     lines.append("{%- for message in messages %}")
@@ -45,5 +45,5 @@ def chat_template(chat: ChatConfig, tokenizer: Tokenizer) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A string of Jinja, whose escapes are JSON's."""
+    """A Jinja string literal, whose escapes are those of JSON."""
     return json.dumps(text, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""A tokenizer as llama.cpp has it: a list of tokens and their types, merges or scores, and a named way to cut text."""
+"""A tokenizer in llama.cpp's form: tokens and their types, merges or scores, and the name of a pre-tokenizer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class TokenType(IntEnum):
-    """What llama.cpp makes of a token."""
+    """llama.cpp's types of tokens."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -51,22 +51,22 @@ class GgufVocabulary:
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# Patterns that llama.cpp has by name; it has a few dozen, those of the families that this program reads are here.
+# Patterns that llama.cpp has names for: of its few dozen, those of the model families that this program reads.
 _LLAMA3 = _CONTRACTIONS + _WORDS + r"\p{N}{1,3}" + _REST
 _QWEN2 = _CONTRACTIONS + _WORDS + r"\p{N}" + _REST
-# Never met, since no text in UTF-8 holds either byte: a file without merges is none to llama.cpp.
+# Never applies, since no text in UTF-8 holds either byte: llama.cpp accepts no file without merges.
 _NEVER_MERGED = "\u00ff \u00fe"
 
 
 def gguf_vocabulary(tokenizer: Tokenizer, num_rows: int, chat: ChatConfig | None = None) -> GgufVocabulary:
-    """The tokenizer as a list of `num_rows` tokens; those after its own are unused.
+    """The tokenizer in llama.cpp's form, with `num_rows` tokens; those after its own are unused.
 
-    With it llama.cpp cuts and merges text as the tokenizer does, but for two things. It does not bring text to NFC: a
-    tokenizer that does gives the same ids only for text that is in NFC already. And where a blank is put before a text,
-    it puts one also before a text that begins with a blank. The kinds made here open a text with end-of-text
-    (`add_bos`), as `curriculum generate` does; one of kind hf as its files say. `chat`: how conversations were written
-    in training; a template that the tokenizer came with makes way for it. Raises InputError that lists what llama.cpp
-    lacks.
+    llama.cpp then gives the tokenizer's ids, with two exceptions. It does not normalise to NFC: if the tokenizer does,
+    the ids are the same only for text that is in NFC already. And if the tokenizer puts a space before a text,
+    llama.cpp also puts one before a text that begins with a space. Tokenizers made here open a text with end-of-text
+    (`add_bos`), as `curriculum generate` does; those of kind hf do as their files say. `chat`, the format of
+    conversations in training, replaces a template that the tokenizer came with. Raises InputError that lists what
+    llama.cpp does not support.
     """
     if tokenizer.kind == "char":
         raise InputError(
@@ -113,7 +113,7 @@ def _type_of(name: str, token: int, tokenizer: Tokenizer, parsed: ParsedDefiniti
 
 
 def _named_pattern(definition: dict[str, Any]) -> tuple[str, list[str]]:
-    """llama.cpp's name for the way that byte-level text is cut, and what of the tokenizer llama.cpp cannot do."""
+    """llama.cpp's name for a byte-level pre-tokenizer, and what in the tokenizer llama.cpp does not support."""
     problems = []
     normalizers = [part["type"] for part in parts(definition["normalizer"]) if part["type"] != "Sequence"]
     cuts = [_cut(part) for part in parts(definition["pre_tokenizer"]) if part["type"] != "Sequence"]
@@ -129,7 +129,7 @@ def _named_pattern(definition: dict[str, Any]) -> tuple[str, list[str]]:
         (_QWEN2, "bytes"): "qwen2",
     }
     if not definition["model"]["merges"] and cuts == ["bytes"]:
-        names["bytes",] = "gpt-2"  # where nothing is merged it does not matter where text is cut
+        names["bytes",] = "gpt-2"  # without merges it does not matter where text is cut
     pre = names.get(tuple(cuts))
     if pre is None:
         found = " and ".join(cuts) or "none"
@@ -138,7 +138,7 @@ def _named_pattern(definition: dict[str, Any]) -> tuple[str, list[str]]:
 
 
 def _cut(part: dict[str, Any]) -> str:
-    """How a pre-tokenizer that is no sequence cuts text: its pattern, or a word in place of one."""
+    """How a pre-tokenizer other than a sequence cuts text: its pattern, or a word in place of one."""
     kind = part["type"]
     if kind == "ByteLevel":
         return "gpt2" if part.get("use_regex", True) else "bytes"
@@ -174,7 +174,7 @@ def _made(pair: str | list[str]) -> str:
 
 
 def _scores(tokens: list[str], merges: list[str]) -> list[float]:
-    """Minus the rank of the first merge that makes a token: llama.cpp merges the pair of the highest score first."""
+    """Minus the rank of the first merge that makes a token: llama.cpp merges the pair with the highest score first."""
     ranks: dict[str, int] = {}
     for rank, pair in enumerate(merges):
         ranks.setdefault(_made(pair), rank)

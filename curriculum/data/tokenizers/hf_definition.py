@@ -1,4 +1,4 @@
-"""What determines the ids of a Hugging Face tokenizer, taken apart, and encoding with it by `tokenizers`."""
+"""The parts of a Hugging Face tokenizer that determine its ids, and encoding with the `tokenizers` library."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -9,8 +9,8 @@ import numpy as np
 from curriculum.errors import InputError
 
 DEFINITION_NAME = "tokenizer.json"
-BLANK = "\u2581"  # stands for a blank in vocabularies made by SentencePiece
-_UNTYPABLE = "\U0010ffff"  # before the name of a special piece that unigram would find in text
+BLANK = "\u2581"  # stands for a space in vocabularies made by SentencePiece
+_UNTYPABLE = "\U0010ffff"  # put before the name of a special piece, which unigram would otherwise find in text
 
 LARGEST_VOCAB = 1 << 24  # a saved tokenizer with more ids is taken for damaged
 # Components that drop no text.
@@ -21,15 +21,18 @@ _LOSSLESS = {
 
 
 def byte_level_letters() -> dict[str, int]:
-    """The byte of each letter of a byte-level vocabulary: printable Latin-1 stands for itself, letters from
-    U+0100 on for the other bytes in order (Radford et al. 2019, GPT-2)."""
+    """The byte of each letter of a byte-level vocabulary.
+
+    Printable Latin-1 letters stand for themselves, letters from U+0100 on for the other bytes in order (Radford et al.
+    2019, GPT-2).
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 class ParsedDefinition:
-    """The parts of a DEFINITION_NAME that determine ids. `problems` lists what this program cannot do as it says."""
+    """The parts of a DEFINITION_NAME that determine ids; `problems` lists those that this program does not support."""
 
     def __init__(self, definition: dict[str, Any]):
         self.definition = definition
@@ -74,7 +77,7 @@ class ParsedDefinition:
         return name.replace(BLANK, " ").encode()
 
     def problems(self) -> Iterator[str]:
-        """What keeps this program from giving the ids and the text that the library gives."""
+        """What keeps this program from giving the same ids and text as the library."""
         model = self.definition["model"]
         kind = model.get("type", "BPE" if "merges" in model else None)
         if kind not in ("BPE", "Unigram"):
@@ -108,7 +111,7 @@ class ParsedDefinition:
 
 
 def parts(component: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """A normalizer or pre-tokenizer and all that it is a sequence of."""
+    """A normalizer or pre-tokenizer and, if it is a sequence, all that it consists of."""
     if component is None:
         return
     yield component
@@ -120,10 +123,10 @@ def parts(component: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 def encoder_of(
     parsed: ParsedDefinition, special_tokens: dict[str, int]
 ) -> Callable[[Sequence[str], Sequence[bool]], list[np.ndarray]]:
-    """A function of texts, and of whether each opens a document, to their ids.
+    """A function from texts, and whether each opens a document, to their ids.
 
-    Where the tokenizer puts a blank before a document, it puts none before a text inside one. The function raises
-    InputError for text that has no ids.
+    A tokenizer that puts a space before a document puts none before a text inside one. The function raises InputError
+    for text that has no ids.
     """
     opening = _built(parsed.definition, special_tokens)
     continuing = opening
@@ -138,7 +141,7 @@ def encoder_of(
             places = [i for i, opens_document in enumerate(opens) if opens_document == wanted]
             if not places:
                 continue
-            # The only call that lets other threads work meanwhile.
+            # The only call that releases the interpreter lock.
             found = library.encode_batch_fast([texts[i] for i in places], add_special_tokens=False)
             for i, encoding in zip(places, found, strict=True):
                 encoded[i] = np.array(encoding.ids, np.int64)
@@ -181,7 +184,7 @@ def byte_of(name: str) -> int | None:
 
 
 def _without_prefix(definition: dict[str, Any]) -> dict[str, Any]:
-    """The definition for text inside a document: the same without the blank that is put before a document."""
+    """The definition for text inside a document: without the space that is put before a document."""
 
     def changed(component: dict[str, Any] | None) -> dict[str, Any] | None:
         if component is None or component["type"] == "Prepend":
@@ -190,7 +193,7 @@ def _without_prefix(definition: dict[str, Any]) -> dict[str, Any]:
         if component["type"] == "ByteLevel" and component.get("add_prefix_space"):
             component["add_prefix_space"] = False
         if component["type"] == "Metaspace":
-            # Older files have add_prefix_space, true where left out, in the place of prepend_scheme.
+            # Older files have add_prefix_space, true by default, instead of prepend_scheme.
             older = "always" if component.get("add_prefix_space", True) else "never"
             if component.get("prepend_scheme", older) != "never":
                 component = {key: value for key, value in component.items() if key != "add_prefix_space"}
@@ -204,12 +207,12 @@ def _without_prefix(definition: dict[str, Any]) -> dict[str, Any]:
 
 
 def _renamed(piece: str, special: dict[str, int]) -> str:
-    """What a piece of unigram is called where it encodes: a special one, which it would find in text, otherwise."""
+    """The name of a unigram piece in the encoder: special pieces are renamed, or they would be found in text."""
     return _UNTYPABLE + piece if piece in special else piece
 
 
 def _built(definition: dict[str, Any], special: dict[str, int]) -> Any:
-    """The library's tokenizer, to which special tokens in text are ordinary text."""
+    """The library's tokenizer, which encodes the names of special tokens in text as ordinary text."""
     from tokenizers import Tokenizer as Library
 
     model = definition["model"]

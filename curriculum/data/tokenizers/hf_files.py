@@ -1,7 +1,7 @@
-"""Tokenizers in the files of Hugging Face: read without a library, encoded by `tokenizers`, no code of the folder run.
+"""Hugging Face tokenizer files: read without a library, encoded by `tokenizers`; no code of the folder is run.
 
-Byte-level byte pairs (GPT-2, Llama 3, Qwen, SmolLM), and what was made by SentencePiece: byte pairs or unigram, with
-bytes to fall back on (Llama 2, Mistral).
+Supports byte-level byte pairs (GPT-2, Llama 3, Qwen, SmolLM), and byte pairs or unigram made by SentencePiece (Llama 2,
+Mistral), with byte fallback or an unknown token.
 """
 
 import hashlib
@@ -25,10 +25,9 @@ KEPT_NAMES = (DEFINITION_NAME, CONFIG_NAME, MAP_NAME, TEMPLATE_NAME)
 
 @dataclass(frozen=True, eq=False)
 class HfFiles:
-    """A tokenizer as files of Hugging Face have it.
+    """A tokenizer as Hugging Face files define it.
 
-    `files`: those kept, by name, as they were read. `eot` and `bos` are ids; `bos` is None where the files name no
-    token that opens a text.
+    `files`: by name the content of KEPT_NAMES, as read. `eot` and `bos` are ids; `bos` is None if the files name none.
     """
 
     files: dict[str, bytes] = field(repr=False)
@@ -49,7 +48,7 @@ class HfFiles:
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
-        """The tokens that stand for no text, by name."""
+        """The ids that stand for no text, by name."""
         special = self.parsed.special_tokens
         named = {name: token for name, token in self.parsed.vocabulary.items() if token in (self.eot, self.bos)}
         return dict(sorted((special | named).items(), key=lambda item: item[1]))
@@ -71,7 +70,7 @@ class HfFiles:
 
 
 def is_hf_folder(folder: str | Path) -> bool:
-    """Whether a folder's DEFINITION_NAME is one of Hugging Face: the sidecar of a saved tokenizer has that name too."""
+    """Whether a folder's DEFINITION_NAME is Hugging Face's; the sidecar of a tokenizer saved here has that name too."""
     try:
         return b'"model"' in (Path(folder) / DEFINITION_NAME).read_bytes()
     except OSError:
@@ -79,10 +78,10 @@ def is_hf_folder(folder: str | Path) -> bool:
 
 
 def read_hf_files(folder: str | Path) -> HfFiles:
-    """The tokenizer of a folder of Hugging Face.
+    """The tokenizer of a Hugging Face folder.
 
-    End of text is the eos_token of CONFIG_NAME or MAP_NAME, else eos_token_id of generation_config.json
-    or config.json. Raises InputError that lists what is missing, damaged or of a kind that is not supported.
+    End-of-text is the eos_token of CONFIG_NAME or MAP_NAME, else eos_token_id of generation_config.json or config.json.
+    Raises InputError that lists what is missing, damaged or not supported.
     """
     folder = Path(folder)
     files = {name: content for name in KEPT_NAMES if (content := _read(folder / name)) is not None}
@@ -106,7 +105,7 @@ def read_hf_files(folder: str | Path) -> HfFiles:
 
 
 def load_hf_files(folder: Path, eot: int, bos: int | None) -> HfFiles:
-    """The files that `save_hf_files` wrote, of which eot and bos are known."""
+    """The tokenizer whose files `save_hf_files` wrote; its eot and bos are known already."""
     files = {name: content for name in KEPT_NAMES if (content := _read(folder / name)) is not None}
     if DEFINITION_NAME not in files:
         raise InputError(f"{folder / DEFINITION_NAME}: is not there; expected the tokenizer saved with the run")
@@ -126,7 +125,7 @@ def _parsed(folder: Path, files: dict[str, bytes]) -> ParsedDefinition:
     try:
         model, added = dict(raw["model"]), [dict(token) for token in raw.get("added_tokens") or ()]
         known = {token["content"] for token in added}
-        # As transformers does: what the config alone knows of is added behind.
+        # As in transformers: tokens that only the config lists are added.
         for token_id, token in (config.get("added_tokens_decoder") or {}).items():
             if token["content"] not in known:
                 added.append({**token, "id": int(token_id)})
@@ -143,7 +142,7 @@ def _parsed(folder: Path, files: dict[str, bytes]) -> ParsedDefinition:
 
 
 def _named_id(folder, role: str, vocabulary: dict[str, int], named: Sequence[dict], ids: Sequence[dict]) -> int | None:
-    """The id of a role's token: the first name in `named`, else the first id in `ids`; None where neither has it."""
+    """The id of a role's token: the first name in `named`, else the first id in `ids`; None if neither has it."""
     for source in named:
         token = source.get(f"{role}_token")
         token = token.get("content") if isinstance(token, dict) else token

@@ -1,4 +1,4 @@
-"""Tokenizers of every kind written as Hugging Face has them: tokenizer.json and what names its special tokens."""
+"""Tokenizers of every kind written as Hugging Face files: tokenizer.json and those that name its special tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from curriculum.data.chat import ChatConfig
     from curriculum.data.tokenizers.tokenizer import Tokenizer
 
-# What transformers 5 makes of the vocabulary alone: without the blank that DEFINITION_NAME puts before another.
+# Classes that transformers 5 builds from the vocabulary alone: unlike DEFINITION_NAME, they put no space before a text
+# that begins with one.
 _BUILT_ANEW = ("LlamaTokenizer", "LlamaTokenizerFast")
 _NO_MATCH = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 
@@ -29,18 +30,17 @@ def write_hf_tokenizer(
     model_max_length: int | None = None,
     chat: ChatConfig | None = None,
 ) -> None:
-    """Write DEFINITION_NAME, CONFIG_NAME and MAP_NAME, which transformers' AutoTokenizer reads; `folder` exists.
+    """Write DEFINITION_NAME, CONFIG_NAME and MAP_NAME, which transformers' AutoTokenizer reads; `folder` must exist.
 
-    With add_special_tokens=False it gives the ids of `Tokenizer.encode`, and it decodes them to the same text.
-    eos_token is end-of-text and bos_token what opens a document. The kinds made here set split_special_tokens, so that
-    special tokens in text are ordinary text there too; and a character that a char tokenizer lacks is an error there
-    too. A tokenizer of kind hf is passed on as it was read, with its chat template; its own config says what special
-    tokens in text are. Only the names of eos_token and bos_token are added where it lacked them, and Llama's own class
-    is replaced by the one that reads DEFINITION_NAME as it stands.
+    With add_special_tokens=False, AutoTokenizer gives the ids of `Tokenizer.encode` and decodes them to the same text.
+    eos_token is end-of-text and bos_token what opens a document. Tokenizers made here set split_special_tokens: special
+    tokens in text are ordinary text there too. A character that a char tokenizer lacks is an error there too. A
+    tokenizer of kind hf is written as it was read, with its chat template; its own config says what special tokens in
+    text are. Only two things change: missing names of eos_token and bos_token are added, and a missing tokenizer_class
+    or Llama's own becomes PreTrainedTokenizerFast, which uses DEFINITION_NAME as it stands.
 
-    `chat`, how conversations were written in training, becomes the chat template, in the place of one that the
-    tokenizer came with. Where it begins with bos_token, special tokens in text are special; elsewhere they are ordinary
-    text.
+    `chat`, the format of conversations in training, becomes the chat template and replaces one that the tokenizer came
+    with. If the template begins with bos_token, special tokens in text are special; otherwise they are ordinary text.
     """
     folder = Path(folder)
     names = {token: name for name, token in tokenizer.special_tokens.items()}
@@ -79,10 +79,10 @@ def hf_definition(tokenizer: Tokenizer) -> dict[str, Any]:
         "normalizer": None,
         "post_processor": None,
     }
-    # Special tokens stand in the vocabulary too: so they have their ids whatever lies between.
+    # Special tokens are in the vocabulary too, so that they keep their ids even if there are gaps between ids.
     if tokenizer.kind == "char":
         characters = {token.decode(): token_id for token_id, token in enumerate(tokenizer.tokens) if token}
-        # A word model without its unknown token refuses what it does not know; byte pairs would drop it.
+        # WordLevel without its unknown token raises an error for an unknown character; BPE would drop it.
         model = {"type": "WordLevel", "vocab": characters | tokenizer.special_tokens, "unk_token": "<unk>"}
         pre_tokenizer = _split(r"[\s\S]")
         return definition | {"model": model, "pre_tokenizer": pre_tokenizer, "decoder": {"type": "Fuse"}}
@@ -99,7 +99,8 @@ def hf_definition(tokenizer: Tokenizer) -> dict[str, Any]:
         "end_of_word_suffix": None,
         "fuse_unk": False,
         "byte_fallback": False,
-        # As tiktoken, a stretch that is a token is that token; of bytes alone the whole text is one stretch.
+        # As in tiktoken, a stretch that is itself a token becomes that token. Not for bytes, whose whole text is one
+        # stretch.
         "ignore_merges": tokenizer.pattern is not None,
         "vocab": {spelled(token): token_id for token_id, token in enumerate(tokenizer.tokens) if token}
         | tokenizer.special_tokens,
@@ -118,10 +119,10 @@ def hf_definition(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def merges_of(tokens: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
-    """The pair that each token of more than a byte is merged from, in the order of their ids, which are their ranks.
+    """The pair that each token of two or more bytes is merged from, in the order of the ids, which are their ranks.
 
-    The pair is what the merge loop leaves of the token's bytes when it makes only tokens of lower rank. Tokens of which
-    it leaves more than two parts have no pair.
+    The pair is what remains of the token's bytes when only merges of lower rank are applied. A token of which more than
+    two parts remain has no pair.
     """
     ranks = {token: rank for rank, token in enumerate(tokens) if token}
     merges = []
@@ -142,10 +143,10 @@ def merges_of(tokens: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
 
 
 def onig_pattern(pattern: str) -> str:
-    """A pattern of tiktoken in the syntax of Oniguruma, which `tokenizers` matches with.
+    """A pattern of tiktoken in the syntax of Oniguruma, which `tokenizers` uses.
 
-    There a plus after braces is one more repetition, where here it forbids to backtrack, and $ ends a line, where here
-    it ends the text.
+    In tiktoken, a plus after braces makes the repetition possessive, and $ matches at the end of the text. In
+    Oniguruma, the plus repeats once more, and $ matches at the end of a line.
     """
     pattern = re.sub(r"(?<!\\)(\{\d+(?:,\d*)?\})\+", r"\1", pattern)
     return re.sub(r"(?<!\\)\$", r"\\z", pattern)

@@ -1,8 +1,7 @@
-"""Tokenizers: text to ids and back; byte, char, byte-pair trained here, tiktoken's by name, and Hugging Face's.
+"""Tokenizers, text to ids and back: byte, char, byte pairs trained here, tiktoken's by name, and Hugging Face's.
 
-Every kind is one thing, a list of the bytes of each id, with (byte-pair) or without a pattern that cuts text
-into the stretches inside which pairs are merged. The last word on ids is tiktoken's merge loop, or, for a folder
-of Hugging Face, the `tokenizers` library.
+Every kind is a list of the bytes of each id. Byte pairs also have a pattern, which cuts text into the stretches inside
+which pairs are merged. tiktoken encodes byte pairs; the `tokenizers` library encodes those of a Hugging Face folder.
 """
 
 import base64
@@ -26,13 +25,13 @@ from curriculum.errors import FieldError, InputError
 END_OF_TEXT = "<|endoftext|>"
 DTYPES = {"u16": np.dtype("<u2"), "u32": np.dtype("<u4")}  # what ids are stored as, on disk and in arrays
 SIDECAR_NAME = "tokenizer.json"
-RANKS_NAME = "ranks.tiktoken"  # tiktoken's own format: a token in base64, a blank, its id
+RANKS_NAME = "ranks.tiktoken"  # tiktoken's own format: a token in base64, a space, its id
 HF_FOLDER = "hf"  # in a saved tokenizer of kind hf: the files of Hugging Face, one of which has the sidecar's name
 FORMAT_VERSION = 1
 SMALLEST_BPE = 257  # the 256 bytes and end-of-text
-# The matcher in an encoding is the quickest for the thread that used it first: all others take 1.24x as long. So each
-# thread gets one of its own, but not for a little text: to make it takes as long as to encode 0.4 MB with 50,000 ids,
-# or 1.5 MB with 200,000, and 10 or 40 MB of memory.
+# An encoding's matcher is fastest for the thread that used it first: for others it takes 1.24x as long. So each thread
+# gets its own encoding, but only once it has encoded this much text: making one takes as long as encoding 0.4 MB with
+# 50,000 ids, or 1.5 MB with 200,000, and takes 10 or 40 MB of memory.
 SHARED_CHARACTERS = 1 << 21
 NUM_THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
@@ -93,7 +92,7 @@ class TokenizerFacts:
     pattern: str | None
     special_tokens: dict[str, int]
     characters: list[str] | None
-    bos: int | None = None  # where it is not end-of-text
+    bos: int | None = None  # of kind hf: the one that its files name
     files: dict[str, str] | None = None  # of kind hf: sha256 of each
 
 
@@ -101,7 +100,7 @@ class TokenizerFacts:
 class Tokenizer:
     """Text to ids and back. `tokens[i]` is the text of id i, b"" for special and unused ids.
 
-    Losslessly, except that one of kind hf may normalise text, or put a blank before it.
+    Lossless, except that kind hf may normalise text or put a space before it.
     """
 
     kind: str
@@ -117,18 +116,20 @@ class Tokenizer:
 
     @property
     def eot(self) -> int:
-        """The id that ends each document; no text gives it."""
+        """The id that ends each document; no text encodes to it."""
         return self.special_tokens[END_OF_TEXT] if self.hf is None else self.hf.eot
 
     @property
     def bos(self) -> int:
-        """The id that opens a document, and no text gives it: of kind hf the one that its files name, else end-of-text,
-        which then closes the document before as well."""
+        """The id that opens a document; no text encodes to it.
+
+        For kind hf the one that its files name, else end-of-text, which then also closes the document before.
+        """
         return self.eot if self.hf is None or self.hf.bos is None else self.hf.bos
 
     @property
     def has_own_bos(self) -> bool:
-        """Whether documents are opened by another id than end-of-text."""
+        """Whether the id that opens documents is not end-of-text."""
         return self.bos != self.eot
 
     @property
@@ -180,7 +181,7 @@ class Tokenizer:
 
     @cached_property
     def prefix(self) -> bytes:
-        """What the tokenizer puts before a document: a blank, or nothing."""
+        """What the tokenizer puts before a document: a space, or nothing."""
         return b"" if self.hf is None else self.hf.parsed.prefix
 
     @cached_property
@@ -198,24 +199,23 @@ class Tokenizer:
     def encode(self, text: str, opens_document: bool = True) -> np.ndarray:
         """The ids of `text`, all of it ordinary: the string "<|endoftext|>" in it is not end-of-text.
 
-        `opens_document` False: the text stands inside a document, and gets no blank in front where the tokenizer puts
-        one before a document. Tokens that were added to one of kind hf and are not special are found wherever their
-        text stands. Safe to call from several threads. Raises InputError for text that the tokenizer cannot
-        represent.
+        `opens_document` False: the text lies inside a document, so a tokenizer that puts a space before a document puts
+        none before it. For kind hf, added tokens that are not special are found wherever their text stands. Safe to
+        call from several threads. Raises InputError for text that the tokenizer cannot represent.
         """
         return self.encode_batch([text], [opens_document])[0]
 
     def encode_batch(self, texts: Sequence[str], opens_document: Sequence[bool]) -> list[np.ndarray]:
-        """`encode` of each text; one of kind hf does them on all cores."""
+        """`encode` of each text; kind hf uses all cores."""
         if self.hf is not None:
             return [ids.astype(self.dtype) for ids in self.hf.encoder(texts, opens_document)]
         return self._encode(texts)
 
     def decode_bytes(self, ids: np.ndarray, opens_document: bool = False) -> bytes:
-        """The text of `ids` as UTF-8 bytes (part of a character where the ids are part of a text).
+        """The text of `ids` as UTF-8 bytes (which may begin or end inside a character).
 
-        `opens_document`: the blank that the tokenizer put before the document is left out. Raises
-        ValueError for an id outside the vocabulary.
+        `opens_document`: leave out the space that the tokenizer put before the document. Raises ValueError for an id
+        outside the vocabulary.
         """
         ids = np.asarray(ids, np.int64)
         if ids.size and not 0 <= ids.min() <= ids.max() < self.vocab_size:
@@ -223,13 +223,13 @@ class Tokenizer:
         text, starts_V = self._token_text
         lengths = self.token_bytes_V[ids]
         ends = np.cumsum(lengths)
-        # Output byte j of the token that ends at e stands (e - length) bytes further left in its own token.
+        # A token's bytes begin at ends - lengths in the output and at starts_V in `text`: shift by the difference.
         shift = np.repeat(starts_V[ids] - (ends - lengths), lengths)
         decoded = text[np.arange(len(shift)) + shift].tobytes()
         return decoded.removeprefix(self.prefix) if opens_document else decoded
 
     def save(self, directory: str | Path) -> None:
-        """Write SIDECAR_NAME and, for byte pairs, RANKS_NAME, or HF_FOLDER; `load_tokenizer` needs nothing else."""
+        """Write SIDECAR_NAME and RANKS_NAME (byte pairs) or HF_FOLDER (kind hf): all that `load_tokenizer` needs."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         if self.pattern is not None:
@@ -259,7 +259,7 @@ def _byte_pair_encoder(tokenizer: Tokenizer) -> Callable[[Sequence[str]], list[n
     shared, of_thread = new_encoding(), threading.local()
 
     def encoding_for(text: str) -> tiktoken.Encoding:
-        """The thread's own encoding, once the thread has encoded so much that making one pays."""
+        """The thread's own encoding, once the thread has encoded enough text for making one to pay."""
         of_thread.characters = getattr(of_thread, "characters", 0) + len(text)
         if of_thread.characters <= SHARED_CHARACTERS:
             return shared
@@ -276,9 +276,10 @@ def _byte_pair_encoder(tokenizer: Tokenizer) -> Callable[[Sequence[str]], list[n
         return ids.astype(tokenizer.dtype)
 
     def encode_all(texts: Sequence[str]) -> list[np.ndarray]:
-        """One call for many short texts: each call has to get the interpreter's lock back, which a reader may hold.
+        """One call for many short texts: each call has to reacquire the interpreter lock, which a reader may hold.
 
-        Between end-of-text, taken as special, tiktoken encodes each stretch as if it stood alone.
+        The texts are joined by end-of-text, taken as special: tiktoken encodes each stretch between as if it stood
+        alone.
         """
         if any(END_OF_TEXT in text for text in texts):
             return [encode(text) for text in texts]
@@ -317,15 +318,14 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def hf_tokenizer(files: HfFiles) -> Tokenizer:
-    """The tokenizer of the files of Hugging Face."""
+    """The tokenizer of Hugging Face files."""
     return Tokenizer("hf", files.tokens, files.special_tokens, hf=files)
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
     """The tokenizer that `save` wrote, or that of a Hugging Face folder.
 
-    Raises InputError where it is missing, damaged or altered, and for one of a kind that is not supported. Imports no
-    tokenizer library.
+    Raises InputError if it is missing, damaged, altered or not supported. Imports no tokenizer library.
     """
     directory = Path(directory)
     if is_hf_folder(directory) or (directory / "tokenizer.model").exists():

@@ -13,11 +13,11 @@ from curriculum.data.tokenizers.hf_definition import byte_level_letters
 from curriculum.data.tokenizers.tokenizer import END_OF_TEXT, SMALLEST_BPE, Tokenizer, TokenizerConfig
 from curriculum.errors import InputError
 
-TRAIN_BYTES = 1 << 27  # of more text `tokenizers` would keep over a gigabyte
+TRAIN_BYTES = 1 << 27  # with more text `tokenizers` would hold over a gigabyte
 
 
 def make_tokenizer(config: TokenizerConfig, sources: list[SourceConfig], chat: ChatConfig) -> Tokenizer:
-    """The tokenizer of a config whose kind is char, bpe or tiktoken and that names no folder of a saved one."""
+    """The tokenizer of a config of kind char, bpe or tiktoken that has no `path`."""
     if config.kind == "tiktoken":
         return tiktoken_tokenizer(config.name)
     if config.kind == "char":
@@ -27,7 +27,7 @@ def make_tokenizer(config: TokenizerConfig, sources: list[SourceConfig], chat: C
 
 
 def _sample(sources: list[SourceConfig], limit_bytes: int, progress: Progress, chat: ChatConfig) -> Iterator[str]:
-    """Texts of all sources in turn, the one that has given fewest bytes first, up to a limit."""
+    """Texts of all sources, up to a limit; the source that has given the fewest bytes is always next."""
     readers = {i: read_pieces(source, chat) for i, source in enumerate(sources)}
     given_bytes = dict.fromkeys(readers, 0)
     while readers and sum(given_bytes.values()) < limit_bytes:
@@ -54,7 +54,7 @@ def char_tokenizer(texts: Iterable[str]) -> Tokenizer:
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Byte-level byte pairs with the pattern of GPT-2, trained by `tokenizers`; end-of-text is the last id.
 
-    The same texts give the same tokenizer. Raises InputError where they hold fewer pairs to merge than asked.
+    The same texts give the same tokenizer. Raises InputError if they hold too few pairs to merge for `vocab_size`.
     """
     from tiktoken_ext.openai_public import r50k_pat_str
     from tokenizers import Tokenizer as Trained
@@ -84,7 +84,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def tiktoken_tokenizer(name: str) -> Tokenizer:
-    """A published encoding; the network or tiktoken's own cache is needed. Raises InputError without both."""
+    """A published encoding, from tiktoken's cache or the network.
+
+    Raises InputError if neither has it, if tiktoken has no such name, and if the encoding has no end-of-text.
+    """
     import tiktoken
 
     names = tiktoken.list_encoding_names()

@@ -1,1 +1,1 @@
-"""Models in the files of others: Hugging Face folders, safetensors, GGUF, and adapters for peft."""
+"""Models in other programs' file formats: Hugging Face folders, safetensors, GGUF, and adapters for peft."""

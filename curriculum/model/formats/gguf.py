@@ -43,13 +43,13 @@ _PARTS = {
 }
 _LEAVES = {"kernel": "weight", "scale": "weight", "embedding": "weight", "bias": "bias"}
 
-# The fields of a config that a file of any architecture tells, or that change nothing of it: learned positions have no
-# rope. One that is told nowhere is refused where it is not at its default.
+# Config fields that a file of any architecture records, or that do not affect it: rope, with learned positions. A field
+# that is not recorded must have its default.
 _WRITTEN = (
     *("vocab_size", "num_ids", "n_layer", "n_head", "n_kv_head", "d_model", "d_ff", "max_seq_len", "pos_encoding"),
     *("tie_embeddings", "norm_eps", "rope_theta", "rope_scaling", "lora"),
 )
-_WRITTEN_OF = {  # likewise, of each; a gpt2's bias is of query, key and value too
+_WRITTEN_OF = {  # likewise, for each architecture; gpt2's bias covers query, key and value
     "gpt2": ("qkv_bias", "no_rope_every"),
     "llama": ("bias", "qkv_bias", "d_head"),
     "qwen2": ("qkv_bias",),
@@ -61,7 +61,7 @@ _WRITTEN_OF = {  # likewise, of each; a gpt2's bias is of query, key and value t
 class _Tensor(NamedTuple):
     name: str
     shape: tuple[int, ...]  # rows first
-    sources: tuple[str, ...]  # our names; several are put below one another
+    sources: tuple[str, ...]  # our names; several are concatenated along the rows
 
 
 def write_gguf(
@@ -75,15 +75,16 @@ def write_gguf(
     chat: ChatConfig | None = None,
     metadata: Mapping[str, str | bool | int | float] | None = None,
 ) -> tuple[str, ...]:
-    """Write one file; return the names of the matrices that stayed f16 because q8_0 does not fit their rows.
+    """Write one file; return the names of the matrices stored as f16 because q8_0 does not fit their rows.
 
-    `arrays` are the parameters by our dotted names, float32, read one after the other. `dtype` is that of the
-    matrices; norms, biases and learned positions are f32. In q8_0 a matrix whose rows are no multiple of 32 long
-    is f16. Rows past `num_ids` are left out, and ids past the tokenizer's are unused tokens. `chat` is as of
-    `gguf_vocabulary`. `metadata`: further keys by their full names, such as general.license.
+    `arrays` are the float32 parameters by our dotted names, read one after the other. `dtype` is that of the matrices;
+    norms, biases and learned positions are f32. With q8_0, a matrix whose row length is not a multiple of 32 is f16.
+    Rows past `num_ids` are left out, and ids past the tokenizer's are unused tokens. `chat` is as in `gguf_vocabulary`.
+    `metadata`: further keys by their full names, such as general.license.
 
-    Raises InputError that lists the fields that no architecture of llama.cpp has together, for a tokenizer that it
-    has not (`gguf_vocabulary`), and for a value too large for the dtype; OSError where the file cannot be written.
+    Raises InputError that lists the fields that no architecture of llama.cpp combines, for a tokenizer that llama.cpp
+    does not support (`gguf_vocabulary`), and for a value too large for the dtype; OSError if the file cannot be
+    written.
     """
     import gguf
 
@@ -127,9 +128,9 @@ def write_gguf(
 
 
 def gguf_architecture(config: ModelConfig) -> str:
-    """The architecture of llama.cpp that computes a model: gpt2, llama, qwen2, qwen3 or smollm3.
+    """The llama.cpp architecture that computes a model: gpt2, llama, qwen2, qwen3 or smollm3.
 
-    Raises InputError that lists the fields it has not.
+    Raises InputError that lists the fields that it does not support.
     """
     if config.pos_encoding == "learned":
         wanted = {"mlp_type": "gelu", "norm_type": "layernorm", "bias": True, "n_kv_head": config.n_head}
@@ -145,7 +146,10 @@ def gguf_architecture(config: ModelConfig) -> str:
 
 
 def _checked(architecture: str, config: ModelConfig, wanted: dict[str, Any]) -> str:
-    """`wanted`: what an architecture has; it has the default of every other field that its file does not tell."""
+    """`architecture`, if it computes the config's model; otherwise raises InputError.
+
+    `wanted`: the fields that it fixes. Every other field that its file does not record must have its default.
+    """
     wanted = config.defaults_beside((*_WRITTEN, *_WRITTEN_OF[architecture])) | wanted
     found = {field: getattr(config, field) for field in wanted}
     if config.head_width * config.n_head == config.d_model:
@@ -165,7 +169,7 @@ def _checked(architecture: str, config: ModelConfig, wanted: dict[str, Any]) -> 
 
 
 def _layout(architecture: str, arrays: Mapping[str, np.ndarray], num_rows: int) -> Iterator[_Tensor]:
-    """The tensors of the file, in the order of `arrays`; gpt2 has query, key and value in one."""
+    """The tensors of the file, in the order of `arrays`; gpt2 has query, key and value fused."""
     fused = architecture == "gpt2"
     for source in arrays:
         *module, leaf = source.split(".")
@@ -192,7 +196,7 @@ def _value(tensor: _Tensor, architecture: str, config: ModelConfig, arrays, num_
         array = array.T if source.endswith(".kernel") else array
         if tensor.name in ("token_embd.weight", "output.weight"):
             array = array[:num_rows]
-        # Rope of these two turns neighbours, ours the first half of a head with its second.
+        # Rope in these two rotates neighbouring pairs; ours pairs the first half of a head with its second.
         if architecture in ("llama", "smollm3") and ".attention.query." in source:
             array = _interleaved(array, config.n_head)
         if architecture in ("llama", "smollm3") and ".attention.key." in source:
@@ -230,7 +234,7 @@ def _stored(tensor: _Tensor, array: np.ndarray, stored_type: GGMLQuantizationTyp
 
 
 def _rope_factors(config: ModelConfig) -> np.ndarray | None:
-    """By how much each wavelength is stretched, float32 [K / 2], for scaling of kind llama3."""
+    """How many times longer rope scaling makes each wavelength, float32 [K / 2]; None for kinds other than llama3."""
     scaling = config.rope_scaling
     if config.pos_encoding != "rope" or scaling is None or scaling.kind != "llama3":
         return None

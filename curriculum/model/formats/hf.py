@@ -1,6 +1,6 @@
-"""Parameters in Hugging Face folders: how transformers names and lays them out, and reading them onto a mesh.
+"""Parameters in Hugging Face folders: transformers' names and layout, and reading them onto a mesh.
 
-jax is imported by `load_hf` alone: what a folder holds can be checked without it.
+Only `load_hf` imports jax: a folder can be checked without it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from curriculum.model.presets import ModelConfig
 if TYPE_CHECKING:
     from curriculum.model.model import Params
 
-# Buffers that older versions saved beside the weights: masks and wavelengths, which the config settles.
+# Buffers that older versions saved beside the weights: masks and rope frequencies, which follow from the config.
 _BUFFERS = re.compile(r"(^|\.)(attn\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
 _TILE = 256
 _UNALIGNED_BYTES = 16
@@ -30,7 +30,7 @@ _UNALIGNED_BYTES = 16
 
 @dataclass(frozen=True)
 class HfTensor:
-    """One tensor of transformers: parameters of ours side by side along the last axis, then transposed or not."""
+    """One tensor of transformers: our parameters concatenated along the last axis, then `transposed` or not."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class HfTensor:
 
 
 def hf_layout(config: ModelConfig) -> list[HfTensor]:
-    """The tensors that the class of transformers for `config` has, in its order; padding is not among their rows."""
+    """The tensors of transformers' class for `config`, in its order, without the rows that pad the vocabulary."""
     num_ids, width = config.num_ids or config.vocab_size, config.d_model
     learned = config.pos_encoding == "learned"
     block = _gpt2_block if learned else _llama_block
@@ -82,7 +82,7 @@ def _llama_block(config: ModelConfig, layer: int) -> Iterator[HfTensor]:
 
 
 def _gpt2_block(config: ModelConfig, layer: int) -> Iterator[HfTensor]:
-    """Its linear layers keep their weights as [in, out], as here; query, key and value are one."""
+    """GPT-2's linear layers keep their weights as [in, out], as here; query, key and value are one tensor."""
     theirs, ours = f"transformer.h.{layer}", f"blocks.{layer:03}"
     width = config.d_model
 
@@ -108,7 +108,7 @@ def _norm(config: ModelConfig, theirs: str, ours: str, width: int) -> Iterator[H
 def hf_tensors(config: ModelConfig, arrays: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
     """(name, array) of each tensor of transformers, from parameters by our names, in their own type.
 
-    What pads the vocabulary is cut off. A generator, so that a writer need not hold all of them.
+    Rows that pad the vocabulary are cut off. A generator, so that a writer need not hold all tensors.
     """
     for tensor in hf_layout(config):
         parts = [np.asarray(arrays[name]) for name in tensor.parameters]
@@ -118,10 +118,11 @@ def hf_tensors(config: ModelConfig, arrays: Mapping[str, np.ndarray]) -> Iterato
 
 
 def checked_tensors(folder: str | os.PathLike, config: ModelConfig) -> dict[str, StoredTensor]:
-    """The tensors of a folder that are those of `config`, by transformers' names; only headers are read.
+    """The tensors of a folder that `config` needs, by transformers' names.
 
-    Raises InputError that lists the missing, the extra, and those of another shape or type. Masks and wavelengths that
-    older versions saved too are passed over, and so is the head of a tied model where it equals the embedding.
+    Only headers are read, and for a tied model its head, if it is stored. Raises InputError that lists missing tensors,
+    extra ones, and those of another shape or type. Masks and rope frequencies that older versions saved are ignored,
+    and so is the head of a tied model if it equals the embedding.
     """
     stored, layout = _full_names(stored_tensors(folder), config), hf_layout(config)
     problems = []
@@ -149,9 +150,9 @@ def checked_tensors(folder: str | os.PathLike, config: ModelConfig) -> dict[str,
 
 
 def _full_names(stored: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
-    """The tensors by their names in the class with a head.
+    """The tensors by their names in transformers' class with a head.
 
-    The class without one, as which the first GPT-2 folders were saved, leaves a prefix out.
+    The class without a head, which the first GPT-2 folders were saved from, leaves out a prefix.
     """
     prefix = hf_layout(config)[0].name.partition(".")[0] + "."
     if any(name.startswith(prefix) for name in stored):
@@ -162,8 +163,8 @@ def _full_names(stored: Mapping[str, StoredTensor], config: ModelConfig) -> dict
 def load_hf(folder: str | os.PathLike, config: ModelConfig, like: Params) -> Params:
     """The parameters of a folder as float32, each with the sharding of its jax.ShapeDtypeStruct in `like`.
 
-    Every array is mapped, turned and placed on its own, before the next is looked at. Rows that pad the vocabulary
-    (from `config.num_ids` on) are zeros. Raises InputError as `checked_tensors` does.
+    Arrays are mapped, transposed and placed one at a time. Rows that pad the vocabulary (from `config.num_ids` on) are
+    zeros. Raises InputError as `checked_tensors` does.
     """
     import jax
 
@@ -186,7 +187,7 @@ def load_hf(folder: str | os.PathLike, config: ModelConfig, like: Params) -> Par
 
 
 def _cut(source: np.ndarray, first: int, shape: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
-    """`index` of an array of `shape` in float32, which begins at `first` of the source's last axis; zeros beyond it."""
+    """Part `index`, in float32, of an array that begins at `first` on the source's last axis; zeros beyond it."""
     spans = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
     wanted: Any = [slice(start, stop) for start, stop in spans]
     wanted[-1] = slice(spans[-1][0] + first, spans[-1][1] + first)
@@ -195,7 +196,7 @@ def _cut(source: np.ndarray, first: int, shape: tuple[int, ...], index: tuple[sl
     if part.ndim < 2:
         cut[: part.size] = part
         return cut
-    for i in range(0, part.shape[0], _TILE):  # what is turned goes twice as fast in parts that the cache holds
+    for i in range(0, part.shape[0], _TILE):  # transposing is twice as fast in tiles that fit the cache
         for j in range(0, part.shape[1], _TILE):
             tile = part[i : i + _TILE, j : j + _TILE]
             cut[i : i + tile.shape[0], j : j + tile.shape[1]] = tile
@@ -203,9 +204,10 @@ def _cut(source: np.ndarray, first: int, shape: tuple[int, ...], index: tuple[sl
 
 
 def _zeros(shape: Sequence[int]) -> np.ndarray:
-    """Float32 zeros in memory that goes back to the system at once, whatever malloc was told to keep (train.device).
+    """Float32 zeros in memory that is freed to the system at once, whatever malloc was told to keep (train.device).
 
-    Not aligned as XLA's own arrays are: it would take this memory for its array, and could not be given it to reuse.
+    Not aligned as XLA's own arrays are: XLA would use aligned memory as its array without a copy, and could not reuse
+    it when donated.
     """
     memory = mmap.mmap(-1, _UNALIGNED_BYTES + 4 * math.prod(shape), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return np.frombuffer(memory, np.float32, offset=_UNALIGNED_BYTES).reshape(shape)

@@ -1,4 +1,4 @@
-"""config.json of Hugging Face folders, read; each key means what it does in transformers' class.
+"""Reading config.json of Hugging Face folders; each key means what it means in transformers' class.
 
 Nothing here imports jax, so that a plan can be printed without it.
 """
@@ -33,7 +33,7 @@ CLASSES = {
     "qwen3": "Qwen3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
 }
-# What a class takes where config.json leaves a key out; null counts as given.
+# Defaults of each class for keys that config.json leaves out; a null counts as given.
 _COMMON = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "num_key_value_heads": None, "head_dim": None}
 _LEFT_OUT: dict[str, dict[str, Any]] = {
     "llama": _COMMON | {"max_position_embeddings": 2048, "rope_theta": 1e4},
@@ -64,7 +64,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def read_hf_config(folder: str | os.PathLike) -> ModelConfig:
-    """The architecture of a Hugging Face folder, by its config.json; `vocab_size` counts its rows, all of them ids.
+    """The architecture of a Hugging Face folder, from its config.json; all of its `vocab_size` rows are ids.
 
     Raises InputError that lists all that this program does not compute as transformers does.
     """
@@ -72,7 +72,7 @@ def read_hf_config(folder: str | os.PathLike) -> ModelConfig:
 
 
 def hf_model_type(folder: str | os.PathLike) -> str:
-    """`model_type` of a folder that `read_hf_config` takes."""
+    """`model_type` of a folder that `read_hf_config` accepts."""
     return _read(Path(folder))[1]
 
 
@@ -96,7 +96,7 @@ def _read(folder: Path) -> tuple[ModelConfig, str]:
 
 
 def architecture_fields(config: ModelConfig) -> dict[str, Any]:
-    """The fields of a `model` section that name this architecture but for vocabulary and adapters, as plain JSON."""
+    """The fields of a `model` section for this architecture, without vocabulary and adapters, as plain JSON."""
     elsewhere = ("vocab_size", "num_ids", "lora", *HOW)
     return {name: value for name, value in asdict(config).items() if name not in elsewhere}
 
@@ -157,7 +157,7 @@ def _read_llama(keys: _Keys, model_type: str) -> dict[str, Any]:
 
 
 def _rope(keys: _Keys, theta: float, max_seq_len: int) -> tuple[float, RopeScaling | None]:
-    """From `rope_parameters`, or as folders before transformers 5 have it: `rope_theta` beside `rope_scaling`."""
+    """(theta, scaling) from `rope_parameters` or, as before transformers 5, from `rope_theta` and `rope_scaling`."""
     name = next((key for key in ("rope_scaling", "rope_parameters") if keys.data.get(key)), "rope_parameters")
     inner = keys.data.get(name) or {}
     if not isinstance(inner, dict):
@@ -195,7 +195,7 @@ def _rope(keys: _Keys, theta: float, max_seq_len: int) -> tuple[float, RopeScali
 
 
 def _sliding_window(keys: _Keys, model_type: str) -> int | None:
-    """How many tokens each token sees, all for None; the same in every layer."""
+    """How many tokens each token attends to, the same in every layer; None: all."""
     if model_type == "llama":
         return None
     window = keys.size("sliding_window", _LEFT_OUT[model_type]["sliding_window"])
@@ -227,7 +227,7 @@ def _sliding_window(keys: _Keys, model_type: str) -> int | None:
 
 
 def _ropes(keys: _Keys, num_layers: int) -> list[bool]:
-    """Of each layer, whether it has rope."""
+    """Whether each layer has rope."""
     given = keys.data.get("no_rope_layers")
     if given is None:
         every = keys.size("no_rope_layer_interval", 4)
@@ -250,13 +250,13 @@ def _no_rope_every(keys: _Keys, num_layers: int) -> int | None:
 
 
 def shortest(config: ModelConfig) -> ModelConfig:
-    """The same model, without a head's width where it follows from the others."""
+    """The same config, without `d_head` if it is d_model / n_head."""
     follows = config.d_head is not None and config.d_head * config.n_head == config.d_model
     return replace(config, d_head=None) if follows else config
 
 
 class _Keys:
-    """Keys of a JSON file, read by type; what does not fit is gathered, and something of the type given instead."""
+    """Keys of a JSON file, read by type; a misfit is recorded as a problem, and a value of the right type returned."""
 
     def __init__(self, path: Path, data: dict[str, Any] | None = None, prefix: str = "", problems: list | None = None):
         self.path, self.prefix = path, prefix
@@ -276,7 +276,7 @@ class _Keys:
         return default[0] if default else None
 
     def size(self, key: str, *default: int | None, least: int = 1) -> Any:
-        """An integer of `least` or more; None where that is the default, or null stands in place of a default."""
+        """An integer of `least` or more. None if that is the default, or if null is given for a key with a default."""
         value = self._given(key, default)
         if value is None and (default or key not in self.data):
             return None if default else 1

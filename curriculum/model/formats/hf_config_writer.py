@@ -1,4 +1,4 @@
-"""config.json as Hugging Face folders have it, for the class of transformers that computes a model."""
+"""Writing config.json of a Hugging Face folder, for the transformers class that computes a model."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from curriculum.errors import InputError
 from curriculum.model.formats.hf_config import CLASSES, shortest
 from curriculum.model.presets import ModelConfig
 
-# The fields of a config that config.json and the tensors tell, or that change nothing: learned positions have no rope,
-# and GPT-2's bias is of query, key and value too. One that is told nowhere is refused where it is not at its default.
+# Config fields that config.json and the tensors record, or that do not affect the model: rope with learned positions,
+# and qkv_bias with GPT-2's bias, which covers it. A field that is not recorded must have its default.
 _WRITTEN = (
     *("vocab_size", "num_ids", "n_layer", "n_head", "n_kv_head", "d_model", "d_ff", "max_seq_len", "pos_encoding"),
     *("tie_embeddings", "norm_eps", "rope_theta", "rope_scaling", "no_rope_every", "qkv_bias", "lora"),
@@ -22,10 +22,10 @@ _WRITTEN_WITH_ROPE = (*_WRITTEN, "bias", "d_head", "qk_norm", "sliding_window")
 def hf_config_of(
     config: ModelConfig, *, bos: int | None, eos: int | Sequence[int] | None, dtype: str = "float32"
 ) -> dict[str, Any]:
-    """config.json of the class of transformers that computes this model. `dtype`: float32, float16 or bfloat16.
+    """config.json for the transformers class that computes this model. `dtype`: float32, float16 or bfloat16.
 
-    A padded vocabulary is written without its padding. Raises InputError that names the fields of a combination that
-    no class has. Rope stands there twice, for transformers 5 and as it was before.
+    A padded vocabulary is written without its padding. Rope is written twice, for transformers 5 and for earlier
+    versions. Raises InputError that names the fields if no class has their combination.
     """
     model_type = _class_for(config)
     common = {
@@ -99,7 +99,7 @@ def _written_rope(config: ModelConfig) -> dict[str, Any]:
 
 
 def _class_for(config: ModelConfig) -> str:
-    """The model_type that computes a model; Mistral and SmolLM3 also do what Llama does, and more."""
+    """The model_type that computes a model; Mistral and SmolLM3 are chosen only for what Llama cannot do."""
     config = shortest(config)
     if config.pos_encoding == "learned":
         wanted = {"mlp_type": "gelu", "norm_type": "layernorm", "bias": True, "n_kv_head": config.n_head}

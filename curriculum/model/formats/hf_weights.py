@@ -1,6 +1,7 @@
 """The weights of a Hugging Face folder: safetensors files, found, checked by their headers, and mapped.
 
-Nothing here imports jax; no array is read before `StoredTensor.map` is indexed.
+Nothing here imports jax. Arrays are read only when `StoredTensor.map()` is indexed, by `hf_fingerprint` and by
+`equal_bytes`.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 _ITEM_BYTES |= {"U16": 2, "U32": 4, "U64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "C64": 8}
 FLOATS = ("F32", "F16", "BF16")
-_LARGEST_HEADER_BYTES = 100_000_000  # of the format
+_LARGEST_HEADER_BYTES = 100_000_000  # the format's limit
 _CHUNK_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where an array lies: `dtype` as safetensors calls it, bytes [start, end) of a file, rows first."""
+    """Where an array is stored: bytes [start, end) of a file, rows first; `dtype` is safetensors' name for its type."""
 
     file: Path
     dtype: str
@@ -48,7 +49,7 @@ class StoredTensor:
 def stored_tensors(folder: str | os.PathLike) -> dict[str, StoredTensor]:
     """Every tensor of a folder by name, from the files' headers.
 
-    Raises InputError where there are no safetensors files, or they are not whole.
+    Raises InputError if there are no safetensors files, or if one is incomplete.
     """
     tensors: dict[str, StoredTensor] = {}
     problems = []
@@ -68,7 +69,7 @@ def stored_tensors(folder: str | os.PathLike) -> dict[str, StoredTensor]:
 def weight_files(folder: str | os.PathLike) -> list[Path]:
     """model.safetensors or, in a folder without it, the shards that the index names, as transformers chooses.
 
-    Raises InputError where one is not there.
+    Raises InputError if a file is missing.
     """
     folder = Path(folder)
     if (folder / WEIGHTS).is_file():
@@ -95,7 +96,7 @@ def weight_files(folder: str | os.PathLike) -> list[Path]:
 def hf_fingerprint(folder: str | os.PathLike) -> str:
     """A hex digest of the weights: xxh3_128 over the names and contents of the files, all of which are read.
 
-    Sizes and headers would not do: a model that was tuned further has the same.
+    Sizes and headers are not enough: further training leaves them the same.
     """
     digest = xxhash.xxh3_128()
     for file in weight_files(folder):
@@ -118,7 +119,10 @@ def equal_bytes(one: StoredTensor, other: StoredTensor) -> bool:
 
 
 def _header(file: Path) -> dict[str, StoredTensor]:
-    """As the format says: the length of a JSON object as 8 bytes, the object, then the arrays without a gap."""
+    """The tensors of a file, from its header.
+
+    The format: the length of a JSON object as 8 bytes, the object, then the arrays without gaps.
+    """
     problem = f"{file}: is no whole safetensors file"
     try:
         size = file.stat().st_size

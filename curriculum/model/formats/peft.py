@@ -24,10 +24,11 @@ def write_peft(
 ) -> None:
     """Write adapter_config.json and adapter_model.safetensors, which `peft` loads onto the model at `base`.
 
-    `config` is one that transformers has a class for; `adapters_by_name`: arrays by dotted name; `dtype`: the numpy
-    type to write them as. Of GPT-2's one matrix for query, key and value the adapter is one too: A has the rows of each
-    that is adapted, one below the other, and B what belongs to them in blocks, at so many times the rank and, for the
-    same scale, so many times alpha.
+    `config` must be one that transformers has a class for. `adapters_by_name`: arrays by dotted name. `dtype`: the
+    numpy type to write them as.
+
+    GPT-2 has one matrix for query, key and value, and so one adapter for the n of them that are adapted: their A are
+    stacked, their B are its blocks, its rank is n times the rank and, to keep the scale, its alpha n times alpha.
     """
     lora, shapes = config.lora, config.projections()
     tensors: dict[str, np.ndarray] = {}
@@ -45,7 +46,7 @@ def write_peft(
         b_FR = np.zeros((rows_of[-1], lora.rank * len(adapted)), dtype)
         for column, (i, (_, b_RF)) in enumerate(zip(adapted, of, strict=True)):
             b_FR[rows_of[i] : rows_of[i + 1], column * lora.rank : (column + 1) * lora.rank] = b_RF.T
-        # In the order of its axes: safetensors writes what lies in memory.
+        # In C order: safetensors writes the bytes as they lie in memory.
         a_RD = np.concatenate([a_DR.T for a_DR, _ in of]).astype(dtype, order="C")
         at = f"base_model.model.{module}"
         tensors |= {f"{at}.lora_A.weight": a_RD, f"{at}.lora_B.weight": b_FR}
@@ -72,5 +73,5 @@ _LAYER = re.compile(r"^.*\.\d+\.")  # what stands before a module's name in its 
 
 
 def _whole(number: float) -> float | int:
-    """As an integer where it is one, as peft writes it."""
+    """As an integer if it is one, as peft writes it."""
     return int(number) if number == int(number) else number

@@ -20,9 +20,9 @@ def write_safetensors(
     metadata: Mapping[str, str],
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """One file, or several of at most `shard_bytes` each (a larger array alone in its own) and their index.
+    """Write one file, or several of at most `shard_bytes` each (a larger array alone in its own) and their index.
 
-    `arrays` are (name, array); no more of them are held than one file takes.
+    `arrays` are (name, array); only those of one file are held at a time.
     """
     files: list[list[str]] = []
     shard: dict[str, np.ndarray] = {}
@@ -52,8 +52,9 @@ def write_safetensors(
 
 
 def save_arrays(arrays: dict[str, np.ndarray], path: Path, metadata: Mapping[str, str]) -> None:
-    """One file, the same bytes for the same arrays, readable by those who may read its folder: safetensors itself puts
-    the metadata in any order, and makes files for their owner alone.
+    """Write one file: the same bytes for the same arrays, readable by those who may read its folder.
+
+    safetensors itself writes the metadata in any order, and makes files for their owner alone.
     """
     from safetensors.numpy import save_file
 
@@ -84,7 +85,7 @@ def numpy_dtype(dtype: str) -> np.dtype:
 
 
 def rounded(name: str, array: np.ndarray, dtype: str, to: np.dtype) -> np.ndarray:
-    """A float32 array in another type. Raises InputError where a finite value becomes infinite."""
+    """A float32 array in another type. Raises InputError if a finite value becomes infinite."""
     with np.errstate(over="ignore"):
         rounded = array.astype(to, copy=False)
     lost = np.isfinite(array) & ~np.isfinite(rounded)
