@@ -69,11 +69,12 @@ def same_shapes(folder: Path, args: argparse.Namespace) -> dict:
     by_step = {row["step"]: row["step_time_s"] for row in rows[1:]}  # the first includes compiling
     after = [by_step[phase["until"] + 1] for phase in phases[:-1]]
     after_eval = [by_step[phase["until"] - args.steps // 2 + 1] for phase in phases]
-    first_switch = phases[0]["until"]
+    first_switch, last_update = phases[0]["until"], phases[-1]["until"] - 1
     return {
         "switches": args.switches,
         "compilations_before_the_first_switch": sum(step < first_switch for step, _, _ in compiled),
-        "compilations_after_it": sum(step >= first_switch for step, _, _ in compiled),
+        # The run's only checkpoint, after the last update, has its copy compiled.
+        "compilations_after_it": sum(first_switch <= step < last_update for step, _, _ in compiled),
         "median_step_ms": ms(np.median(list(by_step.values()))),
         "median_step_after_a_switch_ms": ms(np.median(after)),
         "median_step_after_another_eval_ms": ms(np.median(after_eval)),
