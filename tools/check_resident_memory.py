@@ -31,6 +31,7 @@ def main(argv: list[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser("train", help="a long run of a tiny model", allow_abbrev=False)
     train.add_argument("--steps", type=int, default=10_000)
+    train.add_argument("--saves", type=int, default=20, help="checkpoints on the way")
     train.add_argument("--limit", type=float, default=1.0, help="MB that 1,000 steps may add")
     prepare = commands.add_parser("prepare", help="one large source", allow_abbrev=False)
     prepare.add_argument("--gigabytes", type=float, default=2.0, help="of generated text")
@@ -65,7 +66,7 @@ def check_train(folder: Path, options: argparse.Namespace) -> bool:
         },
         "train": {"steps": options.steps, "batch_size": 4, "seq_len": 64},
         "optim": {"lr": 1e-3, "warmup_steps": 10, "decay_steps": every},
-        "checkpoint": {"every": every},
+        "checkpoint": {"every": max(1, options.steps // options.saves)},
     }
     run = folder / "run"
     started = time.monotonic()
