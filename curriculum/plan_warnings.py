@@ -17,10 +17,10 @@ from curriculum.record.wording import listed
 from curriculum.scheduling import mean_steps, num_due
 from evalsets.evalset import EvalSet
 from evalsets.metrics import clusters
+from evalsets.regressions import NUM_HISTORY
 from phases.rates import rate_spans
 from phases.schedule import Schedule, SourceSupply
 
-FEW_EVALS = 24  # from this many on, a verdict knows the scatter of neighbouring evals as well as it ever does
 # Muennighoff et al. 2023, arXiv:2305.16264: repeating a source up to 4 times is worth nearly as much as fresh data.
 MAX_EPOCHS_WORTH_FRESH = 4
 FEW_SCORED_TARGETS = 64  # per update; answers are contiguous, so that below this mean some updates have none
@@ -82,9 +82,9 @@ def _few_evals(config: Config, schedule: Schedule) -> Iterator[str]:
     """A warning if the action on regressions is stop or replay, but too few evals are planned to find small ones."""
     every, action = config.evalsets.every, config.evalsets.regression.action
     planned = num_due({end for _, _, end in schedule.phase_bounds}, every, after=0)
-    if action in ("stop", "replay") and planned < FEW_EVALS:
+    if action in ("stop", "replay") and planned < NUM_HISTORY:
         yield (
-            f"evalsets.regression.action is {action}, but {planned} evals are planned: with fewer than {FEW_EVALS} "
+            f"evalsets.regression.action is {action}, but {planned} evals are planned: with fewer than {NUM_HISTORY} "
             "only large rises are found; lower evalsets.every"
         )
 

@@ -158,7 +158,8 @@ def read_override(data: dict, origin: Origin, override: str) -> None:
     for depth, part in enumerate(parts):
         if isinstance(here, list):
             if not (part.isascii() and part.isdecimal() and len(part) < 9) or int(part) >= len(here):
-                got = f"{dotted} has {len(here)} entries (0 to {len(here) - 1}), got {part!r}"
+                indices = f" (0 to {len(here) - 1})" if here else ""
+                got = f"{dotted} has {len(here)} entries{indices}, got {part!r}"
                 named = [i for i, entry in enumerate(here) if isinstance(entry, dict) and entry.get("name") == part]
                 raise InputError(f"{option}: {got}" + "".join(f"; that is {dotted}[{i}]" for i in named[:1]))
             key, dotted = int(part), f"{dotted}[{part}]"

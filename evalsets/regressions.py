@@ -22,7 +22,7 @@ BASELINES = ("start", "phase_start", "best")
 START, PHASE_START, BEST = range(3)
 OK, WARNED, REGRESSED = range(3)
 
-NUM_HISTORY = 24
+NUM_HISTORY = 24  # evals from which the scatter of a set is measured
 _WARN_T, _RECOVER_T = 1.645, 1.0
 MIN_NU, _FALLBACK_NU = 3, 10
 _UNMEASURED = 2.0  # what unmeasured jitter is taken to be, in item errors

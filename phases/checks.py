@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from phases.clocks import MOST_SEQUENCES, MOST_TOKENS, no_such_source, short
+from phases.clocks import MOST_SEQUENCES, MOST_TOKENS, any_steps, no_such_source, short
 from phases.schedule import Phase, SourceSupply
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")  # of anything that becomes part of a file or folder name
@@ -48,7 +48,7 @@ def check_phases(phases: Sequence[Phase], sources: Sequence[str]) -> list[tuple[
             problems.append((f"{path}.mixture", message))
         if phase.until == "end" and i < len(phases) - 1:
             problems.append((f"{path}.until", "'end' is for the last phase only"))
-        if i == 0 and phase.ramp_steps not in (0, "0%"):
+        if i == 0 and any_steps(phase.ramp_steps):
             problems.append((f"{path}.ramp_steps", "the first phase has no mixture before it to ramp from"))
         if program := phase.lr:
             if program.peak is not None and not (math.isfinite(program.peak) and program.peak > 0):

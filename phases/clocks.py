@@ -31,6 +31,14 @@ def resolve_steps(value: int | str, total_steps: int) -> int:
     raise ValueError(f"got {short(value)}, expected a number of steps or a percentage of train.steps such as '5%'")
 
 
+def any_steps(value: int | str) -> bool:
+    """Whether a number of steps or a percentage is above 0; False for a value that is neither."""
+    try:
+        return resolve_steps(value, 1) > 0
+    except ValueError:
+        return False
+
+
 class EpochGoal(NamedTuple):
     """A clock in epochs: reached once the cursor of `source` is at `tokens`, None if its size is unknown."""
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from phases.checks import ScheduleError
+from phases.clocks import any_steps
 from phases.curriculum import Curriculum, Numbers
 from phases.lr import LrPiece, LrSchedule, PhaseSpan, Standing, first_jump, lr_pieces, lr_scale
 from phases.schedule import Schedule, Segment
@@ -120,7 +121,7 @@ def _without_effect(
     if lr.schedule == "wsd" and decay_steps == 0 and any(span.program is None for span in spans):
         mending = "set optim.decay_steps, such as 20%, or optim.schedule: constant"
         warnings.append(f"schedule wsd with decay_steps 0 never decays, and min_lr_ratio is not used; {mending}")
-    if lr.schedule != "wsd" and lr.decay_steps != 0:
+    if lr.schedule != "wsd" and any_steps(lr.decay_steps):
         how = "never decays" if lr.schedule == "constant" else "decays all the way from the warm-up to the end"
         warnings.append(f"optim.decay_steps does nothing: optim.schedule {lr.schedule} {how}")
     if numbers.warmup_steps and spans[0].program is not None:

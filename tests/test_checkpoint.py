@@ -423,7 +423,7 @@ def test_a_state_that_is_not_finite_is_never_saved(tmp_path, part):
         bad = {"opt_state": (adam._replace(mu={"w": adam.mu["w"].at[1, 2].set(np.inf)}), *rest)}
     else:
         bad = {part: {"w": state.params["w"].at[2, 3].set(np.nan)}}
-    with pytest.raises(NonFiniteState, match=rf"^{part}\..*w is not finite after step 3: it is not saved"):
+    with pytest.raises(NonFiniteState, match=rf"^{part}\..*w is not finite after step 3$"):
         checkpoints.save(state._replace(**bad), {}, {})
     assert not (tmp_path / "checkpoints").exists()
     save(checkpoints, 3)

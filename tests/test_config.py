@@ -192,6 +192,7 @@ def test_set_overrides_values_and_is_named_in_problems(folder):
     assert problems(GOOD, f"phases.{second}.until=3") == [
         f"--set phases.{second}.until=3: phases has 2 entries (0 to 1), got {second!r}; that is phases[1]"
     ]
+    assert "--set phases[0].until=3: phases has 0 entries, got '0'" in problems("phases: []\n", "phases[0].until=3")
     for override, message in [
         ("sources.web.held_out=50", 'expected a share such as "1%"'),
         ("sources.web.path=", "a source needs exactly one of path and hf"),

@@ -416,7 +416,7 @@ def test_a_state_that_is_not_finite_is_never_saved(place, tmp_path):
     data = config_data(
         place, optim=optim, checkpoint={"every": 1, "keep": 3}, train__rollback=ROLLBACK["train__rollback"]
     )
-    with pytest.raises(Diverged, match="params.* is not finite after step 1: it is not saved") as told:
+    with pytest.raises(Diverged, match="params.* is not finite after step 1") as told:
         trained(place, tmp_path / "run", data)
     assert "rollbacks    2 of 2: to step 0 (bad from 0), to step 0 (bad from 0)" in str(told.value)
     assert "last good    none" in str(told.value)

@@ -324,6 +324,21 @@ def test_what_stands_regressed_is_told(tmp_path):
     assert "at step 60, since step 80\n" in shown(path)
 
 
+def test_a_set_that_may_be_worse_is_told_of_while_it_is_measured(tmp_path):
+    start = load_run(write_run(tmp_path / "whole", LOSSES)).start
+    for names, warned in ((("primary", "law"), True), (("primary",), False)):
+        evalsets = {name: start["evalsets"][name] for name in names}
+        resume = ("resume", {**{key: start[key] for key in ("plan", "devices")}, "evalsets": evalsets})
+        losses = LOSSES | {"law": lambda step: 4.0 if step <= 60 else None}
+        path = write_run(tmp_path / f"{warned}", losses, more={60: [resume]})
+        lines = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
+        (at_60,) = [line for line in lines if (line["event"], line["step"]) == ("eval", 60)]
+        at_60["warned"] = ["law"]
+        (path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        assert ("maybe worse law" in shown(path)) == warned
+        assert ("maybe law" in report([load_run(path)])) == warned
+
+
 def test_of_many_regressions_the_largest_rises_are_told(tmp_path):
     def told(num):
         pairs = [offender(f"s{i}", "best", 60, first_step=100, delta=i / 10) for i in range(1, num)]

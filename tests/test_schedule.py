@@ -288,6 +288,11 @@ def test_shares_of_1_and_percentages_need_no_word(weights, told):
         assert f"proportions add up to {told}, normalised to s0" in schedule.warnings[0]
 
 
+@pytest.mark.parametrize("none", [0, "0%", "0 %", "0.0%"])
+def test_the_first_phase_may_say_that_it_has_no_ramp(none):
+    assert resolved(Phase("a", "end", {"web": 1}, ramp_steps=none)) == resolved(Phase("a", "end", {"web": 1}))
+
+
 def test_a_weight_that_is_given_nothing_is_a_warning():
     schedule = resolved(Phase("a", "end", {"web": 0.9999, "law": 0.0001}))
     assert schedule.warnings == ("phase a: law has a positive proportion but gets no sequence",)
@@ -307,7 +312,8 @@ def test_rates_that_do_nothing_are_warnings():
     for schedule, how in (("cosine", "decays all the way from the warm-up to the end"), ("constant", "never decays")):
         (told,) = resolved(*one, lr=LrSchedule(schedule=schedule, decay_steps="20%")).warnings
         assert told == f"optim.decay_steps does nothing: optim.schedule {schedule} {how}"
-        assert resolved(*one, lr=LrSchedule(schedule=schedule)).warnings == ()
+        for none in (0, "0%", "0.0%"):
+            assert resolved(*one, lr=LrSchedule(schedule=schedule, decay_steps=none)).warnings == ()
     assert resolved(*one, lr=LrSchedule(decay_steps=10)).warnings == ()
     (warning,) = resolved(
         Phase("a", "end", web, lr=LrProgram(rewarm_steps=5)), lr=LrSchedule(schedule="cosine", warmup_steps=9)

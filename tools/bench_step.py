@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -328,7 +329,7 @@ def matmul_run(dtype: str):
 
     kind = jax.devices()[0].device_kind
     if jax.default_backend() != "cpu":
-        known = [figure for part, figure in DATA_SHEET.items() if part in kind]
+        known = [figure for card, figure in DATA_SHEET.items() if re.search(rf"\b{card}\b", kind)]
         if not known:
             raise SystemExit(f"no data sheet's figure for {kind}; add it to DATA_SHEET")
         return lambda _: {"flops_per_sec": [known[0] if dtype == "bfloat16" else known[0] / 2]}

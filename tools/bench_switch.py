@@ -46,6 +46,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--small", action="store_true", help="a model of one layer")
     parser.add_argument("--json", metavar="FILE", help="write the results there as well")
     args = parser.parse_args(argv)
+    if args.steps % 2:
+        parser.error(f"--steps: got {args.steps}, expected an even number: an eval comes at half of each phase")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         write_sources(folder)

@@ -156,18 +156,18 @@ def _write(folder: Path, mean: Any, sidecar: dict[str, Any]) -> None:
     With several processes, a failed write leaves its files, as another process may still be writing; the next write
     clears them.
     """
-    partial = folder.with_name(f".{folder.name}.partial")
+    unfinished = folder.with_name(f".{folder.name}.partial")
     if is_first():
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
     try:
-        save_params((partial / "params").absolute(), mean)
+        save_params((unfinished / "params").absolute(), mean)
         if not is_first():
             return
-        (partial / SIDECAR).write_text(json.dumps(sidecar) + "\n")
-        write_manifest(partial)
+        (unfinished / SIDECAR).write_text(json.dumps(sidecar) + "\n")
+        write_manifest(unfinished)
     except OSError:
         if count() == 1:
-            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(unfinished, ignore_errors=True)
         raise
     shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    unfinished.rename(folder)

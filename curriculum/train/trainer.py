@@ -224,7 +224,9 @@ def _loop(run: Running, first: int, worse: Sequence[str]) -> dict[str, Any]:
             run.settle(done)
             if stopped_by is not None:
                 last_good = max(from_first(run.checkpoints.steps), default=None)
-                raise Stopped(stopped_by, done, last_good, "" if last_good == done else run.why_not_saved)
+                raise Stopped(
+                    stopped_by, done, last_good, "" if last_good == done else run.why_not_saved or "it is gone"
+                )
             run.check_saved(done)
             raise RegressionStop(done, worse)
     return _complete(run)

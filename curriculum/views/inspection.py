@@ -137,7 +137,7 @@ def _evals(run: Run) -> dict[str, dict[str, Any]]:
             "detectable": detectable.get(name),
             "tolerance": tolerance_of(run, name),
             "text": text_of(run, name),
-            "warned": name in warned,
+            "warned": name in warned and name.partition("@")[0] in measured,
             "still_measured": name.partition("@")[0] in measured,
             "few_documents": documents_are_few(about.get(name.partition("@")[0], {})),
         }

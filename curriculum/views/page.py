@@ -138,7 +138,6 @@ tr.first td { border-top: 1px solid var(--line); padding-top: 6px; }
 .good { color: var(--green); font-weight: 600; }
 details { margin: 10px 0; }
 summary { cursor: pointer; color: var(--link); }
-summary.run { font-size: 18px; }
 pre { background: var(--shade); border-radius: 8px; padding: 12px 14px; overflow-x: auto; font: 12.5px/1.45
   ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; }
 ul.notes { padding-left: 18px; margin: 8px 0; max-width: 90ch; font-size: 14px; }

@@ -34,7 +34,7 @@ def check_finite(state: TrainState) -> None:
     finite = on_host(_finite(parts))
     if not finite.all():
         name = list(by_name(parts))[int(np.argmin(finite))]
-        raise NonFiniteState(f"{name} is not finite after step {int(state.step)}: it is not saved")
+        raise NonFiniteState(f"{name} is not finite after step {int(state.step)}")
     _looked_at = [weakref.ref(leaf) for leaf in leaves]
 
 
