@@ -1,11 +1,14 @@
 """What the pages show can be typed: fragments of a config are valid, and links lead somewhere."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from curriculum.config import build_config
+from curriculum.record.events import STAMPS
+from curriculum.train.trainer import train
 from curriculum.yaml12 import read_yaml
 
 ROOT = Path(__file__).parents[1]
@@ -60,3 +63,67 @@ def test_links_within_the_project_lead_somewhere(page):
         target = page.parent / name if name else page
         assert target.exists(), f"{link}: no such file"
         assert not anchor or anchor in anchors(target), f"{link}: no such heading in {target.name}"
+
+
+def rows_of(page: str, heading: str) -> dict[str, set[str]]:
+    """The tables below a heading: what stands as code in the other columns, by what does in the first one."""
+    section = (ROOT / "docs" / page).read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `")]
+    code = re.compile(r"`([^`]+)`")
+    return {name: set(code.findall("|".join(rest))) for first, *rest in rows for name in code.findall(first)}
+
+
+def test_every_event_has_a_row():
+    written = re.compile(r"(?:\.event\(\s*|event: ClassVar\[str\] = |\bevent = )\"([a-z_]+)\"")
+    code = [path.read_text() for package in ("curriculum", "evalsets") for path in (ROOT / package).rglob("*.py")]
+    names = {name for text in code for name in written.findall(text)}
+    assert len(names) > 12 and names == rows_of("run_directory.md", "Events").keys()
+
+
+def test_what_a_run_writes_is_told(tmp_path):
+    text = "one two three four five six seven eight nine ten "
+    for name in ("web", "law"):
+        (tmp_path / name).mkdir()
+        for i in range(60):
+            (tmp_path / name / f"{i}.txt").write_text(f"{name} {i} {text * 3}")
+    data = {
+        "name": "told",
+        "tokenizer": {"kind": "byte"},
+        "model": {"preset": "tiny", "n_layer": 1, "d_model": 32, "n_head": 2, "n_kv_head": 1, "d_ff": 32},
+        "sources": {name: {"path": str(tmp_path / name), "held_out": "20%"} for name in ("web", "law")},
+        "phases": [
+            {"name": "a", "until": 8, "mixture": {"web": 0.5, "law": 0.5}},
+            {"name": "b", "until": "end", "mixture": {"law": 1.0}, "lr": {"peak": 20.0}},
+        ],
+        "evalsets": {
+            "primary": {"held_out_of": "web"},
+            "sets": {"law": {"held_out_of": "law"}},
+            "every": 2,
+            "regression": {"action": "checkpoint"},
+        },
+        "train": {"steps": 12, "batch_size": 4, "seq_len": 32},
+        "optim": {"schedule": "constant", "lr": 1e-2, "allow_jump": True},
+        "averages": {"ema_decay": 0.5, "phase_mean": 2},
+        "checkpoint": {"every": 4},
+        "logging": {"every": 2, "generate_every": 4},
+    }
+    run_dir, stores = tmp_path / "run", tmp_path / "stores"
+    train(build_config(data), run_dir, store_dir=stores)
+    edited = data | {"train": data["train"] | {"steps": 14}}
+    train(build_config(edited), run_dir, store_dir=stores, resume=8)
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    told = rows_of("run_directory.md", "Events")
+    rare = {"rollback", "eval_recovered", "gold_blocked", "checkpoint_failed", "diverged"}
+    assert {e["event"] for e in events} >= told.keys() - rare
+    for event in events:
+        fields = event.keys() - STAMPS
+        known = told[event["event"]] | {f"eval_law{metric}" for metric in ("", "_bpb", "_sem")}
+        assert fields <= known, (event["event"], fields - known)
+        for offender in event.get("offenders", ()):
+            assert offender.keys() - {"set", "baseline", "step"} <= told["eval_regression"]
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    fields = set().union(*rows) - {"loss_web", "loss_law"}
+    assert fields <= rows_of("run_directory.md", "Metrics").keys() and len(rows) == 7
+    files = {name.split("/")[0] for name in rows_of("run_directory.md", "Files")}
+    there = {path.name for path in run_dir.iterdir()}
+    assert there <= files and files - there == {"config.yaml", "wandb"}  # no file, no wandb: neither was given
