@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from curriculum.config import build_config
+from curriculum.model.counts import num_parameters
+from curriculum.model.presets import PRESETS
 from curriculum.record.events import STAMPS
 from curriculum.train.trainer import train
 from curriculum.yaml12 import read_yaml
@@ -127,3 +129,16 @@ def test_what_a_run_writes_is_told(tmp_path):
     files = {name.split("/")[0] for name in rows_of("run_directory.md", "Files")}
     there = {path.name for path in run_dir.iterdir()}
     assert there <= files and files - there == {"config.yaml", "wandb"}  # no file, no wandb: neither was given
+
+
+def test_the_table_of_presets_has_their_shapes():
+    section = (ROOT / "docs/training.md").read_text().partition("\n## The model\n")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1:] for line in section.splitlines() if line.startswith("| `")]
+    shapes = {
+        name.strip(" `"): [int(n.replace(",", "")) for n in re.findall(r"\d+(?:,\d{3})*", " ".join(rest))]
+        for name, *rest in rows
+    }
+    assert shapes == {
+        name: [num_parameters(m), m.n_layer, m.d_model, m.n_head, m.n_kv_head, m.d_ff, m.max_seq_len, m.vocab_size]
+        for name, m in PRESETS.items()
+    }
