@@ -5,6 +5,7 @@ python tools/write_config_reference.py [--check]
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -15,10 +16,8 @@ HEAD = """\
 # Every key of a config
 
 Generated from the code by `python tools/write_config_reference.py`; `NAME` stands for a name of yours.
-
-| key | type | default | meaning |
-|---|---|---|---|
 """
+COLUMNS = "| key | type | default | meaning |\n|---|---|---|---|\n"
 
 
 def rows(schema, definitions, path=""):
@@ -47,6 +46,19 @@ def rows(schema, definitions, path=""):
             yield key, " or ".join(type_of(o) for o in options), default, field.get("description", "")
 
 
+def reference():
+    """The page: a table for each section, after one for the keys that are none."""
+    schema = json_schema(variables=False)
+    lines = {}
+    for key, kind, default, meaning in rows(schema, schema["$defs"]):
+        cells = (text.replace("|", "\\|") for text in (f"`{key}`", kind, default, " ".join(meaning.split())))
+        lines.setdefault(re.split(r"[.[]", key)[0], []).append(f"| {' | '.join(cells)} |")
+    single = [name for name, of_section in lines.items() if len(of_section) == 1]
+    tables = {", ".join(single): [line for name in single for line in lines.pop(name)], **lines}
+    parts = [f"\n## {names}\n\n{COLUMNS}" + "\n".join(of_section) + "\n" for names, of_section in tables.items()]
+    return HEAD + "".join(parts)
+
+
 def type_of(option):
     if "anyOf" in option:
         return " or ".join(map(type_of, option["anyOf"]))
@@ -70,15 +82,7 @@ def main():
     parser.add_argument("--check", action="store_true", help="exit 1 where one is not what would be written")
     check = parser.parse_args().check
     schema = json_schema()
-    lines = []
-    plain = json_schema(variables=False)
-    for key, kind, default, meaning in rows(plain, plain["$defs"]):
-        cells = (text.replace("|", "\\|") for text in (f"`{key}`", kind, default, " ".join(meaning.split())))
-        lines.append(f"| {' | '.join(cells)} |")
-    files = {
-        ROOT / "configs/schema.json": json.dumps(schema, indent=2) + "\n",
-        ROOT / "docs/config.md": HEAD + "\n".join(lines) + "\n",
-    }
+    files = {ROOT / "configs/schema.json": json.dumps(schema, indent=2) + "\n", ROOT / "docs/config.md": reference()}
     stale = [path for path, text in files.items() if not path.exists() or path.read_text() != text]
     if check:
         for path in stale:
