@@ -193,9 +193,10 @@ def _check_documents(
         if document.ndim != 1 or (document.size and document.dtype.kind not in "iu"):
             raise ValueError(f"{where}: document {i} is {document.dtype}{list(document.shape)}, expected 1-D integers")
     if document_hashes is not None and len(document_hashes) != len(documents):
-        raise ValueError(f"{where}: {len(document_hashes)} document hashes, expected {len(documents)}, one a document")
+        got = f"{len(document_hashes)} document hashes"
+        raise ValueError(f"{where}: {got}, expected {len(documents)}, one per document")
     if document_bytes is not None and len(document_bytes) != len(documents):
-        raise ValueError(f"{where}: {len(document_bytes)} document_bytes, expected {len(documents)}, one a document")
+        raise ValueError(f"{where}: {len(document_bytes)} document_bytes, expected {len(documents)}, one per document")
 
 
 def _checked_scored(

@@ -234,7 +234,7 @@ def accepted(
     """After the gate accepted a candidate. A finite `score` (lower is better) must also be below the gold's."""
     gold = state.gold
     if score is not None and gold is not None and gold.score is not None and not score < gold.score:
-        return vetoed(state, candidate, f"score {score:g} is not below {gold.score:g}, the gold's of step {gold.step}")
+        return vetoed(state, candidate, f"score {score:g} is not below the gold's {gold.score:g} (step {gold.step})")
     best = Best(candidate.step, candidate.value, score)
     previous, previous_step = (None, None) if gold is None else (gold.value, gold.step)
     event = Gold(candidate.step, candidate.metric, candidate.value, previous, previous_step, score)
@@ -270,13 +270,13 @@ def _objections(config: GoldConfig, state: GoldState, measured: Measured, value:
     """(guard, reason) of every guard that objects to this eval, the trend guard aside: see `decide`."""
     found = []
     if state.start is not None and value >= state.start:
-        found.append(("start", f"start: {value:.4f} is not below {state.start:.4f}, what the run began with"))
+        found.append(("start", f"start: {value:.4f} is not below {state.start:.4f}, the value before training"))
     primary, train_loss = measured.summaries.get(PRIMARY), measured.train_loss
     if config.overfit_ratio is not None and primary is not None and _finite(train_loss) is not None:
         ratio = primary.loss / train_loss if train_loss > 0 else math.inf
         if not ratio <= config.overfit_ratio:
             now, most = _apart(ratio, config.overfit_ratio, 1)
-            found.append(("overfit", f"overfit: val/train={now}x, threshold={most}x"))
+            found.append(("overfit", f"overfit: val loss is {now}x the training loss, overfit_ratio is {most}x"))
 
     minimised = config.target[0]
     offenders = [
@@ -306,7 +306,7 @@ def _unconfirmed(pending: Pending, step: int, value: float | None, gold: Best | 
     dip = f"trend: a dip to {pending.value:.4f} after {pending.rises} rises in a row was not confirmed"
     if value is None:
         return f"{dip}: at step {step} the value is not finite"
-    return f"{dip}: {value:.4f} at step {step} is not below {gold.value:.4f}, the gold's of step {gold.step}"
+    return f"{dip}: {value:.4f} at step {step} is not below the gold's {gold.value:.4f} (step {gold.step})"
 
 
 def _blocked(state: GoldState, candidate: Candidate, guard: str, reason: str) -> Blocked:

@@ -322,10 +322,13 @@ def _unmeasured_sem(sem_item: np.ndarray) -> np.ndarray:
 
 def _no_verdict(num_clusters: int, level: float) -> str | None:
     if num_clusters < 2:
-        return "all its windows are of one document, so nothing tells how much chance there is in a difference"
+        return "all its windows are of one document: too little to estimate the error of a difference"
     if level > 0:
         return None
-    return "what the run may err is used up by its comparisons; a lower evalsets.regression.confidence lets it err more"
+    return (
+        "the run's false-alarm probability (1 - evalsets.regression.confidence) is used up; lower the confidence to "
+        "allow more comparisons"
+    )
 
 
 def _loss(nats_N: np.ndarray, tokens_N: np.ndarray) -> np.ndarray:

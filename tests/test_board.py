@@ -306,7 +306,7 @@ def test_what_happened_is_text(tmp_path):
     record.event("eval_recovered", 12, phase="domain", offenders=[recovered])
     gold = {"metric": "primary/loss", "value": 3.2, "previous": None, "previous_step": None, "path": "gold/8"}
     record.event("gold_checkpoint", 8, **gold)
-    reason = "overfit: val/train=6.2x, threshold=5.0x"
+    reason = "overfit: val loss is 6.2x the training loss, overfit_ratio is 5.0x"
     blocked = {"metric": "primary/loss", "value": 3.1, "best": 3.2, "best_step": 8, "guard": "overfit"}
     record.event("gold_blocked", 12, **blocked, reason=reason)
     edit = {"kind": "replay", "phase": "domain", "until": 12, "reason": "replay of web, as code got worse"}
@@ -348,7 +348,9 @@ def test_what_happened_is_text(tmp_path):
     ):
         assert all(part in line for part in words), line
     assert texts["gold_checkpoint"] == [(12, "gold checkpoint at step 8: primary/loss 3.2000")]
-    assert texts["gold_blocked"] == [(12, "gold blocked at step 12: overfit: val/train=6.2x, threshold=5.0x")]
+    assert texts["gold_blocked"] == [
+        (12, "gold blocked at step 12: overfit: val loss is 6.2x the training loss, overfit_ratio is 5.0x")
+    ]
     ((step, edited),) = texts["schedule_edit"]
     assert step == 12 and all(
         part in edited for part in ("step 8", "replay of web, as code got worse", "web 0.25 → 0.5", "law 0.75 → 0.5")

@@ -312,8 +312,13 @@ VERDICTS = [
         "gold checkpoint at step 100: domain/bpb 1.5000",
     ),
     (
-        stamped("gold_blocked", 800, reason="overfit: val/train=6.2x, threshold=5.0x", guard="overfit"),
-        "gold blocked at step 800: overfit: val/train=6.2x, threshold=5.0x",
+        stamped(
+            "gold_blocked",
+            800,
+            guard="overfit",
+            reason="overfit: val loss is 6.2x the training loss, overfit_ratio is 5.0x",
+        ),  # fmt: skip
+        "gold blocked at step 800: overfit: val loss is 6.2x the training loss, overfit_ratio is 5.0x",
     ),
     (
         stamped("diverged", 212, reason="3 updates in a row were bad, from update 209 on", last_good_step=200),

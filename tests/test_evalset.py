@@ -237,5 +237,5 @@ def test_windows_share_the_bytes_of_a_document_whose_tokens_have_others():
     assert part.num_bytes_N.tolist() == [7, 6, 2, 3]  # 13 * 7 // 12 = 7, all 13
     silent = cut_windows("set", [np.array([5, 5, 5])], bytes_V, 5, 2, document_bytes=[4])
     assert silent.num_bytes_N.tolist() == [0, 4]
-    with pytest.raises(ValueError, match="2 document_bytes, expected 3, one a document"):
+    with pytest.raises(ValueError, match="2 document_bytes, expected 3, one per document"):
         cut_windows("set", documents, bytes_V, 5, 2, document_bytes=[1, 2])

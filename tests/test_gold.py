@@ -111,8 +111,8 @@ def test_step_0_is_a_candidate_only_when_told_so_and_else_the_bar():
     assert decisions[0] == [] and [told(d) for d in decisions[3]] == ["gold 30"] and decisions[4] == []
     blocked = [(d.step, d.guard, d.reason) for d in [*decisions[1], *decisions[2]]]
     assert blocked == [
-        (10, "start", "start: 147.0000 is not below 7.0000, what the run began with"),
-        (20, "start", "start: 7.0000 is not below 7.0000, what the run began with"),
+        (10, "start", "start: 147.0000 is not below 7.0000, the value before training"),
+        (20, "start", "start: 7.0000 is not below 7.0000, the value before training"),
     ]
     assert state.start == 7.0 and GoldState.from_json(state.to_json()) == state
     # Without a finite loss, or of another metric, nothing is known of the start.
@@ -139,13 +139,14 @@ def test_overfit():
     config = GoldConfig(consecutive_rises=None)
     _, [[decision]] = run(config, [measured(10, primary=3.1, train_loss=0.5)])
     assert decision == Blocked(
-        10, "primary/loss", 3.1, None, None, "overfit", "overfit: val/train=6.2x, threshold=5.0x"
-    )
+        10, "primary/loss", 3.1, None, None, "overfit",
+        "overfit: val loss is 6.2x the training loss, overfit_ratio is 5.0x",
+    )  # fmt: skip
     assert decision.event == "gold_blocked" and "step" not in decision.fields()
     reasons = {
         0.62: None,  # exactly 5.0
-        0.6199: "overfit: val/train=5.001x, threshold=5.000x",  # as many decimals as it takes
-        0.0: "overfit: val/train=infx, threshold=5.0x",
+        0.6199: "overfit: val loss is 5.001x the training loss, overfit_ratio is 5.000x",  # as many decimals as it takes
+        0.0: "overfit: val loss is infx the training loss, overfit_ratio is 5.0x",
         math.nan: None,  # nothing to hold it against
         None: None,
     }
@@ -237,7 +238,7 @@ def test_every_objection_is_told_and_the_first_names_the_guard():
     evals += [measured(20, primary=6.2, code=2.6, train_loss=1.0, regressed={"code": CODE})]
     blocked = run(config, evals)[1][1][0]
     assert blocked.guard == "overfit" and blocked.reason == (
-        "overfit: val/train=6.2x, threshold=5.0x; eval regression: code 2.1000→2.6000 (+0.5000 ± 0.0400); "
+        "overfit: val loss is 6.2x the training loss, overfit_ratio is 5.0x; eval regression: code 2.1000→2.6000 (+0.5000 ± 0.0400); "
         "limit: code 2.0000→2.6000 (+0.6000), max_increase=0.0000"
     )
 
@@ -279,8 +280,8 @@ def test_the_words_of_a_dip_that_was_not_confirmed():
     after, [blocked] = decide(TREND, state, measured(60, primary=3.4))
     assert blocked == Blocked(
         50, "primary/loss", 2.8, 3.0, 10, "trend",
-        "trend: a dip to 2.8000 after 3 rises in a row was not confirmed: 3.4000 at step 60 is not below 3.0000, "
-        "the gold's of step 10",
+        "trend: a dip to 2.8000 after 3 rises in a row was not confirmed: 3.4000 at step 60 is not below the "
+        "gold's 3.0000 (step 10)",
     )  # fmt: skip
     assert kept_steps(after) == {10} and after.pending is None
     _, [blocked] = decide(TREND, state, measured(60, primary=math.nan))
@@ -357,7 +358,7 @@ def test_a_gate_is_asked_before_anything_is_gold():
     after, [blocked] = vetoed(state, candidate, "exit code 3")
     assert blocked == Blocked(20, "primary/loss", 2.9, 3.0, 10, "gate", "gate: exit code 3") and after == state
     for score, reason in (
-        (0.5, "gate: score 0.5 is not below 0.5, the gold's of step 10"),
+        (0.5, "gate: score 0.5 is not below the gold's 0.5 (step 10)"),
         (math.nan, "gate: score nan"),
     ):
         after, [blocked] = accepted(state, candidate, score)

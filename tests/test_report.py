@@ -24,7 +24,7 @@ ALARM = {"phase": "domain", "action": "kept as kept/80", "offenders": [offender(
 WELL = {"phase": "domain", "offenders": [offender("law", "best", 60, first_step=80, delta=0.02)]}
 GOLD = {"metric": "law/loss", "value": 2.2, "previous": 2.5, "previous_step": 20, "path": "gold/100"}
 BLOCKED = {"metric": "law/loss", "value": 2.2, "best": 2.5, "best_step": 20, "guard": "overfit",
-           "reason": "overfit: val/train=6.2x, threshold=5.0x"}  # fmt: skip
+           "reason": "overfit: val loss is 6.2x the training loss, overfit_ratio is 5.0x"}  # fmt: skip
 TRANSFER = {
     "phases": ["foundation", "domain"],
     "steps": [60, 100],
@@ -124,7 +124,7 @@ def test_what_the_page_of_a_run_says(rich):
     )
     assert page.has_row("80", "▲ regression", "law 2.1000 → 2.6000 (+0.5000, 95 % +0.4000 to +0.6000) against its best at "
                         "step 60, since step 80; mixture since: web 0.8 → 0.1", "done: kept as kept/80")  # fmt: skip
-    assert page.has_row("80", "gold blocked", "overfit: val/train=6.2x, threshold=5.0x")
+    assert page.has_row("80", "gold blocked", "overfit: val loss is 6.2x the training loss, overfit_ratio is 5.0x")
     assert page.has_row("100", "★ gold", "law/loss 2.2000, was 2.5000")
     assert page.has_row("100", "○ recovered", "law")
     assert page.has_row("start", "0", "3.0000", "4.0000")
@@ -299,14 +299,21 @@ def test_golds_that_follow_each_other_are_one_row_of_what_happened(tmp_path):
 
 
 def test_blocked_golds_that_follow_each_other_are_one_row_and_an_edit_says_what_it_changed(tmp_path):
-    blocked = {step: {**BLOCKED, "reason": f"overfit: val/train={step}x, threshold=5.0x"} for step in (10, 20, 30, 50)}
+    blocked = {
+        step: {**BLOCKED, "reason": f"overfit: val loss is {step}x the training loss, overfit_ratio is 5.0x"}
+        for step in (10, 20, 30, 50)
+    }
     blocked[50] |= {"guard": "trend", "reason": "trend: too steep"}
     more = {step: [("gold_blocked", fields)] for step, fields in blocked.items()}
     edit = {"kind": "replay", "reason": "replay of books, as val got worse", "phase": "domain", "until": 100}
     mixtures = {"mixture_before": {"med": 0.57, "books": 0.38}, "mixture_after": {"med": 0.4597, "books": 0.5}}
     more[70] = [("schedule_edit", edit | mixtures)]
     page = Checked(report([load_run(write_run(tmp_path / "run", {"val": lambda step: 3.0}, every=10, more=more))]))
-    assert page.has_row("10 to 30", "gold blocked", "3 times, the last: overfit: val/train=30x, threshold=5.0x")
+    assert page.has_row(
+        "10 to 30",
+        "gold blocked",
+        "3 times, the last: overfit: val loss is 30x the training loss, overfit_ratio is 5.0x",
+    )
     assert page.has_row("50", "gold blocked", "trend: too steep | ")
     moved = "replay of books, as val got worse | med 0.57 → 0.4597 | books 0.38 → 0.5 | domain until step 100"
     assert page.has_row("70", "schedule edited", moved)

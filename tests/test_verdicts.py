@@ -439,7 +439,7 @@ def test_a_gate_may_veto_and_score(texts, store, tmp_path):
     reasons = [(e["step"], e["guard"], e["reason"]) for e in events(run_dir, "gold_blocked")]
     assert reasons == [
         (10, "gate", "gate: ten is no good"),
-        (15, "gate", "gate: score 2 is not below 2, the gold's of step 5"),
+        (15, "gate", "gate: score 2 is not below the gold's 2 (step 5)"),
         (25, "gate", "gate: exit code 1: out of memory"),
         (30, "gate", "gate: it damaged the checkpoint gold/30: notes.txt is not in the checksum manifest"),
     ]
