@@ -153,7 +153,7 @@ class DataPlan:
         cursor = np.array([segment.cursors[n] for n in names])[drawn] + before * segment.seq_len
         num_blocks = np.array([self._num_blocks.get(n, 0) for n in names])[drawn]
         if not num_blocks.all():
-            raise ValueError(f"the segment from step {segment.start} on draws from a source of no size")
+            raise ValueError(f"the segment from step {segment.start} on draws from a source without tokens")
         block, within = np.divmod(cursor, self.block_tokens)
         epoch, index = np.divmod(block, num_blocks)
         keys = np.array([self._keys[n] for n in names], np.uint64)[drawn]

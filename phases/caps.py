@@ -62,16 +62,16 @@ def phase_segments(
             fail(f"sources.{name}.max_epochs", message)
         segments = before
         if supply.on_exhaust == "stop":
-            why = f"the run stops at step {step}: {name} has no more than {supply.max_epochs:g} epochs"
+            why = f"the run stops at step {step}: {name} is limited to {supply.max_epochs:g} epochs"
             if over_by_rounding:
                 why += f", and the update that reaches {goal.text!r} would read more; with on_exhaust error or "
-                why += "renormalise the phase ends here instead, and the run goes on"
+                why += "renormalise the phase ends here instead, and the run continues"
             warnings.append(why)
             return segments, True
         if goal and name == goal.source:
-            message = f"{goal.text!r} is never reached: {name} is exhausted at step {step}"
-            fail(f"{path}.until", f"{message}, after max_epochs {supply.max_epochs:g}; ask for fewer or raise it")
-        warnings.append(f"from step {step} on, phase {segment.phase} goes on without {name}: it is exhausted")
+            message = f"{goal.text!r} is never reached: {name} is exhausted at step {step}, after max_epochs "
+            fail(f"{path}.until", f"{message}{supply.max_epochs:g}; ask for fewer epochs or raise it")
+        warnings.append(f"from step {step} on, phase {segment.phase} continues without {name}, which is exhausted")
         segment = _without(segment, name, step, path)
 
 

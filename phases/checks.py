@@ -71,9 +71,9 @@ def check_lengths(phases: Sequence[Phase], seq_len: int) -> list[tuple[str, str]
     longest_path, longest = max([("train.seq_len", seq_len), *lengths.items()], key=lambda item: item[1])
     if len(lengths) < len(phases):
         lengths = {"train.seq_len": seq_len, **lengths}
-    fix = "sources are read in blocks of the longest, which shorter sequences cut evenly"
+    why = "sources are read in blocks of that length"
     return [
-        (path, f"got {length}, expected a divisor of the longest sequence, {longest_path} ({longest}): {fix}")
+        (path, f"got {length}, expected a divisor of the longest sequence, {longest_path} ({longest}): {why}")
         for path, length in lengths.items()
         if length > 0 and longest % length
     ]

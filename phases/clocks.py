@@ -24,7 +24,7 @@ def resolve_steps(value: int | str, total_steps: int) -> int:
     """A number of steps, given as such or as a percentage of the run (rounded up). Raises ValueError for others."""
     if isinstance(value, int):
         if not 0 <= value <= MOST_SEQUENCES:
-            raise ValueError(f"got {short(value)}, expected 0 or more steps, and at most 2**42")
+            raise ValueError(f"got {short(value)}, expected 0 to 2**42 steps")
         return value
     if match := _PERCENT.fullmatch(value.strip()):
         return math.ceil(Fraction(match[1]) * total_steps / 100)

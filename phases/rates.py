@@ -91,10 +91,10 @@ def _check_jump(
     if step == standing.past_end > span.start:
         where = "optim.allow_jump"
         decaying = step > 1 and standing.past_rate(step - 2) > standing.past_rate(step - 1)
-        earlier = "go on from a step before its decay, " if decaying else ""
+        earlier = "resume from a step before its decay, " if decaying else ""
         message = (
-            f"{jumps}, up to which the schedule stands: more than 2x; let a phase begin there with an lr of its "
-            f"own (rewarm_steps, peak), set optim.allow_jump: true, {earlier}or restore what the rate depends on "
+            f"{jumps}, where the fixed part of the schedule ends: more than 2x; start a phase there with its own lr "
+            f"(rewarm_steps, peak), set optim.allow_jump: true, {earlier}or restore what the rate depends on "
             "(train.steps, optim, the phase's lr)"
         )
     elif max(before.lr_scale, after.lr_scale) > 2 * min(before.lr_scale, after.lr_scale):
@@ -107,7 +107,7 @@ def _check_jump(
     else:
         where = f"{span.path}.lr.peak"
         message = (
-            f"{jumps}, more than 2x and not over a re-warming of at least 2 updates or a decay; give the phase "
+            f"{jumps}, more than 2x outside a decay or a re-warming of at least 2 updates; give the phase "
             "rewarm_steps or another peak, or set optim.allow_jump: true"
         )
     raise ScheduleError([(where, message)])
@@ -119,8 +119,8 @@ def _without_effect(
     """A warning for each setting of the learning rate that does nothing."""
     warnings, decay_steps = [], numbers.decay_steps
     if lr.schedule == "wsd" and decay_steps == 0 and any(span.program is None for span in spans):
-        mending = "set optim.decay_steps, such as 20%, or optim.schedule: constant"
-        warnings.append(f"schedule wsd with decay_steps 0 never decays, and min_lr_ratio is not used; {mending}")
+        fix = "set optim.decay_steps, such as 20%, or optim.schedule: constant"
+        warnings.append(f"schedule wsd with decay_steps 0 never decays, and min_lr_ratio is not used; {fix}")
     if lr.schedule != "wsd" and any_steps(lr.decay_steps):
         how = "never decays" if lr.schedule == "constant" else "decays all the way from the warm-up to the end"
         warnings.append(f"optim.decay_steps does nothing: optim.schedule {lr.schedule} {how}")
@@ -132,11 +132,12 @@ def _without_effect(
     in_decay = [span for span in spans if span.end > last.end - decay_steps]
     if lr.schedule == "wsd" and decay_steps and all(span.program for span in in_decay):
         what = f"the last phase has a learning rate of its own ({last.path}.lr)"
-        mending = "" if last.decay_steps else ", which does not decay; give it decay_steps"
-        warnings.append(f"optim.decay_steps does nothing: {what}{mending}")
+        fix = "" if last.decay_steps else ", which does not decay; give it decay_steps"
+        warnings.append(f"optim.decay_steps does nothing: {what}{fix}")
     for piece in pieces:
         path = _span_at(spans, piece.start).path
         if piece.warmup and piece.first == piece.last and path is not None:
             where = f"{path}.lr"
-            warnings.append(f"{where}.rewarm_steps does nothing: the rate found is the peak; set {where}.peak")
+            does = "does nothing: the phase already starts at its peak rate"
+            warnings.append(f"{where}.rewarm_steps {does}; set {where}.peak")
     return warnings

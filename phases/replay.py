@@ -92,9 +92,10 @@ def raise_share(
         ends = [rest.mixture, *([rest.ramp.from_mixture] if rest.ramp else [])]
         if any(missing(mixture) for mixture in ends):
             worse = ", ".join(sorted(name for name in spared if any(name in mixture for mixture in ends)))
-            raise ReplayRefused(f"it would take from {worse}, whose sets got worse too")
+            raise ReplayRefused(f"the added share would come from {worse}, whose sets got worse too")
         share = schedule.shares(step).get(source, 0.0)
-        raise ReplayRefused(f"its share is {share:.4g} already, and {factor:g} times that or {max_share:g} no more")
+        more = f"replay_factor {factor:g} with replay_max_share {max_share:g} gives no more"
+        raise ReplayRefused(f"its share is already {share:.4g}; {more}")
     try:
         whole = resolve(curriculum, past=cut(schedule.segments, step), going_on=edited)
     except ScheduleError as error:
@@ -103,6 +104,6 @@ def raise_share(
         raise ReplayRefused(f"the run would end at step {whole.total_steps} instead of {schedule.total_steps}")
     until = whole.phase_end(old.phase)
     if whole.cursors_at(until)[source] <= schedule.cursors_at(until)[source]:
-        raise ReplayRefused(f"no more of it would be read up to step {until}, where the phase ends")
+        raise ReplayRefused(f"no more of it would be read by step {until}, where the phase ends")
     past = cut(whole.segments, until)
     return Replay(whole, past, old.phase, until, schedule.shares(step), whole.shares(step))

@@ -60,7 +60,7 @@ def resolve(
     ahead = numbers.phases[first:]
     if going_on is not None:
         if not ahead or ahead[0].phase.name != going_on.phase:
-            message = f"phase {going_on.phase} is not declared to go on at step {going_on.start}"
+            message = f"phase {going_on.phase} is not declared to continue at step {going_on.start}"
             raise ScheduleError([("phases", message)])
         going_on = replace(going_on, cursors=_cursors_of(going_on.cursors, names))
     complete = _add_phases(ahead, segments, going_on, curriculum, sizes_to_come, problems, warnings)
@@ -222,11 +222,12 @@ def _check_past(past, total_steps, longest) -> list[tuple[str, str]]:
         return []
     problems, end = [], past[-1].end
     if end > total_steps:
-        message = f"the run would end at step {total_steps}, but its schedule stands already up to step {end}"
+        message = f"got {total_steps}, but the run's schedule is already fixed up to step {end}; set at least {end}"
         problems.append(("train.steps", message))
     if uneven := [segment for segment in past if longest % segment.seq_len]:
-        stands = f"but steps {uneven[0].start} to {uneven[0].end} stand with sequences of {uneven[0].seq_len}"
-        problems.append(("train.seq_len", f"got a longest sequence of {longest}, {stands}; restore it"))
+        fixed = f"steps {uneven[0].start} to {uneven[0].end} are fixed with sequences of {uneven[0].seq_len}"
+        got = f"got a longest sequence of {longest}, but {fixed}, which must divide it"
+        problems.append(("train.seq_len", f"{got}; restore it"))
     return problems
 
 
@@ -263,15 +264,16 @@ def _first_ahead(
             first += 1
     for name in names[:first]:
         if name not in trained:
-            warnings.append(f"phase {name} is never trained: it would lie before step {end}, which stands already")
+            fixed = f"by step {end}, up to which the schedule is already fixed"
+            warnings.append(f"phase {name} is never trained: it would end {fixed}")
     again = [i for i in range(first + goes_on, len(names)) if names[i] in trained]
     if again:
-        message = f"{names[again[0]]!r} is trained already, before step {end}; give a phase after it another name"
+        message = f"{names[again[0]]!r} was already trained, before step {end}; give this phase another name"
         raise ScheduleError([(f"phases[{again[0]}].name", message)])
     if first == len(names) and end < total_steps:
         message = (
-            f"no phase after those that are trained lasts beyond step {end}, up to which the schedule stands; add one, "
-            "or let the last one end with 'end'"
+            f"no phase after the trained ones lasts beyond step {end}, up to which the schedule is fixed; add one, or "
+            "let the last one end with 'end'"
         )
         raise ScheduleError([(f"phases[{first - 1}].until", message)])
     return first
@@ -349,4 +351,4 @@ def _told(of_phases: Sequence[tuple[str, str]]) -> list[str]:
         return [f"phase {phase}: {what}" for phase, what in of_phases]
     (phase, what), *others = of_phases
     named = ", ".join(name for name, _ in others[: MOST_NAMED - 1])
-    return [f"phase {phase}: {what}; the like holds of {len(others)} more phases: {named}, ..."]
+    return [f"phase {phase}: {what}; the same applies to {len(others)} more phases: {named}, ..."]

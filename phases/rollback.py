@@ -79,7 +79,7 @@ def _check_caps(segment: Segment, supplies: Mapping[str, SourceSupply]) -> None:
         cap = supplies[name].cap_tokens
         if cap is not None and cursors[name] > max(cap, segment.cursors[name]):
             epochs = f"{supplies[name].max_epochs:g} epochs"
-            raise RollbackRefused(f"up to step {segment.end} more than {epochs} of {name} would be read")
+            raise RollbackRefused(f"more than {epochs} of {name} would be read by step {segment.end}")
 
 
 def judged_from(schedule: Schedule) -> np.ndarray:

@@ -283,9 +283,9 @@ def test_a_branch_s_curves_are_the_trunk_s_and_then_its_own_without_a_zig_zag(br
         ("13", ["logging.every=1"], "logging.every: got 1, but the branch trains steps 12 to 13 again"),
         ("12", ["train.batch_size=8"], "train.batch_size: got 8, but steps 0 to 8 were trained with 4; let it be, and give"),
         ("13", ["train.steps=13"], "train.steps: the run ends at step 13, where the branch begins"),
-        ("13", ["train.steps=12"], "train.steps: the run would end at step 12, but its schedule stands already"),
+        ("13", ["train.steps=12"], "train.steps: got 12, but the run's schedule is already fixed"),
         ("13", ["optim.lr=3e-2"], "optim.allow_jump: the learning rate jumps from 0.003 to 0.03 at step 13, "
-         "up to which the schedule stands: more than 2x; let a phase begin there with an lr of its own"),
+         "where the fixed part of the schedule ends: more than 2x; start a phase there with its own lr"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_branched_is_refused_and_creates_nothing(trunk, folder, at, overrides, words):

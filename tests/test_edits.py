@@ -338,7 +338,7 @@ def test_more_steps_leave_what_has_begun_as_it_is(steps):
 
 def test_a_jump_of_the_rate_that_more_steps_cause_is_refused():
     _, saved = begun(step=97)  # 7 of 10 updates into the decay
-    words = "optim.allow_jump: the learning rate jumps from 0.00037 to 0.001 at step 97.* go on from a step before its decay"
+    words = "optim.allow_jump: the learning rate jumps from 0.00037 to 0.001 at step 97.* resume from a step before its decay"
     with pytest.raises(InputError, match=words):
         resumed(saved, changed(BASE, put("train.steps", 200)))
     schedule, _, _ = resumed(saved, changed(BASE, put("train.steps", 200), put("optim.allow_jump", True)))

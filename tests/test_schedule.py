@@ -249,7 +249,7 @@ def test_what_holds_of_many_phases_is_one_warning_and_of_those_that_are_over_non
     phases.append(Phase("p9", "end", {"web": 3, "law": 0.001}))
     odd = "proportions add up to 3.001, normalised to web 0.9997, law 0.0003332"
     none = "law has a positive proportion but gets no sequence"
-    others = "the like holds of {} more phases: {}, ..."
+    others = "the same applies to {} more phases: {}, ..."
     schedule = resolved(*phases)
     assert schedule.warnings == (
         f"phase p0: {odd}; {others.format(9, 'p1, p2, p3')}",
@@ -346,7 +346,7 @@ def test_a_jump_names_the_peak_and_its_way_out():
 
     for program in ({"peak": 1.0}, {"peak": 1.0, "rewarm_steps": 1}, {"peak": 1.0, "decay_steps": 50}, {"peak": 1e-5}):
         (path, message), *more = problems(*phases(**program))
-        assert path == "phases[1].lr.peak" and "re-warming of at least 2 updates or a decay" in message and not more
+        assert path == "phases[1].lr.peak" and "a decay or a re-warming of at least 2 updates" in message and not more
     assert resolved(*phases(peak=1.0), lr=LrSchedule(lr=1e-3, allow_jump=True)).segments[-1].lr[-1].last == 1.0
     assert resolved(*phases(peak=1.0, rewarm_steps=2)).segments[-1].lr[-1].last == 1.0
     for decay_steps in (1, 2, 50):
@@ -494,8 +494,8 @@ def test_a_run_that_stops_with_the_epochs_that_its_phase_should_end_with_says_ho
     stopped = resolved(*phases, supplies={**SUPPLIES, "law": SourceSupply(790, 2, "stop")})
     assert stopped.total_steps == 39
     assert stopped.warnings == (
-        "the run stops at step 39: law has no more than 2 epochs, and the update that reaches '2 epochs of law' would "
-        "read more; with on_exhaust error or renormalise the phase ends here instead, and the run goes on",
+        "the run stops at step 39: law is limited to 2 epochs, and the update that reaches '2 epochs of law' would "
+        "read more; with on_exhaust error or renormalise the phase ends here instead, and the run continues",
         "phase b is never reached: the run stops at step 39",
     )
 
@@ -700,7 +700,7 @@ def test_the_phases_decide_what_follows_a_past():
     assert longer == (("a", 0, 30), ("b", 30, 120), ("c", 120, 200))
     new = after(past, a, Phase("x", 40, {"web": 1.0}), b, c)
     assert new.phase_bounds == (("a", 0, 30), ("b", 30, 60), ("c", 60, 100))
-    assert "phase x is never trained: it would lie before step 45" in new.warnings[0]
+    assert "phase x is never trained: it would end by step 45" in new.warnings[0]
     # The next phase's ramp leaves from what is trained.
     ramp = after(past, a, c).segments[-1].ramp
     assert ramp.from_mixture == pytest.approx({"web": 0.7 - 0.4 * 15 / 20, "law": 0.3 + 0.4 * 15 / 20})
@@ -736,7 +736,7 @@ def test_a_past_keeps_its_rates_and_a_jump_where_it_ends_is_refused():
     assert half.rates(139) == 0.0 and half.rates(119) == pytest.approx(1e-3 / 2)
     ((path, message),) = after_problems(cut(whole.segments, 82), *phases, lr=lr, total=140)
     assert path == "optim.allow_jump"
-    assert "jumps from 0.00045 to 0.001 at step 82, up to which the schedule stands" in message
+    assert "jumps from 0.00045 to 0.001 at step 82, where the fixed part of the schedule ends" in message
     assert after(cut(whole.segments, 82), *phases, lr=replace(lr, allow_jump=True), total=140).rates(82) == 1e-3
     # Where a phase begins there, it is the phase's rate.
     new = (Phase("a", 82, {"web": 1.0}), Phase("b", "end", {"web": 1.0}, lr=LrProgram(peak=2e-3)))
@@ -752,25 +752,30 @@ def test_a_past_that_cannot_stand_before_what_is_declared():
     past = cut(resolved(*THREE, lr=WSD).segments, 45)
     a, b, c = THREE
     for phases, kwargs, path, words in (
-        (THREE, {"total": 44}, "train.steps", "would end at step 44, but its schedule stands already up to step 45"),
+        (
+            THREE,
+            {"total": 44},
+            "train.steps",
+            "got 44, but the run's schedule is already fixed up to step 45; set at least 45",
+        ),
         (
             THREE,
             {"length": 5},
             "train.seq_len",
-            "got a longest sequence of 5, but steps 0 to 30 stand with sequences of 10",
+            "got a longest sequence of 5, but steps 0 to 30 are fixed with sequences of 10, which must divide it",
         ),
         ((a, replace(b, until=70)), {}, "phases[1].until", "the last phase ends at step 70, before the run's end"),
         (
             (a, replace(b, until=40)),
             {},
             "phases[1].until",
-            "no phase after those that are trained lasts beyond step 45",
+            "no phase after the trained ones lasts beyond step 45",
         ),
         (
             (replace(b, ramp_steps=0), replace(a, until="end")),
             {},
             "phases[1].name",
-            "'a' is trained already, before step 45",
+            "'a' was already trained, before step 45",
         ),
     ):
         ((where, message),) = after_problems(past, *phases, **kwargs)
@@ -810,7 +815,7 @@ def test_a_run_that_stopped_does_not_go_on_with_what_a_new_segment_would_fit_in(
     whole = resolved(*phases, supplies=supplies)  # of law 2 sequences, then 3, and 4 are all there are
     assert whole.total_steps == 1 and whole.cursors_at(1)["law"] == 20
     again = after(whole.segments, *phases, supplies=supplies, lr=CONSTANT)
-    assert again == whole and "the run stops at step 1: law has no more than 1 epochs" in again.warnings[0]
+    assert again == whole and "the run stops at step 1: law is limited to 1 epochs" in again.warnings[0]
 
 
 def test_shares_that_come_again_need_no_new_tree():

@@ -304,7 +304,7 @@ def test_what_would_change_the_past_is_refused_and_the_future_is_free(corpus, st
             "after it anew: --resume 15$", train=longer, optim=decayed)  # fmt: skip
     refused("seed: got 7, but steps 0 to 20 were trained with 1337", train=longer, seed=7)
     refused("architecture of a run cannot change", train=longer, model={**data["model"], "n_layer": 2})
-    refused("train.steps: the run would end at step 15, but its schedule stands already up to step 20",
+    refused("train.steps: got 15, but the run's schedule is already fixed up to step 20",
             train={**data["train"], "steps": 15})  # fmt: skip
     refused("tokenizer: is not the one", train=longer, tokenizer={"kind": "char"})
     refused("sources: code is gone, but 2,560 of its tokens were trained on; .*--accept-past", train=longer, **no_code)
