@@ -283,7 +283,7 @@ def test_few_documents_are_said(tmp_path):
     ]
     comparison = compare(paths)
     assert only(comparison).difference.clusters == "blocks"
-    over = "fewer than 20; their errors are over blocks of these documents' text, not over new documents"
+    over = "fewer than 20 each; their standard errors cover more text from the same documents, not other documents"
     assert f"few documents in val: {over}" in table(comparison)
 
 
@@ -521,7 +521,7 @@ def test_windows_that_contradict_the_record_are_said(tmp_path):
         ({"primary.document": nats[:, None]}, "arrays of different lengths"),
     ):
         np.savez(results, **arrays | changed)
-        said = f"evals/100.npz: the windows of primary are .*: got {got}, expected the loss of 2.000000 that the record"
+        said = f"evals/100.npz: the windows of primary are .*: got {got}, expected a loss of 2.000000, as in the record"
         for pair in ([run, other], [other, run]):
             with pytest.raises(InputError, match=said):
                 compare(pair)

@@ -211,7 +211,7 @@ def test_header_says_what_is_about_to_be_trained(tmp_path):
     base = {"init_from": "runs/base", "run": "base", "step": 1500, "keep_optimizer": False, "lineage": None}
     begun = "  begins with the parameters of base, step 1,500 (runs/base)"
     assert printed(tmp_path, {**start(), "lineage": base})[1:3] == [begun, f"  run        {tmp_path}"]
-    untrained = begun.replace("1,500", "0") + ", which that run began with itself"
+    untrained = begun.replace("1,500", "0") + ", that run's initial parameters"
     assert printed(tmp_path, {**start(), "lineage": {**base, "step": 0}})[1] == untrained
     warned = {**start(), "warnings": ["phase domain: web has a positive proportion but gets no sequence"]}
     last = "  warning    phase domain: web has a positive proportion but gets no sequence"
@@ -301,7 +301,7 @@ VERDICTS = [
             reason="seed 1 → 2",
             accepted_past=True,
         ),
-        "schedule edit at step 500: seed 1 → 2 | law until step 700 | --accept-past: what is trained stands as it was",
+        "schedule edit at step 500: seed 1 → 2 | law until step 700 | --accept-past: what was trained stays as it was",
     ),
     (
         stamped("gold_checkpoint", 700, metric="primary/loss", value=3.21, previous=3.456, previous_step=600),
@@ -616,8 +616,8 @@ def test_a_gold_that_is_what_the_run_began_with_is_said_to_be(tmp_path):
     lines = printed(tmp_path, start(), stamped("checkpoint", 75000), complete(gold_step=0))
     assert lines[-3:] == [
         f"  deploy       {tmp_path}/gold/0 (gold, step 0, domain/bpb 1.2500)",
-        "               (as the run began: no later eval is lower without a guard that objects to it;",
-        "               eval and export take another with --step, such as latest)",
+        "               (the run's initial parameters: no later eval was lower and passed every guard;",
+        "               eval and export take another checkpoint with --step, such as latest)",
     ]
 
 
@@ -646,7 +646,7 @@ def test_the_end_names_the_checkpoint_from_before_the_decay(tmp_path):
     assert told((10, 1.0, 1.0)) == ["75000: latest True"]
     before = "60000, before the rate's decay: 60000 True"
     assert told((10, 1.0, 1.0), (60000, 1.0, 0.1)) == [before]
-    rises = "               (the rate has decayed there: to go on at its peak asks for optim.allow_jump: true)"
+    rises = "               (the rate has decayed by then; continuing at its peak needs optim.allow_jump: true)"
     assert told((10, 1.0, 0.1)) == ["75000: latest True", rises]
 
 

@@ -126,8 +126,8 @@ def test_a_disk_that_is_full_for_a_while_loses_nothing(place, whole, tmp_path):
     assert curves(run_dir) == curves(whole) and len(curves(whole)) > 100
     for name in ("events.jsonl", "metrics.jsonl", "train.log", "evals/6.npz", "tensorboard"):
         assert errors.count(f"{run_dir / name}") >= 1, name
-    assert errors.count("metrics.jsonl: cannot be written: File too large; held back in memory until it can") == 1
-    assert errors.count("metrics.jsonl: could be written again, nothing is missing") == 1
+    assert errors.count("metrics.jsonl: cannot be written: File too large; held back in memory until it can be") == 1
+    assert errors.count("metrics.jsonl: can be written again; nothing is missing") == 1
     log = (run_dir / "train.log").read_text()
     assert (
         "checkpoint failed: checkpoints/6 was not saved: File too large; the last good one is of step 4; the next is "
@@ -146,7 +146,7 @@ def test_a_disk_that_stays_full_ends_in_an_error_and_the_run_goes_on_later(place
         f"{run_dir}/checkpoints/12: the last checkpoint could not be saved: File too large; the last good one is of step 6; "
         "make room on the disk and go on with --resume latest"
     ) in errors
-    assert "bytes: they are lost" in errors
+    assert "bytes could not be written: they are lost" in errors
     assert damage(run_dir / "checkpoints/6") is None
     assert all(json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines())
     code, errors = train_in_process(place, run_dir, resume="latest", **BOARD)
@@ -231,8 +231,8 @@ assert path.read_bytes() == b"first\\nsecond\\n3\\nfourth\\n" and file.sync() ==
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "f")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr == (
-        f"{tmp_path}/f: cannot be written: File too large; held back in memory until it can\n"
-        f"{tmp_path}/f: could be written again, nothing is missing\n"
+        f"{tmp_path}/f: cannot be written: File too large; held back in memory until it can be\n"
+        f"{tmp_path}/f: can be written again; nothing is missing\n"
     )
 
 

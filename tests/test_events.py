@@ -383,7 +383,7 @@ def test_a_kill_at_any_moment_of_a_resume_loses_nothing_and_doubles_nothing(tmp_
 def test_a_cut_that_was_written_down_and_is_damaged_is_told(tmp_path, content):
     (tmp_path / "superseded.pending.json").write_text(content)
     with pytest.raises(
-        InputError, match=r"superseded.pending.json: is damaged, .* restore it from a copy, or remove it"
+        InputError, match=r"superseded.pending.json: is damaged, .* restore it from a copy, or delete it"
     ):
         Record.resume(tmp_path, FROM_THE_START, tokens_at, 0.0)
 

@@ -104,7 +104,7 @@ def test_a_finished_run(tmp_path):
     assert "val 100 2.0000 0.0000 0.7213 3.0000 2.0000 100 0.0213" in lines
     assert f"gold step 80: primary/loss 2.2000 ({path}/gold/80)" in lines
     assert "checkpoints 60, 100" in lines and "in gold 80" in lines and "kept" not in lines
-    assert "regressed none now (law: what rise would show is not known)" in lines
+    assert "regressed none now (law: the smallest detectable rise is not known)" in lines
     assert (
         f"--run-dir {path} --resume latest --set train.steps=MORE\n" in lines and f"report {path} -o run.html" in lines
     )
@@ -194,7 +194,7 @@ def test_sets_of_few_documents_are_told(tmp_path):
     start["evalsets"]["primary"] |= {"documents": 3, "clusters": 20}
     start["evalsets"]["law"] |= {"documents": 20, "clusters": 20}
     events.write_text("\n".join([json.dumps(start), *rest]) + "\n")
-    over = "fewer than 20; their errors are over blocks of these documents' text, not over new documents"
+    over = "fewer than 20 each; their standard errors cover more text from the same documents, not other documents"
     lines = text(inspect_run(load_run(tmp_path / "run")))
     assert f"  few documents val: {over}" in lines
     assert lines[1].startswith("  progress      step 100 ")  # all labels have the width of the longest
@@ -380,7 +380,7 @@ def test_a_set_that_the_run_goes_on_without_stands_in_no_view_as_regressed(tmp_p
             (row,) = [r for r in evals(run, step, Weights(), None, [])[0].splitlines() if r.startswith("| law |")]
             assert row.endswith(f"| {verdict or 'regressed against its best'} |") and "| `law` |" in row
             (row,) = [r for r in evals(run, step, Weights(), None, [])[0].splitlines() if r.startswith("| val (")]
-            assert row.endswith("| no alarm; what rise would show is not known |")
+            assert row.endswith("| no alarm; the smallest detectable rise is not known |")
 
 
 def test_evals_of_averages_and_what_is_not_finite(tmp_path):
@@ -437,10 +437,10 @@ def test_what_is_no_run_is_said(tmp_path):
     ("val", "law", "said", "detects"),
     [
         (0.0199, 0.02, None, "0.0200"),  # twice the tolerance
-        (0.0199, 0.0201, "law: only a rise above 0.02 would show", "0.0201"),
-        (0.381, 0.2, "val: only a rise above 0.38 would show", "0.2000"),
-        (0.381, 12.5, "law: no rise below 10 would show", "above 10"),
-        (12.5, None, "law: what rise would show is not known", ""),
+        (0.0199, 0.0201, "law: only a rise above 0.02 would be detected", "0.0201"),
+        (0.381, 0.2, "val: only a rise above 0.38 would be detected", "0.2000"),
+        (0.381, 12.5, "law: no rise below 10 would be detected", "above 10"),
+        (12.5, None, "law: the smallest detectable rise is not known", ""),
     ],
 )
 def test_where_no_regression_stands_the_rise_that_would_show_is_told(tmp_path, val, law, said, detects):
@@ -467,16 +467,18 @@ def test_beside_an_alarm_the_sets_without_one_are_told_of_too(tmp_path):
     (path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (*lines, last, end)))
     told = [line for line in shown(path).splitlines() if line.startswith(("regressed", "maybe"))]
     assert told[0].startswith("regressed val 2.1000") and told[1:] == [
-        "regressed no other now (law: only a rise above 0.38 would show)",
+        "regressed no other now (law: only a rise above 0.38 would be detected)",
         "maybe worse law: by more than chance often does, by too little for an alarm",
     ]
-    tile = '<dd><span class="bad">val</span><small>maybe law; law: only a rise above 0.38 would show</small></dd>'
+    tile = (
+        '<dd><span class="bad">val</span><small>maybe law; law: only a rise above 0.38 would be detected</small></dd>'
+    )
     assert tile in report([load_run(path)])
     for step, none in ((100, "no alarm, but it may be worse"), (80, "no alarm")):
         (row,) = [
             r for r in evals(load_run(path), step, Weights(), None, [])[0].splitlines() if r.startswith("| law |")
         ]
-        assert row.endswith(f"| {none}; only a rise above 0.38 would show |")
+        assert row.endswith(f"| {none}; only a rise above 0.38 would be detected |")
 
 
 def test_the_tolerance_of_a_set_of_its_own_counts(tmp_path):

@@ -145,7 +145,10 @@ def test_a_reader_that_goes_away(data, store, plain, tmp_path, monkeypatch):
     closed.close()
     assert losses(tmp_path / "run") == losses(plain)
     log = (tmp_path / "run/train.log").read_text()
-    assert log.count("console: Broken pipe; what follows stands here alone\n") == 1 and "complete: 12 steps" in log
+    assert (
+        log.count("console: Broken pipe; from here on, output goes to this file only\n") == 1
+        and "complete: 12 steps" in log
+    )
 
 
 def test_a_profiler(data, store, plain, tmp_path):

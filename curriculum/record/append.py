@@ -36,7 +36,7 @@ class Appender:
             if error.errno not in DISK_ERRORS:
                 raise
             if not self._failing:
-                tell(f"{self.path}: cannot be written: {error.strerror}; held back in memory until it can")
+                tell(f"{self.path}: cannot be written: {error.strerror}; held back in memory until it can be")
             self._failing = True
 
     def flush(self) -> None:
@@ -53,7 +53,7 @@ class Appender:
             raise
         self._held = b""
         if self._failing:
-            tell(f"{self.path}: could be written again, nothing is missing")
+            tell(f"{self.path}: can be written again; nothing is missing")
         self._failing = False
 
     def sync(self) -> int:
@@ -66,7 +66,7 @@ class Appender:
         """Close the file. What the disk does not take even then is lost, and reported."""
         self.write(b"")
         if self._held:
-            tell(f"{self.path}: the disk did not take the last {len(self._held)} bytes: they are lost")
+            tell(f"{self.path}: the last {len(self._held)} bytes could not be written: they are lost")
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

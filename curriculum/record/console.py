@@ -194,8 +194,8 @@ class Console:
         else:
             yield f"  deploy       {self._run_dir / 'gold' / str(event['gold_step'])} (gold, {_gold(event)})"
             if event["gold_step"] == 0:
-                yield "               (as the run began: no later eval is lower without a guard that objects to it;"
-                yield "               eval and export take another with --step, such as latest)"
+                yield "               (the run's initial parameters: no later eval was lower and passed every guard;"
+                yield "               eval and export take another checkpoint with --step, such as latest)"
         if (self._run_dir / "tensorboard").is_dir():
             logdir = shlex.quote(str(self._run_dir.parent))
             yield f"  TensorBoard  {program('tensorboard')} --logdir {logdir} --host 127.0.0.1"
@@ -210,7 +210,7 @@ class Console:
         how = self._resume_hint(resumed, True) or " with more train.steps"
         yield f"  resume from  {folder / str(newest if step is None else step)}{before}{how}"
         if step is None:
-            yield "               (the rate has decayed there: to go on at its peak asks for optim.allow_jump: true)"
+            yield "               (the rate has decayed by then; continuing at its peak needs optim.allow_jump: true)"
 
     def _of_evals(self, event: dict[str, Any]) -> str:
         """The share of the time that evals took, which the rate in the progress lines leaves out; empty below 10 %."""
@@ -250,7 +250,7 @@ class Console:
             if error.errno in DISK_ERRORS:  # it may be a file; train.log keeps the line
                 return
             # The pipe's reader or the terminal is gone: the run goes on without it.
-            self._log.write(f"console: {error.strerror}; what follows stands here alone\n".encode())
+            self._log.write(f"console: {error.strerror}; from here on, output goes to this file only\n".encode())
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)

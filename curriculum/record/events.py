@@ -293,7 +293,7 @@ def check_offsets(run_dir: Path, offsets: Mapping[str, int]) -> None:
                 except InputError as error:
                     if name == EVENTS:
                         raise
-                    tell(f"{error}; training goes on, but report, branch and an export to hf read it")
+                    tell(f"{error}; training continues, but report, branch and export to hf read it")
                 left -= len(line)
                 if left <= 0:
                     break
@@ -305,8 +305,8 @@ def _check_ends(run_dir: Path, offsets: Mapping[str, int]) -> None:
         size_bytes = path.stat().st_size if path.exists() else 0
         if offset > size_bytes or (offset > 0 and _read_from(path, offset - 1, 1) != b"\n"):
             raise InputError(
-                f"{path}: got {size_bytes} bytes, expected a line to end at byte {offset}, where the "
-                "checkpoint was saved; restore the file from a copy, or start a new run directory"
+                f"{path}: got {size_bytes} bytes, expected a line to end at byte {offset}, as when "
+                "the checkpoint was saved; restore the file from a copy, or start a new run directory"
             )
 
 
@@ -357,8 +357,8 @@ def _finish_cut(run_dir: Path) -> None:
         num_bytes, offsets, entries = (pending[key] for key in ("superseded_bytes", "offsets", "entries"))
     except (ValueError, KeyError, TypeError, RecursionError):
         raise InputError(
-            f"{path}: is damaged, but tells how the record is to be cut back; restore it from a copy, or remove it: "
-            "what was to be cut is then cut again"
+            f"{path}: is damaged, and describes an unfinished cut of the record; restore it from a copy, or delete it: "
+            "the next resume makes the cut again"
         ) from None
     with open(run_dir / SUPERSEDED, "ab") as file:
         file.truncate(num_bytes)

@@ -34,7 +34,7 @@ def beginning(lineage: Mapping[str, Any]) -> str:
     if lineage.get("kind") == "hf":
         return f"begins with the parameters of a {lineage['model_type']} model ({lineage['init_from']})"
     kept = "parameters and optimizer state" if lineage["keep_optimizer"] else "the parameters"
-    untrained = "" if lineage["step"] else ", which that run began with itself"
+    untrained = "" if lineage["step"] else ", that run's initial parameters"
     return f"begins with {kept} of {lineage['run']}, step {lineage['step']:,} ({lineage['init_from']}){untrained}"
 
 

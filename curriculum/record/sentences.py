@@ -26,7 +26,7 @@ def verdict(event: dict[str, Any]) -> str | None:
             edit = f"schedule edit at step {step}: {event['reason']}"
             until = f"{event['phase']} until step {event['until']}"
             if event.get("accepted_past"):
-                until += " | --accept-past: what is trained stands as it was"
+                until += " | --accept-past: what was trained stays as it was"
             return " | ".join([edit, *_moves(event), *_left_out(event), until])
         case "eval_regression":
             action = f" | {event['action']}" if event["action"] else ""

@@ -107,7 +107,7 @@ class WandbLog:
         except (wandb.Error, ConnectionError) as error:
             self._failed = True
             print(
-                f"wandb failed and is left alone from here on: {error} (training goes on; the record is "
+                f"wandb failed; nothing more is logged to it: {error} (training continues; the record is "
                 f"{self._run_dir / EVENTS})",
                 file=sys.stderr,
             )

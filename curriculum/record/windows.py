@@ -66,8 +66,8 @@ def recorded_windows(path: Path, arrays: Mapping[str, np.ndarray], name: str, lo
             return windows
         got = f"a loss of {found:.6f}"
     raise InputError(
-        f"{path}: the windows of {name} are not those of that eval: got {got}, expected the loss of {loss:.6f} that "
-        "the record has; restore the file from a copy"
+        f"{path}: the windows of {name} are not those of that eval: got {got}, expected a loss of {loss:.6f}, as in "
+        "the record; restore the file from a copy"
     )
 
 

@@ -29,20 +29,20 @@ def smallest_rise(value: Any) -> str:
 def few_documents(names: Iterable[str]) -> str:
     """What the standard errors of sets with few documents cover; the caller puts "few documents" before it."""
     return (
-        f"{listed(list(names))}: fewer than 20; their errors are over blocks of these documents' text, not over new "
-        "documents"
+        f"{listed(list(names))}: fewer than 20 each; their standard errors cover more text from the same documents, "
+        "not other documents"
     )
 
 
 def unseen(detectable: float | None, tolerance: float) -> str | None:
     """Which rises of a set without an alarm would not show; None if one of twice the tolerance would."""
     if detectable is None:
-        return "what rise would show is not known"
+        return "the smallest detectable rise is not known"
     if detectable <= 2 * tolerance:
         return None
     if detectable > MAX_RISE:
-        return f"no rise below {MAX_RISE:g} would show"
-    return f"only a rise above {detectable:.2g} would show"
+        return f"no rise below {MAX_RISE:g} would be detected"
+    return f"only a rise above {detectable:.2g} would be detected"
 
 
 def signed(value: Any) -> str:
