@@ -52,7 +52,7 @@ class Suite:
             raise ValueError(f"eval sets {[e.name for e in evalsets]}: expected each name once; rename one")
         if len({evalset.seq_len for evalset in evalsets}) > 1:
             found = ", ".join(f"{evalset.name} {evalset.seq_len}" for evalset in evalsets)
-            raise ValueError(f"eval sets of different seq_len ({found}): expected one; cut them anew with it")
+            raise ValueError(f"eval sets of different seq_len ({found}): expected one; cut them again with it")
         self._micro_batches = {
             content_hash: [
                 (put(tokens_BT1), put(scored_BT))

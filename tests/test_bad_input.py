@@ -409,7 +409,7 @@ COMMAND_LINES = [
     Row("report of no run", nothing, "report nowhere -o r.html", "nowhere", "expected a directory made by `curriculum train`"),
     Row("report into a folder", nothing, "report run -o extra", "extra", "expected"),
     Row("report into a name too long", nothing, "report run -o " + "x" * 300, "-o xxx", "cannot be written: File name too long"),
-    Row("report into a folder too long", nothing, f"report run -o {'x' * 300}/r.html", "-o xxx", "expected a file in a folder that is there"),
+    Row("report into a folder too long", nothing, f"report run -o {'x' * 300}/r.html", "-o xxx", "expected a file path in an existing folder"),
     Row("report into a file's folder", nothing, "report run -o web.jsonl/r.html", "web.jsonl", "expected"),
     Row("report that may not be written", both(lambda: os.mkdir("locked"), mode("locked", 0o555)), "report run -o locked/r.html", "locked/r.html", "Permission denied", True),
     Row("branch of no run", nothing, "branch nowhere --at 2 --run-dir new", "nowhere", "expected a directory made by `curriculum train`"),

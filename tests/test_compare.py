@@ -49,16 +49,16 @@ def test_the_paired_difference_of_documents_worked_by_hand(pair):
     half = 2.0639 * 0.015  # Student's t with 24 degrees of freedom, from a printed table
     assert d.interval == pytest.approx((0.01 - half, 0.01 + half), abs=1e-6)
     assert m.verdict.startswith("no difference shown between second at step 100 and first at step 100: +0.0100 (95 %")
-    assert "of these two checkpoints, not of the recipe" in m.verdict
+    assert "for these two checkpoints, not for the recipes" in m.verdict
 
 
 @pytest.mark.parametrize(
     "shift, step, said, seed",
     [
-        (0.004, 1e-4, "worse than first at step 100 by 0.0041 nats per token (95 % 0.0041 to 0.0041; of", True),
-        (-0.004, 1e-4, "better than first at step 100 by 0.0039 nats per token (95 % 0.0039 to 0.0039; of", True),
+        (0.004, 1e-4, "worse than first at step 100 by 0.0041 nats per token (95 % 0.0041 to 0.0041; for", True),
+        (-0.004, 1e-4, "better than first at step 100 by 0.0039 nats per token (95 % 0.0039 to 0.0039; for", True),
         # Mean 0.0096 of nine 0, eight 0.01 and eight 0.02; error sqrt(25 / 24 x 0.001696) / 25 = 0.00168, t = 2.0639.
-        (-0.3, 1e-2, "better than first at step 100 by 0.2904 nats per token (95 % 0.2869 to 0.2939; of", False),
+        (-0.3, 1e-2, "better than first at step 100 by 0.2904 nats per token (95 % 0.2869 to 0.2939; for", False),
     ],
 )
 def test_a_difference_beyond_its_interval_is_told_with_what_it_does_not_say(tmp_path, shift, step, said, seed):
@@ -69,8 +69,8 @@ def test_a_difference_beyond_its_interval_is_told_with_what_it_does_not_say(tmp_
     )
     verdict = only(compare([first, second])).verdict
     assert said in verdict
-    assert "of these two checkpoints, not of the recipe" in verdict
-    assert ("another seed could turn it round" in verdict) == seed
+    assert "for these two checkpoints, not for the recipes" in verdict
+    assert ("another seed could reverse it" in verdict) == seed
 
 
 def test_a_difference_of_roundings_is_called_that(tmp_path):
@@ -80,7 +80,7 @@ def test_a_difference_of_roundings_is_called_that(tmp_path):
     ]
     comparison = compare(runs)
     assert only(comparison).difference.interval[1] < 0  # beyond its own error, as nothing else moves
-    less = "two at step 100 and one at step 100 differ by less than 0.0001 nats per token, which another device's"
+    less = "two at step 100 and one at step 100 differ by less than 0.0001 nats per token, within another device's rounding"
     assert only(comparison).verdict.startswith(less) and "-0.0000" not in "".join(table(comparison))
 
 
@@ -141,11 +141,15 @@ def test_sets_of_other_text_are_refused_by_name_and_sets_of_one_run_are_listed(t
     ]
     assert list(comparison.refused) == ["law"] and len(comparison.refused["law"]) == 1
     assert (
-        "first measured other text than second (content hash-of-law and 0123456789ab)" in comparison.refused["law"][0]
+        "first and second measured different text (content hash-of-law and 0123456789ab)"
+        in comparison.refused["law"][0]
     )
     assert comparison.only == {"mine": ("first",)}
     shown = "\n".join(table(comparison))
-    assert "law: refused: first measured other text than second" in shown and "mine: measured only by first" in shown
+    assert (
+        "law: not compared: first and second measured different text" in shown
+        and "mine: measured only by first" in shown
+    )
 
 
 def test_one_text_is_compared_under_two_names(tmp_path):
@@ -162,7 +166,7 @@ def test_one_text_is_compared_under_two_names(tmp_path):
     }
     assert [c.runs[1].difference.delta for c in comparison.sets] == pytest.approx([0.25, -0.5])
     (why,) = comparison.refused["val"]
-    assert why.startswith("base measured other text than adapted (content hash-of-val and hash-of-law)")
+    assert why.startswith("base and adapted measured different text (content hash-of-val and hash-of-law)")
     assert comparison.only == {"code": ("base",), "poems": ("adapted",)} and comparison.alone == ()
     shown = table(comparison)
     assert any(line.startswith("  val (books in adapted)  base ") for line in shown)
@@ -210,7 +214,7 @@ def test_runs_are_compared_wherever_two_measured_the_same_text(tmp_path):
     assert compared[1] == ("law", "other-law", ["second", "third"])
     assert comparison.sets[1].runs[1].difference.delta == pytest.approx(-0.25)
     assert comparison.sets[1].runs[1].difference.against == "second"
-    assert [why.split(" than ")[1].split(" ")[0] for why in comparison.refused["law"]] == ["second", "third"]
+    assert [why.split(" and ")[1].split(" ")[0] for why in comparison.refused["law"]] == ["second", "third"]
     assert [m.run for m in compare([second, first, third]).sets[1].runs] == ["second", "third"]
 
 
@@ -306,9 +310,9 @@ def test_a_branching_is_one_note_however_many_runs_share_it(tmp_path):
     at_20 = branch(trunk, tmp_path / "early", 20, losses)
     comparison = compare([trunk, *at_60, at_20])
     assert len(comparison.shared) == 10
-    assert [note for note in notes(comparison) if "one run" in note] == [
-        "trunk, b0, b1, b2 and early are one run up to step 20 and go their own ways after it",
-        "trunk, b0, b1 and b2 are one run up to step 60 and go their own ways after it",
+    assert [note for note in notes(comparison) if "the same run" in note] == [
+        "trunk, b0, b1, b2 and early are the same run up to step 20 and differ after it",
+        "trunk, b0, b1 and b2 are the same run up to step 60 and differ after it",
     ]
 
 
@@ -330,7 +334,7 @@ def test_the_past_that_branches_share(tmp_path):
     assert shared_past(runs["at_60"], of_branch) == 80 and shared_past(runs["at_20"], of_branch) == 20
     comparison = compare([trunk, at_60])
     assert comparison.shared == ({"runs": ("trunk", "at_60"), "step": 60},)
-    assert "trunk and at_60 are one run up to step 60 and go their own ways after it" in table(comparison)
+    assert "trunk and at_60 are the same run up to step 60 and differ after it" in table(comparison)
 
 
 def test_a_trunk_that_went_another_way_before_the_branching_shares_less(tmp_path):
@@ -344,7 +348,7 @@ def test_a_trunk_that_went_another_way_before_the_branching_shares_less(tmp_path
     events = write_run(trunk, other) / "events.jsonl"
     events.write_text(begun + "".join(events.read_text().splitlines(keepends=True)[1:]))
     assert shared_past(load_run(trunk), leaf) == 40 == shared_past(leaf, load_run(trunk))
-    assert "trunk and leaf are one run up to step 40 and go their own ways after it" in table(
+    assert "trunk and leaf are the same run up to step 40 and differ after it" in table(
         compare([trunk, tmp_path / "leaf"])
     )
     metrics = trunk / "metrics.jsonl"
@@ -382,7 +386,7 @@ def test_a_run_is_compared_with_its_base_at_the_step_that_it_took_over(tmp_path,
     assert verdict.startswith("base at step 80 (adapted comes from it) is worse than adapted at step 60 by 1.0200 nats")
     first, *lines = table(comparison)
     assert first == (
-        "base counts with its last eval at or before step 80, where adapted began. Each other run counts with its last "
+        "base is compared by its last eval at or before step 80, where adapted began. Each other run is compared by its last "
         f"eval at or before {common:,} {'tokens' if at == 'tokens' else 'steps'}, where the shortest was last measured."
     )
     assert not any("unequal numbers of tokens" in line for line in lines)
@@ -395,13 +399,13 @@ def test_a_run_that_shares_no_set_is_said_to_be_left_aside(tmp_path):
     runs += [write_run(tmp_path / "other", {"val": lambda step: 3.0}, hashes={"val": "its own"}, until=60)]
     comparison = compare(runs)
     assert comparison.alone == ("other",) and [run["tokens"] for run in comparison.runs] == [10_000, 10_000, 6_000]
-    measured = "where the shortest that shares a set was last measured. other shares no set: its last eval counts."
-    assert table(comparison)[0] == f"Each run counts with its last eval at or before 10,000 tokens, {measured}"
+    measured = "where the shortest that shares a set was last measured. other shares no set: its last eval is used."
+    assert table(comparison)[0] == f"Each run is compared by its last eval at or before 10,000 tokens, {measured}"
     adapted = begun(tmp_path / "adapted", str(runs[0]), 80)
     assert table(compare([*runs[:1], adapted, runs[2]]))[0].endswith(measured)
     assert table(compare(runs[:2]))[0].endswith("10,000 tokens, where the shortest was last measured.")
     runs.append(write_run(tmp_path / "last", {"val": lambda step: 3.0}, hashes={"val": "another"}))
-    assert table(compare(runs))[0].endswith("last measured. other and last share no set: their last evals count.")
+    assert table(compare(runs))[0].endswith("last measured. other and last share no set: their last evals are used.")
 
 
 def test_a_base_that_was_not_measured_where_it_was_taken_over(tmp_path):
@@ -425,8 +429,11 @@ def test_several_runs_of_one_base_and_a_grandparent(tmp_path):
     # Two that began elsewhere: the later step, and how to see the other pair.
     comparison = compare([first, second, other])
     assert {name: step for name, (step, _) in counted(comparison).items()} == {"first": 60, "second": 100, "other": 100}
-    assert "first counts with its last eval at or before step 60, where other began." in table(comparison)[0]
-    assert "second began from step 40 of first, another one: compare the two alone for that" in notes(comparison)
+    assert "first is compared by its last eval at or before step 60, where other began." in table(comparison)[0]
+    assert (
+        "second began from step 40 of first, not the step of first compared here; compare these two alone for that"
+        in notes(comparison)
+    )
     assert "(second comes from its step 40)" in comparison.sets[0].runs[1].verdict
     # Neither began from the other.
     comparison = compare([second, other])
@@ -478,10 +485,10 @@ def test_what_cannot_be_compared_is_said(tmp_path, pair):
         compare([first, none_common])
     (problem,) = error.value.problems
     assert problem.startswith("no eval set can be compared: no two of these runs measured the same text")
-    assert "which --eval-dataset-dir NAME=DIR adds to a run that goes on" in problem
+    assert "to add one, resume a run with --eval-dataset-dir NAME=DIR" in problem
     assert error.value.details == ("val: only first measured it", "law: only c measured it")
     refused = write_run(tmp_path / "d", {"val": lambda step: 3.0}, hashes={"val": "other"})
-    with pytest.raises(InputError, match="no eval set can be compared: .*\nval: first measured other text than d"):
+    with pytest.raises(InputError, match="no eval set can be compared: .*\nval: first and d"):
         compare([first, refused])
 
 
@@ -536,7 +543,7 @@ def test_the_command_prints_a_table_or_json_and_needs_no_jax(pair):
     assert "val first 100 3.0000 0.0000 1.0820" in lines
     assert "second 100 3.0100 0.0150 1.0856 +0.0100 -0.0210 to +0.0410" in lines
     assert "seed alone moves a final loss by about 0.002 nats" in lines[-1]
-    assert "Their intervals are over the choice of held-out text alone" in lines[-1]
+    assert "Their intervals cover the choice of held-out text alone" in lines[-1]
     code, out, _, _ = command("compare", *pair, "--at", "step", "--json")
     told = json.loads(out)
     assert code == 0 and told["at"] == "step" and told["sets"][0]["runs"][1]["difference"]["num_clusters"] == 25

@@ -544,7 +544,7 @@ def test_a_bare_run_makes_a_card_that_says_so(run, tmp_path):
     for name in ("events.jsonl", "metrics.jsonl", "evals", "gold"):
         shutil.rmtree(bare / name) if (bare / name).is_dir() else (bare / name).unlink()
     assert export(bare, tmp_path / "out", format="hf") == 4
-    assert "The record of the run was not there" in (tmp_path / "out/README.md").read_text()
+    assert "The record of the run was missing at export" in (tmp_path / "out/README.md").read_text()
 
 
 def changed(run, folder, file, **changes):

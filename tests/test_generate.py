@@ -488,9 +488,9 @@ def test_samples_are_shown(runs, tmp_path):
     assert [line for line in inspection_text(inspect_run(load_run(place / "with"))) if "  sample at step 12: " in line]
     write_report([place / "with"], tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
-    assert "What it wrote" in page and page.count('<td class="text">the </td>') == 3
+    assert "Text samples" in page and page.count('<td class="text">the </td>') == 3
     write_report([place / "without"], tmp_path / "report.html")
-    assert "What it wrote" not in (tmp_path / "report.html").read_text()
+    assert "Text samples" not in (tmp_path / "report.html").read_text()
 
 
 def test_a_resume_tells_no_sample_twice(runs, tmp_path):

@@ -63,8 +63,8 @@ def test_a_finished_run(tmp_path):
             (path / folder / item).mkdir(parents=True)
     (path / "checkpoints/80/params").mkdir(parents=True)  # is being saved
     with locked_by_another(path):
-        assert f"primary/loss 2.2000 ({path}/gold/80, which is being saved)" in shown(path)
-    assert f"primary/loss 2.2000 ({path}/gold/80, which is not there)" in shown(path)
+        assert f"primary/loss 2.2000 ({path}/gold/80, being saved)" in shown(path)
+    assert f"primary/loss 2.2000 ({path}/gold/80, missing)" in shown(path)
     for item in CHECKPOINT_ITEMS:
         (path / "gold/80" / item).mkdir(parents=True)
     facts = inspect_run(load_run(path))
@@ -308,20 +308,23 @@ def test_what_stands_regressed_is_told(tmp_path):
     # The numbers are those of the alarm; the set was measured once more.
     assert (
         "regressed law 2.1000 → 2.6000 at step 80 (+0.5000, 95 % +0.4000 to +0.6000) against its best at step 60, "
-        "since step 80; now 4.0000 at step 100\n" in shown(path)
+        "alarm since step 80; now 4.0000 at step 100\n" in shown(path)
     )
     # The start, the phase's start and the best may be one eval; an alarm that began at another step is another line.
     same = [offender("law", baseline, 60, first_step=80) for baseline in ("start", "phase_start", "best")]
     alarm["offenders"] = [*same, offender("val", "start", 0, first_step=60), offender("val", "best", 0, first_step=80)]
     path = write_run(tmp_path / "same", LOSSES, more={80: [("eval_regression", alarm)]})
     told = [line for line in shown(path).splitlines() if line.startswith("regressed")]
-    assert len(told) == 3 and "against its start, phase start and best at step 60, since step 80" in told[0]
-    assert "against its start at step 0, since step 60" in told[1] and "its best at step 0, since step 80" in told[2]
+    assert len(told) == 3 and "against its start, phase start and best at step 60, alarm since step 80" in told[0]
+    assert (
+        "against its start at step 0, alarm since step 60" in told[1]
+        and "its best at step 0, alarm since step 80" in told[2]
+    )
     page = report([load_run(path)])
     assert page.count("law 2.1000 → 2.6000") == 1 and page.count("its start, phase start and best at step 60") == 1
     alarm["offenders"] = [offender("law", "best", 60, first_step=80)]
     path = write_run(tmp_path / "ended", LOSSES, more={100: [("eval_regression", alarm)]})
-    assert "at step 60, since step 80\n" in shown(path)
+    assert "at step 60, alarm since step 80\n" in shown(path)
 
 
 def test_a_set_that_may_be_worse_is_told_of_while_it_is_measured(tmp_path):
@@ -391,7 +394,7 @@ def test_evals_of_averages_and_what_is_not_finite(tmp_path):
     lost = {**offender("law", "best", 40, first_step=60), "baseline_loss": 3.6, "interval": ["NaN", "NaN"]}
     alarm = ("eval_regression", {"phase": "domain", "offenders": [lost | {"loss": "NaN", "delta": "NaN"}]})
     path = write_run(tmp_path / "run", losses, averages={"ema": lambda step: 2.5}, more={60: [alarm]})
-    assert "regressed law 3.6000 → nan at step 60 against its best at step 40, since step 60" in shown(path)
+    assert "regressed law 3.6000 → nan at step 60 against its best at step 40, alarm since step 60" in shown(path)
     points = eval_points(load_run(path).events)
     assert set(points) == {"val", "law", "val@ema", "law@ema"}
     assert [p.step for p in points["val@ema"]] == [20, 40, 60, 80, 100] and points["val@ema"][0].loss == 2.5
@@ -468,7 +471,7 @@ def test_beside_an_alarm_the_sets_without_one_are_told_of_too(tmp_path):
     told = [line for line in shown(path).splitlines() if line.startswith(("regressed", "maybe"))]
     assert told[0].startswith("regressed val 2.1000") and told[1:] == [
         "regressed no other now (law: only a rise above 0.38 would be detected)",
-        "maybe worse law: by more than chance often does, by too little for an alarm",
+        "maybe worse law: risen more than chance usually explains, but too little for an alarm",
     ]
     tile = (
         '<dd><span class="bad">val</span><small>maybe law; law: only a rise above 0.38 would be detected</small></dd>'
@@ -530,11 +533,11 @@ def test_what_went_wrong_in_training_is_a_line_each(tmp_path):
         "trouble skipped 5 updates up to step 80: 2 not finite, 3 with a loss or gradient norm far above the recent ones"
         in text
     )
-    assert "trouble went back once" in text
+    assert "trouble rolled back once" in text
     assert "trouble diverged at step 80: bad again | the last good checkpoint is of step 60" in text
     assert "trouble" not in shown(tmp_path / "whole")
     again = {40: [("rollback", {**rollback, **more, "number": 2, "max": 2})]}  # the first was cut back with its rows
-    assert "trouble went back 2 times" in shown(write_run(tmp_path / "again", LOSSES, until=80, more=again))
+    assert "trouble rolled back 2 times" in shown(write_run(tmp_path / "again", LOSSES, until=80, more=again))
 
 
 @pytest.mark.parametrize("content", ['{"step": 1', "[]", '{"step": 80}'])

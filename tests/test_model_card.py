@@ -105,8 +105,8 @@ def test_a_card_has_every_set_with_its_interval_and_verdict(run_dir):
     assert law[4:6] == ["60", "4.0000"] and law[-1] == "regressed against its best"
     # 4.0 nats a token, 4 bytes a token: 1 / ln 2 bits a byte.
     assert law[7] == "1.4427"
-    assert "every token scored once; of a conversation those of the answers alone." in evals
-    assert "The intervals are over the choice of held-out text alone; the change is" in evals
+    assert "every token is scored once, in a conversation only those of the answers." in evals
+    assert "The intervals cover the choice of held-out text alone; the change is" in evals
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_the_interval_is_wider_where_fewer_clusters_tell_the_error(run_dir, tmp_
 
 
 def test_a_card_tells_what_happened_by_then_and_no_more(run_dir):
-    told = sections(model_card(load_run(run_dir), EXPORTED))["What happened on the way"]
+    told = sections(model_card(load_run(run_dir), EXPORTED))["What happened in training"]
     assert "eval regression at step 60" in told and "law 2.1000 → 2.6000 (+0.5000, 95 % +0.4000 to +0.6000)" in told
     assert "schedule edit at step 80: general regressed" in told
     assert "recovered" not in told
@@ -138,10 +138,10 @@ def test_a_card_tells_what_happened_by_then_and_no_more(run_dir):
     wider = "over the choice of held-out text and the scatter of neighbouring checkpoints, and so wider than that of the change above."
     assert told.endswith(f"\n\nThe intervals here are {wider}")
     late = sections(model_card(load_run(run_dir), dataclasses.replace(EXPORTED, step=100)))
-    assert "eval recovered at step 100" in late["What happened on the way"]
+    assert "eval recovered at step 100" in late["What happened in training"]
     early = sections(model_card(load_run(run_dir), dataclasses.replace(EXPORTED, step=40)))
-    assert early["What happened on the way"].startswith("No regression of an eval set, no rollback")
-    assert wider not in early["What happened on the way"]
+    assert early["What happened in training"].startswith("No regression of an eval set, no rollback")
+    assert wider not in early["What happened in training"]
     assert "gold" not in early[""] and [row[0] for row in rows(early["What it was trained on"])[1:2]] == ["foundation"]
 
 
@@ -213,7 +213,7 @@ def test_averages_are_measured_as_such(tmp_path):
         assert val[5] == loss and val[8] == f"{change} ({change} to {change})"
         # Of a mean of checkpoints no ledger says what was read: the record knows it at the ends of phases.
         assert rows(card["What it was trained on"])[2][3] == "web 400, law 3,600"
-    assert "--weights mean:domain --dtype bf16" in card["How to make it again"]
+    assert "--weights mean:domain --dtype bf16" in card["How to reproduce it"]
     without = load_run(write_run(tmp_path / "without", {"val": lambda step: 3.0}, averages=averages))
     card = sections(model_card(without, dataclasses.replace(EXPORTED, step=100, weights=Weights.parse("ema"))))
     assert rows(card["How well it does"])[1][8] == "-0.5000"
@@ -273,12 +273,12 @@ def test_the_same_run_gives_the_same_card_wherever_it_lies(run_dir, tmp_path):
 
 
 def test_how_to_make_it_again(run_dir, tmp_path, happened):
-    again = sections(model_card(load_run(run_dir), EXPORTED))["How to make it again"]
+    again = sections(model_card(load_run(run_dir), EXPORTED))["How to reproduce it"]
     options = "--set train.steps=100 --eval-dataset-dir 'law=a folder'"
     assert f"curriculum train run.yaml --run-dir runs/written {options}\n" in again
     assert "curriculum export runs/written --format hf --step 80 --weights raw --dtype bf16 -o written-export" in again
     assert "```yaml\nname: written\n```" in again and "Trained on 1 x cpu (cpu)" in again
-    assert "curriculum 0.1.0, jax " in again and "taken up or edited" not in again  # but for what the run itself did
+    assert "curriculum 0.1.0, jax " in again and "resumed or edited" not in again  # but for what the run itself did
     merged = dataclasses.replace(EXPORTED, kind="gguf", dtype="q8_0", merged=True)
     assert "--format gguf --merge --step 80 --weights raw --dtype q8_0" in model_card(load_run(run_dir), merged)
 
@@ -302,16 +302,16 @@ def test_how_to_make_it_again(run_dir, tmp_path, happened):
     card = sections(model_card(branch, EXPORTED))
     remembered = "--dataset-dir 'law=a folder' --set seed=3"
     # Its config has its trunk's name.
-    again = card["How to make it again"]
+    again = card["How to reproduce it"]
     assert f"curriculum branch runs/written --at 40 --run-dir runs/branch {remembered}\n" in again
     assert "curriculum export runs/branch --format hf --step 80 --weights raw --dtype bf16 -o branch-export" in again
     assert card[""].count("# branch\n") == 1 and "written" not in card[""]
-    assert "````yaml\nname: written # ``` and more\n````" in again and "taken up or edited" not in again
+    assert "````yaml\nname: written # ``` and more\n````" in again and "resumed or edited" not in again
     at_the_end = model_card(branch, dataclasses.replace(EXPORTED, step=100))
-    assert "It was taken up or edited on its way; the config is the last one." in at_the_end
+    assert "The run was resumed or edited on the way; the config is the last one." in at_the_end
     assert card["Where its parameters come from"] == "- branched from runs/written at step 40"
     (tmp_path / "branch/config.yaml").unlink()
-    whole = sections(model_card(branch, EXPORTED))["How to make it again"]
+    whole = sections(model_card(branch, EXPORTED))["How to reproduce it"]
     config = yaml.safe_load(whole.partition("```yaml\n")[2].partition("\n```")[0])
     assert config == {k: v for k, v in branch.resolved.items() if k not in ("derived", "command_line")}
 
@@ -337,8 +337,8 @@ def test_what_cannot_be_known_is_said(run_dir, tmp_path):
         (bare / name).unlink()
     directory = RunDirectory(bare)
     card = sections(model_card(Run(directory, directory.resolved(), []), EXPORTED))
-    assert "The record of the run was not there" in card["How well it does"]
-    assert "The record of the run was not there" in card["What happened on the way"]
+    assert "The record of the run was missing at export" in card["How well it does"]
+    assert "The record of the run was missing at export" in card["What happened in training"]
     assert rows(card["What it was trained on"])[2] == ["domain", "60 to 80 of 100", "law 0.9, web 0.1", "not known"]
 
 
@@ -364,7 +364,7 @@ def test_how_to_load_each_kind(run_dir, tmp_path):
     assert 'AutoModelForCausalLM.from_pretrained(".")' in hf and "vllm serve ." in hf
     assert "[tokenizer.bos_token_id, *text]" in hf and "from peft" not in hf
     # Not of training: a flat file may hold no bos token, where the tokenizer has one of its own.
-    assert "begins with the token that every document of the evals came after." in hf
+    assert "begins with the token that preceded every document of the evals." in hf
     assert "llama-cli -m model.gguf" in gguf and 'from_pretrained(".", gguf_file="model.gguf")' in gguf
     assert "names a checkpoint of a run" not in peft
     bases = {"hf": {"init_from": "pretrained", "kind": "hf", "lineage": None}}
@@ -375,7 +375,7 @@ def test_how_to_load_each_kind(run_dir, tmp_path):
         path = write_run(tmp_path / kind, {"val": lambda step: 3.0}, start={"lineage": lineage})
         told[kind] = model_card(load_run(path), dataclasses.replace(EXPORTED, **PEFT))
     assert "names a checkpoint of a run" not in told["hf"]
-    by_path = "names that model by a path as seen from where the run was trained"
+    by_path = "names that model by a path relative to where the run was trained"
     assert by_path in told["hf"] and by_path not in told["placed"] and by_path not in told["run"]
     assert "`curriculum export 'runs/a b' --step 70 --format hf -o base`" in told["run"]
     assert "model = AutoPeftModelForCausalLM.from_pretrained" in peft and "--merge" in peft

@@ -123,7 +123,7 @@ def test_what_the_page_of_a_run_says(rich):
         "law", "law", "25", "50", "750", "4.0000", "3.0000 at 100", "3.0000", "0.0000", "1.0820", "0.0213"
     )
     assert page.has_row("80", "▲ regression", "law 2.1000 → 2.6000 (+0.5000, 95 % +0.4000 to +0.6000) against its best at "
-                        "step 60, since step 80; mixture since: web 0.8 → 0.1", "done: kept as kept/80")  # fmt: skip
+                        "step 60, alarm since step 80; mixture since: web 0.8 → 0.1", "action: kept as kept/80")  # fmt: skip
     assert page.has_row("80", "gold blocked", "overfit: val loss is 6.2x the training loss, overfit_ratio is 5.0x")
     assert page.has_row("100", "★ gold", "law/loss 2.2000, was 2.5000")
     assert page.has_row("100", "○ recovered", "law")
@@ -137,7 +137,7 @@ def test_what_the_page_of_a_run_says(rich):
     assert page.has_row("1", "foundation", "web 80 %, code 20 %", "0", "60")
     scatter = "over the choice of held-out text and the scatter of neighbouring checkpoints."
     assert f"The intervals of regressions and recoveries are {scatter}" in text
-    assert f"In brackets 95 %, {scatter}" in text
+    assert f"In brackets: 95 % intervals {scatter}" in text
     assert "steps: 100" in text and "Dashed: the moving average" in text
     titles = [a["aria-label"] for name, a in page.tags if name == "svg"]
     assert titles == [
@@ -194,9 +194,7 @@ def test_an_alarm_lists_what_is_new_and_names_what_stands(tmp_path):
     page = Checked(report([load_run(write_run(tmp_path / "run", {n: lambda step: 3.0 for n in names}, more=more))]))
     first, second = [row.split(" | ")[2:-1] for row in page.rows if "▲ regression" in row]
     assert [line.split()[0] for line in first] == names[1:]
-    told = (
-        "2.1000 → 2.6000 (+0.5000, 95 % +0.4000 to +0.6000) against its start at step 0, since step 60; mixture since"
-    )
+    told = "2.1000 → 2.6000 (+0.5000, 95 % +0.4000 to +0.6000) against its start at step 0, alarm since step 60; mixture since"
     assert [line.split(":")[0] for line in second[:2]] == [f"s1 {told}", f"val {told}"]
     still = ", ".join(f"s{i} (since step 40)" for i in range(2, 10))
     assert second[2:] == [f"still worse: {still} and 1 more"]
@@ -295,7 +293,7 @@ def test_golds_that_follow_each_other_are_one_row_of_what_happened(tmp_path):
     assert page.has_row("60", "phase switch") and page.has_row("60", "★ gold", "law/loss 2.4000")
     assert page.has_row("62 to 98", "★ gold", "law/loss 2.0200, was 2.4000; 19 times")
     assert page.has_row("100", "★ gold", "val/loss 2.0000, was 2.0200")
-    assert "earlier ones" not in "".join(page.text)
+    assert "earlier events" not in "".join(page.text)
 
 
 def test_blocked_golds_that_follow_each_other_are_one_row_and_an_edit_says_what_it_changed(tmp_path):
@@ -441,8 +439,8 @@ def test_several_runs_are_compared_and_drawn_together(tmp_path):
     assert page.has_row("val", "first", "100", "3.0000") and "second is" not in text
     assert any(row.startswith("second | 100 | 3.5000") or "+0.5000" in row for row in page.rows)
     assert "second at step 100 is worse than first at step 100 by 0.5000 nats per token" in text
-    assert "law: refused: first measured other text than second" in text
-    assert "law without law of second: other text" in text and "law without law of first: other text" in text
+    assert "law: not compared: first and second measured different text" in text
+    assert "law without law of second: different text" in text and "law without law of first: different text" in text
     titles = [a["aria-label"] for name, a in page.tags if name == "svg"]
     of_all = ["eval loss of val, every run", "eval loss of law, first", "eval loss of law, second"]
     assert titles[:3] == of_all and len(titles) == 3 + 2 * 7
@@ -456,8 +454,8 @@ def test_of_many_runs_the_page_leaves_out_their_own_reports(tmp_path):
     runs = [load_run(write_run(tmp_path / f"run_{i}", {"val": lambda step: 3.0}, until=20)) for i in range(5)]
     for num, whole in ((4, 4), (5, 0)):
         page = report(runs[:num])
-        assert page.count("The whole report of this run") == page.count("How it was run") == whole
-        told = "The whole report of one of these runs: curriculum report RUN -o FILE"
+        assert page.count("Full report of this run") == page.count("How it was run") == whole
+        told = "For the full report of one run: curriculum report RUN -o FILE"
         assert (told in page) == (whole == 0) and Checked(page).has_row("val", "run_0", "20", "3.0000")
 
 
@@ -470,7 +468,7 @@ def test_one_text_is_drawn_together_under_the_names_it_has(tmp_path):
     text = "".join(page.text)
     assert page.has_row("val (books in adapted)", "base", "100", "3.0000")
     assert "val (books in adapted): adapted at step 100 is worse than base at step 100 by 0.2500" in text
-    assert "val (books in adapted) without val of adapted: other text" in text
+    assert "val (books in adapted) without val of adapted: different text" in text
     drawn = overlays(runs, ["base", "adapted"], {"base": "#000", "adapted": "#111"})
     assert [(o.title, [(c.label, c.ys[0]) for c in o.curves], o.left_out) for o in drawn] == [
         ("val (books in adapted)", [("base", 3.0), ("adapted", 3.25)], ["adapted"]),
@@ -487,7 +485,7 @@ def test_a_base_is_compared_where_it_was_taken_over_and_the_curves_say_so(tmp_pa
     page = Checked(report([load_run(base), load_run(adapted)]))
     assert page.has_row("val", "base", "80", "3.0800") and any("adapted | 60 | 2.0000" in row for row in page.rows)
     text = "".join(page.text)
-    assert "base counts with its last eval at or before step 80, where adapted began. Each other run" in text
+    assert "base is compared by its last eval at or before step 80, where adapted began. Each other run" in text
     assert own in text
     assert own not in "".join(Checked(report([load_run(base), load_run(base)])).text)
 
@@ -498,7 +496,7 @@ def test_runs_without_a_common_set_are_still_reported(tmp_path):
     page = report([load_run(first), load_run(second)])
     checked = Checked(page)
     assert checked.has_row("key", "first", "second") and checked.has_row("evalsets.sets.law.path", "-", "law")
-    assert page.index("What differs in the configs") < page.index("Compared</h2>")
+    assert page.index("Config differences") < page.index("Comparison</h2>")
     assert "No key differs." not in page and "No key differs." in report([load_run(first), load_run(first)])
     assert page.count("no eval set can be compared") == 1
     assert "<li>val: only first measured it</li><li>law: only second measured it</li>" in page
@@ -550,9 +548,9 @@ def test_a_record_is_read_once_a_pair_of_runs_whatever_the_number_of_sets(tmp_pa
 def test_what_cannot_be_reported_is_said(rich, tmp_path):
     with pytest.raises(InputError, match="got no run, expected one or more"):
         report([])
-    with pytest.raises(InputError, match="expected a file in a folder that is there, such as report.html"):
+    with pytest.raises(InputError, match="expected a file path in an existing folder, such as report.html"):
         write_report([rich], tmp_path)
-    with pytest.raises(InputError, match="expected a file in a folder that is there"):
+    with pytest.raises(InputError, match="expected a file path in an existing folder"):
         write_report([rich], tmp_path / "nowhere/x.html")
     full = tmp_path / "full"  # not the device by its own name: what replaces its output would take it away
     full.symlink_to("/dev/full")
@@ -592,7 +590,7 @@ def test_a_gold_that_is_gone_and_a_damaged_summary_are_said(tmp_path):
     gold = {**GOLD, "path": "gold/80"}
     path = write_run(tmp_path / "run", {"val": lambda step: 3.0}, more={80: [("gold_checkpoint", gold)]})
     page = report([load_run(path)])
-    assert "law/loss 2.2000, its checkpoint is not there" in page and "cannot be read" not in page
+    assert "law/loss 2.2000, its checkpoint is missing" in page and "cannot be read" not in page
     (path / "gold/80").mkdir(parents=True)
     (path / "training_state.json").write_text("x")
     page = report([load_run(path)])

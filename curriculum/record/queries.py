@@ -215,7 +215,7 @@ def consumption(run: Run, at: tuple[str, int, Mapping[str, int]] | None = None) 
     elif path.exists():
         state = read_json(path)
         if missing := [key for key in ("step", "phase", "tokens_drawn") if key not in state]:
-            raise InputError(f"{path}: has no {', '.join(missing)}; the next checkpoint writes it anew")
+            raise InputError(f"{path}: has no {', '.join(missing)}; the next checkpoint writes it again")
         # After a resume from an older step the file may be of a later step that was superseded.
         if (marks[-1][1] if marks else 0) < state["step"] <= last_step:
             drawn = state["tokens_drawn"]

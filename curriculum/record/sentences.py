@@ -58,7 +58,7 @@ def verdict(event: dict[str, Any]) -> str | None:
                 f"step {d['step']} is damaged ({d['why']}), moved to {d['moved_to']}" for d in event.get("damaged", [])
             ]
             back += [
-                f"gold/{gold['step']} is lost ({gold['why']}): the search for a gold checkpoint begins anew"
+                f"gold/{gold['step']} is lost ({gold['why']}): the search for a gold checkpoint starts over"
                 for gold in event.get("gold_lost", [])
             ]
             plan = event["plan"]

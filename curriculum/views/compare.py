@@ -31,11 +31,11 @@ from evalsets.student import student_quantile
 SEED_SPREAD_NATS = 0.002
 _SHOWN_NATS = 0.0001  # the last decimal that is shown
 _NOTHING_SHARED = (
-    "no eval set can be compared: no two of these runs measured the same text where they are compared; expected a set "
-    "of the same documents, tokenizer and evalsets.seq_len in two of them, which --eval-dataset-dir NAME=DIR adds to a "
-    "run that goes on"
+    "no eval set can be compared: no two of these runs measured the same text where they are compared; expected two of "
+    "them to have a set of the same documents, tokenizer and evalsets.seq_len; to add one, resume a run with "
+    "--eval-dataset-dir NAME=DIR"
 )
-_SCOPE = "of these two checkpoints, not of the recipe"
+_SCOPE = "for these two checkpoints, not for the recipes"
 
 
 @dataclass(frozen=True)
@@ -284,8 +284,8 @@ def _refusal(first: _Side, other: _Side, name: str) -> str:
         return f"{first.name} and {other.name}: the record of {without} has no content hash of it"
     contents = f"{first.hashes[name][:12]} and {other.hashes[name][:12]}"
     return (
-        f"{first.name} measured other text than {other.name} (content {contents}): other documents, another tokenizer "
-        "or another evalsets.seq_len"
+        f"{first.name} and {other.name} measured different text (content {contents}): different documents, tokenizer "
+        "or evalsets.seq_len"
     )
 
 
@@ -332,11 +332,11 @@ def _verdict(
     if between.interval is None:
         return (
             f"no verdict: {ours} differs from {theirs} by {signed(between.delta)} nats per token, but the set is a "
-            "single document of few windows, which shows no error"
+            "single document of few windows: too little to estimate an error"
         )
     low, high = between.interval
     if max(abs(low), abs(high)) < _SHOWN_NATS / 2:
-        rounding = f"differ by less than {_SHOWN_NATS} nats per token, which another device's roundings do too"
+        rounding = f"differ by less than {_SHOWN_NATS} nats per token, within another device's rounding"
         return f"{ours} and {theirs} {rounding} ({_SCOPE})"
     if low <= 0 <= high:
         span = f"95 % {signed(low)} to {signed(high)}"
@@ -344,6 +344,6 @@ def _verdict(
     better, (least, most) = ("better", (-high, -low)) if high < 0 else ("worse", (low, high))
     # Twice the standard deviation of the difference between two seeds of one recipe.
     by_seed = abs(between.delta) <= 2 * math.sqrt(2) * SEED_SPREAD_NATS
-    caution = "; so small that another seed could turn it round" if by_seed else ""
+    caution = "; so small that another seed could reverse it" if by_seed else ""
     amount = f"{abs(between.delta):.4f} nats per token (95 % {least:.4f} to {most:.4f}"
     return f"{ours} is {better} than {theirs} by {amount}; {_SCOPE}{caution})"

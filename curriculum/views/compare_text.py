@@ -40,28 +40,31 @@ def which_evals(comparison: ComparedRuns) -> str:
     sentences = []
     for base, step in comparison.base_steps.items():
         begun = [pair["run"] for pair in comparison.begun if (pair["base"], pair["step"]) == (base, step)]
-        sentences.append(f"{base} counts with its last eval at or before step {step:,}, where {listed(begun)} began.")
+        sentences.append(
+            f"{base} is compared by its last eval at or before step {step:,}, where {listed(begun)} began."
+        )
     each, shortest = "Each other run" if sentences else "Each run", "the shortest"
     if comparison.alone:
         shortest += " that shares a set"
-    sentences.append(f"{each} counts with its last eval at or before {common}, where {shortest} was last measured.")
+    sentences.append(f"{each} is compared by its last eval at or before {common}, where {shortest} was last measured.")
     if comparison.alone:
         one = len(comparison.alone) == 1
-        count = "shares no set: its last eval counts." if one else "share no set: their last evals count."
+        count = "shares no set: its last eval is used." if one else "share no set: their last evals are used."
         sentences.append(f"{listed(comparison.alone)} {count}")
     return " ".join(sentences)
 
 
 def notes(comparison: ComparedRuns) -> list[str]:
     """Notes on the comparison: sets left out, shared pasts, unequal tokens, and what the differences cannot show."""
-    lines = [f"{name}: refused: {why}" for name, whys in comparison.refused.items() for why in whys]
+    lines = [f"{name}: not compared: {why}" for name, whys in comparison.refused.items() for why in whys]
     lines += [f"{name}: measured only by {', '.join(who)}" for name, who in comparison.only.items()]
     lines += [
-        f"{listed(runs)} are one run up to step {step:,} and go their own ways after it"
+        f"{listed(runs)} are the same run up to step {step:,} and differ after it"
         for step, runs in _families(comparison)
     ]
     lines += [
-        f"{pair['run']} began from step {pair['step']:,} of {pair['base']}, another one: compare the two alone for that"
+        f"{pair['run']} began from step {pair['step']:,} of {pair['base']}, not the step of {pair['base']} compared "
+        "here; compare these two alone for that"
         for pair in comparison.begun
         if pair["step"] != comparison.base_steps[pair["base"]]
     ]
@@ -79,8 +82,8 @@ def notes(comparison: ComparedRuns) -> list[str]:
         lines.append(f"few documents in {few_documents(few)}")
     lines.append(
         "Differences are nats per token of each run minus the first, over the same windows; below 0 is better. Their "
-        "intervals are over the choice of held-out text alone, and speak of these checkpoints, neither of those beside "
-        f"them nor of the recipes: the seed alone moves a final loss by about {SEED_SPREAD_NATS} nats "
+        "intervals cover the choice of held-out text alone, and hold for these checkpoints only, not for neighbouring "
+        f"ones or the recipes: the seed alone moves a final loss by about {SEED_SPREAD_NATS} nats "
         "(standard deviation at 124M parameters)."
     )
     return lines

@@ -302,11 +302,12 @@ def text(facts: Mapping[str, Any]) -> list[str]:
         none = "no other now" if facts["regressions"] else "none now"
         lines.append(f"  regressed     {none}" + (f" ({said})" if said else ""))
     if warned := [name for name, e in facts["evals"].items() if e["warned"]]:
-        lines.append(f"  maybe worse   {', '.join(warned)}: by more than chance often does, by too little for an alarm")
+        risen = "risen more than chance usually explains, but too little for an alarm"
+        lines.append(f"  maybe worse   {', '.join(warned)}: {risen}")
     lines += [f"  trouble       {line}" for line in troubles(progress)]
     gold = facts["gold"]
     if gold:
-        state = ", which is not there" if gold["missing"] else ", which is being saved" if gold["saving"] else ""
+        state = ", missing" if gold["missing"] else ", being saved" if gold["saving"] else ""
         where = f"{facts['path']}/{gold['path']}{state}"
         lines.append(f"  gold          step {gold['step']:,}: {gold['metric']} {loss(gold['value'])}  ({where})")
     else:
@@ -356,8 +357,8 @@ def model_text(model: Mapping[str, Any]) -> str:
 def troubles(progress: Mapping[str, Any]) -> list[str]:
     """What went wrong in training, a line each: skipped updates, rollbacks, checkpoints not saved, divergence."""
     rollbacks = progress["num_rollbacks"]
-    went_back = f"went back {'once' if rollbacks == 1 else f'{rollbacks} times'}" if rollbacks else None
-    return [line for line in (progress["skipped"], went_back, progress["unsaved"], progress["diverged"]) if line]
+    rolled_back = f"rolled back {'once' if rollbacks == 1 else f'{rollbacks} times'}" if rollbacks else None
+    return [line for line in (progress["skipped"], rolled_back, progress["unsaved"], progress["diverged"]) if line]
 
 
 def lineage_lines(lineage: Mapping[str, Any]) -> list[str]:
@@ -403,7 +404,7 @@ def offender(o: Mapping[str, Any]) -> str:
     later = f"; now {loss(now['loss'])} at step {now['step']:,}" if now and now["step"] > o["step"] else ""
     return (
         f"{o['set']} {loss(o['baseline_loss'])} → {loss(o['loss'])}{measured}{risen} against its "
-        f"{o['baseline']} at step {o['baseline_step']:,}, since step {o['first_step']:,}{later}"
+        f"{o['baseline']} at step {o['baseline_step']:,}, alarm since step {o['first_step']:,}{later}"
     )
 
 

@@ -63,13 +63,13 @@ def model_card(run: Run, exported: Exported) -> str:
         *training(run, exported.step, exported.tokens_drawn, unknown),
         "## How well it does",
         *evals(run, exported.step, exported.weights, exported.opens_with, unknown),
-        "## What happened on the way",
+        "## What happened in training",
         *happened(run, exported.step),
         "## Where its parameters come from",
         *_lineage(run),
         "## How to load it",
         *_loading(run, exported),
-        "## How to make it again",
+        "## How to reproduce it",
         *_reproducing(run, exported),
         "## What is not known",
         *_not_known(run, unknown),
@@ -132,7 +132,7 @@ def _headline(run: Run, exported: Exported) -> list[str]:
 def _lineage(run: Run) -> list[str]:
     lines = lineage_lines({"init_from": _beginning(run), "branched_from": run.branched_from})
     if not lines:
-        return [f"From the run's own seed, {run.resolved['seed']}."]
+        return [f"Initialised at random, from the run's seed {run.resolved['seed']}."]
     return ["\n".join(f"- {one_line(line)}" for line in lines)]
 
 
@@ -159,7 +159,7 @@ def _loading(run: Run, exported: Exported) -> list[str]:
         *_prompt(exported),
         "print(tokenizer.decode(model.generate(ids, max_new_tokens=40)[0]))",
     ]
-    after = ["The prompt begins with the token that every document of the evals came after."]
+    after = ["The prompt begins with the token that preceded every document of the evals."]
     if exported.chat is not None:
         after += _conversation(exported.chat)
     if kind == "peft":
@@ -170,15 +170,17 @@ def _loading(run: Run, exported: Exported) -> list[str]:
         base = _beginning(run)
         if base is not None and base.get("kind") == "hf" and not Path(base["init_from"]).is_absolute():
             after.append(
-                "It names that model by a path as seen from where the run was trained; peft looks for it from where "
-                "Python is started: go there and name this folder, or write another path or a name of the hub into it."
+                "It names that model by a path relative to where the run was trained; peft resolves it from where "
+                "Python is started: start Python there and give this folder's path, or write another path or a hub "
+                "name into it."
             )
         if base is not None and base.get("kind") != "hf":
             directory = shlex.quote(base_directory(base))
             export = f"curriculum export {directory} --step {base['step']} --format hf -o base"
-            after.append(f"It names a checkpoint of a run, which peft does not read: `{export}`, and name that folder.")
+            read_by = f"It names a checkpoint of a run, which peft cannot read: export it with `{export}`"
+            after.append(f"{read_by}, and write that folder into it.")
     if kind == "hf":
-        after.append("With vllm, and for llama.cpp by its converter (or by `curriculum export RUN --format gguf`):")
+        after.append("For vllm, and for llama.cpp with its converter (or `curriculum export RUN --format gguf`):")
         after.append(fenced("", "vllm serve .\npython convert_hf_to_gguf.py ."))
     return [*before, fenced("python", "\n".join(code)), *after]
 
@@ -200,7 +202,7 @@ def _conversation(chat: ChatConfig) -> list[str]:
     before, after = chat.around("assistant")
     ends = f" An answer ends before `{json.dumps(after, ensure_ascii=False)}`." if after else ""
     return [
-        "It was trained on conversations. The chat template writes one so, up to where an answer begins:",
+        "It was trained on conversations. The chat template writes one like this, up to where an answer begins:",
         fenced("", question + before),
         f"Its roles are {', '.join(chat.roles)}.{ends}",
     ]
@@ -209,11 +211,11 @@ def _conversation(chat: ChatConfig) -> list[str]:
 def _reproducing(run: Run, exported: Exported) -> list[str]:
     parts = [fenced("", "\n".join(_commands(run, exported)))]
     if run.branched_from is not None:
-        parts.append("The run is a branch: up to that step it is the run that it left, which has to be there.")
+        parts.append("The run is a branch: up to that step it is its trunk, which must still exist.")
     if any(_edited(run, event) for event in run.events if event["step"] <= exported.step):
         parts.append(
-            "It was taken up or edited on its way; the config is the last one. A run begun with it does not repeat the "
-            "edits."
+            "The run was resumed or edited on the way; the config is the last one. A new run with it does not repeat "
+            "the edits."
         )
     if run.events:
         devices = [e["devices"] for e in run.events if "devices" in e][-1]
@@ -263,9 +265,9 @@ def _not_known(run: Run, unknown: Iterable[str]) -> list[str]:
         + (", and that of the model it began from" if _beginning(run) else "")
         + "; the program that wrote this knows none of them.",
         "What the texts hold beyond what the eval sets measure: errors, bias, personal data.",
-        "Whether text alike to a document of an eval set was trained on: equal documents were left out.",
+        "Whether near-copies of eval documents were trained on (exact copies were left out).",
         "How the figures would differ with another seed.",
-        "The versions that it was trained with, where they are not those that exported it.",
+        "The package versions used in training, if they differ from those at export.",
         *unknown,
     ]
     return ["\n".join(f"- {one_line(line)}" for line in lines)]

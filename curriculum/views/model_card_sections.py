@@ -108,7 +108,7 @@ def evals(run: Run, step: int, weights: Weights, opens_with: str | None, unknown
     Windows that cannot be read are named in `unknown`.
     """
     if not run.events:
-        return ["The record of the run was not there when this was exported, so its evals are not known."]
+        return ["The record of the run was missing at export, so its evals are not known."]
     before = [event for event in run.events if event["step"] <= step]
     points, about = eval_points(before), evalset_facts(before)
     suffix = "" if weights.average is None else f"@{weights.average}"
@@ -156,11 +156,11 @@ def evals(run: Run, step: int, weights: Weights, opens_with: str | None, unknown
     measured = table_of((*header, "change since the start", "verdict"), rows, right=(2, 3, 4, 5, 7))
     return [
         measured,
-        "Loss in nats per token. The intervals are over the choice of held-out text alone; the change is against the "
-        "first eval of the same windows, below 0 is better. Each document comes after the token that opens one"
+        "Loss in nats per token. The intervals cover the choice of held-out text alone; the change is from the first "
+        "eval of the same windows, below 0 is better. Each document is preceded by the token that opens one"
         + (f" (`{opens_with}`)" if opens_with else "")
-        + f" and is cut into disjoint windows of {_eval_seq_len(run):,} tokens, every token scored once; of a "
-        "conversation those of the answers alone.",
+        + f" and cut into disjoint windows of {_eval_seq_len(run):,} tokens; every token is scored once, in a "
+        "conversation only those of the answers.",
     ]
 
 
@@ -186,7 +186,7 @@ def _change(run: Run, name: str, suffix: str, first: EvalPoint, last: EvalPoint,
 def happened(run: Run, step: int) -> list[str]:
     """Regressions, recoveries, rollbacks, edits, divergence and skipped updates."""
     if not run.events:
-        return ["The record of the run was not there when this was exported."]
+        return ["The record of the run was missing at export."]
     lines, judged = [], False
     for event in run.events:
         if event["step"] > step or event["event"] not in _HAPPENED:

@@ -49,7 +49,7 @@ def write_report(run_dirs: Sequence[str | os.PathLike], output: str | os.PathLik
     """
     path = Path(output)
     if os.path.isdir(path) or not os.path.isdir(path.absolute().parent):
-        raise InputError(f"-o {output}: expected a file in a folder that is there, such as report.html")
+        raise InputError(f"-o {output}: expected a file path in an existing folder, such as report.html")
     # A folder's name need not be valid text: other bytes are shown escaped.
     page = report([load_run(run_dir) for run_dir in run_dirs]).encode(errors="backslashreplace").decode()
     try:
@@ -85,7 +85,7 @@ def _of_run(run: Run, label: str) -> list[Markup]:
         section("Transfer between phases", *transfer_matrix(run, points)),
         section("Training", *_training_figures(run, label, phases, sources)),
         section("Phases and epochs", _phase_table(facts), _epoch_table(facts)),
-        section("What it wrote", *_samples(run)),
+        section("Text samples", *_samples(run)),
         section("How it was run", *_setup(run, facts)),
     ]
 
@@ -103,7 +103,7 @@ def _header(run: Run, facts: Mapping[str, Any], label: str) -> Markup:
     if val:
         shown.append(("val loss", loss(val["loss"]), f"best {loss(val['best'])} at step {val['best_step']:,}"))
     if gold := facts["gold"]:
-        below = f"{gold['metric']} {loss(gold['value'])}" + (", its checkpoint is not there" if gold["missing"] else "")
+        below = f"{gold['metric']} {loss(gold['value'])}" + (", its checkpoint is missing" if gold["missing"] else "")
         shown.append(("gold", f"step {gold['step']:,}", below))
     else:
         shown.append(("gold", "none", ""))
@@ -161,7 +161,7 @@ def _training_figures(run: Run, label: str, phases: Sequence[Phase], colors: dic
     xs, means, per_bin = figures.thinned(steps, *series, most=MAX_TRAINING_POINTS)
     curves = [Curve("all", "#b6bcc4", xs, means[0])]
     curves += [Curve(name, colors[name], xs, ys) for name, ys in zip(names, means[1:], strict=True)]
-    smoothed = f"means of {per_bin} rows" if per_bin > 1 else "a point a row of the metrics"
+    smoothed = f"means of {per_bin} rows" if per_bin > 1 else "one point per metrics row"
     rate_xs, (rates,), _ = figures.thinned(steps, [_float(row["lr"]) for row in rows], most=figures.MAX_POINTS)
     norms = [_float(row["grad_norm"]) for row in rows]
     norm_xs, (norms,), _ = figures.thinned(steps, norms, most=MAX_TRAINING_POINTS)
@@ -255,7 +255,7 @@ def _epoch_table(facts: Mapping[str, Any]) -> Markup:
             below = "" if epochs is None else Markup("<br>") + tag("small", f"{epochs:.3g} epochs")
             cells.append(tag("td", figures.short_count(phase["tokens"].get(name, 0)), below, class_="n"))
         rows.append((phase["name"] + so_far, *cells))
-    explained = "Tokens that each phase read of a source, and below how often it was read since the run's start."
+    explained = "Tokens that each phase read from each source; below them, its epochs since the run's start."
     return tag("h3", "Epochs per source") + note(explained) + table(("phase", *names), rows)
 
 
@@ -272,12 +272,12 @@ def _samples(run: Run) -> list[Markup]:
             for event in events
             for i, s in enumerate(event["samples"])
         ]
-        return table(("step", "prompt", "goes on"), rows, text_columns=3, grouped=True)
+        return table(("step", "prompt", "continuation"), rows, text_columns=3, grouped=True)
 
     if not told:
         return []
     earlier = told[-2 : -2 - MAX_SAMPLES : -1]
-    return [samples(told[-1:]), *([folded("Before that", samples(earlier))] if earlier else [])]
+    return [samples(told[-1:]), *([folded("Earlier samples", samples(earlier))] if earlier else [])]
 
 
 def _setup(run: Run, facts: Mapping[str, Any]) -> list[Markup]:

@@ -149,7 +149,7 @@ def log(run: Run) -> Markup:
                     what = tag("span", "▲ regression", class_="bad")
                     new, still = new_offenders(event)
                     lines = [offender_in(event, o) + _mixture_change(o) for o in by_eval(new)] + still
-                    lines += [f"done: {event['action']}"] if event.get("action") else []
+                    lines += [f"action: {event['action']}"] if event.get("action") else []
                 case "eval_recovered":
                     what, lines = "○ recovered", [offender_in(event, o) for o in by_eval(event["offenders"])]
                 case "checkpoint_failed":
@@ -163,12 +163,12 @@ def log(run: Run) -> Markup:
             rows.append((f"{event['step']:,}", what, tag("td", *_broken(lines), class_="text")))
     if not rows:
         return Markup("")
-    header = ("step", "event", "what it says")
+    header = ("step", "event", "details")
     judged = any("offenders" in event for event in shown)
     intervals = note(f"The intervals of regressions and recoveries are {WITH_SCATTER}.") if judged else Markup("")
     if len(rows) <= MAX_LISTED:
         return intervals + table(header, rows, text_columns=3)
-    earlier = folded(f"{len(rows) - MAX_LISTED} earlier ones", table(header, rows[:-MAX_LISTED], text_columns=3))
+    earlier = folded(f"{len(rows) - MAX_LISTED} earlier events", table(header, rows[:-MAX_LISTED], text_columns=3))
     return intervals + earlier + table(header, rows[-MAX_LISTED:], text_columns=3)
 
 
@@ -222,13 +222,13 @@ def transfer_matrix(run: Run, points: Mapping[str, Sequence[EvalPoint]]) -> list
         if all(key in told["sets"][name] for name in names):
             rows.append((title, "", *(_change(told["sets"][name][key]) for name in names)))
     explained = (
-        "Loss at the end of each phase; the stronger its shade, the further above the lowest of the set's start and "
-        "phase ends."
+        "Loss at the end of each phase; the stronger the shade, the further above the set's lowest loss at its start "
+        "and the phase ends."
     )
     if final:
         explained += (
-            " Forgetting: the last loss over that lowest one. Gain: the loss at the start over the last; positive is "
-            f"better. In brackets 95 %, {WITH_SCATTER}."
+            " Forgetting: the last loss minus that lowest one. Gain: the loss at the start minus the last; positive is "
+            f"better. In brackets: 95 % intervals {WITH_SCATTER}."
         )
     return [note(explained), table(("after phase", "step", *names), rows)]
 

@@ -58,8 +58,8 @@ def of_runs(runs: Sequence[Run], names: Sequence[str], of_run: Callable[[Run, st
             compared.append(bullets(error.details))
     return [
         tag("header", tag("h1", f"{len(runs)} runs"), table(header, rows, text_columns=2)),
-        section("What differs in the configs", _config_table(runs, names)),
-        section("Compared", *compared),
+        section("Config differences", _config_table(runs, names)),
+        section("Comparison", *compared),
         section("Eval loss", *_overlays(runs, names, colors, comparison is not None and bool(comparison.begun))),
         *_single_reports(runs, names, of_run),
     ]
@@ -69,9 +69,9 @@ def _single_reports(
     runs: Sequence[Run], names: Sequence[str], of_run: Callable[[Run, str], list[Markup]]
 ) -> list[Markup]:
     if len(runs) > _MOST_WHOLE:
-        return [note("The whole report of one of these runs: curriculum report RUN -o FILE")]
+        return [note("For the full report of one run: curriculum report RUN -o FILE")]
     return [
-        tag("section", tag("h2", name), folded("The whole report of this run", *of_run(run, name)))
+        tag("section", tag("h2", name), folded("Full report of this run", *of_run(run, name)))
         for name, run in zip(names, runs, strict=True)
     ]
 
@@ -126,11 +126,11 @@ def _overlays(runs: Sequence[Run], names: Sequence[str], colors: Mapping[str, st
         whose = "every run" if len(overlay.curves) == len(runs) else listed([curve.label for curve in overlay.curves])
         title = f"eval loss of {overlay.title}, {whose}"
         svg = figures.eval_chart(title, overlay.curves, x_label=overlay.x, dotted_at=overlay.branch_at)
-        without = f"without {overlay.name} of {listed(overlay.left_out)}: other text" if overlay.left_out else ""
+        without = f"without {overlay.name} of {listed(overlay.left_out)}: different text" if overlay.left_out else ""
         panels.append(figure(svg, escape(f"{overlay.title} ") + tag("small", without)))
     keys = "Loss in nats per token; bands: ± 1.96 standard errors over the choice of held-out text."
     if any(overlay.branch_at for overlay in drawn):
-        keys += " Dotted: where a run branches off another; what lies before is theirs together and drawn once."
+        keys += " Dotted: where a run branches off another; the steps before are shared and drawn once."
     if with_bases:
         keys += " A run that began from another one is drawn from its own step 0, not where that one ended."
     return [note(keys), legend(dict(colors)), tag("div", *panels, class_="panels")]
