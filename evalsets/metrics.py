@@ -1,7 +1,7 @@
 """From per-window sums of nats to the reported metrics: sums first, one division each.
 
-To add a metric, add a field to `Summary` and a line to `summarise`. If it needs another sum per window, also add an
-array to `WindowResults`, to be filled where `suite.py` sums a window.
+To add a metric, add a field to `Summary`, None by default, and a line to `summarise`. If it needs another sum per
+window, also add an array to `WindowResults`, None by default, and its sum to `sum_windows` in `suite.py`.
 """
 
 import math

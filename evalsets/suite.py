@@ -12,6 +12,7 @@ import numpy as np
 from evalsets.evalset import EvalSet
 from evalsets.metrics import WindowResults
 
+_WIDE = {"f": np.float64, "i": np.int64}  # types of results by the kind of what was summed on the device
 NatsPerToken = Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
@@ -86,8 +87,10 @@ class Suite:
             self.num_traces += 1
             nats_BT, correct_BT = nats_per_token(params, tokens_BT1[:, :-1], tokens_BT1[:, 1:])
             # `where`, not a product: a NaN where nothing is scored must not reach the sum.
-            nats_B = _sum_pairwise(jnp.where(scored_BT, nats_BT, 0))
-            return nats_B, jnp.sum(scored_BT & correct_BT, axis=1, dtype=jnp.int32)
+            return {
+                "nats_N": _sum_pairwise(jnp.where(scored_BT, nats_BT, 0)),
+                "correct_N": jnp.sum(scored_BT & correct_BT, axis=1, dtype=jnp.int32),
+            }
 
         self._sum_windows = jax.jit(sum_windows, out_shardings=self._results_sharding)
 
@@ -114,7 +117,7 @@ class Suite:
         num_rows = [len(tokens_BT1) for content in contents for tokens_BT1, _ in self._micro_batches[content]]
         rows_done = itertools.accumulate(num_rows)
 
-        def measured(arrays: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def measured(arrays: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
             sums = self._sum_windows(params, *arrays)
             if self._one_at_a_time or progress is not None:
                 jax.block_until_ready(sums)
@@ -128,13 +131,13 @@ class Suite:
         results = {}
         for name in names:
             evalset = self.evalsets[name]
-            nats_N, correct_N = (
-                np.concatenate(arrays)[: evalset.num_windows]
-                for arrays in zip(*sums[evalset.content_hash], strict=True)
-            )
+            micro_batches = sums[evalset.content_hash]
+            summed = {
+                field: np.concatenate([of_batch[field] for of_batch in micro_batches])[: evalset.num_windows]
+                for field in micro_batches[0]
+            }
             results[name] = WindowResults(
-                nats_N=nats_N.astype(np.float64),
-                correct_N=correct_N.astype(np.int64),
+                **{field: array_N.astype(_WIDE[array_N.dtype.kind]) for field, array_N in summed.items()},
                 tokens_N=evalset.num_tokens_N.astype(np.int64),
                 bytes_N=evalset.num_bytes_N.astype(np.int64),
                 document_N=evalset.origin_N.astype(np.int64),

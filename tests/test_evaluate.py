@@ -22,6 +22,7 @@ from curriculum.model.presets import ModelConfig
 from curriculum.model.transformer import transformer
 from curriculum.run import load_run
 from curriculum.train.trainer import train
+from evalsets.metrics import WindowResults
 
 WORDS = {"web": "rain falls on the quiet green hills", "law": "the party of the first part shall provide"}
 
@@ -89,9 +90,7 @@ def windows(results):
 
 def recorded(step, name, average=""):
     with np.load(f"run/evals/{step}.npz") as file:
-        found = {
-            f"{column}_N": file[f"{name}.{column}"] for column in ("nats", "correct", "tokens", "bytes", "document")
-        }
+        found = {field: file[f"{name}.{field.removesuffix('_N')}"] for field in WindowResults._fields}
         for column in ("nats", "correct"):
             if average:
                 found[f"{column}_N"] = file[f"{name}@{average}.{column}"]

@@ -145,6 +145,8 @@ def test_an_eval_from_before_there_was_a_metric_is_read_without_it(tmp_path, mon
     monkeypatch.setattr(windows, "WindowResults", Later)
     (found,) = read_results(path).values()
     assert found.calibration_N is None and np.array_equal(found[:-1], before)
+    write_results(path.with_name("4.npz"), {"primary": found}, {})
+    assert read_results(path.with_name("4.npz"))["primary"].calibration_N is None
     write_results(path, {"primary": Later(*before, np.ones(3))}, {})
     assert read_results(path)["primary"].calibration_N.tolist() == [1, 1, 1]
     np.savez(path, **{"primary.nats": before.nats_N, "primary.correct": before.correct_N})

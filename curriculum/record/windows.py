@@ -28,7 +28,10 @@ def write_results(
     arrays = read_arrays(path) if path.exists() else {}
     named = dict(results) | {f"{name}@{a}": result for a, sets in averaged.items() for name, result in sets.items()}
     arrays |= {
-        _array_name(name, field): array for name, result in named.items() for field, array in result._asdict().items()
+        _array_name(name, field): array
+        for name, result in named.items()
+        for field, array in result._asdict().items()
+        if array is not None
     }
     _replace(path, arrays)
 

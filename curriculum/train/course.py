@@ -15,6 +15,7 @@ from curriculum.scheduling import NO_PAST, Past, continued_schedule, curriculum_
 from curriculum.train.feed import Feed
 from curriculum.train.mesh import place_batch, rows_here
 from curriculum.train.programs import StepShape
+from curriculum.train.step import Knobs
 from phases.batches import Batch, DataPlan, Draws
 from phases.clocks import in_epochs
 from phases.replay import ReplayRefused, raise_share
@@ -83,9 +84,9 @@ class Course:
         """Stop making batches ahead."""
         self.feed.close()
 
-    def knobs(self, step: int) -> tuple[np.float32, np.int32]:
+    def knobs(self, step: int) -> Knobs:
         """The arguments of update `step` besides its batch: its learning rate and its entry of `judged_from`."""
-        return np.float32(self.rates[step]), np.int32(self.judged_from[step])
+        return Knobs(lr=np.float32(self.rates[step]), judged_from=np.int32(self.judged_from[step]))
 
     def shape_at(self, step: int) -> StepShape:
         """The shape of update `step`."""

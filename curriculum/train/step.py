@@ -48,6 +48,16 @@ class TrainState(NamedTuple):
     ema: Params | None = None  # exponential moving average of the parameters, if one is kept
 
 
+class Knobs(NamedTuple):
+    """What an update is given beside its state and batch: values, so that none of them compiles anything.
+
+    The defaults have the types that updates are compiled for.
+    """
+
+    lr: np.float32 = np.float32(0)
+    judged_from: np.int32 = np.int32(0)  # as in `guarded`
+
+
 _SAMPLED = 0x5A3D1ED  # folded into a row's key to sample targets from the model
 
 TrainStep = Callable[..., TrainState]

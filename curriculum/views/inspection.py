@@ -44,7 +44,6 @@ from curriculum.record.wording import (
 )
 from curriculum.run import Run, checkpoint_steps, step_folders
 
-_BASELINES = {"start": "start", "phase_start": "phase start", "best": "best"}
 _MOST_OFFENDERS = 12  # a line each
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
@@ -387,7 +386,7 @@ def by_eval(offenders: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     found: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for o in offenders:
         found.setdefault(tuple(o.get(key) for key in ("set", "step", "baseline_step", "first_step")), []).append(o)
-    return [{**same[0], "baseline": listed([_BASELINES[o["baseline"]] for o in same])} for same in found.values()]
+    return [{**same[0], "baseline": listed([o["baseline"].replace("_", " ") for o in same])} for same in found.values()]
 
 
 def offender(o: Mapping[str, Any]) -> str:
