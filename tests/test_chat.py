@@ -85,6 +85,7 @@ USER = {"role": "user", "content": "u"}
         ({"role": "user"}, "'messages' holds an object; expected a list"),
         ([USER, "x"], "messages[1] is text; expected an object with role and content"),
         ([{"from": "human", "value": "x"}], "messages[0] has no key 'role'; found 'from', 'value'; rename it in the data"),
+        ([{0: "x"}], "messages[0] has no key 'role'; found '0'; rename it in the data"),
         ([USER, {"role": "assistant"}], "messages[1] has no key 'content'; found 'role'; rename it in the data"),
         ([{"role": "human", "content": "x"}], "messages[0].role is 'human'; expected system, user, assistant; change it"),
         ([{"role": ["user"], "content": "x"}], "messages[0].role is ['user']; expected system, user, assistant"),

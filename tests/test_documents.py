@@ -403,6 +403,19 @@ def test_a_row_that_is_no_conversation_is_refused_with_its_place(tmp_path, optio
     assert refused(path, **options).startswith(f"{path}:2: {expected}")
 
 
+@pytest.mark.parametrize(
+    ("text_key", "keys", "found"),
+    [
+        ("w" * 45, ["w" * 46], f"'{'w' * 37}...'"),
+        ("body", [*"abcdefghijklm", "boddy"], ", ".join(map(repr, "abcdefghijkl"))),
+    ],
+)
+def test_the_hint_names_a_key_that_exists(tmp_path, text_key, keys, found):
+    path = write(tmp_path / "a.jsonl", json.dumps(dict.fromkeys(keys, "x")))
+    hint = f"did you mean text_key: {keys[-1]}?"
+    assert refused(path, text_key=text_key) == f"{path}:1: no key {text_key!r}; found {found}; {hint}"
+
+
 def test_the_hint_for_another_format_comes_from_columns_too(tmp_path):
     import datasets
 

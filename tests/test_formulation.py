@@ -153,6 +153,7 @@ def test_documents_stay_apart_in_every_attention(attention):
         ({"compute_dtype": "bfloat16"}, "cpu", False, "plain"),
         ({"compute_dtype": "bfloat16"}, "gpu", True, "cudnn"),
         ({}, "gpu", False, "plain"),  # float32
+        ({"compute_dtype": "float16"}, "gpu", False, "plain"),  # no config can ask for it
         ({"compute_dtype": "bfloat16", "d_head": 12}, "gpu", False, "plain"),
         ({"compute_dtype": "bfloat16", "d_head": 256}, "gpu", False, "plain"),
         ({"compute_dtype": "bfloat16"}, "other", False, "plain"),

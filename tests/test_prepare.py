@@ -17,6 +17,8 @@ from test_documents import read_documents
 
 from curriculum.data.cache import building
 from curriculum.data.chat import CHATML
+from curriculum.data.encode import encode_pieces
+from curriculum.data.pieces import Piece
 from curriculum.data.prepare import find_store, find_tokenizer, prepare_folder, prepare_store, prepare_tokenizer
 from curriculum.data.sources import SourceConfig
 from curriculum.data.store import open_store
@@ -304,6 +306,13 @@ def test_progress_counts_the_bytes_of_the_files(sources, store_dir, monkeypatch)
     done = [done_bytes for done_bytes, _ in progress.calls]
     assert len(done) > 5 and done == sorted(done)
     assert progress.calls[-1] == (total_bytes, total_bytes) and done.count(total_bytes) == 1
+
+
+def test_a_group_is_filled_by_bytes_not_by_characters(monkeypatch):
+    monkeypatch.setattr("curriculum.data.encode.GROUP_BYTES", 6)
+    pieces = [Piece(text, True, 0, "a") for text in ("abc", "abc", "汉字", "汉", "汉", "z")]
+    groups = [[piece.text for piece in group] for group, _, _ in encode_pieces(pieces, byte_tokenizer())]
+    assert groups == [["abc", "abc"], ["汉字"], ["汉", "汉"], ["z"]]
 
 
 def test_hashing_and_training_show_progress(sources, store_dir, monkeypatch, capsys):

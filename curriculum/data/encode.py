@@ -11,7 +11,7 @@ from curriculum.data.pieces import Piece
 from curriculum.data.tokenizers.tokenizer import NUM_THREADS, Tokenizer
 from curriculum.errors import InputError
 
-GROUP_BYTES = 1 << 20  # of text that a thread encodes at a time
+GROUP_BYTES = 1 << 20  # of UTF-8 that a thread encodes at a time
 
 # Matches a token that can span a place where a text is cut into pieces: between two words, before the space, or at the
 # start of a line.
@@ -73,7 +73,7 @@ def _groups(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     group, size = [], 0
     for piece in pieces:
         group.append(piece)
-        size += len(piece.text)
+        size += len(piece.text) if piece.text.isascii() else len(piece.text.encode())
         if size >= GROUP_BYTES:
             yield group
             group, size = [], 0

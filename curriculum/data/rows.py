@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
+from itertools import islice
 
 from curriculum.errors import InputError
 
@@ -26,14 +27,11 @@ def type_name(value: object) -> str:
 
 
 def found_keys(keys: Iterable[str]) -> str:
-    """The first keys of a row, for an error message."""
-    return ", ".join(map(repr, _shortened(keys))) or "no keys"
+    """The first keys of a row, long ones cut, for an error message."""
+    shown = (key if len(key) <= 40 else key[:37] + "..." for key in islice(map(str, keys), 12))
+    return ", ".join(map(repr, shown)) or "no keys"
 
 
 def similar_key(key: str, keys: Iterable[str]) -> str | None:
     """The one of `keys` that `key` was probably meant to be; None if none is similar."""
-    return next(iter(difflib.get_close_matches(key, _shortened(keys), n=1)), None)
-
-
-def _shortened(keys: Iterable[str]) -> list[str]:
-    return [key if len(key) <= 40 else key[:37] + "..." for key in list(keys)[:12]]
+    return next(iter(difflib.get_close_matches(key, keys, n=1)), None)

@@ -60,7 +60,6 @@ BY_BACKEND = {
     "other": Formulation(attention="plain", layers="scanned", skip="select", loss_tokens=4096, head_rows=128),
 }
 
-CUDNN_DTYPES = ("bfloat16", "float16")
 CUDNN_LARGEST_HEAD, CUDNN_HEAD_STEP = 128, 8  # widths that it takes on every card
 
 
@@ -106,7 +105,7 @@ def loss_positions(rows: int, seq_len: int, vocab_size: int, backend: str) -> in
 
 def cudnn_problem(config: ModelConfig) -> str | None:
     """Why cuDNN's flash attention cannot compute a config's attention; None if it can."""
-    if config.compute_dtype not in CUDNN_DTYPES:
+    if config.compute_dtype != "bfloat16":
         return f"got cudnn with compute_dtype {config.compute_dtype}, expected compute_dtype bfloat16 for it"
     if config.head_width > CUDNN_LARGEST_HEAD or config.head_width % CUDNN_HEAD_STEP:
         expected = f"a multiple of {CUDNN_HEAD_STEP} up to {CUDNN_LARGEST_HEAD} for it"
