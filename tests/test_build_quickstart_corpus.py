@@ -216,7 +216,7 @@ def test_a_folder_that_holds_something_else_is_refused(tmp_path, name, text):
     (tmp_path / name).write_text(text)
     result = run(SCRIPT, "--output", tmp_path)
     assert result.returncode == 2
-    assert "holds something other than a corpus of this script" in result.stderr
+    assert "is not a corpus that this script built" in result.stderr
     assert (tmp_path / name).read_text() == text
 
 

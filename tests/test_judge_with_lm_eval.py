@@ -65,7 +65,7 @@ def test_a_difference_is_told_and_so_is_that_there_is_nothing_to_compare(tool):
     assert tool.problems({"law": differs}, 1e-3) == ["law: differs by +2.4e-02 bits per byte, expected at most 0.001"]
     assert tool.problems({"law": differs}, 0.03) == []
     none = tool.compared(Ours, "law", {1: "b"}, {1: 6.0})
-    expected = ["law: no document is cut alike in windows of 4 tokens: nothing to compare"]
+    expected = ["law: no document is cut the same way into windows of 4 tokens: nothing to compare"]
     assert tool.problems({"law": none}, 1e-3) == expected and none["alike"]["difference"] is None
     assert tool.table({"law": none})[2] == "| law | 0, cut alike | 0 | | | |"
 
@@ -86,7 +86,7 @@ def test_a_set_of_which_all_documents_are_left_out_is_told(tool, tmp_path):
     found = tool.compared(Ours, "law", {}, theirs["law"])
     assert found["left_out"] == 4 and found["all"]["documents"] == 0
     assert tool.problems({"law": found}, 1e-3) == [
-        "law: no document is cut alike in windows of 4 tokens: nothing to compare"
+        "law: no document is cut the same way into windows of 4 tokens: nothing to compare"
     ]
     assert tool.table({"law": found})[-1].startswith("| law | 4 left out |")
 

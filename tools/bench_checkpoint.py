@@ -32,10 +32,10 @@ ROWS, POSITIONS = 1, 64
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("--megabytes", type=int, default=300, help="of parameters and moments, at least")
+    parser.add_argument("--megabytes", type=int, default=300, help="minimum size of parameters and moments")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=10, help="of a window")
-    parser.add_argument("--json", metavar="FILE", help="write the results there as well")
+    parser.add_argument("--steps", type=int, default=10, help="steps per window")
+    parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(dir=".") as folder:
         report = {"machine": machine("jax"), "results": measure(Path(folder), args.megabytes, args.rounds, args.steps)}

@@ -28,9 +28,9 @@ SETS = ("primary", "general", "domain", "code")
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["tiny"])
-    parser.add_argument("--windows", type=int, default=96, help="of each set")
+    parser.add_argument("--windows", type=int, default=96, help="windows of each set")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", metavar="FILE", help="write the results there as well")
+    parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
     args = parser.parse_args(argv)
     report = {
         "machine": machine("jax"),

@@ -172,7 +172,7 @@ def weigh(source: str, tokenizer_dir: str) -> None:
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--text", type=Path, default=Path(sysconfig.get_paths()["stdlib"]))
-    parser.add_argument("--encoding", help="of tiktoken; by default 4,096 byte pairs are trained on the corpus")
+    parser.add_argument("--encoding", help="a tiktoken encoding; by default 4,096 byte pairs are trained on the corpus")
     parser.add_argument("--megabytes", type=float, default=16)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--weigh", nargs=2, help=argparse.SUPPRESS)

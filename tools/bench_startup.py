@@ -32,9 +32,9 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--starts", type=int, default=10)
     parser.add_argument(
-        "--layers", type=int, nargs="*", default=[4, 12], help="of the models whose training is started"
+        "--layers", type=int, nargs="*", default=[4, 12], help="layers of the models whose training is started"
     )
-    parser.add_argument("--json", metavar="FILE", help="write the results there as well")
+    parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -40,11 +40,11 @@ SHAPES = [  # of the second run: (phase, shape)
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("--switches", type=int, default=24, help="of the run whose shapes stay the same")
-    parser.add_argument("--steps", type=int, default=12, help="of each phase of that run")
-    parser.add_argument("--steps-a-shape", type=int, default=600, help="of each phase of the other run")
-    parser.add_argument("--small", action="store_true", help="a model of one layer")
-    parser.add_argument("--json", metavar="FILE", help="write the results there as well")
+    parser.add_argument("--switches", type=int, default=24, help="switches of the run whose shapes stay the same")
+    parser.add_argument("--steps", type=int, default=12, help="steps per phase of that run")
+    parser.add_argument("--steps-a-shape", type=int, default=600, help="steps per phase of the run whose shapes change")
+    parser.add_argument("--small", action="store_true", help="use a model of one layer")
+    parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
     args = parser.parse_args(argv)
     if args.steps % 2:
         parser.error(f"--steps: got {args.steps}, expected an even number: an eval comes at half of each phase")

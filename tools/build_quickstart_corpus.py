@@ -354,7 +354,7 @@ def main(argv: list[str] | None = None) -> None:
     output = parser.parse_args(argv).output
     used = output.exists() and (not output.is_dir() or any(output.iterdir()))
     if used and read_manifest(output) is None:
-        parser.error(f"{output}: holds something other than a corpus of this script; give a new folder, or remove it")
+        parser.error(f"{output}: is not a corpus that this script built; give a new folder, or remove it")
     start = time.monotonic()
     manifest, built = ensure(output)
     seconds = time.monotonic() - start

@@ -34,9 +34,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=list(PRESETS))
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--seq-len", type=int, default=512)
-    parser.add_argument("--layers", type=int, help="blocks, in the place of the preset's")
-    parser.add_argument("--scanned", action="store_true", help="layers in a loop, as on GPUs")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well, in bytes")
+    parser.add_argument("--layers", type=int, help="blocks, instead of the preset's")
+    parser.add_argument("--scanned", action="store_true", help="compute the layers in a loop")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file, in bytes")
     options = parser.parse_args(argv)
     results = []
     rows, seq_len = options.rows, options.seq_len

@@ -31,14 +31,14 @@ def main(argv: list[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser("train", help="a long run of a tiny model", allow_abbrev=False)
     train.add_argument("--steps", type=int, default=10_000)
-    train.add_argument("--saves", type=int, default=20, help="checkpoints on the way")
-    train.add_argument("--limit", type=float, default=1.0, help="MB that 1,000 steps may add")
+    train.add_argument("--saves", type=int, default=20, help="checkpoints saved during the run")
+    train.add_argument("--limit", type=float, default=1.0, help="most MB that 1,000 steps may add")
     prepare = commands.add_parser("prepare", help="one large source", allow_abbrev=False)
-    prepare.add_argument("--gigabytes", type=float, default=2.0, help="of generated text")
-    prepare.add_argument("--limit-gb", type=float, default=1.0, help="GB that may be resident")
+    prepare.add_argument("--gigabytes", type=float, default=2.0, help="size of the generated text")
+    prepare.add_argument("--limit-gb", type=float, default=1.0, help="most GB that may be resident")
     prepare.add_argument("--tokenizer", choices=("byte", "bpe"), default="bpe", help="bpe: 4,096 ids, trained on it")
     for command in (train, prepare):
-        command.add_argument("--directory", type=Path, help="where to work; what is made there is removed again")
+        command.add_argument("--directory", type=Path, help="folder to work in; what is made there is removed")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(dir=options.directory, prefix="resident_memory_") as folder:
         check = check_train if options.command == "train" else check_prepare

@@ -34,17 +34,17 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--config", default=QUICKSTART, help="the run that is repeated (default: the quickstart)")
     parser.add_argument("--steps", type=int, default=1000, help="updates of each run")
-    parser.add_argument("--seeds", type=int, default=3, help="how many seeds")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds per variant")
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     parser.add_argument("--lr-times", nargs="+", type=float, default=[1.0], help="factors of the learning rate to try")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/compare_optimizers"), help="where the runs go")
-    parser.add_argument("--json", metavar="FILE", help="write the results there as well")
+    parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
     args = parser.parse_args(argv)
     if args.steps < 2 or args.seeds < 1:
         parser.error("expected --steps of at least 2 and --seeds of at least 1")
     for option in ("optimizers", "lr_times"):
         if len(set(getattr(args, option))) < len(getattr(args, option)):
-            parser.error(f"--{option.replace('_', '-')}: expected each one once")
+            parser.error(f"--{option.replace('_', '-')}: expected different values")
     if args.json and not Path(args.json).absolute().parent.is_dir():
         parser.error(f"--json {args.json}: its folder does not exist")
 

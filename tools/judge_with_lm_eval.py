@@ -40,10 +40,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--step", metavar="latest|gold|STEP", help="which checkpoint (default: gold, or latest)")
     parser.add_argument("--weights", default="raw", help="raw, ema or mean:PHASE (default: raw)")
     parser.add_argument("--folder", type=Path, help="an export of that step as hf (default: one is made, and removed)")
-    parser.add_argument("--store-dir", type=Path, help="as of `curriculum eval`")
+    parser.add_argument("--store-dir", type=Path, help="as in `curriculum eval`")
     parser.add_argument("--batch-size", type=int, default=16, help="windows at a time in lm-eval (default: 16)")
-    parser.add_argument("--tolerance", type=float, default=1e-3, help="in bits per byte (default: 0.001)")
-    parser.add_argument("--json", metavar="FILE", help="write the figures there as well")
+    parser.add_argument(
+        "--tolerance", type=float, default=1e-3, help="most bits per byte of difference (default: 0.001)"
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write the figures to this file")
     args = parser.parse_args(argv)
 
     from curriculum.errors import InputError
@@ -77,7 +79,8 @@ def problems(figures: dict[str, dict], tolerance: float) -> list[str]:
         alike = of_set["alike"]
         if not alike["documents"]:
             told.append(
-                f"{name}: no document is cut alike in windows of {of_set['seq_len']} tokens: nothing to compare"
+                f"{name}: no document is cut the same way into windows of {of_set['seq_len']} tokens: nothing to "
+                "compare"
             )
         elif not abs(alike["difference"]) <= tolerance:
             told.append(f"{name}: differs by {alike['difference']:+.1e} bits per byte, expected at most {tolerance:g}")

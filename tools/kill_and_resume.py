@@ -54,8 +54,8 @@ AIMS = {
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("--kills", type=int, default=30, help="how many processes to kill at least")
-    parser.add_argument("--seed", type=int, default=0, help="of the aims and moments")
+    parser.add_argument("--kills", type=int, default=30, help="minimum number of processes to kill")
+    parser.add_argument("--seed", type=int, default=0, help="seed of what to aim at and when")
     parser.add_argument("--directory", type=Path, help="a new folder to work in, which is kept")
     parser.add_argument("--no-cache", action="store_true", help="killed runs go without the persistent compile cache")
     options = parser.parse_args(argv)
@@ -103,7 +103,9 @@ def kill_runs(folder: Path, options: argparse.Namespace) -> int:
             print(f"kill {kills:>3} of {run.name}, aimed at {aim:<8}: {', '.join(found)}", flush=True)
         problems = [*differences(expected, everything(run)), *unsound(run, store, seen)]
         if problems:
-            return failed("\n".join([f"{run.name}, killed {of_run} times, is not as the undisturbed run:", *problems]))
+            return failed(
+                "\n".join([f"{run.name}, killed {of_run} times, differs from the undisturbed run:", *problems])
+            )
         print(f"{run.name}: killed {of_run} times, equal to the undisturbed run bit for bit", flush=True)
         if kills >= options.kills:
             break

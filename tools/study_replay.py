@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, help="updates of each adaptation (default: as in its config)")
     parser.add_argument("--set", dest="overrides", action="append", default=[], help="KEY=VALUE for the adaptations")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/study_replay"), help="where the runs go")
-    parser.add_argument("--json", metavar="FILE", help="write the results there as well")
+    parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
     args = parser.parse_args(argv)
     if len(set(args.replay)) < len(args.replay) or not all(0 <= share < 1 for share in args.replay):
         parser.error("--replay: expected different shares of at least 0 and below 1")

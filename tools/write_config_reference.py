@@ -79,7 +79,7 @@ def cell(value):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("--check", action="store_true", help="exit 1 where one is not what would be written")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file is stale")
     check = parser.parse_args().check
     schema = json_schema()
     files = {ROOT / "configs/schema.json": json.dumps(schema, indent=2) + "\n", ROOT / "docs/config.md": reference()}
