@@ -38,11 +38,11 @@ class AdaptationSection:
     init_from: str | None = None
     """A run: its gold checkpoint, else its latest; RUN/gold; RUN/{checkpoints,gold,kept}/N; a Hugging Face folder."""
     keep_optimizer: bool = False
-    """Take the optimizer's state over too, not the parameters alone; the step is 0 either way."""
+    """Take over the optimizer's state as well as the parameters; the step is 0 either way."""
     replay: dict[str, Annotated[float, Limits(gt=0, lt=1)]] = field(default_factory=dict)
-    """Source to share, above 0 and below 1 or such as `5%`, mixed into each phase whose mixture does not name it."""
+    """Share of each source, between 0 and 1 or such as `5%`, mixed into each phase whose mixture does not name it."""
     lora: LoraConfig | None = None
-    """Train adapters alone, such as `{rank: 16, alpha: 32, targets: [query, value]}`; null: all of the model."""
+    """Train adapters only, such as `{rank: 16, alpha: 32, targets: [query, value]}`; null: all of the model."""
 
 
 def resolved_model(config: Config, vocab_size: int) -> ModelConfig:

@@ -55,15 +55,15 @@ class Config:
     evalsets: EvalSection
     train: TrainSection
     name: str = "run"
-    """The run's name, and its folder below runs/."""
+    """The run's name, and its folder in runs/."""
     seed: Annotated[int, Limits(ge=0, lt=2**31)] = 1337
-    """Of the data order, the first parameters and dropout."""
+    """Seed of the data order, the initial parameters and dropout."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     chat: ChatConfig = field(default_factory=ChatConfig)
     model: ModelSection | None = field(default_factory=lambda: ModelSection(preset="tiny"))
-    """The transformer: a preset (tiny where the section is left out), single fields, which change what a preset has, or
-    without one all of n_layer, n_head, d_model, d_ff and max_seq_len; null where `train(make_model=...)` brings another
-    model. Begun from another run or from a folder, single fields change what that has.
+    """The transformer: a preset (tiny if the section is left out), with single fields to override it, or without a
+    preset at least n_layer, n_head, d_model, d_ff and max_seq_len; null if `train(make_model=...)` brings another
+    model. In a run begun from another run or a folder, single fields override what that has.
     """
     packing: PackingConfig = field(default_factory=PackingConfig)
     adaptation: AdaptationSection = field(default_factory=AdaptationSection)

@@ -24,22 +24,23 @@ class EvalSource:
     __pydantic_config__: ClassVar = _STRICT
 
     held_out_of: str | None = None
-    """A source; the documents that its `held_out` keeps out of training."""
+    """A source: the set is the documents that the source's `held_out` keeps out of training."""
     path: str | None = None
     """File or directory of text, JSONL, parquet or arrow, or a prepared folder."""
     hf: str | None = None
-    """Name of a data set on the hub (its train split)."""
+    """A dataset on the hub, NAME or NAME:CONFIGURATION; its split "train" is read."""
     format: Literal["text", "messages", "completion"] = "text"
-    """As of a source; of conversations only the answers are measured."""
+    """As for a source; in conversations only the answers are measured."""
     text_key: str | None = None
-    """Field or column of the text or of the messages in JSONL, parquet and arrow, as of a source."""
+    """Key or column of the text or of the messages in JSONL, parquet and arrow, as for a source."""
     glob: str = "**/*"
     """Which files of a directory are read."""
     max_sequences: PositiveInt | None = None
-    """Whole documents in hash order, up to this many windows; the first one also where it alone has more. By default
-    all of them."""
+    """Take whole documents in hash order, up to this many windows, and always the first document. By default all
+    documents."""
     every: PositiveInt | None = None
-    """A multiple of `evalsets.every`, not for the primary set; boundaries, step 0 and the end always count."""
+    """Steps between evals of this set, a multiple of `evalsets.every`; step 0, phase boundaries and the end have one
+    too. Not for the primary set."""
     tolerance: Annotated[float, Limits(ge=0, le=100)] | None = None
     """Nats per token that this set may rise by before it counts as worse; by default evalsets.regression.tolerance."""
 
@@ -52,16 +53,16 @@ class EvalSource:
 
 @dataclass(frozen=True)
 class EvalSection:
-    """The eval sets: the primary one is the same for the whole run, and any number of named ones watch beside it."""
+    """The eval sets: a primary one, the same for the whole run, and any number of named ones."""
 
     __pydantic_config__: ClassVar = _STRICT
 
     primary: EvalSource
     """The set whose loss is the run's validation loss."""
     every: PositiveInt = 100
-    """Steps between evals; also at step 0, at every phase boundary and at the end."""
+    """Steps between evals; there is also one at step 0, at every phase boundary and at the end."""
     seq_len: PositiveInt | None = None
-    """Tokens of an eval window; by default the longest sequence of the run."""
+    """Tokens per eval window; by default the longest sequence of the run."""
     sets: dict[str, EvalSource] = field(default_factory=dict)
     """Named eval sets."""
     regression: RegressionConfig = field(default_factory=RegressionConfig)
@@ -72,35 +73,35 @@ class EvalSection:
 
 @dataclass(frozen=True)
 class SkipUpdates:
-    """Which finite updates are skipped. Those that are not finite are, whatever stands here."""
+    """Which finite updates are skipped. Updates that are not finite always are."""
 
     __pydantic_config__: ClassVar = _STRICT
 
     sigmas: Annotated[float, Limits(gt=0, le=1e6)] = 6.0
-    """Those whose loss or gradient norm is more than so many standard deviations above the mean of the window."""
+    """Skip an update whose loss or gradient norm is more than this many standard deviations above the window's mean."""
     window_steps: Annotated[int, Limits(ge=2, le=2**20)] = 128
-    """Updates before this one in the window; it begins anew at each segment and at the end of a ramp."""
+    """Length of the window, the updates before this one; it restarts at each segment and at the end of a ramp."""
     judge_from_steps: Annotated[int, Limits(ge=2, le=2**20)] = 64
-    """How many finite values the window holds at least before it is judged by."""
+    """Fewest finite values in the window before any update is skipped."""
 
 
 @dataclass(frozen=True)
 class RollbackSection:
-    """Going back to the last good checkpoint where training diverges."""
+    """Going back to the last good checkpoint if training diverges."""
 
     __pydantic_config__: ClassVar = _STRICT
 
     after: PositiveInt = 3
-    """Updates in a row that are bad: not finite, or beyond train.skip_updates."""
+    """Go back after this many bad updates in a row: not finite, or beyond train.skip_updates."""
     skip_steps: PositiveInt = 20
-    """How many steps of data are passed over, from the first bad update on."""
+    """Steps of data to skip, from the first bad update on."""
     max: Annotated[int, Limits(ge=1, le=1000)] = 3
-    """How often in a run; then it ends with exit code 3."""
+    """Most rollbacks in a run; the next divergence ends it with exit code 3."""
 
 
 @dataclass(frozen=True)
 class TrainSection:
-    """How long and how wide."""
+    """Length of the run, batch size and sequence length."""
 
     __pydantic_config__: ClassVar = _STRICT
 
@@ -111,13 +112,13 @@ class TrainSection:
     grad_accum: PositiveInt = 1
     """Micro-steps per update: trades time for memory, changes no data."""
     seq_len: Annotated[int, Limits(ge=2, le=2**24)] = 256
-    """Tokens per sequence. Left out where each phase has its own, it is the longest of theirs."""
+    """Tokens per sequence. If left out while every phase has its own, the longest of theirs."""
     deterministic: bool | None = None
-    """true: no dropout, and on a GPU deterministic kernels only; false: `model.dropout` is needed; null: as it is."""
+    """true: no dropout, and on a GPU deterministic kernels only; false: `model.dropout` is needed; null: neither."""
     skip_updates: SkipUpdates | None = field(default_factory=SkipUpdates)
-    """Which finite updates are skipped; null for none of them."""
+    """Which finite updates are skipped; null: none."""
     rollback: RollbackSection | None = None
-    """Go back where training diverges, such as `{after: 3, skip_steps: 20, max: 3}`; null: end with exit code 3."""
+    """Go back if training diverges, such as `{after: 3, skip_steps: 20, max: 3}`; null: end with exit code 3."""
 
     @property
     def window_steps(self) -> int:
@@ -132,14 +133,14 @@ class TrainSection:
 
 @dataclass(frozen=True)
 class AveragesSection:
-    """Averages of the parameters, measured beside the raw ones under their own names, and exportable."""
+    """Averages of the parameters, evaluated beside the raw ones under their own names, and exportable."""
 
     __pydantic_config__: ClassVar = _STRICT
 
     ema_decay: Annotated[float, Limits(gt=0, lt=1)] | None = None
-    """Of a moving average of the parameters, `ema`; a step's decay is min(this, (1 + step) / (10 + step))."""
+    """Decay of a moving average of the parameters, `ema`; at each step it is min(this, (1 + step) / (10 + step))."""
     phase_mean: Annotated[int, Limits(ge=2, le=1000)] | None = None
-    """At a phase's end, the mean of its last so many checkpoints; as many are kept, whatever checkpoint.keep says."""
+    """At a phase's end, average its last this many checkpoints; they are kept, whatever checkpoint.keep says."""
 
 
 @dataclass(frozen=True)
@@ -151,20 +152,20 @@ class OptimSection(OptimConfig, LrSchedule):
 
 @dataclass(frozen=True)
 class CheckpointSection:
-    """When to save, and how many checkpoints stay."""
+    """When to save, and how many checkpoints to keep."""
 
     __pydantic_config__: ClassVar = _STRICT
 
     every: PositiveInt = 200
     """Steps between checkpoints; the last step is always saved."""
     keep: PositiveInt = 3
-    """How many of the newest checkpoints are kept; averages.phase_mean keeps more, a row of bad updates the newest one
-    from before it."""
+    """How many of the newest checkpoints are kept; averages.phase_mean may keep more, and the newest one before a row
+    of bad updates stays while it lasts."""
 
 
 @dataclass(frozen=True)
 class LoggingSection:
-    """What is written beside the record of events."""
+    """Metrics, TensorBoard, Weights & Biases and samples, beside the record of events."""
 
     __pydantic_config__: ClassVar = _STRICT
 
@@ -173,8 +174,8 @@ class LoggingSection:
     tensorboard: bool = True
     """Write TensorBoard files into the run directory."""
     wandb: WandbConfig | None = None
-    """Also log to Weights & Biases; null for not."""
+    """Also log to Weights & Biases; null: do not."""
     generate_every: Annotated[int, Limits(ge=0, le=10**9)] = 0
-    """Steps between samples of what the model writes, which the end has too; 0 for none."""
+    """Steps between samples of what the model writes, with one more at the end; 0: none."""
     generate: GenerateSection = field(default_factory=GenerateSection)
-    """What the samples go on from, and how they are drawn."""
+    """The prompts of the samples, and how the samples are drawn."""

@@ -19,19 +19,19 @@ class Sampling:
     __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     max_tokens: int = 128
-    """Most tokens of a continuation."""
+    """Most tokens in a continuation."""
     temperature: float = 0.8
-    """Divides the logits: below 1 the likely becomes likelier; 0 always takes the likeliest token."""
+    """Divides the logits: below 1 favours likely tokens; 0 always takes the likeliest."""
     top_k: int = 0
-    """Only so many of the likeliest tokens; 0: all."""
+    """Draw only from this many of the likeliest tokens; 0: all."""
     top_p: float = 1.0
-    """Only the likeliest tokens that together have this probability; 1: all."""
+    """Draw only from the likeliest tokens that together have this probability; 1: all."""
     min_p: float = 0.0
-    """Only tokens that are at least this share as likely as the likeliest one; 0: all."""
+    """Draw only from tokens at least this fraction as likely as the likeliest one; 0: all."""
     seed: int = 0
     """The same seed, prompt and parameters give the same text."""
     stop: tuple[str, ...] = ()
-    """A continuation ends before any of these texts, as it does at end-of-text."""
+    """A continuation ends before any of these texts, or at end-of-text."""
 
     def problems(self) -> list[tuple[str, str]]:
         """What is wrong with the settings, as (field, message)."""
@@ -54,20 +54,20 @@ class Sampling:
 
 @dataclass(frozen=True)
 class GenerateSection(Sampling):
-    """What the model goes on with while it is trained, and how; fields that `Sampling` has are those of the command."""
+    """What the model continues while it is trained, and how; `Sampling`'s fields are those of the command."""
 
     __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     max_tokens: int = 64
-    """Most tokens of a continuation."""
+    """Most tokens in a continuation."""
     prompts: tuple[str, ...] = ()
-    """Fixed prompts; an empty one leaves the beginning to the model."""
+    """Fixed prompts; for an empty one the model writes the beginning too."""
     from_evalset: str | None = None
-    """An eval set whose documents' beginnings are prompts too; the primary one where there are no prompts."""
+    """An eval set whose documents' beginnings are prompts too; the primary set if there are no prompts."""
     num: int = 2
-    """How many documents of that set: the first ones that are longer than their beginning."""
+    """How many documents of that set: the first ones longer than `prompt_tokens`."""
     prompt_tokens: int = 32
-    """Tokens of such a beginning; that of a conversation goes up to its first answer."""
+    """Tokens of such a beginning; in a conversation it ends before the first answer."""
 
     @property
     def evalset(self) -> str | None:

@@ -19,7 +19,7 @@ class RegressionConfig:
     confidence: float = 0.95
     """Chance that a run in which no set gets worse ends without any alarm, over all sets, evals and baselines."""
     action: Literal["log", "checkpoint", "stop", "replay"] = "log"
-    """What an alarm does beside its event: `log` nothing; `checkpoint` keeps that step's checkpoint for good; `stop`
+    """What an alarm does besides its event: `log` nothing; `checkpoint` keeps that step's checkpoint for good; `stop`
     saves and ends the run; `replay` raises the share of the set's source (sets with `held_out_of`) to the phase's end.
     """
     replay_factor: float = 2.0
@@ -51,7 +51,7 @@ class Limit:
     __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     max_increase: float
-    """Nats per token above its lowest loss so far; after --init-from above its loss at the start."""
+    """Most nats per token above its lowest loss so far, or, after --init-from, above its loss at the start."""
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,16 @@ class GoldConfig:
     minimise: str = "primary/loss"
     """SET/loss, SET/bpb or SET/perplexity of one eval set; the lowest is the best."""
     subject_to: dict[str, Limit] = field(default_factory=dict)
-    """Limits on other eval sets; these are guarded against regressions too. Where none is named, all others are."""
+    """Limits on other eval sets; these are guarded against regressions too. If none is named, all others are."""
     overfit_ratio: float | None = 5.0
-    """Most that the validation loss may be of the recent training loss; null: no limit."""
+    """Highest ratio of the validation loss to the recent training loss; null: no limit."""
     consecutive_rises: int | None = 2
-    """After so many rises in a row a new best must be confirmed by the next eval; 0 or null: never."""
+    """After this many rises in a row a new best must be confirmed by the next eval; 0 or null: never."""
     gate: str | None = None
-    """A command that may veto: it gets a checkpoint's path as last argument and prints {"accept": true} or so."""
+    """A command that may veto: it gets a checkpoint's path as last argument and prints {"accept": true} or {"accept":
+    false}."""
     gate_timeout_seconds: float = 600.0
-    """A gate that takes longer is a veto."""
+    """A gate that takes longer counts as a veto."""
 
     @property
     def target(self) -> tuple[str, str]:

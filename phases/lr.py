@@ -30,12 +30,12 @@ class LrSchedule:
     decay_shape: Shape = "linear"
     """Shape of the decay of `wsd`."""
     min_lr_ratio: float = 0.1
-    """The last update has this part of the peak (not for `constant`)."""
+    """Rate of the last update, as a fraction of the peak (not for `constant`)."""
     allow_jump: bool = False
     """Allow changes by more than 2x between updates outside warm-up, decays and re-warming of 2 updates or more."""
     scale_lr_by_batch: Literal["sqrt"] | None = None
-    """sqrt: every rate, a phase's own too, is meant for train.batch_size, and is multiplied by the square root of the
-    phase's batch_size over that. null: every rate is as it stands, whatever the batch.
+    """sqrt: rates, including a phase's own, are for train.batch_size, and are multiplied by
+    sqrt(phase's batch_size / train.batch_size). null: rates are used as given, whatever the batch.
     """
 
 
@@ -46,13 +46,13 @@ class LrProgram:
     __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     rewarm_steps: int | str = 0
-    """Updates from the rate the phase finds to `peak`, or a share of the run such as `2%`."""
+    """Updates over which the rate at the phase's start changes to `peak`, or a share of the run such as `2%`."""
     peak: float | None = None
-    """Rate after the re-warming; by default the rate the phase finds."""
+    """Rate after the re-warming; by default the rate at the phase's start."""
     decay_steps: int | str = 0
-    """Updates before the phase's end over which the rate falls, or a share of the run."""
+    """Updates at the phase's end over which the rate decays, or a share of the run such as `10%`."""
     decay_to_ratio: float = 0.1
-    """The phase's last update has this part of `peak`."""
+    """Rate of the phase's last update, as a fraction of `peak`."""
     shape: Shape = "linear"
     """Shape of the decay."""
 

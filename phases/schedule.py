@@ -32,11 +32,11 @@ class Phase:
     until: int | str
     """Exclusive end: a step, `40%` of train.steps, `1.5B tokens`, `2 epochs of SOURCE`, or `end` (last phase only)."""
     mixture: dict[str, float]
-    """Source to proportion, counted in sequences; any scale, such as shares of 1 or percentages, normalised to 1."""
+    """Proportion of each source in sequences; on any scale, such as shares of 1 or percentages, normalised to 1."""
     ramp_steps: int | str = 0
-    """Steps from the mixture before to this one, or a share of the run such as `5%`."""
+    """Steps over which the previous mixture changes to this one, or a share of the run such as `5%`."""
     ramp_shape: Literal["linear", "cosine"] = "linear"
-    """Course of the ramp; step k of n (from 0) has moved (k + 1) / n of the way, through a half cosine if `cosine`."""
+    """Shape of the ramp; step k of n (from 0) has moved (k + 1) / n of the way, through a half cosine if `cosine`."""
     lr: LrProgram | None = None
     """The phase's own learning rate."""
     seq_len: int | None = None
@@ -46,7 +46,7 @@ class Phase:
     grad_accum: int | None = None
     """Micro-steps per update in this phase; changes no data. By default train.grad_accum."""
     rope_theta: float | None = None
-    """Base of the rotary positions in this phase, such as a larger one for long sequences; by default the model's."""
+    """Base of rope in this phase, such as a larger one for long sequences; by default the model's."""
 
 
 @dataclass(frozen=True)

@@ -216,7 +216,7 @@ def test_prepare_tells_what_was_empty_or_may_be_rows(folder):
     assert re.search(r"source web: 107 documents, \d+,\d+ tokens, 13 empty documents left out, ", done.stdout)
     assert "eval set val: 13 documents" in done.stdout and done.stdout.count("left out") == 2
     warnings = [line for line in done.stdout.splitlines() if line.startswith("warning: ")]
-    remedy = "does the text lie in another key or column? name it with text_key"
+    remedy = "is the text in another key or column? name it with text_key"
     # 13 of 133 are fewer than a tenth.
     assert warnings == [
         f"warning: source law: 14 of 134 documents are empty (10%); {remedy}",
@@ -233,7 +233,7 @@ def test_prepare_tells_what_was_empty_or_may_be_rows(folder):
     assert "one: 1 document, 20 tokens of u16" in run(folder, "prepare", *alone).stdout
     texts = ("--text", "law.jsonl", "--text", "array.json", "--tokenizer", "byte", "--output", "both")
     *_, warning = run(folder, "prepare", *texts).stdout.splitlines()
-    assert warning.startswith("warning: array.json: each .json file is read as one document of plain text; does it")
+    assert warning.startswith("warning: array.json: each .json file is read as one document of plain text; if it")
     assert "left out" in run(folder, "prepare", "c.yaml", "--set", talk).stdout  # also where nothing is left to do
 
 

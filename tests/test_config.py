@@ -131,10 +131,10 @@ def test_json_round_trip_gives_an_equal_config(folder):
         ("{held_out_of: web}", "{held_out_of: web, glob: x}", "evalsets.primary.glob: text_key, glob and format are read with 'path'"),
         ("{held_out_of: web}", "{held_out_of: web, format: messages}", "evalsets.primary.format: text_key, glob and format are read"),
         ("{path: law.txt, every: 200}", "{path: law.bin, format: messages}", "c.yaml:10:31: evalsets.sets.law.format: format messages needs rows of"),
-        ("{held_out_of: web}", "{path: law.txt, format: completion, text_key: x}", "evalsets.primary.text_key: text_key belongs to"),
+        ("{held_out_of: web}", "{path: law.txt, format: completion, text_key: x}", "evalsets.primary.text_key: text_key applies to"),
         ("{held_out_of: web}", "{hf: ':x'}", "evalsets.primary.hf: hf is ':x'; expected a dataset of the hub"),
         ("name: example", "tokenizer: {kind: bpe, path: none}", "c.yaml:1:24: tokenizer.path: 'none' does not exist"),
-        ("name: example", "tokenizer: {kind: byte, vocab_size: 5}", "c.yaml:1:25: tokenizer.vocab_size: vocab_size belongs to kind bpe"),
+        ("name: example", "tokenizer: {kind: byte, vocab_size: 5}", "c.yaml:1:25: tokenizer.vocab_size: vocab_size applies to kind bpe"),
         ("name: example", "? [a]\n: 1", "got a collection as a key"),
     ],
 )  # fmt: skip
@@ -197,7 +197,7 @@ def test_set_overrides_values_and_is_named_in_problems(folder):
         ("sources.web.held_out=50", 'expected a share such as "1%"'),
         ("sources.web.path=", "a source needs exactly one of path and hf"),
         ("sources.web.hf=x", "a source needs exactly one of path and hf"),
-        ("sources.web.dtype=u16", "dtype belongs to a flat .bin file"),
+        ("sources.web.dtype=u16", "dtype applies to a flat .bin file"),
         ("evalsets.sets.law.format=completion", "text_key, glob and format are read"),
         ("evalsets.sets.law.hf=x", "got held_out_of and hf, expected exactly one of"),
     ]:

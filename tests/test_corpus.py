@@ -103,7 +103,7 @@ def test_files_that_look_like_rows_and_are_read_as_text_are_told(folder):
         (folder / name).write_text(f"{name}, read as it stands " * 9)
     files = {"web": "web.json", "tables": "tables", "mixed": "mixed", "law": "law.jsonl"}
     config = config_of(files=files, primary={"path": "val.json"}, sets={"rows": {"path": "val.jsonl"}})
-    remedy = "does it hold rows? give them as .jsonl, an object a line, or as .parquet"
+    remedy = "if it holds rows, convert them to .jsonl (one object per line) or .parquet"
     warnings = (
         f"source web: each .json file is read as one document of plain text; {remedy}",
         f"source tables: each .csv or .tsv file is read as one document of plain text; {remedy}",
@@ -114,7 +114,7 @@ def test_files_that_look_like_rows_and_are_read_as_text_are_told(folder):
     assert corpus.warnings == find_sizes(config, folder / "store").warnings == warnings
     assert [details["documents"] for details in corpus.details.values()] == [1, 2, 2, 300]
     keyed = build_config({**config.to_json(), "sources": {"web": {"path": "web.json", "text_key": "text"}}} | ONE_PHASE)
-    with pytest.raises(InputError, match="web.json: plain text has no rows; text_key 'text' is a key of rows"):
+    with pytest.raises(InputError, match="web.json: plain text has no rows; text_key 'text' applies to rows"):
         find_sizes(keyed, folder / "new")
 
 
@@ -156,8 +156,8 @@ def test_an_arrow_stream_without_its_end_is_told(folder):
     with pyarrow.ipc.new_stream("legacy.arrow", table.schema, options=before_0_15) as writer:
         writer.write_table(table)
     config = config_of(files={name: f"{name}.arrow" for name in ("stream", "file", "cut", "legacy")})
-    doubt = "as if its writer was stopped; are all rows in it? if not, write it again"
-    warnings = (f"source cut: cut.arrow has no end mark, {doubt}",)
+    doubt = "its writer may have been stopped; if rows are missing, write it again"
+    warnings = (f"source cut: cut.arrow has no end mark: {doubt}",)
     assert find_sizes(config, "store").warnings == load_corpus(config, "store").warnings == warnings
 
 
@@ -169,7 +169,7 @@ def test_a_divided_document_that_stands_in_another_set_is_refused(folder):
     assert load_corpus(config, folder / "store").evalsets["tail"].num_documents == 1
     write_rows(folder / "some.jsonl", texts[-1:])
     sets = {"tail": {"held_out_of": "web"}, "some": {"path": "some.jsonl"}}
-    with pytest.raises(InputError, match="sources.web: 1 of 99 documents stand in eval set 'some'"):
+    with pytest.raises(InputError, match="sources.web: 1 of 99 documents also occur in eval set 'some'"):
         load_corpus(config_of({"web": "10%"}, sets=sets), folder / "store")
 
 
@@ -218,7 +218,7 @@ def test_a_small_source_with_a_copy_can_be_measured(folder):
 
 def test_the_same_file_as_another_source_is_refused(folder):
     config = config_of({"book": "10%"}, {"held_out_of": "book"}, files={"book": "book.txt", "again": "book.txt"})
-    with pytest.raises(InputError, match="sources.again: 1 of 1 documents stand in eval set 'primary'"):
+    with pytest.raises(InputError, match="sources.again: 1 of 1 documents also occur in eval set 'primary'"):
         load_corpus(config, folder / "store")
 
 
@@ -353,5 +353,5 @@ def test_a_conversation_that_an_eval_set_has_is_dropped_from_training(folder):
 def test_a_single_conversation_cannot_be_held_out_of(folder):
     messages = [{"role": "user", "content": "x" * 500}, {"role": "assistant", "content": "y" * 40}]
     write_talks(folder / "talks.jsonl", [messages])
-    with pytest.raises(InputError, match="sources.talks.held_out: .*single conversation, which is not divided"):
+    with pytest.raises(InputError, match="sources.talks.held_out: .*would cut the only conversation"):
         load_corpus(chat_config(), folder / "store")

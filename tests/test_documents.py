@@ -136,7 +136,8 @@ def test_compressed_lines_are_read_as_they_are(tmp_path, name):
     for damaged in (packed[1][:-4], packed[1] + b"junk", b"plain text\n"):
         (tmp_path / name).write_bytes(damaged)
         assert (
-            f"{tmp_path / name}: " in (told := refused(tmp_path / name)) and f"; expected a whole {kind} file" in told
+            f"{tmp_path / name}: " in (told := refused(tmp_path / name))
+            and f"; expected a complete {kind} file" in told
         )
     (tmp_path / "a.txt.gz").write_bytes(packed[0])
     assert "compressed file? leave it out with glob:" in refused(tmp_path / "a.txt.gz")
@@ -263,7 +264,7 @@ def test_an_arrow_file_with_damaged_offsets_is_refused(tmp_path, form):
     with getattr(pyarrow.ipc, form)(str(path), whole.schema) as writer:
         writer.write_table(whole)
         writer.write_table(damaged)
-    assert re.fullmatch(rf"{path}: .*offset.*; expected a whole arrow file", refused(path))
+    assert re.fullmatch(rf"{path}: .*offset.*; expected a complete arrow file", refused(path))
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
@@ -301,7 +302,7 @@ def test_a_folder_named_like_a_flat_file_is_a_folder(tmp_path):
     source = SourceConfig(path=str(tmp_path / "dir.bin"))
     assert not source.is_flat and read_documents(source) == ["a", "b"]
     assert SourceConfig(path=str(write(tmp_path / "a.bin", "ab"))).is_flat
-    with pytest.raises(ValueError, match="dtype belongs to a flat .bin file only"):
+    with pytest.raises(ValueError, match="dtype applies to a flat .bin file only"):
         SourceConfig(path=source.path, dtype="u16")
 
 
@@ -387,9 +388,9 @@ def test_columnar_rows_are_conversations(tmp_path, kind):
         ({"format": "messages"}, {"messages": "x"}, "'messages' holds text; expected a list of messages"),
         ({"format": "messages"}, {"messages": [{"role": "human", "content": "x"}]}, "messages[0].role is 'human'; expected system, user, assistant"),
         ({"format": "messages", "text_key": "prompt"}, {"prompt": [{"role": "user"}]}, "prompt[0] has no key 'content'; found 'role'"),
-        ({"format": "messages"}, {"messages": []}, "no answer in it, so nothing to score; expected an assistant's turn or a completion that is not empty; take it out"),
-        ({"format": "messages"}, {"messages": [{"role": "user", "content": "x"}]}, "no answer in it"),
-        ({"format": "completion"}, {"prompt": "x", "completion": ""}, "no answer in it"),
+        ({"format": "messages"}, {"messages": []}, "no answer, so nothing to score; expected an assistant turn or a completion that is not empty; remove it"),
+        ({"format": "messages"}, {"messages": [{"role": "user", "content": "x"}]}, "no answer"),
+        ({"format": "completion"}, {"prompt": "x", "completion": ""}, "no answer"),
         ({"format": "completion"}, {"prompt": "x", "completion": []}, "'prompt' holds text and 'completion' a list; expected"),
         ({"format": "messages"}, {"messages": None}, "'messages' holds null; expected a list of messages"),
         ({"format": "completion"}, {"prompt": "x", "completion": None}, "'completion' holds null; expected text"),
@@ -437,7 +438,7 @@ def test_plain_text_has_no_rows(tmp_path):
         "<|im_start|>user\n汉\n<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n"
     ]
     assert refused(tmp_path, text_key="body") == (
-        f"{path}: plain text has no rows; text_key 'body' is a key of rows of .jsonl, .ndjson, .parquet, .arrow, and of JSON lines compressed as .gz or .zst;"
+        f"{path}: plain text has no rows; text_key 'body' applies to rows of .jsonl, .ndjson, .parquet, .arrow, and JSON lines compressed as .gz or .zst;"
         " leave the file out with glob:, or leave text_key out"
     )
     assert read(tmp_path, text_key="body", glob="*.jsonl") == ["ab"]
@@ -468,8 +469,8 @@ def test_a_hub_name_reads_its_train_split(tmp_path):
         ("a.jsonl", b'["text"]', ":1: a list; expected a JSON object with key 'text'"),
         ("a.jsonl", b'{"text": 3}', ":1: 'text' holds a number; expected text"),
         ("a.jsonl", b'{"text": "a\\ud800"}', ":1: 'text' holds half a surrogate pair at character 1"),
-        ("a.parquet", b"PAR1 and no more", "expected a whole parquet file"),
-        ("a.arrow", b"no arrow", "expected a whole arrow file"),
+        ("a.parquet", b"PAR1 and no more", "expected a complete parquet file"),
+        ("a.arrow", b"no arrow", "expected a complete arrow file"),
     ],
 )  # fmt: skip
 def test_unreadable_text_is_refused_with_its_place(tmp_path, name, content, expected):
@@ -511,7 +512,7 @@ def test_an_unreadable_file_is_refused(tmp_path):
     [
         ({}, "exactly one of path and hf"),
         ({"path": "a", "hf": "b"}, "exactly one of path and hf"),
-        ({"path": "a.txt", "dtype": "u16"}, "dtype belongs to a flat .bin file only"),
+        ({"path": "a.txt", "dtype": "u16"}, "dtype applies to a flat .bin file only"),
         ({"path": ""}, "path is empty; expected a file or a folder"),
         ({"hf": ""}, "hf is ''; expected a dataset of the hub, NAME or NAME:CONFIGURATION"),
         ({"hf": ":en"}, "hf is ':en'; expected a dataset of the hub"),
@@ -519,8 +520,8 @@ def test_an_unreadable_file_is_refused(tmp_path):
             {"path": "a.bin", "format": "messages"},
             "format messages needs rows of JSONL, parquet or arrow; got path 'a.bin'",
         ),
-        ({"path": "a.bin", "text_key": "x"}, "text_key is a key of rows of JSONL, parquet or arrow; got path 'a.bin'"),
-        ({"path": "a", "format": "completion", "text_key": "x"}, "text_key belongs to the formats text and messages"),
+        ({"path": "a.bin", "text_key": "x"}, "text_key applies to rows of JSONL, parquet or arrow; got path 'a.bin'"),
+        ({"path": "a", "format": "completion", "text_key": "x"}, "text_key applies to formats text and messages"),
         ({"path": "a", "held_out": "120%"}, 'expected a share such as "1%"'),
     ],
 )

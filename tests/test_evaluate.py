@@ -223,7 +223,9 @@ def test_a_set_that_may_be_rows_is_told(folder):
     Path("rows.json").write_text(json.dumps([{"text": "a row that no source has " * 4}] * 3))
     measured = evaluate("run", eval_dataset_dirs={"rows": "rows.json"}, sets=["rows"], store_dir="store")
     *_, rows, one = measured.warnings
-    assert rows.startswith("eval set rows: each .json file is read as one document of plain text; does it hold rows?")
+    assert rows.startswith(
+        "eval set rows: each .json file is read as one document of plain text; if it holds rows, convert"
+    )
     assert one.startswith("eval set rows is one document of")
 
 
@@ -316,7 +318,7 @@ def test_a_new_set_may_have_any_field(folder):
     scored = sum(len(answer[i:] + "<|im_end|>\n") for i in range(25))
     assert measured.evalsets["turns"].num_tokens == scored == measured.results["turns"].tokens_N.sum()
     assert 0 < measured.evalsets["talks"].num_windows <= 6 < measured.evalsets["turns"].num_windows
-    with pytest.raises(InputError, match="format text, and prepared was prepared from .*; set format: messages"):
+    with pytest.raises(InputError, match="format text, but prepared was prepared from .*; set format: messages"):
         evaluate("run", eval_dataset_dirs={"prepared": "prepared"}, sets=["prepared"], store_dir="store")
 
     held_out = ["evalsets.sets.again.path=null", "evalsets.sets.again.held_out_of=web"]

@@ -60,7 +60,7 @@ def test_a_flat_file_of_wide_ids(tmp_path, store_dir):
 
 def test_wide_ids_are_not_taken_for_narrow_ones(tmp_path, store_dir):
     wide = flat_source(tmp_path, [97, 98] * 8, dtype="u32").path
-    with pytest.raises(InputError, match="every second u16 in it is 0, as where ids are u32; set the source's dtype"):
+    with pytest.raises(InputError, match="every second u16 is 0, which suggests u32 ids; set the source's dtype"):
         prepare_store("flat", SourceConfig(path=wide), byte_tokenizer(), store_dir)
     assert len(prepare_store("flat", SourceConfig(path=wide, dtype="u16"), byte_tokenizer(), store_dir).view()) == 32
     narrow = flat_source(tmp_path, [0] * 40)
@@ -79,10 +79,10 @@ def test_a_flat_file_that_changes_is_indexed_again(tmp_path, store_dir):
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"", "0 bytes; expected a multiple of 2"),
-        (b"abc", "3 bytes; expected a multiple of 2, the size of a u16 token"),
+        (b"", "0 bytes; expected a positive multiple of 2"),
+        (b"abc", "3 bytes; expected a positive multiple of 2, the size of a u16 token"),
         (np.array([0, 256, 257, 300], "<u2").tobytes(), r"token 2 \(byte 4\) is id 257; expected ids below 257"),
-        (np.array([256, 256], "<u2").tobytes(), "no text in it, only end-of-text"),
+        (np.array([256, 256], "<u2").tobytes(), "holds only end-of-text"),
     ],
 )
 def test_a_flat_file_that_does_not_fit_is_refused(tmp_path, store_dir, content, expected):

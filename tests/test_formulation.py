@@ -211,18 +211,18 @@ def test_how_a_model_is_computed_is_no_part_of_what_it_is():
     [
         (
             {"attention": "cudnn"},
-            "model.attention: got cudnn with compute_dtype float32, expected compute_dtype bfloat16 for it; leave it "
-            "out to take what fits",
+            "model.attention: got cudnn with compute_dtype float32, expected compute_dtype bfloat16; leave it out for "
+            "auto",
         ),
         (
             {"attention": "cudnn", "compute_dtype": "bfloat16", "d_head": 20},
-            "model.attention: got cudnn with a head width of 20, expected a multiple of 8 up to 128 for it; leave it "
-            "out to take what fits",
+            "model.attention: got cudnn with a head width of 20, expected a multiple of 8 up to 128; leave it out for "
+            "auto",
         ),
         (
             {"layers": "scanned", "no_rope_every": 4},
-            "model.layers: got scanned, expected layers that are alike, and no_rope_every 4 makes them differ; leave "
-            "it out to take what fits",
+            "model.layers: got scanned, expected identical layers, but no_rope_every 4 makes them differ; leave it "
+            "out for auto",
         ),
     ],
 )
@@ -238,7 +238,7 @@ def test_cudnn_without_an_nvidia_card_is_refused():
     with pytest.raises(InputError) as caught:
         transformer(config)
     (problem,) = caught.value.problems
-    expected = f"got cudnn on a machine whose jax backend is {jax.default_backend()}, expected an NVIDIA GPU for it"
+    expected = f"got cudnn with jax backend {jax.default_backend()}, expected an NVIDIA GPU"
     assert problem == f"model.attention: {expected}, or auto"
 
 

@@ -390,7 +390,7 @@ def test_everything_wrong_with_the_settings_and_the_prompts_is_told_at_once(smal
         "temperature",
         "top_p",
     ]
-    with pytest.raises(InputError, match=r"got 'a\\ud800', expected text that UTF-8 can hold"):
+    with pytest.raises(InputError, match=r"got 'a\\ud800', expected text that UTF-8 can encode"):
         drawer.prompt("a\ud800")
 
 

@@ -199,17 +199,17 @@ def test_values_too_large_are_refused(dtype, largest, tmp_path):
 @pytest.mark.parametrize(
     ("name", "changes", "expected"),
     [
-        ("llama", {"mlp_type": "gelu", "norm_type": "layernorm"}, ["model.mlp_type: got gelu, and llama", "model.norm_type: got layernorm, and llama"]),
-        ("llama", {"sliding_window": 63}, ["model.sliding_window: got 63, and llama"]),
-        ("gpt2", {"bias": False}, ["model.bias: got False, and gpt2, the nearest that llama.cpp has, expects True"]),
-        ("gpt2", {"n_kv_head": 2}, ["model.n_kv_head: got 2, and gpt2"]),
-        ("gpt2", {"d_head": 32}, ["model.d_head: got 32, and gpt2"]),
+        ("llama", {"mlp_type": "gelu", "norm_type": "layernorm"}, ["model.mlp_type: got gelu, expected", "model.norm_type: got layernorm, expected"]),
+        ("llama", {"sliding_window": 63}, ["model.sliding_window: got 63, expected"]),
+        ("gpt2", {"bias": False}, ["model.bias: got False, expected True for gpt2, llama.cpp's closest architecture"]),
+        ("gpt2", {"n_kv_head": 2}, ["model.n_kv_head: got 2, expected"]),
+        ("gpt2", {"d_head": 32}, ["model.d_head: got 32, expected"]),
         ("gpt2", {"mlp_type": "swiglu", "norm_type": "rmsnorm"}, ["model.mlp_type: got swiglu", "model.norm_type: got rmsnorm"]),
-        ("qwen2", {"d_head": 32}, ["model.d_head: got 32, and qwen2"]),
+        ("qwen2", {"d_head": 32}, ["model.d_head: got 32, expected"]),
         ("qwen2", {"rope_scaling": LLAMA3_SCALING}, ["model.rope_scaling: got kind llama3, which llama.cpp's qwen2 does not have"]),
-        ("qwen3", {"qkv_bias": True, "no_rope_every": 4}, ["model.qkv_bias: got True, and qwen3", "model.no_rope_every: got 4, and qwen3"]),
-        ("smollm3", {"no_rope_every": 3}, ["model.no_rope_every: got 3, and smollm3, the nearest that llama.cpp has, expects 4"]),
-        ("smollm3", {"bias": True}, ["model.bias: got True, and smollm3"]),
+        ("qwen3", {"qkv_bias": True, "no_rope_every": 4}, ["model.qkv_bias: got True, expected", "model.no_rope_every: got 4, expected"]),
+        ("smollm3", {"no_rope_every": 3}, ["model.no_rope_every: got 3, expected 4 for smollm3, llama.cpp's closest architecture"]),
+        ("smollm3", {"bias": True}, ["model.bias: got True, expected"]),
     ],
 )  # fmt: skip
 def test_what_llama_cpp_has_not_is_refused_by_field(name, changes, expected):
@@ -229,7 +229,7 @@ def test_a_field_that_no_architecture_knows_is_refused_away_from_its_default(nam
     assert gguf_architecture(config) == architecture
     with pytest.raises(InputError) as told:
         gguf_architecture(replace(config, logit_cap=30.0))
-    expected = f"model.logit_cap: got 30.0, and {architecture}, the nearest that llama.cpp has, expects None"
+    expected = f"model.logit_cap: got 30.0, expected None for {architecture}, llama.cpp's closest architecture"
     assert told.value.problems == (f"{expected}; export it in another format",)
 
 
@@ -333,16 +333,16 @@ SPLIT = {"type": "Split", "pattern": {"Regex": "x+"}, "behavior": "Isolated", "i
 @pytest.mark.parametrize(
     ("family", "change_definition", "expected"),
     [
-        ("gpt2", lambda d: d["pre_tokenizer"].update(add_prefix_space=True), "it puts a blank before a text"),
-        ("gpt2", lambda d: d.update(normalizer={"type": "Lowercase"}), "its normalizer Lowercase is none that llama.cpp has"),
-        ("llama3", lambda d: d["pre_tokenizer"]["pretokenizers"].__setitem__(0, SPLIT), r"cut by a pattern that llama.cpp has no name for \(x\+ and bytes\)"),
-        ("llama3", lambda d: d["pre_tokenizer"]["pretokenizers"][0].update(behavior="MergedWithNext"), r"no name for \(Split and bytes\)"),
-        ("smollm", lambda d: d["pre_tokenizer"]["pretokenizers"][0].update(individual_digits=False), r"no name for \(runs of digits and gpt2\)"),
+        ("gpt2", lambda d: d["pre_tokenizer"].update(add_prefix_space=True), "it puts a space before a text"),
+        ("gpt2", lambda d: d.update(normalizer={"type": "Lowercase"}), "llama.cpp does not have its normalizer Lowercase"),
+        ("llama3", lambda d: d["pre_tokenizer"]["pretokenizers"].__setitem__(0, SPLIT), r"no name for the pattern that splits text \(x\+ and bytes\)"),
+        ("llama3", lambda d: d["pre_tokenizer"]["pretokenizers"][0].update(behavior="MergedWithNext"), r"no name for the pattern that splits text \(Split and bytes\)"),
+        ("smollm", lambda d: d["pre_tokenizer"]["pretokenizers"][0].update(individual_digits=False), r"no name for the pattern that splits text \(runs of digits and gpt2\)"),
         ("unigram", lambda d: None, "its model is Unigram"),
-        ("llama2", lambda d: d["model"].update(byte_fallback=False), "it has no bytes to fall back on"),
-        ("llama2", lambda d: d.update(normalizer={"type": "NFKC"}), "its normalizer NFKC is none that llama.cpp has"),
-        ("mistral", lambda d: d["pre_tokenizer"].update(type="Digits", individual_digits=True), "its pre_tokenizer Digits is none that llama.cpp has"),
-        ("llama2", lambda d: d["model"]["merges"].pop(), r"1 tokens such as '.+' are made by no merge, and llama.cpp would make them"),
+        ("llama2", lambda d: d["model"].update(byte_fallback=False), "it has no byte fallback"),
+        ("llama2", lambda d: d.update(normalizer={"type": "NFKC"}), "llama.cpp does not have its normalizer NFKC"),
+        ("mistral", lambda d: d["pre_tokenizer"].update(type="Digits", individual_digits=True), "llama.cpp does not have its pre_tokenizer Digits"),
+        ("llama2", lambda d: d["model"]["merges"].pop(), r"no merge produces 1 tokens \(such as '.+'\), but llama.cpp would produce them"),
     ],
 )  # fmt: skip
 def test_a_tokenizer_that_llama_cpp_has_not_is_refused(family, change_definition, expected, tmp_path):
@@ -357,12 +357,12 @@ def test_a_tokenizer_that_llama_cpp_has_not_is_refused(family, change_definition
 def test_a_post_processor_that_is_none_is_told(processor, tmp_path):
     source = write_folder("gpt2", tmp_path / "source")
     change(source, lambda definition: definition.update(post_processor=processor))
-    with pytest.raises(InputError, match="tokenizer.json: post_processor: not one .*; restore it"):
+    with pytest.raises(InputError, match="tokenizer.json: post_processor: invalid .*; restore it"):
         vocabulary_of(load_tokenizer(source), tmp_path)
 
 
 def test_kinds_made_here_that_llama_cpp_has_not_are_refused(tmp_path):
     with pytest.raises(InputError, match="tokenizer.kind: char cannot be written as GGUF"):
         vocabulary_of(own_tokenizer("char"), tmp_path)
-    with pytest.raises(InputError, match="tokenizer: text is cut by a pattern that llama.cpp has no name for"):
+    with pytest.raises(InputError, match="tokenizer: llama.cpp has no name for the pattern that splits text"):
         vocabulary_of(own_tokenizer("tiktoken"), tmp_path)

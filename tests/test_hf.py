@@ -363,7 +363,7 @@ def test_keys_left_out_are_what_the_class_takes(tmp_path):
         ("Llama-2-7b", {"head_dim": 5}, "as d_head: got 5, expected an even number"),
         ("Qwen2.5-0.5B", {"use_sliding_window": True, "max_window_layers": 20},
          "use_sliding_window: 4 of 24 layers see 32768 tokens and the others all; expected all layers alike"),
-        ("Qwen3-0.6B", {"layer_types": ["sliding_attention"] * 28}, "sliding_window: none, though layer_types has sliding_attention"),
+        ("Qwen3-0.6B", {"layer_types": ["sliding_attention"] * 28}, "sliding_window: missing, though layer_types has sliding_attention"),
         ("Qwen3-0.6B", {"layer_types": ["chunked_attention"] * 28}, "expected full_attention and sliding_attention only"),
         ("Qwen3-0.6B", {"layer_types": ["full_attention"] * 3}, "expected full_attention and sliding_attention only, for each of 28"),
         ("Mistral-7B-v0.1", {"layer_types": ["full_attention", "sliding_attention"] * 16},
@@ -497,7 +497,7 @@ def test_a_tied_model_with_another_head_is_refused(tmp_path):
     other[-1, -1] += 1
     folder = write(tmp_path, LLAMA, theirs(LLAMA, params) | {"lm_head.weight": other})
     with pytest.raises(
-        InputError, match="lm_head.weight: is not model.embed_tokens.weight, though config.json says tie"
+        InputError, match="lm_head.weight: differs from model.embed_tokens.weight, though config.json says tie"
     ):
         checked_tensors(folder, LLAMA)
     untied = ModelConfig(**vars(LLAMA) | {"tie_embeddings": False})
@@ -520,15 +520,15 @@ def damaged(entry=None, header=None, cut=0, more=b""):
         (b"", "its header does not fit into its 0 bytes"),
         (b"\x05\0\0", "its header does not fit into its 3 bytes"),
         (struct.pack("<Q", 1 << 60) + b"{}", "its header does not fit into its 10 bytes"),
-        (damaged(header=b"\xff\xfe{}"), "its header is no JSON"),
-        (damaged(header=b"[" * 100_000), "its header is no JSON"),
+        (damaged(header=b"\xff\xfe{}"), "its header is not JSON"),
+        (damaged(header=b"[" * 100_000), "its header is not JSON"),
         (damaged(header=b"[]"), "its header: "),
         (damaged({"data_offsets": [0]}), "its header: "),
         (damaged({"shape": [-2]}), "its header: "),
         (damaged({"shape": [3]}), "its header: ValueError('x: F32[3] in 8 bytes')"),
         (damaged({"data_offsets": [4, 12]}), "x begins at byte"),
-        (damaged(cut=3), "bytes, and its header tells of"),
-        (damaged(more=b"1"), "bytes, and its header tells of"),
+        (damaged(cut=3), "bytes, but its header describes"),
+        (damaged(more=b"1"), "bytes, but its header describes"),
         (b"<html>Repository not found</html>", "its header does not fit"),
     ],
 )
@@ -537,7 +537,9 @@ def test_a_file_that_is_not_whole(tmp_path, content, words):
     with pytest.raises(InputError) as told:
         stored_tensors(tmp_path)
     (problem,) = told.value.problems
-    assert words in problem and problem.startswith(f"{tmp_path / 'model.safetensors'}: is no whole safetensors file")
+    assert words in problem and problem.startswith(
+        f"{tmp_path / 'model.safetensors'}: is not a complete safetensors file"
+    )
 
 
 def test_a_whole_file_is_read(tmp_path):
@@ -549,7 +551,7 @@ def test_files_that_are_not_there(tmp_path):
     with pytest.raises(InputError, match="model.safetensors: is missing; expected the weights"):
         stored_tensors(tmp_path)
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(InputError, match="has its weights as pytorch_model.bin alone; convert it: .* save_pretrained"):
+    with pytest.raises(InputError, match="has its weights only as pytorch_model.bin; convert it: .* save_pretrained"):
         stored_tensors(tmp_path)
     tensors = {"a": np.zeros(2, np.float32), "b": np.zeros(2, np.float32)}
     shard(tmp_path, tensors)
@@ -558,12 +560,12 @@ def test_files_that_are_not_there(tmp_path):
     with pytest.raises(InputError, match="00002.safetensors: is missing; model.safetensors.index.json names it"):
         stored_tensors(tmp_path)
     save_file({"a": tensors["a"]}, shard_2)
-    with pytest.raises(InputError, match="a stands in model-00001-of-00002.safetensors already"):
+    with pytest.raises(InputError, match="a is already in model-00001-of-00002.safetensors"):
         stored_tensors(tmp_path)
     for content, words in (
-        ("{", "is no index"),
-        ("{}", "is no index"),
-        ("[]", "is no index"),
+        ("{", "is not an index"),
+        ("{}", "is not an index"),
+        ("[]", "is not an index"),
         ('{"weight_map": {}}', "names no file"),
     ):
         (tmp_path / "model.safetensors.index.json").write_text(content)

@@ -265,25 +265,25 @@ def test_fingerprint_is_of_what_determines_ids(folders, tokenizers, tmp_path):
         (lambda f: (f / "tokenizer.json").write_text('{"model": {}}'), "tokenizer.json: not a tokenizer .KeyError"),
         (lambda f: (f / "tokenizer_config.json").write_text("{"), "tokenizer_config.json: not JSON"),
         (lambda f: (f / "tokenizer_config.json").write_text(r'{"eos_token": "<|endoftext|>", "x": "\uD800"}'), "tokenizer_config.json: not JSON .*surrogates not allowed"),
-        (lambda f: (f / "tokenizer_config.json").write_text("{}"), "no end of text: tokenizer_config.json names no eos_token"),
+        (lambda f: (f / "tokenizer_config.json").write_text("{}"), "no end-of-text token: tokenizer_config.json names no eos_token"),
         (lambda f: (f / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}'), "eos_token '<eos>' is not among the tokens of tokenizer.json"),
         (lambda f: (f / "tokenizer_config.json").write_text('{"eos_token": {"content": ["a"]}}'), r"eos_token \['a'\] is not among the tokens"),
-        (lambda f: [(f / "tokenizer_config.json").unlink(), (f / "config.json").write_text('{"eos_token_id": 70000}')], "eos_token_id 70000 is no id of"),
-        (lambda f: [(f / "tokenizer_config.json").unlink(), (f / "config.json").write_text('{"eos_token_id": [1, 2]}')], "does not say which one of them ends a document; add eos_token"),
+        (lambda f: [(f / "tokenizer_config.json").unlink(), (f / "config.json").write_text('{"eos_token_id": 70000}')], "eos_token_id 70000 is not an id in"),
+        (lambda f: [(f / "tokenizer_config.json").unlink(), (f / "config.json").write_text('{"eos_token_id": [1, 2]}')], "does not say which one to use; add eos_token"),
         (set_in("model", "type", to="WordPiece"), "model.type is 'WordPiece'; expected BPE or Unigram"),
         (set_in("model", "vocab", "a", to="64"), "token 'a' has id '64'; expected a whole number from 0, below 16777216"),
         (set_in("model", "vocab", "a", to=10**12), "token 'a' has id 1000000000000; expected a whole number"),
-        (changed(lambda d: d["added_tokens"][-1].update(content=0)), "token 0 is no text"),
+        (changed(lambda d: d["added_tokens"][-1].update(content=0)), "token 0 is not text"),
         (set_in("model", "vocab", "a", to=-1), "token 'a' has id -1; expected a whole number"),
         (set_in("model", "dropout", to=0.1), "model.dropout is 0.1; expected none"),
         (set_in("model", "end_of_word_suffix", to="</w>"), "model.end_of_word_suffix is '</w>'; expected none"),
-        (set_in("pre_tokenizer", to={"type": "WhitespaceSplit"}), "pre_tokenizer WhitespaceSplit drops text(.|\n)*text would vanish"),
+        (set_in("pre_tokenizer", to={"type": "WhitespaceSplit"}), "pre_tokenizer WhitespaceSplit drops text(.|\n)*text would be dropped"),
         (set_in("pre_tokenizer", to={"type": "Sequence", "pretokenizers": [{"type": "Split", "pattern": {"String": "a"}, "behavior": "Removed", "invert": False}]}), "pre_tokenizer Split that removes what it finds drops text"),
         (set_in("normalizer", to={"type": "Strip", "strip_left": True, "strip_right": True}), "tokenizer.json: normalizer Strip drops text; expected one"),
         (set_in("normalizer", to={"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "StripAccents"}]}), "normalizer StripAccents drops text"),
         (set_in("normalizer", to={"type": "Replace", "pattern": {"String": "x"}, "content": ""}), "normalizer Replace that removes what it finds drops text"),
-        (changed(lambda d: d["model"]["vocab"].pop("Ċ")), "model.vocab lacks 1 of the 256 bytes, such as 0x0A: text would vanish"),
-        (set_in("pre_tokenizer", to=None), "neither bytes to fall back on nor an unknown token: text would vanish"),
+        (changed(lambda d: d["model"]["vocab"].pop("Ċ")), "model.vocab lacks 1 of the 256 bytes, such as 0x0A: some text would be dropped"),
+        (set_in("pre_tokenizer", to=None), "no byte fallback and no unknown token: some text would be dropped"),
     ],
 )  # fmt: skip
 def test_a_folder_that_will_not_do_is_refused(folders, tmp_path, alter, expected):
@@ -300,7 +300,7 @@ def test_a_folder_that_will_not_do_is_refused(folders, tmp_path, alter, expected
     ("change", "expected"),
     [
         (set_in("pre_tokenizer", to={"type": "Split", "behavior": "Sometimes"}), "the `tokenizers` library cannot read it"),
-        (changed(lambda d: d["added_tokens"][-1].update(id=9999)), "token '<.endoftext.>' has id 9999, and the library gives it"),
+        (changed(lambda d: d["added_tokens"][-1].update(id=9999)), "token '<.endoftext.>' has id 9999, but the `tokenizers` library gives it"),
     ],
 )  # fmt: skip
 def test_what_only_the_library_can_tell_is_refused_when_it_encodes(folders, tmp_path, change, expected):
@@ -329,7 +329,7 @@ def test_text_without_a_token_is_refused_by_name_where_there_are_no_bytes(folder
     set_in("model", "byte_fallback", to=False)(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.decode_bytes(tokenizer.encode("plain text"), True) == b"plain text"
-    with pytest.raises(InputError, match="'猫' cannot be represented: .* no bytes to fall back on"):
+    with pytest.raises(InputError, match="'猫' cannot be represented: .* no byte fallback"):
         tokenizer.encode("a 猫 b")
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"text": "a 猫"}\n')
     with pytest.raises(InputError, match="a.jsonl:2: '猫' cannot be represented"):
@@ -339,15 +339,15 @@ def test_text_without_a_token_is_refused_by_name_where_there_are_no_bytes(folder
 @pytest.mark.parametrize(
     ("alter", "expected"),
     [
-        (lambda d: (d / "hf/tokenizer.json").unlink(), "hf/tokenizer.json: is not there"),
-        (set_in("model", "unk_token", to="a"), "do not fit its fingerprint"),
+        (lambda d: (d / "hf/tokenizer.json").unlink(), "hf/tokenizer.json: is missing"),
+        (set_in("model", "unk_token", to="a"), "do not match its fingerprint"),
         (lambda d: (d / "hf/tokenizer.json").write_text('{"model"'), "not JSON"),
-        (lambda d: (d / "hf/tokenizer_config.json").unlink(), "do not fit its fingerprint"),
-        (lambda d: (d / "hf/tokenizer_config.json").write_text('{"eos_token": "a"}'), "do not fit its fingerprint"),
-        (lambda d: sidecar(d, eot=3), "do not fit its fingerprint"),
-        (lambda d: sidecar(d, bos=3), "do not fit its fingerprint"),
-        (lambda d: sidecar(d, special_tokens={}), "do not fit its fingerprint"),
-        (lambda d: sidecar(d, files={}), "do not fit its fingerprint"),
+        (lambda d: (d / "hf/tokenizer_config.json").unlink(), "do not match its fingerprint"),
+        (lambda d: (d / "hf/tokenizer_config.json").write_text('{"eos_token": "a"}'), "do not match its fingerprint"),
+        (lambda d: sidecar(d, eot=3), "do not match its fingerprint"),
+        (lambda d: sidecar(d, bos=3), "do not match its fingerprint"),
+        (lambda d: sidecar(d, special_tokens={}), "do not match its fingerprint"),
+        (lambda d: sidecar(d, files={}), "do not match its fingerprint"),
     ],
 )  # fmt: skip
 def test_a_damaged_copy_is_refused(tokenizers, tmp_path, alter, expected):
@@ -369,13 +369,13 @@ def test_the_config_takes_a_folder(folders, tmp_path):
     assert not list(tmp_path.iterdir())
     with pytest.raises(ValueError, match="kind hf needs path, a folder with a tokenizer.json"):
         TokenizerConfig(kind="hf")
-    with pytest.raises(ValueError, match="vocab_size belongs to kind bpe"):
+    with pytest.raises(ValueError, match="vocab_size applies to kind bpe"):
         TokenizerConfig(kind="hf", path="x", vocab_size=300)
     with pytest.raises(InputError, match="holds a tokenizer of kind hf; expected bpe: set tokenizer.kind: hf"):
         prepare_tokenizer(TokenizerConfig(kind="bpe", path=str(folders["gpt2"])), {}, tmp_path)
     nothing = TokenizerConfig(kind="hf", path=str(tmp_path))
     with pytest.raises(
-        InputError, match="tokenizer.json: No such file.*expected the folder of a tokenizer, saved here or"
+        InputError, match="tokenizer.json: No such file.*expected a tokenizer's folder, saved by curriculum or"
     ):
         prepare_tokenizer(nothing, {}, tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"")

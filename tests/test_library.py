@@ -241,8 +241,8 @@ FIRST_ROWS = {"forward": lambda p, t, s, k: p["embed"][t][:, 1:]}
         ({"build": lambda e, k: {"embed": e.astype(jnp.bfloat16), "kernel": k}}, "parameter embed: got bfloat16, expected float32"),
         ({"build": lambda e, k: {"embed": e, "kernel": [k.astype(np.int32)]}}, "parameter kernel.0: got int32, expected float32"),
         ({"build": lambda e, k: {}}, "init gave no parameters"),
-        ({"build": lambda e, k: e}, "parameter : expected nested dicts, keyed by strings, and lists"),
-        ({"build": lambda e, k: {0: e, 1: k}}, "parameter 0: expected nested dicts, keyed by strings, and lists"),
+        ({"build": lambda e, k: e}, "parameter : expected nested lists and dicts with string keys"),
+        ({"build": lambda e, k: {0: e, 1: k}}, "parameter 0: expected nested lists and dicts with string keys"),
         ({"build": lambda e, k: {"a.b": e, "a": {"b": k}}}, "parameter a.b: two have this name"),
         ({"forward": lambda p, t, s, k: p["embed"][t][:, 1:]}, r"forward gave float32\[4, 15, 8\] for tokens int32\[4, 16\], expected \[4, 16, D\]"),
         ({"forward": lambda p, t, s, k: p["embed"][t][..., 0]}, r"forward gave float32\[4, 16\] for tokens"),
@@ -253,9 +253,9 @@ FIRST_ROWS = {"forward": lambda p, t, s, k: p["embed"][t][:, 1:]}
         ({"forward": lambda p, t, s, k: p["embed"][t], "head": lambda p: p["kernel"]}, r"head gave float32\[8, 257\], expected \[V, 8\]"),
         (generating(None, lambda rows, positions: jnp.zeros((positions, rows))), r"empty_cache gave float32\[4, 2\] for 2 rows, expected arrays whose first axis"),
         (generating(lambda logits, cache: logits), r"extend gave float32\[2, 4, 257\], expected two: features and the cache"),
-        (generating(lambda logits, cache: (logits[:, -1], cache)), r"extend gave float32\[2, 257\] for tokens int32\[2, 4\], expected \[2, 4, 257\], as of forward"),
+        (generating(lambda logits, cache: (logits[:, -1], cache)), r"extend gave float32\[2, 257\] for tokens int32\[2, 4\], expected \[2, 4, 257\], as from forward"),
         (generating(lambda logits, cache: (logits, cache["kept"])), "extend gave a cache like .*, expected one like that of empty_cache"),
-        (generating(lambda logits, cache: (logits, {"kept": cache["kept"].astype(jnp.bfloat16)})), r"extend made bfloat16\[2, 4\] of float32\[2, 4\] in the cache, expected the same shape and type"),
+        (generating(lambda logits, cache: (logits, {"kept": cache["kept"].astype(jnp.bfloat16)})), r"extend changed float32\[2, 4\] in the cache to bfloat16\[2, 4\], expected the same shape and type"),
     ],
 )  # fmt: skip
 def test_a_model_that_breaks_its_promises_is_refused(matrices, change, message):

@@ -318,8 +318,8 @@ def test_killed_while_it_is_built_nothing_half_stays(tmp_path):
     [
         ("pieces.bin", lambda b: b[:-1], r"pieces\.bin: .* bytes; the sidecar says .* bytes|pieces\.bin: "),
         ("bins.bin", lambda b: b + b"\0" * 8, r"bins\.bin: .* bytes; the sidecar says"),
-        ("pieces.bin", lambda b: b[:20] + bytes([b[20] ^ 1]) + b[21:], r"pieces\.bin or bins\.bin is not what was"),
-        ("bins.bin", lambda b: bytes([b[0] ^ 1]) + b[1:], r"pieces\.bin or bins\.bin is not what was"),
+        ("pieces.bin", lambda b: b[:20] + bytes([b[20] ^ 1]) + b[21:], r"pieces\.bin or bins\.bin does not match"),
+        ("bins.bin", lambda b: bytes([b[0] ^ 1]) + b[1:], r"pieces\.bin or bins\.bin does not match"),
         ("bins.bin", None, r"bins\.bin: No such file"),
         ("packing.json", None, r"packing\.json: No such file"),
         ("packing.json", lambda b: b[:30], r"packing\.json: "),

@@ -286,7 +286,9 @@ def test_overlap_is_counted(tmp_path):
 def test_too_much_overlap_is_an_error(tmp_path):
     config = config_of(tmp_path)
     (tmp_path / "val.jsonl").write_text((tmp_path / "law.jsonl").read_text())
-    with pytest.raises(InputError, match="sources.law: 10 of 10 documents stand in eval set 'primary', more than 1%"):
+    with pytest.raises(
+        InputError, match="sources.law: 10 of 10 documents also occur in eval set 'primary', more than 1%"
+    ):
         load_corpus(config, tmp_path / "store")
 
 

@@ -181,7 +181,7 @@ def test_rows_that_are_told_of_are_looked_for_though_the_store_is_there(tmp_path
     (folder / "README.md").write_text("what it is")
     assert prepare_store("mixed", SourceConfig(path=str(folder)), tokenizer, store_dir).facts.num_documents == 4
     for find in (find_store, prepare_store):
-        with pytest.raises(InputError, match="README.md: plain text has no rows; text_key 'text' is a key of rows"):
+        with pytest.raises(InputError, match="README.md: plain text has no rows; text_key 'text' applies to rows"):
             find("mixed", keyed, tokenizer, store_dir)
 
 
@@ -266,16 +266,18 @@ def test_a_tokenizer_by_path(sources, store_dir, tmp_path):
 
 def test_a_vocabulary_too_large_for_the_text_is_refused(store_dir, tmp_path):
     (tmp_path / "a.txt").write_text("abab abab")
-    with pytest.raises(InputError, match="4096 asked, and the sources yield 260 "):
+    with pytest.raises(InputError, match="got 4096, but the sources yield only 260 "):
         prepare_tokenizer(TokenizerConfig("bpe", 4096), {"a": SourceConfig(path=str(tmp_path / "a.txt"))}, store_dir)
     assert list(store_dir.glob("tokenizers/*")) == []
 
 
 def test_a_tokenizer_needs_text(store_dir, tmp_path):
     np.zeros(4, "<u2").tofile(tmp_path / "a.bin")
-    with pytest.raises(InputError, match="source 'a': .*a.bin holds ids of a tokenizer that exists already"):
+    with pytest.raises(
+        InputError, match="source 'a': .*a.bin holds token ids, not text; a bpe tokenizer is built from text"
+    ):
         prepare_tokenizer(BPE, {"a": SourceConfig(path=str(tmp_path / "a.bin"))}, store_dir)
-    with pytest.raises(InputError, match="kind char is made from the sources, and there are none"):
+    with pytest.raises(InputError, match="kind char is built from the sources, but there are none"):
         find_tokenizer(TokenizerConfig("char"), {}, store_dir)
 
 

@@ -62,6 +62,6 @@ def test_two_templates_two_stores_and_text_is_left_alone(tmp_path, store_dir):
 def test_a_conversation_that_cannot_be_read_leaves_no_store(tmp_path, store_dir):
     path = tmp_path / "talks.jsonl"
     path.write_text(json.dumps({"messages": TALKS[0]}) + "\n" + json.dumps({"messages": TALKS[0][:1]}) + "\n")
-    with pytest.raises(InputError, match="talks.jsonl:2: no answer in it, so nothing to score"):
+    with pytest.raises(InputError, match="talks.jsonl:2: no answer, so nothing to score"):
         prepare_store("talks", talks(tmp_path), byte_tokenizer(), store_dir)
     assert list(store_dir.glob("stores/*")) == []

@@ -146,7 +146,7 @@ def test_a_store_folder_that_its_own_source_would_hold_is_refused(tmp_path):
         source = SourceConfig(path=str(folder), glob=glob)
         for go in (lambda s, d: prepare_store("web", s, byte_tokenizer(), d), lambda s, d: make_bpe({"web": s}, d)):
             with pytest.raises(
-                InputError, match="source 'web': the store folder .*s3.* lies in .*s3, so that .*--store-dir"
+                InputError, match="source 'web': the store folder .*s3.* lies in .*s3, so .*--store-dir"
             ):
                 go(source, folder / inside)
     assert everything_in(folder) == ["a.json"]
@@ -195,19 +195,17 @@ def test_an_empty_source_is_refused(tmp_path, store_dir):
 def test_a_store_folder_that_cannot_be_written_is_refused(sources, tmp_path):
     (tmp_path / "file").write_text("")
     for go in (find_store, prepare_store):
-        with pytest.raises(InputError, match="file/contents/.*: Not a directory; .*name another store folder"):
+        with pytest.raises(InputError, match="file/contents/.*: Not a directory; .*fix that or choose another"):
             go("web", sources["web"], byte_tokenizer(), tmp_path / "file")
     for go in (find_tokenizer, prepare_tokenizer):
-        with pytest.raises(InputError, match="file/contents/.*: Not a directory; .*name another store folder"):
+        with pytest.raises(InputError, match="file/contents/.*: Not a directory; .*fix that or choose another"):
             go(BPE, sources, tmp_path / "file")
-    with pytest.raises(
-        InputError, match=r"file: cannot write here \(File exists\); mend that or choose another folder"
-    ):
+    with pytest.raises(InputError, match=r"file: cannot write here \(File exists\); fix that or choose another folder"):
         prepare_folder([sources["web"].path], byte_tokenizer(), tmp_path / "file" / "out")
     for path in ("contents", "stores"):
         (tmp_path / "half").mkdir(exist_ok=True)
         (tmp_path / "half" / path).write_text("")
-        with pytest.raises(InputError, match=f"half/{path}.*Not a directory; .*name another store folder"):
+        with pytest.raises(InputError, match=f"half/{path}.*Not a directory; .*fix that or choose another"):
             find_store("web", sources["web"], byte_tokenizer(), tmp_path / "half")
         (tmp_path / "half" / path).unlink()
         prepare_store("web", sources["web"], byte_tokenizer(), tmp_path / "half")
@@ -283,7 +281,7 @@ def test_a_sidecar_that_says_something_else_is_refused(sources, store_dir):
     facts = json.loads(path.read_text())
     for change in ({"eot": 3}, {"num_bytes": facts["num_bytes"] + 1}, {"checksums": {}}, {"checksum": None}):
         path.write_text(json.dumps(facts | change))
-        with pytest.raises(InputError, match="store.json: its checksum does not fit what it says; delete the folder"):
+        with pytest.raises(InputError, match="store.json: its checksum does not match its content; delete the folder"):
             prepare_store("web", sources["web"], byte_tokenizer(), store_dir)
 
 
@@ -295,7 +293,7 @@ def test_a_store_in_the_folder_of_another_is_refused(sources, store_dir):
     code.directory.rename(web.directory)
     (store_dir / "aside").rename(code.directory)
     for go in (find_store, prepare_store):
-        with pytest.raises(InputError, match=f"/key: b'{other}'; expected {own}: the store of other .*; delete the fo"):
+        with pytest.raises(InputError, match=rf"/key: this store .* \(key b'{other}', expected {own}\); delete the fo"):
             go("web", sources["web"], byte_tokenizer(), store_dir)
     (web.directory / "key").unlink()  # as in a store of a version that wrote none
     assert prepare_store("web", sources["web"], byte_tokenizer(), store_dir).facts == code.facts

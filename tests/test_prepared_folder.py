@@ -68,7 +68,7 @@ def test_a_prepared_folder_does_not_replace_the_one_that_a_shell_stands_in(sourc
     here.mkdir()
     monkeypatch.chdir(here)
     for output in (".", here):
-        with pytest.raises(InputError, match="is the folder that this runs in; name a new folder"):
+        with pytest.raises(InputError, match="is the working folder; name a new folder"):
             prepare_folder([sources["web"].path], byte_tokenizer(), output)
     assert here.samefile(".") and not list(here.iterdir())
 
@@ -80,7 +80,7 @@ def test_an_output_that_its_own_text_would_hold_is_refused(tmp_path, monkeypatch
     (tmp_path / "linked").symlink_to(tmp_path / "data")
     monkeypatch.chdir(tmp_path)
     for output in ("data/tokens", "data/web/new/tokens", tmp_path / "linked" / "tokens", "data/none/../tokens"):
-        with pytest.raises(InputError, match="the output lies in data, so that it would be read as text; name a new"):
+        with pytest.raises(InputError, match="the output lies in data and would be read as text; name a new"):
             prepare_folder(["data"], byte_tokenizer(), output)
     assert everything_in(tmp_path / "data") == ["web", "web/a.txt"]
     # Hidden folders are no text, and a name that begins alike is another folder.
@@ -117,7 +117,7 @@ def test_documents_from_an_iterator(tmp_path, sources, store_dir):
     source = SourceConfig(path=str(tmp_path / "out"))
     assert find_store("x", source, bpe, store_dir).directory == store.directory
     assert progress.calls[-1] == (sum(map(len, texts)),) * 2
-    with pytest.raises(InputError, match="source 'x': format messages, and .*out was prepared from plain text"):
+    with pytest.raises(InputError, match="source 'x': format messages, but .*out was prepared from plain text"):
         find_store("x", SourceConfig(path=str(tmp_path / "out"), format="messages"), bpe, store_dir)
 
 
@@ -136,13 +136,13 @@ def test_what_a_prepared_folder_cannot_follow_is_refused(tmp_path, store_dir):
     prepare_documents(["a"], byte_tokenizer(), tmp_path / "text")
     chat = {"format": "messages"}
     refused = [
-        ("out", {}, SHORT, "format text, and .*out was prepared from conversations, .*; set format: messages or"),
-        ("out", chat | {"glob": "*.x"}, SHORT, r"glob '\*\.x' says how files are read, and .*out holds tokens already"),
+        ("out", {}, SHORT, "format text, but .*out was prepared from conversations, .*; set format: messages or"),
+        ("out", chat | {"glob": "*.x"}, SHORT, r"glob '\*\.x' says how files are read, but .*out holds tokens already"),
         ("out", chat | {"text_key": "turns"}, SHORT, "text_key 'turns' says .*; leave text_key out"),
         ("text", {"text_key": "text"}, SHORT, "text_key 'text' says"),
-        ("text", chat, SHORT, "format messages, and .*text was prepared from plain text"),
-        ("out", chat, replace(SHORT, user="Q{content}"), r"chat\.user is 'Q{content}', and .*out was prepared with 'U:{content}\.'"),
-        ("out", chat, replace(SHORT, tool="T{content}"), r"chat\.tool is 'T{content}', and .*out was prepared with None"),
+        ("text", chat, SHORT, "format messages, but .*text was prepared from plain text"),
+        ("out", chat, replace(SHORT, user="Q{content}"), r"chat\.user is 'Q{content}', but .*out was prepared with 'U:{content}\.'"),
+        ("out", chat, replace(SHORT, tool="T{content}"), r"chat\.tool is 'T{content}', but .*out was prepared with None"),
     ]  # fmt: skip
     for folder, options, template, expected in refused:
         source = SourceConfig(path=str(tmp_path / folder), **options)
@@ -169,9 +169,9 @@ def broken():
         (["a", 3], None, "document 2 holds a number; expected text"),
         (["a", b"b"], None, "document 2 holds bytes; expected text"),
         (["a\ud800"], None, "document 1 holds half a surrogate pair at character 1"),
-        ([TALKS[0]], None, "document 1 holds a list; expected text; for a conversation give chat, its template"),
+        ([TALKS[0]], None, "document 1 holds a list; expected text; for conversations give their template as chat"),
         (["a"], SHORT, "document 1: 'messages' holds text; expected a list of messages"),
-        ([TALKS[0], TALKS[0][:1]], SHORT, "document 2: no answer in it, so nothing to score"),
+        ([TALKS[0], TALKS[0][:1]], SHORT, "document 2: no answer, so nothing to score"),
         ([[{"role": "human", "content": "x"}]], SHORT, r"document 1: messages\[0\].role is 'human'; expected system"),
         ("a single text", None, "documents: a single text; expected an iterable of documents"),
         (None, None, "documents: null; expected an iterable of documents, such as a list"),
@@ -184,7 +184,7 @@ def broken():
         ),
         ([], None, "documents: no text in it; expected at least one document"),
         ([""], None, r"documents: no text in it \(1 empty documents\)"),
-        (broken(), None, "documents: after 2 of them: the line went dead"),
+        (broken(), None, "documents: after 2 documents: the line went dead"),
     ],
 )
 def test_what_is_no_document_is_refused_and_leaves_nothing(tmp_path, given, chat, expected):
@@ -209,7 +209,7 @@ def test_only_a_store_that_marks_scored_tokens_is_given_marks(tmp_path, monkeypa
 
 def test_the_name_of_a_tokenizer_is_none(tmp_path):
     for tokenizer, given in (("gpt2", "text"), (None, "null")):
-        with pytest.raises(InputError, match=f"tokenizer: {given}; expected a Tokenizer, as byte_tokenizer"):
+        with pytest.raises(InputError, match=f"tokenizer: {given}; expected a Tokenizer, such as byte_tokenizer"):
             prepare_documents(["a"], tokenizer, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 

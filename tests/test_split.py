@@ -112,9 +112,9 @@ def test_a_document_is_cut_where_a_character_starts():
 def test_too_small_for_one_window_is_refused():
     tokens_N = np.array([1000])
     assert split_documents(tokens_N, hashes([1]), 0.064, min_tokens=64).cut == (0, 936)
-    with pytest.raises(ValueError, match="gives 64 of 1,000 tokens, and one eval window needs 65"):
+    with pytest.raises(ValueError, match="gives 64 of 1,000 tokens, but one eval window needs 65"):
         split_documents(tokens_N, hashes([1]), 0.064, min_tokens=65)
-    with pytest.raises(ValueError, match="gives 10 of 1,000 tokens, and one eval window needs 11"):
+    with pytest.raises(ValueError, match="gives 10 of 1,000 tokens, but one eval window needs 11"):
         split_documents(np.full(100, 10), hashes(range(100)), 0.01, min_tokens=11)
 
 
@@ -147,7 +147,7 @@ def test_more_than_one_percent_of_overlap_is_refused():
     split = Split(np.ones(300, bool))
     _, dropped = drop_overlap(split, hashes(range(300)), "web", {"code": hashes([1, 2, 3])})
     assert dropped == {"code": 3}
-    with pytest.raises(ValueError, match="^4 of 300 documents stand in eval set 'code'"):
+    with pytest.raises(ValueError, match="^4 of 300 documents also occur in eval set 'code'"):
         drop_overlap(split, hashes(range(300)), "web", {"code": hashes([1, 2, 3, 4])})
 
 
@@ -156,7 +156,7 @@ def test_overlap_spread_over_sets_counts_together():
     sets = {"code": hashes([1, 2]), "law": hashes([2, 3]), "far": hashes([1000])}
     assert drop_overlap(split, hashes(range(300)), "web", sets)[1] == {"code": 2, "law": 2, "far": 0}
     sets["law"] = hashes([2, 3, 4])
-    expected = "^4 of 300 documents stand in eval sets 'code', 'law', more than 1%"
+    expected = "^4 of 300 documents also occur in eval sets 'code', 'law', more than 1%"
     with pytest.raises(ValueError, match=expected):
         drop_overlap(split, hashes(range(300)), "web", sets)
 

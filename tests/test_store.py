@@ -127,10 +127,10 @@ def test_no_conversation_is_divided(tmp_path):
         split = split_store(store, byte_tokenizer(), share)
         assert split.cut is None and split.held_out.tolist() == held_out
         assert [document.tokens[0] for document in eval_documents(store, byte_tokenizer(), split)][-1] == ord("q")
-    with pytest.raises(ValueError, match="held_out of 0.01 gives 6 of 20 tokens, and one eval window needs 7"):
+    with pytest.raises(ValueError, match="held_out of 0.01 gives 6 of 20 tokens, but one eval window needs 7"):
         split_store(store, byte_tokenizer(), 0.01, 7)
     one = conversation_store(tmp_path / "one", [("p" * 8, "aaaa", "q" * 7)])
-    with pytest.raises(ValueError, match="held_out of 0.4 of a single conversation, which is not divided; give more"):
+    with pytest.raises(ValueError, match="held_out of 0.4 would cut the only conversation; give more"):
         split_store(one, byte_tokenizer(), 0.4)
     assert split_store(one, byte_tokenizer(), 0).keep_N.tolist() == [True]
 

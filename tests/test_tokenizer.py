@@ -143,7 +143,7 @@ def test_bpe_training_is_deterministic_across_processes(bpe, tmp_path):
 
 def test_bpe_says_how_many_ids_a_small_corpus_allows():
     # "abab" three times: ab, then abab. 256 bytes, two merges, end-of-text.
-    with pytest.raises(InputError, match="300 asked, and the sources yield 259 .*set vocab_size: 259"):
+    with pytest.raises(InputError, match="got 300, but the sources yield only 259 .*set vocab_size: 259"):
         train_bpe(["abab", "abab", "abab"], 300)
     tokenizer = train_bpe(["abab", "abab", "abab"], 259)
     assert [tokenizer.tokens[token_id] for token_id in tokenizer.encode("ababab")] == [b"abab", b"ab"]
@@ -282,12 +282,12 @@ def test_pieces_are_cut_where_no_published_pattern_notices(name, bpe, corpus, tm
         ({"kind": "bpe", "vocab_size": 256}, "256 is too small: the 256 bytes and end-of-text take 257"),
         ({"kind": "tiktoken"}, "needs name"),
         ({"kind": "tiktoken", "name": "gpt2", "path": "p"}, "needs name"),
-        ({"kind": "byte", "name": "gpt2"}, "name belongs to kind tiktoken"),
+        ({"kind": "byte", "name": "gpt2"}, "name applies to kind tiktoken only"),
         ({"kind": "byte", "path": "p"}, "nothing to load"),
-        ({"kind": "byte", "vocab_size": 5}, "vocab_size belongs to kind bpe.*got kind byte"),
-        ({"kind": "char", "vocab_size": 5}, "vocab_size belongs to kind bpe"),
-        ({"kind": "tiktoken", "name": "gpt2", "vocab_size": 50257}, "vocab_size belongs to kind bpe"),
-        ({"kind": "bpe", "vocab_size": 300, "name": "gpt2"}, "name belongs to kind tiktoken"),
+        ({"kind": "byte", "vocab_size": 5}, "vocab_size applies to kind bpe.*got kind byte"),
+        ({"kind": "char", "vocab_size": 5}, "vocab_size applies to kind bpe"),
+        ({"kind": "tiktoken", "name": "gpt2", "vocab_size": 50257}, "vocab_size applies to kind bpe"),
+        ({"kind": "bpe", "vocab_size": 300, "name": "gpt2"}, "name applies to kind tiktoken only"),
     ],
 )
 def test_contradictory_fields_are_refused(fields, expected):
@@ -311,16 +311,16 @@ def altered(field, value):
         (lambda directory: (directory / "tokenizer.json").write_text('{"tokens": {}}'), "format_version: missing"),
         (altered("vocab_size", "700"), 'vocab_size: got "700", expected an integer'),
         (altered("format_version", 99), "format_version 99; expected 1"),
-        (altered("eot", 5), "do not fit its fingerprint"),
-        (altered("vocab_size", 701), "do not fit its fingerprint"),
-        (altered("vocab_size", -1), "do not fit its fingerprint"),
-        (altered("vocab_size", 10**15), "do not fit its fingerprint"),
-        (altered("pattern", "."), "do not fit its fingerprint"),
-        (altered("special_tokens", {}), "do not fit its fingerprint"),
+        (altered("eot", 5), "do not match its fingerprint"),
+        (altered("vocab_size", 701), "do not match its fingerprint"),
+        (altered("vocab_size", -1), "do not match its fingerprint"),
+        (altered("vocab_size", 10**15), "do not match its fingerprint"),
+        (altered("pattern", "."), "do not match its fingerprint"),
+        (altered("special_tokens", {}), "do not match its fingerprint"),
         (lambda directory: (directory / "ranks.tiktoken").unlink(), "ranks.tiktoken: No such file"),
-        (lambda directory: (directory / "ranks.tiktoken").write_bytes(b"YQ== 1"), "do not fit its fingerprint"),
-        (lambda directory: (directory / "ranks.tiktoken").write_bytes(b"junk"), "do not fit its fingerprint"),
-        (lambda directory: (directory / "ranks.tiktoken").write_bytes(b"YQ== 999999"), "do not fit its fingerprint"),
+        (lambda directory: (directory / "ranks.tiktoken").write_bytes(b"YQ== 1"), "do not match its fingerprint"),
+        (lambda directory: (directory / "ranks.tiktoken").write_bytes(b"junk"), "do not match its fingerprint"),
+        (lambda directory: (directory / "ranks.tiktoken").write_bytes(b"YQ== 999999"), "do not match its fingerprint"),
     ],
 )
 def test_a_damaged_tokenizer_is_refused(bpe, tmp_path, alter, expected):

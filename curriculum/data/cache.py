@@ -69,10 +69,7 @@ def is_there(path: Path) -> bool:
 
 
 def _unreadable(path: Path, error: OSError) -> InputError:
-    return InputError(
-        f"{path}: {error.strerror}; expected what was prepared before, or nothing; mend that or name another"
-        " store folder"
-    )
+    return InputError(f"{path}: {error.strerror}; expected a readable store folder; fix that or choose another")
 
 
 def content_of(name: str, source: SourceConfig, store_dir: Path) -> str:
@@ -102,7 +99,7 @@ def content_of(name: str, source: SourceConfig, store_dir: Path) -> str:
             except OSError as error:
                 raise InputError(f"{file.path}: {error.strerror}; expected a readable file") from error
     if source_signature(source) != signature:
-        raise InputError(f"{source.location}: it changed while it was read; start again when it is complete")
+        raise InputError(f"{source.location}: changed while it was read; start again when it is complete")
     with writing(store_dir):
         path = store_dir / "contents" / signature
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -121,7 +118,7 @@ def writing(directory: Path) -> Iterator[None]:
         yield
     except OSError as error:
         place, reason = error.filename or directory, error.strerror or error
-        raise InputError(f"{place}: cannot write here ({reason}); mend that or choose another folder") from error
+        raise InputError(f"{place}: cannot write here ({reason}); fix that or choose another folder") from error
 
 
 @contextmanager

@@ -20,7 +20,7 @@ Stretch = tuple[str, bool]  # a text, and whether it is scored
 
 @dataclass(frozen=True)
 class ChatConfig:
-    """How a conversation becomes text: for each role the text of one turn, with {content} where its content stands.
+    """How a conversation becomes text: for each role the text of one turn, with {content} where its content goes.
 
     What stands before {content} introduces the turn, what stands after it closes it. All of it is ordinary text.
     """
@@ -28,7 +28,7 @@ class ChatConfig:
     __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     system: str = "<|im_start|>system\n{content}<|im_end|>\n"
-    """A turn of role system: text with {content} in it once."""
+    """A turn of role system: text that contains {content} once."""
     user: str = "<|im_start|>user\n{content}<|im_end|>\n"
     """A turn of role user."""
     assistant: str = "<|im_start|>assistant\n{content}<|im_end|>\n"
@@ -41,8 +41,8 @@ class ChatConfig:
             if (count := getattr(self, role).count(CONTENT)) != 1:
                 raise FieldError(
                     role,
-                    f"got {getattr(self, role)!r}, with {CONTENT} {count} times; expected it exactly once, where the"
-                    " content of the turn stands",
+                    f"got {getattr(self, role)!r}, with {CONTENT} {count} times; expected it exactly once, where the "
+                    "turn's content goes",
                 )
 
     @property

@@ -333,7 +333,7 @@ def size_warnings(config: Config, evalsets: Mapping[str, EvalSet]) -> tuple[str,
     """A warning for each eval set whose first document alone has more windows than its `max_sequences`."""
     return tuple(
         f"{place_of(name)} has {evalsets[name].num_windows} windows, more than its max_sequences of "
-        f"{source.max_sequences}: its first document alone has them, and documents are taken whole"
+        f"{source.max_sequences}: its first document alone has that many, and max_sequences cuts no document"
         for name, source in config.eval_sources.items()
         if name in evalsets and (source.max_sequences or math.inf) < evalsets[name].num_windows
     )

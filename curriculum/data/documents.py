@@ -105,7 +105,7 @@ def empty_warnings(stores: Mapping[str, Store]) -> tuple[str, ...]:
         empty, num_all = store.facts.num_empty, store.facts.num_empty + store.facts.num_documents
         if empty and empty >= MANY_EMPTY * num_all:
             share = f"{empty:,} of {num_all:,} documents are empty ({empty / num_all:.0%})"
-            found.append(f"{place}: {share}; does the text lie in another key or column? name it with text_key")
+            found.append(f"{place}: {share}; is the text in another key or column? name it with text_key")
     return tuple(found)
 
 
@@ -127,7 +127,7 @@ def _rows_as_text(sources: Mapping[str, SourceConfig]) -> tuple[str, ...]:
                 found.append(f"{place}: {_beside_rows(plain, of_rows[0])}")
         elif suffixes <= ROWS_AS_TEXT:
             read = f"each {' or '.join(sorted(suffixes))} file is read as one document of plain text"
-            found.append(f"{place}: {read}; does it hold rows? give them as .jsonl, an object a line, or as .parquet")
+            found.append(f"{place}: {read}; if it holds rows, convert them to .jsonl (one object per line) or .parquet")
     return tuple(found)
 
 
@@ -144,7 +144,7 @@ def _unended(sources: Mapping[str, SourceConfig]) -> tuple[str, ...]:
     local = [(place, source) for place, source in sources.items() if source.path is not None]
     files = [(place, file.path) for place, source in local for file in source_files(source)]
     unended = [(place, path) for place, path in files if path.lower().endswith(".arrow") and lacks_end(path)]
-    doubt = "has no end mark, as if its writer was stopped; are all rows in it? if not, write it again"
+    doubt = "has no end mark: its writer may have been stopped; if rows are missing, write it again"
     return tuple(f"{place}: {path} {doubt}" for place, path in unended)
 
 

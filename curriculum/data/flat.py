@@ -33,14 +33,14 @@ def index_flat(source: SourceConfig, tokenizer: Tokenizer, directory: Path, prog
     dtype = DTYPES[dtype_name]
     if file.size_bytes == 0 or file.size_bytes % dtype.itemsize:
         raise InputError(
-            f"{source.path}: {file.size_bytes:,} bytes; expected a multiple of {dtype.itemsize}, the size of"
-            f" a {dtype_name} token, above 0; set the source's dtype if it is another"
+            f"{source.path}: {file.size_bytes:,} bytes; expected a positive multiple of {dtype.itemsize}, the size of "
+            f"a {dtype_name} token; set the source's dtype if it is another"
         )
     stream = np.memmap(path, dtype, mode="r").view(np.ndarray)
     if source.dtype is None and dtype_name == "u16" and _is_wider(stream[:SCAN_TOKENS]):
         raise InputError(
-            f"{source.path}: every second u16 in it is 0, as where ids are u32; set the source's dtype: u32, or u16 if "
-            "it is so"
+            f"{source.path}: every second u16 is 0, which suggests u32 ids; set the source's dtype to u32, or to u16 "
+            "if the ids really are u16"
         )
     first_text = _first_text(stream, tokenizer.eot, source)
     document_start = 0
@@ -79,7 +79,7 @@ def _first_text(stream: np.ndarray, eot: int, source: SourceConfig) -> int:
         is_text = stream[start : start + SCAN_TOKENS] != eot
         if is_text.any():
             return start + int(is_text.argmax())
-    raise InputError(f"{source.path}: no text in it, only end-of-text; expected at least one document")
+    raise InputError(f"{source.path}: holds only end-of-text; expected at least one document")
 
 
 def _check_ids(source: SourceConfig, tokens: np.ndarray, start: int, tokenizer: Tokenizer) -> None:

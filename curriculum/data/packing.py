@@ -37,13 +37,13 @@ class PackingConfig:
     __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     mode: Literal["stream", "best_fit"] = "stream"
-    """stream cuts the text as it comes; best_fit packs whole documents into sequences, and pads what is left."""
+    """stream cuts text into sequences as it comes; best_fit packs whole documents and pads the rest of a sequence."""
     mask_boundary_loss: bool = False
-    """Leave the first token of each document unscored."""
+    """Do not score the first token of each document."""
     train_on_eos: bool = True
     """Score the end-of-text that closes a document."""
     document_mask: bool = False
-    """Attention within documents, whose positions start again at 0."""
+    """Restrict attention to a token's own document; positions restart at 0 in each."""
 
 
 def best_fit_decreasing(lengths_N: np.ndarray, capacity: int) -> np.ndarray:
@@ -238,7 +238,7 @@ def prepare_packing(
     build_once(directory, store_dir, lambda folder: _write(folder, document_tokens_N, block_tokens, opening_tokens))
     facts, pieces, bins = _open(directory)
     if _content_hash(pieces, bins) != facts.content_hash:
-        raise InputError(f"{directory}: {PIECES_NAME} or {BINS_NAME} is not what was written; {DAMAGED}")
+        raise InputError(f"{directory}: {PIECES_NAME} or {BINS_NAME} does not match the sidecar's checksum; {DAMAGED}")
     num_tokens = int(document_tokens_N.sum()) - opening_tokens * len(document_tokens_N)
     if num_tokens != facts.num_tokens:
         raise InputError(f"{directory}: packs {facts.num_tokens:,} tokens, expected {num_tokens:,}; {DAMAGED}")

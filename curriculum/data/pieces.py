@@ -87,11 +87,11 @@ def check_rows(source: SourceConfig, files: Iterable[SourceFile]) -> None:
     plain = next((file for file in files if suffix_of(file.path) not in (*JSON_LINES, *COLUMNAR)), None)
     if plain is not None:
         of_text = source.format == "text"
-        reads = f"text_key {source.text_key!r} is a key of rows of" if of_text else f"format {source.format} reads"
+        reads = f"text_key {source.text_key!r} applies to rows of" if of_text else f"format {source.format} reads"
         raise InputError(
-            f"{plain.path}: plain text has no rows; {reads} .jsonl, .ndjson, {', '.join(COLUMNAR)}, and of JSON lines"
-            f" compressed as {' or '.join(COMPRESSED)}; leave the file out with glob:, or"
-            f" {'leave text_key out' if of_text else 'set format: text'}"
+            f"{plain.path}: plain text has no rows; {reads} .jsonl, .ndjson, {', '.join(COLUMNAR)}, and JSON lines "
+            f"compressed as {' or '.join(COMPRESSED)}; leave the file out with glob:, or "
+            f"{'leave text_key out' if of_text else 'set format: text'}"
         )
 
 
@@ -99,8 +99,8 @@ def conversation_pieces(stretches: list[Stretch], source_bytes: int, where: str)
     """A rendered conversation in pieces, one for each stretch; raises InputError if none of them is scored."""
     if not any(scored for _, scored in stretches):
         raise InputError(
-            f"{where}: no answer in it, so nothing to score; expected an assistant's turn or a completion that is not"
-            " empty; take it out of the data"
+            f"{where}: no answer, so nothing to score; expected an assistant turn or a completion that is not empty; "
+            "remove it from the data"
         )
     last = len(stretches) - 1
     for number, (text, scored) in enumerate(stretches):
@@ -162,7 +162,7 @@ def _json_lines(file: SourceFile, compression: str | None, source: SourceConfig,
             try:
                 row = _ROW.decode(line.decode())
             except (ValueError, RecursionError) as error:
-                raise InputError(f"{where}: not JSON ({error}); expected an object a line") from error
+                raise InputError(f"{where}: not JSON ({error}); expected one object per line") from error
             if not isinstance(row, dict):
                 keys = " and ".join(map(repr, source.keys))
                 raise InputError(f"{where}: {type_name(row)}; expected a JSON object with key {keys}")
@@ -182,7 +182,7 @@ def _decompressed(file: SourceFile, compression: str) -> Iterator[BinaryIO]:
         try:
             yield lines
         except OSError as error:
-            raise InputError(f"{file.path}: {error}; expected a whole {compression} file") from error
+            raise InputError(f"{file.path}: {error}; expected a complete {compression} file") from error
 
 
 def _row_of(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -191,7 +191,7 @@ def _row_of(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(row) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"the key {twice!r} stands twice")
+        raise ValueError(f"the key {twice!r} occurs twice")
     return row
 
 
@@ -219,7 +219,7 @@ def _hub_rows(source: SourceConfig, chat: ChatConfig) -> Iterator[Piece]:
     except InputError:
         raise
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:  # RuntimeError: a script
-        remedy = "check the name and the network, or fetch it where there is one and give its folder as path:"
+        remedy = "check the name and the network, or download it elsewhere and give its folder as path:"
         raise InputError(f"{source.location}: {error}; {remedy}") from error
 
 
@@ -288,7 +288,7 @@ def document_pieces(documents: Iterable[str] | Iterable[list[dict]], chat: ChatC
         where = f"document {number}"
         if chat is None:
             if isinstance(document, list):
-                raise InputError(f"{where} holds a list; expected text; for a conversation give chat, its template")
+                raise InputError(f"{where} holds a list; expected text; for conversations give their template as chat")
             text = checked_text(document, where)
             yield Piece(text, True, len(text), where)
             continue
@@ -307,4 +307,6 @@ def _numbered(documents: Iterable) -> Iterator[tuple[int, object]]:
         for number, document in enumerate(documents, start=1):
             yield number, document
     except OSError as error:  # else the caller would report an error of writing
-        raise InputError(f"documents: after {number:,} of them: {error}; expected all of them readable") from error
+        raise InputError(
+            f"documents: after {number:,} documents: {error}; expected all of them to be readable"
+        ) from error

@@ -105,14 +105,13 @@ def _in_order_of_content(
     if config.kind == "tiktoken":
         return {}
     if not sources:
-        raise InputError(f"tokenizer: kind {config.kind} is made from the sources, and there are none")
+        raise InputError(f"tokenizer: kind {config.kind} is built from the sources, but there are none")
     by_content = {}
     for name, source in sources.items():
         if source.is_flat or is_prepared(source):
             raise InputError(
-                f"source {name!r}: {source.location} holds ids of a tokenizer that exists already; a"
-                f" {config.kind} tokenizer made from the sources needs text: give tokenizer.path, the folder"
-                " of that tokenizer"
+                f"source {name!r}: {source.location} holds token ids, not text; a {config.kind} tokenizer is built "
+                "from text: set tokenizer.path to the folder of the tokenizer that made the ids"
             )
         known = content(name, source)
         if known is None:
@@ -206,8 +205,8 @@ def _content(name: str, source: SourceConfig, store_dir: Path) -> str:
     """`content_of`; raises InputError if files of the store folder would be read as part of the source."""
     if any(would_read(source, store_dir / path) for path in ("contents/x", f"stores/x/{SIDECAR_NAME}")):
         raise InputError(
-            f"source {name!r}: the store folder {store_dir} lies in {source.location}, so that what is prepared would"
-            " be read as text; name another with --store-dir (store_dir=), or leave it out with the source's glob:"
+            f"source {name!r}: the store folder {store_dir} lies in {source.location}, so prepared files would be "
+            "read as text; choose another with --store-dir (store_dir=), or leave it out with the source's glob:"
         )
     return content_of(name, source, store_dir)
 
@@ -240,8 +239,8 @@ def prepare_folder(
     for source in sources:
         if would_read(source, Path(output_dir) / SIDECAR_NAME):
             raise InputError(
-                f"{output_dir}: the output lies in {source.location}, so that it would be read as text; name a new"
-                " folder outside of it"
+                f"{output_dir}: the output lies in {source.location} and would be read as text; name a new folder "
+                "outside it"
             )
     signatures = [source_signature(source) for source in sources]
 
@@ -272,8 +271,8 @@ def prepare_documents(
     """
     if not isinstance(tokenizer, Tokenizer):
         raise InputError(
-            f"tokenizer: {type_name(tokenizer)}; expected a Tokenizer, as byte_tokenizer() and load_tokenizer(folder)"
-            " give it"
+            f"tokenizer: {type_name(tokenizer)}; expected a Tokenizer, such as byte_tokenizer() or "
+            "load_tokenizer(folder)"
         )
     given = given_documents(documents, chat)
     _check_new(Path(output_dir))
@@ -287,7 +286,7 @@ def _check_new(output_dir: Path) -> None:
         if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
             raise InputError(f"{output_dir}: exists already; name a new folder for the output")
         if output_dir.exists() and os.path.samefile(output_dir, os.curdir):  # it is replaced once all is written
-            raise InputError(f"{output_dir}: is the folder that this runs in; name a new folder for the output")
+            raise InputError(f"{output_dir}: is the working folder; name a new folder for the output")
 
 
 def _write_folder(output_dir: str | Path, tokenizer: Tokenizer, write: Callable[[Path], None]) -> Store:

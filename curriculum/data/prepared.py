@@ -23,31 +23,31 @@ def open_prepared(name: str, source: SourceConfig, tokenizer: Tokenizer, chat: C
     store = open_store(source.local_path)
     if store.facts.tokenizer_fingerprint != tokenizer.fingerprint:
         raise InputError(
-            f"source {name!r}: {source.path} was prepared with tokenizer {store.facts.tokenizer_fingerprint},"
-            f" the run's is {tokenizer.fingerprint}; prepare it anew, or set tokenizer.path to the tokenizer"
-            " that it was prepared with"
+            f"source {name!r}: {source.path} was prepared with tokenizer {store.facts.tokenizer_fingerprint}, the "
+            f"run's is {tokenizer.fingerprint}; prepare it again, or set tokenizer.path to the tokenizer that it was "
+            "prepared with"
         )
     for key in ("text_key", "glob"):
         if getattr(source, key) != getattr(SourceConfig, key):
             raise InputError(
-                f"source {name!r}: {key} {getattr(source, key)!r} says how files are read, and {source.path} holds"
-                f" tokens already; leave {key} out"
+                f"source {name!r}: {key} {getattr(source, key)!r} says how files are read, but {source.path} holds "
+                f"tokens already; leave {key} out"
             )
     if source.format != "text" and store.facts.num_scored is None:
         raise InputError(
-            f"source {name!r}: format {source.format}, and {source.path} was prepared from plain text, which is scored"
-            " throughout; prepare it from conversations, or leave format out"
+            f"source {name!r}: format {source.format}, but {source.path} was prepared from plain text, all of which "
+            "is scored; prepare it from conversations, or leave format out"
         )
     if source.format == "text" and store.facts.num_scored is not None:
         raise InputError(
-            f"source {name!r}: format text, and {source.path} was prepared from conversations, of which the answers"
-            " alone are scored; set format: messages or completion"
+            f"source {name!r}: format text, but {source.path} was prepared from conversations, where only answers are "
+            "scored; set format: messages or completion"
         )
     saved = store.facts.chat or {}  # empty if the folder holds text or does not record templates
     for role, template in asdict(chat).items():
         if saved.get(role, template) != template:
             raise InputError(
-                f"source {name!r}: chat.{role} is {template!r}, and {source.path} was prepared with {saved[role]!r};"
-                f" set chat.{role} to that, or prepare it anew"
+                f"source {name!r}: chat.{role} is {template!r}, but {source.path} was prepared with {saved[role]!r}; "
+                f"set chat.{role} to that, or prepare it again"
             )
     return store

@@ -26,26 +26,26 @@ class SourceConfig:
     path: str | None = None
     """A file, a folder (read recursively), a flat .bin, or a prepared folder."""
     hf: str | None = None
-    """A dataset of the hub, NAME or NAME:CONFIGURATION, its split "train"."""
+    """A dataset on the hub, NAME or NAME:CONFIGURATION; its split "train" is read."""
     format: Literal["text", "messages", "completion"] = "text"
     """What a row of JSONL, parquet, arrow or the hub is: a text; or, with loss on answers only, a list of messages
-    {role, content}, or a `prompt` and its `completion`, two texts or two lists of messages. Of a prepared folder:
+    {role, content}, or a `prompt` and its `completion`, two texts or two lists of messages. For a prepared folder:
     what it was made from."""
     text_key: str | None = None
-    """The key or column that holds the text or the messages; by default `text` or `messages`, after the format. Where
-    it is given, files without rows are refused."""
+    """The key or column that holds the text or the messages; by default `text` or `messages`, according to `format`.
+    If it is given, files without rows are refused."""
     glob: str = "**/*"
     """Which files of a folder to read, relative to it."""
     dtype: Literal["u16", "u32"] | None = None
-    """Of a flat .bin; default u16 up to 65,536 tokens, else u32."""
+    """Type of the ids in a flat .bin; by default u16 for a vocabulary of up to 65,536 ids, else u32."""
     held_out: str | float | None = None
     """Share of the tokens kept out of training: "1%", 0.01, or 0."""
     max_epochs: float | None = None
     """How often the source may be read before `on_exhaust` applies."""
     on_exhaust: Literal["error", "stop", "renormalise", "repeat"] = "error"
-    """What happens before the step that would read more than `max_epochs`: `error` refuses the config, `stop` ends the
-    run, `renormalise` goes on with the phase's other sources, in their proportions, and `repeat` reads on, with a
-    warning. All of it is known before step 0, and `plan` tells it.
+    """What happens before the step that would exceed `max_epochs`: `error` refuses the config, `stop` ends the run,
+    `renormalise` continues with the phase's other sources, in their proportions, and `repeat` keeps reading, with a
+    warning. All of this is decided before step 0, and `plan` shows it.
     """
 
     def __post_init__(self):
@@ -56,15 +56,15 @@ class SourceConfig:
         if self.hf is not None and not self.hf.partition(":")[0].strip():
             raise FieldError("hf", f"hf is {self.hf!r}; expected a dataset of the hub, NAME or NAME:CONFIGURATION")
         if self.format == "completion" and self.text_key is not None:
-            belongs = "text_key belongs to the formats text and messages; completion reads prompt and completion"
+            belongs = "text_key applies to formats text and messages; format completion reads prompt and completion"
             raise FieldError("text_key", belongs)
         rows = f"rows of JSONL, parquet or arrow; got path {self.path!r}"
         if self.format != "text" and self.is_flat:
             raise FieldError("format", f"format {self.format} needs {rows}")
         if self.text_key is not None and self.is_flat:
-            raise FieldError("text_key", f"text_key is a key of {rows}")
+            raise FieldError("text_key", f"text_key applies to {rows}")
         if self.dtype is not None and not self.is_flat:
-            raise FieldError("dtype", f"dtype belongs to a flat {FLAT} file only; got path {self.path!r}")
+            raise FieldError("dtype", f"dtype applies to a flat {FLAT} file only; got path {self.path!r}")
         try:
             parse_share(self.held_out)
         except ValueError as error:

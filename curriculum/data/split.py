@@ -84,8 +84,7 @@ def split_documents(
     total_tokens = int(document_tokens_N.sum())
     if whole and num_documents == 1:
         raise ValueError(
-            f"held_out of {share:.4g} of a single conversation, which is not divided; give more conversations, or set"
-            " held_out: 0"
+            f"held_out of {share:.4g} would cut the only conversation; give more conversations, or set held_out: 0"
         )
     if num_documents < HASHED_FROM_DOCUMENTS:
         tail = _tail(document_tokens_N, math.ceil(share * total_tokens), starts_character, whole)
@@ -98,8 +97,8 @@ def split_documents(
         held_tokens += int(document_tokens_N[split.cut[0]]) - split.cut[1]
     if held_tokens < min_tokens:
         raise ValueError(
-            f"held_out of {share:.4g} gives {held_tokens:,} of {total_tokens:,} tokens, and one eval window"
-            f" needs {min_tokens:,}; hold out more, shorten evalsets.seq_len, or set held_out: 0"
+            f"held_out of {share:.4g} gives {held_tokens:,} of {total_tokens:,} tokens, but one eval window needs "
+            f"{min_tokens:,}; hold out more, shorten evalsets.seq_len, or set held_out: 0"
         )
     if not split.keep_N.any():
         raise ValueError(f"held_out of {share:.4g} leaves no document for training; hold out less, or set held_out: 0")
@@ -210,8 +209,8 @@ def drop_overlap(
         named = [repr(name) for name, count in dropped.items() if count]
         several = len(named) > 1
         raise ValueError(
-            f"{num_dropped:,} of {len(keep_N):,} documents stand in eval set{'s' * several}"
-            f" {', '.join(named)}, more than {LARGEST_OVERLAP:.0%}; take them out of one side, or make the"
-            f" set{'s' * several} from the source with held_out_of: {source}"
+            f"{num_dropped:,} of {len(keep_N):,} documents also occur in eval set{'s' * several} {', '.join(named)}, "
+            f"more than {LARGEST_OVERLAP:.0%}; remove them from one side, or make the set{'s' * several} from the "
+            f"source with held_out_of: {source}"
         )
     return Split(keep_N, split.cut if split.cut and keep_N[split.cut[0]] else None), dropped

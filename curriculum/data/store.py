@@ -138,7 +138,7 @@ class Store:
             written |= set() if facts.num_scored is None else {scored_name(number)}
         checksums = facts.checksums or {}
         if facts.checksum != facts.own_checksum() or checksums.keys() != written:
-            raise InputError(f"{self.directory / SIDECAR_NAME}: its checksum does not fit what it says; {DAMAGED}")
+            raise InputError(f"{self.directory / SIDECAR_NAME}: its checksum does not match its content; {DAMAGED}")
         for name, expected in checksums.items():
             try:
                 found = file_checksum(self.directory / name)
@@ -274,7 +274,10 @@ def _check_key(path: Path, expected: str) -> None:
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}; {DAMAGED}") from error
     if key != expected.encode():
-        raise InputError(f"{path}: {key[:32]!r}; expected {expected}: the store of other text; {DAMAGED}")
+        raise InputError(
+            f"{path}: this store was made from other text or with another tokenizer (key {key[:32]!r}, expected "
+            f"{expected}); {DAMAGED}"
+        )
 
 
 def _check_size(path: Path, expected_bytes: int) -> None:

@@ -41,7 +41,7 @@ def open_table(path: str, kind: str, keys: Sequence[str]) -> Iterator[tuple[list
         except InputError:
             raise
         except (OSError, ValueError, pyarrow.ArrowException) as error:
-            raise InputError(f"{path}: {error}; expected a whole {kind} file") from error
+            raise InputError(f"{path}: {error}; expected a complete {kind} file") from error
 
 
 def _arrow(stream: pyarrow.NativeFile, keys: Sequence[str]) -> tuple[pyarrow.Schema, Iterator[pyarrow.RecordBatch]]:

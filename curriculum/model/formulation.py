@@ -106,9 +106,9 @@ def loss_positions(rows: int, seq_len: int, vocab_size: int, backend: str) -> in
 def cudnn_problem(config: ModelConfig) -> str | None:
     """Why cuDNN's flash attention cannot compute a config's attention; None if it can."""
     if config.compute_dtype != "bfloat16":
-        return f"got cudnn with compute_dtype {config.compute_dtype}, expected compute_dtype bfloat16 for it"
+        return f"got cudnn with compute_dtype {config.compute_dtype}, expected compute_dtype bfloat16"
     if config.head_width > CUDNN_LARGEST_HEAD or config.head_width % CUDNN_HEAD_STEP:
-        expected = f"a multiple of {CUDNN_HEAD_STEP} up to {CUDNN_LARGEST_HEAD} for it"
+        expected = f"a multiple of {CUDNN_HEAD_STEP} up to {CUDNN_LARGEST_HEAD}"
         return f"got cudnn with a head width of {config.head_width}, expected {expected}"
     return None
 
@@ -116,7 +116,5 @@ def cudnn_problem(config: ModelConfig) -> str | None:
 def scan_problem(config: ModelConfig) -> str | None:
     """Why a config's layers cannot be scanned; None if they are alike."""
     if config.no_rope_every is not None and config.pos_encoding == "rope":
-        return (
-            f"got scanned, expected layers that are alike, and no_rope_every {config.no_rope_every} makes them differ"
-        )
+        return f"got scanned, expected identical layers, but no_rope_every {config.no_rope_every} makes them differ"
     return None

@@ -57,8 +57,8 @@ class Generator:
     def __init__(self, model: Model, tokenizer: Tokenizer, mesh: Mesh):
         if model.empty_cache is None or model.extend is None:
             raise InputError(
-                "make_model: gave a model that cannot generate; expected Model.empty_cache and Model.extend as well, "
-                "which docs/library.md describes"
+                "make_model: gave a model that cannot generate; expected Model.empty_cache and Model.extend too "
+                "(docs/library.md)"
             )
         # Ids that the model has beyond the tokenizer's stand for no text.
         num_ids = min(model.num_ids or tokenizer.vocab_size, tokenizer.vocab_size)
@@ -75,7 +75,7 @@ class Generator:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise InputError(f"got {text[:60]!r}, expected text that UTF-8 can hold: {error.reason}") from None
+            raise InputError(f"got {text[:60]!r}, expected text that UTF-8 can encode: {error.reason}") from None
         ids = self.tokenizer.encode(text)
         return Prompt(text, np.concatenate([[self.tokenizer.bos], ids]).astype(np.int32))
 

@@ -104,7 +104,7 @@ def check_model(model: Model, vocab_size: int, num_rows: int, seq_len: int) -> N
         name = parameter_name(path)
         named = [isinstance(key, SequenceKey) or isinstance(getattr(key, "key", None), str) for key in path]
         if not named or not all(named):
-            problems.append(f"parameter {name}: expected nested dicts, keyed by strings, and lists")
+            problems.append(f"parameter {name}: expected nested lists and dicts with string keys")
         if name in names:
             problems.append(f"parameter {name}: two have this name; expected keys without a dot")
         if array.dtype != np.float32:
@@ -154,13 +154,13 @@ def _check_generation(model: Model, params: Params, width: int) -> None:
     features, extended = given
     if getattr(features, "shape", None) != (expected := (*tokens_BT.shape, width)):
         got = f"extend gave {_brief(features)} for tokens {_brief(tokens_BT)}"
-        raise InputError(f"make_model: {got}, expected {list(expected)}, as of forward")
+        raise InputError(f"make_model: {got}, expected {list(expected)}, as from forward")
     (were, tree), (are, other) = jax.tree.flatten(cache), jax.tree.flatten(extended)
     if tree != other:
         raise InputError(f"make_model: extend gave a cache like {other}, expected one like that of empty_cache, {tree}")
     for was, array in zip(were, are, strict=True):
         if (array.shape, array.dtype) != (was.shape, was.dtype):
-            got = f"extend made {_brief(array)} of {_brief(was)} in the cache"
+            got = f"extend changed {_brief(was)} in the cache to {_brief(array)}"
             raise InputError(f"make_model: {got}, expected the same shape and type")
 
 

@@ -20,15 +20,15 @@ class RopeScaling:
     __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     kind: Literal["linear", "llama3"]
-    """All wavelengths alike, or only the long ones, as Llama 3.1 does."""
+    """linear stretches all wavelengths alike, llama3 only the long ones, as in Llama 3.1."""
     factor: Annotated[float, Limits(ge=1, le=1e6)]
-    """How many times longer."""
+    """How many times longer the wavelengths become."""
     original_max_seq_len: Annotated[int, Limits(ge=1, le=1 << 24)] | None = None
     """For llama3: the positions that the model was trained with before."""
     low_freq_factor: Annotated[float, Limits(gt=0, le=1e6)] = 1.0
     """For llama3: wavelengths above original_max_seq_len / this are stretched by the whole factor."""
     high_freq_factor: Annotated[float, Limits(gt=0, le=1e6)] = 4.0
-    """For llama3: wavelengths below original_max_seq_len / this stay; between the two it goes over smoothly."""
+    """For llama3: wavelengths below original_max_seq_len / this stay; between the two the change is smooth."""
 
     def __post_init__(self):
         if (self.kind == "llama3") == (self.original_max_seq_len is None):
@@ -46,9 +46,9 @@ class LoraConfig:
     __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     rank: Annotated[int, Limits(ge=1, le=1 << 16)] = 16
-    """Columns of A and rows of B; at most the narrower side of each matrix that is adapted."""
+    """Columns of A and rows of B; at most the smaller side of each adapted matrix."""
     alpha: Annotated[float, Limits(gt=0, le=1e6)] = 32.0
-    """What the adapters add is scaled by alpha / rank, so that another rank needs no other learning rate."""
+    """The adapters' output is scaled by alpha / rank, so that another rank needs no other learning rate."""
     targets: tuple[Literal["query", "key", "value", "out", "gate", "up", "down"], ...] = ("query", "value")
     """Matrices of every block that get an adapter: query, key, value, out, gate (of swiglu), up, down."""
 
@@ -167,58 +167,61 @@ class ModelSection:
     from_: str | None = None
     """A Hugging Face folder: the shape of its config.json, in place of a preset. Its weights: adaptation.init_from."""
     vocab_size: int | None = None
-    """Rows of the embedding; by default the tokenizer's ids, and never fewer. More pad it up, which can be faster."""
+    """Rows of the embedding; by default one per tokenizer id, never fewer. More are padding, which can be faster."""
     n_layer: int | None = None
     """Blocks."""
     n_head: int | None = None
-    """Query heads; a divisor of d_model, unless d_head says how wide one is."""
+    """Query heads; must divide d_model unless d_head is given."""
     n_kv_head: int | None = None
-    """Key and value heads; a divisor of n_head, and n_head itself where no preset says otherwise."""
+    """Key and value heads; must divide n_head. n_head by default, unless the preset sets it."""
     d_model: int | None = None
     """Width of the residual stream."""
     d_ff: int | None = None
     """Inner width of the feed-forward."""
     max_seq_len: int | None = None
-    """Most positions of a sequence."""
+    """Most positions in a sequence."""
     pos_encoding: Literal["rope", "learned"] | None = None
-    """Rotated queries and keys (rope, where no preset says otherwise), or a learned table added to the embedding."""
+    """rope (rotated queries and keys), the default unless the preset sets it, or learned (a table added to the
+    embedding)."""
     mlp_type: Literal["swiglu", "gelu"] | None = None
-    """Feed-forward: gated (swiglu, where no preset says otherwise), or gelu in its tanh form."""
+    """Feed-forward: swiglu (gated), the default unless the preset sets it, or gelu in its tanh form."""
     norm_type: Literal["rmsnorm", "layernorm"] | None = None
-    """Norm before each part of a block and before the head; rmsnorm where no preset says otherwise."""
+    """Norm before each part of a block and before the head; rmsnorm by default, unless the preset sets it."""
     bias: bool | None = None
-    """Biases in linear layers and layernorms; false where no preset says otherwise."""
+    """Biases in linear layers and layernorms; false by default, unless the preset sets it."""
     tie_embeddings: bool | None = None
-    """The head is the embedding's transpose; true where no preset says otherwise."""
+    """The head is the embedding's transpose; true by default, unless the preset sets it."""
     rope_theta: float | None = None
-    """Base of rope's wavelengths; 10,000 where no preset says otherwise."""
+    """Base of rope's wavelengths; 10,000 by default, unless the preset sets it."""
     norm_eps: float | None = None
-    """Added to the variance in a norm; 1e-5 where no preset says otherwise."""
+    """Added to the variance in a norm; 1e-5 by default, unless the preset sets it."""
     num_ids: int | None = None
-    """Ids that can be predicted, the tokenizer's by default; rows of the embedding from here on are padding."""
+    """Ids that can be predicted, by default the tokenizer's; rows of the embedding beyond them are padding."""
     d_head: int | None = None
     """Width of a head; by default d_model / n_head."""
     qkv_bias: bool | None = None
-    """Biases of query, key and value alone."""
+    """Biases of query, key and value only."""
     qk_norm: bool | None = None
     """An rmsnorm of each head's queries and keys, before they are rotated."""
     rope_scaling: RopeScaling | None = None
     """Rope stretched beyond the positions that the model was first trained with."""
     no_rope_every: int | None = None
-    """Every so many layers one has no positions."""
+    """Every n-th layer has no rope."""
     sliding_window: int | None = None
-    """How many tokens a token sees, itself among them; all before it by default."""
+    """How many tokens a token attends to, itself included; by default all before it."""
     dropout: float | None = None
-    """Share of what enters the residual stream that is zeroed in training; 0, the default, or more and below 1."""
+    """Share of what enters the residual stream that training zeroes; 0 (the default) or more, below 1."""
     compute_dtype: Literal["float32", "bfloat16"] | None = None
-    """Type of matrix products and activations, float32 by default; parameters, norms, softmax and loss stay in it."""
+    """Type of products and activations; by default float32, as parameters, norms, softmax and loss always are."""
     remat: Literal["none", "dots", "full"] | None = None
-    """Activation checkpointing: keep all (none, the default), only products with weights, or what enters a block."""
+    """What is kept for the backward pass: everything (none, the default), products with weights (dots), or only what
+    enters a block (full)."""
     attention: Literal["auto", "plain", "xla", "cudnn"] | None = None
-    """How attention is computed: auto is NVIDIA's flash attention (cudnn) where it can be, else plain, or xla where
+    """How attention is computed: auto is NVIDIA's flash attention (cudnn) if it is possible, else plain, or xla if
     mesh.tensor splits the heads."""
     layers: Literal["auto", "unrolled", "scanned"] | None = None
-    """How layers are computed: one after the other, or one in a loop; auto is unrolled on CPUs and NVIDIA GPUs."""
+    """How layers are computed: one after another (unrolled) or in a loop (scanned); auto is unrolled on CPUs and NVIDIA
+    GPUs."""
 
 
 PRESETS = {
@@ -305,7 +308,7 @@ def model_problems(section: ModelSection, vocab_size: int | None = None) -> list
         return [("preset", f"no such preset: {section.preset!r}{hint} (presets: {', '.join(PRESETS)})")]
     given = _merged(section)
     problems = [
-        (name, f"missing; without a preset it has to be given (presets: {', '.join(PRESETS)})")
+        (name, f"missing; required without a preset (presets: {', '.join(PRESETS)})")
         for name in _NEEDED_WITHOUT_PRESET
         if name not in given
     ]
@@ -324,8 +327,8 @@ def model_problems(section: ModelSection, vocab_size: int | None = None) -> list
         problems.append(
             (
                 "vocab_size",
-                f"got {section.vocab_size}, expected at least the tokenizer's {vocab_size}; leave it out to take "
-                "the tokenizer's",
+                f"got {section.vocab_size}, expected at least the tokenizer's {vocab_size}; leave it out to use the "
+                "tokenizer's",
             )
         )
     if section.num_ids is not None:
@@ -333,7 +336,9 @@ def model_problems(section: ModelSection, vocab_size: int | None = None) -> list
         if section.num_ids < fewest or (rows is not None and section.num_ids > rows):
             lowest = "1" if vocab_size is None else f"the tokenizer's {vocab_size}"
             expected = f"from {lowest} to vocab_size {rows}"
-            problems.append(("num_ids", f"got {section.num_ids}, expected {expected}; leave it out to take the first"))
+            problems.append(
+                ("num_ids", f"got {section.num_ids}, expected {expected}; leave it out to use the tokenizer's")
+            )
     if problems:
         return problems
 
@@ -341,15 +346,15 @@ def model_problems(section: ModelSection, vocab_size: int | None = None) -> list
     d_head = given.get("d_head")
     if d_head is not None:
         if d_head % 2 and given.get("pos_encoding", "rope") == "rope":
-            problems.append(("d_head", f"got {d_head}, expected an even number: rope turns pairs"))
+            problems.append(("d_head", f"got {d_head}, expected an even number: rope rotates pairs"))
     elif d_model % n_head:
         problems.append(("n_head", f"got {n_head}, expected a divisor of d_model {d_model}"))
     elif given.get("pos_encoding", "rope") == "rope" and d_model // n_head % 2:
         problems.append(
             (
                 "n_head",
-                f"got {n_head} for d_model {d_model}, a head width of {d_model // n_head}; rope turns pairs and "
-                "expects an even one: change n_head or d_model, or set pos_encoding: learned",
+                f"got {n_head} for d_model {d_model}, a head width of {d_model // n_head}; rope rotates pairs and "
+                "needs an even one: change n_head or d_model, or set pos_encoding: learned",
             )
         )
     if n_head % n_kv_head:
@@ -359,9 +364,9 @@ def model_problems(section: ModelSection, vocab_size: int | None = None) -> list
 
     config = ModelConfig(**{"vocab_size": 1} | given)
     if section.attention == "cudnn" and (problem := cudnn_problem(config)):
-        problems.append(("attention", f"{problem}; leave it out to take what fits"))
+        problems.append(("attention", f"{problem}; leave it out for auto"))
     if section.layers == "scanned" and (problem := scan_problem(config)):
-        problems.append(("layers", f"{problem}; leave it out to take what fits"))
+        problems.append(("layers", f"{problem}; leave it out for auto"))
     return problems
 
 

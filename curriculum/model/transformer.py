@@ -36,10 +36,8 @@ _HERE = Placement()
 def transformer(config: ModelConfig, placement: Placement = _HERE) -> Model:
     """The transformer of a config, as the trainer takes it. Raises InputError if the backend cannot compute it."""
     if config.attention == "cudnn" and backend() != "gpu":
-        expected = "expected an NVIDIA GPU for it, or auto"
-        raise InputError(
-            f"model.attention: got cudnn on a machine whose jax backend is {jax.default_backend()}, {expected}"
-        )
+        expected = "expected an NVIDIA GPU, or auto"
+        raise InputError(f"model.attention: got cudnn with jax backend {jax.default_backend()}, {expected}")
     return Model(
         init=partial(init_params, config),
         forward=partial(forward, config, placement=placement),

@@ -40,9 +40,9 @@ class WandbConfig:
     project: str
     """The project that the run belongs to."""
     entity: str | None = None
-    """The user or team of the project; by default the one of the login."""
+    """The user or team of the project; by default the one logged in."""
     mode: Literal["online", "offline"] = "online"
-    """Offline sends nothing: `wandb sync` does, later, from the run directory."""
+    """offline sends nothing; `wandb sync` in the run directory sends it later."""
     tags: tuple[str, ...] = ()
     """Labels of the run."""
 

@@ -29,16 +29,16 @@ ROW_AXES = ("data", "fsdp")
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """How the devices are divided: data x fsdp x tensor. One size at most may be -1, all the devices that are left."""
+    """How the devices are divided: data x fsdp x tensor. At most one size may be -1: all remaining devices."""
 
     __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     data: int = -1
     """Groups of devices that hold the same state and take different rows."""
     fsdp: int = 1
-    """Devices over which parameters, gradients and moments are split, each taking rows of its own."""
+    """Devices over which parameters, gradients and moments are split; each takes rows of its own."""
     tensor: int = 1
-    """Devices over which heads, feed-forward and vocabulary are split where it divides them; all take the same rows."""
+    """Devices over which heads, feed-forward and vocabulary are split if it divides them; all take the same rows."""
 
     def problems(self) -> list[tuple[str, str]]:
         """Problems with the sizes, as (field, message) pairs; the field is empty if several are concerned."""

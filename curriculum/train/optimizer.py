@@ -18,7 +18,7 @@ _STRICT = {"extra": "forbid"}
 
 @dataclass(frozen=True)
 class AdamConfig:
-    """What AdamW has beside the keys of `optim` itself."""
+    """AdamW's settings beyond the keys of `optim` itself."""
 
     __pydantic_config__: ClassVar = _STRICT
 
@@ -33,7 +33,7 @@ class LionConfig:
     __pydantic_config__: ClassVar = _STRICT
 
     b1: float = 0.9
-    """Share of the momentum in the update, whose sign alone is taken; the gradient has the rest."""
+    """Share of the momentum in the update, of which only the sign is taken; the rest is the gradient."""
     b2: float = 0.99
     """Decay of the momentum."""
 
@@ -49,13 +49,13 @@ class MuonConfig:
     weight_decay_mult: float = 1.0
     """Multiplies `optim.weight_decay` for muon's arrays."""
     consistent_rms: float | None = 0.2
-    """Root mean square of an update at a rate of 1, whatever its shape; 0.2 is about AdamW's, whose learning rate then
-    serves here too. null: an orthogonal matrix times sqrt(max(1, outputs / inputs)).
+    """Root mean square of an update at a rate of 1, whatever its shape; 0.2 is about AdamW's, so AdamW's learning
+    rate fits here too. null: an orthogonal matrix times sqrt(max(1, outputs / inputs)).
     """
     allow_all_2d: bool = False
-    """Take every 2-D array: token and position embeddings and the head too."""
+    """Apply muon to every 2-D array, including token and position embeddings and the head."""
     allow_tied_embed: bool = False
-    """Take the embedding that serves as the head too."""
+    """Apply muon also to an embedding that is the head too."""
     momentum: float = 0.95
     """Decay of the mean of the gradients that is made orthogonal."""
     ns_steps: int = 5
@@ -75,7 +75,7 @@ class SophiaConfig:
     b1: float = 0.965
     """Decay of the momentum."""
     b2: float = 0.99
-    """Decay of the Hessian, from one estimate to the next."""
+    """Decay of the Hessian's average, from one estimate to the next."""
     gamma: float = 0.05
     """Momentum is divided by gamma times the Hessian: larger means fewer elements clipped at 1, and smaller steps."""
     eps: float = 1e-12
@@ -103,7 +103,7 @@ class OptimConfig:
     grad_clip: float = 1.0
     """Largest global norm of the gradient; 0 turns clipping off."""
     adam: AdamConfig = field(default_factory=AdamConfig)
-    """More of AdamW."""
+    """More settings of adamw."""
     lion: LionConfig = field(default_factory=LionConfig)
     """Settings of lion."""
     muon: MuonConfig = field(default_factory=MuonConfig)

@@ -70,8 +70,8 @@ def gguf_vocabulary(tokenizer: Tokenizer, num_rows: int, chat: ChatConfig | None
     """
     if tokenizer.kind == "char":
         raise InputError(
-            "tokenizer.kind: char cannot be written as GGUF: llama.cpp reads byte pairs and SentencePiece; use kind"
-            " byte or bpe, or export with --format hf"
+            "tokenizer.kind: char cannot be written as GGUF: llama.cpp reads byte-level BPE and SentencePiece; use "
+            "kind byte or bpe, or export with --format hf"
         )
     definition = tokenizer.hf.parsed.definition if tokenizer.hf is not None else hf_definition(tokenizer)
     parsed = ParsedDefinition(definition)
@@ -118,9 +118,9 @@ def _named_pattern(definition: dict[str, Any]) -> tuple[str, list[str]]:
     normalizers = [part["type"] for part in parts(definition["normalizer"]) if part["type"] != "Sequence"]
     cuts = [_cut(part) for part in parts(definition["pre_tokenizer"]) if part["type"] != "Sequence"]
     if set(normalizers) - {"NFC"}:
-        problems.append(f"its normalizer {', '.join(normalizers)} is none that llama.cpp has")
+        problems.append(f"llama.cpp does not have its normalizer {', '.join(normalizers)}")
     if any(part.get("add_prefix_space") for part in parts(definition["pre_tokenizer"])):
-        problems.append("it puts a blank before a text, which llama.cpp does not do before byte pairs")
+        problems.append("it puts a space before a text, which llama.cpp does not do for byte-level BPE")
     whole = definition["model"].get("ignore_merges")
     names = {
         ("gpt2",): "gpt-2",
@@ -133,7 +133,7 @@ def _named_pattern(definition: dict[str, Any]) -> tuple[str, list[str]]:
     pre = names.get(tuple(cuts))
     if pre is None:
         found = " and ".join(cuts) or "none"
-        problems.append(f"text is cut by a pattern that llama.cpp has no name for ({found})")
+        problems.append(f"llama.cpp has no name for the pattern that splits text ({found})")
     return pre, problems
 
 
@@ -151,22 +151,22 @@ def _cut(part: dict[str, Any]) -> str:
 
 def _sentencepiece_problems(parsed: ParsedDefinition) -> Iterator[str]:
     if parsed.is_unigram:
-        yield "its model is Unigram, which llama.cpp has only without bytes to fall back on"
+        yield "its model is Unigram, which llama.cpp has only without byte fallback"
         return
     if not parsed.has_bytes:
-        yield "it has no bytes to fall back on, which llama.cpp expects"
+        yield "it has no byte fallback, which llama.cpp expects"
     definition = parsed.definition
     allowed = ({"type": "Prepend", "prepend": BLANK}, {"type": "Replace", "pattern": {"String": " "}, "content": BLANK})
     for part in parts(definition["normalizer"]):
         if part["type"] != "Sequence" and part not in allowed:
-            yield f"its normalizer {part['type']} is none that llama.cpp has"
+            yield f"llama.cpp does not have its normalizer {part['type']}"
     for part in parts(definition["pre_tokenizer"]):
         if part["type"] != "Metaspace" or part.get("replacement") != BLANK:
-            yield f"its pre_tokenizer {part['type']} is none that llama.cpp has for SentencePiece"
+            yield f"llama.cpp does not have its pre_tokenizer {part['type']} for SentencePiece"
     made = {_made(pair) for pair in definition["model"]["merges"]}
     ordinary = [name for name in parsed.vocabulary if name not in parsed.added_tokens and byte_of(name) is None]
     if lost := [name for name in ordinary if len(name) > 1 and name not in made]:
-        yield f"{len(lost)} tokens such as {lost[0]!r} are made by no merge, and llama.cpp would make them"
+        yield f"no merge produces {len(lost)} tokens (such as {lost[0]!r}), but llama.cpp would produce them"
 
 
 def _made(pair: str | list[str]) -> str:
@@ -193,7 +193,7 @@ def _adds_bos(tokenizer: Tokenizer) -> bool:
             if part.get("type") == "TemplateProcessing" and part["single"]:
                 return part["single"][0].get("SpecialToken", {}).get("id") in tokenizer.special_tokens
     except (AttributeError, KeyError, TypeError) as error:
-        raise InputError(f"tokenizer: {DEFINITION_NAME}: post_processor: not one ({error!r}); restore it") from error
+        raise InputError(f"tokenizer: {DEFINITION_NAME}: post_processor: invalid ({error!r}); restore it") from error
     return False
 
 

@@ -84,10 +84,10 @@ class ParsedDefinition:
             yield f"model.type is {kind!r}; expected BPE or Unigram"
             return
         if model.get("dropout"):
-            yield f"model.dropout is {model['dropout']}; expected none: the same text has to give the same ids"
+            yield f"model.dropout is {model['dropout']}; expected none: the same text must give the same ids"
         for name, token in self.vocabulary.items():
             if not isinstance(name, str):
-                yield f"token {name!r} is no text; restore it"
+                yield f"token {name!r} is not text; restore it"
                 return
             if type(token) is not int or not 0 <= token < LARGEST_VOCAB:
                 yield f"token {name!r} has id {token!r}; expected a whole number from 0, below {LARGEST_VOCAB}"
@@ -105,9 +105,12 @@ class ParsedDefinition:
         else:
             missing = sorted(set(range(256)) - {byte_of(name) for name in self.vocabulary}) if self.has_bytes else []
             if not self.has_bytes and self.unknown is None:
-                yield "it has neither bytes to fall back on nor an unknown token: text would vanish"
+                yield "it has no byte fallback and no unknown token: some text would be dropped"
         if missing:
-            yield f"model.vocab lacks {len(missing)} of the 256 bytes, such as 0x{missing[0]:02X}: text would vanish"
+            yield (
+                f"model.vocab lacks {len(missing)} of the 256 bytes, such as 0x{missing[0]:02X}: some text would be "
+                "dropped"
+            )
 
 
 def parts(component: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
@@ -160,8 +163,8 @@ def _check_built(library: Any, parsed: ParsedDefinition, special_tokens: dict[st
     if found != expected:
         name = min(n for n in {*found, *expected} if found.get(n) != expected.get(n))
         raise InputError(
-            f"{DEFINITION_NAME}: token {name!r} has id {expected.get(name)}, and the library gives it"
-            f" {found.get(name)}; mend added_tokens"
+            f"{DEFINITION_NAME}: token {name!r} has id {expected.get(name)}, but the `tokenizers` library gives it "
+            f"{found.get(name)}; fix added_tokens"
         )
     special = {token for token in special_tokens.values() if token != parsed.unknown}
     names = list(special_tokens)
@@ -234,6 +237,6 @@ def _unknown_text(library: Any, text: str, unknown: int) -> InputError:
     encoding = library.encode(text, add_special_tokens=False)
     start, stop = encoding.offsets[encoding.ids.index(unknown)]
     return InputError(
-        f"{text[start:stop][:20]!r} cannot be represented: this tokenizer has no token for it and no bytes to fall back"
-        " on; take it out of the text, or use another tokenizer"
+        f"{text[start:stop][:20]!r} cannot be represented: this tokenizer has no token for it and no byte fallback; "
+        "remove it from the text, or use another tokenizer"
     )

@@ -87,8 +87,8 @@ def read_hf_files(folder: str | Path) -> HfFiles:
     files = {name: content for name in KEPT_NAMES if (content := _read(folder / name)) is not None}
     if DEFINITION_NAME not in files:
         raise InputError(
-            f"{folder / DEFINITION_NAME}: is not there; expected a tokenizer that the `tokenizers` library reads; where"
-            " there is only a tokenizer.model, load it in transformers and save it"
+            f"{folder / DEFINITION_NAME}: is missing; expected a tokenizer that the `tokenizers` library reads; if "
+            "there is only a tokenizer.model, load it in transformers and save it"
         )
     parsed = _parsed(folder, files)
     config = _json(folder / CONFIG_NAME, files.get(CONFIG_NAME))
@@ -97,8 +97,8 @@ def read_hf_files(folder: str | Path) -> HfFiles:
     eot = _named_id(folder, "eos", parsed.vocabulary, (config, named), ids)
     if eot is None:
         raise InputError(
-            f"{folder}: no end of text: {CONFIG_NAME} names no eos_token, and neither generation_config.json nor"
-            f" config.json has eos_token_id; add eos_token to {CONFIG_NAME}"
+            f"{folder}: no end-of-text token: {CONFIG_NAME} names no eos_token, and neither generation_config.json "
+            f"nor config.json has eos_token_id; add eos_token to {CONFIG_NAME}"
         )
     bos = _named_id(folder, "bos", parsed.vocabulary, (config, named), () if config else ids)
     return HfFiles(files, parsed, eot, bos)
@@ -108,7 +108,7 @@ def load_hf_files(folder: Path, eot: int, bos: int | None) -> HfFiles:
     """The tokenizer whose files `save_hf_files` wrote; its eot and bos are known already."""
     files = {name: content for name in KEPT_NAMES if (content := _read(folder / name)) is not None}
     if DEFINITION_NAME not in files:
-        raise InputError(f"{folder / DEFINITION_NAME}: is not there; expected the tokenizer saved with the run")
+        raise InputError(f"{folder / DEFINITION_NAME}: is missing; expected the tokenizer saved with the run")
     return HfFiles(files, _parsed(folder, files), eot, bos)
 
 
@@ -156,14 +156,14 @@ def _named_id(folder, role: str, vocabulary: dict[str, int], named: Sequence[dic
         if isinstance(token_id, list):
             if len(token_id) > 1:
                 raise InputError(
-                    f"{folder}: {role}_token_id is {token_id}, and {CONFIG_NAME} does not say which one of them ends a"
-                    f" document; add {role}_token there"
+                    f"{folder}: {role}_token_id is {token_id}, but {CONFIG_NAME} does not say which one to use; add "
+                    f"{role}_token there"
                 )
             token_id = token_id[0] if token_id else None
         if token_id is None:
             continue
         if token_id not in vocabulary.values():
-            raise InputError(f"{folder}: {role}_token_id {token_id} is no id of {DEFINITION_NAME}")
+            raise InputError(f"{folder}: {role}_token_id {token_id} is not an id in {DEFINITION_NAME}")
         return token_id
     return None
 

@@ -43,14 +43,14 @@ class TokenizerConfig:
     __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     kind: Literal["byte", "char", "bpe", "tiktoken", "hf"] = "byte"
-    """bpe is trained on the sources, or read from `path`; tiktoken is a published encoding by `name`; hf is that of a
-    Hugging Face folder, `path`."""
+    """bpe is trained on the sources, or read from `path`; tiktoken is a published encoding, given by `name`; hf is the
+    tokenizer of a Hugging Face folder, `path`."""
     vocab_size: int | None = None
-    """For bpe: how many ids to train, the 256 bytes and end-of-text included."""
+    """For bpe: size of the vocabulary to train, including the 256 bytes and end-of-text."""
     name: str | None = None
     """For tiktoken: the published encoding, such as gpt2."""
     path: str | None = None
-    """A folder that holds a saved tokenizer, instead of training one; for hf, one with a tokenizer.json."""
+    """The folder of a saved tokenizer to use instead of training one; for hf, a folder with a tokenizer.json."""
 
     def __post_init__(self):
         if self.kind == "hf" and self.path is None:
@@ -58,12 +58,13 @@ class TokenizerConfig:
         if self.kind == "tiktoken" and (self.name is None) == (self.path is None):
             raise FieldError("kind", "kind tiktoken needs name (such as gpt2), or path to a saved tokenizer")
         if self.kind != "tiktoken" and self.name is not None:
-            raise FieldError("name", f"name belongs to kind tiktoken; got kind {self.kind}")
+            raise FieldError("name", f"name applies to kind tiktoken only; got kind {self.kind}")
         if self.kind == "byte" and self.path is not None:
             raise FieldError("path", "kind byte has nothing to load; leave path out")
         if self.kind != "bpe" and self.vocab_size is not None:
             raise FieldError(
-                "vocab_size", f"vocab_size belongs to kind bpe, others settle it themselves; got kind {self.kind}"
+                "vocab_size",
+                f"vocab_size applies to kind bpe only, other kinds determine their own; got kind {self.kind}",
             )
         if self.kind == "bpe" and self.path is None:
             if self.vocab_size is None:
@@ -272,7 +273,7 @@ def _byte_pair_encoder(tokenizer: Tokenizer) -> Callable[[Sequence[str]], list[n
             ids = encoding_for(text).encode_to_numpy(text, allowed_special=special, disallowed_special=())
         except ValueError as error:
             # The pattern backtracks over white space; its matcher gives up near a million characters.
-            raise InputError(f"{error}; is there a very long run of blanks or empty lines? shorten it") from error
+            raise InputError(f"{error}; shorten any very long run of spaces or empty lines") from error
         return ids.astype(tokenizer.dtype)
 
     def encode_all(texts: Sequence[str]) -> list[np.ndarray]:
@@ -303,9 +304,8 @@ def _character_encoder(tokenizer: Tokenizer) -> Callable[[str], np.ndarray]:
         if encoded.size and encoded.min() == unknown:
             character = text[int(encoded.argmin())]
             raise InputError(
-                f"character {character!r} (U+{ord(character):04X}) is not among the"
-                f" {tokenizer.vocab_size - 1} of the char tokenizer, which knows those of the sources only; use"
-                " tokenizer kind byte or bpe"
+                f"character {character!r} (U+{ord(character):04X}) is not among the {tokenizer.vocab_size - 1} of the "
+                "char tokenizer, which knows only those of the sources; use tokenizer kind byte or bpe"
             )
         return encoded
 
@@ -331,11 +331,11 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     if is_hf_folder(directory) or (directory / "tokenizer.model").exists():
         return hf_tokenizer(read_hf_files(directory))
     path = directory / SIDECAR_NAME
-    facts = read_sidecar(path, TokenizerFacts, "expected the folder of a tokenizer, saved here or of Hugging Face")
+    facts = read_sidecar(path, TokenizerFacts, "expected a tokenizer's folder, saved by curriculum or by Hugging Face")
     if facts.format_version != FORMAT_VERSION:
-        raise InputError(f"{path}: format_version {facts.format_version}; expected {FORMAT_VERSION}; save it anew")
+        raise InputError(f"{path}: format_version {facts.format_version}; expected {FORMAT_VERSION}; save it again")
     damaged = InputError(
-        f"{directory}: the tokenizer's files do not fit its fingerprint {facts.fingerprint}; restore them"
+        f"{directory}: the tokenizer's files do not match its fingerprint {facts.fingerprint}; restore them"
     )
     if facts.kind == "byte":
         tokenizer = byte_tokenizer()

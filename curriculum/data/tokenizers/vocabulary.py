@@ -73,8 +73,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     possible = len(vocabulary) + 1
     if possible != vocab_size:
         raise InputError(
-            f"tokenizer.vocab_size: {vocab_size} asked, and the sources yield {possible} (256 bytes,"
-            f" {possible - SMALLEST_BPE} merges, end-of-text); set vocab_size: {possible}, or give more text"
+            f"tokenizer.vocab_size: got {vocab_size}, but the sources yield only {possible} (256 bytes, "
+            f"{possible - SMALLEST_BPE} merges, end-of-text); set vocab_size: {possible}, or give more text"
         )
     byte_of_letter = byte_level_letters()
     tokens = [b""] * vocab_size

@@ -158,7 +158,7 @@ def _checked(architecture: str, config: ModelConfig, wanted: dict[str, Any]) -> 
         found["sliding_window"] = None  # it never cuts anything off
     unlike = {field: setting for field, setting in wanted.items() if found[field] != setting}
     problems = [
-        f"model.{field}: got {found[field]}, and {architecture}, the nearest that llama.cpp has, expects {setting}"
+        f"model.{field}: got {found[field]}, expected {setting} for {architecture}, llama.cpp's closest architecture"
         for field, setting in unlike.items()
     ]
     if architecture != "llama" and config.rope_scaling is not None and config.rope_scaling.kind == "llama3":

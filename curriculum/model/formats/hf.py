@@ -141,7 +141,7 @@ def checked_tensors(folder: str | os.PathLike, config: ModelConfig) -> dict[str,
         if name == "lm_head.weight":  # of a tied model
             embedding = stored.get(layout[0].name)
             if embedding is None or not equal_bytes(found, embedding):
-                problems.append(f"{name}: is not {layout[0].name}, though config.json says tie_word_embeddings")
+                problems.append(f"{name}: differs from {layout[0].name}, though config.json says tie_word_embeddings")
         else:
             problems.append(f"{name}: got {list(found.shape)}, expected no such tensor")
     if problems:

@@ -222,7 +222,9 @@ def _sliding_window(keys: _Keys, model_type: str) -> int | None:
         got = f"{sum(slides)} of {len(slides)} layers see {window} tokens and the others all"
         keys.problem("layer_types" if kinds is not None else "use_sliding_window", f"{got}; expected all layers alike")
     elif window is None:
-        keys.problem("sliding_window", "none, though layer_types has sliding_attention; expected the window's tokens")
+        keys.problem(
+            "sliding_window", "missing, though layer_types has sliding_attention; expected the window in tokens"
+        )
     return window
 
 
@@ -313,7 +315,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise InputError(f"{path}: is missing; expected the config.json of a Hugging Face folder") from None
     except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read: {error}; copy the folder anew") from None
+        raise InputError(f"{path}: cannot be read: {error}; copy the folder again") from None
     if not isinstance(data, dict):
         raise InputError(f"{path}: got {type(data).__name__}, expected a JSON object")
     return data

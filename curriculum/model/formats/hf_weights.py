@@ -57,7 +57,7 @@ def stored_tensors(folder: str | os.PathLike) -> dict[str, StoredTensor]:
         try:
             for name, tensor in _header(file).items():
                 if name in tensors:
-                    problems.append(f"{file}: {name} stands in {tensors[name].file.name} already; copy the folder anew")
+                    problems.append(f"{file}: {name} is already in {tensors[name].file.name}; copy the folder again")
                 tensors[name] = tensor
         except InputError as error:
             problems += error.problems
@@ -78,18 +78,18 @@ def weight_files(folder: str | os.PathLike) -> list[Path]:
         others = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
         fix = "convert it: in transformers, from_pretrained and then save_pretrained writes safetensors"
         if others:
-            raise InputError(f"{folder}: has its weights as {', '.join(others[:3])} alone; {fix}")
+            raise InputError(f"{folder}: has its weights only as {', '.join(others[:3])}; {fix}")
         raise InputError(f"{folder / WEIGHTS}: is missing; expected the weights of a Hugging Face folder")
     index = folder / INDEX
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         missing = [name for name in sorted(names) if not (folder / name).is_file()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{index}: is no index of safetensors files ({error!r}); copy the folder anew") from None
+        raise InputError(f"{index}: is not an index of safetensors files ({error!r}); copy the folder again") from None
     if not names:
-        raise InputError(f"{index}: names no file; copy the folder anew")
+        raise InputError(f"{index}: names no file; copy the folder again")
     if missing:
-        raise InputError(*(f"{folder / name}: is missing; {INDEX} names it; copy the folder anew" for name in missing))
+        raise InputError(*(f"{folder / name}: is missing; {INDEX} names it; copy the folder again" for name in missing))
     return [folder / name for name in sorted(names)]
 
 
@@ -123,29 +123,29 @@ def _header(file: Path) -> dict[str, StoredTensor]:
 
     The format: the length of a JSON object as 8 bytes, the object, then the arrays without gaps.
     """
-    problem = f"{file}: is no whole safetensors file"
+    problem = f"{file}: is not a complete safetensors file"
     try:
         size = file.stat().st_size
         with open(file, "rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             if size < 8 or length > min(_LARGEST_HEADER_BYTES, size - 8):
-                raise InputError(f"{problem}: its header does not fit into its {size} bytes; copy it anew")
+                raise InputError(f"{problem}: its header does not fit into its {size} bytes; copy it again")
             header = json.loads(stream.read(length))
     except OSError as error:
         raise InputError(f"{file}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise error if isinstance(error, InputError) else InputError(f"{problem}: its header is no JSON") from None
+        raise error if isinstance(error, InputError) else InputError(f"{problem}: its header is not JSON") from None
     try:
         tensors = dict(_entries(file, 8 + length, header))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise InputError(f"{problem}: its header: {error!r}; copy it anew") from None
+        raise InputError(f"{problem}: its header: {error!r}; copy it again") from None
     end = 8 + length
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
         if tensor.start != end:
-            raise InputError(f"{problem}: {name} begins at byte {tensor.start}, expected {end}; copy it anew")
+            raise InputError(f"{problem}: {name} begins at byte {tensor.start}, expected {end}; copy it again")
         end = tensor.end
     if end != size:
-        raise InputError(f"{problem}: it has {size} bytes, and its header tells of {end}; copy it anew")
+        raise InputError(f"{problem}: it has {size} bytes, but its header describes {end}; copy it again")
     return tensors
 
 
