@@ -84,7 +84,7 @@ def test_a_resume_tells_of_a_run_that_begins_and_of_an_edit_that_a_remembered_op
     path = folder / "c.yaml"
     first = run(folder, "train", "c.yaml", "--resume", "latest", "--set", "train.steps=4", "--set", "checkpoint.keep=2")
     assert first.returncode == 0, first.stderr
-    said = "runs/small: holds no run: nothing is there to resume, and the run begins anew"
+    said = "runs/small: holds no run: nothing to resume; the run starts at step 0"
     assert first.stderr.splitlines()[0] == said
     path.write_text(path.read_text().replace("steps: 8", "steps: 12"))
     again = run(folder, "train", "c.yaml", "--resume", "latest")
@@ -92,7 +92,7 @@ def test_a_resume_tells_of_a_run_that_begins_and_of_an_edit_that_a_remembered_op
     line = next(i for i, words in enumerate(path.read_text().splitlines(), 1) if words == "  steps: 12")
     assert again.stderr == (
         f"c.yaml:{line}:3: train.steps: the file says 12, but --set train.steps=4 is used, which the run remembers; "
-        "to go by the file, give --set train.steps=12\n"
+        "to use the file's value, give --set train.steps=12\n"
     )
 
 
@@ -157,7 +157,7 @@ def test_a_dry_run_of_answers_that_no_row_holds(folder):
 
 def test_a_dry_run_continues_nothing(folder):
     done = run(folder, "train", "c.yaml", "--dry-run", "--resume", "latest")
-    assert done.returncode == 2 and "--dry-run: it begins nothing and continues nothing" in done.stderr
+    assert done.returncode == 2 and "--dry-run: tests a fresh start" in done.stderr
 
 
 def test_dry_run_leaves_no_run_behind(folder):
@@ -196,7 +196,7 @@ def test_prepare_tells_the_share_of_scored_tokens(folder):
 def test_prepare_tells_of_an_eval_set_that_tells_too_little(folder):
     (folder / "copies.jsonl").write_text('{"text": "one and the same"}\n' * 3)
     done = run(folder, "prepare", "c.yaml", "--set", "evalsets.sets.copies={path: copies.jsonl}")
-    assert "warning: eval set copies has 3 documents, of which 1 is distinct: copies count as one" in done.stdout
+    assert "warning: eval set copies has 3 documents, only 1 of them distinct: copies count as one" in done.stdout
     assert "warning: eval set copies is one document of " in done.stdout
 
 
@@ -284,8 +284,8 @@ def test_prepare_a_folder_of_conversations(folder):
         (["train", "c.yaml", "--resume", "newest"], "expected 'latest', 'gold' or the step"),
         (["train", "c.yaml", "--resume", "5"], "holds no run; expected a directory made by"),
         (["train", "c.yaml", "--resume", "²"], "expected 'latest', 'gold' or the step"),
-        (["train", "c.yaml", "--run-dir", "web.jsonl"], "web.jsonl is no folder that can be written to"),
-        (["train", "c.yaml", "--run-dir", "web.jsonl/x"], "is no folder that can be written to"),
+        (["train", "c.yaml", "--run-dir", "web.jsonl"], "web.jsonl is not a writable folder"),
+        (["train", "c.yaml", "--run-dir", "web.jsonl/x"], "is not a writable folder"),
         (["train", "c.yaml", "--set", "phases[0].until=90"], "after the run's end at step 8"),
         (["train", "c.yaml", "--set", "train.steps=1000000000000000000000000"], "train.steps: got 1"),
         (["prepare", "c.yaml", "--tokenizer", "byte"], "go with --text"),
@@ -341,7 +341,7 @@ main.main()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (130, "")
-    assert done.stderr == "interrupted; a run that had begun goes on with --resume latest\n"
+    assert done.stderr == "interrupted; continue a run that had begun with --resume latest\n"
 
 
 def test_what_is_imported_is_not_looked_through_for_garbage():

@@ -407,7 +407,7 @@ def test_a_model_that_cannot_generate_is_told():
         ("p.jsonl", '{"prompt": 3}\n[1]\n{"text": "x"}\n{"prompt": "x"}\nnot json', ["1: got", "2:", "3:", "5: got 'not"]),
         ("p.txt", "\ufeffone\n", ["one"]),
         ("p.jsonl", '\ufeff{"prompt": "one"}\n', ["one"]),
-        ("p.txt", "\n \n", ["holds no prompt, expected one a line"]),
+        ("p.txt", "\n \n", ["holds no prompt, expected one per line"]),
         ("p.txt", b"\xff", ["cannot be read: 'utf-8'"]),
         ("p.txt", None, ["cannot be read: No such file"]),
     ],
@@ -605,7 +605,7 @@ def test_the_command(runs, tmp_path):
     earlier = json.loads(run("--prompt", "the ", "--step", "10", *settings, "--json").stdout)
     assert earlier["step"] == 10 and earlier["generations"] != told["generations"]
     long = run("--prompt", "the ", "--prompt", "x" * 1023, *settings, "--temperature", "0", "--stop", "zzz")
-    assert "prompt 2: ended where the model has no more positions (max_seq_len)" in long.stderr
+    assert "prompt 2: stopped at the model's last position (max_seq_len)" in long.stderr
 
 
 def test_what_is_wrong_with_a_command_is_told(runs, tmp_path):
@@ -659,5 +659,5 @@ def test_a_run_of_a_model_of_ones_own_needs_it(runs, tmp_path):
     shutil.copytree(place / "without", tmp_path / "run")
     resolved = json.loads((tmp_path / "run/config.resolved.json").read_text())
     (tmp_path / "run/config.resolved.json").write_text(json.dumps(resolved | {"model": None}))
-    with pytest.raises(InputError, match=r"a model of one's own; call generate\(make_model=\.\.\.\)"):
+    with pytest.raises(InputError, match=r"a custom model; call generate\(make_model=\.\.\.\)"):
         load_generator(tmp_path / "run")

@@ -12,16 +12,16 @@ from curriculum.cli.options import CHANGES, STORE_DIR
 
 @click.command()
 @click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
-@click.option("--at", metavar="STEP", required=True, help="The step up to which the two runs are one.")
-@click.option("--run-dir", type=click.Path(path_type=Path), required=True, help="Where the new run is kept.")
+@click.option("--at", metavar="STEP", required=True, help="The step where the new run departs from RUN.")
+@click.option("--run-dir", type=click.Path(path_type=Path), required=True, help="Directory of the new run.")
 @CHANGES["overrides"]
 @CHANGES["dataset_dirs"]
 @CHANGES["eval_dataset_dirs"]
 @STORE_DIR
 def command(run, at, run_dir, overrides, dataset_dirs, eval_dataset_dirs, store_dir):
-    """Train a new run that is RUN up to a step and goes on by RUN's config as the options change it.
+    """Train a new run that equals RUN up to a step and continues with RUN's config as the options change it.
 
-    It begins at RUN's newest checkpoint at or before that step and trains what lies between exactly as RUN did.
+    It starts from RUN's newest checkpoint at or before that step and repeats the steps between exactly as RUN did.
     """
     from curriculum.branch import branch, go_on_command
 

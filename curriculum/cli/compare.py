@@ -15,9 +15,9 @@ import click
     type=click.Choice(["tokens", "step"]),
     default="tokens",
     show_default=True,
-    help="Compare where the runs have as many tokens, or as many steps; one that another began from, there.",
+    help="Compare at equal tokens or steps; a run that another began from is taken at the step where that one began.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the comparison as JSON.")
 def command(runs, at, as_json):
     """Compare the checkpoints of runs, set by set: losses, and paired differences from the first run."""
     from curriculum.views.compare import compare

@@ -27,10 +27,10 @@ def stopped_runs(go_on: str) -> Iterator[None]:
     try:
         yield
     except RegressionStop as stopped:
-        tell(f"{stopped}; go on with {go_on}")
+        tell(f"{stopped}; continue with {go_on}")
     except Diverged as diverged:
         tell(str(diverged), err=True)
         sys.exit(3)
     except Stopped as stopped:
-        tell(f"{stopped}; go on with {go_on}", err=True)
+        tell(f"{stopped}; continue with {go_on}", err=True)
         sys.exit(128 + stopped.signal_number)

@@ -16,8 +16,8 @@ from curriculum.cli.options import STEP, WEIGHTS
     "format_name",
     required=True,
     metavar="hf|gguf|safetensors",
-    help="hf: a folder for transformers, vllm and their like. gguf: model.gguf for llama.cpp. safetensors: the arrays "
-    "under their own names, with model.json.",
+    help="hf: a folder for transformers, vllm and similar tools. gguf: model.gguf for llama.cpp. safetensors: the "
+    "arrays under their own names, with model.json.",
 )
 @STEP
 @WEIGHTS
@@ -26,20 +26,22 @@ from curriculum.cli.options import STEP, WEIGHTS
     default="f32",
     show_default=True,
     metavar="f32|bf16|f16|q8_0",
-    help="Of the exported values; q8_0, blocks of 8 bits, for gguf alone.",
+    help="Type of the exported values; q8_0 (8-bit blocks) is for gguf only.",
 )
 @click.option(
     "--merge",
     is_flag=True,
-    help="Fold the adapters of a LoRA run into its model; without it they alone are written, as a folder for peft.",
+    help="Fold the adapters of a LoRA run into its model; without it the adapters alone are written, for peft.",
 )
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="A new or an empty folder.")
+@click.option(
+    "-o", "--output", required=True, type=click.Path(path_type=Path), help="A new or an empty folder to write to."
+)
 def command(run, format_name, step, weights, dtype, merge, output):
-    """Write the parameters of RUN, with its tokenizer, into a folder of their own; hf and gguf with a model card."""
+    """Write the parameters of RUN, with its tokenizer, to a folder; hf and gguf get a model card."""
     from curriculum.export import export
 
     exported = export(run, output, format=format_name, step=step, weights=weights, dtype=dtype, merge=merge)
     merged = ", adapters merged" if merge else ""
     click.echo(f"{output}: step {exported} of {run}, {format_name}, {weights} weights, {dtype}{merged}")
     if exported == 0 and step is None:
-        click.echo("  the gold, but it is what the run began with: --step latest takes what it ended with")
+        click.echo("  note: the gold checkpoint is step 0, what the run began with; --step latest exports the last one")

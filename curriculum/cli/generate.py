@@ -17,32 +17,43 @@ from curriculum.sampling import Sampling
 
 @click.command()
 @click.argument("run")
-@click.option("--prompt", "prompts", metavar="TEXT", multiple=True, help="What the text begins with; repeatable.")
-@click.option("--prompts-file", metavar="FILE", help='A prompt a line, or in a .jsonl {"prompt": TEXT} a line.')
+@click.option("--prompt", "prompts", metavar="TEXT", multiple=True, help="Text to continue; repeatable.")
+@click.option("--prompts-file", metavar="FILE", help='One prompt per line; in a .jsonl, one {"prompt": TEXT} per line.')
 @click.option(
-    "--max-tokens", type=int, default=Sampling.max_tokens, show_default=True, help="Most tokens of each continuation."
+    "--max-tokens",
+    type=int,
+    default=Sampling.max_tokens,
+    show_default=True,
+    help="Maximum tokens of each continuation.",
 )
 @click.option(
-    "--temperature", type=float, default=Sampling.temperature, show_default=True, help="0: always the likeliest token."
+    "--temperature",
+    type=float,
+    default=Sampling.temperature,
+    show_default=True,
+    help="0: always the most likely token.",
 )
-@click.option("--top-k", type=int, default=Sampling.top_k, help="Draw from this many of the likeliest tokens alone.")
+@click.option("--top-k", type=int, default=Sampling.top_k, help="Draw only from this many of the most likely tokens.")
 @click.option(
     "--top-p",
     type=float,
     default=Sampling.top_p,
-    help="Draw from the likeliest tokens that have this share of the probability together.",
+    help="Draw only from the most likely tokens that together have this probability.",
 )
 @click.option(
-    "--min-p", type=float, default=Sampling.min_p, help="Leave out tokens less likely than this share of the likeliest."
+    "--min-p",
+    type=float,
+    default=Sampling.min_p,
+    help="Drop tokens whose probability is below this share of the highest one.",
 )
 @click.option("--seed", type=int, default=Sampling.seed, show_default=True, help="The same seed gives the same text.")
 @click.option("--stop", metavar="TEXT", multiple=True, help="End before this text; repeatable.")
 @STEP
 @WEIGHTS
-@click.option("--json", "as_json", is_flag=True, help="Print all of it as JSON, once it is there.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, once all is generated.")
 @STORE_DIR
 def command(run, prompts, prompts_file, step, weights, as_json, store_dir, **settings):
-    """Continue prompts with a checkpoint of RUN, as a document that begins so would. RUN is only read."""
+    """Continue prompts with a checkpoint of RUN, as a document that begins with them. RUN is only read."""
     try:
         _generate(run, prompts, prompts_file, step, weights, as_json, store_dir, Sampling(**settings))
     except KeyboardInterrupt:
@@ -83,7 +94,7 @@ def _generate(run, prompts, prompts_file, step, weights, as_json, store_dir, sam
     num_tokens, all_s = sum(len(generation.ids) for generation in generations), time.perf_counter() - started
     for number, generation in enumerate(generations, start=1):
         if generation.finished == "max_seq_len":
-            click.echo(f"prompt {number}: ended where the model has no more positions (max_seq_len)", err=True)
+            click.echo(f"prompt {number}: stopped at the model's last position (max_seq_len)", err=True)
     of_step = f"step {loaded.step:,}, {weights} weights"
     click.echo(f"{of_step}: {num_tokens:,} tokens in {all_s:.2f}s, the first after {first_s:.2f}s", err=True)
 

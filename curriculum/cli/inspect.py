@@ -10,11 +10,11 @@ import click
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON.")
 def command(run, as_json):
     """Show what RUN is, how far it is, and how it does; the run may still be training.
 
-    Of a folder of runs a line each.
+    For a folder of runs: one line per run.
     """
     from curriculum.record.events import plain
     from curriculum.run import RunDirectory, load_run, runs_below

@@ -16,22 +16,22 @@ import click
 from curriculum.cli.lasting import lasting
 from curriculum.errors import InputError, is_out_of_memory
 
-_INTERRUPTED = "interrupted; a run that had begun goes on with --resume latest"
+_INTERRUPTED = "interrupted; continue a run that had begun with --resume latest"
 _TAKES_LESS = (
-    "`curriculum plan CONFIG` estimates what an update needs of a device; a higher train.grad_accum, model.remat, a "
+    "`curriculum plan CONFIG` estimates the device memory of an update; a higher train.grad_accum, model.remat, a "
     "shorter seq_len, mesh.fsdp over more devices and a smaller model need less"
 )
 _LONGEST_LINE = 900  # characters of a message
 _COMMANDS = {  # each in the module of its name
     "train": "Train a run through its phases, or continue one.",
-    "plan": "Show who gets what and when, before anything is trained.",
+    "plan": "Show what each phase reads and when, before training.",
     "prepare": "Turn text into token stores.",
     "eval": "Measure a checkpoint on the run's eval sets and on new ones.",
-    "inspect": "Show what a run is, how far it is, and how it does.",
+    "inspect": "Show what a run is, how far it is, and how it is doing.",
     "generate": "Continue prompts with a checkpoint of a run.",
     "compare": "Compare the checkpoints of runs, set by set, with intervals.",
-    "report": "Draw a run, or several, as one HTML file.",
-    "branch": "Train a new run that shares another one's history up to a step.",
+    "report": "Draw one or more runs as one HTML file.",
+    "branch": "Train a new run that shares another run's history up to a step.",
     "export": "Write the parameters of a run in another format.",
 }
 

@@ -24,7 +24,7 @@ CHANGES = {
         "dataset_dirs",
         metavar="[NAME=]DIR",
         multiple=True,
-        help="Define or replace a source; a CONFIG without phases gets one of it. Its other fields: "
+        help="Define or replace a source; a CONFIG without phases gets one phase of it. Its other fields: "
         "--set sources.NAME.format=...",
     ),
     "eval_dataset_dirs": click.option(
@@ -41,7 +41,7 @@ CHANGES = {
         "Face folder.",
     ),
     "keep_optimizer": click.option(
-        "--keep-optimizer", is_flag=True, help="With --init-from: also take over the optimizer's state."
+        "--keep-optimizer", is_flag=True, help="With --init-from: also take over the optimizer state."
     ),
 }
 
@@ -78,24 +78,22 @@ def process_options(command):
             "--coordinator",
             metavar="HOST:PORT",
             envvar=VARIABLES["--coordinator"],
-            help="Train in several processes, which meet there: the machine of process 0, and a free port of it. Under "
-            "SLURM and Open MPI the processes find together by themselves.",
+            help="Train in several processes, which connect there: the machine of process 0, and a free port of it. "
+            "Under SLURM and Open MPI the processes find each other.",
         ),
         click.option(
             "--num-processes",
             type=int,
             envvar=VARIABLES["--num-processes"],
-            help="Processes in the run; 1: this one alone.",
+            help="Number of processes in the run; 1: this one alone.",
         ),
-        click.option(
-            "--process-id", type=int, envvar=VARIABLES["--process-id"], help="Which of them this is, from 0 on."
-        ),
+        click.option("--process-id", type=int, envvar=VARIABLES["--process-id"], help="Index of this process, from 0."),
         click.option(
             "--join-seconds",
             type=click.FloatRange(min=0),
             default=JOIN_SECONDS,
             show_default=True,
-            help="How long a process waits for the others to be started.",
+            help="How long a process waits for the others to start.",
         ),
     ]
     for option in reversed(options):

@@ -30,23 +30,21 @@ MAX_NAMED = 8  # more eval sets are counted, not named
 @click.option(
     "--resume",
     metavar="latest|gold|STEP",
-    help="Plan how the run would go on from this checkpoint with CONFIG, and what the edit changes.",
+    help="Plan how the run would continue from this checkpoint with CONFIG, and show what the edit changes.",
 )
 @click.option("--run-dir", type=click.Path(path_type=Path), help="With --resume: the run; runs/<name> by default.")
 @click.option("--accept-past", is_flag=True, help="With --resume: plan what train --accept-past would do.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def command(config_path, changes, store_dir, resume, run_dir, accept_past, as_json):
-    """Show who gets what and when, before anything is trained.
+    """Show what each phase reads and when, before training.
 
-    Looks only at what is prepared already: the epochs of other sources are unknown. With --resume it tells of a run,
-    which may be training, what `train` with the same options would do; nothing of the run is changed.
+    Uses only what is prepared already: the epochs of other sources are unknown. With --resume it shows what `train`
+    with the same options would do to a run, which may be training; the run is not changed.
     """
     if resume is None:
         if run_dir is not None or accept_past:
             given = "--accept-past" if run_dir is None else "--run-dir"
-            raise InputError(
-                f"{given}: the plan of a run that begins has no use for it; give --resume, or leave it out"
-            )
+            raise InputError(f"{given}: has no effect on the plan of a new run; give --resume, or leave it out")
         resolved = plan(load_config(config_path, **changes), store_dir=store_dir)
     else:
         with lasting():
@@ -130,7 +128,7 @@ def _going_on(p: Plan) -> list[str]:
         if edit is None
         else verdict({"event": "schedule_edit", "step": step, **edit})
     )
-    return [f"{run} goes on at step {step:,}, with a learning rate of {lr:.3g}", what]
+    return [f"{run} continues at step {step:,}, with a learning rate of {lr:.3g}", what]
 
 
 def _evals(evals: dict[str, Any]) -> str:

@@ -17,9 +17,9 @@ from curriculum.errors import InputError
     "--format",
     "text_format",
     type=click.Choice(["text", "messages", "completion"]),
-    help="What a row of the --text is: a text, or a conversation, which ChatML renders.",
+    help="What a row of --text holds: a text, or a conversation, which ChatML renders.",
 )
-@click.option("--text-key", metavar="KEY", help="The key or column of the text or of the messages.")
+@click.option("--text-key", metavar="KEY", help="Key or column of the text or the messages.")
 @click.option("--tokenizer", metavar="T", help="byte, the name of a tiktoken encoding (gpt2), or a tokenizer's folder.")
 @click.option("--output", metavar="DIR", help="A new folder for the tokenizer and the tokens.")
 def command(config_path, changes, store_dir, texts, text_format, text_key, tokenizer, output):
@@ -30,7 +30,7 @@ def command(config_path, changes, store_dir, texts, text_format, text_key, token
     if (config_path is None) == (not texts):
         raise InputError("prepare: expected either CONFIG, or --text PATH with --tokenizer and --output")
     if config_path is not None and (tokenizer or output):
-        raise InputError("prepare: --tokenizer and --output go with --text; the stores of CONFIG lie in --store-dir")
+        raise InputError("prepare: --tokenizer and --output go with --text; the stores of CONFIG go to --store-dir")
     if config_path is not None and (text_format or text_key):
         raise InputError("prepare: --format and --text-key go with --text; in CONFIG they are keys of each source")
     if config_path is None:

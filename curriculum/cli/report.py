@@ -11,7 +11,7 @@ import click
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path(path_type=Path))
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The file to write.")
 def command(runs, output):
-    """Draw RUN as one HTML file that needs nothing from outside; of several runs, a comparison too."""
+    """Draw RUN as one self-contained HTML file; several runs are also compared."""
     from curriculum.views.report import write_report
 
     write_report(runs, output)

@@ -17,7 +17,7 @@ from curriculum.remembered import config_going_on
 
 @click.command()
 @config_options()
-@click.option("--run-dir", type=click.Path(path_type=Path), help="Where the run is kept; runs/<name> by default.")
+@click.option("--run-dir", type=click.Path(path_type=Path), help="Directory of the run; runs/<name> by default.")
 @click.option(
     "--resume",
     metavar="latest|gold|STEP",
@@ -26,18 +26,18 @@ from curriculum.remembered import config_going_on
 @click.option(
     "--accept-past",
     is_flag=True,
-    help="With --resume: go on although CONFIG changes what is trained already; the record keeps the edit.",
+    help="With --resume: continue even if CONFIG contradicts what is already trained; the edit is recorded.",
 )
 @process_options
 @click.option("--dry-run", is_flag=True, help="Check, prepare, compile, take one step and one eval; leave no run.")
 def command(config_path, changes, store_dir, run_dir, resume, accept_past, launch, join_seconds, dry_run):
     """Train a run through its phases, or continue one.
 
-    A run remembers the options that changed its config: they need not be given again with --resume. Where CONFIG says
-    another value than one of them, that is told.
+    A run remembers the options that changed its config: they need not be given again with --resume. If CONFIG gives
+    another value than one of them, a line says so.
     """
     if accept_past and resume is None:
-        raise InputError("--accept-past: a run that begins has no past; give --resume, or leave it out")
+        raise InputError("--accept-past: a new run has no past; give --resume, or leave it out")
     unused: list[str] = []
     if resume is None:
         config = load_config(config_path, **changes)
@@ -46,7 +46,7 @@ def command(config_path, changes, store_dir, run_dir, resume, accept_past, launc
     run_dir = run_dir or Path("runs") / config.name
 
     if dry_run and resume is not None:
-        raise InputError("--dry-run: it begins nothing and continues nothing; leave --resume out")
+        raise InputError("--dry-run: tests a fresh start, so it cannot be combined with --resume; leave one out")
 
     with lasting():
         from curriculum.train.processes.together import check_same, is_first, joined
