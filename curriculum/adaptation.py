@@ -115,8 +115,8 @@ def find_base(init_from: str | os.PathLike, part: str | tuple[str, ...] = "ledge
     base = _find_base(init_from, part)
     if isinstance(base, Base) and base.config.get("adaptation", {}).get("lora") is not None:
         raise InputError(
-            f"{base.init_from!r} trained adapters alone (adaptation.lora), which are no model without the one that it "
-            "began from; export it with --format hf --merge, and begin from that folder"
+            f"{base.init_from!r} trained adapters only (adaptation.lora), which need the model that it began from; "
+            "export it with --format hf --merge, and begin from that folder"
         )
     return base
 
@@ -130,7 +130,7 @@ def _find_base(init_from: str | os.PathLike, part: str | tuple[str, ...]) -> Bas
         steps = step_folders(path.parent)
         if path.name in map(str, steps):
             return Base(given, run, int(path.name), undamaged(run.path / path.parent.name / path.name, part=part))
-        raise InputError(f"{given!r} is no whole checkpoint; there are: {', '.join(map(str, steps)) or 'none'}")
+        raise InputError(f"{given!r} is not a checkpoint of the run; available: {', '.join(map(str, steps)) or 'none'}")
     if not os.path.exists(path):
         raise InputError(f"{given!r} {no_such_path(Path(os.path.expanduser(given)))}")
     if (run := _run_at(path, given)) is not None:
@@ -139,7 +139,7 @@ def _find_base(init_from: str | os.PathLike, part: str | tuple[str, ...]) -> Bas
         return Base(given, run, *find_checkpoint(run, "gold", option=f"{given}:", part=part))
     if any((path / name).is_file() for name in (HF_CONFIG, INDEX)) or any(path.glob("*.safetensors")):
         return _hf_base(_as_given(path, given), given)
-    raise InputError(f"{given!r} holds no run and is no checkpoint of one; expected {_EXPECTED}")
+    raise InputError(f"{given!r} is neither a run nor a checkpoint of one; expected {_EXPECTED}")
 
 
 _EXPECTED = "a run, RUN/checkpoints/STEP, RUN/gold, RUN/gold/STEP, RUN/kept/STEP or a Hugging Face folder"
@@ -164,8 +164,8 @@ def _hf_base(folder: Path, given: str) -> HfBase:
     except InputError as error:
         problems += error.problems
     if not (folder / DEFINITION_NAME).is_file():
-        fix = "in transformers, AutoTokenizer.from_pretrained and then save_pretrained writes it"
-        problems.append(f"{folder / DEFINITION_NAME}: is missing, the tokenizer as `tokenizers` reads it; {fix}")
+        fix = "AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers writes it"
+        problems.append(f"{folder / DEFINITION_NAME}: is missing (the tokenizer in the format of `tokenizers`); {fix}")
     if problems:
         raise InputError(*problems)
     return HfBase(given, folder, hf_model_type(folder), model)

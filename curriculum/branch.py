@@ -83,7 +83,7 @@ def branch(
             setup.course.keep_edit(on)
     ledger.check_past(saved, ledger.found_in(setup), of_branch=True)
     if setup.course.total_steps <= at:
-        raise config.error([("train.steps", f"the run ends at step {at}, where the branch begins; give it more")])
+        raise config.error([("train.steps", f"the run ends at step {at}, where the branch begins; expected more")])
     if config.origin.text is not None:
         # Messages name the trunk's config file, which was read, up to here; from here on the branch's own copy.
         origin = replace(config.origin, file=str(directory.path / "config.yaml"))
@@ -107,7 +107,7 @@ def _check_new(directory: RunDirectory, store_dir: str | Path, own_model: bool) 
     directory.check_usable()
     if directory.holds_run():
         raise InputError(
-            f"--run-dir {directory.path}: holds a run already; choose another, or go on with a branch that was begun: "
+            f"--run-dir {directory.path}: already holds a run; choose another, or continue a branch begun there: "
             f"{go_on_command(directory.path, store_dir, own_model=own_model)}"
         )
     within = next((p for p in directory.path.absolute().parents if RunDirectory(p).has_config), None)
@@ -160,7 +160,7 @@ def _step_of(trunk: Run, at: int | str) -> int:
         raise InputError(f"--at {at}: expected a step of {trunk.directory.path}")
     last = max((line["step"] for line in [*trunk.events[-1:], *trunk.metrics[-1:]]), default=0)
     if int(at) > last:
-        raise InputError(f"--at {at}: {trunk.directory.path} has come to step {last}; expected a step up to there")
+        raise InputError(f"--at {at}: {trunk.directory.path} has only reached step {last}; give a step up to {last}")
     return int(at)
 
 
@@ -178,7 +178,7 @@ def _checkpoint_before(trunk: Run, folders: Mapping[int, Sequence[Path]], at: in
     before = [step for step in folders if step <= at]
     if not before:
         there = ", ".join(map(str, sorted(folders))) or "none"
-        raise InputError(f"--at {at}: {trunk.directory.path} has no checkpoint at or before it; there are: {there}")
+        raise InputError(f"--at {at}: {trunk.directory.path} has no checkpoint at or before it; available: {there}")
     return _newest_whole(folders, before) or undamaged(folders[max(before)][0], f"--at {at}: ")
 
 
@@ -190,7 +190,7 @@ def _newest_whole(folders: Mapping[int, Sequence[Path]], steps: Iterable[int]) -
             print(*passed_over, sep="", end="", file=sys.stderr)
             return folder
         if folder.exists():  # else the trunk is training and has just deleted it
-            passed_over.append(f"{folder}: is damaged: {why}; the branch begins without it\n")
+            passed_over.append(f"{folder}: is damaged: {why}; skipped\n")
     return None
 
 

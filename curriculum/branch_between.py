@@ -32,13 +32,13 @@ def check_between(
         phases = {segment.phase for segment in schedule.segments if segment.start < end and start < segment.end}
         for path, got, was in [*_differing(were, now), *_other_micro_steps(were, now, config, phases)]:
             found.setdefault(path, []).append((start, end, got, was))
-    problems, there = [], f"branch where there is a checkpoint: {', '.join(map(str, steps))}"
+    problems, there = [], f"branch at the step of a checkpoint: {', '.join(map(str, steps))}"
     for path, told in found.items():
         start, end, got, was = told[0]
-        fix = f", which was changed on the way; {there}"
+        fix = f", which was changed in between; {there}"
         if len(told) == len(stretches) and len({was for *_, was in told}) == 1:
             start, end, fix = step, at, f"; restore it, or {there}"
-        as_trunk = f"but the branch trains steps {start} to {end} again as its trunk did, with {was}"
+        as_trunk = f"but the branch must repeat steps {start} to {end} as its trunk trained them, with {was}"
         problems.append((path, f"got {got}, {as_trunk}{fix}"))
     if rows := _other_rows(trunk, config, step, at):
         problems.append(("logging.every", f"{rows}; restore it, or {there}"))
@@ -129,4 +129,4 @@ def _other_rows(trunk: Run, config: Config, step: int, at: int) -> str | None:
     had = (
         f"rows at {', '.join(map(str, rows[:3]))}{', ...' if len(rows) > 3 else ''}" if rows else "no metrics row there"
     )
-    return f"got {every}, but the branch trains steps {step} to {at} again as its trunk did, with {had}"
+    return f"got {every}, but the branch must repeat steps {step} to {at} as its trunk trained them, with {had}"

@@ -39,8 +39,8 @@ from phases.checks import EXPECTED_NAME, NAME
 from phases.schedule import Phase
 
 _ALL_REPLAYED = (  # of `phases`
-    "missing, and all that --dataset-dir gives is replayed (adaptation.replay), so that no phase is made of it; give "
-    "the text to adapt to as well, or phases"
+    "missing, and everything given with --dataset-dir is replayed (adaptation.replay), which makes no phase; also give "
+    "the text to adapt to, or phases"
 )
 
 _OF_THE_NAME = re.compile(r"\s*(name|variables)\b")  # an override that the run's name may depend on
@@ -224,7 +224,7 @@ def _as_yaml(given: Any, path: str, problems: Problems) -> Any:
         return os.fspath(given)
     if callable(item := getattr(given, "item", None)) and getattr(given, "shape", None) == ():
         return _as_yaml(item(), path, problems)
-    expected = "expected what YAML has: text, a number, a list or a mapping"
+    expected = "expected a YAML value: text, a number, a list or a mapping"
     problems.append((path, f"got a {type(given).__name__}, {expected}"))
     return None
 
@@ -335,7 +335,7 @@ def named_directories(flag: str, items: Iterable[str]) -> dict[str, str]:
     for item in items:
         name, directory = named_directory(flag, item)
         if name in found:
-            message = f"{name} is the name of {found[name]} already; expected another one, as in OTHER={directory}"
+            message = f"{name} is already the name of {found[name]}; expected another one, as in OTHER={directory}"
             raise InputError(f"{flag} {item}: {message}")
         found[name] = directory
     return found

@@ -20,7 +20,7 @@ from phases.checks import EXPECTED_NAME, NAME, check_phases
 from phases.lr import check_rates
 
 _METRICS = tuple(f"_{metric}" for metric in Recorded._fields if metric != "loss")  # suffixes of the record's keys
-NO_ADAPTERS = "a model of one's own (model: null) has no adapters; leave lora out, and freeze within the model itself"
+NO_ADAPTERS = "a custom model (model: null) has no adapters; leave lora out, and freeze within the model itself"
 
 
 def _check_name(v):
@@ -38,8 +38,9 @@ def _check_sources(v):
         if source.max_epochs is not None and not source.max_epochs > 0:
             yield f"{path}.max_epochs", f"got {source.max_epochs}, expected more than 0"
         if source.max_epochs is None and source.on_exhaust in ("stop", "renormalise"):
-            fix = "give it max_epochs, such as 1, or leave on_exhaust out"
-            yield f"{path}.on_exhaust", f"got {source.on_exhaust}, but without max_epochs nothing exhausts it: {fix}"
+            why = "which has no effect without max_epochs: the source then repeats forever"
+            fix = "set max_epochs, such as 1, or leave on_exhaust out"
+            yield f"{path}.on_exhaust", f"got {source.on_exhaust}, {why}; {fix}"
 
 
 def _check_source_paths(v):
@@ -57,7 +58,7 @@ def _check_gate_program(v):
     if gate.gate is None or any(key == "gate" for key, _ in gate.problems()):
         return
     if shutil.which(program := shlex.split(gate.gate)[0]) is None:
-        yield "evalsets.gold.gate", f"got the program {program!r}, which is neither a file to run nor on the PATH"
+        yield "evalsets.gold.gate", f"got the program {program!r}, which is neither an executable file nor on the PATH"
 
 
 def _check_tokenizer_path(v):
@@ -88,7 +89,7 @@ def _check_readable(path, location):
         return
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or error
-        yield path, f"{location!r} cannot be looked at: {reason}; expected a readable path"
+        yield path, f"{location!r} cannot be accessed: {reason}; expected a readable path"
         return
     if not os.access(where, os.R_OK | (os.X_OK if where.is_dir() else 0)):
         yield path, f"{location!r} cannot be read; check its permissions"
@@ -105,7 +106,7 @@ def _check_evalsets(v):
         if not NAME.fullmatch(name):
             yield path, f"got the name {name!r}, {EXPECTED_NAME}"
         elif name in (PRIMARY, "val", "duration_s") or name.endswith(_METRICS):
-            yield path, f"the name {name!r} is taken by the record; expected another one"
+            yield path, f"the name {name!r} is reserved for the record; expected another one"
         if source.every is not None and source.every % section.every:
             got = f"got {source.every}, expected a multiple of evalsets.every ({section.every})"
             yield f"{path}.every", got
@@ -122,7 +123,7 @@ def _check_evalsets(v):
             yield where, f"got {got}, expected exactly one of 'held_out_of', 'path' and 'hf'{hint}"
         own = [key for key in ("text_key", "glob", "format") if getattr(source, key) != getattr(EvalSource, key)]
         if source.held_out_of is not None and own:
-            reason = "are read with 'path' or 'hf' only; held-out text comes from its source"
+            reason = "apply to 'path' and 'hf' only; held-out text comes from its source"
             yield f"{path}.{own[0]}", f"text_key, glob and format {reason}"
         elif len(given) == 1:
             try:
@@ -170,9 +171,11 @@ def _check_lora(v):
     if lora is None:
         return
     if section.init_from is None:
-        yield "adaptation.lora", "needs adaptation.init_from, the model that the adapters are trained beside"
+        yield "adaptation.lora", "needs adaptation.init_from, the model that the adapters are for"
     if section.keep_optimizer:
-        message = "got true with adaptation.lora, but the optimizer's state there is of other parameters; leave it out"
+        message = (
+            "got true, but the base run's optimizer state is not that of the adapters (adaptation.lora); leave it out"
+        )
         yield "adaptation.keep_optimizer", message
     if not lora.targets:
         yield "adaptation.lora.targets", "got none, expected at least one of query, key, value, out, gate, up, down"
@@ -190,12 +193,12 @@ def _check_lora_fits(v):
     shapes = model.projections()
     for name in dict.fromkeys(lora.targets):
         if name not in shapes:
-            expected = f"gelu has no gate; expected of {', '.join(shapes)}"
+            expected = f"gelu has no gate; expected some of {', '.join(shapes)}"
             yield "adaptation.lora.targets", f"got {name}, but the model's mlp_type is gelu: {expected}"
         elif lora.rank > min(shapes[name]):
             inputs, outputs = shapes[name]
             got = f"got {lora.rank}, expected at most {min(inputs, outputs)}"
-            yield "adaptation.lora.rank", f"{got}: {name} is {inputs} x {outputs}, and no more is of low rank"
+            yield "adaptation.lora.rank", f"{got}: {name} is {inputs} x {outputs}, and a higher rank adds nothing"
 
 
 def _check_regression(v):
@@ -263,7 +266,7 @@ def _check_axes(v):
 def _check_tied(v):
     chosen = v["optim"].name == "muon" and v["optim"].muon.allow_tied_embed
     if chosen and (model := model_of(v)) is not None and not model.tie_embeddings:
-        message = "the model has a head of its own, so that no embedding is tied to it (model.tie_embeddings: false)"
+        message = "the model has a separate head, not tied to the embedding (model.tie_embeddings: false)"
         yield "optim.muon.allow_tied_embed", f"{message}; leave it out, or set allow_all_2d"
 
 

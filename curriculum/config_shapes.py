@@ -94,14 +94,14 @@ def _check_rope_theta(v):
         return
     model = None if v["model"] is None else model_of(v)
     if v["model"] is None:
-        message = "a model of one's own (model: null) is not given one; leave it out, and turn positions in the model"
+        message = "a custom model (model: null) does not receive it; leave it out, and set it in the model itself"
     elif model is None:
         return
     elif model.pos_encoding != "rope":
-        message = f"the model's positions are {model.pos_encoding} (model.pos_encoding), not rotary: it reads none"
+        message = f"the model's positions are {model.pos_encoding} (model.pos_encoding), not rotary: it has no theta"
         message += "; leave it out, or train a model with pos_encoding: rope"
     elif model.rope_scaling is not None:
-        message = "the model's wavelengths are stretched already (model.rope_scaling), and both would add up"
+        message = "the model's wavelengths are already scaled (model.rope_scaling), and the two would combine"
         message += "; leave one of the two out"
     else:
         return

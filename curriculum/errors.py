@@ -43,7 +43,7 @@ def readable(path: Path, what: str = "read") -> Iterator[None]:
         yield
     except OSError as error:
         raise InputError(
-            f"{error.filename or path}: cannot be {what}: {error.strerror}; mend that, and try again"
+            f"{error.filename or path}: cannot be {what}: {error.strerror}; fix that, and try again"
         ) from None
 
 
@@ -54,7 +54,7 @@ def check_choice(option: str, name: str, choices: Collection[str]) -> None:
 
         near = get_close_matches(name, choices, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise InputError(f"{option} {name}: there is no such one; {hint}expected one of: {', '.join(choices)}")
+        raise InputError(f"{option} {name}: unknown value; {hint}expected one of: {', '.join(choices)}")
 
 
 def no_such(what: str, name: str, known: Iterable[str]) -> str:

@@ -100,7 +100,7 @@ def evaluate(
     trained = load_trained(saved, store_dir)
     warnings = []
     if trained.unfit_mesh is not None:
-        how = f"measured with data {trained.mesh.size}; sums may differ from training's in the last digits"
+        how = f"measured with mesh.data {trained.mesh.size}; sums may differ from training's in the last digits"
         warnings.append(f"{trained.unfit_mesh}: {how}")
     suite = make_suite(config, trained.mesh, trained.model, evalsets.values())
     progress = ConsoleProgress(f"measuring step {saved.step:,}", unit=WINDOWS)
@@ -132,15 +132,15 @@ def _read_warning(evalset: EvalSet, num_documents: int, source: str, count: int 
 
     `count` is None if that is unknown.
     """
-    where = f"stand in source {source}, which the run was trained on"
+    where = f"also occur in source {source}, which the run was trained on"
     if count is not None:
         measured = evalset.num_documents
-        of_text = f"'s text, of which {measured:,} {'is' if measured == 1 else 'are'} measured,"
+        of_text = f" ({measured:,} measured)"
         return (
             f"{count:,} of {num_documents:,} documents of {evalset.name}{of_text * (measured < num_documents)} {where}"
         )
     why = "its text is not prepared here" if source in config.sources else "the config no longer has it"
-    return f"it is not known how many documents of {evalset.name} {where}: {why}"
+    return f"unknown how many documents of {evalset.name} {where}: {why}"
 
 
 def _with_sets(config: Config, new: Mapping[str, str], overrides: Iterable[str]) -> Config:

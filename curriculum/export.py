@@ -76,13 +76,13 @@ def export(
     place = output if os.path.isdir(output) else output.parent
     clear_killed(place, output)
     if os.path.exists(output) and not (place == output and not any(output.iterdir())):
-        raise InputError(f"-o {output}: is there already; expected a new or an empty folder")
+        raise InputError(f"-o {output}: already exists; expected a new or an empty folder")
     begun_with = directory.architecture()
     adapted = "lora" in begun_with
     if merge and not adapted:
         raise InputError(f"--merge: {directory.path} trained no adapters (adaptation.lora); leave it out")
     if adapted and not merge and format == "gguf":
-        raise InputError("--format gguf: the run trained adapters alone; fold them in with --merge")
+        raise InputError("--format gguf: the run trained adapters only; fold them in with --merge")
     kind = "peft" if adapted and not merge else format
     # A model that the format has no class for is refused before the checkpoint is looked at.
     target = None if kind == "safetensors" else _target(directory, kind, dtype, begun_with)
@@ -163,15 +163,15 @@ def _target(directory: RunDirectory, kind: str, dtype: str, architecture: Mappin
     resolved, begun_with = directory.resolved(), directory.architecture()
     if resolved["model"] is None:
         raise InputError(
-            f"--format {kind}: {directory.path} was trained with a model of one's own, which no other program knows; "
+            f"--format {kind}: {directory.path} was trained with a custom model, which no other program knows; "
             "expected safetensors"
         )
     config = ModelConfig.of(architecture)
     if kind == "peft" and architecture != begun_with:
         got = f"were trained with rope_theta {config.rope_theta:g}"
         raise InputError(
-            f"{directory.path}: the adapters {got}, the model that they are for has {begun_with['rope_theta']:g}; fold "
-            "them in with --merge"
+            f"{directory.path}: the adapters {got}, but their base model has {begun_with['rope_theta']:g}; fold them "
+            "in with --merge"
         )
     tokenizer = load_tokenizer(directory.tokenizer)
     if kind == "gguf":
@@ -215,13 +215,13 @@ def _write_gguf(
     own = {f"curriculum.{key}": value for key, value in metadata.items()}
     if target.chat is not None and spells_special(target.chat, target.tokenizer):
         tell(
-            "the chat section spells special tokens, which were ordinary text in training and are special to llama.cpp:"
-            " the ids of a conversation will differ; with --format hf they do not"
+            "the chat section spells out special tokens, which were ordinary text in training but are special to "
+            "llama.cpp: the ids of a conversation will differ; with --format hf they stay the same"
         )
     rest = {"dtype": dtype, "name": target.name, "chat": target.chat, "metadata": own}
     in_f16 = write_gguf(folder / "model.gguf", target.config, arrays, target.tokenizer, **rest)
     if in_f16:
-        tell(f"q8_0: {len(in_f16)} matrices are stored as f16, their rows being no multiple of 32: {', '.join(in_f16)}")
+        tell(f"q8_0: {len(in_f16)} matrices are stored as f16 (rows not a multiple of 32): {', '.join(in_f16)}")
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -278,11 +278,11 @@ def load_exported(folder: str | os.PathLike, model: Model) -> Params:
         try:
             arrays |= load_file(file)
         except (OSError, SafetensorError) as error:
-            raise InputError(f"{file}: cannot be read: {error}; export it anew") from None
+            raise InputError(f"{file}: cannot be read: {error}; export it again") from None
     if not arrays:
         adapters = (Path(folder) / "adapter_model.safetensors").exists()
         expected = "export the run with --merge" if adapters else "expected a folder made by `curriculum export`"
-        raise InputError(f"{folder}: holds no model.safetensors{', but adapters alone' * adapters}; {expected}")
+        raise InputError(f"{folder}: holds no model.safetensors{', only adapters' * adapters}; {expected}")
     shapes = abstract_params(model)
     asked = {name: array.shape for name, array in by_name(shapes).items()}
     found = {name: array.shape for name, array in arrays.items()}

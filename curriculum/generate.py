@@ -90,7 +90,7 @@ def load_generator(
     from curriculum.train.trained import load_trained
 
     trained = load_trained(saved, store_dir)
-    warnings = () if trained.unfit_mesh is None else (f"{trained.unfit_mesh}: each has all parameters",)
+    warnings = () if trained.unfit_mesh is None else (f"{trained.unfit_mesh}: each device holds all parameters",)
     generator = Generator(on_mesh(trained.model, trained.mesh), saved.tokenizer, trained.mesh)
     return Loaded(saved.step, generator, trained.params, warnings)
 
@@ -122,7 +122,7 @@ def read_prompts(path: str | os.PathLike) -> list[str]:
         else:
             problems.append(f'{path}:{number}: got {line[:60]!r}, expected an object with a text as "prompt"')
     if not problems and not prompts:
-        problems.append(f"--prompts-file {path}: holds no prompt, expected one a line")
+        problems.append(f"--prompts-file {path}: holds no prompt, expected one per line")
     if problems:
         raise InputError(*problems)
     return prompts

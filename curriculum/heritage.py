@@ -43,7 +43,7 @@ class Heritage:
 
     def problems(self, model: ModelSection | None, tokenizer: TokenizerConfig) -> Iterator[tuple[str, str]]:
         """(path, message) for each setting of a config's sections that contradicts the inherited ones."""
-        fix = "leave the section out to take what it has"
+        fix = "leave the section out to use the same"
         if tokenizer.kind not in (self.tokenizer.kind, self.sections["tokenizer"]["kind"]):
             yield "tokenizer.kind", f"got {tokenizer.kind}, but {self.run} has {self.tokenizer.kind}; {fix}"
         for key, its in (("vocab_size", self.tokenizer.vocab_size), ("name", self.tokenizer.name)):
@@ -60,7 +60,7 @@ class Heritage:
             rows = self.sections["model"]["num_ids"] or self.sections["model"]["vocab_size"]
             if model.vocab_size < rows:
                 got = f"got {model.vocab_size}, but {self.run} has {rows} rows"
-                yield "model.vocab_size", f"{got}; expected as many, or more to pad it up"
+                yield "model.vocab_size", f"{got}; expected as many, or more as padding"
         if model is None or model_problems(model, self.tokenizer.vocab_size):
             return
         resolved = resolve_model(model, self.tokenizer.vocab_size)

@@ -54,8 +54,8 @@ class RunLock:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             raise InputError(
-                f"{self.path}: cannot be opened: {error.strerror}; expected the lock of the run, a file that can be "
-                "written to: mend it, or remove it while no process trains here"
+                f"{self.path}: cannot be opened: {error.strerror}; expected the run's lock, a writable file; fix it, "
+                "or remove it while no process trains here"
             ) from None
         try:
             _lock(descriptor)

@@ -51,8 +51,8 @@ def damage(folder: Path, part: str | tuple[str, ...] = "") -> str | None:
     except OSError as error:
         if error.errno not in _OF_THE_FILE:
             raise InputError(
-                f"{error.filename}: cannot be read: {error.strerror}; whether {folder} is whole cannot be told: mend "
-                "that, and try again"
+                f"{error.filename}: cannot be read: {error.strerror}, so {folder} cannot be verified; fix that, and "
+                "try again"
             ) from None
         return f"{error.filename}: no checksum can be taken: {error.strerror}"
 

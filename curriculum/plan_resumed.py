@@ -36,7 +36,7 @@ def plan_resumed(
     directory = RunDirectory(Path(run_dir))
     directory.check_usable()
     resumed = to_resume(directory, resume)
-    told = [f"{folder}: is damaged: {why}; it is passed over" for _, folder, why in opening.damaged(directory, resumed)]
+    told = [f"{folder}: is damaged: {why}; skipped" for _, folder, why in opening.damaged(directory, resumed)]
     if resumed is None:
         fresh = plan(config, store_dir=store_dir)
         return replace(fresh, warnings=(*told, opening.nothing_to_resume(directory), *fresh.warnings))
@@ -81,12 +81,13 @@ def plan_resumed(
         own = directory.resolved()["tokenizer"]
         theirs = ", ".join(f"{key}: {value}" for key, value in own.items() if value is not None)
         told.append(
-            f"tokenizer: is not the run's ({theirs}) and not prepared yet: it is refused unless it gives the same ids"
+            f"tokenizer: differs from the run's ({theirs}) and is not prepared yet; train will refuse it unless it "
+            "gives the same ids"
         )
     unseen = [*missing, *(name for name in config.sources if name not in sizes.details)]
     if unseen:
         told.append(
-            "not prepared yet, so whether it is the text that the run was trained on or measured by is not known: "
+            "not prepared yet, so it cannot be checked against the text that the run was trained or measured on: "
             f"{', '.join(unseen)} ({prepare_command(config)})"
         )
     return replace(planned, warnings=(*told, *planned.warnings))

@@ -38,8 +38,8 @@ def schedule_warnings(config: Config, schedule: Schedule, epochs_of: Mapping[str
         # A source that repeats does not end at its max_epochs, but reading on is worth a warning.
         cap = SourceSupply(size, source.max_epochs).cap_tokens if repeats else None
         if cap is not None and cursors[name] > cap:
-            most = f"its max_epochs is {source.max_epochs:g}"
-            warnings.append(f"{name} is read {cursors[name] / size:.3g} times, and {most}: it repeats")
+            most = f"beyond its max_epochs of {source.max_epochs:g}"
+            warnings.append(f"{name} is read {cursors[name] / size:.3g} times, {most}: it repeats")
         if size is not None and cursors[name] > MAX_EPOCHS_WORTH_FRESH * size:
             warnings.append(
                 f"{name} is read {cursors[name] / size:.1f} times; above {MAX_EPOCHS_WORTH_FRESH} epochs repeated "
@@ -84,8 +84,8 @@ def _few_evals(config: Config, schedule: Schedule) -> Iterator[str]:
     planned = num_due({end for _, _, end in schedule.phase_bounds}, every, after=0)
     if action in ("stop", "replay") and planned < NUM_HISTORY:
         yield (
-            f"evalsets.regression.action is {action}, but {planned} evals are planned: with fewer than {NUM_HISTORY} "
-            "only large rises are found; lower evalsets.every"
+            f"evalsets.regression.action is {action}, but only {planned} evals are planned: with fewer than "
+            f"{NUM_HISTORY} only large rises are found; lower evalsets.every"
         )
 
 
@@ -112,9 +112,8 @@ def evalset_warnings(evalsets: Iterable[EvalSet]) -> Iterator[str]:
         name, distinct = record_name(evalset.name), evalset.num_distinct_documents
         if 2 * distinct <= evalset.num_documents:
             yield (
-                f"eval set {name} has {evalset.num_documents:,} documents, of which {distinct:,} "
-                f"{'is' if distinct == 1 else 'are'} distinct: copies count as one document in its standard errors and "
-                "verdicts; remove the copies from its text"
+                f"eval set {name} has {evalset.num_documents:,} documents, only {distinct:,} of them distinct: copies "
+                "count as one document in its standard errors and verdicts; remove the copies from its text"
             )
         if len(np.unique(clusters(evalset.origin_N)[0])) < 2:
             num = np.count_nonzero(evalset.origin_N >= 0)
@@ -142,7 +141,7 @@ def few_scored_targets(schedule: Schedule, details: Mapping[str, Mapping[str, An
         if expected < FEW_SCORED_TARGETS and any("scored_share" in details.get(name, {}) for name in shares):
             warnings.append(
                 f"updates of phase {phase} have about {expected:.1f} scored targets each, in {tokens_per_step:,} slots;"
-                " one that has none is skipped; raise its batch_size or seq_len"
+                " an update without any is skipped; raise its batch_size or seq_len"
             )
     return warnings
 
@@ -155,9 +154,9 @@ def unsplit_vocabulary(config: Config, model: ModelConfig) -> list[str]:
     multiple = math.lcm(tensor, BY_BACKEND["gpu"].head_rows)
     matrices = "embedding" if model.tie_embeddings else "embedding and of the head"
     return [
-        f"mesh.tensor {tensor} does not divide the {rows:,} rows of the {matrices}: every device keeps them whole and "
-        f"works out all logits; model.vocab_size: {-(-rows // multiple) * multiple} adds rows that are never "
-        "predicted, and splits them"
+        f"mesh.tensor {tensor} does not divide the {rows:,} rows of the {matrices}: every device keeps all of them "
+        f"and computes all logits; model.vocab_size: {-(-rows // multiple) * multiple} adds rows that are never "
+        "predicted, so that they are split"
     ]
 
 
@@ -166,12 +165,14 @@ def _unread(config: Config, schedule: Schedule) -> list[str]:
     warnings = []
     for name in config.adaptation.replay:
         if all(name in phase.mixture for phase in config.phases):
-            warnings.append(f"adaptation.replay.{name} changes nothing: the mixture of every phase names {name} itself")
+            warnings.append(f"adaptation.replay.{name} has no effect: the mixture of every phase names {name} itself")
     measured = {source.held_out_of for source in config.eval_sources.values()}
     shared = {name for segment in schedule.segments for name, share in segment.mean_mixture().items() if share > 0}
     for name, cursor in schedule.cursors_at(schedule.total_steps).items():
         if cursor == 0 and name not in measured | shared:
-            warnings.append(f"nothing of source {name} is read: no phase gives it a share, and no eval set is of it")
+            warnings.append(
+                f"source {name} is never read: no phase gives it a share, and no eval set is held out of it"
+            )
     return warnings
 
 

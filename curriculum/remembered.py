@@ -49,7 +49,7 @@ def outranked(config: Config, remembered: Sequence[str], **given: Any) -> Iterat
         says = json.dumps(says, ensure_ascii=False)
         yield (
             f"{places.place(place)}: {place}: the file says {says}, but {option} is used, which the run remembers; to "
-            f"go by the file, give --set {shlex.quote(f'{place}={says}')}"
+            f"use the file's value, give --set {shlex.quote(f'{place}={says}')}"
         )
 
 

@@ -133,7 +133,7 @@ class RunDirectory:
         except OSError as error:
             if error.errno not in DISK_ERRORS:
                 raise
-            tell(f"{path}: cannot be written: {error.strerror}; it stays as it was")
+            tell(f"{path}: cannot be written: {error.strerror}; left unchanged")
 
     def check_usable(self) -> None:
         """Raise InputError if the path cannot be written to. Creates nothing."""
@@ -152,9 +152,7 @@ class RunDirectory:
 
     def _check_writable(self, folder: Path | None) -> None:
         if folder is None or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-            raise InputError(
-                f"--run-dir {self.path}: {folder} is no folder that can be written to; mend that, or choose another"
-            )
+            raise InputError(f"--run-dir {self.path}: {folder} is not a writable folder; fix that, or choose another")
 
     def set_aside_evals_after(self, step: int) -> None:
         """Move the results of evals after `step` to `superseded/`: they will be measured again."""
@@ -255,7 +253,7 @@ def run_directory(run_dir: str | os.PathLike) -> RunDirectory:
     directory = RunDirectory(Path(run_dir))
     if not directory.has_config:
         below = runs_below(run_dir)
-        there = f"; there are runs below it: {', '.join(below)}" if below else ""
+        there = f"; it contains runs: {', '.join(below)}" if below else ""
         raise InputError(f"{run_dir}: holds no run; expected a directory made by `curriculum train`{there}")
     return directory
 
@@ -302,12 +300,12 @@ def find_checkpoint(
         if events == [] and found["gold"]:
             raise InputError(
                 f"{record}: has no complete line to say which checkpoint is the gold one; restore it from a copy, or "
-                f"give a step (there are: {there})"
+                f"give a step (available: {there})"
             )
         gold = _gold_step(events or [])
         if gold not in (None, *found["gold"]) and trained_by(directory.path):
             before = [e["step"] for e in events if e["event"] == "gold_checkpoint" and e["step"] in found["gold"]]
-            told = f"gold/{before[-1]}, the one before it, is taken" if before else "there is none before it"
+            told = f"gold/{before[-1]}, the one before it, is used" if before else "there is none before it"
             print(f"{directory.gold / str(gold)}: is being saved; {told}", file=sys.stderr)
             gold = before[-1] if before else None
         if gold in found["gold"]:
@@ -315,18 +313,18 @@ def find_checkpoint(
         if gold is not None:
             raise InputError(
                 f"{directory.gold / str(gold)}: is gone, but the record names it as the gold checkpoint; restore it "
-                f"from a copy, or give {option} latest or another step (there are: {there})"
+                f"from a copy, or give {option} latest or another step (available: {there})"
             )
         if wanted == "gold":
-            raise InputError(f"{option} gold: {directory.path} has no gold checkpoint; there are: {there}")
+            raise InputError(f"{option} gold: {directory.path} has no gold checkpoint; available: {there}")
     if wanted is None or wanted == "latest":
         if not found["checkpoints"]:
-            raise InputError(f"{option} latest: {directory.checkpoints} is empty; there are: {there}")
+            raise InputError(f"{option} latest: {directory.checkpoints} is empty; available: {there}")
         newest = found["checkpoints"][-1]
         return newest, undamaged(directory.checkpoints / str(newest), f"{option} latest: " if wanted else "", part)
     folders = [directory.path / name / str(int(wanted)) for name, steps in found.items() if int(wanted) in steps]
     if not folders:
-        raise InputError(f"{option} {wanted}: {directory.path} has no checkpoint of that step; there are: {there}")
+        raise InputError(f"{option} {wanted}: {directory.path} has no checkpoint of that step; available: {there}")
     whole = next((folder for folder in folders if damage(folder, part) is None), None)
     return int(wanted), whole or undamaged(folders[0], f"{option} {wanted}: ", part)
 
@@ -358,8 +356,8 @@ def check_there(checkpoint: Path) -> None:
     """Raise InputError if a checkpoint that was found is gone: it is not damaged, a training run deleted it."""
     if not checkpoint.exists():
         raise InputError(
-            f"{checkpoint}: is gone: a run that trains keeps its newest checkpoints only (checkpoint.keep), and "
-            "the golds of these; try again, or wait for the run to end"
+            f"{checkpoint}: is gone: a training run keeps only its newest checkpoints (checkpoint.keep) and "
+            "their golds; try again, or wait for the run to end"
         )
 
 

@@ -105,8 +105,8 @@ def resolve_schedule(
     phases, except for `going_on`, as in `resolve`. Raises InputError.
     """
     message = (
-        f"too few training tokens, expected at least one of the run's longest sequences ({config.longest_seq_len}) and "
-        "the token after it; add text or shorten the sequences"
+        f"too few training tokens, expected at least the run's longest sequence ({config.longest_seq_len}) plus the "
+        "token after it; add text or shorten the sequences"
     )
     phases = with_replay(config.phases, config.adaptation.replay)
     problems = [

@@ -70,7 +70,7 @@ def substitute(data: dict[str, Any], numbers: Mapping[str, str]) -> tuple[dict[s
         def text_of(match: re.Match) -> str:
             found = look_up(match[1], path, within)
             if isinstance(found, dict | list | bool) or found is None:
-                raise _Problem(path, f"variable {match[1]!r} is no text or number, so it cannot stand inside text")
+                raise _Problem(path, f"variable {match[1]!r} is neither text nor a number: it cannot be used in text")
             return numbers.get(f"variables.{match[1]}", str(found))
 
         try:
@@ -91,7 +91,7 @@ def substitute(data: dict[str, Any], numbers: Mapping[str, str]) -> tuple[dict[s
         return replaced(rest, ""), problems
     except _Endless:
         limits = f"more than {_MAX_VALUES:,} values or {_MAX_DEPTH} levels"
-        return rest, [("variables", f"come to {limits} where each is replaced; let them use each other less often")]
+        return rest, [("variables", f"expand to {limits}; nest variables in each other less")]
 
 
 class _Endless(Exception):

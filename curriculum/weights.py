@@ -61,8 +61,8 @@ def find_weights(directory: RunDirectory, step: str | int | None, weights: str) 
     if not (checkpoint / item).is_dir():
         means = [f"mean:{mean.name}" for mean in sorted(directory.averages.glob("[!.]*"))]
         raise InputError(
-            f"--weights {weights}: step {step} of {directory.path} was saved without a moving average, which "
-            f"averages.ema_decay keeps; expected {' or '.join(['raw', *means])}"
+            f"--weights {weights}: step {step} of {directory.path} was saved without a moving average "
+            f"(averages.ema_decay); expected {' or '.join(['raw', *means])}"
         )
     return step, checkpoint / item
 
@@ -96,7 +96,7 @@ def find_saved(
     InputError as `find_weights` does, and if the run has a model of one's own but `make_model` is None.
     """
     if config.model is None and make_model is None:
-        raise InputError(f"{run}: was trained with a model of one's own; call {caller}(make_model=...) from Python")
+        raise InputError(f"{run}: was trained with a custom model; call {caller}(make_model=...) from Python")
     directory = RunDirectory(Path(run))
     step, arrays = find_weights(directory, step, weights)
     ledger = ledger_of(directory, arrays)

@@ -15,7 +15,7 @@ from curriculum.errors import InputError
 _MAX_CHARACTERS = 1 << 20  # takes a second to read; a config is a thousand times shorter
 _MAX_DEPTH = 50
 _MAX_REPEATED = 100_000  # values; aliases can make a file of a few lines expand exponentially
-_TOO_DEEP = "not YAML that can be read: nested too deeply"
+_TOO_DEEP = "not readable YAML: nested too deeply"
 _TAG = "tag:yaml.org,2002:"
 _WHENCE = ("path", "hf", "held_out_of")  # where text comes from: an option for a directory means to replace it
 
@@ -151,9 +151,7 @@ def read_override(data: dict, origin: Origin, override: str) -> None:
     except InputError as error:
         if text.lstrip()[:1] in {"{", "[", '"', "'"}:
             raise
-        raise InputError(
-            *(f"{p}; a text is given in quotes: {set_option(path, text)}" for p in error.problems)
-        ) from None
+        raise InputError(*(f"{p}; put text in quotes: {set_option(path, text)}" for p in error.problems)) from None
     here, dotted = data, ""
     for depth, part in enumerate(parts):
         if isinstance(here, list):
@@ -223,7 +221,7 @@ def parse_yaml(text: str, origin: Origin):
                     raise _error(origin, mark, "got a collection as a key, expected text")
                 key = key_node.value
                 if key in value:
-                    raise _error(origin, mark, f"the key {key!r} stands twice in this mapping")
+                    raise _error(origin, mark, f"the key {key!r} occurs twice in this mapping")
                 below = f"{path}.{key}" if path else key
                 origin.positions[below] = (mark.line + 1, mark.column + 1)
                 value[key] = convert(item, below)

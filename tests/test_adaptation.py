@@ -237,16 +237,16 @@ def test_the_gold_checkpoint_comes_before_the_latest(folder):
         ("bas", "'bas' does not exist; did you mean 'base'? (paths are relative to the working folder)"),
         ("far/away", "'far/away' does not exist (paths"),
         ("base/config.resolved.json/x", "'base/config.resolved.json/x' does not exist (paths"),
-        ("store", "'store' holds no run and is no checkpoint of one; expected a run, RUN/checkpoints/STEP, RUN/gold"),
-        ("base/checkpoints", "'base/checkpoints' holds no run and is no checkpoint"),
-        ("base/tokenizer", "'base/tokenizer' holds no run"),
-        ("base/checkpoints/4/params", "holds no run"),
+        ("store", "'store' is neither a run nor a checkpoint of one; expected a run, RUN/checkpoints/STEP, RUN/gold"),
+        ("base/checkpoints", "'base/checkpoints' is neither a run nor a checkpoint"),
+        ("base/tokenizer", "'base/tokenizer' is neither a run"),
+        ("base/checkpoints/4/params", "is neither a run"),
         (
             "base/checkpoints/2",
             "base/checkpoints/2: is damaged: train/_METADATA is missing: the checksum manifest lists",
         ),
-        ("base/checkpoints/3", "'base/checkpoints/3' is no whole checkpoint; there are: 2, 4"),
-        ("base/gold", "base/gold: gold: base has no gold checkpoint; there are: 2, 4"),
+        ("base/checkpoints/3", "'base/checkpoints/3' is not a checkpoint of the run; available: 2, 4"),
+        ("base/gold", "base/gold: gold: base has no gold checkpoint; available: 2, 4"),
         ("young", "young: has no checkpoint yet"),
     ],
 )
@@ -273,8 +273,8 @@ def test_what_nothing_can_begin_from_is_told(folder, init_from, words):
         ("tokenizer={kind: bpe, path: nowhere}", "tokenizer.path: nowhere/tokenizer.json"),
         ("model={preset: tiny, d_ff: 32}", "model: the architecture is not that of base: n_layer 4 (there 1), n_head 4 "
          "(there 2), n_kv_head 2 (there 1), d_model 128 (there 16), d_ff 32 (there 24); leave the section out"),
-        ("model.d_ff=32", "model: the architecture is not that of base: d_ff 32 (there 24); leave the section out to take "
-         "what it has, or give no preset and only what may differ (dropout, compute_dtype, remat, attention, layers)"),
+        ("model.d_ff=32", "model: the architecture is not that of base: d_ff 32 (there 24); leave the section out to use "
+         "the same, or give no preset and only what may differ (dropout, compute_dtype, remat, attention, layers)"),
     ],
 )  # fmt: skip
 def test_a_section_that_is_given_must_agree(folder, override, words):
@@ -337,8 +337,8 @@ def test_phases_are_made_of_dataset_dirs_only(folder):
     with pytest.raises(InputError) as told:
         load_config("adapted.yaml", ["adaptation.replay.law=0.25"], dataset_dirs=["law=law.txt"])
     assert told.value.problems == (
-        "--dataset-dir law=law.txt: phases: missing, and all that --dataset-dir gives is replayed (adaptation.replay), "
-        "so that no phase is made of it; give the text to adapt to as well, or phases",
+        "--dataset-dir law=law.txt: phases: missing, and everything given with --dataset-dir is replayed "
+        "(adaptation.replay), which makes no phase; also give the text to adapt to, or phases",
     )
     config = load_config("adapted.yaml", dataset_dirs=["law=law.txt"])
     assert str(config.error([("phases", "are too late")])) == "--dataset-dir law=law.txt: phases: are too late"
@@ -397,7 +397,7 @@ def test_a_run_remembers_its_phases_and_its_replay_apart(folder):
     train(given, "run", store_dir="store")
     run = load_run("run")
     assert run.resolved["phases"][0]["mixture"] == {"law": 1.0}
-    nothing_of_code = "nothing of source code is read: no phase gives it a share, and no eval set is of it"
+    nothing_of_code = "source code is never read: no phase gives it a share, and no eval set is held out of it"
     assert run.start["warnings"].count(nothing_of_code) == 1
     assert run.resolved["derived"]["phases"][0]["mixture"] == {"law": 0.75, "web": 0.25}
     assert run.config == given
@@ -441,7 +441,7 @@ def test_arrays_that_do_not_fit_are_named_before_anything_is_made(folder):
     config = adapted("optim={name: lion, lr: 1e-3}", keep_optimizer=True)
     with pytest.raises(InputError) as told:
         train(config, "run", store_dir="store")
-    assert "optim.name: got lion, but base, step 4, kept the state of adamw; give that, or leave" in str(told.value)
+    assert "optim.name: got lion, but the optimizer state of base, step 4, belongs to adamw; set" in str(told.value)
     assert not Path("run").exists()
 
 

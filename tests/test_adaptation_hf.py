@@ -196,8 +196,8 @@ def test_a_folder_that_is_not_whole_is_told_in_full(folder):
         adapted()
     assert told.value.problems == (
         "--init-from hf: adaptation.init_from: hf: model.norm.weight: is missing, expected [16]",
-        "--init-from hf: adaptation.init_from: hf/tokenizer.json: is missing, the tokenizer as `tokenizers` reads it; in "
-        "transformers, AutoTokenizer.from_pretrained and then save_pretrained writes it",
+        "--init-from hf: adaptation.init_from: hf/tokenizer.json: is missing (the tokenizer in the format of "
+        "`tokenizers`); AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers writes it",
     )
     Path("hf/config.json").write_text('{"model_type": "bert"}')
     Path("hf/model.safetensors").write_bytes(b"")
@@ -213,7 +213,7 @@ def test_a_folder_that_is_not_whole_is_told_in_full(folder):
         adapted()
     os.remove("hf/model.safetensors")
     with pytest.raises(
-        InputError, match="'hf' holds no run and is no checkpoint of one; expected .* or a Hugging Face folder"
+        InputError, match="'hf' is neither a run nor a checkpoint of one; expected .* or a Hugging Face folder"
     ):
         adapted()
 

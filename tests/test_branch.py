@@ -263,25 +263,25 @@ def test_a_branch_s_curves_are_the_trunk_s_and_then_its_own_without_a_zig_zag(br
 @pytest.mark.parametrize(
     "at, overrides, words",
     [
-        ("25", [], "--at 25: .*trunk has come to step 24; expected a step up to there"),
+        ("25", [], "--at 25: .*trunk has only reached step 24; give a step up to 24"),
         ("-1", [], "--at -1: expected a step of"),
         ("half", [], "--at half: expected a step of"),
-        ("1", [], "--at 1: .*trunk has no checkpoint at or before it; there are: 2, 4, 6, 8, 10, 12$"),
+        ("1", [], "--at 1: .*trunk has no checkpoint at or before it; available: 2, 4, 6, 8, 10, 12$"),
         ("12", ["seed=7"], "seed: got 7, but steps 0 to 12 were trained with 1337"),
         ("12", ["model.n_layer=2"], "model: the architecture of a run cannot change"),
         ("12", ["train.stepz=20"], "train.stepz: no such key"),
-        ("13", ["optim.weight_decay=0.5"], "optim.weight_decay: got 0.5, but the branch trains steps 12 to 13 again as "
-         "its trunk did, with 0.1; restore it, or branch where there is a checkpoint: 2, 4, 6, 8, 10, 12"),
-        ("13", ["train.grad_accum=2"], "train.grad_accum: got 2, but the branch trains steps 12 to 13 again"),
+        ("13", ["optim.weight_decay=0.5"], "optim.weight_decay: got 0.5, but the branch must repeat steps 12 to 13 as its "
+         "trunk trained them, with 0.1; restore it, or branch at the step of a checkpoint: 2, 4, 6, 8, 10, 12"),
+        ("13", ["train.grad_accum=2"], "train.grad_accum: got 2, but the branch must repeat steps 12 to 13"),
         ("13", ["train.batch_size=8"], "train.batch_size: got 8"),
-        ("13", ["phases[1].grad_accum=2"], r"phases\[1\].grad_accum: got 2, but the branch trains steps 12 to 13 again"),
+        ("13", ["phases[1].grad_accum=2"], r"phases\[1\].grad_accum: got 2, but the branch must repeat steps 12 to 13"),
         ("12", ["phases[0].batch_size=2"], r"phases\[0\].batch_size: got 2, but steps 0 to 8 were trained with 4"),
-        ("13", ["evalsets.every=3"], "evalsets.every: got 3, but the branch trains steps 12 to 13 again .* with 4; re"),
-        ("13", ["evalsets.gold.minimise=law/loss"], 'evalsets.gold.minimise: got "law/loss", but the branch trains'),
-        ("13", ["evalsets.regression.tolerance=0.5"], "evalsets.regression.tolerance: got 0.5, but the branch trains"),
-        ("13", ["evalsets.sets.web={held_out_of: web}"], "evalsets.sets.web: got .*, but the branch trains steps 12"),
-        ("13", ["logging.every=1"], "logging.every: got 1, but the branch trains steps 12 to 13 again"),
-        ("12", ["train.batch_size=8"], "train.batch_size: got 8, but steps 0 to 8 were trained with 4; let it be, and give"),
+        ("13", ["evalsets.every=3"], "evalsets.every: got 3, but the branch must repeat steps 12 to 13 .* with 4; re"),
+        ("13", ["evalsets.gold.minimise=law/loss"], 'evalsets.gold.minimise: got "law/loss", but the branch must repeat'),
+        ("13", ["evalsets.regression.tolerance=0.5"], "evalsets.regression.tolerance: got 0.5, but the branch must repeat"),
+        ("13", ["evalsets.sets.web={held_out_of: web}"], "evalsets.sets.web: got .*, but the branch must repeat steps 12"),
+        ("13", ["logging.every=1"], "logging.every: got 1, but the branch must repeat steps 12 to 13"),
+        ("12", ["train.batch_size=8"], "train.batch_size: got 8, but steps 0 to 8 were trained with 4; leave it as it was"),
         ("13", ["train.steps=13"], "train.steps: the run ends at step 13, where the branch begins"),
         ("13", ["train.steps=12"], "train.steps: got 12, but the run's schedule is already fixed"),
         ("13", ["optim.lr=3e-2"], "optim.allow_jump: the learning rate jumps from 0.003 to 0.03 at step 13, "
@@ -314,7 +314,7 @@ def test_a_branch_without_a_source_that_was_read_is_told_to_begin_before_it_was(
 def test_where_a_branch_may_not_lie(whole, tmp_path):
     with pytest.raises(InputError, match="holds no run; expected a directory made by"):
         branch(tmp_path, 4, tmp_path / "new")
-    with pytest.raises(InputError, match=r"holds a run already; choose another, or go on .*--resume latest"):
+    with pytest.raises(InputError, match=r"already holds a run; choose another, or continue .*--resume latest"):
         branch(whole, 4, whole)
     inside = whole / "checkpoints" / "sub"
     with pytest.raises(InputError, match="checkpoints/sub: lies within the run .*whole; choose a folder outside it"):
@@ -324,7 +324,7 @@ def test_where_a_branch_may_not_lie(whole, tmp_path):
     (tmp_path / "full/mine.txt").write_text("mine")
     with pytest.raises(InputError, match="full: is not empty; choose a new folder"):
         branch(whole, 4, tmp_path / "full")
-    with pytest.raises(InputError, match="mine.txt is no folder that can be written to"):
+    with pytest.raises(InputError, match="mine.txt is not a writable folder"):
         branch(whole, 4, tmp_path / "full/mine.txt")
     assert [p.name for p in tmp_path.iterdir()] == ["full"]
 
@@ -476,7 +476,7 @@ def test_a_branch_that_a_regression_stops_says_how_to_go_on(whole, folder, tmp_p
     assert done.exception is None and done.exit_code == 0
     assert "stopped at step 20, which was saved" in done.output
     where = f"--run-dir '{new}' --store-dir {folder / 'store'} --resume latest"
-    assert f"; go on with `{program('curriculum')} train '{new / 'config.yaml'}' {where}`" in done.output
+    assert f"; continue with `{program('curriculum')} train '{new / 'config.yaml'}' {where}`" in done.output
     assert inspect_run(load_run(new))["commands"]["go on"].endswith(f"train '{new / 'config.yaml'}' {where}")
 
 

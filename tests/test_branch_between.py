@@ -48,8 +48,8 @@ def without_8(place, tmp_path):
 def test_before_an_edit_a_branch_must_say_what_was_said_then(place, tmp_path):
     with pytest.raises(InputError) as told:
         branch(place / "trunk", 7, tmp_path / "new", store_dir=place / "store")
-    again = "but the branch trains steps 4 to 7 again as its trunk did, with"
-    fix = "restore it, or branch where there is a checkpoint: 4, 8, 12"
+    again = "but the branch must repeat steps 4 to 7 as its trunk trained them, with"
+    fix = "restore it, or branch at the step of a checkpoint: 4, 8, 12"
     assert [str(problem).removeprefix("config.resolved.json: ") for problem in told.value.problems] == [
         f"evalsets.sets.law: got a set, {again} none of that name; {fix}",
         f"optim.weight_decay: got 5.0, {again} 0.1; {fix}",
@@ -67,7 +67,7 @@ def test_before_an_edit_a_branch_must_say_what_was_said_then(place, tmp_path):
 def test_after_an_edit_a_branch_goes_on_as_it_says(place, tmp_path):
     """From the very checkpoint at which the trunk was edited, which does not know of the edit."""
     with pytest.raises(
-        InputError, match="optim.weight_decay: got 0.1, but the branch trains steps 8 to 11 again .* 5.0"
+        InputError, match="optim.weight_decay: got 0.1, but the branch must repeat steps 8 to 11 .* 5.0"
     ):
         branch(place / "trunk", 11, tmp_path / "new", overrides=RESTORED[:1], store_dir=place / "store")
     branch(place / "trunk", 11, tmp_path / "new", store_dir=place / "store")
@@ -77,14 +77,14 @@ def test_after_an_edit_a_branch_goes_on_as_it_says(place, tmp_path):
 
 
 def test_a_branch_cannot_be_trained_by_two_configs(without_8, place, tmp_path):
-    there = "which was changed on the way; branch where there is a checkpoint: 4, 12"
+    there = "which was changed in between; branch at the step of a checkpoint: 4, 12"
     for overrides, words in (
         (
             [],
-            f"optim.weight_decay: got 5.0, but the branch trains steps 4 to 8 again as its trunk did, with 0.1, {there}",
+            f"optim.weight_decay: got 5.0, but the branch must repeat steps 4 to 8 as its trunk trained them, with 0.1, {there}",
         ),
-        (RESTORED, f"optim.weight_decay: got 0.1, but the branch trains steps 8 to 10 again .* with 5.0, {there}"),
-        (RESTORED, f"evalsets.sets.law: got no such set, but the branch trains steps 8 to 10 again .* one, {there}"),
+        (RESTORED, f"optim.weight_decay: got 0.1, but the branch must repeat steps 8 to 10 .* with 5.0, {there}"),
+        (RESTORED, f"evalsets.sets.law: got no such set, but the branch must repeat steps 8 to 10 .* one, {there}"),
     ):
         with pytest.raises(InputError, match=words):
             branch(without_8, 10, tmp_path / "new", overrides=overrides, store_dir=place / "store")
@@ -98,12 +98,10 @@ def test_a_branch_of_a_branch_is_held_to_what_was_said_before_that_left(place, t
     branch(trunk, 8, first, overrides=["optim.weight_decay=9.0"], store_dir=place / "store")
     assert read_ledger(first / "kept/4")["settings"]["optim"]["weight_decay"] == 0.1
     with pytest.raises(
-        InputError, match="optim.weight_decay: got 9.0, but the branch trains steps 4 to 6 again .* 0.1; re"
+        InputError, match="optim.weight_decay: got 9.0, but the branch must repeat steps 4 to 6 .* 0.1; re"
     ):
         branch(first, 6, tmp_path / "second", store_dir=place / "store")
     for folder in ("checkpoints", "gold"):
         shutil.rmtree(first / folder / "8", ignore_errors=True)
-    with pytest.raises(
-        InputError, match="optim.weight_decay: .* steps 4 to 8 again .*, with 0.1, which was changed on th"
-    ):
+    with pytest.raises(InputError, match="optim.weight_decay: .* steps 4 to 8 .*, with 0.1, which was changed in bet"):
         branch(first, 10, tmp_path / "second", store_dir=place / "store")

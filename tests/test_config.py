@@ -90,8 +90,8 @@ def test_json_round_trip_gives_an_equal_config(folder):
         ("path: web.txt", "path: web.text", "sources.web.path: 'web.text' does not exist; did you mean 'web.txt'?"),
         ("held_out: 10%", "held_out: 110%", "c.yaml:3:24: sources.web.held_out: expected a share such as"),
         ("max_epochs: 2", "max_epochs: 0", "sources.law.max_epochs: got 0.0, expected more than 0"),
-        ("max_epochs: 2", "on_exhaust: stop", "sources.law.on_exhaust: got stop, but without max_epochs nothing exhausts it: give"),
-        ("max_epochs: 2", "on_exhaust: renormalise", "on_exhaust: got renormalise, but without max_epochs nothing exhausts it"),
+        ("max_epochs: 2", "on_exhaust: stop", "sources.law.on_exhaust: got stop, which has no effect without max_epochs: the"),
+        ("max_epochs: 2", "on_exhaust: renormalise", "on_exhaust: got renormalise, which has no effect without max_epochs"),
         ("path: law.txt, max", "path: law.txt, hf: x, max", "c.yaml:4:24: sources.law.hf: a source needs exactly one of path and hf"),
         ("every: 200}}", "every: 200}}\n  gold: {minimise: primary/los}", "c.yaml:11:10: evalsets.gold.minimise: got 'primary/los', expected one of SET/loss"),
         ("every: 200}}", "every: 200}}\n  gold: {minimise: lwa/loss}", "c.yaml:11:10: evalsets.gold.minimise: no such eval set; did you mean 'law'?"),
@@ -111,7 +111,7 @@ def test_json_round_trip_gives_an_equal_config(folder):
         ("{held_out_of: web}", "{}", "evalsets.primary: got none, expected exactly one of"),
         ("every: 200", "every: 150", "evalsets.sets.law.every: got 150, expected a multiple of evalsets.every (100)"),
         ("sets: {law:", "sets: {a/b:", "evalsets.sets.a/b: got the name 'a/b', expected letters, digits"),
-        ("sets: {law:", "sets: {law_sem:", "the name 'law_sem' is taken by the record"),
+        ("sets: {law:", "sets: {law_sem:", "the name 'law_sem' is reserved for the record"),
         ("batch_size: 8", "batch_size: 8, grad_accum: 3", "train.grad_accum: got 3, expected a divisor of train.batch"),
         ("seq_len: 64", "seq_len: 9999", "train.seq_len: got 9999, expected at most the model's max_seq_len (1024)"),
         ("name: example", "name: a b", "c.yaml:1:1: name: got 'a b', expected letters"),
@@ -121,15 +121,15 @@ def test_json_round_trip_gives_an_equal_config(folder):
         ("name: example", "model: {preset: tiny, vocab_size: 100}", "model.vocab_size: got 100, expected at least the"),
         ("name: example", "tokenizer: {kind: bpe}", "c.yaml:1:13: tokenizer.kind: kind bpe needs vocab_size"),
         ("name: example", "tokenizer: {kind: tiktoken}", "c.yaml:1:13: tokenizer.kind: kind tiktoken needs name"),
-        ("name: example", "name: x\nname: y", "c.yaml:2:1: the key 'name' stands twice"),
+        ("name: example", "name: x\nname: y", "c.yaml:2:1: the key 'name' occurs twice"),
         ("name: example", "name: !!python/name:os.system x", "expected plain YAML without tags"),
         ("name: example", "name: [", "not YAML"),
         ("name: example", "a: &a [1]\nb: *c", "not YAML"),
         ("name: example", 'name: "\\ud800"', "half of a surrogate pair"),
-        ("name: example", "phases: 3", "c.yaml:5:1: the key 'phases' stands twice"),
+        ("name: example", "phases: 3", "c.yaml:5:1: the key 'phases' occurs twice"),
         ("steps: 100", "steps: 1000000000000", "train.steps: got 1000000000000, expected at most 1000000000"),
-        ("{held_out_of: web}", "{held_out_of: web, glob: x}", "evalsets.primary.glob: text_key, glob and format are read with 'path'"),
-        ("{held_out_of: web}", "{held_out_of: web, format: messages}", "evalsets.primary.format: text_key, glob and format are read"),
+        ("{held_out_of: web}", "{held_out_of: web, glob: x}", "evalsets.primary.glob: text_key, glob and format apply to 'path'"),
+        ("{held_out_of: web}", "{held_out_of: web, format: messages}", "evalsets.primary.format: text_key, glob and format apply"),
         ("{path: law.txt, every: 200}", "{path: law.bin, format: messages}", "c.yaml:10:31: evalsets.sets.law.format: format messages needs rows of"),
         ("{held_out_of: web}", "{path: law.txt, format: completion, text_key: x}", "evalsets.primary.text_key: text_key applies to"),
         ("{held_out_of: web}", "{hf: ':x'}", "evalsets.primary.hf: hf is ':x'; expected a dataset of the hub"),
@@ -198,7 +198,7 @@ def test_set_overrides_values_and_is_named_in_problems(folder):
         ("sources.web.path=", "a source needs exactly one of path and hf"),
         ("sources.web.hf=x", "a source needs exactly one of path and hf"),
         ("sources.web.dtype=u16", "dtype applies to a flat .bin file"),
-        ("evalsets.sets.law.format=completion", "text_key, glob and format are read"),
+        ("evalsets.sets.law.format=completion", "text_key, glob and format apply"),
         ("evalsets.sets.law.hf=x", "got held_out_of and hf, expected exactly one of"),
     ]:
         given = GOOD.replace("{path: law.txt, every", "{held_out_of: web, every")
@@ -288,7 +288,7 @@ def test_variables_are_used_whole_and_inside_text(folder):
     "value, words",
     [
         ("$variables.mian", "no such variable: 'mian'; did you mean 'main'? (variables: main, folder,"),
-        ("a${variables.size}", "variable 'size' is no text or number"),
+        ("a${variables.size}", "variable 'size' is neither text nor a number"),
         ("${variables.size.none}", "no such variable: 'size.none'"),
         ("x$variables.main", "got 'x$variables.main', which uses no variable; inside text write ${variables.x}"),
         ("$variables.main and more", "inside text write ${variables.x}"),
@@ -366,7 +366,7 @@ def test_variables_that_nothing_uses_are_resolved_too(folder):
 def test_variables_without_end_are_refused_at_once(folder, uses):
     lines = [f"  v{i}: {use}\n" for i, use in enumerate([*uses, "a"])]
     [problem] = problems(f"{GOOD}\nvariables:\n{''.join(lines)}")
-    assert "variables: come to more than 100,000 values or 200 levels" in problem
+    assert "variables: expand to more than 100,000 values or 200 levels" in problem
 
 
 def test_a_config_itself_may_have_more_values_than_variables_may_bring():
@@ -398,7 +398,7 @@ def test_directories_of_the_command_line_become_sources_and_sets(folder):
     for option in ("dataset_dirs", "eval_dataset_dirs"):
         flag = "--" + option.removesuffix("s").replace("_", "-")
         assert problems(GOOD, **{option: ["extra=law.txt", "b=law.txt", "extra"]}) == [
-            f"{flag} extra: extra is the name of law.txt already; expected another one, as in OTHER=extra"
+            f"{flag} extra: extra is already the name of law.txt; expected another one, as in OTHER=extra"
         ]
     found = problems(GOOD, eval_dataset_dirs=["mine=nowhere"])
     assert found == [
@@ -460,9 +460,9 @@ def test_what_python_has_beside_yaml_is_taken_or_refused_with_its_place(folder):
     with pytest.raises(InputError) as told:
         build_config(data | {"train": {"steps": np.arange(2), "seq_len": 1j}, "name": [{1}]})
     assert told.value.problems == (
-        "config: train.steps: got a ndarray, expected what YAML has: text, a number, a list or a mapping",
-        "config: train.seq_len: got a complex, expected what YAML has: text, a number, a list or a mapping",
-        "config: name[0]: got a set, expected what YAML has: text, a number, a list or a mapping",
+        "config: train.steps: got a ndarray, expected a YAML value: text, a number, a list or a mapping",
+        "config: train.seq_len: got a complex, expected a YAML value: text, a number, a list or a mapping",
+        "config: name[0]: got a set, expected a YAML value: text, a number, a list or a mapping",
     )
 
 

@@ -51,9 +51,9 @@ def test_the_default_length_counts_only_where_a_phase_takes_it(tmp_path):
         ({"batch_size": 6}, {}, {"mesh": {"data": 4}}, "phases[0].batch_size: got 6 in 1 micro-steps of 6 rows, expected rows that the mesh's data x fsdp (4) divides"),
         ({"grad_accum": 2}, {}, {"mesh": {"data": 4}}, "phases[0].grad_accum: got 4 in 2 micro-steps of 2 rows, expected rows that the mesh's data x fsdp (4) divides"),
         ({"batch_size": 6, "grad_accum": 2}, {}, {"mesh": {"data": 4}}, "phases[0].batch_size: got 6 in 2 micro-steps of 3 rows, expected rows that the mesh's data x fsdp (4) divides"),
-        ({}, {"rope_theta": 1e6}, {"model": None}, "phases[1].rope_theta: a model of one's own (model: null) is not given one"),
-        ({}, {"rope_theta": 1e6}, {"pos_encoding": "learned"}, "phases[1].rope_theta: the model's positions are learned (model.pos_encoding), not rotary: it reads none"),
-        ({}, {"rope_theta": 1e6}, {"rope_scaling": {"kind": "linear", "factor": 2}}, "phases[1].rope_theta: the model's wavelengths are stretched already (model.rope_scaling)"),
+        ({}, {"rope_theta": 1e6}, {"model": None}, "phases[1].rope_theta: a custom model (model: null) does not receive it"),
+        ({}, {"rope_theta": 1e6}, {"pos_encoding": "learned"}, "phases[1].rope_theta: the model's positions are learned (model.pos_encoding), not rotary: it has no theta"),
+        ({}, {"rope_theta": 1e6}, {"rope_scaling": {"kind": "linear", "factor": 2}}, "phases[1].rope_theta: the model's wavelengths are already scaled (model.rope_scaling)"),
     ],
 )  # fmt: skip
 def test_what_must_agree(tmp_path, a, b, sections, told):

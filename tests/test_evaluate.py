@@ -171,20 +171,19 @@ def test_documents_that_were_trained_on_are_told(folder):
     count = sum(text in kept for text in web[-40:])
     assert 20 < count < 40
     (warning,) = measured.warnings
-    assert warning == f"{count} of 45 documents of seen stand in source web, which the run was trained on"
+    assert warning == f"{count} of 45 documents of seen also occur in source web, which the run was trained on"
     fewer = ["evalsets.sets.seen.max_sequences=30"]
     measured = evaluate(
         "run", eval_dataset_dirs={"seen": "seen.jsonl"}, overrides=fewer, sets=["seen"], store_dir="store"
     )
     num = measured.evalsets["seen"].num_documents
     assert 1 < num < 30 and measured.warnings[0] == (
-        f"{count} of 45 documents of seen's text, of which {num} are measured, stand in source web, which the run was "
-        "trained on"
+        f"{count} of 45 documents of seen ({num} measured) also occur in source web, which the run was trained on"
     )
     shutil.rmtree("store/stores")  # nothing is prepared for a warning
     Path("web.jsonl").rename("gone")
     assert evaluate("run", eval_dataset_dirs={"seen": "seen.jsonl"}, sets=["seen"], store_dir="store").warnings == (
-        "it is not known how many documents of seen stand in source web, which the run was trained on: its text is not "
+        "unknown how many documents of seen also occur in source web, which the run was trained on: its text is not "
         "prepared here",
     )
 
@@ -204,18 +203,18 @@ def test_what_was_dropped_for_a_set_of_the_run_was_not_trained_on(folder):
     new = {"again": "law_eval.jsonl", "seen": "seen.jsonl"}
     measured = evaluate("dropped", eval_dataset_dirs=new, sets=["again", "seen"], store_dir="store")
     (warning,) = measured.warnings
-    assert "documents of seen stand in source web" in warning
+    assert "documents of seen also occur in source web" in warning
     Path("law_eval.jsonl").unlink()  # without it nobody knows what was dropped
     Path("again.jsonl").write_text("".join([*lines, seen]))
     measured = evaluate("dropped", eval_dataset_dirs={"again": "again.jsonl"}, sets=["again"], store_dir="store")
-    assert measured.warnings == ("1 of 26 documents of again stand in source web, which the run was trained on",)
+    assert measured.warnings == ("1 of 26 documents of again also occur in source web, which the run was trained on",)
 
 
 def test_a_set_of_copies_is_told(folder):
     Path("copies.jsonl").write_text('{"text": "one and the same, which no source has"}\n' * 4)
     measured = evaluate("run", eval_dataset_dirs={"copies": "copies.jsonl"}, sets=["copies"], store_dir="store")
     *_, copies, one = measured.warnings
-    assert copies.startswith("eval set copies has 4 documents, of which 1 is distinct: copies count as one document")
+    assert copies.startswith("eval set copies has 4 documents, only 1 of them distinct: copies count as one document")
     assert one.startswith("eval set copies is one document of 2 windows: no standard error")
 
 
@@ -243,9 +242,9 @@ def test_a_source_that_the_config_no_longer_has_is_named(folder):
     measured = evaluate("two", eval_dataset_dirs={"seen": "seen.jsonl"}, sets=["seen"], store_dir="store")
     assert list(measured.results) == ["seen"]
     counted, unknown = sorted(measured.warnings)
-    assert "of 45 documents of seen stand in source web" in counted
+    assert "of 45 documents of seen also occur in source web" in counted
     assert unknown == (
-        "it is not known how many documents of seen stand in source more, which the run was trained on: the config no "
+        "unknown how many documents of seen also occur in source more, which the run was trained on: the config no "
         "longer has it"
     )
 
@@ -272,10 +271,10 @@ def test_a_name_stays_with_its_content(folder):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"step": 3}, "--step 3: run has no checkpoint of that step; there are: 2, 4; in gold/: 2, 4"),
+        ({"step": 3}, "--step 3: run has no checkpoint of that step; available: 2, 4; in gold/: 2, 4"),
         ({"step": 2, "weights": "mean:a"}, "--step 2: the mean of a phase is of its last checkpoints"),
-        ({"weights": "mean:b"}, "no mean of phase 'b'; there are: a"),
-        ({"weights": "emma"}, "--weights emma: there is no such one"),
+        ({"weights": "mean:b"}, "no mean of phase 'b'; available: a"),
+        ({"weights": "emma"}, "--weights emma: unknown value"),
         ({"sets": ["lav"]}, "--sets lav: no such eval set; did you mean 'law'? (eval sets: law, val, web)"),
         ({"sets": []}, "--sets: got none, expected names of eval sets (val, web, law)"),
         ({"eval_dataset_dirs": {"a b": "new.jsonl"}}, "evalsets.sets.a b: got the name 'a b', expected letters"),
@@ -334,8 +333,8 @@ def test_where_the_mesh_does_not_fit_every_device_takes_rows(folder):
     Path("run/config.resolved.json").write_text(json.dumps(resolved))
     measured = evaluate("run", store_dir="store", sets=["law"])
     assert measured.warnings == (
-        "the run's mesh (data -1 x fsdp 4 x tensor 1) does not fit the devices here: measured with data 1; sums may "
-        "differ from training's in the last digits",
+        "the run's mesh (data -1 x fsdp 4 x tensor 1) does not fit the devices here: measured with mesh.data 1; sums "
+        "may differ from training's in the last digits",
     )
     assert windows(measured.results["law"]) == recorded(4, "law")  # the test's devices are those of the run
 
@@ -343,7 +342,7 @@ def test_where_the_mesh_does_not_fit_every_device_takes_rows(folder):
 def test_a_model_of_ones_own_is_brought_again(folder):
     resolved = json.loads(Path("run/config.resolved.json").read_text())
     Path("run/config.resolved.json").write_text(json.dumps(resolved | {"model": None}))
-    with pytest.raises(InputError, match=r"was trained with a model of one's own; call evaluate\(make_model=...\)"):
+    with pytest.raises(InputError, match=r"was trained with a custom model; call evaluate\(make_model=...\)"):
         evaluate("run", store_dir="store")
     architecture = ModelConfig.of(json.loads(Path("run/model.json").read_text()))
 

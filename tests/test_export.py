@@ -297,20 +297,20 @@ def test_large_models_are_cut_and_the_index_tells_where_each_array_is(tmp_path):
         (["nowhere"], "nowhere: holds no run; expected a directory made by `curriculum train`"),
         (["young"], "young: has no checkpoint yet"),
         (["empty"], "empty: has no checkpoint yet"),
-        (["run", "--step", "3"], "--step 3: run has no checkpoint of that step; there are: 2, 4"),
+        (["run", "--step", "3"], "--step 3: run has no checkpoint of that step; available: 2, 4"),
         (["run", "--step", "newest"], "--step newest: expected 'latest', 'gold' or the step of a checkpoint"),
         (["run", "--step", "٢"], "--step ٢: expected 'latest', 'gold' or the step of a checkpoint"),
-        (["run", "--format", "safetensor"], "--format safetensor: there is no such one; did you mean 'safetensors'?"),
-        (["run", "--weights", "best"], "--weights best: there is no such one; expected one of: raw"),
+        (["run", "--format", "safetensor"], "--format safetensor: unknown value; did you mean 'safetensors'?"),
+        (["run", "--weights", "best"], "--weights best: unknown value; expected one of: raw"),
         (
             ["run", "--dtype", "fp16"],
-            "--dtype fp16: there is no such one; did you mean 'f16'? expected one of: f32, bf16",
+            "--dtype fp16: unknown value; did you mean 'f16'? expected one of: f32, bf16",
         ),
         (["run", "--dtype", "q8_0"], "--dtype q8_0: only --format gguf has it; expected one of: f32, bf16, f16"),
-        (["run", "--format", "gguf", "--dtype", "q8"], "--dtype q8: there is no such one; did you mean 'q8_0'?"),
+        (["run", "--format", "gguf", "--dtype", "q8"], "--dtype q8: unknown value; did you mean 'q8_0'?"),
         (["run", "--merge"], "--merge: run trained no adapters (adaptation.lora); leave it out"),
-        (["run", "-o", "full"], "-o full: is there already; expected a new or an empty folder"),
-        (["run", "-o", "full/note"], "-o full/note: is there already"),
+        (["run", "-o", "full"], "-o full: already exists; expected a new or an empty folder"),
+        (["run", "-o", "full/note"], "-o full/note: already exists"),
         (["run", "-o", "full/note/x"], "-o full/note/x: cannot be written"),
     ],
 )
@@ -347,7 +347,7 @@ def test_a_gold_that_is_the_beginning_of_the_run_is_told(tmp_path, monkeypatch, 
         return capsys.readouterr().out.splitlines()[1:]
 
     monkeypatch.setattr("curriculum.export.export", lambda *_, step, **__: 0)
-    hint = "  the gold, but it is what the run began with: --step latest takes what it ended with"
+    hint = "  note: the gold checkpoint is step 0, what the run began with; --step latest exports the last one"
     assert told() == [hint] and told("--step", "0") == []
 
 
@@ -535,7 +535,7 @@ def test_a_template_that_spells_special_tokens(chat_run, tmp_path, capsys):
     assert capsys.readouterr().err == "" and "bos_token" not in exported_template(tmp_path / "hf")
     assert "ids = torch.tensor([[tokenizer.bos_token_id, *text]])" in (tmp_path / "hf/README.md").read_text()
     export(spelled, tmp_path / "gguf", format="gguf", step=4)
-    assert "the chat section spells special tokens, which were ordinary text in training" in capsys.readouterr().err
+    assert "the chat section spells out special tokens, which were ordinary text in training" in capsys.readouterr().err
 
 
 def test_a_bare_run_makes_a_card_that_says_so(run, tmp_path):
@@ -582,7 +582,7 @@ def test_what_no_class_has_is_told_before_anything_heavy(run, tmp_path, format):
 @pytest.mark.parametrize("format", ["hf", "gguf"])
 def test_a_model_of_ones_own_has_no_class(run, tmp_path, format):
     own = changed(run, tmp_path / "own", "config.resolved.json", model=None)
-    with pytest.raises(InputError, match=f"--format {format}: .*own was trained with a model of one's own"):
+    with pytest.raises(InputError, match=f"--format {format}: .*own was trained with a custom model"):
         export(own, tmp_path / "out", format=format)
 
 
@@ -630,7 +630,7 @@ def test_adapters_alone_are_a_folder_for_peft(runs, tmp_path, format):
 
 
 def test_adapters_alone_are_no_gguf(runs, tmp_path):
-    with pytest.raises(InputError, match="--format gguf: the run trained adapters alone; fold them in with --merge"):
+    with pytest.raises(InputError, match="--format gguf: the run trained adapters only; fold them in with --merge"):
         export(runs / "adapters", tmp_path / "out", format="gguf")
     assert not (tmp_path / "out").exists()
 
@@ -651,7 +651,7 @@ def test_a_file_for_llama_cpp(run, tmp_path, capsys):
     assert tensors["blk.1.attn_norm.weight"].data.tolist() == saved["blocks.001.attention_norm.scale"].tolist()
     assert tensors["blk.0.attn_v.weight"].tensor_type == gguf.GGMLQuantizationType.Q8_0
     # Rows of 48 are no multiple of 32.
-    told = "q8_0: 2 matrices are stored as f16, their rows being no multiple of 32: blk.0.ffn_down.weight, blk.1."
+    told = "q8_0: 2 matrices are stored as f16 (rows not a multiple of 32): blk.0.ffn_down.weight, blk.1."
     assert told in capsys.readouterr().err
     card = (tmp_path / "out/README.md").read_text()
     assert "library_name: gguf" in card and "| a | 0 to 2 of 4 | web 1 | web 256 |" in card

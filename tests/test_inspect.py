@@ -229,7 +229,7 @@ def test_a_folder_of_runs_is_none(tmp_path):
     for name in ("b", "a"):
         write_run(tmp_path / "runs" / name, LOSSES)
     (tmp_path / "runs/no run").mkdir()
-    with pytest.raises(InputError, match="runs: holds no run; expected .*; there are runs below it: a, b$"):
+    with pytest.raises(InputError, match="runs: holds no run; expected .*; it contains runs: a, b$"):
         load_run(tmp_path / "runs")
     with pytest.raises(InputError, match="events.jsonl: holds no run; expected a directory made by .*train`$"):
         load_run(tmp_path / "runs/a/events.jsonl")

@@ -319,7 +319,7 @@ def test_what_goes_on_with_a_model_of_ones_own_is_a_call(tmp_path, text_folder, 
     commands = inspect_run(load_run(run_dir))["commands"]
     call = f"train(load_config('{run_dir}/config.yaml', {remembered}), {rest}"
     assert commands["train longer"] == f"{call}, with more train.steps"
-    with pytest.raises(InputError, match=r"go on with a branch that was begun: train\(load_config\("):
+    with pytest.raises(InputError, match=r"continue a branch begun there: train\(load_config\("):
         branch(run_dir, 2, run_dir, make_model=lambda _: bigram(matrices))
 
 

@@ -89,5 +89,5 @@ def test_the_lock_is_released_whatever_happens(tmp_path):
 
 def test_a_lock_that_cannot_be_opened_is_told(tmp_path):
     (tmp_path / ".lock").mkdir()
-    with pytest.raises(InputError, match=r".lock: cannot be opened: Is a directory; expected the lock of the run"):
+    with pytest.raises(InputError, match=r".lock: cannot be opened: Is a directory; expected the run's lock"):
         take(tmp_path)

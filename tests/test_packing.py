@@ -450,7 +450,7 @@ def test_a_source_without_training_text_is_refused_in_one_line(folder, tmp_path)
         config = config_of(folder, {"mode": mode}, phases=both, **changes)
         corpus = load_corpus(config, tmp_path)
         assert corpus.details["few"]["documents"] == corpus.tokens_per_epoch["few"] == 0
-        few_is_too_few = r"sources\.few: too few training tokens, expected at least one of the run"
+        few_is_too_few = r"sources\.few: too few training tokens, expected at least the run"
         with pytest.raises(InputError, match=few_is_too_few):
             resolve_schedule(config, corpus.tokens_per_epoch)
         with pytest.raises(InputError, match=few_is_too_few):

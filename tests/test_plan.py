@@ -97,7 +97,7 @@ def test_a_source_that_repeats_beyond_its_max_epochs_is_told(tmp_path):
         return [w for w in plan(config, store_dir=tmp_path / "store").warnings if "max_epochs" in w]
 
     # 97 sequences of 49.
-    assert warnings_of(1.5) == ["law is read 1.98 times, and its max_epochs is 1.5: it repeats"]
+    assert warnings_of(1.5) == ["law is read 1.98 times, beyond its max_epochs of 1.5: it repeats"]
     assert warnings_of(2) == []
 
 
@@ -109,7 +109,7 @@ def test_plan_and_training_agree_on_sizes(tmp_path):
 
 
 def test_what_is_never_read_and_replay_that_changes_nothing_are_told(tmp_path):
-    nothing_of_law = "nothing of source law is read: no phase gives it a share, and no eval set is of it"
+    nothing_of_law = "source law is never read: no phase gives it a share, and no eval set is held out of it"
     everywhere = [{"name": "a", "until": "end", "mixture": {"web": 0.5, "law": 0.5}}]
     alone = [{"name": "a", "until": "end", "mixture": {"web": 1.0}}]
     replay = {"replay": {"law": 0.1}}
@@ -117,13 +117,13 @@ def test_what_is_never_read_and_replay_that_changes_nothing_are_told(tmp_path):
     def told(**changes):
         config = config_of(tmp_path, **changes)
         load_corpus(config, tmp_path / "store")
-        return [w for w in plan(config, store_dir=tmp_path / "store").warnings if "is read:" in w or "replay" in w]
+        return [w for w in plan(config, store_dir=tmp_path / "store").warnings if "never read:" in w or "replay" in w]
 
     assert told() == []
     assert told(phases=alone) == told(phases=[{**alone[0], "mixture": {"web": 1, "law": 0}}]) == [nothing_of_law]
     assert told(phases=alone, adaptation=replay) == []
     assert told(phases=alone, adaptation={"replay": {"law": 1e-6}}) == []  # too small a share is told as that
-    useless = "adaptation.replay.law changes nothing: the mixture of every phase names law itself"
+    useless = "adaptation.replay.law has no effect: the mixture of every phase names law itself"
     assert told(phases=everywhere, adaptation=replay) == [useless]
     sources = {name: {"path": str(tmp_path / f"{name}.jsonl"), "held_out": "20%"} for name in ("web", "law")}
     evalsets = {"primary": {"held_out_of": "web"}, "sets": {"law": {"held_out_of": "law"}}}
@@ -139,8 +139,8 @@ def test_what_is_to_act_on_regressions_is_told_where_evals_are_few(tmp_path, act
         load_corpus(config, tmp_path / "store")
         return [w for w in plan(config, store_dir=tmp_path / "store").warnings if "evals are planned" in w]
 
-    few = f"evalsets.regression.action is {action}, but 20 evals are planned: with fewer than 24 only large rises are "
-    assert told(5) == ([few + "found; lower evalsets.every"] if action in ("stop", "replay") else [])
+    few = f"evalsets.regression.action is {action}, but only 20 evals are planned: with fewer than 24 only large rises "
+    assert told(5) == ([few + "are found; lower evalsets.every"] if action in ("stop", "replay") else [])
     assert told(4) == []
 
 
@@ -198,8 +198,8 @@ def test_what_the_plan_warns_of_is_said_at_the_start_too(tmp_path):
     # 160 slots, of a quarter all and of three quarters 12 % : 40 + 14.4.
     few = [w for w in p.warnings if "scored target" in w]
     assert few == [
-        "updates of phase chat have about 54.4 scored targets each, in 160 slots; one that has none is skipped; raise"
-        " its batch_size or seq_len"
+        "updates of phase chat have about 54.4 scored targets each, in 160 slots; an update without any is skipped; "
+        "raise its batch_size or seq_len"
     ]
     assert "conversations: tokens that are scored: talks 12.00%" in table(p)
     wider = config_of(tmp_path, sources=sources, **{**changes, "train": {"steps": 100, "batch_size": 4, "seq_len": 48}})
@@ -295,9 +295,7 @@ def test_too_much_overlap_is_an_error(tmp_path):
 def test_a_source_too_small_for_one_sequence_is_named(tmp_path):
     config = config_of(tmp_path, train={"steps": 100, "batch_size": 4, "seq_len": 1000})
     load_corpus(config, tmp_path / "store")
-    with pytest.raises(
-        InputError, match="sources.law: too few training tokens, expected at least one of the run's longest"
-    ):
+    with pytest.raises(InputError, match="sources.law: too few training tokens, expected at least the run's longest"):
         plan(config, store_dir=tmp_path / "store")
 
 
@@ -395,8 +393,8 @@ def test_a_vocabulary_that_is_not_split_is_told_with_one_that_would_be(tmp_path,
 
     warnings, whole = planned(3)
     assert warnings == [
-        f"mesh.tensor 3 does not divide the 257 rows of the {matrices}: every device keeps them whole and works out "
-        "all logits; model.vocab_size: 384 adds rows that are never predicted, and splits them"
+        f"mesh.tensor 3 does not divide the 257 rows of the {matrices}: every device keeps all of them and computes "
+        "all logits; model.vocab_size: 384 adds rows that are never predicted, so that they are split"
     ]
     told, split = planned(3, vocab_size=384)
     assert told == planned(1)[0] == [] and whole - split == (2 - tie_embeddings) * 4 * 120 * (257 - 384 // 3)

@@ -169,7 +169,7 @@ def test_a_source_whose_documents_an_eval_set_has_is_unknown_while_the_set_is(pl
     (tmp_path / "some.jsonl").touch()  # not looked at again until it is prepared
     told = plan_resumed(config, tmp_path / "run", STEP, store_dir=tmp_path / "store")
     assert told.resumes["edit"] is None
-    assert any("measured by is not known: some (run" in warning for warning in told.warnings)
+    assert any("measured on: some (run" in warning for warning in told.warnings)
 
 
 @pytest.mark.parametrize("which", ["web.jsonl", "val.txt"])
@@ -185,10 +185,10 @@ def test_text_that_changed_is_unknown_until_it_is_prepared_and_then_refused(whic
     name = {"web.jsonl": "web", "val.txt": "primary"}[which]
     told = plan_resumed(config, run, STEP, store_dir=store)
     assert told.resumes["edit"] is None
-    unknown = "not prepared yet, so whether it is the text that the run was trained on or measured by is not known: "
+    unknown = "not prepared yet, so it cannot be checked against the text that the run was trained or measured on: "
     assert [w for w in told.warnings if w.startswith(f"{unknown}{name} (run `curriculum prepare")]
     load_corpus(config, store)
-    with pytest.raises(InputError, match=f"{name}: i(s not the set that|ts training text is not what)"):
+    with pytest.raises(InputError, match=f"{name}: i(s not the set that|ts training text has changed)"):
         plan_resumed(config, run, STEP, store_dir=store)
 
 
@@ -200,7 +200,7 @@ def test_a_run_that_trains_is_looked_at_all_the_same_and_damage_is_told(place, t
         lock.take()
         told = plan_resumed(config_of(place), tmp_path / "run", store_dir=place / "store")
     assert told.resumes["step"] == 10 and newest.is_dir()
-    assert told.warnings[0].startswith(f"{newest}: is damaged: ") and told.warnings[0].endswith("it is passed over")
+    assert told.warnings[0].startswith(f"{newest}: is damaged: ") and told.warnings[0].endswith("; skipped")
 
 
 def test_the_command(place, tmp_path):
@@ -218,7 +218,7 @@ def test_the_command(place, tmp_path):
     finished = f"{began} is finished: 12 of 12 steps; nothing is left to train"
     assert of_run("latest").splitlines()[1] == finished
     _, goes_on, same, *rest = of_run("8").splitlines()
-    assert goes_on == f"{began} goes on at step 8, with a learning rate of 0.003"
+    assert goes_on == f"{began} continues at step 8, with a learning rate of 0.003"
     assert same == "the config changes nothing that is trained or judged"
     assert any("0 to 6, trained " in line for line in rest) and any("6 to 12, trained to 8 " in line for line in rest)
     edit = "schedule edit at step 8: train.steps 12 → 20 | b until step 20"
@@ -234,8 +234,10 @@ def test_the_command(place, tmp_path):
     )
     shapes = [line.split("  ")[0] for line in reshaped[reshaped.index("") + 2 :]]
     assert shapes[: shapes.index("")] == ["a", "b", "b from step 8"]
-    (other,) = [line for line in of_run("8", tokenizer={"kind": "char"}).splitlines() if "tokenizer: is not" in line]
-    assert "tokenizer: is not the run's (kind: byte) and not prepared yet: it is refused unless" in other
+    (other,) = [line for line in of_run("8", tokenizer={"kind": "char"}).splitlines() if "tokenizer: differs" in line]
+    assert (
+        "tokenizer: differs from the run's (kind: byte) and is not prepared yet; train will refuse it unless" in other
+    )
     refused = told("--resume", "8", "--run-dir", began, seed=3)
     assert refused.returncode == 2
     assert "seed: got 3, but steps 0 to 8 were trained with 1337" in refused.stderr
@@ -245,11 +247,9 @@ def test_the_command_where_no_run_goes_on(place, tmp_path):
     (tmp_path / "c.yaml").write_text(json.dumps(config_of(place).to_json()))
     done = run(tmp_path, "plan", "c.yaml", "--resume", "latest")
     assert done.returncode == 0
-    begins = "warning: runs/tiny: holds no run: nothing is there to resume, and the run begins anew"
+    begins = "warning: runs/tiny: holds no run: nothing to resume; the run starts at step 0"
     assert begins in done.stdout.splitlines() and not (tmp_path / "runs").exists()
     for options in (["--run-dir", "there"], ["--accept-past"]):
         refused = run(tmp_path, "plan", "c.yaml", *options)
-        expected = (
-            f"error: {options[0]}: the plan of a run that begins has no use for it; give --resume, or leave it out"
-        )
+        expected = f"error: {options[0]}: has no effect on the plan of a new run; give --resume, or leave it out"
         assert (refused.returncode, refused.stderr.splitlines()[0]) == (2, expected)

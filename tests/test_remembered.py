@@ -33,7 +33,7 @@ def test_only_what_the_file_says_otherwise_is_told(tmp_path):
         "--set phases[1].until=100%",
         "--dataset-dir law=law.txt",
     )
-    used = "is used, which the run remembers; to go by the file, give"
+    used = "is used, which the run remembers; to use the file's value, give"
     assert told == [
         f"8:9: train.steps: the file says 90, but --set train.steps=60 {used} --set train.steps=90",
         f'6:15: phases[1].until: the file says "end", but --set phases[1].until=100% {used} '

@@ -61,7 +61,7 @@ def test_without_gold_it_is_the_latest(directory):
     assert find_checkpoint(directory) == (120, directory.checkpoints / "120")
     (directory.path / "events.jsonl").unlink()
     assert find_checkpoint(directory) == (120, directory.checkpoints / "120")
-    with pytest.raises(InputError, match="--step gold: .* has no gold checkpoint; there are: 90, 100, 120; in gold/"):
+    with pytest.raises(InputError, match="--step gold: .* has no gold checkpoint; available: 90, 100, 120; in gold/"):
         find_checkpoint(directory, "gold")
 
 
@@ -72,7 +72,7 @@ def test_a_gold_that_is_gone_is_not_replaced_by_another(directory, wanted):
         find_checkpoint(directory, wanted)
     assert str(told.value) == (
         f"{directory.gold}/60: is gone, but the record names it as the gold checkpoint; restore it from a copy, or give "
-        "--step latest or another step (there are: 90, 100, 120; in gold/: 70, 110; in kept/: 50)"
+        "--step latest or another step (available: 90, 100, 120; in gold/: 70, 110; in kept/: 50)"
     )
     assert find_checkpoint(directory, "latest")[0] == 120 and find_checkpoint(directory, 70)[0] == 70
 
@@ -83,12 +83,12 @@ def test_while_a_gold_is_being_saved_it_is_the_one_before(directory, wanted, cap
         write_events(directory.path, 110, 70, 60)
         assert find_checkpoint(directory, wanted) == (70, directory.gold / "70")
         saved = f"{directory.gold}/60: is being saved; "
-        assert capsys.readouterr().err == f"{saved}gold/70, the one before it, is taken\n"
+        assert capsys.readouterr().err == f"{saved}gold/70, the one before it, is used\n"
         write_events(directory.path, 60)
         if wanted is None:
             assert find_checkpoint(directory) == (120, directory.checkpoints / "120")
         else:
-            with pytest.raises(InputError, match="has no gold checkpoint; there are: 90"):
+            with pytest.raises(InputError, match="has no gold checkpoint; available: 90"):
                 find_checkpoint(directory, wanted)
         assert capsys.readouterr().err == f"{saved}there is none before it\n"
 
@@ -102,7 +102,7 @@ def test_a_record_without_a_line_beside_a_gold_is_told(directory, wanted, conten
         find_checkpoint(directory, wanted)
     assert str(told.value) == (
         f"{record}: has no complete line to say which checkpoint is the gold one; restore it from a copy, or give a "
-        "step (there are: 90, 100, 120; in gold/: 70, 110; in kept/: 50)"
+        "step (available: 90, 100, 120; in gold/: 70, 110; in kept/: 50)"
     )
     assert find_checkpoint(directory, "latest")[0] == 120 and find_checkpoint(directory, 70)[0] == 70
     shutil.rmtree(directory.gold)
@@ -116,7 +116,7 @@ def test_a_record_without_a_line_beside_a_gold_is_told(directory, wanted, conten
         ("newest", "--resume newest: expected 'latest', 'gold' or the step of a checkpoint"),
         ("-5", "--resume -5: expected"),
         ("٢", "--resume ٢: expected"),
-        (13, "--resume 13: {run} has no checkpoint of that step; there are: 90, 100, 120; in gold/: 70, 110; "
+        (13, "--resume 13: {run} has no checkpoint of that step; available: 90, 100, 120; in gold/: 70, 110; "
               "in kept/: 50"),
         ("140", "--resume 140: {run} has no checkpoint of that step"),
     ],
@@ -134,7 +134,7 @@ def test_a_run_without_checkpoints_says_so(tmp_path):
     with pytest.raises(InputError, match="has no checkpoint yet; train it up to its first save"):
         find_checkpoint(RunDirectory(tmp_path), "latest")
     make_checkpoint(tmp_path / "kept/7")
-    with pytest.raises(InputError, match="--step latest: .*checkpoints is empty; there are: in kept/: 7"):
+    with pytest.raises(InputError, match="--step latest: .*checkpoints is empty; available: in kept/: 7"):
         find_checkpoint(RunDirectory(tmp_path), "latest")
 
 

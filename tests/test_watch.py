@@ -79,11 +79,11 @@ def test_a_set_of_copies_and_one_of_a_single_document_are_told():
     one = f"eval set law is one document of 2 windows: {no_error}"
     copies = "copies count as one document in its standard errors and verdicts; remove the copies from its text"
     assert warned(["one", "other"]) == warned(["one", "other", "last", "one", "other"]) == []
-    assert warned(["one", "other"] * 2) == [f"eval set val has 4 documents, of which 2 are distinct: {copies}"]
+    assert warned(["one", "other"] * 2) == [f"eval set val has 4 documents, only 2 of them distinct: {copies}"]
     assert warned(["a text"], "law") == [one]
     assert warned(["abc"], "law") == [one.replace("2 windows", "1 window")]
     assert warned(["a text"] * 1200, "law") == [
-        f"eval set law has 1,200 documents, of which 1 is distinct: {copies}",
+        f"eval set law has 1,200 documents, only 1 of them distinct: {copies}",
         one,
     ]
 

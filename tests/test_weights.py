@@ -22,5 +22,5 @@ def test_a_name_says_which_average_and_of_which_phase(text, weights):
 
 @pytest.mark.parametrize("text", ["", "best", "params", "phase_mean", "ema:first", "Mean:first"])
 def test_any_other_name_is_refused(text):
-    with pytest.raises(InputError, match=f"--weights {text}: there is no such one; .*expected one of: raw, ema, mean:"):
+    with pytest.raises(InputError, match=f"--weights {text}: unknown value; .*expected one of: raw, ema, mean:"):
         Weights.parse(text)
