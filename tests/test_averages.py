@@ -169,7 +169,7 @@ def test_means_that_cannot_be_listed_are_told(tmp_path):
     trunk = RunDirectory(tmp_path)
     copy_means(RunDirectory(tmp_path / "made"), trunk, 14)
     trunk.averages.write_text("a file")
-    with pytest.raises(InputError, match="averages: cannot be listed: Not a directory; mend that"):
+    with pytest.raises(InputError, match="averages: cannot be listed: Not a directory; fix that"):
         copy_means(RunDirectory(tmp_path / "made"), trunk, 14)
 
 
@@ -233,7 +233,7 @@ def test_a_checkpoint_that_is_damaged_is_left_out_of_a_mean(run, folder, tmp_pat
     assert mean_steps(tmp_path / "run", "last") == [12, 14]
     (note,) = notes(tmp_path / "run", 14)
     said, _, why = note.partition(": params/")
-    assert said == "the mean of phase last is of the checkpoints 12 and 14 alone: checkpoint 9 is damaged"
+    assert said == "the mean of phase last covers only the checkpoints 12 and 14: checkpoint 9 is damaged"
     assert why.endswith("has another checksum than the manifest says")
 
 
@@ -293,11 +293,11 @@ def test_the_card_of_a_mean_has_what_was_measured_at_the_end_of_its_phase(run, t
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ({"weights": "mean:middle"}, "no mean of phase 'middle'; there are: first, last"),
+        ({"weights": "mean:middle"}, "no mean of phase 'middle'; available: first, last"),
         ({"weights": "mean:first", "step": "9"}, "--step 9: the mean of a phase is of its last checkpoints"),
         (
             {"weights": "emma"},
-            "--weights emma: there is no such one; did you mean 'ema'? expected one of: raw, ema, mean",
+            "--weights emma: unknown value; did you mean 'ema'? expected one of: raw, ema, mean",
         ),
     ],
 )
@@ -311,7 +311,7 @@ def test_a_checkpoint_without_a_moving_average_says_so(run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     shutil.rmtree(tmp_path / "run/checkpoints/14/ema")
     write_manifest(tmp_path / "run/checkpoints/14", 14)
-    without = "--weights ema: step 14 of .* was saved without a moving average, .*; expected raw"
+    without = "--weights ema: step 14 of .* was saved without a moving average .*; expected raw"
     with pytest.raises(InputError, match=f"{without} or mean:first or mean:last$"):
         export(tmp_path / "run", tmp_path / "out", step="latest", weights="ema")
     shutil.rmtree(tmp_path / "run/averages")

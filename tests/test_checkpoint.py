@@ -192,7 +192,7 @@ def test_a_finished_run_goes_back_to_what_verifies(run, whole, place, capsys):
     tiny_train(place, run, "latest")
     errors = capsys.readouterr().err
     assert f"{run}/checkpoints/12: is damaged: params/d/{path.name} has another checksum" in errors
-    assert f"moved to {run}/superseded/12" in errors and f"{run}: the run goes on from step 10" in errors
+    assert f"moved to {run}/superseded/12" in errors and f"{run}: the run continues from step 10" in errors
     assert "Traceback" not in errors
     assert_same_run(run, whole)
     resume = next(e for e in load_run(run).events if e["event"] == "resume")
@@ -206,7 +206,7 @@ def test_without_a_checkpoint_the_gold_serves(run, whole, place, capsys):
     for step in (8, 10, 12):
         half_delete(run / f"checkpoints/{step}")
     tiny_train(place, run, "latest", train={"steps": 12, "batch_size": 4, "seq_len": 32})
-    assert "the run goes on from step 12" in capsys.readouterr().err
+    assert "the run continues from step 12" in capsys.readouterr().err
     assert damage(run / "checkpoints/12") is None and last_state(run) == last_state(whole)
     assert sorted(p.name for p in (run / "superseded").iterdir() if p.name.isdecimal()) == ["10", "12", "8"]
 
@@ -275,7 +275,7 @@ if os.geteuid() == 0:
 to_resume(RunDirectory(Path(".")), "latest")
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=run, capture_output=True, text=True)
-    last = f"checkpoints/12/{path}: cannot be read: Permission denied; whether checkpoints/12 is whole cannot be told"
+    last = f"checkpoints/12/{path}: cannot be read: Permission denied, so checkpoints/12 cannot be verified"
     assert done.returncode == 1 and last in done.stderr.splitlines()[-1]
     (run / "checkpoints").chmod(0o000)
     done = subprocess.run([sys.executable, "-c", code], cwd=run, capture_output=True, text=True)
@@ -312,7 +312,9 @@ def test_a_checkpoint_that_was_deleted_meanwhile_is_not_called_damaged(run):
     _, folder = find_checkpoint(RunDirectory(run), 8)
     shutil.rmtree(folder)
     for read in (lambda: undamaged(folder), lambda: load_params(folder / "params")):
-        with pytest.raises(InputError, match=r"checkpoints/8: is gone: a run that trains keeps its newest .*try again"):
+        with pytest.raises(
+            InputError, match=r"checkpoints/8: is gone: a training run keeps only its newest .*try again"
+        ):
             read()
 
 
@@ -320,13 +322,13 @@ def test_where_nothing_verifies_the_run_begins_anew(run, whole, place, capsys):
     for folder in [*(run / "checkpoints").iterdir(), *(run / "gold").iterdir()]:
         empty(folder)
     tiny_train(place, run, "latest")
-    assert "no checkpoint verifies: the run begins anew" in capsys.readouterr().err
+    assert "no checkpoint verifies: the run starts over" in capsys.readouterr().err
     assert_same_run(run, whole)
 
 
 def test_where_there_is_nothing_to_resume_that_is_told(tmp_path, capsys):
     directory = RunDirectory(tmp_path / "run")
-    then = "nothing is there to resume, and the run begins anew\n"
+    then = "nothing to resume; the run starts at step 0\n"
     for there in ("holds no run", "the run in it has no checkpoint"):
         with RunLock(directory.path) as lock:
             assert claim(directory, lock, "latest") is None

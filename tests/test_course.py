@@ -151,7 +151,7 @@ def test_a_source_that_standing_updates_ahead_read_cannot_go(tmp_path):
     without = build_config(tiny_data(tmp_path, **sections))
     with closing(build(without, tmp_path / "store", past=find_edit(without, saved).past)) as setup:
         with pytest.raises(
-            InputError, match="sources: law is gone, but updates from step 4 on, which stand already, read"
+            InputError, match="sources: law is gone, but already scheduled updates from step 4 on still read"
         ):
             ledger.check_past(saved, ledger.found_in(setup), accept_past=True)
 
@@ -223,6 +223,6 @@ def test_a_last_checkpoint_that_is_gone_is_told_but_not_of_the_disk(tmp_path, mo
     with pytest.raises(InputError) as error:
         tiny_train(write_corpus(tmp_path), tmp_path / "run")
     assert str(error.value) == (
-        f"{tmp_path}/run/checkpoints/12: the last checkpoint is not there, though the disk refused none; the last good "
-        "one is of step 10; go on with --resume latest"
+        f"{tmp_path}/run/checkpoints/12: the last checkpoint is missing, although no save failed; the last good "
+        "one is of step 10; continue with --resume latest"
     )

@@ -114,7 +114,7 @@ def test_a_gpu_is_named_with_its_memory_and_what_was_set():
     assert gpu_lines(1, "NVIDIA H200", None, [], None) == ["  devices    1 x NVIDIA H200"]
     one, hint = gpu_lines(1, "NVIDIA H200", None, [], "float32")
     assert one == "  devices    1 x NVIDIA H200"
-    assert hint.strip().startswith("model.compute_dtype: bfloat16 takes less than half of the time of float32")
+    assert hint.strip().startswith("model.compute_dtype: bfloat16 takes less than half the time of float32")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="page faults are counted as Linux does, malloc is glibc's")

@@ -144,7 +144,7 @@ def test_a_disk_that_stays_full_ends_in_an_error_and_the_run_goes_on_later(place
     assert code == 2
     assert (
         f"{run_dir}/checkpoints/12: the last checkpoint could not be saved: File too large; the last good one is of step 6; "
-        "make room on the disk and go on with --resume latest"
+        "free disk space and continue with --resume latest"
     ) in errors
     assert "bytes could not be written: they are lost" in errors
     assert damage(run_dir / "checkpoints/6") is None
@@ -157,7 +157,9 @@ def test_a_disk_that_stays_full_ends_in_an_error_and_the_run_goes_on_later(place
 @pytest.mark.slow
 def test_a_run_that_cannot_be_begun_or_taken_up_is_told(place, whole, tmp_path):
     run_dir = tmp_path / "run"
-    message = f"{run_dir}: File too large: nothing was trained; mend that (make room, give the right to write), then"
+    message = (
+        f"{run_dir}: File too large: nothing was trained; fix that (free disk space, grant write permission), then"
+    )
     code, errors = train_in_process(place, run_dir, {"begin": "full"}, **BOARD)
     assert code == 2 and message in errors
     assert [path.name for path in run_dir.iterdir()] == [".lock"]

@@ -519,10 +519,10 @@ def test_a_run_that_cannot_begin_anew_ends(adapted, tmp_path, monkeypatch):
     for words in (
         "training diverged at step 14: planted",
         "/run up to step 13 verifies",
-        "what the run began from (adaptation.init_from) is needed, and is not there any more:",
+        "the run needs what it began from (adaptation.init_from), which is gone:",
         "has another checksum than the manifest says",
         "expected step 12 of run tiny that the run began from",
-        "restore it from a copy, and go on with --resume latest",
+        "restore it from a copy, and continue with --resume latest",
     ):
         assert words in str(told.value)
     *_, last = load_run(tmp_path / "run").events

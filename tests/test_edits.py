@@ -227,13 +227,13 @@ def test_a_refusal_shows_the_difference_and_what_to_put_back():
         resumed(saved, data)
     assert list(error.value.problems) == [
         "config: seed: got 3, but steps 0 to 60 were trained with 1337",
-        "config: train.batch_size: got 8, but steps 0 to 40 were trained with 4; let it be, and give what lies ahead a "
-        "batch_size of its own",
+        "config: train.batch_size: got 8, but steps 0 to 40 were trained with 4; leave it as it was, and set "
+        "batch_size on the phases still to come",
         'config: phases[0].mixture: got {"web": 1.0}, but steps 0 to 40 were trained with {"web": 0.7, "law": 0.3}',
     ]
     assert (
         "\n".join(error.value.details)
-        == """what is trained already stands; the difference:
+        == """what is already trained is fixed; the difference:
 --- trained
 +++ config
 @@ -1,3 +1,3 @@
@@ -253,7 +253,7 @@ phases:
 - name: a
   until: 40%
   mixture: {web: 0.7, law: 0.3}
-or keep the edit, in the record too, and go on from what was trained: --accept-past"""
+or keep the edit, which is recorded, and continue from what was trained: --accept-past"""
     )
 
 
@@ -265,7 +265,7 @@ def test_a_phase_that_ends_where_the_run_goes_on_is_one_that_is_over():
         resumed(saved, data)
     trained = '{"web": 0.3, "law": 0.5, "code": 0.2}'
     assert list(error.value.problems) == [
-        'config: phases[1].until: got "55%", but steps 40 to 60 were trained as it: let it end at 60 or later, '
+        'config: phases[1].until: got "55%", but steps 40 to 60 were trained in this phase: let it end at 60 or later, '
         'as "80%" does',
         f'config: phases[1].mixture: got {{"code": 1.0}}, but steps 40 to 60 were trained with {trained}',
     ]
@@ -746,8 +746,8 @@ def test_the_models_own_rope_theta_may_be_written_out_and_left_out_again(written
 def test_the_blocks_of_a_run_stay(edits, path, got):
     _, saved = begun()
     expected = (
-        f"config: {path}: got {got}, but the run's sources are read in blocks of 8, its longest sequence when it was "
-        "begun; expected 8 as the longest, which train.seq_len may stay while phases have shorter ones"
+        f"config: {path}: got {got}, but the run's sources are read in blocks of 8, its longest sequence at the "
+        "start; expected 8 as the longest (train.seq_len may stay so while phases have shorter ones)"
     )
     for ledger in (saved, {key: its for key, its in saved.items() if key != "block_tokens"}):
         with pytest.raises(InputError) as error:
@@ -806,7 +806,7 @@ def test_a_change_of_the_schedule_has_its_step_and_any_other_acts_at_once():
         **dict.fromkeys(["averages.ema_decay", "evalsets.every", "evalsets.sets.more"], True),
     }
     text = {"path": "sources.law", "was": {"stream": "one"}, "now": {"stream": "another"}}
-    assert _in_words(text) == "sources.law: its text is another one"
+    assert _in_words(text) == "sources.law: its text has changed"
     assert _acts_at_once(text, config_of(data)) and not _acts_at_once(text | {"now": None}, config_of(data))
 
 

@@ -125,12 +125,12 @@ def test_the_first_machine_of_a_slurm_list(nodes, first):
         (
             ("h:1", None, None),
             SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
-            ["--coordinator h:1: SLURM started this process alone, which has nobody to meet; where it is one of"],
+            ["--coordinator h:1: SLURM started this process alone; if it is one of several, also"],
         ),
         (
             ("h:1", None, 0),
             {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
-            ["--coordinator h:1: Open MPI started this process alone, which has nobody to meet; where it is one of"],
+            ["--coordinator h:1: Open MPI started this process alone; if it is one of several, also"],
         ),
         (
             ("h:1", 2, None),

@@ -104,7 +104,7 @@ def test_what_two_processes_decide_together(tmp_path):
     assert first["differ"] == ["InputError", told, True] and second["differ"] == ["InputError", "", True]
     assert (code, left) == (1, 5) and len(last_line) == 1
     assert last_line[0].startswith("process 1 of 2 (") and (
-        "ended: RuntimeError: has lost its way. Process 0 ends as well; go on from the newest checkpoint"
+        "ended: RuntimeError: has lost its way. Process 0 ends as well; continue from the newest checkpoint"
         in last_line[0]
     )
 

@@ -345,14 +345,14 @@ def run_config(text, **optim):
 @pytest.mark.parametrize(
     ("optim", "other", "told"),
     [
-        ({"adam": {"nesterov": True}}, {"name": "muon"}, "optim.name: got muon, but the run's .* is of adamw"),
-        ({"name": "lion"}, {}, "optim.name: got adamw, but the run's optimizer state is of lion"),
+        ({"adam": {"nesterov": True}}, {"name": "muon"}, "optim.name: got muon, but the run's .* belongs to adamw"),
+        ({"name": "lion"}, {}, "optim.name: got adamw, but the run's optimizer state belongs to lion"),
         (
             {"name": "muon"},
             {"name": "muon", "muon": {"rest": "lion"}},
-            "optim.muon.rest: got lion, but the run's .* is of adamw",
+            "optim.muon.rest: got lion, but the run's .* belongs to adamw",
         ),
-        ({"name": "sophia", "sophia": {"every": 2}}, {"name": "lion"}, "got lion, but .* is of sophia"),
+        ({"name": "sophia", "sophia": {"every": 2}}, {"name": "lion"}, "got lion, but .* belongs to sophia"),
     ],
 )
 def test_each_learns_and_resumes_bit_for_bit(text, tmp_path, optim, other, told):
@@ -420,13 +420,13 @@ def test_an_optimizer_of_ones_own_is_one_function_in_the_table(text, tmp_path, m
         ({"name": "sophia", "sophia": {"gamma": 0.0}}, "optim.sophia.gamma: got 0.0, expected a finite number above 0"),
         ({"name": "sophia", "sophia": {"eps": 0.0}}, "optim.sophia.eps: got 0.0, expected a finite number above 0"),
         ({"name": "sophia", "sophia": {"every": 0}}, "optim.sophia.every: got 0, expected 1 to 1000000000"),
-        ({"lion": {"b1": 0.8}}, "optim.lion: is read by lion only, and the optimizer is adamw; leave it out"),
-        ({"name": "lion", "b2": 0.99}, "optim.b2: is read by adamw only, and the optimizer is lion; leave it out"),
-        ({"name": "sophia", "muon": {"momentum": 0.9}}, "optim.muon: is read by muon only, and the optimizer is sophia"),
-        ({"name": "muon", "sophia": {"every": 5}}, "optim.sophia: is read by sophia only, and the optimizer is muon with"),
-        ({"name": "muon", "muon": {"rest": "lion"}, "adam": {"nesterov": True}}, "optim.adam: is read by adamw only, and"),
-        ({"name": "muon", "lion": {"b1": 0.8}}, "optim.lion: is read by lion only, and the optimizer is muon with adamw"),
-        ({"muon": {"rest": "lion"}, "lion": {"b1": 0.8}}, "optim.lion: is read by lion only, and the optimizer is adamw"),
+        ({"lion": {"b1": 0.8}}, "optim.lion: applies to lion only, but the optimizer is adamw; leave it out"),
+        ({"name": "lion", "b2": 0.99}, "optim.b2: applies to adamw only, but the optimizer is lion; leave it out"),
+        ({"name": "sophia", "muon": {"momentum": 0.9}}, "optim.muon: applies to muon only, but the optimizer is sophia"),
+        ({"name": "muon", "sophia": {"every": 5}}, "optim.sophia: applies to sophia only, but the optimizer is muon with"),
+        ({"name": "muon", "muon": {"rest": "lion"}, "adam": {"nesterov": True}}, "optim.adam: applies to adamw only, but"),
+        ({"name": "muon", "lion": {"b1": 0.8}}, "optim.lion: applies to lion only, but the optimizer is muon with adamw"),
+        ({"muon": {"rest": "lion"}, "lion": {"b1": 0.8}}, "optim.lion: applies to lion only, but the optimizer is adamw"),
     ],
 )  # fmt: skip
 def test_a_problem_names_its_key(text, optim, told):
@@ -459,7 +459,7 @@ def test_infinities_are_refused_in_library_use():
 def test_a_tied_embedding_is_asked_for_only_where_there_is_one(text):
     data = run_config(text, name="muon", muon={"allow_tied_embed": True}).to_json()
     data["model"]["tie_embeddings"] = False
-    with pytest.raises(InputError, match="optim.muon.allow_tied_embed: the model has a head of its own"):
+    with pytest.raises(InputError, match="optim.muon.allow_tied_embed: the model has a separate head"):
         build_config(data)
 
 

@@ -205,7 +205,7 @@ def test_a_process_that_never_comes_is_named(monkeypatch, capsys):
     [first] = meet(Launch("127.0.0.1", port, 2, 0), seconds=0.3)
     assert capsys.readouterr().err == f"waiting at 127.0.0.1:{port} for 1 of 2 processes\n"
     assert first.startswith(
-        f"--coordinator 127.0.0.1:{port}: waited 0.3 s for 2 processes, of which these did not come: 1"
+        f"--coordinator 127.0.0.1:{port}: waited 0.3 s for 2 processes, but these did not connect: 1"
     )
     [second] = meet(Launch("127.0.0.1", port, 2, 1), seconds=0.3)
     assert second.startswith(

@@ -206,8 +206,8 @@ def test_the_end_of_one_process_ends_the_other_with_a_line_that_says_so(course):
     (code, text), (killed, _) = course["killed"]
     assert (code, killed) == (1, -signal.SIGKILL) and course["killed_seconds"] < 60
     line = next(line for line in text.splitlines() if line.startswith("process 1 of 2"))
-    assert "is gone: it was killed, or its machine cannot be reached. Process 0 ends as well; go on" in line
-    assert line.endswith("with --resume latest, with as many processes as there are then")
+    assert "is gone: it was killed, or its machine cannot be reached. Process 0 ends as well; continue" in line
+    assert line.endswith("with --resume latest, with as many processes as you then have")
 
 
 @pytest.mark.slow
@@ -216,7 +216,7 @@ def test_the_end_of_process_0_ends_the_others_with_a_line_that_says_so(course):
     assert killed == -signal.SIGKILL and course["headless_seconds"] < 60, text
     if code != -signal.SIGABRT:  # jax's own client may notice first, and aborts the process
         line = next(line for line in text.splitlines() if line.startswith("process 0 of 2"))
-        assert "is gone: it was killed, or its machine cannot be reached. Process 1 ends as well; go on" in line
+        assert "is gone: it was killed, or its machine cannot be reached. Process 1 ends as well; continue" in line
         assert code == 1
 
 
@@ -238,7 +238,7 @@ def test_a_signal_to_one_process_stops_both_at_one_step(course, folder):
     (first, text), (second, silent) = course["again"]
     assert (first, second) == (143, 143)
     last = course["rows"][2]
-    assert f"stopped by SIGTERM at step {last}, which was saved; go on with --resume latest" in text
+    assert f"stopped by SIGTERM at step {last}, which was saved; continue with --resume latest" in text
     assert "stopped" not in silent
     assert (folder / f"long/checkpoints/{last}").is_dir()
 
@@ -301,10 +301,10 @@ def test_two_processes_raise_a_share_as_one_does(ends, folder):
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("mean", "averages/first: cannot be written: File too large; mend that, and go on with --resume latest"),
+        ("mean", "averages/first: cannot be written: File too large; fix that, and continue with --resume latest"),
         (
             "full",
-            "checkpoints/12: cannot be saved: File too large; mend that, and go on from the checkpoint before with",
+            "checkpoints/12: cannot be saved: File too large; fix that, and continue from the checkpoint before with",
         ),
     ],
 )

@@ -299,9 +299,7 @@ def test_a_dry_run_takes_a_step_of_every_shape(corpus, store):  # noqa: F811
 def test_a_theta_is_not_for_a_model_of_ones_own(corpus, store):  # noqa: F811
     with pytest.raises(InputError) as raised:
         build(build_config(shaped(corpus)), store, make_model=lambda vocab_size: None)
-    assert raised.value.problems == (
-        "config: phases[2].rope_theta: is of the config's own models only, not of one that make_model gives; leave it out",
-    )
+    assert raised.value.problems == ("config: phases[2].rope_theta: is not supported with make_model; leave it out",)
 
 
 def test_what_cannot_be_compiled_in_the_background_is_told_at_its_step():

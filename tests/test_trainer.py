@@ -249,7 +249,7 @@ def test_a_run_that_a_source_stops_resumes_in_its_decay_and_says_why_it_ends(cor
     for steps in (60, 70):
         data["train"]["steps"] = steps
         assert train(build_config(data), tmp_path / "run", resume="latest", store_dir=store)["total_steps"] == end
-        told = f"is finished: {end} of {end} steps. Nothing to do. It ends there, before train.steps, as a source is"
+        told = f"is finished: {end} of {end} steps. Nothing to do. It ended before train.steps because a source with"
         assert told in capsys.readouterr().out
     # What the console then says to do.
     data["sources"]["law"]["max_epochs"] = 0.1
@@ -293,15 +293,15 @@ def test_what_would_change_the_past_is_refused_and_the_future_is_free(corpus, st
     b_of_web = {**phases[1], "mixture": {"web": 1.0}}
     no_code = {"sources": {"web": data["sources"]["web"]}, "evalsets": {"primary": {"held_out_of": "web"}},
                "phases": [phases[0], b_of_web]}  # fmt: skip
-    refused(r"phases\[0\].until: got 12, but steps 0 to 10 were trained as it: let it end at 10",
+    refused(r"phases\[0\].until: got 12, but steps 0 to 10 were trained in this phase: let it end at 10",
             train=longer, phases=[{**phases[0], "until": 12}, phases[1]])  # fmt: skip
     refused(r"phases\[0\].mixture: got .*, but steps 0 to 10 were trained with", train=longer,
             phases=[{**phases[0], "mixture": {"web": 1.0, "law": 0.5}}, phases[1]])  # fmt: skip
     refused("the learning rate jumps from 0.001 to 0.003 at step 20", train=longer, optim={**optim, "lr": 3e-3})
     # The decay would begin at step 5: up to 15 the rate is more than half of what it was.
     decayed = {**optim, "schedule": "wsd", "decay_steps": 25, "min_lr_ratio": 0.0}
-    refused("the learning rate jumps from 0.001 to 0.00036 at step 20.*\nor go on from before that, and train what came "
-            "after it anew: --resume 15$", train=longer, optim=decayed)  # fmt: skip
+    refused("the learning rate jumps from 0.001 to 0.00036 at step 20.*\nor resume from an earlier checkpoint and retrain "
+            "the steps after it: --resume 15$", train=longer, optim=decayed)  # fmt: skip
     refused("seed: got 7, but steps 0 to 20 were trained with 1337", train=longer, seed=7)
     refused("architecture of a run cannot change", train=longer, model={**data["model"], "n_layer": 2})
     refused("train.steps: got 15, but the run's schedule is already fixed up to step 20",
@@ -324,10 +324,10 @@ def test_what_would_change_the_past_is_refused_and_the_future_is_free(corpus, st
     drawn = {name: source["tokens_drawn"] for name, source in kept["sources"].items()}
     assert drawn == {"web": (10 * 8 + 10 * 4) * 32, "code": 10 * 8 * 32}
     assert train(build_config(less), accepted, resume="latest", store_dir=store) == run.complete
-    assert "not taken up" not in capsys.readouterr().out
+    assert "have no effect" not in capsys.readouterr().out
     slower = {**less, "optim": {**optim, "lr": 5e-4}}
     assert train(build_config(slower), accepted, resume="latest", store_dir=store) == run.complete
-    assert "Nothing to do. What the config changes is not taken up: no step lies ahead." in capsys.readouterr().out
+    assert "Nothing to do. The changes in the config have no effect: all steps are trained." in capsys.readouterr().out
     assert len(load_run(accepted).events) == len(run.events)
 
     events = len(load_run(run_dir).events)
@@ -459,14 +459,14 @@ def test_source_text_that_changed_is_refused(corpus, store, tmp_path):
             train(build_config(data), tmp_path / "run", resume="latest", store_dir=store)
 
     with_early = sets.pop("early")
-    put_back = "eval set early is gone: .*; put eval set early back, or go on"
+    put_back = "eval set early is gone: .*; put eval set early back, or continue"
     refused(f"^config: sources.web: {put_back}")
     sets["late"] = {"path": str(tmp_path / "late.jsonl")}
     refused(f"eval set late holds documents that the run has trained on: .*; {put_back}")
     del sets["late"]
     sets["early"] = with_early
     (folder / "web.jsonl").write_text((folder / "web.jsonl").read_text() + json.dumps({"text": "one more"}) + "\n")
-    refused("^config: sources.web: its training text is not what it was")
+    refused("^config: sources.web: its training text has changed")
 
 
 def test_a_trained_tokenizer_stays_when_a_source_is_added(corpus, store, tmp_path):
@@ -531,7 +531,7 @@ def test_parameters_alone_can_be_restored(corpus, store, whole):
     params = load_params(whole / "checkpoints/60/params", like)
     expected = final_state(whole)[1]
     assert np.asarray(params["embed"]["embedding"]).tobytes() == expected["params/embed/embedding"]
-    with pytest.raises(InputError, match="no checkpoint of step 7; there are: 50, 55, 60"):
+    with pytest.raises(InputError, match="no checkpoint of step 7; available: 50, 55, 60"):
         Checkpoints(whole / "checkpoints", 3).baselines(7)
 
 
@@ -543,7 +543,7 @@ def test_a_save_that_would_not_be_made_is_an_error(corpus, store, whole, tmp_pat
     run_dir = tmp_path / "run"
     shutil.copytree(whole / "checkpoints", run_dir / "checkpoints")
     setup = build(build_config(config_data(corpus)), store)
-    with pytest.raises(RuntimeError, match="step 0 was not saved: step 60 is there already"):
+    with pytest.raises(RuntimeError, match="step 0 was not saved: step 60 already exists"):
         Checkpoints(run_dir / "checkpoints", 3).save(
             setup.states.first(), {"step": 0}, {"primary": np.zeros((3, 1), np.float32)}
         )
@@ -569,7 +569,7 @@ def test_resume_at_a_step_sets_later_checkpoints_aside(corpus, store, whole, tmp
     assert final_state(run_dir) == final_state(whole)
     assert record(run_dir) == record(whole)
     assert sorted(p.name for p in (run_dir / "superseded").iterdir()) == ["55", "60", "evals"]
-    with pytest.raises(InputError, match="has no checkpoint of that step; there are: 50, 55, 60"):
+    with pytest.raises(InputError, match="has no checkpoint of that step; available: 50, 55, 60"):
         train(build_config(config_data(corpus)), run_dir, resume=51, store_dir=store)
 
 

@@ -171,7 +171,7 @@ def test_the_smallest_rise_that_can_be_told_stands_in_every_eval_but_the_first(t
     assert all(0.01 < nats < 1 for nats in steady)
     notes = [(e["step"], note) for e in later for note in e.get("notes", [])]
     ((step, note),) = [(step, note) for step, note in notes if note.startswith("smallest rise")]
-    assert step == 60 and note.endswith("; less once the losses fall evenly")
+    assert step == 60 and note.endswith("; it shrinks as the losses become smoother")
 
 
 def test_the_gold_is_the_best_that_no_guard_objects_to_and_its_checkpoint_is_whole(told, texts, store):
@@ -362,7 +362,7 @@ def test_stop_saves_ends_with_code_0_and_may_be_resumed(at_the_switch, told, tex
     assert alarm["step"] in (SWITCH + 5, SWITCH + 10) and alarm["action"] == "the run stops here"
     last = done.output.splitlines()[-1]
     assert re.fullmatch(
-        rf"stopped at step {alarm['step']}, which was saved: (val|code|val, code) got worse; go on with --resume latest",
+        rf"stopped at step {alarm['step']}, which was saved: (val|code|val, code) got worse; continue with --resume latest",
         last,
     )
     assert load_run(at_the_switch).complete is None

@@ -69,10 +69,10 @@ def averages_at(
             raise
         why = f"{folder / phase}: cannot be written: {error.strerror}"
         if count() > 1:  # the others wait for the part of this process
-            raise InputError(f"{why}; mend that, and go on with --resume latest") from None
+            raise InputError(f"{why}; fix that, and continue with --resume latest") from None
         tell(f"{why}; the mean is measured, but not kept")
     of = listed([f"{s}" for s in parts])
-    return averages, [f"the mean of phase {phase} is of the checkpoints {of} alone: {missing}"] if missing else []
+    return averages, [f"the mean of phase {phase} covers only the checkpoints {of}: {missing}"] if missing else []
 
 
 def adopt_parts(config: Config, directory: RunDirectory, checkpoints: Checkpoints, step: int) -> None:
@@ -124,7 +124,7 @@ def mean_of_phase(folder: Path, phase: str) -> tuple[int, Path]:
     if phase not in (there := {path.parent.name: path for path in folder.glob(f"*/{SIDECAR}")}):
         names = ", ".join(sorted(there)) or "none"
         raise InputError(
-            f"{folder}: no mean of phase {phase!r}; there are: {names} (averages.phase_mean makes one at the end of a "
+            f"{folder}: no mean of phase {phase!r}; available: {names} (averages.phase_mean makes one at the end of a "
             "phase with two checkpoints or more)"
         )
     if why := damage(folder / phase):

@@ -102,7 +102,7 @@ def gpu_lines(
         lines.append(f"             added to XLA_FLAGS: {' '.join(added)} (docs/gpu.md)")
     if compute_dtype == "float32":
         lines.append(
-            "             model.compute_dtype: bfloat16 takes less than half of the time of float32 (docs/gpu.md)"
+            "             model.compute_dtype: bfloat16 takes less than half the time of float32 (docs/gpu.md)"
         )
     return lines
 

@@ -130,9 +130,9 @@ def checkpoint_before(setup: Setup, directory: RunDirectory, record: Record, rol
             raise Diverged(
                 f"training diverged at step {told['told_at_step']}: {told['reason']}\n"
                 f"  last good    none: no checkpoint of {directory.path} up to step {first} verifies\n"
-                "  to begin anew what the run began from (adaptation.init_from) is needed, and is not there any more:\n"
+                "  to start over, the run needs what it began from (adaptation.init_from), which is gone:\n"
                 + "\n".join(f"               {problem}" for problem in error.problems)
-                + "\n  what to try  restore it from a copy, and go on with --resume latest"
+                + "\n  what to try  restore it from a copy, and continue with --resume latest"
             ) from None
     return None
 
@@ -203,7 +203,7 @@ def _summary(run: Running, done: int, divergence: _Divergence, why: str | None) 
     if good:
         command = f"curriculum branch {shlex.quote(str(path))} --at {good} --run-dir NEW --set KEY=VALUE"
         lines.append(f"               from the last good step on: {command} --set optim.allow_jump=true")
-        lines.append("               (allow_jump: a rate may fall to less than half at once)")
+        lines.append("               (allow_jump: lets the learning rate fall to less than half at once)")
     return "\n".join(lines)
 
 

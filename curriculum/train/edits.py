@@ -17,7 +17,7 @@ from curriculum.train.setup import Setup
 from phases.clocks import resolve_steps
 from phases.schedule import Schedule, Segment, cut, segments_from_json
 
-_OR_ACCEPT = "or keep the edit, in the record too, and go on from what was trained: --accept-past"
+_OR_ACCEPT = "or keep the edit, which is recorded, and continue from what was trained: --accept-past"
 
 
 @dataclass(frozen=True)
@@ -152,8 +152,8 @@ def _of_blocks(config: Config, block_tokens: int) -> Problem | None:
         return None
     at = next((i for i, phase in enumerate(config.phases) if phase.seq_len == longest), None)
     by_phase = at is not None and config.train.seq_len != longest
-    fix = f"expected {block_tokens} as the longest, which train.seq_len may stay while phases have shorter ones"
-    begun = f"the run's sources are read in blocks of {block_tokens}, its longest sequence when it was begun"
+    fix = f"expected {block_tokens} as the longest (train.seq_len may stay so while phases have shorter ones)"
+    begun = f"the run's sources are read in blocks of {block_tokens}, its longest sequence at the start"
     return f"phases[{at}].seq_len" if by_phase else "train.seq_len", f"got {longest}, but {begun}; {fix}"
 
 
@@ -224,7 +224,7 @@ def _in_words(change: Mapping[str, Any]) -> str:
     if path.rpartition(".")[0] in ("sources", "phases", "evalsets.sets") and (was is None or now is None):
         return f"{path} {'added' if was is None else 'removed'}"
     if isinstance(was, Mapping) and was.keys() == {"stream"}:
-        return f"{path}: its text is another one"
+        return f"{path}: its text has changed"
     if isinstance(was, Mapping) and isinstance(now, Mapping) and any(now.get(key, ...) == was[key] for key in was):
         return _reason(list(_differing(path, was, now)))
     return f"{path} {json.dumps(was)} → {json.dumps(now)}"

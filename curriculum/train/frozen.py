@@ -27,7 +27,7 @@ from curriculum.train.mesh import on_host
 from curriculum.train.processes.together import from_first
 
 DIGEST = "frozen"  # the digest's key in a lineage
-_FIX = "the run's checkpoints hold adapters alone, which go with the very parameters that they were trained beside"
+_FIX = "the run's checkpoints hold adapters only, which need the exact parameters that they were trained with"
 
 
 def frozen_base(config: Config, lineage: Mapping[str, Any]) -> Base | HfBase:
@@ -72,7 +72,7 @@ def found_again(lineage: Mapping[str, Any], part: str | tuple[str, ...]) -> Base
 def _folder(given: str) -> HfBase:
     base = find_base(given)
     if not isinstance(base, HfBase):
-        raise InputError(f"{given!r} is no Hugging Face folder any more")
+        raise InputError(f"{given!r} is no longer a Hugging Face folder")
     return base
 
 
@@ -99,7 +99,7 @@ def load_frozen(
         frozen = load_params(base.checkpoint / "params", like)
     found = digest(frozen)
     if lineage.get(DIGEST, found) != found:
-        message = f"{lineage['init_from']!r} holds other parameters than it did when the run began (xxh3_128 {found}, "
+        message = f"{lineage['init_from']!r} holds other parameters than when the run began (xxh3_128 {found}, "
         message += f"expected {lineage[DIGEST]}): {_FIX}; restore it from a copy"
         raise config.error([("adaptation.init_from", message)])
     return frozen, {**lineage, DIGEST: found}

@@ -86,7 +86,7 @@ def _act(run: Running, done: int, evaluated: Evaluated) -> tuple[list[dict[str, 
     if action == "stop":
         return [], "the run stops here"
     if done in course.phase_ends:
-        return [], "nothing is replayed more: the phase is over"
+        return [], "no share is raised: the phase is over"
     return _replay(run, done, evaluated)
 
 
@@ -100,7 +100,7 @@ def _replay(run: Running, done: int, evaluated: Evaluated) -> tuple[list[dict[st
     for name in evaluated.newly:
         source, shown = setup.config.eval_sources[name].held_out_of, record_name(name)
         if not math.isfinite(evaluated.summaries[name].loss):
-            told.append(f"{shown}: replay helps no loss that is not finite")
+            told.append(f"{shown}: its loss is not finite, so replay cannot help")
         elif source is None:
             told.append(f"{shown} is held out of no source: nothing to replay")
         else:

@@ -154,7 +154,7 @@ def _model_changed(saved: Mapping[str, Any], found: Found) -> Iterator[Problem]:
     if changed := [k for k in known if model.get(k) != saved["model"].get(k)]:  # null is as if left out
         got = ", ".join(f"{k} {model.get(k)} (was {saved['model'].get(k)})" for k in changed)
         if changed == ["num_ids"] and "num_ids" not in saved["model"]:  # older runs always predicted padding
-            got += f"; with model.num_ids: {model['vocab_size']} all rows are predicted, as they were"
+            got += f"; with model.num_ids: {model['vocab_size']} all rows are predicted, as before"
         yield "model", f"the architecture of a run cannot change: {got}"
     elif parameters is not None and parameters != were:
         name = next(n for n in sorted({**were, **parameters}) if parameters.get(n) != were.get(n))
@@ -167,7 +167,7 @@ def _settings_changed(saved: Mapping[str, Any], found: Found) -> Iterator[Proble
     optimizer = state_layout(found.config.optim)
     for key, was in saved["optimizer"].items():
         if optimizer.get(key, was) != was:
-            yield f"optim.{key}", f"got {optimizer[key]}, but the run's optimizer state is of {was}"
+            yield f"optim.{key}", f"got {optimizer[key]}, but the run's optimizer state belongs to {was}"
     if found.tokenizer not in (None, saved["tokenizer"]):
         yield "tokenizer", "is not the one that the run was trained with; restore it, or start a new --run-dir"
     for key, value in asdict(found.config.packing).items():
@@ -208,7 +208,7 @@ def _still_read(saved: Mapping[str, Any], found: Found) -> Iterator[Problem]:
         if num_tokens and name not in found.config.sources:
             yield (
                 "sources",
-                f"{name} is gone, but updates from step {step} on, which stand already, read it; restore it",
+                f"{name} is gone, but already scheduled updates from step {step} on still read it; restore it",
             )
 
 
@@ -231,7 +231,7 @@ def _evalsets_changed(saved: Mapping[str, Any], found: Found, changed: Mapping[s
             yield place_of(name), message
 
 
-_OR_ACCEPT = ", or go on from the counts of what was read: --accept-past"
+_OR_ACCEPT = ", or continue after the number of tokens already read: --accept-past"
 _CHAT = [f"chat.{role}" for role in ROLES]
 
 
@@ -276,4 +276,4 @@ def _why_changed(saved: Mapping[str, Any], details: Mapping[str, Any], config: C
         )
     if whys:
         return "; ".join(whys)
-    return "its training text is not what it was when the run read from it; restore it"
+    return "its training text has changed since the run read from it; restore it"

@@ -44,7 +44,7 @@ class MeshConfig:
         """Problems with the sizes, as (field, message) pairs; the field is empty if several are concerned."""
         sizes = asdict(self)
         problems = [
-            (name, f"got {size}, expected 1 or more, or -1 for all the devices that are left")
+            (name, f"got {size}, expected 1 or more, or -1 for all remaining devices")
             for name, size in sizes.items()
             if size < 1 and size != -1
         ]

@@ -63,7 +63,7 @@ def claim(directory: RunDirectory, lock: RunLock, resume: str | int | None) -> R
 def nothing_to_resume(directory: RunDirectory) -> str:
     """The message when a run was to be resumed, but begins."""
     there = "the run in it has no checkpoint" if directory.holds_run() else "holds no run"
-    return f"{directory.path}: {there}: nothing is there to resume, and the run begins anew"
+    return f"{directory.path}: {there}: nothing to resume; the run starts at step 0"
 
 
 def check_ahead(config: Config, directory: RunDirectory, step: int, past: Past) -> None:
@@ -78,7 +78,7 @@ def check_ahead(config: Config, directory: RunDirectory, step: int, past: Past) 
         earlier = next((s for s, folder in sorted(found, reverse=True) if _would_do(config, s, folder)), None)
         if earlier is None:
             raise
-        fix = f"or go on from before that, and train what came after it anew: --resume {earlier}"
+        fix = f"or resume from an earlier checkpoint and retrain the steps after it: --resume {earlier}"
         raise InputError(*error.problems, details=[*error.details, fix]) from None
 
 
@@ -118,12 +118,12 @@ def finished(
         return None
     if complete := load_run(directory.path).complete:
         added = [name for name in setup.corpus.evalsets if name not in resumed.ledger["history"]["eval_sets"]]
-        unsaid = f" Not measured: {', '.join(added)} (give it more train.steps)." if added else ""
+        unsaid = f" Not measured: {', '.join(added)} (needs more train.steps)." if added else ""
         if setup.config.train.steps > step:
-            unsaid += " It ends there, before train.steps, as a source is exhausted whose on_exhaust is stop."
+            unsaid += " It ended before train.steps because a source with on_exhaust: stop ran out."
         changes = [] if edit is None else edit["changes"]
         if any(not change["path"].startswith("evalsets.") for change in changes):
-            unsaid += " What the config changes is not taken up: no step lies ahead."
+            unsaid += " The changes in the config have no effect: all steps are trained."
         print(f"{directory.path} is finished: {step} of {step} steps. Nothing to do.{unsaid}")
     return complete
 
@@ -152,8 +152,8 @@ def writable(directory: RunDirectory) -> Iterator[None]:
         yield
     except OSError as error:
         raise InputError(
-            f"{error.filename or directory.path}: {error.strerror or error}: nothing was trained; mend that (make "
-            "room, give the right to write), then begin again, or go on with --resume latest"
+            f"{error.filename or directory.path}: {error.strerror or error}: nothing was trained; fix that (free "
+            "disk space, grant write permission), then start again, or continue with --resume latest"
         ) from None
 
 
@@ -175,9 +175,9 @@ def take_up(
         moved.append({"step": s, "why": why, "moved_to": str(to)})
         print(f"{folder}: is damaged: {why}; moved to {directory.path / to}", file=sys.stderr)
     if moved:
-        where = "no checkpoint verifies: the run begins anew"
+        where = "no checkpoint verifies: the run starts over"
         if resumed is not None:
-            where = f"the run goes on from step {resumed.step}"
+            where = f"the run continues from step {resumed.step}"
         print(f"{directory.path}: {where}", file=sys.stderr)
     return moved
 

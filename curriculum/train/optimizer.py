@@ -126,7 +126,7 @@ class OptimConfig:
             for reader, keys in _READS.items():
                 for key in keys:
                     if key not in read and getattr(self, key) != getattr(OptimConfig(), key):
-                        message = f"is read by {reader} only, and the optimizer is {' with '.join(chosen)}"
+                        message = f"applies to {reader} only, but the optimizer is {' with '.join(chosen)}"
                         problems.append((key, f"{message}; leave it out"))
         return problems
 

@@ -174,7 +174,7 @@ def _train_changed(contrast: Contrast) -> Iterator[Problem]:
         of_train = [n for n in contrast.kept if contrast.old[n][key] is None and contrast.new[n][key] is None]
         if got != trained and of_train:
             start, end = contrast.over[of_train[0]][0], contrast.over[of_train[-1]][1]
-            fix = f"let it be, and give what lies ahead a {key} of its own"
+            fix = f"leave it as it was, and set {key} on the phases still to come"
             yield f"train.{key}", f"got {got}, but steps {start} to {end} were trained with {trained}; {fix}"
 
 
@@ -183,7 +183,7 @@ def _order_changed(contrast: Contrast) -> Iterator[Problem]:
     stood, stand = (contrast.declared_first(declared) for declared in (contrast.was, contrast.now))
     for i, name in enumerate(stand):
         if name not in stood:
-            got = f"got {name}, which stands before what was trained up to step {contrast.step}; let it follow"
+            got = f"new phase {name} comes before phases already trained up to step {contrast.step}; move it after them"
             yield f"phases[{i}].name", got
     kept = contrast.kept
     if [name for name in stood if name in kept] != [name for name in stand if name in kept]:
@@ -198,7 +198,7 @@ def _phases_changed(contrast: Contrast) -> Iterator[Problem]:
         if name not in contrast.old:
             continue
         if name not in contrast.new:
-            yield "phases", f"{name} is gone, but steps {start} to {end} were trained as it; put it back"
+            yield "phases", f"phase {name} is gone, but steps {start} to {end} were trained in it; put it back"
             continue
         for key in _fields_changed(contrast, name):
             got = json.dumps(field_of(contrast.now, contrast.new[name], key))
@@ -206,7 +206,7 @@ def _phases_changed(contrast: Contrast) -> Iterator[Problem]:
             how = f"with {trained}"
             if key == "until":
                 or_later = "" if contrast.declared_end(name) is None else f" or later, as {trained} does"
-                how = f"as it: let it end at {end}{or_later}"
+                how = f"in this phase: let it end at {end}{or_later}"
             yield f"phases[{place[name]}].{key}", f"got {got}, but steps {start} to {end} were trained {how}"
 
 
@@ -235,7 +235,10 @@ def _replay_changed(contrast: Contrast) -> Iterator[Problem]:
         share, trained = after.get(source), before.get(source)
         if share != trained and any(source not in contrast.old[name]["mixture"] for name in contrast.kept):
             got = f"got {json.dumps(share)}, but steps 0 to {contrast.step} were trained with {json.dumps(trained)}"
-            yield f"adaptation.replay.{source}", f"{got}; name the source in the mixtures of what lies ahead instead"
+            yield (
+                f"adaptation.replay.{source}",
+                f"{got}; name the source in the mixtures of the phases still to come instead",
+            )
 
 
 def _resolved(phase: Mapping[str, Any], total_steps: int) -> dict[str, Any]:
@@ -283,7 +286,7 @@ def how_to_mend(config: Config, contrast: Contrast, problems: Sequence[Problem])
 
     now = " ".join([config.origin.file, *config.command_line])
     difference = difflib.unified_diff(shown(was), shown(contrast.now), "trained", now, n=1, lineterm="")
-    told = ["what is trained already stands; the difference:", *difference, "put this back into the config:"]
+    told = ["what is already trained is fixed; the difference:", *difference, "put this back into the config:"]
     return [*told, *shown(was)]
 
 

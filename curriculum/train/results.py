@@ -38,7 +38,7 @@ class Results:
             if error.errno not in DISK_ERRORS:
                 raise
             path = self._directory.results(step)
-            tell(f"{path}: cannot be written: {error.strerror}; held back in memory until the next eval or checkpoint")
+            tell(f"{path}: cannot be written: {error.strerror}; kept in memory until the next eval or checkpoint")
 
     def flush(self) -> None:
         """Write what was held back. Raises OSError if the disk still refuses it."""
@@ -81,5 +81,5 @@ class Results:
             target = self._directory.superseded / "evals" / path.name
             target.parent.mkdir(parents=True, exist_ok=True)
             path.replace(target)
-            tell(f"{error}; moved to {target}: what is worked out from it is left out")
+            tell(f"{error}; moved to {target}: figures computed from it will be missing")
             return {}

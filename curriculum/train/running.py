@@ -139,12 +139,12 @@ class Running:
         last = max(from_first(self.checkpoints.steps), default=None)
         if last != done:
             good = (
-                "there is no good one: the run begins anew" if last is None else f"the last good one is of step {last}"
+                "there is no good one: the run starts over" if last is None else f"the last good one is of step {last}"
             )
-            why, mending = f"could not be saved: {self.why_not_saved}", "make room on the disk and "
+            why, mending = f"could not be saved: {self.why_not_saved}", "free disk space and "
             if not self.why_not_saved:
-                why, mending = "is not there, though the disk refused none", ""
+                why, mending = "is missing, although no save failed", ""
             raise InputError(
-                f"{self.checkpoints.directory / str(done)}: the last checkpoint {why}; {good}; {mending}go on with "
+                f"{self.checkpoints.directory / str(done)}: the last checkpoint {why}; {good}; {mending}continue with "
                 "--resume latest"
             )

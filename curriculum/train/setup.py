@@ -41,7 +41,7 @@ from evalsets.suite import Suite
 from phases.schedule import Schedule, segments_to_json
 
 _COMPARED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")  # what processes must share
-_NO_ROPE = "is of the config's own models only, not of one that make_model gives; leave it out"
+_NO_ROPE = "is not supported with make_model; leave it out"
 
 
 @dataclass(frozen=True)

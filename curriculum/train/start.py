@@ -94,7 +94,7 @@ def check_base(base: Base | HfBase, config: Config, model: Model) -> None:
         if config.model is not None:  # and agrees: it was compared when the config was read
             return
         message = f"{base.folder} is a Hugging Face folder, which gives the `model` section its parameters, but the run"
-        raise config.error([("adaptation.init_from", f"{message} has another model (make_model); leave that out")])
+        raise config.error([("adaptation.init_from", f"{message} uses another model (make_model); leave that out")])
     saved = base.ledger
     name = f"{base.directory.path}, step {base.step},"
     parameters = {n: list(a.shape) for n, a in by_name(abstract_params(model)).items()}
@@ -110,7 +110,7 @@ def check_base(base: Base | HfBase, config: Config, model: Model) -> None:
         layout, was = state_layout(config.optim), saved["optimizer"]
         for key in {**was, **layout}:
             if layout.get(key) != was.get(key):
-                got = f"got {layout.get(key)}, but {name} kept the state of {was.get(key)}"
-                problems.append((f"optim.{key}", f"{got}; give that, or leave keep_optimizer out"))
+                got = f"got {layout.get(key)}, but the optimizer state of {name} belongs to {was.get(key)}"
+                problems.append((f"optim.{key}", f"{got}; set it to that, or leave keep_optimizer out"))
     if problems:
         raise config.error(problems)

@@ -250,8 +250,8 @@ def _complete(run: Running) -> dict[str, Any]:
         run.offsets()
     except OSError as error:
         raise InputError(
-            f"{run.directory.path}: is trained, but the end of its record could not be written: {error.strerror}; make "
-            "room on the disk and end it with --resume latest"
+            f"{run.directory.path}: is trained, but the end of its record could not be written: {error.strerror}; free "
+            "disk space and finish it with --resume latest"
         ) from None
     return event
 

@@ -191,7 +191,7 @@ class Watch:
         tested = {name: c for name, c in comparisons.items() if c.no_verdict is None}
         if not tested and _NO_ERROR_LEFT not in told:
             for reason in {c.no_verdict for c in comparisons.values() if c.num_clusters > 1}:
-                notes.append(f"no verdict any more: {reason}")
+                notes.append(f"no more verdicts: {reason}")
                 told.append(_NO_ERROR_LEFT)
         new = {
             name: c
@@ -203,7 +203,7 @@ class Watch:
         if new:
             shown = ", ".join(f"{record_name(name)} {smallest_rise(float(c.detectable))}" for name, c in new.items())
             scattered = any(c.jitter_B[BEST] > c.sem_item_B[BEST] for c in new.values())
-            later = "; less once the losses fall evenly" if scattered else ""
+            later = "; it shrinks as the losses become smoother" if scattered else ""
             notes.append(f"smallest rise that an eval finds with 80 % power, in nats: {shown}{later}")
         for name, c in new.items():
             if c.too_small:

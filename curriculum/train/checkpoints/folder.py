@@ -109,7 +109,7 @@ class Checkpoints:
         newest = together.from_first(lambda: max(step_folders(self.directory), default=-1))
         if newest >= step:
             raise RuntimeError(
-                f"{self.directory}: step {step} was not saved: step {newest} is there already; move the later ones away"
+                f"{self.directory}: step {step} was not saved: step {newest} already exists; move the later ones away"
             )
         arrays = {"params": state.params, "train": beside_params(state)}
         if state.ema is not None:
@@ -183,7 +183,7 @@ class Checkpoints:
         if is_disk_error(error):
             if together.count() > 1:
                 return InputError(
-                    f"{self.directory / str(step)}: cannot be saved: {error.strerror}; mend that, and go on from the "
+                    f"{self.directory / str(step)}: cannot be saved: {error.strerror}; fix that, and continue from the "
                     "checkpoint before with --resume latest"
                 )
             return SaveFailed(error, f"{self.directory.name}/{step}")
@@ -301,7 +301,7 @@ class Checkpoints:
     def _folder(self, step: int) -> Path:
         if step not in (steps := together.from_first(self.steps)):
             there = ", ".join(map(str, steps)) or "none"
-            raise InputError(f"{self.directory}: no checkpoint of step {step}; there are: {there}")
+            raise InputError(f"{self.directory}: no checkpoint of step {step}; available: {there}")
         return self.directory / str(step)
 
 

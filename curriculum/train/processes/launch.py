@@ -69,12 +69,12 @@ def find_launch(
             raise InputError(
                 f"{launcher.name} started this process as one of {launcher.num_processes}, but does not say where they "
                 "meet; give --coordinator HOST:PORT, the same to all: the machine of process 0 and a free port of it "
-                "(or --num-processes 1, where each is a run of its own)"
+                "(or --num-processes 1, if each is a run of its own)"
             )
     if None not in (coordinator, launcher) and num_processes is None and launcher.num_processes == 1:
         raise InputError(
-            f"--coordinator {coordinator}: {launcher.name} started this process alone, which has nobody to meet; where "
-            "it is one of several, give --num-processes and --process-id too, else --num-processes 1, or leave "
+            f"--coordinator {coordinator}: {launcher.name} started this process alone; if it is one of several, also "
+            "give --num-processes and --process-id, else --num-processes 1, or leave "
             f"--coordinator ({VARIABLES['--coordinator']} in the environment) out"
         )
     local_devices, launched_by = None, ""

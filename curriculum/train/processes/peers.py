@@ -24,7 +24,7 @@ from curriculum.train.processes.sockets import free_port, keep_alive, listening,
 GRACE_SECONDS = 5.0  # for a process to end by itself when another ends with an error, which it may have too
 _OFF_SECONDS = 3.0  # that a process may take to end after that
 _TELL_AFTER_SECONDS = 10.0
-_GO_ON = "go on from the newest checkpoint with --resume latest, with as many processes as there are then"
+_GO_ON = "continue from the newest checkpoint with --resume latest, with as many processes as you then have"
 
 
 class Peers:
@@ -159,11 +159,11 @@ class Peers:
                 waited = time.monotonic() - began
                 missing = ", ".join(str(i) for i in range(1, self.count) if i not in self._sockets)
                 if waited > join_seconds:
-                    self._refuse_all(f"process 0 gave up after {join_seconds:g} s: {missing} never came")
+                    self._refuse_all(f"process 0 gave up after {join_seconds:g} s: {missing} never connected")
                     raise InputError(
-                        f"--coordinator {where}: waited {join_seconds:g} s for {self.count} processes, of which these "
-                        f"did not come: {missing}; start all of them with this address, --num-processes {self.count} "
-                        "and each with its own --process-id (or give them longer: --join-seconds)"
+                        f"--coordinator {where}: waited {join_seconds:g} s for {self.count} processes, but these "
+                        f"did not connect: {missing}; start all of them with this address, --num-processes "
+                        f"{self.count} and each with its own --process-id (or wait longer: --join-seconds)"
                     )
                 if waited > _TELL_AFTER_SECONDS and not told:
                     told = True
@@ -230,8 +230,8 @@ class Peers:
             if waited > join_seconds:
                 raise InputError(
                     f"--coordinator {where}: process {self.index} of {self.count} could not reach it for "
-                    f"{join_seconds:g} s: {why}; expected process 0 to listen there: the address of the machine that "
-                    "it runs on, as this one can reach it (or give it longer: --join-seconds)"
+                    f"{join_seconds:g} s: {why}; expected process 0 to listen there: its machine's address "
+                    "as seen from this one (or wait longer: --join-seconds)"
                 )
             if waited > _TELL_AFTER_SECONDS and not told:
                 told = True
@@ -247,7 +247,7 @@ class Peers:
             if refused is None:
                 self._names |= dict(answer["names"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            refused = f"is no process 0 of a run, or it ended: {error}; look there for why"
+            refused = f"is not process 0 of a run, or that has ended: {error}; see its output for why"
         if refused:
             raise InputError(f"--coordinator {where}: {refused}")
         connection.settimeout(None)
