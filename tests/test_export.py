@@ -622,11 +622,11 @@ def test_adapters_alone_are_a_folder_for_peft(runs, tmp_path, format):
     assert np.array_equal(stored[f"{prefix}.mlp.down_proj.lora_A.weight"], adapters["blocks.001.mlp.down.lora_a"].T)
     config = json.loads((tmp_path / "out/adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(runs / "run/checkpoints/4") and config["r"] == 4
-    with pytest.raises(InputError, match=r"but adapters alone; export the run with --merge"):
+    with pytest.raises(InputError, match=r"only adapters; export the run with --merge"):
         load_exported(tmp_path / "out", None)
     card = (tmp_path / "out/README.md").read_text()
     assert "library_name: peft" in card
-    assert f"`curriculum export {runs / 'run'} --step 4 --format hf -o base`, and name that folder" in card
+    assert f"`curriculum export {runs / 'run'} --step 4 --format hf -o base`, and write that folder" in card
 
 
 def test_adapters_alone_are_no_gguf(runs, tmp_path):

@@ -429,7 +429,7 @@ def test_without_its_base_it_does_not_go_on(copied, how):
         f"adaptation.init_from: '{copied / 'base'}' is gone (paths are relative to the working folder); expected step 2"
         " of run tiny that the run began from" in told
     )
-    assert "adapters alone" in told and told.endswith("restore it from a copy")
+    assert "adapters only" in told and told.endswith("restore it from a copy")
 
 
 @pytest.mark.parametrize("how", GONE)

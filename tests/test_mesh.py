@@ -331,7 +331,7 @@ def test_a_mesh_that_does_not_fit_the_devices_is_refused(told):
 @pytest.mark.parametrize(
     ("mesh", "expected"),
     [
-        ({"data": 0}, "mesh.data: got 0, expected 1 or more, or -1 for all the devices that are left"),
+        ({"data": 0}, "mesh.data: got 0, expected 1 or more, or -1 for all remaining devices"),
         ({"data": 2, "tensor": -2}, "mesh.tensor: got -2, expected 1 or more, or -1 for all"),
         ({"fsdp": -1}, "mesh: got -1 for data and fsdp, expected at most one -1; give the others a size"),
         (

@@ -480,7 +480,7 @@ def test_without_error_left_there_are_no_verdicts():
     seen = story.eval(1e6, level=0.0)
     assert seen.critical == math.inf and seen.states_B.tolist() == [WARNED] * 3 and seen.spent == 0
     assert seen.detectable == math.inf and not seen.too_small
-    assert "is used up by its comparisons" in seen.no_verdict
+    assert "is used up; lower the confidence" in seen.no_verdict
     assert story.eval(1e6, level=-1e-9).states_B.tolist() == [WARNED] * 3
     assert story.eval(math.nan, level=0.0).states_B.tolist() == [REGRESSED] * 3
 
