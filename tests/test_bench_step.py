@@ -56,8 +56,8 @@ def test_settings_of_another_variant_than_step_are_refused(capsys):
 
 
 def test_the_plain_program_makes_the_update_that_ours_makes(monkeypatch):
-    """From the same parameters, the same loss and the same parameters after one update."""
-    monkeypatch.setitem(bench_step.SIZES, "test", (2, 8, 2, 2, 16, 65))
+    """From the same parameters, the same loss and the same parameters after one update; attention has two blocks of queries."""
+    monkeypatch.setitem(bench_step.SIZES, "test", (2, 80, 2, 2, 16, 65))
     monkeypatch.setitem(sys.modules, "plain_jax", plain_jax)
     monkeypatch.setattr(plain_jax, "keep_freed_memory", lambda: None)  # of this process it is no business
 
@@ -68,11 +68,11 @@ def test_the_plain_program_makes_the_update_that_ours_makes(monkeypatch):
     from phases.batches import Batch
 
     config = ModelConfig(
-        vocab_size=65, n_layer=2, n_head=2, n_kv_head=2, d_model=16, d_ff=64, max_seq_len=8, pos_encoding="learned",
+        vocab_size=65, n_layer=2, n_head=2, n_kv_head=2, d_model=16, d_ff=64, max_seq_len=80, pos_encoding="learned",
         mlp_type="gelu", norm_type="layernorm",
     )  # fmt: skip
     params, optimizer = init_params(config, 0), make_optimizer(OptimConfig())
-    tokens = np.random.default_rng(0).integers(0, 65, (1, 2, 9), np.int32)
+    tokens = np.random.default_rng(0).integers(0, 65, (1, 2, 81), np.int32)
     inputs, targets, zeros_AB = tokens[..., :-1], tokens[..., 1:], np.zeros((1, 2), np.int32)
     batch = Batch(inputs, targets, np.ones_like(inputs, bool), np.zeros_like(inputs), zeros_AB)
     step = jax.jit(make_train_step(transformer(config), optimizer, 1, grad_clip=1.0))
@@ -93,7 +93,7 @@ def test_the_plain_program_makes_the_update_that_ours_makes(monkeypatch):
         embeddings = {name: params[of]["embedding"] for name, of in (("embed", "embed"), ("positions", "positions"))}
         return embeddings | {"blocks": blocks, "norm": params["norm"]["scale"]}
 
-    plain, (_, *moments) = plain_jax.make_program(plain_jax.Size(2, 8, 2, 2, 16, 65))
+    plain, (_, *moments) = plain_jax.make_program(plain_jax.Size(2, 80, 2, 2, 16, 65))
     (moved, *_), loss = plain((as_plain(params), *moments), inputs[0], targets[0], np.float32(0.01))
     assert float(loss) == pytest.approx(read_window(after.window, ["only"])["loss"], rel=1e-5)
     leaves = list(zip(jax.tree.leaves(moved), jax.tree.leaves(as_plain(after.params)), strict=True))

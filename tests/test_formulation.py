@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from curriculum.errors import InputError
-from curriculum.model.formulation import BY_BACKEND, attention_of, backend, layers_of, scan_problem
+from curriculum.model.formulation import BY_BACKEND, attention_of, backend, layers_of, query_blocks, scan_problem
 from curriculum.model.loss import sum_nats
 from curriculum.model.presets import HOW, LoraConfig, ModelConfig, ModelSection, RopeScaling, resolve_model
 from curriculum.model.transformer import init_params, transformer
@@ -59,24 +59,26 @@ DOCUMENTS_BT = np.array([[0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 2]], np.int32)
 
 
 @cache
-def loss_and_gradient(config, documents):
+def loss_and_gradient(config, documents, times=1):
     """(nats of the batch, their gradient) at parameters moved enough that every array shows."""
     rng = np.random.default_rng(0)
     params = jax.tree.map(
         lambda array: (array + rng.normal(0, 0.2, array.shape)).astype(np.float32), init_params(config, 0)
     )
-    segment_ids_BT = DOCUMENTS_BT if documents else None
+    segment_ids_BT = np.repeat(DOCUMENTS_BT, times, axis=1) if documents else None
+    tokens_BT = np.tile(TOKENS_BT, times)
 
     def nats(params, keys_B):
-        targets_BT = np.roll(TOKENS_BT, -1, axis=1)
-        return sum_nats(transformer(config), params, TOKENS_BT, targets_BT, targets_BT > 0, segment_ids_BT, keys_B)[0]
+        targets_BT = np.roll(tokens_BT, -1, axis=1)
+        return sum_nats(transformer(config), params, tokens_BT, targets_BT, targets_BT > 0, segment_ids_BT, keys_B)[0]
 
     keys_B = jax.random.split(jax.random.key(0), B) if config.dropout else None
     return jax.jit(jax.value_and_grad(nats))(params, keys_B)
 
 
-def assert_alike(config, other, documents):
-    (loss, grads), (other_loss, other_grads) = (loss_and_gradient(c, documents) for c in (config, other))
+def assert_alike(config, other, documents, times=1):
+    """On TOKENS_BT `times` over; the documents are as many times longer."""
+    (loss, grads), (other_loss, other_grads) = (loss_and_gradient(c, documents, times) for c in (config, other))
     # Sums in another order; bfloat16 has 8 bits, and activations are rounded to it at other places.
     share = 1e-5 if config.compute_dtype == "float32" else 0.03
     np.testing.assert_allclose(other_loss, loss, rtol=share)
@@ -108,6 +110,34 @@ def test_the_librarys_attention_computes_what_the_plain_one_does(name):
     config, documents = CONFIGS[name]
     plain = replace(config, layers="unrolled", attention="plain")
     assert_alike(plain, replace(plain, attention="xla"), documents)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_plain_attention_over_several_blocks_of_queries_computes_what_the_librarys_does(name):
+    config, documents = CONFIGS[name]
+    window = config.sliding_window and 70  # begins within a block
+    config = replace(config, layers="unrolled", max_seq_len=150, sliding_window=window)
+    assert len(query_blocks(150, window)) == 3
+    assert_alike(replace(config, attention="plain"), replace(config, attention="xla"), documents, times=25)
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 63, 64, 65, 500, 5000])
+@pytest.mark.parametrize("seq_len", [1, 2, 63, 64, 65, 128, 150, 511, 512, 513, 1024, 2048, 4097])
+def test_blocks_of_queries_hold_every_pair_that_sees_and_few_others(seq_len, window):
+    count_T = np.arange(seq_len)
+    visible_TS = count_T[:, None] >= count_T
+    if window is not None:
+        visible_TS &= count_T[:, None] - count_T < window
+    blocks = query_blocks(seq_len, window)
+    assert [first for _, first, _ in blocks] == [0, *(end for *_, end in blocks[:-1])] and blocks[-1][2] == seq_len
+    assert len(blocks) <= 8
+    computed_TS = np.zeros_like(visible_TS)
+    for first_key, first, end in blocks:
+        assert visible_TS[first:end, first_key].any()
+        computed_TS[first:end, first_key:end] = True
+    assert not (visible_TS & ~computed_TS).any()
+    if window is None and seq_len >= 512:
+        assert computed_TS.mean() < 0.57
 
 
 def test_a_scanned_program_holds_one_layer_however_many_there_are():

@@ -39,15 +39,23 @@ from pathlib import Path
 from bench_report import machine, print_machine, print_table
 
 LEARNING_RATE, GRAD_CLIP, LOG_EVERY = 1e-3, 1.0, 10
-# nanoGPT's CPU run, its default, and two for a GPU. SIZES: rows, positions, layers, heads, width, vocabulary.
+# nanoGPT's CPU run, its default, that with longer rows, and two for a GPU.
+# SIZES: rows, positions, layers, heads, width, vocabulary.
 # TURNS: rounds, steps of each variant in a round, and steps of `train`.
 SIZES = {
     "small": (12, 64, 4, 4, 128, 65),
     "medium": (16, 256, 6, 6, 384, 65),
+    "long": (4, 1024, 6, 6, 384, 65),
     "gpt2-124m": (32, 1024, 12, 12, 768, 50_257),
     "gpt2-355m": (16, 1024, 24, 16, 1024, 50_257),
 }
-TURNS = {"small": (3, 50, 120), "medium": (2, 4, 20), "gpt2-124m": (3, 20, 60), "gpt2-355m": (3, 20, 60)}
+TURNS = {
+    "small": (3, 50, 120),
+    "medium": (2, 4, 20),
+    "long": (2, 4, 20),
+    "gpt2-124m": (3, 20, 60),
+    "gpt2-355m": (3, 20, 60),
+}
 VARIANTS = ("train", "step", "plain", "torch", "torch_compile", "hf", "hf_trainer")
 TORCH_NEEDS = {"torch": ["torch"], "torch_compile": ["torch"], "hf": ["transformers"], "hf_trainer": ["accelerate"]}
 TARGETS = {  # by size: (first, second, least ratio of their speeds)
@@ -58,6 +66,7 @@ TARGETS = {  # by size: (first, second, least ratio of their speeds)
         ("step", "torch", 1.4),
         ("step", "torch_compile", 1.4),
     ],
+    "long": [("train", "step", 0.97), ("step", "plain", 0.97), ("step", "torch", 1.4), ("step", "torch_compile", 1.4)],
 }
 DATA_SHEET = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "L4": 121e12, "4090": 165e12}
 
@@ -66,8 +75,10 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["small", "medium"])
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
-    parser.add_argument("--rounds", type=int, help="rounds per variant; by default 3, for medium 2")
-    parser.add_argument("--steps", type=int, help="timed steps per round; by default 50, for medium 4, for gpt2-* 20")
+    parser.add_argument("--rounds", type=int, help="rounds per variant; by default 3, for medium and long 2")
+    parser.add_argument(
+        "--steps", type=int, help="timed steps per round; by default 50, for medium and long 4, for gpt2-* 20"
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="type of matrix products")
     parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
     parser.add_argument("--worker", nargs=2, metavar=("VARIANT", "SIZE"), help=argparse.SUPPRESS)

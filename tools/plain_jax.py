@@ -3,10 +3,12 @@
     python tools/plain_jax.py FILE --steps 2000        trains on the file's bytes, at the size of nanoGPT's CPU run
 
 Made for speed on a CPU: tokens are the rows of one matrix; query, key and value are one product; attention is two
-batched products; norms have a hand-written backward pass; the state is donated and updated in one pass over each array;
-and glibc keeps freed memory. On an NVIDIA GPU with bfloat16, attention is cuDNN's.
+batched products for each block of queries, with the keys up to the block's end; norms have a hand-written backward
+pass; the state is donated and updated in one pass over each array; and glibc keeps freed memory. On an NVIDIA GPU with
+bfloat16, attention is cuDNN's.
 
-Shape suffixes: B rows, T positions, M = B*T, D width, H heads, K head width, P = B*H, V vocabulary.
+Shape suffixes: B rows, T positions, t those of a block, S those up to its end, M = B*T, D width, H heads, K head width,
+P = B*H, V vocabulary.
 """
 
 from __future__ import annotations
@@ -46,6 +48,8 @@ def make_program(size: Size, dtype: str = "float32", *, b1=0.9, b2=0.95, eps=1e-
 
     B, T, L, H, D, V = size
     K, M = D // H, B * T
+    block = max(64, -(-T // 8))
+    ends = [(first, min(first + block, T)) for first in range(0, T, block)]
     causal_TT = np.tril(np.ones((T, T), bool))
     flash = dtype == "bfloat16" and jax.default_backend() == "gpu"
 
@@ -74,9 +78,13 @@ def make_program(size: Size, dtype: str = "float32", *, b1=0.9, b2=0.95, eps=1e-
             mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
             return mixed.reshape(M, D) @ block["out"].astype(dtype)
         query_PTK, key_PTK, value_PTK = qkv_M3D.reshape(B, T, 3, H, K).transpose(2, 0, 3, 1, 4).reshape(3, B * H, T, K)
-        scores_PTT = jnp.einsum("pqk,ptk->pqt", query_PTK * K**-0.5, key_PTK, preferred_element_type=jnp.float32)
-        shares_PTT = jax.nn.softmax(jnp.where(causal_TT, scores_PTT, -jnp.inf)).astype(dtype)
-        mixed_PTK = jnp.einsum("pqt,ptk->pqk", shares_PTT, value_PTK)
+        query_PTK, mixed = query_PTK * K**-0.5, []
+        for first, end in ends:
+            query_PtK, key_PSK, value_PSK = query_PTK[:, first:end], key_PTK[:, :end], value_PTK[:, :end]
+            scores_PtS = jnp.einsum("ptk,psk->pts", query_PtK, key_PSK, preferred_element_type=jnp.float32)
+            shares_PtS = jax.nn.softmax(jnp.where(causal_TT[first:end, :end], scores_PtS, -jnp.inf)).astype(dtype)
+            mixed.append(jnp.einsum("pts,psk->ptk", shares_PtS, value_PSK))
+        mixed_PTK = jnp.concatenate(mixed, axis=1)
         return mixed_PTK.reshape(B, H, T, K).transpose(0, 2, 1, 3).reshape(M, D) @ block["out"].astype(dtype)
 
     def mean_nats(params, inputs_BT, targets_BT):

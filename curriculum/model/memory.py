@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 
 from curriculum.model.counts import num_adapters, num_head, num_parameters, num_projections, num_trained
-from curriculum.model.formulation import attention_of, layers_of, loss_positions
+from curriculum.model.formulation import attention_of, layers_of, loss_positions, query_blocks
 from curriculum.model.presets import ModelConfig
 
 FLOAT32_BYTES = 4
@@ -143,15 +143,33 @@ def kept_bytes(model: ModelConfig, rows: int, seq_len: int, document_mask: bool 
 
 def _alike_bytes(model: ModelConfig, rows: int, seq_len: int) -> int:
     """Bytes of a block that are the same in all blocks: the visible positions, and the zeros of scores and dropouts."""
-    scores = 0 if model.attention == "cudnn" else model.n_head * seq_len * (FLOAT32_BYTES + 1)
-    zeros = 2 * model.d_model * BYTES_OF[model.compute_dtype] if model.dropout else 0
-    return rows * seq_len * (scores + zeros)
+    scores = model.n_head * _num_scores(model, seq_len) * (FLOAT32_BYTES + 1)
+    zeros = seq_len * 2 * model.d_model * BYTES_OF[model.compute_dtype] if model.dropout else 0
+    return rows * (scores + zeros)
+
+
+def _num_scores(model: ModelConfig, seq_len: int) -> int:
+    """How many scores one head keeps for a row. Here and below, `auto` attention is plain."""
+    if model.attention in ("cudnn", "xla"):
+        return 0 if model.attention == "cudnn" else seq_len**2
+    return sum((end - first) * (end - first_key) for first_key, first, end in _blocks(model, seq_len))
+
+
+def _num_keys(model: ModelConfig, seq_len: int) -> int:
+    """How many keys one head keeps for a row: plain attention cuts them out anew for each block of queries."""
+    if model.attention in ("cudnn", "xla"):
+        return seq_len
+    return sum(end - first_key for first_key, _, end in _blocks(model, seq_len))
+
+
+def _blocks(model: ModelConfig, seq_len: int) -> list[tuple[int, int, int]]:
+    return query_blocks(seq_len, model.sliding_window)
 
 
 def block_bytes(model: ModelConfig, rows: int, seq_len: int, remat: str) -> int:
     """Bytes that one block keeps for the backward pass. In compute_dtype unless stated otherwise:
 
-    | remat | [M, D] | [M, K n_kv_head] | [M, F] | [B, H, T, T] |
+    | remat | [M, D] | [M, K n_kv_head] | [M, F] | [B, H, scores] |
     |---|---|---|---|---|
     | full | block input | | | |
     | dots | block input, query, attention's out | key, value | up; swiglu: gate as well | |
@@ -182,20 +200,23 @@ def block_bytes(model: ModelConfig, rows: int, seq_len: int, remat: str) -> int:
     low = model.compute_dtype != "float32"
     num_normed = is_kept("query", "key", "value") + is_kept("gate", "up")
     flash = model.attention == "cudnn"
-    attention = ((1 + (flash or is_kept("out"))) * query_width + 2 * kv_width) * width_bytes
+    attention = (1 + (flash or is_kept("out"))) * query_width * width_bytes
+    keys = 2 * kv_width * _num_keys(model, seq_len) * width_bytes
     if model.qk_norm:
         # The input of each query's and key's norm, and each head's deviation.
         attention += (query_width + kv_width) * width_bytes
         attention += (model.n_head + model.n_kv_head) * FLOAT32_BYTES
     of_score = 2 * FLOAT32_BYTES + width_bytes + 1
-    scores = model.n_head * (FLOAT32_BYTES if flash else seq_len * of_score + 2 * FLOAT32_BYTES)
+    scores = model.n_head * _num_scores(model, seq_len) * of_score
+    of_query = model.n_head * (FLOAT32_BYTES if flash else 2 * FLOAT32_BYTES)
     num_inner = 1 + gated + is_kept("down") + sum(name in targets for name in ("gate", "up"))
     mlp = num_inner * model.d_ff * width_bytes
     weights = 2 * model.d_model * (query_width + kv_width) + (3 if gated else 2) * model.d_model * model.d_ff
     weights += num_adapters(model) // model.n_layer
-    per_token = 2 * _norm_bytes(model) + attention + scores + mlp + 2 * _dropout_bytes(model)
+    per_token = 2 * _norm_bytes(model) + attention + of_query + mlp + 2 * _dropout_bytes(model)
     per_token += (num_normed * model.d_model + inner) * width_bytes
-    return num_tokens * per_token + (weights * width_bytes if low and model.layers != "scanned" else 0)
+    kept = num_tokens * per_token + rows * (scores + keys)
+    return kept + (weights * width_bytes if low and model.layers != "scanned" else 0)
 
 
 def _norm_bytes(model: ModelConfig) -> int:

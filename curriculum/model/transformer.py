@@ -8,8 +8,8 @@ third axis XLA would copy a transposed cotangent for each weight. `curriculum.mo
 and layers are computed.
 
 Shape suffixes: B rows, T positions, M = B*T tokens, D width, V vocabulary, H heads, K head width; H = J*G heads in J
-groups that share keys and values, P = B*J such groups in a batch; S positions attended to: the T of the batch or, in
-generation, all that the cache has room for.
+groups that share keys and values, P = B*J such groups in a batch, Q = G*T queries of a group; S positions attended to:
+those of the batch up to the end of a block of queries or, in generation, all that the cache has room for.
 """
 
 from __future__ import annotations
