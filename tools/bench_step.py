@@ -2,13 +2,14 @@
 
     python tools/bench_step.py --json bench.json
     python tools/bench_step.py --sizes small --variants step step:layers=scanned step:attention=xla step:skip=select
+    python tools/bench_step.py --sizes medium long --variants step step:blocks=1 step:blocks=4
     python tools/bench_step.py --sizes small --variants step:n_layer=24 step:n_layer=24,layers=scanned
 
     train           `curriculum train` in a process of its own: text, logging every 10 steps, checkpoints, TensorBoard;
                     its times are those of its record (`step_time_s`, without evals and saves), each the mean of 10
                     steps; the first row is left out
     step            the update of curriculum.train.step on a batch that is on the device already; fields of ModelConfig,
-                    or skip=branch|select, may follow a colon
+                    skip=branch|select, or blocks=N, at most N blocks of queries in plain attention, may follow a colon
     plain           tools/plain_jax.py
     torch, torch_compile, hf, hf_trainer      tools/torch_gpt2.py
 
@@ -377,6 +378,7 @@ def jax_run(name: str, size: str, dtype: str, settings: dict[str, str]):
         inputs = (*jax.device_put((tokens[0, :, :-1], tokens[0, :, 1:])), lr)
         state_of = lambda out: out[0]  # noqa: E731
     else:
+        from curriculum.model import formulation
         from curriculum.model.presets import ModelConfig
         from curriculum.model.transformer import init_params, transformer
         from curriculum.train.optimizer import OptimConfig, make_optimizer
@@ -384,6 +386,7 @@ def jax_run(name: str, size: str, dtype: str, settings: dict[str, str]):
         from phases.batches import Batch
 
         skip = settings.pop("skip", None)
+        formulation.MOST_BLOCKS = int(settings.pop("blocks", formulation.MOST_BLOCKS))
         shape = {"n_layer": num_layers, "n_head": num_heads, "n_kv_head": num_heads, "d_model": width}
         shape |= {"d_ff": 4 * width, "max_seq_len": num_positions, "vocab_size": vocab_size}
         shape |= {"pos_encoding": "learned", "mlp_type": "gelu", "norm_type": "layernorm", "compute_dtype": dtype}

@@ -177,10 +177,11 @@ def block_bytes(model: ModelConfig, rows: int, seq_len: int, remat: str) -> int:
     and the input of down | scores' other branch (zeros) and exponentials in float32, shares, and a byte for whether \
     it is visible; cudnn: none, and mixed in any case |
 
-    With none it also keeps small float32 numbers for each row of these arrays, dropout's mask and zeros, and in
-    bfloat16 a copy of each weight, unless layers are scanned (their copy is `stacked`). With adapters, the output of a
-    norm, mixed and the input of down are kept only if an adapter reads them. Each adapter adds its inner [M, rank] and
-    its result: with dots for all but down; with none for gate and up only.
+    With none, plain attention keeps keys and values once for each of the `query_blocks` that see them. It also keeps
+    small float32 numbers for each row of these arrays, dropout's mask and zeros, and in bfloat16 a copy of each weight,
+    unless layers are scanned (their copy is `stacked`). With adapters, the output of a norm, mixed and the input of
+    down are kept only if an adapter reads them. Each adapter adds its inner [M, rank] and its result: with dots for all
+    but down; with none for gate and up only.
     """
     num_tokens, width_bytes = rows * seq_len, BYTES_OF[model.compute_dtype]
     query_width, kv_width = model.n_head * model.head_width, model.n_kv_head * model.head_width
