@@ -1,12 +1,14 @@
 """The machine: flags that are added and those that are kept, what is said, malloc, and where programs are kept."""
 
 import os
+import platform
 import subprocess
 import sys
 
 import jax
 import pytest
 
+from curriculum.train import device
 from curriculum.train.device import (
     DETERMINISTIC_FLAG,
     GPU_FLAGS,
@@ -151,6 +153,87 @@ if platform.libc_ver()[0] == "glibc":
         pytest.skip("this libc is not glibc")
     plain, tuned, tuned_thread = map(int, done.stdout.split())
     assert max(tuned, tuned_thread) < 10 < plain  # huge pages or not
+
+
+GROWN = """
+import os, resource, sys
+
+limit = int(sys.argv[1])
+if limit:
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+import ctypes
+from curriculum.train.device import tune_malloc
+
+def kilobytes(field):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field))
+
+before = kilobytes("VmRSS"), kilobytes("VmSize")
+tune_malloc()
+print(kilobytes("VmRSS") - before[0], kilobytes("VmSize") - before[1])
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+middle = libc.malloc(200 << 20) + (100 << 20)
+for line in open("/proc/self/smaps"):
+    first, _, rest = line.partition(" ")[0].partition("-")
+    if rest and not first.endswith(":"):
+        inside = int(first, 16) <= middle < int(rest, 16)
+    elif line.startswith("VmFlags") and inside:
+        print(line)
+"""
+
+
+def grown(limit=0):
+    """(kB of memory, kB of addresses that tune_malloc adds; flags of a block allocated afterwards), in a process."""
+    if platform.libc_ver()[0] != "glibc" or not device._can_ask_for_huge_pages():
+        pytest.skip("this machine gives huge pages to all or to none, or its libc is not glibc")
+    command = [sys.executable, "-c", GROWN, str(limit)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    memory, addresses, *flags = done.stdout.split()
+    return int(memory), int(addresses), flags
+
+
+def test_what_is_allocated_is_in_huge_pages_where_one_may_ask_for_them():
+    """hg: VM_HUGEPAGE, in `man 5 proc_pid_smaps`."""
+    memory, addresses, flags = grown()
+    assert memory < 8192 < addresses  # reserved, but not touched
+    assert "hg" in flags
+
+
+def test_addresses_that_are_limited_are_not_reserved():
+    half = os.sysconf("SC_PHYS_PAGES") // 2 * os.sysconf("SC_PAGE_SIZE")
+    _, addresses, flags = grown(half + (2 << 30))
+    assert addresses < 1 << 20
+    assert flags and "hg" not in flags
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, True),
+        ({"enabled": "[always] madvise never"}, False),
+        ({"enabled": "always madvise [never]"}, False),
+        ({"size": str(512 << 20)}, False),
+        ({"overcommit": "2"}, False),
+        ({"overcommit": None}, False),
+    ],
+)
+def test_when_huge_pages_are_asked_for(tmp_path, monkeypatch, changed, expected):
+    resource = pytest.importorskip("resource")
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY,) * 2)
+    monkeypatch.delenv("MALLOC_PERTURB_", raising=False)
+    found = {"enabled": "always [madvise] never", "size": str(2 << 20), "overcommit": "0"} | changed
+    pages = "sys/kernel/mm/transparent_hugepage"
+    places = {"enabled": f"{pages}/enabled", "size": f"{pages}/hpage_pmd_size"}
+    places["overcommit"] = "proc/sys/vm/overcommit_memory"
+    for name, text in found.items():
+        path = tmp_path / places[name]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if text is not None:
+            path.write_text(text + "\n")
+    assert device._can_ask_for_huge_pages(tmp_path) is expected
+    monkeypatch.setenv("MALLOC_PERTURB_", "7")
+    assert not device._can_ask_for_huge_pages(tmp_path)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ GPU_FLAGS = (
     ("B200", "--xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL"),
 )
 DETERMINISTIC_FLAG = "--xla_gpu_deterministic_ops=true"
+LARGEST_HUGE_PAGE_BYTES = 32 << 20
 
 
 def tune_device(deterministic: bool | None, root: Path = Path("/")) -> list[str]:
@@ -111,7 +112,8 @@ def tune_malloc() -> None:
     """Make glibc keep freed memory, so that XLA's temporaries cost no page faults; without glibc do nothing.
 
     To be called before the process starts threads or compiles. The memory of the largest program then stays with the
-    process, two to three times over as freed blocks fragment.
+    process, two to three times over as freed blocks fragment. Where the kernel gives huge pages to those who ask, what
+    is allocated from then on lies in such, up to half of the machine's memory.
     """
     if platform.libc_ver()[0] != "glibc":
         return
@@ -122,3 +124,41 @@ def tune_malloc() -> None:
     libc.mallopt(m_top_pad, 64 << 20)
     # A thread with an arena of its own would take large blocks from mmap all the same.
     libc.mallopt(m_arena_max, 1)
+    if _can_ask_for_huge_pages():
+        _ask_for_huge_pages(libc)
+
+
+def _can_ask_for_huge_pages(root: Path = Path("/")) -> bool:
+    """Whether the kernel gives huge pages to those alone who ask, and addresses that are reserved cost nothing.
+
+    They cost something if they are limited (`ulimit -v`, `-d`), if the kernel counts them as memory, or if glibc is to
+    fill what it allocates (MALLOC_PERTURB_). A huge page of a kernel with pages of 64 KiB is 512 MiB: too large.
+    """
+    import resource  # not on Windows
+
+    limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
+    if any(limit != resource.RLIM_INFINITY for limit in limits) or "MALLOC_PERTURB_" in os.environ:
+        return False
+    files = ("sys/kernel/mm/transparent_hugepage/enabled", "sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
+    try:
+        enabled, size, overcommit = (
+            (root / path).read_text(encoding="utf-8") for path in (*files, "proc/sys/vm/overcommit_memory")
+        )
+    except OSError:
+        return False
+    return "[madvise]" in enabled and int(size) <= LARGEST_HUGE_PAGE_BYTES and overcommit.strip() != "2"
+
+
+def _ask_for_huge_pages(libc: ctypes.CDLL) -> None:
+    """Ask for huge pages for what the heap will grow by.
+
+    A block of half of the machine's memory is reserved and freed untouched. As nothing is trimmed, the heap keeps its
+    addresses, and what is allocated later lies there.
+    """
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes, libc.madvise.argtypes = [ctypes.c_void_p], [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    page, madv_hugepage = os.sysconf("SC_PAGE_SIZE"), 14  # asm-generic/mman-common.h
+    num_bytes = os.sysconf("SC_PHYS_PAGES") // 2 * page
+    if (block := libc.malloc(num_bytes)) is not None:
+        libc.madvise(-(-block // page) * page, num_bytes - page, madv_hugepage)
+        libc.free(block)
