@@ -162,6 +162,13 @@ def test_what_a_mesh_does_not_divide_is_counted_whole():
     assert round((padded.params + padded.moments) / 1e6) == 188
 
 
+def test_heads_that_are_split_have_the_attention_that_the_run_takes():
+    """Not plain, of whose scores a part is never computed (`attention_of`)."""
+    split = memory_estimate(TINY, rows=8, seq_len=1024, tensor=2)
+    assert split.activations == memory_estimate(replace(TINY, attention="xla"), rows=8, seq_len=1024).activations
+    assert split.activations > memory_estimate(TINY, rows=8, seq_len=1024).activations
+
+
 def test_seven_billion_parameters_need_more_than_a_card_of_80_gb():
     bare = memory_estimate(LLAMA_7B, rows=1, seq_len=2048)
     assert bare.params == 4 * 6_738_415_616

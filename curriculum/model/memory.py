@@ -87,7 +87,7 @@ def memory_estimate(
     if moments_per_parameter < 0:
         raise ValueError(f"moments_per_parameter: got {moments_per_parameter}, expected 0 or more")
 
-    attention = attention_of(model, backend, seq_len=seq_len, has_document_mask=document_mask)
+    attention = attention_of(model, backend, seq_len=seq_len, has_document_mask=document_mask, heads_split=tensor > 1)
     model = replace(model, attention=attention, layers=layers_of(model, backend))
     split, used = {"fsdp": fsdp, "tensor": tensor}, {"tensor": tensor}  # how a device stores parameters, and uses them
     params, trained = (FLOAT32_BYTES * num(model, **split) for num in (num_parameters, num_trained))
