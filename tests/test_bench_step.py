@@ -58,8 +58,6 @@ def test_settings_of_another_variant_than_step_are_refused(capsys):
 def test_the_plain_program_makes_the_update_that_ours_makes(monkeypatch):
     """From the same parameters, the same loss and the same parameters after one update; attention has two blocks of queries."""
     monkeypatch.setitem(bench_step.SIZES, "test", (2, 80, 2, 2, 16, 65))
-    monkeypatch.setitem(sys.modules, "plain_jax", plain_jax)
-    monkeypatch.setattr(plain_jax, "keep_freed_memory", lambda: None)  # of this process it is no business
 
     from curriculum.model.presets import ModelConfig
     from curriculum.model.transformer import init_params, transformer

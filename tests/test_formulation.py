@@ -1,7 +1,9 @@
 """Every formulation computes the same function; which one is taken where."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,15 @@ import numpy as np
 import pytest
 
 from curriculum.errors import InputError
-from curriculum.model.formulation import BY_BACKEND, attention_of, backend, layers_of, query_blocks, scan_problem
+from curriculum.model.formulation import (
+    BY_BACKEND,
+    attention_of,
+    backend,
+    layers_of,
+    qkv_of,
+    query_blocks,
+    scan_problem,
+)
 from curriculum.model.loss import sum_nats
 from curriculum.model.presets import HOW, LoraConfig, ModelConfig, ModelSection, RopeScaling, resolve_model
 from curriculum.model.transformer import init_params, transformer
@@ -58,8 +68,19 @@ TOKENS_BT = np.array([[1, 5, 0, 12, 7, 7], [3, 2, 11, 12, 0, 4]], np.int32)
 DOCUMENTS_BT = np.array([[0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 2]], np.int32)
 
 
+@contextmanager
+def taking(qkv):
+    """Query, key and value `joined` or `apart`. A block is traced once for all of its shape: traces are forgotten."""
+    with mock.patch.dict(BY_BACKEND, {backend(): replace(BY_BACKEND[backend()], qkv=qkv)}):
+        jax.clear_caches()
+        try:
+            yield
+        finally:
+            jax.clear_caches()
+
+
 @cache
-def loss_and_gradient(config, documents, times=1):
+def loss_and_gradient(config, documents, times=1, qkv="apart"):
     """(nats of the batch, their gradient) at parameters moved enough that every array shows."""
     rng = np.random.default_rng(0)
     params = jax.tree.map(
@@ -73,12 +94,14 @@ def loss_and_gradient(config, documents, times=1):
         return sum_nats(transformer(config), params, tokens_BT, targets_BT, targets_BT > 0, segment_ids_BT, keys_B)[0]
 
     keys_B = jax.random.split(jax.random.key(0), B) if config.dropout else None
-    return jax.jit(jax.value_and_grad(nats))(params, keys_B)
+    with taking(qkv):
+        return jax.jit(jax.value_and_grad(nats))(params, keys_B)
 
 
-def assert_alike(config, other, documents, times=1):
-    """On TOKENS_BT `times` over; the documents are as many times longer."""
-    (loss, grads), (other_loss, other_grads) = (loss_and_gradient(c, documents, times) for c in (config, other))
+def assert_alike(config, other, documents, times=1, qkv="apart"):
+    """On TOKENS_BT `times` over; the documents are as many times longer. `qkv`: of the other."""
+    loss, grads = loss_and_gradient(config, documents, times)
+    other_loss, other_grads = loss_and_gradient(other, documents, times, qkv)
     # Sums in another order; bfloat16 has 8 bits, and activations are rounded to it at other places.
     share = 1e-5 if config.compute_dtype == "float32" else 0.03
     np.testing.assert_allclose(other_loss, loss, rtol=share)
@@ -119,6 +142,27 @@ def test_plain_attention_over_several_blocks_of_queries_computes_what_the_librar
     config = replace(config, layers="unrolled", max_seq_len=150, sliding_window=window, compute_dtype="float32")
     assert len(query_blocks(150, window)) == 3
     assert_alike(replace(config, attention="plain"), replace(config, attention="xla"), documents, times=25)
+
+
+@pytest.mark.parametrize("layers", ["unrolled", "scanned"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_query_key_and_value_joined_are_what_they_are_apart(name, layers):
+    config, documents = CONFIGS[name]
+    if layers == "scanned" and scan_problem(config) is not None:
+        pytest.skip("its layers differ")
+    config = replace(config, layers=layers, attention="plain", lora=None)
+    assert_alike(config, config, documents, qkv="joined")
+
+
+def test_query_key_and_value_joined_are_one_product():
+    def num_products(config, qkv):
+        with taking(qkv):
+            lowered = jax.jit(transformer(config).forward).lower(init_params(config, 0), TOKENS_BT, None, None)
+        return lowered.as_text().count("dot_general")
+
+    assert num_products(GROUPED, "apart") - num_products(GROUPED, "joined") == 2 * GROUPED.n_layer
+    adapted = replace(GROUPED, lora=LoraConfig(rank=2, targets=("query",)))
+    assert num_products(adapted, "joined") == num_products(adapted, "apart") > 0
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 63, 64, 65, 500, 5000])
@@ -223,6 +267,12 @@ def test_an_odd_number_of_positions_with_documents_is_beyond_cudnn():
 )
 def test_layers_by_backend(changed, on, expected):
     assert layers_of(replace(GROUPED, **changed), on) == expected
+
+
+def test_query_key_and_value_are_joined_on_a_cpu_unless_they_are_adapted_or_split():
+    assert [qkv_of(GROUPED, on) for on in ("cpu", "gpu", "other")] == ["joined", "apart", "apart"]
+    assert qkv_of(replace(GROUPED, lora=LoraConfig(rank=2)), "cpu") == "apart"
+    assert qkv_of(GROUPED, "cpu", heads_split=True) == "apart"
 
 
 def test_the_backend_of_this_process_has_a_formulation():

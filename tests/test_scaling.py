@@ -14,10 +14,12 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 FSDP = [(1, n, 1) for n in (1, 2, 4, 8)]
 DATA, TENSOR, ALL = (8, 1, 1), (1, 1, 2), (2, 2, 2)
-# Of the tool's model: preset tiny with 2 layers, 8 rows x 64 tokens. Gradients of these, [inputs, outputs].
+# Of the tool's model: preset tiny with 2 layers, 8 rows x 64 tokens; [inputs, outputs].
 LAYERS, WIDTH, INNER, KV, VOCAB = 2, 128, 256, 64, 4096
 PROJECTIONS = [(WIDTH, WIDTH)] * 2 + [(WIDTH, KV)] * 2 + [(WIDTH, INNER)] * 2 + [(INNER, WIDTH)]
 MATRICES = LAYERS * PROJECTIONS + [(VOCAB, WIDTH)]
+# Query, key and value are joined on a CPU, and so is their gradient.
+GRADIENTS = LAYERS * [(WIDTH, WIDTH + 2 * KV), (WIDTH, WIDTH), *PROJECTIONS[4:]] + [(VOCAB, WIDTH)]
 NUM_PARAMETERS = sum(a * b for a, b in MATRICES) + (2 * LAYERS + 1) * WIDTH
 
 
@@ -100,7 +102,7 @@ def test_data_parallel_sums_each_gradient_once(measured):
     """The embedding's is two: of what it reads, and of what it predicts."""
     row = measured["none", *DATA]
     assert list(row["collectives"]) == ["all-reduce"]
-    assert sent(row, "all-reduce") == counted(MATRICES, [(VOCAB, WIDTH)])
+    assert sent(row, "all-reduce") == counted(GRADIENTS, [(VOCAB, WIDTH)])
     rest = {shape: n for shape, n in row["collectives"]["all-reduce"].items() if "," not in shape}
     # Norms; nats and tokens by source; tokens that are filled.
     assert rest == {f"f32[{WIDTH}]": 2 * LAYERS + 1, "f32[2]": 1, "s32[2]": 1, "s32[]": 1}
@@ -111,7 +113,7 @@ def test_fsdp_gathers_each_matrix_once_and_again_where_blocks_are_computed_again
     row = measured["none", *FSDP[-1]]
     assert set(row["collectives"]) == {"all-gather", "all-reduce", "all-to-all"}
     assert sent(row, "all-gather") == counted(MATRICES)
-    assert sent(row, "all-reduce") == counted(MATRICES)  # for GPUs: reduce-scatter
+    assert sent(row, "all-reduce") == counted(GRADIENTS)  # for GPUs: reduce-scatter
     assert row["collectives"]["all-to-all"] == {f"f32[64,1,{WIDTH // 8}]": 8}
     again = measured["full", *FSDP[-1]]
     assert sent(again, "all-gather") == counted(MATRICES, LAYERS * PROJECTIONS)
@@ -123,7 +125,7 @@ def test_each_micro_step_sums_its_gradients(measured, axis):
     """4 times as many bytes as one. What is gathered stays."""
     mesh = (2, 1, 1) if axis == "data" else (1, 2, 1)
     row, embeddings = measured["accum", *mesh], [(VOCAB, WIDTH)] * (axis == "data")
-    assert sent(row, "all-reduce") == counted(4 * (MATRICES + embeddings))
+    assert sent(row, "all-reduce") == counted(4 * (GRADIENTS + embeddings))
     assert row["collectives"]["all-reduce"][f"f32[{WIDTH}]"] == 4 * (2 * LAYERS + 1)
     assert sent(row, "all-gather") == (counted(MATRICES) if axis == "fsdp" else {})
 
@@ -133,7 +135,7 @@ def test_chunks_of_the_loss_sum_the_gradient_of_the_head_once(measured, axis):
     """4 rows of 512 a device, and 1,024 tokens at a time (`LOSS_LOGITS` of 4,096 ids): 2 chunks."""
     mesh = (2, 1, 1) if axis == "data" else (1, 2, 1)
     row, embeddings = measured["chunks", *mesh], [(VOCAB, WIDTH)] * (axis == "data")
-    assert sent(row, "all-reduce") == counted(MATRICES, embeddings)
+    assert sent(row, "all-reduce") == counted(GRADIENTS, embeddings)
 
 
 def test_a_vocabulary_that_tensor_does_not_divide_is_whole_and_sends_nothing(measured):

@@ -8,18 +8,19 @@
     train           `curriculum train` in a process of its own: text, logging every 10 steps, checkpoints, TensorBoard;
                     its times are those of its record (`step_time_s`, without evals and saves), each the mean of 10
                     steps; the first row is left out
-    step            the update of curriculum.train.step on a batch that is on the device already; fields of ModelConfig,
-                    skip=branch|select, or blocks=N, at most N blocks of queries in plain attention, may follow a colon
+    step            the update of curriculum.train.step on a batch that is on the device already; after a colon there
+                    may follow fields of ModelConfig, skip=branch|select, qkv=joined|apart, and blocks=N, at most N
+                    blocks of queries in plain attention
     plain           tools/plain_jax.py
     torch, torch_compile, hf, hf_trainer      tools/torch_gpt2.py
 
 Each variant but `train` is a process that stays alive; they take turns, a few steps at a time after one that is not
-timed, and each step is waited for. The machine may be shared: trust only the ratios within one run. An update's FLOPs
-are 6 per token and parameter of the blocks' matrices and the head, and 6 x layers x positions x width per token for
-attention's two products (causal: half of 12). flop_share, the model FLOP utilisation, is FLOPs per second over a peak.
-On a CPU that is the best float32 product of 1,024 x 1,024 matrices in the same run. On a GPU it is the dense bfloat16
-figure of the card's data sheet, halved for float32, whose products are TF32 there, in jax by default and in torch as
-asked.
+timed, and each step is waited for. Those in jax have the trainer's malloc. The machine may be shared: trust only the
+ratios within one run. An update's FLOPs are 6 per token and parameter of the blocks' matrices and the head, and 6 x
+layers x positions x width per token for attention's two products (causal: half of 12). flop_share, the model FLOP
+utilisation, is FLOPs per second over a peak. On a CPU that is the best float32 product of 1,024 x 1,024 matrices in the
+same run. On a GPU it is the dense bfloat16 figure of the card's data sheet, halved for float32, whose products are TF32
+there, in jax by default and in torch as asked.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -364,9 +366,9 @@ def matmul_run(dtype: str):
 
 
 def jax_run(name: str, size: str, dtype: str, settings: dict[str, str]):
-    import plain_jax
+    from curriculum.train.device import tune_malloc
 
-    plain_jax.keep_freed_memory()  # as the trainer does
+    tune_malloc()  # both programs have the trainer's malloc
     import jax
     import numpy as np
 
@@ -374,6 +376,8 @@ def jax_run(name: str, size: str, dtype: str, settings: dict[str, str]):
     tokens = np.random.default_rng(0).integers(0, vocab_size, (1, num_rows, num_positions + 1), np.int32)
     lr = jax.numpy.float32(LEARNING_RATE)
     if name == "plain":
+        import plain_jax
+
         step, state = plain_jax.make_program(plain_jax.Size(*SIZES[size]), dtype)
         inputs = (*jax.device_put((tokens[0, :, :-1], tokens[0, :, 1:])), lr)
         state_of = lambda out: out[0]  # noqa: E731
@@ -386,6 +390,11 @@ def jax_run(name: str, size: str, dtype: str, settings: dict[str, str]):
         from phases.batches import Batch
 
         skip = settings.pop("skip", None)
+        chosen = formulation.BY_BACKEND[formulation.backend()]
+        qkv = settings.pop("qkv", chosen.qkv)
+        if qkv not in ("joined", "apart"):
+            raise SystemExit(f"{name}:qkv: got {qkv}, expected joined or apart")
+        formulation.BY_BACKEND[formulation.backend()] = replace(chosen, qkv=qkv)
         formulation.MOST_BLOCKS = int(settings.pop("blocks", formulation.MOST_BLOCKS))
         shape = {"n_layer": num_layers, "n_head": num_heads, "n_kv_head": num_heads, "d_model": width}
         shape |= {"d_ff": 4 * width, "max_seq_len": num_positions, "vocab_size": vocab_size}

@@ -1,9 +1,10 @@
 """How a transformer is computed on each backend: its attention, its layers, its loss and its skipped updates.
 
 All formulations compute the same function, up to the rounding of sums taken in another order. `tools/bench_step.py
---variants step step:layers=scanned step:attention=xla step:skip=select` measures them side by side; docs/gpu.md says
-what was never run. All backends share two choices. Tokens are the rows of one matrix [B*T, D]: with [B, T, D], XLA on a
-CPU copies a transposed cotangent for each weight's gradient. And glibc keeps freed memory (`tune_malloc`).
+--variants step step:layers=scanned step:attention=xla step:qkv=apart step:skip=select` measures them side by side;
+docs/gpu.md says what was never run. All backends share two choices. Tokens are the rows of one matrix [B*T, D]: with
+[B, T, D], XLA on a CPU copies a transposed cotangent for each weight's gradient. And glibc keeps freed memory
+(`tune_malloc`).
 
 Importing this module does not import jax, since configs are checked with it.
 """
@@ -25,6 +26,8 @@ class Formulation:
     `query_blocks`; `xla`, jax.nn.dot_product_attention in its portable form; `cudnn`, NVIDIA's flash attention through
     the same function.
 
+    `qkv`: query, key and value by one product with their three kernels side by side (`joined`), or by three (`apart`).
+
     `layers`: `unrolled`, one after the other in the program; `scanned`, one layer in a loop over stacked parameters,
     which compiles in the time of one.
 
@@ -33,6 +36,7 @@ class Formulation:
     """
 
     attention: Literal["plain", "xla", "cudnn"]
+    qkv: Literal["joined", "apart"]
     layers: Literal["unrolled", "scanned"]
     skip: Literal["branch", "select"]
     loss_tokens: int
@@ -46,19 +50,24 @@ LOSS_LOGITS = 1 << 22
 BY_BACKEND = {
     # Speeds relative to these choices, with two cores, 0.8M parameters, three rounds of one run: scanned layers 0.83;
     # xla attention 1.03 and select 1.09, which is how much two equal runs differ there. With select the compiler copies
-    # each moment: 84 copies in an update of 4 layers, with branch 10. The loss of 2,048 tokens with D = 512, V =
-    # 16,384, computed 512 tokens at a time, took 1.0x the time of all at once; 64 at a time 2.2x; recomputing logits in
-    # the backward pass 1.3x.
-    "cpu": Formulation(attention="plain", layers="unrolled", skip="branch", loss_tokens=512, head_rows=1),
+    # each moment: 84 copies in an update of 4 layers, with branch 10. Query, key and value apart: 0.97 in eleven
+    # launches, with 1.05 of the processor's time; no difference with 10.7M parameters. The loss of 2,048 tokens with D
+    # = 512, V = 16,384, computed 512 tokens at a time, took 1.0x the time of all at once; 64 at a time 2.2x;
+    # recomputing logits in the backward pass 1.3x.
+    "cpu": Formulation(attention="plain", qkv="joined", layers="unrolled", skip="branch", loss_tokens=512, head_rows=1),
     # Not run, but compiled for an H100 and counted (tools/check_gpu_program.py; docs/gpu.md has the table). At the
     # limits of its data sheet an update of 124M parameters takes 46 ms; 61 with scanned layers, as what each keeps for
     # the backward pass is copied twice more; 89 with plain attention, which keeps its scores; and 52 with the loss
     # of 512 tokens at a time, each chunk adding to the head's gradient. A branch would make the host wait for each
     # update. head_rows: with GPT-2's 50,257 ids no row of logits would begin at a multiple of 16 bytes, as tensor cores
     # want it.
-    "gpu": Formulation(attention="cudnn", layers="unrolled", skip="select", loss_tokens=4096, head_rows=128),
+    "gpu": Formulation(
+        attention="cudnn", qkv="apart", layers="unrolled", skip="select", loss_tokens=4096, head_rows=128
+    ),
     # Nothing is known of these; a loop compiles in the time of one layer.
-    "other": Formulation(attention="plain", layers="scanned", skip="select", loss_tokens=4096, head_rows=128),
+    "other": Formulation(
+        attention="plain", qkv="apart", layers="scanned", skip="select", loss_tokens=4096, head_rows=128
+    ),
 }
 
 # Of a block of queries of plain attention, and of a sequence.
@@ -92,13 +101,18 @@ def attention_of(
     return "xla" if chosen == "plain" and heads_split else chosen
 
 
+def qkv_of(config: ModelConfig, backend: str, *, heads_split: bool = False) -> str:
+    """`joined` or `apart`: the backend's choice; adapters, and heads split over devices, have a product each."""
+    return "apart" if config.lora is not None or heads_split else BY_BACKEND[backend].qkv
+
+
 def query_blocks(seq_len: int, sliding_window: int | None = None) -> list[tuple[int, int, int]]:
     """The blocks of queries that plain attention takes one after the other, as (first key, first query, end of both).
 
-    Outside of first key..end no key is seen by any query of the block, so that close to half of all scores, those of
-    later positions, are never computed. On two cores with 10.7M parameters an update took 0.92 of its time with 16 x
-    256 tokens, and 0.55 with 4 x 1,024; there 4 blocks instead of 8 took 1.25 times as long. The program grows with
-    the number of blocks.
+    Outside of first key..end no key is seen by any query of the block, so that of long sequences close to half of all
+    scores, those of later positions, are never computed. On two cores with 10.7M parameters an update took 0.92 of its
+    time with 16 x 256 tokens, and 0.55 with 4 x 1,024; there 4 blocks instead of 8 took 1.25 times as long. The program
+    grows with the number of blocks.
     """
     length = max(LEAST_QUERIES, -(-seq_len // MOST_BLOCKS))
     window = seq_len if sliding_window is None else sliding_window

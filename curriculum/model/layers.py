@@ -5,6 +5,7 @@ Shape suffixes as in `curriculum.model.transformer`.
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -96,6 +97,23 @@ def linear(config: ModelConfig, name: str, bias: bool, rngs: nnx.Rngs) -> nnx.Li
     if config.lora is not None and name in config.lora.targets:
         return AdaptedLinear(inputs, outputs, config.lora, **settings)
     return nnx.Linear(inputs, outputs, **settings)
+
+
+def side_by_side(x_MD: jax.Array, linears: tuple[nnx.Linear, ...]) -> list[jax.Array]:
+    """What each of these layers without adapters makes of x, by one product with their kernels side by side.
+
+    The kernels are joined again for the backward pass, so that no copy of them is kept.
+    """
+    return jax.checkpoint(_side_by_side, policy=_is_product_or_cast)(x_MD, linears)
+
+
+def _side_by_side(x_MD, linears):
+    dtype = linears[0].dtype
+    joined_MF = x_MD.astype(dtype) @ jnp.concatenate([layer.kernel[...].astype(dtype) for layer in linears], axis=1)
+    if linears[0].bias is not None:
+        joined_MF += jnp.concatenate([layer.bias[...].astype(dtype) for layer in linears])
+    ends = itertools.accumulate(layer.out_features for layer in linears[:-1])
+    return jnp.split(joined_MF, list(ends), axis=1)
 
 
 class MLP(nnx.Module):

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from curriculum.model.formulation import attention_of, backend, layers_of, query_blocks
-from curriculum.model.layers import MLP, head_norm, linear, norm
+from curriculum.model.formulation import attention_of, backend, layers_of, qkv_of, query_blocks
+from curriculum.model.layers import MLP, head_norm, linear, norm, side_by_side
 from curriculum.model.model import Placement
 from curriculum.model.presets import ModelConfig
 from curriculum.model.rope import rope_angles
@@ -212,9 +212,12 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, tuple | None]:
         B, T, K = num_rows, x_MD.shape[0] // num_rows, self.config.head_width
         J, G = self.config.n_kv_head, self.config.n_head // self.config.n_kv_head
-        query_BTHK = self.query(x_MD).reshape(B, T, J * G, K)
-        key_BTJK = self.key(x_MD).reshape(B, T, J, K)
-        value_BTJK = self.value(x_MD).reshape(B, T, J, K)
+        linears = (self.query, self.key, self.value)
+        joined = cache is None and qkv_of(self.config, backend(), heads_split=heads_split) == "joined"
+        query_MF, key_MF, value_MF = side_by_side(x_MD, linears) if joined else (layer(x_MD) for layer in linears)
+        query_BTHK = query_MF.reshape(B, T, J * G, K)
+        key_BTJK = key_MF.reshape(B, T, J, K)
+        value_BTJK = value_MF.reshape(B, T, J, K)
         if self.query_norm is not None:
             query_BTHK, key_BTJK = self.query_norm(query_BTHK), self.key_norm(key_BTJK)
         if has_rope:
