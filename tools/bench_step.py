@@ -4,10 +4,11 @@
     python tools/bench_step.py --sizes small --variants step step:layers=scanned step:attention=xla step:skip=select
     python tools/bench_step.py --sizes medium long --variants step step:blocks=1 step:blocks=4
     python tools/bench_step.py --sizes small --variants step:n_layer=24 step:n_layer=24,layers=scanned
+    python tools/bench_step.py --sizes small --variants step plain --wait-every 1
 
     train           `curriculum train` in a process of its own: text, logging every 10 steps, checkpoints, TensorBoard;
-                    its times are those of its record (`step_time_s`, without evals and saves), each the mean of 10
-                    steps; the first row is left out
+                    its times are those of its record (`step_time_s`, without evals and saves); the first row is left
+                    out
     step            the update of curriculum.train.step on a batch that is on the device already; after a colon there
                     may follow fields of ModelConfig, skip=branch|select, qkv=joined|apart, and blocks=N, at most N
                     blocks of queries in plain attention
@@ -15,12 +16,13 @@
     torch, torch_compile, hf, hf_trainer      tools/torch_gpt2.py
 
 Each variant but `train` is a process that stays alive; they take turns, a few steps at a time after one that is not
-timed, and each step is waited for. Those in jax have the trainer's malloc. The machine may be shared: trust only the
-ratios within one run. An update's FLOPs are 6 per token and parameter of the blocks' matrices and the head, and 6 x
-layers x positions x width per token for attention's two products (causal: half of 12). flop_share, the model FLOP
-utilisation, is FLOPs per second over a peak. On a CPU that is the best float32 product of 1,024 x 1,024 matrices in the
-same run. On a GPU it is the dense bfloat16 figure of the card's data sheet, halved for float32, whose products are TF32
-there, in jax by default and in torch as asked.
+timed. A time is the mean of ten steps, as in the record of a run: as there, those in jax are dispatched one after the
+other and waited for at the end, which hides what a dispatch takes (`--wait-every 1` waits for each). Those in jax have
+the trainer's malloc. The machine may be shared: trust only the ratios within one run. An update's FLOPs are 6 per token
+and parameter of the blocks' matrices and the head, and 6 x layers x positions x width per token for attention's two
+products (causal: half of 12). flop_share, the model FLOP utilisation, is FLOPs per second over a peak. On a CPU that is
+the best float32 product of 1,024 x 1,024 matrices in the same run. On a GPU it is the dense bfloat16 figure of the
+card's data sheet, halved for float32, whose products are TF32 there, in jax by default and in torch as asked.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ import os
 import re
 import resource
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -54,9 +57,9 @@ SIZES = {
     "gpt2-355m": (16, 1024, 24, 16, 1024, 50_257),
 }
 TURNS = {
-    "small": (3, 50, 120),
-    "medium": (2, 4, 20),
-    "long": (2, 4, 20),
+    "small": (3, 100, 120),
+    "medium": (4, 10, 20),
+    "long": (4, 10, 20),
     "gpt2-124m": (3, 20, 60),
     "gpt2-355m": (3, 20, 60),
 }
@@ -79,16 +82,22 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["small", "medium"])
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
-    parser.add_argument("--rounds", type=int, help="rounds per variant; by default 3, for medium and long 2")
+    parser.add_argument("--rounds", type=int, help="rounds per variant; by default 3, for medium and long 4")
     parser.add_argument(
-        "--steps", type=int, help="timed steps per round; by default 50, for medium and long 4, for gpt2-* 20"
+        "--steps", type=int, help="timed steps per round; by default 100, for medium and long 10, for gpt2-* 20"
+    )
+    parser.add_argument(
+        "--wait-every",
+        type=int,
+        default=LOG_EVERY,
+        help=f"steps of `step` and `plain` between two waits for the device; by default {LOG_EVERY}, as in a run",
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="type of matrix products")
     parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
     parser.add_argument("--worker", nargs=2, metavar=("VARIANT", "SIZE"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.worker:
-        return work(*args.worker, args.dtype)
+        return work(*args.worker, args.dtype, args.wait_every)
     if unknown := [name for name in args.variants if name.partition(":")[0] not in VARIANTS]:
         parser.error(f"--variants: no such variant: {', '.join(unknown)} (variants: {', '.join(VARIANTS)})")
     if fixed := [name for name in args.variants if ":" in name and not name.startswith("step:")]:
@@ -135,12 +144,12 @@ def measure(size: str, variants: list[str], args: argparse.Namespace) -> list[di
     rounds, steps = args.rounds or rounds, args.steps or steps
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        workers = {"peak": stack.enter_context(Worker("peak", size, args.dtype))}
+        workers = {"peak": stack.enter_context(Worker("peak", size, args))}
         for variant in variants:
             if variant == "train":
                 workers[variant] = TrainRuns(folder, size, args.dtype, args.steps or train_steps)
             else:
-                workers[variant] = stack.enter_context(Worker(variant, size, args.dtype))
+                workers[variant] = stack.enter_context(Worker(variant, size, args))
         for worker in workers.values():
             if isinstance(worker, Worker):
                 worker.turn(2)  # warm up
@@ -157,8 +166,9 @@ def measure(size: str, variants: list[str], args: argparse.Namespace) -> list[di
 class Worker:
     """A process that runs one variant; `turn(n)` has it make n updates while the others wait."""
 
-    def __init__(self, variant: str, size: str, dtype: str):
-        command = [sys.executable, __file__, "--worker", variant, size, "--dtype", dtype]
+    def __init__(self, variant: str, size: str, args: argparse.Namespace):
+        command = [sys.executable, __file__, "--worker", variant, size, "--dtype", args.dtype]
+        command += ["--wait-every", str(args.wait_every)]
         threads = str(os.cpu_count()) if variant in TORCH_NEEDS else os.environ.get("OMP_NUM_THREADS", "")
         environment = os.environ | ({"OMP_NUM_THREADS": threads} if threads else {})
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -273,26 +283,16 @@ def row_of(size: str, variant: str, worker: Worker | TrainRuns, peak: float) -> 
         "peak_memory_mb": worker.about["peak_memory_mb"],
         "flop_share": round(flops / median * 1e3 / peak, 3),
         "peak_gflops": round(peak / 1e9, 1),
-        "ms_of_tens_median": round(float(np.median(of_tens(ms))) if variant != "train" else median, 3),
     }
 
 
-def of_tens(ms):
-    """Means over ten steps each, as in a run's record."""
-    import numpy as np
-
-    size = min(LOG_EVERY, len(ms))
-    return np.array(ms[: len(ms) // size * size]).reshape(-1, size).mean(axis=1)
-
-
 def ratios(size: str, rows: list[dict]) -> list[dict]:
-    """Speed of the first variant over that of the second, from medians; for `train`, from medians of ten-step means."""
+    """Speed of the first variant over that of the second, from medians."""
     by_name = {row["variant"]: row for row in rows}
     found = []
     for one, other, target in TARGETS.get(size, []):
         if one in by_name and other in by_name:
-            column = "ms_of_tens_median" if one == "train" else "ms_median"
-            ratio = by_name[other][column] / by_name[one][column]
+            ratio = by_name[other]["ms_median"] / by_name[one]["ms_median"]
             found.append({"size": size, "of": one, "to": other, "ratio": round(ratio, 3), "at_least": target})
     return found
 
@@ -311,7 +311,7 @@ def print_report(report: dict) -> None:
 # --------------------------------------------------------------------------------------- the worker processes
 
 
-def work(variant: str, size: str, dtype: str) -> None:
+def work(variant: str, size: str, dtype: str, wait_every: int) -> None:
     """Build and compile, print what was built, then make as many updates as each line of stdin asks for."""
 
     def tell(answer: dict) -> None:
@@ -329,14 +329,15 @@ def work(variant: str, size: str, dtype: str) -> None:
     elif name == "peak":
         run, about = matmul_run(dtype), {}
     else:
-        run, about = jax_run(name, size, dtype, settings)
+        run, about = jax_run(name, size, dtype, settings, wait_every)
     tell(about)
     for line in sys.stdin:
         if name != "peak":
             run(1)  # not timed: while the others had their turn, caches and perhaps pages went away
         answer = run(int(line))
         if name != "peak":
-            answer = {"seconds": answer[0], "cpu_seconds": answer[1], "peak_memory_mb": peak_memory_mb()}
+            seconds, cpu_seconds = (means(times, wait_every) for times in answer)
+            answer = {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak_memory_mb": peak_memory_mb()}
         tell(answer)
 
 
@@ -365,7 +366,12 @@ def matmul_run(dtype: str):
     return run
 
 
-def jax_run(name: str, size: str, dtype: str, settings: dict[str, str]):
+def means(times: list[float], size: int) -> list[float]:
+    """Means of `size` times each, the last of what is left."""
+    return [statistics.fmean(times[at : at + size]) for at in range(0, len(times), size)]
+
+
+def jax_run(name: str, size: str, dtype: str, settings: dict[str, str], wait_every: int):
     from curriculum.train.device import tune_malloc
 
     tune_malloc()  # both programs have the trainer's malloc
@@ -419,11 +425,14 @@ def jax_run(name: str, size: str, dtype: str, settings: dict[str, str]):
 
     def run(num_steps):
         seconds, cpu_seconds = [], []
-        for _ in range(num_steps):
+        for first in range(0, num_steps, wait_every):
+            num = min(wait_every, num_steps - first)
             before, cpu_before = time.perf_counter(), time.process_time()
-            held[0] = jax.block_until_ready(state_of(compiled(held[0], *inputs)))
-            seconds.append(time.perf_counter() - before)
-            cpu_seconds.append(time.process_time() - cpu_before)
+            for _ in range(num):
+                held[0] = state_of(compiled(held[0], *inputs))
+            jax.block_until_ready(held[0])
+            seconds += [(time.perf_counter() - before) / num] * num
+            cpu_seconds += [(time.process_time() - cpu_before) / num] * num
         return seconds, cpu_seconds
 
     return run, about
