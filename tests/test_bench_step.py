@@ -52,6 +52,12 @@ def test_an_unknown_variant_is_refused(capsys):
     assert "no such variant: torhc (variants: train, step, plain" in capsys.readouterr().err
 
 
+def test_a_wait_is_after_a_step_or_more(capsys):
+    with pytest.raises(SystemExit):
+        bench_step.main(["--wait-every", "0"])
+    assert "--wait-every: got 0, expected 1 or more" in capsys.readouterr().err
+
+
 def test_settings_of_another_variant_than_step_are_refused(capsys):
     with pytest.raises(SystemExit):
         bench_step.main(["--variants", "step:layers=scanned", "train:n_layer=2"])

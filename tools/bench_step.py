@@ -98,6 +98,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.worker:
         return work(*args.worker, args.dtype, args.wait_every)
+    if args.wait_every < 1:
+        parser.error(f"--wait-every: got {args.wait_every}, expected 1 or more")
     if unknown := [name for name in args.variants if name.partition(":")[0] not in VARIANTS]:
         parser.error(f"--variants: no such variant: {', '.join(unknown)} (variants: {', '.join(VARIANTS)})")
     if fixed := [name for name in args.variants if ":" in name and not name.startswith("step:")]:
