@@ -50,10 +50,10 @@ LOSS_LOGITS = 1 << 22
 BY_BACKEND = {
     # Speeds relative to these choices, with two cores, 0.8M parameters, three rounds of one run: scanned layers 0.83;
     # xla attention 1.03 and select 1.09, which is how much two equal runs differ there. With select the compiler copies
-    # each moment: 84 copies in an update of 4 layers, with branch 10. Query, key and value apart: 0.97 in eleven
-    # launches, with 1.05 of the processor's time; no difference with 10.7M parameters. The loss of 2,048 tokens with D
-    # = 512, V = 16,384, computed 512 tokens at a time, took 1.0x the time of all at once; 64 at a time 2.2x;
-    # recomputing logits in the backward pass 1.3x.
+    # each moment: 84 copies in an update of 4 layers, with branch 10. Query, key and value apart: 0.97 to 0.99, with
+    # 1.05 of the processor's time; no difference with 10.7M parameters. The loss of 2,048 tokens with D = 512, V =
+    # 16,384, computed 512 tokens at a time, took 1.0x the time of all at once; 64 at a time 2.2x; recomputing logits in
+    # the backward pass 1.3x.
     "cpu": Formulation(attention="plain", qkv="joined", layers="unrolled", skip="branch", loss_tokens=512, head_rows=1),
     # Not run, but compiled for an H100 and counted (tools/check_gpu_program.py; docs/gpu.md has the table). At the
     # limits of its data sheet an update of 124M parameters takes 46 ms; 61 with scanned layers, as what each keeps for

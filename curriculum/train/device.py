@@ -112,7 +112,7 @@ def tune_malloc() -> None:
     """Make glibc keep freed memory, so that XLA's temporaries cost no page faults; without glibc do nothing.
 
     To be called before the process starts threads or compiles. The memory of the largest program then stays with the
-    process, two to three times over as freed blocks fragment. Where the kernel gives huge pages to those who ask, what
+    process, up to three times over (docs/performance.md). Where the kernel gives huge pages to those who ask, what
     is allocated from then on lies in such, up to half of the machine's memory.
     """
     if platform.libc_ver()[0] != "glibc":
