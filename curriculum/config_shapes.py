@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from curriculum.config_sections import TrainSection
+from curriculum.model.formulation import CUDNN_LENGTH_STEP
 from curriculum.model.presets import ModelConfig, model_problems, resolve_model
 from curriculum.train.mesh import rows_problem
 from phases.checks import check_lengths
@@ -78,14 +79,18 @@ def _check_blocks(v):
 
 
 def _check_positions(v):
-    """Sequences of training and evals must fit into the model's max_seq_len."""
+    """Sequences of training and evals must fit into the model's max_seq_len, those of training its attention too."""
     if (model := model_of(v)) is None:
         return
-    lengths = [("train.seq_len", v["train"].seq_len), ("evalsets.seq_len", v["evalsets"].seq_len)]
-    lengths += [(f"phases[{i}].seq_len", phase.seq_len) for i, phase in enumerate(v.get("phases") or ())]
-    for path, length in lengths:
+    trained = [("train.seq_len", v["train"].seq_len)]
+    trained += [(f"phases[{i}].seq_len", phase.seq_len) for i, phase in enumerate(v.get("phases") or ())]
+    for path, length in [*trained, ("evalsets.seq_len", v["evalsets"].seq_len)]:
         if length is not None and length > model.max_seq_len:
             yield path, f"got {length}, expected at most the model's max_seq_len ({model.max_seq_len})"
+    for path, length in trained:
+        if length is not None and model.attention == "cudnn" and length % CUDNN_LENGTH_STEP:
+            expected = f"expected a multiple of {CUDNN_LENGTH_STEP} with model.attention cudnn"
+            yield path, f"got {length}, {expected}; change it, or leave attention out for auto"
 
 
 def _check_rope_theta(v):

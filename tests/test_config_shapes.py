@@ -66,6 +66,19 @@ def test_what_must_agree(tmp_path, a, b, sections, told):
     assert len(error.value.problems) == 1 and told in error.value.problems[0]
 
 
+def test_cudnn_trains_on_an_even_number_of_positions(tmp_path):
+    model = {"preset": "tiny", "compute_dtype": "bfloat16", "attention": "cudnn"}
+    train = {"steps": 12, "batch_size": 4, "seq_len": 33}
+    evals = {"seq_len": 31, "primary": {"held_out_of": "web"}}
+    with pytest.raises(InputError) as error:
+        config(tmp_path, model=model, train=train, evalsets=evals)
+    assert error.value.problems == (
+        "config: train.seq_len: got 33, expected a multiple of 2 with model.attention cudnn; change it, or leave "
+        "attention out for auto",
+    )
+    assert config(tmp_path, model=model, train=train | {"seq_len": 34}, evalsets=evals).train.seq_len == 34
+
+
 def test_every_problem_at_once_with_its_place_in_the_file(tmp_path):
     write_corpus(tmp_path)
     text = f"""sources: {{web: {{path: {tmp_path / "web.jsonl"}, held_out: 20%}}}}

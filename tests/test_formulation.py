@@ -221,36 +221,35 @@ def test_documents_stay_apart_in_every_attention(attention):
 
 
 @pytest.mark.parametrize(
-    ("changed", "on", "documents", "expected"),
+    ("changed", "on", "expected"),
     [
-        ({}, "cpu", False, "plain"),
-        ({"compute_dtype": "bfloat16"}, "cpu", False, "plain"),
-        ({"compute_dtype": "bfloat16"}, "gpu", True, "cudnn"),
-        ({}, "gpu", False, "plain"),  # float32
-        ({"compute_dtype": "float16"}, "gpu", False, "plain"),  # no config can ask for it
-        ({"compute_dtype": "bfloat16", "d_head": 12}, "gpu", False, "plain"),
-        ({"compute_dtype": "bfloat16", "d_head": 256}, "gpu", False, "plain"),
-        ({"compute_dtype": "bfloat16"}, "other", False, "plain"),
-        ({"compute_dtype": "bfloat16", "attention": "xla"}, "gpu", False, "xla"),
+        ({}, "cpu", "plain"),
+        ({"compute_dtype": "bfloat16"}, "cpu", "plain"),
+        ({"compute_dtype": "bfloat16"}, "gpu", "cudnn"),
+        ({}, "gpu", "plain"),  # float32
+        ({"compute_dtype": "float16"}, "gpu", "plain"),  # no config can ask for it
+        ({"compute_dtype": "bfloat16", "d_head": 12}, "gpu", "plain"),
+        ({"compute_dtype": "bfloat16", "d_head": 256}, "gpu", "plain"),
+        ({"compute_dtype": "bfloat16"}, "other", "plain"),
+        ({"compute_dtype": "bfloat16", "attention": "xla"}, "gpu", "xla"),
     ],
 )
-def test_attention_by_backend(changed, on, documents, expected):
+def test_attention_by_backend(changed, on, expected):
     config = replace(GROUPED, d_model=64, **changed)
-    assert attention_of(config, on, seq_len=8, has_document_mask=documents) == expected
+    assert attention_of(config, on, seq_len=8) == expected
 
 
 def test_heads_that_are_split_are_not_gathered():
     config = replace(GROUPED, d_model=64)
-    split = {"seq_len": 8, "has_document_mask": False, "heads_split": True}
+    split = {"seq_len": 8, "heads_split": True}
     assert [attention_of(config, on, **split) for on in ("cpu", "gpu", "other")] == ["xla"] * 3
     assert attention_of(replace(config, compute_dtype="bfloat16"), "gpu", **split) == "cudnn"
     assert attention_of(replace(config, attention="plain"), "cpu", **split) == "plain"
 
 
-def test_an_odd_number_of_positions_with_documents_is_beyond_cudnn():
+def test_an_odd_number_of_positions_is_beyond_cudnn():
     config = replace(GROUPED, d_model=64, compute_dtype="bfloat16")
-    assert attention_of(config, "gpu", seq_len=7, has_document_mask=True) == "plain"
-    assert attention_of(config, "gpu", seq_len=7, has_document_mask=False) == "cudnn"
+    assert [attention_of(config, "gpu", seq_len=length) for length in (7, 8)] == ["plain", "cudnn"]
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,8 @@ def test_a_loop_counts_its_rounds_and_of_stacked_arrays_one_layer(found):
 
 def test_attention_counts_two_products_of_half_a_square(found):
     assert found["attention"].flops == 2 * 2 * (2 * 3) * 8 * 8 * 4 / 2
+    whole = PROGRAM.replace('"__cudnn$fmhaSoftmax"', '"__cudnn$fmhaSoftmax", backend_config={"mask_type":"NO_MASK"}')
+    assert {c.instruction.name: c for c in hlo_traffic.costs(whole)}["attention"].flops == 2 * found["attention"].flops
     for target, times in (("fmhaScaleBiasSoftmax", 1), ("fmhaSoftmaxBackward", 5 / 2)):
         other = {cost.instruction.name: cost for cost in hlo_traffic.costs(PROGRAM.replace("fmhaSoftmax", target))}
         assert other["attention"].flops == times * found["attention"].flops

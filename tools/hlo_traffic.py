@@ -116,7 +116,7 @@ def _called(attribute: str, attributes: str) -> str:
 
 
 def _flops(instruction: Instruction, here: dict, computations: dict) -> float:
-    """FLOPs of products only: 2 x size of the result x size of the contracted axes. Attention counts as causal."""
+    """FLOPs of products only: 2 x size of the result x size of the contracted axes."""
     if instruction.opcode == "dot":
         left = _dims(_ARRAY.search(here[instruction.operands[0]].type)[2])
         axes = _dims(re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)[1])
@@ -127,7 +127,8 @@ def _flops(instruction: Instruction, here: dict, computations: dict) -> float:
         return sum(_flops(one, inner, computations) for one in inner.values())
     if "__cudnn$fmha" in instruction.attributes:  # [B, T, H, K]: two products forward, five backward
         B, T, H, K = _dims(_ARRAY.search(here[instruction.operands[0]].type)[2])
-        return (5 if "Backward" in instruction.attributes else 2) * 2.0 * B * H * T * T * K / 2
+        causal = "NO_MASK" not in instruction.attributes  # half of the scores
+        return (5 if "Backward" in instruction.attributes else 2) * 2.0 * B * H * T * T * K / (1 + causal)
     return 0.0
 
 

@@ -73,6 +73,7 @@ BY_BACKEND = {
 # Of a block of queries of plain attention, and of a sequence.
 LEAST_QUERIES, MOST_BLOCKS = 64, 8
 CUDNN_LARGEST_HEAD, CUDNN_HEAD_STEP = 128, 8  # widths that it takes on every card
+CUDNN_LENGTH_STEP = 2  # jax refuses the gradient of others
 
 
 def backend() -> str:
@@ -85,9 +86,7 @@ def backend() -> str:
     return platform if platform in BY_BACKEND else "other"
 
 
-def attention_of(
-    config: ModelConfig, backend: str, *, seq_len: int, has_document_mask: bool, heads_split: bool = False
-) -> str:
+def attention_of(config: ModelConfig, backend: str, *, seq_len: int, heads_split: bool = False) -> str:
     """The attention of a config on a backend: its own choice, or the backend's if the config is within its limits.
 
     With heads split over devices, plain attention, whose one batch axis joins rows and heads, would gather all heads on
@@ -96,7 +95,7 @@ def attention_of(
     if config.attention != "auto":
         return config.attention
     chosen = BY_BACKEND[backend].attention
-    if chosen == "cudnn" and (cudnn_problem(config) is not None or (has_document_mask and seq_len % 2)):
+    if chosen == "cudnn" and (cudnn_problem(config) is not None or seq_len % CUDNN_LENGTH_STEP):
         chosen = "plain"
     return "xla" if chosen == "plain" and heads_split else chosen
 

@@ -87,7 +87,7 @@ def memory_estimate(
     if moments_per_parameter < 0:
         raise ValueError(f"moments_per_parameter: got {moments_per_parameter}, expected 0 or more")
 
-    attention = attention_of(model, backend, seq_len=seq_len, has_document_mask=document_mask, heads_split=tensor > 1)
+    attention = attention_of(model, backend, seq_len=seq_len, heads_split=tensor > 1)
     model = replace(model, attention=attention, layers=layers_of(model, backend))
     split, used = {"fsdp": fsdp, "tensor": tensor}, {"tensor": tensor}  # how a device stores parameters, and uses them
     params, trained = (FLOAT32_BYTES * num(model, **split) for num in (num_parameters, num_trained))
@@ -98,6 +98,8 @@ def memory_estimate(
     if model.compute_dtype != "float32":
         loss += width_bytes * num_head(model, **split)
     computed_again = 0 if model.remat == "none" else block_bytes(model, rows, seq_len, "none")
+    if document_mask and model.attention == "cudnn":
+        computed_again += _cudnn_workspace_bytes(model, rows, seq_len)
     activations = kept_bytes(model, rows, seq_len, document_mask) + max(computed_again - chunk, 0)
     gathered = FLOAT32_BYTES * (num_parameters(model, **used) + num_trained(model, **used)) if fsdp > 1 else 0
     if model.remat != "none":  # only one block is gathered at a time
@@ -139,6 +141,17 @@ def kept_bytes(model: ModelConfig, rows: int, seq_len: int, document_mask: bool 
     if model.layers == "scanned" and model.remat == "none":
         blocks -= (model.n_layer - 1) * _alike_bytes(model, rows, seq_len)
     return outside + blocks
+
+
+def _cudnn_workspace_bytes(model: ModelConfig, rows: int, seq_len: int) -> int:
+    """Bytes that cuDNN takes for the backward pass of one block's attention with a mask, which is a bias to it.
+
+    It computes the bias's gradient as well, though nothing asks for it, and needs all scores for that: [B, H, T, T] in
+    two bytes, T filled up to a multiple of 64 (cudnn-frontend, sdpa_bwd). Not compared: the compiler counts this
+    workspace only where there is a card.
+    """
+    length = -(-seq_len // 64) * 64
+    return 2 * rows * model.n_head * length**2
 
 
 def _alike_bytes(model: ModelConfig, rows: int, seq_len: int) -> int:

@@ -20,10 +20,13 @@ class Placement(NamedTuple):
 
     `gather(params)` gives parameters, all of them or those of some modules, as matrix products use them: whole, except
     for the axes that stay split (heads, feed-forward, vocabulary). `heads_split`: whether heads are split over devices.
+    `on_each(attend, num_groups)`: the same function of query, key, value and mask, [B, T, heads, ...], by which each
+    device computes its own rows; its own heads as well, if the groups of heads that share a key split evenly.
     """
 
     gather: Callable[[Params], Params] = lambda params: params
     heads_split: bool = False
+    on_each: Callable[[Callable[..., jax.Array], int], Callable[..., jax.Array]] = lambda attend, num_groups: attend
 
 
 @dataclass(frozen=True)

@@ -122,8 +122,7 @@ def _run_block(
     update of 24 layers), but each would keep arrays for the backward pass that inlined blocks share.
     """
     block = nnx.merge(graph, placement.gather(params))
-    split = placement.heads_split
-    return block(x_MD, cache, layer, rows=rows, num_rows=num_rows, has_rope=has_rope, heads_split=split)
+    return block(x_MD, cache, layer, rows=rows, num_rows=num_rows, has_rope=has_rope, placement=placement)
 
 
 class Rows(NamedTuple):
@@ -187,9 +186,9 @@ class Block(nnx.Module):
         rows: Rows,
         num_rows: int,
         has_rope: bool,
-        heads_split: bool,
+        placement: Placement,
     ) -> tuple[jax.Array, tuple | None]:
-        mixed_MD, cache = self.attention(self.attention_norm(x_MD), cache, rows, num_rows, has_rope, heads_split)
+        mixed_MD, cache = self.attention(self.attention_norm(x_MD), cache, rows, num_rows, has_rope, placement)
         x_MD += _dropout(self.config, mixed_MD, rows, site=2 * layer + 1)
         return x_MD + _dropout(self.config, self.mlp(self.mlp_norm(x_MD)), rows, site=2 * layer + 2), cache
 
@@ -208,12 +207,12 @@ class Attention(nnx.Module):
         self.out = linear(config, "out", config.bias, rngs)
 
     def __call__(
-        self, x_MD: jax.Array, cache: tuple | None, rows: Rows, num_rows: int, has_rope: bool, heads_split: bool
+        self, x_MD: jax.Array, cache: tuple | None, rows: Rows, num_rows: int, has_rope: bool, placement: Placement
     ) -> tuple[jax.Array, tuple | None]:
         B, T, K = num_rows, x_MD.shape[0] // num_rows, self.config.head_width
         J, G = self.config.n_kv_head, self.config.n_head // self.config.n_kv_head
         linears = (self.query, self.key, self.value)
-        joined = cache is None and qkv_of(self.config, backend(), heads_split=heads_split) == "joined"
+        joined = cache is None and qkv_of(self.config, backend(), heads_split=placement.heads_split) == "joined"
         query_MF, key_MF, value_MF = side_by_side(x_MD, linears) if joined else (layer(x_MD) for layer in linears)
         query_BTHK = query_MF.reshape(B, T, J * G, K)
         key_BTJK = key_MF.reshape(B, T, J, K)
@@ -223,12 +222,9 @@ class Attention(nnx.Module):
         if has_rope:
             query_BTHK, key_BTJK = rotate(query_BTHK, *rows.rope_BTHK), rotate(key_BTJK, *rows.rope_BTHK)
 
-        has_document_mask = rows.positions_BT is not None
-        attention = attention_of(
-            self.config, backend(), seq_len=T, has_document_mask=has_document_mask, heads_split=heads_split
-        )
+        attention = attention_of(self.config, backend(), seq_len=T, heads_split=placement.heads_split)
         if cache is None and attention != "plain":
-            mixed_BTHK = self._library_attention(attention, query_BTHK, key_BTJK, value_BTJK, rows)
+            mixed_BTHK = self._library_attention(attention, query_BTHK, key_BTJK, value_BTJK, rows, placement)
             return self.out(mixed_BTHK.reshape(B * T, -1)), None
 
         query_PGTK = (query_BTHK * K**-0.5).transpose(0, 2, 1, 3).reshape(B * J, G, T, K)
@@ -243,13 +239,33 @@ class Attention(nnx.Module):
             mixed_PGTK = _attend(query_PGTK, key_PSK, value_PSK, rows.visible_BTS)
         return self.out(mixed_PGTK.reshape(B, J * G, T, K).transpose(0, 2, 1, 3).reshape(B * T, -1)), cache
 
-    def _library_attention(self, name: str, query_BTHK, key_BTJK, value_BTJK, rows: Rows) -> jax.Array:
-        """mixed_BTHK by jax.nn.dot_product_attention."""
-        attend = partial(jax.nn.dot_product_attention, query_BTHK, key_BTJK, value_BTJK, implementation=name)
-        if rows.positions_BT is not None:  # documents: the mask differs from row to row
-            return attend(mask=rows.visible_BTS[:, None])
-        window = self.config.sliding_window
-        return attend(is_causal=True, local_window_size=None if window is None else (window - 1, 0))
+    def _library_attention(
+        self, name: str, query_BTHK, key_BTJK, value_BTJK, rows: Rows, placement: Placement
+    ) -> jax.Array:
+        """mixed_BTHK by jax.nn.dot_product_attention.
+
+        Of several devices each calls cuDNN for itself. Left to the compiler, that call holds the address of a function
+        of the process, so that no later process finds the program in its cache; and it needs heads that split evenly.
+        """
+        apart, window = rows.positions_BT is not None, self.config.sliding_window
+
+        def attend(query_BTHK, key_BTJK, value_BTJK, mask_B1TS=None):
+            # Causal beside a mask as well: cuDNN then passes over what lies above the diagonal.
+            sliding = None if window is None or apart else (window - 1, 0)
+            return jax.nn.dot_product_attention(
+                query_BTHK,
+                key_BTJK,
+                value_BTJK,
+                mask=mask_B1TS,
+                is_causal=True,
+                local_window_size=sliding,
+                implementation=name,
+            )
+
+        if name == "cudnn":
+            attend = placement.on_each(attend, self.config.n_kv_head)
+        masks = [rows.visible_BTS[:, None]] if apart else []  # documents: it differs from row to row
+        return attend(query_BTHK, key_BTJK, value_BTJK, *masks)
 
 
 def _by_blocks(

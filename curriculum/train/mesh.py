@@ -230,13 +230,32 @@ def gather(mesh: Mesh, params: Any) -> Any:
     return scattered(params)
 
 
+def on_each(mesh: Mesh, attend: Callable[..., jax.Array], num_groups: int) -> Callable[..., jax.Array]:
+    """`Placement.on_each`, by which each device of the mesh attends for itself: nothing is sent within it."""
+    import jax
+    from jax.sharding import PartitionSpec
+
+    if mesh.size == 1:
+        return attend
+    heads = "tensor" if num_groups % mesh.shape["tensor"] == 0 else None
+    own, own_rows = PartitionSpec(ROW_AXES, None, heads), PartitionSpec(ROW_AXES)
+
+    def attend_each(query: jax.Array, key: jax.Array, value: jax.Array, *masks: jax.Array) -> jax.Array:
+        inputs = own, own, own, *[own_rows for _ in masks]
+        attend_own = jax.shard_map(attend, mesh=mesh, in_specs=inputs, out_specs=own, check_vma=False)
+        return attend_own(query, key, value, *masks)
+
+    return attend_each
+
+
 def on_mesh(model: Model, mesh: Mesh) -> Model:
     """The same model, with its parameters whole over fsdp while it uses them."""
     from curriculum.model.model import Placement
 
     whole = partial(gather, mesh)
     if model.placed is not None:
-        model = model.placed(Placement(whole, heads_split=mesh.shape["tensor"] > 1))
+        placement = Placement(whole, heads_split=mesh.shape["tensor"] > 1, on_each=partial(on_each, mesh))
+        model = model.placed(placement)
         return replace(model, row_shards=row_shards(mesh))
 
     def using_whole(function: Callable | None) -> Callable | None:
