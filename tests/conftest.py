@@ -45,6 +45,12 @@ def pytest_configure(config):
         return
     if os.environ.get("REQUIRE_PARITY") == "1" and (missing := not_installed()):
         raise pytest.UsageError(f"{', '.join(missing)}: not installed, and REQUIRE_PARITY is 1; `make parity` does it")
+    # Devices are simulated. On a card float32 products are exact enough at the highest precision alone, and workers and
+    # what they start share it.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    if os.environ["JAX_PLATFORMS"] != "cpu":
+        os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of torch: each worker takes a core already
     config.stash[COMPILED] = tempfile.mkdtemp(prefix="compiled-")

@@ -27,6 +27,14 @@ def test_a_row_by_hand():
     assert deep["flop_share"] == pytest.approx(4096 * 6 * (2 * 11_206_656 + 24_960) / 0.5 / 1e12, abs=5e-4)
 
 
+def test_the_card_is_known_by_its_name():
+    names = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA L40S": 362e12, "NVIDIA L4": 121e12}
+    assert {name: bench_step.data_sheet_flops(name) for name in names} == names
+    assert bench_step.data_sheet_flops("NVIDIA GeForce RTX 3060") is None
+    worker = SimpleNamespace(seconds=[1.0], cpu_seconds=[], about={"num_parameters": 7, "compile_seconds": 1, "peak_memory_mb": 5})
+    assert bench_step.row_of("small", "step", worker, peak=None)["flop_share"] is None
+
+
 def test_ratios_say_how_much_faster():
     times = {"train": 12.5, "step": 10.0, "plain": 9.0}
     found = bench_step.ratios("small", [{"variant": name, "ms_median": ms} for name, ms in times.items()])

@@ -12,6 +12,7 @@ from curriculum.train import device
 from curriculum.train.device import (
     DETERMINISTIC_FLAG,
     GPU_FLAGS,
+    HOST_MEMORY_LIMIT,
     cache_compiled,
     card_names,
     gpu_lines,
@@ -72,6 +73,24 @@ def test_without_a_gpu_nothing_is_set(tmp_path, monkeypatch):
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/nvidiactl").touch()
     assert has_nvidia_driver(tmp_path)
+
+
+def test_checkpoints_may_leave_the_cards_through_all_of_the_machines_memory(gpu_machine, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")
+    for given, expected in (("7", 7), (None, max(64, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30))):
+        monkeypatch.setenv(HOST_MEMORY_LIMIT, "")  # restored after the test
+        os.environ.pop(HOST_MEMORY_LIMIT) if given is None else monkeypatch.setenv(HOST_MEMORY_LIMIT, given)
+        tune_device(None, gpu_machine())
+        assert int(os.environ[HOST_MEMORY_LIMIT]) == expected
+
+
+@pytest.mark.parametrize(("given", "kept"), [("cuda", "cuda,cpu"), ("cpu", "cpu"), ("cuda,cpu", "cuda,cpu"), ("", "")])
+def test_the_cpu_stays_beside_a_card_that_is_asked_for(given, kept):
+    program = "import jax; from curriculum.train.device import tune_device; tune_device(None); print(jax.config.jax_platforms or '')"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | {"JAX_PLATFORMS": given}, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, kept), done.stderr
 
 
 def test_a_flag_is_known_by_its_whole_name():

@@ -1,6 +1,7 @@
 """Export: what stands in the files is what stands in the checkpoint, and what cannot be exported is told."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -363,7 +364,8 @@ def test_the_command(run, tmp_path):
         "-o",
         str(tmp_path / "deep/out"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True)
+    on_a_card = os.environ | {"JAX_PLATFORMS": "cuda"}  # which it leaves alone
+    done = subprocess.run(command, env=on_a_card, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{tmp_path / 'deep/out'}: step 2 of {run}, safetensors, raw weights, f32\n"
     assert done.stderr == ""

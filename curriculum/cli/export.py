@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
@@ -38,6 +39,8 @@ from curriculum.cli.options import STEP, WEIGHTS
 )
 def command(run, format_name, step, weights, dtype, merge, output):
     """Write the parameters of RUN, with its tokenizer, to a folder; hf and gguf get a model card."""
+    # Nothing is computed on a device: an export takes no memory of a card that a run may be using.
+    os.environ["JAX_PLATFORMS"] = "cpu"
     from curriculum.export import export
 
     exported = export(run, output, format=format_name, step=step, weights=weights, dtype=dtype, merge=merge)

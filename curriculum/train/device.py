@@ -15,6 +15,7 @@ GPU_FLAGS = (
     ("B200", "--xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL"),
 )
 DETERMINISTIC_FLAG = "--xla_gpu_deterministic_ops=true"
+HOST_MEMORY_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 LARGEST_HUGE_PAGE_BYTES = 32 << 20
 
 
@@ -22,12 +23,16 @@ def tune_device(deterministic: bool | None, root: Path = Path("/")) -> list[str]
     """Set what helps on this machine; to be called before the process starts threads or a jax backend.
 
     With an NVIDIA driver, the flags for its cards are added to XLA_FLAGS, and if `deterministic` is true the one for
-    deterministic kernels. A flag that is already there keeps its value. Returns the flags added. `root`: the folder
-    that holds dev and proc.
+    deterministic kernels. A flag that is already there keeps its value. Checkpoints leave the cards through memory that
+    XLA would limit to 64 GB, less than the state of a large model on all cards of one process; all of the machine's is
+    allowed. Returns the flags added. `root`: the folder that holds dev and proc.
     """
     tune_malloc()
+    keep_host()
     if not has_nvidia_driver(root):
         return []
+    machine_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    os.environ.setdefault(HOST_MEMORY_LIMIT, str(max(64, machine_bytes >> 30)))
     cards = card_names(root)
     flags = [flag for part, flag in GPU_FLAGS if not part or any(part in card for card in cards)]
     given = os.environ.get("XLA_FLAGS", "")
@@ -35,6 +40,18 @@ def tune_device(deterministic: bool | None, root: Path = Path("/")) -> list[str]
     if added:
         os.environ["XLA_FLAGS"] = " ".join([*given.split(), *added])
     return added
+
+
+def keep_host() -> None:
+    """Let jax have the CPU as well if JAX_PLATFORMS names cards alone: saved arrays are read onto the host.
+
+    To be called before the process starts a jax backend.
+    """
+    import jax
+
+    platforms = jax.config.jax_platforms
+    if platforms and "cpu" not in platforms.split(","):
+        jax.config.update("jax_platforms", f"{platforms},cpu")
 
 
 def cache_compiled(store_dir: str | Path) -> None:
