@@ -31,7 +31,9 @@ def test_the_card_is_known_by_its_name():
     names = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA L40S": 362e12, "NVIDIA L4": 121e12}
     assert {name: bench_step.data_sheet_flops(name) for name in names} == names
     assert bench_step.data_sheet_flops("NVIDIA GeForce RTX 3060") is None
-    worker = SimpleNamespace(seconds=[1.0], cpu_seconds=[], about={"num_parameters": 7, "compile_seconds": 1, "peak_memory_mb": 5})
+    worker = SimpleNamespace(
+        seconds=[1.0], cpu_seconds=[], about={"num_parameters": 7, "compile_seconds": 1, "peak_memory_mb": 5}
+    )
     assert bench_step.row_of("small", "step", worker, peak=None)["flop_share"] is None
 
 

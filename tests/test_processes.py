@@ -158,6 +158,25 @@ def test_gloo_knows_all_groups_of_devices_before_any_program_needs_them(runs):
     assert "[Gloo]" not in after and "complete: 12 steps" in after
 
 
+ASKED = """
+import sys; from pathlib import Path
+from curriculum.train.processes.launch import find_launch
+from curriculum.train.processes.together import joined, share_folder
+with joined(find_launch(sys.argv[1], 2, int(sys.argv[2])), 60):
+    print(*(share_folder(Path(path)) for path in sys.argv[3:]), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_processes_know_whether_they_share_a_folder(tmp_path):
+    (tmp_path / "file").touch()  # where none can be made
+    at = f"127.0.0.1:{free_port()}"
+    two = [start(["-c", ASKED, at, i, tmp_path / "one", tmp_path / f"of {i}", tmp_path / "file"]) for i in range(2)]
+    said = [ended(process, 120) for process in two]
+    assert all(code == 0 and "True False False" in text for code, text in said), said
+    assert not list((tmp_path / "one").iterdir()) and not list((tmp_path / "of 0").iterdir())
+
+
 @pytest.mark.slow
 def test_a_dry_run_of_one_process_alone_is_refused(folder):
     command = ["-m", "curriculum", "train", folder / "long.json", "--run-dir", folder / "dry"]

@@ -32,7 +32,7 @@ from curriculum.train.course import Course
 from curriculum.train.device import cache_compiled, device_lines, tune_device
 from curriculum.train.frozen import load_frozen
 from curriculum.train.mesh import introduce, make_mesh, row_shards
-from curriculum.train.processes.together import by_gloo, check_same, first_then_all
+from curriculum.train.processes.together import by_gloo, check_same, first_then_all, share_folder
 from curriculum.train.samples import Samples
 from curriculum.train.start import Start, check_base
 from curriculum.train.states import States
@@ -120,9 +120,12 @@ def build(
     config = _with_model(config, make_model)
     start = start or Start()
     added_flags = tune_device(config.train.deterministic)
-    cache_compiled(store_dir)
     mesh = _mesh_of(config)
     corpus = first_then_all(lambda: load_corpus(config, store_dir, tokenizer))
+    # Process 0 alone writes to the cache. One that finds nothing there compiles, and on GPUs it then waits for kernels
+    # that process 0, which found the program, does not choose with it.
+    if keeps_programs := share_folder(Path(store_dir)):
+        cache_compiled(store_dir)
     course = Course(config, corpus, mesh, past, branched_from)
     vocab_size = corpus.tokenizer.vocab_size
     if make_model is None:
@@ -144,6 +147,8 @@ def build(
     if by_gloo():
         introduce(mesh)
     about_devices = device_lines(added_flags, None if architecture is None else architecture.compute_dtype)
+    if not keeps_programs:
+        about_devices.append(f"             compiled anew at each start: not all processes see one folder {store_dir}")
     return Setup(config, mesh, corpus, model, course, states, compiled, lineage, about_devices, str(store_dir))
 
 

@@ -10,10 +10,13 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from curriculum.errors import InputError, is_out_of_memory
@@ -24,6 +27,7 @@ from curriculum.train.processes.peers import Peers
 # Of jax's own service, for a process that hangs while its machine answers; the end of a process is noticed at once.
 _HEARTBEAT_SECONDS = 60
 _NEWS_SECONDS = 2.0
+_SEEN_SECONDS = 3.0  # by which a network folder usually shows a new file
 _LEAVE_SECONDS = 10.0  # for a process that ends with an error to release what it holds
 
 _IN_ORDER = "--xla_cpu_multi_thread_eigen=false"
@@ -121,6 +125,28 @@ def check_in_each(find: Callable[[], Sequence[str]]) -> None:
     """Raise InputError in every process if one finds problems; process 0 reports all. One alone looks for none."""
     if _peers is not None:
         _refuse([problem for found in _peers.gather(list(find())) for problem in found])
+
+
+def share_folder(folder: Path) -> bool:
+    """Whether every process sees the folder that process 0 has at this path. All processes must call this."""
+    if _peers is None:
+        return True
+
+    def mark() -> str | None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            return Path(tempfile.mkstemp(prefix="seen-by-all-", dir=folder)[1]).name
+        except OSError:
+            return None
+
+    name = from_first(mark)
+    seen, until = False, time.monotonic() + _SEEN_SECONDS
+    while name is not None and not (seen := (folder / name).exists()) and time.monotonic() < until:
+        time.sleep(0.1)
+    shared = all(_peers.gather(seen))
+    if name is not None and is_first():
+        (folder / name).unlink(missing_ok=True)
+    return shared
 
 
 def _refuse(problems: Sequence[str]) -> None:
