@@ -19,6 +19,7 @@ from curriculum.plan_warnings import few_scored_targets, schedule_warnings, shar
 from curriculum.run import DEFAULT_STORE_DIR
 from curriculum.scheduling import num_due, resolve_schedule
 from curriculum.train.optimizer import MOMENTS, OptimConfig
+from phases.batches import num_micro_steps
 from phases.caps import first_step
 from phases.schedule import Schedule, Segment
 
@@ -208,7 +209,7 @@ def shape_of(segment: Segment, config: Config) -> dict[str, Any]:
     return {
         "batch_size": segment.batch_size,
         "seq_len": segment.seq_len,
-        "grad_accum": config.grad_accum_of(segment.phase),
+        "grad_accum": num_micro_steps(config.grad_accum_of(segment.phase), segment.batch_size),
         "rope_theta": segment.rope_theta,
         "lr_scale": segment.lr_scale,
     }
@@ -264,8 +265,8 @@ def _memory(config: Config, model: ModelConfig, schedule: Schedule) -> dict[str,
         return None
     model = replace(model, dropout=0.0) if config.train.deterministic else model
     for segment, backend in product(schedule.segments, estimates):
-        grad_accum = config.grad_accum_of(segment.phase)
-        rows = segment.batch_size // grad_accum // mesh.row_shards
+        grad_accum = num_micro_steps(config.grad_accum_of(segment.phase), segment.batch_size)
+        rows = max(segment.batch_size // grad_accum // mesh.row_shards, 1)  # what is trained had other devices perhaps
         estimate = memory_estimate(
             model,
             rows=rows,

@@ -20,6 +20,11 @@ from phases.schedule import Schedule
 from phases.shuffle import permute, stream_key
 
 
+def num_micro_steps(grad_accum: int, batch_size: int) -> int:
+    """Into how many micro-steps a batch is cut: all of `grad_accum`, but for a step that had another batch size."""
+    return math.gcd(grad_accum, batch_size)
+
+
 class Batch(NamedTuple):
     """One update's sequences: A micro-steps of B rows of T tokens."""
 
@@ -185,7 +190,7 @@ class DataPlan:
         """
         segment = self.schedule.segment_at(step)
         draws = self.draws(step)[0] if draws is None else draws
-        num_micro = math.gcd(grad_accum, segment.batch_size)  # a step trained again may have another batch size
+        num_micro = num_micro_steps(grad_accum, segment.batch_size)
         if rows is not None:
             draws = Draws(*(column.reshape(num_micro, -1)[:, rows].reshape(-1) for column in draws))
         by_source = [streams.get(name) for name in self.sources]

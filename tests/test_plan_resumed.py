@@ -234,6 +234,13 @@ def test_the_command(place, tmp_path):
     )
     shapes = [line.split("  ")[0] for line in reshaped[reshaped.index("") + 2 :]]
     assert shapes[: shapes.index("")] == ["a", "b", "b from step 8"]
+    # What is trained of the phase had fewer rows than the micro-steps that are to come.
+    cut = json.loads(of_run("8", "--json", phases=[PHASES[0], {**PHASES[1], "batch_size": 16, "grad_accum": 8}]))
+    of_b = cut["phases"][1]
+    assert (of_b["batch_size"], of_b["grad_accum"]) == (size["batch_size"], size["batch_size"]) and size[
+        "batch_size"
+    ] < 8
+    assert [(turn["step"], turn["batch_size"], turn["grad_accum"]) for turn in of_b["reshaped"]] == [(8, 16, 8)]
     (other,) = [line for line in of_run("8", tokenizer={"kind": "char"}).splitlines() if "tokenizer: differs" in line]
     assert (
         "tokenizer: differs from the run's (kind: byte) and is not prepared yet; train will refuse it unless" in other

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+from phases.batches import num_micro_steps
 from phases.schedule import Segment
 
 COMPILE_THREAD = "curriculum-compile"
@@ -28,7 +28,7 @@ class StepShape(NamedTuple):
     @staticmethod
     def of(segment: Segment, grad_accum: int) -> StepShape:
         """The shape of a segment's updates, with A as in `DataPlan.batch`."""
-        num_micro = math.gcd(grad_accum, segment.batch_size)
+        num_micro = num_micro_steps(grad_accum, segment.batch_size)
         return StepShape(num_micro, segment.batch_size // num_micro, segment.seq_len, segment.rope_theta)
 
     def __str__(self) -> str:
