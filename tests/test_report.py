@@ -426,6 +426,7 @@ def test_warnings_are_told_once_with_the_step_of_those_that_came_later(tmp_path)
 
 def test_numbers_of_the_axes():
     assert [short_count(x) for x in (0, 950, 1200, 75_000, 1.5e9)] == ["0", "950", "1,200", "75k", "1.5B"]
+    assert [short_count(x) for x in (9_999, 999_949, 999_999, 999_960_000)] == ["9,999", "999.9k", "1M", "1B"]
     assert [short_rate(x) for x in (0, 0.00175, 2e-3, 1e-10)] == ["0", "1.75e-3", "2e-3", "1e-10"]
 
 

@@ -328,6 +328,7 @@ def _finish(axes: Axes, x_label: str) -> None:
 
 def short_count(value: float) -> str:
     """1200 is `1,200`, 75000 is `75k`, 1.5e9 is `1.5B`."""
+    value = float(f"{value:.4g}") if abs(value) >= 1e4 else value  # before its unit is chosen: 999,999 is 1M
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= max(size, 1e4):
             return f"{value / size:.4g}{unit}"
