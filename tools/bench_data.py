@@ -87,7 +87,7 @@ def seconds_a_batch(functions) -> dict[str, float]:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     tune_malloc()  # as in training: otherwise glibc returns each batch's memory and takes it again page by page

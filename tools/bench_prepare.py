@@ -170,7 +170,7 @@ def weigh(source: str, tokenizer_dir: str) -> None:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--text", type=Path, default=Path(sysconfig.get_paths()["stdlib"]))
     parser.add_argument("--encoding", help="a tiktoken encoding; by default 4,096 byte pairs are trained on the corpus")
     parser.add_argument("--megabytes", type=float, default=16)
