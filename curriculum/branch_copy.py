@@ -34,7 +34,10 @@ def made_whole(directory: RunDirectory, trunk: RunDirectory) -> Iterator[RunDire
         yield made
         made.path.rename(place)
     except (OSError, shutil.Error) as error:
-        raise InputError(f"{trunk.path}: could not be copied to {directory.path}: {error}; try again") from None
+        raise InputError(
+            f"{trunk.path}: could not be copied to {directory.path}: {error}; mend that (free disk "
+            "space, grant write permission) and try again"
+        ) from None
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 

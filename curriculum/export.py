@@ -97,6 +97,8 @@ def export(
     # Imports jax, which is slow, after all checks that do without it.
     arrays = _merged(directory, saved, architecture) if merge else _parameters(saved)
     metadata = {"step": str(step), "weights": weights}
+    from safetensors import SafetensorError
+
     try:
         place.mkdir(parents=True, exist_ok=True)
         with scratch(place, output) as folder:
@@ -114,8 +116,10 @@ def export(
                     file.replace(output / file.name)
             else:
                 folder.replace(output)
-    except OSError as error:
-        raise InputError(f"-o {output}: cannot be written: {error}") from None
+    except (OSError, SafetensorError) as error:
+        # Of a full disk numpy says only how much it took, and safetensors has an error of its own.
+        full = "; is the disk full?" if getattr(error, "errno", None) is None else ""
+        raise InputError(f"-o {output}: cannot be written: {error}{full}") from None
     return step
 
 

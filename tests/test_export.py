@@ -374,6 +374,27 @@ def test_the_command(run, tmp_path):
     assert missing.returncode == 2 and "Missing option '-o'" in missing.stderr
 
 
+@pytest.mark.parametrize("format", ["safetensors", "hf", "gguf"])
+def test_a_full_disk_is_told(run, tmp_path, format):
+    command = [
+        "sh",
+        "-c",
+        'ulimit -f 2; exec "$@"',
+        "sh",
+        CURRICULUM,
+        "export",
+        str(run),
+        "--format",
+        format,
+        "-o",
+        "out",
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: -o out: cannot be written: "), done.stderr
+    assert "is the disk full?" in done.stderr or "File too large" in done.stderr
+    assert done.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
 def test_a_failure_leaves_nothing(run, tmp_path):
     broken = tmp_path / "broken"
     shutil.copytree(run, broken)
