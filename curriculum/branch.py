@@ -25,7 +25,7 @@ from curriculum.train import ledger
 from curriculum.train.checkpoints.resumed import to_resume
 from curriculum.train.edits import find_edit, gone_on
 from curriculum.train.fields import branch_edit
-from curriculum.train.opening import kept_tokenizer
+from curriculum.train.opening import check_apart, kept_tokenizer
 from curriculum.train.setup import build, check
 from curriculum.train.start import start_of
 from curriculum.train.trainer import train_built
@@ -69,6 +69,7 @@ def branch(
     if step < at:
         check_between(trunk, config, saved, whole, at, sorted(folders))
     check_offsets(trunk.directory.path, saved["offsets"])
+    check_apart(config, directory)
     edit = find_edit(config, newest, at=at)
     rollbacks = [r for r in newest["history"]["rollbacks"] if r["first_bad_step"] < at]
     settled = _settled(edit.past.settled, whole, rollbacks)
@@ -104,15 +105,15 @@ def go_on_command(run_dir: Path, store_dir: str | Path, *, own_model: bool = Fal
 
 
 def _check_new(directory: RunDirectory, store_dir: str | Path, own_model: bool) -> None:
+    within = next((p for p in directory.path.absolute().parents if RunDirectory(p).has_config), None)
+    if within is not None:
+        raise InputError(f"--run-dir {directory.path}: lies within the run {within}; choose a folder outside it")
     directory.check_usable()
     if directory.holds_run():
         raise InputError(
             f"--run-dir {directory.path}: already holds a run; choose another, or continue a branch begun there: "
             f"{go_on_command(directory.path, store_dir, own_model=own_model)}"
         )
-    within = next((p for p in directory.path.absolute().parents if RunDirectory(p).has_config), None)
-    if within is not None:
-        raise InputError(f"--run-dir {directory.path}: lies within the run {within}; choose a folder outside it")
     if directory.path.exists() and any(directory.path.iterdir()):
         raise InputError(f"--run-dir {directory.path}: is not empty; choose a new folder")
 

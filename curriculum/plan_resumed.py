@@ -12,7 +12,7 @@ from curriculum.plan import Plan, plan, plan_of, prepare_command
 from curriculum.record.events import check_offsets, plain
 from curriculum.run import DEFAULT_STORE_DIR, RunDirectory
 from curriculum.scheduling import continued_schedule
-from curriculum.train import opening
+from curriculum.train import going_back, opening
 from curriculum.train.checkpoints.resumed import to_resume
 from curriculum.train.edits import edit_event, find_edit
 from curriculum.train.ledger import Found, check_past
@@ -36,11 +36,12 @@ def plan_resumed(
     directory = RunDirectory(Path(run_dir))
     directory.check_usable()
     resumed = to_resume(directory, resume)
+    under_way = going_back.found_for(directory, resumed)
     told = [f"{folder}: is damaged: {why}; skipped" for _, folder, why in opening.damaged(directory, resumed)]
     if resumed is None:
         fresh = plan(config, store_dir=store_dir)
         return replace(fresh, warnings=(*told, opening.nothing_to_resume(directory), *fresh.warnings))
-    step, _, saved = resumed
+    step, saved = resumed.step, going_back.ledger_of(under_way, resumed)
     check_offsets(directory.path, saved["offsets"])
     edit = find_edit(config, saved, accept_past=accept_past)
     opening.check_ahead(config, directory, step, edit.past)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 DEFAULT_STORE_DIR = ".curriculum"  # beside the runs: token stores, and compiled programs
 CHECKPOINT_ITEMS = ("params", "train", "ledger", "baselines")  # folders that a whole checkpoint has
+_OWN_FOLDERS = ("checkpoints", "gold", "kept", "averages", "evals", "superseded", "tokenizer", "tensorboard")
 _SECTIONS = ("name", "tokenizer", "model", "sources", "phases", "evalsets", "train")  # in every resolved config
 
 
@@ -65,6 +66,10 @@ class RunDirectory:
     @property
     def superseded(self) -> Path:
         return self.path / "superseded"
+
+    @property
+    def going_back(self) -> Path:
+        return self.path / "going_back.json"
 
     @property
     def tokenizer(self) -> Path:
@@ -136,13 +141,21 @@ class RunDirectory:
             tell(f"{path}: cannot be written: {error.strerror}; left unchanged")
 
     def check_usable(self) -> None:
-        """Raise InputError if the path cannot be written to. Creates nothing."""
+        """Raise InputError if the path cannot be written to or lies among another run's files. Creates nothing."""
         try:
             os.lstat(self.path / EVENTS)
         except (FileNotFoundError, NotADirectoryError):
             pass
         except OSError as error:  # a name too long, links in a circle
             raise InputError(f"--run-dir {self.path}: {error.strerror}; choose another") from None
+        here = self.path.absolute()
+        for outer, inside in zip(here.parents, (here, *here.parents), strict=False):
+            if inside.name in _OWN_FOLDERS and (outer / EVENTS).exists():
+                at = f" --resume {here.name}" if here.parent == inside and here.name.isdecimal() else ""
+                raise InputError(
+                    f"--run-dir {self.path}: lies in {inside.name}/ of the run {outer}; to continue that run give "
+                    f"--run-dir {outer}{at or ' --resume latest'}, or choose a folder of its own"
+                )
         self._check_writable(next((p for p in (self.path, *self.path.absolute().parents) if os.path.lexists(p)), None))
 
     def check_folders(self) -> None:

@@ -96,6 +96,18 @@ def test_a_resume_tells_of_a_run_that_begins_and_of_an_edit_that_a_remembered_op
     )
 
 
+def test_a_config_of_another_name_is_told(folder):
+    assert run(folder, "train", "c.yaml", "--run-dir", "r").returncode == 0
+    text = (folder / "c.yaml").read_text().replace("name: small", "name: large")
+    (folder / "d.yaml").write_text(text)
+    assert run(folder, "train", "d.yaml", "--run-dir", "r", "--resume", "4").stderr.splitlines()[0] == (
+        "r: is the run small; d.yaml names it large"
+    )
+    (folder / "d.yaml").write_text(text.replace("name: a\n", "name: x\n").replace("name: b\n", "name: y\n"))
+    refused = run(folder, "train", "d.yaml", "--run-dir", "r", "--resume", "4")
+    assert refused.returncode == 2 and "+- name: x" in refused.stderr and "-- name: a" in refused.stderr
+
+
 def test_a_source_that_only_the_command_line_defined_is_there_on_resume(folder):
     text = (folder / "c.yaml").read_text().replace("law: 1.0", "late: 1.0")
     (folder / "c.yaml").write_text(text)

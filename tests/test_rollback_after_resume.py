@@ -3,12 +3,14 @@
 import json
 import shutil
 import signal
+from functools import partial
 
 import pytest
 from tiny_run import last_state, record, tiny_train, write_corpus
 
-from curriculum.run import load_run, read_ledger
+from curriculum.run import RunDirectory, load_run, read_ledger
 from curriculum.train import divergence
+from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.signals import Stopped, StopSignals
 
 RAISES = {
@@ -29,10 +31,36 @@ def place(tmp_path_factory):
     return write_corpus(tmp_path_factory.mktemp("rollback_after_resume"))
 
 
-def trained(place, run_dir, monkeypatch, *, stop=None, first=5, edit=(), **sections):
+class Killed(BaseException):
+    """A process ends here, and saves nothing more."""
+
+
+def kill(patch, run_dir, when):
+    """End the next process that goes back: before it has changed anything else, or in the first update on the way."""
+    set_aside_after, after, killed = Checkpoints.set_aside_after, StopSignals.after, []
+
+    def end_if(there):
+        if there and not killed and RunDirectory(run_dir).going_back.exists():
+            killed.append(True)
+            raise Killed
+
+    def before_anything(checkpoints, step):
+        end_if(when == "decided" and checkpoints.directory == (run_dir / "checkpoints").absolute())
+        set_aside_after(checkpoints, step)
+
+    def in_an_update(stop, step):
+        end_if(when == "recorded")
+        return after(stop, step)
+
+    patch.setattr(Checkpoints, "set_aside_after", before_anything)
+    patch.setattr(StopSignals, "after", in_an_update)
+    return killed
+
+
+def trained(place, run_dir, monkeypatch, *, stop=None, first=5, edit=(), back_to=4, killed=None, **sections):
     """Diverges at step 8, bad from update `first` on, and goes back to step 4; `stop`: the step to stop after.
 
-    Where it is stopped it goes on with `edit` in the place of some sections.
+    Where it is stopped it goes on with `edit` in the place of some sections. `killed`: when it is on the way back.
     """
     shutil.rmtree(run_dir, ignore_errors=True)
     find, found, after = divergence._find, [], StopSignals.after
@@ -52,8 +80,15 @@ def trained(place, run_dir, monkeypatch, *, stop=None, first=5, edit=(), **secti
                 tiny_train(place, run_dir, **sections)
             patch.setattr(StopSignals, "after", after)
             assert not found
-        tiny_train(place, run_dir, resume=None if stop is None else "latest", **{**sections, **dict(edit)})
-    assert [e["step"] for e in load_run(run_dir).events if e["event"] == "rollback"] == [4] and found
+        goes_on = partial(tiny_train, place, run_dir, **{**sections, **dict(edit)})
+        if killed is not None:
+            ended = kill(patch, run_dir, killed)
+            with pytest.raises(Killed):
+                goes_on(resume=None if stop is None else "latest")
+            assert ended
+        goes_on(resume=None if stop is None and killed is None else "latest")
+    assert [e["step"] for e in load_run(run_dir).events if e["event"] == "rollback"] == [back_to] and found
+    assert not RunDirectory(run_dir).going_back.exists()
     return load_run(run_dir)
 
 
@@ -106,3 +141,29 @@ def test_what_the_config_changed_in_between_is_told_where_it_acts(place, tmp_pat
     now = {row["step"]: row for row in run.metrics}
     assert now[5]["loss"] == before[5]["loss"] and now[6]["loss"] > before[6]["loss"]
     assert [now[step]["lr"] for step in (5, 7, 8, 12)] == [3e-3, 3e-3, 2e-3, 2e-3]
+
+
+EDITS = {
+    "none": {},
+    "rate": {"optim": {**RAISES["optim"], "lr": 2.5}},
+    "mixture": {"phases": [{"name": "a", "until": "end", "mixture": {"web": 0.4, "law": 0.6}}]},
+}
+
+
+@pytest.mark.parametrize("when", ["decided", "recorded"])
+@pytest.mark.parametrize(("name", "back_to"), [("none", 4), ("rate", 4), ("mixture", 4), ("mixture", 0), ("rate", 0)])
+def test_a_kill_on_the_way_back_changes_nothing(place, tmp_path, monkeypatch, name, back_to, when):
+    """Though the checkpoint that it goes back to, if there is one, knows neither the rollback nor the edit at 7."""
+    data = RAISES | {"evalsets": {"every": 6, "primary": {"held_out_of": "web"}}}
+    data |= {"checkpoint": {"every": 2 if back_to else 500, "keep": 3}}
+    once, killed = (
+        trained(
+            place, tmp_path / f"{kind}", monkeypatch, stop=7, edit=EDITS[name], back_to=back_to, killed=kind, **data
+        )
+        for kind in (None, when)
+    )
+    assert record(tmp_path / "None") == record(tmp_path / when)
+    assert last_state(tmp_path / "None") == last_state(tmp_path / when)
+    edited = [(e["step"], [c["path"] for c in e["changes"]]) for e in killed.events if e["event"] == "schedule_edit"]
+    assert edited == ([] if name == "none" else [(7, ["optim.lr" if name == "rate" else "phases.a.mixture"])])
+    assert len(set(shares(once))) == (2 if name == "mixture" else 1)

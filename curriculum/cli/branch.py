@@ -7,13 +7,13 @@ from pathlib import Path
 import click
 
 from curriculum.cli.exits import stopped_runs
-from curriculum.cli.options import CHANGES, STORE_DIR
+from curriculum.cli.options import CHANGES, FOLDER, STORE_DIR
 
 
 @click.command()
 @click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
 @click.option("--at", metavar="STEP", required=True, help="The step where the new run departs from RUN.")
-@click.option("--run-dir", type=click.Path(path_type=Path), required=True, help="Directory of the new run.")
+@click.option("--run-dir", type=FOLDER, required=True, help="Directory of the new run.")
 @CHANGES["overrides"]
 @CHANGES["dataset_dirs"]
 @CHANGES["eval_dataset_dirs"]

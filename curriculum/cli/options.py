@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import click
 
 from curriculum.run import DEFAULT_STORE_DIR
 
+
+class _Folder(click.Path):
+    """A folder by its name; an empty one, as of a shell variable that is not set, would be the current folder."""
+
+    def convert(self, value, param, ctx):
+        if value == "":
+            self.fail("got an empty name; is a shell variable not set? The current folder is .", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+FOLDER = _Folder(path_type=Path)
 STORE_DIR = click.option(
     "--store-dir", default=DEFAULT_STORE_DIR, show_default=True, metavar="DIR", help="Where token stores are kept."
 )

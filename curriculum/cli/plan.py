@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import fields
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import click
 
 from curriculum.cli.lasting import lasting
-from curriculum.cli.options import config_options
+from curriculum.cli.options import FOLDER, config_options
 from curriculum.config import load_config
 from curriculum.errors import InputError
 from curriculum.model.memory import MemoryEstimate
@@ -32,7 +31,7 @@ MAX_NAMED = 8  # more eval sets are counted, not named
     metavar="latest|gold|STEP",
     help="Plan how the run would continue from this checkpoint with CONFIG, and show what the edit changes.",
 )
-@click.option("--run-dir", type=click.Path(path_type=Path), help="With --resume: the run; runs/<name> by default.")
+@click.option("--run-dir", type=FOLDER, help="With --resume: the run; runs/<name> by default.")
 @click.option("--accept-past", is_flag=True, help="With --resume: plan what train --accept-past would do.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def command(config_path, changes, store_dir, resume, run_dir, accept_past, as_json):

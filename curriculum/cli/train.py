@@ -9,7 +9,7 @@ import click
 
 from curriculum.cli.exits import stopped_runs
 from curriculum.cli.lasting import lasting
-from curriculum.cli.options import config_options, process_options
+from curriculum.cli.options import FOLDER, config_options, process_options
 from curriculum.config import load_config
 from curriculum.errors import InputError
 from curriculum.remembered import config_going_on
@@ -17,7 +17,7 @@ from curriculum.remembered import config_going_on
 
 @click.command()
 @config_options()
-@click.option("--run-dir", type=click.Path(path_type=Path), help="Directory of the run; runs/<name> by default.")
+@click.option("--run-dir", type=FOLDER, help="Directory of the run; runs/<name> by default.")
 @click.option(
     "--resume",
     metavar="latest|gold|STEP",

@@ -59,13 +59,12 @@ def resumption(
         "plan": derived(setup),
         "sources": setup.corpus.details,
         "evalsets": _evalsets(setup),
-        **({"begins_branch": True} if begins_branch else {}),
     }
     if rollback is not None:
         event = "rollback", {**rollback.event, **going_on}
     else:
         gold_lost = [{"step": gold, "why": why} for gold, why in lost.items()]
-        told = {"damaged": list(damaged), "gold_lost": gold_lost}
+        told = {"damaged": list(damaged), "gold_lost": gold_lost, "begins_branch": begins_branch}
         event = "resume", {**going_on, **{key: found for key, found in told.items() if found}}
     return [event, *(("schedule_edit", dict(edit)) for edit in edits)]
 

@@ -80,6 +80,10 @@ def entry(setup: Setup, step: int, history: History, offsets: Mapping[str, int],
     }
 
 
+# The keys of `scheduled`.
+OF_SCHEDULE = ("declared", "settings", "segments", "past_end", "settled", "before_raised")
+
+
 def scheduled(setup: Setup) -> dict[str, Any]:
     """What a ledger says about the schedule, and about the config that it was resolved from and trained by."""
     course = setup.course

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from curriculum.config import Config
+from curriculum.data.config_stores import own_sources
+from curriculum.data.sources import would_read
 from curriculum.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from curriculum.errors import InputError
 from curriculum.lock import RunLock
@@ -24,7 +26,7 @@ from curriculum.record.events import EVENTS, METRICS, Record, check_offsets, pla
 from curriculum.record.wandb_log import WandbLog
 from curriculum.run import RunDirectory, load_run, read_json, read_ledger, step_folders, write_tokenizer
 from curriculum.scheduling import Past
-from curriculum.train import fields
+from curriculum.train import fields, going_back
 from curriculum.train.averages import set_aside_means_after
 from curriculum.train.checkpoints.best import BadGolds, bad_golds
 from curriculum.train.checkpoints.folder import Checkpoints
@@ -55,15 +57,35 @@ def claim(directory: RunDirectory, lock: RunLock, resume: str | int | None) -> R
     if directory.holds_run():
         lock.take()
     resumed = to_resume(directory, resume)
+    if resume == "latest" and (told := going_back.found(directory)):
+        resumed = None if told["step"] is None else to_resume(directory, told["step"])
     if resume is not None and resumed is None and not step_folders(directory.checkpoints):  # damaged ones are reported
         print(nothing_to_resume(directory), file=sys.stderr)
     return resumed
+
+
+def check_apart(config: Config, directory: RunDirectory) -> None:
+    """Raise InputError if what a run writes would be read as the text of one of its sources or eval sets."""
+    written = [directory.path / EVENTS, directory.checkpoints / "0/manifest.json"]
+    for name, source in {**own_sources(config), **config.sources}.items():
+        if any(would_read(source, path) for path in written):
+            raise InputError(
+                f"--run-dir {directory.path}: lies in {source.location}, whose files are the text of {name}, so the "
+                "run's own would be read as text; choose another folder, or leave it out with a glob"
+            )
 
 
 def nothing_to_resume(directory: RunDirectory) -> str:
     """The message when a run was to be resumed, but begins."""
     there = "the run in it has no checkpoint" if directory.holds_run() else "holds no run"
     return f"{directory.path}: {there}: nothing to resume; the run starts at step 0"
+
+
+def tell_new_name(config: Config, directory: RunDirectory) -> None:
+    """Say on stderr that the config has another name than the run: perhaps it is another run's."""
+    was = directory.resolved()["name"] if directory.has_config else config.name
+    if was != config.name:
+        print(f"{directory.path}: is the run {was}; {config.origin.file} names it {config.name}", file=sys.stderr)
 
 
 def check_ahead(config: Config, directory: RunDirectory, step: int, past: Past) -> None:

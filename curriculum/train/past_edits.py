@@ -276,10 +276,9 @@ def how_to_mend(config: Config, contrast: Contrast, problems: Sequence[Problem])
             concerned.add(contrast.current)
         of_train = [path.removeprefix("train.") for path, _ in problems if path.startswith("train.")]
         sections = {**declared, "train": {key: declared["train"][key] for key in of_train}}
+        phases = [phase for phase in declared["phases"] if phase["name"] in concerned] or declared["phases"]
         sections["phases"] = [
-            {key: value for key, value in phase.items() if value != _DEFAULTS.get(key, MISSING)}
-            for phase in declared["phases"]
-            if phase["name"] in concerned
+            {key: value for key, value in phase.items() if value != _DEFAULTS.get(key, MISSING)} for phase in phases
         ]
         named = {path.partition(".")[0].partition("[")[0] for path, _ in problems}
         return _yaml({key: section for key, section in sections.items() if key in named}).splitlines()

@@ -14,12 +14,12 @@ from curriculum.errors import InputError
 from curriculum.lock import RunLock
 from curriculum.model.model import Model
 from curriculum.run import DEFAULT_STORE_DIR, RunDirectory
-from curriculum.train import fields, ledger, opening
+from curriculum.train import fields, going_back, ledger, opening
 from curriculum.train.averages import adopt_parts, averages_at
 from curriculum.train.checkpoints.best import BestCheckpoints
 from curriculum.train.checkpoints.folder import Checkpoints, import_ahead
 from curriculum.train.checkpoints.resumed import Resumed, resumed_by_first
-from curriculum.train.divergence import GoingBack, check_diverged, checkpoint_before
+from curriculum.train.divergence import GoingBack, Rollback, check_diverged, checkpoint_before
 from curriculum.train.edits import edit_event, find_edit
 from curriculum.train.judge import Verdict, decide_gold, judge
 from curriculum.train.processes.together import from_first, is_first, leaving_on_error
@@ -54,21 +54,26 @@ def train(
     directory = RunDirectory(Path(run_dir) if run_dir is not None else Path("runs") / config.name)
     with RunLock(directory.path) as lock:
         resumed = resumed_by_first(lambda: opening.claim(directory, lock, resume))
-        if resumed is None:
+        under_way = None if resume is None else from_first(lambda: going_back.found_for(directory, resumed))
+        saved = going_back.ledger_of(under_way, resumed)
+        if saved is None:
             check(config)
+            opening.check_apart(config, directory)
             tokenizer = opening.kept_tokenizer(directory, config) if resume is not None else None
             setup = build(config, store_dir, tokenizer, make_model, start_of(config))
             return train_built(setup, directory, None, lock)
-        saved = resumed.ledger
+        from_first(lambda: opening.tell_new_name(config, directory))
         edit = find_edit(config, saved, accept_past=accept_past)
-        opening.check_ahead(config, directory, resumed.step, edit.past)
-        tokenizer, start = opening.kept_tokenizer(directory, config), start_of(config, saved)
+        opening.check_ahead(config, directory, saved["step"], edit.past)
+        tokenizer = opening.kept_tokenizer(directory, config)
+        start = start_of(config, None if resumed is None else saved)
         setup = build(config, store_dir, tokenizer, make_model, start, edit.past, saved["branched_from"])
         found = ledger.found_in(setup)
         accepted = ledger.check_past(saved, found, accept_past=accept_past)
         # Older ledgers do not list the data warnings already shown: all are shown again.
         changed = edit_event(edit, saved, found, accepted, setup.warnings(saved.get("data_warnings", ())))
-        return train_built(setup, directory, resumed, lock, edit=changed)
+        rollback = None if under_way is None else going_back.rollback_of(under_way)
+        return train_built(setup, directory, resumed, lock, edit=changed, rollback=rollback)
 
 
 def train_built(
@@ -78,20 +83,21 @@ def train_built(
     lock: RunLock,
     *,
     edit: Mapping[str, Any] | None = None,
+    rollback: Rollback | None = None,
     begins_branch: bool = False,
 ) -> dict[str, Any]:
     """Train a run whose parts are built: begin it, or continue it from `resumed`. Closes `setup`.
 
     `lock` is already held if the directory holds a run; otherwise it is taken here. `edit`: the `schedule_edit` event
-    of what the config changed on resume. `begins_branch`: the run continues from a checkpoint of its trunk for the
-    first time.
+    of what the config changed on resume. `rollback`: the one that was under way when the run was ended.
+    `begins_branch`: the run continues from a checkpoint of its trunk for the first time.
     """
     config = setup.config
     mean_of = config.averages.phase_mean
     keep_planned = None if mean_of is None else (config.checkpoint.every, mean_of)
     checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep, keep_planned)
     try:
-        return _run(setup, directory, checkpoints, resumed, lock, edit, begins_branch)
+        return _run(setup, directory, checkpoints, resumed, lock, edit, rollback, begins_branch)
     finally:
         setup.close()
         checkpoints.close()
@@ -104,14 +110,15 @@ def _run(
     resumed: Resumed | None,
     lock: RunLock,
     edit: Mapping[str, Any] | None,
+    rollback: Rollback | None,
     begins_branch: bool,
 ) -> dict[str, Any]:
     """Begin or continue the run of a directory, rolling back if it diverges; return its `training_complete` event."""
     if resumed is not None:
         if complete := from_first(lambda: opening.finished(setup, directory, checkpoints, resumed, edit)):
             return complete
-    record, rollback, damaged = None, None, []
-    edits = [] if edit is None else [edit]
+    record, damaged = None, None
+    edits = [*(() if rollback is None else rollback.edits), *([] if edit is None else [edit])]
     with StopSignals() as stop:
         try:
             while True:
@@ -121,9 +128,11 @@ def _run(
                     history = replace(history, rollbacks=rollback.rollbacks)
                 last = -1 if step is None else step
                 with opening.writable(directory):
-                    if rollback is None:
+                    if damaged is None:  # at first
                         damaged = from_first(partial(opening.take_up, directory, lock, checkpoints, resumed))
                         opening.check_shared(lock)
+                        if rollback is None and is_first():
+                            directory.going_back.unlink(missing_ok=True)
                     if resumed is not None:
                         checkpoints.adopt(resumed.folder)
                         adopt_parts(setup.config, directory, checkpoints, resumed.step)
@@ -144,6 +153,8 @@ def _run(
                         rollback = going.rollback
                 del run, state  # frees the memory before another state is restored
                 resumed, edits = checkpoint_before(setup, directory, record, rollback), rollback.edits
+                with opening.writable(directory):
+                    from_first(partial(going_back.write, setup, directory, resumed, rollback))
         finally:
             if record is not None:
                 record.close()
@@ -241,6 +252,8 @@ def _complete(run: Running) -> dict[str, Any]:
     total_steps = course.total_steps
     run.settle(total_steps)
     run.check_saved(total_steps)
+    if is_first():
+        run.directory.going_back.unlink(missing_ok=True)
     run.drop_golds()
     results = {end: run.results.read(end) for end in course.phase_ends}
     transfer = transfer_matrix(course.schedule.phase_bounds, run.history.watch, results)
