@@ -78,6 +78,8 @@ def read(kind: Any, given: Any, path: str, problems: Problems) -> Any:
         return given
     elif kind is float and type(given) is int:
         return _as_float(given)
+    elif kind is float and isinstance(given, str) and given.endswith("%"):
+        problems.append((path, _message(given, "a number, without %")))
     elif dataclasses.is_dataclass(kind):
         problems.append((path, _message(given, _WORDS[dict] + _form(kind, given))))
     else:

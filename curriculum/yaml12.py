@@ -149,7 +149,7 @@ def read_override(data: dict, origin: Origin, override: str) -> None:
     try:
         value = parse_yaml(text, given)
     except InputError as error:
-        if text.lstrip()[:1] in {"{", "[", '"', "'"}:
+        if text.lstrip()[:1] in {"{", "[", '"', "'"} or text.strip().lstrip("+-").lower() in {".nan", ".inf"}:
             raise
         raise InputError(*(f"{p}; put text in quotes: {set_option(path, text)}" for p in error.problems)) from None
     here, dotted = data, ""

@@ -69,7 +69,7 @@ def resolve(
     most = segments[-1].end if complete else total_steps
     if warmup + decay > most:
         got = f"warm-up ({warmup}) and decay ({decay}) steps are more than the run's {most}"
-        problems.append(("optim.warmup_steps", f"{got}; shorten them"))
+        problems.append(("optim.decay_steps" if decay > warmup else "optim.warmup_steps", f"{got}; shorten them"))
     if problems:
         raise ScheduleError(problems)
     if not complete:

@@ -63,6 +63,27 @@ def test_a_field_of_the_model_that_is_left_out_is_no_other_than_its_default():
     ]
 
 
+def test_a_phase_that_is_declared_alike_may_have_other_steps():
+    """As in a branch from before the run was extended: percentages are then of other totals."""
+    config = {**FIRST, "train": {"steps": 9}}
+
+    def run(end, config=config):
+        phases = [{"name": "a", "start": 0, "end": end}, {"name": "b", "start": end, "end": 9}]
+        start = {"event": "training_start", "plan": {"phases": phases}}
+        return Run(RunDirectory(Path("run")), {**config, "command_line": [], "derived": {}}, [start])
+
+    def told(*runs):
+        return [(d["key"], *d["values"].values()) for d in config_differences(runs, "xy")]
+
+    assert told(run(6), run(4)) == [
+        ("phases.a, its steps", "0 to 6", "0 to 4"),
+        ("phases.b, its steps", "6 to 9", "4 to 9"),
+    ]
+    assert told(run(6), run(6)) == []
+    longer = run(4, {**config, "train": {"steps": 12}})  # says it
+    assert told(run(6), longer) == [("train.steps", 9, 12)]
+
+
 def test_what_is_a_section_in_one_and_a_value_in_another_is_told_as_a_whole():
     wandb = {**FIRST, "logging": {"wandb": {"project": "p"}}}
     assert differing(wandb, {**FIRST, "logging": {"wandb": True}}) == [("logging.wandb", {"project": "p"}, True)]

@@ -173,6 +173,7 @@ def test_problems_of_clocks_ramps_and_rates_are_told_together():
         Phase("b", "end", {"web": 1}, ramp_steps=51),
         lr=LrSchedule(warmup_steps=101),
     )
+    assert problems(Phase("a", "end", {"web": 1}), lr=LrSchedule(decay_steps=101))[0][0] == "optim.decay_steps"
     assert [path for path, _ in found] == ["phases[0].lr.decay_steps", "phases[1].ramp_steps", "optim.warmup_steps"]
 
 

@@ -30,7 +30,10 @@ def test_the_second_signal_ends_the_process_at_once(second):
     process.send_signal(second)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 128 + second
-    assert errors == "SIGTERM: the run stops after this step and saves; a second one ends it at once\n"
+    assert errors == (
+        "SIGTERM: the run stops after this step and saves; a second one ends it at once\n"
+        f"{second.name}: ended at once; what is not in a checkpoint is trained again\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,10 @@ def source_files(source: SourceConfig) -> list[SourceFile]:
             if wanted.fullmatch(relative)
         ]
     except OSError as error:
-        raise InputError(f"{error.filename or source.path}: {error.strerror}; expected a readable path") from error
+        where = error.filename or source.path
+        link = " (a link to a file that is not there)" if os.path.islink(where) and not os.path.exists(where) else ""
+        out = ", or leave it out with glob:" if where != root else ""
+        raise InputError(f"{where}: {error.strerror}{link}; expected a readable path{out}") from error
     if any(file.relative.endswith(".arrow") for file in files):
         # A dataset saved by `datasets` keeps two files of its own beside its arrow files.
         files = [f for f in files if os.path.basename(f.relative) not in ("dataset_info.json", "state.json")]

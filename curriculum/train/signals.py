@@ -55,10 +55,16 @@ class StopSignals:
 
     def _receive(self, number, _frame):
         if self.received is not None:
+            if is_first():
+                _say(f"{signal.Signals(number).name}: ended at once; what is not in a checkpoint is trained again\n")
             os._exit(128 + number)
         self.received = number
         if is_first():  # of several processes, which all stop
-            name, own_line = signal.Signals(number).name, "\n" if os.isatty(2) else ""
-            told = f"{own_line}{name}: the run stops after this step and saves; a second one ends it at once\n"
-            with contextlib.suppress(OSError):
-                os.write(2, told.encode())
+            name = signal.Signals(number).name
+            _say(f"{name}: the run stops after this step and saves; a second one ends it at once\n")
+
+
+def _say(line: str) -> None:
+    """Write a line to stderr, on a terminal below the line of progress; in a handler, so without Python's buffers."""
+    with contextlib.suppress(OSError):
+        os.write(2, (("\n" if os.isatty(2) else "") + line).encode())

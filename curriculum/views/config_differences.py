@@ -16,9 +16,11 @@ def config_differences(runs: Sequence[Run], names: Sequence[str]) -> tuple[dict[
     """{key, values} for every key that differs, except the run's `name`.
 
     `key` is the dotted path, with phases by name; `values` has each run's value, None if it is null or absent. Model
-    fields that a config leaves out have the values that the run gave them.
+    fields that a config leaves out have the values that the run gave them. A phase that configs declare alike may have
+    other steps, as in a branch of a run that was extended: they come last, as `phases.NAME, its steps`.
     """
-    found = _differing("", [_by_name(_spelled_out(run)) for run in runs])
+    configs = [_by_name(_spelled_out(run)) for run in runs]
+    found = [*_differing("", configs), *_steps_that_differ(configs, runs)]
     return tuple({"key": path, "values": dict(zip(names, values, strict=True))} for path, values in found)
 
 
@@ -44,6 +46,18 @@ def _spelled_out(run: Run) -> dict[str, Any]:
 def _by_name(config: Mapping[str, Any]) -> dict[str, Any]:
     phases = {phase["name"]: {k: v for k, v in phase.items() if k != "name"} for phase in config["phases"]}
     return {key: phases if key == "phases" else section for key, section in config.items() if key != "name"}
+
+
+def _steps_that_differ(configs: Sequence[Mapping[str, Any]], runs: Sequence[Run]) -> Iterator[tuple[str, list[str]]]:
+    if not all("plan" in event for run in runs for event in run.events[:1] or [{}]):
+        return
+    planned = [{p["name"]: f"{p['start']} to {p['end']}" for p in run.plan["phases"]} for run in runs]
+    for name in planned[0]:
+        steps = [of_run.get(name) for of_run in planned]
+        declared = [(config["phases"].get(name) or {}).get("until") for config in configs]
+        if None not in steps and len({*steps}) > 1 == len({*map(str, declared)}):
+            if len({str(config["train"]["steps"]) for config in configs}) == 1:
+                yield f"phases.{name}, its steps", steps
 
 
 def _differing(path: str, values: Sequence[Any]) -> Iterator[tuple[str, Sequence[Any]]]:

@@ -120,6 +120,7 @@ svg text { font-family: inherit !important; font-variant-numeric: tabular-nums; 
 circle { fill: transparent; }
 circle:hover { fill: var(--muted); fill-opacity: 0.45; }
 .wide svg { min-width: 680px; }
+.narrow { display: none; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; margin: 8px 0; }
 th, td { text-align: left; padding: 5px 14px 5px 0; border-bottom: 1px solid var(--line); vertical-align: baseline; }
@@ -141,6 +142,8 @@ summary { cursor: pointer; color: var(--link); }
 pre { background: var(--shade); border-radius: 8px; padding: 12px 14px; overflow-x: auto; font: 12.5px/1.45
   ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; }
 ul.notes { padding-left: 18px; margin: 8px 0; max-width: 90ch; font-size: 14px; }
+@media (max-width: 760px) { .narrow { display: block; } td.text { min-width: 200px; }
+  td:first-child { white-space: normal; } }
 @media (max-width: 600px) { main { padding: 20px 14px 48px; } h1 { font-size: 23px; } .tiles dd { font-size: 18px; }
   .tiles { grid-template-columns: repeat(2, 1fr); } }
 @media print { main { max-width: none; } figure, table { break-inside: avoid; } }

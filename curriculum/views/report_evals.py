@@ -17,7 +17,7 @@ from curriculum.run import Run
 from curriculum.views import figures
 from curriculum.views.figures import PALETTE, Mark, Phase, eval_curve
 from curriculum.views.inspection import by_eval, offender_in
-from curriculum.views.page import figure, folded, note, table, tag
+from curriculum.views.page import figure, folded, legend, note, table, tag
 
 MAX_OVERLAID = 7  # more lines in one drawing cannot be told apart
 MAX_LISTED = 24
@@ -76,6 +76,8 @@ def eval_figures(
         curves = [eval_curve(name, colors[name], points[name], marks=marks.get(name, ())) for name in names]
         svg = figures.eval_chart(f"{label}: eval loss of every set", curves, phases, size=figures.WIDE, dotted_at=turns)
         drawn.append(figure(svg, "Every set", wide=True))
+        # The names stand at the curves' ends, which a narrow screen shows only if it is scrolled sideways.
+        drawn.append(tag("div", legend(colors), class_="narrow"))
     alone, panels = len(names) == 1, []
     for name in names:
         curves = [eval_curve(name, colors[name], points[name], marks=marks.get(name, ()))]
@@ -107,22 +109,20 @@ def set_table(run: Run, facts: Mapping[str, Any]) -> Markup:
                     tag("span", " regressed", class_="bad") if name in standing else "",
                     "" if e["still_measured"] else tag("small", " no longer measured"),
                 ),
-                *(f"{of_set[key]:,}" if key in of_set else "" for key in counts),
                 loss(e["first"]),
                 f"{loss(e['best'])} at {e['best_step']:,}",
                 loss(e["loss"]),
                 loss(e["sem"]),
                 loss(e["bpb"]),
                 smallest_rise(e["detectable"]),
+                *(f"{of_set[key]:,}" if key in of_set else "" for key in counts),
             )
         )
-    header = ("set", *counts, "first", "best", "last", "± sem", "bpb", "detects a rise of")
+    header = ("set", "first", "best", "last", "± sem", "bpb", "detects a rise of", *counts)
     if not rows:
         return Markup("")
     few = [name for name, e in facts["evals"].items() if e["few_documents"] and "@" not in name]
-    explained = (
-        "The last column is the smallest rise, in nats per token, that an eval of this set finds with 80 % power."
-    )
+    explained = "A set detects a rise of that many nats per token, or more, with 80 % power."
     return (
         table(header, rows)
         + (note(explained) if any(e["detectable"] for e in facts["evals"].values()) else "")
