@@ -87,7 +87,9 @@ def _largest(scaled_BV: jax.Array, holds: Callable[[jax.Array], jax.Array], aske
         fits_B1 = holds(middle_B1)
         return jnp.where(fits_B1, middle_B1, low_B1), jnp.where(fits_B1, high_B1, middle_B1 - 1)
 
-    return jax.lax.fori_loop(0, jnp.where(asked, 31, 0), halve, (low_B1, jnp.zeros_like(low_B1)))[0]
+    # A known number of rounds: on a GPU the host would otherwise ask before each of them whether it is the last.
+    bounds = low_B1, jnp.zeros_like(low_B1)
+    return jax.lax.cond(asked, lambda: jax.lax.fori_loop(0, 31, halve, bounds)[0], lambda: low_B1)
 
 
 def _categorical(key_2: jax.Array, position: jax.Array, scaled_V: jax.Array) -> jax.Array:

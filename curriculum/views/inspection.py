@@ -254,7 +254,7 @@ def _commands(run: Run) -> dict[str, str]:
         if run.complete:
             steps = checkpoint_steps(run.directory.checkpoints)
             step = longer_from(run.plan, steps)
-            jumps = "" if step is not None else "  (the rate has decayed: its peak needs optim.allow_jump: true)"
+            jumps = "" if step is not None else "  # the rate has decayed: its peak needs --set optim.allow_jump=true"
             commands["train longer"] = go_on("latest" if step in (None, *steps[-1:]) else str(step), True) + jumps
         else:
             commands["go on"] = go_on()
