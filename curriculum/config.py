@@ -29,8 +29,8 @@ from curriculum.data.sources import SourceConfig
 from curriculum.data.tokenizers.tokenizer import TokenizerConfig
 from curriculum.errors import InputError, no_such
 from curriculum.heritage import INHERITED, Heritage, heritage, model_from, run_begun_in
+from curriculum.mesh_config import MeshConfig
 from curriculum.model.presets import ModelSection
-from curriculum.train.mesh import MeshConfig
 from curriculum.typed import Limits, Problems, annotations, field_key, read
 from curriculum.variables import substitute
 from curriculum.yaml12 import Origin, read_override, read_yaml

@@ -16,6 +16,7 @@ from curriculum.cli.plan import table
 from curriculum.config import build_config, changed_config, config_from_json, load_config
 from curriculum.data.tokenizers.tokenizer import byte_tokenizer, load_tokenizer
 from curriculum.errors import InputError
+from curriculum.mesh_config import MeshConfig
 from curriculum.model.counts import num_parameters
 from curriculum.model.formats.hf import hf_tensors, load_hf
 from curriculum.model.formats.hf_config_writer import hf_config_of
@@ -27,7 +28,7 @@ from curriculum.plan import plan
 from curriculum.run import load_run
 from curriculum.train.abstract import abstract_on_mesh
 from curriculum.train.checkpoints.arrays import load_params
-from curriculum.train.mesh import MeshConfig, make_mesh
+from curriculum.train.mesh import make_mesh
 from curriculum.train.trainer import train
 
 NUM_TOKENS, NUM_ROWS = 270, 272  # the tokenizer's ids and the embedding's rows: as in Qwen's folders there are more

@@ -1,73 +1,28 @@
-"""Where arrays live: one mesh, one sharding rule for the state and one for rows. A single device is a mesh of one.
-
-Importing this module imports nothing heavy: the config reads its settings here.
-"""
+"""Where arrays live: one mesh, one sharding rule for the state and one for rows. A single device is a mesh of one."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import combinations
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.multihost_utils import process_allgather
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.tree_util import DictKey, GetAttrKey
 
 from curriculum.errors import InputError
+from curriculum.mesh_config import MeshConfig
+from curriculum.model.model import Model, Placement
 from curriculum.model.split import split_axes
 from curriculum.record.wording import mesh_text
 
-if TYPE_CHECKING:
-    import jax
-    import numpy as np
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
-
-    from curriculum.model.model import Model
-
 AXES = ("data", "fsdp", "tensor")
 ROW_AXES = ("data", "fsdp")
-
-
-@dataclass(frozen=True)
-class MeshConfig:
-    """How the devices are divided: data x fsdp x tensor. At most one size may be -1: all remaining devices."""
-
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
-
-    data: int = -1
-    """Groups of devices that hold the same state and take different rows."""
-    fsdp: int = 1
-    """Devices over which parameters, gradients and moments are split; each takes rows of its own."""
-    tensor: int = 1
-    """Devices over which heads, feed-forward and vocabulary are split if it divides them; all take the same rows."""
-
-    def problems(self) -> list[tuple[str, str]]:
-        """Problems with the sizes, as (field, message) pairs; the field is empty if several are concerned."""
-        sizes = asdict(self)
-        problems = [
-            (name, f"got {size}, expected 1 or more, or -1 for all remaining devices")
-            for name, size in sizes.items()
-            if size < 1 and size != -1
-        ]
-        free = [name for name, size in sizes.items() if size == -1]
-        if len(free) > 1:
-            problems.append(("", f"got -1 for {' and '.join(free)}, expected at most one -1; give the others a size"))
-        return problems
-
-    @property
-    def row_shards(self) -> int:
-        """How many parts the rows of a micro-step are cut into, or a divisor of that number while a size is -1."""
-        return max(self.data, 1) * max(self.fsdp, 1)
-
-
-def rows_problem(batch_size: int, grad_accum: int, row_shards: int) -> str | None:
-    """Why the rows of a micro-step cannot be cut into `row_shards` equal parts; None if they can."""
-    rows = batch_size // grad_accum
-    if rows % row_shards == 0:
-        return None
-    return (
-        f"got {batch_size} in {grad_accum} micro-steps of {rows} rows, expected rows that the mesh's data x fsdp "
-        f"({row_shards}) divides; change batch_size, grad_accum or mesh"
-    )
 
 
 def make_mesh(config: MeshConfig) -> Mesh:
@@ -75,8 +30,6 @@ def make_mesh(config: MeshConfig) -> Mesh:
 
     Raises InputError if the sizes do not fit the devices, or leave a process without one.
     """
-    import jax
-    from jax.sharding import AxisType
 
     devices = jax.devices()
     sizes = _axis_sizes(config, len(devices), devices[0].device_kind)
@@ -114,9 +67,6 @@ def introduce(mesh: Mesh) -> None:
     At a group's first collective gloo waits for at most 30 s, at later ones as long as it takes. Without this, the
     first one would be in a program that one process reads from its cache while another is still compiling it.
     """
-    import jax
-    import numpy as np
-    from jax.sharding import NamedSharding, PartitionSpec
 
     zeros = placed(np.zeros(mesh.devices.shape, np.float32), NamedSharding(mesh, PartitionSpec(*AXES)))
     split = [axis for axis in AXES if mesh.shape[axis] > 1]
@@ -155,8 +105,6 @@ def partition_spec(path: tuple, shape: tuple[int, ...], mesh: Mesh) -> Partition
     whole: scalars, vectors, and attributes of a named tuple, as opposed to entries of a dict or list (counters and
     sums).
     """
-    from jax.sharding import PartitionSpec
-    from jax.tree_util import DictKey, GetAttrKey
 
     if len(shape) < 2 or (path and isinstance(path[-1], GetAttrKey)):
         return PartitionSpec()
@@ -167,8 +115,6 @@ def partition_spec(path: tuple, shape: tuple[int, ...], mesh: Mesh) -> Partition
 
 def state_shardings(mesh: Mesh, state: Any) -> Any:
     """The sharding of each array of a state, gradient or parameter tree, by `partition_spec`; shapes are enough."""
-    import jax
-    from jax.sharding import NamedSharding
 
     return jax.tree.map_with_path(
         lambda path, array: NamedSharding(mesh, partition_spec(path, array.shape, mesh)), state
@@ -177,7 +123,6 @@ def state_shardings(mesh: Mesh, state: Any) -> Any:
 
 def placed(array: np.ndarray, sharding: Sharding) -> jax.Array:
     """Put a host array, the same in every process, on devices; each gets only its part by the sharding."""
-    import jax
 
     if sharding.is_fully_addressable:
         return jax.device_put(array, sharding)
@@ -186,7 +131,6 @@ def placed(array: np.ndarray, sharding: Sharding) -> jax.Array:
 
 def place_state(mesh: Mesh, state: Any) -> Any:
     """Put a tree of host arrays on the mesh by `partition_spec`; arrays that are already placed so stay as they are."""
-    import jax
 
     def place(array: Any, sharding: NamedSharding) -> jax.Array:
         lies = isinstance(array, jax.Array) and array.sharding == sharding
@@ -200,7 +144,6 @@ def constrain(mesh: Mesh, tree: Any) -> Any:
 
     Without it the compiler may keep all of the tree on every device.
     """
-    import jax
 
     return jax.lax.with_sharding_constraint(tree, state_shardings(mesh, tree))
 
@@ -213,8 +156,6 @@ def gather(mesh: Mesh, params: Any) -> Any:
     for a sum over all devices that is asked for whole, the compiler for GPUs makes no reduce-scatter. With a `tensor`
     axis the gradient is left to jax: otherwise the compiler copies whole matrices to every device and back.
     """
-    import jax
-    from jax.sharding import NamedSharding, PartitionSpec
 
     def whole_over_fsdp(path, array):
         spec = partition_spec(path, array.shape, mesh)
@@ -232,8 +173,6 @@ def gather(mesh: Mesh, params: Any) -> Any:
 
 def on_each(mesh: Mesh, attend: Callable[..., jax.Array], num_groups: int) -> Callable[..., jax.Array]:
     """`Placement.on_each`, by which each device of the mesh attends for itself: nothing is sent within it."""
-    import jax
-    from jax.sharding import PartitionSpec
 
     if mesh.size == 1:
         return attend
@@ -250,7 +189,6 @@ def on_each(mesh: Mesh, attend: Callable[..., jax.Array], num_groups: int) -> Ca
 
 def on_mesh(model: Model, mesh: Mesh) -> Model:
     """The same model, with its parameters whole over fsdp while it uses them."""
-    from curriculum.model.model import Placement
 
     whole = partial(gather, mesh)
     if model.placed is not None:
@@ -267,7 +205,6 @@ def on_mesh(model: Model, mesh: Mesh) -> Model:
 
 def rows_here(mesh: Mesh, num_rows: int) -> slice:
     """The slice of `num_rows` rows that this process's devices take; several processes may take the same rows."""
-    from jax.sharding import NamedSharding, PartitionSpec
 
     indices = NamedSharding(mesh, PartitionSpec(ROW_AXES)).addressable_devices_indices_map((num_rows,))
     spans = [index[0].indices(num_rows)[:2] for index in indices.values()]
@@ -279,8 +216,6 @@ def place_batch(mesh: Mesh, batch: Any, num_rows: int) -> Any:
 
     The whole batch has `num_rows` rows; `batch` holds only those of `rows_here`.
     """
-    import jax
-    from jax.sharding import NamedSharding, PartitionSpec
 
     sharding = NamedSharding(mesh, PartitionSpec(None, ROW_AXES))
     if sharding.is_fully_addressable:
@@ -299,22 +234,18 @@ def place_batch(mesh: Mesh, batch: Any, num_rows: int) -> Any:
 
 def place_rows(mesh: Mesh, array: np.ndarray) -> jax.Array:
     """Put the rows of an eval micro-batch (the first axis) on the mesh, split over data and fsdp."""
-    from jax.sharding import NamedSharding, PartitionSpec
 
     return placed(array, NamedSharding(mesh, PartitionSpec(ROW_AXES)))
 
 
 def everywhere(mesh: Mesh) -> NamedSharding:
     """The replicated sharding: every device, and so every process, has the whole array."""
-    from jax.sharding import NamedSharding, PartitionSpec
 
     return NamedSharding(mesh, PartitionSpec())
 
 
 def on_host(array: jax.Array) -> np.ndarray:
     """The whole array on the host, even if other processes hold parts of it; all processes must call this."""
-    import numpy as np
-    from jax.experimental.multihost_utils import process_allgather
 
     if array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from curriculum.adaptation import resolved_model
 from curriculum.errors import InputError
+from curriculum.mesh_config import MeshConfig
 from curriculum.model.model import Model, Params, abstract_params
 from curriculum.model.presets import HOW, ModelConfig
 from curriculum.model.transformer import transformer
@@ -18,7 +19,7 @@ from curriculum.run import architecture_at
 from curriculum.train.abstract import abstract_on_mesh
 from curriculum.train.device import cache_compiled, tune_device
 from curriculum.train.frozen import whole_params
-from curriculum.train.mesh import MeshConfig, make_mesh
+from curriculum.train.mesh import make_mesh
 from curriculum.weights import Saved
 
 
