@@ -229,7 +229,7 @@ def step_sizes(schedule: Schedule) -> list[dict[str, int]]:
 
 def _evals(config: Config, sizes: Sizes, schedule: Schedule, trained: int) -> dict[str, Any]:
     """The evals ahead after step `trained`; if that is 0, the eval at step 0 counts too."""
-    ends, at_start = {end for _, _, end in schedule.phase_bounds}, trained == 0
+    ends, at_start = schedule.phase_ends, trained == 0
     num = {
         name: num_due(ends, source.every or config.evalsets.every, trained) + at_start
         for name, source in config.eval_sources.items()

@@ -81,7 +81,7 @@ def _replaced(config: Config) -> Iterator[str]:
 def _few_evals(config: Config, schedule: Schedule) -> Iterator[str]:
     """A warning if the action on regressions is stop or replay, but too few evals are planned to find small ones."""
     every, action = config.evalsets.every, config.evalsets.regression.action
-    planned = num_due({end for _, _, end in schedule.phase_bounds}, every, after=0)
+    planned = num_due(schedule.phase_ends, every, after=0)
     if action in ("stop", "replay") and planned < NUM_HISTORY:
         yield (
             f"evalsets.regression.action is {action}, but only {planned} evals are planned: with fewer than "

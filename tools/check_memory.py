@@ -11,6 +11,7 @@ undoes remat, and computes bfloat16 products in float32, so it is asked only abo
 import argparse
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -21,9 +22,9 @@ from curriculum.model.memory import kept_bytes, memory_estimate
 from curriculum.model.model import Params
 from curriculum.model.presets import PRESETS, ModelConfig
 from curriculum.model.transformer import forward, transformer
-from curriculum.train.guard import new_guard
 from curriculum.train.optimizer import OptimConfig, make_optimizer
-from curriculum.train.step import TrainState, Window, make_train_step
+from curriculum.train.programs import needed_bytes
+from curriculum.train.step import init_state, make_train_step
 from phases.batches import Batch
 
 NUM_SOURCES = 2
@@ -90,17 +91,7 @@ def compiled_bytes(
         return jax.ShapeDtypeStruct(shape, dtype)
 
     params, frozen = _parts(config)
-    sums = array(NUM_SOURCES, 2, dtype=jnp.float32)
-    pair = array(2, dtype=jnp.float32)
-    state = TrainState(
-        params=params,
-        opt_state=jax.eval_shape(optimizer.init, params),
-        step=array(),
-        window=Window(nats_S2=sums, tokens_S2=sums, filled_2=pair, grad_norm_2=pair, num_updates=array()),
-        skipped_updates=array(),
-        guard=jax.eval_shape(lambda: new_guard(128)),
-        ema=params if ema else None,
-    )
+    state = jax.eval_shape(partial(init_state, optimizer=optimizer, num_sources=NUM_SOURCES, ema=ema), params)
     slots = array(grad_accum, rows, seq_len)
     batch = Batch(
         inputs_ABT=slots,
@@ -110,9 +101,7 @@ def compiled_bytes(
         source_ids_AB=array(grad_accum, rows),
     )
     lowered = jax.jit(step, donate_argnums=0).lower(state, batch, array(dtype=jnp.float32), frozen=frozen)
-    sizes = lowered.compile().memory_analysis()
-    not_in_place = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-    return sizes.argument_size_in_bytes + sizes.temp_size_in_bytes + not_in_place
+    return needed_bytes(lowered.compile())
 
 
 def _parts(config: ModelConfig) -> tuple[Params, Params | None]:

@@ -33,6 +33,7 @@ from curriculum.record.wording import mesh_text
 from curriculum.train.abstract import abstract_on_mesh
 from curriculum.train.mesh import AXES, ROW_AXES, constrain, make_mesh, on_mesh, state_shardings
 from curriculum.train.optimizer import OptimConfig, make_optimizer
+from curriculum.train.programs import needed_bytes
 from curriculum.train.step import init_state, make_train_step
 from phases.batches import Batch
 
@@ -80,14 +81,13 @@ def measure(config: ModelConfig, sizes: tuple[int, int, int], rows: int, seq_len
     started = time.perf_counter()
     compiled = compiled_update(config, make_mesh(MeshConfig(*sizes)), rows, seq_len, grad_accum)
     memory = compiled.memory_analysis()
-    not_in_place = memory.output_size_in_bytes - memory.alias_size_in_bytes
     sent = collectives(compiled.as_text())
     return {
         "mesh": list(sizes),
         "num_parameters": num_parameters(config),
         "state_bytes": memory.alias_size_in_bytes,  # the donated arguments, which are all of the state
         "temp_bytes": memory.temp_size_in_bytes,
-        "peak_bytes": memory.argument_size_in_bytes + memory.temp_size_in_bytes + not_in_place,
+        "peak_bytes": needed_bytes(compiled),
         "collectives": sent,
         "compile_seconds": round(time.perf_counter() - started, 1),
     }

@@ -16,7 +16,7 @@ from curriculum.model.model import Model
 from curriculum.model.transformer import transformer
 from curriculum.train.abstract import abstract_batch, abstract_of, num_bytes, zeros
 from curriculum.train.mesh import constrain, everywhere, on_mesh, place_rows, row_shards
-from curriculum.train.programs import Programs, StepShape
+from curriculum.train.programs import Programs, StepShape, needed_bytes
 from curriculum.train.samples import Samples
 from curriculum.train.states import States
 from curriculum.train.step import Knobs, TrainState, clear_window, make_train_step
@@ -91,10 +91,7 @@ class Compiled:
     def update_bytes(self, shape: StepShape) -> int:
         """Bytes of a device's memory that an update of a shape needs, as the compiler counts them."""
         update = self.updates[shape]
-        compiled = update.func if isinstance(update, partial) else update
-        sizes = compiled.memory_analysis()
-        not_in_place = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-        return sizes.argument_size_in_bytes + sizes.temp_size_in_bytes + not_in_place
+        return needed_bytes(update.func if isinstance(update, partial) else update)
 
     def _update(self, shape: StepShape) -> Callable[..., TrainState]:
         update, frozen = self.lower_update(shape).compile(), self._states.frozen

@@ -99,6 +99,13 @@ class Programs:
         return program
 
 
+def needed_bytes(compiled: Any) -> int:
+    """Bytes of a device's memory that a compiled program needs, as the compiler counts them."""
+    sizes = compiled.memory_analysis()
+    not_in_place = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    return sizes.argument_size_in_bytes + sizes.temp_size_in_bytes + not_in_place
+
+
 def compiling() -> bool:
     """Whether something is still being compiled after all `Programs` were closed, whose threads then end."""
     return any(thread.name.startswith(COMPILE_THREAD) for thread in threading.enumerate())
