@@ -180,7 +180,7 @@ def build_config(
         raise InputError(*(origin.problem(*problem) for problem in problems))
     data, problems = substitute(data, origin.numbers)
     known = [f.name for f in sections()]
-    problems += [(str(key), no_such("key", str(key), known)) for key in data if key not in known]
+    problems += [(str(key), no_such("key", str(key), [*known, "variables"])) for key in data if key not in known]
     try:
         data = model_from(data, continues)
     except InputError as error:
