@@ -13,7 +13,6 @@ from curriculum.record.events import check_offsets, plain
 from curriculum.run import DEFAULT_STORE_DIR, RunDirectory
 from curriculum.scheduling import continued_schedule
 from curriculum.train import going_back, opening
-from curriculum.train.checkpoints.resumed import to_resume
 from curriculum.train.edits import edit_event, find_edit
 from curriculum.train.ledger import Found, check_past
 from curriculum.train.start import start_of
@@ -35,17 +34,19 @@ def plan_resumed(
     """
     directory = RunDirectory(Path(run_dir))
     directory.check_usable()
-    resumed = to_resume(directory, resume)
-    under_way = going_back.found_for(directory, resumed)
+    resumed, under_way = going_back.to_continue(directory, resume)
     told = [f"{folder}: is damaged: {why}; skipped" for _, folder, why in opening.damaged(directory, resumed)]
-    if resumed is None:
+    saved = going_back.ledger_of(under_way, resumed)
+    if saved is None:
         fresh = plan(config, store_dir=store_dir)
         return replace(fresh, warnings=(*told, opening.nothing_to_resume(directory), *fresh.warnings))
-    step, saved = resumed.step, going_back.ledger_of(under_way, resumed)
-    check_offsets(directory.path, saved["offsets"])
+    step = 0
+    if resumed is not None:
+        step = resumed.step
+        check_offsets(directory.path, saved["offsets"])
     edit = find_edit(config, saved, accept_past=accept_past)
     opening.check_ahead(config, directory, step, edit.past)
-    start_of(config, saved)
+    start_of(config, None if resumed is None else saved)
 
     sizes = find_sizes(config, store_dir, opening.kept_tokenizer(directory, config))
     evalsets = find_evalsets(config, store_dir, sizes.tokenizer) if sizes.tokenizer else {}

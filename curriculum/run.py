@@ -148,10 +148,12 @@ class RunDirectory:
             pass
         except OSError as error:  # a name too long, links in a circle
             raise InputError(f"--run-dir {self.path}: {error.strerror}; choose another") from None
-        here = self.path.absolute()
+        here = self.path.resolve()
         for outer, inside in zip(here.parents, (here, *here.parents), strict=False):
-            if inside.name in _OWN_FOLDERS and (outer / EVENTS).exists():
-                at = f" --resume {here.name}" if here.parent == inside and here.name.isdecimal() else ""
+            run = RunDirectory(outer)
+            if inside.name in _OWN_FOLDERS and (run.has_config or run.checkpoints.exists()):
+                of_step = here.parent == inside and inside in run.places and here.name.isdecimal()
+                at = f" --resume {here.name}" if of_step else ""
                 raise InputError(
                     f"--run-dir {self.path}: lies in {inside.name}/ of the run {outer}; to continue that run give "
                     f"--run-dir {outer}{at or ' --resume latest'}, or choose a folder of its own"

@@ -365,6 +365,8 @@ COMMAND_LINES = [
     Row("run directory without a name", nothing, TRAIN + " --run-dir ''", "--run-dir", "is a shell variable not set?"),
     Row("run directory is a checkpoint", nothing, TRAIN + " --run-dir run/checkpoints/2 --resume latest", "--run-dir run/checkpoints/2: lies in checkpoints/ of the run", "/run --resume 2, or choose a folder of its own"),
     Row("run directory beside checkpoints", nothing, TRAIN + " --run-dir run/checkpoints --resume latest", "--run-dir run/checkpoints: lies in checkpoints/ of the run", "/run --resume latest, or choose"),
+    Row("run directory among results", nothing, TRAIN + " --run-dir run/evals/2", "--run-dir run/evals/2: lies in evals/ of the run", "/run --resume latest, or choose"),
+    Row("run directory linked to checkpoints", link("lnk", "run/checkpoints"), TRAIN + " --run-dir lnk/9", "--run-dir lnk/9: lies in checkpoints/ of the run", "or choose a folder of its own"),
     Row("run directory among a set's files", nothing, TRAIN + " --run-dir extra/new", "--run-dir extra/new: lies in extra, whose files are the text of extra", "choose another folder, or leave it out with a glob"),
     Row("branch among a set's files", nothing, "branch run --at 2 --run-dir extra/new", "--run-dir extra/new: lies in extra", "choose another folder"),
     Row("run directory is a file", nothing, TRAIN + " --run-dir web.jsonl", "--run-dir web.jsonl", "choose another"),

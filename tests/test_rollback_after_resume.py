@@ -6,12 +6,16 @@ import signal
 from functools import partial
 
 import pytest
-from tiny_run import last_state, record, tiny_train, write_corpus
+from tiny_run import flip_bit, last_state, record, tiny_data, tiny_train, write_corpus
 
+from curriculum.config import build_config
+from curriculum.errors import InputError
+from curriculum.plan_resumed import plan_resumed
 from curriculum.run import RunDirectory, load_run, read_ledger
 from curriculum.train import divergence
 from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.signals import Stopped, StopSignals
+from phases.schedule import Schedule, segments_from_json
 
 RAISES = {
     "optim": {"lr": 3.0, "warmup_steps": 0, "schedule": "constant", "grad_clip": 0.0},
@@ -57,10 +61,24 @@ def kill(patch, run_dir, when):
     return killed
 
 
-def trained(place, run_dir, monkeypatch, *, stop=None, first=5, edit=(), back_to=4, killed=None, **sections):
+def trained(
+    place,
+    run_dir,
+    monkeypatch,
+    *,
+    stop=None,
+    first=5,
+    edit=(),
+    back_to=4,
+    killed=None,
+    meanwhile=None,
+    again=(),
+    **sections,
+):
     """Diverges at step 8, bad from update `first` on, and goes back to step 4; `stop`: the step to stop after.
 
-    Where it is stopped it goes on with `edit` in the place of some sections. `killed`: when it is on the way back.
+    Where it is stopped it goes on with `edit` in the place of some sections. `killed`: when it is on the way back; then
+    `meanwhile` is called with its folder, and it goes on with `again` in the place of some sections.
     """
     shutil.rmtree(run_dir, ignore_errors=True)
     find, found, after = divergence._find, [], StopSignals.after
@@ -86,7 +104,9 @@ def trained(place, run_dir, monkeypatch, *, stop=None, first=5, edit=(), back_to
             with pytest.raises(Killed):
                 goes_on(resume=None if stop is None else "latest")
             assert ended
-        goes_on(resume=None if stop is None and killed is None else "latest")
+            if meanwhile is not None:
+                meanwhile(run_dir)
+        goes_on(resume=None if stop is None and killed is None else "latest", **dict(again))
     assert [e["step"] for e in load_run(run_dir).events if e["event"] == "rollback"] == [back_to] and found
     assert not RunDirectory(run_dir).going_back.exists()
     return load_run(run_dir)
@@ -167,3 +187,67 @@ def test_a_kill_on_the_way_back_changes_nothing(place, tmp_path, monkeypatch, na
     edited = [(e["step"], [c["path"] for c in e["changes"]]) for e in killed.events if e["event"] == "schedule_edit"]
     assert edited == ([] if name == "none" else [(7, ["optim.lr" if name == "rate" else "phases.a.mixture"])])
     assert len(set(shares(once))) == (2 if name == "mixture" else 1)
+
+
+def passed_over(run):
+    """Tokens that the schedule of the last checkpoint passes over."""
+    schedule = Schedule(segments_from_json(read_ledger(run.directory.checkpoints / "12")["segments"]))
+    total = schedule.total_steps
+    return sum(schedule.cursors_at(total).values()) - sum(schedule.read(0, total).values())
+
+
+@pytest.mark.parametrize("back_to", [4, 0])
+@pytest.mark.parametrize("when", ["decided", "recorded"])
+def test_an_edit_after_a_kill_on_the_way_back_does_not_bring_the_bad_data_again(
+    place, tmp_path, monkeypatch, back_to, when
+):
+    data = RAISES | {"evalsets": {"every": 6, "primary": {"held_out_of": "web"}}}
+    data |= {"checkpoint": {"every": 2 if back_to else 500, "keep": 3}}
+    once = trained(place, tmp_path / "once", monkeypatch, back_to=back_to, **data)
+    slower = {"optim": {**RAISES["optim"], "lr": 2.5}}
+    killed = trained(place, tmp_path / "run", monkeypatch, back_to=back_to, killed=when, again=slower, **data)
+    assert passed_over(killed) == passed_over(once) > 0
+    assert killed.metrics[-1]["lr"] == 2.5
+
+
+def test_on_the_way_back_to_a_checkpoint_that_is_damaged_meanwhile(place, tmp_path, monkeypatch):
+    """It goes on from the one before, still with the rollback."""
+
+    def damage(run_dir):
+        flip_bit(max((run_dir / "checkpoints/4/params").rglob("*"), key=lambda p: p.is_file() and p.stat().st_size))
+
+    data = RAISES | {"evalsets": {"every": 6, "primary": {"held_out_of": "web"}}}
+    run = trained(place, tmp_path / "run", monkeypatch, killed="recorded", meanwhile=damage, back_to=2, **data)
+    assert passed_over(run) > 0
+
+
+def test_a_plan_on_the_way_back_is_that_of_the_run(place, tmp_path, monkeypatch):
+    data = RAISES | {"evalsets": {"every": 6, "primary": {"held_out_of": "web"}}}
+
+    def plan(run_dir):
+        planned = plan_resumed(build_config(tiny_data(place, **data)), run_dir, store_dir=place / "store")
+        assert (planned.resumes["step"], planned.resumes["edit"]) == (4, None)
+
+    for when in ("decided", "recorded"):
+        trained(place, tmp_path / when, monkeypatch, killed=when, meanwhile=plan, **data)
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"step": 4, "ledger": {}, "rollback": {"rollbacks": [1]}}'])
+def test_a_damaged_file_of_the_way_back_is_told_and_a_step_goes_without_it(place, tmp_path, monkeypatch, content):
+    data = RAISES | {"evalsets": {"every": 6, "primary": {"held_out_of": "web"}}}
+
+    class Enough(Exception):
+        pass
+
+    def damage(run_dir):
+        file = RunDirectory(run_dir).going_back
+        file.write_text(content)
+        with pytest.raises(InputError, match=r"going_back\.json: is damaged; delete it"):
+            tiny_train(place, run_dir, resume="latest", **data)
+        assert file.exists()
+        tiny_train(place, run_dir, resume=2, **data)
+        assert not file.exists()
+        raise Enough
+
+    with pytest.raises(Enough):
+        trained(place, tmp_path / "run", monkeypatch, killed="recorded", meanwhile=damage, **data)

@@ -54,6 +54,13 @@ def keep_host() -> None:
         jax.config.update("jax_platforms", f"{platforms},cpu")
 
 
+def cache_folder(store_dir: str | Path) -> str:
+    """Where compiled programs are kept: beside the stores, or where JAX_COMPILATION_CACHE_DIR says."""
+    import jax
+
+    return jax.config.jax_compilation_cache_dir or str(Path(store_dir).absolute() / "compiled")
+
+
 def cache_compiled(store_dir: str | Path) -> None:
     """Keep compiled programs beside the stores: a second start reads them instead of compiling again.
 
@@ -64,7 +71,7 @@ def cache_compiled(store_dir: str | Path) -> None:
 
     if jax.config.jax_compilation_cache_dir is not None:
         return
-    jax.config.update("jax_compilation_cache_dir", str(Path(store_dir).absolute() / "compiled"))
+    jax.config.update("jax_compilation_cache_dir", cache_folder(store_dir))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 

@@ -1,7 +1,7 @@
 """A rollback that is under way, on the disk: a run that is killed on the way back goes on as if it had not been.
 
 The checkpoint that a run goes back to knows neither the rollback nor the edits that were made after it, and later ones
-are set aside. Until the next checkpoint is whole, `going_back.json` stands in for what they knew.
+are set aside. Until a checkpoint knows of it, `going_back.json` stands in for what they knew.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from curriculum.errors import InputError
+from curriculum.manifest import sync
 from curriculum.record.events import plain
 from curriculum.run import RunDirectory, read_json, read_ledger, write_text
 from curriculum.train import ledger
-from curriculum.train.checkpoints.resumed import Resumed, newest_whole
+from curriculum.train.checkpoints.resumed import Resumed, newest_whole, to_resume
 from curriculum.train.divergence import Rollback
 from curriculum.train.history import History
 from curriculum.train.setup import Setup
@@ -24,30 +26,58 @@ def write(setup: Setup, directory: RunDirectory, resumed: Resumed | None, rollba
     saved = ledger.entry(setup, step or 0, History.begin(setup), {}, 0.0)
     told = {"step": step, "ledger": saved, "rollback": rollback._asdict()}
     write_text(directory.going_back, json.dumps(plain(told)) + "\n")
+    sync(directory.going_back)
 
 
-def found(directory: RunDirectory) -> dict[str, Any] | None:
-    """What `write` kept, if the run was ended before a checkpoint knew of that rollback. Raises InputError."""
+def to_continue(directory: RunDirectory, resume: str | int | None) -> tuple[Resumed | None, dict[str, Any] | None]:
+    """The checkpoint that `resume` means, as of `to_resume`, and what `write` kept of a rollback that leads there.
+
+    If a run was ended on the way back, "latest" goes on with that rollback: from the newest checkpoint before the bad
+    updates, or from the start. Raises InputError.
+    """
+    if resume is None:
+        return None, None
+    try:
+        told = _under_way(directory)
+    except InputError:
+        if resume == "latest":
+            raise
+        told = None  # a step that is asked for leaves the rollback out, unless it is the one that it leads to
+    if told is None:
+        return to_resume(directory, resume), None
+    if resume == "latest":
+        found = newest_whole(directory, told["rollback"]["event"]["first_bad_step"])
+        return found and Resumed(*found, read_ledger(found[1])), told
+    resumed = to_resume(directory, resume)
+    return resumed, told if resumed is not None and resumed.step == told["step"] else None
+
+
+def _under_way(directory: RunDirectory) -> dict[str, Any] | None:
+    """What `write` kept, if no checkpoint knows of that rollback yet."""
     if not directory.going_back.exists():
         return None
-    told, newest = read_json(directory.going_back), newest_whole(directory)
+    damaged = f"{directory.going_back}: is damaged; delete it: the run then goes on without the rollback under way"
+    try:
+        told = read_json(directory.going_back)
+        num_rollbacks = len(told["rollback"]["rollbacks"])
+        told["step"], told["rollback"]["event"]["first_bad_step"], told["ledger"]["segments"]
+    except (InputError, KeyError, TypeError):
+        raise InputError(damaged) from None
+    newest = newest_whole(directory)
     known = [] if newest is None else read_ledger(newest[1])["history"]["rollbacks"]
-    return told if len(known) < len(told["rollback"]["rollbacks"]) else None
-
-
-def found_for(directory: RunDirectory, resumed: Resumed | None) -> dict[str, Any] | None:
-    """The same, if it leads to where the run now continues from."""
-    told = found(directory)
-    return told if told is not None and told["step"] == (resumed and resumed.step) else None
+    return told if len(known) < num_rollbacks else None
 
 
 def ledger_of(told: dict[str, Any] | None, resumed: Resumed | None) -> dict[str, Any] | None:
-    """The ledger that a config is compared with; None if the run begins."""
+    """The ledger that a config is compared with; None if the run begins.
+
+    Of a rollback under way it has the schedule, the text and the rollbacks as they were decided.
+    """
     if told is None:
         return resumed and resumed.ledger
-    if resumed is None:
-        return told["ledger"]
-    return {**resumed.ledger, **{key: told["ledger"][key] for key in ledger.OF_SCHEDULE}}
+    before = told["ledger"] if resumed is None else resumed.ledger
+    decided = {key: told["ledger"][key] for key in (*ledger.OF_SCHEDULE, "sources")}
+    return {**before, **decided, "history": {**before["history"], "rollbacks": told["rollback"]["rollbacks"]}}
 
 
 def rollback_of(told: dict[str, Any]) -> Rollback:

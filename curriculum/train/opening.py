@@ -30,7 +30,7 @@ from curriculum.train import fields, going_back
 from curriculum.train.averages import set_aside_means_after
 from curriculum.train.checkpoints.best import BadGolds, bad_golds
 from curriculum.train.checkpoints.folder import Checkpoints
-from curriculum.train.checkpoints.resumed import Resumed, to_resume
+from curriculum.train.checkpoints.resumed import Resumed
 from curriculum.train.edits import find_edit
 from curriculum.train.history import History
 from curriculum.train.processes.together import check_in_each, count, from_first, is_first
@@ -56,10 +56,9 @@ def claim(directory: RunDirectory, lock: RunLock, resume: str | int | None) -> R
         )
     if directory.holds_run():
         lock.take()
-    resumed = to_resume(directory, resume)
-    if resume == "latest" and (told := going_back.found(directory)):
-        resumed = None if told["step"] is None else to_resume(directory, told["step"])
-    if resume is not None and resumed is None and not step_folders(directory.checkpoints):  # damaged ones are reported
+    resumed, under_way = going_back.to_continue(directory, resume)
+    begins = resume is not None and resumed is None and under_way is None
+    if begins and not step_folders(directory.checkpoints):  # damaged ones are reported
         print(nothing_to_resume(directory), file=sys.stderr)
     return resumed
 

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import jax
 import xxhash
 from jax.sharding import Mesh
 
@@ -29,7 +30,7 @@ from curriculum.scheduling import NO_PAST, Past, check_schedule
 from curriculum.train.abstract import abstract_on_mesh
 from curriculum.train.compiled import Compiled, micro_steps
 from curriculum.train.course import Course
-from curriculum.train.device import cache_compiled, device_lines, tune_device
+from curriculum.train.device import cache_compiled, cache_folder, device_lines, tune_device
 from curriculum.train.frozen import load_frozen
 from curriculum.train.mesh import introduce, make_mesh, row_shards
 from curriculum.train.processes.together import by_gloo, check_same, first_then_all, share_folder
@@ -124,8 +125,11 @@ def build(
     corpus = first_then_all(lambda: load_corpus(config, store_dir, tokenizer))
     # Process 0 alone writes to the cache. One that finds nothing there compiles, and on GPUs it then waits for kernels
     # that process 0, which found the program, does not choose with it.
-    if keeps_programs := share_folder(Path(store_dir)):
+    programs = cache_folder(store_dir)
+    if keeps_programs := "://" in programs or share_folder(Path(programs)):
         cache_compiled(store_dir)
+    else:
+        jax.config.update("jax_enable_compilation_cache", False)
     course = Course(config, corpus, mesh, past, branched_from)
     vocab_size = corpus.tokenizer.vocab_size
     if make_model is None:
@@ -148,7 +152,7 @@ def build(
         introduce(mesh)
     about_devices = device_lines(added_flags, None if architecture is None else architecture.compute_dtype)
     if not keeps_programs:
-        about_devices.append(f"             compiled anew at each start: not all processes see one folder {store_dir}")
+        about_devices.append(f"             compiled anew at each start: not all processes see one {programs}")
     return Setup(config, mesh, corpus, model, course, states, compiled, lineage, about_devices, str(store_dir))
 
 

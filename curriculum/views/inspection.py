@@ -117,6 +117,7 @@ def inspect_run(run: Run) -> dict[str, Any]:
         "checkpoints": {place.name: checkpoint_steps(place) for place in run.directory.places},
         "superseded_bytes": _disk_bytes(run.directory.superseded),
         "commands": _commands(run),
+        "longer_needs_jump": _longer_needs_jump(run),
         "problems": problems,
     }
 
@@ -254,8 +255,7 @@ def _commands(run: Run) -> dict[str, str]:
         if run.complete:
             steps = checkpoint_steps(run.directory.checkpoints)
             step = longer_from(run.plan, steps)
-            jumps = "" if step is not None else "  # the rate has decayed: its peak needs --set optim.allow_jump=true"
-            commands["train longer"] = go_on("latest" if step in (None, *steps[-1:]) else str(step), True) + jumps
+            commands["train longer"] = go_on("latest" if step in (None, *steps[-1:]) else str(step), True)
         else:
             commands["go on"] = go_on()
     commands["report"] = f"{me} report {own} -o {shlex.quote(path.name + '.html')}"
@@ -263,6 +263,12 @@ def _commands(run: Run) -> dict[str, str]:
     format_name = "safetensors" if own_model else "hf"
     commands["export"] = f"{me} export {own} --format {format_name} -o {shlex.quote(path.name + '-export')}"
     return commands
+
+
+def _longer_needs_jump(run: Run) -> bool:
+    """Whether a run can be trained for longer only from checkpoints after the decay of its rate."""
+    steps = checkpoint_steps(run.directory.checkpoints)
+    return bool(run.complete and steps) and longer_from(run.plan, steps) is None
 
 
 def text(facts: Mapping[str, Any]) -> list[str]:
@@ -325,6 +331,8 @@ def text(facts: Mapping[str, Any]) -> list[str]:
     lines.append("")
     for what, command in facts["commands"].items():
         lines.append(f"  {what:<14}{command}")
+        if what == "train longer" and facts["longer_needs_jump"]:
+            lines.append(f"{'':16}(the rate has decayed by then; continuing at its peak needs optim.allow_jump: true)")
     return lines
 
 

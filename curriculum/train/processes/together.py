@@ -135,7 +135,8 @@ def share_folder(folder: Path) -> bool:
     def mark() -> str | None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            return Path(tempfile.mkstemp(prefix="seen-by-all-", dir=folder)[1]).name
+            with tempfile.NamedTemporaryFile(prefix="seen-by-all-", dir=folder, delete=False) as file:
+                return Path(file.name).name
         except OSError:
             return None
 
