@@ -331,11 +331,11 @@ def test_where_there_is_nothing_to_resume_that_is_told(tmp_path, capsys):
     then = "nothing to resume; the run starts at step 0\n"
     for there in ("holds no run", "the run in it has no checkpoint"):
         with RunLock(directory.path) as lock:
-            assert claim(directory, lock, "latest") is None
+            assert claim(directory, lock, "latest") == (None, None)
         assert capsys.readouterr().err == f"{directory.path}: {there}: {then}"
         directory.checkpoints.mkdir(parents=True, exist_ok=True)
     with RunLock(tmp_path / "other") as lock:
-        assert claim(RunDirectory(tmp_path / "other"), lock, None) is None
+        assert claim(RunDirectory(tmp_path / "other"), lock, None) == (None, None)
     assert capsys.readouterr().err == ""
 
 

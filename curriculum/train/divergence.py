@@ -121,7 +121,7 @@ def checkpoint_before(setup: Setup, directory: RunDirectory, record: Record, rol
     """
     told, first = rollback.event, rollback.event["first_bad_step"]
     if (step := _newest(directory, first)) is not None:
-        return resumed_by_first(lambda: to_resume(directory, step))
+        return resumed_by_first(lambda: (to_resume(directory, step), None))[0]
     if setup.lineage is not None and setup.states.frozen is None:
         try:
             setup.states.base = base_again(setup.config, setup.model, setup.lineage)

@@ -42,8 +42,10 @@ from curriculum.train.step import TrainState
 _SEEN_SECONDS = 30.0  # by which a network folder may show a file late
 
 
-def claim(directory: RunDirectory, lock: RunLock, resume: str | int | None) -> Resumed | None:
-    """Lock the run of a directory, if there is one, and find the checkpoint that it continues from; None if it begins.
+def claim(
+    directory: RunDirectory, lock: RunLock, resume: str | int | None
+) -> tuple[Resumed | None, dict[str, Any] | None]:
+    """Lock the run of a directory, if there is one, and find what it continues from, as `going_back.to_continue`.
 
     If there is nothing to resume, a line on stderr says so: the folder may not be the one that was meant. Raises
     InputError if the directory is unusable, if it holds a run and `resume` is None, if the checkpoint asked for is not
@@ -60,7 +62,7 @@ def claim(directory: RunDirectory, lock: RunLock, resume: str | int | None) -> R
     begins = resume is not None and resumed is None and under_way is None
     if begins and not step_folders(directory.checkpoints):  # damaged ones are reported
         print(nothing_to_resume(directory), file=sys.stderr)
-    return resumed
+    return resumed, under_way
 
 
 def check_apart(config: Config, directory: RunDirectory) -> None:

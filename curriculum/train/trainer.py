@@ -53,8 +53,7 @@ def train(
     """
     directory = RunDirectory(Path(run_dir) if run_dir is not None else Path("runs") / config.name)
     with RunLock(directory.path) as lock:
-        resumed = resumed_by_first(lambda: opening.claim(directory, lock, resume))
-        under_way = None if resume is None else from_first(lambda: going_back.to_continue(directory, resume)[1])
+        resumed, under_way = resumed_by_first(lambda: opening.claim(directory, lock, resume))
         saved = going_back.ledger_of(under_way, resumed)
         if saved is None:
             check(config)

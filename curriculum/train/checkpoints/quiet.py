@@ -25,8 +25,9 @@ def quiet_failed_saves() -> None:
 
 
 def _of_write(record: logging.LogRecord) -> bool:
-    """Whether it is about a write that nobody waited for: the disk refused it, or its folder was already gone."""
+    """Whether it is about a write that nobody waited for: the disk refused it, or its folder or Python was gone."""
     error = record.exc_info and record.exc_info[1]
     late = isinstance(error, FileNotFoundError) and ".saving" in str(error.filename)
+    at_exit = isinstance(error, RuntimeError) and "interpreter shutdown" in str(error)
     of_disk = isinstance(error, OSError) and error.errno in DISK_ERRORS
-    return "os_error_code" in record.getMessage() or late or of_disk
+    return "os_error_code" in record.getMessage() or late or at_exit or of_disk

@@ -50,12 +50,12 @@ def newest_whole(directory: RunDirectory, up_to: float = math.inf) -> tuple[int,
     return None
 
 
-def resumed_by_first(find: Callable[[], Resumed | None]) -> Resumed | None:
-    """What `find` returns in process 0, in every process."""
+def resumed_by_first(find: Callable[[], tuple[Resumed | None, Any]]) -> tuple[Resumed | None, Any]:
+    """What `find` returns in process 0, in every process: a checkpoint, and plain JSON beside it."""
 
-    def found() -> list[Any] | None:
-        resumed = find()
-        return resumed and [resumed.step, str(resumed.folder), resumed.ledger]
+    def found() -> list[Any]:
+        resumed, beside = find()
+        return [resumed and [resumed.step, str(resumed.folder), resumed.ledger], beside]
 
-    told = from_first(found)
-    return told and Resumed(told[0], Path(told[1]), told[2])
+    told, beside = from_first(found)
+    return told and Resumed(told[0], Path(told[1]), told[2]), beside
