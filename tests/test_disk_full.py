@@ -4,7 +4,9 @@ The limit is RLIMIT_FSIZE: every write beyond it fails with EFBIG, as one on a f
 system of a few MiB is used where this process may mount one.
 """
 
+import errno
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -18,6 +20,7 @@ from tiny_run import assert_same_run, tiny_train, write_corpus
 from curriculum.manifest import damage
 from curriculum.record.append import Appender
 from curriculum.run import load_run
+from curriculum.train.checkpoints.quiet import _of_write
 
 TRAIN = """
 import json, os, resource, signal, sys, time
@@ -241,6 +244,21 @@ assert path.read_bytes() == b"first\\nsecond\\n3\\nfourth\\n" and file.sync() ==
 def test_an_error_that_is_not_the_disk_s_is_raised(tmp_path):
     with pytest.raises(IsADirectoryError):
         Appender(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (RuntimeError("cannot schedule new futures after interpreter shutdown"), False),
+        (OSError(errno.ENOSPC, "No space left on device"), False),
+        (FileNotFoundError(errno.ENOENT, "gone", "checkpoints/.saving/2/params"), False),
+        (FileNotFoundError(errno.ENOENT, "gone", "elsewhere"), True),
+        (RuntimeError("something else"), True),
+    ],
+)
+def test_of_what_nobody_waited_for_only_writes_that_ended_with_their_save_are_silent(error, shown):
+    told = logging.LogRecord("asyncio", logging.ERROR, "", 0, "never retrieved", (), (type(error), error, None))
+    assert _of_write(told) != shown
 
 
 def test_a_disk_without_any_room_is_told_once(tmp_path):

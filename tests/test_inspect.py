@@ -619,3 +619,18 @@ def test_a_text_that_was_replaced_and_a_source_that_was_added(tmp_path):
         assert (told[2], told[4]) == (str(documents), "256")
     (told,) = [line for line in card.splitlines() if "| new |" in line]
     assert "| 40 |" in told and "| 128 |" in told and "not known" not in told
+
+
+def test_a_run_whose_rate_has_decayed_is_said_to_need_a_jump(tmp_path):
+    """Unless a checkpoint from before the decay is left."""
+    piece = {"start": 60, "end": 100, "scale": 1.0, "piece": {"start": 60, "first": 1.0, "last": 0.1}}
+    path = write_run(tmp_path / "run", {"val": lambda step: 3.0}, complete={})
+    remark = "(the rate has decayed by then; continuing at its peak needs optim.allow_jump: true)"
+    events = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
+    events[0]["plan"]["learning_rate"] = [piece]
+    (path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert remark not in shown(path)  # no checkpoint, so nothing to train on from
+    for step, told in ((100, True), (60, False)):
+        for item in CHECKPOINT_ITEMS:
+            (path / f"checkpoints/{step}/{item}").mkdir(parents=True)
+        assert (remark in shown(path)) == told, step

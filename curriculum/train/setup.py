@@ -152,7 +152,8 @@ def build(
         introduce(mesh)
     about_devices = device_lines(added_flags, None if architecture is None else architecture.compute_dtype)
     if not keeps_programs:
-        about_devices.append(f"             compiled anew at each start: not all processes see one {programs}")
+        why = f"process 0 cannot write to {programs}, or not all see it"
+        about_devices.append(f"             compiled anew at each start: {why}")
     return Setup(config, mesh, corpus, model, course, states, compiled, lineage, about_devices, str(store_dir))
 
 

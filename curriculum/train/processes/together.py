@@ -128,7 +128,7 @@ def check_in_each(find: Callable[[], Sequence[str]]) -> None:
 
 
 def share_folder(folder: Path) -> bool:
-    """Whether every process sees the folder that process 0 has at this path. All processes must call this."""
+    """Whether process 0 can write to the folder at this path and every process sees that. All must call this."""
     if _peers is None:
         return True
 
@@ -142,7 +142,7 @@ def share_folder(folder: Path) -> bool:
 
     name = from_first(mark)
     seen, until = False, time.monotonic() + _SEEN_SECONDS
-    while name is not None and not (seen := (folder / name).exists()) and time.monotonic() < until:
+    while name is not None and not (seen := os.path.exists(folder / name)) and time.monotonic() < until:
         time.sleep(0.1)
     shared = all(_peers.gather(seen))
     if name is not None and is_first():
