@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from curriculum.model import formulation
-from curriculum.model.formulation import BY_BACKEND, backend
+from curriculum.model.formulation import BLOCK_IDS, BY_BACKEND, backend
 from curriculum.model.loss import _nats, nats_per_token, sample_targets, sum_nats
 from curriculum.model.model import Model
 from curriculum.model.presets import ModelConfig
@@ -174,5 +174,32 @@ def test_sampled_targets_follow_the_models_probabilities():
 
 def test_of_equally_likely_tokens_the_first_is_the_likeliest():
     logits_BTV = jnp.array([[[1, 3, 3, 0], [1, 3, 3, 0], [2, 2, 2, 2], [2, 2, 2, 2], [1, 2, 3, np.nan]]], jnp.float32)
-    _, correct_BT = _nats(logits_BTV, jnp.array([[1, 2, 0, 3, 2]]))
+    _, correct_BT = _nats(logits_BTV, None, jnp.array([[1, 2, 0, 3, 2]]))
     assert correct_BT.tolist() == [[True, False, True, False, False]]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_ids"),
+    [(4 * BLOCK_IDS, None), (4 * BLOCK_IDS, 3 * BLOCK_IDS - 5), (4 * BLOCK_IDS, BLOCK_IDS), (300, 290)],
+)
+def test_logits_reduced_by_blocks_give_what_all_at_once_give(num_rows, num_ids):
+    """Ties within a block and between blocks included, and padding that is larger than any logit."""
+    random = np.random.default_rng(0)
+    logits_BTW = random.integers(0, 4, (3, 200, num_rows)).astype(np.float32)  # every logit has its equals
+    few_BTW = random.random((3, 200, num_rows)) < 2 / num_rows
+    logits_BTW = np.where(few_BTW, logits_BTW + 4, logits_BTW)  # of the largest there are few, or one
+    logits_BTV = logits_BTW[..., :num_ids].copy()
+    logits_BTW[..., num_ids or num_rows :] = 9
+    first_BT = logits_BTV.argmax(-1)
+    exact_BTV = logits_BTV.astype(np.float64)
+    log_sum_BT = np.log(np.exp(exact_BTV).sum(-1))
+    for moved in (0, 1, BLOCK_IDS, -1):
+        targets_BT = np.clip(first_BT + moved, 0, logits_BTV.shape[-1] - 1)
+        nats_BT, correct_BT = jax.jit(_nats, static_argnums=(1, 3))(logits_BTW, num_ids, targets_BT, BLOCK_IDS)
+        np.testing.assert_array_equal(correct_BT, targets_BT == first_BT)
+        expected_BT = log_sum_BT - np.take_along_axis(exact_BTV, targets_BT[..., None], -1)[..., 0]
+        np.testing.assert_allclose(nats_BT, expected_BT, rtol=1e-6)
+    last_BT = logits_BTV.shape[-1] - 1 - logits_BTV[..., ::-1].argmax(-1)
+    assert (last_BT != first_BT).any() and (last_BT == first_BT).any()
+    _, correct_BT = _nats(logits_BTW, num_ids, last_BT, BLOCK_IDS)
+    np.testing.assert_array_equal(correct_BT, last_BT == first_BT)

@@ -71,10 +71,10 @@ def test_sizes_that_do_not_divide_are_told(options, told):
     assert done.returncode == 2 and f"error: {told}" in done.stderr and "Traceback" not in done.stderr
 
 
-def sent(row, kind):
+def sent(row, kind, what="collectives"):
     """{sorted dimensions of what a device gets: how often}, of float arrays of two axes and more."""
     shapes = Counter()
-    for shape, count in row["collectives"].get(kind, {}).items():
+    for shape, count in row[what].get(kind, {}).items():
         dtype, _, dims = shape.rstrip("]").partition("[")
         if "," in dims and not (dtype == "s32" and dims.endswith(",1")):  # which ids the embedding gave
             assert dtype == "f32"
@@ -156,3 +156,17 @@ def test_tensor_parallel_sends_the_residual_stream_alone(measured):
     exchanging = {case for case, found in measured.items() if "all-to-all" in found["collectives"]}
     assert exchanging == {case for case in measured if case[2] > 1 and case[3] == 1} > {("none", *FSDP[-1])}
     assert set(measured["none", *ALL]["collectives"]) == {"all-gather", "all-reduce"}
+
+
+def test_an_eval_sends_matrices_and_the_residual_stream_but_no_logits(measured):
+    assert measured["none", *DATA]["eval_collectives"] == {}
+    assert set(measured["none", *FSDP[-1]]["eval_collectives"]) == {"all-gather"}
+    assert sent(measured["none", *FSDP[-1]], "all-gather", "eval_collectives") == counted(MATRICES)
+    for mesh, tokens in ((TENSOR, (8, 64)), (ALL, (2, 64))):
+        sums = dict(measured["none", *mesh]["eval_collectives"]["all-reduce"])
+        rows, positions = tokens
+        assert sums.pop(f"f32[{rows * positions},{WIDTH}]") == LAYERS * 2 + 1  # a block's two, and the embedding
+        # The largest logit, the sum of exponentials, the target's logit; and whether that is the likeliest.
+        per_token = [f"{rows},{positions}", f"{rows},{positions},1"]
+        assert set(sums) <= {f"{dtype}[{shape}]" for dtype in ("f32", "pred") for shape in per_token}
+        assert sum(sums.values()) == 5

@@ -1,12 +1,13 @@
 """Time an eval against the forward pass alone: what padding, sums and fetching the results cost.
 
-    python tools/bench_eval.py [--sizes tiny medium] [--json FILE]
+    python tools/bench_eval.py [--sizes tiny medium] [--vocab-size 50257] [--json FILE]
 
 `limit` is a jitted forward pass with its mean loss, over full micro-batches on the device: no accuracy, no sums per
 window, nothing fetched. `limit, accuracy` also works out whether each target is the likeliest token, which an eval
-reports too. The eval is that of training (`make_suite`), over sets of documents with long-tailed lengths, about
-700 tokens on average. All variants take turns in one process. `slots` are windows x seq_len, `tokens` the slots that
-are scored: the others are padding behind a document's last token and in the last micro-batch of a set.
+reports too. The two `at once` reduce the logits of all ids at once instead of block by block. The eval is that of
+training (`make_suite`), over sets of documents with long-tailed lengths, about 700 tokens on average. All variants take
+turns in one process. `slots` are windows x seq_len, `tokens` the slots that are scored: the others are padding behind a
+document's last token and in the last micro-batch of a set.
 
 Ratios are to `limit`, from medians over the rounds. On a shared machine, trust those of processor seconds.
 """
@@ -14,6 +15,8 @@ Ratios are to `limit`, from medians over the rounds. On a shared machine, trust 
 import argparse
 import json
 import time
+from dataclasses import replace
+from functools import partial
 
 from bench_report import machine, print_machine, print_table
 
@@ -21,20 +24,20 @@ SIZES = {  # seq_len, training batch, the `model` section
     "tiny": (128, 16, {"preset": "tiny"}),  # the quickstart's
     "medium": (256, 16, {"preset": "tiny", "n_layer": 6, "n_head": 6, "n_kv_head": 6, "d_model": 384, "d_ff": 1536}),
 }
-VOCAB_SIZE = 4096
 SETS = ("primary", "general", "domain", "code")
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["tiny"])
+    parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--windows", type=int, default=96, help="windows of each set")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
     args = parser.parse_args(argv)
     report = {
         "machine": machine("jax"),
-        "results": [r for s in args.sizes for r in measure(s, args.windows, args.rounds)],
+        "results": [r for size in args.sizes for r in measure(size, args.vocab_size, args.windows, args.rounds)],
     }
     print_machine(report["machine"])
     print_table(report["results"])
@@ -43,13 +46,12 @@ def main(argv: list[str] | None = None) -> None:
             json.dump(report, file, indent=2)
 
 
-def measure(size: str, num_windows: int, num_rounds: int) -> list[dict]:
+def measure(size: str, vocab_size: int, num_windows: int, num_rounds: int) -> list[dict]:
     """A row for each limit, and one each for evals of three sets and of four."""
     from curriculum.train.device import tune_malloc
 
     tune_malloc()
     import jax
-    import jax.numpy as jnp
     import numpy as np
 
     from curriculum.adaptation import resolved_model
@@ -75,31 +77,34 @@ def measure(size: str, num_windows: int, num_rounds: int) -> list[dict]:
         check_paths=False,
     )
     mesh = make_mesh(config.mesh)
-    architecture = resolved_model(config, VOCAB_SIZE)
+    architecture = resolved_model(config, vocab_size)
     model, params = transformer(architecture), place_state(mesh, init_params(architecture, seed=0))
-    evalsets = [make_evalset(name, seed, seq_len, num_windows) for seed, name in enumerate(SETS)]
+    evalsets = [make_evalset(name, seed, vocab_size, seq_len, num_windows) for seed, name in enumerate(SETS)]
     suites = {n: make_suite(config, mesh, model, evalsets[:n]) for n in (3, 4)}
     num_rows = {
         n: [arrays[0].shape[0] for some in s._micro_batches.values() for arrays in some] for n, s in suites.items()
     }
     rows = num_rows[3][0]
-    tokens_BT1 = np.random.default_rng(9).integers(1, VOCAB_SIZE, (rows, seq_len + 1), np.int32)
+    tokens_BT1 = np.random.default_rng(9).integers(1, vocab_size, (rows, seq_len + 1), np.int32)
     batches = [[place_rows(mesh, tokens_BT1[:, at]) for at in (slice(-1), slice(1, None))] for _ in num_rows[3]]
 
-    @jax.jit
-    def forward(params, inputs_BT, targets_BT):
-        return nats_per_token(model, params, inputs_BT, targets_BT)[0].mean()
+    def forward(model, with_accuracy, params, inputs_BT, targets_BT):
+        nats_BT, correct_BT = nats_per_token(model, params, inputs_BT, targets_BT)
+        return (nats_BT.mean(), correct_BT.mean()) if with_accuracy else nats_BT.mean()
 
-    @jax.jit
-    def forward_accuracy(params, inputs_BT, targets_BT):
-        return jax.tree.map(jnp.mean, nats_per_token(model, params, inputs_BT, targets_BT))
+    def over_batches(model, with_accuracy):
+        compiled_forward = jax.jit(partial(forward, model, with_accuracy))
+        return lambda: jax.block_until_ready([compiled_forward(params, *batch) for batch in batches])
 
+    at_once = replace(model, vocab_shards=2)  # as where ids are split over devices: there are no blocks
     work = {
-        "limit": lambda: jax.block_until_ready([forward(params, *batch) for batch in batches]),
-        "limit, accuracy": lambda: jax.block_until_ready([forward_accuracy(params, *batch) for batch in batches]),
-        "eval of 3 sets": lambda: suites[3].run(params),
-        "eval of 4 sets": lambda: suites[4].run(params),
+        "limit": over_batches(model, False),
+        "limit, at once": over_batches(at_once, False),
+        "limit, accuracy": over_batches(model, True),
+        "limit, accuracy, at once": over_batches(at_once, True),
     }
+    limits = tuple(work)
+    work |= {f"eval of {n} sets": partial(suites[n].run, params) for n in suites}
     compilations = {}
     for name, run in work.items():
         compiled.clear()
@@ -114,7 +119,7 @@ def measure(size: str, num_windows: int, num_rounds: int) -> list[dict]:
             seconds[name].append(time.perf_counter() - before)
             cpu_seconds[name].append(time.process_time() - cpu_before)
     assert not compiled, "something was compiled while it was timed"
-    slots = dict.fromkeys(("limit", "limit, accuracy"), len(batches) * rows * seq_len)
+    slots = dict.fromkeys(limits, len(batches) * rows * seq_len)
     tokens = dict(slots)
     for n in suites:
         slots[f"eval of {n} sets"] = sum(num_rows[n]) * seq_len
@@ -142,15 +147,15 @@ def measure(size: str, num_windows: int, num_rounds: int) -> list[dict]:
     return results
 
 
-def make_evalset(name: str, seed: int, seq_len: int, num_windows: int):
+def make_evalset(name: str, seed: int, vocab_size: int, seq_len: int, num_windows: int):
     import numpy as np
 
     from evalsets.evalset import cut_windows
 
     random = np.random.default_rng(seed)
     lengths = random.lognormal(6, 1.1, max(30, num_windows)).astype(int) + 1
-    documents = [random.integers(1, VOCAB_SIZE, length) for length in lengths]
-    return cut_windows(name, documents, np.ones(VOCAB_SIZE, int), 0, seq_len, num_windows)
+    documents = [random.integers(1, vocab_size, length) for length in lengths]
+    return cut_windows(name, documents, np.ones(vocab_size, int), 0, seq_len, num_windows)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Print what one update holds on a device and sends between devices, by the compiler's analysis; nothing is trained.
+"""Print what an update holds on a device, and what it and an eval send, by the compiler's analysis; nothing is trained.
 
     python tools/check_scaling.py --preset llama-1b --mesh 1 8 1 --rows 8 --seq-len 2048
 
 The update of `curriculum train` (AdamW, state donated) is compiled from shapes alone, over simulated CPU devices, for
 each mesh given as DATA FSDP TENSOR. `state`: parameters, moments and counters on one device. `peak`: all that the
 program holds there at once, except its code, by the compiler's own analysis. Then, for each kind of collective, how
-many there are and how many bytes a device receives from them. The compiler for CPUs has no reduce-scatter: it sums
-whole gradients, and each device keeps its part. The compiler for GPUs turns the two into a reduce-scatter, which sends
-half as much.
+many there are and how many bytes a device receives from them; and the same of an eval of as many tokens. The compiler
+for CPUs has no reduce-scatter: it sums whole gradients, and each device keeps its part. The compiler for GPUs turns the
+two into a reduce-scatter, which sends half as much.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from curriculum.mesh_config import MeshConfig, rows_problem
 from curriculum.model.counts import num_parameters
+from curriculum.model.loss import nats_per_token
 from curriculum.model.model import abstract_params
 from curriculum.model.presets import PRESETS, ModelConfig
 from curriculum.model.transformer import transformer
@@ -66,6 +67,14 @@ def compiled_update(
     return jax.jit(step, donate_argnums=0, out_shardings=state_shardings(mesh, state)).lower(state, batch, lr).compile()
 
 
+def compiled_eval(config: ModelConfig, mesh: Mesh, rows: int, seq_len: int) -> jax.stages.Compiled:
+    """The loss and the accuracy of `rows` x `seq_len` tokens, over all devices of the mesh."""
+    model = transformer(config)
+    params = abstract_on_mesh(mesh, abstract_params(model))
+    tokens = jax.ShapeDtypeStruct((rows, seq_len), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(ROW_AXES)))
+    return jax.jit(partial(nats_per_token, on_mesh(model, mesh))).lower(params, tokens, tokens).compile()
+
+
 def collectives(program: str) -> dict[str, dict[str, int]]:
     """{kind: {shape of the result: how often}} from a compiled program's text; in a loop, once per round."""
     found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
@@ -77,9 +86,9 @@ def collectives(program: str) -> dict[str, dict[str, int]]:
 
 
 def measure(config: ModelConfig, sizes: tuple[int, int, int], rows: int, seq_len: int, grad_accum: int = 1) -> dict:
-    """Bytes on one device and collectives of the update on a mesh of these sizes."""
-    started = time.perf_counter()
-    compiled = compiled_update(config, make_mesh(MeshConfig(*sizes)), rows, seq_len, grad_accum)
+    """Bytes on one device and collectives of the update on a mesh of these sizes, and collectives of an eval."""
+    started, mesh = time.perf_counter(), make_mesh(MeshConfig(*sizes))
+    compiled = compiled_update(config, mesh, rows, seq_len, grad_accum)
     memory = compiled.memory_analysis()
     sent = collectives(compiled.as_text())
     return {
@@ -89,6 +98,7 @@ def measure(config: ModelConfig, sizes: tuple[int, int, int], rows: int, seq_len
         "temp_bytes": memory.temp_size_in_bytes,
         "peak_bytes": needed_bytes(compiled),
         "collectives": sent,
+        "eval_collectives": collectives(compiled_eval(config, mesh, rows, seq_len).as_text()),
         "compile_seconds": round(time.perf_counter() - started, 1),
     }
 
@@ -130,9 +140,11 @@ def main(argv: list[str] | None = None) -> None:
         mesh = mesh_text(dict(zip(AXES, sizes, strict=True)))
         state, peak = (f"{found[key] / 1e6:,.1f} MB" for key in ("state_bytes", "peak_bytes"))
         print(f"{mesh}: state {state} a device, peak {peak} (compiled in {found['compile_seconds']} s)")
-        for kind, shapes in found["collectives"].items():
-            size = sum(size_bytes(shape) * count for shape, count in shapes.items())
-            print(f"    {sum(shapes.values()):4} {kind:19} {size / 1e6:10,.2f} MB")
+        for what in ("collectives", "eval_collectives"):
+            for kind, shapes in found[what].items():
+                size = sum(size_bytes(shape) * count for shape, count in shapes.items())
+                of = "  of an eval" if what == "eval_collectives" else ""
+                print(f"    {sum(shapes.values()):4} {kind:19} {size / 1e6:10,.2f} MB{of}")
     if options.json:
         options.json.write_text(json.dumps(results, indent=2))
 

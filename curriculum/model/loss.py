@@ -3,7 +3,8 @@
 In training the gradient is computed in the forward pass: while the logits of a chunk are at hand, their cotangent is
 known up to one factor (the loss is a sum), so nothing has to be kept or recomputed for the backward pass.
 
-Shape suffixes: B rows, t positions of a chunk, m = B*t, D width, V vocabulary; S shards of the rows, one per device.
+Shape suffixes: B rows, t positions of a chunk, m = B*t, D width, V vocabulary, W with the rows that fill it up, as N
+blocks of K ids; S shards of the rows, one per device.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from curriculum.model.formulation import BY_BACKEND, backend, loss_positions
+from curriculum.model.formulation import BLOCK_IDS, BY_BACKEND, backend, loss_positions
 from curriculum.model.model import Model, Params
 
 
@@ -23,16 +24,18 @@ def nats_per_token(
 ) -> tuple[jax.Array, jax.Array]:
     """(nats_BT, correct_BT): -ln p(target) in float32, and whether the target is the likeliest token. For evals."""
     features_BTD = model.forward(params, inputs_BT, None, None)
+    # If the ids are split over devices, blocks would lie across them, and the logits be gathered.
+    block_ids = BLOCK_IDS if model.vocab_shards == 1 else None
     if model.head is None:
-        return _nats(_without_padding(features_BTD.astype(jnp.float32), model.num_ids), targets_BT)
-    kernel_VD, num_ids = _head(model, params)
-    kernel_VD = kernel_VD.astype(features_BTD.dtype)
+        return _nats(features_BTD.astype(jnp.float32), model.num_ids, targets_BT, block_ids)
+    kernel_WD, num_ids = _head(model, params, max(block_ids or 1, BY_BACKEND[backend()].head_rows))
+    kernel_WD = kernel_WD.astype(features_BTD.dtype)
 
     def chunk_nats(chunk):
         features_BtD, targets_Bt = chunk
-        return _nats(_logits(features_BtD, kernel_VD, num_ids), targets_Bt)
+        return _nats(_logits(features_BtD, kernel_WD, None), num_ids, targets_Bt, block_ids)
 
-    return _by_chunk(chunk_nats, (features_BTD, targets_BT), kernel_VD, model.row_shards)
+    return _by_chunk(chunk_nats, (features_BTD, targets_BT), kernel_WD, model.row_shards)
 
 
 def sum_nats(
@@ -50,10 +53,10 @@ def sum_nats(
     """
     features_BTD = model.forward(params, inputs_BT, segment_ids_BT, keys_B)
     if model.head is None:
-        nats_BT, _ = _nats(_without_padding(features_BTD.astype(jnp.float32), model.num_ids), targets_BT)
+        nats_BT, _ = _nats(features_BTD.astype(jnp.float32), model.num_ids, targets_BT)
         nats_BT = jnp.where(loss_mask_BT, nats_BT, 0)
         return nats_BT.sum(), jax.lax.stop_gradient(nats_BT).sum(axis=1)
-    kernel_VD, num_ids = _head(model, params)
+    kernel_VD, num_ids = _head(model, params, BY_BACKEND[backend()].head_rows)
     return _sum_nats(num_ids, model.row_shards, features_BTD, kernel_VD, targets_BT, loss_mask_BT)
 
 
@@ -72,7 +75,7 @@ def sample_targets(
 
     if model.head is None:
         return draw(keys_B, positions_BT, _without_padding(features_BTD.astype(jnp.float32), model.num_ids))
-    kernel_VD, num_ids = _head(model, params)
+    kernel_VD, num_ids = _head(model, params, BY_BACKEND[backend()].head_rows)
     kernel_VD = kernel_VD.astype(features_BTD.dtype)
 
     def chunk_draw(chunk):
@@ -90,11 +93,11 @@ def next_logits(model: Model, params: Params, features_BD: jax.Array) -> jax.Arr
     return _without_padding(_logits(features_BD[:, None], kernel_VD, None)[:, 0], model.num_ids)
 
 
-def _head(model: Model, params: Params) -> tuple[jax.Array, int | None]:
-    """(kernel_VD, padded with rows of zeros as the backend wants; how many rows are ids, None: all)."""
+def _head(model: Model, params: Params, multiple: int) -> tuple[jax.Array, int | None]:
+    """(kernel_WD: filled up to a multiple of so many rows with zeros; how many rows are ids, None: all)."""
     kernel_VD = model.head(params)
     V = kernel_VD.shape[0]
-    missing = -V % BY_BACKEND[backend()].head_rows
+    missing = -V % multiple
     if not missing:
         return kernel_VD, model.num_ids
     return jnp.pad(kernel_VD, ((0, missing), (0, 0))), model.num_ids or V
@@ -106,7 +109,7 @@ def _sum_nats(num_ids, row_shards, features_BTD, kernel_VD, targets_BT, loss_mas
 
     def chunk_nats(chunk):
         features_BtD, targets_Bt = chunk
-        return _nats(_logits(features_BtD, kernel_VD, num_ids), targets_Bt)[0]
+        return _nats(_logits(features_BtD, kernel_VD, None), num_ids, targets_Bt)[0]
 
     nats_BT = jnp.where(loss_mask_BT, _by_chunk(chunk_nats, (features_BTD, targets_BT), kernel_VD, row_shards), 0)
     return nats_BT.sum(), nats_BT.sum(axis=1)
@@ -169,14 +172,39 @@ def _without_padding(logits_V: jax.Array, num_ids: int | None) -> jax.Array:
     return jnp.where(jnp.arange(logits_V.shape[-1]) < num_ids, logits_V, -jnp.inf)
 
 
-def _nats(logits_BTV: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    target_logits_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
-    nats_BT = jax.nn.logsumexp(logits_BTV, axis=-1) - target_logits_BT
-    # Whether `argmax` would give the target (the first of equals), as a reduction that XLA's CPU compiler vectorises.
-    ids_V, target_BT1 = jnp.arange(logits_BTV.shape[-1]), targets_BT[..., None]
-    below_BTV = logits_BTV < target_logits_BT[..., None]
-    tied_after_BTV = (logits_BTV == target_logits_BT[..., None]) & (ids_V >= target_BT1)
-    return nats_BT, (below_BTV | tied_after_BTV).all(axis=-1)
+def _nats(
+    logits_BTW: jax.Array, num_ids: int | None, targets_BT: jax.Array, block_ids: int | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """(nats_BT, correct_BT) of logits that are padding from `num_ids` on; None: none is.
+
+    With `block_ids` that divide the logits, the sum of exponentials and the largest logit of each such block of ids
+    come first, and then those of all. So a block is still in the cache when it is read again, and whether `argmax`
+    would give the target, the first of equals, is asked of the blocks and of the target's own block alone.
+    """
+    W = logits_BTW.shape[-1]
+    V = num_ids or W
+    K = W if block_ids is None or W % block_ids else block_ids
+    blocks_BTNK = logits_BTW.reshape(*targets_BT.shape, W // K, K)
+    rest_BTK = logits_BTW[..., V // K * K : V]
+
+    def by_block(reduce):
+        of_whole_BTN = reduce(blocks_BTNK, axis=-1)[..., : V // K]
+        if V % K == 0:
+            return of_whole_BTN
+        return jnp.concatenate([of_whole_BTN, reduce(rest_BTK, axis=-1, keepdims=True)], axis=-1)
+
+    target_BT1 = targets_BT[..., None]
+    target_logit_BT1 = jnp.take_along_axis(logits_BTW, target_BT1, axis=-1)
+
+    def is_first_top(values_BTn, at_BT1):
+        at_n = jnp.arange(values_BTn.shape[-1])
+        tied_after_BTn = (values_BTn == target_logit_BT1) & (at_n >= at_BT1)
+        return ((values_BTn < target_logit_BT1) | tied_after_BTn).all(axis=-1)
+
+    nats_BT = jax.nn.logsumexp(by_block(jax.nn.logsumexp), axis=-1) - target_logit_BT1[..., 0]
+    own_BTK = logits_BTW if K == W else jnp.take_along_axis(blocks_BTNK, target_BT1[..., None] // K, axis=-2)[..., 0, :]
+    own_BTK = jnp.where(target_BT1 // K * K + jnp.arange(K) < V, own_BTK, -jnp.inf)
+    return nats_BT, is_first_top(by_block(jnp.max), target_BT1 // K) & is_first_top(own_BTK, target_BT1 % K)
 
 
 def _by_chunk(function, arrays, kernel_VD, row_shards):

@@ -62,7 +62,8 @@ class Model:
     `placed(placement)`: the same model, gathering its parameters part by part where it uses them; without it all
     parameters are gathered first.
 
-    `row_shards`: the number of devices that the rows of a batch are split over.
+    `row_shards`, `vocab_shards`: the numbers of devices that the rows of a batch, and the ids of the vocabulary, are
+    split over.
     """
 
     init: Callable[[int], Params]
@@ -76,6 +77,7 @@ class Model:
     max_seq_len: int | None = None
     placed: Callable[[Placement], Model] | None = None
     row_shards: int = 1
+    vocab_shards: int = 1
 
 
 def abstract_params(model: Model) -> Params:

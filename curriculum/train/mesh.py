@@ -191,16 +191,16 @@ def on_mesh(model: Model, mesh: Mesh) -> Model:
     """The same model, with its parameters whole over fsdp while it uses them."""
 
     whole = partial(gather, mesh)
-    if model.placed is not None:
-        placement = Placement(whole, heads_split=mesh.shape["tensor"] > 1, on_each=partial(on_each, mesh))
-        model = model.placed(placement)
-        return replace(model, row_shards=row_shards(mesh))
 
     def using_whole(function: Callable | None) -> Callable | None:
         return None if function is None else lambda params, *inputs: function(whole(params), *inputs)
 
-    names = ("forward", "head", "extend")
-    return replace(model, row_shards=row_shards(mesh), **{name: using_whole(getattr(model, name)) for name in names})
+    if model.placed is not None:
+        model = model.placed(Placement(whole, heads_split=mesh.shape["tensor"] > 1, on_each=partial(on_each, mesh)))
+    else:
+        names = ("forward", "head", "extend")
+        model = replace(model, **{name: using_whole(getattr(model, name)) for name in names})
+    return replace(model, row_shards=row_shards(mesh), vocab_shards=mesh.shape["tensor"])
 
 
 def rows_here(mesh: Mesh, num_rows: int) -> slice:
