@@ -169,4 +169,4 @@ def test_an_eval_sends_matrices_and_the_residual_stream_but_no_logits(measured):
         # The largest logit, the sum of exponentials, the target's logit; and whether that is the likeliest.
         per_token = [f"{rows},{positions}", f"{rows},{positions},1"]
         assert set(sums) <= {f"{dtype}[{shape}]" for dtype in ("f32", "pred") for shape in per_token}
-        assert sum(sums.values()) == 5
+        assert sum(sums.values()) == 4

@@ -48,9 +48,7 @@ class Formulation:
 # With a small vocabulary, more than `loss_tokens` tokens at a time: as many as have this many logits.
 LOSS_LOGITS = 1 << 22
 # Evals fill the head up to blocks of so many ids, and reduce the logits block by block. On two cores an eval of `tiny`
-# then has 1.1 times its speed with 4,096 ids, 1.8 times with 50,257, and the same with 257 (tools/bench_eval.py).
-# Compiled for an H100, an eval of 124M parameters has a least time of 17.3 instead of 19.2 ms for 32,768 tokens: logits
-# are read twice instead of three times.
+# then has 1.05 times its speed with 4,096 ids, 1.4 times with 50,257, and the same with 257 (tools/bench_eval.py).
 BLOCK_IDS = 128
 BY_BACKEND = {
     # Speeds relative to these choices, with two cores, 0.8M parameters, three rounds of one run: scanned layers 0.83;

@@ -202,7 +202,9 @@ def _nats(
         return ((values_BTn < target_logit_BT1) | tied_after_BTn).all(axis=-1)
 
     nats_BT = jax.nn.logsumexp(by_block(jax.nn.logsumexp), axis=-1) - target_logit_BT1[..., 0]
-    own_BTK = logits_BTW if K == W else jnp.take_along_axis(blocks_BTNK, target_BT1[..., None] // K, axis=-2)[..., 0, :]
+    if K == W:
+        return nats_BT, is_first_top(logits_BTW[..., :V], target_BT1)
+    own_BTK = jnp.take_along_axis(blocks_BTNK, target_BT1[..., None] // K, axis=-2)[..., 0, :]
     own_BTK = jnp.where(target_BT1 // K * K + jnp.arange(K) < V, own_BTK, -jnp.inf)
     return nats_BT, is_first_top(by_block(jnp.max), target_BT1 // K) & is_first_top(own_BTK, target_BT1 % K)
 
