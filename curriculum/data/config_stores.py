@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,14 @@ from curriculum.data.store import Store
 from curriculum.data.tokenizers.tokenizer import Tokenizer
 
 
+class Stores(NamedTuple):
+    """Open stores of a config. `splits` parts each source's text into training and held out, whatever the eval sets."""
+
+    sources: dict[str, Store]
+    evalsets: dict[str, Store]  # of the sets that have text of their own
+    splits: dict[str, Split]
+
+
 def own_sources(config: Config) -> dict[str, SourceConfig]:
     """The text of each eval set that has text of its own, instead of being held out of a source."""
     sources = {name: evalset.own_source() for name, evalset in config.eval_sources.items()}
@@ -29,10 +37,8 @@ def place_of(evalset: str) -> str:
     return "evalsets.primary" if evalset == PRIMARY else f"evalsets.sets.{evalset}"
 
 
-def prepare_stores(
-    config: Config, tokenizer: Tokenizer, store_dir: str | Path
-) -> tuple[dict[str, Store], dict[str, Store]]:
-    """(stores of the sources, stores of the eval sets with text of their own); builds those that do not exist.
+def prepare_stores(config: Config, tokenizer: Tokenizer, store_dir: str | Path) -> Stores:
+    """The stores of all sources and eval sets; builds those that do not exist. Raises InputError.
 
     Prepared folders are opened first, and eval sets come before sources, which take the longest: their errors are
     reported before the sources are read.
@@ -40,20 +46,24 @@ def prepare_stores(
     texts = {place_of(name): source for name, source in own_sources(config).items()} | config.sources
     in_turn = sorted(texts, key=lambda name: not is_prepared(texts[name]))
     made = {name: prepared(config, name, texts[name], tokenizer, store_dir) for name in in_turn}
-    return {n: made[n] for n in config.sources}, {n: made[place_of(n)] for n in own_sources(config)}
+    evalsets = {name: made[place_of(name)] for name in own_sources(config)}
+    return split_stores(config, tokenizer, {name: made[name] for name in config.sources}, evalsets)
 
 
-def find_stores(
-    config: Config, tokenizer: Tokenizer, store_dir: str | Path
-) -> tuple[dict[str, Store], dict[str, Store]]:
+def find_stores(config: Config, tokenizer: Tokenizer, store_dir: str | Path) -> Stores:
     """What `prepare_stores` would give, without the stores that are not built yet."""
 
     def find(name: str, source: SourceConfig) -> Store | None:
         return None if source.is_missing else find_store(name, source, tokenizer, store_dir, config.chat)
 
-    stores = {name: find(name, source) for name, source in config.sources.items()}
-    eval_stores = {name: find(place_of(name), source) for name, source in own_sources(config).items()}
-    return {n: store for n, store in stores.items() if store}, {n: store for n, store in eval_stores.items() if store}
+    sources = {name: find(name, source) for name, source in config.sources.items()}
+    evalsets = {name: find(place_of(name), source) for name, source in own_sources(config).items()}
+    return split_stores(
+        config,
+        tokenizer,
+        {name: store for name, store in sources.items() if store},
+        {name: store for name, store in evalsets.items() if store},
+    )
 
 
 def prepared(config: Config, name: str, source: SourceConfig, tokenizer: Tokenizer, store_dir: str | Path) -> Store:
@@ -61,42 +71,38 @@ def prepared(config: Config, name: str, source: SourceConfig, tokenizer: Tokeniz
     return prepare_store(name, source, tokenizer, store_dir, ConsoleProgress(f"preparing {name}"), chat=config.chat)
 
 
-def hold_out(config: Config, tokenizer: Tokenizer, stores: Mapping[str, Store]) -> dict[str, Split]:
-    """The split of each source into training and held-out text; it does not depend on the eval sets."""
+def split_stores(config: Config, tokenizer: Tokenizer, sources: dict[str, Store], evalsets: dict[str, Store]) -> Stores:
+    """These open stores with the split of each source. Raises InputError naming the source that cannot be split."""
     splits = {}
-    for name, store in stores.items():
+    for name, store in sources.items():
         share = parse_share(config.sources[name].held_out)
         try:
             splits[name] = split_store(store, tokenizer, share, config.eval_seq_len if share else 1)
         except ValueError as error:
             raise config.error([(f"sources.{name}.held_out", str(error))]) from None
-    return splits
+    return Stores(sources, evalsets, splits)
 
 
 def drop_evals(
-    config: Config,
-    tokenizer: Tokenizer,
-    stores: Mapping[str, Store],
-    eval_stores: Mapping[str, Store],
-    splits: Mapping[str, Split],
+    config: Config, tokenizer: Tokenizer, stores: Stores
 ) -> tuple[dict[str, Split], dict[str, dict[str, int]]]:
     """(the split left for training, the number of documents dropped for each eval set), both by source."""
-    hashes = {name: store.documents["hash"] for name, store in eval_stores.items()}
+    hashes = {name: store.documents["hash"] for name, store in stores.evalsets.items()}
     divided = {}  # by eval set, the hash of the whole document whose tail it measures
     for name, source in config.eval_sources.items():
-        if source.held_out_of in splits:
-            store, split = stores[source.held_out_of], splits[source.held_out_of]
+        if source.held_out_of in stores.sources:
+            store, split = stores.sources[source.held_out_of], stores.splits[source.held_out_of]
             hashes[name] = store.documents["hash"][split.held_out]
             if (piece := held_out_piece(store, tokenizer, split)) is not None:
                 hashes[name] = np.append(hashes[name], np.array([piece.hash], np.uint64), axis=0)
                 divided[name] = store.documents["hash"][split.cut[0]][None]
     kept, dropped = {}, {}
-    for name, store in stores.items():
+    for name, store in stores.sources.items():
         # A source trains on the head of its own divided document; other sources must not have that document.
         others = {e: h for e, h in divided.items() if config.eval_sources[e].held_out_of != name}
         seen = {e: np.append(h, others[e], axis=0) if e in others else h for e, h in hashes.items()}
         try:
-            kept[name], counts = drop_overlap(splits[name], store.documents["hash"], name, seen)
+            kept[name], counts = drop_overlap(stores.splits[name], store.documents["hash"], name, seen)
         except ValueError as error:
             raise config.error([(f"sources.{name}", str(error))]) from None
         dropped[name] = {evalset: count for evalset, count in counts.items() if count}

@@ -11,15 +11,16 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from curriculum.config import Config, EvalSource
+from curriculum.config import Config
 from curriculum.data.config_stores import (
+    Stores,
     drop_evals,
     find_stores,
-    hold_out,
     own_sources,
     place_of,
     prepare_stores,
     prepared,
+    split_stores,
 )
 from curriculum.data.documents import empty_warnings, file_warnings
 from curriculum.data.held_out import eval_documents, first_eval_documents
@@ -79,15 +80,11 @@ def load_corpus(config: Config, store_dir: str | Path, tokenizer: Tokenizer | No
         tokenizer = prepare_tokenizer(config.tokenizer, config.sources, store_dir, config.chat)
     if config.model is not None:
         resolve_model(config.model, tokenizer.vocab_size)
-    stores, eval_stores = prepare_stores(config, tokenizer, store_dir)
-    splits = hold_out(config, tokenizer, stores)
-    kept, dropped = drop_evals(config, tokenizer, stores, eval_stores, splits)
-    evalsets = {
-        name: _evalset(config, name, source, tokenizer, stores, eval_stores, splits)
-        for name, source in config.eval_sources.items()
-    }
+    stores = prepare_stores(config, tokenizer, store_dir)
+    kept, dropped = drop_evals(config, tokenizer, stores)
+    evalsets = {name: _evalset(config, name, tokenizer, stores) for name in config.eval_sources}
     streams, details = {}, {}
-    for name, store in stores.items():
+    for name, store in stores.sources.items():
         stream = store.view(kept[name].keep_N, kept[name].cut)
         scored = store.scored_view(kept[name].keep_N, kept[name].cut)
         streams[name] = stream if scored is None else TokenStream(stream, tokenizer.eot, scored, tokenizer.bos)
@@ -107,7 +104,7 @@ def load_corpus(config: Config, store_dir: str | Path, tokenizer: Tokenizer | No
         warnings=(
             *_overlap_warnings(dropped),
             *size_warnings(config, evalsets),
-            *_empty_warnings(stores, eval_stores),
+            *_empty_warnings(stores),
             *_file_warnings(config),
         ),
     )
@@ -120,7 +117,7 @@ def load_evalsets(
 
     Raises InputError naming the set if its text is missing.
     """
-    problems, stores, eval_stores = [], {}, {}
+    problems, sources, evalsets = [], {}, {}
     wanted = {name: config.eval_sources[name] for name in names}
     for name, evalset in wanted.items():
         held_out_of, own = evalset.held_out_of, evalset.own_source()
@@ -130,25 +127,22 @@ def load_evalsets(
             missing = f"{whose}{source.path!r} is not there (paths are relative to the working folder)"
             problems.append((place_of(name), f"{missing}; restore it, or measure other sets"))
         elif own is not None:
-            eval_stores[name] = prepared(config, place_of(name), own, tokenizer, store_dir)
-        elif held_out_of not in stores:
-            stores[held_out_of] = prepared(config, held_out_of, source, tokenizer, store_dir)
+            evalsets[name] = prepared(config, place_of(name), own, tokenizer, store_dir)
+        elif held_out_of not in sources:
+            sources[held_out_of] = prepared(config, held_out_of, source, tokenizer, store_dir)
     if problems:
         raise config.error(problems)
-    splits = hold_out(config, tokenizer, stores)
-    return {
-        name: _evalset(config, name, source, tokenizer, stores, eval_stores, splits) for name, source in wanted.items()
-    }
+    stores = split_stores(config, tokenizer, sources, evalsets)
+    return {name: _evalset(config, name, tokenizer, stores) for name in wanted}
 
 
 def find_evalsets(config: Config, store_dir: str | Path, tokenizer: Tokenizer) -> dict[str, EvalSet]:
     """The eval sets whose text is prepared already, as `load_corpus` gives them. Raises InputError."""
-    stores, eval_stores = find_stores(config, tokenizer, store_dir)
-    splits = hold_out(config, tokenizer, stores)
+    stores = find_stores(config, tokenizer, store_dir)
     return {
-        name: _evalset(config, name, source, tokenizer, stores, eval_stores, splits)
+        name: _evalset(config, name, tokenizer, stores)
         for name, source in config.eval_sources.items()
-        if name in eval_stores or source.held_out_of in stores
+        if name in stores.evalsets or source.held_out_of in stores.sources
     }
 
 
@@ -168,14 +162,14 @@ def find_read_documents(
     """
     if not texts:
         return {}
-    stores, eval_stores = find_stores(config, tokenizer, store_dir)
-    kept, _ = drop_evals(config, tokenizer, stores, eval_stores, hold_out(config, tokenizer, stores))
+    stores = find_stores(config, tokenizer, store_dir)
+    kept, _ = drop_evals(config, tokenizer, stores)
     found: dict[str, tuple[int, dict[str, int | None]]] = {}
     for name, text in texts.items():
         new = find_store(place_of(name), text, tokenizer, store_dir, config.chat).documents["hash"]
         counts = {
-            source: int(overlapping(new, stores[source].documents["hash"][kept[source].keep_N]).sum())
-            if source in stores
+            source: int(overlapping(new, stores.sources[source].documents["hash"][kept[source].keep_N]).sum())
+            if source in kept
             else None
             for source in sources
         }
@@ -189,63 +183,46 @@ def find_sizes(config: Config, store_dir: str | Path, tokenizer: Tokenizer | Non
     `tokenizer` replaces the config's.
     """
     tokenizer = tokenizer or find_tokenizer(config.tokenizer, config.sources, store_dir, config.chat)
-    stores, eval_stores = find_stores(config, tokenizer, store_dir) if tokenizer else ({}, {})
-    splits = hold_out(config, tokenizer, stores)
-    kept, dropped = drop_evals(config, tokenizer, stores, eval_stores, splits)
+    stores = find_stores(config, tokenizer, store_dir) if tokenizer else Stores({}, {}, {})
+    kept, dropped = drop_evals(config, tokenizer, stores)
     details = {}
-    for name, store in stores.items():
+    for name, store in stores.sources.items():
         held, packing = _details(store, kept[name], dropped[name]), None
         if config.packing.mode == "best_fit" and held["tokens"]:
             packing = find_packing(held["stream"], config.longest_seq_len, store_dir)
         details[name] = held | _epoch(config, held, packing)
-    warnings = _overlap_warnings(dropped) + _empty_warnings(stores, eval_stores) + _file_warnings(config)
-    if stores and (missing := [name for name in own_sources(config) if name not in eval_stores]):
+    warnings = _overlap_warnings(dropped) + _empty_warnings(stores) + _file_warnings(config)
+    if stores.sources and (missing := [name for name in own_sources(config) if name not in stores.evalsets]):
         warnings += (f"not prepared yet, so overlap with training is not counted: eval sets {', '.join(missing)}",)
     return Sizes(
         tokenizer=tokenizer,
         tokens_per_epoch={
             name: details[name]["tokens_per_epoch"] if name in details else None for name in config.sources
         },
-        evalset_tokens={
-            name: _evalset_tokens(config, name, source, stores, eval_stores, splits)
-            for name, source in config.eval_sources.items()
-        },
+        evalset_tokens={name: _evalset_tokens(config, name, stores) for name in config.eval_sources},
         details=details,
         warnings=warnings,
     )
 
 
-def _evalset_tokens(
-    config: Config,
-    name: str,
-    source: EvalSource,
-    stores: Mapping[str, Store],
-    eval_stores: Mapping[str, Store],
-    splits: Mapping[str, Split],
-) -> int | None:
-    if source.held_out_of in stores:
-        store, split = stores[source.held_out_of], splits[source.held_out_of]
+def _evalset_tokens(config: Config, name: str, stores: Stores) -> int | None:
+    source = config.eval_sources[name]
+    if source.held_out_of in stores.sources:
+        store, split = stores.sources[source.held_out_of], stores.splits[source.held_out_of]
         num_tokens = store.facts.num_tokens - len(store.view(split.keep_N, split.cut))
-    elif name in eval_stores:
-        num_tokens = eval_stores[name].facts.num_tokens
+    elif name in stores.evalsets:
+        num_tokens = stores.evalsets[name].facts.num_tokens
     else:
         return None
     return num_tokens if source.max_sequences is None else min(num_tokens, source.max_sequences * config.eval_seq_len)
 
 
-def _evalset(
-    config: Config,
-    name: str,
-    source: EvalSource,
-    tokenizer: Tokenizer,
-    stores: Mapping[str, Store],
-    eval_stores: Mapping[str, Store],
-    splits: Mapping[str, Split],
-) -> EvalSet:
+def _evalset(config: Config, name: str, tokenizer: Tokenizer, stores: Stores) -> EvalSet:
+    source = config.eval_sources[name]
     if source.held_out_of is not None:
-        store, split = stores[source.held_out_of], splits[source.held_out_of]
+        store, split = stores.sources[source.held_out_of], stores.splits[source.held_out_of]
     else:
-        store, split = eval_stores[name], None
+        store, split = stores.evalsets[name], None
     if source.max_sequences is None:
         documents = list(eval_documents(store, tokenizer, split))
     else:
@@ -314,8 +291,8 @@ def _overlap_warnings(dropped: Mapping[str, Mapping[str, int]]) -> tuple[str, ..
     )
 
 
-def _empty_warnings(stores: Mapping[str, Store], eval_stores: Mapping[str, Store]) -> tuple[str, ...]:
-    return empty_warnings(_called(stores, eval_stores))
+def _empty_warnings(stores: Stores) -> tuple[str, ...]:
+    return empty_warnings(_called(stores.sources, stores.evalsets))
 
 
 def _file_warnings(config: Config) -> tuple[str, ...]:
