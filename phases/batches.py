@@ -35,29 +35,25 @@ class Batch(NamedTuple):
     source_ids_AB: np.ndarray  # int32, index into the data plan's `sources`
 
 
-class Row(NamedTuple):
-    """T slots of a stream, for one row of a batch; the batch's masks are yet to be applied to `scored_T`."""
+class Rows(NamedTuple):
+    """R rows of T slots of a stream; the batch's masks are yet to be applied to `scored_RT`."""
 
-    inputs_T: np.ndarray
-    targets_T: np.ndarray
-    scored_T: np.ndarray
-    segment_ids_T: np.ndarray
+    inputs_RT: np.ndarray
+    targets_RT: np.ndarray
+    scored_RT: np.ndarray
+    segment_ids_RT: np.ndarray
 
 
 class RowStream(Protocol):
-    """A stream that makes its rows itself, because they are more than consecutive tokens that are all scored.
+    """A stream that makes its rows itself, because they are more than consecutive tokens that are all scored."""
 
-    It may also have `read_rows(offsets_R, length) -> Row`, with columns [R, T], which then reads all its rows of a
-    batch in one call.
-    """
-
-    def read(self, offset: int, length: int) -> Row:
-        """The `length` slots from slot `offset` on; they never cross the end of a block."""
+    def read(self, offsets_R: np.ndarray, length: int) -> Rows:
+        """For each offset the `length` slots from there on; they never cross the end of a block."""
 
 
 @dataclass(frozen=True, eq=False)
 class TokenStream:
-    """A stream of consecutive tokens; `scored` says of each token whether it is scored (None: all are).
+    """A `RowStream` of consecutive tokens; `scored` says of each token whether it is scored (None: all are).
 
     `eot` and `bos` are as in `document_ids`.
     """
@@ -67,14 +63,14 @@ class TokenStream:
     scored: Sequence[bool] | None = None
     bos: int | None = None
 
-    def read(self, offset: int, length: int) -> Row:
-        tokens_T1 = np.asarray(self.tokens[offset : offset + length + 1])
+    def read(self, offsets_R: np.ndarray, length: int) -> Rows:
+        offsets = offsets_R.tolist()
+        cut = _cut(self.tokens)
+        rows = _consecutive([cut(offset, offset + length + 1) for offset in offsets], length, self.eot, self.bos)
         if self.scored is None:
-            scored_T = np.ones(length, bool)
-        else:
-            scored_T = np.asarray(self.scored[offset + 1 : offset + length + 1], bool)
-        segment_ids_T = document_ids(tokens_T1, self.eot, self.bos)[:-1]
-        return Row(tokens_T1[:-1], tokens_T1[1:], scored_T, segment_ids_T)
+            return rows
+        cut = _cut(self.scored)
+        return rows._replace(scored_RT=np.array([cut(offset + 1, offset + length + 1) for offset in offsets], bool))
 
 
 class Draws(NamedTuple):
@@ -194,14 +190,8 @@ class DataPlan:
         if rows is not None:
             draws = Draws(*(column.reshape(num_micro, -1)[:, rows].reshape(-1) for column in draws))
         by_source = [streams.get(name) for name in self.sources]
-        if any(hasattr(stream, "read") for stream in by_source):
-            inputs_BT, targets_BT, scored_BT, segment_ids_BT = _rows(by_source, draws, segment.seq_len, eot, bos)
-        else:
-            tokens_BT1 = _consecutive_tokens(by_source, draws, segment.seq_len)
-            segment_ids_BT = document_ids(tokens_BT1, eot, bos)[:, :-1]
-            tokens_BT1 = tokens_BT1.astype(np.int32, casting="same_kind")
-            inputs_BT, targets_BT = tokens_BT1[:, :-1], tokens_BT1[:, 1:]
-            scored_BT = np.ones(inputs_BT.shape, bool)
+        read = _rows if any(hasattr(stream, "read") for stream in by_source) else _plain_rows
+        inputs_BT, targets_BT, scored_BT, segment_ids_BT = read(by_source, draws, segment.seq_len, eot, bos)
         own_bos = bos not in (None, eot)
         if own_bos:
             scored_BT &= targets_BT != bos
@@ -221,36 +211,39 @@ class DataPlan:
         )
 
 
-def _consecutive_tokens(streams: Sequence, draws: Draws, length: int) -> np.ndarray:
-    """The tokens of each row and the one after it, [B, T + 1], in the streams' type. Every stream is an array."""
-    cuts, end = [_cut(stream) for stream in streams], length + 1
+def _plain_rows(streams: Sequence, draws: Draws, length: int, eot: int, bos: int | None) -> Rows:
+    """The rows of a batch whose streams are all arrays: at once, whatever their sources."""
+    cuts = [_cut(stream) for stream in streams]
     spans = zip(draws.source.tolist(), draws.offset.tolist(), strict=True)
-    tokens_B = [cuts[source](offset, offset + end) for source, offset in spans]
-    return (np.concatenate(tokens_B) if tokens_B else np.empty(0, np.int32)).reshape(-1, end)
+    return _consecutive([cuts[source](offset, offset + length + 1) for source, offset in spans], length, eot, bos)
+
+
+def _rows(streams: Sequence, draws: Draws, length: int, eot: int, bos: int | None) -> Rows:
+    """The rows of a batch from streams of any kind."""
+    shape = len(draws.source), length
+    rows = Rows(*(np.empty(shape, dtype) for dtype in (np.int32, np.int32, bool, np.int32)))
+    for source in np.unique(draws.source).tolist():
+        stream = streams[source]
+        stream = stream if hasattr(stream, "read") else TokenStream(stream, eot, bos=bos)
+        of_source_R = np.flatnonzero(draws.source == source)
+        for column, read_RT in zip(rows, stream.read(draws.offset[of_source_R], length), strict=True):
+            column[of_source_R] = read_RT
+    return rows
+
+
+def _consecutive(tokens_R: Sequence[np.ndarray], length: int, eot: int, bos: int | None) -> Rows:
+    """Rows of which all is scored, from the `length` tokens of each and the one after them, in the stream's type."""
+    tokens_RT1 = (np.concatenate(tokens_R) if tokens_R else np.empty(0, np.int32)).reshape(-1, length + 1)
+    segment_ids_RT = document_ids(tokens_RT1, eot, bos)[:, :-1]
+    tokens_RT1 = tokens_RT1.astype(np.int32, casting="same_kind")
+    return Rows(tokens_RT1[:, :-1], tokens_RT1[:, 1:], np.ones((len(tokens_RT1), length), bool), segment_ids_RT)
 
 
 def _cut(stream: Sequence) -> Callable[[int, int], np.ndarray]:
-    """The function that gives the tokens [start, stop) of a stream: its own `between`, or a slice of the array.
+    """The function that gives the items [start, stop) of a stream: its own `between`, or a slice of the array.
 
     A memory map is sliced through a plain array view, which is ten times as fast.
     """
     if isinstance(stream, np.memmap):
         stream = stream.view(np.ndarray)
     return getattr(stream, "between", None) or (lambda start, stop: stream[start:stop])
-
-
-def _rows(streams: Sequence, draws: Draws, length: int, eot: int, bos: int | None) -> tuple[np.ndarray, ...]:
-    """The columns of `Row`, [B, T], from streams of any kind; a stream that has `read_rows` is read in one call."""
-    shape = len(draws.source), length
-    columns = tuple(np.empty(shape, dtype) for dtype in (np.int32, np.int32, bool, np.int32))
-    for source in np.unique(draws.source).tolist():
-        stream = streams[source]
-        rows_R = np.flatnonzero(draws.source == source)
-        if hasattr(stream, "read_rows"):
-            read = stream.read_rows(draws.offset[rows_R], length)
-        else:
-            stream = stream if hasattr(stream, "read") else TokenStream(stream, eot, bos=bos)
-            read = zip(*(stream.read(offset, length) for offset in draws.offset[rows_R].tolist()), strict=True)
-        for column, slots_RT in zip(columns, read, strict=True):
-            column[rows_R] = slots_RT
-    return columns

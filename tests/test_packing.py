@@ -6,7 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, namedtuple
 
 import numpy as np
 import pytest
@@ -27,6 +27,7 @@ from phases.schedule import Phase, SourceSupply
 
 EOT = 0
 BLOCK = 8
+Row = namedtuple("Row", "inputs_T targets_T scored_T segment_ids_T")
 lengths_of = st.lists(st.integers(1, 40), min_size=1, max_size=80)
 
 
@@ -38,6 +39,10 @@ def bins_of(lengths, block=BLOCK, cut=None, scored=None):
             document[-1] = EOT
     pieces, bins = pack(np.array(lengths), block)
     return Bins(np.concatenate(documents), EOT, block, pieces, bins, scored)
+
+
+def row_of(bins, offset, length):
+    return Row(*(column_RT[0] for column_RT in bins.read(np.array([offset]), length)))
 
 
 def data_plan(streams, seq_len=BLOCK, batch=3, epochs=3):
@@ -96,7 +101,7 @@ def test_what_opens_a_document_is_in_no_piece():
     pieces, bins = pack(np.array([4, 12, 2]), 8, opening_tokens=1)
     assert pieces.tolist() == [(5, 8, 1), (1, 3, 1), (13, 3, 0), (17, 1, 1)] and bins.tolist() == [1, 4]
     bos, stream = 9, np.array([9, 11, 12, EOT, 9, *range(21, 31), EOT, 9, EOT])
-    row = Bins(stream, EOT, 8, pieces, bins, bos=bos).read(8, 8)
+    row = row_of(Bins(stream, EOT, 8, pieces, bins, bos=bos), 8, 8)
     assert row.inputs_T.tolist() == [bos, 11, 12, 28, 29, 30, bos, EOT]
     assert row.targets_T.tolist() == [11, 12, EOT, 29, 30, EOT, EOT, EOT]
     assert row.segment_ids_T.tolist() == [0, 0, 0, 1, 1, 1, 2, -1] and row.scored_T.tolist() == [True] * 7 + [False]
@@ -123,7 +128,7 @@ def test_every_token_stands_in_one_bin_and_no_bin_is_over_full(lengths, block):
 def test_rows_by_hand():
     # Document 1: 1001..1010 and end-of-text, 11 tokens: a full bin and 3. Document 2: 2001 2002 2003 0.
     bins = bins_of([11, 4])
-    full, rest = bins.read(0, 8), bins.read(8, 8)
+    full, rest = row_of(bins, 0, 8), row_of(bins, 8, 8)
     assert full.inputs_T.tolist() == [0, 1001, 1002, 1003, 1004, 1005, 1006, 1007]
     assert full.targets_T.tolist() == [1001, 1002, 1003, 1004, 1005, 1006, 1007, 1008]
     assert full.segment_ids_T.tolist() == [0] * 8 and full.scored_T.all()
@@ -137,20 +142,20 @@ def test_rows_by_hand():
 
 def test_shorter_rows_cut_a_bin():
     bins = bins_of([11, 4])
-    left, right = bins.read(8, 4), bins.read(12, 4)
+    left, right = row_of(bins, 8, 4), row_of(bins, 12, 4)
     assert left.inputs_T.tolist() == [1008, 1009, 1010, 0] and left.targets_T.tolist() == [1009, 1010, 0, 2001]
     assert left.segment_ids_T.tolist() == [0, 0, 0, 1]
     # The row begins inside document 2: with the token before, counted from 0 again.
     assert right.inputs_T.tolist() == [2001, 2002, 2003, 0] and right.targets_T.tolist() == [2002, 2003, 0, 0]
     assert right.segment_ids_T.tolist() == [0, 0, 0, -1]
-    padding = bins_of([2]).read(4, 4)
+    padding = row_of(bins_of([2]), 4, 4)
     assert padding.inputs_T.tolist() == padding.targets_T.tolist() == [EOT] * 4
     assert padding.segment_ids_T.tolist() == [-1] * 4 and not padding.scored_T.any()
 
 
 def test_the_head_of_a_document_ends_without_end_of_text():
     bins = bins_of([3, 4], cut=1)  # 1001 1002 0 and 2001 2002 2003 2004
-    row = bins.read(0, 8)
+    row = row_of(bins, 0, 8)
     assert row.targets_T.tolist() == [1001, 1002, 0, 2001, 2002, 2003, 2004, 0]
     assert row.inputs_T.tolist() == [0, 1001, 1002, 0, 2001, 2002, 2003, 0]
     assert row.segment_ids_T.tolist() == [0, 0, 0, 1, 1, 1, 1, -1]
@@ -159,7 +164,7 @@ def test_the_head_of_a_document_ends_without_end_of_text():
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.int64])
 def test_ids_of_any_type(dtype):
     pieces, bins = pack(np.array([11, 4]), BLOCK)
-    row = Bins(np.arange(40_000, 40_015).astype(dtype), EOT, BLOCK, pieces, bins).read(8, 8)
+    row = row_of(Bins(np.arange(40_000, 40_015).astype(dtype), EOT, BLOCK, pieces, bins), 8, 8)
     assert row.targets_T.tolist() == [*range(40_008, 40_015), 0] and row.targets_T.dtype == np.int32
     assert row.inputs_T.tolist() == [40_007, 40_008, 40_009, 0, 40_011, 40_012, 40_013, 0]
 
@@ -170,8 +175,8 @@ def test_shorter_rows_hold_what_the_bin_holds(lengths, length, with_scored):
     scored = np.random.default_rng(len(lengths)).random(sum(lengths)) < 0.5 if with_scored else None
     bins = bins_of(lengths, scored=scored)
     for offset in range(0, len(bins.bins) * BLOCK, BLOCK):
-        whole = bins.read(offset, BLOCK)
-        parts = [bins.read(offset + within, length) for within in range(0, BLOCK, length)]
+        whole = row_of(bins, offset, BLOCK)
+        parts = [row_of(bins, offset + within, length) for within in range(0, BLOCK, length)]
         for column in ("inputs_T", "targets_T", "scored_T"):
             assert np.concatenate([getattr(p, column) for p in parts]).tolist() == getattr(whole, column).tolist()
         for i, part in enumerate(parts):
@@ -185,9 +190,9 @@ def test_many_rows_at_once_are_those_read_alone(lengths, length, with_scored):
     scored = np.random.default_rng(len(lengths)).random(sum(lengths)) < 0.5 if with_scored else None
     bins = bins_of(lengths, scored=scored)
     offsets_R = np.random.default_rng(1).integers(0, len(bins.bins) * BLOCK // length, 7) * length
-    together = bins.read_rows(offsets_R, length)
+    together = bins.read(offsets_R, length)
     for row, offset in enumerate(offsets_R.tolist()):
-        for column_RT, column_T in zip(together, bins.read(offset, length), strict=True):
+        for column_RT, column_T in zip(together, row_of(bins, offset, length), strict=True):
             assert column_RT[row].tolist() == column_T.tolist() and column_RT.dtype == column_T.dtype
 
 
@@ -383,14 +388,14 @@ def test_bins_hold_the_training_text_and_nothing_else(folder, tmp_path):
     packed = load_corpus(config_of(folder, {"mode": "best_fit"}), tmp_path)
     for name in ("web", "book"):
         bins, details = packed.streams[name], packed.details[name]
-        rows = [bins.read(block * 32, 32) for block in range(details["tokens_per_epoch"] // 32)]
+        rows = [row_of(bins, block * 32, 32) for block in range(details["tokens_per_epoch"] // 32)]
         targets = np.concatenate([row.targets_T[row.scored_T] for row in rows])
         assert Counter(targets.tolist()) == Counter(plain.streams[name][:].tolist()) and len(targets) > 500
         assert details["utilization"] == details["tokens"] / details["tokens_per_epoch"] > 0.9
         assert details["stream"] == plain.details[name]["stream"]
     # The book is one document without its end: full bins in its order, then the rest.
     book = plain.streams["book"][:]
-    rows = [packed.streams["book"].read(offset, 32) for offset in range(0, packed.tokens_per_epoch["book"], 32)]
+    rows = [row_of(packed.streams["book"], offset, 32) for offset in range(0, packed.tokens_per_epoch["book"], 32)]
     assert np.concatenate([row.targets_T for row in rows])[: len(book)].tolist() == book.tolist()
     assert rows[1].inputs_T[0] == book[31] and rows[0].inputs_T[0] == packed.tokenizer.eot
     assert len(book) < packed.tokens_per_epoch["book"] < len(book) + 32

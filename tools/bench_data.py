@@ -8,6 +8,7 @@ the median of its rounds:
     planned          batches from token stores, their order worked out 256 steps at a time, as in training
     quarter          the same for a quarter of each batch's rows, as in one of four processes
     alone, random    batches asked for one by one, in sequence and in random order
+    marked           `planned` where each token is marked as scored or not, as in conversations
     bins             `planned` over the same tokens as documents packed by best fit
     order_planned, order_alone    the order of the batches only, without their tokens
     windows          nanoGPT's get_batch in numpy: 32 windows at random places of one memory map, which promises no
@@ -30,7 +31,7 @@ from bench_report import processor
 from curriculum.data.packing import Bins, pack
 from curriculum.data.view import TokenView
 from curriculum.train.device import tune_malloc
-from phases.batches import DataPlan, epoch_tokens
+from phases.batches import DataPlan, TokenStream, epoch_tokens
 from phases.curriculum import Curriculum
 from phases.lr import LrSchedule
 from phases.resolve import resolve
@@ -97,6 +98,8 @@ def main():
             name: TokenView([t.view(np.ndarray)], np.array([0]), np.array([len(t)])) for name, t in tokens.items()
         }
         plan = make_plan({name: epoch_tokens(len(stream), LENGTH) for name, stream in tokens.items()})
+        marks = {name: TokenView([t % 2 == 0], np.array([0]), np.array([len(t)])) for name, t in tokens.items()}
+        marked_stores = {name: TokenStream(stream, EOT, marks[name]) for name, stream in stores.items()}
         packed = make_bins(stores)
         packed_plan = make_plan({name: len(bins.bins) * LENGTH for name, bins in packed.items()})
         rng = np.random.default_rng(0)
@@ -114,6 +117,9 @@ def main():
 
         def quarter():
             in_sequence(plan, stores, rows=slice(0, BATCH // 4))
+
+        def marked():
+            in_sequence(plan, marked_stores)
 
         def bins():
             in_sequence(packed_plan, packed)
@@ -147,7 +153,7 @@ def main():
 
         planned()
         bins()
-        functions = (planned, quarter, alone, random, bins, order_planned, order_alone, windows, copy)
+        functions = (planned, quarter, alone, random, marked, bins, order_planned, order_alone, windows, copy)
         times = seconds_a_batch(functions)
     results = {"processor": processor(), "cores": os.cpu_count()}
     for name, seconds in times.items():

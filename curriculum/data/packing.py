@@ -19,7 +19,7 @@ from curriculum.data.cache import build_once, digest, is_there
 from curriculum.data.sidecar import read_sidecar, write_sidecar
 from curriculum.data.view import TokenView
 from curriculum.errors import InputError
-from phases.batches import Row
+from phases.batches import Rows
 
 SIDECAR_NAME, PIECES_NAME, BINS_NAME = "packing.json", "pieces.bin", "bins.bin"
 FORMAT_VERSION = 1
@@ -162,12 +162,11 @@ class Bins:
     scored: TokenView | None = None
     bos: int | None = None
 
-    def read(self, offset: int, length: int) -> Row:
-        """The slots [offset, offset + length), all of one bin."""
-        return Row(*(column_RT[0] for column_RT in self.read_rows(np.array([offset]), length)))
+    def read(self, offsets_R: np.ndarray, length: int) -> Rows:
+        """For each offset the `length` slots from there on, all of one bin.
 
-    def read_rows(self, offsets_R: np.ndarray, length: int) -> Row:
-        """`read` for R offsets, with columns [R, T]: the P pieces of all their bins are placed at once, then copied."""
+        The P pieces of all their bins are placed at once, then copied one by one.
+        """
         index_R, within_R = np.divmod(offsets_R, self.block_tokens)
         stops_R = self.bins[index_R].astype(np.int64)
         firsts_R = np.where(index_R > 0, self.bins[index_R - 1], 0).astype(np.int64)
@@ -213,7 +212,7 @@ class Bins:
         padded_R = np.flatnonzero(used_R < length)
         inputs_RT[padded_R, used_R[padded_R]] = self.eot  # the token before the padding need not be end-of-text
         inputs[at_P] = first_P
-        return Row(inputs_RT, targets_RT, scored_RT, segment_ids_RT)
+        return Rows(inputs_RT, targets_RT, scored_RT, segment_ids_RT)
 
 
 def find_packing(stream: str, block_tokens: int, store_dir: str | Path) -> PackingFacts | None:
