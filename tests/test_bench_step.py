@@ -1,18 +1,14 @@
 """tools/bench_step.py: the arithmetic of its table, and that its programs are the same model."""
 
-import importlib
 import platform
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
+import bench_step
 import jax
 import numpy as np
+import plain_jax
 import pytest
-
-TOOLS = Path(__file__).resolve().parent.parent / "tools"
-sys.path.append(str(TOOLS))  # where a script that is run by its path finds what stands beside it
-bench_report, bench_step, plain_jax = map(importlib.import_module, ("bench_report", "bench_step", "plain_jax"))
+import results
 
 
 def test_a_row_by_hand():
@@ -121,11 +117,11 @@ def test_the_plain_program_makes_the_update_that_ours_makes(monkeypatch):
 
 
 def test_a_table_is_as_wide_as_its_cells_and_empty_where_there_is_nothing(capsys):
-    bench_report.print_table([{"what": "a", "ms": 12.5}, {"what": "longer", "ms": None}])
+    results.print_table([{"what": "a", "ms": 12.5}, {"what": "longer", "ms": None}])
     assert capsys.readouterr().out == "  what    ms\n     a  12.5\nlonger      \n"
 
 
 def test_the_machine_is_named_without_its_name():
-    said = bench_report.machine("jax", "no_such_package")
+    said = results.machine("jax", "no_such_package")
     assert said["jax"] == jax.__version__ and said["cores"] >= 1 and "no_such_package" not in said
-    assert said["processor"] == bench_report.processor() and platform.node() not in said.values()
+    assert said["processor"] == results.processor() and platform.node() not in said.values()

@@ -1,6 +1,5 @@
 """TensorBoard in a real browser: what it draws of a run is what the record says."""
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -9,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
+import picture_tensorboard as picture
 import pytest
 
 from curriculum.config import build_config
@@ -22,9 +22,6 @@ from curriculum.views.report import write_report
 pytest.importorskip("playwright", reason="playwright is not installed: nothing can look at TensorBoard")
 
 SCRIPT = Path(__file__).resolve().parent.parent / "tools" / "picture_tensorboard.py"
-SPEC = importlib.util.spec_from_file_location("picture_tensorboard", SCRIPT)
-picture = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(picture)
 
 if picture.find_chromium() is None:
     pytest.skip("no chromium on the PATH: nothing can look at TensorBoard", allow_module_level=True)

@@ -1,7 +1,6 @@
 """The quickstart's corpus: what is cut, what is dropped, and that a build is whole or absent."""
 
 import ast
-import importlib.util
 import json
 import os
 import signal
@@ -11,12 +10,10 @@ import sysconfig
 import time
 from pathlib import Path
 
+import build_quickstart_corpus as corpus
 import pytest
 
 SCRIPT = Path(__file__).resolve().parent.parent / "tools" / "build_quickstart_corpus.py"
-SPEC = importlib.util.spec_from_file_location("build_quickstart_corpus", SCRIPT)
-corpus = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(corpus)
 
 
 def run(*arguments, **variables):

@@ -1,18 +1,15 @@
 """What tools/hlo_traffic.py counts of a compiled program, on one that is worked out by hand."""
 
-import importlib.util
 import os
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import hlo_traffic
 import pytest
 
 TOOLS = Path(__file__).parents[1] / "tools"
-_SPEC = importlib.util.spec_from_file_location("hlo_traffic", TOOLS / "hlo_traffic.py")
-hlo_traffic = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(hlo_traffic)
 
 PROGRAM = """HloModule jit_step, is_scheduled=true
 

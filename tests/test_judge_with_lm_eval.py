@@ -1,9 +1,9 @@
 """The judge from outside: its figures are lm-eval's, ours, and their difference."""
 
-import importlib.util
 import json
 from pathlib import Path
 
+import judge_with_lm_eval as tool
 import numpy as np
 import pytest
 from hf_folders import write_folder
@@ -13,16 +13,6 @@ from curriculum.data.tokenizers.hf_writer import write_hf_tokenizer
 from curriculum.data.tokenizers.tokenizer import byte_tokenizer, load_tokenizer
 from evalsets.evalset import cut_windows
 from evalsets.metrics import WindowResults
-
-ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture(scope="module")
-def tool():
-    spec = importlib.util.spec_from_file_location("judge_with_lm_eval", ROOT / "tools/judge_with_lm_eval.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class Ours:
@@ -45,7 +35,7 @@ class Ours:
     evalsets = {"law": law}
 
 
-def test_documents_that_are_cut_alike_are_compared_on_their_own(tool):
+def test_documents_that_are_cut_alike_are_compared_on_their_own():
     found = tool.compared(Ours, "law", {0: "a", 1: "b", 2: "c"}, {0: 3.0, 1: 5.5, 2: 10.0})
     assert (found["step"], found["seq_len"], found["left_out"]) == (7, 4, 1)
     alike, both = found["alike"], found["all"]
@@ -60,7 +50,7 @@ def test_documents_that_are_cut_alike_are_compared_on_their_own(tool):
     assert lines[3].startswith("| law | 3, all | 32 | 0.856") and lines[4].startswith("| law | 1 left out |")
 
 
-def test_a_difference_is_told_and_so_is_that_there_is_nothing_to_compare(tool):
+def test_a_difference_is_told_and_so_is_that_there_is_nothing_to_compare():
     differs = tool.compared(Ours, "law", {0: "a"}, {0: 3.1})
     assert tool.problems({"law": differs}, 1e-3) == ["law: differs by +2.4e-02 bits per byte, expected at most 0.001"]
     assert tool.problems({"law": differs}, 0.03) == []
@@ -70,7 +60,7 @@ def test_a_difference_is_told_and_so_is_that_there_is_nothing_to_compare(tool):
     assert tool.table({"law": none})[2] == "| law | 0, cut alike | 0 | | | |"
 
 
-def test_documents_are_judged_without_the_blank_that_a_tokenizer_puts_before_them(tool, tmp_path):
+def test_documents_are_judged_without_the_blank_that_a_tokenizer_puts_before_them(tmp_path):
     tokenizer = load_tokenizer(write_folder("llama2", tmp_path / "folder"))
     tokenizer.save(tmp_path / "tokenizer")
     texts = ["Der Wille zur Wahrheit", " behind a blank", "na\u00efve"]
@@ -81,7 +71,7 @@ def test_documents_are_judged_without_the_blank_that_a_tokenizer_puts_before_the
     assert tool.documents_of(tmp_path, evalset) == dict(enumerate(texts[:2]))
 
 
-def test_a_set_of_which_all_documents_are_left_out_is_told(tool, tmp_path):
+def test_a_set_of_which_all_documents_are_left_out_is_told(tmp_path):
     theirs = tool.judged(tmp_path, {"law": {}}, tmp_path, Ours, 1)
     found = tool.compared(Ours, "law", {}, theirs["law"])
     assert found["left_out"] == 4 and found["all"]["documents"] == 0
@@ -91,7 +81,7 @@ def test_a_set_of_which_all_documents_are_left_out_is_told(tool, tmp_path):
     assert tool.table({"law": found})[-1].startswith("| law | 4 left out |")
 
 
-def test_a_run_that_is_not_there_is_told(tool, tmp_path, capsys):
+def test_a_run_that_is_not_there_is_told(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         tool.main([str(tmp_path / "nowhere")])
     assert ended.value.code == 2 and "holds no run" in capsys.readouterr().err
@@ -115,7 +105,7 @@ def tokenizer_that_puts_bos_before_a_text(folder: Path) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["byte", "hf"])
-def test_lm_eval_agrees_on_a_run(tool, tmp_path, capsys, kind):
+def test_lm_eval_agrees_on_a_run(tmp_path, capsys, kind):
     pytest.importorskip("lm_eval")
     corpus = write_corpus(tmp_path)
     evalsets = {"seq_len": 128, "primary": {"held_out_of": "web"}, "sets": {"law": {"held_out_of": "law"}}}

@@ -1,6 +1,5 @@
 """Thirty runs of kill -9, and that what compares them would see a difference."""
 
-import importlib.util
 import json
 import re
 import shutil
@@ -8,15 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import kill_and_resume as kills
 import numpy as np
 import pytest
 
 from curriculum.run import read_arrays
 
 TOOL = Path(__file__).resolve().parents[1] / "tools/kill_and_resume.py"
-SPEC = importlib.util.spec_from_file_location("kill_and_resume", TOOL)
-kills = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(kills)
 
 pytestmark = pytest.mark.slow
 

@@ -1,11 +1,10 @@
 """The memory estimate: its parts by hand, what autodiff keeps, and what the compiler says of the whole update."""
 
-import importlib.util
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
+import check_memory
 import jax
 import jax.numpy as jnp
 import pytest
@@ -23,11 +22,6 @@ from curriculum.plan import _memory as plan_memory
 from curriculum.scheduling import resolve_schedule
 from curriculum.train.mesh import AXES, state_shardings
 from curriculum.train.optimizer import OptimConfig, make_optimizer
-
-SCRIPT = Path(__file__).resolve().parent.parent / "tools" / "check_memory.py"
-SPEC = importlib.util.spec_from_file_location("check_memory", SCRIPT)
-check_memory = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(check_memory)
 
 TINY, GPT2 = PRESETS["tiny"], PRESETS["gpt2-124m"]
 LLAMA_7B = ModelConfig(

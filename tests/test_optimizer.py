@@ -1,6 +1,5 @@
 """The optimizers: each rule against numpy, what muon takes, what is decayed, resumed, refused."""
 
-import importlib.util
 import json
 import math
 import subprocess
@@ -9,6 +8,7 @@ from dataclasses import fields, replace
 from itertools import chain
 from pathlib import Path
 
+import compare_optimizers as tool
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,7 +39,6 @@ from curriculum.train.step import init_state, make_train_step
 from curriculum.train.trainer import train
 from phases.batches import Batch
 
-ROOT = Path(__file__).parents[1]
 TINY = ModelConfig(vocab_size=13, n_layer=1, n_head=2, n_kv_head=1, d_model=8, d_ff=12, max_seq_len=8)
 MUON_LION = OptimConfig(name="muon", muon=MuonConfig(rest="lion"))
 EACH = {
@@ -469,15 +468,7 @@ def test_the_settings_need_no_jax():
     assert done.stdout == "[]\n"
 
 
-@pytest.fixture
-def tool():
-    spec = importlib.util.spec_from_file_location("compare_optimizers", ROOT / "tools/compare_optimizers.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_tool_compares_at_equal_tokens(text, tool, tmp_path, monkeypatch, capsys):
+def test_the_tool_compares_at_equal_tokens(text, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("small.json").write_text(json.dumps(run_config(text).to_json()))  # JSON is YAML
     arguments = ["--config", "small.json", "--steps", "4", "--seeds", "1", "--optimizers", "adamw", "lion"]
@@ -493,7 +484,7 @@ def test_the_tool_compares_at_equal_tokens(text, tool, tmp_path, monkeypatch, ca
     assert [r["losses"]["val"] for r in results] == [[losses[0], None], [losses[1], None]] and losses[0] != losses[1]
 
 
-def test_the_tools_means_deviations_and_ratios(tool, capsys):
+def test_the_tools_means_deviations_and_ratios(capsys):
     def run(loss, seconds):
         losses = {"val": loss, "code": 2 * loss}
         return {
@@ -514,7 +505,7 @@ def test_the_tools_means_deviations_and_ratios(tool, capsys):
     ]
 
 
-def test_every_setting_of_the_tool_is_a_good_config(tool):
+def test_every_setting_of_the_tool_is_a_good_config():
     for name, settings in tool.OPTIMIZERS.items():
         overrides = [f"optim.{key}={json.dumps(setting)}" for key, setting in settings.items()]
         optim = load_config(tool.QUICKSTART, overrides, check_paths=False).optim

@@ -1,25 +1,14 @@
 """The table of the replay study, from runs made by hand."""
 
-import importlib.util
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
+import study_replay as study
 
 from curriculum.record.windows import write_results
 from evalsets.metrics import WindowResults
-
-ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture
-def study():
-    spec = importlib.util.spec_from_file_location("study_replay", ROOT / "tools/study_replay.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def make_run(folder, rises):
@@ -50,7 +39,7 @@ def make_run(folder, rises):
         write_results(folder / f"evals/{step}.npz", results, {})
 
 
-def test_the_table_by_hand(study, tmp_path):
+def test_the_table_by_hand(tmp_path):
     """General: 100 nats of 40 tokens, then 20 more: 2.5, 3.0, +0.5; deviations 10 - 5, 0 - 5, 10 - 10 of the rises."""
     make_run(tmp_path / "none", [10.0, 0.0, 10.0])
     make_run(tmp_path / "some", [4.0, 0.0, 4.0])
@@ -80,10 +69,10 @@ def test_the_table_by_hand(study, tmp_path):
     [
         (["--replay", "0", "1"], "--replay: expected different shares of at least 0 and below 1"),
         (["--replay", "0.1", "0.1"], "--replay: expected different shares"),
-        (["--json", "nowhere/x.json"], "--json nowhere/x.json: its folder does not exist"),
+        (["--json", "nowhere/x.json"], "argument --json: nowhere/x.json: its folder does not exist"),
     ],
 )
-def test_what_cannot_be_studied_is_told(study, capsys, arguments, words):
+def test_what_cannot_be_studied_is_told(capsys, arguments, words):
     with pytest.raises(SystemExit) as ended:
         study.main(arguments)
     assert ended.value.code == 2 and words in capsys.readouterr().err

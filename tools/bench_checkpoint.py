@@ -18,14 +18,13 @@ two cores cannot hide.
 """
 
 import argparse
-import json
 import statistics
 import tempfile
 import threading
 import time
 from pathlib import Path
 
-from bench_report import machine, print_machine, print_table
+from results import add_json_option, machine, print_machine, print_table, write_json
 
 ROWS, POSITIONS = 1, 64
 
@@ -35,14 +34,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--megabytes", type=int, default=300, help="minimum size of parameters and moments")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10, help="steps per window")
-    parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
+    add_json_option(parser)
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(dir=".") as folder:
         report = {"machine": machine("jax"), "results": measure(Path(folder), args.megabytes, args.rounds, args.steps)}
     print_machine(report["machine"])
     print_table(report["results"])
-    if args.json:
-        Path(args.json).write_text(json.dumps(report, indent=2))
+    write_json(args.json, report)
 
 
 def measure(folder: Path, megabytes: int, num_rounds: int, num_steps: int) -> list[dict]:

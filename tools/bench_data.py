@@ -19,14 +19,13 @@ Last, the packing of a million documents is timed.
 """
 
 import argparse
-import json
 import os
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
-from bench_report import processor
+from results import add_json_option, processor, write_json
 
 from curriculum.data.packing import Bins, pack
 from curriculum.data.view import TokenView
@@ -89,7 +88,7 @@ def seconds_a_batch(functions) -> dict[str, float]:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("--json", type=Path)
+    add_json_option(parser)
     arguments = parser.parse_args()
     tune_malloc()  # as in training: otherwise glibc returns each batch's memory and takes it again page by page
     with tempfile.TemporaryDirectory() as folder:
@@ -178,8 +177,7 @@ def main():
     results["pack_a_million_s"] = time.perf_counter() - started
     utilization = lengths.sum() / (num_bins * LENGTH)
     print(f"a million documents: {results['pack_a_million_s']:.2f} s, {num_bins:,} bins, {utilization:.3%} full")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+    write_json(arguments.json, results)
 
 
 if __name__ == "__main__":

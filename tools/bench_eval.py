@@ -13,12 +13,11 @@ Ratios are to `limit`, from medians over the rounds. On a shared machine, trust 
 """
 
 import argparse
-import json
 import time
 from dataclasses import replace
 from functools import partial
 
-from bench_report import machine, print_machine, print_table
+from results import add_json_option, machine, print_machine, print_table, write_json
 
 SIZES = {  # seq_len, training batch, the `model` section
     "tiny": (128, 16, {"preset": "tiny"}),  # the quickstart's
@@ -33,7 +32,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--windows", type=int, default=96, help="windows of each set")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
+    add_json_option(parser)
     args = parser.parse_args(argv)
     report = {
         "machine": machine("jax"),
@@ -41,9 +40,7 @@ def main(argv: list[str] | None = None) -> None:
     }
     print_machine(report["machine"])
     print_table(report["results"])
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(report, file, indent=2)
+    write_json(args.json, report)
 
 
 def measure(size: str, vocab_size: int, num_windows: int, num_rounds: int) -> list[dict]:

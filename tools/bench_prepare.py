@@ -30,7 +30,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from bench_report import processor
+from results import add_json_option, processor, write_json
 
 from curriculum.data.prepare import prepare_store
 from curriculum.data.sources import SourceConfig
@@ -174,7 +174,7 @@ def main():
     parser.add_argument("--text", type=Path, default=Path(sysconfig.get_paths()["stdlib"]))
     parser.add_argument("--encoding", help="a tiktoken encoding; by default 4,096 byte pairs are trained on the corpus")
     parser.add_argument("--megabytes", type=float, default=16)
-    parser.add_argument("--json", type=Path)
+    add_json_option(parser)
     parser.add_argument("--weigh", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.weigh:
@@ -225,8 +225,7 @@ def main():
         ratios = f"{row['x_one_thread_times_cores']:>21.3f} {row['x_processes']:>12.3f}"
         ratios += f" {row['x_all_threads']:>14.3f} {row['x_cpu']:>6.3f}"
         print(f"{name:>12} {row['MB_per_s']:>7.2f} {ratios}   {memory}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+    write_json(arguments.json, results)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench_report import machine, print_machine, print_table
+from results import add_json_option, machine, print_machine, print_table, write_json
 
 WORDS = "a model reads the text of every source again and again until its loss no longer falls by much".split()
 CURRICULUM = [sys.executable, "-m", "curriculum"]
@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> None:
         "--layers", type=int, nargs="*", default=[4, 12], help="layers of the models whose training is started"
     )
     parser.add_argument("--trainings", type=int, default=3, help="first and second starts of each of them")
-    parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
+    add_json_option(parser)
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -48,8 +48,7 @@ def main(argv: list[str] | None = None) -> None:
     report = {"machine": machine("jax"), "results": results}
     print_machine(report["machine"])
     print_table(report["results"])
-    if args.json:
-        Path(args.json).write_text(json.dumps(report, indent=2))
+    write_json(args.json, report)
 
 
 def write_config(folder: Path) -> None:

@@ -43,7 +43,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from bench_report import machine, print_machine, print_table
+from results import add_json_option, machine, print_machine, print_table, write_json
 
 LEARNING_RATE, GRAD_CLIP, LOG_EVERY = 1e-3, 1.0, 10
 # nanoGPT's CPU run, its default, that with longer rows, and two for a GPU.
@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> None:
         help=f"steps of `step` and `plain` between two waits for the device; by default {LOG_EVERY}, as in a run",
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="type of matrix products")
-    parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
+    add_json_option(parser)
     parser.add_argument("--worker", nargs=2, metavar=("VARIANT", "SIZE"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     # The processes are there at once: on a card each would otherwise take three quarters of what is free.
@@ -136,8 +136,7 @@ def main(argv: list[str] | None = None) -> None:
         report["results"] += rows
         report["ratios"] += ratios(size, rows)
     print_report(report)
-    if args.json:
-        Path(args.json).write_text(json.dumps(report, indent=2) + "\n")
+    write_json(args.json, report)
 
 
 def missing(variant: str) -> str | None:

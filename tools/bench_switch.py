@@ -23,7 +23,7 @@ import threading
 from pathlib import Path
 
 import numpy as np
-from bench_report import machine, print_machine, print_table
+from results import add_json_option, machine, print_machine, print_table, write_json
 
 MODELS = {
     False: {"n_layer": 4, "d_model": 128, "n_head": 4, "n_kv_head": 4, "d_ff": 512},
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=12, help="steps per phase of that run")
     parser.add_argument("--steps-a-shape", type=int, default=600, help="steps per phase of the run whose shapes change")
     parser.add_argument("--small", action="store_true", help="use a model of one layer")
-    parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
+    add_json_option(parser)
     args = parser.parse_args(argv)
     if args.steps % 2:
         parser.error(f"--steps: got {args.steps}, expected an even number: an eval comes at half of each phase")
@@ -57,8 +57,7 @@ def main(argv: list[str] | None = None) -> None:
             "other_shapes": other_shapes(folder, args),
         }
     print_tables(report)
-    if args.json:
-        Path(args.json).write_text(json.dumps(report, indent=2) + "\n")
+    write_json(args.json, report)
 
 
 def same_shapes(folder: Path, args: argparse.Namespace) -> dict:

@@ -14,7 +14,6 @@ send to each other is reported separately (`sent_ms`), at the rate of NVLink: it
 """
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -34,6 +33,7 @@ from check_scaling import collectives, compiled_update
 from hlo_traffic import Cost, costs
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
+from results import add_json_option, write_json
 
 from curriculum.model import formulation, loss, memory, modules, transformer
 from curriculum.model.counts import num_parameters, num_projections
@@ -199,7 +199,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--vocab-size", type=int, help="rows of the embedding, instead of the preset's")
     parser.add_argument("--most", type=int, default=0, help="how many kinds of instruction to list, the longest first")
     parser.add_argument("--program", type=Path, help="write the compiled program to this file")
-    parser.add_argument("--json", type=Path)
+    add_json_option(parser)
     options = parser.parse_args(argv)
     config = replace(
         PRESETS[options.preset],
@@ -215,8 +215,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{name:>20}  {value:,}" if isinstance(value, int) else f"{name:>20}  {value}")
     if options.most:
         print_most(found, card_of(options.card, config), options.most)
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    write_json(options.json, report)
 
 
 if __name__ == "__main__":

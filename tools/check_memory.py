@@ -9,13 +9,12 @@ undoes remat, and computes bfloat16 products in float32, so it is asked only abo
 """
 
 import argparse
-import json
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from results import add_json_option, write_json
 
 from curriculum.model.lora import adapters_of, frozen_of, joined
 from curriculum.model.memory import kept_bytes, memory_estimate
@@ -37,7 +36,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--layers", type=int, help="blocks, instead of the preset's")
     parser.add_argument("--scanned", action="store_true", help="compute the layers in a loop")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file, in bytes")
+    add_json_option(parser)
     options = parser.parse_args(argv)
     results = []
     rows, seq_len = options.rows, options.seq_len
@@ -62,8 +61,7 @@ def main(argv: list[str] | None = None) -> None:
         results.append(
             {"preset": name, "n_layer": config.n_layer, **totals, "kept_bytes": kept, "jax_vjp_bytes": by_jax}
         )
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=2) + "\n")
+    write_json(options.json, results)
 
 
 def compiled_bytes(

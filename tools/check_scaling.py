@@ -11,18 +11,17 @@ two into a reduce-scatter, which sends half as much.
 """
 
 import argparse
-import json
 import math
 import time
 from collections import defaultdict
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 from hlo_traffic import arrays, costs, size_bytes
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from results import add_json_option, write_json
 
 from curriculum.mesh_config import MeshConfig, rows_problem
 from curriculum.model.counts import num_parameters
@@ -114,7 +113,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=8, help="rows of the whole update")
     parser.add_argument("--grad-accum", type=int, default=1)
     parser.add_argument("--seq-len", type=int, default=256)
-    parser.add_argument("--json", type=Path)
+    add_json_option(parser)
     options = parser.parse_args(argv)
     meshes = [tuple(sizes) for sizes in options.mesh or [(1, n, 1) for n in (1, 2, 4, 8)]]
     rows, grad_accum = options.rows, options.grad_accum
@@ -145,8 +144,7 @@ def main(argv: list[str] | None = None) -> None:
                 size = sum(size_bytes(shape) * count for shape, count in shapes.items())
                 of = "  of an eval" if what == "eval_collectives" else ""
                 print(f"    {sum(shapes.values()):4} {kind:19} {size / 1e6:10,.2f} MB{of}")
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=2))
+    write_json(options.json, results)
 
 
 if __name__ == "__main__":

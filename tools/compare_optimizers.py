@@ -17,6 +17,8 @@ import statistics
 import sys
 from pathlib import Path
 
+from results import add_json_option, write_json
+
 # Overrides of `optim`. AdamW has the quickstart's learning rate. The others have the best of two or three rates, which
 # are a factor of 3 apart, by the loss of one seed after 60 steps: a coarse choice. muon+lion has the rates of its two.
 OPTIMIZERS = {
@@ -38,15 +40,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     parser.add_argument("--lr-times", nargs="+", type=float, default=[1.0], help="factors of the learning rate to try")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/compare_optimizers"), help="where the runs go")
-    parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
+    add_json_option(parser)
     args = parser.parse_args(argv)
     if args.steps < 2 or args.seeds < 1:
         parser.error("expected --steps of at least 2 and --seeds of at least 1")
     for option in ("optimizers", "lr_times"):
         if len(set(getattr(args, option))) < len(getattr(args, option)):
             parser.error(f"--{option.replace('_', '-')}: expected different values")
-    if args.json and not Path(args.json).absolute().parent.is_dir():
-        parser.error(f"--json {args.json}: its folder does not exist")
 
     from curriculum.errors import InputError
 
@@ -63,8 +63,7 @@ def main(argv: list[str] | None = None) -> None:
         parser.exit(2, f"{error}\n")
     results = summarise(rows)
     print_table(results)
-    if args.json:
-        Path(args.json).write_text(json.dumps({"steps": args.steps, "seeds": args.seeds, "results": results}, indent=2))
+    write_json(args.json, {"steps": args.steps, "seeds": args.seeds, "results": results})
 
 
 def measure(config_file: Path, optim: dict, num_steps: int, seed: int, run_dir: Path) -> dict:

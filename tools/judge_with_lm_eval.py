@@ -31,6 +31,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+from results import add_json_option, write_json
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -45,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--tolerance", type=float, default=1e-3, help="most bits per byte of difference (default: 0.001)"
     )
-    parser.add_argument("--json", metavar="FILE", help="also write the figures to this file")
+    add_json_option(parser)
     args = parser.parse_args(argv)
 
     from curriculum.errors import InputError
@@ -66,8 +67,7 @@ def main(argv: list[str] | None = None) -> None:
         theirs = judged(folder, documents, Path(scratch), ours, args.batch_size)
     figures = {name: compared(ours, name, documents[name], theirs[name]) for name in documents}
     print("\n".join(table(figures)))
-    if args.json:
-        Path(args.json).write_text(json.dumps(figures, indent=2) + "\n")
+    write_json(args.json, figures)
     if told := problems(figures, args.tolerance):
         sys.exit("\n".join(told))
 

@@ -17,6 +17,8 @@ import math
 import sys
 from pathlib import Path
 
+from results import add_json_option, write_json
+
 CONFIGS = Path(__file__).parents[1] / "configs"
 SETS = ("general", "domain", "code")
 
@@ -28,12 +30,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, help="updates of each adaptation (default: as in its config)")
     parser.add_argument("--set", dest="overrides", action="append", default=[], help="KEY=VALUE for the adaptations")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/study_replay"), help="where the runs go")
-    parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
+    add_json_option(parser)
     args = parser.parse_args(argv)
     if len(set(args.replay)) < len(args.replay) or not all(0 <= share < 1 for share in args.replay):
         parser.error("--replay: expected different shares of at least 0 and below 1")
-    if args.json and not Path(args.json).absolute().parent.is_dir():
-        parser.error(f"--json {args.json}: its folder does not exist")
 
     from curriculum.errors import InputError
 
@@ -51,8 +51,7 @@ def main(argv: list[str] | None = None) -> None:
         parser.exit(2, f"{error}\n")
     add_removed(results)
     print("\n".join(table(results)))
-    if args.json:
-        Path(args.json).write_text(json.dumps(results, indent=2) + "\n")
+    write_json(args.json, results)
 
 
 def steps(count: int | None) -> list[str]:

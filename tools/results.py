@@ -1,5 +1,7 @@
-"""What benchmarks have in common: a description of the machine, and the printing of tables."""
+"""What tools have in common: their option --json, a description of the machine, and the printing of tables."""
 
+import argparse
+import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -7,6 +9,23 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    """--json FILE, refused before anything is measured if the file's folder is not there."""
+
+    def path(name: str) -> Path:
+        if not Path(name).absolute().parent.is_dir():
+            raise argparse.ArgumentTypeError(f"{name}: its folder does not exist")
+        return Path(name)
+
+    parser.add_argument("--json", type=path, metavar="FILE", help="also write the results to this file")
+
+
+def write_json(path: Path | None, results: Any) -> None:
+    """Write what was measured to the file that --json names, if it names one."""
+    if path is not None:
+        path.write_text(json.dumps(results, indent=2) + "\n")
 
 
 def machine(*packages: str) -> dict[str, Any]:
