@@ -82,8 +82,8 @@ def test_a_signal_that_all_get_stops_them_at_one_step():
         return received, step
 
     stopped = together(*(lambda p=p, s=s: stops(p, s) for p, s in zip(peers, (3, 10, 5), strict=True)))
-    # The second looks at step 10, and again at 11 where it has passed 10 before it heard of the others.
-    assert len(set(stopped)) == 1 and stopped[0][0] == signal.SIGTERM and stopped[0][1] in (10, 11)
+    # The second looks at step 10, and at later ones as long as it has not heard of the others.
+    assert len(set(stopped)) == 1 and stopped[0][0] == signal.SIGTERM and stopped[0][1] >= 10
     together(*(p.close for p in peers))
 
 
