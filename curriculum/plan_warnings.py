@@ -130,9 +130,9 @@ def few_scored_targets(schedule: Schedule, details: Mapping[str, Mapping[str, An
     prepared, every slot does.
     """
     warnings = []
-    for phase, start, _ in schedule.phase_bounds:
-        shares, segment = shares_asked(schedule, phase), schedule.segment_at(start)
-        tokens_per_step = segment.batch_size * segment.seq_len
+    for phase, _, end in schedule.phase_bounds:
+        segment = schedule.segment_at(end - 1)  # the newest, where the phase was edited on its way
+        shares, tokens_per_step = segment.mean_mixture(), segment.batch_size * segment.seq_len
         of_slots = {
             name: details.get(name, {}).get("scored_share", 1.0) * (details.get(name, {}).get("utilization") or 1.0)
             for name in shares
@@ -177,11 +177,14 @@ def _unread(config: Config, schedule: Schedule) -> list[str]:
 
 
 def shares_asked(schedule: Schedule, phase: str) -> dict[str, float]:
-    """Exact mean proportion of each source over a phase, its ramp included."""
+    """Exact mean proportion of each source in the tokens of a phase, its ramp included.
+
+    A phase has several segments where it was edited on its way, perhaps to updates of another size.
+    """
     segments = [s for s in schedule.segments if s.phase == phase]
-    num_steps = sum(s.end - s.start for s in segments)
-    total: dict[str, float] = {}
-    for segment in segments:
+    tokens = [(s.end - s.start) * s.batch_size * s.seq_len for s in segments]
+    asked: dict[str, float] = {}
+    for segment, num_tokens in zip(segments, tokens, strict=True):
         for name, share in segment.mean_mixture().items():
-            total[name] = total.get(name, 0.0) + share * (segment.end - segment.start) / num_steps
-    return total
+            asked[name] = asked.get(name, 0.0) + share * num_tokens / sum(tokens)
+    return asked

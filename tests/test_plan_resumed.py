@@ -105,6 +105,15 @@ def test_an_accepted_past_is_counted_as_it_was_trained(place, tmp_path):
     assert rows["a", "web"].epochs_so_far == pytest.approx(6 * 4 * 32 / web)
 
 
+def test_what_is_asked_of_a_phase_that_became_larger_on_its_way_counts_its_tokens(place):
+    """Of its 6 updates, 2 of law alone and 4 of eight times as many rows, a quarter of them web: 32 / 34 * 0.25."""
+    size = config_of(place).train.batch_size
+    phases = [PHASES[0], {**PHASES[1], "mixture": {"web": 0.25, "law": 0.75}, "batch_size": 8 * size}]
+    told = plan_resumed(config_of(place, phases=phases), place / "run", STEP, store_dir=place / "store")
+    web = next(row for row in told.rows if (row.phase, row.source) == ("b", "web"))
+    assert web.share_asked == pytest.approx(32 / 34 * 0.25) == web.share_given
+
+
 def test_a_source_that_was_never_read_may_go(place, tmp_path):
     """Not even its name is in the schedule then."""
     alone = [{**PHASES[0], "until": 10}, PHASES[1]]  # up to 10 nothing of law is read
