@@ -93,6 +93,18 @@ def test_the_cpu_stays_beside_a_card_that_is_asked_for(given, kept):
     assert (done.returncode, done.stdout.strip()) == (0, kept), done.stderr
 
 
+@pytest.mark.parametrize(("given", "refused"), [("cuda", True), ("cuda,cpu", True), ("cpu", False), ("", False)])
+def test_a_card_that_is_asked_for_and_not_there_is_no_cpu(given, refused):
+    if jax.devices()[0].platform != "cpu":
+        pytest.skip("what is said where jax sees no GPU")
+    program = "from curriculum.train.device import check_platform, tune_device; tune_device(None); check_platform()"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | {"JAX_PLATFORMS": given}, capture_output=True, text=True
+    )
+    assert (done.returncode != 0) == refused, done.stderr
+    assert ("InputError: JAX_PLATFORMS: got cuda, but jax finds no such device" in done.stderr) == refused
+
+
 def test_a_flag_is_known_by_its_whole_name():
     assert missing_flags("--a=1 --bc=2", ["--a=3", "--b=4"]) == ["--b=4"]
 

@@ -8,6 +8,8 @@ import platform
 from collections.abc import Sequence
 from pathlib import Path
 
+from curriculum.errors import InputError
+
 # (part of the card's name, flag of XLA); docs/gpu.md says what each is for and who recommends it. None was measured
 # here. jaxlib ends the process at a flag that it does not know: a test asks the installed one.
 GPU_FLAGS = (
@@ -52,6 +54,19 @@ def keep_host() -> None:
     platforms = jax.config.jax_platforms
     if platforms and "cpu" not in platforms.split(","):
         jax.config.update("jax_platforms", f"{platforms},cpu")
+
+
+def check_platform() -> None:
+    """Raise InputError if jax has no device of the platform that JAX_PLATFORMS names first. Starts the jax backend.
+
+    With the CPU beside it, as `keep_host` puts it there, jax passes over a card that it does not find without a word.
+    """
+    import jax
+
+    wanted = (jax.config.jax_platforms or "").partition(",")[0]
+    if wanted not in ("", "cpu") and jax.default_backend() == "cpu":
+        to_mend = f"see to the driver and to jax's plugin for it (pip install 'jax[cuda13]=={jax.__version__}')"
+        raise InputError(f"JAX_PLATFORMS: got {wanted}, but jax finds no such device; {to_mend}, or unset it")
 
 
 def cache_folder(store_dir: str | Path) -> str:

@@ -30,7 +30,7 @@ from curriculum.scheduling import NO_PAST, Past, check_schedule
 from curriculum.train.abstract import abstract_on_mesh
 from curriculum.train.compiled import Compiled, micro_steps
 from curriculum.train.course import Course
-from curriculum.train.device import cache_compiled, cache_folder, device_lines, tune_device
+from curriculum.train.device import cache_compiled, cache_folder, check_platform, device_lines, tune_device
 from curriculum.train.frozen import load_frozen
 from curriculum.train.mesh import introduce, make_mesh, row_shards
 from curriculum.train.processes.together import by_gloo, check_same, first_then_all, share_folder
@@ -121,6 +121,7 @@ def build(
     config = _with_model(config, make_model)
     start = start or Start()
     added_flags = tune_device(config.train.deterministic)
+    check_platform()
     mesh = _mesh_of(config)
     corpus = first_then_all(lambda: load_corpus(config, store_dir, tokenizer))
     # Process 0 alone writes to the cache. One that finds nothing there compiles, and on GPUs it then waits for kernels

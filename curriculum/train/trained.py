@@ -17,7 +17,7 @@ from curriculum.model.transformer import transformer
 from curriculum.record.wording import mesh_text
 from curriculum.run import architecture_at
 from curriculum.train.abstract import abstract_on_mesh
-from curriculum.train.device import cache_compiled, tune_device
+from curriculum.train.device import cache_compiled, check_platform, tune_device
 from curriculum.train.frozen import whole_params
 from curriculum.train.mesh import make_mesh
 from curriculum.weights import Saved
@@ -42,6 +42,7 @@ def load_trained(saved: Saved, store_dir: str | Path) -> Trained:
     """
     config, vocab_size = saved.config, saved.tokenizer.vocab_size
     tune_device(config.train.deterministic)
+    check_platform()
     cache_compiled(store_dir)
     unfit_mesh = None
     try:
