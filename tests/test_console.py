@@ -629,6 +629,15 @@ def test_without_gold_and_tensorboard_the_end_names_the_latest_checkpoint(tmp_pa
     ]
 
 
+@pytest.mark.parametrize("val_loss", ["NaN", "Infinity"])
+def test_a_checkpoint_whose_loss_is_not_finite_is_not_to_be_deployed(tmp_path, val_loss):
+    lines = printed(
+        tmp_path, start(), stamped("checkpoint", 75000), {**complete(gold_step=None), "final_val_loss": val_loss}
+    )
+    shown = {"NaN": "nan", "Infinity": "inf"}[val_loss]
+    assert lines[-1] == f"  deploy       nothing: val is {shown}, and the run has no gold checkpoint"
+
+
 def test_the_end_names_the_checkpoint_from_before_the_decay(tmp_path):
     def pieces(*spans):
         return [{"piece": {"start": start, "first": first, "last": last}} for start, first, last in spans]

@@ -4,6 +4,7 @@ It prints a header, two lines per eval, one per verdict, progress between evals,
 what to deploy and how to open TensorBoard.
 """
 
+import math
 import os
 import re
 import shlex
@@ -17,7 +18,7 @@ from typing import Any, TextIO
 from urllib.parse import quote
 
 from curriculum.record.append import DISK_ERRORS, Appender
-from curriculum.record.events import Recorded, eval_averages, eval_sets
+from curriculum.record.events import Recorded, eval_averages, eval_sets, number
 from curriculum.record.queries import beginning, longer_from, planned_tokens, shapes_of
 from curriculum.record.sentences import (
     MOST_NAMED,
@@ -189,7 +190,10 @@ class Console:
             yield f"  resume from  {self._checkpoint} {how}"
         else:
             yield from self._longer()
-        if event["gold_step"] is None:
+        val_loss = number(event["final_val_loss"])
+        if event["gold_step"] is None and val_loss is not None and not math.isfinite(val_loss):
+            yield f"  deploy       nothing: val is {loss(val_loss)}, and the run has no gold checkpoint"
+        elif event["gold_step"] is None:
             yield f"  deploy       {self._checkpoint} (the latest; the run has no gold checkpoint)"
         else:
             yield f"  deploy       {self._run_dir / 'gold' / str(event['gold_step'])} (gold, {_gold(event)})"
