@@ -86,7 +86,9 @@ def _check_positions(v):
     trained += [(f"phases[{i}].seq_len", phase.seq_len) for i, phase in enumerate(v.get("phases") or ())]
     for path, length in [*trained, ("evalsets.seq_len", v["evalsets"].seq_len)]:
         if length is not None and length > model.max_seq_len:
-            yield path, f"got {length}, expected at most the model's max_seq_len ({model.max_seq_len})"
+            without = [p.name for p in v.get("phases") or () if p.seq_len is None and path == "train.seq_len"]
+            whose = f" for phases without their own ({', '.join(without)})" if without else ""
+            yield path, f"got {length}{whose}, expected at most the model's max_seq_len ({model.max_seq_len})"
     for path, length in trained:
         if length is not None and model.attention == "cudnn" and length % CUDNN_LENGTH_STEP:
             expected = f"expected a multiple of {CUDNN_LENGTH_STEP} with model.attention cudnn"

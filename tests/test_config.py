@@ -113,7 +113,7 @@ def test_json_round_trip_gives_an_equal_config(folder):
         ("sets: {law:", "sets: {a/b:", "evalsets.sets.a/b: got the name 'a/b', expected letters, digits"),
         ("sets: {law:", "sets: {law_sem:", "the name 'law_sem' is reserved for the record"),
         ("batch_size: 8", "batch_size: 8, grad_accum: 3", "train.grad_accum: got 3, expected a divisor of train.batch"),
-        ("seq_len: 64", "seq_len: 9999", "train.seq_len: got 9999, expected at most the model's max_seq_len (1024)"),
+        ("seq_len: 64", "seq_len: 9999", "train.seq_len: got 9999 for phases without their own (a, b), expected at most the model's max_seq_len (1024)"),
         ("name: example", "name: a b", "c.yaml:1:1: name: got 'a b', expected letters"),
         ("name: example", "nmae: example", "c.yaml:1:1: nmae: no such key; did you mean 'name'?"),
         ("name: example", "seed: -1", "c.yaml:1:1: seed: got -1, expected at least 0"),
