@@ -105,6 +105,14 @@ def test_a_card_that_is_asked_for_and_not_there_is_no_cpu(given, refused):
     assert ("InputError: JAX_PLATFORMS: got cuda, but jax finds no such device" in done.stderr) == refused
 
 
+def test_a_platform_that_is_none_is_told_in_a_line():
+    program = "from curriculum.train.device import check_platform; check_platform()"
+    environment = os.environ | {"JAX_PLATFORMS": "no_such"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    told = done.stderr.splitlines()[-1]
+    assert told.startswith("curriculum.errors.InputError: jax does not start: ") and "no_such" in told
+
+
 def test_a_flag_is_known_by_its_whole_name():
     assert missing_flags("--a=1 --bc=2", ["--a=3", "--b=4"]) == ["--b=4"]
 

@@ -57,14 +57,18 @@ def keep_host() -> None:
 
 
 def check_platform() -> None:
-    """Raise InputError if jax has no device of the platform that JAX_PLATFORMS names first. Starts the jax backend.
+    """Raise InputError if jax cannot start or has no device of JAX_PLATFORMS' first. Starts the jax backend.
 
     With the CPU beside it, as `keep_host` puts it there, jax passes over a card that it does not find without a word.
     """
     import jax
 
     wanted = (jax.config.jax_platforms or "").partition(",")[0]
-    if wanted not in ("", "cpu") and jax.default_backend() == "cpu":
+    try:
+        found = jax.default_backend()
+    except RuntimeError as error:  # a driver or a plugin that does not work, or a platform that is none
+        raise InputError(f"jax does not start: {error}") from error
+    if wanted not in ("", "cpu") and found == "cpu":
         to_mend = f"see to the driver and to jax's plugin for it (pip install 'jax[cuda13]=={jax.__version__}')"
         raise InputError(f"JAX_PLATFORMS: got {wanted}, but jax finds no such device; {to_mend}, or unset it")
 
