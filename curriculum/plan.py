@@ -187,8 +187,9 @@ def describe_phases(schedule: Schedule, config: Config) -> tuple[dict[str, Any],
     """Each phase as the record keeps it: its bounds, the mixture after its ramp, the ramp, and its first shape.
 
     A `rope_theta` of None is the model's own. `lr_scale` multiplies every learning rate of the phase. A phase whose
-    shape was edited midway has `reshaped`, {step, ...} of each later shape. One whose mixture changes midway, as when a
-    source is exhausted, has `remixed`, {step, mixture} of each later mixture.
+    shape was edited midway has `reshaped`, {step, ...} of each later shape. One whose mixture or ramp changes midway,
+    as when a source is exhausted or by an edit, has `remixed`: {step, mixture} of each change, and `ramp_end`, the step
+    from which the mixture holds, if that is later.
     """
     phases = []
     for name, start, end in schedule.phase_bounds:
@@ -196,12 +197,20 @@ def describe_phases(schedule: Schedule, config: Config) -> tuple[dict[str, Any],
         ramp_steps = 0 if segment.ramp is None else segment.ramp.steps
         bounds = {"name": name, "start": start, "end": end, "tokens": schedule.tokens(end) - schedule.tokens(start)}
         shapes = [(s.start, shape_of(s, config)) for s in schedule.segments if start <= s.start < end]
-        turns = [{"step": at, **now} for (_, was), (at, now) in pairwise(shapes) if now != was]
+        reshaped = [{"step": at, **now} for (_, was), (at, now) in pairwise(shapes) if now != was]
         phase = {**bounds, "mixture": segment.mixture, "ramp_steps": ramp_steps, **shapes[0][1]}
-        mixtures = [(s.start, s.mixture) for s in schedule.segments if start <= s.start < end]
-        remixed = [{"step": at, "mixture": now} for (_, was), (at, now) in pairwise(mixtures) if now != was]
-        phases.append(phase | ({"reshaped": turns} if turns else {}) | ({"remixed": remixed} if remixed else {}))
+        own = [s for s in schedule.segments if start <= s.start < end]
+        turns = ((_mixture_from(s.start, was), _mixture_from(s.start, s)) for was, s in pairwise(own))
+        remixed = [now for was, now in turns if now != was]
+        phases.append(phase | ({"reshaped": reshaped} if reshaped else {}) | ({"remixed": remixed} if remixed else {}))
     return tuple(phases)
+
+
+def _mixture_from(step: int, segment: Segment) -> dict[str, Any]:
+    """An entry of `remixed`: the mixture that a segment has, or goes on to, from `step` on."""
+    ramp_end = segment.ramp_end
+    ahead = {"ramp_end": ramp_end} if ramp_end is not None and ramp_end > step else {}
+    return {"step": step, "mixture": segment.mixture, **ahead}
 
 
 def shape_of(segment: Segment, config: Config) -> dict[str, Any]:

@@ -165,6 +165,11 @@ class Segment:
         """Ramp steps taken before `step`. The segment must have a ramp."""
         return self.ramp.steps_done + self._in_order(step)
 
+    @property
+    def ramp_end(self) -> int | None:
+        """The first step at the segment's own mixture, perhaps after its end. None without a ramp."""
+        return None if self.ramp is None else self.start + self.ramp.steps - self.ramp_steps_done(self.start)
+
     def aligned(self) -> Segment:
         """This segment with the cursor of each source that it reads rounded up to a whole number of sequences."""
         mixtures = [self.mixture, *([self.ramp.from_mixture] if self.ramp else [])]

@@ -23,7 +23,7 @@ from curriculum.record.queries import consumption, eval_points, evalset_facts, l
 from curriculum.run import CHECKPOINT_ITEMS, load_run
 from curriculum.train.trainer import train
 from curriculum.views.compare import compare
-from curriculum.views.inspection import edits_of, inspect_run, text
+from curriculum.views.inspection import edits_of, inspect_run, mixture_text, text
 from curriculum.views.model_card_sections import evals, training
 from curriculum.views.report import report
 from curriculum.views.run_list import list_runs
@@ -152,6 +152,19 @@ def test_a_mixture_that_goes_on_without_an_exhausted_source(tmp_path):
     raised_since, taken_up = [*run.events[:at], raised(80)], [start, raised(80), {"event": "resume", "step": 80}]
     assert edits_of(raised_since, phase) == [told] and edits_of(taken_up, phase) == [told, planned]
     assert edits_of([start, raised(95)], phase)[0] == planned
+
+
+def test_a_ramp_that_was_edited_is_told_with_its_end(tmp_path):
+    """The event of the edit has the mixture of its own step, amid the ramp: it is not what the phase goes on with."""
+    amid = {"law": 0.3, "web": 0.7}
+    edit = {"kind": "config", "phase": "domain", "mixture_before": {"law": 0.5, "web": 0.5}, "mixture_after": amid}
+    path = write_run(tmp_path / "run", LOSSES, more={80: [("schedule_edit", {**edit, "until": 100})]})
+    run = load_run(path)
+    ramp = {"step": 80, "mixture": {"law": 0.9, "web": 0.1}, "ramp_end": 95}
+    phase = {**run.plan["phases"][1], "remixed": [ramp]}
+    assert edits_of(run.events, phase) == [{**ramp, "kind": "config"}]
+    text = mixture_text({**phase, "edits": edits_of(run.events, phase)}, "{:.2g}".format)
+    assert text == "law 0.9, web 0.1; from step 80 law 0.9, web 0.1 (ramp to step 95)"
 
 
 def test_a_branch_begins_and_is_resumed(tmp_path):

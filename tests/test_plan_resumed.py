@@ -9,6 +9,7 @@ import pytest
 from command_line import run
 from tiny_run import flip_bit, tiny_data, with_changes, write_corpus
 
+from curriculum.cli.plan import table
 from curriculum.config import build_config
 from curriculum.data.corpus import load_corpus
 from curriculum.errors import InputError
@@ -16,6 +17,7 @@ from curriculum.lock import RunLock
 from curriculum.plan_resumed import plan_resumed
 from curriculum.run import load_run
 from curriculum.train.trainer import train
+from curriculum.views.inspection import inspect_run
 
 STEP = 8  # of 12, in the second phase, and before the decay
 
@@ -46,9 +48,9 @@ def files_of(folder):
     return found
 
 
-def planned_and_trained(place, copied, step=STEP, accept_past=False, **changes):
+def planned_and_trained(place, copied, step=STEP, accept_past=False, begun="run", **changes):
     """(plan, run) of the config that goes on, the run being trained in a copy that the plan was made of."""
-    shutil.copytree(place / "run", copied)
+    shutil.copytree(place / begun, copied)
     config, before = config_of(place, **changes), files_of(copied)
     planned = plan_resumed(config, copied, step, accept_past=accept_past, store_dir=place / "store")
     assert files_of(copied) == before
@@ -81,6 +83,21 @@ def test_the_plan_is_what_the_run_does(edit, place, tmp_path):
     assert planned.total_tokens == run.complete["total_tokens"]
     (next_row,) = (row for row in run.metrics if row["step"] == STEP + 1)
     assert planned.resumes["lr"] == next_row["lr"]
+
+
+def test_a_ramp_that_an_edit_lengthens_is_told_with_the_step_of_its_end(place, tmp_path):
+    def ramp_of(steps):
+        return {"phases": [PHASES[0], {**PHASES[1], "ramp_steps": steps}]}
+
+    train(config_of(place, **ramp_of(4)), place / "ramped", store_dir=place / "store")
+    planned, run = planned_and_trained(place, tmp_path / "run", begun="ramped", **ramp_of(6))
+    # Of the steps 6 to 11 two were taken: update 8 is the third of six.
+    turn = {"step": 8, "mixture": {"law": 1.0}, "ramp_end": 12}
+    assert planned.phases[1]["remixed"] == [turn] and run.plan["phases"] == list(planned.phases)
+    (told,) = (e for e in run.events if e["event"] == "schedule_edit")
+    assert told["mixture_after"] == pytest.approx({"law": 1 / 2, "web": 1 / 2})
+    assert inspect_run(run)["phases"][1]["edits"] == [{**turn, "kind": "config"}]
+    assert "6 to 12 (ramp 4, from step 8 a ramp to step 12), trained to 8" in "\n".join(table(planned))
 
 
 def test_without_an_edit_nothing_changes(place, tmp_path):

@@ -83,11 +83,10 @@ def table(p: Plan) -> list[str]:
         lines += [*_shapes(p), ""]
     rates = dict(p.rates)
     header = ("phase", "steps", "lr at start", "source", "asked", "given", "tokens", "epochs so far", "first repeat")
-    rows, ramps = [], {phase["name"]: phase["ramp_steps"] for phase in p.phases}
+    rows, ramps = [], {phase["name"]: _ramps(phase) for phase in p.phases}
     for name, own in groupby(p.rows, key=lambda row: row.phase):
         for i, row in enumerate(own):
-            ramp = f" (ramp {ramps[name]})" if ramps[name] else ""
-            steps = f"{row.start:,} to {row.end:,}{ramp}{_trained(p, row.start, row.end)}"
+            steps = f"{row.start:,} to {row.end:,}{ramps[name]}{_trained(p, row.start, row.end)}"
             first = (name, steps, f"{rates[row.start]:.3g}") if i == 0 else ("", "", "")
             rows.append(
                 (
@@ -115,6 +114,14 @@ def table(p: Plan) -> list[str]:
         lines.append(f"passed over at {where}: {tokens} tokens")
     lines += [f"warning: {warning}" for warning in p.warnings]
     return lines
+
+
+def _ramps(phase: dict[str, Any]) -> str:
+    """The ramp that a phase begins with, and those that an edit gave it."""
+    ramps = [f"ramp {phase['ramp_steps']:,}"] if phase["ramp_steps"] else []
+    edited = (turn for turn in phase.get("remixed", ()) if "ramp_end" in turn)
+    ramps += [f"from step {turn['step']:,} a ramp to step {turn['ramp_end']:,}" for turn in edited]
+    return f" ({', '.join(ramps)})" if ramps else ""
 
 
 def _going_on(p: Plan) -> list[str]:

@@ -213,8 +213,9 @@ def _disk_bytes(folder: Path) -> int:
 def edits_of(events: Iterable[Mapping[str, Any]], phase: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The changes of mixture within a phase, in order: {step, kind, mixture}. Of edits at one step the last counts.
 
-    `phase` is from the last plan. Changes that the plan itself foresaw, as when a source is exhausted, have the kind
-    "planned". They are left out from the first replay edit on, which raised a share without the plan knowing of it.
+    A mixture that a ramp leads to has `ramp_end`, the step from which it holds. `phase` is from the last plan. Changes
+    that no event tells, as when a source is exhausted, have the kind "planned". The plan's are left out from the first
+    replay edit on, which raised a share without the plan knowing of it.
     """
     edits, raised = {}, math.inf
     for e in events:
@@ -226,6 +227,8 @@ def edits_of(events: Iterable[Mapping[str, Any]], phase: Mapping[str, Any]) -> l
             if e["kind"] == "replay":
                 raised = min(raised, e["step"])
     planned = {t["step"]: {"kind": "planned", **t} for t in phase.get("remixed", ()) if t["step"] < raised}
+    for step in planned.keys() & edits.keys():  # an event has the mixture of its own step, which may be amid a ramp
+        edits[step] = {**planned[step], "kind": edits[step]["kind"]}
     return [edit for _, edit in sorted((planned | edits).items())]
 
 
@@ -238,8 +241,11 @@ def _mixtures(phase: Mapping[str, Any], share: Callable[[float], str]) -> list[s
     def text_of(mixture):
         return ", ".join(f"{name} {share(part)}" for name, part in mixture.items() if part)
 
-    edited = (f"from step {edit['step']:,} {text_of(edit['mixture'])}" for edit in phase["edits"])
-    return [text_of(phase["mixture"]), *edited]
+    lines = [text_of(phase["mixture"])]
+    for edit in phase["edits"]:
+        ramp = f" (ramp to step {edit['ramp_end']:,})" if "ramp_end" in edit else ""
+        lines.append(f"from step {edit['step']:,} {text_of(edit['mixture'])}{ramp}")
+    return lines
 
 
 def _commands(run: Run) -> dict[str, str]:
