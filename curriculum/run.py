@@ -19,7 +19,7 @@ from curriculum.errors import InputError, readable
 from curriculum.lock import trained_by
 from curriculum.manifest import damage
 from curriculum.record.append import DISK_ERRORS, tell
-from curriculum.record.events import EVENTS, TAKEN_UP, eval_key, last_gold, plain, read_events, read_metrics
+from curriculum.record.events import EVENTS, METRICS, TAKEN_UP, eval_key, last_gold, plain, read_events, read_metrics
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 DEFAULT_STORE_DIR = ".curriculum"  # beside the runs: token stores, and compiled programs
 CHECKPOINT_ITEMS = ("params", "train", "ledger", "baselines")  # folders that a whole checkpoint has
 _OWN_FOLDERS = ("checkpoints", "gold", "kept", "averages", "evals", "superseded", "tokenizer", "tensorboard")
+_OWN_FILES = ("model.json", METRICS, "training_state.json")  # beside the config and the record of events
 _SECTIONS = ("name", "tokenizer", "model", "sources", "phases", "evalsets", "train")  # in every resolved config
 
 
@@ -97,6 +98,17 @@ class RunDirectory:
         """Whether a run was begun here: it has a record or checkpoints."""
         return (self.path / EVENTS).exists() or self.checkpoints.exists()
 
+    def files_of_others(self, config: Config) -> list[str]:
+        """Names of files that a run with this config would replace, although they are no run's."""
+        if self.has_config or self.holds_run():
+            return []
+        own_config, text = self.path / "config.yaml", config.origin.text
+        replaced = [name for name in _OWN_FILES if os.path.lexists(self.path / name)]
+        if text is not None and os.path.lexists(own_config):
+            same = own_config.is_file() and own_config.read_text(encoding="utf-8", errors="replace") == text
+            replaced += [] if same else [own_config.name]
+        return replaced
+
     def command_line(self) -> list[str]:
         """The options that earlier commands added to the config of this run, in order."""
         return self.resolved().get("command_line", []) if self.has_config else []
@@ -121,10 +133,10 @@ class RunDirectory:
     def create(self, config: Config, derived: dict[str, Any], model: dict[str, Any]) -> None:
         """Write the run's config, as given and as resolved, and its model's architecture. Safe to repeat."""
         self.path.mkdir(parents=True, exist_ok=True)
+        resolved = {**config.to_json(), "command_line": config.command_line, "derived": derived}
+        write_text(self.resolved_config, json.dumps(resolved, indent=2) + "\n")  # first: see `files_of_others`
         if config.origin.text is not None:
             write_text(self.path / "config.yaml", config.origin.text)
-        resolved = {**config.to_json(), "command_line": config.command_line, "derived": derived}
-        write_text(self.resolved_config, json.dumps(resolved, indent=2) + "\n")
         write_text(self._architecture, json.dumps(model, indent=2) + "\n")
 
     def write_training_state(self, state: dict[str, Any]) -> None:

@@ -66,7 +66,12 @@ def claim(
 
 
 def check_apart(config: Config, directory: RunDirectory) -> None:
-    """Raise InputError if what a run writes would be read as the text of one of its sources or eval sets."""
+    """Raise InputError if a run would replace files of others, or write what is read as the text of its sources."""
+    if replaced := directory.files_of_others(config):
+        raise InputError(
+            f"--run-dir {directory.path}: holds no run, but {', '.join(replaced)}, which a run here would replace; "
+            "choose another folder, or move what is there away"
+        )
     written = [directory.path / EVENTS, directory.checkpoints / "0/manifest.json"]
     for name, source in {**own_sources(config), **config.sources}.items():
         if any(would_read(source, path) for path in written):
