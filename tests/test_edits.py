@@ -755,6 +755,14 @@ def test_the_blocks_of_a_run_stay(edits, path, got):
         assert error.value.problems == (expected,)
 
 
+def test_the_phase_that_had_the_longest_sequence_is_named():
+    base = changed(BASE, put("train.seq_len", 4), shaped("c", seq_len=8))
+    config = config_of(base)
+    saved = ledger_of(config, resolve_schedule(config, epochs_of(config)), STEP)
+    with pytest.raises(InputError, match=r"config: phases\[2\].seq_len: got 4, but .* in blocks of 8"):
+        resumed(saved, changed(base, shaped("c", seq_len=4)))
+
+
 def test_a_ledger_from_before_phases_had_shapes():
     whole, saved = begun()
     del saved["block_tokens"], saved["declared"]["train"]["seq_len"], saved["declared"]["optim"]["scale_lr_by_batch"]

@@ -41,7 +41,7 @@ def find_edit(config: Config, saved: Mapping[str, Any], *, at: int | None = None
     finished phases with their shapes, seed, replay. The size of a run's blocks, which is its longest sequence, can
     never change.
     """
-    if problem := _of_blocks(config, ledger.block_tokens(saved)):
+    if problem := _of_blocks(config, saved):
         raise config.error([problem])
     theta = saved["model"].get("rope_theta")
     was, now = (_without_theta(declared, theta) for declared in (_declared(saved), declaration(config)))
@@ -145,13 +145,18 @@ def _past(contrast: Contrast, unchanged: bool) -> Past:
     )
 
 
-def _of_blocks(config: Config, block_tokens: int) -> Problem | None:
-    """The problem with the longest sequence of a config, if any, for a run that reads in blocks of `block_tokens`."""
-    longest = config.longest_seq_len
+def _of_blocks(config: Config, saved: Mapping[str, Any]) -> Problem | None:
+    """The problem with the longest sequence of a config, if any: a run reads in blocks of the size that it began with.
+
+    It is told of where the longest sequence is, or was if that became shorter.
+    """
+    longest, block_tokens, was = config.longest_seq_len, ledger.block_tokens(saved), _declared(saved)
     if longest == block_tokens:
         return None
-    at = next((i for i, phase in enumerate(config.phases) if phase.seq_len == longest), None)
-    by_phase = at is not None and config.train.seq_len != longest
+    decides, old = max(longest, block_tokens), phases_by_name(was)
+    lengths = [(phase.seq_len, old.get(phase.name, {}).get("seq_len")) for phase in config.phases]
+    at = next((i for i, of_phase in enumerate(lengths) if decides in of_phase), None)
+    by_phase = at is not None and decides not in (config.train.seq_len, was["train"]["seq_len"])
     fix = f"expected {block_tokens} as the longest (train.seq_len may stay so while phases have shorter ones)"
     begun = f"the run's sources are read in blocks of {block_tokens}, its longest sequence at the start"
     return f"phases[{at}].seq_len" if by_phase else "train.seq_len", f"got {longest}, but {begun}; {fix}"
