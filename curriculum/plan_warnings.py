@@ -84,8 +84,8 @@ def _few_evals(config: Config, schedule: Schedule) -> Iterator[str]:
     planned = num_due(schedule.phase_ends, every, after=0)
     if action in ("stop", "replay") and planned < NUM_HISTORY:
         yield (
-            f"evalsets.regression.action is {action}, but only {planned} evals are planned: with fewer than "
-            f"{NUM_HISTORY} only large rises are found; lower evalsets.every"
+            f"evalsets.regression.action is {action}, but only {planned} evals are planned after the one at step 0: "
+            f"with fewer than {NUM_HISTORY} only large rises are found; lower evalsets.every"
         )
 
 

@@ -220,9 +220,10 @@ def parse_yaml(text: str, origin: Origin):
                 if not isinstance(key_node, yaml.ScalarNode):
                     raise _error(origin, mark, "got a collection as a key, expected text")
                 key = key_node.value
-                if key in value:
-                    raise _error(origin, mark, f"the key {key!r} occurs twice in this mapping")
                 below = f"{path}.{key}" if path else key
+                if key in value:
+                    line, _ = origin.positions[below]
+                    raise _error(origin, mark, f"the key {key!r} occurs twice in this mapping, first in line {line}")
                 origin.positions[below] = (mark.line + 1, mark.column + 1)
                 value[key] = convert(item, below)
         parents.remove(id(node))

@@ -139,7 +139,10 @@ def test_what_is_to_act_on_regressions_is_told_where_evals_are_few(tmp_path, act
         load_corpus(config, tmp_path / "store")
         return [w for w in plan(config, store_dir=tmp_path / "store").warnings if "evals are planned" in w]
 
-    few = f"evalsets.regression.action is {action}, but only 20 evals are planned: with fewer than 24 only large rises "
+    few = (
+        f"evalsets.regression.action is {action}, but only 20 evals are planned after the one at step 0: "
+        "with fewer than 24 only large rises "
+    )
     assert told(5) == ([few + "are found; lower evalsets.every"] if action in ("stop", "replay") else [])
     assert told(4) == []
 

@@ -139,13 +139,18 @@ def _going_on(p: Plan) -> list[str]:
 
 def _evals(evals: dict[str, Any]) -> str:
     num, sets, tokens = (evals[key] for key in ("num", "sets", "tokens"))
+    if num == 0:
+        return "none ahead"
     names = ", ".join(record_name(name) for name in sets) if len(sets) <= MAX_NAMED else f"{len(sets)} sets"
     return f"{num:,} of {names}" + ("" if tokens is None else f": up to {tokens:,} tokens in all")
 
 
 def _checkpoints(checkpoints: dict[str, Any]) -> str:
     num, keep, size = (checkpoints[key] for key in ("num", "keep", "bytes"))
-    return f"{num:,}" + ("" if size is None else f" of {size / 1e6:,.1f} MB each") + f", the newest {keep} are kept"
+    if num == 0:
+        return "none ahead"
+    kept = "the newest is kept" if keep == 1 else f"the newest {keep} are kept"
+    return f"{num:,}" + ("" if size is None else f" of {size / 1e6:,.1f} MB each") + f", {kept}"
 
 
 def _trained(p: Plan, start: int, end: int) -> str:

@@ -188,7 +188,7 @@ def _order_changed(contrast: Contrast) -> Iterator[Problem]:
     kept = contrast.kept
     if [name for name in stood if name in kept] != [name for name in stand if name in kept]:
         got, trained = ", ".join(contrast.new), ", ".join(stood)
-        yield "phases", f"got the order {got}, but {trained} were trained first, in this order"
+        yield "phases", f"got the order {got}, but the run has trained {trained} first, in this order"
 
 
 def _phases_changed(contrast: Contrast) -> Iterator[Problem]:

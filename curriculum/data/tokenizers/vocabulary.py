@@ -93,8 +93,9 @@ def tiktoken_tokenizer(name: str) -> Tokenizer:
     names = tiktoken.list_encoding_names()
     if name not in names:
         guess = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {guess[0]!r}? " if guess else ""
-        raise InputError(f"tokenizer.name: tiktoken has no {name!r}; {hint}(it has {', '.join(sorted(names))})")
+        has = f"it has {', '.join(sorted(names))}"
+        hint = f"did you mean {guess[0]!r}? ({has})" if guess else has
+        raise InputError(f"tokenizer.name: tiktoken has no {name!r}; {hint}")
     try:
         encoding = tiktoken.get_encoding(name)
     except OSError as error:
