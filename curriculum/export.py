@@ -66,8 +66,9 @@ def export(
     For parameters that were trained on a source of format messages, hf, gguf and peft folders have the chat template
     that rendered it. Above 5 GB safetensors are split into several files with model.safetensors.index.json.
 
-    Raises InputError for arguments that cannot be used, for a model that the format has no class for, and for a value
-    too large for the dtype; then nothing is written. Leftovers of a killed export into the same folder are removed.
+    Raises InputError for arguments that cannot be used, for a model that the format has no class for, for values that
+    are not finite, and for one too large for the dtype; then nothing is written. Leftovers of a killed export into the
+    same folder are removed.
     """
     directory, output = run_directory(run), Path(output_dir)
     check_choice("--format", format, _FORMATS)
@@ -96,6 +97,11 @@ def export(
 
     # Imports jax, which is slow, after all checks that do without it.
     arrays = _merged(directory, saved, architecture) if merge else _parameters(saved)
+    if spoilt := [name for name, array in arrays.items() if not np.isfinite(array).all()]:
+        raise InputError(
+            f"{saved}: {len(spoilt)} of {len(arrays)} arrays, such as {spoilt[0]}, hold values that are not finite; "
+            "export an earlier step"
+        )
     metadata = {"step": str(step), "weights": weights}
     from safetensors import SafetensorError
 

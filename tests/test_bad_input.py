@@ -559,7 +559,7 @@ STORED = [
 ]  # fmt: skip
 
 RUNS = [
-    Row("run without its config", remove("run/config.resolved.json"), "inspect run", "run/config.resolved.json: is missing", "restore it from a copy, or resume the run once"),
+    Row("run without its config", remove("run/config.resolved.json"), "inspect run", "run/config.resolved.json: is missing", "restore it from a copy, or resume the run with all options that it had"),
     Row("run with a config that is no JSON", write("run/config.resolved.json", "{"), "inspect run", "run/config.resolved.json", "expected the JSON that this program wrote"),
     Row("run with a config nested deeply", write("run/config.resolved.json", DEEP), EVAL, "run/config.resolved.json", "expected the JSON that this program wrote"),
     Row("run with a config of bytes", write("run/config.resolved.json", b"\xff\xfe{"), EVAL, "config.resolved.json", "expected the JSON that this program wrote"),

@@ -135,9 +135,28 @@ def test_half_the_size_by_flag(run, tmp_path, dtype, stored):
         assert body[start:end] == rounded.tobytes(), name
 
 
-def test_a_value_too_large_is_told_by_name(run, tmp_path):
+def with_head(run, copied, value):
+    """A copy of the run whose last checkpoint has this value all over its head."""
     from orbax.checkpoint import StandardCheckpointer
 
+    shutil.copytree(run, copied)
+    with StandardCheckpointer() as checkpointer:
+        params = checkpointer.restore(copied / "checkpoints/4/params")
+        params["head"]["kernel"] = np.full((32, 264), value, np.float32)
+        checkpointer.save(copied / "checkpoints/4/params", params, force=True)
+    write_manifest(copied / "checkpoints/4", 4)
+    return copied
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_parameters_that_are_not_finite_are_refused(run, tmp_path, value):
+    spoilt = with_head(run, tmp_path / "spoilt", value)
+    with pytest.raises(InputError, match=r"checkpoints/4/params: 1 of \d+ arrays, such as head\.kernel, hold values that are"):
+        export(spoilt, tmp_path / "out", step="latest")
+    assert not (tmp_path / "out").exists() and export(spoilt, tmp_path / "out", step=2) == 2
+
+
+def test_a_value_too_large_is_told_by_name(run, tmp_path):
     array = np.array([1.0, 65519.0, -65520.0, np.inf, np.nan, 7e4], np.float32)  # 65520 is the first to become infinite
     with pytest.raises(InputError) as error:
         rounded("blocks.000.x", array, "f16", np.dtype("float16"))
@@ -145,13 +164,7 @@ def test_a_value_too_large_is_told_by_name(run, tmp_path):
         "--dtype f16: 2 of 6 values of blocks.000.x are too large for it, such as -65520; use another: f32, bf16, f16"
     )
     assert rounded("x", array[:2], "f16", np.dtype("float16")).tolist() == [1.0, 65504.0]
-    huge = tmp_path / "huge"
-    shutil.copytree(run, huge)
-    with StandardCheckpointer() as checkpointer:
-        params = checkpointer.restore(huge / "checkpoints/4/params")
-        params["head"]["kernel"] = np.full((32, 264), 7e4, np.float32)
-        checkpointer.save(huge / "checkpoints/4/params", params, force=True)
-    write_manifest(huge / "checkpoints/4", 4)
+    huge = with_head(run, tmp_path / "huge", 7e4)
     with pytest.raises(
         InputError, match="--dtype f16: 8448 of 8448 values of head.kernel are too large for it, such as 7"
     ):
