@@ -151,7 +151,9 @@ def with_head(run, copied, value):
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_parameters_that_are_not_finite_are_refused(run, tmp_path, value):
     spoilt = with_head(run, tmp_path / "spoilt", value)
-    with pytest.raises(InputError, match=r"checkpoints/4/params: 1 of \d+ arrays, such as head\.kernel, hold values that are"):
+    with pytest.raises(
+        InputError, match=r"checkpoints/4/params: 1 of \d+ arrays, such as head\.kernel, hold values that are"
+    ):
         export(spoilt, tmp_path / "out", step="latest")
     assert not (tmp_path / "out").exists() and export(spoilt, tmp_path / "out", step=2) == 2
 

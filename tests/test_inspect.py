@@ -104,6 +104,9 @@ def test_a_finished_run(tmp_path):
     assert "val 100 2.0000 0.0000 0.7213 3.0000 2.0000 100 0.0213" in lines
     assert f"gold step 80: primary/loss 2.2000 ({path}/gold/80)" in lines
     assert "checkpoints 60, 100" in lines and "in gold 80" in lines and "kept" not in lines
+    for folder in ("checkpoints", "gold"):
+        shutil.rmtree(path / folder)
+    assert "checkpoints none" in (left := shown(path)) and not any(line.startswith("export") for line in left)
     assert "regressed none now (law: the smallest detectable rise is not known)" in lines
     assert (
         f"--run-dir {path} --resume latest --set train.steps=MORE\n" in lines and f"report {path} -o run.html" in lines

@@ -267,7 +267,8 @@ def _commands(run: Run) -> dict[str, str]:
     commands["report"] = f"{me} report {own} -o {shlex.quote(path.name + '.html')}"
     commands["compare"] = f"{me} compare {own} OTHER_RUN"
     format_name = "safetensors" if own_model else "hf"
-    commands["export"] = f"{me} export {own} --format {format_name} -o {shlex.quote(path.name + '-export')}"
+    if any(checkpoint_steps(place) for place in run.directory.places):
+        commands["export"] = f"{me} export {own} --format {format_name} -o {shlex.quote(path.name + '-export')}"
     return commands
 
 
