@@ -179,6 +179,7 @@ def build_config(
     if problems:
         raise InputError(*(origin.problem(*problem) for problem in problems))
     data, problems = substitute(data, origin.numbers)
+    not_substituted = {path for path, _ in problems}
     known = [f.name for f in sections()]
     problems += [(str(key), no_such("key", str(key), [*known, "variables"])) for key in data if key not in known]
     try:
@@ -195,7 +196,7 @@ def build_config(
     if inherited is not None:
         data = inherited.under(data)
     values, wrong = _read_sections(with_shares(with_seq_len(data)), origin)
-    problems += wrong
+    problems += [problem for problem in wrong if problem[0] not in not_substituted]
     if inherited is not None and set(INHERITED) <= values.keys():
         problems += inherited.problems(values["model"], values["tokenizer"])
         values["tokenizer"] = TokenizerConfig(**inherited.sections["tokenizer"])

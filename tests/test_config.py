@@ -302,6 +302,11 @@ def test_variables_that_cannot_be_resolved(folder, value, words):
     assert found[0].startswith("c.yaml:1:1: name: ") and words in found[0]
 
 
+def test_a_variable_that_is_not_there_is_one_problem(folder):
+    (found,) = problems(VARIABLES.replace("seq_len: 64", "seq_len: $variables.mian"))
+    assert "train.seq_len: no such variable: 'mian'" in found
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

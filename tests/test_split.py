@@ -119,7 +119,9 @@ def test_too_small_for_one_window_is_refused():
 
 
 def test_nothing_left_for_training_is_refused():
-    with pytest.raises(ValueError, match="leaves no document for training; hold out less, or set held_out: 0"):
+    with pytest.raises(
+        ValueError, match="leaves no document for training; hold out less, or set held_out: 0 if no eval set is"
+    ):
         split_documents(np.full(100, 10), hashes([7] * 100), 0.01)
     with pytest.raises(ValueError, match="leaves no document for training"):
         split_documents(np.array([10, 10]), hashes([7, 7]), 0.1)

@@ -13,6 +13,7 @@ HASHED_FROM_DOCUMENTS = 100  # a source with fewer holds out its tail
 MANY_DOCUMENTS = 300  # a source with at least this many holds out at least FEWEST_DOCUMENTS
 FEWEST_DOCUMENTS = 30
 LARGEST_OVERLAP = 0.01  # share of a source's documents that may be dropped because an eval set has them
+_NONE = "set held_out: 0 if no eval set is held out of it"
 _TABLE_BITS = 22  # a table of 4 MB, which a cache holds
 
 
@@ -84,7 +85,7 @@ def split_documents(
     total_tokens = int(document_tokens_N.sum())
     if whole and num_documents == 1:
         raise ValueError(
-            f"held_out of {share:.4g} would cut the only conversation; give more conversations, or set held_out: 0"
+            f"held_out of {share:.4g} would cut the only conversation; give more conversations, or {_NONE}"
         )
     if num_documents < HASHED_FROM_DOCUMENTS:
         tail = _tail(document_tokens_N, math.ceil(share * total_tokens), starts_character, whole)
@@ -98,10 +99,10 @@ def split_documents(
     if held_tokens < min_tokens:
         raise ValueError(
             f"held_out of {share:.4g} gives {held_tokens:,} of {total_tokens:,} tokens, but one eval window needs "
-            f"{min_tokens:,}; hold out more, shorten evalsets.seq_len, or set held_out: 0"
+            f"{min_tokens:,}; hold out more, shorten evalsets.seq_len, or {_NONE}"
         )
     if not split.keep_N.any():
-        raise ValueError(f"held_out of {share:.4g} leaves no document for training; hold out less, or set held_out: 0")
+        raise ValueError(f"held_out of {share:.4g} leaves no document for training; hold out less, or {_NONE}")
     return split
 
 
