@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from curriculum.record.console import Console, program, tensorboard_link
+from curriculum.record.queries import planned_tokens
 from curriculum.record.sentences import verdict
 from curriculum.run import CHECKPOINT_ITEMS
 
@@ -142,11 +143,19 @@ def test_eta_follows_the_recent_pace_evals_included(tmp_path, earlier, eta):
     assert lines[-2].split(" | ")[3] == f"ETA {eta}"
 
 
-def test_eta_after_a_resume_counts_this_process_only(tmp_path):
-    resumed = stamped("resume", 30000, 36000.0, plan=PLAN)
-    lines = printed(tmp_path, resumed, evaluated(30100, 36200.0, val=4.0))
+def test_eta_after_a_resume_counts_neither_other_processes_nor_compiling(tmp_path):
+    stream = io.StringIO()
+    console = Console(tmp_path, stream=stream)
+    console.event(stamped("resume", 30000, 36000.0, plan=PLAN))
+    console.row(row(30100, tokens_per_sec=planned_tokens(PLAN, 75000) / 75000 / 2))  # 2 s a step
+    console.event(evaluated(30100, 37200.0, val=4.0))
+    console.event(evaluated(30200, 37500.0, val=4.0))
+    lines = stream.getvalue().splitlines()
     assert lines[0] == "resumed at step 30000 of 75000"
-    assert lines[1] == "step 30100/75000 (40.1%) | 14:45:12 | 10.1h | ETA 24.9h | 0 tokens"  # 44900 x 2 s
+    etas = [line for line in lines if " | ETA " in line]
+    assert etas[0] == "step 30100/75000 (40.1%) | 14:45:12 | 10.3h | ETA 24.9h | 0 tokens"  # 44900 x 2 s
+    assert etas[1].split(" | ")[3] == "ETA 37.3h"  # 44800 x 3 s, with the evals
+    assert printed(tmp_path / "none", start(), evaluated(0, 9.0, val=4.0))[-2].split(" | ")[3] == "ETA ?"
 
 
 def test_eta_after_a_rollback_counts_what_comes_after_it(tmp_path):

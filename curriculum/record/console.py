@@ -97,9 +97,10 @@ class Console:
                 # A rollback to step 0 begins anew, without a checkpoint.
                 self._checkpoint_step = None if (kind, event["step"]) == ("rollback", 0) else event["step"]
                 self._marks.clear()  # those before a rollback are of later steps
-                if kind == "resume":
+                if kind == "resume":  # no mark: what comes first is compiling
                     self._began = event["step"], event["elapsed_s"]
-                self._mark(event)
+                else:
+                    self._mark(event)
                 self._print(verdict(event), color=_COLORS.get(kind))
                 self._print(*(self._device_lines if kind == "resume" else ()))
             case "eval":
@@ -229,13 +230,17 @@ class Console:
         self._marks.append((event["step"], event["elapsed_s"]))
 
     def _seconds_left(self, step: int) -> float | None:
-        """Estimated by tokens, since updates of one phase may have more of them than those of another."""
+        """Estimated by tokens, since updates of one phase may have more of them than those of another.
+
+        Up to the second eval of this process by the last row's rate, which evals are no part of.
+        """
         (first_step, first_s), (last_step, last_s) = self._marks[0], self._marks[-1]
-        if first_step == last_step:
-            return None
         steps = (first_step, last_step, step, self._total_steps)
         first, last, now, end = (planned_tokens(self._plan, s) for s in steps)
-        return (end - now) * (last_s - first_s) / (last - first)
+        if first < last:
+            return (end - now) * (last_s - first_s) / (last - first)
+        rate = self._row.get("tokens_per_sec")
+        return (end - now) / rate if rate else None
 
     def _print(self, *lines: str, color: int | None = None) -> None:
         if self._progress_open:
