@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from curriculum.data.tokenizers.hf_files import DEFINITION_NAME
 from curriculum.errors import InputError, no_such_path
+from curriculum.find_checkpoint import architecture_at, find_checkpoint, read_ledger, undamaged
 from curriculum.model.formats.hf import checked_tensors
 from curriculum.model.formats.hf_config import HF_CONFIG, hf_model_type, read_hf_config
 from curriculum.model.formats.hf_weights import INDEX, stored_tensors
 from curriculum.model.presets import LoraConfig, ModelConfig, resolve_model
-from curriculum.run import RunDirectory, architecture_at, find_checkpoint, read_ledger, step_folders, undamaged
+from curriculum.run_directory import RunDirectory, step_folders
 from curriculum.typed import Limits
 from phases.schedule import Phase
 

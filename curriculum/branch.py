@@ -13,13 +13,15 @@ from curriculum.branch_between import check_between
 from curriculum.branch_copy import copy_trunk, made_whole
 from curriculum.config import Config, changed_config, load_config
 from curriculum.errors import InputError
+from curriculum.find_checkpoint import checkpoint_steps, read_ledger, undamaged
 from curriculum.lock import RunLock
 from curriculum.manifest import damage
 from curriculum.model.model import Model
 from curriculum.record.console import resume_command
 from curriculum.record.events import check_offsets
 from curriculum.record.queries import acts_of
-from curriculum.run import DEFAULT_STORE_DIR, Run, RunDirectory, checkpoint_steps, load_run, read_ledger, undamaged
+from curriculum.run import DEFAULT_STORE_DIR, Run, load_run
+from curriculum.run_directory import RunDirectory
 from curriculum.scheduling import declaration
 from curriculum.train import ledger
 from curriculum.train.checkpoints.resumed import to_resume

@@ -13,10 +13,11 @@ from typing import Any
 
 from curriculum.config import Config
 from curriculum.errors import InputError
+from curriculum.find_checkpoint import checkpoint_steps, read_ledger
 from curriculum.manifest import damage, update_manifest
 from curriculum.record.board import Board
 from curriculum.record.events import EVENTS, METRICS, STAMPS, Record, plain, read_events, read_metrics
-from curriculum.run import RunDirectory, checkpoint_steps, names_in, read_json, read_ledger, write_text, write_tokenizer
+from curriculum.run_directory import RunDirectory, names_in, read_json, write_text, write_tokenizer
 from curriculum.train import ledger
 from curriculum.train.averages import SIDECAR
 from curriculum.train.fields import branch_edit, derived

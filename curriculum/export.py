@@ -17,6 +17,7 @@ from curriculum.data.tokenizers.chat_template import opens_document, spells_spec
 from curriculum.data.tokenizers.gguf_vocabulary import gguf_vocabulary
 from curriculum.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from curriculum.errors import InputError, check_choice
+from curriculum.find_checkpoint import architecture_at, read_ledger
 from curriculum.model.formats.gguf import gguf_architecture, write_gguf
 from curriculum.model.formats.hf import hf_tensors
 from curriculum.model.formats.hf_config import HF_CONFIG
@@ -25,7 +26,8 @@ from curriculum.model.formats.safetensors_writer import DTYPES, numpy_dtype, rou
 from curriculum.model.presets import ModelConfig
 from curriculum.record.append import tell
 from curriculum.record.events import EVENTS, read_events
-from curriculum.run import Run, RunDirectory, architecture_at, read_ledger, run_directory
+from curriculum.run import Run, run_directory
+from curriculum.run_directory import RunDirectory
 from curriculum.scratch import clear_killed, scratch
 from curriculum.views.model_card import Exported, model_card
 from curriculum.weights import Weights, find_weights, ledger_of

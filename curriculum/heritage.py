@@ -13,7 +13,7 @@ from curriculum.data.tokenizers.tokenizer import Tokenizer, TokenizerConfig, loa
 from curriculum.errors import InputError
 from curriculum.model.formats.hf_config import HF_CONFIG, architecture_fields, read_hf_config
 from curriculum.model.presets import HOW, ModelSection, model_problems, resolve_model
-from curriculum.run import RunDirectory
+from curriculum.run_directory import RunDirectory
 
 INHERITED = ("model", "tokenizer")  # sections that a config may leave out if it begins from a run or folder
 

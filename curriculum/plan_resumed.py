@@ -10,7 +10,8 @@ from curriculum.config import Config
 from curriculum.data.corpus import find_evalsets, find_sizes
 from curriculum.plan import Plan, plan, plan_of, prepare_command
 from curriculum.record.events import check_offsets, plain
-from curriculum.run import DEFAULT_STORE_DIR, RunDirectory
+from curriculum.run import DEFAULT_STORE_DIR
+from curriculum.run_directory import RunDirectory
 from curriculum.scheduling import continued_schedule
 from curriculum.train import going_back, opening
 from curriculum.train.edits import edit_event, find_edit

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from curriculum.config import Config, apply_options, load_config, options_of, run_name_of
-from curriculum.run import RunDirectory
+from curriculum.run_directory import RunDirectory
 from curriculum.variables import substitute
 from curriculum.yaml12 import Origin, parse_yaml
 

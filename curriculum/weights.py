@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from curriculum.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from curriculum.errors import InputError, check_choice
+from curriculum.find_checkpoint import find_checkpoint, read_ledger
 from curriculum.record.events import EMA, PHASE_MEAN
-from curriculum.run import RunDirectory, find_checkpoint, read_ledger
+from curriculum.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from curriculum.config import Config

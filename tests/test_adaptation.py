@@ -19,9 +19,11 @@ from curriculum.cli.plan import table
 from curriculum.config import build_config, changed_config, config_from_json, load_config
 from curriculum.data.tokenizers.tokenizer import load_tokenizer
 from curriculum.errors import InputError
+from curriculum.find_checkpoint import read_ledger
 from curriculum.manifest import update_manifest, write_manifest
 from curriculum.plan import plan
-from curriculum.run import RunDirectory, load_run, read_ledger
+from curriculum.run import load_run
+from curriculum.run_directory import RunDirectory
 from curriculum.train.checkpoints.resumed import to_resume
 from curriculum.train.setup import build
 from curriculum.train.start import start_of

@@ -18,7 +18,8 @@ from curriculum.export import export
 from curriculum.manifest import write_manifest
 from curriculum.record.console import eval_lines
 from curriculum.record.curves import eval_curves
-from curriculum.run import RunDirectory, load_run
+from curriculum.run import load_run
+from curriculum.run_directory import RunDirectory
 from curriculum.train.averages import _write, set_aside_means_after
 from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.setup import build

@@ -19,9 +19,11 @@ from curriculum.branch import _settled, branch
 from curriculum.cli.main import cli
 from curriculum.config import build_config, load_config
 from curriculum.errors import InputError
+from curriculum.find_checkpoint import checkpoint_steps, read_ledger
 from curriculum.manifest import damage, write_manifest
 from curriculum.record.console import program
-from curriculum.run import RunDirectory, checkpoint_steps, load_run, read_ledger
+from curriculum.run import load_run
+from curriculum.run_directory import RunDirectory
 from curriculum.scheduling import Past, resolve_schedule
 from curriculum.train import ledger
 from curriculum.train.history import History

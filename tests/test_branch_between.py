@@ -7,7 +7,8 @@ from tiny_run import last_state, record, tiny_train, write_corpus
 
 from curriculum.branch import branch
 from curriculum.errors import InputError
-from curriculum.run import checkpoint_steps, load_run, read_ledger
+from curriculum.find_checkpoint import checkpoint_steps, read_ledger
+from curriculum.run import load_run
 
 FIRST = {"lr": 3e-3, "warmup_steps": 2, "schedule": "constant"}
 OPTIM = {**FIRST, "weight_decay": 5.0}

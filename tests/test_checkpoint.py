@@ -22,9 +22,11 @@ from curriculum.config import build_config
 from curriculum.errors import InputError
 from curriculum.evaluate import evaluate
 from curriculum.export import export
+from curriculum.find_checkpoint import find_checkpoint, undamaged
 from curriculum.lock import RunLock
 from curriculum.manifest import damage, write_manifest
-from curriculum.run import RunDirectory, find_checkpoint, load_run, undamaged
+from curriculum.run import load_run
+from curriculum.run_directory import RunDirectory
 from curriculum.train import trainer
 from curriculum.train.checkpoints.arrays import in_turn, load_params, save_params
 from curriculum.train.checkpoints.finite import NonFiniteState
@@ -268,7 +270,7 @@ def test_what_may_not_be_read_is_not_taken_for_damaged(run, path, mode):
     code = """
 import os, sys
 from pathlib import Path
-from curriculum.run import RunDirectory
+from curriculum.run_directory import RunDirectory
 from curriculum.train.checkpoints.resumed import to_resume
 if os.geteuid() == 0:
     os.setuid(65534)

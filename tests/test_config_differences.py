@@ -5,7 +5,8 @@ from pathlib import Path
 
 from written_run import PHASES, command, write_run
 
-from curriculum.run import Run, RunDirectory, load_run
+from curriculum.run import Run, load_run
+from curriculum.run_directory import RunDirectory
 from curriculum.views.compare import compare
 from curriculum.views.compare_text import table
 from curriculum.views.config_differences import config_differences, rows

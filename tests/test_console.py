@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from curriculum.find_checkpoint import CHECKPOINT_ITEMS
 from curriculum.record.console import Console, program, tensorboard_link
 from curriculum.record.queries import planned_tokens
 from curriculum.record.sentences import verdict
-from curriculum.run import CHECKPOINT_ITEMS
 
 PLAN = {
     "total_steps": 75000,

@@ -9,8 +9,9 @@ from tiny_run import tiny_data, tiny_train, write_corpus
 
 from curriculum.config import build_config
 from curriculum.errors import InputError
+from curriculum.find_checkpoint import checkpoint_steps
 from curriculum.record.queries import consumption
-from curriculum.run import checkpoint_steps, load_run
+from curriculum.run import load_run
 from curriculum.scheduling import continued_schedule, resolve_schedule
 from curriculum.train import ledger, trainer
 from curriculum.train.edits import find_edit

@@ -13,9 +13,10 @@ from curriculum.config import build_config
 from curriculum.errors import InputError
 from curriculum.evaluate import evaluate
 from curriculum.export import export
+from curriculum.find_checkpoint import CHECKPOINT_ITEMS
 from curriculum.manifest import write_manifest
 from curriculum.record.windows import read_results
-from curriculum.run import CHECKPOINT_ITEMS, load_run
+from curriculum.run import load_run
 from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.trainer import train
 

@@ -17,8 +17,10 @@ from curriculum.branch import branch
 from curriculum.cli.main import cli
 from curriculum.config import build_config, load_config
 from curriculum.errors import InputError
+from curriculum.find_checkpoint import read_ledger
 from curriculum.lock import RunLock
-from curriculum.run import RunDirectory, load_run, read_ledger
+from curriculum.run import load_run
+from curriculum.run_directory import RunDirectory
 from curriculum.train import divergence, trainer
 from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.course import Course

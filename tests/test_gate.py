@@ -9,7 +9,8 @@ import time
 import pytest
 from tiny_run import assert_same_run, tiny_data, tiny_train, write_corpus
 
-from curriculum.run import checkpoint_steps, load_run
+from curriculum.find_checkpoint import checkpoint_steps
+from curriculum.run import load_run
 from curriculum.train.gate import GateVerdict, run_gate
 from curriculum.train.signals import Stopped
 

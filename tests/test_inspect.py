@@ -17,10 +17,11 @@ from written_run import command, offender, write_run
 
 from curriculum.config import build_config
 from curriculum.errors import InputError
+from curriculum.find_checkpoint import CHECKPOINT_ITEMS
 from curriculum.lock import RunLock
 from curriculum.plan import plan
 from curriculum.record.queries import consumption, eval_points, evalset_facts, last_detectable, standing_regressions
-from curriculum.run import CHECKPOINT_ITEMS, load_run
+from curriculum.run import load_run
 from curriculum.train.trainer import train
 from curriculum.views.compare import compare
 from curriculum.views.inspection import edits_of, inspect_run, mixture_text, text

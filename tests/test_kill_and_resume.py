@@ -11,7 +11,7 @@ import kill_and_resume as kills
 import numpy as np
 import pytest
 
-from curriculum.run import read_arrays
+from curriculum.run_directory import read_arrays
 
 TOOL = Path(__file__).resolve().parents[1] / "tools/kill_and_resume.py"
 

@@ -29,6 +29,7 @@ from curriculum.data.tokenizers.hf_writer import write_hf_tokenizer
 from curriculum.data.tokenizers.tokenizer import load_tokenizer
 from curriculum.errors import InputError
 from curriculum.evaluate import evaluate
+from curriculum.find_checkpoint import read_ledger
 from curriculum.manifest import update_manifest, write_manifest
 from curriculum.model.counts import num_adapters, num_parameters, num_trained
 from curriculum.model.formats.hf import hf_tensors
@@ -40,7 +41,7 @@ from curriculum.model.model import parameter_name
 from curriculum.model.presets import LoraConfig, ModelConfig
 from curriculum.model.transformer import forward, head, init_adapters, init_params, transformer
 from curriculum.plan import plan
-from curriculum.run import load_run, read_ledger
+from curriculum.run import load_run
 from curriculum.train.checkpoints.arrays import load_params, save_params
 from curriculum.train.dry_run import dry_run
 from curriculum.train.mesh import AXES, state_shardings

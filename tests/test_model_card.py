@@ -11,7 +11,8 @@ from written_run import offender, windows, write_run
 
 from curriculum.model.presets import LoraConfig, ModelConfig
 from curriculum.record.windows import read_results, write_results
-from curriculum.run import Run, RunDirectory, load_run
+from curriculum.run import Run, load_run
+from curriculum.run_directory import RunDirectory
 from curriculum.views.model_card import Exported, model_card
 from curriculum.weights import Weights
 

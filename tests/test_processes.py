@@ -11,7 +11,8 @@ import pytest
 from process_runs import BUILT, SHOWN, STEPS, config_data, write_sources
 from started import ended, free_port, start
 
-from curriculum.run import checkpoint_steps, load_run
+from curriculum.find_checkpoint import checkpoint_steps
+from curriculum.run import load_run
 
 # Float32 sums in another order, as between meshes of one process (test_mesh.py); twelve updates at a high rate make more
 # of them: 7e-6 was seen, 4e-5 on a processor with AVX-512. Losses are recorded in six decimals.

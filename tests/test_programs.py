@@ -23,7 +23,8 @@ from curriculum.model.loss import nats_per_token
 from curriculum.model.model import Model
 from curriculum.model.presets import ModelConfig
 from curriculum.model.transformer import transformer
-from curriculum.run import load_run, read_json
+from curriculum.run import load_run
+from curriculum.run_directory import read_json
 from curriculum.train import trainer
 from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.dry_run import dry_run

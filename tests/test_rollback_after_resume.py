@@ -10,8 +10,10 @@ from tiny_run import flip_bit, last_state, record, tiny_data, tiny_train, write_
 
 from curriculum.config import build_config
 from curriculum.errors import InputError
+from curriculum.find_checkpoint import read_ledger
 from curriculum.plan_resumed import plan_resumed
-from curriculum.run import RunDirectory, load_run, read_ledger
+from curriculum.run import load_run
+from curriculum.run_directory import RunDirectory
 from curriculum.train import divergence
 from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.signals import Stopped, StopSignals

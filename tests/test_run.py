@@ -7,8 +7,9 @@ import pytest
 from locked import locked_by_another
 
 from curriculum.errors import InputError
+from curriculum.find_checkpoint import CHECKPOINT_ITEMS, checkpoint_steps, find_checkpoint, read_ledger
 from curriculum.manifest import write_manifest
-from curriculum.run import CHECKPOINT_ITEMS, RunDirectory, checkpoint_steps, find_checkpoint, read_ledger
+from curriculum.run_directory import RunDirectory
 
 
 def make_checkpoint(folder, items=CHECKPOINT_ITEMS):

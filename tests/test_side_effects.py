@@ -10,7 +10,8 @@ import pytest
 from compared_runs import saved_arrays, without_clock
 
 from curriculum.config import build_config
-from curriculum.run import checkpoint_steps, load_run
+from curriculum.find_checkpoint import checkpoint_steps
+from curriculum.run import load_run
 from curriculum.train.trainer import train
 
 STEPS = 12

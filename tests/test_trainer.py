@@ -15,8 +15,9 @@ from tiny_run import tiny_data, tiny_train, with_changes, write_corpus
 
 from curriculum.config import build_config
 from curriculum.errors import InputError
+from curriculum.find_checkpoint import read_ledger
 from curriculum.model.loss import nats_per_token
-from curriculum.run import load_run, read_ledger
+from curriculum.run import load_run
 from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.setup import build

@@ -13,8 +13,10 @@ from tiny_run import tiny_train, write_corpus
 
 from curriculum.cli.main import cli
 from curriculum.config import build_config
+from curriculum.find_checkpoint import checkpoint_steps, read_ledger
 from curriculum.record.events import last_gold
-from curriculum.run import RunDirectory, checkpoint_steps, load_run, read_ledger
+from curriculum.run import load_run
+from curriculum.run_directory import RunDirectory
 from curriculum.train.checkpoints.best import BadGolds, BestCheckpoints
 from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.setup import build

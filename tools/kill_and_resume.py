@@ -334,7 +334,8 @@ def read_lines(path: Path) -> list[dict]:
 
 def everything(run: Path) -> dict[str, object]:
     """Everything that a finished run holds, by place, except clock fields and `resume` events."""
-    from curriculum.run import checkpoint_steps, read_arrays, read_ledger
+    from curriculum.find_checkpoint import checkpoint_steps, read_ledger
+    from curriculum.run_directory import read_arrays
     from curriculum.train.checkpoints.arrays import load_params
 
     steps = checkpoint_steps(run / "checkpoints")
@@ -416,7 +417,7 @@ def unsound(run: Path, store: Path, seen: set[str]) -> list[str]:
         if at != sorted(set(at)):
             problems.append(f"  {tag}: a step twice, or out of order")
 
-    from curriculum.run import read_ledger
+    from curriculum.find_checkpoint import read_ledger
 
     drawn = {name: of["tokens_drawn"] for name, of in read_ledger(run / f"checkpoints/{STEPS}")["sources"].items()}
     if sum(drawn.values()) != STEPS * 8 * 64:

@@ -72,8 +72,9 @@ def run(config_name: str, run_dir: Path, overrides: list[str], **begin) -> dict:
 def measure(run_dir: Path, last_step: int, replay: dict[str, float]) -> dict:
     """Each set's loss before and after, and the paired change with its 95 % interval; the share of replay drawn, the
     learning rate, steps and tokens."""
+    from curriculum.find_checkpoint import read_ledger
     from curriculum.record.windows import read_results
-    from curriculum.run import load_run, read_ledger
+    from curriculum.run import load_run
     from curriculum.views.compare import paired
     from evalsets.metrics import summarise
 

@@ -17,7 +17,8 @@ def command(run, as_json):
     For a folder of runs: one line per run.
     """
     from curriculum.record.events import plain
-    from curriculum.run import RunDirectory, load_run, runs_below
+    from curriculum.run import load_run, runs_below
+    from curriculum.run_directory import RunDirectory
     from curriculum.views.inspection import inspect_run, text
     from curriculum.views.run_list import list_runs, runs_text
 

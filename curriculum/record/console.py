@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 from urllib.parse import quote
 
+from curriculum.find_checkpoint import checkpoint_steps
 from curriculum.record.append import DISK_ERRORS, Appender
 from curriculum.record.events import Recorded, eval_averages, eval_sets, number
 from curriculum.record.queries import beginning, longer_from, planned_tokens, shapes_of
@@ -29,7 +30,7 @@ from curriculum.record.sentences import (
     verdict,
 )
 from curriculum.record.wording import duration, first_of, loss
-from curriculum.run import DEFAULT_STORE_DIR, checkpoint_steps
+from curriculum.run import DEFAULT_STORE_DIR
 
 _RECENT_EVALS = 5
 _CALM_EVALS = 10  # after so many without a skipped update, the next one is reported at once

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from curriculum.errors import InputError
 from curriculum.record.curves import all_sets
 from curriculum.record.events import STAMPS, eval_sets, number, record_name
-from curriculum.run import Run, read_json
+from curriculum.run import Run
+from curriculum.run_directory import read_json
 
 _Mark = tuple[str, int, Mapping[str, int], Mapping[str, int]]  # phase, step, tokens read and consumed by then
 

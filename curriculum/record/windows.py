@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from curriculum.errors import InputError
-from curriculum.run import read_arrays
+from curriculum.run_directory import read_arrays
 from evalsets.metrics import WindowResults
 
 

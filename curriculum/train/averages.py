@@ -19,12 +19,13 @@ from jax.sharding import Mesh
 
 from curriculum.config import Config
 from curriculum.errors import InputError
+from curriculum.find_checkpoint import checkpoint_steps
 from curriculum.manifest import damage, write_manifest
 from curriculum.model.model import Params
 from curriculum.record.append import DISK_ERRORS, tell
 from curriculum.record.events import EMA, PHASE_MEAN
 from curriculum.record.wording import listed
-from curriculum.run import RunDirectory, checkpoint_steps
+from curriculum.run_directory import RunDirectory
 from curriculum.scheduling import mean_steps
 from curriculum.train.abstract import abstract_of, zeros
 from curriculum.train.checkpoints.arrays import load_params, save_params

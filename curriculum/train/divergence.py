@@ -12,7 +12,7 @@ import numpy as np
 from curriculum.errors import InputError
 from curriculum.record.events import STAMPS, Record, number, read_events, read_metrics
 from curriculum.record.queries import acts_of
-from curriculum.run import RunDirectory
+from curriculum.run_directory import RunDirectory
 from curriculum.train.checkpoints.finite import NonFiniteState, check_finite
 from curriculum.train.checkpoints.resumed import Resumed, newest_whole, resumed_by_first, to_resume
 from curriculum.train.edits import gone_back

@@ -17,11 +17,12 @@ import xxhash
 from curriculum.adaptation import Base, HfBase, find_base
 from curriculum.config import Config
 from curriculum.errors import InputError
+from curriculum.find_checkpoint import find_checkpoint
 from curriculum.model.formats.hf import load_hf
 from curriculum.model.lora import adapters_of, frozen_of, joined
 from curriculum.model.model import Params, by_name
 from curriculum.model.presets import ModelConfig
-from curriculum.run import RunDirectory, find_checkpoint
+from curriculum.run_directory import RunDirectory
 from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.mesh import on_host
 from curriculum.train.processes.together import from_first

@@ -10,9 +10,10 @@ import json
 from typing import Any
 
 from curriculum.errors import InputError
+from curriculum.find_checkpoint import read_ledger
 from curriculum.manifest import sync
 from curriculum.record.events import plain
-from curriculum.run import RunDirectory, read_json, read_ledger, write_text
+from curriculum.run_directory import RunDirectory, read_json, write_text
 from curriculum.train import ledger
 from curriculum.train.checkpoints.resumed import Resumed, newest_whole, to_resume
 from curriculum.train.divergence import Rollback

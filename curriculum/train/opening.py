@@ -18,13 +18,15 @@ from curriculum.data.config_stores import own_sources
 from curriculum.data.sources import would_read
 from curriculum.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from curriculum.errors import InputError
+from curriculum.find_checkpoint import read_ledger
 from curriculum.lock import RunLock
 from curriculum.manifest import damage, sync
 from curriculum.record.board import Board
 from curriculum.record.console import Console, resume_command
 from curriculum.record.events import EVENTS, METRICS, Record, check_offsets, plain
 from curriculum.record.wandb_log import WandbLog
-from curriculum.run import RunDirectory, load_run, read_json, read_ledger, step_folders, write_tokenizer
+from curriculum.run import load_run
+from curriculum.run_directory import RunDirectory, read_json, step_folders, write_tokenizer
 from curriculum.scheduling import Past
 from curriculum.train import fields, going_back
 from curriculum.train.averages import set_aside_means_after

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from curriculum.errors import InputError
 from curriculum.record.append import DISK_ERRORS, tell
 from curriculum.record.windows import keep_sets, read_results, write_results
-from curriculum.run import RunDirectory
+from curriculum.run_directory import RunDirectory
 from curriculum.train.processes.together import from_first, is_first
 from evalsets.metrics import WindowResults
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from curriculum.errors import InputError
 from curriculum.record.append import DISK_ERRORS
 from curriculum.record.events import Record
-from curriculum.run import RunDirectory
+from curriculum.run_directory import RunDirectory
 from curriculum.train import ledger
 from curriculum.train.checkpoints.best import BestCheckpoints
 from curriculum.train.checkpoints.folder import Checkpoints, SaveFailed

@@ -13,7 +13,8 @@ from curriculum.config import Config
 from curriculum.errors import InputError
 from curriculum.lock import RunLock
 from curriculum.model.model import Model
-from curriculum.run import DEFAULT_STORE_DIR, RunDirectory
+from curriculum.run import DEFAULT_STORE_DIR
+from curriculum.run_directory import RunDirectory
 from curriculum.train import fields, going_back, ledger, opening
 from curriculum.train.averages import adopt_parts, averages_at
 from curriculum.train.checkpoints.best import BestCheckpoints

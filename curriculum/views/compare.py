@@ -20,7 +20,8 @@ from curriculum.record.events import config_name, plain
 from curriculum.record.queries import EvalPoint, content_hashes, eval_points
 from curriculum.record.windows import recorded_windows
 from curriculum.record.wording import signed
-from curriculum.run import Run, load_run, names_in, read_arrays
+from curriculum.run import Run, load_run
+from curriculum.run_directory import names_in, read_arrays
 from curriculum.views.config_differences import config_differences
 from curriculum.views.same_text import same_text, set_title
 from curriculum.views.shared_past import began_at, shared_past

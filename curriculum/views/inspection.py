@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from curriculum.errors import InputError
+from curriculum.find_checkpoint import checkpoint_steps
 from curriculum.lock import trained_by
 from curriculum.record.console import program, resume_command
 from curriculum.record.events import TAKEN_UP, config_name, last_gold, last_row, number
@@ -42,7 +43,8 @@ from curriculum.record.wording import (
     smallest_rise,
     unseen,
 )
-from curriculum.run import Run, checkpoint_steps, step_folders
+from curriculum.run import Run
+from curriculum.run_directory import step_folders
 
 _MOST_OFFENDERS = 12  # a line each
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))

@@ -26,7 +26,8 @@ from curriculum.record.queries import (
 from curriculum.record.sentences import new_offenders, skipped_line, verdict
 from curriculum.record.windows import recorded_windows
 from curriculum.record.wording import WITH_SCATTER, interval_text, loss, signed, unseen
-from curriculum.run import Run, read_arrays
+from curriculum.run import Run
+from curriculum.run_directory import read_arrays
 from curriculum.views.compare import paired
 from curriculum.views.inspection import by_eval, edits_of, mixture_text, offender_in, tolerance_of
 from curriculum.weights import Weights

@@ -18,7 +18,8 @@ from curriculum.errors import InputError
 from curriculum.record.events import number
 from curriculum.record.queries import eval_points, shapes_of
 from curriculum.record.wording import duration, first_of, loss, mesh_text, printable, typed
-from curriculum.run import Run, load_run, write_text
+from curriculum.run import Run, load_run
+from curriculum.run_directory import write_text
 from curriculum.views import figures
 from curriculum.views.compare import labels
 from curriculum.views.figures import PALETTE, Curve, Phase

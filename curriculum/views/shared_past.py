@@ -7,7 +7,8 @@ from typing import Any
 
 from curriculum.record.events import eval_sets
 from curriculum.record.queries import base_directory
-from curriculum.run import Run, RunDirectory
+from curriculum.run import Run
+from curriculum.run_directory import RunDirectory
 
 
 def began_at(run: Run, base: Run) -> int | None:

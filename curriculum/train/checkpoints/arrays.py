@@ -15,9 +15,9 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from curriculum.errors import InputError
+from curriculum.find_checkpoint import check_there
 from curriculum.model.model import by_name
 from curriculum.record.append import DISK_ERRORS
-from curriculum.run import check_there
 from curriculum.train.abstract import abstract_of
 
 # Runs the saves of a process one after the other: orbax tells their operations apart by one counter for all of them.

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from curriculum.errors import InputError
+from curriculum.find_checkpoint import checkpoint_steps
 from curriculum.manifest import sync, sync_folder, write_manifest
-from curriculum.run import checkpoint_steps, step_folders
+from curriculum.run_directory import step_folders
 from curriculum.train.checkpoints.arrays import disk_error, in_turn, is_disk_error, load_params
 from curriculum.train.checkpoints.finite import check_finite
 from curriculum.train.checkpoints.quiet import quiet_failed_saves

@@ -1,0 +1,141 @@
+"""Finding a run's checkpoint by what the user calls it, and reading its ledger."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from curriculum.errors import InputError
+from curriculum.lock import trained_by
+from curriculum.manifest import damage
+from curriculum.record.events import EVENTS, last_gold, read_events
+from curriculum.run_directory import RunDirectory, names_in, read_json, step_folders
+
+CHECKPOINT_ITEMS = ("params", "train", "ledger", "baselines")  # folders that a whole checkpoint has
+
+
+def find_checkpoint(
+    directory: RunDirectory,
+    wanted: str | int | None = None,
+    *,
+    option: str = "--step",
+    part: str | tuple[str, ...] = "",
+) -> tuple[int, Path]:
+    """(step, folder) of the checkpoint `wanted`, verified: "latest", "gold" or a step.
+
+    None means the gold checkpoint, or the latest if the record names no gold or is missing. "latest" is the newest in
+    `checkpoints/`. A step is looked for there first, then in `gold/` and `kept/`. `option` is the option that gave
+    `wanted`, for messages. `part` is the part of the checkpoint that will be read, as for `damage`; only that part is
+    verified.
+
+    While a run trains, its gold may still be being saved. The gold before it is then used, and stderr says so.
+
+    Raises InputError that lists the existing steps if there is no such checkpoint, if the gold that the record names is
+    gone, or if there is a gold but no line in the record; and one that lists the undamaged steps if the checkpoint is
+    damaged.
+    """
+    if isinstance(wanted, str) and wanted not in ("latest", "gold") and not _is_step(wanted):
+        raise InputError(f"{option} {wanted}: expected 'latest', 'gold' or the step of a checkpoint")
+    record = directory.path / EVENTS
+    # Before the folders are listed: a gold's line comes before its checkpoint has its name.
+    events = read_events(directory.path) if wanted in (None, "gold") and record.exists() else None
+    found = {folder.name: list(step_folders(folder)) for folder in directory.places}
+    there = _listed(found)
+    if not there and not (directory.has_config or directory.holds_run()):
+        raise InputError(f"{directory.path}: holds no run; expected a directory made by `curriculum train`")
+    if not there:
+        raise InputError(f"{directory.path}: has no checkpoint yet; train it up to its first save (checkpoint.every)")
+    if wanted is None or wanted == "gold":
+        if events == [] and found["gold"]:
+            raise InputError(
+                f"{record}: has no complete line to say which checkpoint is the gold one; restore it from a copy, or "
+                f"give a step (available: {there})"
+            )
+        named = last_gold(events or [])
+        gold = named and named["step"]
+        if gold not in (None, *found["gold"]) and trained_by(directory.path):
+            before = [e["step"] for e in events if e["event"] == "gold_checkpoint" and e["step"] in found["gold"]]
+            told = f"gold/{before[-1]}, the one before it, is used" if before else "there is none before it"
+            print(f"{directory.gold / str(gold)}: is being saved; {told}", file=sys.stderr)
+            gold = before[-1] if before else None
+        if gold in found["gold"]:
+            return gold, undamaged(directory.gold / str(gold), f"{option} gold: " if wanted else "", part)
+        if gold is not None:
+            raise InputError(
+                f"{directory.gold / str(gold)}: is gone, but the record names it as the gold checkpoint; restore it "
+                f"from a copy, or give {option} latest or another step (available: {there})"
+            )
+        if wanted == "gold":
+            raise InputError(f"{option} gold: {directory.path} has no gold checkpoint; available: {there}")
+    if wanted is None or wanted == "latest":
+        if not found["checkpoints"]:
+            raise InputError(f"{option} latest: {directory.checkpoints} is empty; available: {there}")
+        newest = found["checkpoints"][-1]
+        return newest, undamaged(directory.checkpoints / str(newest), f"{option} latest: " if wanted else "", part)
+    folders = [directory.path / name / str(int(wanted)) for name, steps in found.items() if int(wanted) in steps]
+    if not folders:
+        raise InputError(f"{option} {wanted}: {directory.path} has no checkpoint of that step; available: {there}")
+    whole = next((folder for folder in folders if damage(folder, part) is None), None)
+    return int(wanted), whole or undamaged(folders[0], f"{option} {wanted}: ", part)
+
+
+def _is_step(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 20
+
+
+def undamaged(checkpoint: Path, given: str = "", part: str | tuple[str, ...] = "") -> Path:
+    """`checkpoint` itself, if it verifies. Otherwise raises InputError that lists the steps that do.
+
+    `given` begins the message: how the user named the checkpoint. `part` is as for `damage`.
+    """
+    if (why := damage(checkpoint, part)) is None:
+        return checkpoint
+    check_there(checkpoint)
+    places = RunDirectory(checkpoint.parents[1]).places
+    whole = {
+        place.name: [step for step, folder in step_folders(place).items() if damage(folder, part) is None]
+        for place in places
+    }
+    raise InputError(
+        f"{given}{checkpoint}: is damaged: {why}; restore it from a copy, or use another step (those that verify: "
+        f"{_listed(whole) or 'none'})"
+    )
+
+
+def check_there(checkpoint: Path) -> None:
+    """Raise InputError if a checkpoint that was found is gone: it is not damaged, a training run deleted it."""
+    if not checkpoint.exists():
+        raise InputError(
+            f"{checkpoint}: is gone: a training run keeps only its newest checkpoints (checkpoint.keep) and "
+            "their golds; try again, or wait for the run to end"
+        )
+
+
+def checkpoint_steps(place: Path) -> list[int]:
+    """Steps of the checkpoints in a folder that have all CHECKPOINT_ITEMS, ascending; files in them may be damaged."""
+    return [step for step, folder in step_folders(place).items() if set(CHECKPOINT_ITEMS) <= set(names_in(folder))]
+
+
+def read_ledger(checkpoint: Path) -> dict[str, Any]:
+    """The ledger in a checkpoint's folder."""
+    return read_json(checkpoint / "ledger" / "metadata")
+
+
+def architecture_at(ledger: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """The architecture of a run's parameters after `step` updates, from any ledger of the run that reaches that step.
+
+    It is the run's architecture, as in model.json, with the rope theta of the phase that made these parameters.
+    """
+    from phases.schedule import Schedule, segments_from_json  # brings numpy, and most views do without
+
+    theta = Schedule(segments_from_json(ledger["segments"])).rope_theta_at(step)
+    return ledger["model"] if theta is None else {**ledger["model"], "rope_theta": theta}
+
+
+def _listed(found: dict[str, list[int]]) -> str:
+    """`2, 4; in gold/: 3`."""
+    own = ", ".join(map(str, found["checkpoints"]))
+    rest = [f"in {folder}/: {', '.join(map(str, found[folder]))}" for folder in ("gold", "kept") if found[folder]]
+    return "; ".join(filter(None, [own, *rest]))

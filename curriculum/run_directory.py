@@ -1,0 +1,244 @@
+"""A run directory: where its files lie, and reading and writing those that describe the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zipfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from curriculum.errors import InputError, readable
+from curriculum.record.append import DISK_ERRORS, tell
+from curriculum.record.events import EVENTS, METRICS, plain
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from curriculum.config import Config
+
+_OWN_FOLDERS = ("checkpoints", "gold", "kept", "averages", "evals", "superseded", "tokenizer", "tensorboard")
+_OWN_FILES = ("model.json", METRICS, "training_state.json")  # beside the config and the record of events
+_SECTIONS = ("name", "tokenizer", "model", "sources", "phases", "evalsets", "train")  # in every resolved config
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """The files of one run."""
+
+    path: Path
+
+    @property
+    def resolved_config(self) -> Path:
+        return self.path / "config.resolved.json"
+
+    @property
+    def _architecture(self) -> Path:
+        return self.path / "model.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def averages(self) -> Path:
+        return self.path / "averages"
+
+    def results(self, step: int) -> Path:
+        """The file with every window's sums for the eval after `step`."""
+        return self.path / "evals" / f"{step}.npz"
+
+    def all_results(self) -> list[tuple[int, Path]]:
+        """(step, file) of every eval whose window sums are saved. Raises InputError if they cannot be listed."""
+        paths = [self.path / "evals" / name for name in names_in(self.path / "evals") if name.endswith(".npz")]
+        return [(int(path.stem), path) for path in paths if path.stem.isdecimal()]
+
+    @property
+    def superseded(self) -> Path:
+        return self.path / "superseded"
+
+    @property
+    def going_back(self) -> Path:
+        return self.path / "going_back.json"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.path / "tokenizer"
+
+    @property
+    def gold(self) -> Path:
+        return self.path / "gold"
+
+    @property
+    def kept(self) -> Path:
+        return self.path / "kept"
+
+    @property
+    def places(self) -> tuple[Path, ...]:
+        """The folders that hold checkpoints, in the order in which they are searched for a step."""
+        return self.checkpoints, self.gold, self.kept
+
+    @property
+    def has_config(self) -> bool:
+        """Whether the directory holds a run's config; False also for a path that is too long or a symlink loop."""
+        return os.path.exists(self.resolved_config)
+
+    def holds_run(self) -> bool:
+        """Whether a run was begun here: it has a record or checkpoints."""
+        return (self.path / EVENTS).exists() or self.checkpoints.exists()
+
+    def files_of_others(self, config: Config) -> list[str]:
+        """Names of files that a run with this config would replace, although they are no run's."""
+        if self.has_config or self.holds_run():
+            return []
+        own_config, text = self.path / "config.yaml", config.origin.text
+        replaced = [name for name in _OWN_FILES if os.path.lexists(self.path / name)]
+        if text is not None and os.path.lexists(own_config):
+            same = own_config.is_file() and own_config.read_text(encoding="utf-8", errors="replace") == text
+            replaced += [] if same else [own_config.name]
+        return replaced
+
+    def command_line(self) -> list[str]:
+        """The options that earlier commands added to the config of this run, in order."""
+        return self.resolved().get("command_line", []) if self.has_config else []
+
+    def resolved(self) -> dict[str, Any]:
+        """The run's config with every default filled in, and what was derived from it.
+
+        Raises InputError if it cannot be read or lacks a section.
+        """
+        resolved = read_json(self.resolved_config)
+        if missing := [key for key in _SECTIONS if key not in resolved]:
+            raise InputError(
+                f"{self.resolved_config}: has no {', '.join(missing)}; expected the JSON that this program wrote: "
+                "restore it from a copy"
+            )
+        return resolved
+
+    def architecture(self) -> dict[str, Any]:
+        """The model's architecture as of the run's start; for later steps see `architecture_at`. Raises InputError."""
+        return read_json(self._architecture)
+
+    def create(self, config: Config, derived: dict[str, Any], model: dict[str, Any]) -> None:
+        """Write the run's config, as given and as resolved, and its model's architecture. Safe to repeat."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        resolved = {**config.to_json(), "command_line": config.command_line, "derived": derived}
+        write_text(self.resolved_config, json.dumps(resolved, indent=2) + "\n")  # first: see `files_of_others`
+        if config.origin.text is not None:
+            write_text(self.path / "config.yaml", config.origin.text)
+        write_text(self._architecture, json.dumps(model, indent=2) + "\n")
+
+    def write_training_state(self, state: dict[str, Any]) -> None:
+        """Rewrite training_state.json, the summary of the run's progress.
+
+        If the disk fails (full, over quota, read-only), the old file stays and a line on stderr says so.
+        """
+        path = self.path / "training_state.json"
+        try:
+            write_text(path, json.dumps(plain(state), indent=2, allow_nan=False) + "\n")
+        except OSError as error:
+            if error.errno not in DISK_ERRORS:
+                raise
+            tell(f"{path}: cannot be written: {error.strerror}; left unchanged")
+
+    def check_usable(self) -> None:
+        """Raise InputError if the path cannot be written to or lies among another run's files. Creates nothing."""
+        try:
+            os.lstat(self.path / EVENTS)
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError as error:  # a name too long, links in a circle
+            raise InputError(f"--run-dir {self.path}: {error.strerror}; choose another") from None
+        here = self.path.resolve()
+        for outer, inside in zip(here.parents, (here, *here.parents), strict=False):
+            run = RunDirectory(outer)
+            if inside.name in _OWN_FOLDERS and (run.has_config or run.checkpoints.exists()):
+                of_step = here.parent == inside and inside in run.places and here.name.isdecimal()
+                at = f" --resume {here.name}" if of_step else ""
+                raise InputError(
+                    f"--run-dir {self.path}: lies in {inside.name}/ of the run {outer}; to continue that run give "
+                    f"--run-dir {outer}{at or ' --resume latest'}, or choose a folder of its own"
+                )
+        self._check_writable(next((p for p in (self.path, *self.path.absolute().parents) if os.path.lexists(p)), None))
+
+    def check_folders(self) -> None:
+        """Raise InputError if one of the run's existing subfolders cannot be written to, as training needs."""
+        for folder in filter(os.path.lexists, (*self.places, self.path / "evals", self.averages, self.superseded)):
+            self._check_writable(folder)
+
+    def _check_writable(self, folder: Path | None) -> None:
+        if folder is None or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+            raise InputError(f"--run-dir {self.path}: {folder} is not a writable folder; fix that, or choose another")
+
+    def set_aside_evals_after(self, step: int) -> None:
+        """Move the results of evals after `step` to `superseded/`: they will be measured again."""
+        for measured, path in self.all_results():
+            if measured > step:
+                target = self.superseded / "evals" / path.name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                path.replace(target)
+
+
+def step_folders(place: Path) -> dict[int, Path]:
+    """Folders named after a step, by step, ascending; they may be damaged. Raises InputError as `names_in` does."""
+    steps = [int(name) for name in names_in(place) if name.isascii() and name.isdecimal()]
+    with readable(place):
+        return {step: folder for step in sorted(steps) if (folder := place / str(step)).is_dir()}
+
+
+def names_in(place: Path) -> list[str]:
+    """The names in a folder, none if it does not exist.
+
+    Raises InputError if it cannot be listed, which must not pass for an empty folder.
+    """
+    with readable(place, "listed"):
+        try:
+            return os.listdir(place)
+        except FileNotFoundError:
+            return []
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises InputError."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path}: cannot be read: {error}; expected the JSON that this program wrote") from None
+    if not isinstance(found, dict):
+        raise InputError(f"{path}: got {json.dumps(found)[:60]}, expected the JSON object that this program wrote")
+    return found
+
+
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of an .npz file by name. Raises InputError."""
+    import numpy as np  # slow to import, and most views do without
+
+    try:
+        with np.load(path) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:  # TypeError: an .npy
+        raise InputError(f"{path}: cannot be read: {error}; expected the arrays that this program wrote") from None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file atomically: a kill or a full disk leaves either the old content or the new."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_tokenizer(directory: RunDirectory, tokenizer) -> None:
+    """Save the tokenizer in the run directory, unless it is there, so that checkpoints can be read from it alone."""
+    if directory.tokenizer.exists():
+        return
+    temporary = directory.path / "tokenizer.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    tokenizer.save(temporary)
+    temporary.rename(directory.tokenizer)
