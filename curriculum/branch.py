@@ -25,7 +25,7 @@ from curriculum.run_directory import RunDirectory
 from curriculum.scheduling import declaration
 from curriculum.train import ledger
 from curriculum.train.checkpoints.resumed import to_resume
-from curriculum.train.edits import find_edit, gone_on
+from curriculum.train.edits import changes_since, find_edit, gone_on
 from curriculum.train.fields import branch_edit
 from curriculum.train.opening import check_apart, kept_tokenizer
 from curriculum.train.setup import build, check
@@ -218,18 +218,31 @@ def _branching(
     branch begins with.
     """
     remembered = trunk.directory.command_line()
-    changes = [option for option in config.command_line if option not in remembered]
+    options = [option for option in config.command_line if option not in remembered]
     return {
         "run": str(run),
         "step": at,
         "id": secrets.token_hex(8),
         "branched_from": trunk.branched_from,
         "mixture_before": whole.shares(at),
-        "reason": " ".join([f"branched from {run} at step {at}", *changes]),
+        "reason": " ".join([f"branched from {run} at step {at}", *options]),
+        "changes": _changes(trunk, config, saved, at),
         "acts": acts_of(event for event in trunk.events if event["step"] < at),
         "phase_ends": list(_phase_ends(trunk, at, saved)),
         "data_warnings": saved.get("data_warnings", []),
     }
+
+
+def _changes(trunk: Run, config: Config, saved: Mapping[str, Any], at: int) -> list[dict[str, Any]]:
+    """{path, was, now} of what a branch changes of the config in force at `at`: a ledger's with the edits since."""
+    changes = {change["path"]: change for change in changes_since(config, saved)}
+    for event in trunk.events:
+        if event["event"] == "schedule_edit" and saved["step"] <= event["step"] < at:
+            for edited in event.get("changes", ()):
+                path, was, now = (edited[key] for key in ("path", "was", "now"))
+                if not (isinstance(was, Mapping) and was.keys() == {"stream"}):  # of text, which no config has
+                    changes[path] = {"path": path, "was": now, "now": changes.get(path, {"now": was})["now"]}
+    return [change for change in changes.values() if change["was"] != change["now"]]
 
 
 def _phase_ends(trunk: Run, at: int, saved: Mapping[str, Any]) -> Iterator[tuple[int, list[int]]]:

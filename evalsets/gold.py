@@ -97,6 +97,10 @@ class GoldState:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
+    def minimising(self, metric: str) -> "GoldState":
+        """The state in a search for the lowest `metric`: it starts over if that is another than before."""
+        return self if metric == self.metric else GoldState(metric=metric, sets=self.sets)
+
     def without(self, steps: Iterable[int]) -> "GoldState":
         """The state once the checkpoints of `steps` are lost: without a gold or pending dip among them."""
         gold, pending = (None if point and point.step in steps else point for point in (self.gold, self.pending))
@@ -177,9 +181,7 @@ def decide(config: GoldConfig, state: GoldState, measured: Measured) -> tuple[Go
     candidate that passes all guards is returned as `Candidate` if there is a `config.gate`, else as `Gold`. A dip that
     has to be confirmed makes no decision until the next eval; at the last eval it is blocked, as none follows.
     """
-    state = replace(state, sets=_remembered(state.sets, measured))
-    if state.metric != config.minimise:
-        state = GoldState(metric=config.minimise, sets=state.sets)
+    state = replace(state.minimising(config.minimise), sets=_remembered(state.sets, measured))
     evalset, metric = config.target
     if evalset not in measured.summaries:
         return state, []
@@ -323,8 +325,11 @@ def _finite(value: float | None) -> float | None:
 
 
 def _apart(value: float, threshold: float, digits: int) -> tuple[str, str]:
-    """Both numbers with `digits` decimals, or more if it takes more to show that they differ."""
-    while digits < 12 and f"{value:.{digits}f}" == f"{threshold:.{digits}f}":
+    """Both numbers with `digits` decimals, or more if it takes more to show that they differ and are not 0."""
+    while digits < 12 and (
+        f"{value:.{digits}f}" == f"{threshold:.{digits}f}"
+        or any(number and not float(f"{number:.{digits}f}") for number in (value, threshold))
+    ):
         digits += 1
     return f"{value:.{digits}f}", f"{threshold:.{digits}f}"
 

@@ -164,6 +164,9 @@ def test_a_branch_tells_where_it_comes_from(branched, folder):
     assert edit["mixture_before"] == {"law": 0.8, "web": 0.2} and edit["mixture_after"] == {"web": 1.0}
     assert edit["reason"].startswith(f"branched from {folder / 'trunk'} at step 14 --set phases[1].until=17")
     assert "logging.every" not in edit["reason"]
+    changed = {change["path"]: (change["was"], change["now"]) for change in edit["changes"]}
+    assert changed.keys() == {"phases.b.until", "phases.b.mixture", "train.steps"}
+    assert changed["train.steps"] == (24, 20) and changed["phases.b.mixture"][1] == {"web": 1.0}
     told = f"train {new / 'config.yaml'} --run-dir {new} --store-dir {folder / 'store'} --resume"
     longer = inspect_run(load_run(new))["commands"]["train longer"]
     assert longer.endswith(f"{told} 12 --set train.steps=MORE") and f"{longer}\n" in printed
@@ -201,6 +204,15 @@ def test_a_branch_at_a_checkpoint_may_change_how_it_trains(whole, folder, tmp_pa
     events = [(e["event"], e["step"]) for e in load_run(new).events]
     assert events.count(("schedule_edit", 16)) == 1 and state(new, 18) != state(whole, 18)
     assert inspect_run(load_run(new))["progress"]["num_resumes"] == 1
+
+
+def test_a_branch_that_minimises_something_else_has_no_gold_until_it_finds_one(whole, folder, tmp_path):
+    """Of the trunk's gold nothing is said any more: it is the best by another measure."""
+    other = ["evalsets.gold.minimise=law/loss", "evalsets.gold.overfit_ratio=0.1"]
+    complete = branch(whole, 12, tmp_path / "new", overrides=other, store_dir=folder / "store")
+    blocked = [e for e in load_run(tmp_path / "new").events if e["event"] == "gold_blocked" and e["step"] > 12]
+    assert blocked and complete["gold_step"] is None and load_run(tmp_path / "new").gold_step is None
+    assert load_run(whole).gold_step is not None
 
 
 def test_what_a_branch_takes_over(trunk, folder, tmp_path):

@@ -146,6 +146,7 @@ def test_overfit():
     reasons = {
         0.62: None,  # exactly 5.0
         0.6199: "overfit: val loss is 5.001x the training loss, overfit_ratio is 5.000x",  # as many decimals as it takes
+        620.0: None,
         0.0: "overfit: val loss is infx the training loss, overfit_ratio is 5.0x",
         math.nan: None,  # nothing to hold it against
         None: None,
@@ -342,6 +343,11 @@ def test_another_metric_begins_anew_and_keeps_the_losses():
     state, [gold] = decide(other, state, measured(30, primary=2.5, code=1.5))
     assert (gold.step, gold.metric, gold.previous) == (30, "code/loss", None)
     assert state.sets["code"].start == 1.0 and state.sets["code"].lowest == 1.0 and state.sets["primary"].lowest == 2.0
+
+
+def test_a_limit_that_one_decimal_would_round_to_nothing_has_more():
+    _, [[decision]] = run(GoldConfig(overfit_ratio=0.01), [measured(10, primary=3.1, train_loss=3.1)])
+    assert decision.reason == "overfit: val loss is 1.00x the training loss, overfit_ratio is 0.01x"
 
 
 GATED = GoldConfig(overfit_ratio=None, gate="./gate")

@@ -233,6 +233,17 @@ def test_a_finished_run_says_so_and_writes_nothing(corpus, store, whole, capsys)
     assert files() == before and len(before) > 10
 
 
+def test_a_run_that_is_shortened_to_where_it_stands_is_measured_there(tmp_path):
+    write_corpus(tmp_path)
+    run_dir = tmp_path / "run"
+    tiny_train(tmp_path, run_dir)
+    assert 8 not in [e["step"] for e in load_run(run_dir).events if e["event"] == "eval"]
+    complete = tiny_train(tmp_path, run_dir, resume=8, train={"steps": 8, "batch_size": 4, "seq_len": 32})
+    last = [e for e in load_run(run_dir).events if e["event"] == "eval"][-1]
+    assert (last["step"], complete["final_val_loss"]) == (8, last["val_loss"])
+    assert complete["transfer"]["steps"][-1] == 8 and complete["transfer"]["sets"].keys() == {"val", "law"}
+
+
 def test_a_run_that_a_source_stops_resumes_in_its_decay_and_says_why_it_ends(corpus, store, tmp_path, capsys):
     data = config_data(
         corpus,

@@ -208,18 +208,32 @@ def eval_averages(event: Mapping[str, Any]) -> dict[str, dict[str, Recorded]]:
 
 
 def last_gold(events: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The newest `gold_checkpoint` event whose checkpoint was saved; None if that checkpoint was lost since."""
+    """The newest `gold_checkpoint` event whose checkpoint was saved.
+
+    None if that checkpoint was lost since, or if the search for the gold began anew, as another metric is minimised.
+    """
     failed, lost = set(), set()
-    for event in reversed([e for e in events if e["event"] in ("gold_checkpoint", "checkpoint_failed", "resume")]):
-        if event["event"] == "checkpoint_failed":
-            failed.add(event["path"])
-        elif event["event"] == "resume":
-            lost |= {gold["step"] for gold in event.get("gold_lost", [])}
-        elif event["step"] in lost:
-            return None
-        elif f"gold/{event['step']}" not in failed:
-            return event
+    for event in reversed([*events]):
+        match event["event"]:
+            case "checkpoint_failed":
+                failed.add(event["path"])
+            case "resume":
+                lost |= {gold["step"] for gold in event.get("gold_lost", [])}
+            case "schedule_edit" if any(_changes_metric(change) for change in event.get("changes", ())):
+                return None
+            case "gold_checkpoint" if event["step"] in lost:
+                return None
+            case "gold_checkpoint" if f"gold/{event['step']}" not in failed:
+                return event
     return None
+
+
+def _changes_metric(change: Mapping[str, Any]) -> bool:
+    """Whether a change of the config is of what the gold minimises."""
+    if change["path"] != "evalsets.gold":
+        return False
+    was, now = ((change[key] or {}).get("minimise") for key in ("was", "now"))
+    return was != now
 
 
 def record_name(evalset: str) -> str:

@@ -43,13 +43,8 @@ def find_edit(config: Config, saved: Mapping[str, Any], *, at: int | None = None
     """
     if problem := _of_blocks(config, saved):
         raise config.error([problem])
-    theta = saved["model"].get("rope_theta")
-    was, now = (_without_theta(declared, theta) for declared in (_declared(saved), declaration(config)))
-    step = saved["step"] if at is None else at
-    contrast = Contrast(saved, was, now, step)
-    changes = tuple(_changes(contrast))
-    # Only sections on both sides are compared: older ledgers lack some, and eval sets come and go.
-    others = tuple(_changes_of_settings(_settings(saved), training_settings(config)))
+    contrast = _contrast(config, saved, saved["step"] if at is None else at)
+    changes, others, step = tuple(_changes(contrast)), _changes_of_settings(config, saved), contrast.step
     problems = [] if step == 0 else list(of_past(contrast))
     if problems and not accept_past:
         how = how_to_mend(config, contrast, problems)
@@ -61,6 +56,17 @@ def find_edit(config: Config, saved: Mapping[str, Any], *, at: int | None = None
         raised = [(b["at"], replace(contrast, saved={**saved, **b})) for b in saved.get("before_raised", ())]
         past = replace(past, before_raised=tuple((at, _past(before, unchanged)) for at, before in raised))
     return Edit(step, changes + others, past, tuple(problems))
+
+
+def changes_since(config: Config, saved: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """{path, was, now} of every difference of a config from the one that a ledger was saved with."""
+    return [*_changes(_contrast(config, saved, saved["step"])), *_changes_of_settings(config, saved)]
+
+
+def _contrast(config: Config, saved: Mapping[str, Any], step: int) -> Contrast:
+    theta = saved["model"].get("rope_theta")
+    was, now = (_without_theta(declared, theta) for declared in (_declared(saved), declaration(config)))
+    return Contrast(saved, was, now, step)
 
 
 def edit_event(
@@ -207,10 +213,12 @@ def _changes(contrast: Contrast) -> Iterator[dict[str, Any]]:
     yield from _differing("evalsets.sets", *sets)
 
 
-def _changes_of_settings(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    for section in was:
-        if section in now:
-            yield from _differing(section, was[section], now[section])
+def _changes_of_settings(config: Config, saved: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+    """Of sections on both sides only: older ledgers lack some, and eval sets come and go."""
+    was, now = _settings(saved), training_settings(config)
+    return tuple(
+        change for section in was if section in now for change in _differing(section, was[section], now[section])
+    )
 
 
 def _differing(path: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -172,7 +172,8 @@ def state_as_of(setup: Setup, directory: RunDirectory, resumed: Resumed | None) 
     history = History.of(saved, source.baselines(step))
     lost, damaged = from_first(lambda: bad_golds(directory, resumed))
     bad = BadGolds(dict(lost), damaged)
-    return state, replace(history, gold=history.gold.without(bad.lost)), bad
+    gold = history.gold.without(bad.lost).minimising(setup.config.evalsets.gold.minimise)
+    return state, replace(history, gold=gold), bad
 
 
 @contextmanager

@@ -174,10 +174,11 @@ def _begin(run: Running, resumed_step: int | None, resumption: Sequence[tuple[st
         run.keep(0, verdict.keep)
     for name, event in resumption:
         run.record.event(name, step, **event)
-    # The record lacks the switch if the run had ended at this step, or if an edited config begins a phase here.
-    goes_on = resumed_step is not None and step != schedule.total_steps
-    switches = goes_on and run.history.phase != schedule.segment_at(step).phase
-    measured = run.results.read(step) if switches else None
+    # The record lacks the switch if the run had ended at this step, or if an edited config begins a phase here; and the
+    # last eval, if the config now ends the run here.
+    ends = step == schedule.total_steps
+    switches = resumed_step is not None and not ends and run.history.phase != schedule.segment_at(step).phase
+    measured = run.results.read(step) if switches or ends else None
     there = run.history.watch.sets if measured is None else measured
     missing = [name for name in setup.corpus.evalsets if name not in there]
     evaluated = evaluate(run, step, missing) if missing else None
