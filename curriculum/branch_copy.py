@@ -17,7 +17,7 @@ from curriculum.find_checkpoint import checkpoint_steps, read_ledger
 from curriculum.manifest import damage, update_manifest
 from curriculum.record.board import Board
 from curriculum.record.events import EVENTS, METRICS, STAMPS, Record, plain, read_events, read_metrics
-from curriculum.run_directory import RunDirectory, names_in, read_json, write_text, write_tokenizer
+from curriculum.run_directory import RunDirectory, link_or_copy, names_in, read_json, write_text, write_tokenizer
 from curriculum.train import ledger
 from curriculum.train.averages import SIDECAR
 from curriculum.train.fields import branch_edit, derived
@@ -34,7 +34,7 @@ def made_whole(directory: RunDirectory, trunk: RunDirectory) -> Iterator[RunDire
     try:
         yield made
         made.path.rename(place)
-    except (OSError, shutil.Error) as error:
+    except OSError as error:
         raise InputError(
             f"{trunk.path}: could not be copied to {directory.path}: {error}; mend that (free disk "
             "space, grant write permission) and try again"
@@ -65,7 +65,7 @@ def copy_trunk(
             (made.path / name).write_bytes(file.read(offsets[name]))
     for measured, path in trunk.all_results():
         if measured <= step:
-            _copy_to(made.results(measured), path)
+            link_or_copy(made.results(measured), path)
     copy_means(made, trunk, step)
     events = [(event["event"], {k: v for k, v in event.items() if k not in STAMPS}) for event in told]
     if setup.course.branched_from["step"] == step:  # else it is recorded when the branch reaches that step
@@ -99,31 +99,18 @@ def copy_means(made: RunDirectory, trunk: RunDirectory, step: int) -> None:
         if why := damage(folder, SIDECAR):
             print(f"{folder}: is damaged: {why}; the branch is made without it", file=sys.stderr)
         elif read_json(folder / SIDECAR)["end"] <= step:
-            _copy_to(made.averages / name, folder)
+            link_or_copy(made.averages / name, folder)
 
 
 def _copy_checkpoint(
     to: Path, checkpoint: Path, changed: Mapping[str, Any], rollbacks: Sequence[Mapping[str, Any]]
 ) -> None:
     """Take over a checkpoint, with `changed` and `rollbacks` in its ledger."""
-    _copy_to(to, checkpoint)
+    link_or_copy(to, checkpoint)
     saved = read_ledger(checkpoint)
     history = {**saved["history"], "rollbacks": list(rollbacks)}
     write_text(to / "ledger" / "metadata", json.dumps({**saved, **changed, "history": history}))
     update_manifest(to, ["ledger/metadata"])
-
-
-def _copy_to(to: Path, path: Path) -> None:
-    """Take over a file or folder as hard links. That is safe, as files are only ever replaced, never modified."""
-    to.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copytree(path, to, copy_function=_link) if path.is_dir() else _link(path, to)
-
-
-def _link(path: str | Path, to: str | Path) -> None:
-    try:
-        os.link(os.path.realpath(path), to)
-    except OSError:  # another disk, one without hard links, another user's file; copying raises any other error
-        shutil.copy2(path, to)
 
 
 def _draw(made: RunDirectory, config: Config) -> None:

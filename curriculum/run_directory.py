@@ -242,3 +242,23 @@ def write_tokenizer(directory: RunDirectory, tokenizer) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     tokenizer.save(temporary)
     temporary.rename(directory.tokenizer)
+
+
+def link_or_copy(to: Path, path: Path) -> None:
+    """Make `to` the same file or folder as `path`, by hard links where the disk has them. Raises OSError.
+
+    That is safe, as files are only ever replaced, never modified.
+    """
+    to.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        shutil.copytree(path, to, copy_function=_link) if path.is_dir() else _link(path, to)
+    except shutil.Error as error:  # (from, to, why) of every file
+        _, where, why = error.args[0][0]
+        raise OSError(f"{where}: {why}") from None
+
+
+def _link(path: str | Path, to: str | Path) -> None:
+    try:
+        os.link(os.path.realpath(path), to)
+    except OSError:  # another disk, one without hard links, another user's file; copying raises any other error
+        shutil.copy2(path, to)

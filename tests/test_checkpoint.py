@@ -1,5 +1,6 @@
 """Checkpoints that can be believed: what is restored verifies, and what is damaged is told and gone round."""
 
+import errno
 import json
 import os
 import re
@@ -211,6 +212,29 @@ def test_without_a_checkpoint_the_gold_serves(run, whole, place, capsys):
     assert "the run continues from step 12" in capsys.readouterr().err
     assert damage(run / "checkpoints/12") is None and last_state(run) == last_state(whole)
     assert sorted(p.name for p in (run / "superseded").iterdir() if p.name.isdecimal()) == ["10", "12", "8"]
+
+
+def test_a_gold_is_gone_on_from_where_the_disk_has_no_hard_links(run, whole, place, monkeypatch):
+    def refused(path, to):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refused)
+    shutil.rmtree(run / "checkpoints")
+    tiny_train(place, run, "latest", train={"steps": 12, "batch_size": 4, "seq_len": 32})
+    assert damage(run / "checkpoints/12") is None and last_state(run) == last_state(whole)
+
+
+def test_a_checkpoint_that_cannot_be_taken_over_is_one_short_line(run, place, monkeypatch):
+    def full(path, to):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(to))
+
+    monkeypatch.setattr(os, "link", full)
+    monkeypatch.setattr(shutil, "copy2", full)
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(InputError) as error:
+        tiny_train(place, run, "latest", train={"steps": 12, "batch_size": 4, "seq_len": 32})
+    (problem,) = error.value.problems
+    assert "No space left on device" in problem and "nothing was trained" in problem and problem.count("/gold/") < 2
 
 
 def test_a_gold_that_is_damaged_is_taken_from_the_checkpoint_of_its_step(run, place, monkeypatch):

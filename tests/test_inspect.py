@@ -260,6 +260,18 @@ def test_consumption_leaves_out_a_future_that_was_set_aside(tmp_path):
     assert [row["step"] for row in consumption(load_run(path))] == [60]
 
 
+def test_a_record_that_ends_with_a_dip_of_an_earlier_step_has_come_as_far_as_its_evals(tmp_path):
+    """The eval after a dip decides on it, and the event has the step of the dip."""
+    dip = {"metric": "primary/loss", "value": 2.2, "best": 2.0, "best_step": 20, "guard": "trend", "reason": "trend: a"}
+    path = write_run(tmp_path / "run", LOSSES, until=80, more={80: [("gold_blocked", dip)]})
+    *lines, last = (path / "events.jsonl").read_text().splitlines()
+    assert json.loads(last)["event"] == "gold_blocked"
+    (path / "events.jsonl").write_text("\n".join([*lines, json.dumps(json.loads(last) | {"step": 60})]) + "\n")
+    (path / "metrics.jsonl").unlink()
+    run = load_run(path)
+    assert [row["step"] for row in consumption(run)] == [60, 80] and inspect_run(run)["progress"]["step"] == 80
+
+
 def test_a_record_that_tells_only_how_far_its_sources_are_used_up(tmp_path):
     """As records did once: what was passed over counts as read there."""
     path = write_run(tmp_path / "run", LOSSES)

@@ -209,7 +209,7 @@ def consumption(run: Run, at: tuple[str, int, Mapping[str, int]] | None = None) 
     starts = {phase["name"]: phase["start"] for phase in run.plan["phases"]}
     switches = [event for event in run.events if event["event"] == "phase_switch"]
     marks = [(e["from_phase"], e["step"], e.get("tokens_drawn", e["consumed"]), e["consumed"]) for e in switches]
-    last_step = run.events[-1]["step"]
+    last_step = max(event["step"] for event in run.events)  # a dip confirmed later has its own step
     path = run.directory.path / "training_state.json"
     if at is not None:
         marks = [*(mark for mark in marks if mark[1] < at[1]), (*at, {})]

@@ -60,7 +60,7 @@ def inspect_run(run: Run) -> dict[str, Any]:
     path = run.directory.path
     row = last_row(path)
     last = events[-1]
-    step = max(last["step"], row["step"] if row else 0)
+    step = max(*(event["step"] for event in events), row["step"] if row else 0)
     phases = plan["phases"]
     current = next((p["name"] for p in phases if step < p["end"]), phases[-1]["name"])
     read, problems = {}, []

@@ -234,7 +234,7 @@ def transfer_matrix(run: Run, points: Mapping[str, Sequence[EvalPoint]]) -> list
 
 
 def _losses_so_far(run: Run, points: Mapping[str, Sequence[EvalPoint]]) -> dict[str, Any]:
-    step = run.events[-1]["step"]
+    step = max(event["step"] for event in run.events)
     ended = [phase for phase in run.plan["phases"] if phase["end"] <= step]
     sets = {}
     for name, of_set in points.items():

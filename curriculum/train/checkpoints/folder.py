@@ -20,7 +20,7 @@ import numpy as np
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import checkpoint_steps
 from curriculum.manifest import sync, sync_folder, write_manifest
-from curriculum.run_directory import step_folders
+from curriculum.run_directory import link_or_copy, step_folders
 from curriculum.train.checkpoints.arrays import disk_error, in_turn, is_disk_error, load_params
 from curriculum.train.checkpoints.finite import check_finite
 from curriculum.train.checkpoints.quiet import quiet_failed_saves
@@ -273,16 +273,15 @@ class Checkpoints:
         return (self.directory / str(step)).rename(target)
 
     def adopt(self, folder: Path) -> None:
-        """Hard-link a whole checkpoint from another folder of the same disk, unless its step is already here."""
+        """Take over a whole checkpoint from another folder, unless its step is already here."""
         if not together.is_first():
             return
         if int(folder.name) in self.steps():
             return
-        self.directory.mkdir(parents=True, exist_ok=True)
         partial = self.directory / f".{folder.name}.adopted"
         shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(self.directory / folder.name, ignore_errors=True)
-        shutil.copytree(folder, partial, copy_function=os.link)
+        link_or_copy(partial, folder)
         partial.rename(self.directory / folder.name)
         sync(self.directory)
 
