@@ -13,7 +13,8 @@ import pytest
 from curriculum.config import build_config
 from curriculum.errors import InputError
 from curriculum.scheduling import check_schedule, continued_schedule, declaration, resolve_schedule, training_settings
-from curriculum.train.edits import _acts_at_once, _declared, _in_words, find_edit, gone_back
+from curriculum.train.edits import _acts_at_once, _declared, _in_words, edit_event, find_edit, gone_back
+from curriculum.train.ledger import Found
 from phases.batches import DataPlan
 from phases.rollback import pass_over
 from phases.schedule import Phase, Schedule, SourceSupply, cut, segments_from_json, segments_to_json
@@ -423,6 +424,25 @@ def test_a_raised_share_stands_to_its_phases_end_unless_what_that_phase_draws_is
     on, past, _ = resumed(rolled, changed(BASE, reweighted("b", code=1.0)))
     assert past.end == 67 and on.segment_at(66).mixture == {"web": 0.8, "law": 0.2}
     assert on.segment_at(67).mixture == {"code": 1.0}
+
+
+def test_an_edit_on_the_way_back_to_a_bad_update_says_that_it_acts_after_it():
+    config = config_of(BASE)
+    schedule = resolve_schedule(config, epochs_of(config))
+    supplies = {name: SourceSupply(tokens) for name, tokens in EPOCHS.items()}
+    saved = ledger_of(config, pass_over(schedule, supplies, 66, 3), STEP) | {"past_end": 80}
+    saved["history"] = {"rollbacks": [{"step": STEP, "first_bad_step": 66, "skip_steps": 3}]}
+
+    def reason(edits):
+        edited = changed(BASE, *edits)
+        on, past, edit = resumed(saved, edited)
+        found = Found(config_of(edited), on, None, None, None, {}, {})
+        return on, edit_event(edit, saved, found, (), ())["reason"]
+
+    on, told = reason([put("optim.lr", 6e-4)])
+    assert on.rates([STEP, 66, 67]).tolist() == [1e-3, 1e-3, 6e-4]
+    assert told.endswith(f"(steps {STEP} to 67 stand as planned: the schedule's changes act after them)")
+    assert "stand as planned" not in reason([put("optim.weight_decay", 0.5)])[1]
 
 
 def with_a_raised_share(step=STEP, until=80):

@@ -82,6 +82,9 @@ def edit_event(
         return None
     before = Schedule(segments_from_json(saved["segments"]))
     event = _event(edit.step, before, found.schedule, changes, bool(edit.accepted or accepted))
+    fixed = min(edit.past.end, found.schedule.total_steps)
+    if edit.step < fixed and not all(_acts_at_once(change, found.config) for change in changes):
+        event["reason"] += f" (steps {edit.step} to {fixed} stand as planned: the schedule's changes act after them)"
     return event | {"warnings": list(warnings)}
 
 
