@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise, product
 from pathlib import Path
@@ -59,9 +59,9 @@ class Plan:
     passed_over: {step, phase, tokens by source} where a phase leaves tokens unread to begin with whole sequences of
         its own length.
     begins_from: the lineage of a run that begins from another run or from a folder.
-    resumes: for a run that is resumed, {run, step, lr, edit}: its folder, the checkpoint's step, the learning rate of
-        the next update (None if there is none), and the `schedule_edit` that the run would record (None if the config
-        changes nothing).
+    resumes: for a run that is resumed, {run, step, lr, measures, edit}: its folder, the checkpoint's step, the learning
+        rate of the next update (None if there is none), the eval sets that are measured before it, and the
+        `schedule_edit` that the run would record (None if the config changes nothing).
     """
 
     name: str
@@ -148,8 +148,8 @@ def plan_of(
         total_tokens=schedule.tokens(schedule.total_steps),
         num_parameters=None if model is None else num_parameters(model),
         num_trained=None if model is None else num_trained(model),
-        memory=None if model is None else _memory(config, model, schedule),
-        evals=_evals(config, sizes, schedule, trained),
+        memory=None if model is None else _memory(config, model, schedule, trained),
+        evals=_evals(config, sizes, schedule, trained, config.eval_sources if resumes is None else resumes["measures"]),
         checkpoints={
             "num": num_due({schedule.total_steps}, config.checkpoint.every, trained),
             "keep": config.checkpoint.keep,
@@ -236,11 +236,10 @@ def step_sizes(schedule: Schedule) -> list[dict[str, int]]:
     return sizes
 
 
-def _evals(config: Config, sizes: Sizes, schedule: Schedule, trained: int) -> dict[str, Any]:
-    """The evals ahead after step `trained`; if that is 0, the eval at step 0 counts too."""
-    ends, at_start = schedule.phase_ends, trained == 0
+def _evals(config: Config, sizes: Sizes, schedule: Schedule, trained: int, first: Collection[str]) -> dict[str, Any]:
+    """The evals ahead after step `trained`; `first`: the sets that are measured before the next update too."""
     num = {
-        name: num_due(ends, source.every or config.evalsets.every, trained) + at_start
+        name: num_due(schedule.phase_ends, source.every or config.evalsets.every, trained) + (name in first)
         for name, source in config.eval_sources.items()
     }
     known = None not in sizes.evalset_tokens.values()
@@ -262,18 +261,20 @@ def _checkpoint_bytes(config: Config, model: ModelConfig) -> int | None:
     return round(FLOAT32_BYTES * num_trained(model) * (1 + moments + (config.averages.ema_decay is not None)))
 
 
-def _memory(config: Config, model: ModelConfig, schedule: Schedule) -> dict[str, Any] | None:
+def _memory(config: Config, model: ModelConfig, schedule: Schedule, trained: int) -> dict[str, Any] | None:
     """The memory of the largest update on a CPU, and `on_gpu`, the total of the largest one on an NVIDIA GPU.
 
-    A mesh axis of -1 counts as 1. None for an optimizer of one's own.
+    Of the updates after step `trained`, or of all if none is left. A mesh axis of -1 counts as 1. None for an optimizer
+    of one's own.
     """
+    ahead = [segment for segment in schedule.segments if segment.end > trained] or schedule.segments
     mesh, estimates = config.mesh, {"cpu": [], "gpu": []}
     split = {"fsdp": max(mesh.fsdp, 1), "tensor": max(mesh.tensor, 1)}
     moments = _moments_per_parameter(config.optim, model, split)
     if moments is None:
         return None
     model = replace(model, dropout=0.0) if config.train.deterministic else model
-    for segment, backend in product(schedule.segments, estimates):
+    for segment, backend in product(ahead, estimates):
         grad_accum = num_micro_steps(config.grad_accum_of(segment.phase), segment.batch_size)
         rows = max(segment.batch_size // grad_accum // mesh.row_shards, 1)  # what is trained had other devices perhaps
         estimate = memory_estimate(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from curriculum.adaptation import resolved_model
 from curriculum.config import Config
@@ -17,6 +19,7 @@ from curriculum.train import going_back, opening
 from curriculum.train.edits import edit_event, find_edit
 from curriculum.train.ledger import Found, check_past
 from curriculum.train.start import start_of
+from phases.schedule import Schedule
 
 
 def plan_resumed(
@@ -71,6 +74,7 @@ def plan_resumed(
         "run": str(directory.path),
         "step": step,
         "lr": float(schedule.rates(step)) if step < schedule.total_steps else None,
+        "measures": _measures(config, schedule, saved["history"], step),
         "edit": edit_event(edit, saved, found, accepted, warnings=()),
     }
     planned = plan_of(
@@ -94,3 +98,14 @@ def plan_resumed(
             f"{', '.join(unseen)} ({prepare_command(config)})"
         )
     return replace(planned, warnings=(*told, *planned.warnings))
+
+
+def _measures(config: Config, schedule: Schedule, history: Mapping[str, Any], step: int) -> list[str]:
+    """The eval sets that training measures at `step`, before the next update.
+
+    These are new sets, and all that were not measured there if a phase now begins or the run now ends at `step`.
+    """
+    there = {name: memory["history_steps_H"][-1] for name, memory in history["watch"]["sets"].items()}
+    if step == schedule.total_steps or history["phase"] != schedule.segment_at(step).phase:
+        there = {name: last for name, last in there.items() if last == step}
+    return [name for name in config.eval_sources if name not in there]

@@ -67,22 +67,27 @@ EDITS = {
     "another rate": {"optim__lr": 4e-3},
     "what is no schedule": {"optim__weight_decay": 0.05},
     "a set less often": {"evalsets__every": 4},
+    "a set more": {"evalsets__sets": {"more": {"path": "val.txt"}}},
+    "an end here": {"train__steps": STEP},
+    "a phase that begins here": {"phases": [PHASES[0], {**PHASES[1], "until": STEP}, SHORTER[2]]},
 }
 
 
 @pytest.mark.parametrize("edit", EDITS)
-def test_the_plan_is_what_the_run_does(edit, place, tmp_path):
+def test_the_plan_is_what_the_run_does(edit, place, tmp_path, monkeypatch):
+    monkeypatch.chdir(place)
     planned, run = planned_and_trained(place, tmp_path / "run", **EDITS[edit])
     (told,) = (e for e in run.events if e["event"] == "schedule_edit")
-    ahead = [event["event"] for event in run.events if event["step"] > STEP]
+    at = next(i for i, event in enumerate(run.events) if event["event"] == "resume")
+    ahead = [event["event"] for event in run.events[at:]]
     assert (planned.evals["num"], planned.checkpoints["num"]) == (ahead.count("eval"), ahead.count("checkpoint"))
     said = planned.resumes["edit"]
     assert said["changes"] and {**{key: told[key] for key in said}, "warnings": []} == said
     assert list(planned.phases) == run.plan["phases"]
     assert planned.total_steps == run.complete["total_steps"] == max(row["step"] for row in run.metrics)
     assert planned.total_tokens == run.complete["total_tokens"]
-    (next_row,) = (row for row in run.metrics if row["step"] == STEP + 1)
-    assert planned.resumes["lr"] == next_row["lr"]
+    (next_lr,) = [row["lr"] for row in run.metrics if row["step"] == STEP + 1] or [None]
+    assert planned.resumes["lr"] == next_lr and (next_lr is None) == (edit == "an end here")
 
 
 def test_a_ramp_that_an_edit_lengthens_is_told_with_the_step_of_its_end(place, tmp_path):
