@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from curriculum.branch_between import check_between
 from curriculum.branch_copy import copy_trunk, made_whole
 from curriculum.config import Config, changed_config, load_config
 from curriculum.errors import InputError
-from curriculum.find_checkpoint import checkpoint_steps, read_ledger, undamaged
+from curriculum.find_checkpoint import check_there, checkpoint_steps, read_ledger, undamaged
 from curriculum.lock import RunLock
 from curriculum.manifest import damage
 from curriculum.model.model import Model
@@ -65,7 +66,9 @@ def branch(
     folders = _checkpoints(trunk.directory)
     checkpoint = _checkpoint_before(trunk, folders, at)
     step = int(checkpoint.name)
-    saved, config = read_ledger(checkpoint), _config(trunk, overrides, dataset_dirs, eval_dataset_dirs)
+    with _while_there(checkpoint):
+        saved = read_ledger(checkpoint)
+    config = _config(trunk, overrides, dataset_dirs, eval_dataset_dirs)
     newest = read_ledger(_newest_whole(folders, [s for s in folders if s > at]) or checkpoint)
     whole = Schedule(segments_from_json(newest["segments"]))
     if step < at:
@@ -94,7 +97,7 @@ def branch(
     if step == at:  # else the console shows them with the edit, when the branch reaches `at`
         print(*(f"warning: {w}\n" for w in branch_edit(setup)["warnings"]), sep="", end="", file=sys.stderr)
     told = [] if step == at else [e for e in trunk.events if e["step"] == step and _came_after(e, at)]
-    with made_whole(directory, trunk.directory) as made:
+    with _while_there(checkpoint), made_whole(directory, trunk.directory) as made:
         copy_trunk(made, trunk.directory, setup, step, checkpoint, told, rollbacks)
     with RunLock(directory.path) as lock:
         lock.take()
@@ -118,6 +121,16 @@ def _check_new(directory: RunDirectory, store_dir: str | Path, own_model: bool) 
         )
     if directory.path.exists() and any(directory.path.iterdir()):
         raise InputError(f"--run-dir {directory.path}: is not empty; choose a new folder")
+
+
+@contextmanager
+def _while_there(checkpoint: Path) -> Iterator[None]:
+    """Say of a checkpoint that cannot be read or copied, because a run that trains has deleted it, that it is gone."""
+    try:
+        yield
+    except InputError:
+        check_there(checkpoint)
+        raise
 
 
 def _came_after(event: Mapping[str, Any], at: int) -> bool:

@@ -91,11 +91,12 @@ def plan_resumed(
             f"tokenizer: differs from the run's ({theirs}) and is not prepared yet; train will refuse it unless it "
             "gives the same ids"
         )
-    unseen = [*missing, *(name for name in config.sources if name not in sizes.details)]
+    sources = [name for name in config.sources if name not in sizes.details]
+    unseen = [f"{kind} {', '.join(names)}" for kind, names in (("eval sets", missing), ("sources", sources)) if names]
     if unseen:
         told.append(
             "not prepared yet, so it cannot be checked against the text that the run was trained or measured on: "
-            f"{', '.join(unseen)} ({prepare_command(config)})"
+            f"{'; '.join(unseen)} ({prepare_command(config)})"
         )
     return replace(planned, warnings=(*told, *planned.warnings))
 

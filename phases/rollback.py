@@ -95,17 +95,11 @@ def judged_from(schedule: Schedule) -> np.ndarray:
         if not goes_on:
             places.append(segment.start)
         if segment.ramp is not None:
-            ramp_end = _ramp_end(segment)
-            was_over = goes_on and _ramp_end(before) < segment.start
-            if not was_over and ramp_end < segment.end:
-                places.append(max(ramp_end, segment.start))
+            was_over = goes_on and before.ramp_end < segment.start
+            if not was_over and segment.ramp_end < segment.end:
+                places.append(max(segment.ramp_end, segment.start))
         before = segment
     places += [after.start for b, after in pairwise(schedule.segments) if b.rope_theta != after.rope_theta]
     places = sorted(set(places))
     steps = np.arange(schedule.total_steps)
     return np.array(places, np.int32)[np.searchsorted(places, steps, side="right") - 1]
-
-
-def _ramp_end(segment: Segment) -> int:
-    """The step at which the ramp of the segment's order is over; it may lie outside the segment."""
-    return segment.start + len(segment.ramp.progress) - segment.first_sequence // segment.batch_size

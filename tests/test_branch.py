@@ -16,6 +16,7 @@ from tensorboard.backend.event_processing.plugin_event_multiplexer import EventM
 from tensorboard.util import tensor_util
 
 from curriculum.branch import _settled, branch
+from curriculum.branch_copy import copy_trunk
 from curriculum.cli.main import cli
 from curriculum.config import build_config, load_config
 from curriculum.errors import InputError
@@ -350,6 +351,17 @@ def test_a_trunk_whose_record_is_cut_short_is_refused(trunk, folder, tmp_path):
     with pytest.raises(InputError, match="events.jsonl: got .* bytes, expected a line to end at byte"):
         branch(trunk, 12, tmp_path / "new", store_dir=folder / "store")
     assert metrics.exists() and not (tmp_path / "new").exists()
+
+
+def test_a_checkpoint_that_a_training_trunk_deletes_meanwhile_is_told_as_gone(trunk, folder, tmp_path, monkeypatch):
+    def deleted(made, directory, setup, step, checkpoint, *more):
+        shutil.rmtree(checkpoint)
+        return copy_trunk(made, directory, setup, step, checkpoint, *more)
+
+    monkeypatch.setattr("curriculum.branch.copy_trunk", deleted)
+    with pytest.raises(InputError, match="checkpoints/12: is gone: a training run keeps only its newest"):
+        branch(trunk, 12, tmp_path / "new", store_dir=folder / "store")
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_damaged_checkpoint_is_told_and_the_one_before_serves(whole, trunk, folder, tmp_path, capsys):

@@ -200,7 +200,7 @@ def test_a_source_whose_documents_an_eval_set_has_is_unknown_while_the_set_is(pl
     (tmp_path / "some.jsonl").touch()  # not looked at again until it is prepared
     told = plan_resumed(config, tmp_path / "run", STEP, store_dir=tmp_path / "store")
     assert told.resumes["edit"] is None
-    assert any("measured on: some (run" in warning for warning in told.warnings)
+    assert any("measured on: eval sets some (run" in warning for warning in told.warnings)
 
 
 @pytest.mark.parametrize("which", ["web.jsonl", "val.txt"])
@@ -213,11 +213,11 @@ def test_text_that_changed_is_unknown_until_it_is_prepared_and_then_refused(whic
     load_corpus(config, store)
     text = (tmp_path / which).read_text()
     (tmp_path / which).write_text(text.replace("party", "parties").replace("brown", "red"))
-    name = {"web.jsonl": "web", "val.txt": "primary"}[which]
+    name, kind = {"web.jsonl": ("web", "sources"), "val.txt": ("primary", "eval sets")}[which]
     told = plan_resumed(config, run, STEP, store_dir=store)
     assert told.resumes["edit"] is None
     unknown = "not prepared yet, so it cannot be checked against the text that the run was trained or measured on: "
-    assert [w for w in told.warnings if w.startswith(f"{unknown}{name} (run `curriculum prepare")]
+    assert [w for w in told.warnings if w.startswith(f"{unknown}{kind} {name} (run `curriculum prepare")]
     load_corpus(config, store)
     with pytest.raises(InputError, match=f"{name}: i(s not the set that|ts training text has changed)"):
         plan_resumed(config, run, STEP, store_dir=store)
