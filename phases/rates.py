@@ -117,8 +117,9 @@ def _without_effect(
     pieces: Sequence[LrPiece], spans: Sequence[PhaseSpan], lr: LrSchedule, numbers: Numbers
 ) -> list[str]:
     """A warning for each setting of the learning rate that does nothing."""
-    warnings, decay_steps = [], numbers.decay_steps
-    if lr.schedule == "wsd" and decay_steps == 0 and any(span.program is None for span in spans):
+    warnings, decay_steps, last = [], numbers.decay_steps, spans[-1]
+    decays_itself = last.program is not None and last.decay_steps > 0
+    if lr.schedule == "wsd" and decay_steps == 0 and not decays_itself and any(span.program is None for span in spans):
         fix = "set optim.decay_steps, such as 20%, or optim.schedule: constant"
         warnings.append(f"schedule wsd with decay_steps 0 never decays, and min_lr_ratio is not used; {fix}")
     if lr.schedule != "wsd" and any_steps(lr.decay_steps):
@@ -128,7 +129,6 @@ def _without_effect(
         warnings.append(
             "optim.warmup_steps does nothing: the first phase has a learning rate of its own (phases[0].lr)"
         )
-    last = spans[-1]
     in_decay = [span for span in spans if span.end > last.end - decay_steps]
     if lr.schedule == "wsd" and decay_steps and all(span.program for span in in_decay):
         what = f"the last phase has a learning rate of its own ({last.path}.lr)"

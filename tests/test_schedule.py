@@ -339,6 +339,13 @@ def test_a_final_decay_that_a_phase_stands_in_the_way_of_is_a_warning():
     assert told(90, LrProgram(5, 2e-3)) == []  # c decays from 90 to 100
 
 
+@pytest.mark.parametrize(("decay_steps", "told"), [(10, False), (0, True)])
+def test_a_last_phase_that_decays_by_itself_needs_no_final_decay(decay_steps, told):
+    last = Phase("b", "end", {"web": 1.0}, lr=LrProgram(5, 2e-3, decay_steps=decay_steps))
+    warnings = resolved(Phase("a", 50, {"web": 1.0}), last, lr=LrSchedule()).warnings
+    assert any("never decays" in warning for warning in warnings) == told
+
+
 def test_a_jump_names_the_peak_and_its_way_out():
     web = {"web": 1.0}
 
