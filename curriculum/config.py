@@ -128,7 +128,9 @@ def load_config(
     """
     data, origin = read_yaml(path)
     options = options_of(overrides, dataset_dirs, eval_dataset_dirs, init_from, keep_optimizer)
+    remembered = list(remembered)
     apply_options([*(option.partition(" ")[::2] for option in remembered), *options], data, origin)
+    origin.remembered = {*remembered} - {f"{flag} {value}".rstrip() for flag, value in options}
     return build_config(data, origin, check_paths=check_paths, continues=continues)
 
 

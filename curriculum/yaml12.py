@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shlex
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import yaml
@@ -63,6 +64,7 @@ class Origin:
     numbers: dict[str, str] = field(default_factory=dict)  # as written: the value of 1.10 is 1.1
     made_of: dict[str, str] = field(default_factory=dict)  # a path that neither gave, to the path it was derived from
     replaced: dict[str, dict] = field(default_factory=dict)  # by path, what an option for a directory replaced
+    remembered: Collection[str] = ()  # of the options, those of earlier commands
 
     def given_by(self, path: str, option: str) -> None:
         """Remember the option that set a path. It replaces, and comes after, earlier ones for this path or below it."""
@@ -78,11 +80,11 @@ class Origin:
         """
         below = [option for p, option in self.options.items() if path and p.startswith((f"{path}.", f"{path}["))]
         if below and path not in self.positions:
-            return below[-1]
+            return self._told(below[-1])
         here = path
         while True:
             if here in self.options:
-                return self.options[here]
+                return self._told(self.options[here])
             if here in self.positions:
                 line, column = self.positions[here]
                 return f"{self.file}:{line}:{column}"
@@ -92,6 +94,9 @@ class Origin:
                 return self.file
             cut = max(here.rfind("."), here.rfind("["))
             here = here[: max(cut, 0)]
+
+    def _told(self, option: str) -> str:
+        return f"{option} (which the run remembers)" if option in self.remembered else option
 
     def lost(self, path: str) -> dict[str, str]:
         """By key, the `--set` that restores what was lost below `path` when an option replaced all of it."""

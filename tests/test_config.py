@@ -208,6 +208,13 @@ def test_set_overrides_values_and_is_named_in_problems(folder):
     assert problems(GOOD, "a.b.c=1")[0].startswith("--set a.b.c=1: a: no such key")
 
 
+def test_a_problem_of_an_option_that_the_run_remembers_says_so(folder):
+    (found,) = problems(GOOD, remembered=["--set train.steps=0"])
+    assert found.startswith("--set train.steps=0 (which the run remembers): train.steps: got 0")
+    (found,) = problems(GOOD, "train.steps=0", remembered=["--set train.steps=0"])
+    assert found.startswith("--set train.steps=0: train.steps: got 0")
+
+
 def test_remembered_options_come_first_and_a_new_directory_wins(folder):
     Path("b.txt").write_text("other")
     config = load(
