@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import yaml
 
 from curriculum.config import build_config
 from curriculum.errors import InputError
@@ -256,6 +257,25 @@ phases:
   mixture: {web: 0.7, law: 0.3}
 or keep the edit, which is recorded, and continue from what was trained: --accept-past"""
     )
+
+
+def test_what_is_put_back_has_the_shape_that_train_no_longer_gives():
+    base = changed(BASE, put("train.seq_len", 4), shaped("a", seq_len=2), shaped("c", seq_len=8))
+    config = config_of(base)
+    saved = ledger_of(config, resolve_schedule(config, epochs_of(config)), 85)
+    longer = [put("train.seq_len", 8), shaped("b", seq_len=4, grad_accum=2)]
+    data = changed(base, *longer, lambda d: phase(d, "a").update(until=30))
+    with pytest.raises(InputError) as error:
+        resumed(saved, data)
+    how = error.value.details
+    assert not [
+        line for line in how[: how.index("put this back into the config:")] if line[:1] in "+-" and "seq" in line
+    ]
+    back = yaml.safe_load("\n".join(how[how.index("put this back into the config:") + 1 : -1]))
+    edited = {p["name"]: p for p in back["phases"]}
+    assert edited["b"]["seq_len"] == 4 and edited["b"]["grad_accum"] == 2
+    phases = [edited.get(p["name"], p) for p in data["phases"]]
+    assert resumed(saved, {**data, **back, "phases": phases})[0].phase_bounds[0] == ("a", 0, 40)
 
 
 def test_a_phase_that_ends_where_the_run_goes_on_is_one_that_is_over():

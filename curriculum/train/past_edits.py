@@ -269,6 +269,15 @@ def how_to_mend(config: Config, contrast: Contrast, problems: Sequence[Problem])
         for phase in contrast.was["phases"]
     ]
     was = {**contrast.was, "phases": phases}
+    micro_steps = {phase.name: phase.grad_accum for phase in config.phases}
+
+    def spelled_out(declared, phase):
+        """With what it has from train, if that is changed and is not to be put back, and with its own micro-steps."""
+        put_back = {path.removeprefix("train.") for path, _ in problems}
+        changed = [key for key, value in contrast.was["train"].items() if contrast.now["train"][key] != value]
+        shape = {key: field_of(declared, phase, key) for key in changed if key in phase and key not in put_back}
+        own = micro_steps.get(phase["name"])
+        return {**phase, **shape, **({} if own is None else {"grad_accum": own})}
 
     def shown(declared):
         concerned = {*contrast.declared_first(declared), *over}
@@ -278,7 +287,8 @@ def how_to_mend(config: Config, contrast: Contrast, problems: Sequence[Problem])
         sections = {**declared, "train": {key: declared["train"][key] for key in of_train}}
         phases = [phase for phase in declared["phases"] if phase["name"] in concerned] or declared["phases"]
         sections["phases"] = [
-            {key: value for key, value in phase.items() if value != _DEFAULTS.get(key, MISSING)} for phase in phases
+            {key: v for key, v in spelled_out(declared, phase).items() if v != _DEFAULTS.get(key, MISSING)}
+            for phase in phases
         ]
         named = {path.partition(".")[0].partition("[")[0] for path, _ in problems}
         return _yaml({key: section for key, section in sections.items() if key in named}).splitlines()
