@@ -1,8 +1,10 @@
 """What is remembered of the eval sets, told as plain data."""
 
 import re
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_run import tiny_data, tiny_train, write_corpus
@@ -68,6 +70,28 @@ def test_a_memory_from_when_an_alarm_ended_below_its_own_rise_is_taken_up():
     again = Watch.of(saved, watch.baselines()).sets["primary"]
     assert again.recovery_deltas_B.tolist() == [0.01] * 3  # all documents rose alike, so that the alarm had no error
     assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(again, watched, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("since", "step", "newly"),
+    [
+        (None, 300, True),
+        (210, 300, False),  # its source was given more for the alarm of 210, to the end of the phase
+        (210, 380, True),  # a new phase, which knows nothing of that
+        (360, 380, True),  # at the end of a phase nothing is raised
+        (365, 380, False),
+    ],
+)
+def test_a_set_is_newly_worse_with_its_first_alarm_in_a_phase(monkeypatch, since, step, newly):
+    monkeypatch.setattr(Watch, "_compared", lambda self, *_: (self, {}))
+    monkeypatch.setattr(Watch, "_verdicts", lambda self, *_: (dict(self.standing), [], ["code"]))
+    monkeypatch.setattr(Watch, "_notes", lambda *_: ([], ()))
+    bounds = (("one", 0, 200), ("two", 200, 360), ("three", 360, 500))
+    course = SimpleNamespace(schedule=SimpleNamespace(phase_bounds=bounds))
+    setup = SimpleNamespace(course=course, corpus=SimpleNamespace(evalsets={}))
+    watch = Watch(standing={} if since is None else {"code": [{"baseline": "best", "first_step": since}]})
+    _, evaluated = watch.with_eval(setup, step, {})
+    assert evaluated.newly == (["code"] if newly else [])
 
 
 def test_a_set_of_copies_and_one_of_a_single_document_are_told():

@@ -57,7 +57,7 @@ class Evaluated(NamedTuple):
     comparisons: how each set that was measured before compares with its baselines.
     recovered: the alarms that ended at this eval.
     worse: the sets that raised an alarm at this eval.
-    newly: those of `worse` that had no alarm against any baseline before.
+    newly: those of `worse` whose standing alarms are all from phases before this one.
     standing: every current alarm of the sets that the run measures, by set.
     warned: the sets without an alarm that rose by more than chance alone often does.
     notes: remarks about the sets, in words.
@@ -119,6 +119,8 @@ class Watch:
         measured, comparisons = self._compared(setup, step, results)
         standing, recovered, worse = self._verdicts(setup, step, comparisons)
         notes, told = measured._notes(setup, step, comparisons)
+        bounds = setup.course.schedule.phase_bounds
+        _, begun, _ = bounds[_phase_at(bounds, step)]
         if step:  # those of the first eval are in `training_start`
             notes += evalset_warnings(setup.corpus.evalsets[name] for name in results if name not in self.sets)
         evaluated = Evaluated(
@@ -126,7 +128,7 @@ class Watch:
             comparisons=comparisons,
             recovered=recovered,
             worse=worse,
-            newly=[name for name in worse if name not in self.standing],
+            newly=[n for n in worse if all(pair["first_step"] <= begun for pair in self.standing.get(n, ()))],
             standing={name: pairs for name, pairs in standing.items() if name in setup.corpus.evalsets},
             warned=[name for name, c in comparisons.items() if name not in standing and np.any(c.states_B == WARNED)],
             notes=notes,
@@ -141,7 +143,7 @@ class Watch:
         planned, left = (num_comparisons(setup, after, step) for after in (0, step - 1))
         level = error_level(setup.config.evalsets.regression.confidence, self.spent, planned, left) if left else 0.0
         bounds = setup.course.schedule.phase_bounds
-        phase = next((i for i, (_, _, end) in enumerate(bounds) if step <= end), len(bounds) - 1)
+        phase = _phase_at(bounds, step)
         for name, result in results.items():
             if name not in sets:
                 sets[name] = begin(step, phase if step else -1, result.nats_N, result.tokens_N)
@@ -225,6 +227,11 @@ class Watch:
         }
         standing = {name: pairs for name, pairs in standing.items() if pairs}
         return replace(self, sets={**self.sets, **begun}, standing=standing)
+
+
+def _phase_at(bounds: Sequence[tuple[str, int, int]], step: int) -> int:
+    """The index of the phase that the update before an eval belongs to."""
+    return next((i for i, (_, _, end) in enumerate(bounds) if step <= end), len(bounds) - 1)
 
 
 def _newly_warned(comparisons: Mapping[str, Comparison]) -> list[str]:
