@@ -69,6 +69,7 @@ class Past:
     """The part of a run's schedule that is fixed, whatever its config says.
 
     segments: frozen; the config decides what follows them.
+    rates_from: the step from which the config decides the rates of `segments` too; None: they are frozen as well.
     settled: as in `Curriculum`.
     planned: set if the config declares the same schedule as before. It is used as it is, if the epochs are the same.
     seed: of the order in which the sources are read; None: the config's.
@@ -84,6 +85,7 @@ class Past:
     sources: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     going_on: Segment | None = None
     before_raised: tuple[tuple[int, Past], ...] = ()
+    rates_from: int | None = None
 
     @property
     def end(self) -> int:
@@ -125,6 +127,7 @@ def continued_schedule(config: Config, tokens_per_epoch: Mapping[str, int], past
         return past.planned.schedule, replace(past, segments=past.planned.past, planned=None)
     segment, past = past.going_on, replace(past, planned=None, going_on=None)
     schedule = resolve_schedule(config, tokens_per_epoch, past)
+    past = replace(past, segments=cut(schedule.segments, past.end), rates_from=None)
     if segment is None or schedule.total_steps <= past.end or schedule.segment_at(past.end).phase != segment.phase:
         return schedule, past
     return lasting_to_phase_end(config, tokens_per_epoch, past, segment)
@@ -167,7 +170,8 @@ def _resolve(
     """As `resolve`, but raises InputError. Returns None only with `sizes_to_come`; `epochs` are tokens by source."""
     try:
         curriculum = curriculum_of(config, epochs, past)
-        return resolve(curriculum, past=past.segments, going_on=going_on, sizes_to_come=sizes_to_come)
+        fixed = {"past": past.segments, "rates_from": past.rates_from, "going_on": going_on}
+        return resolve(curriculum, **fixed, sizes_to_come=sizes_to_come)
     except ScheduleError as error:
         raise config.error(error.problems) from None
 

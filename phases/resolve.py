@@ -21,6 +21,7 @@ def resolve(
     curriculum: Curriculum,
     *,
     past: Sequence[Segment] = (),
+    rates_from: int | None = None,
     going_on: Segment | None = None,
     sizes_to_come: bool = False,
 ) -> Schedule | None:
@@ -34,7 +35,8 @@ def resolve(
     The same holds after a phase that reads a source of unknown size that may stop the run: the run may end there, and
     the learning rates depend on its end.
 
-    `past` are segments that are fixed: their data and rates stay, and the phases decide what follows. If the last phase
+    `past` are segments that are fixed: their data and rates stay, and the phases decide what follows. From `rates_from`
+    on, if that is a step of the past, only its data stay, and the rates are as declared now. If the last phase
     of the past is declared to end later, it goes on; otherwise the next one begins. A phase that goes on keeps its
     order of data if the phase as declared now would have had the same order. Otherwise a new order begins, with the
     declared mixture, and the ramp continues where it was. Caps and clocks count the past too, including its sources
@@ -74,9 +76,14 @@ def resolve(
         raise ScheduleError(problems)
     if not complete:
         return None
-    rated, lr_warnings = with_rates(segments, len(past), curriculum, numbers)
-    schedule = Schedule(rated)
-    of_phases = [_told(_odd_sums(ahead, segments[len(past) :])), _told(_never_read(schedule, segments[: len(past)]))]
+    fixed, free = segments[: len(past)], segments[len(past) :]
+    until = past[-1].end if past else 0
+    until = until if rates_from is None else min(until, rates_from)
+    rated = cut(fixed, until)
+    to_rate = [s if s.start >= until else s.continued(until) for s in fixed if s.end > until]
+    segments, lr_warnings = with_rates([*rated, *to_rate, *free], len(rated), curriculum, numbers)
+    schedule = Schedule(segments)
+    of_phases = [_told(_odd_sums(ahead, free)), _told(_never_read(schedule, fixed))]
     return replace(schedule, warnings=(*of_phases[0], *warnings, *lr_warnings, *of_phases[1]))
 
 

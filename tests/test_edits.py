@@ -446,7 +446,7 @@ def test_a_raised_share_stands_to_its_phases_end_unless_what_that_phase_draws_is
     assert on.segment_at(67).mixture == {"code": 1.0}
 
 
-def test_an_edit_on_the_way_back_to_a_bad_update_says_that_it_acts_after_it():
+def test_an_edit_on_the_way_back_to_a_bad_update_changes_rates_at_once_and_data_after_it():
     config = config_of(BASE)
     schedule = resolve_schedule(config, epochs_of(config))
     supplies = {name: SourceSupply(tokens) for name, tokens in EPOCHS.items()}
@@ -459,10 +459,20 @@ def test_an_edit_on_the_way_back_to_a_bad_update_says_that_it_acts_after_it():
         found = Found(config_of(edited), on, None, None, None, {}, {})
         return on, edit_event(edit, saved, found, (), ())["reason"]
 
-    on, told = reason([put("optim.lr", 6e-4)])
-    assert on.rates([STEP, 66, 67]).tolist() == [1e-3, 1e-3, 6e-4]
-    assert told.endswith(f"(steps {STEP} to 67 stand as planned: the schedule's changes act after them)")
-    assert "stand as planned" not in reason([put("optim.weight_decay", 0.5)])[1]
+    planned = Schedule(segments_from_json(saved["segments"]))
+    rate, told = reason([put("optim.lr", 6e-4)])
+    assert rate.rates([STEP - 1, STEP, 66, 67]).tolist() == [1e-3, 6e-4, 6e-4, 6e-4] and "after them" not in told
+    assert read(rate, 100) == read(planned, 100)
+    assert "after them" not in reason([put("optim.weight_decay", 0.5)])[1]
+    mixture, told = reason([reweighted("b", code=1.0), put("optim.lr", 6e-4)])
+    assert told.endswith(f"(steps {STEP} to 67 read what was planned: phases.b.mixture acts after them)")
+    assert read(mixture, 67) == read(planned, 67) and mixture.segment_at(67).mixture == {"code": 1.0}
+    assert mixture.rates([STEP - 1, STEP, 67]).tolist() == [1e-3, 6e-4, 6e-4]
+    # A run that goes on from there keeps to it.
+    _, past, _ = resumed(saved, changed(BASE, put("optim.lr", 6e-4)))
+    later = ledger_of(config_of(changed(BASE, put("optim.lr", 6e-4))), rate, 62, past) | {"history": saved["history"]}
+    again, _, edit = resumed(later, changed(BASE, put("optim.lr", 6e-4)))
+    assert not edit.changes and again.segments == rate.segments
 
 
 def with_a_raised_share(step=STEP, until=80):

@@ -50,11 +50,10 @@ def find_edit(config: Config, saved: Mapping[str, Any], *, at: int | None = None
         how = how_to_mend(config, contrast, problems)
         how.append(_OR_ACCEPT if at is None else "or branch at an earlier step")
         raise InputError(*config.error(dict.fromkeys(problems)).problems, details=how)
-    unchanged = all(change["path"].startswith("evalsets.") for change in changes)
-    past = _past(contrast, unchanged)
+    past = _past(contrast, changes)
     if at is None and config.train.rollback is not None:  # only a rollback returns to an earlier plan
         raised = [(b["at"], replace(contrast, saved={**saved, **b})) for b in saved.get("before_raised", ())]
-        past = replace(past, before_raised=tuple((at, _past(before, unchanged)) for at, before in raised))
+        past = replace(past, before_raised=tuple((at, _past(before, changes)) for at, before in raised))
     return Edit(step, changes + others, past, tuple(problems))
 
 
@@ -83,8 +82,12 @@ def edit_event(
     before = Schedule(segments_from_json(saved["segments"]))
     event = _event(edit.step, before, found.schedule, changes, bool(edit.accepted or accepted))
     fixed = min(edit.past.end, found.schedule.total_steps)
-    if edit.step < fixed and not all(_acts_at_once(change, found.config) for change in changes):
-        event["reason"] += f" (steps {edit.step} to {fixed} stand as planned: the schedule's changes act after them)"
+    rates_act = edit.past.rates_from == edit.step
+    late = [c for c in changes if not (_acts_at_once(c, found.config) or (rates_act and _is_of_rates(c)))]
+    if edit.step < fixed and late:
+        acts = "act" if len(late) > 1 else "acts"
+        paths = ", ".join(change["path"] for change in late)
+        event["reason"] += f" (steps {edit.step} to {fixed} read what was planned: {paths} {acts} after them)"
     return event | {"warnings": list(warnings)}
 
 
@@ -137,13 +140,13 @@ def _acts_at_once(change: Mapping[str, Any], config: Config) -> bool:
     return True
 
 
-def _past(contrast: Contrast, unchanged: bool) -> Past:
-    """What of a ledger's schedule stands at the contrast's step: all of it if the declaration is `unchanged`."""
+def _past(contrast: Contrast, changes: Sequence[Mapping[str, Any]]) -> Past:
+    """What of a ledger's schedule stands at the contrast's step: all of it if `changes` to it are only of eval sets."""
     saved, planned = contrast.saved, None
-    if unchanged:
+    if all(change["path"].startswith("evalsets.") for change in changes):
         epochs = {name: contrast.epochs[name] for name in contrast.was["sources"]}
         planned = Planned(contrast.schedule, ledger.past_of(saved), epochs)
-    frozen, going_on = _frozen(contrast)
+    acts_from, frozen, going_on = _frozen(contrast)
     return Past(
         segments=cut(contrast.schedule.segments, frozen),
         settled=_settled(contrast),
@@ -151,7 +154,14 @@ def _past(contrast: Contrast, unchanged: bool) -> Past:
         seed=saved["data_seed"],
         sources=saved["sources"],
         going_on=going_on,
+        rates_from=acts_from if any(map(_is_of_rates, changes)) else None,
     )
+
+
+def _is_of_rates(change: Mapping[str, Any]) -> bool:
+    """Whether a change of the schedule is of learning rates alone."""
+    section, _, key = change["path"].partition(".")
+    return section == "optim" or (section == "phases" and key.endswith(".lr"))
 
 
 def _of_blocks(config: Config, saved: Mapping[str, Any]) -> Problem | None:
@@ -246,22 +256,23 @@ def _in_words(change: Mapping[str, Any]) -> str:
     return f"{path} {json.dumps(was)} → {json.dumps(now)}"
 
 
-def _frozen(contrast: Contrast) -> tuple[int, Segment | None]:
-    """(the step up to which the schedule is kept, the segment that continues there or None if the config decides).
+def _frozen(contrast: Contrast) -> tuple[int, int, Segment | None]:
+    """What is kept of the schedule: (up to which step all of it, up to which the data, the segment that continues).
 
-    There is one if something other than the config decided it, such as a raised share or a rollback. It lasts to its
+    Up to the first bad update of a rollback the data are kept: what is passed over there follows them. There is a
+    segment if something other than the config decided it, such as a raised share or a rollback. It lasts to its
     phase's end, unless this edit changes what the phase draws. The rates and the phase's end are what the config says.
     """
     saved, schedule, now, step = contrast.saved, contrast.schedule, contrast.now, contrast.step
     until = saved["past_end"]
     if until <= step:
-        return step, None
-    trunks = (saved["branched_from"] or {"step": 0})["step"]
-    step = max([step, trunks, *(r["first_bad_step"] + 1 for r in saved["history"]["rollbacks"])])
-    segment = schedule.segment_at(step)
-    if step >= until or segment.phase != schedule.segment_at(until - 1).phase:
-        return step, None
-    return step, gone_on(segment, step, contrast.was, now, saved["settled"])
+        return step, step, None
+    step = max(step, (saved["branched_from"] or {"step": 0})["step"])
+    data = max([step, *(rollback["first_bad_step"] + 1 for rollback in saved["history"]["rollbacks"])])
+    segment = schedule.segment_at(data)
+    if data >= until or segment.phase != schedule.segment_at(until - 1).phase:
+        return step, data, None
+    return step, data, gone_on(segment, data, contrast.was, now, saved["settled"])
 
 
 def gone_on(
