@@ -82,7 +82,7 @@ def branch(
     check(config, past)
     start, tokenizer = start_of(config, saved), kept_tokenizer(trunk.directory, config)
     branched_from = _branching(run, trunk, at, config, whole, saved)
-    setup = build(config, store_dir, tokenizer, make_model, start, past, branched_from)
+    setup = build(config, store_dir, tokenizer, make_model, start, past, branched_from, step)
     passed_over = bool(rollbacks) and at < newest["past_end"]
     if on := _edit_in_force(trunk, config, whole, newest["settled"], step, at, passed_over):
         if setup.course.schedule.segment_at(at).phase == on.phase:

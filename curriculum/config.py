@@ -22,7 +22,7 @@ from curriculum.config_sections import (
     OptimSection,
     TrainSection,
 )
-from curriculum.config_shapes import with_seq_len
+from curriculum.config_shapes import ROW_CHECKS, with_seq_len
 from curriculum.data.chat import ChatConfig
 from curriculum.data.packing import PackingConfig
 from curriculum.data.sources import SourceConfig
@@ -202,7 +202,7 @@ def build_config(
     if inherited is not None and set(INHERITED) <= values.keys():
         problems += inherited.problems(values["model"], values["tokenizer"])
         values["tokenizer"] = TokenizerConfig(**inherited.sections["tokenizer"])
-    checks = [*CHECKS, *(PATH_CHECKS if check_paths else [])]
+    checks = [*CHECKS, *(PATH_CHECKS if check_paths else []), *(ROW_CHECKS if continues is None else [])]
     if check_paths and not _keeps_tokenizer(values, continues):
         checks += TOKENIZER_PATH_CHECKS
     looked_at = {name for name, section in values.items() if section is not None}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from curriculum.config_sections import TrainSection
@@ -22,13 +22,15 @@ class _Cut(NamedTuple):
     grad_accum: int
 
 
-def _cuts(train: TrainSection, phases: Sequence[Phase]) -> list[_Cut]:
+def _cuts(train: TrainSection, phases: Sequence[Phase], of: Collection[str] | None = None) -> list[_Cut]:
     """Each distinct way in which phases cut their batches, or train's own without phases.
 
-    Sizes below 1 are left out: other checks report them.
+    `of`: the names of the phases that count; None: all. Sizes below 1 are left out: other checks report them.
     """
     cuts = [] if phases else [_Cut("train.batch_size", train.batch_size, "train.grad_accum", train.grad_accum)]
     for i, phase in enumerate(phases):
+        if of is not None and phase.name not in of:
+            continue
         batch, accum = ("train.batch_size", train.batch_size), ("train.grad_accum", train.grad_accum)
         if phase.batch_size is not None:
             batch = f"phases[{i}].batch_size", phase.batch_size
@@ -38,9 +40,14 @@ def _cuts(train: TrainSection, phases: Sequence[Phase]) -> list[_Cut]:
     return [cut for cut in dict.fromkeys(cuts) if cut.batch_size >= 1 and cut.grad_accum >= 1]
 
 
-def row_problems(train: TrainSection, phases: Sequence[Phase], row_shards: int) -> Iterator[tuple[str, str]]:
-    """(path, message) for each batch whose micro-steps the mesh cannot split evenly into `row_shards` parts."""
-    for cut in _cuts(train, phases):
+def row_problems(
+    train: TrainSection, phases: Sequence[Phase], row_shards: int, of: Collection[str] | None = None
+) -> Iterator[tuple[str, str]]:
+    """(path, message) for each batch whose micro-steps the mesh cannot split evenly into `row_shards` parts.
+
+    `of`: the names of the phases that count; None: all.
+    """
+    for cut in _cuts(train, phases, of):
         if cut.batch_size % cut.grad_accum:
             continue
         if problem := rows_problem(cut.batch_size, cut.grad_accum, row_shards):
@@ -130,9 +137,9 @@ def known_vocab_size(v) -> int | None:
     return {"byte": 257, "bpe": tokenizer.vocab_size}.get(tokenizer.kind)
 
 
+ROW_CHECKS = [({"mesh", "train"}, _check_rows)]  # of a run that goes on, only phases ahead count
 SHAPE_CHECKS = [
     ({"train"}, _check_micro_steps),
-    ({"mesh", "train"}, _check_rows),
     ({"phases", "train"}, _check_blocks),
     ({"phases", "tokenizer"}, _check_rope_theta),
     ({"model", "tokenizer", "train", "evalsets"}, _check_positions),

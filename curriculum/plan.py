@@ -11,6 +11,7 @@ from typing import Any
 
 from curriculum.adaptation import base_lineage, resolved_model
 from curriculum.config import Config
+from curriculum.config_shapes import row_problems
 from curriculum.data.corpus import Sizes, find_sizes
 from curriculum.model.counts import num_adapters, num_parameters, num_projections, num_trained
 from curriculum.model.memory import FLOAT32_BYTES, memory_estimate
@@ -113,6 +114,10 @@ def plan_of(
         model = resolved_model(config, vocab_size)
 
     trained = 0 if resumes is None else resumes["step"]
+    if problems := list(
+        row_problems(config.train, config.phases, config.mesh.row_shards, schedule.phases_after(trained))
+    ):
+        raise config.error(problems)
     rows, warnings = [], list(schedule.warnings) + list(sizes.warnings)
     for phase, start, end in schedule.phase_bounds:
         read, after = schedule.read(start, end), schedule.cursors_at(end)

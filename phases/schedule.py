@@ -280,6 +280,10 @@ class Schedule:
             bounds[s.phase] = (bounds.get(s.phase, (s.start, 0))[0], s.end)
         return tuple((name, start, end) for name, (start, end) in bounds.items())
 
+    def phases_after(self, step: int) -> set[str]:
+        """The phases that have updates from `step` on."""
+        return {name for name, _, end in self.phase_bounds if end > step}
+
     def phase_end(self, phase: str) -> int:
         return next(end for name, _, end in self.phase_bounds if name == phase)
 

@@ -100,10 +100,10 @@ def test_the_plan_counts_the_moments_that_the_optimizer_keeps(optim, mesh):
     }
     config = build_config(data, check_paths=False)
     model = resolve_model(config.model, 257)
-    found = plan_memory(config, model, resolve_schedule(config, {"web": None}))
+    found = plan_memory(config, model, resolve_schedule(config, {"web": None}), 0)
     assert (found["rows"], found["seq_len"]) == (4, 64)
     assert found["stacked"] == 0
-    scanned = plan_memory(config, replace(model, layers="scanned"), resolve_schedule(config, {"web": None}))
+    scanned = plan_memory(config, replace(model, layers="scanned"), resolve_schedule(config, {"web": None}), 0)
     assert scanned["stacked"] == 4 * num_projections(model) // (8 if "fsdp" in mesh else 1)
     state = jax.eval_shape(make_optimizer(config.optim).init, transformer(model).shapes())
     placed = state_shardings(AbstractMesh((1, mesh.get("fsdp", 1), mesh.get("tensor", 1)), AXES), state)

@@ -105,6 +105,18 @@ def test_a_ramp_that_an_edit_lengthens_is_told_with_the_step_of_its_end(place, t
     assert "6 to 12 (ramp 4, from step 8 a ramp to step 12), trained to 8" in "\n".join(table(planned))
 
 
+def test_a_mesh_has_to_divide_the_rows_of_phases_ahead_alone(place, tmp_path):
+    phases = [{**PHASES[0], "batch_size": 3}, PHASES[1]]
+    data = with_changes(data_of(place), {"phases": phases, "checkpoint": {"every": 2, "keep": 9}})
+    train(build_config(data), tmp_path / "run", store_dir=place / "store")
+    on_two = build_config({**data, "mesh": {"data": 2}}, continues=tmp_path / "run")
+    assert plan_resumed(on_two, tmp_path / "run", STEP, store_dir=place / "store").resumes["step"] == STEP
+    with pytest.raises(InputError, match=r"phases\[0\].batch_size: got 3 .* data x fsdp \(2\) divides"):
+        plan_resumed(on_two, tmp_path / "run", 4, store_dir=place / "store")
+    with pytest.raises(InputError, match=r"phases\[0\].batch_size: got 3 .* data x fsdp \(2\) divides"):
+        build_config({**data, "mesh": {"data": 2}})
+
+
 def test_without_an_edit_nothing_changes(place, tmp_path):
     planned, run = planned_and_trained(place, tmp_path / "run")
     assert planned.resumes["edit"] is None and planned.resumes["step"] == STEP

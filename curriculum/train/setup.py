@@ -110,19 +110,22 @@ def build(
     start: Start | None = None,
     past: Past = NO_PAST,
     branched_from: Mapping[str, Any] | None = None,
+    trained: int = 0,
 ) -> Setup:
     """Prepare the data that is not prepared yet, and build the other parts of a run.
 
     `tokenizer`: that of a run that continues. `make_model(vocab_size)` returns a custom model in place of the config's
     `model`, which becomes null. `start`: what the run begins from, by default its seed. `past`: the part of the
-    schedule that the config does not decide. `branched_from`: what a branch remembers of its trunk. Raises InputError,
-    also if the processes of the run do not agree.
+    schedule that the config does not decide. `branched_from`: what a branch remembers of its trunk. `trained`: the
+    step that the run goes on from. Raises InputError, also if the processes of the run do not agree.
     """
     config = _with_model(config, make_model)
     start = start or Start()
     added_flags = tune_device(config.train.deterministic)
     check_platform()
     mesh = _mesh_of(config)
+    if not trained:  # before the text is prepared
+        _check_rows(config, mesh)
     corpus = first_then_all(lambda: load_corpus(config, store_dir, tokenizer))
     # Process 0 alone writes to the cache. One that finds nothing there compiles, and on GPUs it then waits for kernels
     # that process 0, which found the program, does not choose with it.
@@ -132,6 +135,8 @@ def build(
     else:
         jax.config.update("jax_enable_compilation_cache", False)
     course = Course(config, corpus, mesh, past, branched_from)
+    if trained:
+        _check_rows(config, mesh, course.schedule.phases_after(trained))
     vocab_size = corpus.tokenizer.vocab_size
     if make_model is None:
         architecture = resolved_model(config, vocab_size)
@@ -180,9 +185,13 @@ def _mesh_of(config: Config) -> Mesh:
         mesh = make_mesh(config.mesh)
     except InputError as error:
         raise config.error(("mesh", problem) for problem in error.problems) from None
-    if problems := list(row_problems(config.train, config.phases, row_shards(mesh))):
-        raise config.error(problems)
     return mesh
+
+
+def _check_rows(config: Config, mesh: Mesh, ahead: Collection[str] | None = None) -> None:
+    """Raise InputError if the mesh does not divide the rows of a micro-step, in the phases `ahead` or in any."""
+    if problems := list(row_problems(config.train, config.phases, row_shards(mesh), ahead)):
+        raise config.error(problems)
 
 
 def _agreed(config: Config, corpus: Corpus, schedule: Schedule, lineage: Mapping[str, Any] | None) -> dict[str, str]:

@@ -67,7 +67,7 @@ def train(
         opening.check_ahead(config, directory, saved["step"], edit.past)
         tokenizer = opening.kept_tokenizer(directory, config)
         start = start_of(config, None if resumed is None else saved)
-        setup = build(config, store_dir, tokenizer, make_model, start, edit.past, saved["branched_from"])
+        setup = build(config, store_dir, tokenizer, make_model, start, edit.past, saved["branched_from"], saved["step"])
         found = ledger.found_in(setup)
         accepted = ledger.check_past(saved, found, accept_past=accept_past)
         # Older ledgers do not list the data warnings already shown: all are shown again.
