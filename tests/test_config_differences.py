@@ -47,6 +47,25 @@ def test_every_key_that_differs_is_told_by_its_path_and_phases_by_name():
     assert differing(FIRST, THIRD, FIRST) == [("phases.b.lr.peak", 1.0, None, 1.0), ("mesh.data", None, [1, 2], None)]
 
 
+def test_of_what_only_some_runs_have_the_defaults_are_left_out():
+    phase = {"name": "b", "until": "end", "mixture": {"web": 1.0}, "ramp_steps": 0, "ramp_shape": "linear"}
+    web, law = ({"path": name, "glob": "**/*", "on_exhaust": "error"} for name in ("web", "law"))
+    one = {**FIRST, "phases": [phase], "sources": {"web": web}}
+    more = {
+        **one,
+        "phases": [{**phase, "name": "a", "until": 6, "ramp_steps": 2}, phase],
+        "sources": {"web": {**web, "glob": "*.txt"}, "law": {**law, "on_exhaust": "stop"}},
+    }
+    assert differing(one, more) == [
+        ("sources.web.glob", "**/*", "*.txt"),
+        ("sources.law.path", None, "law"),
+        ("sources.law.on_exhaust", None, "stop"),
+        ("phases.a.until", None, 6),
+        ("phases.a.mixture.web", None, 1.0),
+        ("phases.a.ramp_steps", None, 2),
+    ]
+
+
 def test_a_field_of_the_model_that_is_left_out_is_no_other_than_its_default():
     configs = [{"preset": "tiny", "n_layer": None, "bias": None}, {"preset": None, "n_layer": 4, "bias": True}]
     runs = []

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
+from curriculum.config_sections import EvalSource
+from curriculum.data.sources import SourceConfig
 from curriculum.record.wording import printable
 from curriculum.run import Run
+from phases.schedule import Phase
 
+_ENTRIES = {"sources": SourceConfig, "evalsets.sets": EvalSource, "phases": Phase}  # what each entry of a section is
 _LONGEST = 48  # characters of a value in a table
 
 
 def config_differences(runs: Sequence[Run], names: Sequence[str]) -> tuple[dict[str, Any], ...]:
-    """{key, values} for every key that differs, except the run's `name`.
+    """{key, values} for every key that differs, except the run's `name`, and the defaults of what not all runs have.
 
     `key` is the dotted path, with phases by name; `values` has each run's value, None if it is null or absent. Model
     fields that a config leaves out have the values that the run gave them. A phase that configs declare alike may have
@@ -67,7 +72,12 @@ def _differing(path: str, values: Sequence[Any]) -> Iterator[tuple[str, Sequence
         yield path, values
         return
     sections = [value or {} for value in values]
+    defaults = {}
+    if None in values and (entry := _ENTRIES.get(path.rpartition(".")[0])):  # a source, a set or a phase of some runs
+        defaults = {field.name: field.default for field in fields(entry)}
     for key in dict.fromkeys(key for section in sections for key in section):
+        if all(section[key] == defaults.get(key, ...) for section in sections if key in section):
+            continue
         yield from _differing(f"{path}.{key}" if path else key, [section.get(key) for section in sections])
 
 
