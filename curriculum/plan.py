@@ -198,13 +198,13 @@ def describe_phases(schedule: Schedule, config: Config) -> tuple[dict[str, Any],
     """
     phases = []
     for name, start, end in schedule.phase_bounds:
-        segment = schedule.segment_at(start)
+        own = [s for s in schedule.segments if start <= s.start < end]
+        segment = own[0]
         ramp_steps = 0 if segment.ramp is None else segment.ramp.steps
         bounds = {"name": name, "start": start, "end": end, "tokens": schedule.tokens(end) - schedule.tokens(start)}
-        shapes = [(s.start, shape_of(s, config)) for s in schedule.segments if start <= s.start < end]
+        shapes = [(s.start, shape_of(s, config)) for s in own]
         reshaped = [{"step": at, **now} for (_, was), (at, now) in pairwise(shapes) if now != was]
         phase = {**bounds, "mixture": segment.mixture, "ramp_steps": ramp_steps, **shapes[0][1]}
-        own = [s for s in schedule.segments if start <= s.start < end]
         turns = ((_mixture_from(s.start, was), _mixture_from(s.start, s)) for was, s in pairwise(own))
         remixed = [now for was, now in turns if now != was]
         phases.append(phase | ({"reshaped": reshaped} if reshaped else {}) | ({"remixed": remixed} if remixed else {}))
