@@ -529,6 +529,7 @@ TOKENIZERS = [
     Row("character that the tokenizer lacks", rows('{"text": "☃"}'), TRAIN + " --set 'tokenizer={kind: char, path: char}'", "law.jsonl:31: character '☃' (U+2603)", "use tokenizer kind byte or bpe"),
     Row("more merges than the text has", nothing, TRAIN + " --set 'tokenizer={kind: bpe, vocab_size: 60000}'", "tokenizer.vocab_size: got 60000", "set vocab_size: "),
     Row("tiktoken without such a name", nothing, TRAIN + " --set 'tokenizer={kind: tiktoken, name: gpt7}'", "tokenizer.name: tiktoken has no 'gpt7'", "it has "),
+    Row("tiktoken without such a name, planned", nothing, PLAN + " --set 'tokenizer={kind: tiktoken, name: gpt7}'", "tokenizer.name: tiktoken has no 'gpt7'", "it has "),
 ]  # fmt: skip
 
 TOKENS = "--dataset-dir law=tokens"

@@ -37,7 +37,7 @@ from curriculum.data.store import KEY_NAME, OPENED_VERSION, SIDECAR_NAME, Store,
 from curriculum.data.store_writer import SHARD_TOKENS
 from curriculum.data.tokenizers.tokenizer import FORMAT_VERSION as TOKENIZER_VERSION
 from curriculum.data.tokenizers.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, load_tokenizer
-from curriculum.data.tokenizers.vocabulary import make_tokenizer
+from curriculum.data.tokenizers.vocabulary import check_tiktoken_name, make_tokenizer
 from curriculum.errors import InputError
 
 # --- tokenizers ---------------------------------------------------------------------------------------------
@@ -48,7 +48,8 @@ def find_tokenizer(
 ) -> Tokenizer | None:
     """The tokenizer that `prepare_tokenizer` would give; None if it is not made yet.
 
-    Looks only at the sizes and times of the sources' files, and imports no tokenizer library.
+    Looks only at the sizes and times of the sources' files, and imports no tokenizer library, unless tiktoken has to be
+    asked for a name that it may not have. Raises InputError as `prepare_tokenizer` does, as far as is known.
     """
     if config.kind == "byte" or config.path is not None:
         return prepare_tokenizer(config, sources, store_dir, chat)
@@ -57,7 +58,11 @@ def find_tokenizer(
     if ordered is None:
         return None
     directory = _tokenizer_directory(config, ordered, store_dir)
-    return _checked(config, load_tokenizer(directory)) if is_there(directory) else None
+    if is_there(directory):
+        return _checked(config, load_tokenizer(directory))
+    if config.kind == "tiktoken":
+        check_tiktoken_name(config.name)
+    return None
 
 
 def prepare_tokenizer(

@@ -83,11 +83,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return Tokenizer("bpe", tuple(tokens), {END_OF_TEXT: vocab_size - 1}, r50k_pat_str)
 
 
-def tiktoken_tokenizer(name: str) -> Tokenizer:
-    """A published encoding, from tiktoken's cache or the network.
-
-    Raises InputError if neither has it, if tiktoken has no such name, and if the encoding has no end-of-text.
-    """
+def check_tiktoken_name(name: str) -> None:
+    """Raise InputError if tiktoken has no encoding of that name; nothing is fetched."""
     import tiktoken
 
     names = tiktoken.list_encoding_names()
@@ -96,6 +93,16 @@ def tiktoken_tokenizer(name: str) -> Tokenizer:
         has = f"it has {', '.join(sorted(names))}"
         hint = f"did you mean {guess[0]!r}? ({has})" if guess else has
         raise InputError(f"tokenizer.name: tiktoken has no {name!r}; {hint}")
+
+
+def tiktoken_tokenizer(name: str) -> Tokenizer:
+    """A published encoding, from tiktoken's cache or the network.
+
+    Raises InputError if neither has it, if tiktoken has no such name, and if the encoding has no end-of-text.
+    """
+    import tiktoken
+
+    check_tiktoken_name(name)
     try:
         encoding = tiktoken.get_encoding(name)
     except OSError as error:
