@@ -330,7 +330,7 @@ def _first_repeats(schedule: Schedule, phase: str, epochs_of: Mapping[str, int |
             within = max(size, segment.cursors[name])
             if at_end[name] > within:
                 over = first_step(
-                    segment, segment.end, lambda steps, s=segment, n=name, w=within: s.cursors_over(steps)[n] > w
+                    segment, segment.end, lambda steps, s=segment, n=name, w=within: s.cursor_over(n, steps) > w
                 )
                 found[name] = over - 1
     return found

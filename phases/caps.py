@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -40,8 +41,8 @@ def phase_segments(
     while True:
         step, name = _first_exhausted(segment, supplies) or (segment.end, None)
         if goal:
-            at = segment.cursors_over
-            end = first_step(segment, step, lambda steps, at=at: at(steps)[goal.source] >= goal.tokens)
+            cursor_over = partial(segment.cursor_over, goal.source)
+            end = first_step(segment, step, lambda steps, over=cursor_over: over(steps) >= goal.tokens)
             if end is not None:
                 return [*segments, replace(segment, end=end)], False
             if name is None:

@@ -92,8 +92,10 @@ class Quotas:
         last_S, first_S = ends_S[-1] / ends_S[-1].sum(), ends_S[0] / ends_S[0].sum()
         moved_K = np.concatenate([[0.0], np.cumsum(ramp_progress)])
         steps_K = np.arange(len(moved_K))
-        taken_SK = first_S[:, None] * (steps_K - moved_K) + last_S[:, None] * moved_K
-        units_SK = np.rint(taken_SK * (batch_size << _UNIT_BITS)).astype(np.int64)
+        units_SK = np.empty((len(self.sources), len(moved_K)), np.int64)
+        for units_K, first, last in zip(units_SK, first_S, last_S, strict=True):  # one by one: ramps may be long
+            taken_K = first * (steps_K - moved_K) + last * moved_K
+            units_K[:] = np.rint(taken_K * (batch_size << _UNIT_BITS))
         progress_X = np.linspace(0.0, 1.0, 1 if ramp_from is None else 5)[:, None]
         shares_XS = first_S + progress_X * (last_S - first_S)
         tree, self.error_bound = _tree(shares_XS.tobytes(), len(shares_XS))
@@ -114,6 +116,31 @@ class Quotas:
 
         descend(self._root, positions.ravel())
         return out.reshape(*positions.shape, len(self.sources))
+
+    def count(self, source: str, positions) -> np.ndarray:
+        """`counts` of one source, without those of the others: shape `positions.shape`."""
+        counts = np.asarray(positions, np.int64)
+        if source not in self._paths:
+            return np.zeros_like(counts)
+        for node, is_left in self._paths[source]:
+            left = node.to_left(counts)
+            counts = left if is_left else counts - left
+        return counts
+
+    @functools.cached_property
+    def _paths(self) -> dict[str, tuple[tuple[_Split, bool], ...]]:
+        """The way from the root to each source: the nodes, and whether it goes on to their left child."""
+        found = {}
+
+        def descend(node, path):
+            if isinstance(node, int):
+                found[self.sources[node]] = path
+                return
+            descend(node.left, (*path, (node, True)))
+            descend(node.right, (*path, (node, False)))
+
+        descend(self._root, ())
+        return found
 
     def locate(self, positions) -> tuple[np.ndarray, np.ndarray]:
         """(source index into `sources`, sequences of that source before it) for each position in a 1-D array."""

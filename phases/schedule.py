@@ -156,6 +156,11 @@ class Segment:
             cursors[name] = cursors[name] + counts[..., i] * self.seq_len
         return cursors
 
+    def cursor_over(self, name: str, steps) -> np.ndarray:
+        """`cursors_over` of one source, which takes no longer if there are many others."""
+        positions = self.first_sequence + (np.asarray(steps, np.int64) - self.start) * self.batch_size
+        return self.cursors[name] + self.quotas.count(name, positions) * self.seq_len
+
     def read_after(self, before: Mapping[str, int], step: int) -> dict[str, int]:
         """Tokens read of each of the segment's sources after `step` updates, given those read `before` the segment."""
         cursors = self.cursors_over([self.start, min(step, self.end)])

@@ -83,6 +83,9 @@ def test_counts_anywhere_equal_the_walk():
     positions = np.random.default_rng(0).integers(0, 5001, 500)
     assert np.array_equal(quotas.counts(positions), counts[positions])
     assert quotas.counts(np.int64(4321)).tolist() == counts[4321].tolist()
+    for i, name in enumerate(quotas.sources):
+        assert np.array_equal(quotas.count(name, positions), counts[positions, i])
+    assert quotas.count("b", np.int64(4321)) == counts[4321, 1] and not quotas.count("another", positions).any()
 
 
 def test_far_positions_cost_nothing_and_stay_exact():
