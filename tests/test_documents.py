@@ -11,7 +11,7 @@ import pytest
 
 from curriculum.data.chat import CHATML, ChatConfig
 from curriculum.data.documents import documents_of
-from curriculum.data.pieces import PIECE_BYTES, read_pieces
+from curriculum.data.pieces import PIECE_BYTES, parts_of, read_pieces
 from curriculum.data.sources import SourceConfig, source_files
 from curriculum.errors import InputError
 
@@ -164,6 +164,16 @@ def test_a_long_file_comes_in_pieces_that_join_to_it(tmp_path, monkeypatch):
     # No place to cut: the text comes whole.
     unbroken = write(tmp_path / "b.txt", "x" * 1000)
     assert [piece.text for piece in read_pieces(SourceConfig(path=str(unbroken)))] == ["x" * 1000]
+
+
+def test_a_long_text_is_cut_as_a_file_is_or_anywhere_without_words(monkeypatch):
+    monkeypatch.setattr("curriculum.data.pieces.PIECE_BYTES", 64)
+    text = (AWKWARD + "some words in between. ") * 40
+    parts = list(parts_of(text))
+    assert "".join(parts) == text and len(parts) > 30 and max(map(len, parts)) <= 64
+    assert any(part.startswith(" words") or part.startswith(" in") for part in parts)
+    assert [len(part) for part in parts_of("x" * 150)] == [64, 64, 22]
+    assert list(parts_of("")) == [""] and list(parts_of("short text")) == ["short text"]
 
 
 def test_a_long_file_is_not_held_in_memory(tmp_path):

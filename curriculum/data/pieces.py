@@ -143,6 +143,16 @@ def _plain_text(file: SourceFile) -> Iterator[Piece]:
                 parts.append(text)
 
 
+def parts_of(text: str) -> Iterator[str]:
+    """A text in parts of about PIECE_BYTES characters, cut between words as files are, or else anywhere."""
+    start = 0
+    while len(text) - start > PIECE_BYTES:
+        end = start + (_last_cut(text[start : start + PIECE_BYTES]) or PIECE_BYTES)
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
 def _last_cut(text: str) -> int:
     """The last place where `text` may be cut; 0 if there is none."""
     for start in (max(0, len(text) - 4096), 0):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from curriculum.data.chat import ChatConfig
-from curriculum.data.pieces import read_pieces
+from curriculum.data.pieces import parts_of, read_pieces
 from curriculum.data.progress import ConsoleProgress, Progress
 from curriculum.data.sources import SourceConfig
 from curriculum.data.tokenizers.hf_definition import byte_level_letters
@@ -27,18 +27,25 @@ def make_tokenizer(config: TokenizerConfig, sources: list[SourceConfig], chat: C
 
 
 def _sample(sources: list[SourceConfig], limit_bytes: int, progress: Progress, chat: ChatConfig) -> Iterator[str]:
-    """Texts of all sources, up to a limit; the source that has given the fewest bytes is always next."""
-    readers = {i: read_pieces(source, chat) for i, source in enumerate(sources)}
+    """Texts of all sources, up to a limit; the source that has given the fewest bytes is always next.
+
+    They come in parts: of one long text `tokenizers` would hold eighty times its size.
+    """
+
+    def texts_of(source: SourceConfig) -> Iterator[str]:
+        return (part for piece in read_pieces(source, chat) for part in parts_of(piece.text))
+
+    readers = {i: texts_of(source) for i, source in enumerate(sources)}
     given_bytes = dict.fromkeys(readers, 0)
     while readers and sum(given_bytes.values()) < limit_bytes:
         turn = min(readers, key=lambda i: (given_bytes[i], i))
-        piece = next(readers[turn], None)
-        if piece is None:
+        text = next(readers[turn], None)
+        if text is None:
             del readers[turn]
             continue
-        given_bytes[turn] += len(piece.text.encode())
+        given_bytes[turn] += len(text.encode())
         progress(sum(given_bytes.values()), None)
-        yield piece.text
+        yield text
     progress(sum(given_bytes.values()), sum(given_bytes.values()))
 
 
