@@ -13,7 +13,7 @@ from curriculum.config import Config
 from curriculum.model.formulation import BY_BACKEND
 from curriculum.model.presets import ModelConfig, own_rope_theta
 from curriculum.record.events import record_name
-from curriculum.record.wording import listed
+from curriculum.record.wording import largest, listed
 from curriculum.scheduling import mean_steps, num_due
 from evalsets.evalset import EvalSet
 from evalsets.metrics import clusters
@@ -23,6 +23,7 @@ from phases.schedule import Schedule, SourceSupply
 
 # Muennighoff et al. 2023, arXiv:2305.16264: repeating a source up to 4 times is worth nearly as much as fresh data.
 MAX_EPOCHS_WORTH_FRESH = 4
+MOST_WARNED = 4  # most sources that get a warning each
 FEW_SCORED_TARGETS = 64  # per update; answers are contiguous, so that below this mean some updates have none
 
 
@@ -32,6 +33,7 @@ def schedule_warnings(config: Config, schedule: Schedule, epochs_of: Mapping[str
     `epochs_of` are tokens per epoch by source, None if unknown.
     """
     warnings, cursors = [], schedule.cursors_at(schedule.total_steps)
+    much: dict[str, float] = {}
     for name, size in epochs_of.items():
         source = config.sources.get(name)
         repeats = source is not None and source.on_exhaust == "repeat"
@@ -41,10 +43,8 @@ def schedule_warnings(config: Config, schedule: Schedule, epochs_of: Mapping[str
             most = f"beyond its max_epochs of {source.max_epochs:g}"
             warnings.append(f"{name} is read {cursors[name] / size:.3g} times, {most}: it repeats")
         if size is not None and cursors[name] > MAX_EPOCHS_WORTH_FRESH * size:
-            warnings.append(
-                f"{name} is read {cursors[name] / size:.1f} times; above {MAX_EPOCHS_WORTH_FRESH} epochs repeated "
-                "data is worth less and less (93 % of fresh data at 4 epochs, 66 % at 16: arXiv:2305.16264)"
-            )
+            much[name] = cursors[name] / size
+    warnings += _much_repeated(much)
     warnings += _replaced(config)
     warnings += _unread(config, schedule)
     warnings += _few_evals(config, schedule)
@@ -64,6 +64,19 @@ def schedule_warnings(config: Config, schedule: Schedule, epochs_of: Mapping[str
         elif found < wanted:
             warnings.append(f"the mean of phase {phase} will be of {found} checkpoints, not {wanted}")
     return warnings
+
+
+def _much_repeated(epochs: Mapping[str, float]) -> Iterator[str]:
+    """A warning for each source that is read too often; of many, one for all of them."""
+    worth = (
+        f"above {MAX_EPOCHS_WORTH_FRESH} epochs repeated data is worth less and less (93 % of fresh data at 4 epochs, "
+        "66 % at 16: arXiv:2305.16264)"
+    )
+    if len(epochs) <= MOST_WARNED:
+        yield from (f"{name} is read {times:.1f} times; {worth}" for name, times in epochs.items())
+    else:
+        most = ", ".join(largest(epochs, lambda name: f"{name} {epochs[name]:.1f}"))
+        yield f"{len(epochs)} sources are read more than {MAX_EPOCHS_WORTH_FRESH} times ({most}); {worth}"
 
 
 def _replaced(config: Config) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -15,6 +15,7 @@ from phases.curriculum import Declared
 from phases.mixture import normalised
 from phases.schedule import Segment, SourceSupply
 
+_MOST_TOLD = 4  # most sources of a phase that get a warning each as they are exhausted
 _PARTS = 64  # that a search cuts its range into: counts at many steps take little longer than at one
 
 
@@ -29,6 +30,31 @@ def phase_segments(
     run does. Appends to `warnings`. Raises ScheduleError if a source with `on_exhaust: error` would exceed its cap, if
     no source is left, or if the goal is not reached.
     """
+    exhausted: list[tuple[int, str]] = []
+    warned = len(warnings)
+    found = _until_the_end(declared, segment, supplies, warnings, exhausted)
+    warnings[warned:warned] = _told(segment.phase, exhausted)
+    return found
+
+
+def _told(phase: str, exhausted: Sequence[tuple[int, str]]) -> list[str]:
+    """Warnings of the (step, source) from which a phase continues without a source; of many, one for all of them."""
+    told = [f"from step {step} on, phase {phase} continues without {name}" for step, name in exhausted]
+    if len(told) <= _MOST_TOLD:
+        return [f"{line}, which is exhausted" for line in told]
+    named = ", ".join(name for _, name in exhausted[1:_MOST_TOLD])
+    more = f"{len(told) - 1} more are exhausted in it, the last at step {exhausted[-1][0]}"
+    return [f"{told[0]}, which is exhausted; {more}: {named}, ..."]
+
+
+def _until_the_end(
+    declared: Declared,
+    segment: Segment,
+    supplies: Mapping[str, SourceSupply],
+    warnings: list[str],
+    exhausted: list[tuple[int, str]],
+) -> tuple[list[Segment], bool]:
+    """Do what `phase_segments` does; appends to `exhausted` the steps and names of what the phase goes on without."""
     path, goal = declared.path, declared.goal
 
     def fail(key, message):
@@ -72,7 +98,7 @@ def phase_segments(
         if goal and name == goal.source:
             message = f"{goal.text!r} is never reached: {name} is exhausted at step {step}, after max_epochs "
             fail(f"{path}.until", f"{message}{supply.max_epochs:g}; ask for fewer epochs or raise it")
-        warnings.append(f"from step {step} on, phase {segment.phase} continues without {name}, which is exhausted")
+        exhausted.append((step, name))
         segment = _without(segment, name, step, path)
 
 

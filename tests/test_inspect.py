@@ -3,6 +3,7 @@
 import html
 import json
 import math
+import re
 import shutil
 import socket
 import subprocess
@@ -211,12 +212,26 @@ def test_sets_of_few_documents_are_told(tmp_path):
     start["evalsets"]["primary"] |= {"documents": 3, "clusters": 20}
     start["evalsets"]["law"] |= {"documents": 20, "clusters": 20}
     events.write_text("\n".join([json.dumps(start), *rest]) + "\n")
-    over = "fewer than 20 each; their standard errors cover more text from the same documents, not other documents"
+    over = (
+        "fewer than 20 each, in 20 windows or more; their standard errors cover more text from the same documents, not "
+        "other documents"
+    )
     lines = text(inspect_run(load_run(tmp_path / "run")))
     assert f"  few documents val: {over}" in lines
     assert lines[1].startswith("  progress      step 100 ")  # all labels have the width of the longest
     page = html.unescape(report([load_run(tmp_path / "run")]))
     assert f"Few documents in val: {over}." in page
+
+
+def test_of_many_phases_those_around_the_one_under_way_are_shown_and_of_many_sources_the_largest(tmp_path):
+    mixture = {f"s{i:02}": 1.0 + i / 10 for i in range(12)}
+    phases = [(f"p{i}", 10 * i, 10 * (i + 1), mixture) for i in range(60)]
+    lines = text(inspect_run(load_run(write_run(tmp_path / "run", LOSSES, phases=phases, every=10, until=300))))
+    shown = [line.split() for line in lines if re.match(r"  (p\d|\.\.\.)", line)]
+    assert [row[0] for row in shown] == ["...", *(f"p{i}" for i in range(18, 42)), "..."]
+    assert shown[0] == ["...", "18", "before", "0", "to", "180", "done"]
+    assert shown[-1] == ["...", "18", "after", "420", "to", "600"]
+    assert all(" s11 2.1, s10 2, " in line and ", s04 1.4, 4 more  " in line for line in lines if "  p18 " in line)
 
 
 def test_a_folder_of_runs_has_a_line_each(tmp_path):

@@ -1,6 +1,7 @@
 """The plan: the table, its numbers, its warnings; nothing is prepared by it."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -99,6 +100,24 @@ def test_a_source_that_repeats_beyond_its_max_epochs_is_told(tmp_path):
     # 97 sequences of 49.
     assert warnings_of(1.5) == ["law is read 1.98 times, beyond its max_epochs of 1.5: it repeats"]
     assert warnings_of(2) == []
+
+
+def test_of_many_sources_that_are_read_too_often_one_warning_tells(tmp_path):
+    names = [f"s{i}" for i in range(10)]
+    sources = {name: {"path": str(tmp_path / "web.jsonl")} for name in names}
+    phases = [{"name": "a", "until": "end", "mixture": dict.fromkeys(names, 1.0)}]
+    config = config_of(tmp_path, sources=sources, phases=phases)
+    schedule = resolve_schedule(config, dict.fromkeys(names))  # 40 sequences of 20 tokens from each
+
+    def warnings_of(num):
+        epochs_of = {name: 800 // (5 + i) if i < num else None for i, name in enumerate(names)}
+        return [w for w in schedule_warnings(config, schedule, epochs_of) if "2305.16264" in w]
+
+    assert [w.partition(";")[0] for w in warnings_of(4)] == [f"s{i} is read {5 + i}.0 times" for i in range(4)]
+    (told,) = warnings_of(10)
+    assert re.match(
+        r"10 sources are read more than 4 times \(s9 14\.\d, s8 13\.\d, .*, s2 7\.\d, 2 more\); above 4", told
+    )
 
 
 def test_plan_and_training_agree_on_sizes(tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -411,6 +412,27 @@ def test_renormalise_goes_on_without_the_source():
     ]
     assert schedule.segments[1].cursors == {"web": 800, "law": 800}
     assert schedule.phase_bounds == (("a", 0, 100),)
+
+
+def test_of_many_sources_that_are_exhausted_one_warning_tells():
+    names = [f"s{i}" for i in range(8)]
+
+    def warnings_of(num):
+        supplies = {n: SourceSupply(20 * (i + 1), 1, "renormalise") for i, n in enumerate(names[:num])}
+        phase = Phase("a", "end", {"web": 1.0, **dict.fromkeys(supplies, 0.2)})
+        return [w for w in resolved(phase, supplies={**SUPPLIES, **supplies}).warnings if "exhausted" in w]
+
+    each = warnings_of(4)
+    assert [re.search("without (s.), which", w)[1] for w in each] == names[:4] and not any(
+        "more are" in w for w in each
+    )
+    assert each == sorted(each, key=lambda w: int(w.split()[2]))
+    (told,) = warnings_of(6)
+    assert re.fullmatch(
+        r"from step \d+ on, phase a continues without s0, which is exhausted; 5 more are exhausted in it, the last at step "
+        r"\d+: s1, s2, s3, ...",
+        told,
+    )
 
 
 def test_a_share_that_is_less_than_a_float_holds_is_none():

@@ -22,18 +22,18 @@ from curriculum.record.append import DISK_ERRORS, Appender
 from curriculum.record.events import Recorded, eval_averages, eval_sets, number
 from curriculum.record.queries import beginning, longer_from, planned_tokens, shapes_of
 from curriculum.record.sentences import (
-    MOST_NAMED,
     sample_lines,
     skipped_counts,
     skipped_line,
     skipped_why,
     verdict,
 )
-from curriculum.record.wording import duration, first_of, loss
+from curriculum.record.wording import MOST_NAMED, duration, first_of, largest, loss
 from curriculum.run import DEFAULT_STORE_DIR
 
 _RECENT_EVALS = 5
 _CALM_EVALS = 10  # after so many without a skipped update, the next one is reported at once
+_MANY_NAMES = 20  # sources or eval sets in a line of the header
 _MANY_SETS = 12  # with more, the line of an eval would be too long to read
 # Terminal codes by event: red, yellow, green, bold.
 _COLORS = {"eval_regression": 31, "diverged": 31, "checkpoint_failed": 31, "rollback": 33, "schedule_edit": 33,
@@ -276,8 +276,8 @@ def header(event: dict[str, Any], run_dir: Path) -> Iterator[str]:
     if lineage := event.get("lineage"):
         yield f"  {beginning(lineage)}"
     yield f"  run        {run_dir}"
-    yield f"  sources    {', '.join(config['sources'])}"
-    yield f"  eval sets  {', '.join(sets)}"
+    yield f"  sources    {first_of([*config['sources']], _MANY_NAMES)}"
+    yield f"  eval sets  {first_of(sets, _MANY_NAMES)}"
     name_width = max(len(phase["name"]) for phase in plan["phases"])
     step_width = len(str(plan["total_steps"]))
     shapes = shapes_of(plan["phases"])
@@ -345,7 +345,8 @@ def tensorboard_link(run_dir: Path) -> str:
 
 
 def _mixture(mixture: dict[str, float]) -> str:
-    return ", ".join(f"{source} {share:.4g}" for source, share in mixture.items() if share)
+    shares = {source: share for source, share in mixture.items() if share}
+    return ", ".join(largest(shares, lambda source: f"{source} {shares[source]:.4g}"))
 
 
 def resume_command(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from curriculum.record.events import number
-from curriculum.record.wording import first_of, listed, loss, printable
+from curriculum.record.wording import MOST_NAMED, first_of, largest, listed, loss, printable
 
-MOST_NAMED = 8  # sets in a row of names
 _MOST_TOLD = 6  # sets that a verdict gives numbers for
 _LONGEST_PROMPT, _LONGEST_SAMPLE = 40, 160  # characters of a sample's line
 
@@ -113,13 +112,21 @@ def sample_lines(event: dict[str, Any]) -> Iterator[str]:
 
 
 def _moves(event: dict[str, Any]) -> list[str]:
-    """The sources whose share changes."""
+    """The sources whose share changes; of many, those that it changes most for."""
     before, after = event["mixture_before"], event["mixture_after"]
-    return [
-        f"{source} {before.get(source, 0.0):.4g} → {after.get(source, 0.0):.4g}"
-        for source in dict.fromkeys([*before, *after])
-        if before.get(source, 0.0) != after.get(source, 0.0)
-    ]
+    return share_moves(
+        {
+            source: (before.get(source, 0.0), after.get(source, 0.0))
+            for source in dict.fromkeys([*before, *after])
+            if before.get(source, 0.0) != after.get(source, 0.0)
+        }
+    )
+
+
+def share_moves(shares: Mapping[str, tuple[float, float]]) -> list[str]:
+    """The change of each source's share, from (before, after)."""
+    by = {source: after - before for source, (before, after) in shares.items()}
+    return largest(by, lambda source: f"{source} {shares[source][0]:.4g} → {shares[source][1]:.4g}")
 
 
 def shape_moves(event: dict[str, Any]) -> list[str]:
@@ -135,8 +142,9 @@ def shape_moves(event: dict[str, Any]) -> list[str]:
 
 def _left_out(event: dict[str, Any]) -> list[str]:
     """What a switch or an edit passes over, to begin with a whole sequence."""
-    left = ", ".join(f"{source} {tokens:,}" for source, tokens in event.get("passed_over", {}).items())
-    return [f"passed over {left} tokens"] if left else []
+    left = event.get("passed_over", {})
+    told = ", ".join(largest(left, lambda source: f"{source} {left[source]:,}"))
+    return [f"passed over {told} tokens"] if told else []
 
 
 def _of_shape(value: float | None) -> str:
@@ -176,7 +184,7 @@ def _offenders(offenders: Iterable[dict[str, Any]], tolerances: bool = False) ->
         changes = [f"{_change(by_step[s])} against {listed(names[s])} at step {s}" for s in sorted(names)]
         line = f"{loss(pairs[0]['loss'])}: {', '.join(changes)}"
         newest = by_step[max(names)]
-        if moved := [f"{s} {then:.4g} → {now:.4g}" for s, (then, now) in newest["mixture_change"].items()]:
+        if moved := share_moves(newest["mixture_change"]):
             line += f" (since step {newest['baseline_step']}: {', '.join(moved)})"
         if tolerances:
             line += f", tolerance {pairs[0]['tolerance']:g}"

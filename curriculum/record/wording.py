@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from curriculum.record.events import number
@@ -11,6 +11,7 @@ from curriculum.record.events import number
 # What the intervals of alarms and of the transfer matrix cover; those of losses and comparisons cover the text alone.
 WITH_SCATTER = "over the choice of held-out text and the scatter of neighbouring checkpoints"
 
+MOST_NAMED = 8  # sets or sources in a row of names
 MAX_RISE = 10.0  # nats per token; about the loss of a uniform guess over a large vocabulary
 
 
@@ -29,8 +30,8 @@ def smallest_rise(value: Any) -> str:
 def few_documents(names: Iterable[str]) -> str:
     """What the standard errors of sets with few documents cover; the caller puts "few documents" before it."""
     return (
-        f"{listed(list(names))}: fewer than 20 each; their standard errors cover more text from the same documents, "
-        "not other documents"
+        f"{listed(list(names))}: fewer than 20 each, in 20 windows or more; their standard errors cover more text from "
+        "the same documents, not other documents"
     )
 
 
@@ -73,6 +74,14 @@ def first_of(names: Sequence[str], most: int) -> str:
     """`a, b, c`; of more than `most` names `a, b and 12 more`."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def largest(sizes: Mapping[str, float], text: Callable[[str], str]) -> list[str]:
+    """The text of each name; of more than MOST_NAMED those of the largest sizes, largest first, and `492 more`."""
+    if len(sizes) <= MOST_NAMED:
+        return [text(name) for name in sizes]
+    names = sorted(sizes, key=lambda name: abs(sizes[name]), reverse=True)
+    return [*map(text, names[:MOST_NAMED]), f"{len(names) - MOST_NAMED} more"]
 
 
 def typed(option: str) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from curriculum.config import Config
 from curriculum.plan_warnings import evalset_warnings
 from curriculum.record.events import number, plain, record_name
-from curriculum.record.wording import smallest_rise
+from curriculum.record.wording import largest, smallest_rise
 from curriculum.scheduling import num_due
 from curriculum.train.setup import Setup
 from evalsets.metrics import Summary, WindowResults, summarise
@@ -203,7 +203,8 @@ class Watch:
             and (step in setup.course.phase_ends or self.sets[name].history_phases_H[0] >= 0)
         }
         if new:
-            shown = ", ".join(f"{record_name(name)} {smallest_rise(float(c.detectable))}" for name, c in new.items())
+            rises = {record_name(name): float(c.detectable) for name, c in new.items()}
+            shown = ", ".join(largest(rises, lambda name: f"{name} {smallest_rise(rises[name])}"))
             scattered = any(c.jitter_B[BEST] > c.sem_item_B[BEST] for c in new.values())
             later = "; it shrinks as the losses become smoother" if scattered else ""
             notes.append(f"smallest rise that an eval finds with 80 % power, in nats: {shown}{later}")
@@ -236,14 +237,15 @@ def _phase_at(bounds: Sequence[tuple[str, int, int]], step: int) -> int:
 
 def _newly_warned(comparisons: Mapping[str, Comparison]) -> list[str]:
     """A note on the sets that newly rose by more than chance alone often does, but too little for an alarm."""
-    risen = []
+    risen, by_t = {}, {}
     for name, c in comparisons.items():
         new_B = (c.states_B == WARNED) & (c.states_before_B == OK)
         if new_B.any():
             b = int(np.argmax(np.where(new_B, c.t_B, -np.inf)))
             rise = f"{record_name(name)} {c.delta_B[b]:+.4f} against {BASELINES[b]}"
-            risen.append(f"{rise} (t {c.t_B[b]:.1f}, an alarm above {c.critical:.1f})")
-    return [f"worse, but it may be chance: {', '.join(risen)}"] if risen else []
+            risen[name] = f"{rise} (t {c.t_B[b]:.1f}, an alarm above {c.critical:.1f})"
+            by_t[name] = float(c.t_B[b])
+    return [f"worse, but it may be chance: {', '.join(largest(by_t, risen.__getitem__))}"] if risen else []
 
 
 def _arrays(memory: Mapping[str, Any]) -> dict[str, np.ndarray]:

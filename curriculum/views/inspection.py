@@ -36,6 +36,7 @@ from curriculum.record.wording import (
     columns,
     duration,
     few_documents,
+    largest,
     listed,
     loss,
     mesh_text,
@@ -47,6 +48,7 @@ from curriculum.run import Run
 from curriculum.run_directory import step_folders
 
 _MOST_OFFENDERS = 12  # a line each
+_MOST_PHASES = 24  # a line each: those around the one under way
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
@@ -241,7 +243,8 @@ def mixture_text(phase: Mapping[str, Any], share: Callable[[float], str]) -> str
 
 def _mixtures(phase: Mapping[str, Any], share: Callable[[float], str]) -> list[str]:
     def text_of(mixture):
-        return ", ".join(f"{name} {share(part)}" for name, part in mixture.items() if part)
+        parts = {name: part for name, part in mixture.items() if part}
+        return ", ".join(largest(parts, lambda name: f"{name} {share(parts[name])}"))
 
     lines = [text_of(phase["mixture"])]
     for edit in phase["edits"]:
@@ -433,17 +436,25 @@ def offender_in(event: Mapping[str, Any], o: Mapping[str, Any]) -> str:
 def _phase_lines(phases: list[dict[str, Any]]) -> list[str]:
     shapes = shapes_of(phases)
     rows = [("phase", "steps", "", "rows x tokens" if any(shapes) else "", "mixture", "tokens read", "epochs so far")]
-    for phase, shape in zip(phases, shapes, strict=True):
+    under_way = next((i for i, phase in enumerate(phases) if not phase["done"]), len(phases) - 1)
+    first = max(0, min(under_way - _MOST_PHASES // 2, len(phases) - _MOST_PHASES))
+    last = first + _MOST_PHASES
+    if first:
+        rows.append((f"... {first} before", f"0 to {phases[first]['start']:,}", "done", *[""] * 4))
+    for phase, shape in list(zip(phases, shapes, strict=True))[first:last]:
         done = "done" if phase["done"] else ""
         if not phase["done"] and phase["counted_at_step"] is not None:
             done = f"at {phase['counted_at_step']:,}"
         ramp = f" (ramp {phase['ramp_steps']:,})" if phase["ramp_steps"] else ""
         mixture, *edited = _mixtures(phase, lambda share: f"{share:.4g}")
-        tokens = ", ".join(f"{name} {tokens:,}" for name, tokens in phase["tokens"].items())
-        epochs = ", ".join(f"{name} {share:.3g}" for name, share in phase["epochs"].items())
+        read, so_far = phase["tokens"], phase["epochs"]
+        tokens = ", ".join(largest(read, lambda name, read=read: f"{name} {read[name]:,}"))
+        epochs = ", ".join(largest(so_far, lambda name, so_far=so_far: f"{name} {so_far[name]:.3g}"))
         steps = f"{phase['start']:,} to {phase['end']:,}{ramp}"
         rows.append((phase["name"], steps, done, shape, mixture, tokens, epochs))
         rows += [("", "", "", "", later, "", "") for later in edited]
+    if left := phases[last:]:
+        rows.append((f"... {len(left)} after", f"{left[0]['start']:,} to {left[-1]['end']:,}", *[""] * 5))
     return columns(rows if any(shapes) else [(*row[:3], *row[4:]) for row in rows], right=())
 
 
