@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -287,8 +288,23 @@ def test_few_documents_are_said(tmp_path):
     ]
     comparison = compare(paths)
     assert only(comparison).difference.clusters == "blocks"
-    over = "fewer than 20 each; their standard errors cover more text from the same documents, not other documents"
+    over = "fewer than 20 each, in 20 windows or more; their standard errors cover more text from the same documents, not other documents"
     assert f"few documents in val: {over}" in table(comparison)
+
+
+def test_of_many_runs_each_set_has_one_line(tmp_path):
+    def run(i, loss):
+        return write_run(tmp_path / f"run{i}", {"val": lambda step: windows(loss, spread=0.2, seed=i)})
+
+    losses = [3.0, 2.0, *[3.0] * 11, 4.0, *[3.0] * 12]
+    paths = [run(i, loss) for i, loss in enumerate(losses)]
+    assert any("val: run1 at step 100 is better than run0" in line for line in table(compare(paths[:25])))
+    (line,) = [line for line in table(compare(paths)) if line.startswith("val") and "against" in line]
+    head, better, worse, same = re.fullmatch(
+        r"(val against run0): better: (\S+ \S+); worse: (\S+ \S+); no difference shown: (.*)", line
+    ).groups()
+    assert better.startswith("run1 -") and worse.startswith("run13 +") and same.endswith(" and 15 more")
+    assert not any("is better than" in line for line in table(compare(paths)))
 
 
 def branch(trunk: Path, path: Path, at: int, losses) -> Path:

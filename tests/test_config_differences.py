@@ -126,6 +126,19 @@ def test_values_are_shortened_in_the_middle_unless_they_look_alike_then():
     assert told(*alike) == alike
 
 
+def test_of_many_keys_of_a_section_the_first_are_shown_and_the_others_counted():
+    phases = [{"key": f"phases.p{i}.until", "values": {"a": i, "b": None}} for i in range(5)]
+    differences = [*phases, {"key": "train.steps", "values": {"a": 1, "b": 2}}]
+    assert [row[0] for row in rows(differences)] == [d["key"] for d in differences]
+    assert rows(differences, 5) == rows(differences)
+    assert rows(differences, 2) == [
+        ("phases.p0.until", "0", "-"),
+        ("phases.p1.until", "1", "-"),
+        ("3 more keys of phases: --json", "…", "…"),
+        ("train.steps", "1", "2"),
+    ]
+
+
 def test_the_configs_stand_above_the_losses_as_text_and_in_json(tmp_path):
     losses = {"val": lambda step: 3.0}
     phases = [("early", 0, 60, {"web": 0.8, "code": 0.2}), PHASES[1]]

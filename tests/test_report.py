@@ -14,8 +14,9 @@ from test_compare import branch
 from written_run import PHASES, command, offender, windows, write_run
 
 from curriculum.errors import InputError
+from curriculum.record.queries import EvalPoint
 from curriculum.run import load_run
-from curriculum.views.figures import PANEL, RED, WIDE, Curve, Mark, eval_chart, short_count, short_rate, thinned
+from curriculum.views.figures import PANEL, RED, WIDE, Curve, Mark, eval_chart, rises, short_count, short_rate, thinned
 from curriculum.views.report import _mixture_course, report, write_report
 from curriculum.views.report_runs import overlays
 from evalsets.metrics import summarise
@@ -253,6 +254,52 @@ def test_odd_runs_are_drawn(tmp_path, losses, until):
     assert len([t for t in titles if "eval loss of" in t and "every" not in t]) == (len(losses) if measured else 0)
     assert ("run: eval loss of every set" in titles) == (1 < len(losses) <= 7)
     assert ("the loss was not finite" in page) == (measured and not math.isfinite(_loss_at(losses["val"](100))))
+
+
+def test_how_far_a_set_is_above_its_lowest_loss_so_far():
+    points = [
+        EvalPoint(step, 0, 0.0, loss, None, None) for step, loss in enumerate((3.0, 2.0, math.nan, 2.25, 1.5, 1.75))
+    ]
+    assert rises(points) == [(0, 0.0), (1, 0.0), (2, math.inf), (3, 0.25), (4, 0.0), (5, 0.25)]
+    assert rises([EvalPoint(0, 0, 0.0, math.inf, None, None)]) == [(0, math.inf)]
+
+
+def test_of_many_sets_one_drawing_shows_all_and_the_worst_have_their_own_first(tmp_path):
+    losses = {("val" if i == 0 else f"set_{i}"): lambda step, i=i: 2.0 + i * step / 1000 for i in range(15)}
+    losses["set_3"] = lambda step: math.inf if step == 60 else 3 - step / 100
+    alarm = ("eval_regression", {**ALARM, "offenders": [offender("set_14", "best", 60, first_step=80)]})
+    page = report([load_run(write_run(tmp_path / "run", losses, more={80: [alarm]}))])
+    ((_, drawn),) = re.findall(r'aria-label="run: (rises of every set)"(.*?)</svg>', page, re.DOTALL)
+    told = re.findall(r"<title>([^<]*)</title></(rect|path)>", drawn)
+    assert {name.partition(",")[0] for name, _ in told} == {*losses} - {"val"}  # val never rises
+    assert ("set_14, step 100: +1.4000", "rect") in told and ("set_3, step 60: not finite", "rect") in told
+    assert ("set_14, step 80: regressed", "path") in told and "full colour: 1.4000" in page
+    opacities = {float(depth) for depth in re.findall(r'fill="#d55e00" fill-opacity="([\d.]*)"', drawn)}
+    assert max(opacities) == 1.0 and 0.02 <= min(opacities) < 0.05
+    alone = re.findall(r'aria-label="run: eval loss of (\w+)"', page)
+    assert alone == [f"set_{i}" for i in range(14, 0, -1) if i != 3] + ["val", "set_3"]
+    assert page.index("3 more sets") < page.index("run: eval loss of set_1&quot;".replace("&quot;", '"'))
+
+
+def test_many_evals_share_columns(tmp_path):
+    losses = {f"s{i}" if i else "val": lambda step: 2.0 + (step % 7) / 100 for i in range(8)}
+    phases = [("only", 0, 2000, {"web": 1.0})]
+    page = report([load_run(write_run(tmp_path / "run", losses, phases=phases, every=5))])  # 401 evals
+    drawn = page[page.index("run: rises of every set") :].split("</svg>")[0]
+    assert 8 * 60 < drawn.count("<rect ") <= 8 * 80 and "+0.0600" in drawn
+
+
+def test_many_phases_are_folded_and_of_many_sources_the_most_read_have_columns(tmp_path):
+    mixture = {f"s{i:02}": 1.0 + (i == 17) for i in range(20)}
+    phases = [(f"p{i}", 10 * i, 10 * (i + 1), mixture) for i in range(25)]
+    few, many = (
+        report([load_run(write_run(tmp_path / str(n), {"val": lambda step: 3.0}, phases=phases[:n], every=50))])
+        for n in (24, 25)
+    )
+    assert "24 rows" not in few and many.count("<summary>25 rows</summary>") == 2  # phases, epochs
+    heads = re.findall(r"<thead>.*?</thead>", few, re.DOTALL)
+    (epochs,) = [head for head in heads if "8 others" in head]
+    assert epochs.count("</th>") == 1 + 12 + 1 and epochs.index(">s17<") < epochs.index(">s00<")
 
 
 def test_the_command_line_can_be_typed_again(tmp_path):

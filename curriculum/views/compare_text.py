@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-from curriculum.record.wording import columns, few_documents, interval_text, listed, loss, signed
-from curriculum.views.compare import SEED_SPREAD_NATS, ComparedRuns
+import math
+
+from curriculum.record.wording import (
+    MOST_NAMED,
+    columns,
+    few_documents,
+    first_of,
+    interval_text,
+    listed,
+    loss,
+    signed,
+)
+from curriculum.views.compare import SEED_SPREAD_NATS, ComparedRuns, ComparedSet
 from curriculum.views.config_differences import rows as config_rows
+
+MOST_SENTENCES = 24  # with more differences than that each set has one line
+_MOST_OF_SECTION = 24  # keys of a section of the config that are shown
 
 
 def table(comparison: ComparedRuns) -> list[str]:
@@ -16,7 +30,10 @@ def table(comparison: ComparedRuns) -> list[str]:
         rows.append((run["name"], f"{run['step']:,}", f"{run['tokens']:,}", state, run["path"]))
     lines += [*columns(rows, right=(1, 2)), ""]
     if comparison.config:
-        rows = [("config", *(run["name"] for run in comparison.runs)), *config_rows(comparison.config)]
+        rows = [
+            ("config", *(run["name"] for run in comparison.runs)),
+            *config_rows(comparison.config, _MOST_OF_SECTION),
+        ]
         lines += [*columns(rows, right=()), ""]
     else:
         lines += ["No key of the configs differs.", ""]
@@ -28,10 +45,22 @@ def table(comparison: ComparedRuns) -> list[str]:
             between = ("", "") if d is None else (signed(d.delta), interval_text(d.interval))
             rows.append((compared.title if i == 0 else "", m.run, *numbers, *between))
     lines += [*columns(rows, right=range(2, 8)), ""]
-    for compared in comparison.sets:
-        lines += [f"{compared.title}: {m.verdict}" for m in compared.runs if m.verdict]
-    lines += notes(comparison)
-    return lines
+    sentences = [f"{compared.title}: {m.verdict}" for compared in comparison.sets for m in compared.runs if m.verdict]
+    if len(sentences) > MOST_SENTENCES:
+        sentences = [_in_short(compared) for compared in comparison.sets]
+    return [*lines, *sentences, *notes(comparison)]
+
+
+def _in_short(compared: ComparedSet) -> str:
+    """Which runs are better or worse than the first on a set, in one line."""
+    first, *others = compared.runs
+    kinds: dict[str, list[str]] = {"better": [], "worse": [], "no difference shown": []}
+    for m in others:
+        low, high = m.difference.interval or (-math.inf, math.inf)
+        kind = "better" if high < 0 else "worse" if low > 0 else "no difference shown"
+        kinds[kind].append(f"{m.run} {signed(m.difference.delta)}")
+    told = (f"{kind}: {first_of(runs, MOST_NAMED)}" for kind, runs in kinds.items() if runs)
+    return f"{compared.title} against {first.run}: {'; '.join(told)}"
 
 
 def which_evals(comparison: ComparedRuns) -> str:

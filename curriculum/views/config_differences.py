@@ -29,13 +29,23 @@ def config_differences(runs: Sequence[Run], names: Sequence[str]) -> tuple[dict[
     return tuple({"key": path, "values": dict(zip(names, values, strict=True))} for path, values in found)
 
 
-def rows(differences: Iterable[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Each key and its values as text, `-` for None; long values are shortened unless that makes two look alike."""
-    found = []
+def rows(differences: Iterable[Mapping[str, Any]], most: int | None = None) -> list[tuple[str, ...]]:
+    """Each key and its values as text, `-` for None; long values are shortened unless that makes two look alike.
+
+    If more than `most` keys of a section differ, such as those of 300 phases, the first of them and a count of the
+    others.
+    """
+    sections: dict[str, list[tuple[str, ...]]] = {}
     for difference in differences:
         whole = [_text(value) for value in difference["values"].values()]
         short = [t if len(t) <= _LONGEST else f"{t[: _LONGEST // 2]} … {t[3 - _LONGEST // 2 :]}" for t in whole]
-        found.append((difference["key"], *(short if len({*short}) == len({*whole}) else whole)))
+        row = (difference["key"], *(short if len({*short}) == len({*whole}) else whole))
+        sections.setdefault(difference["key"].partition(".")[0], []).append(row)
+    found = []
+    for section, its in sections.items():
+        found += its[:most]
+        if most is not None and len(its) > most:
+            found.append((f"{len(its) - most:,} more keys of {section}: --json", *("…" for _ in its[0][1:])))
     return found
 
 

@@ -27,6 +27,7 @@ RED, GOLD = "#c62828", "#e0a100"
 WIDE = (1040, 330)
 PANEL = (500, 250)
 MAX_POINTS = 400
+_MAX_COLUMNS, _ROW_HEIGHT = 80, 20  # of a chart of rises
 _INK, _MUTED, _LINE, _SHADE, _PAPER = "#202124", "#6b7280", "#e3e7ec", "#f6f8fa", "#ffffff"
 _OF_PAGE = {_INK: "ink", _MUTED: "muted", _LINE: "line", _SHADE: "shade", _PAPER: "paper"}  # dark if the page is
 _PLACES = re.compile(r' (?:d|x|y|width|height|transform)="[^"]*"')  # attributes that hold coordinates
@@ -118,6 +119,68 @@ def eval_chart(
             _end_labels(axes, curves)
         _finish(axes, x_label)
         return _svg(figure, title, _told(axes, curves, x_label, loss))
+
+
+def rises(points: Sequence[EvalPoint]) -> list[tuple[int, float]]:
+    """(step, nats above the lowest loss up to then) of each eval of a set; inf where the loss is not finite."""
+    lowest, found = math.inf, []
+    for point in points:
+        finite = math.isfinite(point.loss)
+        lowest = min(lowest, point.loss) if finite else lowest
+        found.append((point.step, point.loss - lowest if finite else math.inf))
+    return found
+
+
+def rise_chart(
+    title: str,
+    sets: Mapping[str, Sequence[tuple[int, float]]],
+    phases: Sequence[Phase],
+    marks: Mapping[str, Sequence[Mark]],
+) -> str:
+    """A row for each set, shaded from eval to eval by its `rises`: full at the largest, red where it is not finite.
+
+    Evals that are too many share a column, which has the largest of their rises. A triangle is a new regression.
+    """
+    with _styled(title):
+        names = [name if len(name) <= 28 else f"{name[:27]}…" for name in sets]
+        size = (WIDE[0], 70 + _ROW_HEIGHT * len(sets))
+        figure, axes = _axes(size, left=16 + round(6.6 * max(map(len, names))), top=24)
+        steps = sorted({step for of_set in sets.values() for step, _ in of_set})
+        _shade(axes, phases, (steps[0], max(steps[-1], steps[0] + 1)), names=True)
+        axes.set_ylim(len(sets), 0)
+        axes.set_yticks([row + 0.5 for row in range(len(sets))], names)
+        axes.grid(False)
+        _finish(axes, "step")
+        largest = max((r for of_set in sets.values() for _, r in of_set if math.isfinite(r)), default=0) or 1
+        height = figure.bbox.height
+
+        def place(step: float, row: float) -> tuple[float, float]:
+            x, y = axes.transData.transform((step, row))
+            return x, height - y
+
+        drawn = []
+        for row, (name, of_set) in enumerate(sets.items()):
+            per_column = -(-len(of_set) // _MAX_COLUMNS)
+            begun = of_set[0][0]
+            for i in range(1, len(of_set), per_column):
+                column = of_set[i : i + per_column]
+                step, rise = max(column, key=lambda told: told[1])
+                (left, top), (right, bottom) = place(begun, row + 0.1), place(column[-1][0], row + 0.9)
+                begun = column[-1][0]
+                color, depth = (PALETTE[1], rise / largest) if math.isfinite(rise) else (RED, 1)
+                if depth >= 0.02:
+                    told = escape(f"{name}, step {step:,}: {f'{rise:+.4f}' if math.isfinite(rise) else 'not finite'}")
+                    drawn.append(
+                        f'<rect x="{left:.1f}" y="{top:.1f}" width="{right - left:.1f}" height="{bottom - top:.1f}" '
+                        f'fill="{color}" fill-opacity="{depth:.2f}"><title>{told}</title></rect>'
+                    )
+            for mark in marks.get(name, ()):
+                if mark.kind == "regressed":
+                    x, y = place(mark.step, row + 0.5)
+                    told = escape(f"{name}, step {mark.step:,}: regressed")
+                    shape = f"M{x - 5:.1f},{y + 4:.1f}L{x + 5:.1f},{y + 4:.1f}L{x:.1f},{y - 5:.1f}Z"
+                    drawn.append(f'<path d="{shape}" fill="{RED}"><title>{told}</title></path>')
+        return _svg(figure, title, "\n".join(drawn))
 
 
 def line_chart(title: str, curves: Sequence[Curve], phases: Sequence[Phase], *, from_zero: bool = False) -> str:

@@ -7,6 +7,8 @@ from typing import Any
 
 from markupsafe import Markup
 
+MANY_PHASES = 24  # with more, a table of phases is folded
+
 
 def tag(name: str, *content: Any, **attributes: str) -> Markup:
     """<name class="...">content</name>; the trailing underscore of an attribute's name is dropped."""
@@ -71,6 +73,12 @@ def tiles(pairs: Iterable[tuple[str, Any, Any]]) -> Markup:
 
 def folded(summary: Any, *content: Any, open_: bool = False) -> Markup:
     return tag("details", tag("summary", summary), *content, **({"open": ""} if open_ else {}))
+
+
+def table_of_phases(header: Sequence[Any], rows: Sequence[Sequence[Any]], *, text_columns: int = 1) -> Markup:
+    """A table with a row for each phase, folded if there are many."""
+    told = table(header, rows, text_columns=text_columns)
+    return told if len(rows) <= MANY_PHASES else folded(f"{len(rows)} rows", told)
 
 
 def bullets(lines: Iterable[Any]) -> Markup:

@@ -32,12 +32,25 @@ from curriculum.views.inspection import (
     state_text,
     troubles,
 )
-from curriculum.views.page import bullets, document, figure, folded, legend, note, section, table, tag, tiles
+from curriculum.views.page import (
+    bullets,
+    document,
+    figure,
+    folded,
+    legend,
+    note,
+    section,
+    table,
+    table_of_phases,
+    tag,
+    tiles,
+)
 from curriculum.views.report_evals import eval_figures, log, set_marks, set_table, transfer_matrix, turns
 from curriculum.views.report_runs import of_runs
 
 MAX_SOURCES = 7  # with a colour of their own; the others together are "other"
 MAX_SAMPLES = 20  # earlier generation events below the newest
+_MOST_COLUMNS = 12  # sources with a column of their own
 _MOST_IN_TILE, _MOST_BELOW = 4, 12  # set names in a tile's value, and in the small text below it
 _OF_SAMPLE = ("prompt", "text")
 MAX_TRAINING_POINTS = 150  # of a training loss, which is noisy: more points hide the trend
@@ -238,7 +251,7 @@ def _phase_table(facts: Mapping[str, Any]) -> Markup:
                      f"{phase['end']:,}", ramp, *([shape] if any(shapes) else []),
                      "done" if phase["done"] else ""))  # fmt: skip
     shape = ["rows x tokens"] if any(shapes) else []
-    return table(("", "phase", "mixture", "from step", "to step", "ramp", *shape, ""), rows, text_columns=3)
+    return table_of_phases(("", "phase", "mixture", "from step", "to step", "ramp", *shape, ""), rows, text_columns=3)
 
 
 def _epoch_table(facts: Mapping[str, Any]) -> Markup:
@@ -246,7 +259,14 @@ def _epoch_table(facts: Mapping[str, Any]) -> Markup:
     read = [phase for phase in facts["phases"] if phase["tokens"] or phase["epochs"]]
     if not read:
         return Markup("")
-    names = list(dict.fromkeys(name for phase in read for name in (*phase["tokens"], *phase["epochs"])))
+    total: dict[str, int] = {}
+    for phase in read:
+        for name in (*phase["tokens"], *phase["epochs"]):
+            total[name] = total.get(name, 0) + phase["tokens"].get(name, 0)
+    names, others = list(total), []
+    if len(names) > _MOST_COLUMNS:
+        by_tokens = sorted(names, key=total.__getitem__, reverse=True)
+        names, others = by_tokens[:_MOST_COLUMNS], by_tokens[_MOST_COLUMNS:]
     rows = []
     for phase in read:
         so_far = "" if phase["done"] else f" (to step {phase['counted_at_step']:,})"
@@ -255,9 +275,12 @@ def _epoch_table(facts: Mapping[str, Any]) -> Markup:
             epochs = phase["epochs"].get(name)
             below = "" if epochs is None else Markup("<br>") + tag("small", f"{epochs:.3g} epochs")
             cells.append(tag("td", figures.short_count(phase["tokens"].get(name, 0)), below, class_="n"))
+        if others:
+            cells.append(figures.short_count(sum(phase["tokens"].get(name, 0) for name in others)))
         rows.append((phase["name"] + so_far, *cells))
     explained = "Tokens that each phase read from each source; below them, its epochs since the run's start."
-    return tag("h3", "Epochs per source") + note(explained) + table(("phase", *names), rows)
+    header = ("phase", *names, *([f"{len(others)} others"] if others else []))
+    return tag("h3", "Epochs per source") + note(explained) + table_of_phases(header, rows)
 
 
 def _samples(run: Run) -> list[Markup]:

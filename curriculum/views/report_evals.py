@@ -11,15 +11,16 @@ from markupsafe import Markup, escape
 
 from curriculum.record.events import EMA, PHASE_MEAN, number, record_name
 from curriculum.record.queries import EvalPoint, evalset_facts
-from curriculum.record.sentences import new_offenders, verdict
+from curriculum.record.sentences import new_offenders, share_moves, verdict
 from curriculum.record.wording import WITH_SCATTER, few_documents, loss, signed, smallest_rise
 from curriculum.run import Run
 from curriculum.views import figures
 from curriculum.views.figures import PALETTE, Mark, Phase, eval_curve
 from curriculum.views.inspection import by_eval, offender_in
-from curriculum.views.page import figure, folded, legend, note, table, tag
+from curriculum.views.page import figure, folded, legend, note, table, table_of_phases, tag
 
 MAX_OVERLAID = 7  # more lines in one drawing cannot be told apart
+MAX_PANELS = 12  # sets that are drawn alone; more are folded
 MAX_LISTED = 24
 _SHOWN = ("eval_regression", "eval_recovered", "gold_checkpoint", "gold_blocked", "checkpoint_failed", "phase_switch",
           "schedule_edit", "rollback", "resume", "diverged")  # fmt: skip
@@ -78,6 +79,14 @@ def eval_figures(
         drawn.append(figure(svg, "Every set", wide=True))
         # The names stand at the curves' ends, which a narrow screen shows only if it is scrolled sideways.
         drawn.append(tag("div", legend(colors), class_="narrow"))
+    risen = {name: figures.rises(points[name]) for name in names}
+    if len(names) > MAX_OVERLAID:
+        svg = figures.rise_chart(f"{label}: rises of every set", risen, phases, marks)
+        most = max((rise for of_set in risen.values() for _, rise in of_set if math.isfinite(rise)), default=0)
+        caption = Markup("Every set: how far it is above its lowest loss so far ")
+        drawn.append(figure(svg, caption + tag("small", f"full colour: {loss(most)}"), wide=True))
+    if len(names) > MAX_PANELS:  # those that are worst now come first, the others are folded
+        names.sort(key=lambda name: risen[name][-1][1], reverse=True)
     alone, panels = len(names) == 1, []
     for name in names:
         curves = [eval_curve(name, colors[name], points[name], marks=marks.get(name, ()))]
@@ -89,7 +98,11 @@ def eval_figures(
         svg = figures.eval_chart(f"{label}: eval loss of {name}", curves, phases, size=size, dotted_at=turns)
         caption = escape(f"{name} ") + tag("small", f"{loss(last.loss)} at step {last.step:,}")
         panels.append(figure(svg, caption, wide=alone))
-    return [*drawn, *panels] if alone else [*drawn, tag("div", *panels, class_="panels")]
+    if alone:
+        return [*drawn, *panels]
+    shown, others = panels[:MAX_PANELS], panels[MAX_PANELS:]
+    more = [folded(f"{len(others)} more sets", tag("div", *others, class_="panels"))] if others else []
+    return [*drawn, tag("div", *shown, class_="panels"), *more]
 
 
 def set_table(run: Run, facts: Mapping[str, Any]) -> Markup:
@@ -192,8 +205,7 @@ def _after_colon(event: Mapping[str, Any]) -> str:
 
 
 def _mixture_change(o: Mapping[str, Any]) -> str:
-    change = o.get("mixture_change") or {}
-    moves = [f"{name} {then:.3g} → {now:.3g}" for name, (then, now) in change.items()]
+    moves = share_moves(o.get("mixture_change") or {})
     return f"; mixture since: {', '.join(moves)}" if moves else ""
 
 
@@ -230,7 +242,7 @@ def transfer_matrix(run: Run, points: Mapping[str, Sequence[EvalPoint]]) -> list
             " Forgetting: the last loss minus that lowest one. Gain: the loss at the start minus the last; positive is "
             f"better. In brackets: 95 % intervals {WITH_SCATTER}."
         )
-    return [note(explained), table(("after phase", "step", *names), rows)]
+    return [note(explained), table_of_phases(("after phase", "step", *names), rows)]
 
 
 def _losses_so_far(run: Run, points: Mapping[str, Sequence[EvalPoint]]) -> dict[str, Any]:

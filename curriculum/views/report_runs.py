@@ -14,7 +14,7 @@ from curriculum.record.wording import interval_text, listed, loss, signed
 from curriculum.run import Run
 from curriculum.views import figures
 from curriculum.views.compare import ComparedRuns, compare_runs
-from curriculum.views.compare_text import notes, which_evals
+from curriculum.views.compare_text import MOST_SENTENCES, notes, which_evals
 from curriculum.views.config_differences import config_differences
 from curriculum.views.config_differences import rows as config_rows
 from curriculum.views.figures import PALETTE, Curve, eval_curve
@@ -112,7 +112,7 @@ def _compare_table(comparison: ComparedRuns) -> Markup:
         + table(header, rows, text_columns=2, grouped=True)
         + note(closing)
         + (bullets(special) if special else "")
-        + folded("In words", bullets(verdicts), open_=True)
+        + folded("In words", bullets(verdicts), open_=len(verdicts) <= MOST_SENTENCES)
     )
 
 
