@@ -39,8 +39,12 @@ def test_a_set_without_a_standard_error_has_no_intervals():
     for step in (1, 2):
         nats_N = results(step).nats_N
         watched, _ = observe(watched, step, step - 1, nats_N, tokens_N, document_N, tolerance=0.01, level=0.0)
-    ends = {step: {"primary": results(step)} for step in (1, 2)}
-    found = transfer_matrix([("a", 0, 1), ("b", 1, 2)], Watch({"primary": watched}), ends)
+
+    def transfer_of(bounds, *nats):
+        of_ends = {end: {"primary": np.array([n])} for (_, _, end), n in zip(bounds, nats, strict=True)}
+        return transfer_matrix(bounds, Watch({"primary": watched}), of_ends, {"primary": results(0)})
+
+    found = transfer_of([("a", 0, 1), ("b", 1, 2)], *nats[1:])
     assert found == {
         "phases": ["a", "b"],
         "steps": [1, 2],
@@ -53,10 +57,9 @@ def test_a_set_without_a_standard_error_has_no_intervals():
             }
         },
     }
-    worse = {1: {"primary": results(0)._replace(nats_N=np.array([35.0]))}}
-    known = transfer_matrix([("a", 0, 1)], Watch({"primary": watched}), worse)["sets"]["val"]["forgetting"]
+    known = transfer_of([("a", 0, 1)], 35.0)["sets"]["val"]["forgetting"]
     assert known == {"value": 0.5, "interval": None, "best_phase": "start"}
-    best_last = transfer_matrix([("a", 0, 1)], Watch({"primary": watched}), {1: {"primary": results(1)}})
+    best_last = transfer_of([("a", 0, 1)], nats[1])
     assert best_last["sets"]["val"]["forgetting"] == {"value": 0.0, "interval": [0.0, 0.0], "best_phase": "a"}
 
 

@@ -256,8 +256,10 @@ def _complete(run: Running) -> dict[str, Any]:
     if is_first():
         run.directory.going_back.unlink(missing_ok=True)
     run.drop_golds()
-    results = {end: run.results.read(end) for end in course.phase_ends}
-    transfer = transfer_matrix(course.schedule.phase_bounds, run.history.watch, results)
+    # Of many phases and windows, all fields of their results would take gigabytes.
+    nats = {end: {name: r.nats_N for name, r in run.results.read(end).items()} for end in course.phase_ends}
+    last = run.results.read(total_steps)
+    transfer = transfer_matrix(course.schedule.phase_bounds, run.history.watch, nats, last)
     complete = fields.training_complete(setup, run.history, transfer, run.record.elapsed_s, run.state)
     event = run.record.event("training_complete", total_steps, **complete)
     try:

@@ -275,19 +275,22 @@ def tolerance(config: Config, name: str) -> float:
 
 
 def transfer_matrix(
-    bounds: Sequence[tuple[str, int, int]], watch: Watch, results: Mapping[int, Mapping[str, WindowResults]]
+    bounds: Sequence[tuple[str, int, int]],
+    watch: Watch,
+    nats: Mapping[int, Mapping[str, np.ndarray]],
+    last: Mapping[str, WindowResults],
 ) -> dict[str, Any]:
-    """How every set's loss changed from phase end to phase end, from the eval results that are available there.
+    """How every set's loss changed from phase end to phase end.
 
-    `bounds` are the schedule's phases, (name, start, end). `best_phase`, the phase since whose end the set has
-    forgotten, is "start" if the set was best before the first phase. An interval is None if the set has no standard
-    error, or if a loss is not finite.
+    `nats` has the nats_N of the sets that were measured at each end, `last` the results of the last eval. `bounds` are
+    the schedule's phases, (name, start, end). `best_phase`, the phase since whose end the set has forgotten, is "start"
+    if the set was best before the first phase. An interval is None if the set has no standard error, or if a loss is
+    not finite.
     """
     sets, names = {}, ["start", *(name for name, _, _ in bounds)]
-    for name, last in results[bounds[-1][2]].items():
-        watched = watch.sets[name]
-        measured = [results.get(end, {}).get(name) for _, _, end in bounds]
-        found = transfer(watched, [m and m.nats_N for m in measured], last.tokens_N, last.document_N)
+    for name, result in last.items():
+        measured = [nats.get(end, {}).get(name) for _, _, end in bounds]
+        found = transfer(watch.sets[name], measured, result.tokens_N, result.document_N)
         sets[record_name(name)] = {
             "start": found.start,
             "loss": found.losses,
