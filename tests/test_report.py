@@ -289,14 +289,37 @@ def test_many_evals_share_columns(tmp_path):
     assert 8 * 60 < drawn.count("<rect ") <= 8 * 80 and "+0.0600" in drawn
 
 
+def transfer_of(phases):
+    val = {**TRANSFER["sets"]["val"], "loss": [2.5] * len(phases)}
+    return {"phases": [p[0] for p in phases], "steps": [p[2] for p in phases], "sets": {"val": val}}
+
+
 def test_many_phases_are_folded_and_of_many_sources_the_most_read_have_columns(tmp_path):
     mixture = {f"s{i:02}": 1.0 + (i == 17) for i in range(20)}
     phases = [(f"p{i}", 10 * i, 10 * (i + 1), mixture) for i in range(25)]
     few, many = (
-        report([load_run(write_run(tmp_path / str(n), {"val": lambda step: 3.0}, phases=phases[:n], every=50))])
+        report(
+            [
+                load_run(
+                    write_run(
+                        tmp_path / str(n),
+                        {"val": lambda step: 3.0},
+                        phases=phases[:n],
+                        every=10,
+                        complete={"transfer": transfer_of(phases[:n])},
+                    )
+                )
+            ]
+        )
         for n in (24, 25)
     )
-    assert "24 rows" not in few and many.count("<summary>25 rows</summary>") == 2  # phases, epochs
+    assert "24 rows" not in few and many.count("<summary>25 rows</summary>") == 3  # transfer, phases, epochs
+    assert any(row.startswith("forgetting") for row in Checked(many).rows) and Checked(few).has_row(
+        "p3", "40", "2.5000"
+    )
+    shown = many[: many.index("<summary>25 rows</summary>")]
+    transfer = shown[shown.index("after phase") :]
+    assert ">forgetting<" in transfer and ">p24<" in transfer and ">p3<" not in transfer
     heads = re.findall(r"<thead>.*?</thead>", few, re.DOTALL)
     (epochs,) = [head for head in heads if "8 others" in head]
     assert epochs.count("</th>") == 1 + 12 + 1 and epochs.index(">s17<") < epochs.index(">s00<")

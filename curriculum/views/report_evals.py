@@ -17,7 +17,7 @@ from curriculum.run import Run
 from curriculum.views import figures
 from curriculum.views.figures import PALETTE, Mark, Phase, eval_curve
 from curriculum.views.inspection import by_eval, offender_in
-from curriculum.views.page import figure, folded, legend, note, table, table_of_phases, tag
+from curriculum.views.page import MANY_PHASES, figure, folded, legend, note, table, table_of_phases, tag
 
 MAX_OVERLAID = 7  # more lines in one drawing cannot be told apart
 MAX_PANELS = 12  # sets that are drawn alone; more are folded
@@ -224,15 +224,16 @@ def transfer_matrix(run: Run, points: Mapping[str, Sequence[EvalPoint]]) -> list
         return []
     names = list(told["sets"])
     spans = {name: _span(told["sets"][name]) for name in names}
-    rows: list[Sequence[Any]] = [
-        ("start", "0", *(_start(told["sets"][name]["start"], points[name][0]) for name in names))
-    ]
+    start = ("start", "0", *(_start(told["sets"][name]["start"], points[name][0]) for name in names))
+    ends: list[Sequence[Any]] = []
     for i, (phase, step) in enumerate(zip(told["phases"], told["steps"], strict=True)):
         cells = [_heat(told["sets"][name]["loss"][i], spans[name]) for name in names]
-        rows.append((phase, f"{step:,}", *cells))
-    for title, key in (("forgetting", "forgetting"), ("gain over start", "gain")):
-        if all(key in told["sets"][name] for name in names):
-            rows.append((title, "", *(_change(told["sets"][name][key]) for name in names)))
+        ends.append((phase, f"{step:,}", *cells))
+    changes = [
+        (title, "", *(_change(told["sets"][name][key]) for name in names))
+        for title, key in (("forgetting", "forgetting"), ("gain over start", "gain"))
+        if all(key in told["sets"][name] for name in names)
+    ]
     explained = (
         "Loss at the end of each phase; the stronger the shade, the further above the set's lowest loss at its start "
         "and the phase ends."
@@ -242,7 +243,10 @@ def transfer_matrix(run: Run, points: Mapping[str, Sequence[EvalPoint]]) -> list
             " Forgetting: the last loss minus that lowest one. Gain: the loss at the start minus the last; positive is "
             f"better. In brackets: 95 % intervals {WITH_SCATTER}."
         )
-    return [note(explained), table_of_phases(("after phase", "step", *names), rows)]
+    header = ("after phase", "step", *names)
+    if len(ends) <= MANY_PHASES:
+        return [note(explained), table(header, [start, *ends, *changes])]
+    return [note(explained), table(header, [start, ends[-1], *changes]), table_of_phases(header, ends)]
 
 
 def _losses_so_far(run: Run, points: Mapping[str, Sequence[EvalPoint]]) -> dict[str, Any]:
