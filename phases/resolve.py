@@ -348,7 +348,9 @@ def _never_read(schedule: Schedule, past: Sequence[Segment]) -> list[tuple[str, 
         read = schedule.read(start, end)
         if unread := [name for name in sorted(shared.get(phase, ())) if not read[name]]:
             have, get = ("has", "gets") if len(unread) == 1 else ("have", "get")
-            found.append((phase, f"{', '.join(unread)} {have} a positive proportion but {get} no sequence"))
+            left = len(unread) - MOST_NAMED
+            names = ", ".join(unread[:MOST_NAMED]) + (f" and {left} more" if left > 0 else "")
+            found.append((phase, f"{names} {have} a positive proportion but {get} no sequence"))
     return found
 
 

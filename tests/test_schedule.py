@@ -300,6 +300,15 @@ def test_a_weight_that_is_given_nothing_is_a_warning():
     assert schedule.warnings == ("phase a: law has a positive proportion but gets no sequence",)
 
 
+def test_of_many_sources_that_get_no_sequence_some_are_named():
+    rare = {f"s{i}": 1e-6 for i in range(7)}
+    supplies = {**SUPPLIES, **dict.fromkeys(rare, SourceSupply(1000))}
+    (warning,) = [
+        w for w in resolved(Phase("a", "end", {"web": 1.0, **rare}), supplies=supplies).warnings if "no seq" in w
+    ]
+    assert warning == "phase a: s0, s1, s2, s3 and 3 more have a positive proportion but get no sequence"
+
+
 def test_only_a_share_in_some_step_asks_for_a_sequence():
     phases = Phase("a", 50, {"web": 1}), Phase("b", "end", {"law": 1.0}, ramp_steps=1)
     assert resolved(*phases).warnings == ()
