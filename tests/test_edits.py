@@ -14,7 +14,7 @@ import yaml
 from curriculum.config import build_config
 from curriculum.errors import InputError
 from curriculum.scheduling import check_schedule, continued_schedule, declaration, resolve_schedule, training_settings
-from curriculum.train.edits import _acts_at_once, _declared, _in_words, edit_event, find_edit, gone_back
+from curriculum.train.edits import _acts_at_once, _declared, _in_words, _reason, edit_event, find_edit, gone_back
 from curriculum.train.ledger import Found
 from phases.batches import DataPlan
 from phases.rollback import pass_over
@@ -444,6 +444,14 @@ def test_a_raised_share_stands_to_its_phases_end_unless_what_that_phase_draws_is
     on, past, _ = resumed(rolled, changed(BASE, reweighted("b", code=1.0)))
     assert past.end == 67 and on.segment_at(66).mixture == {"web": 0.8, "law": 0.2}
     assert on.segment_at(67).mixture == {"code": 1.0}
+
+
+def test_of_many_changes_the_reason_tells_twelve_and_counts_the_others():
+    changes = [{"path": f"phases.p{i}.until", "was": i, "now": i + 1} for i in range(15)]
+    told = [f"phases.p{i}.until {i} → {i + 1}" for i in range(12)]
+    assert _reason(changes[:12]) == "; ".join(told)
+    assert _reason(changes[:13]) == "; ".join([*told, "and 1 more change"])
+    assert _reason(changes) == "; ".join([*told, "and 3 more changes"])
 
 
 def test_an_edit_on_the_way_back_to_a_bad_update_changes_rates_at_once_and_data_after_it():

@@ -17,6 +17,7 @@ from curriculum.train.setup import Setup
 from phases.clocks import resolve_steps
 from phases.schedule import Schedule, Segment, cut, segments_from_json
 
+_MOST_TOLD = 12  # changes of an edit in its reason
 _OR_ACCEPT = "or keep the edit, which is recorded, and continue from what was trained: --accept-past"
 
 
@@ -241,7 +242,11 @@ def _differing(path: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Ite
 
 
 def _reason(changes: Sequence[Mapping[str, Any]]) -> str:
-    return "; ".join(map(_in_words, changes))
+    """The changes in words; of many the first, as the event has all of them."""
+    told = [_in_words(change) for change in changes[:_MOST_TOLD]]
+    if more := len(changes[_MOST_TOLD:]):
+        told.append(f"and {more} more change{'s' if more > 1 else ''}")
+    return "; ".join(told)
 
 
 def _in_words(change: Mapping[str, Any]) -> str:
