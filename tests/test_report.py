@@ -16,7 +16,19 @@ from written_run import PHASES, command, offender, windows, write_run
 from curriculum.errors import InputError
 from curriculum.record.queries import EvalPoint
 from curriculum.run import load_run
-from curriculum.views.figures import PANEL, RED, WIDE, Curve, Mark, eval_chart, rises, short_count, short_rate, thinned
+from curriculum.views.figures import (
+    PALETTE,
+    PANEL,
+    RED,
+    WIDE,
+    Curve,
+    Mark,
+    eval_chart,
+    rises,
+    short_count,
+    short_rate,
+    thinned,
+)
 from curriculum.views.report import _mixture_course, report, write_report
 from curriculum.views.report_runs import overlays
 from evalsets.metrics import summarise
@@ -442,6 +454,13 @@ def test_a_lone_eval_stands_in_the_middle_at_its_step():
     texts = re.findall(r"<text[^>]*>([^<]*)</text>", drawn)
     assert texts[0] == "0" and "-0" not in texts and texts.count("0") == 1
     assert re.search('<use [^>]*x="261" [^>]*fill: #0072b2', drawn)  # the axes go from 44 to 500 - 22
+
+
+def test_a_short_curve_beside_a_long_one_is_seen_to_its_end():
+    long = Curve("long", PALETTE[0], list(range(0, 2001, 20)), [5.0, *(2.0 + i % 2 / 10 for i in range(100))])
+    short = Curve("short", PALETTE[1], list(range(0, 201, 20)), [5.0 - i / 10 for i in range(11)])
+    drawn = eval_chart("t", [long, short], size=WIDE)
+    assert {"short, step 160: 4.2000", "short, step 200: 4.0000"} <= {*re.findall("<title>([^<]*)</title>", drawn)}
 
 
 def test_rows_are_thinned_to_means():

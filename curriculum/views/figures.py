@@ -307,20 +307,19 @@ def _kept(curve: Curve) -> tuple[list[float], list[float], list[float | None]]:
 
 
 def _fit_y(axes: Axes, curves: Sequence[Curve]) -> None:
-    """Set the y limits. If a run's first steps would take up too much of the height, fit only what comes after them."""
-    low_x, high_x = axes.get_xlim()
-    spans = [
-        (x, y - 1.96 * s, y + 1.96 * s)
-        for c in curves
-        for x, y, s in zip(c.xs, c.ys, [s or 0 for s in c.sems] or [0] * len(c.xs), strict=True)
-        if math.isfinite(y)
-    ]
+    """Set the y limits. If the first steps of runs would take up too much of the height, fit only what comes after."""
+    spans, later = [], []  # (x, low, high) of all points, and of those after the first fifth of their own curve
+    for curve in curves:
+        errors = [s or 0 for s in curve.sems] or [0] * len(curve.xs)
+        points = zip(curve.xs, curve.ys, errors, strict=True)
+        drawn = [(x, y - 1.96 * s, y + 1.96 * s) for x, y, s in points if math.isfinite(y)]
+        spans += drawn
+        later += [span for span in drawn if span[0] >= curve.xs[0] + 0.2 * (curve.xs[-1] - curve.xs[0])]
     if not spans:
         axes.set_ylim(0, 1)
         axes.set_yticks([])
         axes.text(0.5, 0.5, "no finite loss", transform=axes.transAxes, ha="center", color=_MUTED)
         return
-    later = [s for s in spans if s[0] >= low_x + 0.2 * (high_x - low_x)]
     low, high = min(s[1] for s in spans), max(s[2] for s in spans)
     if len(later) >= 4 * max(1, len(curves)):
         low_later, high_later = min(s[1] for s in later), max(s[2] for s in later)

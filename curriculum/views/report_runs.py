@@ -24,6 +24,7 @@ from curriculum.views.same_text import same_text, set_title
 from curriculum.views.shared_past import shared_past
 
 _MOST_WHOLE = 4  # runs up to which the page holds each one's own report: with many sets each is megabytes
+_MOST_OF_SECTION = 200  # keys of a section of the config that are shown
 _MOST_KEYS = 15  # more differing keys are folded, as they would push the comparison off the first screen
 
 
@@ -80,8 +81,8 @@ def _config_table(runs: Sequence[Run], names: Sequence[str]) -> Markup:
     differences = config_differences(runs, names)
     if not differences:
         return note("No key differs.")
-    told = table(("key", *names), config_rows(differences), text_columns=1 + len(names))
-    return told if len(differences) <= _MOST_KEYS else folded(f"{len(differences)} keys", told)
+    told = table(("key", *names), config_rows(differences, _MOST_OF_SECTION), text_columns=1 + len(names))
+    return told if len(differences) <= _MOST_KEYS else folded(f"{len(differences):,} keys", told)
 
 
 def _compare_table(comparison: ComparedRuns) -> Markup:
