@@ -10,7 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -81,6 +81,10 @@ class Ramp:
     steps_done: int = 0
     mass_ratio: float = 1.0
 
+    def __hash__(self) -> int:
+        mixture = frozenset(self.from_mixture.items())
+        return hash((mixture, self.steps, self.shape, self.steps_done, self.mass_ratio))
+
     @property
     def progress(self) -> np.ndarray:
         """Fraction of the way from `from_mixture` at each ramp step after the `steps_done`, in (0, 1]."""
@@ -88,6 +92,12 @@ class Ramp:
         if self.mass_ratio == 1.0:
             return moved
         return moved * self.mass_ratio / (1 - moved + moved * self.mass_ratio)
+
+
+@lru_cache(maxsize=64)
+def _ramped(mixture: frozenset[tuple[str, float]], ramp: Ramp, batch_size: int) -> Quotas:
+    """The quotas of a ramp; cached, as their tables are large and a segment is made again and again."""
+    return Quotas(dict(mixture), ramp.from_mixture, ramp.progress, batch_size)
 
 
 # Fields of a segment that its data do not depend on, with the values that stand in for them when only the data matter.
@@ -122,7 +132,7 @@ class Segment:
     def quotas(self) -> Quotas:
         if self.ramp is None:
             return Quotas(self.mixture)
-        return Quotas(self.mixture, self.ramp.from_mixture, self.ramp.progress, self.batch_size)
+        return _ramped(frozenset(self.mixture.items()), self.ramp, self.batch_size)
 
     def mixture_at(self, step: int) -> dict[str, float]:
         """Proportions during `step`, the update that yields step + 1."""

@@ -300,6 +300,31 @@ def test_a_weight_that_is_given_nothing_is_a_warning():
     assert schedule.warnings == ("phase a: law has a positive proportion but gets no sequence",)
 
 
+def test_segments_that_ramp_alike_share_their_table():
+    ramp = Ramp({"web": 1.0}, 10)
+    first = Segment(0, 20, "a", {"web": 0.5, "law": 0.5}, ramp, (), {"web": 0, "law": 0}, 8, 16)
+    alike = dataclasses.replace(first, mixture={"law": 0.5, "web": 0.5}, ramp=Ramp({"web": 1.0}, 10), lr_scale=2.0)
+    assert alike.quotas is first.quotas
+    others = [
+        dataclasses.replace(first, batch_size=16),
+        dataclasses.replace(first, mixture={"web": 0.4, "law": 0.6}),
+        dataclasses.replace(first, ramp=None),
+        *(
+            dataclasses.replace(first, ramp=dataclasses.replace(ramp, **change))
+            for change in (
+                {"from_mixture": {"law": 1.0}},
+                {"steps": 11},
+                {"shape": "cosine"},
+                {"steps_done": 3},
+                {"mass_ratio": 0.5},
+            )
+        ),
+    ]
+    counts = first.quotas.counts(np.arange(0, 160))
+    for other in others:
+        assert other.quotas is not first.quotas and not np.array_equal(other.quotas.counts(np.arange(160)), counts)
+
+
 def test_of_many_sources_that_get_no_sequence_some_are_named():
     rare = {f"s{i}": 1e-6 for i in range(7)}
     supplies = {**SUPPLIES, **dict.fromkeys(rare, SourceSupply(1000))}
