@@ -17,7 +17,7 @@ from curriculum.model.counts import num_adapters, num_parameters, num_projection
 from curriculum.model.memory import FLOAT32_BYTES, memory_estimate
 from curriculum.model.presets import ModelConfig, model_problems
 from curriculum.plan_warnings import few_scored_targets, schedule_warnings, shares_asked, unsplit_vocabulary
-from curriculum.record.wording import MOST_NAMED, first_of
+from curriculum.record.wording import MOST_SOURCES, first_of
 from curriculum.run import DEFAULT_STORE_DIR
 from curriculum.scheduling import num_due, resolve_schedule
 from curriculum.train.optimizer import MOMENTS, OptimConfig
@@ -144,7 +144,7 @@ def plan_of(
     warnings += [] if model is None else unsplit_vocabulary(config, model)
     unknown = [name for name, size in epochs_of.items() if size is None]
     if unknown:
-        names = first_of(unknown, MOST_NAMED)
+        names = first_of(unknown, MOST_SOURCES)
         warnings.append(f"not prepared yet, so epochs are unknown: {names} ({prepare_command(config)})")
     bounds = [start for _, start, _ in schedule.phase_bounds] + [schedule.total_steps - 1]
     rates = tuple((step, float(schedule.rates(step))) for step in dict.fromkeys(bounds))

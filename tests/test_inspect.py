@@ -224,14 +224,14 @@ def test_sets_of_few_documents_are_told(tmp_path):
 
 
 def test_of_many_phases_those_around_the_one_under_way_are_shown_and_of_many_sources_the_largest(tmp_path):
-    mixture = {f"s{i:02}": 1.0 + i / 10 for i in range(12)}
+    mixture = {f"s{i:02}": 1.0 + i / 10 for i in range(16)}
     phases = [(f"p{i}", 10 * i, 10 * (i + 1), mixture) for i in range(60)]
     lines = text(inspect_run(load_run(write_run(tmp_path / "run", LOSSES, phases=phases, every=10, until=300))))
     shown = [line.split() for line in lines if re.match(r"  (p\d|\.\.\.)", line)]
     assert [row[0] for row in shown] == ["...", *(f"p{i}" for i in range(18, 42)), "..."]
     assert shown[0] == ["...", "18", "before", "0", "to", "180", "done"]
     assert shown[-1] == ["...", "18", "after", "420", "to", "600"]
-    assert all(" s11 2.1, s10 2, " in line and ", s04 1.4, 4 more  " in line for line in lines if "  p18 " in line)
+    assert all(" s15 2.5, s14 2.4, " in line and ", s04 1.4, 4 more  " in line for line in lines if "  p18 " in line)
 
 
 def test_a_folder_of_runs_has_a_line_each(tmp_path):

@@ -11,7 +11,8 @@ from curriculum.record.events import number
 # What the intervals of alarms and of the transfer matrix cover; those of losses and comparisons cover the text alone.
 WITH_SCATTER = "over the choice of held-out text and the scatter of neighbouring checkpoints"
 
-MOST_NAMED = 8  # sets or sources in a row of names
+MOST_NAMED = 8  # sets in a row of names
+MOST_SOURCES = 12  # in a row of shares or tokens
 MAX_RISE = 10.0  # nats per token; about the loss of a uniform guess over a large vocabulary
 
 
@@ -76,12 +77,12 @@ def first_of(names: Sequence[str], most: int) -> str:
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
-def largest(sizes: Mapping[str, float], text: Callable[[str], str]) -> list[str]:
-    """The text of each name; of more than MOST_NAMED those of the largest sizes, largest first, and `492 more`."""
-    if len(sizes) <= MOST_NAMED:
+def largest(sizes: Mapping[str, float], text: Callable[[str], str], most: int = MOST_SOURCES) -> list[str]:
+    """The text of each name; of more than `most` those of the largest sizes, largest first, and `492 more`."""
+    if len(sizes) <= most:
         return [text(name) for name in sizes]
     names = sorted(sizes, key=lambda name: abs(sizes[name]), reverse=True)
-    return [*map(text, names[:MOST_NAMED]), f"{len(names) - MOST_NAMED} more"]
+    return [*map(text, names[:most]), f"{len(names) - most} more"]
 
 
 def typed(option: str) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from curriculum.config import Config
 from curriculum.plan_warnings import evalset_warnings
 from curriculum.record.events import number, plain, record_name
-from curriculum.record.wording import largest, smallest_rise
+from curriculum.record.wording import MOST_NAMED, largest, smallest_rise
 from curriculum.scheduling import num_due
 from curriculum.train.setup import Setup
 from evalsets.metrics import Summary, WindowResults, summarise
@@ -204,7 +204,7 @@ class Watch:
         }
         if new:
             rises = {record_name(name): float(c.detectable) for name, c in new.items()}
-            shown = ", ".join(largest(rises, lambda name: f"{name} {smallest_rise(rises[name])}"))
+            shown = ", ".join(largest(rises, lambda name: f"{name} {smallest_rise(rises[name])}", MOST_NAMED))
             scattered = any(c.jitter_B[BEST] > c.sem_item_B[BEST] for c in new.values())
             later = "; it shrinks as the losses become smoother" if scattered else ""
             notes.append(f"smallest rise that an eval finds with 80 % power, in nats: {shown}{later}")
@@ -245,7 +245,8 @@ def _newly_warned(comparisons: Mapping[str, Comparison]) -> list[str]:
             rise = f"{record_name(name)} {c.delta_B[b]:+.4f} against {BASELINES[b]}"
             risen[name] = f"{rise} (t {c.t_B[b]:.1f}, an alarm above {c.critical:.1f})"
             by_t[name] = float(c.t_B[b])
-    return [f"worse, but it may be chance: {', '.join(largest(by_t, risen.__getitem__))}"] if risen else []
+    told = ", ".join(largest(by_t, risen.__getitem__, MOST_NAMED))
+    return [f"worse, but it may be chance: {told}"] if risen else []
 
 
 def _arrays(memory: Mapping[str, Any]) -> dict[str, np.ndarray]:

@@ -54,10 +54,12 @@ def table(comparison: ComparedRuns) -> list[str]:
 def _in_short(compared: ComparedSet) -> str:
     """Which runs are better or worse than the first on a set, in one line."""
     first, *others = compared.runs
-    kinds: dict[str, list[str]] = {"better": [], "worse": [], "no difference shown": []}
+    kinds: dict[str, list[str]] = {"better": [], "worse": [], "no difference shown": [], "no verdict": []}
     for m in others:
-        low, high = m.difference.interval or (-math.inf, math.inf)
+        low, high = m.difference.interval or (math.nan, math.nan)
         kind = "better" if high < 0 else "worse" if low > 0 else "no difference shown"
+        if not math.isfinite(high - low):
+            kind = "no verdict"
         kinds[kind].append(f"{m.run} {signed(m.difference.delta)}")
     told = (f"{kind}: {first_of(runs, MOST_NAMED)}" for kind, runs in kinds.items() if runs)
     return f"{compared.title} against {first.run}: {'; '.join(told)}"

@@ -84,7 +84,7 @@ def eval_figures(
         svg = figures.rise_chart(f"{label}: rises of every set", risen, phases, marks)
         most = max((rise for of_set in risen.values() for _, rise in of_set if math.isfinite(rise)), default=0)
         caption = Markup("Every set: how far it is above its lowest loss so far ")
-        drawn.append(figure(svg, caption + tag("small", f"full colour: {loss(most)}"), wide=True))
+        drawn.append(figure(svg, caption + tag("small", f"full colour: {loss(most)} nats"), wide=True))
     if len(names) > MAX_PANELS:  # those that are worst now come first, the others are folded
         names.sort(key=lambda name: risen[name][-1][1], reverse=True)
     alone, panels = len(names) == 1, []
