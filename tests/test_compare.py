@@ -328,8 +328,8 @@ def test_a_branching_is_one_note_however_many_runs_share_it(tmp_path):
     comparison = compare([trunk, *at_60, at_20])
     assert len(comparison.shared) == 10
     assert [note for note in notes(comparison) if "the same run" in note] == [
-        "trunk, b0, b1, b2 and early are the same run up to step 20 and differ after it",
-        "trunk, b0, b1 and b2 are the same run up to step 60 and differ after it",
+        "trunk, b0, b1, b2 and early are the same run up to step 20",
+        "trunk, b0, b1 and b2 are the same run up to step 60",
     ]
 
 
@@ -406,8 +406,18 @@ def test_a_run_is_compared_with_its_base_at_the_step_that_it_took_over(tmp_path,
         "base is compared by its last eval at or before step 80, where adapted began. Each other run is compared by its last "
         f"eval at or before {common:,} {'tokens' if at == 'tokens' else 'steps'}, where the shortest was last measured."
     )
-    assert not any("unequal numbers of tokens" in line for line in lines)
+    assert not any("unequal numbers of tokens" in line or "last measured" in line for line in lines)
     assert counted(compare([base, adapted], at=at)) == counted(comparison)
+
+
+def test_a_base_that_was_measured_before_the_step_that_was_taken_over_is_told(tmp_path):
+    write_run(tmp_path / "runs/base", {"val": lambda step: 3 + step / 1000})
+    adapted = begun(tmp_path / "runs/adapted", "runs/base", 75, until=60)
+    told = (
+        "base last measured val at step 60, before its step 75, where adapted began: what it learned in between is part of "
+        "these differences, but not of the gains over the start of adapted"
+    )
+    assert told in table(compare([tmp_path / "runs/base", adapted]))
 
 
 def test_a_run_that_shares_no_set_is_said_to_be_left_aside(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from curriculum.record.wording import (
     MOST_NAMED,
@@ -90,7 +91,7 @@ def notes(comparison: ComparedRuns) -> list[str]:
     lines = [f"{name}: not compared: {why}" for name, whys in comparison.refused.items() for why in whys]
     lines += [f"{name}: measured only by {', '.join(who)}" for name, who in comparison.only.items()]
     lines += [
-        f"{listed(runs)} are the same run up to step {step:,} and differ after it"
+        f"{listed(runs)} are the same run up to step {step:,}{' and differ after it' if len(runs) == 2 else ''}"
         for step, runs in _families(comparison)
     ]
     lines += [
@@ -99,6 +100,7 @@ def notes(comparison: ComparedRuns) -> list[str]:
         for pair in comparison.begun
         if pair["step"] != comparison.base_steps[pair["base"]]
     ]
+    lines += _measured_before(comparison)
     of_bases = [{pair["run"], pair["base"]} for pair in comparison.begun]
     unequal = [
         f"{compared.title} ({', '.join(f'{m.run} {m.tokens:,}' for m in compared.runs)})"
@@ -118,6 +120,24 @@ def notes(comparison: ComparedRuns) -> list[str]:
         "(standard deviation at 124M parameters)."
     )
     return lines
+
+
+def _measured_before(comparison: ComparedRuns) -> Iterator[str]:
+    """A line on each base that did not measure some sets at the step where another run began, but before it."""
+    for base, step in comparison.base_steps.items():
+        late = [
+            f"{compared.title} at step {m.step:,}"
+            for compared in comparison.sets
+            for m in compared.runs
+            if m.run == base and m.step < step
+        ]
+        begun = [pair["run"] for pair in comparison.begun if (pair["base"], pair["step"]) == (base, step)]
+        if late and begun:
+            runs = listed(begun)
+            yield (
+                f"{base} last measured {listed(late)}, before its step {step:,}, where {runs} began: what it learned "
+                f"in between is part of these differences, but not of the gains over the start of {runs}"
+            )
 
 
 def _families(comparison: ComparedRuns) -> list[tuple[int, list[str]]]:
