@@ -16,7 +16,7 @@ from curriculum.data.corpus import Sizes, find_sizes
 from curriculum.model.counts import num_adapters, num_parameters, num_projections, num_trained
 from curriculum.model.memory import FLOAT32_BYTES, memory_estimate
 from curriculum.model.presets import ModelConfig, model_problems
-from curriculum.plan_warnings import few_scored_targets, schedule_warnings, shares_asked, unsplit_vocabulary
+from curriculum.plan_warnings import few_scored_targets, left_over, schedule_warnings, shares_asked, unsplit_vocabulary
 from curriculum.record.wording import MOST_SOURCES, first_of
 from curriculum.run import DEFAULT_STORE_DIR
 from curriculum.scheduling import num_due, resolve_schedule
@@ -141,6 +141,7 @@ def plan_of(
             )
     warnings += schedule_warnings(config, schedule, epochs_of)
     warnings += few_scored_targets(schedule, sizes.details)
+    warnings += left_over(config, sizes.details)
     warnings += [] if model is None else unsplit_vocabulary(config, model)
     unknown = [name for name, size in epochs_of.items() if size is None]
     if unknown:
@@ -244,16 +245,27 @@ def step_sizes(schedule: Schedule) -> list[dict[str, int]]:
 
 
 def _evals(config: Config, sizes: Sizes, schedule: Schedule, trained: int, first: Collection[str]) -> dict[str, Any]:
-    """The evals ahead after step `trained`; `first`: the sets that are measured before the next update too."""
-    num = {
-        name: num_due(schedule.phase_ends, source.every or config.evalsets.every, trained) + (name in first)
+    """The evals ahead after step `trained`; `first`: the sets that are measured before the next update too.
+
+    The tokens are those of the averages too: a moving average is measured at each eval after step 0, the mean of a
+    phase at its end.
+    """
+    due = {
+        name: num_due(schedule.phase_ends, source.every or config.evalsets.every, trained)
         for name, source in config.eval_sources.items()
+    }
+    num = {name: due[name] + (name in first) for name in due}
+    averages = config.averages
+    num_means = sum(end > trained for end in schedule.phase_ends) if averages.phase_mean is not None else 0
+    measured = {
+        name: num[name] + num_means + (0 if averages.ema_decay is None else num[name] if trained else due[name])
+        for name in num
     }
     known = None not in sizes.evalset_tokens.values()
     return {
         "num": max(num.values()),
         "sets": list(num),
-        "tokens": sum(num[name] * tokens for name, tokens in sizes.evalset_tokens.items()) if known else None,
+        "tokens": sum(measured[name] * tokens for name, tokens in sizes.evalset_tokens.items()) if known else None,
     }
 
 

@@ -102,6 +102,22 @@ def test_a_source_that_repeats_beyond_its_max_epochs_is_told(tmp_path):
     assert warnings_of(2) == []
 
 
+def test_what_fills_no_sequence_is_told_if_it_is_more_than_a_hundredth(tmp_path):
+    """Of 1,000 tokens 999 are targets."""
+
+    def told(seq_len, **packing):
+        train = {"steps": 4, "batch_size": 1, "seq_len": seq_len}
+        phases = [{"name": "a", "until": "end", "mixture": {"law": 1.0}}]
+        config = config_of(tmp_path, train=train, phases=phases, packing=packing)
+        load_corpus(config, tmp_path / "store")
+        warnings = plan(config, store_dir=tmp_path / "store").warnings
+        return [w for w in warnings if w.startswith("law: ") and "never read" in w]
+
+    last = "as they fill no sequence of 300; packing.mode: best_fit reads all, and shorter sequences leave out less"
+    assert told(300) == [f"law: the last 100 of its 1,000 tokens are never read, {last}"]
+    assert told(99) == told(300, mode="best_fit") == []  # the last 10; none
+
+
 def test_of_many_sources_that_are_read_too_often_one_warning_tells(tmp_path):
     names = [f"s{i}" for i in range(14)]
     sources = {name: {"path": str(tmp_path / "web.jsonl")} for name in names}
@@ -439,6 +455,10 @@ def test_the_evals_and_checkpoints_ahead_by_hand(tmp_path):
     # A tenth of 4,000 tokens, of which `few` has two windows at most; the set with a path has 300 letters and their end.
     assert p.evals["tokens"] == 6 * 400 + 4 * 400 + 6 * 40 + 6 * 301
     assert f"evals: 6 of val, half, few, own: up to {p.evals['tokens']:,} tokens in all" in table(p)
+    # The moving average is measured at each of them but that at step 0, the mean of a phase at 50 and at 100.
+    averaged = replace(config, averages=replace(config.averages, ema_decay=0.9, phase_mean=2))
+    every = plan(averaged, store_dir=tmp_path / "store").evals["tokens"]
+    assert every - p.evals["tokens"] == (5 + 2) * 400 + (3 + 2) * 400 + (5 + 2) * 40 + (5 + 2) * 301
     # At 40, 80 and 100: parameters and AdamW's two moments.
     assert p.checkpoints == {"num": 3, "keep": 2, "bytes": 12 * p.num_parameters}
     assert f"checkpoints: 3 of {12 * p.num_parameters / 1e6:.1f} MB each, the newest 2 are kept" in table(p)

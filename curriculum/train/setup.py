@@ -24,7 +24,7 @@ from curriculum.errors import InputError
 from curriculum.model.lora import frozen_of
 from curriculum.model.model import Model, abstract_params, check_model
 from curriculum.model.transformer import transformer
-from curriculum.plan_warnings import few_scored_targets, schedule_warnings
+from curriculum.plan_warnings import few_scored_targets, left_over, schedule_warnings
 from curriculum.record.wandb_log import check_wandb
 from curriculum.scheduling import NO_PAST, Past, check_schedule
 from curriculum.train.abstract import abstract_on_mesh
@@ -83,6 +83,7 @@ class Setup:
             *(warning for warning in self.corpus.warnings if warning not in told),
             *schedule_warnings(self.config, schedule, self.corpus.tokens_per_epoch),
             *few_scored_targets(schedule, self.corpus.details),
+            *left_over(self.config, self.corpus.details),
         ]
 
     def compile_ahead(self, step: int) -> None:

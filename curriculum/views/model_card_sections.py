@@ -99,7 +99,7 @@ def training(run: Run, step: int, tokens_drawn: Mapping[str, int] | None, unknow
                 epochs if read else "not known",
             )
         )
-    header = ("source", "from", "documents", "tokens in it", "tokens read", "epochs")
+    header = ("source", "from", "documents", "tokens in it", "tokens read", "epochs read")
     return [*parts, table_of(header, rows, right=range(2, 6))]
 
 
