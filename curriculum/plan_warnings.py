@@ -160,7 +160,7 @@ def few_scored_targets(schedule: Schedule, details: Mapping[str, Mapping[str, An
 
 
 def left_over(config: Config, details: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """A warning for each source of which `packing.mode: stream` leaves out more than a hundredth.
+    """A warning for each source of which `packing.mode: stream` leaves out more than 2 %.
 
     What follows the last whole sequence is never read. `details` are those of a corpus.
     """
@@ -168,7 +168,7 @@ def left_over(config: Config, details: Mapping[str, Mapping[str, Any]]) -> Itera
         return
     for name, of_source in details.items():
         num_tokens, left = of_source["tokens"], of_source["tokens"] - of_source["tokens_per_epoch"]
-        if of_source["tokens_per_epoch"] and left > num_tokens / 100:
+        if of_source["tokens_per_epoch"] and left > num_tokens / 50:
             yield (
                 f"{name}: the last {left:,} of its {num_tokens:,} tokens are never read, as they fill no sequence of "
                 f"{config.longest_seq_len:,}; packing.mode: best_fit reads all, and shorter sequences leave out less"

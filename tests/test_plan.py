@@ -102,7 +102,7 @@ def test_a_source_that_repeats_beyond_its_max_epochs_is_told(tmp_path):
     assert warnings_of(2) == []
 
 
-def test_what_fills_no_sequence_is_told_if_it_is_more_than_a_hundredth(tmp_path):
+def test_what_fills_no_sequence_is_told_if_it_is_more_than_2_percent(tmp_path):
     """Of 1,000 tokens 999 are targets."""
 
     def told(seq_len, **packing):
