@@ -167,8 +167,9 @@ def left_over(config: Config, details: Mapping[str, Mapping[str, Any]]) -> Itera
     if config.packing.mode != "stream":
         return
     for name, of_source in details.items():
-        num_tokens, left = of_source["tokens"], of_source["tokens"] - of_source["tokens_per_epoch"]
-        if of_source["tokens_per_epoch"] and left > num_tokens / 50:
+        num_tokens, in_epoch = of_source["tokens"], of_source["tokens_per_epoch"]
+        left = num_tokens - in_epoch - 1  # the token after the last sequence is its last target
+        if in_epoch and left > num_tokens / 50:
             yield (
                 f"{name}: the last {left:,} of its {num_tokens:,} tokens are never read, as they fill no sequence of "
                 f"{config.longest_seq_len:,}; packing.mode: best_fit reads all, and shorter sequences leave out less"

@@ -114,8 +114,8 @@ def test_what_fills_no_sequence_is_told_if_it_is_more_than_2_percent(tmp_path):
         return [w for w in warnings if w.startswith("law: ") and "never read" in w]
 
     last = "as they fill no sequence of 300; packing.mode: best_fit reads all, and shorter sequences leave out less"
-    assert told(300) == [f"law: the last 100 of its 1,000 tokens are never read, {last}"]
-    assert told(99) == told(300, mode="best_fit") == []  # the last 10; none
+    assert told(300) == [f"law: the last 99 of its 1,000 tokens are never read, {last}"]
+    assert told(99) == told(300, mode="best_fit") == []  # the last 9; none
 
 
 def test_of_many_sources_that_are_read_too_often_one_warning_tells(tmp_path):
