@@ -223,6 +223,15 @@ def test_sets_of_few_documents_are_told(tmp_path):
     assert f"Few documents in val: {over}." in page
 
 
+def test_a_run_that_a_source_ended_says_so_and_how_it_goes_on(tmp_path):
+    path = write_run(tmp_path / "run", LOSSES, complete={"train_steps": 300})
+    (path / "config.yaml").write_text("name: x")
+    lines = shown(path)
+    early = "finished early, of 300 steps asked for: a source with on_exhaust: stop is used up"
+    assert f"progress step 100 of 100 (100.0 %), {early}; 10,000 tokens" in lines
+    assert "--resume latest --set sources.NAME.max_epochs=MORE\n" in lines and "train.steps=MORE" not in lines
+
+
 def test_of_many_phases_those_around_the_one_under_way_are_shown_and_of_many_sources_the_largest(tmp_path):
     mixture = {f"s{i:02}": 1.0 + i / 10 for i in range(16)}
     phases = [(f"p{i}", 10 * i, 10 * (i + 1), mixture) for i in range(60)]

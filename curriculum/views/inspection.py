@@ -81,6 +81,7 @@ def inspect_run(run: Run) -> dict[str, Any]:
             "total_steps": plan["total_steps"],
             "phase": current,
             "finished": run.complete is not None,
+            "ended_early_of": ended_early_of(run),
             "trained_by": trainer,
             "tokens": planned_tokens(plan, step),
             "elapsed_s": last["elapsed_s"],
@@ -263,7 +264,10 @@ def _commands(run: Run) -> dict[str, str]:
         commands["go on"] = f"{me} branch {own} --at {good} --run-dir NEW --set KEY=VALUE"
     elif (path / "config.yaml").exists() and not run.diverged:
         go_on = partial(resume_command, path / "config.yaml", path, run.store_dir, own_model=own_model)
-        if run.complete:
+        if ended_early_of(run):
+            more = ", with a higher max_epochs" if own_model else " --set sources.NAME.max_epochs=MORE"
+            commands["train longer"] = go_on() + more
+        elif run.complete:
             steps = checkpoint_steps(run.directory.checkpoints)
             step = longer_from(run.plan, steps)
             commands["train longer"] = go_on("latest" if step in (None, *steps[-1:]) else str(step), True)
@@ -275,6 +279,13 @@ def _commands(run: Run) -> dict[str, str]:
     if any(checkpoint_steps(place) for place in run.directory.places):
         commands["export"] = f"{me} export {own} --format {format_name} -o {shlex.quote(path.name + '-export')}"
     return commands
+
+
+def ended_early_of(run: Run) -> int | None:
+    """The steps that were asked for, if an exhausted source ended the run before; else None."""
+    complete = run.complete or {}
+    asked = complete.get("train_steps", 0)
+    return asked if asked > complete.get("total_steps", asked) else None
 
 
 def _longer_needs_jump(run: Run) -> bool:
@@ -351,7 +362,9 @@ def text(facts: Mapping[str, Any]) -> list[str]:
 def state_text(progress: Mapping[str, Any]) -> str:
     """Whether a run is finished, being trained, diverged or just not finished; unless finished, with its phase."""
     if progress["finished"]:
-        return "finished"
+        asked = progress["ended_early_of"]
+        why = f" early, of {asked:,} steps asked for: a source with on_exhaust: stop is used up" if asked else ""
+        return f"finished{why}"
     state = "diverged" if progress["diverged"] else "not finished"
     if progress["trained_by"]:
         state = f"being trained by {progress['trained_by']}"
