@@ -253,6 +253,8 @@ def test_what_the_plan_warns_of_is_said_at_the_start_too(tmp_path):
     setup.course.feed.close()
     warnings = fields.training_start(setup)["warnings"]
     assert [w for w in warnings if "scored target" in w] == few
+    tails = [w for w in warnings if "are never read" in w]
+    assert tails == [w for w in plan(config, store_dir=tmp_path / "store").warnings if "are never read" in w] and tails
     assert any("is read" in w and "above 4 epochs" in w for w in warnings)
     *planned, no_verdict = warnings
     data = replace(setup.corpus, warnings=("told", "new"))

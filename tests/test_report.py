@@ -290,7 +290,7 @@ def test_of_many_sets_one_drawing_shows_all_and_the_worst_have_their_own_first(t
     assert max(opacities) == 1.0 and 0.02 <= min(opacities) < 0.05
     alone = re.findall(r'aria-label="run: eval loss of (\w+)"', page)
     assert alone == [f"set_{i}" for i in range(14, 0, -1) if i != 3] + ["val", "set_3"]
-    assert page.index("3 more sets") < page.index("run: eval loss of set_1&quot;".replace("&quot;", '"'))
+    assert page.index("3 more sets") < page.index('run: eval loss of set_1"')
 
 
 def test_many_evals_share_columns(tmp_path):

@@ -14,10 +14,10 @@ from curriculum.plan_warnings import evalset_warnings
 from curriculum.run import load_run
 from curriculum.scheduling import num_due
 from curriculum.train.trainer import train
-from curriculum.train.watch import Watch, transfer_matrix
+from curriculum.train.watch import Watch, _newly_warned, transfer_matrix
 from evalsets.evalset import cut_windows
 from evalsets.metrics import WindowResults
-from evalsets.regressions import begin, observe
+from evalsets.regressions import OK, WARNED, begin, observe
 from evalsets.suite import Suite
 
 
@@ -61,6 +61,23 @@ def test_a_set_without_a_standard_error_has_no_intervals():
     assert known == {"value": 0.5, "interval": None, "best_phase": "start"}
     best_last = transfer_of([("a", 0, 1)], nats[1])
     assert best_last["sets"]["val"]["forgetting"] == {"value": 0.0, "interval": [0.0, 0.0], "best_phase": "a"}
+
+
+def test_of_many_sets_that_may_be_worse_those_with_the_largest_t_are_named():
+    def newly(t):
+        of_best = np.array([False, False, True])
+        return SimpleNamespace(
+            states_B=np.where(of_best, WARNED, OK),
+            states_before_B=np.full(3, OK),
+            t_B=np.array([9.0, 9.0, t]),
+            delta_B=np.array([0.0, 0.0, t / 10]),
+            critical=5.0,
+        )
+
+    (note,) = _newly_warned({f"s{i}": newly(2 + i / 10) for i in range(10)})
+    told = [f"s{i} {0.2 + i / 100:+.4f} against best (t {2 + i / 10:.1f}, an alarm above 5.0)" for i in range(9, 1, -1)]
+    assert note == f"worse, but it may be chance: {', '.join(told)}, 2 more"
+    assert _newly_warned({}) == []
 
 
 def test_a_memory_from_when_an_alarm_ended_below_its_own_rise_is_taken_up():
