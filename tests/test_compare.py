@@ -351,7 +351,7 @@ def test_the_past_that_branches_share(tmp_path):
     assert shared_past(runs["at_60"], of_branch) == 80 and shared_past(runs["at_20"], of_branch) == 20
     comparison = compare([trunk, at_60])
     assert comparison.shared == ({"runs": ("trunk", "at_60"), "step": 60},)
-    assert "trunk and at_60 are the same run up to step 60 and differ after it" in table(comparison)
+    assert "trunk and at_60 are the same run up to step 60, and separate runs after it" in table(comparison)
 
 
 def test_a_trunk_that_went_another_way_before_the_branching_shares_less(tmp_path):
@@ -365,7 +365,7 @@ def test_a_trunk_that_went_another_way_before_the_branching_shares_less(tmp_path
     events = write_run(trunk, other) / "events.jsonl"
     events.write_text(begun + "".join(events.read_text().splitlines(keepends=True)[1:]))
     assert shared_past(load_run(trunk), leaf) == 40 == shared_past(leaf, load_run(trunk))
-    assert "trunk and leaf are the same run up to step 40 and differ after it" in table(
+    assert "trunk and leaf are the same run up to step 40, and separate runs after it" in table(
         compare([trunk, tmp_path / "leaf"])
     )
     metrics = trunk / "metrics.jsonl"

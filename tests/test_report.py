@@ -163,7 +163,7 @@ def test_a_pointer_on_a_point_is_told_its_numbers(rich):
     told = re.findall(r'<circle cx="([^"]*)" cy="([^"]*)" r="6"><title>([^<]*)</title>', report([load_run(rich)]))
     at = {text: (float(x), float(y)) for x, y, text in told}
     val = summarise(windows(3 - 60 / 200, spread=0.1))
-    assert f"val, step 60: {val.loss:.4f} ± {val.sem:.4f}" in at and "ema, step 60: 2.5000" in at
+    assert f"val, step 60: {val.loss:.4f} (sem {val.sem:.4f})" in at and "ema, step 60: 2.5000" in at
     assert "lr, step 60: 7e-4" in at and "all, step 40: 1.0250" in at
     [x_20, x_60], [y_20, y_60] = zip(*(at[f"law, step {step}: {4 - step / 100:.4f}"] for step in (20, 60)), strict=True)
     assert x_20 < x_60 and y_20 < y_60  # a lower loss lies lower on the page

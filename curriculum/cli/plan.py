@@ -18,7 +18,7 @@ from curriculum.plan import Plan, plan
 from curriculum.record.events import record_name
 from curriculum.record.queries import beginning
 from curriculum.record.sentences import verdict
-from curriculum.record.wording import columns
+from curriculum.record.wording import columns, size_text
 from curriculum.remembered import config_going_on
 
 MAX_NAMED = 8  # more eval sets are counted, not named
@@ -150,7 +150,7 @@ def _checkpoints(checkpoints: dict[str, Any]) -> str:
     if num == 0:
         return "none ahead"
     kept = "the newest is kept" if keep == 1 else f"the newest {keep} are kept"
-    return f"{num:,}" + ("" if size is None else f" of {size / 1e6:,.1f} MB each") + f", {kept}"
+    return f"{num:,}" + ("" if size is None else f" of {size_text(size)} each") + f", {kept}"
 
 
 def _trained(p: Plan, start: int, end: int) -> str:

@@ -66,6 +66,30 @@ def duration(seconds: float) -> str:
     return f"{minutes}m" if minutes < 60 else f"{seconds / 3600:.1f}h"
 
 
+def moment(timestamp: str) -> str:
+    """`2026-11-25 18:40+01:00` of an event's timestamp; runs of one folder may come from machines of several zones."""
+    return f"{timestamp[:16]}{timestamp[19:]}".replace("T", " ")
+
+
+def percent_done(done: int, total: int, digits: int = 0) -> str:
+    """`99.9`: rounded down, so that only what is complete has 100."""
+    scale = 10**digits
+    return f"{100 * scale * done // total / scale:.{digits}f}"
+
+
+def epochs_text(epochs: float) -> str:
+    """`0.25`, `12.3`, `1,470`."""
+    return f"{epochs:.3g}" if epochs < 999.5 else f"{epochs:,.0f}"
+
+
+def size_text(num_bytes: float) -> str:
+    """`512 bytes`, `1.5 kB`, `1,234.5 GB`."""
+    for unit, unit_bytes in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= unit_bytes:
+            return f"{num_bytes / unit_bytes:,.1f} {unit}"
+    return f"{num_bytes} bytes"
+
+
 def listed(names: Sequence[str]) -> str:
     """`a`, `a and b`, `a, b and c`."""
     return " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)

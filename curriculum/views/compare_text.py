@@ -91,7 +91,7 @@ def notes(comparison: ComparedRuns) -> list[str]:
     lines = [f"{name}: not compared: {why}" for name, whys in comparison.refused.items() for why in whys]
     lines += [f"{name}: measured only by {', '.join(who)}" for name, who in comparison.only.items()]
     lines += [
-        f"{listed(runs)} are the same run up to step {step:,}{' and differ after it' if len(runs) == 2 else ''}"
+        f"{listed(runs)} are the same run up to step {step:,}{', and separate runs after it' if len(runs) == 2 else ''}"
         for step, runs in _families(comparison)
     ]
     lines += [

@@ -410,7 +410,7 @@ def _told(axes: Axes, curves: Sequence[Curve], x_label: str, text_of: Callable[[
         for x, y, sem in zip(*_kept(curve), strict=True):
             at_x, at_y = axes.transData.transform((x, y))
             if math.isfinite(y) and box.y0 <= at_y <= box.y1:
-                error = f" ± {loss(sem)}" if sem else ""
+                error = f" (sem {loss(sem)})" if sem else ""
                 text = escape(f"{curve.label}, {x_label} {x:,.0f}: {text_of(y)}{error}")
                 circles.append(f'<circle cx="{at_x:.1f}" cy="{height - at_y:.1f}" r="6"><title>{text}</title></circle>')
     return "\n".join(circles)

@@ -35,12 +35,15 @@ from curriculum.record.sentences import rise, sample_lines, skipped_line, verdic
 from curriculum.record.wording import (
     columns,
     duration,
+    epochs_text,
     few_documents,
     largest,
     listed,
     loss,
     mesh_text,
+    percent_done,
     signed,
+    size_text,
     smallest_rise,
     unseen,
 )
@@ -49,7 +52,6 @@ from curriculum.run_directory import step_folders
 
 _MOST_OFFENDERS = 12  # a line each
 _MOST_PHASES = 24  # a line each: those around the one under way
-_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
 def inspect_run(run: Run) -> dict[str, Any]:
@@ -297,13 +299,13 @@ def _longer_needs_jump(run: Run) -> bool:
 def text(facts: Mapping[str, Any]) -> list[str]:
     """The facts of `inspect_run` as lines of text."""
     progress = facts["progress"]
-    share = 100 * progress["step"] / progress["total_steps"]
+    step, total_steps = progress["step"], progress["total_steps"]
     devices = facts["devices"]
     times = "once" if progress["num_resumes"] == 1 else f"{progress['num_resumes']} times"
     resumed = f", resumed {times}" if progress["num_resumes"] else ""
     lines = [
         f"{facts['name']}  ({facts['path']})",
-        f"  progress      step {progress['step']:,} of {progress['total_steps']:,} ({share:.1f} %), "
+        f"  progress      step {step:,} of {total_steps:,} ({percent_done(step, total_steps, 1)} %), "
         f"{state_text(progress)}; {progress['tokens']:,} tokens",
         f"  time          begun {progress['started_at']}, last event {progress['last_event_at']}, "
         f"trained for {duration(progress['elapsed_s'])}{resumed}",
@@ -346,10 +348,8 @@ def text(facts: Mapping[str, Any]) -> list[str]:
             place = name if name == "checkpoints" else f"in {name}"
             lines.append(f"  {place:<14}{', '.join(map(str, steps)) or 'none'}")
     if num_bytes := facts["superseded_bytes"]:
-        size = next((f"{num_bytes / of:.1f} {unit}" for unit, of in _UNITS if num_bytes >= of), f"{num_bytes} bytes")
-        lines.append(
-            f"  superseded    {size} in {facts['path']}/superseded, set aside by resumes and rollbacks: may be deleted"
-        )
+        where = f"{facts['path']}/superseded, set aside by resumes and rollbacks: may be deleted"
+        lines.append(f"  superseded    {size_text(num_bytes)} in {where}")
     lines += [f"  damaged       {problem}" for problem in facts["problems"]]
     lines.append("")
     for what, command in facts["commands"].items():
@@ -448,7 +448,7 @@ def offender_in(event: Mapping[str, Any], o: Mapping[str, Any]) -> str:
 
 def _phase_lines(phases: list[dict[str, Any]]) -> list[str]:
     shapes = shapes_of(phases)
-    rows = [("phase", "steps", "", "rows x tokens" if any(shapes) else "", "mixture", "tokens read", "epochs so far")]
+    rows = [("phase", "steps", "", "rows x tokens" if any(shapes) else "", "mixture", "tokens read", "epochs used up")]
     under_way = next((i for i, phase in enumerate(phases) if not phase["done"]), len(phases) - 1)
     first = max(0, min(under_way - _MOST_PHASES // 2, len(phases) - _MOST_PHASES))
     last = first + _MOST_PHASES
@@ -462,7 +462,7 @@ def _phase_lines(phases: list[dict[str, Any]]) -> list[str]:
         mixture, *edited = _mixtures(phase, lambda share: f"{share:.4g}")
         read, so_far = phase["tokens"], phase["epochs"]
         tokens = ", ".join(largest(read, lambda name, read=read: f"{name} {read[name]:,}"))
-        epochs = ", ".join(largest(so_far, lambda name, so_far=so_far: f"{name} {so_far[name]:.3g}"))
+        epochs = ", ".join(largest(so_far, lambda name, so_far=so_far: f"{name} {epochs_text(so_far[name])}"))
         steps = f"{phase['start']:,} to {phase['end']:,}{ramp}"
         rows.append((phase["name"], steps, done, shape, mixture, tokens, epochs))
         rows += [("", "", "", "", later, "", "") for later in edited]

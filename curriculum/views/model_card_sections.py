@@ -25,7 +25,7 @@ from curriculum.record.queries import (
 )
 from curriculum.record.sentences import new_offenders, skipped_line, verdict
 from curriculum.record.windows import recorded_windows
-from curriculum.record.wording import WITH_SCATTER, interval_text, loss, signed, unseen
+from curriculum.record.wording import WITH_SCATTER, epochs_text, interval_text, loss, signed, unseen
 from curriculum.run import Run
 from curriculum.run_directory import read_arrays
 from curriculum.views.compare import paired
@@ -88,7 +88,7 @@ def training(run: Run, step: int, tokens_drawn: Mapping[str, int] | None, unknow
     for name in dict.fromkeys([*sources, *drawn]):
         source = sources.get(name) or begun_with.get(name)
         its, num = facts.get(name, {}), drawn.get(name, 0)
-        epochs = f"{num / its['tokens_per_epoch']:.3g}" if its.get("tokens_per_epoch") else "not known"
+        epochs = epochs_text(num / its["tokens_per_epoch"]) if its.get("tokens_per_epoch") else "not known"
         sizes = (f"{its[key]:,}" if key in its else "not known" for key in ("documents", "tokens"))
         rows.append(
             (

@@ -17,7 +17,17 @@ from markupsafe import Markup
 from curriculum.errors import InputError
 from curriculum.record.events import number
 from curriculum.record.queries import eval_points, shapes_of
-from curriculum.record.wording import duration, first_of, loss, mesh_text, printable, typed
+from curriculum.record.wording import (
+    duration,
+    epochs_text,
+    first_of,
+    loss,
+    mesh_text,
+    moment,
+    percent_done,
+    printable,
+    typed,
+)
 from curriculum.run import Run, load_run
 from curriculum.run_directory import write_text
 from curriculum.views import figures
@@ -106,11 +116,11 @@ def _of_run(run: Run, label: str) -> list[Markup]:
 
 def _header(run: Run, facts: Mapping[str, Any], label: str) -> Markup:
     progress, model = facts["progress"], facts["model"]
-    share = 100 * progress["step"] / progress["total_steps"]
-    lead = f"{facts['name']} · begun {progress['started_at'][:16].replace('T', ' ')} · {state_text(progress)}"
+    step, total_steps = progress["step"], progress["total_steps"]
+    lead = f"{facts['name']} · begun {moment(progress['started_at'])} · {state_text(progress)}"
     val = facts["evals"].get("val")
     shown: list[tuple[str, Any, Any]] = [
-        ("step", f"{progress['step']:,}", f"of {progress['total_steps']:,} ({share:.0f} %)"),
+        ("step", f"{step:,}", f"of {total_steps:,} ({percent_done(step, total_steps)} %)"),
         ("tokens", figures.short_count(progress["tokens"]), f"in {duration(progress['elapsed_s'])}"),
         ("parameters", figures.short_count(model["num_parameters"]), f"{model['num_parameters']:,}"),
     ]
@@ -273,12 +283,15 @@ def _epoch_table(facts: Mapping[str, Any]) -> Markup:
         cells = []
         for name in names:
             epochs = phase["epochs"].get(name)
-            below = "" if epochs is None else Markup("<br>") + tag("small", f"{epochs:.3g} epochs")
+            below = "" if epochs is None else Markup("<br>") + tag("small", f"{epochs_text(epochs)} epochs")
             cells.append(tag("td", figures.short_count(phase["tokens"].get(name, 0)), below, class_="n"))
         if others:
             cells.append(figures.short_count(sum(phase["tokens"].get(name, 0) for name in others)))
         rows.append((phase["name"] + so_far, *cells))
-    explained = "Tokens that each phase read from each source; below them, its epochs since the run's start."
+    explained = (
+        "Tokens that each phase read from each source; below them, how many epochs of it are used up since the run's "
+        "start, including what rollbacks and changes of length passed over."
+    )
     header = ("phase", *names, *([f"{len(others)} others"] if others else []))
     return tag("h3", "Epochs per source") + note(explained) + table_of_phases(header, rows)
 

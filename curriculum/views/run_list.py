@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from curriculum.errors import InputError
-from curriculum.record.wording import columns, loss
+from curriculum.record.wording import columns, loss, moment
 from curriculum.run import load_run, runs_below
 from curriculum.views.inspection import inspect_run, state_text
 
@@ -55,7 +55,7 @@ def runs_text(rows: Sequence[dict[str, Any]]) -> list[str]:
                 "-" if row["gold_step"] is None else f"{row['gold_step']:,}",
                 f"{len(row['regressed'])} sets" if row["regressed"] and len(row["regressed"]) > 2
                 else ", ".join(row["regressed"] or ()) or "-",
-                row["last_event_at"][:16].replace("T", " ") if known else "-",
+                moment(row["last_event_at"]) if known else "-",
                 row["state"],
             )
         )  # fmt: skip

@@ -1,0 +1,48 @@
+import pytest
+
+from curriculum.record.wording import epochs_text, moment, percent_done, size_text
+
+
+@pytest.mark.parametrize(
+    ("done", "total", "digits", "text"),
+    [(0, 3, 0, "0"), (2, 3, 0, "66"), (478, 480, 0, "99"), (480, 480, 0, "100"), (9999, 10000, 1, "99.9"),
+     (9995, 10000, 1, "99.9"), (10000, 10000, 1, "100.0"), (1, 3, 1, "33.3")],
+)  # fmt: skip
+def test_only_what_is_complete_has_100_per_cent(done, total, digits, text):
+    assert percent_done(done, total, digits) == text
+
+
+@pytest.mark.parametrize(
+    ("epochs", "text"),
+    [
+        (0.0, "0"),
+        (0.25, "0.25"),
+        (0.12345, "0.123"),
+        (12.34, "12.3"),
+        (999.4, "999"),
+        (999.6, "1,000"),
+        (1470.4, "1,470"),
+    ],
+)
+def test_epochs_have_three_digits_and_no_exponent(epochs, text):
+    assert epochs_text(epochs) == text
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (1500, "1.5 kB"),
+        (38_912, "38.9 kB"),
+        (5e6, "5.0 MB"),
+        (1.2345e12, "1,234.5 GB"),
+    ],
+)
+def test_a_size_has_the_unit_that_it_fills(num_bytes, text):
+    assert size_text(num_bytes) == text
+
+
+def test_a_moment_keeps_the_offset_of_its_zone():
+    assert moment("2026-11-25T18:40:59+01:00") == "2026-11-25 18:40+01:00"
+    assert moment("2026-11-25T18:40:59-09:30") == "2026-11-25 18:40-09:30"
