@@ -360,12 +360,12 @@ def test_what_happened_is_text(tmp_path):
 def test_how_the_sets_went_from_phase_to_phase_is_a_table(tmp_path):
     record = begin(tmp_path / "told")
     val = {
-        "start": 5.5, "loss": [4.0, 3.5],
+        "start": 5.5, "start_step": 0, "loss": [4.0, 3.5],
         "forgetting": {"value": 0.0, "interval": [0.0, 0.0], "best_phase": "domain"},
         "gain": {"value": 2.0, "interval": [1.75, 2.25]},
     }  # fmt: skip
     code = {
-        "start": 5.25, "loss": [None, "NaN"],
+        "start": 5.25, "start_step": 6, "loss": [None, "NaN"],
         "forgetting": {"value": "NaN", "interval": None, "best_phase": None},
         "gain": {"value": 0.5, "interval": None},
     }  # fmt: skip
@@ -379,7 +379,7 @@ def test_how_the_sets_went_from_phase_to_phase_is_a_table(tmp_path):
     assert step == 12 and text.decode().splitlines()[2:] == [
         "| after | step | val | code |",
         "|---|---|---|---|",
-        "| start | 0 | 5.5000 | 5.2500 |",
+        "| start | 0 | 5.5000 | 5.2500 at 6 |",
         "| foundation | 6 | 4.0000 | - |",
         "| domain | 12 | 3.5000 | nan |",
         "| **forgetting** |  | +0.0000 (95 % +0.0000 to +0.0000) | +nan |",

@@ -35,31 +35,32 @@ def test_a_set_without_a_standard_error_has_no_intervals():
     def results(step):
         return WindowResults(np.array([nats[step]]), tokens_N, tokens_N, 4 * tokens_N, document_N)
 
-    watched = begin(0, 0, np.array([nats[0]]), tokens_N)
+    watched = begin(7, 0, np.array([nats[0]]), tokens_N)
     for step in (1, 2):
         nats_N = results(step).nats_N
-        watched, _ = observe(watched, step, step - 1, nats_N, tokens_N, document_N, tolerance=0.01, level=0.0)
+        watched, _ = observe(watched, 7 + step, step - 1, nats_N, tokens_N, document_N, tolerance=0.01, level=0.0)
 
     def transfer_of(bounds, *nats):
         of_ends = {end: {"primary": np.array([n])} for (_, _, end), n in zip(bounds, nats, strict=True)}
         return transfer_matrix(bounds, Watch({"primary": watched}), of_ends, {"primary": results(0)})
 
-    found = transfer_of([("a", 0, 1), ("b", 1, 2)], *nats[1:])
+    found = transfer_of([("a", 0, 8), ("b", 8, 9)], *nats[1:])
     assert found == {
         "phases": ["a", "b"],
-        "steps": [1, 2],
+        "steps": [8, 9],
         "sets": {
             "val": {
                 "start": 3.0,
+                "start_step": 7,
                 "loss": [2.0, 2.5],
                 "forgetting": {"value": 0.5, "interval": None, "best_phase": "a"},
                 "gain": {"value": 0.5, "interval": None},
             }
         },
     }
-    known = transfer_of([("a", 0, 1)], 35.0)["sets"]["val"]["forgetting"]
+    known = transfer_of([("a", 0, 8)], 35.0)["sets"]["val"]["forgetting"]
     assert known == {"value": 0.5, "interval": None, "best_phase": "start"}
-    best_last = transfer_of([("a", 0, 1)], nats[1])
+    best_last = transfer_of([("a", 0, 8)], nats[1])
     assert best_last["sets"]["val"]["forgetting"] == {"value": 0.0, "interval": [0.0, 0.0], "best_phase": "a"}
 
 

@@ -30,7 +30,7 @@ from curriculum.record.append import Appender
 from curriculum.record.curves import all_sets, eval_curves, row_curves
 from curriculum.record.events import number
 from curriculum.record.sentences import shape_moves, verdict
-from curriculum.record.wording import loss, printable
+from curriculum.record.wording import epochs_text, loss, printable
 
 _MAIN = "."
 _HPARAM_SECTIONS = ("seed", "tokenizer", "model", "packing", "train", "optim", "adaptation", "averages", "mesh")
@@ -146,7 +146,7 @@ def _phase_switch_markdown(event: dict[str, Any]) -> str:
     ]
     for source in sorted({*before, *after}):
         shares = f"{before.get(source, 0.0):.4g} | {after.get(source, 0.0):.4g}"
-        read = f"{event['consumed'].get(source, 0)} | {event['epochs'].get(source, 0.0):.4g}"
+        read = f"{event['consumed'].get(source, 0)} | {epochs_text(event['epochs'].get(source, 0.0))}"
         lines.append(f"| {source} | {shares} | {read} |")
     return "\n".join(lines)
 
@@ -163,7 +163,8 @@ def _samples_markdown(event: dict[str, Any]) -> str:
 def _transfer_markdown(transfer: dict[str, Any]) -> str:
     """Every set's loss at every phase end, its forgetting and gain, from the `transfer` of `training_complete`."""
     sets = transfer["sets"]
-    rows = [("start", 0, *(loss(of_set["start"]) for of_set in sets.values()))]
+    added = {name: f" at {of_set['start_step']}" for name, of_set in sets.items() if of_set["start_step"]}
+    rows = [("start", 0, *(loss(of_set["start"]) + added.get(name, "") for name, of_set in sets.items()))]
     for i, (phase, step) in enumerate(zip(transfer["phases"], transfer["steps"], strict=True)):
         rows.append((phase, step, *(loss(of_set["loss"][i]) for of_set in sets.values())))
     for what in ("forgetting", "gain"):

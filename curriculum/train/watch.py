@@ -23,6 +23,7 @@ from evalsets.regressions import (
     OK,
     PHASE_START,
     REGRESSED,
+    START,
     WARNED,
     Change,
     Comparison,
@@ -294,6 +295,7 @@ def transfer_matrix(
         found = transfer(watch.sets[name], measured, result.tokens_N, result.document_N)
         sets[record_name(name)] = {
             "start": found.start,
+            "start_step": int(watch.sets[name].baseline_steps_B[START]),  # later than 0 if the set was added then
             "loss": found.losses,
             "forgetting": {
                 "value": found.forgetting.value,
