@@ -160,7 +160,7 @@ def test_query_key_and_value_joined_are_one_product():
             lowered = jax.jit(transformer(config).forward).lower(init_params(config, 0), TOKENS_BT, None, None)
         return lowered.as_text().count("dot_general")
 
-    assert num_products(GROUPED, "apart") - num_products(GROUPED, "joined") == 2 * GROUPED.n_layer
+    assert num_products(GROUPED, "apart") - num_products(GROUPED, "joined") == 2  # blocks are lowered once
     adapted = replace(GROUPED, lora=LoraConfig(rank=2, targets=("query",)))
     assert num_products(adapted, "joined") == num_products(adapted, "apart") > 0
 
@@ -188,7 +188,7 @@ def test_a_scanned_program_holds_one_layer_however_many_there_are():
     def num_products(num_layers, layers):
         config = replace(GROUPED, n_layer=num_layers, layers=layers)
         lowered = jax.jit(transformer(config).forward).lower(init_params(config, 0), TOKENS_BT, None, None)
-        return lowered.as_text().count("dot_general")
+        return lowered.compile().as_text().count(" dot(")
 
     assert num_products(2, "scanned") == num_products(5, "scanned") > 0
     assert num_products(5, "unrolled") == 2.5 * num_products(2, "unrolled")

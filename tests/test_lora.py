@@ -194,7 +194,7 @@ def test_in_bfloat16_the_adapters_are_too():
     params = noisy_params(config)
     program = jax.jit(partial(forward, config)).lower(params, INPUTS_BT).as_text()
     products = re.findall(r"dot_general.*-> tensor<21x3x(\w+)>", program)
-    assert len(products) == 14 and set(products) == {"bf16"}
+    assert len(products) == 7 and set(products) == {"bf16"}  # blocks are lowered once
     expected = logits(LLAMA, params)
     assert np.abs(logits(config, params).astype(np.float32) - expected).max() < 0.05 * np.abs(expected).max()
 
