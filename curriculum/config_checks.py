@@ -101,12 +101,16 @@ def _check_schedule(v):
 
 def _check_evalsets(v):
     section = v["evalsets"]
+    spelt: dict[str, str] = {}
     for name, source in section.sets.items():
-        path = f"evalsets.sets.{name}"
+        path, lower = f"evalsets.sets.{name}", name.lower()
         if not NAME.fullmatch(name):
             yield path, f"got the name {name!r}, {EXPECTED_NAME}"
-        elif name in (PRIMARY, "val", "duration_s") or name.endswith(_METRICS):
+        elif lower in (PRIMARY, "val", "duration_s") or lower.endswith(_METRICS):
             yield path, f"the name {name!r} is reserved for the record; expected another one"
+        elif spelt.setdefault(lower, name) != name:
+            why = "each set has a folder in tensorboard/, and a disk may not tell upper and lower case apart"
+            yield path, f"differs from {spelt[lower]!r} by case alone, expected another name: {why}"
         if source.every is not None and source.every % section.every:
             got = f"got {source.every}, expected a multiple of evalsets.every ({section.every})"
             yield f"{path}.every", got

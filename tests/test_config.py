@@ -112,6 +112,8 @@ def test_json_round_trip_gives_an_equal_config(folder):
         ("every: 200", "every: 150", "evalsets.sets.law.every: got 150, expected a multiple of evalsets.every (100)"),
         ("sets: {law:", "sets: {a/b:", "evalsets.sets.a/b: got the name 'a/b', expected letters, digits"),
         ("sets: {law:", "sets: {law_sem:", "the name 'law_sem' is reserved for the record"),
+        ("sets: {law:", "sets: {Val:", "evalsets.sets.Val: the name 'Val' is reserved for the record"),
+        ("every: 200}}", "every: 200}, LAW: {held_out_of: web}}", "evalsets.sets.LAW: differs from 'law' by case alone, expected another name: each set has a folder"),
         ("batch_size: 8", "batch_size: 8, grad_accum: 3", "train.grad_accum: got 3, expected a divisor of train.batch"),
         ("seq_len: 64", "seq_len: 9999", "train.seq_len: got 9999 for phases without their own (a, b), expected at most the model's max_seq_len (1024)"),
         ("name: example", "name: a b", "c.yaml:1:1: name: got 'a b', expected letters"),
