@@ -495,7 +495,7 @@ def test_what_cannot_be_compared_is_said(tmp_path, pair):
     first, second = pair
     with pytest.raises(InputError, match="got 1 run, expected two or more"):
         compare([first])
-    with pytest.raises(InputError, match="--at epochs: expected tokens or step"):
+    with pytest.raises(InputError, match="--at epochs: expected tokens, step, or the number of a step"):
         compare(pair, at="epochs")
     with pytest.raises(InputError, match="nowhere: holds no run"):
         compare([first, tmp_path / "nowhere"])
@@ -563,6 +563,18 @@ def test_windows_that_contradict_the_record_are_said(tmp_path):
     assert only(compare([other, run])).difference.delta == pytest.approx(4e-7, rel=1e-6)
 
 
+def test_runs_are_compared_at_a_step_that_is_asked_for(tmp_path):
+    falling = {"val": lambda step: 4.0 - step / 100}
+    runs = [write_run(tmp_path / name, falling) for name in ("first", "second")]
+    comparison = compare(runs, at=50)
+    assert [m.step for m in comparison.sets[0].runs] == [40, 40] and (comparison.at, comparison.common) == ("step", 50)
+    assert table(comparison)[0] == "Each run is compared by its last eval at or before 50 steps."
+    assert [m.step for m in compare(runs, at=10**9).sets[0].runs] == [100, 100]
+    late = write_run(tmp_path / "late", {"late": lambda step: 4.0 if step >= 40 else None})
+    with pytest.raises(InputError, match="late: has no eval at or before 20 steps$"):
+        compare([late, late], at=20)
+
+
 def test_the_command_prints_a_table_or_json_and_needs_no_jax(pair):
     code, out, _, modules = command("compare", *pair)
     assert code == 0 and not modules & {"jax", "matplotlib", "pydantic"} and "numpy" in modules
@@ -582,7 +594,7 @@ def test_the_command_prints_a_table_or_json_and_needs_no_jax(pair):
         (["nowhere", "nowhere"], "error: nowhere: holds no run"),
         (["only-one"], "error: nowhere"),
         ([], "Missing argument 'RUN RUN...'"),
-        (["a", "b", "--at", "epochs"], "'epochs' is not one of 'tokens', 'step'"),
+        (["only-one", "only-one", "--at", "epochs"], "error: --at epochs: expected tokens, step, or the number of a step"),
     ],
 )
 def test_wrong_input_exits_with_2(pair, arguments, said):

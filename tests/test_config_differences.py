@@ -11,21 +11,22 @@ from curriculum.views.compare import compare
 from curriculum.views.compare_text import table
 from curriculum.views.config_differences import config_differences, rows
 
+A, B, NEW = ({"name": name, "mixture": {"web": 1.0}} for name in ("a", "b", "new"))
 LAW = {"path": None, "held_out_of": "law"}
 FIRST = {
     "sources": {"web": {"path": "web", "max_epochs": None}},
-    "phases": [{"name": "a", "until": 6, "lr": None}, {"name": "b", "until": "end", "lr": {"peak": 1.0}}],
+    "phases": [{**A, "until": 6, "lr": None}, {**B, "until": "end", "lr": {"peak": 1.0}}],
     "evalsets": {"every": 3, "seq_len": None, "sets": {}},
     "name": "one",
 }
 SECOND = {
     "sources": {"web": {"path": "web", "max_epochs": 2}},
-    "phases": [{"name": "new", "until": 2, "lr": None}, {"name": "b", "until": "end", "lr": {"peak": 2.0}}],
+    "phases": [{**NEW, "until": 2, "lr": None}, {**B, "until": "end", "lr": {"peak": 2.0}}],
     "evalsets": {"every": 3, "seq_len": None, "sets": {"law": LAW}},
     "name": "two",
     "extra": {"null": None},
 }
-THIRD = {**FIRST, "phases": [FIRST["phases"][0], {"name": "b", "until": "end", "lr": None}], "mesh": {"data": [1, 2]}}
+THIRD = {**FIRST, "phases": [FIRST["phases"][0], {**B, "until": "end", "lr": None}], "mesh": {"data": [1, 2]}}
 
 
 def differing(*configs: dict) -> list[tuple]:
@@ -39,12 +40,26 @@ def differing(*configs: dict) -> list[tuple]:
 def test_every_key_that_differs_is_told_by_its_path_and_phases_by_name():
     assert differing(FIRST, SECOND) == [
         ("sources.web.max_epochs", None, 2),
+        ("phases.a.mixture.web", 1.0, None),
         ("phases.a.until", 6, None),
         ("phases.b.lr.peak", 1.0, 2.0),
+        ("phases.new.mixture.web", None, 1.0),
         ("phases.new.until", None, 2),
         ("evalsets.sets.law.held_out_of", None, "law"),
     ]
     assert differing(FIRST, THIRD, FIRST) == [("phases.b.lr.peak", 1.0, None, 1.0), ("mesh.data", None, [1, 2], None)]
+
+
+def test_mixtures_are_compared_as_shares_however_they_are_written():
+    def written(**mixture):
+        return {**FIRST, "phases": [{**A, "mixture": mixture}]}
+
+    shares = written(web=0.7, law=0.2, code=0.1)
+    assert differing(shares, written(web=70.0, law=20.0, code=10.0), written(web=7, law=2, code=1, books=0)) == []
+    assert differing(shares, written(web=60.0, law=30.0, code=10.0)) == [
+        ("phases.a.mixture.web", 0.7, 0.6),
+        ("phases.a.mixture.law", 0.2, 0.3),
+    ]
 
 
 def test_of_what_only_some_runs_have_the_defaults_are_left_out():

@@ -12,10 +12,11 @@ import click
 @click.argument("runs", nargs=-1, required=True, metavar="RUN RUN...", type=click.Path(path_type=Path))
 @click.option(
     "--at",
-    type=click.Choice(["tokens", "step"]),
+    metavar="tokens|step|STEP",
     default="tokens",
     show_default=True,
-    help="Compare at equal tokens or steps; a run that another began from is taken at the step where that one began.",
+    help="Compare at equal tokens or steps, the most that all have, or at this step; a run that another began from is "
+    "taken at the step where that one began.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the comparison as JSON.")
 def command(runs, at, as_json):
@@ -23,7 +24,7 @@ def command(runs, at, as_json):
     from curriculum.views.compare import compare
     from curriculum.views.compare_text import table
 
-    comparison = compare(runs, at=at)
+    comparison = compare(runs, at=int(at) if at.isdecimal() else at)
     if as_json:
         click.echo(json.dumps(comparison.to_json(), indent=2, allow_nan=False))
     else:

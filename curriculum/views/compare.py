@@ -93,8 +93,9 @@ class ComparedSet:
 class ComparedRuns:
     """The result of `compare`.
 
-    at, common: the unit, `tokens` or `step`, and how many of them: where the shortest run was last measured, among
-    those that share a set with another and are no base. A run enters with its last eval at or before that many.
+    at, common: the unit, `tokens` or `step`, and how many of them: as `asked` for, or where the shortest run was last
+    measured, among those that share a set with another and are no base. A run enters with its last eval at or before
+    that many.
     alone: runs that share no set with another; they enter with their last eval.
     begun: {run, base, step} for each run that began with the parameters of another, directly or through other runs. A
     base enters with its last eval at or before that step, or the latest such step if several runs began from it.
@@ -108,6 +109,7 @@ class ComparedRuns:
 
     at: str
     common: int
+    asked: bool
     runs: tuple[dict[str, Any], ...]
     sets: tuple[ComparedSet, ...]
     refused: dict[str, tuple[str, ...]]
@@ -127,20 +129,21 @@ class ComparedRuns:
         return plain(asdict(self))
 
 
-def compare(run_dirs: Sequence[str | os.PathLike], *, at: str = "tokens") -> ComparedRuns:
-    """Compare run directories by their last evals at or before the common `tokens` or `step`.
+def compare(run_dirs: Sequence[str | os.PathLike], *, at: str | int = "tokens") -> ComparedRuns:
+    """Compare run directories by their last evals at or before the common `tokens` or `step`, or a given step.
 
     Raises InputError if a directory cannot be read, no two runs share a set, or an eval or its windows are missing.
     """
     return compare_runs([load_run(path) for path in run_dirs], at=at)
 
 
-def compare_runs(runs: Sequence[Run], *, at: str = "tokens") -> ComparedRuns:
+def compare_runs(runs: Sequence[Run], *, at: str | int = "tokens") -> ComparedRuns:
     """`compare` for runs that are loaded already. The same run may be given twice."""
     if len(runs) < 2:
         raise InputError(f"got {len(runs)} run, expected two or more to compare")
-    if at not in ("tokens", "step"):
-        raise InputError(f"--at {at}: expected tokens or step")
+    if not isinstance(at, int) and at not in ("tokens", "step"):
+        raise InputError(f"--at {at}: expected tokens, step, or the number of a step")
+    asked, at = (at, "step") if isinstance(at, int) else (None, at)
     sides = [_side(name, run) for name, run in zip(labels(runs), runs, strict=True)]
     sharing = {sides[i] for group in same_text([side.hashes for side in sides]) if len(group) > 1 for i in group}
     begun = tuple(
@@ -150,7 +153,8 @@ def compare_runs(runs: Sequence[Run], *, at: str = "tokens") -> ComparedRuns:
     )
     base_steps = _base_steps(begun)
     free = [side for side in sides if side in sharing and side.name not in base_steps] or sides
-    common = min(max(getattr(p, at) for of_set in side.points.values() for p in of_set) for side in free)
+    shortest = min(max(getattr(p, at) for of_set in side.points.values() for p in of_set) for side in free)
+    common = shortest if asked is None else asked
     counting = {}
     for side in sides:
         of_base = side.name in base_steps
@@ -158,8 +162,8 @@ def compare_runs(runs: Sequence[Run], *, at: str = "tokens") -> ComparedRuns:
         counting[side] = _last_points(side, "step" if of_base else at, most)
         if not counting[side]:
             unit = "tokens" if at == "tokens" and not of_base else "steps"
-            where = f"at or before {most:,} {unit}, where another run {'begins' if of_base else 'ends'}"
-            raise InputError(f"{side.run.directory.path}: has no eval {where}")
+            why = ", where another run begins" if of_base else ", where another run ends" if asked is None else ""
+            raise InputError(f"{side.run.directory.path}: has no eval at or before {most:,} {unit}{why}")
 
     sets, refused, only = [], {}, {}
     for group in same_text([{name: side.hashes[name] for name in last} for side, last in counting.items()]):
@@ -189,6 +193,7 @@ def compare_runs(runs: Sequence[Run], *, at: str = "tokens") -> ComparedRuns:
     return ComparedRuns(
         at=at,
         common=common,
+        asked=asked is not None,
         runs=tuple(
             {
                 "name": side.name,

@@ -69,16 +69,16 @@ def _in_short(compared: ComparedSet) -> str:
 def which_evals(comparison: ComparedRuns) -> str:
     """Which evals are compared, in whole sentences."""
     common = f"{comparison.common:,} {'tokens' if comparison.at == 'tokens' else 'steps'}"
+    if not comparison.asked:
+        common += f", where the shortest{' that shares a set' if comparison.alone else ''} was last measured"
     sentences = []
     for base, step in comparison.base_steps.items():
         begun = [pair["run"] for pair in comparison.begun if (pair["base"], pair["step"]) == (base, step)]
         sentences.append(
             f"{base} is compared by its last eval at or before step {step:,}, where {listed(begun)} began."
         )
-    each, shortest = "Each other run" if sentences else "Each run", "the shortest"
-    if comparison.alone:
-        shortest += " that shares a set"
-    sentences.append(f"{each} is compared by its last eval at or before {common}, where {shortest} was last measured.")
+    each = "Each other run" if sentences else "Each run"
+    sentences.append(f"{each} is compared by its last eval at or before {common}.")
     if comparison.alone:
         one = len(comparison.alone) == 1
         count = "shares no set: its last eval is used." if one else "share no set: their last evals are used."

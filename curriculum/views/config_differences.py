@@ -11,6 +11,7 @@ from curriculum.config_sections import EvalSource
 from curriculum.data.sources import SourceConfig
 from curriculum.record.wording import printable
 from curriculum.run import Run
+from phases.mixture import normalised
 from phases.schedule import Phase
 
 _ENTRIES = {"sources": SourceConfig, "evalsets.sets": EvalSource, "phases": Phase}  # what each entry of a section is
@@ -21,7 +22,8 @@ def config_differences(runs: Sequence[Run], names: Sequence[str]) -> tuple[dict[
     """{key, values} for every key that differs, except the run's `name`, and the defaults of what not all runs have.
 
     `key` is the dotted path, with phases by name; `values` has each run's value, None if it is null or absent. Model
-    fields that a config leaves out have the values that the run gave them. A phase that configs declare alike may have
+    fields that a config leaves out have the values that the run gave them. Mixtures are shares of 1, however a config
+    writes them. A phase that configs declare alike may have
     other steps, as in a branch of a run that was extended: they come last, as `phases.NAME, its steps`.
     """
     configs = [_by_name(_spelled_out(run)) for run in runs]
@@ -59,7 +61,10 @@ def _spelled_out(run: Run) -> dict[str, Any]:
 
 
 def _by_name(config: Mapping[str, Any]) -> dict[str, Any]:
-    phases = {phase["name"]: {k: v for k, v in phase.items() if k != "name"} for phase in config["phases"]}
+    phases = {}
+    for phase in config["phases"]:
+        shares = {source: round(share, 12) for source, share in normalised(phase["mixture"]).items()}
+        phases[phase["name"]] = {k: v for k, v in phase.items() if k != "name"} | {"mixture": shares}
     return {key: phases if key == "phases" else section for key, section in config.items() if key != "name"}
 
 
