@@ -60,8 +60,8 @@ class Comparison(NamedTuple):
     interval of delta; the state before and after; the step at which the standing alarm was raised, or -1.
     Of the set, [...]: `loss`; `nu`, the jitter's degrees of freedom (below 3 the jitter is not measured but taken as
     twice the item error); `df`, and `critical`, which t must exceed for an alarm; `detectable`, see `observe`;
-    `too_small`, whether the item error alone makes the detectable rise more than twice the tolerance; `spent`, how much
-    of the run's false-alarm probability this eval used.
+    `too_small`, whether the item error alone makes the detectable rise more than twice the tolerance; `unlearned`, see
+    `observe`; `spent`, how much of the run's false-alarm probability this eval used.
     For all: `clusters` ('documents' or 'blocks') and their number; `no_verdict`, why no verdict is possible, or None.
     """
 
@@ -83,6 +83,7 @@ class Comparison(NamedTuple):
     critical: np.ndarray
     detectable: np.ndarray
     too_small: np.ndarray
+    unlearned: np.ndarray
     spent: np.ndarray
     clusters: str
     num_clusters: int
@@ -121,6 +122,7 @@ def observe(
     *,
     tolerance: float,
     level: float,
+    untaught: bool = False,
 ) -> tuple[Watched, Comparison]:
     """Compare an eval with the baselines, then remember it. `phase_index` is as in `begin`.
 
@@ -130,6 +132,10 @@ def observe(
     below 1 by each of three errors: the present one, that of the alarm, and that of unmeasured jitter. A large rise
     inflates the scatter too, and more noise is no recovery. If only the baseline is not finite, no alarm is raised and
     a standing one ends. At a level of 0 or less a set regresses only if its loss is not finite.
+
+    `untaught`: the eval at step 0 was of random parameters, and nothing like the set's text was trained on since. If
+    the set has never been below that eval either, it is `unlearned`: there is nothing that could be lost, and it
+    regresses only if its loss is not finite.
 
     `detectable` is the smallest rise above the best eval that the next eval would show with 80 % power if it had the
     errors of this one: tolerance + (critical + t_0.8) SE. It refers to the best eval for two reasons: a rise above
@@ -157,10 +163,12 @@ def observe(
         too_small = (of_items * sem_item_B[..., BEST] > tolerance) & (tolerance > 0) & (level > 0)
 
     before_B = watched.states_B
-    worse_B = (t_B > critical[..., None]) | ~np.isfinite(loss)[..., None]
+    unlearned = np.asarray(untaught & (watched.baseline_steps_B[..., BEST] == 0))
+    learned_B = ~unlearned[..., None]
+    worse_B = (learned_B & (t_B > critical[..., None])) | ~np.isfinite(loss)[..., None]
     at_most_B = np.minimum(watched.recovery_deltas_B, tolerance + _RECOVER_T * _unmeasured_sem(sem_item_B))
     stays_B = (before_B == REGRESSED) & ((t_B >= _RECOVER_T) | (delta_B > at_most_B))
-    milder_B = np.where(t_B > _WARN_T, WARNED, OK)
+    milder_B = np.where(learned_B & (t_B > _WARN_T), WARNED, OK)
     states_B = np.where(worse_B | stays_B, REGRESSED, milder_B).astype(np.int8)
     since_B = np.where(before_B == REGRESSED, watched.first_steps_B, step)
     first_steps_B = np.where(states_B == REGRESSED, since_B, -1)
@@ -185,7 +193,8 @@ def observe(
         critical=critical,
         detectable=detectable,
         too_small=too_small,
-        spent=level * _num_distinct(watched.baseline_steps_B, ~np.isnan(t_B)),
+        unlearned=unlearned,
+        spent=level * _num_distinct(watched.baseline_steps_B, learned_B & ~np.isnan(t_B)),
         clusters=kind,
         num_clusters=num_clusters,
         no_verdict=_no_verdict(num_clusters, level),
@@ -263,7 +272,7 @@ class Change(NamedTuple):
 class Transfer(NamedTuple):
     """One set over the phases: its loss at the start and at each phase end (None if not measured).
 
-    forgetting: last - best over the start and the phase ends, 0 or more: what a run begins with can be forgotten too.
+    forgetting: last - best over the phase ends and the start, if it knew anything: 0 or more.
     gain: start - last, positive if the set got better.
     best: where the loss was lowest, 0 at the start, i at the end of phase i - 1; None if no loss is finite.
     """
@@ -276,18 +285,25 @@ class Transfer(NamedTuple):
 
 
 def transfer(
-    watched: Watched, ends: Sequence[np.ndarray | None], tokens_N: np.ndarray, document_N: np.ndarray
+    watched: Watched,
+    ends: Sequence[np.ndarray | None],
+    tokens_N: np.ndarray,
+    document_N: np.ndarray,
+    *,
+    from_scratch: bool = False,
 ) -> Transfer:
     """How a set's loss changed over the phases, from its nats at the end of each (None if not measured).
 
     `watched` is the set's memory after the last eval, without leading axes: it has the start and the scatter of the
     checkpoints. The set must be measured at the end of the last phase. The difference of a checkpoint from itself is 0,
-    without error.
+    without error. `from_scratch`: an eval at step 0 was of random parameters, which know nothing that could be
+    forgotten.
     """
     start_N, last_N = watched.baseline_nats_BN[START], ends[-1]
     measured = [start_N, *ends]
     losses = [None if nats_N is None else float(_loss(nats_N, tokens_N)) for nats_N in measured]
-    finite = [i for i, loss in enumerate(losses) if loss is not None and math.isfinite(loss)]
+    first = int(from_scratch and watched.baseline_steps_B[START] == 0)
+    finite = [i for i, loss in enumerate(losses) if i >= first and loss is not None and math.isfinite(loss)]
     best = min(finite, key=losses.__getitem__, default=None)
 
     def change(now_N: np.ndarray, before_N: np.ndarray) -> Change:

@@ -542,6 +542,29 @@ def test_leading_axes_equal_single_runs_bit_for_bit():
         assert ratio_X[one] == np.sum(nats_EXN[9][one]) / tokens_N.sum()
 
 
+def test_a_set_that_nothing_was_taught_of_is_no_worse_until_it_has_been_better():
+    tokens_N, document_N = regular()
+
+    def observed(*losses, start=0):
+        """The states against the three baselines, with each loss `untaught`; what the last comparison found."""
+        watched = begin(start, -1 if start == 0 else 0, alternating(3.0, 0.01, tokens_N), tokens_N)
+        for step, loss in enumerate(losses, start + 1):
+            nats_N = alternating(loss, 0.02, tokens_N)
+            watched, seen = observe(
+                watched, step, 0, nats_N, tokens_N, document_N, tolerance=0.01, level=LEVEL, untaught=True
+            )
+        return watched.states_B.tolist(), seen
+
+    states, seen = observed(4.0, 5.0)
+    assert states == [OK] * 3 and seen.unlearned and seen.spent == 0 and (seen.t_B > seen.critical).all()
+    states, seen = observed(2.9, 4.0)  # it has been better
+    assert states == [REGRESSED] * 3 and not seen.unlearned and seen.spent > 0
+    states, seen = observed(math.inf)
+    assert states == [REGRESSED] * 3
+    states, seen = observed(4.0, start=5)  # it was added then: what it is compared with is trained
+    assert states == [REGRESSED] * 3 and not seen.unlearned
+
+
 # Transfer
 
 
@@ -591,6 +614,12 @@ def test_transfer_without_a_loss_or_without_a_doubt():
         watched, [tokens_N * 5.0, tokens_N * 4.5], tokens_N, document_N
     )  # the start was never reached again
     assert known.best == 0 and known.forgetting == (0.5, 0.5, 0.5) and known.gain == (-0.5, -0.5, -0.5)
+    # Random parameters know nothing; what a set that is added later begins with is known.
+    ends = [tokens_N * 4.25, tokens_N * 4.5]
+    random = transfer(watched, ends, tokens_N, document_N, from_scratch=True)
+    assert random.best == 1 and random.forgetting == (0.25, 0.25, 0.25) and random.gain == (-0.5, -0.5, -0.5)
+    added = transfer(begin(9, 0, tokens_N * 4.0, tokens_N), ends, tokens_N, document_N, from_scratch=True)
+    assert added.best == 0 and added.forgetting == (0.5, 0.5, 0.5)
     unmeasured = begin(0, 0, tokens_N * math.nan, tokens_N)
     dead = transfer(unmeasured, [tokens_N * math.nan], tokens_N, document_N)
     assert dead.best is None and np.isnan([*dead.forgetting, *dead.gain, *dead.losses]).all()

@@ -42,7 +42,9 @@ def test_a_set_without_a_standard_error_has_no_intervals():
 
     def transfer_of(bounds, *nats):
         of_ends = {end: {"primary": np.array([n])} for (_, _, end), n in zip(bounds, nats, strict=True)}
-        return transfer_matrix(bounds, Watch({"primary": watched}), of_ends, {"primary": results(0)})
+        return transfer_matrix(
+            bounds, Watch({"primary": watched}), of_ends, {"primary": results(0)}, from_scratch=False
+        )
 
     found = transfer_of([("a", 0, 8), ("b", 8, 9)], *nats[1:])
     assert found == {
@@ -176,6 +178,38 @@ def test_a_set_that_was_gone_at_the_switch_is_compared_with_its_own_first_eval_i
         ("eval_recovered", 7, [("start", 0), ("best", 1)]),
         ("eval_regression", 8, [("start", 0), ("phase_start", 7), ("best", 7)]),
     ]
+
+
+def test_a_set_above_the_untrained_model_raises_no_alarm_before_its_source_is_read(tmp_path, monkeypatch):
+    measured, evals = Suite.run, []
+
+    def rising(self, params, names=None):
+        """The set law rises from eval to eval; val does not change."""
+        results = measured(self, params, names)
+        evals.append(results)
+        nats_N = (1 + 0.1 * len(evals)) * evals[0]["law"].nats_N
+        return {"primary": evals[0]["primary"], "law": results["law"]._replace(nats_N=nats_N)}
+
+    monkeypatch.setattr(Suite, "run", rising)
+    data = tiny_data(
+        write_corpus(tmp_path),
+        phases=[
+            {"name": "a", "until": 4, "mixture": {"web": 1.0}},
+            {"name": "b", "until": "end", "mixture": {"law": 1.0}},
+        ],
+        evalsets={"every": 1, "primary": {"held_out_of": "web"}, "sets": {"law": {"held_out_of": "law"}}},
+        train={"steps": 8, "batch_size": 4, "seq_len": 32},
+    )
+    train(build_config(data), tmp_path / "run", store_dir=tmp_path / "store")
+    events = load_run(tmp_path / "run").events
+    notes = [(e["step"], note) for e in events for note in e.get("notes", []) if "untrained" in note]
+    (step, note), (alarm, *_) = *notes, [e for e in events if e["event"] == "eval_regression"]
+    assert (
+        step == 1
+        and note.startswith("above the untrained model: law +0.")
+        and note.endswith("; no alarm, as their source has not been read yet")
+    )
+    assert alarm["step"] == 5 and {o["set"] for o in alarm["offenders"]} == {"law"}
 
 
 def test_an_alarm_tells_of_a_source_that_is_gone(tmp_path, monkeypatch):

@@ -171,7 +171,8 @@ def _transfer_markdown(transfer: dict[str, Any]) -> str:
         rows.append((f"**{what}**", "", *(_change(of_set[what]) for of_set in sets.values())))
     lines = [
         "Loss of each eval set at the end of each phase, nats per token. Forgetting: the last loss minus the lowest of "
-        "the start and the phase ends. Gain: the loss at the start minus the last; positive is better.",
+        "the phase ends, and of the start unless that was random. Gain: the loss at the start minus the last; positive "
+        "is better.",
         "",
         f"| after | step | {' | '.join(sets)} |",
         f"|---|---|{'---|' * len(sets)}",

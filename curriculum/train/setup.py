@@ -60,6 +60,11 @@ class Setup:
     device_lines: list[str]  # for the console
     store_dir: str  # as the caller gave it
 
+    @property
+    def from_scratch(self) -> bool:
+        """Whether the run began with random parameters. Those of a custom model may be trained."""
+        return self.lineage is None and self.config.model is not None
+
     def update_at(self, step: int) -> Callable[..., TrainState]:
         """Update `step`, compiled: (state, batch, *knobs) -> state. The state passed in is donated.
 

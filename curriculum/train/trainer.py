@@ -259,7 +259,8 @@ def _complete(run: Running) -> dict[str, Any]:
     # Of many phases and windows, all fields of their results would take gigabytes.
     nats = {end: {name: r.nats_N for name, r in run.results.read(end).items()} for end in course.phase_ends}
     last = run.results.read(total_steps)
-    transfer = transfer_matrix(course.schedule.phase_bounds, run.history.watch, nats, last)
+    bounds, watch = course.schedule.phase_bounds, run.history.watch
+    transfer = transfer_matrix(bounds, watch, nats, last, from_scratch=setup.from_scratch)
     complete = fields.training_complete(setup, run.history, transfer, run.record.elapsed_s, run.state)
     event = run.record.event("training_complete", total_steps, **complete)
     try:

@@ -40,6 +40,7 @@ _NATS = "baseline_nats_BN"  # a field of Watched that is saved as an array, the 
 # Older ledgers have the rise that raised an alarm: there the alarm ends below that rise.
 _FORMERLY = {"first_deltas_B": "recovery_deltas_B"}
 _NO_ERROR_LEFT = "(no error is left)"  # cannot be the name of a set
+_ABOVE_UNTRAINED = "(above the untrained model) "  # and a set's name
 
 
 class RegressionStop(Exception):
@@ -145,6 +146,7 @@ class Watch:
         level = error_level(setup.config.evalsets.regression.confidence, self.spent, planned, left) if left else 0.0
         bounds = setup.course.schedule.phase_bounds
         phase = _phase_at(bounds, step)
+        read = setup.course.schedule.read(0, step)
         for name, result in results.items():
             if name not in sets:
                 sets[name] = begin(step, phase if step else -1, result.nats_N, result.tokens_N)
@@ -160,6 +162,7 @@ class Watch:
                 result.document_N,
                 tolerance=tolerance(setup.config, name),
                 level=level,
+                untaught=setup.from_scratch and read.get(setup.config.eval_sources[name].held_out_of) == 0,
             )
         spent = self.spent + sum(float(comparison.spent) for comparison in comparisons.values())
         return replace(self, sets=sets, spent=spent), comparisons
@@ -187,11 +190,17 @@ class Watch:
         """(notes, what was said once); `self` is from after the eval.
 
         Said once: the smallest rise that each set can show, as soon as its scatter is known well; which sets are too
-        small for their tolerance; and that the run's false-alarm probability is used up. Said when it begins: which
-        sets may be worse by chance.
+        small for their tolerance; which sets rose above the untrained model's loss before their source was read;
+        and that the run's false-alarm probability is used up. Said when it begins: which sets may be worse by chance.
         """
         notes, told = [], list(self.told)
         tested = {name: c for name, c in comparisons.items() if c.no_verdict is None}
+        unlearned = {name: c for name, c in tested.items() if c.unlearned and np.any(c.t_B > c.critical)}
+        if new := [name for name in unlearned if _ABOVE_UNTRAINED + name not in told]:
+            rises = {record_name(name): float(unlearned[name].delta_B[START]) for name in new}
+            above = ", ".join(largest(rises, lambda name: f"{name} {rises[name]:+.4f}", MOST_NAMED))
+            notes.append(f"above the untrained model: {above}; no alarm, as their source has not been read yet")
+            told += [_ABOVE_UNTRAINED + name for name in new]
         if not tested and _NO_ERROR_LEFT not in told:
             for reason in {c.no_verdict for c in comparisons.values() if c.num_clusters > 1}:
                 notes.append(f"no more verdicts: {reason}")
@@ -281,18 +290,20 @@ def transfer_matrix(
     watch: Watch,
     nats: Mapping[int, Mapping[str, np.ndarray]],
     last: Mapping[str, WindowResults],
+    *,
+    from_scratch: bool,
 ) -> dict[str, Any]:
     """How every set's loss changed from phase end to phase end.
 
     `nats` has the nats_N of the sets that were measured at each end, `last` the results of the last eval. `bounds` are
-    the schedule's phases, (name, start, end). `best_phase`, the phase since whose end the set has forgotten, is "start"
-    if the set was best before the first phase. An interval is None if the set has no standard error, or if a loss is
-    not finite.
+    the schedule's phases, (name, start, end). `from_scratch` is as in `transfer`. `best_phase`, the phase since whose
+    end the set has forgotten, is "start" if the set was best before the first phase. An interval is None if the set has
+    no standard error, or if a loss is not finite.
     """
     sets, names = {}, ["start", *(name for name, _, _ in bounds)]
     for name, result in last.items():
         measured = [nats.get(end, {}).get(name) for _, _, end in bounds]
-        found = transfer(watch.sets[name], measured, result.tokens_N, result.document_N)
+        found = transfer(watch.sets[name], measured, result.tokens_N, result.document_N, from_scratch=from_scratch)
         sets[record_name(name)] = {
             "start": found.start,
             "start_step": int(watch.sets[name].baseline_steps_B[START]),  # later than 0 if the set was added then

@@ -240,8 +240,8 @@ def transfer_matrix(run: Run, points: Mapping[str, Sequence[EvalPoint]]) -> list
     )
     if final:
         explained += (
-            " Forgetting: the last loss minus that lowest one. Gain: the loss at the start minus the last; positive is "
-            f"better. In brackets: 95 % intervals {WITH_SCATTER}."
+            " Forgetting: the last loss minus that lowest one, without the start if that was random. Gain: the loss at "
+            f"the start minus the last; positive is better. In brackets: 95 % intervals {WITH_SCATTER}."
         )
     header = ("after phase", "step", *names)
     if len(ends) <= MANY_PHASES:
