@@ -280,6 +280,15 @@ def test_a_failure_of_wandb_is_told_once_and_the_record_goes_on(tmp_path):
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [2, 4, 6, 8, 10, 12]
 
 
+def test_a_disk_that_refuses_the_folder_of_wandb_ends_no_training(tmp_path, capfd):
+    (tmp_path / "wandb").write_text("")
+    record = begin(tmp_path)
+    train(record, 0, 4)
+    record.close()
+    assert capfd.readouterr().err.count("wandb failed; nothing more is logged to it:") == 1
+    assert [row["step"] for row in read_metrics(tmp_path)] == [2, 4]
+
+
 def test_an_error_of_ours_is_not_taken_for_one_of_wandb(tmp_path):
     record = begin(tmp_path)
     with pytest.raises(ValueError, match="nowhere"):

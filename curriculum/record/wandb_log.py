@@ -103,8 +103,8 @@ class WandbLog:
             return
         try:
             send(*arguments)
-        # A ConnectionError is what wandb's client raises once its background process is gone.
-        except (wandb.Error, ConnectionError) as error:
+        # An OSError: the disk refuses its folder, or, as a ConnectionError, its background process is gone.
+        except (wandb.Error, OSError) as error:
             self._failed = True
             print(
                 f"wandb failed; nothing more is logged to it: {error} (training continues; the record is "
@@ -182,5 +182,6 @@ def _run_id(path: Path, continued: bool) -> str:
     """The wandb id kept in a run directory; a new one if the run starts anew or none is kept yet."""
     if continued and path.exists() and (kept := path.read_text(encoding="utf-8").strip()):
         return kept
-    path.write_text(secrets.token_hex(4) + "\n", encoding="utf-8")
-    return path.read_text(encoding="utf-8").strip()
+    run_id = secrets.token_hex(4)
+    path.write_text(run_id + "\n", encoding="utf-8")
+    return run_id

@@ -110,6 +110,6 @@ def _one_line(text: str) -> str:
 
 def _kill_group(gate: subprocess.Popen) -> None:
     """Kill what is left of the gate's process group, which the gate leads."""
-    with suppress(ProcessLookupError):
+    with suppress(ProcessLookupError, PermissionError):  # it may hold a process of another user
         os.killpg(gate.pid, signal.SIGKILL)
     gate.wait()
