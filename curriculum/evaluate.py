@@ -17,7 +17,7 @@ from curriculum.errors import InputError, no_such
 from curriculum.plan_warnings import evalset_warnings
 from curriculum.record.events import config_name, record_name
 from curriculum.run import DEFAULT_STORE_DIR, load_run
-from curriculum.weights import find_saved
+from curriculum.weights import find_saved, found_again
 from evalsets.evalset import EvalSet
 from evalsets.metrics import Summary, WindowResults, summarise
 
@@ -54,6 +54,7 @@ class Evaluation:
         return {**found, "warnings": list(self.warnings)}
 
 
+@found_again
 def evaluate(
     run: str | os.PathLike,
     *,

@@ -64,8 +64,9 @@ def find_checkpoint(
             return gold, undamaged(directory.gold / str(gold), f"{option} gold: " if wanted else "", part)
         if gold is not None:
             raise InputError(
-                f"{directory.gold / str(gold)}: is gone, but the record names it as the gold checkpoint; restore it "
-                f"from a copy, or give {option} latest or another step (available: {there})"
+                f"{directory.gold / str(gold)}: is gone, but the record names it as the gold checkpoint: give {option} "
+                f"latest or another step (available: {there}), restore it from a copy, or, if the run was killed while "
+                "it was being saved, resume the run, which saves it again"
             )
         if wanted == "gold":
             raise InputError(f"{option} gold: {directory.path} has no gold checkpoint; available: {there}")
@@ -104,10 +105,14 @@ def undamaged(checkpoint: Path, given: str = "", part: str | tuple[str, ...] = "
     )
 
 
+class CheckpointGone(InputError):
+    """A checkpoint that was found is gone: a training run deleted it."""
+
+
 def check_there(checkpoint: Path) -> None:
-    """Raise InputError if a checkpoint that was found is gone: it is not damaged, a training run deleted it."""
+    """Raise CheckpointGone if a checkpoint that was found is no longer there: it is not damaged."""
     if not checkpoint.exists():
-        raise InputError(
+        raise CheckpointGone(
             f"{checkpoint}: is gone: a training run keeps only its newest checkpoints (checkpoint.keep) and "
             "their golds; try again, or wait for the run to end"
         )
@@ -119,8 +124,12 @@ def checkpoint_steps(place: Path) -> list[int]:
 
 
 def read_ledger(checkpoint: Path) -> dict[str, Any]:
-    """The ledger in a checkpoint's folder."""
-    return read_json(checkpoint / "ledger" / "metadata")
+    """The ledger in a checkpoint's folder. Raises CheckpointGone, and InputError if it cannot be read."""
+    try:
+        return read_json(checkpoint / "ledger" / "metadata")
+    except InputError:
+        check_there(checkpoint)
+        raise
 
 
 def architecture_at(ledger: Mapping[str, Any], step: int) -> dict[str, Any]:

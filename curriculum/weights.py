@@ -6,20 +6,46 @@ Of a checkpoint only what is then read is verified: the rest is twice as large.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from curriculum.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from curriculum.errors import InputError, check_choice
-from curriculum.find_checkpoint import find_checkpoint, read_ledger
+from curriculum.find_checkpoint import CheckpointGone, find_checkpoint, read_ledger
 from curriculum.record.events import EMA, PHASE_MEAN
 from curriculum.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from curriculum.config import Config
     from curriculum.model.model import Model
+
+
+_MOST_TRIES = 5  # of finding a checkpoint that is still there when it is read
+
+_Read = TypeVar("_Read", bound=Callable[..., Any])
+
+
+def found_again(read: _Read) -> _Read:
+    """Call `read` again if a run that trains has deleted the checkpoint that it chose, unless `step` names that one."""
+
+    @wraps(read)
+    def again(*arguments: Any, step: str | int | None = None, **named: Any) -> Any:
+        tries = _MOST_TRIES if step in (None, "latest", "gold") else 1
+        for left in reversed(range(tries)):
+            try:
+                return read(*arguments, step=step, **named)
+            except CheckpointGone as gone:
+                if not left:
+                    raise
+                print(
+                    f"{gone.problems[0].partition(': ')[0]}: is gone by now; the one after it is used", file=sys.stderr
+                )
+
+    return again
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from curriculum.config import build_config
 from curriculum.errors import InputError
 from curriculum.evaluate import evaluate
 from curriculum.export import export
-from curriculum.find_checkpoint import find_checkpoint, undamaged
+from curriculum.find_checkpoint import CheckpointGone, find_checkpoint, read_ledger, undamaged
 from curriculum.lock import RunLock
 from curriculum.manifest import damage, write_manifest
 from curriculum.run import load_run
@@ -35,6 +35,7 @@ from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.checkpoints.resumed import to_resume
 from curriculum.train.opening import claim
 from curriculum.train.step import init_state
+from curriculum.weights import find_weights, found_again
 
 
 @pytest.fixture(scope="module")
@@ -342,6 +343,26 @@ def test_a_checkpoint_that_was_deleted_meanwhile_is_not_called_damaged(run):
             InputError, match=r"checkpoints/8: is gone: a training run keeps only its newest .*try again"
         ):
             read()
+
+
+def test_a_checkpoint_that_goes_while_it_is_read_is_chosen_anew_unless_it_was_named(run, capsys):
+    directory, chosen = RunDirectory(run), []
+
+    @found_again
+    def read(*, step):
+        folder = find_weights(directory, step, "raw")[1].parent
+        chosen.append(f"{folder.parent.name}/{folder.name}")
+        if len(chosen) <= num_gone:  # deleted by a run that trains
+            shutil.rmtree(folder)
+        return read_ledger(folder)["step"]
+
+    num_gone = 1
+    assert read(step="latest") == 10 and chosen == ["checkpoints/12", "checkpoints/10"]
+    assert capsys.readouterr().err == f"{run}/checkpoints/12: is gone by now; the one after it is used\n"
+    num_gone = 3
+    with pytest.raises(CheckpointGone, match="checkpoints/10: is gone: a training run keeps only its newest"):
+        read(step=10)
+    assert len(chosen) == 3
 
 
 def test_where_nothing_verifies_the_run_begins_anew(run, whole, place, capsys):
