@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,12 +21,11 @@ from curriculum.model.formats.hf_weights import INDEX, stored_tensors
 from curriculum.model.presets import LoraConfig, ModelConfig, resolve_model
 from curriculum.run_directory import RunDirectory, step_folders
 from curriculum.typed import Limits
+from phases.clocks import percentage
 from phases.schedule import Phase
 
 if TYPE_CHECKING:
     from curriculum.config import Config
-
-_PERCENT = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*%")
 
 
 @dataclass(frozen=True)
@@ -204,8 +202,8 @@ def with_shares(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _share(given: Any) -> Any:
-    percent = _PERCENT.fullmatch(given.strip()) if isinstance(given, str) else None
-    return given if percent is None else float(percent[1]) / 100
+    share = percentage(given) if isinstance(given, str) else None
+    return given if share is None else float(share)
 
 
 def with_replay(phases: Sequence[Phase], replay: Mapping[str, float]) -> tuple[Phase, ...]:

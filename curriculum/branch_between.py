@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from curriculum.config import Config
+from curriculum.errors import shown
 from curriculum.run import Run
 from curriculum.scheduling import training_settings
 from phases.schedule import Schedule
@@ -98,12 +98,12 @@ def _differing(were: Settings, now: Settings) -> Iterator[tuple[str, str, str]]:
             continue
         if isinstance(was, dict) and isinstance(got, dict):
             yield from (
-                (f"{path}.{key}", json.dumps(value), json.dumps(was.get(key)))
+                (f"{path}.{key}", shown(value), shown(was.get(key)))
                 for key, value in got.items()
                 if value != was.get(key)
             )
         else:
-            yield path, json.dumps(got), json.dumps(was)
+            yield path, shown(got), shown(was)
 
 
 def _other_micro_steps(

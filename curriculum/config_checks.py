@@ -35,8 +35,9 @@ def _check_sources(v):
         path = f"sources.{name}"
         if not NAME.fullmatch(name):
             yield path, f"got the name {name!r}, {EXPECTED_NAME}"
-        if source.max_epochs is not None and not source.max_epochs > 0:
-            yield f"{path}.max_epochs", f"got {source.max_epochs}, expected more than 0"
+        if source.max_epochs is not None and not 0 < source.max_epochs < math.inf:
+            expected = "expected a finite number above 0; leave it out for no cap"
+            yield f"{path}.max_epochs", f"got {source.max_epochs}, {expected}"
         if source.max_epochs is None and source.on_exhaust in ("stop", "renormalise"):
             why = "which has no effect without max_epochs: the source then repeats forever"
             fix = "set max_epochs, such as 1, or leave on_exhaust out"

@@ -1,9 +1,11 @@
 """Errors for bad user input: InputError, FieldError for a single key, and helpers that word their messages."""
 
+import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 class InputError(ValueError):
@@ -55,6 +57,11 @@ def check_choice(option: str, name: str, choices: Collection[str]) -> None:
         near = get_close_matches(name, choices, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise InputError(f"{option} {name}: unknown value; {hint}expected one of: {', '.join(choices)}")
+
+
+def shown(value: Any) -> str:
+    """A value of a config as a message quotes it: as JSON, with its letters as they are."""
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def no_such(what: str, name: str, known: Iterable[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from curriculum.config import Config, apply_options, load_config, options_of, run_name_of
+from curriculum.errors import shown
 from curriculum.run_directory import RunDirectory
 from curriculum.variables import substitute
 from curriculum.yaml12 import Origin, parse_yaml
@@ -46,7 +46,7 @@ def outranked(config: Config, remembered: Sequence[str], **given: Any) -> Iterat
         says = _at(in_file, place)
         if place == "name" or option in new_texts or says is _ABSENT or says == _at(data, place):
             continue  # a run keeps its name, whichever file it is resumed with
-        says = json.dumps(says, ensure_ascii=False)
+        says = shown(says)
         yield (
             f"{places.place(place)}: {place}: the file says {says}, but {option} is used, which the run remembers; to "
             f"use the file's value, give --set {shlex.quote(f'{place}={says}')}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import math
 import types
 import typing
@@ -17,7 +16,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Annotated, Any, Literal, NamedTuple
 
-from curriculum.errors import FieldError, no_such
+from curriculum.errors import FieldError, no_such, shown
 
 Problems = list[tuple[str, str]]  # (path, message)
 _WORDS = {str: "text", int: "an integer", float: "a number", bool: "true or false", dict: "a mapping"}
@@ -76,6 +75,8 @@ def read(kind: Any, given: Any, path: str, problems: Problems) -> Any:
         return _dataclass(kind, given, path, problems)
     elif type(given) is kind:
         return given
+    elif kind is int and type(given) is float and given.is_integer() and abs(given) < 2**53:  # YAML reads 1e5 so
+        problems.append((path, _message(given, f"{_WORDS[int]}: write {int(given)}")))
     elif kind is float and type(given) is int:
         return _as_float(given)
     elif kind is float and isinstance(given, str) and given.endswith("%"):
@@ -93,7 +94,7 @@ def _form(kind: type, given: Any) -> str:
     if len(names) != 1:
         return ""
     read(annotations(kind)[names[0]], given, "", wrong := [])
-    return "" if wrong else f": {{{field_key(names[0])}: {json.dumps(given)}}}"
+    return "" if wrong else f": {{{field_key(names[0])}: {shown(given)}}}"
 
 
 def _any_of(kinds: tuple[Any, ...], given: Any, path: str, problems: Problems) -> Any:
@@ -158,7 +159,7 @@ def _as_float(number: int) -> float:
 
 
 def _message(given: Any, expected: str) -> str:
-    return f"got {json.dumps(given)[:80]}, expected {expected}"
+    return f"got {shown(given)[:80]}, expected {expected}"
 
 
 def _one_of(choices: tuple[str, ...], given: Any) -> str:

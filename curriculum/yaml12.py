@@ -13,6 +13,7 @@ import yaml
 
 from curriculum.errors import InputError
 
+_KEY = re.compile(r"[^.\[\]]+(?:\.[^.\[\]]+|\[[^.\[\]]+\])*")  # a.b[0].c
 _MAX_CHARACTERS = 1 << 20  # takes a second to read; a config is a thousand times shorter
 _MAX_DEPTH = 50
 _MAX_REPEATED = 100_000  # values; aliases can make a file of a few lines expand exponentially
@@ -147,9 +148,9 @@ def read_override(data: dict, origin: Origin, override: str) -> None:
     """Apply `a.b[0].c=value` to data; the value is read as YAML."""
     option = f"--set {override}"
     path, equals, text = override.partition("=")
-    parts = [p for p in re.split(r"[.\[\]]+", path.strip()) if p]
-    if not equals or not parts:
-        raise InputError(f"{option}: expected KEY=VALUE such as train.steps=100")
+    if not equals or not _KEY.fullmatch(path.strip()):
+        raise InputError(f"{option}: expected KEY=VALUE such as train.steps=100 or phases[0].until=50%")
+    parts = re.findall(r"[^.\[\]]+", path.strip())
     given = Origin(option)
     try:
         value = parse_yaml(text, given)

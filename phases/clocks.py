@@ -26,9 +26,15 @@ def resolve_steps(value: int | str, total_steps: int) -> int:
         if not 0 <= value <= MOST_SEQUENCES:
             raise ValueError(f"got {short(value)}, expected 0 to 2**42 steps")
         return value
-    if match := _PERCENT.fullmatch(value.strip()):
-        return math.ceil(Fraction(match[1]) * total_steps / 100)
+    if (share := percentage(value)) is not None:
+        return math.ceil(share * total_steps)
     raise ValueError(f"got {short(value)}, expected a number of steps or a percentage of train.steps such as '5%'")
+
+
+def percentage(text: str) -> Fraction | None:
+    """The share that a text such as `5%` or `0.5 %` gives; None for any other text."""
+    match = _PERCENT.fullmatch(text.strip())
+    return Fraction(match[1]) / 100 if match else None
 
 
 def any_steps(value: int | str) -> bool:
@@ -75,8 +81,8 @@ def read_clock(
     until = until.strip()
     if until == "end":
         return total_steps
-    if match := _PERCENT.fullmatch(until):
-        return math.ceil(Fraction(match[1]) * total_steps / 100)
+    if (share := percentage(until)) is not None:
+        return math.ceil(share * total_steps)
     if match := _TOKENS.fullmatch(until):
         return TokenGoal(Fraction(match[1]) * _MULTIPLES[match[2].upper()])
     if match := _EPOCHS.fullmatch(until):

@@ -89,7 +89,7 @@ def test_json_round_trip_gives_an_equal_config(folder):
         ("peak: 3e-4", "peek: 3e-4", "c.yaml:7:78: phases[1].lr.peek: no such key; did you mean 'peak'?"),
         ("path: web.txt", "path: web.text", "sources.web.path: 'web.text' does not exist; did you mean 'web.txt'?"),
         ("held_out: 10%", "held_out: 110%", "c.yaml:3:24: sources.web.held_out: expected a share such as"),
-        ("max_epochs: 2", "max_epochs: 0", "sources.law.max_epochs: got 0.0, expected more than 0"),
+        ("max_epochs: 2", "max_epochs: 0", "sources.law.max_epochs: got 0.0, expected a finite number above 0; leave it out for no cap"),
         ("max_epochs: 2", "on_exhaust: stop", "sources.law.on_exhaust: got stop, which has no effect without max_epochs: the"),
         ("max_epochs: 2", "on_exhaust: renormalise", "on_exhaust: got renormalise, which has no effect without max_epochs"),
         ("path: law.txt, max", "path: law.txt, hf: x, max", "c.yaml:4:24: sources.law.hf: a source needs exactly one of path and hf"),

@@ -19,7 +19,7 @@ def test_parse_share(value, share):
     assert parse_share(value) == pytest.approx(share, abs=1e-15)
 
 
-@pytest.mark.parametrize("value", ["", "one", "100%", 1, -0.1, "-1%", float("nan"), True, False, "1%%"])
+@pytest.mark.parametrize("value", ["", "one", "100%", 1, -0.1, "-1%", float("nan"), True, False, "1%%", "1_0%", "1e0%"])
 def test_parse_share_refuses(value):
     with pytest.raises(ValueError, match="expected a share such as"):
         parse_share(value)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from phases.clocks import percentage
+
 HASHED_FROM_DOCUMENTS = 100  # a source with fewer holds out its tail
 MANY_DOCUMENTS = 300  # a source with at least this many holds out at least FEWEST_DOCUMENTS
 FEWEST_DOCUMENTS = 30
@@ -45,10 +47,8 @@ def parse_share(held_out: str | float | None) -> float:
     if isinstance(held_out, bool):
         raise ValueError(expected)
     try:
-        if isinstance(held_out, str) and held_out.strip().endswith("%"):
-            share = float(held_out.strip()[:-1]) / 100
-        else:
-            share = float(held_out)
+        percent = percentage(held_out) if isinstance(held_out, str) else None
+        share = float(held_out if percent is None else percent)
     except ValueError:
         raise ValueError(expected) from None
     if not 0 <= share < 1:  # false for NaN too

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from curriculum.config import Config
-from curriculum.errors import InputError
+from curriculum.errors import InputError, shown
 from curriculum.scheduling import Past, Planned, declaration, training_settings
 from curriculum.train import ledger
 from curriculum.train.ledger import Found, Problem
@@ -258,7 +257,7 @@ def _in_words(change: Mapping[str, Any]) -> str:
         return f"{path}: its text has changed"
     if isinstance(was, Mapping) and isinstance(now, Mapping) and any(now.get(key, ...) == was[key] for key in was):
         return _reason(list(_differing(path, was, now)))
-    return f"{path} {json.dumps(was)} → {json.dumps(now)}"
+    return f"{path} {shown(was)} → {shown(now)}"
 
 
 def _frozen(contrast: Contrast) -> tuple[int, int, Segment | None]:

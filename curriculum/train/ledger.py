@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from curriculum.config import Config
 from curriculum.data.chat import ROLES
 from curriculum.data.config_stores import place_of
 from curriculum.data.split import parse_share
+from curriculum.errors import shown
 from curriculum.model.model import by_name
 from curriculum.record.events import plain
 from curriculum.scheduling import Past, declaration, training_settings
@@ -171,13 +171,13 @@ def _settings_changed(saved: Mapping[str, Any], found: Found) -> Iterator[Proble
     optimizer = state_layout(found.config.optim)
     for key, was in saved["optimizer"].items():
         if optimizer.get(key, was) != was:
-            yield f"optim.{key}", f"got {optimizer[key]}, but the run's optimizer state belongs to {was}"
+            yield f"optim.{key}", f"got {optimizer[key]}, but the run's optimizer state belongs to {was}; {_OR_NEW}"
     if found.tokenizer not in (None, saved["tokenizer"]):
-        yield "tokenizer", "is not the one that the run was trained with; restore it, or start a new --run-dir"
+        yield "tokenizer", f"is not the one that the run was trained with; {_OR_NEW}"
     for key, value in asdict(found.config.packing).items():
         if value != (was := saved["packing"][key]):
-            got = f"got {json.dumps(value)}, but the run was trained with {json.dumps(was)}"
-            yield f"packing.{key}", got
+            got = f"got {shown(value)}, but the run was trained with {shown(was)}"
+            yield f"packing.{key}", f"{got}; {_OR_NEW}"
 
 
 def _text_changed(
@@ -235,6 +235,7 @@ def _evalsets_changed(saved: Mapping[str, Any], found: Found, changed: Mapping[s
             yield place_of(name), message
 
 
+_OR_NEW = "restore it, or start a new --run-dir"
 _OR_ACCEPT = ", or continue after the number of tokens already read: --accept-past"
 _CHAT = [f"chat.{role}" for role in ROLES]
 
@@ -253,7 +254,7 @@ def _changed_data_settings(saved: Mapping[str, Any], config: Config) -> dict[str
     """A message about each data setting that has changed, by place in the config."""
     settings = _data_settings(config)
     return {
-        path: f"got {json.dumps(settings[path])}, but the run was begun with {json.dumps(was)}; restore it"
+        path: f"got {shown(settings[path])}, but the run was begun with {shown(was)}; restore it"
         for path, was in saved["data"].items()
         if settings.get(path, was) != was
     }

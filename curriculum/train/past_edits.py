@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
@@ -14,6 +13,7 @@ import yaml
 
 from curriculum.adaptation import with_replay
 from curriculum.config import Config
+from curriculum.errors import shown
 from curriculum.train.ledger import Problem
 from phases.clocks import clock_step, reached, read_clock, resolve_steps
 from phases.schedule import NOT_DATA, Phase, Schedule, SourceSupply, segments_from_json
@@ -201,8 +201,8 @@ def _phases_changed(contrast: Contrast) -> Iterator[Problem]:
             yield "phases", f"phase {name} is gone, but steps {start} to {end} were trained in it; put it back"
             continue
         for key in _fields_changed(contrast, name):
-            got = json.dumps(field_of(contrast.now, contrast.new[name], key))
-            trained = json.dumps(field_of(contrast.was, contrast.old[name], key))
+            got = shown(field_of(contrast.now, contrast.new[name], key))
+            trained = shown(field_of(contrast.was, contrast.old[name], key))
             how = f"with {trained}"
             if key == "until":
                 or_later = "" if contrast.declared_end(name) is None else f" or later, as {trained} does"
@@ -234,7 +234,7 @@ def _replay_changed(contrast: Contrast) -> Iterator[Problem]:
     for source in {**before, **after}:
         share, trained = after.get(source), before.get(source)
         if share != trained and any(source not in contrast.old[name]["mixture"] for name in contrast.kept):
-            got = f"got {json.dumps(share)}, but steps 0 to {contrast.step} were trained with {json.dumps(trained)}"
+            got = f"got {shown(share)}, but steps 0 to {contrast.step} were trained with {shown(trained)}"
             yield (
                 f"adaptation.replay.{source}",
                 f"{got}; name the source in the mixtures of the phases still to come instead",

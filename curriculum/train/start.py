@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +9,7 @@ from typing import Any
 
 from curriculum.adaptation import Base, HfBase, differences, find_base, same_place
 from curriculum.config import Config
-from curriculum.errors import InputError
+from curriculum.errors import InputError, shown
 from curriculum.model.formats.hf_weights import hf_fingerprint
 from curriculum.model.model import Model, abstract_params, by_name
 from curriculum.record.events import plain
@@ -45,11 +44,11 @@ def start_of(config: Config, saved: Mapping[str, Any] | None = None) -> Start:
         return Start(lineage, base, base if section.lora else None)
     lineage = saved["lineage"] or {"init_from": None, "keep_optimizer": False}
     if not same_place(section.init_from, lineage["init_from"]):
-        got, was = json.dumps(section.init_from), json.dumps(lineage["init_from"])
+        got, was = shown(section.init_from), shown(lineage["init_from"])
         message = f"got {got}, but the run was begun with {was}; restore it, or start a new --run-dir"
         raise config.error([("adaptation.init_from", message)])
     if section.keep_optimizer != lineage["keep_optimizer"]:
-        got, was = json.dumps(section.keep_optimizer), json.dumps(lineage["keep_optimizer"])
+        got, was = shown(section.keep_optimizer), shown(lineage["keep_optimizer"])
         raise config.error([("adaptation.keep_optimizer", f"got {got}, but the run was begun with {was}; restore it")])
     return Start(saved["lineage"], frozen=frozen_base(config, lineage) if section.lora else None)
 

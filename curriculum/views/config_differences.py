@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from curriculum.config_sections import EvalSource
 from curriculum.data.sources import SourceConfig
+from curriculum.errors import shown
 from curriculum.record.wording import printable
 from curriculum.run import Run
 from phases.mixture import normalised
@@ -97,4 +97,4 @@ def _differing(path: str, values: Sequence[Any]) -> Iterator[tuple[str, Sequence
 
 
 def _text(value: Any) -> str:
-    return "-" if value is None else printable(value) if isinstance(value, str) else json.dumps(value)
+    return "-" if value is None else printable(value) if isinstance(value, str) else shown(value)

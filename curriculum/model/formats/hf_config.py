@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from curriculum.errors import InputError
+from curriculum.errors import InputError, shown
 from curriculum.model.presets import (
     HOW,
     LARGEST_SIZE,
@@ -81,7 +81,7 @@ def _read(folder: Path) -> tuple[ModelConfig, str]:
     model_type = keys.data.get("model_type")
     if not isinstance(model_type, str) or model_type not in CLASSES:
         raise InputError(
-            f"{keys.path}: model_type: got {json.dumps(model_type)}, expected one of: {', '.join(sorted(CLASSES))}"
+            f"{keys.path}: model_type: got {shown(model_type)}, expected one of: {', '.join(sorted(CLASSES))}"
         )
     if keys.data.get("quantization_config") is not None:
         keys.problem("quantization_config", "the weights are quantised; expected float32, float16 or bfloat16 ones")
@@ -149,7 +149,7 @@ def _read_llama(keys: _Keys, model_type: str) -> dict[str, Any]:
         has_mlp_bias = model_type != "qwen3" and keys.truth("mlp_bias", False)
         fields["bias"] = keys.truth("attention_bias", False)
         if fields["bias"] != has_mlp_bias:
-            got = f"got {json.dumps(fields['bias'])} with mlp_bias {json.dumps(has_mlp_bias)}"
+            got = f"got {shown(fields['bias'])} with mlp_bias {shown(has_mlp_bias)}"
             keys.problem("attention_bias", f"{got}; expected biases in attention and feed-forward, or in neither")
     if model_type == "smollm3":
         fields["no_rope_every"] = _no_rope_every(keys, fields["n_layer"])
@@ -175,7 +175,7 @@ def _rope(keys: _Keys, theta: float, max_seq_len: int) -> tuple[float, RopeScali
             keys.problem(name, f"got one for each of: {', '.join(nested)}; expected one for all layers")
         return theta, None
     if kind not in ("linear", "llama3"):
-        rope.problem("rope_type", f"got {json.dumps(kind)}, expected default, linear or llama3")
+        rope.problem("rope_type", f"got {shown(kind)}, expected default, linear or llama3")
         return theta, None
     scaling: dict[str, Any] = {"kind": kind, "factor": rope.number("factor")}
     if kind == "llama3":
@@ -212,7 +212,7 @@ def _sliding_window(keys: _Keys, model_type: str) -> int | None:
         slides = [window is not None and layer >= first for layer in range(num_layers)]
     elif not isinstance(kinds, list) or len(kinds) < num_layers or not all(kind in _LAYER_TYPES for kind in kinds):
         expected = f"expected full_attention and sliding_attention only, for each of {num_layers} layers"
-        keys.problem("layer_types", f"got {json.dumps(kinds)}, {expected}")
+        keys.problem("layer_types", f"got {shown(kinds)}, {expected}")
         return None
     else:
         slides = [kind == "sliding_attention" for kind in kinds[:num_layers]]
@@ -235,7 +235,7 @@ def _ropes(keys: _Keys, num_layers: int) -> list[bool]:
         every = keys.size("no_rope_layer_interval", 4)
         return [(layer + 1) % every != 0 for layer in range(num_layers)]
     if not isinstance(given, list) or len(given) < num_layers or not all(one in (0, 1) for one in given):
-        keys.problem("no_rope_layers", f"got {json.dumps(given)}, expected a 1 or a 0 for each of {num_layers} layers")
+        keys.problem("no_rope_layers", f"got {shown(given)}, expected a 1 or a 0 for each of {num_layers} layers")
         return [True] * num_layers
     return [one == 1 for one in given[:num_layers]]
 
@@ -283,7 +283,7 @@ class _Keys:
         if value is None and (default or key not in self.data):
             return None if default else 1
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST_SIZE:
-            self.problem(key, f"got {json.dumps(value)}, expected an integer from {least} to {LARGEST_SIZE}")
+            self.problem(key, f"got {shown(value)}, expected an integer from {least} to {LARGEST_SIZE}")
             return 1
         return value
 
@@ -292,21 +292,21 @@ class _Keys:
         if value is None and (default or key not in self.data):
             return default[0] if default else 1.0
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
-            self.problem(key, f"got {json.dumps(value)}, expected a positive number")
+            self.problem(key, f"got {shown(value)}, expected a positive number")
             return 1.0
         return float(value)
 
     def truth(self, key: str, default: bool) -> bool:
         value = self._given(key, (default,))
         if not isinstance(value, bool):
-            self.problem(key, f"got {json.dumps(value)}, expected true or false")
+            self.problem(key, f"got {shown(value)}, expected true or false")
             return default
         return value
 
     def one_of(self, key: str, options: Sequence[Any], default: Any) -> None:
         value = self._given(key, (default,))
         if value not in options:
-            self.problem(key, f"got {json.dumps(value)}, expected {' or '.join(json.dumps(o) for o in options)}")
+            self.problem(key, f"got {shown(value)}, expected {' or '.join(shown(o) for o in options)}")
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from curriculum.errors import InputError
+from curriculum.errors import InputError, shown
 from curriculum.model.formats.hf_config import CLASSES, shortest
 from curriculum.model.presets import ModelConfig
 
@@ -125,7 +124,7 @@ def _refuse_unlike(config: ModelConfig, wanted: Mapping[str, Any], who: str) -> 
     problems = []
     for name, its in wanted.items():
         if (ours := getattr(config, name)) != its:
-            got, expected = (json.dumps(value, default=str) for value in (ours, its))
+            got, expected = (shown(value) for value in (ours, its))
             expected = "none" if its is None else expected
             problems.append(f"model.{name}: got {got}, but {who} has {expected}; no class has both")
     if problems:

@@ -128,13 +128,16 @@ def _header(file: Path) -> dict[str, StoredTensor]:
         size = file.stat().st_size
         with open(file, "rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
-            if size < 8 or length > min(_LARGEST_HEADER_BYTES, size - 8):
-                raise InputError(f"{problem}: its header does not fit into its {size} bytes; copy it again")
-            header = json.loads(stream.read(length))
+            fits = 8 + length <= size and length <= _LARGEST_HEADER_BYTES
+            text = stream.read(length) if fits else b""
     except OSError as error:
         raise InputError(f"{file}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise error if isinstance(error, InputError) else InputError(f"{problem}: its header is not JSON") from None
+    if not fits:
+        raise InputError(f"{problem}: its header does not fit into its {size} bytes; copy it again")
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError):
+        raise InputError(f"{problem}: its header is not JSON") from None
     try:
         tensors = dict(_entries(file, 8 + length, header))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
