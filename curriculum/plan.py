@@ -306,7 +306,7 @@ def _memory(config: Config, model: ModelConfig, schedule: Schedule, trained: int
             ema=config.averages.ema_decay is not None,
             document_mask=config.packing.document_mask,
             update_bytes=MUON_ARRAYS
-            * 4
+            * FLOAT32_BYTES
             * (num_adapters(model) or num_projections(model))
             * (config.optim.name == "muon"),
             **split,

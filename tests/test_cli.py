@@ -178,10 +178,12 @@ def test_dry_run_leaves_no_run_behind(folder):
     assert re.search(r"first step .* \| first eval [\d.]+ s, val [\d.]+", done.stdout)
     assert "no run was written" in done.stdout
     assert re.search(
-        r"\n  updates of 1 x \d+ rows of \d+ tokens compiled in \d+\.\d\d s; the compiler counts 0\.0\d GB of a ",
+        r"\n  updates of 1 x \d+ rows of \d+ tokens compiled in \d+\.\d\d s; the compiler counts \d+\.\d kB of a ",
         done.stdout,
     )
     assert not (folder / "runs").exists()
+    done = run(folder, "train", "c.yaml", "--dry-run", "--set", "optim.schedule=wsd", "--set", "optim.decay_steps=0")
+    assert "  warning    schedule wsd with decay_steps 0 never decays" in done.stdout
 
 
 def test_prepare_then_plan_knows_the_epochs(folder):
@@ -351,9 +353,9 @@ def cli(standalone_mode):
 main.cli = cli
 main.main()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (130, "")
-    assert done.stderr == "interrupted; continue a run that had begun with --resume latest\n"
+    for command, told in (("train", "; continue a run that had begun with --resume latest"), ("eval", "")):
+        done = subprocess.run([sys.executable, "-c", code, command], capture_output=True, text=True)
+        assert (done.returncode, done.stdout, done.stderr) == (130, "", f"interrupted{told}\n")
 
 
 def test_what_is_imported_is_not_looked_through_for_garbage():

@@ -15,16 +15,21 @@ PACKAGES = ("curriculum", "phases", "evalsets")
 HEAVY = ("jax", "flax", "orbax", "datasets", "optax", "tensorboard", "wandb", "safetensors", "torch", "transformers")
 
 
-def imports(path: Path) -> set[str]:
-    """First names of everything a file imports, anywhere in it."""
+def modules(path: Path) -> set[str]:
+    """Dotted names of everything that a file imports, anywhere in it; of `from a import b` both `a` and `a.b`."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            names.add(node.module.split(".")[0])
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return names
+
+
+def imports(path: Path) -> set[str]:
+    """First names of everything a file imports, anywhere in it."""
+    return {name.split(".")[0] for name in modules(path)}
 
 
 def files(package: str) -> list[Path]:
@@ -60,8 +65,7 @@ def test_parts_know_nothing_of_what_is_made_of_them(folder):
     found = sorted((ROOT / "curriculum" / folder).glob("*.py"))
     assert len(found) > 3
     for path in found:
-        text = path.read_text(encoding="utf-8")
-        of = set(re.findall(r"^\s*(?:from|import) curriculum\.(\w+)", text, re.M))
+        of = {name.split(".")[1] for name in modules(path) if name.startswith("curriculum.")}
         assert not of & set(NOT_FROM[folder]), path
 
 

@@ -289,11 +289,11 @@ def test_micro_steps_of_a_phase_change_no_data_and_the_numbers_by_rounding(whole
 @pytest.mark.slow
 def test_a_dry_run_takes_a_step_of_every_shape(corpus, store):  # noqa: F811
     told = dry_run(build_config(shaped(corpus)), store_dir=store)
-    assert list(told["shapes"]) == ["1 x 8 rows of 16 tokens", "1 x 4 rows of 32 tokens", "2 x 1 rows of 32 tokens, rope_theta 3"]  # fmt: skip
-    assert all(seconds > 0 for seconds in told["shapes"].values())
+    updates = told["updates"]
+    assert [update["shape"] for update in updates] == ["1 x 8 rows of 16 tokens", "1 x 4 rows of 32 tokens", "2 x 1 rows of 32 tokens, rope_theta 3"]  # fmt: skip
+    assert all(update["compile_s"] > 0 for update in updates)
     # In place: the parameters, their gradients and two moments, and what a micro-step keeps of each token.
-    assert told["update_bytes"].keys() == told["shapes"].keys()
-    eight, four, one = (num_bytes / told["num_parameters"] / 4 for num_bytes in told["update_bytes"].values())
+    eight, four, one = (update["bytes"] / told["num_parameters"] / 4 for update in updates)
     assert 4 < one < four and 4 < eight
 
 

@@ -5,8 +5,8 @@ from curriculum.record.wording import epochs_text, moment, percent_done, size_te
 
 @pytest.mark.parametrize(
     ("done", "total", "digits", "text"),
-    [(0, 3, 0, "0"), (2, 3, 0, "66"), (478, 480, 0, "99"), (480, 480, 0, "100"), (9999, 10000, 1, "99.9"),
-     (9995, 10000, 1, "99.9"), (10000, 10000, 1, "100.0"), (1, 3, 1, "33.3")],
+    [(0, 3, 0, "0"), (2, 3, 0, "67"), (5, 9, 1, "55.6"), (478, 480, 0, "99"), (480, 480, 0, "100"), (9999, 10000, 1, "99.9"),
+     (9994, 10000, 1, "99.9"), (10000, 10000, 1, "100.0"), (1, 3, 1, "33.3")],
 )  # fmt: skip
 def test_only_what_is_complete_has_100_per_cent(done, total, digits, text):
     assert percent_done(done, total, digits) == text

@@ -49,6 +49,8 @@ def print_machine(machine: Mapping[str, Any]) -> None:
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     """One line per row below the column names, each column as wide as it needs; None is an empty cell."""
+    if not rows:
+        return
     cells = [list(rows[0]), *(["" if cell is None else str(cell) for cell in row.values()] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     for row in cells:

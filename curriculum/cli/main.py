@@ -16,7 +16,6 @@ import click
 from curriculum.cli.lasting import lasting
 from curriculum.errors import InputError, is_out_of_memory
 
-_INTERRUPTED = "interrupted; continue a run that had begun with --resume latest"
 _TAKES_LESS = (
     "`curriculum plan CONFIG` estimates the device memory of an update; a higher train.grad_accum, model.remat, a "
     "shorter seq_len, mesh.fsdp over more devices and a smaller model need less"
@@ -98,6 +97,11 @@ def main() -> None:
         os._exit(status)
 
 
+def _interrupted() -> str:
+    trains = sys.argv[1:2] in (["train"], ["branch"])
+    return "interrupted" + ("; continue a run that had begun with --resume latest" if trains else "")
+
+
 def run_command() -> None:
     """Run the command that the arguments name. Raises SystemExit with its exit code."""
     try:
@@ -112,7 +116,7 @@ def run_command() -> None:
         error.show()
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):
-        print(_INTERRUPTED, file=sys.stderr)
+        print(_interrupted(), file=sys.stderr)
         sys.exit(130)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
@@ -125,7 +129,7 @@ def run_command() -> None:
 def _unraisable(lost: sys.UnraisableHookArgs) -> None:
     """End the process on a Ctrl-C that cannot be raised, as during garbage collection in jax, and would be lost."""
     if lost.exc_type is KeyboardInterrupt:
-        print(_INTERRUPTED, file=sys.stderr, flush=True)
+        print(_interrupted(), file=sys.stderr, flush=True)
         os._exit(130)
     sys.__unraisablehook__(lost)
 

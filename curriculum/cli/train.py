@@ -69,7 +69,7 @@ def command(config_path, changes, store_dir, run_dir, resume, accept_past, launc
 def _tell(name: str, done: dict[str, Any]) -> None:
     """Print what a dry run found."""
     from curriculum.record.events import record_name
-    from curriculum.record.wording import mesh_text
+    from curriculum.record.wording import mesh_text, size_text
 
     evals = " | ".join(f"{record_name(name)} {loss:.4f}" for name, loss in done["eval_losses"].items())
     devices = done["devices"]
@@ -78,9 +78,9 @@ def _tell(name: str, done: dict[str, Any]) -> None:
     of_them = "" if trained == whole else f", {trained:,} of them trained"
     in_processes = f" in {devices['processes']} processes" if "processes" in devices else ""
     compiled = "".join(
-        f"  updates of {shape} compiled in {seconds:.2f} s; the compiler counts "
-        f"{done['update_bytes'][shape] / 1e9:.2f} GB of a device's memory\n"
-        for shape, seconds in done["shapes"].items()
+        f"  updates of {update['shape']} compiled in {update['compile_s']:.2f} s; the compiler counts "
+        f"{size_text(update['bytes'])} of a device's memory\n"
+        for update in done["updates"]
     )
     click.echo(
         f"dry run of {name}: {whole:,} parameters{of_them}, {done['total_steps']} steps planned\n"
@@ -90,3 +90,5 @@ def _tell(name: str, done: dict[str, Any]) -> None:
         f"{compiled}"
         f"  peak memory {done['peak_memory_gb']:.2f} GB; no run was written"
     )
+    for warning in done["warnings"]:
+        click.echo(f"  warning    {warning}")

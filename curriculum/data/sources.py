@@ -9,6 +9,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 from curriculum.data.split import parse_share
 from curriculum.errors import FieldError, InputError
+from phases.schedule import OnExhaust
 
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 # Published corpora call compressed JSON lines .json too.
@@ -42,7 +43,7 @@ class SourceConfig:
     """Share of the tokens kept out of training: "1%", 0.01, or 0."""
     max_epochs: float | None = None
     """How often the source may be read before `on_exhaust` applies."""
-    on_exhaust: Literal["error", "stop", "renormalise", "repeat"] = "error"
+    on_exhaust: OnExhaust = "error"
     """What happens before the step that would exceed `max_epochs`: `error` refuses the config, `stop` ends the run,
     `renormalise` continues with the phase's other sources, in their proportions, and `repeat` keeps reading, with a
     warning. All of this is decided before step 0, and `plan` shows it.

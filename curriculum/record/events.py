@@ -269,7 +269,7 @@ def _read(run_dir: Path, name: str) -> list[dict[str, Any]]:
         raise InputError(f"{path}: no such file; expected the directory of a run, which holds one")
     with readable(path):
         *lines, _unfinished = path.read_bytes().split(b"\n")
-    return [_checked(line, f"{path}:{number}", _KEYS[name]) for number, line in enumerate(lines, start=1)]
+    return [_checked(line, f"{path}:{line_number}", _KEYS[name]) for line_number, line in enumerate(lines, start=1)]
 
 
 def _checked(line: bytes, where: str, keys: tuple[str, ...]) -> dict[str, Any]:
@@ -301,9 +301,9 @@ def check_offsets(run_dir: Path, offsets: Mapping[str, int]) -> None:
         if (left := offsets[name]) == 0:
             continue
         with open(run_dir / name, "rb") as file:
-            for number, line in enumerate(file, start=1):
+            for line_number, line in enumerate(file, start=1):
                 try:
-                    _checked(line.removesuffix(b"\n"), f"{run_dir / name}:{number}", _KEYS[name])
+                    _checked(line.removesuffix(b"\n"), f"{run_dir / name}:{line_number}", _KEYS[name])
                 except InputError as error:
                     if name == EVENTS:
                         raise

@@ -72,9 +72,9 @@ def moment(timestamp: str) -> str:
 
 
 def percent_done(done: int, total: int, digits: int = 0) -> str:
-    """`99.9`: rounded down, so that only what is complete has 100."""
-    scale = 10**digits
-    return f"{100 * scale * done // total / scale:.{digits}f}"
+    """`55.6`; only what is complete has 100."""
+    most = 100 if done == total else 100 - 10**-digits
+    return f"{min(100 * done / total, most):.{digits}f}"
 
 
 def epochs_text(epochs: float) -> str:

@@ -28,8 +28,8 @@ def dry_run(
 ) -> dict[str, Any]:
     """Validate, prepare, build, compile, take one step of each shape and run one eval.
 
-    Leaves only prepared data and compiled programs behind. In the result, `shapes` has the seconds it took to compile
-    each update, and `update_bytes` the device memory it needs, as the compiler counts it (`plan` estimates it).
+    Leaves only prepared data and compiled programs behind. In the result, `updates` has for each shape, in words, the
+    seconds it took to compile and the device memory it needs, as the compiler counts it (`plan` estimates it).
     """
     check(config)
     setup = build(config, store_dir, make_model=make_model, start=start_of(config))
@@ -57,7 +57,10 @@ def dry_run(
         "eval_losses": eval_losses,
         "first_step_s": step_s,
         "first_eval_s": eval_s,
-        "shapes": {str(shape): seconds for shape, seconds in compiled.updates.seconds.items()},
-        "update_bytes": {str(shape): compiled.update_bytes(shape) for shape in compiled.updates.seconds},
+        "updates": [
+            {"shape": str(shape), "compile_s": seconds, "bytes": compiled.update_bytes(shape)}
+            for shape, seconds in compiled.updates.seconds.items()
+        ],
         "peak_memory_gb": peak_memory_gb(),
+        "warnings": setup.warnings(),
     }

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from phases.batches import Batch, DataPlan, Draws
 
+PREFETCH = 3  # batches made ahead
 _PLANNED_STEPS = 256  # ordered at a time; one by one takes over 30 times as long (tools/bench_data.py)
 
 
@@ -18,8 +19,8 @@ class Feed:
     on how far ahead they were made or on what was asked before.
     """
 
-    def __init__(self, plan: DataPlan, make: Callable[[int, Draws], Batch], prefetch: int = 3):
-        self._plan, self._make, self._prefetch = plan, make, prefetch
+    def __init__(self, plan: DataPlan, make: Callable[[int, Draws], Batch]):
+        self._plan, self._make = plan, make
         self._ahead: OrderedDict[int, Future] = OrderedDict()
         self._planned: tuple[int, list[Draws]] | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="feed")
@@ -29,7 +30,7 @@ class Feed:
             for future in self._ahead.values():
                 future.cancel()
             self._ahead.clear()
-        last = min(step + self._prefetch, self._plan.schedule.total_steps - 1)
+        last = min(step + PREFETCH, self._plan.schedule.total_steps - 1)
         for ahead in range(step, max(step, last) + 1):
             if ahead not in self._ahead:
                 self._ahead[ahead] = self._worker.submit(self._made, ahead)

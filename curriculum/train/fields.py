@@ -114,12 +114,11 @@ def _sizes(setup: Setup) -> dict[str, int]:
     return sizes if setup.states.frozen is None else {**sizes, "num_trained": count(setup.states.like.params)}
 
 
-def branch_point(branched_from: Mapping[str, Any]) -> dict[str, Any]:
-    """What identifies the point where a run branched off; its `id` is unique.
-
-    `branched_from` is the branch point of the trunk, None if the trunk is no branch.
+def branch_point(branch: Mapping[str, Any]) -> dict[str, Any]:
+    """What identifies the point where a run branched off: the trunk (`run`), its `step`, a unique `id`, and as
+    `branched_from` the same of the trunk itself, None if that is no branch.
     """
-    return {key: branched_from[key] for key in ("run", "step", "id", "branched_from")}
+    return {key: branch[key] for key in ("run", "step", "id", "branched_from")}
 
 
 def edits_again(setup: Setup, history: History, done: int) -> list[dict[str, Any]]:
