@@ -16,7 +16,14 @@ from curriculum.data.corpus import Sizes, find_sizes
 from curriculum.model.counts import num_adapters, num_parameters, num_projections, num_trained
 from curriculum.model.memory import FLOAT32_BYTES, memory_estimate
 from curriculum.model.presets import ModelConfig, model_problems
-from curriculum.plan_warnings import few_scored_targets, left_over, schedule_warnings, shares_asked, unsplit_vocabulary
+from curriculum.plan_warnings import (
+    few_scored_targets,
+    known_to_base,
+    left_over,
+    schedule_warnings,
+    shares_asked,
+    unsplit_vocabulary,
+)
 from curriculum.record.wording import MOST_SOURCES, first_of
 from curriculum.run import DEFAULT_STORE_DIR
 from curriculum.scheduling import num_due, resolve_schedule
@@ -92,6 +99,8 @@ class Plan:
 def plan(config: Config, *, store_dir: str | Path = DEFAULT_STORE_DIR) -> Plan:
     """Resolve the whole run from the config and the sizes of what is already prepared. Raises InputError."""
     sizes = find_sizes(config, store_dir)
+    known = known_to_base(config, store_dir, sizes.tokenizer)
+    sizes = replace(sizes, warnings=(*sizes.warnings, *known))
     return plan_of(config, sizes, resolve_schedule(config, sizes.tokens_per_epoch), base_lineage(config))
 
 

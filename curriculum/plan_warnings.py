@@ -5,15 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from curriculum.adaptation import Base, find_base
 from curriculum.config import Config
+from curriculum.data.corpus import find_trained_on
+from curriculum.data.tokenizers.tokenizer import Tokenizer
 from curriculum.model.formulation import BY_BACKEND
 from curriculum.model.presets import ModelConfig, own_rope_theta
 from curriculum.record.events import record_name
-from curriculum.record.wording import largest, listed
+from curriculum.record.wording import first_of, largest, listed
+from curriculum.run import load_run
 from curriculum.scheduling import mean_steps, num_due
 from evalsets.evalset import EvalSet
 from evalsets.metrics import clusters
@@ -117,6 +122,32 @@ def _shapes_that_do_nothing(config: Config) -> list[str]:
                 f"it, give the phase rope_theta: {before.rope_theta:g}"
             )
     return warnings
+
+
+def known_to_base(config: Config, store_dir: str | Path, tokenizer: Tokenizer | None) -> Iterator[str]:
+    """A warning for each eval set with documents that the run of `adaptation.init_from` was trained on.
+
+    And one if that cannot be told, as the text of that run has changed or is not prepared here. Raises InputError if
+    the run is gone.
+    """
+    given = config.adaptation.init_from
+    base = None if given is None or tokenizer is None else find_base(given, "ledger/")
+    if not isinstance(base, Base):
+        return
+    streams = {name: source["stream"] for name, source in base.ledger["sources"].items() if source["tokens_drawn"]}
+    found, unknown = find_trained_on(config, load_run(base.directory.path).config, streams, store_dir, tokenizer)
+    for name, (num_documents, counts) in found.items():
+        for source, count in counts.items():
+            yield (
+                f"{count:,} of {num_documents:,} documents of eval set {record_name(name)} are in source {source}, "
+                f"which {given} was trained on: the set's losses show that too; hold out what {given} held out (the "
+                "same path and held_out), or measure other text"
+            )
+    if unknown:
+        yield (
+            f"unknown whether {given} was trained on documents of the eval sets: its text of "
+            f"{first_of(unknown, MOST_WARNED)} has changed, or is not prepared here"
+        )
 
 
 def evalset_warnings(evalsets: Iterable[EvalSet]) -> Iterator[str]:

@@ -450,3 +450,46 @@ def test_arrays_that_do_not_fit_are_named_before_anything_is_made(folder):
 def test_prepare_refuses_them_without_a_config(folder, command):
     code, _, errors = command("prepare", "--text", "law.txt", "--init-from", "base")
     assert code == 2 and "--init-from and --keep-optimizer go with CONFIG, not with --text" in errors
+
+
+def test_documents_of_an_eval_set_that_the_base_was_trained_on_are_told(folder):
+    lines = [json.dumps({"text": f"clause {i}: the party of part {i * i} pays {i} times"}) + "\n" for i in range(40)]
+    Path("clauses.jsonl").write_text("".join(lines))
+    sources = {"clauses": {"path": "clauses.jsonl", "held_out": "10%"}}
+    phases = [{"name": "a", "until": "end", "mixture": {"clauses": 1}}]
+    base = BASE | {"name": "clauses", "sources": sources, "phases": phases}
+    train(build_config(base | {"evalsets": {"primary": {"held_out_of": "clauses"}}}), "clauses", store_dir="store")
+
+    def warned(*overrides, by=plan, **options):
+        config = adapted(*overrides, init_from="clauses", **options)
+        if by is plan:
+            found = plan(config, store_dir="store").warnings
+        else:
+            setup = build(config, "store", start=start_of(config))
+            setup.close()
+            found = setup.warnings()
+        return [warning for warning in found if "was trained on" in warning]
+
+    law, primary = {"dataset_dirs": ["law=clauses.jsonl"]}, "evalsets.primary={held_out_of: law}"
+    assert warned(primary, "sources.law.held_out=10%", by=build, **law) == []  # the same documents are held out
+    (more,) = warned(primary, "sources.law.held_out=50%", by=build, **law)
+    held, _, num_documents = more.split()[:3]
+    by_base = int(num_documents) - int(held)  # what the base held out, of the 40
+    assert (
+        by_base > 1
+        and int(held) > 9
+        and more[len(f"{held} of {num_documents} ") :]
+        == (
+            "documents of eval set val are in source clauses, which clauses was trained on: the set's losses show that too; "
+            "hold out what clauses held out (the same path and held_out), or measure other text"
+        )
+    )
+    assert warned(primary, "sources.law.held_out=50%", **law) == [more]
+    Path("all.jsonl").write_text("".join(lines))
+    (whole,) = warned("evalsets={primary: {path: web_eval.txt}, sets: {all: {path: all.jsonl}}}", by=build)
+    assert whole.startswith(f"{40 - by_base} of 40 documents of eval set all are in source clauses")
+    Path("clauses.jsonl").write_text("".join(lines[:39]))  # now another text
+    assert warned(primary, "sources.law.held_out=50%", by=build, **law) == [
+        "unknown whether clauses was trained on documents of the eval sets: its text of clauses has changed, or is not "
+        "prepared here"
+    ]

@@ -177,6 +177,36 @@ def find_read_documents(
     return found
 
 
+def find_trained_on(
+    config: Config, base: Config, streams: Mapping[str, str], store_dir: str | Path, tokenizer: Tokenizer
+) -> tuple[dict[str, tuple[int, dict[str, int]]], list[str]]:
+    """What another run was trained on of the eval sets of `config`, as far as both are prepared here.
+
+    `streams`: by source of the `base` config that the other run has read, its `stream` in `Corpus.details`. Returns by
+    eval set its number of documents, and by source how many of them are in its stream; and the sources whose text is
+    no longer that, or is not prepared here. Documents are matched as in `find_read_documents`.
+    """
+    stores, of_base = find_stores(config, tokenizer, store_dir), find_stores(base, tokenizer, store_dir)
+    kept, dropped = drop_evals(base, tokenizer, of_base)
+    hashes_of = {
+        name: of_base.sources[name].documents["hash"][kept[name].keep_N]
+        for name, stream in streams.items()
+        if name in kept and _details(of_base.sources[name], kept[name], dropped[name])["stream"] == stream
+    }
+    found = {}
+    for name, evalset in config.eval_sources.items():
+        if name in stores.evalsets:
+            own = stores.evalsets[name].documents["hash"]
+        elif evalset.held_out_of in stores.sources:
+            held_out = stores.splits[evalset.held_out_of].held_out
+            own = stores.sources[evalset.held_out_of].documents["hash"][held_out]
+        else:
+            continue
+        counts = {source: int(overlapping(own, hashes).sum()) for source, hashes in hashes_of.items()}
+        found[name] = len(own), {source: count for source, count in counts.items() if count}
+    return found, [name for name in streams if name not in hashes_of]
+
+
 def find_sizes(config: Config, store_dir: str | Path, tokenizer: Tokenizer | None = None) -> Sizes:
     """The sizes of what is prepared already, from file times and stores; no source is read.
 

@@ -14,7 +14,7 @@ import jax
 import xxhash
 from jax.sharding import Mesh
 
-from curriculum.adaptation import resolved_model
+from curriculum.adaptation import Base, resolved_model
 from curriculum.config import Config
 from curriculum.config_checks import NO_ADAPTERS
 from curriculum.config_shapes import row_problems
@@ -24,7 +24,7 @@ from curriculum.errors import InputError
 from curriculum.model.lora import frozen_of
 from curriculum.model.model import Model, abstract_params, check_model
 from curriculum.model.transformer import transformer
-from curriculum.plan_warnings import few_scored_targets, left_over, schedule_warnings
+from curriculum.plan_warnings import few_scored_targets, known_to_base, left_over, schedule_warnings
 from curriculum.record.wandb_log import check_wandb
 from curriculum.scheduling import NO_PAST, Past, check_schedule
 from curriculum.train.abstract import abstract_on_mesh
@@ -133,6 +133,9 @@ def build(
     if not trained:  # before the text is prepared
         _check_rows(config, mesh)
     corpus = first_then_all(lambda: load_corpus(config, store_dir, tokenizer))
+    if isinstance(start.base, Base):
+        known = known_to_base(config, store_dir, corpus.tokenizer)
+        corpus = replace(corpus, warnings=(*corpus.warnings, *known))
     # Process 0 alone writes to the cache. One that finds nothing there compiles, and on GPUs it then waits for kernels
     # that process 0, which found the program, does not choose with it.
     programs = cache_folder(store_dir)
