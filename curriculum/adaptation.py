@@ -136,8 +136,14 @@ def _find_base(init_from: str | os.PathLike, part: str | tuple[str, ...]) -> Bas
         return Base(given, run, *find_checkpoint(run, part=part))
     if path.name == "gold" and (run := _run_at(path.parent, given)) is not None:
         return Base(given, run, *find_checkpoint(run, "gold", option=f"{given}:", part=part))
+    if (path / "model.json").is_file() and not (path / HF_CONFIG).is_file():
+        raise InputError(
+            f"{given!r} is an export with --format safetensors, which is not read; export with --format hf"
+        )
     if any((path / name).is_file() for name in (HF_CONFIG, INDEX)) or any(path.glob("*.safetensors")):
         return _hf_base(_as_given(path, given), given)
+    if any(path.glob("*.gguf")):
+        raise InputError(f"{given!r} holds a model for llama.cpp, which is not read; export the run with --format hf")
     raise InputError(f"{given!r} is neither a run nor a checkpoint of one; expected {_EXPECTED}")
 
 

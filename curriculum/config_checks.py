@@ -142,7 +142,8 @@ def _check_held_out(v):
         if source.held_out_of is None:
             continue
         if source.held_out_of not in v["sources"]:
-            yield f"{path}.held_out_of", no_such("source", source.held_out_of, v["sources"])
+            got = f"got {source.held_out_of!r}: "
+            yield f"{path}.held_out_of", got + no_such("source", source.held_out_of, v["sources"])
             continue
         if parse_share(v["sources"][source.held_out_of].held_out) == 0:
             yield f"{path}.held_out_of", f"source {source.held_out_of} holds nothing out; {_to_hold_out(source, v)}"
@@ -220,7 +221,7 @@ def _check_gold(v):
     yield from _below("evalsets.gold", problems)
     names = [PRIMARY, *section.sets]
     if not problems and (name := section.gold.target[0]) not in names:
-        yield "evalsets.gold.minimise", _no_such_set(name, v)
+        yield "evalsets.gold.minimise", f"got {section.gold.minimise!r}: {_no_such_set(name, v)}"
     for name in section.gold.subject_to:
         if name not in names:
             yield f"evalsets.gold.subject_to.{name}", _no_such_set(name, v)
@@ -296,7 +297,7 @@ def _check_generate(v):
     section, names = v["logging"].generate, [PRIMARY, *v["evalsets"].sets]
     yield from _below("logging.generate", section.problems())
     if section.from_evalset is not None and section.from_evalset not in names:
-        yield "logging.generate.from_evalset", _no_such_set(section.from_evalset, v)
+        yield "logging.generate.from_evalset", f"got {section.from_evalset!r}: {_no_such_set(section.from_evalset, v)}"
 
 
 CHECKS = [

@@ -56,6 +56,7 @@ class Plan:
     """What `curriculum plan` shows.
 
     tokens_per_step: None if phases differ in it; each of `phases` gives its own batch size and sequence length.
+    custom_model: whether the config's `model` is null, so that no size of it is known.
     num_parameters, num_trained: how many the model has, and how many of them are trained. Both are None while the
         vocabulary is unknown, and for a model of one's own.
     memory: estimated bytes on one device, by part and in total, for the update that needs the most: that of `phase`,
@@ -77,6 +78,7 @@ class Plan:
     total_steps: int
     tokens_per_step: int | None
     total_tokens: int
+    custom_model: bool
     num_parameters: int | None
     num_trained: int | None
     memory: dict[str, Any] | None
@@ -163,6 +165,7 @@ def plan_of(
         total_steps=schedule.total_steps,
         tokens_per_step=constant_tokens_per_step(schedule),
         total_tokens=schedule.tokens(schedule.total_steps),
+        custom_model=config.model is None,
         num_parameters=None if model is None else num_parameters(model),
         num_trained=None if model is None else num_trained(model),
         memory=None if model is None else _memory(config, model, schedule, trained),

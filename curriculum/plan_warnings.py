@@ -232,7 +232,8 @@ def _unread(config: Config, schedule: Schedule) -> list[str]:
     for name, cursor in schedule.cursors_at(schedule.total_steps).items():
         if cursor == 0 and name not in measured | shared:
             warnings.append(
-                f"source {name} is never read: no phase gives it a share, and no eval set is held out of it"
+                f"source {name} is never read: no phase gives it a share, and no eval set is held out of it; give it "
+                f"one in a phase's mixture, or in all phases with adaptation.replay.{name}"
             )
     return warnings
 

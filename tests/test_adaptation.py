@@ -400,6 +400,7 @@ def test_a_run_remembers_its_phases_and_its_replay_apart(folder):
     run = load_run("run")
     assert run.resolved["phases"][0]["mixture"] == {"law": 1.0}
     nothing_of_code = "source code is never read: no phase gives it a share, and no eval set is held out of it"
+    nothing_of_code += "; give it one in a phase's mixture, or in all phases with adaptation.replay.code"
     assert run.start["warnings"].count(nothing_of_code) == 1
     assert run.resolved["derived"]["phases"][0]["mixture"] == {"law": 0.75, "web": 0.25}
     assert run.config == given
@@ -493,3 +494,14 @@ def test_documents_of_an_eval_set_that_the_base_was_trained_on_are_told(folder):
         "unknown whether clauses was trained on documents of the eval sets: its text of clauses has changed, or is not "
         "prepared here"
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("model.gguf", "llama.cpp, which is not read"), ("model.json", "an export with --format safetensors")],
+)
+def test_an_export_that_cannot_be_read_again_is_told_with_the_format_that_can(folder, name, said):
+    Path("exported").mkdir()
+    Path("exported", name).write_text("{}")
+    with pytest.raises(InputError, match=f"'exported' .*{said}.*--format hf"):
+        adapted(init_from="exported")

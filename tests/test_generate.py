@@ -559,7 +559,7 @@ def test_a_set_without_a_beginning_is_told(tmp_path):
         (
             {"generate": {"from_evalset": "laws", "num": 0, "prompt_tokens": 0, "top_p": 2.0}},
             [
-                "logging.generate.from_evalset: no such eval set; did you mean 'law'?",
+                "logging.generate.from_evalset: got 'laws': no such eval set; did you mean 'law'?",
                 "logging.generate.num: got 0, expected 1 to 1000000",
                 "logging.generate.prompt_tokens: got 0, expected 1 to 1000000",
                 "logging.generate.top_p: got 2.0, expected more than 0",

@@ -292,7 +292,7 @@ def test_a_model_of_ones_own_may_have_longer_sequences_than_the_presets(tmp_path
         build_config(config_data(text_folder, train=long))
     config = build_config(config_data(text_folder, train=long, model=None))
     assert plan(config, store_dir=tmp_path).num_parameters is None
-    assert "parameters: unknown (the tokenizer is not prepared, or model is null)" in table(plan(config))
+    assert "parameters: unknown (model is null)" in table(plan(config))
     told = dry_run(config, store_dir=text_folder / "store", make_model=lambda vocab_size: bigram(matrices))
     assert told["num_parameters"] == 2 * 257 * 8
 

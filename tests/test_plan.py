@@ -142,7 +142,8 @@ def test_plan_and_training_agree_on_sizes(tmp_path):
 
 
 def test_what_is_never_read_and_replay_that_changes_nothing_are_told(tmp_path):
-    nothing_of_law = "source law is never read: no phase gives it a share, and no eval set is held out of it"
+    nothing_of_law = "source law is never read: no phase gives it a share, and no eval set is held out of it; "
+    nothing_of_law += "give it one in a phase's mixture, or in all phases with adaptation.replay.law"
     everywhere = [{"name": "a", "until": "end", "mixture": {"web": 0.5, "law": 0.5}}]
     alone = [{"name": "a", "until": "end", "mixture": {"web": 1.0}}]
     replay = {"replay": {"law": 0.1}}
@@ -372,7 +373,7 @@ def test_memory_is_of_one_micro_step_and_its_parts_add_up(tmp_path):
 def test_memory_in_the_table(tmp_path):
     learned = plan(config_of(tmp_path, tokenizer={"kind": "char"}), store_dir=tmp_path / "store")
     assert learned.memory is None and table(learned)[2] == (
-        "memory per device (estimate): unknown (the tokenizer is not prepared, or model is null)"
+        "memory per device (estimate): unknown (the tokenizer is not prepared)"
     )
     config = config_of(tmp_path)
     load_corpus(config, tmp_path / "store")
