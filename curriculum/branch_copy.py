@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from curriculum.config import Config
+from curriculum.durable import write_whole
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import checkpoint_steps, read_ledger
 from curriculum.manifest import damage, update_manifest
 from curriculum.record.board import Board
 from curriculum.record.events import EVENTS, METRICS, STAMPS, Record, plain, read_events, read_metrics
-from curriculum.run_directory import RunDirectory, link_or_copy, names_in, read_json, write_text, write_tokenizer
+from curriculum.run_directory import RunDirectory, link_or_copy, names_in, read_json, write_tokenizer
 from curriculum.train import ledger
 from curriculum.train.averages import SIDECAR
 from curriculum.train.fields import branch_edit, derived
@@ -109,7 +110,7 @@ def _copy_checkpoint(
     link_or_copy(to, checkpoint)
     saved = read_ledger(checkpoint)
     history = {**saved["history"], "rollbacks": list(rollbacks)}
-    write_text(to / "ledger" / "metadata", json.dumps({**saved, **changed, "history": history}))
+    write_whole(to / "ledger" / "metadata", json.dumps({**saved, **changed, "history": history}))
     update_manifest(to, ["ledger/metadata"])
 
 

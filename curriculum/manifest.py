@@ -15,6 +15,7 @@ from typing import Any
 
 import xxhash
 
+from curriculum.durable import write_whole
 from curriculum.errors import InputError
 
 MANIFEST = "manifest.json"
@@ -102,9 +103,8 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def _write(folder: Path, manifest: Mapping[str, Any]) -> None:
-    temporary = folder / f"{MANIFEST}.tmp"
-    temporary.write_text(json.dumps({**manifest, "checksum": _checksum_of(manifest)}, indent=1) + "\n")
-    temporary.replace(folder / MANIFEST)
+    content = json.dumps({**manifest, "checksum": _checksum_of(manifest)}, indent=1) + "\n"
+    write_whole(folder / MANIFEST, content, durable=False)  # it gets to the disk with the rest of the folder
 
 
 def _files(folder: Path) -> set[str]:
@@ -136,19 +136,3 @@ def file_checksum(path: Path) -> str:
 
 def _checksum_of(manifest: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode())
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush a folder and all that is in it to the disk: only then does a rename survive a power cut."""
-    for place, _, names in os.walk(folder, topdown=False):
-        for path in (*(os.path.join(place, name) for name in names), place):
-            sync(path)
-
-
-def sync(path: str | os.PathLike) -> None:
-    """Flush a file, or the names in a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from curriculum.durable import write_whole
 from curriculum.errors import InputError, readable
 from curriculum.record.append import DISK_ERRORS, tell
 from curriculum.record.events import EVENTS, METRICS, plain
@@ -126,10 +127,10 @@ class RunDirectory:
         """Write the run's config, as given and as resolved, and its model's architecture. Safe to repeat."""
         self.path.mkdir(parents=True, exist_ok=True)
         resolved = {**config.to_json(), "command_line": config.command_line, "derived": derived}
-        write_text(self.resolved_config, json.dumps(resolved, indent=2) + "\n")  # first: see `files_of_others`
+        write_whole(self.resolved_config, json.dumps(resolved, indent=2) + "\n")  # first: see `files_of_others`
         if config.origin.text is not None:
-            write_text(self.path / "config.yaml", config.origin.text)
-        write_text(self._architecture, json.dumps(model, indent=2) + "\n")
+            write_whole(self.path / "config.yaml", config.origin.text)
+        write_whole(self._architecture, json.dumps(model, indent=2) + "\n")
 
     def write_training_state(self, state: dict[str, Any]) -> None:
         """Rewrite training_state.json, the summary of the run's progress.
@@ -138,7 +139,8 @@ class RunDirectory:
         """
         path = self.path / "training_state.json"
         try:
-            write_text(path, json.dumps(plain(state), indent=2, allow_nan=False) + "\n")
+            # Not durable: training waits for it at every checkpoint, and the next one writes it anew.
+            write_whole(path, json.dumps(plain(state), indent=2, allow_nan=False) + "\n", durable=False)
         except OSError as error:
             if error.errno not in DISK_ERRORS:
                 raise
@@ -221,17 +223,6 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
             return {name: arrays[name] for name in arrays.files}
     except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:  # TypeError: an .npy
         raise InputError(f"{path}: cannot be read: {error}; expected the arrays that this program wrote") from None
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace a file atomically: a kill or a full disk leaves either the old content or the new."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def write_tokenizer(directory: RunDirectory, tokenizer) -> None:

@@ -307,11 +307,11 @@ def in_child(prepare):
     return os.waitpid(pid, 0)[1] != 0
 
 def dying_at_line(count):
-    """Dies before the count-th line of events.py or of a file change, buffers unwritten, as by kill -9."""
+    """Dies before the count-th line of events.py, of durable.py or of a file change, buffers unwritten, as by kill -9."""
     left = [count]
     def trace(frame, kind, argument):
         code = frame.f_code
-        if not code.co_filename.endswith("events.py") and code.co_name not in FILE_CHANGES:
+        if not code.co_filename.endswith(("events.py", "durable.py")) and code.co_name not in FILE_CHANGES:
             return None
         if kind == "line":
             left[0] -= 1

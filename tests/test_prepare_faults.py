@@ -1,5 +1,6 @@
 """Preparing beside other processes, killed half way, from text that changes, and onto what is damaged."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -123,7 +124,18 @@ def test_a_content_key_is_on_the_disk_before_it_has_its_name(sources, store_dir,
     monkeypatch.setattr(os, "fsync", lambda descriptor: forced.append(os.fstat(descriptor)))
     content_of("web", sources["web"], store_dir)
     (noted,) = (store_dir / "contents").iterdir()
-    assert [(status.st_ino, status.st_size) for status in forced] == [(noted.stat().st_ino, 32)]
+    file, folder = forced
+    assert (file.st_ino, file.st_size) == (noted.stat().st_ino, 32) and folder.st_ino == noted.parent.stat().st_ino
+
+
+def test_a_content_key_that_cannot_be_written_leaves_nothing(sources, store_dir, monkeypatch):
+    def refuse(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(InputError, match=r"prepared: cannot write here \(No space left on device\)"):
+        content_of("web", sources["web"], store_dir)
+    assert os.listdir(store_dir / "contents") == []
 
 
 def test_a_source_that_changes_meanwhile_is_refused(tmp_path, store_dir):

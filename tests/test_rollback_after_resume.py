@@ -1,6 +1,7 @@
 """A run that was stopped, perhaps edited, and went on, and then goes back to before the stop."""
 
 import json
+import os
 import shutil
 import signal
 from functools import partial
@@ -232,6 +233,21 @@ def test_a_plan_on_the_way_back_is_that_of_the_run(place, tmp_path, monkeypatch)
 
     for when in ("decided", "recorded"):
         trained(place, tmp_path / when, monkeypatch, killed=when, meanwhile=plan, **data)
+
+
+def test_the_file_of_the_way_back_has_its_name_on_the_disk_before_anything_is_changed(place, tmp_path, monkeypatch):
+    forced, run_dir = set(), tmp_path / "run"
+
+    def fsync(descriptor):
+        forced.add((os.fstat(descriptor).st_ino, RunDirectory(run_dir).going_back.exists()))
+
+    def check(_):
+        assert (run_dir.stat().st_ino, True) in forced
+        forced.add("checked")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    trained(place, run_dir, monkeypatch, killed="decided", meanwhile=check, **RAISES)
+    assert "checked" in forced
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[1]", '{"step": 4, "ledger": {}, "rollback": {"rollbacks": [1]}}'])

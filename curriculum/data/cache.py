@@ -20,8 +20,8 @@ import xxhash
 
 from curriculum.data.progress import ConsoleProgress
 from curriculum.data.sources import SourceConfig, source_files
+from curriculum.durable import sync, sync_folder, write_whole
 from curriculum.errors import InputError
-from curriculum.manifest import sync, sync_folder
 
 READ_BYTES = 1 << 24
 PARTIAL = ".partial"
@@ -104,10 +104,7 @@ def content_of(name: str, source: SourceConfig, store_dir: Path) -> str:
         path = store_dir / "contents" / signature
         path.parent.mkdir(parents=True, exist_ok=True)
         # A random name: processes on several machines that share the folder may have the same process id.
-        temporary = path.with_name(f"{signature}.{secrets.token_hex(8)}")
-        temporary.write_text(content.hexdigest())
-        sync(temporary)
-        temporary.replace(path)
+        write_whole(path, content.hexdigest(), suffix=f".{secrets.token_hex(8)}")
     return content.hexdigest()
 
 

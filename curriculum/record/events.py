@@ -18,8 +18,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from curriculum.durable import sync, write_whole
 from curriculum.errors import InputError, readable
-from curriculum.manifest import sync
 from curriculum.record.append import Appender, tell
 
 EVENTS = "events.jsonl"
@@ -351,13 +351,7 @@ def _cut(run_dir: Path, offsets: Mapping[str, int]) -> None:
         "offsets": dict(offsets),
         "entries": entries,
     }
-    unfinished = run_dir / f"{_PENDING_CUT}.tmp"
-    with open(unfinished, "w") as file:
-        json.dump(pending, file)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(run_dir / _PENDING_CUT)
-    sync(run_dir)
+    write_whole(run_dir / _PENDING_CUT, json.dumps(pending))
     _finish_cut(run_dir)
 
 

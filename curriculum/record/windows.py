@@ -6,12 +6,13 @@ Sets are named as in the config.
 
 from __future__ import annotations
 
-import os
+import io
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import numpy as np
 
+from curriculum.durable import write_whole
 from curriculum.errors import InputError
 from curriculum.run_directory import read_arrays
 from evalsets.metrics import WindowResults
@@ -85,14 +86,6 @@ def _array_name(name: str, field: str) -> str:
 
 
 def _replace(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Replace a file atomically. If this raises OSError, the file is as it was."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with open(temporary, "wb") as file:
-            np.savez_compressed(file, **arrays)
-            file.flush()
-            os.fsync(file.fileno())  # so that a checkpoint, on the disk once it has its name, is never ahead of them
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    content = io.BytesIO()
+    np.savez_compressed(content, **arrays)
+    write_whole(path, content.getvalue())  # durable, so that a checkpoint is never ahead of them

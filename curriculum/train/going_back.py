@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from curriculum.durable import write_whole
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import read_ledger
-from curriculum.manifest import sync
 from curriculum.record.events import plain
-from curriculum.run_directory import RunDirectory, read_json, write_text
+from curriculum.run_directory import RunDirectory, read_json
 from curriculum.train import ledger
 from curriculum.train.checkpoints.resumed import Resumed, newest_whole, to_resume
 from curriculum.train.divergence import Rollback
@@ -26,8 +26,7 @@ def write(setup: Setup, directory: RunDirectory, resumed: Resumed | None, rollba
     step = None if resumed is None else resumed.step
     saved = ledger.entry(setup, step or 0, History.begin(setup), {}, 0.0)
     told = {"step": step, "ledger": saved, "rollback": rollback._asdict()}
-    write_text(directory.going_back, json.dumps(plain(told)) + "\n")
-    sync(directory.going_back)
+    write_whole(directory.going_back, json.dumps(plain(told)) + "\n")
 
 
 def to_continue(directory: RunDirectory, resume: str | int | None) -> tuple[Resumed | None, dict[str, Any] | None]:

@@ -17,10 +17,11 @@ from curriculum.config import Config
 from curriculum.data.config_stores import own_sources
 from curriculum.data.sources import would_read
 from curriculum.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from curriculum.durable import sync
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import read_ledger
 from curriculum.lock import RunLock
-from curriculum.manifest import damage, sync
+from curriculum.manifest import damage
 from curriculum.record.board import Board
 from curriculum.record.console import Console, resume_command
 from curriculum.record.events import EVENTS, METRICS, Record, check_offsets, plain

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 from markupsafe import Markup
 
+from curriculum.durable import write_whole
 from curriculum.errors import InputError
 from curriculum.record.events import number
 from curriculum.record.queries import eval_points, shapes_of
@@ -29,7 +30,6 @@ from curriculum.record.wording import (
     typed,
 )
 from curriculum.run import Run, load_run
-from curriculum.run_directory import write_text
 from curriculum.views import figures
 from curriculum.views.compare import labels
 from curriculum.views.figures import PALETTE, Curve, Phase
@@ -80,7 +80,7 @@ def write_report(run_dirs: Sequence[str | os.PathLike], output: str | os.PathLik
         if path.exists() and not path.is_file():  # a device or a pipe is written to, never replaced
             path.write_text(page, encoding="utf-8")
         else:
-            write_text(path, page)
+            write_whole(path, page, durable=False)
     except OSError as error:
         raise InputError(f"-o {output}: cannot be written: {error.strerror}") from None
 

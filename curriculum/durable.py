@@ -1,0 +1,44 @@
+"""Files and folders that have their names only when they are whole and on the disk, so that a power cut halves none."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def write_whole(path: Path, content: str | bytes, *, suffix: str = ".tmp", durable: bool = True) -> None:
+    """Replace a file atomically: whatever happens, it has either the old content or the new, a text as UTF-8.
+
+    It is written beside its place, under the name with `suffix`, of which an error leaves nothing. If not `durable`,
+    nothing waits for the disk: after a power cut the file may be empty. Raises OSError.
+    """
+    content = content.encode() if isinstance(content, str) else content
+    temporary = path.with_name(path.name + suffix)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder and all that is in it to the disk: only then does a rename survive a power cut."""
+    for place, _, names in os.walk(folder, topdown=False):
+        for path in (*(os.path.join(place, name) for name in names), place):
+            sync(path)
+
+
+def sync(path: str | os.PathLike) -> None:
+    """Flush a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
