@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from curriculum.config import Config
-from curriculum.durable import write_whole
+from curriculum.durable import rename_whole, write_whole
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import checkpoint_steps, read_ledger
 from curriculum.manifest import damage, update_manifest
@@ -34,7 +34,7 @@ def made_whole(directory: RunDirectory, trunk: RunDirectory) -> Iterator[RunDire
     made = RunDirectory(beside / place.name)
     try:
         yield made
-        made.path.rename(place)
+        rename_whole(made.path, place)
     except OSError as error:
         raise InputError(
             f"{trunk.path}: could not be copied to {directory.path}: {error}; mend that (free disk "

@@ -28,11 +28,13 @@ def write_whole(path: Path, content: str | bytes, *, suffix: str = ".tmp", durab
         sync(path.parent)
 
 
-def sync_folder(folder: Path) -> None:
-    """Flush a folder and all that is in it to the disk: only then does a rename survive a power cut."""
-    for place, _, names in os.walk(folder, topdown=False):
+def rename_whole(made: Path, folder: Path) -> None:
+    """Give a folder that was made its name, once all that is in it is on the disk. Raises OSError."""
+    for place, _, names in os.walk(made, topdown=False):
         for path in (*(os.path.join(place, name) for name in names), place):
             sync(path)
+    made.rename(folder)
+    sync(folder.parent)
 
 
 def sync(path: str | os.PathLike) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from curriculum.durable import write_whole
+from curriculum.durable import rename_whole, write_whole
 from curriculum.errors import InputError, readable
 from curriculum.record.append import DISK_ERRORS, tell
 from curriculum.record.events import EVENTS, METRICS, plain
@@ -232,7 +232,7 @@ def write_tokenizer(directory: RunDirectory, tokenizer) -> None:
     temporary = directory.path / "tokenizer.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     tokenizer.save(temporary)
-    temporary.rename(directory.tokenizer)
+    rename_whole(temporary, directory.tokenizer)
 
 
 def link_or_copy(to: Path, path: Path) -> None:

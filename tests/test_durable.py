@@ -5,7 +5,9 @@ import os
 
 import pytest
 
-from curriculum.durable import write_whole
+from curriculum.data.tokenizers.tokenizer import byte_tokenizer
+from curriculum.durable import rename_whole, write_whole
+from curriculum.run_directory import RunDirectory, write_tokenizer
 
 
 @pytest.fixture
@@ -49,3 +51,22 @@ def test_of_a_file_that_cannot_be_written_the_old_content_stays_and_nothing_else
     with pytest.raises(type(error)):
         write_whole(tmp_path / "a", "new")
     assert (tmp_path / "a").read_text() == "old" and os.listdir(tmp_path) == ["a"]
+
+
+def test_a_folder_is_on_the_disk_before_it_has_its_name_and_then_the_name(tmp_path, forced):
+    made = tmp_path / "made"
+    (made / "in").mkdir(parents=True)
+    for name in ("a", "in/b"):
+        (made / name).write_text("x")
+    rename_whole(made, tmp_path / "folder")
+    paths = [tmp_path / "folder" / name for name in ("in/b", "in", "a", ".")]
+    assert forced == [*((path.stat().st_ino, ["made"]) for path in paths), (tmp_path.stat().st_ino, ["folder"])]
+
+
+def test_the_tokenizer_of_a_run_is_on_the_disk_before_it_has_its_name(tmp_path, forced):
+    """Whatever folder has the name is never written again."""
+    write_tokenizer(RunDirectory(tmp_path), byte_tokenizer())
+    (file,) = (tmp_path / "tokenizer").iterdir()
+    made, there = ["tokenizer.tmp"], ["tokenizer"]
+    assert [at for at in forced if at[0] == file.stat().st_ino][-1:] == [(file.stat().st_ino, made)]
+    assert forced[-2:] == [((tmp_path / "tokenizer").stat().st_ino, made), (tmp_path.stat().st_ino, there)]

@@ -20,7 +20,7 @@ import xxhash
 
 from curriculum.data.progress import ConsoleProgress
 from curriculum.data.sources import SourceConfig, source_files
-from curriculum.durable import sync, sync_folder, write_whole
+from curriculum.durable import rename_whole, write_whole
 from curriculum.errors import InputError
 
 READ_BYTES = 1 << 24
@@ -140,9 +140,7 @@ def building(target: Path, lock_path: Path | None = None) -> Iterator[Path | Non
             partial.mkdir()
             try:
                 yield partial
-                sync_folder(partial)
-                partial.rename(target)
-                sync(target.parent)
+                rename_whole(partial, target)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
 

@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from curriculum.config import Config
+from curriculum.durable import rename_whole
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import checkpoint_steps
 from curriculum.manifest import damage, write_manifest
@@ -166,9 +167,9 @@ def _write(folder: Path, mean: Any, sidecar: dict[str, Any]) -> None:
             return
         (unfinished / SIDECAR).write_text(json.dumps(sidecar) + "\n")
         write_manifest(unfinished)
+        shutil.rmtree(folder, ignore_errors=True)
+        rename_whole(unfinished, folder)
     except OSError:
         if count() == 1:
             shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    shutil.rmtree(folder, ignore_errors=True)
-    unfinished.rename(folder)

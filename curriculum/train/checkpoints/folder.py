@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from curriculum.durable import sync, sync_folder
+from curriculum.durable import rename_whole, sync
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import checkpoint_steps
 from curriculum.manifest import write_manifest
@@ -151,9 +151,7 @@ class Checkpoints:
                 return
             partial = self._partial(step)
             write_manifest(partial, step)
-            sync_folder(partial)
-            partial.rename(self.directory / str(step))
-            sync(self.directory)
+            rename_whole(partial, self.directory / str(step))
         except BaseException:
             self._drop_partial()
             raise
