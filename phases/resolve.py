@@ -14,7 +14,7 @@ from phases.mixture import normalised
 from phases.rates import with_rates
 from phases.schedule import NOT_DATA, Ramp, Schedule, Segment, SourceSupply, cut, joined
 
-MOST_NAMED = 4  # most phases that get a warning each, and most sources that one names
+MOST_TOLD = 4  # most phases that get a warning each, and most sources that one names
 
 
 def resolve(
@@ -332,7 +332,7 @@ def _odd_sums(ahead: Sequence[Declared], segments: Sequence[Segment]) -> list[tu
         known_sum = any(math.isclose(weight_sum, whole, rel_tol=1e-6) for whole in (1, 100))
         if not known_sum and set(phase.mixture.values()) != {1}:  # all 1 plainly means equal parts
             shares = [f"{name} {share:.4g}" for name, share in normalised(phase.mixture).items()]
-            told = ", ".join([*shares[:MOST_NAMED], *(["..."] if len(shares) > MOST_NAMED else [])])
+            told = ", ".join([*shares[:MOST_TOLD], *(["..."] if len(shares) > MOST_TOLD else [])])
             found.append((phase.name, f"proportions add up to {weight_sum:.6g}, normalised to {told}"))
     return found
 
@@ -348,16 +348,16 @@ def _never_read(schedule: Schedule, past: Sequence[Segment]) -> list[tuple[str, 
         read = schedule.read(start, end)
         if unread := [name for name in sorted(shared.get(phase, ())) if not read[name]]:
             have, get = ("has", "gets") if len(unread) == 1 else ("have", "get")
-            left = len(unread) - MOST_NAMED
-            names = ", ".join(unread[:MOST_NAMED]) + (f" and {left} more" if left > 0 else "")
+            left = len(unread) - MOST_TOLD
+            names = ", ".join(unread[:MOST_TOLD]) + (f" and {left} more" if left > 0 else "")
             found.append((phase, f"{names} {have} a positive proportion but {get} no sequence"))
     return found
 
 
 def _told(of_phases: Sequence[tuple[str, str]]) -> list[str]:
     """A warning for each phase; if there are many, one warning that tells the first and counts the others."""
-    if len(of_phases) <= MOST_NAMED:
+    if len(of_phases) <= MOST_TOLD:
         return [f"phase {phase}: {what}" for phase, what in of_phases]
     (phase, what), *others = of_phases
-    named = ", ".join(name for name, _ in others[: MOST_NAMED - 1])
+    named = ", ".join(name for name, _ in others[: MOST_TOLD - 1])
     return [f"phase {phase}: {what}; the same applies to {len(others)} more phases: {named}, ..."]

@@ -24,7 +24,7 @@ from curriculum.errors import InputError
 from curriculum.generate import generate, load_generator, read_prompts
 from curriculum.mesh_config import MeshConfig
 from curriculum.model.continuation import Continuation, Prompt
-from curriculum.model.draw import Knobs, draw, scaled
+from curriculum.model.draw import DrawKnobs, draw, scaled
 from curriculum.model.generate import NUM_ROWS, Generator
 from curriculum.model.model import Model
 from curriculum.model.presets import ModelConfig, RopeScaling
@@ -173,7 +173,7 @@ FILTERS = [
 def test_the_filters_keep_what_a_loop_over_the_ids_keeps():
     run = jax.jit(lambda logits_BV, knobs: jax.nn.softmax(scaled(logits_BV, knobs)))
     for temperature, top_k, top_p, min_p in FILTERS:
-        knobs = Knobs.of(Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p))
+        knobs = DrawKnobs.of(Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p))
         got_BV = np.asarray(run(np.array(LOGITS, np.float32), knobs))
         for logits, got_V in zip(LOGITS, got_BV, strict=True):
             expected = kept_by_hand(logits, temperature, top_k, top_p, min_p)
@@ -188,7 +188,7 @@ def test_draws_have_the_distribution_of_what_is_kept():
     logits_BV = np.tile(np.float32(LOGITS[0]), (num, 1))
     run = jax.jit(draw)
     for settings in ((0.8, 0, 1.0, 0.0), (1.5, 6, 0.9, 0.1)):
-        knobs = Knobs.of(Sampling(**dict(zip(("temperature", "top_k", "top_p", "min_p"), settings, strict=True))))
+        knobs = DrawKnobs.of(Sampling(**dict(zip(("temperature", "top_k", "top_p", "min_p"), settings, strict=True))))
         expected = kept_by_hand(LOGITS[0], *settings)
         at = {t: np.asarray(run(logits_BV, keys_B2, np.full(num, t, np.int32), knobs)) for t in (3, 4)}
         assert (at[3] != at[4]).mean() > 0.3  # a row draws anew at each position
@@ -198,7 +198,7 @@ def test_draws_have_the_distribution_of_what_is_kept():
             for i, share in expected.items():
                 # 5 standard deviations, in some 30 comparisons: by chance once in 60,000 such tests
                 assert abs(counts[i] - num * share) < 5 * np.sqrt(num * share * (1 - share)) + 1
-    greedy = run(logits_BV, keys_B2, np.zeros(num, np.int32), Knobs.of(Sampling(temperature=0, top_k=3)))
+    greedy = run(logits_BV, keys_B2, np.zeros(num, np.int32), DrawKnobs.of(Sampling(temperature=0, top_k=3)))
     assert set(np.asarray(greedy).tolist()) == {0}
     assert run._cache_size() == 1
 

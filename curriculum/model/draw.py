@@ -18,7 +18,7 @@ import numpy as np
 from curriculum.sampling import Sampling
 
 
-class Knobs(NamedTuple):
+class DrawKnobs(NamedTuple):
     """`Sampling` as a compiled function takes it."""
 
     temperature: np.float32
@@ -27,12 +27,12 @@ class Knobs(NamedTuple):
     min_p: np.float32
 
     @classmethod
-    def of(cls, sampling: Sampling) -> Knobs:
+    def of(cls, sampling: Sampling) -> DrawKnobs:
         temperature, top_p, min_p = map(np.float32, (sampling.temperature, sampling.top_p, sampling.min_p))
         return cls(temperature, np.int32(sampling.top_k), top_p, min_p)
 
 
-def draw(logits_BV: jax.Array, keys_B2: jax.Array, positions_B: jax.Array, knobs: Knobs) -> jax.Array:
+def draw(logits_BV: jax.Array, keys_B2: jax.Array, positions_B: jax.Array, knobs: DrawKnobs) -> jax.Array:
     """tokens_B, int32. A row's draw depends only on its logits, its key (uint32) and the token's position."""
 
     def one_of_many() -> jax.Array:
@@ -42,7 +42,7 @@ def draw(logits_BV: jax.Array, keys_B2: jax.Array, positions_B: jax.Array, knobs
     return jax.lax.cond(knobs.temperature > 0, one_of_many, lambda: logits_BV.argmax(axis=-1).astype(jnp.int32))
 
 
-def scaled(logits_BV: jax.Array, knobs: Knobs) -> jax.Array:
+def scaled(logits_BV: jax.Array, knobs: DrawKnobs) -> jax.Array:
     """The logits over the temperature, shifted so that the largest is 0, and -inf for ids that the filters remove."""
     temperature = jnp.where(knobs.temperature > 0, knobs.temperature, 1)
     scaled_BV = (logits_BV - logits_BV.max(axis=-1, keepdims=True)) / temperature
@@ -50,7 +50,7 @@ def scaled(logits_BV: jax.Array, knobs: Knobs) -> jax.Array:
     return jax.lax.cond(filters, lambda: jnp.where(_kept(scaled_BV, knobs), scaled_BV, -jnp.inf), lambda: scaled_BV)
 
 
-def _kept(scaled_BV: jax.Array, knobs: Knobs) -> jax.Array:
+def _kept(scaled_BV: jax.Array, knobs: DrawKnobs) -> jax.Array:
     """Which ids all filters keep, as bool."""
     order_BV, odds_BV = _order(scaled_BV), jnp.exp(scaled_BV)
 

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from curriculum.data.tokenizers.tokenizer import Tokenizer
 from curriculum.errors import InputError
 from curriculum.model.continuation import Continuation, Generation, NewText, Prompt
-from curriculum.model.draw import Knobs, draw
+from curriculum.model.draw import DrawKnobs, draw
 from curriculum.model.loss import next_logits
 from curriculum.model.model import Model, Params
 from curriculum.sampling import Sampling
@@ -102,7 +102,7 @@ class Generator:
 
         Afterwards, prompts of these shapes run only with parameters of the same shapes, types and shardings.
         """
-        knobs, number = Knobs.of(sampling), np.int32(0)
+        knobs, number = DrawKnobs.of(sampling), np.int32(0)
         for num_positions, texts in self._by_room(prompts, sampling).items():
             self._compiled["no rows", num_positions] = self._no_rows.lower(num_positions).compile()
             rows = jax.tree.map(
@@ -124,7 +124,7 @@ class Generator:
     def stream(self, params: Params, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[NewText]:
         """The continuations as they come, several at a time. Raises InputError as `check` does, before all else."""
         self.check(prompts, sampling)
-        return self._stream(params, self._by_room(prompts, sampling), Knobs.of(sampling))
+        return self._stream(params, self._by_room(prompts, sampling), DrawKnobs.of(sampling))
 
     def _by_room(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[int, deque[Continuation]]:
         """A continuation for each prompt, in order, grouped by the number of positions that its row needs."""
@@ -141,7 +141,7 @@ class Generator:
             by_room.setdefault(self._bucket(last), deque()).append(text)
         return by_room
 
-    def _stream(self, params: Params, by_room: dict[int, deque[Continuation]], knobs: Knobs) -> Iterator[NewText]:
+    def _stream(self, params: Params, by_room: dict[int, deque[Continuation]], knobs: DrawKnobs) -> Iterator[NewText]:
         for num_positions, waiting in by_room.items():
             rows = self._compiled.get(("no rows", num_positions), partial(self._no_rows, num_positions))()
             decode, num_steps = self._compiled.get(("decode", num_positions), self._decode), 1
@@ -168,7 +168,7 @@ class Generator:
                     under_way = {row: text for row, text in under_way.items() if text.whole is None}
 
     def _begin(
-        self, params: Params, rows: Rows, num_positions: int, row: int, text: Continuation, knobs: Knobs
+        self, params: Params, rows: Rows, num_positions: int, row: int, text: Continuation, knobs: DrawKnobs
     ) -> tuple[Rows, jax.Array]:
         """Read a prompt into a row: (the rows, the first token)."""
         length = len(text.prompt.ids)
@@ -201,7 +201,7 @@ class Generator:
         row: jax.Array,
         last: jax.Array,
         key_2: jax.Array,
-        knobs: Knobs,
+        knobs: DrawKnobs,
     ) -> tuple[Rows, jax.Array]:
         """The rows with a prompt of `length` tokens read into `row`, and the first token after it."""
         self.num_prefill_traces += 1
@@ -214,7 +214,7 @@ class Generator:
         return jax.tree.map(lambda of_rows, of_row: of_rows.at[row].set(of_row[0]), rows, begun), token_B[0]
 
     def _trace_decode(
-        self, params: Params, rows: Rows, stays_B: jax.Array, num_steps: jax.Array, knobs: Knobs
+        self, params: Params, rows: Rows, stays_B: jax.Array, num_steps: jax.Array, knobs: DrawKnobs
     ) -> tuple[Rows, jax.Array, jax.Array]:
         """(rows, drawn_NB, how many of the N steps were taken) after `num_steps`, or once all rows have ended.
 

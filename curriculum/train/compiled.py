@@ -19,7 +19,7 @@ from curriculum.train.mesh import constrain, everywhere, on_mesh, place_rows, ro
 from curriculum.train.programs import Programs, StepShape, needed_bytes
 from curriculum.train.samples import Samples
 from curriculum.train.states import States
-from curriculum.train.step import Knobs, TrainState, clear_window, make_train_step
+from curriculum.train.step import TrainState, UpdateKnobs, clear_window, make_train_step
 from evalsets.evalset import EvalSet
 from evalsets.suite import Suite
 
@@ -84,7 +84,7 @@ class Compiled:
             diverged_after=config.train.diverged_after,
             place_grads=partial(constrain, mesh),
         )
-        inputs = [states.like, abstract_batch(mesh, shape), *Knobs()]
+        inputs = [states.like, abstract_batch(mesh, shape), *UpdateKnobs()]
         frozen = {} if states.frozen is None else {"frozen": jax.tree.map(abstract_of, states.frozen)}
         return jax.jit(train_step, donate_argnums=0, out_shardings=states.shardings).lower(*inputs, **frozen)
 
@@ -103,7 +103,7 @@ class Compiled:
         if mesh.size > 1 or num_bytes(like) > WARMED_BYTES:  # no second program may run collectives beside the run's
             return
         state, batch = (jax.tree.map(zeros, shapes) for shapes in (like, abstract_batch(mesh, shape)))
-        jax.block_until_ready(update(state, batch, *Knobs()).step)
+        jax.block_until_ready(update(state, batch, *UpdateKnobs()).step)
 
     def _suite(self, rope_theta: float | None) -> Suite:
         suite = self._own_suite.using(partial(nats_per_token, self._model(rope_theta)))

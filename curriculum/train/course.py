@@ -15,7 +15,7 @@ from curriculum.scheduling import NO_PAST, Past, continued_schedule, curriculum_
 from curriculum.train.feed import Feed
 from curriculum.train.mesh import place_batch, rows_here
 from curriculum.train.programs import StepShape
-from curriculum.train.step import Knobs
+from curriculum.train.step import UpdateKnobs
 from phases.batches import Batch, DataPlan, Draws
 from phases.clocks import in_epochs
 from phases.replay import ReplayRefused, raise_share
@@ -84,9 +84,9 @@ class Course:
         """Stop making batches ahead."""
         self.feed.close()
 
-    def knobs(self, step: int) -> Knobs:
+    def knobs(self, step: int) -> UpdateKnobs:
         """The arguments of update `step` besides its batch: its learning rate and its entry of `judged_from`."""
-        return Knobs(lr=np.float32(self.rates[step]), judged_from=np.int32(self.judged_from[step]))
+        return UpdateKnobs(lr=np.float32(self.rates[step]), judged_from=np.int32(self.judged_from[step]))
 
     def shape_at(self, step: int) -> StepShape:
         """The shape of update `step`."""

@@ -30,7 +30,6 @@ def make_mesh(config: MeshConfig) -> Mesh:
 
     Raises InputError if the sizes do not fit the devices, or leave a process without one.
     """
-
     devices = jax.devices()
     sizes = _axis_sizes(config, len(devices), devices[0].device_kind)
     num_devices = math.prod(sizes)
@@ -67,7 +66,6 @@ def introduce(mesh: Mesh) -> None:
     At a group's first collective gloo waits for at most 30 s, at later ones as long as it takes. Without this, the
     first one would be in a program that one process reads from its cache while another is still compiling it.
     """
-
     zeros = placed(np.zeros(mesh.devices.shape, np.float32), NamedSharding(mesh, PartitionSpec(*AXES)))
     split = [axis for axis in AXES if mesh.shape[axis] > 1]
     for num in range(1, len(split) + 1):
@@ -105,7 +103,6 @@ def partition_spec(path: tuple, shape: tuple[int, ...], mesh: Mesh) -> Partition
     whole: scalars, vectors, and attributes of a named tuple, as opposed to entries of a dict or list (counters and
     sums).
     """
-
     if len(shape) < 2 or (path and isinstance(path[-1], GetAttrKey)):
         return PartitionSpec()
     *_, module, name = [None, None, *(key.key for key in path if isinstance(key, DictKey))]
@@ -115,7 +112,6 @@ def partition_spec(path: tuple, shape: tuple[int, ...], mesh: Mesh) -> Partition
 
 def state_shardings(mesh: Mesh, state: Any) -> Any:
     """The sharding of each array of a state, gradient or parameter tree, by `partition_spec`; shapes are enough."""
-
     return jax.tree.map_with_path(
         lambda path, array: NamedSharding(mesh, partition_spec(path, array.shape, mesh)), state
     )
@@ -123,7 +119,6 @@ def state_shardings(mesh: Mesh, state: Any) -> Any:
 
 def placed(array: np.ndarray, sharding: Sharding) -> jax.Array:
     """Put a host array, the same in every process, on devices; each gets only its part by the sharding."""
-
     if sharding.is_fully_addressable:
         return jax.device_put(array, sharding)
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
@@ -144,7 +139,6 @@ def constrain(mesh: Mesh, tree: Any) -> Any:
 
     Without it the compiler may keep all of the tree on every device.
     """
-
     return jax.lax.with_sharding_constraint(tree, state_shardings(mesh, tree))
 
 
@@ -173,7 +167,6 @@ def gather(mesh: Mesh, params: Any) -> Any:
 
 def on_each(mesh: Mesh, attend: Callable[..., jax.Array], num_groups: int) -> Callable[..., jax.Array]:
     """`Placement.on_each`, by which each device of the mesh attends for itself: nothing is sent within it."""
-
     if mesh.size == 1:
         return attend
     heads = "tensor" if num_groups % mesh.shape["tensor"] == 0 else None
@@ -189,7 +182,6 @@ def on_each(mesh: Mesh, attend: Callable[..., jax.Array], num_groups: int) -> Ca
 
 def on_mesh(model: Model, mesh: Mesh) -> Model:
     """The same model, with its parameters whole over fsdp while it uses them."""
-
     whole = partial(gather, mesh)
 
     def using_whole(function: Callable | None) -> Callable | None:
@@ -205,7 +197,6 @@ def on_mesh(model: Model, mesh: Mesh) -> Model:
 
 def rows_here(mesh: Mesh, num_rows: int) -> slice:
     """The slice of `num_rows` rows that this process's devices take; several processes may take the same rows."""
-
     indices = NamedSharding(mesh, PartitionSpec(ROW_AXES)).addressable_devices_indices_map((num_rows,))
     spans = [index[0].indices(num_rows)[:2] for index in indices.values()]
     return slice(min(start for start, _ in spans), max(stop for _, stop in spans))
@@ -216,7 +207,6 @@ def place_batch(mesh: Mesh, batch: Any, num_rows: int) -> Any:
 
     The whole batch has `num_rows` rows; `batch` holds only those of `rows_here`.
     """
-
     sharding = NamedSharding(mesh, PartitionSpec(None, ROW_AXES))
     if sharding.is_fully_addressable:
         return jax.device_put(batch, sharding)
@@ -234,19 +224,16 @@ def place_batch(mesh: Mesh, batch: Any, num_rows: int) -> Any:
 
 def place_rows(mesh: Mesh, array: np.ndarray) -> jax.Array:
     """Put the rows of an eval micro-batch (the first axis) on the mesh, split over data and fsdp."""
-
     return placed(array, NamedSharding(mesh, PartitionSpec(ROW_AXES)))
 
 
 def everywhere(mesh: Mesh) -> NamedSharding:
     """The replicated sharding: every device, and so every process, has the whole array."""
-
     return NamedSharding(mesh, PartitionSpec())
 
 
 def on_host(array: jax.Array) -> np.ndarray:
     """The whole array on the host, even if other processes hold parts of it; all processes must call this."""
-
     if array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
     return process_allgather(array, tiled=True)

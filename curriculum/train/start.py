@@ -58,7 +58,6 @@ def base_again(config: Config, model: Model, lineage: Mapping[str, Any]) -> Base
 
     Raises InputError if it is gone, damaged or changed.
     """
-
     parts = ("params/", "train/") if lineage["keep_optimizer"] else "params/"
     base = found_by_first(partial(found_again, lineage), parts)
 

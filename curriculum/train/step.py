@@ -48,7 +48,7 @@ class TrainState(NamedTuple):
     ema: Params | None = None  # exponential moving average of the parameters, if one is kept
 
 
-class Knobs(NamedTuple):
+class UpdateKnobs(NamedTuple):
     """What an update is given beside its state and batch: values, so that none of them compiles anything.
 
     The defaults have the types that updates are compiled for.
