@@ -165,27 +165,8 @@ def compare_runs(runs: Sequence[Run], *, at: str | int = "tokens") -> ComparedRu
             why = ", where another run begins" if of_base else ", where another run ends" if asked is None else ""
             raise InputError(f"{side.run.directory.path}: has no eval at or before {most:,} {unit}{why}")
 
-    sets, refused, only = [], {}, {}
-    for group in same_text([{name: side.hashes[name] for name in last} for side, last in counting.items()]):
-        (first, name), *others = [(sides[i], name) for i, name in group.items()]
-        if not others:
-            continue
-        before = counting[first][name]
-        measured = [_measured(first, name, before)]
-        for side, its_name in others:
-            now = counting[side][its_name]
-            between = _difference(side, its_name, now, first, name, before)
-            verdict = _verdict(side.name, first.name, now, before, between, begun)
-            measured.append(_measured(side, its_name, now, between, verdict))
-        sets.append(ComparedSet(name, first.hashes[name], tuple(measured)))
-    for name in dict.fromkeys(name for last in counting.values() for name in last):
-        first, *others = having = [side for side in sides if name in counting[side]]
-        texts = {side.hashes[name] for side in having} - {None}
-        holding = [s for s in sides if s in having or any(s.hashes[own] in texts for own in counting[s])]
-        if len(holding) < len(sides):
-            only[name] = tuple(side.name for side in holding)
-        if different := [s for s in others if s.hashes[name] is None or s.hashes[name] != first.hashes[name]]:
-            refused[name] = tuple(_refusal(first, side, name) for side in different)
+    sets = _compared_sets(sides, counting, begun)
+    refused, only = _not_compared(sides, counting)
     if not sets:
         reasons = [f"{name}: {why}" for name, whys in refused.items() for why in whys]
         reasons += [f"{name}: only {' and '.join(who)} measured it" for name, who in only.items()]
@@ -216,6 +197,42 @@ def compare_runs(runs: Sequence[Run], *, at: str | int = "tokens") -> ComparedRu
         alone=tuple(side.name for side in sides if side not in sharing),
         config=config_differences(runs, [side.name for side in sides]),
     )
+
+
+def _compared_sets(
+    sides: Sequence[_Side], counting: Mapping[_Side, Mapping[str, EvalPoint]], begun: Iterable[Mapping[str, Any]]
+) -> list[ComparedSet]:
+    """Each text that two or more runs measured; `counting` has the evals that enter the comparison."""
+    sets = []
+    for group in same_text([{name: side.hashes[name] for name in last} for side, last in counting.items()]):
+        (first, name), *others = [(sides[i], name) for i, name in group.items()]
+        if not others:
+            continue
+        before = counting[first][name]
+        measured = [_measured(first, name, before)]
+        for side, its_name in others:
+            now = counting[side][its_name]
+            between = _difference(side, its_name, now, first, name, before)
+            verdict = _verdict(side.name, first.name, now, before, between, begun)
+            measured.append(_measured(side, its_name, now, between, verdict))
+        sets.append(ComparedSet(name, first.hashes[name], tuple(measured)))
+    return sets
+
+
+def _not_compared(
+    sides: Sequence[_Side], counting: Mapping[_Side, Mapping[str, EvalPoint]]
+) -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]:
+    """`refused` and `only` of `ComparedRuns`."""
+    refused, only = {}, {}
+    for name in dict.fromkeys(name for last in counting.values() for name in last):
+        first, *others = having = [side for side in sides if name in counting[side]]
+        texts = {side.hashes[name] for side in having} - {None}
+        holding = [s for s in sides if s in having or any(s.hashes[own] in texts for own in counting[s])]
+        if len(holding) < len(sides):
+            only[name] = tuple(side.name for side in holding)
+        if different := [s for s in others if s.hashes[name] is None or s.hashes[name] != first.hashes[name]]:
+            refused[name] = tuple(_refusal(first, side, name) for side in different)
+    return refused, only
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
