@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 from curriculum.adaptation import Base, find_base
-from curriculum.config import Config
+from curriculum.config import Config, config_from_json
 from curriculum.data.corpus import find_trained_on
 from curriculum.data.tokenizers.tokenizer import Tokenizer
+from curriculum.errors import InputError
 from curriculum.model.formulation import BY_BACKEND
 from curriculum.model.presets import ModelConfig, own_rope_theta
 from curriculum.record.events import record_name
 from curriculum.record.wording import first_of, largest, listed
-from curriculum.run import load_run
 from curriculum.scheduling import mean_steps, num_due
 from evalsets.evalset import EvalSet
 from evalsets.metrics import clusters
@@ -135,7 +135,11 @@ def known_to_base(config: Config, store_dir: str | Path, tokenizer: Tokenizer | 
     if not isinstance(base, Base):
         return
     streams = {name: source["stream"] for name, source in base.ledger["sources"].items() if source["tokens_drawn"]}
-    found, unknown = find_trained_on(config, load_run(base.directory.path).config, streams, store_dir, tokenizer)
+    try:
+        own = {section: base.config[section] for section in config.to_json()}
+        found, unknown = find_trained_on(config, config_from_json(own), streams, store_dir, tokenizer)
+    except (KeyError, InputError):  # of a config of another version, or of text that changed: the new run needs neither
+        found, unknown = {}, list(streams)
     for name, (num_documents, counts) in found.items():
         for source, count in counts.items():
             yield (

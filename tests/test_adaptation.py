@@ -489,11 +489,16 @@ def test_documents_of_an_eval_set_that_the_base_was_trained_on_are_told(folder):
     Path("all.jsonl").write_text("".join(lines))
     (whole,) = warned("evalsets={primary: {path: web_eval.txt}, sets: {all: {path: all.jsonl}}}", by=build)
     assert whole.startswith(f"{40 - by_base} of 40 documents of eval set all are in source clauses")
-    Path("clauses.jsonl").write_text("".join(lines[:39]))  # now another text
-    assert warned(primary, "sources.law.held_out=50%", by=build, **law) == [
+    unknown = (
         "unknown whether clauses was trained on documents of the eval sets: its text of clauses has changed, or is not "
         "prepared here"
-    ]
+    )
+    resolved = json.loads(Path("clauses/config.resolved.json").read_text())
+    Path("clauses/config.resolved.json").write_text(json.dumps(resolved | {"train": {"steps": 4, "of_another": 1}}))
+    assert warned(primary, "sources.law.held_out=50%", by=build, **law) == [unknown]
+    Path("clauses/config.resolved.json").write_text(json.dumps(resolved))
+    Path("clauses.jsonl").write_text("".join(lines[:39]))  # now another text
+    assert warned(primary, "sources.law.held_out=50%", by=build, **law) == [unknown]
 
 
 @pytest.mark.parametrize(
