@@ -72,8 +72,9 @@ def test_a_gold_that_is_gone_is_not_replaced_by_another(directory, wanted):
     with pytest.raises(InputError) as told:
         find_checkpoint(directory, wanted)
     assert str(told.value) == (
-        f"{directory.gold}/60: is gone, but the record names it as the gold checkpoint; restore it from a copy, or give "
-        "--step latest or another step (available: 90, 100, 120; in gold/: 70, 110; in kept/: 50)"
+        f"{directory.gold}/60: is gone, but the record names it as the gold checkpoint: give --step latest or another "
+        "step (available: 90, 100, 120; in gold/: 70, 110; in kept/: 50), restore it from a copy, or, if the run was "
+        "killed while it was being saved, resume the run, which saves it again"
     )
     assert find_checkpoint(directory, "latest")[0] == 120 and find_checkpoint(directory, 70)[0] == 70
 

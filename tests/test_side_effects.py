@@ -38,7 +38,12 @@ def data(tmp_path_factory):
             {"name": "foundation", "until": 6, "mixture": {"web": 1.0}},
             {"name": "domain", "until": "end", "mixture": {"law": 0.7, "web": 0.3}, "ramp_steps": 3},
         ],
-        "evalsets": {"every": 4, "primary": {"held_out_of": "web"}, "sets": {"law": {"held_out_of": "law"}}},
+        "evalsets": {
+            "every": 4,
+            "primary": {"held_out_of": "web"},
+            "sets": {"law": {"held_out_of": "law"}},
+            "gold": {"subject_to": {"law": {"max_increase": 0.0}}},  # it rises, and keeps all from being the gold
+        },
         "train": {"steps": STEPS, "batch_size": 4, "seq_len": 16},
         "optim": {"lr": 3e-3, "warmup_steps": 2, "decay_steps": 4},
         "checkpoint": {"every": STEPS},
@@ -91,7 +96,7 @@ def test_the_interval_of_evals(data, store, plain, tmp_path, every, evals):
 
 def test_which_sets_there_are(data, store, plain, tmp_path):
     """No extra set; a set of its own text more. The held-out text stays out of training whoever measures it."""
-    none = changed(data, "evalsets", sets={})
+    none = changed(data, "evalsets", sets={}, gold={})
     own = {"path": data["sources"]["web"]["path"].replace("web", "own")}
     more = changed(data, "evalsets", sets={**data["evalsets"]["sets"], "own": own, "first": {"held_out_of": "web"}})
     for number, (config, names) in enumerate([(none, set()), (more, {"eval_law", "eval_own", "eval_first"})]):
@@ -128,7 +133,7 @@ def test_wandb(data, store, plain, tmp_path):
 def test_checkpoints_golds_and_a_gate(data, store, plain, tmp_path):
     """A checkpoint after every third step, and every gold after a program has looked at it."""
     gate = data["sources"]["web"]["path"].replace("web.jsonl", "gate")
-    gated = changed(data, "evalsets", gold={"gate": gate}, sets={})  # law gets worse, and would keep all from it
+    gated = changed(data, "evalsets", gold={"gate": gate}, sets={})
     run = same_training({**gated, "checkpoint": {"every": 3}}, store, plain, tmp_path / "run")
     saved = [event["step"] for event in run.events if event["event"] == "checkpoint"]
     assert saved == [3, 6, 9, 12] and run.gold_step is not None
