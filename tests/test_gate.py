@@ -112,6 +112,19 @@ print('{{"accept": true}}')
     assert gone(int((tmp_path / "pid").read_text()))
 
 
+def test_one_that_may_not_be_killed_is_neither_an_error_nor_waited_for(tmp_path, monkeypatch):
+    """As one that has become another user; here it ends by itself."""
+
+    def refused(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "killpg", refused)
+    assert gate(tmp_path, "print('{\"accept\": true}')").accept
+    begun = time.monotonic()
+    assert run_gate("sh -c 'sleep 5'", tmp_path, 0.2).reason.startswith("not done after 0.2 s")
+    assert time.monotonic() - begun < 4
+
+
 def test_a_gate_is_killed_soon_after_the_run_is_to_be_stopped(tmp_path):
     pid, begun = shlex.quote(str(tmp_path / "pid")), tmp_path / "begun"
     script = f"sleep 600 & echo $! > {pid}; touch {shlex.quote(str(begun))}; wait"

@@ -11,7 +11,6 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,6 +109,10 @@ def _one_line(text: str) -> str:
 
 def _kill_group(gate: subprocess.Popen) -> None:
     """Kill what is left of the gate's process group, which the gate leads."""
-    with suppress(ProcessLookupError, PermissionError):  # it may hold a process of another user
+    try:
         os.killpg(gate.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    except PermissionError:  # all that is left is another user's: it can only be left, and might never end
+        return
     gate.wait()
