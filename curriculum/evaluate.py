@@ -17,7 +17,7 @@ from curriculum.errors import InputError, no_such
 from curriculum.plan_warnings import evalset_warnings
 from curriculum.record.events import config_name, record_name
 from curriculum.run import DEFAULT_STORE_DIR, load_run
-from curriculum.weights import find_saved, found_again
+from curriculum.weights import chosen_again, find_saved
 from evalsets.evalset import EvalSet
 from evalsets.metrics import Summary, WindowResults, summarise
 
@@ -54,7 +54,7 @@ class Evaluation:
         return {**found, "warnings": list(self.warnings)}
 
 
-@found_again
+@chosen_again
 def evaluate(
     run: str | os.PathLike,
     *,

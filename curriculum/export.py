@@ -30,13 +30,13 @@ from curriculum.run import Run, run_directory
 from curriculum.run_directory import RunDirectory
 from curriculum.scratch import clear_killed, scratch
 from curriculum.views.model_card import Exported, model_card
-from curriculum.weights import Weights, find_weights, found_again, ledger_of
+from curriculum.weights import Weights, chosen_again, find_weights, ledger_of
 
 if TYPE_CHECKING:
     from curriculum.model.model import Model, Params
 
 
-@found_again
+@chosen_again
 def export(
     run: str | os.PathLike,
     output_dir: str | os.PathLike,

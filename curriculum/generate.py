@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from curriculum.errors import InputError
 from curriculum.run import DEFAULT_STORE_DIR, load_run
 from curriculum.sampling import Sampling
-from curriculum.weights import find_saved, found_again
+from curriculum.weights import chosen_again, find_saved
 
 if TYPE_CHECKING:
     from curriculum.model.continuation import Generation, NewText, Prompt
@@ -73,7 +73,7 @@ def generate(
     return loaded.generator.generate(loaded.params, loaded.prompts(prompts), sampling)
 
 
-@found_again
+@chosen_again
 def load_generator(
     run: str | os.PathLike,
     *,

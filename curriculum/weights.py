@@ -29,7 +29,7 @@ _MOST_TRIES = 5  # of finding a checkpoint that is still there when it is read
 _Read = TypeVar("_Read", bound=Callable[..., Any])
 
 
-def found_again(read: _Read) -> _Read:
+def chosen_again(read: _Read) -> _Read:
     """Call `read` again if a run that trains has deleted the checkpoint that it chose, unless `step` names that one."""
 
     @wraps(read)

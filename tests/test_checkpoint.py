@@ -35,7 +35,7 @@ from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.checkpoints.resumed import to_resume
 from curriculum.train.opening import claim
 from curriculum.train.step import init_state
-from curriculum.weights import find_weights, found_again
+from curriculum.weights import chosen_again, find_weights
 
 
 @pytest.fixture(scope="module")
@@ -348,7 +348,7 @@ def test_a_checkpoint_that_was_deleted_meanwhile_is_not_called_damaged(run):
 def test_a_checkpoint_that_goes_while_it_is_read_is_chosen_anew_unless_it_was_named(run, capsys):
     directory, chosen = RunDirectory(run), []
 
-    @found_again
+    @chosen_again
     def read(*, step):
         folder = find_weights(directory, step, "raw")[1].parent
         chosen.append(f"{folder.parent.name}/{folder.name}")
