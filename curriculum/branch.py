@@ -24,13 +24,13 @@ from curriculum.record.queries import acts_of
 from curriculum.run import DEFAULT_STORE_DIR, Run, load_run
 from curriculum.run_directory import RunDirectory
 from curriculum.scheduling import declaration
-from curriculum.train import ledger
-from curriculum.train.checkpoints.resumed import to_resume
-from curriculum.train.edits import changes_since, find_edit, gone_on
 from curriculum.train.fields import branch_edit
-from curriculum.train.opening import check_apart, kept_tokenizer
-from curriculum.train.setup import build, check
-from curriculum.train.start import start_of
+from curriculum.train.resuming import ledger
+from curriculum.train.resuming.edits import changes_since, find_edit, gone_on
+from curriculum.train.resuming.opening import check, check_apart, kept_tokenizer
+from curriculum.train.resuming.resumed import to_resume
+from curriculum.train.resuming.start import start_of
+from curriculum.train.setup import build
 from curriculum.train.trainer import train_built
 from phases.schedule import Schedule, Segment, cut, segments_from_json
 

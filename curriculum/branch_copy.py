@@ -19,9 +19,9 @@ from curriculum.manifest import damage, update_manifest
 from curriculum.record.board import Board
 from curriculum.record.events import EVENTS, METRICS, STAMPS, Record, plain, read_events, read_metrics
 from curriculum.run_directory import RunDirectory, link_or_copy, names_in, read_json, write_tokenizer
-from curriculum.train import ledger
 from curriculum.train.averages import SIDECAR
 from curriculum.train.fields import branch_edit, derived
+from curriculum.train.resuming import ledger
 from curriculum.train.setup import Setup
 
 

@@ -144,8 +144,8 @@ def _merged(directory: RunDirectory, saved: Path, architecture: Mapping[str, Any
     from curriculum.model.lora import merged
     from curriculum.model.model import abstract_params
     from curriculum.model.transformer import transformer
+    from curriculum.train.bases import whole_params
     from curriculum.train.checkpoints.arrays import abstract_on_host
-    from curriculum.train.frozen import whole_params
 
     model = ModelConfig.of(architecture)
     like = abstract_on_host(abstract_params(transformer(model)))

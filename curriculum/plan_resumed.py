@@ -15,10 +15,10 @@ from curriculum.record.events import check_offsets, plain
 from curriculum.run import DEFAULT_STORE_DIR
 from curriculum.run_directory import RunDirectory
 from curriculum.scheduling import continued_schedule
-from curriculum.train import going_back, opening
-from curriculum.train.edits import edit_event, find_edit
-from curriculum.train.ledger import Found, check_past
-from curriculum.train.start import start_of
+from curriculum.train.resuming import going_back, opening
+from curriculum.train.resuming.edits import edit_event, find_edit
+from curriculum.train.resuming.ledger import Found, check_past
+from curriculum.train.resuming.start import start_of
 from phases.schedule import Schedule
 
 

@@ -24,9 +24,9 @@ from curriculum.manifest import update_manifest, write_manifest
 from curriculum.plan import plan
 from curriculum.run import load_run
 from curriculum.run_directory import RunDirectory
-from curriculum.train.checkpoints.resumed import to_resume
+from curriculum.train.resuming.resumed import to_resume
+from curriculum.train.resuming.start import start_of
 from curriculum.train.setup import build
-from curriculum.train.start import start_of
 from curriculum.train.trainer import train
 from phases.schedule import Phase
 

@@ -119,8 +119,8 @@ def test_a_run_begins_with_the_folder_and_goes_on_without_it(folder):
 
 
 def test_the_first_parameters_are_the_folders_bit_for_bit(folder):
+    from curriculum.train.resuming.start import start_of
     from curriculum.train.setup import build
-    from curriculum.train.start import start_of
 
     config = adapted("model.vocab_size=320", "mesh.fsdp=1")
     setup = build(config, "store", start=start_of(config))
@@ -136,7 +136,8 @@ def test_the_first_parameters_are_the_folders_bit_for_bit(folder):
 
 
 def test_a_folder_that_is_taken_up_again_is_the_one_it_was(folder):
-    from curriculum.train.start import base_again, start_of
+    from curriculum.train.bases import base_again
+    from curriculum.train.resuming.start import start_of
 
     config = adapted()
     lineage = start_of(config).lineage

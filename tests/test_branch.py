@@ -26,8 +26,8 @@ from curriculum.record.console import program
 from curriculum.run import load_run
 from curriculum.run_directory import RunDirectory
 from curriculum.scheduling import Past, resolve_schedule
-from curriculum.train import ledger
 from curriculum.train.history import History
+from curriculum.train.resuming import ledger
 from curriculum.train.setup import build
 from curriculum.train.trainer import train
 from curriculum.views.inspection import inspect_run

@@ -32,8 +32,8 @@ from curriculum.train import trainer
 from curriculum.train.checkpoints.arrays import in_turn, load_params, save_params
 from curriculum.train.checkpoints.finite import NonFiniteState
 from curriculum.train.checkpoints.folder import Checkpoints
-from curriculum.train.checkpoints.resumed import to_resume
-from curriculum.train.opening import claim
+from curriculum.train.resuming.opening import claim
+from curriculum.train.resuming.resumed import to_resume
 from curriculum.train.step import init_state
 from curriculum.weights import chosen_again, find_weights
 
@@ -296,7 +296,7 @@ def test_what_may_not_be_read_is_not_taken_for_damaged(run, path, mode):
 import os, sys
 from pathlib import Path
 from curriculum.run_directory import RunDirectory
-from curriculum.train.checkpoints.resumed import to_resume
+from curriculum.train.resuming.resumed import to_resume
 if os.geteuid() == 0:
     os.setuid(65534)
 to_resume(RunDirectory(Path(".")), "latest")

@@ -13,9 +13,10 @@ from curriculum.find_checkpoint import checkpoint_steps
 from curriculum.record.queries import consumption
 from curriculum.run import load_run
 from curriculum.scheduling import continued_schedule, resolve_schedule
-from curriculum.train import ledger, trainer
-from curriculum.train.edits import find_edit
+from curriculum.train import trainer
 from curriculum.train.history import History
+from curriculum.train.resuming import ledger
+from curriculum.train.resuming.edits import find_edit
 from curriculum.train.setup import build
 from curriculum.train.trainer import train
 from phases.rollback import RollbackRefused

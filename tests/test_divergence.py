@@ -22,13 +22,14 @@ from curriculum.lock import RunLock
 from curriculum.run import load_run
 from curriculum.run_directory import RunDirectory
 from curriculum.train import divergence, trainer
+from curriculum.train.bases import base_again
 from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.course import Course
 from curriculum.train.divergence import Diverged
 from curriculum.train.history import History
+from curriculum.train.resuming.start import start_of
 from curriculum.train.setup import build
 from curriculum.train.signals import Stopped
-from curriculum.train.start import base_again, start_of
 from curriculum.train.trainer import train, train_built
 from curriculum.views import inspection
 from curriculum.views.inspection import inspect_run

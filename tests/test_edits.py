@@ -14,8 +14,16 @@ import yaml
 from curriculum.config import build_config
 from curriculum.errors import InputError
 from curriculum.scheduling import check_schedule, continued_schedule, declaration, resolve_schedule, training_settings
-from curriculum.train.edits import _acts_at_once, _declared, _in_words, _reason, edit_event, find_edit, gone_back
-from curriculum.train.ledger import Found
+from curriculum.train.resuming.edits import (
+    _acts_at_once,
+    _declared,
+    _in_words,
+    _reason,
+    edit_event,
+    find_edit,
+    gone_back,
+)
+from curriculum.train.resuming.ledger import Found
 from phases.batches import DataPlan
 from phases.rollback import pass_over
 from phases.schedule import Phase, Schedule, SourceSupply, cut, segments_from_json, segments_to_json
@@ -760,7 +768,7 @@ def test_a_new_field_of_a_phase_stands_once_it_is_trained(monkeypatch):
     module = {"__module__": __name__}
     more = make_dataclass("Phase", [("window", int, field(default=8))], bases=(Phase,), frozen=True, namespace=module)
     monkeypatch.setattr("phases.schedule.Phase", more)
-    spec = importlib.util.find_spec("curriculum.train.past_edits")
+    spec = importlib.util.find_spec("curriculum.train.resuming.past_edits")
     spec.loader.exec_module(anew := importlib.util.module_from_spec(spec))
     config, (_, saved) = config_of(BASE), begun()
     was = {**saved["declared"], "phases": [asdict(more(**p)) for p in BASE["phases"]]}
@@ -772,7 +780,7 @@ def test_a_new_field_of_a_phase_stands_once_it_is_trained(monkeypatch):
         told = [line for line in anew.how_to_mend(config, contrast, problems) if "window" in line]
         assert len(told) == int(refused) and all(line.startswith("+") and "window: 4" in line for line in told)
         assert anew.draw_alike(was, now, name, {}) is False and anew.draw_alike(was, now, "ab"[name == "a"], {}) is True
-    monkeypatch.setattr("curriculum.train.edits.SHAPE", anew.SHAPE)
+    monkeypatch.setattr("curriculum.train.resuming.edits.SHAPE", anew.SHAPE)
     assert [p["window"] for p in _declared(saved)["phases"]] == [8, 8, 8]  # of a ledger from before
 
 

@@ -56,6 +56,7 @@ NOT_FROM = {
     "model": ("train", "record", "views", "cli"),
     "record": ("train", "data", "model", "views", "cli"),
     "train": ("views", "cli"),
+    "train/resuming": ("views", "cli"),
     "views": ("train", "cli"),
 }
 
@@ -147,6 +148,15 @@ def test_a_plan_of_what_is_prepared_imports_nothing_heavy(quickstart_folders):
     assert "curriculum.plan" in modules
     assert not modules & {"numpy.ma", "pydantic", "evalsets.gold", "curriculum.train.processes.launch"}
     assert "slots that hold text: docs 9" in shown and "not prepared" not in shown
+
+
+def test_what_a_config_may_change_of_a_run_is_known_without_jax():
+    names = [f"curriculum.train.resuming.{p.stem}" for p in (ROOT / "curriculum/train/resuming").glob("[a-z]*.py")]
+    assert "curriculum.train.resuming.edits" in names
+    script = f"import sys, {', '.join(names)}, curriculum.plan_resumed; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not {*done.stdout.split()} & set(HEAVY)
 
 
 def test_training_imports_what_saves_need_while_it_runs():

@@ -37,11 +37,11 @@ from curriculum.errors import InputError
 from curriculum.lock import RunLock
 from curriculum.train.processes import peers
 from curriculum.train.processes import together
-from curriculum.train import opening
+from curriculum.train import taking_up
 from curriculum.train.processes.launch import Launch
 
 port, index, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-opening._SEEN_SECONDS = 0.2
+taking_up._SEEN_SECONDS = 0.2
 peers.GRACE_SECONDS = together._NEWS_SECONDS = 0.2
 peers._OFF_SECONDS = 60
 together._peers = peers.Peers(Launch("127.0.0.1", port, 2, index), 30)
@@ -69,7 +69,7 @@ for name, place in ("shared", folder / "run"), ("apart", folder / str(index) / "
     lock = RunLock(place)
     if index == 0:
         lock.take()
-    attempt(name, opening.check_shared, lock)
+    attempt(name, taking_up.check_shared, lock)
 attempt("differ", together.check_same, lambda: {"the config": f"c{index}", "the text": "t", **({} if index else {"the code": "x"})})
 print(json.dumps(told), flush=True)
 if index == 0:

@@ -47,8 +47,8 @@ from curriculum.train.dry_run import dry_run
 from curriculum.train.mesh import AXES, state_shardings
 from curriculum.train.processes import together
 from curriculum.train.processes.launch import Launch
+from curriculum.train.resuming.start import start_of
 from curriculum.train.setup import build
-from curriculum.train.start import start_of
 from curriculum.train.step import TrainState, init_state, make_train_step
 from curriculum.train.trainer import train
 from curriculum.views.inspection import inspect_run, text

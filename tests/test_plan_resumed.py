@@ -3,6 +3,8 @@
 import copy
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,22 @@ def planned_and_trained(place, copied, step=STEP, accept_past=False, begun="run"
     assert files_of(copied) == before
     train(config, copied, resume=step, accept_past=accept_past, store_dir=place / "store")
     return planned, load_run(copied)
+
+
+def test_it_needs_no_jax(place, tmp_path):
+    shutil.copytree(place / "run", tmp_path / "run")
+    script = (
+        "import json, sys\n"
+        "from pathlib import Path\n"
+        "from curriculum.config import build_config\n"
+        "from curriculum.plan_resumed import plan_resumed\n"
+        "config = build_config(json.loads(Path('c.json').read_text()))\n"
+        f"planned = plan_resumed(config, {str(tmp_path / 'run')!r}, {STEP}, store_dir='store')\n"
+        "print(planned.resumes['step'], *({'jax', 'optax', 'orbax', 'tensorboard', 'datasets'} & set(sys.modules)))\n"
+    )
+    (place / "c.json").write_text(json.dumps(with_changes(copy.deepcopy(data_of(place)), {"optim__lr": 4e-3})))
+    done = subprocess.run([sys.executable, "-c", script], cwd=place, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"{STEP}\n"), done.stderr
 
 
 PHASES = [{"name": "a", "until": 6, "mixture": {"web": 1.0}}, {"name": "b", "until": "end", "mixture": {"law": 1.0}}]

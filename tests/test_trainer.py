@@ -394,7 +394,7 @@ def test_another_set_under_an_old_name_is_refused(corpus, store, whole):
 
 def test_a_setting_that_changed_the_data_is_named(corpus, store, tmp_path):
     from curriculum.train.history import History
-    from curriculum.train.ledger import check_past, entry, found_in
+    from curriculum.train.resuming.ledger import check_past, entry, found_in
 
     rows = [
         {"messages": [{"role": "user", "content": f"ask {i}"}, {"role": "assistant", "content": f"say {i}"}],

@@ -95,6 +95,11 @@ def by_name(params: Params) -> dict[str, Any]:
     return {parameter_name(path): array for path, array in jax.tree.leaves_with_path(params)}
 
 
+def shapes_by_name(params: Params) -> dict[str, list[int]]:
+    """The shape of each parameter by dotted name."""
+    return {name: list(array.shape) for name, array in by_name(params).items()}
+
+
 def check_model(model: Model, vocab_size: int, num_rows: int, seq_len: int) -> None:
     """Raise InputError if shapes and types show that a model does not satisfy `Model`.
 

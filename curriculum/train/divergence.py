@@ -13,14 +13,15 @@ from curriculum.errors import InputError
 from curriculum.record.events import STAMPS, Record, number, read_events, read_metrics
 from curriculum.record.queries import acts_of
 from curriculum.run_directory import RunDirectory
+from curriculum.train.bases import base_again
 from curriculum.train.checkpoints.finite import NonFiniteState, check_finite
-from curriculum.train.checkpoints.resumed import Resumed, newest_whole, resumed_by_first, to_resume
-from curriculum.train.edits import gone_back
 from curriculum.train.guard import Guard
 from curriculum.train.processes.together import from_first
+from curriculum.train.resuming.edits import gone_back
+from curriculum.train.resuming.going_back import Rollback
+from curriculum.train.resuming.resumed import Resumed, newest_whole, resumed_by_first, to_resume
 from curriculum.train.running import Running
 from curriculum.train.setup import Setup
-from curriculum.train.start import base_again
 from curriculum.train.step import TrainState
 from phases.rollback import RollbackRefused
 
@@ -31,18 +32,6 @@ class Diverged(Exception):
     """Training diverged beyond recovery; the message is a summary of several lines. The run's checkpoints are kept."""
 
     in_every_process = True
-
-
-class Rollback(NamedTuple):
-    """A run goes back: `event` is what is recorded of it; `rollbacks` are all of the run, this one last.
-
-    `edits` are config edits that the checkpoint lacks: those made at the very step that the run goes back to, and
-    later ones that do not concern the schedule, which apply from that step on.
-    """
-
-    event: dict[str, Any]
-    rollbacks: tuple[dict[str, Any], ...]
-    edits: tuple[dict[str, Any], ...]
 
 
 class GoingBack(Exception):

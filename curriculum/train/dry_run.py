@@ -14,8 +14,9 @@ from curriculum.model.model import Model, count, num_parameters
 from curriculum.run import DEFAULT_STORE_DIR
 from curriculum.train.clock import peak_memory_gb
 from curriculum.train.mesh import describe_devices
-from curriculum.train.setup import build, check
-from curriculum.train.start import start_of
+from curriculum.train.resuming.opening import check
+from curriculum.train.resuming.start import start_of
+from curriculum.train.setup import build
 from curriculum.train.step import read_window
 from evalsets.metrics import summarise
 

@@ -13,9 +13,9 @@ from curriculum.plan import constant_tokens_per_step, describe_phases, shape_of,
 from curriculum.plan_warnings import evalset_warnings
 from curriculum.record.events import Recorded, eval_key, record_name
 from curriculum.train.clock import TrainClock, peak_memory_gb
-from curriculum.train.divergence import Rollback
 from curriculum.train.history import History
 from curriculum.train.mesh import describe_devices
+from curriculum.train.resuming.going_back import Rollback
 from curriculum.train.setup import Setup
 from curriculum.train.step import TrainState, read_window
 from curriculum.train.watch import Evaluated

@@ -6,15 +6,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from curriculum.train.setup import Setup
 from curriculum.train.watch import Evaluated, Watch
 from evalsets.evalset import PRIMARY
 from evalsets.gold import GoldState
 from evalsets.metrics import WindowResults
+
+if TYPE_CHECKING:
+    from curriculum.train.setup import Setup
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ from curriculum.errors import InputError
 from curriculum.record.append import DISK_ERRORS
 from curriculum.record.events import Record
 from curriculum.run_directory import RunDirectory
-from curriculum.train import ledger
 from curriculum.train.checkpoints.best import BestCheckpoints
 from curriculum.train.checkpoints.folder import Checkpoints, SaveFailed
 from curriculum.train.clock import TrainClock
 from curriculum.train.history import History
 from curriculum.train.processes.together import count, from_first
 from curriculum.train.results import Results
+from curriculum.train.resuming import ledger
 from curriculum.train.setup import Setup
 from curriculum.train.signals import StopSignals
 from curriculum.train.step import TrainState

@@ -25,17 +25,16 @@ from curriculum.model.lora import frozen_of
 from curriculum.model.model import Model, abstract_params, check_model
 from curriculum.model.transformer import transformer
 from curriculum.plan_warnings import few_scored_targets, known_to_base, left_over, schedule_warnings
-from curriculum.record.wandb_log import check_wandb
-from curriculum.scheduling import NO_PAST, Past, check_schedule
+from curriculum.scheduling import NO_PAST, Past
 from curriculum.train.abstract import abstract_on_mesh
+from curriculum.train.bases import check_base, load_frozen
 from curriculum.train.compiled import Compiled, micro_steps
 from curriculum.train.course import Course
 from curriculum.train.device import cache_compiled, cache_folder, check_platform, device_lines, tune_device
-from curriculum.train.frozen import load_frozen
 from curriculum.train.mesh import introduce, make_mesh, row_shards
 from curriculum.train.processes.together import by_gloo, check_same, first_then_all, share_folder
+from curriculum.train.resuming.start import Start
 from curriculum.train.samples import Samples
-from curriculum.train.start import Start, check_base
 from curriculum.train.states import States
 from curriculum.train.step import TrainState
 from evalsets.suite import Suite
@@ -99,13 +98,6 @@ class Setup:
         """Stop making batches and programs in the background."""
         self.course.close()
         self.compiled.close()
-
-
-def check(config: Config, past: Past = NO_PAST) -> None:
-    """Raise InputError for problems of a config that can be found before anything is prepared."""
-    if config.logging.wandb:
-        check_wandb(config.logging.wandb)
-    check_schedule(config, past)
 
 
 def build(

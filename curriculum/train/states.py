@@ -15,7 +15,7 @@ from curriculum.adaptation import Base, HfBase
 from curriculum.config import Config
 from curriculum.model.formats.hf import load_hf
 from curriculum.model.lora import adapters_of, joined
-from curriculum.model.model import Model, Params, abstract_params
+from curriculum.model.model import Model, Params, abstract_params, shapes_by_name
 from curriculum.model.presets import ModelConfig
 from curriculum.model.transformer import init_adapters
 from curriculum.train.abstract import abstract_on_mesh
@@ -47,6 +47,11 @@ class States:
     def like(self) -> TrainState:
         """Shapes, types and placement of a state, without values."""
         return self._like(len(self.sources), self.config.train.window_steps)
+
+    @property
+    def trained_shapes(self) -> dict[str, list[int]]:
+        """The shape of each parameter that is trained, by its dotted name."""
+        return shapes_by_name(self.like.params)
 
     @cached_property
     def shardings(self) -> TrainState:

@@ -17,8 +17,8 @@ from curriculum.model.presets import HOW, ModelConfig
 from curriculum.model.transformer import transformer
 from curriculum.record.wording import mesh_text
 from curriculum.train.abstract import abstract_on_mesh
+from curriculum.train.bases import whole_params
 from curriculum.train.device import cache_compiled, check_platform, tune_device
-from curriculum.train.frozen import whole_params
 from curriculum.train.mesh import make_mesh
 from curriculum.weights import Saved
 

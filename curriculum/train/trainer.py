@@ -15,19 +15,21 @@ from curriculum.lock import RunLock
 from curriculum.model.model import Model
 from curriculum.run import DEFAULT_STORE_DIR
 from curriculum.run_directory import RunDirectory
-from curriculum.train import fields, going_back, ledger, opening
+from curriculum.train import fields, taking_up
 from curriculum.train.averages import adopt_parts, averages_at
 from curriculum.train.checkpoints.best import BestCheckpoints
 from curriculum.train.checkpoints.folder import Checkpoints, import_ahead
-from curriculum.train.checkpoints.resumed import Resumed, resumed_by_first
-from curriculum.train.divergence import GoingBack, Rollback, check_diverged, checkpoint_before
-from curriculum.train.edits import edit_event, find_edit
+from curriculum.train.divergence import GoingBack, check_diverged, checkpoint_before
 from curriculum.train.judge import Verdict, decide_gold, judge
 from curriculum.train.processes.together import from_first, is_first, leaving_on_error
+from curriculum.train.resuming import going_back, ledger, opening
+from curriculum.train.resuming.edits import edit_event, find_edit
+from curriculum.train.resuming.going_back import Rollback
+from curriculum.train.resuming.resumed import Resumed, resumed_by_first
+from curriculum.train.resuming.start import start_of
 from curriculum.train.running import Running
-from curriculum.train.setup import Setup, build, check
+from curriculum.train.setup import Setup, build
 from curriculum.train.signals import Stopped, StopSignals
-from curriculum.train.start import start_of
 from curriculum.train.watch import Evaluated, RegressionStop, transfer_matrix
 
 
@@ -57,7 +59,7 @@ def train(
         resumed, under_way = resumed_by_first(lambda: opening.claim(directory, lock, resume))
         saved = going_back.ledger_of(under_way, resumed)
         if saved is None:
-            check(config)
+            opening.check(config)
             opening.check_apart(config, directory)
             tokenizer = opening.kept_tokenizer(directory, config) if resume is not None else None
             setup = build(config, store_dir, tokenizer, make_model, start_of(config))
@@ -115,7 +117,7 @@ def _run(
 ) -> dict[str, Any]:
     """Begin or continue the run of a directory, rolling back if it diverges; return its `training_complete` event."""
     if resumed is not None:
-        if complete := from_first(lambda: opening.finished(setup, directory, checkpoints, resumed, edit)):
+        if complete := from_first(lambda: taking_up.finished(setup, directory, checkpoints, resumed, edit)):
             return complete
     record, damaged = None, None
     edits = [*(() if rollback is None else rollback.edits), *([] if edit is None else [edit])]
@@ -123,14 +125,14 @@ def _run(
         try:
             while True:
                 step = None if resumed is None else resumed.step
-                state, history, bad = opening.state_as_of(setup, directory, resumed)
+                state, history, bad = taking_up.state_as_of(setup, directory, resumed)
                 if rollback is not None:
                     history = replace(history, rollbacks=rollback.rollbacks)
                 last = -1 if step is None else step
-                with opening.writable(directory):
+                with taking_up.writable(directory):
                     if damaged is None:  # at first
-                        damaged = from_first(partial(opening.take_up, directory, lock, checkpoints, resumed))
-                        opening.check_shared(lock)
+                        damaged = from_first(partial(taking_up.take_up, directory, lock, checkpoints, resumed))
+                        taking_up.check_shared(lock)
                         if rollback is None and is_first():
                             directory.going_back.unlink(missing_ok=True)
                     if resumed is not None:
@@ -139,8 +141,8 @@ def _run(
                     # Before the record is cut back: otherwise a kill could leave checkpoints newer than the record.
                     checkpoints.set_aside_after(last)
                     best = BestCheckpoints(directory, last, bad)
-                    from_first(partial(opening.directory_as_of, setup, directory, last, history))
-                    record = opening.record_as_of(setup, directory, resumed, record)
+                    from_first(partial(taking_up.directory_as_of, setup, directory, last, history))
+                    record = taking_up.record_as_of(setup, directory, resumed, record)
                 with best, leaving_on_error():
                     run = Running(setup, directory, record, checkpoints, best, state, history)
                     try:
@@ -153,7 +155,7 @@ def _run(
                         rollback = going.rollback
                 del run, state  # frees the memory before another state is restored
                 resumed, edits = checkpoint_before(setup, directory, record, rollback), rollback.edits
-                with opening.writable(directory):
+                with taking_up.writable(directory):
                     from_first(partial(going_back.write, setup, directory, resumed, rollback))
         finally:
             if record is not None:

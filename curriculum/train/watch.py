@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -14,7 +14,6 @@ from curriculum.plan_warnings import evalset_warnings
 from curriculum.record.events import number, plain, record_name
 from curriculum.record.wording import MOST_NAMED, largest, smallest_rise
 from curriculum.scheduling import num_due
-from curriculum.train.setup import Setup
 from evalsets.metrics import Summary, WindowResults, summarise
 from evalsets.regressions import (
     BASELINES,
@@ -34,6 +33,9 @@ from evalsets.regressions import (
     observe,
     transfer,
 )
+
+if TYPE_CHECKING:
+    from curriculum.train.setup import Setup
 
 Pair = dict[str, Any]  # an eval set and a baseline that it is compared with, as an event names them
 _NATS = "baseline_nats_BN"  # a field of Watched that is saved as an array, the rest as JSON

@@ -10,8 +10,8 @@ from curriculum.find_checkpoint import checkpoint_steps, read_ledger
 from curriculum.manifest import damage
 from curriculum.run_directory import RunDirectory
 from curriculum.train.checkpoints.folder import Checkpoints
-from curriculum.train.checkpoints.resumed import Resumed
 from curriculum.train.processes.together import from_first, is_first
+from curriculum.train.resuming.resumed import Resumed
 from evalsets.gold import GoldState, kept_steps
 
 

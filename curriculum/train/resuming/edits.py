@@ -4,17 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from curriculum.config import Config
 from curriculum.errors import InputError, shown
 from curriculum.scheduling import Past, Planned, declaration, training_settings
-from curriculum.train import ledger
-from curriculum.train.ledger import Found, Problem
-from curriculum.train.past_edits import SHAPE, Contrast, draw_alike, field_of, how_to_mend, of_past, phases_by_name
-from curriculum.train.setup import Setup
+from curriculum.train.resuming import ledger
+from curriculum.train.resuming.ledger import Found, Problem
+from curriculum.train.resuming.past_edits import (
+    SHAPE,
+    Contrast,
+    draw_alike,
+    field_of,
+    how_to_mend,
+    of_past,
+    phases_by_name,
+)
 from phases.clocks import resolve_steps
 from phases.schedule import Schedule, Segment, cut, segments_from_json
+
+if TYPE_CHECKING:
+    from curriculum.train.setup import Setup
 
 _MOST_TOLD = 12  # changes of an edit in its reason
 _OR_ACCEPT = "or keep the edit, which is recorded, and continue from what was trained: --accept-past"

@@ -7,18 +7,31 @@ are set aside. Until a checkpoint knows of it, `going_back.json` stands in for w
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from curriculum.durable import write_whole
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import read_ledger
 from curriculum.record.events import plain
 from curriculum.run_directory import RunDirectory, read_json
-from curriculum.train import ledger
-from curriculum.train.checkpoints.resumed import Resumed, newest_whole, to_resume
-from curriculum.train.divergence import Rollback
 from curriculum.train.history import History
-from curriculum.train.setup import Setup
+from curriculum.train.resuming import ledger
+from curriculum.train.resuming.resumed import Resumed, newest_whole, to_resume
+
+if TYPE_CHECKING:
+    from curriculum.train.setup import Setup
+
+
+class Rollback(NamedTuple):
+    """A run goes back: `event` is what is recorded of it; `rollbacks` are all of the run, this one last.
+
+    `edits` are config edits that the checkpoint lacks: those made at the very step that the run goes back to, and
+    later ones that do not concern the schedule, which apply from that step on.
+    """
+
+    event: dict[str, Any]
+    rollbacks: tuple[dict[str, Any], ...]
+    edits: tuple[dict[str, Any], ...]
 
 
 def write(setup: Setup, directory: RunDirectory, resumed: Resumed | None, rollback: Rollback) -> None:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from curriculum.config import Config
 from curriculum.data.chat import ROLES
 from curriculum.data.config_stores import place_of
 from curriculum.data.split import parse_share
 from curriculum.errors import shown
-from curriculum.model.model import by_name
 from curriculum.record.events import plain
 from curriculum.scheduling import Past, declaration, training_settings
-from curriculum.train.history import History
 from curriculum.train.optimizer import state_layout
-from curriculum.train.setup import Setup
 from phases.schedule import Schedule, Segment, cut, segments_from_json, segments_to_json
+
+if TYPE_CHECKING:
+    from curriculum.train.history import History
+    from curriculum.train.setup import Setup
 
 Problem = tuple[str, str]  # path in the config, message
 
@@ -46,7 +47,7 @@ def found_in(setup: Setup) -> Found:
         config=setup.config,
         schedule=setup.course.schedule,
         architecture=plain(setup.model.architecture),
-        parameters=_parameters(setup),
+        parameters=setup.states.trained_shapes,
         tokenizer=corpus.tokenizer.fingerprint,
         sources=corpus.details,
         evalsets={name: evalset.content_hash for name, evalset in corpus.evalsets.items()},
@@ -62,7 +63,7 @@ def entry(setup: Setup, step: int, history: History, offsets: Mapping[str, int],
         "seed": setup.config.seed,
         "data_seed": course.plan.seed,
         "model": plain(setup.model.architecture),
-        "parameters": _parameters(setup),
+        "parameters": setup.states.trained_shapes,
         "optimizer": state_layout(setup.config.optim),
         "window_steps": setup.config.train.window_steps,
         "tokenizer": setup.corpus.tokenizer.fingerprint,
@@ -124,11 +125,6 @@ def changed_contents(saved: Mapping[str, Any], found: Found) -> Iterator[dict[st
         was = saved["sources"].get(name, details)["stream"]
         if details["stream"] != was:
             yield {"path": f"sources.{name}", "was": {"stream": was}, "now": {"stream": details["stream"]}}
-
-
-def _parameters(setup: Setup) -> dict[str, list[int]]:
-    """The shape of each parameter that is trained, by its dotted name."""
-    return {name: list(array.shape) for name, array in by_name(setup.states.like.params).items()}
 
 
 def check_past(

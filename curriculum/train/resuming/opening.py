@@ -1,0 +1,132 @@
+"""How a run directory is opened: what the run continues from, and what speaks against it. Only the lock is written."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from curriculum.config import Config
+from curriculum.data.config_stores import own_sources
+from curriculum.data.sources import would_read
+from curriculum.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from curriculum.errors import InputError
+from curriculum.find_checkpoint import read_ledger
+from curriculum.lock import RunLock
+from curriculum.manifest import damage
+from curriculum.record.events import EVENTS
+from curriculum.record.wandb_log import check_wandb
+from curriculum.run_directory import RunDirectory, read_json, step_folders
+from curriculum.scheduling import NO_PAST, Past, check_schedule
+from curriculum.train.resuming import going_back
+from curriculum.train.resuming.edits import find_edit
+from curriculum.train.resuming.resumed import Resumed
+
+
+def claim(
+    directory: RunDirectory, lock: RunLock, resume: str | int | None
+) -> tuple[Resumed | None, dict[str, Any] | None]:
+    """Lock the run of a directory, if there is one, and find what it continues from, as `going_back.to_continue`.
+
+    If there is nothing to resume, a line on stderr says so: the folder may not be the one that was meant. Raises
+    InputError if the directory is unusable, if it holds a run and `resume` is None, if the checkpoint asked for is not
+    there, or if another process trains the run.
+    """
+    directory.check_usable()
+    if directory.holds_run() and resume is None:
+        raise InputError(
+            f"{directory.path}: already holds a run; continue it with --resume latest, or choose another --run-dir"
+        )
+    if directory.holds_run():
+        lock.take()
+    resumed, under_way = going_back.to_continue(directory, resume)
+    begins = resume is not None and resumed is None and under_way is None
+    if begins and not step_folders(directory.checkpoints):  # damaged ones are reported
+        print(nothing_to_resume(directory), file=sys.stderr)
+    return resumed, under_way
+
+
+def check(config: Config, past: Past = NO_PAST) -> None:
+    """Raise InputError for problems of a config that can be found before anything is prepared."""
+    if config.logging.wandb:
+        check_wandb(config.logging.wandb)
+    check_schedule(config, past)
+
+
+def check_apart(config: Config, directory: RunDirectory) -> None:
+    """Raise InputError if a run would replace files of others, or write what is read as the text of its sources."""
+    if replaced := directory.files_of_others(config):
+        raise InputError(
+            f"--run-dir {directory.path}: holds no run, but {', '.join(replaced)}, which a run here would replace; "
+            "choose another folder, or move what is there away"
+        )
+    written = [directory.path / EVENTS, directory.checkpoints / "0/manifest.json"]
+    for name, source in {**own_sources(config), **config.sources}.items():
+        if any(would_read(source, path) for path in written):
+            raise InputError(
+                f"--run-dir {directory.path}: lies in {source.location}, whose files are the text of {name}, so the "
+                "run's own would be read as text; choose another folder, or leave it out with a glob"
+            )
+
+
+def nothing_to_resume(directory: RunDirectory) -> str:
+    """The message when a run was to be resumed, but begins."""
+    there = "the run in it has no checkpoint" if directory.holds_run() else "holds no run"
+    return f"{directory.path}: {there}: nothing to resume; the run starts at step 0"
+
+
+def tell_new_name(config: Config, directory: RunDirectory) -> None:
+    """Say on stderr that the config has another name than the run: perhaps it is another run's."""
+    was = directory.resolved()["name"] if directory.has_config else config.name
+    if was != config.name:
+        print(f"{directory.path}: is the run {was}; {config.origin.file} names it {config.name}", file=sys.stderr)
+
+
+def check_ahead(config: Config, directory: RunDirectory, step: int, past: Past) -> None:
+    """Do what `check` does for a run that continues from `step`.
+
+    The error names the newest earlier checkpoint that would do for this config, if there is one.
+    """
+    try:
+        check(config, past)
+    except InputError as error:
+        found = [(s, folder) for place in directory.places for s, folder in step_folders(place).items() if s < step]
+        earlier = next((s for s, folder in sorted(found, reverse=True) if _would_do(config, s, folder)), None)
+        if earlier is None:
+            raise
+        fix = f"or resume from an earlier checkpoint and retrain the steps after it: --resume {earlier}"
+        raise InputError(*error.problems, details=[*error.details, fix]) from None
+
+
+def _would_do(config: Config, step: int, checkpoint: Path) -> bool:
+    """Whether a run can continue from a checkpoint with a config, as far as is known before it is built."""
+    try:
+        check(config, find_edit(config, read_ledger(checkpoint)).past)
+    except InputError:
+        return False
+    return step < config.train.steps and damage(checkpoint) is None
+
+
+def kept_tokenizer(directory: RunDirectory, config: Config) -> Tokenizer | None:
+    """The tokenizer kept with the run, so that new sources do not train it anew.
+
+    None if there is none, or if the config now asks for another.
+    """
+    if not directory.tokenizer.exists() or not directory.has_config:
+        return None
+    same = read_json(directory.resolved_config).get("tokenizer") == config.to_json()["tokenizer"]
+    return load_tokenizer(directory.tokenizer) if same else None
+
+
+def damaged(directory: RunDirectory, resumed: Resumed | None) -> list[tuple[int, Path, str]]:
+    """(step, folder, why) of the damaged ones in `checkpoints/`; the one that the run continues from has verified.
+
+    Of older ones only the ledger is read: it says which golds must stay.
+    """
+    found = []
+    for step, folder in step_folders(directory.checkpoints).items():
+        older = resumed is not None and step < resumed.step
+        verified = resumed is not None and folder == resumed.folder
+        if not verified and (why := damage(folder, "ledger/" if older else "")):
+            found.append((step, folder, why))
+    return found
