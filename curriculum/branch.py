@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from curriculum.branch_between import check_between
-from curriculum.branch_copy import copy_trunk, made_whole
+from curriculum.branching.between import check_between
+from curriculum.branching.copy import copy_trunk, made_whole
 from curriculum.config import Config, changed_config, load_config
+from curriculum.disk.lock import RunLock
+from curriculum.disk.manifest import damage
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import check_there, checkpoint_steps, read_ledger, undamaged
-from curriculum.lock import RunLock
-from curriculum.manifest import damage
 from curriculum.model.model import Model
 from curriculum.record.console import resume_command
 from curriculum.record.events import check_offsets

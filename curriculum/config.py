@@ -11,9 +11,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from curriculum.adaptation import AdaptationSection, with_shares
-from curriculum.config_checks import CHECKS, PATH_CHECKS, TOKENIZER_PATH_CHECKS
-from curriculum.config_sections import (
+from curriculum.data.chat import ChatConfig
+from curriculum.data.packing import PackingConfig
+from curriculum.data.sources import SourceConfig
+from curriculum.data.tokenizers.tokenizer import TokenizerConfig
+from curriculum.errors import InputError, no_such
+from curriculum.model.presets import ModelSection
+from curriculum.parsing.typed import Limits, Problems, annotations, field_key, read
+from curriculum.parsing.variables import substitute
+from curriculum.parsing.yaml12 import Origin, read_override, read_yaml
+from curriculum.schema.adaptation import AdaptationSection, with_shares
+from curriculum.schema.checks import CHECKS, PATH_CHECKS, TOKENIZER_PATH_CHECKS
+from curriculum.schema.heritage import INHERITED, Heritage, heritage, model_from, run_begun_in
+from curriculum.schema.mesh import MeshConfig
+from curriculum.schema.sections import (
     AveragesSection,
     CheckpointSection,
     EvalSection,
@@ -22,18 +33,7 @@ from curriculum.config_sections import (
     OptimSection,
     TrainSection,
 )
-from curriculum.config_shapes import ROW_CHECKS, with_seq_len
-from curriculum.data.chat import ChatConfig
-from curriculum.data.packing import PackingConfig
-from curriculum.data.sources import SourceConfig
-from curriculum.data.tokenizers.tokenizer import TokenizerConfig
-from curriculum.errors import InputError, no_such
-from curriculum.heritage import INHERITED, Heritage, heritage, model_from, run_begun_in
-from curriculum.mesh_config import MeshConfig
-from curriculum.model.presets import ModelSection
-from curriculum.typed import Limits, Problems, annotations, field_key, read
-from curriculum.variables import substitute
-from curriculum.yaml12 import Origin, read_override, read_yaml
+from curriculum.schema.shapes import ROW_CHECKS, with_seq_len
 from evalsets.evalset import PRIMARY
 from phases.checks import EXPECTED_NAME, NAME
 from phases.schedule import Phase

@@ -16,6 +16,7 @@ from curriculum.data.chat import ChatConfig
 from curriculum.data.tokenizers.chat_template import opens_document, spells_special
 from curriculum.data.tokenizers.gguf_vocabulary import gguf_vocabulary
 from curriculum.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from curriculum.disk.scratch import clear_killed, scratch
 from curriculum.errors import InputError, check_choice
 from curriculum.find_checkpoint import architecture_at, read_ledger
 from curriculum.model.formats.gguf import gguf_architecture, write_gguf
@@ -28,7 +29,6 @@ from curriculum.record.append import tell
 from curriculum.record.events import EVENTS, read_events
 from curriculum.run import Run, run_directory
 from curriculum.run_directory import RunDirectory
-from curriculum.scratch import clear_killed, scratch
 from curriculum.views.model_card import Exported, model_card
 from curriculum.weights import Weights, chosen_again, find_weights, ledger_of
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from curriculum.disk.lock import trained_by
+from curriculum.disk.manifest import damage
 from curriculum.errors import InputError
-from curriculum.lock import trained_by
-from curriculum.manifest import damage
 from curriculum.record.events import EVENTS, last_gold, read_events
 from curriculum.run_directory import RunDirectory, names_in, read_json, step_folders
 

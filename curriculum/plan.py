@@ -9,9 +9,7 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
-from curriculum.adaptation import base_lineage, resolved_model
 from curriculum.config import Config
-from curriculum.config_shapes import row_problems
 from curriculum.data.corpus import Sizes, find_sizes
 from curriculum.model.counts import num_adapters, num_parameters, num_projections, num_trained
 from curriculum.model.memory import FLOAT32_BYTES, memory_estimate
@@ -27,6 +25,8 @@ from curriculum.plan_warnings import (
 from curriculum.record.wording import MOST_SOURCES, first_of
 from curriculum.run import DEFAULT_STORE_DIR
 from curriculum.scheduling import num_due, resolve_schedule
+from curriculum.schema.adaptation import base_lineage, resolved_model
+from curriculum.schema.shapes import row_problems
 from curriculum.train.optimizer import MOMENTS, OptimConfig
 from phases.batches import num_micro_steps
 from phases.caps import first_step

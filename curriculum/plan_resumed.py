@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from curriculum.adaptation import resolved_model
 from curriculum.config import Config
 from curriculum.data.corpus import find_evalsets, find_sizes
 from curriculum.plan import Plan, plan, plan_of, prepare_command
@@ -15,6 +14,7 @@ from curriculum.record.events import check_offsets, plain
 from curriculum.run import DEFAULT_STORE_DIR
 from curriculum.run_directory import RunDirectory
 from curriculum.scheduling import continued_schedule
+from curriculum.schema.adaptation import resolved_model
 from curriculum.train.resuming import going_back, opening
 from curriculum.train.resuming.edits import edit_event, find_edit
 from curriculum.train.resuming.ledger import Found, check_past

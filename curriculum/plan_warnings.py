@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from curriculum.adaptation import Base, find_base
 from curriculum.config import Config, config_from_json
 from curriculum.data.corpus import find_trained_on
 from curriculum.data.tokenizers.tokenizer import Tokenizer
@@ -20,6 +19,7 @@ from curriculum.model.presets import ModelConfig, own_rope_theta
 from curriculum.record.events import record_name
 from curriculum.record.wording import first_of, largest, listed
 from curriculum.scheduling import mean_steps, num_due
+from curriculum.schema.adaptation import Base, find_base
 from evalsets.evalset import EvalSet
 from evalsets.metrics import clusters
 from evalsets.regressions import NUM_HISTORY

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from curriculum.durable import rename_whole, write_whole
+from curriculum.disk.durable import rename_whole, write_whole
 from curriculum.errors import InputError, readable
 from curriculum.record.append import DISK_ERRORS, tell
 from curriculum.record.events import EVENTS, METRICS, plain

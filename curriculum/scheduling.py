@@ -6,9 +6,9 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
-from curriculum.adaptation import with_replay
 from curriculum.config import Config
 from curriculum.model.presets import HOW
+from curriculum.schema.adaptation import with_replay
 from phases.checks import ScheduleError
 from phases.curriculum import Curriculum
 from phases.lr import LrSchedule

@@ -9,7 +9,7 @@ from pathlib import Path
 _HOLD = """
 import sys
 from pathlib import Path
-from curriculum.lock import RunLock
+from curriculum.disk.lock import RunLock
 with RunLock(Path(sys.argv[1])) as lock:
     lock.take()
     print("held", flush=True)

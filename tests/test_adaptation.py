@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 from orbax.checkpoint import StandardCheckpointer
 
-from curriculum.adaptation import find_base, with_replay
 from curriculum.cli.main import run_command
 from curriculum.cli.plan import table
 from curriculum.config import build_config, changed_config, config_from_json, load_config
 from curriculum.data.tokenizers.tokenizer import load_tokenizer
+from curriculum.disk.manifest import update_manifest, write_manifest
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import read_ledger
-from curriculum.manifest import update_manifest, write_manifest
 from curriculum.plan import plan
 from curriculum.run import load_run
 from curriculum.run_directory import RunDirectory
+from curriculum.schema.adaptation import find_base, with_replay
 from curriculum.train.resuming.resumed import to_resume
 from curriculum.train.resuming.start import start_of
 from curriculum.train.setup import build

@@ -11,12 +11,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from curriculum.adaptation import find_base
 from curriculum.cli.plan import table
 from curriculum.config import build_config, changed_config, config_from_json, load_config
 from curriculum.data.tokenizers.tokenizer import byte_tokenizer, load_tokenizer
 from curriculum.errors import InputError
-from curriculum.mesh_config import MeshConfig
 from curriculum.model.counts import num_parameters
 from curriculum.model.formats.hf import hf_tensors, load_hf
 from curriculum.model.formats.hf_config_writer import hf_config_of
@@ -26,6 +24,8 @@ from curriculum.model.presets import ModelConfig, RopeScaling
 from curriculum.model.transformer import transformer
 from curriculum.plan import plan
 from curriculum.run import load_run
+from curriculum.schema.adaptation import find_base
+from curriculum.schema.mesh import MeshConfig
 from curriculum.train.abstract import abstract_on_mesh
 from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.mesh import make_mesh

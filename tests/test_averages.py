@@ -11,11 +11,11 @@ from safetensors.numpy import load_file
 from tiny_run import flip_bit, with_changes
 
 from curriculum.branch import branch
-from curriculum.branch_copy import copy_means
+from curriculum.branching.copy import copy_means
 from curriculum.config import build_config
+from curriculum.disk.manifest import write_manifest
 from curriculum.errors import InputError
 from curriculum.export import export
-from curriculum.manifest import write_manifest
 from curriculum.record.console import eval_lines
 from curriculum.record.curves import eval_curves
 from curriculum.run import load_run

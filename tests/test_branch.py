@@ -16,12 +16,12 @@ from tensorboard.backend.event_processing.plugin_event_multiplexer import EventM
 from tensorboard.util import tensor_util
 
 from curriculum.branch import _settled, branch
-from curriculum.branch_copy import copy_trunk
+from curriculum.branching.copy import copy_trunk
 from curriculum.cli.main import cli
 from curriculum.config import build_config, load_config
+from curriculum.disk.manifest import damage, write_manifest
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import checkpoint_steps, read_ledger
-from curriculum.manifest import damage, write_manifest
 from curriculum.record.console import program
 from curriculum.run import load_run
 from curriculum.run_directory import RunDirectory

@@ -17,17 +17,17 @@ import optax
 import pytest
 from tiny_run import assert_same_run, flip_bit, last_state, tiny_data, tiny_train, write_corpus
 
-from curriculum import manifest
-from curriculum.adaptation import find_base
 from curriculum.config import build_config
+from curriculum.disk import manifest
+from curriculum.disk.lock import RunLock
+from curriculum.disk.manifest import damage, write_manifest
 from curriculum.errors import InputError
 from curriculum.evaluate import evaluate
 from curriculum.export import export
 from curriculum.find_checkpoint import CheckpointGone, find_checkpoint, read_ledger, undamaged
-from curriculum.lock import RunLock
-from curriculum.manifest import damage, write_manifest
 from curriculum.run import load_run
 from curriculum.run_directory import RunDirectory
+from curriculum.schema.adaptation import find_base
 from curriculum.train import trainer
 from curriculum.train.checkpoints.arrays import in_turn, load_params, save_params
 from curriculum.train.checkpoints.finite import NonFiniteState

@@ -12,10 +12,10 @@ import pytest
 
 from curriculum.config import build_config, changed_config, config_from_json, load_config, run_name_of
 from curriculum.errors import InputError
+from curriculum.parsing.variables import substitute
+from curriculum.parsing.yaml12 import Origin, parse_yaml, read_override, read_yaml, set_option
 from curriculum.plan_warnings import schedule_warnings
 from curriculum.scheduling import check_schedule, resolve_schedule
-from curriculum.variables import substitute
-from curriculum.yaml12 import Origin, parse_yaml, read_override, read_yaml, set_option
 
 ROOT = Path(__file__).parents[1]
 

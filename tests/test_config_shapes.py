@@ -4,8 +4,8 @@ import pytest
 from tiny_run import tiny_data, write_corpus
 
 from curriculum.config import build_config, load_config
-from curriculum.config_shapes import row_problems
 from curriculum.errors import InputError
+from curriculum.schema.shapes import row_problems
 
 A = {"name": "a", "until": 6, "mixture": {"web": 1.0}}
 B = {"name": "b", "until": "end", "mixture": {"law": 1.0}}

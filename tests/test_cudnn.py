@@ -19,9 +19,9 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.sharding import PartitionSpec as P
 
-from curriculum.mesh_config import MeshConfig
 from curriculum.model.presets import ModelConfig
 from curriculum.model.transformer import init_params, transformer
+from curriculum.schema.mesh import MeshConfig
 from curriculum.train.mesh import ROW_AXES, make_mesh, on_each, on_mesh
 
 ROOT = Path(__file__).parents[1]

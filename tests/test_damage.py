@@ -7,16 +7,16 @@ import pytest
 from test_evaluate import folder, trained  # noqa: F401  (fixtures)
 from written_run import command, write_run
 
-from curriculum.adaptation import find_base
 from curriculum.branch import branch
 from curriculum.config import build_config
+from curriculum.disk.manifest import write_manifest
 from curriculum.errors import InputError
 from curriculum.evaluate import evaluate
 from curriculum.export import export
 from curriculum.find_checkpoint import CHECKPOINT_ITEMS
-from curriculum.manifest import write_manifest
 from curriculum.record.windows import read_results
 from curriculum.run import load_run
+from curriculum.schema.adaptation import find_base
 from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.trainer import train
 

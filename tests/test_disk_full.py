@@ -17,7 +17,7 @@ import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tiny_run import assert_same_run, tiny_train, write_corpus
 
-from curriculum.manifest import damage
+from curriculum.disk.manifest import damage
 from curriculum.record.append import Appender
 from curriculum.run import load_run
 from curriculum.train.checkpoints.quiet import _of_write

@@ -16,9 +16,9 @@ from tiny_run import flip_bit, tiny_data, tiny_train, with_changes, write_corpus
 from curriculum.branch import branch
 from curriculum.cli.main import cli
 from curriculum.config import build_config, load_config
+from curriculum.disk.lock import RunLock
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import read_ledger
-from curriculum.lock import RunLock
 from curriculum.run import load_run
 from curriculum.run_directory import RunDirectory
 from curriculum.train import divergence, trainer

@@ -9,9 +9,9 @@ import pytest
 from curriculum.config import build_config
 from curriculum.model.counts import num_parameters
 from curriculum.model.presets import PRESETS
+from curriculum.parsing.yaml12 import read_yaml
 from curriculum.record.events import STAMPS
 from curriculum.train.trainer import train
-from curriculum.yaml12 import read_yaml
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

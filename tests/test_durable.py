@@ -6,7 +6,7 @@ import os
 import pytest
 
 from curriculum.data.tokenizers.tokenizer import byte_tokenizer
-from curriculum.durable import rename_whole, write_whole
+from curriculum.disk.durable import rename_whole, write_whole
 from curriculum.run_directory import RunDirectory, write_tokenizer
 
 

@@ -15,9 +15,9 @@ from written_run import command
 
 from curriculum.config import build_config
 from curriculum.data.tokenizers.vocabulary import char_tokenizer
+from curriculum.disk.manifest import write_manifest
 from curriculum.errors import InputError
 from curriculum.export import export, load_exported
-from curriculum.manifest import write_manifest
 from curriculum.model.formats.hf_config import read_hf_config
 from curriculum.model.formats.safetensors_writer import rounded, save_arrays, write_safetensors
 from curriculum.train.checkpoints.arrays import load_params

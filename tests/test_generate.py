@@ -22,7 +22,6 @@ from curriculum.config import build_config
 from curriculum.data.tokenizers.tokenizer import END_OF_TEXT, Tokenizer, byte_tokenizer, load_tokenizer
 from curriculum.errors import InputError
 from curriculum.generate import generate, load_generator, read_prompts
-from curriculum.mesh_config import MeshConfig
 from curriculum.model.continuation import Continuation, Prompt
 from curriculum.model.draw import DrawKnobs, draw, scaled
 from curriculum.model.generate import NUM_ROWS, Generator
@@ -31,6 +30,7 @@ from curriculum.model.presets import ModelConfig, RopeScaling
 from curriculum.model.transformer import forward, head, init_params, transformer
 from curriculum.run import load_run
 from curriculum.sampling import GenerateSection, Sampling
+from curriculum.schema.mesh import MeshConfig
 from curriculum.train.mesh import make_mesh
 from curriculum.train.samples import beginnings
 from curriculum.train.trainer import train

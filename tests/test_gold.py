@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from curriculum.typed import read
+from curriculum.parsing.typed import read
 from evalsets.config import GoldConfig, Limit
 from evalsets.gold import (
     Blocked,

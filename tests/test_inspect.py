@@ -17,9 +17,9 @@ from tiny_run import tiny_data, tiny_train, write_corpus
 from written_run import command, offender, write_run
 
 from curriculum.config import build_config
+from curriculum.disk.lock import RunLock
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import CHECKPOINT_ITEMS
-from curriculum.lock import RunLock
 from curriculum.plan import plan
 from curriculum.record.queries import consumption, eval_points, evalset_facts, last_detectable, standing_regressions
 from curriculum.run import load_run

@@ -34,7 +34,7 @@ DECIDE = """
 import errno, json, sys, time
 from pathlib import Path
 from curriculum.errors import InputError
-from curriculum.lock import RunLock
+from curriculum.disk.lock import RunLock
 from curriculum.train.processes import peers
 from curriculum.train.processes import together
 from curriculum.train import taking_up

@@ -9,14 +9,14 @@ import sys
 import pytest
 
 from curriculum.config import build_config
+from curriculum.disk.lock import RunLock
 from curriculum.errors import InputError
-from curriculum.lock import RunLock
 from curriculum.train.trainer import train
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from curriculum.lock import RunLock
+from curriculum.disk.lock import RunLock
 with RunLock(Path(sys.argv[1])) as lock:
     lock.take()
     print("held", flush=True)

@@ -22,15 +22,14 @@ from test_peers import meet
 from test_peers import together as at_once
 from tiny_run import flip_bit, tiny_data, write_corpus
 
-from curriculum.adaptation import resolved_model
 from curriculum.branch import branch
 from curriculum.config import build_config
 from curriculum.data.tokenizers.hf_writer import write_hf_tokenizer
 from curriculum.data.tokenizers.tokenizer import load_tokenizer
+from curriculum.disk.manifest import update_manifest, write_manifest
 from curriculum.errors import InputError
 from curriculum.evaluate import evaluate
 from curriculum.find_checkpoint import read_ledger
-from curriculum.manifest import update_manifest, write_manifest
 from curriculum.model.counts import num_adapters, num_parameters, num_trained
 from curriculum.model.formats.hf import hf_tensors
 from curriculum.model.formats.hf_config_writer import hf_config_of
@@ -42,6 +41,7 @@ from curriculum.model.presets import LoraConfig, ModelConfig
 from curriculum.model.transformer import forward, head, init_adapters, init_params, transformer
 from curriculum.plan import plan
 from curriculum.run import load_run
+from curriculum.schema.adaptation import resolved_model
 from curriculum.train.checkpoints.arrays import load_params, save_params
 from curriculum.train.dry_run import dry_run
 from curriculum.train.mesh import AXES, state_shardings

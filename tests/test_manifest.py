@@ -7,7 +7,7 @@ import pytest
 import xxhash
 from tiny_run import flip_bit
 
-from curriculum.manifest import MANIFEST, damage, update_manifest, write_manifest
+from curriculum.disk.manifest import MANIFEST, damage, update_manifest, write_manifest
 
 
 @pytest.fixture

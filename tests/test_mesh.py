@@ -20,11 +20,11 @@ from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 from curriculum.config import build_config
 from curriculum.errors import InputError
-from curriculum.mesh_config import MeshConfig, rows_problem
 from curriculum.model.counts import num_head, num_parameters, num_projections, num_trained
 from curriculum.model.presets import PRESETS, LoraConfig, ModelConfig
 from curriculum.model.transformer import transformer
 from curriculum.run import load_run
+from curriculum.schema.mesh import MeshConfig, rows_problem
 from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.mesh import AXES, describe_devices, make_mesh, partition_spec, state_shardings
 from curriculum.train.setup import build
@@ -453,7 +453,7 @@ def test_arrays_without_a_name_follow_the_rule_too():
 
 
 def test_the_settings_need_no_jax():
-    program = "import sys, curriculum.mesh_config; print([m for m in ('jax', 'numpy') if m in sys.modules])"
+    program = "import sys, curriculum.schema.mesh; print([m for m in ('jax', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 

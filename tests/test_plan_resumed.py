@@ -14,8 +14,8 @@ from tiny_run import flip_bit, tiny_data, with_changes, write_corpus
 from curriculum.cli.plan import table
 from curriculum.config import build_config
 from curriculum.data.corpus import load_corpus
+from curriculum.disk.lock import RunLock
 from curriculum.errors import InputError
-from curriculum.lock import RunLock
 from curriculum.plan_resumed import plan_resumed
 from curriculum.run import load_run
 from curriculum.train.trainer import train

@@ -1,7 +1,7 @@
 """What is said of options that a run remembers, where its file says something else by now."""
 
 from curriculum.config import load_config
-from curriculum.remembered import outranked
+from curriculum.train.resuming.remembered import outranked
 
 FILE = """\
 name: first

@@ -6,9 +6,9 @@ import shutil
 import pytest
 from locked import locked_by_another
 
+from curriculum.disk.manifest import write_manifest
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import CHECKPOINT_ITEMS, checkpoint_steps, find_checkpoint, read_ledger
-from curriculum.manifest import write_manifest
 from curriculum.run_directory import RunDirectory
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import optax
 import pytest
 
-from curriculum.mesh_config import MeshConfig
 from curriculum.model.presets import ModelConfig
 from curriculum.model.transformer import forward, head, init_params, transformer
+from curriculum.schema.mesh import MeshConfig
 from curriculum.train.mesh import make_mesh, place_batch, place_state
 from curriculum.train.optimizer import OptimConfig, make_optimizer
 from curriculum.train.step import clear_window, init_state, make_train_step, read_window, window_for

@@ -534,9 +534,9 @@ def test_a_run_is_read_without_its_data(corpus, store, tmp_path):
 
 
 def test_parameters_alone_can_be_restored(corpus, store, whole):
-    from curriculum.mesh_config import MeshConfig
     from curriculum.model.presets import ModelConfig
     from curriculum.model.transformer import init_params
+    from curriculum.schema.mesh import MeshConfig
     from curriculum.train.mesh import make_mesh, place_state
 
     model = ModelConfig.of(json.loads((whole / "model.json").read_text()))

@@ -14,7 +14,7 @@ from curriculum.config import Config, sections
 from curriculum.data.packing import PackingFacts
 from curriculum.data.store import StoreFacts
 from curriculum.data.tokenizers.tokenizer import TokenizerFacts
-from curriculum.typed import Limits, annotations, read
+from curriculum.parsing.typed import Limits, annotations, read
 
 
 @dataclass(frozen=True)

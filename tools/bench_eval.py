@@ -51,10 +51,10 @@ def measure(size: str, vocab_size: int, num_windows: int, num_rounds: int) -> li
     import jax
     import numpy as np
 
-    from curriculum.adaptation import resolved_model
     from curriculum.config import build_config
     from curriculum.model.loss import nats_per_token
     from curriculum.model.transformer import init_params, transformer
+    from curriculum.schema.adaptation import resolved_model
     from curriculum.train.compiled import make_suite
     from curriculum.train.mesh import make_mesh, place_rows, place_state
 

@@ -23,13 +23,13 @@ from hlo_traffic import arrays, costs, size_bytes
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from results import add_json_option, write_json
 
-from curriculum.mesh_config import MeshConfig, rows_problem
 from curriculum.model.counts import num_parameters
 from curriculum.model.loss import nats_per_token
 from curriculum.model.model import abstract_params
 from curriculum.model.presets import PRESETS, ModelConfig
 from curriculum.model.transformer import transformer
 from curriculum.record.wording import mesh_text
+from curriculum.schema.mesh import MeshConfig, rows_problem
 from curriculum.train.abstract import abstract_on_mesh
 from curriculum.train.mesh import AXES, ROW_AXES, constrain, make_mesh, on_mesh, state_shardings
 from curriculum.train.optimizer import OptimConfig, make_optimizer

@@ -12,11 +12,11 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from curriculum.adaptation import AdaptationSection
 from curriculum.config import Config, sections
-from curriculum.config_sections import OptimSection
+from curriculum.parsing.typed import annotations, field_key
+from curriculum.schema.adaptation import AdaptationSection
+from curriculum.schema.sections import OptimSection
 from curriculum.train.optimizer import OPTIMIZERS
-from curriculum.typed import annotations, field_key
 
 _USE = {
     "type": "string",

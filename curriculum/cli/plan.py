@@ -19,7 +19,7 @@ from curriculum.record.events import plain, record_name
 from curriculum.record.queries import beginning
 from curriculum.record.sentences import verdict
 from curriculum.record.wording import columns, size_text
-from curriculum.remembered import config_going_on
+from curriculum.train.resuming.remembered import config_going_on
 
 MAX_NAMED = 8  # more eval sets are counted, not named
 

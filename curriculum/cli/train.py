@@ -12,7 +12,7 @@ from curriculum.cli.lasting import lasting
 from curriculum.cli.options import FOLDER, config_options, process_options
 from curriculum.config import load_config
 from curriculum.errors import InputError
-from curriculum.remembered import config_going_on
+from curriculum.train.resuming.remembered import config_going_on
 
 
 @click.command()

@@ -20,7 +20,7 @@ import xxhash
 
 from curriculum.data.progress import ConsoleProgress
 from curriculum.data.sources import SourceConfig, source_files
-from curriculum.durable import rename_whole, write_whole
+from curriculum.disk.durable import rename_whole, write_whole
 from curriculum.errors import InputError
 
 READ_BYTES = 1 << 24

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from curriculum.errors import InputError
-from curriculum.typed import read
+from curriculum.parsing.typed import read
 
 Record = TypeVar("Record")
 

@@ -23,8 +23,8 @@ import xxhash
 from curriculum.data.sidecar import read_sidecar
 from curriculum.data.tokenizers.tokenizer import DTYPES
 from curriculum.data.view import TokenView
+from curriculum.disk.manifest import file_checksum
 from curriculum.errors import InputError
-from curriculum.manifest import file_checksum
 
 SIDECAR_NAME = "store.json"
 DOCUMENTS_NAME = "documents.bin"

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from curriculum.errors import FieldError, InputError
 from curriculum.model.formulation import cudnn_problem, scan_problem
-from curriculum.typed import Limits
+from curriculum.parsing.typed import Limits
 
 
 @dataclass(frozen=True)

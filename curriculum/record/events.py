@@ -18,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from curriculum.durable import sync, write_whole
+from curriculum.disk.durable import sync, write_whole
 from curriculum.errors import InputError, readable
 from curriculum.record.append import Appender, tell
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from curriculum.durable import write_whole
+from curriculum.disk.durable import write_whole
 from curriculum.errors import InputError
 from curriculum.run_directory import read_arrays
 from evalsets.metrics import WindowResults

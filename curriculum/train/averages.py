@@ -18,10 +18,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from curriculum.config import Config
-from curriculum.durable import rename_whole
+from curriculum.disk.durable import rename_whole
+from curriculum.disk.manifest import damage, write_manifest
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import checkpoint_steps
-from curriculum.manifest import damage, write_manifest
 from curriculum.model.model import Params
 from curriculum.record.append import DISK_ERRORS, tell
 from curriculum.record.events import EMA, PHASE_MEAN

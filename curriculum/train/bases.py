@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from curriculum.adaptation import Base, HfBase, differences
 from curriculum.config import Config
 from curriculum.errors import InputError
 from curriculum.model.formats.hf import load_hf
@@ -23,6 +22,7 @@ from curriculum.model.lora import adapters_of, frozen_of, joined
 from curriculum.model.model import Model, Params, abstract_params, by_name, shapes_by_name
 from curriculum.model.presets import ModelConfig
 from curriculum.record.events import plain
+from curriculum.schema.adaptation import Base, HfBase, differences
 from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.mesh import on_host
 from curriculum.train.optimizer import state_layout

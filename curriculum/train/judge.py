@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from curriculum.manifest import damage
+from curriculum.disk.manifest import damage
 from curriculum.record.events import number, plain, record_name
 from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.gate import run_gate

@@ -16,10 +16,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import DictKey, GetAttrKey
 
 from curriculum.errors import InputError
-from curriculum.mesh_config import MeshConfig
 from curriculum.model.model import Model, Placement
 from curriculum.model.split import split_axes
 from curriculum.record.wording import mesh_text
+from curriculum.schema.mesh import MeshConfig
 
 AXES = ("data", "fsdp", "tensor")
 ROW_AXES = ("data", "fsdp")

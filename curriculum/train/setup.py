@@ -14,10 +14,7 @@ import jax
 import xxhash
 from jax.sharding import Mesh
 
-from curriculum.adaptation import Base, resolved_model
 from curriculum.config import Config
-from curriculum.config_checks import NO_ADAPTERS
-from curriculum.config_shapes import row_problems
 from curriculum.data.corpus import Corpus, load_corpus
 from curriculum.data.tokenizers.tokenizer import Tokenizer
 from curriculum.errors import InputError
@@ -26,6 +23,9 @@ from curriculum.model.model import Model, abstract_params, check_model
 from curriculum.model.transformer import transformer
 from curriculum.plan_warnings import few_scored_targets, known_to_base, left_over, schedule_warnings
 from curriculum.scheduling import NO_PAST, Past
+from curriculum.schema.adaptation import Base, resolved_model
+from curriculum.schema.checks import NO_ADAPTERS
+from curriculum.schema.shapes import row_problems
 from curriculum.train.abstract import abstract_on_mesh
 from curriculum.train.bases import check_base, load_frozen
 from curriculum.train.compiled import Compiled, micro_steps

@@ -11,13 +11,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from curriculum.adaptation import Base, HfBase
 from curriculum.config import Config
 from curriculum.model.formats.hf import load_hf
 from curriculum.model.lora import adapters_of, joined
 from curriculum.model.model import Model, Params, abstract_params, shapes_by_name
 from curriculum.model.presets import ModelConfig
 from curriculum.model.transformer import init_adapters
+from curriculum.schema.adaptation import Base, HfBase
 from curriculum.train.abstract import abstract_on_mesh
 from curriculum.train.checkpoints.arrays import load_params
 from curriculum.train.checkpoints.folder import Checkpoints, beside_params

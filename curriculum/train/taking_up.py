@@ -12,9 +12,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from curriculum.durable import sync
+from curriculum.disk.durable import sync
+from curriculum.disk.lock import RunLock
 from curriculum.errors import InputError
-from curriculum.lock import RunLock
 from curriculum.record.board import Board
 from curriculum.record.console import Console, resume_command
 from curriculum.record.events import EVENTS, METRICS, Record, check_offsets, plain

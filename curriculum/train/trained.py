@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 from jax.sharding import Mesh
 
-from curriculum.adaptation import resolved_model
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import architecture_at
-from curriculum.mesh_config import MeshConfig
 from curriculum.model.model import Model, Params, abstract_params
 from curriculum.model.presets import HOW, ModelConfig
 from curriculum.model.transformer import transformer
 from curriculum.record.wording import mesh_text
+from curriculum.schema.adaptation import resolved_model
+from curriculum.schema.mesh import MeshConfig
 from curriculum.train.abstract import abstract_on_mesh
 from curriculum.train.bases import whole_params
 from curriculum.train.device import cache_compiled, check_platform, tune_device

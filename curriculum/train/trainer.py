@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from curriculum.config import Config
+from curriculum.disk.lock import RunLock
 from curriculum.errors import InputError
-from curriculum.lock import RunLock
 from curriculum.model.model import Model
 from curriculum.run import DEFAULT_STORE_DIR
 from curriculum.run_directory import RunDirectory

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from curriculum.config_sections import EvalSource
 from curriculum.data.sources import SourceConfig
 from curriculum.errors import shown
 from curriculum.record.wording import printable
 from curriculum.run import Run
+from curriculum.schema.sections import EvalSource
 from phases.mixture import normalised
 from phases.schedule import Phase
 

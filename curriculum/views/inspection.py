@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from curriculum.disk.lock import trained_by
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import checkpoint_steps
-from curriculum.lock import trained_by
 from curriculum.record.console import program, resume_command
 from curriculum.record.events import TAKEN_UP, config_name, last_gold, last_row, number
 from curriculum.record.queries import (

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from markupsafe import Markup
 
-from curriculum.durable import write_whole
+from curriculum.disk.durable import write_whole
 from curriculum.errors import InputError
 from curriculum.record.events import number
 from curriculum.record.queries import eval_points, shapes_of

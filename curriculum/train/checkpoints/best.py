@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from curriculum.disk.manifest import damage
 from curriculum.find_checkpoint import checkpoint_steps, read_ledger
-from curriculum.manifest import damage
 from curriculum.run_directory import RunDirectory
 from curriculum.train.checkpoints.folder import Checkpoints
 from curriculum.train.processes.together import from_first, is_first

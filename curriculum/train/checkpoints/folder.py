@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from curriculum.durable import rename_whole, sync
+from curriculum.disk.durable import rename_whole, sync
+from curriculum.disk.manifest import write_manifest
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import checkpoint_steps
-from curriculum.manifest import write_manifest
 from curriculum.run_directory import link_or_copy, step_folders
 from curriculum.train.checkpoints.arrays import disk_error, in_turn, is_disk_error, load_params
 from curriculum.train.checkpoints.finite import check_finite

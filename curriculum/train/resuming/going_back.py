@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from curriculum.durable import write_whole
+from curriculum.disk.durable import write_whole
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import read_ledger
 from curriculum.record.events import plain

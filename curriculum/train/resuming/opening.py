@@ -10,10 +10,10 @@ from curriculum.config import Config
 from curriculum.data.config_stores import own_sources
 from curriculum.data.sources import would_read
 from curriculum.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from curriculum.disk.lock import RunLock
+from curriculum.disk.manifest import damage
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import read_ledger
-from curriculum.lock import RunLock
-from curriculum.manifest import damage
 from curriculum.record.events import EVENTS
 from curriculum.record.wandb_log import check_wandb
 from curriculum.run_directory import RunDirectory, read_json, step_folders

@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
-from curriculum.adaptation import with_replay
 from curriculum.config import Config
 from curriculum.errors import shown
+from curriculum.schema.adaptation import with_replay
 from curriculum.train.resuming.ledger import Problem
 from phases.clocks import clock_step, reached, read_clock, resolve_steps
 from phases.schedule import NOT_DATA, Phase, Schedule, SourceSupply, segments_from_json

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from curriculum.disk.manifest import damage
 from curriculum.find_checkpoint import find_checkpoint, read_ledger
-from curriculum.manifest import damage
 from curriculum.run_directory import RunDirectory, step_folders
 from curriculum.train.processes.together import from_first
 

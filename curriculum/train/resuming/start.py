@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from curriculum.adaptation import Base, HfBase, find_base, same_place
 from curriculum.config import Config
 from curriculum.errors import InputError, shown
 from curriculum.find_checkpoint import find_checkpoint
 from curriculum.model.formats.hf_weights import hf_fingerprint
 from curriculum.run_directory import RunDirectory
+from curriculum.schema.adaptation import Base, HfBase, find_base, same_place
 from curriculum.train.processes.together import from_first
 
 ADAPTERS_ALONE = "the run's checkpoints hold adapters only, which need the exact parameters that they were trained with"

@@ -9,12 +9,12 @@ import shutil
 from difflib import get_close_matches
 from pathlib import Path
 
-from curriculum.config_sections import EvalSource
-from curriculum.config_shapes import SHAPE_CHECKS, known_vocab_size, model_of
 from curriculum.data.split import parse_share
 from curriculum.errors import FieldError, no_such, no_such_path
 from curriculum.model.presets import model_problems
 from curriculum.record.events import Recorded
+from curriculum.schema.sections import EvalSource
+from curriculum.schema.shapes import SHAPE_CHECKS, known_vocab_size, model_of
 from evalsets.evalset import PRIMARY
 from phases.checks import EXPECTED_NAME, NAME, check_phases
 from phases.lr import check_rates

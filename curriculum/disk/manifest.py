@@ -15,7 +15,7 @@ from typing import Any
 
 import xxhash
 
-from curriculum.durable import write_whole
+from curriculum.disk.durable import write_whole
 from curriculum.errors import InputError
 
 MANIFEST = "manifest.json"

@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from curriculum.adaptation import HfBase, differences, find_base, same_place
 from curriculum.data.tokenizers.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from curriculum.errors import InputError
 from curriculum.model.formats.hf_config import HF_CONFIG, architecture_fields, read_hf_config
 from curriculum.model.presets import HOW, ModelSection, model_problems, resolve_model
 from curriculum.run_directory import RunDirectory
+from curriculum.schema.adaptation import HfBase, differences, find_base, same_place
 
 INHERITED = ("model", "tokenizer")  # sections that a config may leave out if it begins from a run or folder
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from curriculum.config import Config, apply_options, load_config, options_of, run_name_of
 from curriculum.errors import shown
+from curriculum.parsing.variables import substitute
+from curriculum.parsing.yaml12 import Origin, parse_yaml
 from curriculum.run_directory import RunDirectory
-from curriculum.variables import substitute
-from curriculum.yaml12 import Origin, parse_yaml
 
 _ABSENT = object()
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
 from curriculum.data.sources import SourceConfig
+from curriculum.parsing.typed import Limits
 from curriculum.record.wandb_log import WandbConfig
 from curriculum.sampling import GenerateSection
 from curriculum.train.optimizer import OptimConfig
-from curriculum.typed import Limits
 from evalsets.config import GoldConfig, RegressionConfig
 from phases.lr import LrSchedule
 

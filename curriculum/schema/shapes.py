@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from curriculum.config_sections import TrainSection
-from curriculum.mesh_config import rows_problem
 from curriculum.model.formulation import CUDNN_LENGTH_STEP
 from curriculum.model.presets import ModelConfig, model_problems, resolve_model
+from curriculum.schema.mesh import rows_problem
+from curriculum.schema.sections import TrainSection
 from phases.checks import check_lengths
 from phases.schedule import Phase
 

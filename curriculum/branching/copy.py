@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from curriculum.config import Config
-from curriculum.durable import rename_whole, write_whole
+from curriculum.disk.durable import rename_whole, write_whole
+from curriculum.disk.manifest import damage, update_manifest
 from curriculum.errors import InputError
 from curriculum.find_checkpoint import checkpoint_steps, read_ledger
-from curriculum.manifest import damage, update_manifest
 from curriculum.record.board import Board
 from curriculum.record.events import EVENTS, METRICS, STAMPS, Record, plain, read_events, read_metrics
 from curriculum.run_directory import RunDirectory, link_or_copy, names_in, read_json, write_tokenizer

@@ -19,8 +19,8 @@ from curriculum.model.formats.hf import checked_tensors
 from curriculum.model.formats.hf_config import HF_CONFIG, hf_model_type, read_hf_config
 from curriculum.model.formats.hf_weights import INDEX, stored_tensors
 from curriculum.model.presets import LoraConfig, ModelConfig, resolve_model
+from curriculum.parsing.typed import Limits
 from curriculum.run_directory import RunDirectory, step_folders
-from curriculum.typed import Limits
 from phases.clocks import percentage
 from phases.schedule import Phase
 
