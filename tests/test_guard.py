@@ -7,18 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from curriculum.schema.sections import SkipUpdates
 from curriculum.train.guard import guarded, new_guard, with_window
 
 WINDOW, FROM, SIGMAS, AFTER = 12, 5, 4.0, 3
 
 
-def compiled(window=WINDOW, sigmas=SIGMAS, judge_from_steps=FROM):
+def compiled(skip_updates=SkipUpdates(SIGMAS, judge_from_steps=FROM)):  # noqa: B008
     """run(guard, rows of (step, loss, norm, has targets, judged from)) -> (taken of each, guard)."""
 
     def one(guard, row):
         step, loss, norm, has_targets, judged_from = row
-        settings = {"sigmas": sigmas, "judge_from_steps": judge_from_steps, "diverged_after": AFTER}
-        taken, guard = guarded(guard, step, loss, norm, has_targets, judged_from, **settings)
+        taken, guard = guarded(
+            guard, step, loss, norm, has_targets, judged_from, skip_updates=skip_updates, diverged_after=AFTER
+        )
         return guard, taken
 
     run = jax.jit(lambda guard, rows: jax.lax.scan(one, guard, rows))
@@ -101,16 +103,16 @@ def test_cut_anywhere_it_goes_on_as_if_it_had_not_been():
 
 def test_without_sigmas_only_what_is_not_finite_is_bad():
     values = sequence(5)
-    taken, guard = compiled(sigmas=None, judge_from_steps=0)(new_guard(WINDOW), 0, *values)
+    taken, guard = compiled(skip_updates=None)(new_guard(WINDOW), 0, *values)
     assert told(taken, guard) == slowly(*values, sigmas=None)
     assert int(guard.num_outliers) == 0 < int(guard.num_nonfinite)
 
 
-def run_of(losses, norms=None, judged_from=None, **settings):
+def run_of(losses, norms=None, judged_from=None):
     num = len(losses)
     norms = np.ones(num) if norms is None else norms
     judged_from = np.zeros(num) if judged_from is None else judged_from
-    return compiled(**settings)(new_guard(WINDOW), 0, losses, norms, np.ones(num, bool), judged_from)
+    return compiled()(new_guard(WINDOW), 0, losses, norms, np.ones(num, bool), judged_from)
 
 
 def test_a_loss_that_stands_still_makes_no_rounding_a_spike():
@@ -169,7 +171,9 @@ def test_an_update_that_is_not_taken_changes_nothing_but_the_counts(kind):
     from curriculum.train.step import make_train_step
 
     optimizer = make_optimizer(OptimConfig())
-    step = jax.jit(make_train_step(MODEL, optimizer, len(SOURCES), judge_from_steps=2, diverged_after=1))
+    step = jax.jit(
+        make_train_step(MODEL, optimizer, len(SOURCES), skip_updates=SkipUpdates(judge_from_steps=2), diverged_after=1)
+    )
     state = initial_state(optimizer)
     for seed in range(4):
         state = step(state, make_batch(seed=seed), LR)

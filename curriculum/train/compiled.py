@@ -69,7 +69,6 @@ class Compiled:
     def lower_update(self, shape: StepShape) -> jax.stages.Lowered:
         """The lowered update of a shape, as the compiler gets it."""
         states, config, mesh = self._states, self._states.config, self._states.mesh
-        skipping = config.train.skip_updates
         train_step = make_train_step(
             self._model(shape.rope_theta),
             states.optimizer,
@@ -79,8 +78,7 @@ class Compiled:
             document_mask=config.packing.document_mask,
             deterministic=config.train.deterministic is True,
             ema_decay=config.averages.ema_decay,
-            sigmas=skipping and skipping.sigmas,
-            judge_from_steps=skipping.judge_from_steps if skipping else 0,
+            skip_updates=config.train.skip_updates,
             diverged_after=config.train.diverged_after,
             place_grads=partial(constrain, mesh),
         )

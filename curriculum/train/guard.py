@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from curriculum.schema.sections import SkipUpdates
+
 # The smallest standard deviation, relative to the mean. Rounding in float32 sums over a batch moves a loss by about
 # 1e-6 of its value, so if the loss stood still, each rounding would look like a spike. The losses of batches that are
 # learned from scatter by more than this, and a rise of 6 times as much, 0.6 %, is no divergence.
@@ -46,15 +48,15 @@ def guarded(
     has_targets: jax.Array,
     judged_from: jax.Array,
     *,
-    sigmas: float | None,
-    judge_from_steps: int,
+    skip_updates: SkipUpdates | None,
     diverged_after: int,
 ) -> tuple[jax.Array, Guard]:
     """(whether update `step` is taken, the guard after it), inside a compiled function.
 
-    An update is not taken if its loss or gradient norm is not finite, or is more than `sigmas` standard deviations
-    above the mean of the window. The window is the finite values, taken or not, of the last W updates, from update
-    `judged_from` on. While it holds fewer than `judge_from_steps`, or without `sigmas`, every finite update is taken.
+    An update is not taken if its loss or gradient norm is not finite, or is more than `skip_updates.sigmas` standard
+    deviations above the mean of the window. The window is the finite values, taken or not, of the last W updates, from
+    update `judged_from` on. While it holds fewer than `skip_updates.judge_from_steps`, or without `skip_updates`, every
+    finite update is taken.
     `has_targets` is False for a batch without a scored target: its update is not taken, but does not count as bad.
     """
     num_steps = guard.losses_W.shape[0]
@@ -70,13 +72,13 @@ def guarded(
         mean = values_W.sum() / jnp.maximum(num_counted, 1)
         variance = jnp.where(counts_W, (values_W - mean) ** 2, 0).sum() / jnp.maximum(num_counted, 1)
         sigma = jnp.maximum(jnp.sqrt(variance), SIGMA_FLOOR * jnp.abs(mean))
-        return value / unit > mean + sigmas * sigma
+        return value / unit > mean + skip_updates.sigmas * sigma
 
     is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     is_outlier = jnp.bool_(False)
-    if sigmas is not None:
+    if skip_updates is not None:
         is_outlier = is_beyond(loss, guard.losses_W) | is_beyond(grad_norm, guard.grad_norms_W)
-        is_outlier &= is_finite & (num_counted >= judge_from_steps)
+        is_outlier &= is_finite & (num_counted >= skip_updates.judge_from_steps)
     is_nonfinite = has_targets & ~is_finite
     is_bad = is_nonfinite | is_outlier
     row = jnp.where(is_bad, guard.bad_in_a_row + 1, jnp.where(has_targets, 0, guard.bad_in_a_row))

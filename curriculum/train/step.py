@@ -18,6 +18,7 @@ from curriculum.model.formulation import BY_BACKEND, backend
 from curriculum.model.lora import joined
 from curriculum.model.loss import sample_targets, sum_nats
 from curriculum.model.model import Model, Params
+from curriculum.schema.sections import SkipUpdates
 from curriculum.train.guard import Guard, guarded, new_guard
 from phases.batches import Batch
 
@@ -97,8 +98,7 @@ def make_train_step(
     document_mask: bool = False,
     deterministic: bool = False,
     ema_decay: float | None = None,
-    sigmas: float | None = 6.0,
-    judge_from_steps: int = 64,
+    skip_updates: SkipUpdates | None = SkipUpdates(),  # noqa: B008
     diverged_after: int = 128,
     skip: Literal["branch", "select"] | None = None,
     place_grads: Callable[[Params], Params] = lambda grads: grads,
@@ -112,7 +112,7 @@ def make_train_step(
 
     An update is skipped if its loss or gradient norm is not finite, if the guard rejects it, or if its batch has no
     valid token. It then leaves parameters, optimizer state, moving average and window unchanged, and counts in
-    `skipped_updates`. `guarded` explains `sigmas`, `judge_from_steps` and the int32 `judged_from`. After
+    `skipped_updates`. `guarded` explains `skip_updates` and the int32 `judged_from`. After
     `diverged_after` bad updates in a row, `guard.diverged_at` tells the first of them.
 
     Random keys come from (seed, step, row of the batch); a `deterministic` step gives the model none. With
@@ -145,8 +145,7 @@ def make_train_step(
             grad_norm,
             num_tokens > 0,
             judged_from,
-            sigmas=sigmas,
-            judge_from_steps=judge_from_steps,
+            skip_updates=skip_updates,
             diverged_after=diverged_after,
         )
 
