@@ -2,8 +2,10 @@
 
 import json
 import random
+import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -139,6 +141,25 @@ def test_bpe_training_is_deterministic_across_processes(bpe, tmp_path):
         for threads in ("1", "3")
     }  # fmt: skip
     assert prints == {train_bpe(json.loads(text), 600).fingerprint + "\n"}
+
+
+def test_ctrl_c_does_not_wait_for_the_merges():
+    program = (
+        "import random\n"
+        "from curriculum.data.tokenizers.vocabulary import train_bpe\n"
+        "def texts():\n"
+        "    for _ in range(100_000):\n"
+        "        yield ''.join(random.choices('abcdefghijklmnopqrstuvwxyz', k=40))\n"
+        "    print('read', flush=True)\n"
+        "train_bpe(texts(), 3000)\n"
+    )
+    training = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert training.stdout.readline() == b"read\n"
+    time.sleep(0.5)  # the merges take 20 s
+    asked = time.monotonic()
+    training.send_signal(signal.SIGINT)
+    _, said = training.communicate()
+    assert said.endswith(b"KeyboardInterrupt\n") and time.monotonic() - asked < 5
 
 
 def test_bpe_says_how_many_ids_a_small_corpus_allows():

@@ -1,7 +1,9 @@
 """Where vocabularies come from: the characters of texts, byte pairs trained on them, published encodings."""
 
 import difflib
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 
 import numpy as np
 
@@ -70,12 +72,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     letters = pre_tokenizers.ByteLevel.alphabet()
     trained = Trained(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trained.train_from_iterator(
-        texts,
-        trainers.BpeTrainer(
-            vocab_size=vocab_size - 1, initial_alphabet=letters, special_tokens=[], show_progress=False
-        ),
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1, initial_alphabet=letters, special_tokens=[], show_progress=False
     )
+    _answering_signals(lambda: trained.train_from_iterator(texts, trainer))
     vocabulary = trained.get_vocab()
     possible = len(vocabulary) + 1
     if possible != vocab_size:
@@ -88,6 +88,23 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     for letters, token_id in vocabulary.items():
         tokens[token_id] = bytes(byte_of_letter[letter] for letter in letters)
     return Tokenizer("bpe", tuple(tokens), {END_OF_TEXT: vocab_size - 1}, r50k_pat_str)
+
+
+def _answering_signals(work: Callable[[], object]) -> None:
+    """Call `work` in a thread, so that Ctrl-C ends the wait for it: all merges are one call, of up to half a minute.
+
+    Raises what `work` raises. If the wait is ended, the thread ends with the process.
+    """
+    done: Future[object] = Future()
+
+    def called() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=called, name="tokenizer", daemon=True).start()
+    done.result()
 
 
 def check_tiktoken_name(name: str) -> None:
