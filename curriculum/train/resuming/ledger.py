@@ -135,11 +135,13 @@ def check_past(
     With `accept_past`, a source that was read may be gone or have other text; these changes are returned, as (path,
     message). The error mentions that option, except to the command that makes a branch (`of_branch`), which lacks it.
     """
-    problems = [*_model_changed(saved, found), *_settings_changed(saved, found)]
+    problems = list(_settings_changed(saved, found))
     changed = _changed_data_settings(saved, found.config)
+    if not _other_tokenizer(saved, found):  # from which follow the size of the vocabulary and what the sets are
+        problems = [*_model_changed(saved, found), *problems, *_evalsets_changed(saved, found, changed)]
     # With another tokenizer or packing every text has changed.
     contents = list(_text_changed(saved, found, changed, compare=not problems))
-    problems += [*_evalsets_changed(saved, found, changed), *_still_read(saved, found)]
+    problems += _still_read(saved, found)
     if problems:
         raise found.config.error(dict.fromkeys([*contents, *problems]))
     if contents and not accept_past:
@@ -168,12 +170,16 @@ def _settings_changed(saved: Mapping[str, Any], found: Found) -> Iterator[Proble
     for key, was in saved["optimizer"].items():
         if optimizer.get(key, was) != was:
             yield f"optim.{key}", f"got {optimizer[key]}, but the run's optimizer state belongs to {was}; {_OR_NEW}"
-    if found.tokenizer not in (None, saved["tokenizer"]):
+    if _other_tokenizer(saved, found):
         yield "tokenizer", f"is not the one that the run was trained with; {_OR_NEW}"
     for key, value in asdict(found.config.packing).items():
         if value != (was := saved["packing"][key]):
             got = f"got {shown(value)}, but the run was trained with {shown(was)}"
             yield f"packing.{key}", f"{got}; {_OR_NEW}"
+
+
+def _other_tokenizer(saved: Mapping[str, Any], found: Found) -> bool:
+    return found.tokenizer not in (None, saved["tokenizer"])
 
 
 def _text_changed(
