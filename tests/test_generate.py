@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hf_folders import write_folder
+from noisy import noisy_params
 from tiny_run import last_state, record, tiny_data, tiny_train, write_corpus
 
 from curriculum.config import build_config
@@ -27,7 +28,7 @@ from curriculum.model.draw import DrawKnobs, draw, scaled
 from curriculum.model.generate import NUM_ROWS, Generator
 from curriculum.model.model import Model
 from curriculum.model.presets import ModelConfig, RopeScaling
-from curriculum.model.transformer import forward, head, init_params, transformer
+from curriculum.model.transformer import forward, head, transformer
 from curriculum.run import load_run
 from curriculum.sampling import GenerateSection, Sampling
 from curriculum.schema.mesh import MeshConfig
@@ -57,14 +58,6 @@ ARCHITECTURES = {
     "bfloat16": {"compute_dtype": "bfloat16"},
     "computed again in training": {"remat": "dots", "dropout": 0.5},
 }  # fmt: skip
-
-
-def noisy_params(config, seed=0):
-    """Parameters so far from their first values that every part of the model shows in the likeliest token."""
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(
-        lambda array: (array + rng.normal(0, 0.3, array.shape)).astype(np.float32), init_params(config, seed)
-    )
 
 
 def generator(model, tokenizer=BYTES):

@@ -16,6 +16,7 @@ import pytest
 from compared_runs import without_clock
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
+from noisy import noisy_params
 from safetensors.numpy import load_file, save_file
 from started import free_port
 from test_peers import meet
@@ -36,7 +37,7 @@ from curriculum.model.formats.hf_config_writer import hf_config_of
 from curriculum.model.formats.peft import write_peft
 from curriculum.model.lora import adapters_of, frozen_of, joined, merged
 from curriculum.model.loss import sum_nats
-from curriculum.model.model import parameter_name
+from curriculum.model.model import by_name
 from curriculum.model.presets import LoraConfig, ModelConfig
 from curriculum.model.transformer import forward, head, init_adapters, init_params, transformer
 from curriculum.plan import plan
@@ -70,19 +71,10 @@ INPUTS_BT, TARGETS_BT = TOKENS_BT1[:, :-1], TOKENS_BT1[:, 1:]
 MASK_BT = RNG.random((B, T)) < 0.7
 
 
-def noisy_params(config):
-    rng = np.random.default_rng(1)
-    return jax.tree.map(lambda a: (a + rng.normal(0, 0.3, a.shape)).astype(np.float32), init_params(config, 0))
-
-
-def named(params):
-    return {parameter_name(path): np.asarray(array) for path, array in jax.tree.leaves_with_path(params)}
-
-
-def nested(by_name):
+def nested(arrays):
     """The tree of parameters by dotted name."""
     tree = {}
-    for name, array in by_name.items():
+    for name, array in arrays.items():
         *places, leaf = name.split(".")
         inside = tree
         for place in places:
@@ -101,25 +93,25 @@ def logits(config, params):
 
 def test_a_model_begins_as_it_was_beside_its_adapters():
     adapted, plain = init_params(LLAMA, 5), init_params(without_adapters(LLAMA), 5)
-    assert named(frozen_of(adapted)).keys() == named(plain).keys()
-    assert all(np.array_equal(array, named(plain)[name]) for name, array in named(frozen_of(adapted)).items())
-    adapters = named(adapters_of(adapted))
-    assert named(init_adapters(LLAMA, 5)).keys() == adapters.keys() and len(adapters) == 2 * 7 * 2
-    assert all(np.array_equal(array, adapters[name]) for name, array in named(init_adapters(LLAMA, 5)).items())
+    assert by_name(frozen_of(adapted)).keys() == by_name(plain).keys()
+    assert all(np.array_equal(array, by_name(plain)[name]) for name, array in by_name(frozen_of(adapted)).items())
+    adapters = by_name(adapters_of(adapted))
+    assert by_name(init_adapters(LLAMA, 5)).keys() == adapters.keys() and len(adapters) == 2 * 7 * 2
+    assert all(np.array_equal(array, adapters[name]) for name, array in by_name(init_adapters(LLAMA, 5)).items())
     np.testing.assert_array_equal(logits(LLAMA, adapted), logits(without_adapters(LLAMA), plain))
     assert jax.tree.structure(joined(frozen_of(adapted), adapters_of(adapted))) == jax.tree.structure(adapted)
 
 
 def test_a_is_uniform_as_with_peft_and_b_is_nothing():
     config = replace(LLAMA, d_model=64, lora=LoraConfig(32, 6.0, ("query", "down")))
-    adapters = named(init_adapters(config, 0))
+    adapters = by_name(init_adapters(config, 0))
     a_DR = adapters["blocks.000.attention.query.lora_a"]
     assert a_DR.shape == (64, 32) and a_DR.dtype == np.float32
     bound = 1 / 8  # kaiming_uniform with a = sqrt(5) is up to 1 / sqrt(inputs)
     assert 0.99 * bound < np.abs(a_DR).max() <= bound and abs(a_DR.mean()) < 0.05 * bound
     assert a_DR.std() == pytest.approx(bound / 3**0.5, rel=0.03)
     assert not np.array_equal(a_DR, adapters["blocks.001.attention.query.lora_a"])
-    assert not np.array_equal(a_DR, named(init_adapters(config, 1))["blocks.000.attention.query.lora_a"])
+    assert not np.array_equal(a_DR, by_name(init_adapters(config, 1))["blocks.000.attention.query.lora_a"])
     bs = [array for name, array in adapters.items() if name.endswith("lora_b")]
     assert len(bs) == 4 and not any(array.any() for array in bs)
 
@@ -127,8 +119,8 @@ def test_a_is_uniform_as_with_peft_and_b_is_nothing():
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
 def test_merged_parameters_are_the_same_model(config):
     params = noisy_params(config)
-    folded = merged(named(params), config)
-    assert folded.keys() == named(init_params(without_adapters(config), 0)).keys()
+    folded = merged(by_name(params), config)
+    assert folded.keys() == by_name(init_params(without_adapters(config), 0)).keys()
     assert {array.dtype for array in folded.values()} == {np.dtype(np.float32)}
     expected = logits(config, params)
     np.testing.assert_allclose(logits(without_adapters(config), nested(folded)), expected, rtol=0, atol=1e-5)
@@ -138,11 +130,12 @@ def test_merged_parameters_are_the_same_model(config):
 
 def test_an_adapter_adds_its_scaled_product():
     """One matrix by hand: value has 8 inputs and 4 outputs."""
-    by_name = named(noisy_params(LLAMA))
-    kernel_DF, a_DR, b_RF = (by_name[f"blocks.001.attention.value.{n}"] for n in ("kernel", "lora_a", "lora_b"))
+    arrays = by_name(noisy_params(LLAMA))
+    kernel_DF, a_DR, b_RF = (arrays[f"blocks.001.attention.value.{n}"] for n in ("kernel", "lora_a", "lora_b"))
     assert (kernel_DF.shape, a_DR.shape, b_RF.shape) == ((8, 4), (8, 3), (3, 4))
     expected = kernel_DF + 6.0 / 3 * np.einsum("dr,rf->df", a_DR, b_RF)
-    np.testing.assert_allclose(merged(by_name, LLAMA)["blocks.001.attention.value.kernel"], expected, rtol=1e-6)
+    folded = merged(arrays, LLAMA)["blocks.001.attention.value.kernel"]
+    np.testing.assert_allclose(folded, expected, rtol=1e-6, atol=1e-7)  # a sum near 0 has the rounding of its parts
 
 
 @pytest.mark.parametrize(
@@ -168,9 +161,11 @@ def test_the_gradient_is_that_of_merged_weights(config):
 
     expected = jax.jit(jax.grad(merged_nats))(adapters)
     found = gradient(config, adapters, frozen)
-    for name, array in named(expected).items():
-        np.testing.assert_allclose(named(found)[name], array, rtol=2e-4, atol=2e-5 * np.abs(array).max(), err_msg=name)
-    assert len(named(expected)) >= 6 and all(np.abs(array).max() > 1e-4 for array in named(expected).values())
+    for name, array in by_name(expected).items():
+        np.testing.assert_allclose(
+            by_name(found)[name], array, rtol=2e-4, atol=2e-5 * np.abs(array).max(), err_msg=name
+        )
+    assert len(by_name(expected)) >= 6 and all(np.abs(array).max() > 1e-4 for array in by_name(expected).values())
 
 
 def gradient(config, adapters, frozen):
@@ -228,7 +223,7 @@ def test_what_is_frozen_is_an_argument_without_a_gradient():
 def test_adapters_lie_on_a_mesh_as_the_matrix_beside_them():
     config = replace(LLAMA, n_layer=1, lora=LoraConfig(4, 8.0, ("query", "down")))
     shardings = state_shardings(AbstractMesh((1, 2, 4), AXES), transformer(config).shapes())
-    specs = {parameter_name(path): sharding.spec for path, sharding in jax.tree.leaves_with_path(shardings)}
+    specs = {name: sharding.spec for name, sharding in by_name(shardings).items()}
     assert specs["blocks.000.attention.query.kernel"] == P("fsdp", "tensor")
     assert specs["blocks.000.attention.query.lora_a"] == P("fsdp", None)
     assert specs["blocks.000.attention.query.lora_b"] == P(None, "tensor")
@@ -310,7 +305,7 @@ def copied(place, tmp_path):
 
 
 def params_of(place, saved="run/checkpoints/4/params"):
-    return named(load_params(place / saved))
+    return by_name(load_params(place / saved))
 
 
 def test_the_run_begins_with_exactly_the_losses_of_its_base(place):
@@ -323,10 +318,10 @@ def test_the_run_begins_with_exactly_the_losses_of_its_base(place):
 
 def test_only_adapters_are_trained_and_kept(place):
     config = resolved_model(load_run(place / "run").config, 257)
-    first, last = named(init_adapters(config, 1337)), params_of(place)
+    first, last = by_name(init_adapters(config, 1337)), params_of(place)
     assert {name.rpartition(".")[2] for name in last} == {"lora_a", "lora_b"} and len(last) == 2 * 2 * 3
     assert last.keys() == first.keys() and not any(np.array_equal(last[name], first[name]) for name in last)
-    state = named(load_params(place / "run/checkpoints/4/train")["opt_state"])
+    state = by_name(load_params(place / "run/checkpoints/4/train")["opt_state"])
     moments = {name: array.shape for name, array in state.items() if array.ndim}
     assert sorted(moments.values()) == sorted([array.shape for array in last.values()] * 2)
     assert sum(array.nbytes for array in last.values()) == 4 * num_adapters(config)
@@ -487,11 +482,11 @@ def folder(copied):
     folder = copied / "hf"
     folder.mkdir()
     config = resolved_model(load_run(copied / "base").config, 257)
-    by_name = params_of(copied, "base/checkpoints/2/params")
+    arrays = params_of(copied, "base/checkpoints/2/params")
     tokenizer = load_tokenizer(copied / "base/tokenizer")
     settings = hf_config_of(config, bos=tokenizer.bos, eos=tokenizer.eot)
     (folder / "config.json").write_text(json.dumps(settings))
-    save_file(dict(hf_tensors(config, by_name)), folder / "model.safetensors", {"format": "pt"})
+    save_file(dict(hf_tensors(config, arrays)), folder / "model.safetensors", {"format": "pt"})
     write_hf_tokenizer(tokenizer, folder)
     return folder
 
@@ -587,15 +582,15 @@ def test_a_model_of_ones_own_has_no_adapters(place):
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
 def test_the_folder_for_peft_says_what_the_adapters_add(config, tmp_path):
-    by_name = named(noisy_params(config))
-    write_peft(tmp_path, config, by_name, "some/base")
+    arrays = by_name(noisy_params(config))
+    write_peft(tmp_path, config, arrays, "some/base")
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     assert settings["base_model_name_or_path"] == "some/base" and settings["peft_type"] == "LORA"
     added = {
-        name: (array - by_name[name]).astype(np.float64)
-        for name, array in merged(by_name, config).items()
-        if array is not by_name[name]
+        name: (array - arrays[name]).astype(np.float64)
+        for name, array in merged(arrays, config).items()
+        if array is not arrays[name]
     }
 
     def adds(module, layer):  # [inputs, outputs]
@@ -624,7 +619,7 @@ def test_the_folder_for_peft_says_what_the_adapters_add(config, tmp_path):
 
 
 def test_it_is_written_in_half_the_size_too(tmp_path):
-    write_peft(tmp_path, LLAMA, named(noisy_params(LLAMA)), "base", np.float16)
+    write_peft(tmp_path, LLAMA, by_name(noisy_params(LLAMA)), "base", np.float16)
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {np.dtype(np.float16)}
     mode = (tmp_path / "adapter_model.safetensors").stat().st_mode & 0o777
@@ -635,16 +630,16 @@ def test_the_state_of_a_run_is_its_adapters(place):
     config = build_config(adapting(place))
     setup = build(config, place / "store", start=start_of(config))
     state = setup.states.first()
-    assert isinstance(state, TrainState) and named(state.params).keys() == named(setup.states.like.params).keys()
-    first = named(init_adapters(resolved_model(config, 257), config.seed))
-    assert all(np.array_equal(array, first[name]) for name, array in named(state.params).items())
-    whole = named(setup.states.whole(state.params))
+    assert isinstance(state, TrainState) and by_name(state.params).keys() == by_name(setup.states.like.params).keys()
+    first = by_name(init_adapters(resolved_model(config, 257), config.seed))
+    assert all(np.array_equal(array, first[name]) for name, array in by_name(state.params).items())
+    whole = by_name(setup.states.whole(state.params))
     saved = params_of(place, "base/checkpoints/2/params")
     assert saved and all(np.array_equal(whole[name], array) for name, array in saved.items())
-    assert whole.keys() == saved.keys() | named(state.params).keys()
+    assert whole.keys() == saved.keys() | by_name(state.params).keys()
     # To the compiled function it is an argument, and so is the same at every step.
     assert setup.update_at(0).keywords["frozen"] is setup.states.frozen
     after = setup.update_at(0)(state, setup.course.feed[0], *setup.course.knobs(0))
-    assert named(after.params).keys() == named(setup.states.like.params).keys() and int(after.step) == 1
-    assert all(np.array_equal(array, saved[name]) for name, array in named(setup.states.frozen).items())
+    assert by_name(after.params).keys() == by_name(setup.states.like.params).keys() and int(after.step) == 1
+    assert all(np.array_equal(array, saved[name]) for name, array in by_name(setup.states.frozen).items())
     setup.course.feed.close()

@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from noisy import noisy_params
 
 from curriculum.model import formulation
 from curriculum.model.formulation import BLOCK_IDS, BY_BACKEND, backend
 from curriculum.model.loss import _nats, nats_per_token, sample_targets, sum_nats
 from curriculum.model.model import Model
 from curriculum.model.presets import ModelConfig
-from curriculum.model.transformer import forward, head, init_params, transformer
+from curriculum.model.transformer import forward, head, transformer
 
 CONFIG = ModelConfig(vocab_size=37, n_layer=1, n_head=2, n_kv_head=1, d_model=8, d_ff=12, max_seq_len=16)
 B, T, V = 3, 7, CONFIG.vocab_size
@@ -22,11 +23,6 @@ RNG = np.random.default_rng(0)
 TOKENS_BT1 = RNG.integers(0, V, (B, T + 1)).astype(np.int32)
 INPUTS_BT, TARGETS_BT = TOKENS_BT1[:, :-1], TOKENS_BT1[:, 1:]
 MASK_BT = RNG.random((B, T)) < 0.7
-
-
-def noisy_params(config):
-    rng = np.random.default_rng(1)
-    return jax.tree.map(lambda a: (a + rng.normal(0, 0.4, a.shape)).astype(np.float32), init_params(config, 0))
 
 
 def float64_log_probabilities(config, params):
@@ -46,7 +42,7 @@ def chunk_tokens(request, monkeypatch):
 
 
 def test_nats_and_correctness_against_float64(chunk_tokens):
-    params = noisy_params(CONFIG)
+    params = noisy_params(CONFIG, noise=0.4)
     measure = jax.jit(partial(nats_per_token, transformer(CONFIG)))
     nats_BT, correct_BT = measure(params, INPUTS_BT, TARGETS_BT)
     assert nats_BT.dtype == jnp.float32 and correct_BT.dtype == bool
@@ -58,7 +54,7 @@ def test_nats_and_correctness_against_float64(chunk_tokens):
 
 
 def test_sum_and_rows_count_masked_targets_only(chunk_tokens):
-    params = noisy_params(CONFIG)
+    params = noisy_params(CONFIG, noise=0.4)
     expected_B = np.where(MASK_BT, float64_nats(CONFIG, params), 0).sum(axis=1)
     assert (expected_B > 1).all() and not MASK_BT.all()
     for differentiated in (False, True):
@@ -92,7 +88,7 @@ def test_the_gradient_is_that_of_all_logits_at_once(chunk_tokens, tie_embeddings
 
 
 def test_logits_that_overflow_a_float32_exponential_stay_finite():
-    params = jax.tree.map(lambda array: array * 100, noisy_params(CONFIG))
+    params = jax.tree.map(lambda array: array * 100, noisy_params(CONFIG, noise=0.4))
     both = jax.jit(jax.value_and_grad(partial(sum_nats, transformer(CONFIG)), has_aux=True))
     (total, nats_B), grads = both(params, INPUTS_BT, TARGETS_BT, MASK_BT)
     assert np.isfinite(nats_B).all() and total > 1000
@@ -101,7 +97,7 @@ def test_logits_that_overflow_a_float32_exponential_stay_finite():
 
 def test_a_model_without_a_head_gives_the_same_numbers():
     """Its features are the logits themselves."""
-    params = noisy_params(CONFIG)
+    params = noisy_params(CONFIG, noise=0.4)
     whole = transformer(CONFIG)
     bare = Model(whole.init, lambda p, *rest: forward(CONFIG, p, *rest) @ head(p).T)
     arguments = (params, INPUTS_BT, TARGETS_BT)
@@ -118,7 +114,7 @@ def test_a_model_without_a_head_gives_the_same_numbers():
 @pytest.mark.parametrize("num_ids", [None, 30])
 def test_a_head_that_is_filled_up_gives_the_same_numbers(monkeypatch, num_ids):
     """Where all rows are ids, and where some are padding already."""
-    params, model = noisy_params(CONFIG), transformer(replace(CONFIG, num_ids=num_ids))
+    params, model = noisy_params(CONFIG, noise=0.4), transformer(replace(CONFIG, num_ids=num_ids))
     targets_BT = np.minimum(TARGETS_BT, 29)
 
     def numbers():
@@ -159,7 +155,7 @@ def test_no_array_holds_a_number_for_every_token_and_every_id(what):
 
 
 def test_sampled_targets_follow_the_models_probabilities():
-    params, keys = noisy_params(CONFIG), jax.random.split(jax.random.key(0), (4000, B))
+    params, keys = noisy_params(CONFIG, noise=0.5), jax.random.split(jax.random.key(0), (4000, B))
     draw = jax.jit(jax.vmap(lambda keys_B: sample_targets(transformer(CONFIG), params, INPUTS_BT, None, keys_B)))
     drawn_NBT = np.asarray(draw(keys))
     share_BTV = (drawn_NBT[..., None] == np.arange(V)).mean(axis=0)

@@ -14,7 +14,7 @@ from curriculum.model.formats.hf import hf_tensors
 from curriculum.model.formats.hf_config_writer import hf_config_of
 from curriculum.model.formats.peft import write_peft
 from curriculum.model.lora import adapters_of, merged
-from curriculum.model.model import parameter_name
+from curriculum.model.model import by_name
 from curriculum.model.presets import LoraConfig, ModelConfig
 from curriculum.model.transformer import forward, head, init_params
 
@@ -54,19 +54,15 @@ def adapted(request, tmp_path_factory):
     torch.set_num_threads(1)
     config, rng = CONFIGS[request.param], np.random.default_rng(1)
     params = jax.tree.map(lambda a: (a + rng.normal(0, 0.3, a.shape)).astype(np.float32), init_params(config, 0))
-    by_name = named(params)
+    arrays = by_name(params)
     folder = tmp_path_factory.mktemp("base")
     settings = hf_config_of(config, bos=0, eos=1, dtype="float32")
     (folder / "config.json").write_text(json.dumps(settings))
-    save_file(dict(hf_tensors(config, by_name)), folder / "model.safetensors", {"format": "pt"})
+    save_file(dict(hf_tensors(config, arrays)), folder / "model.safetensors", {"format": "pt"})
     adapter = tmp_path_factory.mktemp("adapter")
-    write_peft(adapter, config, named(adapters_of(params)), str(folder))
+    write_peft(adapter, config, by_name(adapters_of(params)), str(folder))
     base = AutoModelForCausalLM.from_pretrained(folder).eval()
-    return config, by_name, logits_of(config, params), PeftModel.from_pretrained(base, adapter).eval()
-
-
-def named(params):
-    return {parameter_name(path): np.asarray(array) for path, array in jax.tree.leaves_with_path(params)}
+    return config, arrays, logits_of(config, params), PeftModel.from_pretrained(base, adapter).eval()
 
 
 def logits_of(config, params):
@@ -86,14 +82,14 @@ def apart(got, expected):
 
 def test_peft_computes_what_was_trained_and_merges_as_here(adapted):
     """In this order: peft takes its model apart as it merges."""
-    config, by_name, expected, model = adapted
+    config, arrays, expected, model = adapted
     assert np.std(expected) > 0.3 and apart(their_logits(model), expected) < TOLERANCE
     with model.disable_adapter():
         assert apart(their_logits(model), expected) > 0.05
     names = [name for name, _ in model.named_parameters() if "lora_" in name]
     assert len(names) == 2 * config.n_layer * len(model.peft_config["default"].target_modules)
     theirs = {name: tensor.numpy() for name, tensor in model.merge_and_unload().state_dict().items()}
-    ours = dict(hf_tensors(config, merged(by_name, config)))
+    ours = dict(hf_tensors(config, merged(arrays, config)))
     assert ours.keys() <= theirs.keys() and len(ours) > 10
     assert max(apart(theirs[name], array) for name, array in ours.items()) < 1e-6
     assert apart(their_logits(model.base_model.model), expected) < TOLERANCE

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from test_rollback import LR, PHASES
 
 from phases.batches import DataPlan, epoch_tokens
 from phases.checks import ScheduleError
@@ -42,12 +43,6 @@ TOKENS = {
     for number, (name, blocks) in enumerate({"web": 300, "code": 40, "law": 7, "new": 12}.items(), 1)
 }
 SUPPLIES = {name: SourceSupply(epoch_tokens(len(tokens), LENGTH)) for name, tokens in TOKENS.items()}
-PHASES = (
-    Phase("a", 30, {"web": 0.7, "code": 0.3}),
-    Phase("b", 80, {"law": 0.9, "web": 0.1}, ramp_steps=20, lr=LrProgram(rewarm_steps=5, peak=8e-4, decay_steps=10)),
-    Phase("c", "end", {"code": 0.5, "law": 0.5}, ramp_steps=9, ramp_shape="cosine"),
-)
-LR = LrSchedule(lr=6e-4, warmup_steps=5, decay_steps=20)
 
 
 def curriculum_of(phases=PHASES, supplies=SUPPLIES, lr=LR):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
+from noisy import noisy_params
 
 from curriculum.model import layers
 from curriculum.model.modules import Block, _dropout, _rows
@@ -15,14 +16,6 @@ from curriculum.model.transformer import forward, head, init_params, transformer
 
 SMALL = ModelConfig(vocab_size=13, n_layer=2, n_head=4, n_kv_head=2, d_model=16, d_ff=12, max_seq_len=8)
 TOKENS_BT = np.array([[1, 5, 0, 12, 7, 7], [3, 2, 11, 12, 0, 4]], np.int32)
-
-
-def noisy_params(config, seed=0):
-    """Initial parameters moved enough that biases, scales and attention all show in the logits."""
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(
-        lambda array: (array + rng.normal(0, 0.3, array.shape)).astype(np.float32), init_params(config, seed)
-    )
 
 
 def logits(config, params, tokens_BT, *rest):
