@@ -72,7 +72,8 @@ def _until_the_end(
             if end is not None:
                 return [*segments, replace(segment, end=end)], False
             if name is None:
-                fail(f"{path}.until", f"{goal.text!r} is not reached before the run's end at step {segment.end}")
+                message = f"{goal.text!r} is not reached before the run's end at step {segment.end}"
+                fail(f"{path}.until", f"{message}; ask for fewer epochs, raise train.steps or the source's proportion")
         if name is None:
             return [*segments, segment], False
         supply = supplies[name]
@@ -105,13 +106,16 @@ def _until_the_end(
 def ends_at_cap(goal: EpochGoal, segment: Segment, supplies: Mapping[str, SourceSupply]) -> bool:
     """Whether a phase ends with `segment` because its next update would exceed the cap of the goal's source."""
     supply = supplies[goal.source]
-    if goal.tokens is None or supply.on_exhaust == "stop" or not _within_cap(goal, supply):
+    if supply.on_exhaust == "stop" or not _within_cap(goal, supply):
         return False
     return segment.cursors_at(segment.end + 1)[goal.source] > supply.cap_tokens
 
 
 def _within_cap(goal: EpochGoal, supply: SourceSupply) -> bool:
-    """Whether the goal asks for no more epochs than the cap. In tokens, the goal is rounded up and the cap down."""
+    """Whether the goal asks for no more epochs than the cap. In tokens, the goal is rounded up and the cap down.
+
+    Both are None if the source's size is.
+    """
     return supply.cap_tokens is not None and goal.tokens <= supply.cap_tokens + 1
 
 

@@ -59,6 +59,12 @@ def test_peak_is_the_rate_found_unless_given():
     assert np.allclose(got, [0.8, 0.8, 0.8, 0.8, 0.6, 0.4])
 
 
+def test_peak_is_the_rate_found_where_that_is_not_the_global_one():
+    phases = [(0, 2, None), (2, 4, LrProgram(peak=0.4)), (4, 8, LrProgram(decay_to_ratio=0.5))]
+    got, _ = rates(LrSchedule(lr=0.8, schedule="constant"), phases, program_steps=[(0, 0), (0, 0), (0, 2)])
+    assert np.allclose(got, [0.8, 0.8, 0.4, 0.4, 0.4, 0.4, 0.3, 0.2])
+
+
 def test_a_program_in_the_first_phase_replaces_the_global_warmup():
     got, _ = rates(LrSchedule(lr=1.0), [(0, 4, LrProgram(peak=3.0))], warmup=2, program_steps=[(3, 0)])
     assert np.allclose(got, [1, 2, 3, 3])

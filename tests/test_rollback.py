@@ -157,6 +157,21 @@ def test_a_source_is_never_read_beyond_its_cap(on_exhaust):
         pass_over(resolved(supplies=supplies), supplies, 60, 30)
 
 
+def test_a_cap_that_was_exceeded_before_is_no_reason_to_refuse():
+    schedule = resolved((Phase("a", 20, {"law": 1}), Phase("b", "end", {"web": 1})))  # a reads 960 tokens
+    lowered = {**SUPPLIES, "law": replace(SUPPLIES["law"], max_epochs=0.1)}  # 560
+    read = pass_over(schedule, lowered, 40, 5).cursors_at(TOTAL)
+    assert (read["law"], read["web"]) == (960, (100 + 5) * BATCH * LENGTH)
+
+
+def test_a_setting_that_changes_within_what_moves_keeps_its_step():
+    (whole,) = resolved((Phase("a", "end", {"web": 1}),)).segments
+    schedule = Schedule((replace(whole, end=50), replace(whole.continued(50), rope_theta=2e4)))
+    moved = pass_over(schedule, SUPPLIES, 20, 60)
+    assert [(s.start, s.end, s.rope_theta) for s in moved.segments] == [(0, 20, None), (20, 50, None), (50, 120, 2e4)]
+    assert moved.tokens(TOTAL) == TOTAL * BATCH * LENGTH
+
+
 def test_what_cannot_be_is_refused():
     for step in (-1, TOTAL):
         with pytest.raises(RollbackRefused, match=f"^the run has no update {step}$"):

@@ -93,7 +93,7 @@ def test_percent_is_exact_where_floats_are_not():
         (
             [Phase("a", "9 epochs of law", {"law": 1}), Phase("b", "end", {"web": 1})],
             "phases[0].until",
-            "is not reached",
+            "is not reached before the run's end",
         ),
         ([Phase("a", "end", {"web": 1}), Phase("b", "end", {"web": 1})], "phases[0].until", "last phase only"),
         (
@@ -133,7 +133,11 @@ def test_percent_is_exact_where_floats_are_not():
         ([Phase("a", "end", {"web": 1e308, "law": 1e308})], "phases[0].mixture", "more than a float holds"),
         ([Phase("a", "9" * 5001 + "%", {"web": 1})], "phases[0].until", "expected a step, a percentage"),
         ([Phase("a", "9" * 5001 + " epochs of law", {"web": 1})], "phases[0].until", "expected a step, a percentage"),
-        ([Phase("a", "9" * 18 + " epochs of law", {"law": 1})], "phases[0].until", "is not reached"),
+        (
+            [Phase("a", "9" * 18 + " epochs of law", {"law": 1})],
+            "phases[0].until",
+            "is not reached before the run's end at step 100; ask for fewer epochs, raise train.steps",
+        ),
         ([Phase("a", 16**5000, {"web": 1})], "phases[0].until", "a number of more than 30 digits"),
         (
             [Phase("a", 50, {"web": 1}), Phase("b", "end", {"law": 1.0}, ramp_steps="9" * 5001 + "%")],
@@ -198,6 +202,12 @@ def test_sizes_to_come_leave_every_other_check():
         assert [p for p, _ in error.value.problems] == [path]
     with pytest.raises(ScheduleError, match="optim.warmup_steps: warm-up .101. and decay .0. steps are more than"):
         early(epochs, end, lr=LrSchedule(warmup_steps=101))
+
+
+def test_a_cap_whose_exhaustion_is_an_error_hides_no_later_problem():
+    phases = (Phase("a", 50, {"web": 1}), Phase("b", 40, {"web": 1}))
+    ((path, _),) = problems(*phases, supplies={"web": SourceSupply(None, 1)}, sizes_to_come=True)
+    assert path == "phases[1].until"
 
 
 def test_phases_that_a_source_may_keep_from_being_reached_are_judged_once_its_size_is_known():
@@ -341,6 +351,10 @@ def test_only_a_share_in_some_step_asks_for_a_sequence():
     assert later.segments[1].mean_mixture() == {"law": 49.5 / 50, "web": pytest.approx(0.5 / 50)}
 
 
+def test_a_warmup_that_is_none_is_none_that_does_nothing():
+    assert resolved(Phase("a", "end", {"web": 1}, lr=LrProgram(peak=1e-3))).warnings == ()
+
+
 def test_rates_that_do_nothing_are_warnings():
     web = {"web": 1.0}
     one = (Phase("a", "end", web),)
@@ -395,6 +409,11 @@ def test_a_jump_names_the_peak_and_its_way_out():
     for decay_steps in (1, 2, 50):
         lr = LrSchedule(lr=1e-3, decay_steps=decay_steps)
         assert resolved(Phase("a", "end", web), lr=lr).segments[-1].lr[-1].last == 1e-4
+
+
+def test_a_decay_to_the_ratio_1_is_allowed():
+    phase = Phase("a", "end", {"web": 1}, lr=LrProgram(decay_steps=10, decay_to_ratio=1.0))
+    assert set(resolved(phase).rates(np.arange(100))) == {1e-3}
 
 
 def test_ramp_step_k_has_moved_k_plus_one_of_n():
@@ -499,6 +518,15 @@ def test_renormalise_within_a_ramp_keeps_the_ratios_of_what_remains(shape):
     assert back == cut.segments
 
 
+def test_a_ramp_ends_where_all_that_it_comes_from_is_exhausted():
+    law = SourceSupply(800, 1, "renormalise")  # a reads 720 tokens, and the ramp's first two updates 70 more
+    phases = (Phase("a", 18, {"law": 1}), Phase("b", "end", {"web": 1}, ramp_steps=10))
+    schedule = resolved(*phases, supplies={**SUPPLIES, "law": law})
+    found = [(s.start, s.end, s.ramp and s.ramp.steps) for s in schedule.segments]
+    assert found == [(0, 18, None), (18, 20, 10), (20, 100, None)]
+    assert schedule.segment_at(20).mixture_at(20) == {"web": 1.0}
+
+
 def test_an_epoch_clock_counts_what_is_drawn_after_another_source_is_exhausted():
     supplies = {"law": SourceSupply(800), "web": SourceSupply(400, 1, "renormalise")}
     phases = (
@@ -578,6 +606,10 @@ def test_caps_are_exact_decimals():
 def test_repeat_has_no_cap():
     supplies = {**SUPPLIES, "law": SourceSupply(800, 1, "repeat")}
     assert resolved(Phase("a", "end", {"law": 1.0}), supplies=supplies).cursors_at(100)["law"] == 4000
+
+
+def test_nothing_is_passed_over_where_the_run_begins():
+    assert resolved(Phase("a", 50, {"web": 1}), Phase("b", "end", {"web": 1, "law": 1})).passed_over(0) == {}
 
 
 def test_segments_survive_json():
