@@ -246,6 +246,33 @@ def test_a_set_left_out_on_resume_ends_where_the_resume_begins(tmp_path):
     assert [step for step, _ in runs["example/tensorboard/new"]["eval_sets/loss"]] == [8, 12]
 
 
+def test_what_is_recorded_where_a_run_resumes_stands_there_once_however_often_it_does(tmp_path):
+    """Twice the same resume at 6 with an edit and a new set, the first of which is killed before its next checkpoint."""
+    run_dir = tmp_path / "example"
+    record = begin(run_dir)
+    train(record, 0, 6)
+    gold = {"metric": "primary/loss", "value": 3.2, "previous": None, "previous_step": None, "path": "gold/4"}
+    record.event("gold_checkpoint", 4, **gold)  # confirmed at 6
+    offsets = record.offsets()
+    for until in (7, 12):
+        record = resume(run_dir, offsets, 6)
+        edit = {"kind": "replay", "phase": "domain", "until": 12, "reason": "replay of web, as code got worse"}
+        record.event("schedule_edit", 6, **edit, mixture_before={"web": 0.25}, mixture_after={"web": 0.5})
+        measured = {"eval_new": 5.0 + until, "eval_new_bpb": 2.0}
+        record.event("eval", 6, lr=1e-4, phase="foundation", eval_duration_s=0.5, **measured)
+        train(record, 6, until)
+    record.close()
+    runs = shown(tmp_path)
+    main = runs["example/tensorboard"]
+    once = {tag: [step for step, _ in main[tag]] for tag in ("phase_switch", "gold_checkpoint", "schedule_edit")}
+    assert once == {"phase_switch": [6], "gold_checkpoint": [6], "schedule_edit": [6]}
+    assert main["eval/new/loss"] == runs["example/tensorboard/new"]["eval_sets/loss"] == [(6, 17.0)]
+    assert [step for step, _ in main["train/loss"]] == [2, 4, 6, 8, 10, 12]
+    points = [point for path in files(run_dir / "tensorboard") for point in loaded(path) if point.step == 6]
+    again = [p.wall_time for p in points for v in p.summary.value if v.tag == "phase_switch"]
+    assert len(again) == 3 and len(set(again)) == 1  # at the time of the event
+
+
 def test_a_half_written_point_of_a_killed_process_hides_nothing_after_it(tmp_path):
     run_dir = tmp_path / "example"
     record = begin(run_dir)
@@ -275,7 +302,7 @@ def test_every_file_begins_with_the_first_step_of_its_process(tmp_path):
             assert version.file_version == "brain.Event:2"
             assert start.session_log.status == SessionLog.START
             starts.append(start.step)
-        assert starts == [0, 5]
+        assert starts == [0, 4]
     record.close()
 
 

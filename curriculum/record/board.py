@@ -11,7 +11,9 @@ The primary set is called `val`.
 
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from datetime import datetime
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +28,10 @@ from tensorboard.plugins.hparams.api_pb2 import STATUS_SUCCESS
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from curriculum.errors import InputError
 from curriculum.record.append import Appender
 from curriculum.record.curves import all_sets, eval_curves, row_curves
-from curriculum.record.events import number
+from curriculum.record.events import TAKEN_UP, last_row, number, read_events
 from curriculum.record.sentences import shape_moves, verdict
 from curriculum.record.wording import epochs_text, loss, printable
 
@@ -39,13 +42,14 @@ _HPARAM_SECTIONS = ("seed", "tokenizer", "model", "packing", "train", "optim", "
 class Board:
     """Writes the events and rows of one process; all is in the files when a call returns, unless the disk is full.
 
-    A process begins with `training_start` or `resume`, which has the plan. What an earlier process wrote after the
-    step that was resumed from is taken back (`SessionLog.START`), so curves never run backwards. Wall times are the
-    timestamps of events; rows have none and take the current time. A row's `mixture` names every source, even without
-    a share, so that its curve falls to 0 when the source ends.
+    A process begins with `training_start` or `resume`, which has the plan. What an earlier process wrote from the step
+    on that was resumed from is taken back (`SessionLog.START`), so curves never run backwards; what the record still
+    has of that step is written again. Wall times are the timestamps of events; rows have none and take the current
+    time. A row's `mixture` names every source, even without a share, so that its curve falls to 0 when the source ends.
     """
 
     def __init__(self, run_dir: Path):
+        self._run_dir = run_dir
         self._folder = run_dir / "tensorboard"
         self._run_name = run_dir.resolve().name
         self._writers: dict[str, RecordWriter] = {}
@@ -54,7 +58,37 @@ class Board:
         self._phase_names: list[str] = []
 
     def event(self, event: dict[str, Any]) -> None:
-        wall_time = datetime.fromisoformat(event["timestamp"]).timestamp()
+        if event["event"] in TAKEN_UP:
+            self.close()
+            self._phase_names = [phase["name"] for phase in event["plan"]["phases"]]
+        match event["event"]:
+            case "training_start":
+                # A run that starts anew has its old record set aside; a view of both would mix two runs.
+                self._first_step = self._newest_step = 0
+                for path in self._folder.rglob("*.tfevents.*"):
+                    path.unlink()
+            case "resume" | "rollback":
+                self._take_back(event)
+        self._show(event)
+
+    def _take_back(self, event: dict[str, Any]) -> None:
+        """Take back what was written from the step of a `resume` or `rollback` on.
+
+        What the record, which is cut back, had of that step before the event is written again.
+        """
+        step = self._first_step = self._newest_step = event["step"]
+        for folder in {path.parent for path in self._folder.rglob("*.tfevents.*")}:
+            self._writer(str(folder.relative_to(self._folder)))
+        there = list(dropwhile(lambda e: e["step"] < step, (e for e in read_events(self._run_dir) if e != event)))
+        with suppress(InputError):  # a broken row was told of as the run was taken up
+            row = last_row(self._run_dir)
+            if row is not None and row["step"] == step:
+                self._row(row, _wall_time(there[0] if there else event))
+        for earlier in there:
+            self._show(earlier)
+
+    def _show(self, event: dict[str, Any]) -> None:
+        wall_time = _wall_time(event)
 
         # An event of an earlier step (a confirmed gold) is written at the newest step: TensorBoard's data server takes
         # a step back for a restart and forgets what the tag had after it. So each kind of text has its own tag.
@@ -65,22 +99,9 @@ class Board:
 
         match event["event"]:
             case "training_start":
-                # A run that starts anew has its old record set aside; a view of both would mix two runs.
-                self.close()
-                self._first_step = self._newest_step = 0
-                for path in self._folder.rglob("*.tfevents.*"):
-                    path.unlink()
-                self._phase_names = [phase["name"] for phase in event["plan"]["phases"]]
                 write(_MAIN, self._hparams(event["config"], wall_time))
-            case "resume" | "rollback" as kind:
-                # The record still holds the restored step's own row and eval.
-                self.close()
-                self._first_step, self._newest_step = event["step"] + 1, event["step"]
-                self._phase_names = [phase["name"] for phase in event["plan"]["phases"]]
-                for folder in {path.parent for path in self._folder.rglob("*.tfevents.*")}:
-                    self._writer(str(folder.relative_to(self._folder)))
-                if kind == "rollback":
-                    write(_MAIN, [_text(kind, verdict(event))])
+            case "rollback":
+                write(_MAIN, [_text("rollback", verdict(event))])
             case "eval":
                 curves = eval_curves(event)
                 write(_MAIN, _scalars(curves))
@@ -102,7 +123,10 @@ class Board:
                 write(_MAIN, [_session_end(wall_time), *table])
 
     def row(self, row: dict[str, Any]) -> None:
-        self._write(_MAIN, row["step"], time.time(), _scalars(row_curves(row, self._phase_names)))
+        self._row(row, time.time())
+
+    def _row(self, row: dict[str, Any], wall_time: float) -> None:
+        self._write(_MAIN, row["step"], wall_time, _scalars(row_curves(row, self._phase_names)))
 
     def close(self) -> None:
         for writer in self._writers.values():
@@ -132,6 +156,10 @@ class Board:
         hparams = {**dict(_flat(told)), "phases": ", ".join(self._phase_names)}
         # The trial is the run: two runs of one configuration stay two lines of the table.
         return list(hparams_summary.hparams_pb(hparams, self._run_name, wall_time).value)
+
+
+def _wall_time(event: dict[str, Any]) -> float:
+    return datetime.fromisoformat(event["timestamp"]).timestamp()
 
 
 def _phase_switch_markdown(event: dict[str, Any]) -> str:
