@@ -164,6 +164,13 @@ def test_a_tag_that_says_text_is_heard(folder):
     assert "got the tag 'tag:yaml.org,2002:int'" in problems(GOOD.replace("steps: 100", "steps: !!int 100"))[0]
 
 
+def test_a_vocabulary_has_room_for_every_id_of_the_tokenizer(folder):
+    """The ids of kind byte: 256 bytes and end-of-text."""
+    assert load(GOOD, "model={preset: tiny, vocab_size: 257}").model.vocab_size == 257
+    (problem,) = problems(GOOD.replace("name: example", "name: a\nmodel: {preset: tiny, vocab_size: 256}"))
+    assert "model.vocab_size: got 256, expected at least the" in problem
+
+
 def test_one_problem_hides_no_other(folder):
     found = problems(GOOD.replace("name: example", "name: a b\nmodel: {preset: tiny, vocab_size: 100}"))
     assert [p.split(": ")[1] for p in found] == ["name", "model.vocab_size"]

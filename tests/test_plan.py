@@ -436,6 +436,7 @@ def test_a_vocabulary_that_is_not_split_is_told_with_one_that_would_be(tmp_path,
         "all logits; model.vocab_size: 384 adds rows that are never predicted, so that they are split"
     ]
     told, split = planned(3, vocab_size=384)
+    assert planned(2)[0][0].startswith("mesh.tensor 2 does not divide the 257 rows of the ")
     assert told == planned(1)[0] == [] and whole - split == (2 - tie_embeddings) * 4 * 120 * (257 - 384 // 3)
 
 
